@@ -21,7 +21,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def _become(monkeypatch: pytest.MonkeyPatch, user: int, group: int, *more: int) -> None:
-    """As far as the process can tell."""
+    """As far as the process can determine."""
     monkeypatch.setattr(os, "geteuid", lambda: user)
     monkeypatch.setattr(os, "getegid", lambda: group)
     monkeypatch.setattr(os, "getgroups", lambda: list(more))

@@ -16,15 +16,15 @@ from app.access.tenant_queue import Busy, TenantQueue, Turn, WorkAccount
 from tests.support.armed_faults import arm_this_process
 
 
-def _run(story: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(story)
+def _run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(scenario)
 
 
 def _queue(workers: int = 2, **options: Any) -> TenantQueue:
     return TenantQueue(workers, **{"max_jobs": 64, "max_size": 1000, **options})
 
 
-class Line:
+class QueueClients:
     """Jobs that wait; who got a turn, in order."""
 
     def __init__(self, queue: TenantQueue) -> None:
@@ -53,66 +53,66 @@ class Line:
 
 
 def test_a_tenant_never_occupies_the_last_worker() -> None:
-    async def story() -> None:
-        line = Line(_queue(workers=3))
+    async def scenario() -> None:
+        clients = QueueClients(_queue(workers=3))
         for _ in range(10):
-            await line.join("a")
-        assert line.order == ["a", "a"]
-        await line.join("b")
-        assert line.order == ["a", "a", "b"]
+            await clients.join("a")
+        assert clients.order == ["a", "a"]
+        await clients.join("b")
+        assert clients.order == ["a", "a", "b"]
 
-    _run(story())
+    _run(scenario())
 
 
 def test_the_tenant_with_the_least_recent_work_is_next_in_any_order_of_arrival() -> None:
-    async def story() -> None:
-        line = Line(_queue())
+    async def scenario() -> None:
+        clients = QueueClients(_queue())
         for _ in range(5):
-            await line.join("a")
-        await line.join("other")  # both workers are busy now
+            await clients.join("a")
+        await clients.join("other")  # both workers are busy now
         for _ in range(3):
-            await line.join("b")
+            await clients.join("b")
         for _ in range(6):
-            await line.end()
-        assert line.order[:2] == ["a", "other"]
-        assert line.order[2:4] in (["b", "a"], ["b", "b"])
+            await clients.end()
+        assert clients.order[:2] == ["a", "other"]
+        assert clients.order[2:4] in (["b", "a"], ["b", "b"])
 
-    _run(story())
+    _run(scenario())
 
 
 def test_tenants_who_always_wait_get_equal_time_whatever_their_jobs_cost() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         queue, spent = _queue(workers=1), Counter[str]()
         seconds = {"a": 0.9, "b": 0.1, "c": 0.3}
-        line = Line(queue)
+        clients = QueueClients(queue)
         for tenant in seconds:
             for _ in range(400):
-                await line.join(tenant)
-        while line.turns and sum(spent.values()) < 60:
-            tenant = line.turns[0][0]
+                await clients.join(tenant)
+        while clients.turns and sum(spent.values()) < 60:
+            tenant = clients.turns[0][0]
             spent[tenant] += seconds[tenant]  # type: ignore[assignment]
-            await line.end(seconds[tenant])
+            await clients.end(seconds[tenant])
         assert max(spent.values()) - min(spent.values()) < 2, spent
         queue.close()
 
-    _run(story())
+    _run(scenario())
 
 
 def test_of_two_tenants_without_recent_work_the_smaller_job_goes_first() -> None:
-    async def story() -> None:
-        line = Line(_queue(workers=1))
-        await line.join("a", cost=100)
-        await line.join("large", cost=1000)
-        await line.join("small", cost=1)
+    async def scenario() -> None:
+        clients = QueueClients(_queue(workers=1))
+        await clients.join("a", cost=100)
+        await clients.join("large", cost=1000)
+        await clients.join("small", cost=1)
         for _ in range(3):
-            await line.end(0.5)
-        assert line.order == ["a", "small", "large"]
+            await clients.end(0.5)
+        assert clients.order == ["a", "small", "large"]
 
-    _run(story())
+    _run(scenario())
 
 
 def test_jobs_of_one_tenant_keep_their_order() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         queue, order = _queue(workers=1), []
 
         async def job(number: int, cost: int) -> None:
@@ -122,17 +122,17 @@ def test_jobs_of_one_tenant_keep_their_order() -> None:
         await asyncio.gather(*(job(number, 100 - number) for number in range(20)))
         assert order == list(range(20))
 
-    _run(story())
+    _run(scenario())
 
 
 def test_a_tenant_may_hold_half_alone_and_always_leaves_space_for_another() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         queue = _queue(max_jobs=16)
-        held = []
+        admissions = []
 
         def admit(tenant: str, size: int) -> None:
-            held.append(queue.admitted(WorkAccount(tenant), size))
-            held[-1].__enter__()
+            admissions.append(queue.admitted(WorkAccount(tenant), size))
+            admissions[-1].__enter__()
 
         for _ in range(8):
             admit("a", 1)
@@ -140,9 +140,9 @@ def test_a_tenant_may_hold_half_alone_and_always_leaves_space_for_another() -> N
             admit("a", 1)
         for tenant in "bcdefgh":
             admit(tenant, 1)
-        assert held[0].__exit__(None, None, None) in (None, False)
+        assert admissions[0].__exit__(None, None, None) in (None, False)
 
-    _run(story())
+    _run(scenario())
 
 
 def test_size_is_bounded_like_jobs_and_a_first_job_always_fits() -> None:
@@ -157,60 +157,60 @@ def test_size_is_bounded_like_jobs_and_a_first_job_always_fits() -> None:
 
 
 def test_a_turn_is_charged_to_the_lease_and_frees_its_worker_once() -> None:
-    async def story() -> None:
-        quotas = RateLimiter()
+    async def scenario() -> None:
+        limiter = RateLimiter()
         tenant = Tenant(name="a", cache_namespace="a", limits=RateLimits(tokens_per_minute=10_000))
-        lease = quotas.reserve(tenant, 0, 0.0)
+        reservation = limiter.reserve(tenant, 0, 0.0)
         queue = _queue(workers=1)
-        turn = await queue.acquire(WorkAccount("a", lease), 1)
+        turn = await queue.acquire(WorkAccount("a", reservation), 1)
         turn.end(2.05)
         turn.end(100)
-        assert lease.headers(0.0)["x-ratelimit-remaining-tokens"] in ("8000", "8001")
-        (await queue.acquire(WorkAccount("a", lease), 1)).end()
+        assert reservation.headers(0.0)["x-ratelimit-remaining-tokens"] in ("8000", "8001")
+        (await queue.acquire(WorkAccount("a", reservation), 1)).end()
 
-    _run(story())
+    _run(scenario())
 
 
 def test_a_job_that_is_cancelled_takes_no_turn_from_others() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         rng = random.Random(0)
-        line = Line(_queue(workers=2))
+        clients = QueueClients(_queue(workers=2))
         for number in range(200):
-            task = await line.join(f"t{number % 3}")
+            task = await clients.join(f"t{number % 3}")
             if rng.random() < 0.5:
                 task.cancel()
-            if line.turns and rng.random() < 0.3:
-                await line.end(rng.random())
-        while line.turns:
-            await line.end()
-        assert all(task.done() for task in line.tasks)
-        first, second = [await line.queue.acquire(WorkAccount(name), 1) for name in "xy"]
+            if clients.turns and rng.random() < 0.3:
+                await clients.end(rng.random())
+        while clients.turns:
+            await clients.end()
+        assert all(task.done() for task in clients.tasks)
+        first, second = [await clients.queue.acquire(WorkAccount(name), 1) for name in "xy"]
         assert {first.worker, second.worker} == {0, 1}
 
-    _run(story())
+    _run(scenario())
 
 
 def test_a_worker_rests_in_proportion_to_its_turns() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         queue, loop = _queue(workers=1, max_busy_share=0.25), asyncio.get_running_loop()
-        begun = loop.time()
+        started_at = loop.time()
         for _ in range(3):
             (await queue.acquire(WorkAccount("a"), 1)).end(0.01)
-        assert loop.time() - begun > 2 * 0.03 * 0.9
+        assert loop.time() - started_at > 2 * 0.03 * 0.9
 
-    _run(story())
+    _run(scenario())
 
 
 def test_the_fault_restores_one_worker_in_order_of_arrival(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def story() -> None:
-        line = Line(_queue())
+    async def scenario() -> None:
+        clients = QueueClients(_queue())
         for _ in range(5):
-            await line.join("a")
-        await line.join("b")
-        assert line.order == ["a"]
+            await clients.join("a")
+        await clients.join("b")
+        assert clients.order == ["a"]
         for _ in range(5):
-            await line.end()
-        assert line.order == ["a"] * 5 + ["b"]
+            await clients.end()
+        assert clients.order == ["a"] * 5 + ["b"]
 
     arm_this_process(tmp_path, monkeypatch).arm("tenant_queue.fifo", "yes")
-    _run(story())
+    _run(scenario())

@@ -1,4 +1,4 @@
-"""Several continuations of several prompts in one answer: places, seeds, usage, echo, stops, receipts."""
+"""Several continuations of several prompts in one response: indexes, seeds, usage, echo, stops, receipts."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ def test_receipts_give_the_same_texts_under_load_too(server: Server) -> None:
     ]
     with ThreadPoolExecutor(24) as pool:
         again = list(pool.map(lambda body: whole(server.url, **body), bodies * 6))
-    for place, answer in enumerate(again):
-        assert answer["choices"] == firsts[place % len(kinds)]["choices"]
-        assert answer["receipt"] == firsts[place % len(kinds)]["receipt"]
+    for index, answer in enumerate(again):
+        assert answer["choices"] == firsts[index % len(kinds)]["choices"]
+        assert answer["receipt"] == firsts[index % len(kinds)]["receipt"]
 
 
 def test_stop_tokens_end_the_text_and_say_so(server: Server) -> None:

@@ -53,18 +53,18 @@ def _reset(connection: socket.socket) -> None:
     connection.close()
 
 
-@pytest.mark.parametrize("leave", [socket.socket.close, _reset])
+@pytest.mark.parametrize("disconnect", [socket.socket.close, _reset])
 @pytest.mark.parametrize("stream", [True, False])
 def test_clients_that_leave_free_everything(
-    long_server: Server, stream: bool, leave: Callable[[socket.socket], None]
+    long_server: Server, stream: bool, disconnect: Callable[[socket.socket], None]
 ) -> None:
-    """40 clients, more than run at once, so that some leave from the queue."""
+    """40 clients, more than run at once, so that some disconnect while queued."""
     connections = [_request(long_server, stream=stream, seed=i) for i in range(40)]
     assert long_server.wait_for(lambda: long_server.metric("requests_waiting") > 0)
     if stream:
         assert connections[0].recv(10)
     for connection in connections:
-        leave(connection)
+        disconnect(connection)
     assert is_clean(long_server, SOON)
 
 

@@ -55,8 +55,8 @@ def _compare_native(server: Server, answer: dict[str, Any], events: list[Any], c
     for choice in answer["choices"]:
         mine = [e.data for e in events if e.name == "token" and e.data["index"] == choice["index"]]
         assert "".join(data["text"] for data in mine) == choice["text"]
-        told = [token for data in mine for token in data.get("tokens", [])]
-        assert told == (choice["tokens"] or [])
+        sent = [token for data in mine for token in data.get("tokens", [])]
+        assert sent == (choice["tokens"] or [])
     done = events[-1].data
     assert _facts(done["choices"]) == _facts(answer["choices"])
     counts = ("prompt_tokens", "completion_tokens", "total_tokens")

@@ -37,8 +37,8 @@ def test_a_chunk_is_the_frame_of_its_dict(text: str, extra: dict[str, Any]) -> N
     extra = {f"x{name}": value for name, value in extra.items()}
     chunks = ChunkWriter(head, extra)
     assert chunks.chunk(json.dumps(choice)) == frame({**head, "choices": [choice], **extra})
-    told = chunks.chunk(json.dumps(choice), ', "usage": null')
-    assert told == frame({**head, "choices": [choice], **extra, "usage": None})
+    sent = chunks.chunk(json.dumps(choice), ', "usage": null')
+    assert sent == frame({**head, "choices": [choice], **extra, "usage": None})
 
 
 @pytest.mark.parametrize("kind", [_CompletionsResponder, _ChatResponder])
@@ -63,8 +63,8 @@ class _NoJob:
 def test_bytes_cut_anywhere_decode_as_the_codec_decodes_them(text: str, noise: bytes, cuts: list[int]) -> None:
     data = text.encode("utf-8", "replace") + noise + b"ascii"
     ours, codec = StreamDecoder(), codecs.getincrementaldecoder("utf-8")(errors="replace")
-    places = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
-    for start, stop in pairwise(places):
+    bounds = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
+    for start, stop in pairwise(bounds):
         assert ours.feed(data[start:stop]) == codec.decode(data[start:stop])
     assert ours.flush() == codec.decode(b"", final=True)
 
@@ -79,8 +79,8 @@ def test_a_choice_with_nothing_to_look_for_gives_the_text_of_one_that_looks_in_v
     for index, token in enumerate(ids):
         finish = FinishReason.LENGTH if index == len(ids) - 1 else None
         event = SampledEvent("r", index, token, finish=finish)
-        for place, choice in enumerate((plain, looking)):
-            texts[place] += "".join(delta.text for delta in choice.add(event))
+        for n, choice in enumerate((plain, looking)):
+            texts[n] += "".join(delta.text for delta in choice.add(event))
     assert texts[0] == texts[1] == bytes(ids).decode("utf-8", "replace")
     assert plain.n_tokens == looking.n_tokens == len(ids)
     assert plain.ended == looking.ended is not None
@@ -143,22 +143,22 @@ def test_gaps_are_counted_where_prometheus_counts_them() -> None:
 @pytest.mark.parametrize("dues", [(0.02,), (0.02, 30.0), (30.0, 0.02)])
 def test_an_alarm_set_to_later_rings_early_and_set_to_earlier_rings_earlier(dues: tuple[float, ...]) -> None:
     async def ring() -> None:
-        heard = asyncio.Event()
-        alarm = LazyTimer(heard.set)
+        arrived = asyncio.Event()
+        alarm = LazyTimer(arrived.set)
         for due in dues:
             alarm.set(time.monotonic() + due)
-        await asyncio.wait_for(heard.wait(), 20)
+        await asyncio.wait_for(arrived.wait(), 20)
 
     asyncio.run(ring())
 
 
 def test_a_cancelled_alarm_is_silent() -> None:
     async def rung() -> bool:
-        heard = asyncio.Event()
-        alarm = LazyTimer(heard.set)
+        arrived = asyncio.Event()
+        alarm = LazyTimer(arrived.set)
         alarm.set(time.monotonic())
         alarm.cancel()
         await asyncio.sleep(0.02)
-        return heard.is_set()
+        return arrived.is_set()
 
     assert not asyncio.run(rung())

@@ -23,53 +23,53 @@ SCHEMA = {
     "required": ["mood", "age"],
     "additionalProperties": False,
 }
-ASK: dict[str, Any] = {"prompt": "Once", "max_tokens": 200, "seed": 3}
+BODY: dict[str, Any] = {"prompt": "Once", "max_tokens": 200, "seed": 3}
 SLOW = {"anyOf": [{"type": "integer", "multipleOf": prime} for prime in (999983, 999979, 999961)]}
 
 
 def _refused(server: Server, path: str = "/complete", **body: Any) -> dict[str, Any]:
-    response = httpx.post(f"{server.url}{path}", json=ASK | body, timeout=60)
+    response = httpx.post(f"{server.url}{path}", json=BODY | body, timeout=60)
     assert response.status_code == 400, response.text
     error: dict[str, Any] = response.json()["error"]
     return error
 
 
 def test_every_choice_and_the_stream_follow_the_schema(server: Server) -> None:
-    answer = whole(server.url, **ASK, json_schema=SCHEMA, n=3)
+    answer = whole(server.url, **BODY, json_schema=SCHEMA, n=3)
     texts = [choice["text"] for choice in answer["choices"]]
     for choice in answer["choices"]:
         assert choice["finish_reason"] == "stop"
         assert set(json.loads(choice["text"])) == {"mood", "age"}
-    assert text_of(stream(server.url, **ASK, json_schema=SCHEMA)) == texts[0]
-    assert whole(server.url, **ASK, json_schema=json.dumps(SCHEMA))["choices"][0]["text"] == texts[0]
+    assert text_of(stream(server.url, **BODY, json_schema=SCHEMA)) == texts[0]
+    assert whole(server.url, **BODY, json_schema=json.dumps(SCHEMA))["choices"][0]["text"] == texts[0]
 
 
 def test_no_guided_request_is_in_the_way_of_later_ones(tmp_path: Path, weights: Path) -> None:
-    """Whatever becomes of it: scored only, at its end at once, or left by its client while it waits."""
+    """Whether it is only scored, finishes at once, or loses its client while it waits."""
     server = start_server(tmp_path, weights, "--max-running", "2")
     try:
         for _ in range(3):
-            whole(server.url, **ASK | {"max_tokens": 0}, regex="[ab]+")
+            whole(server.url, **BODY | {"max_tokens": 0}, regex="[ab]+")
             whole(server.url, prompt=[5] * 256, max_tokens=9, regex="[ab]+")
-            whole(server.url, **ASK, regex="a")
+            whole(server.url, **BODY, regex="a")
             for _ in range(3):
                 with contextlib.suppress(httpx.TimeoutException):
-                    httpx.post(f"{server.url}/complete", json=ASK | {"regex": "[ab]{200}"}, timeout=0.05)
-        assert whole(server.url, **ASK, regex="abc")["choices"][0]["text"] == "abc"
+                    httpx.post(f"{server.url}/complete", json=BODY | {"regex": "[ab]{200}"}, timeout=0.05)
+        assert whole(server.url, **BODY, regex="abc")["choices"][0]["text"] == "abc"
     finally:
         assert stop_server(server) == 0
 
 
 def test_regex_and_grammar_are_followed_to_the_last_token(server: Server) -> None:
-    answer = whole(server.url, **ASK, regex="[abc]{5}/", ignore_eos=True)
+    answer = whole(server.url, **BODY, regex="[abc]{5}/", ignore_eos=True)
     assert re.fullmatch("[abc]{5}/", answer["choices"][0]["text"])
-    answer = whole(server.url, **ASK, grammar='start: "<" /[xy]{3}/ ">"')
+    answer = whole(server.url, **BODY, grammar='start: "<" /[xy]{3}/ ">"')
     assert re.fullmatch("<[xy]{3}>", answer["choices"][0]["text"])
 
 
 def test_openais_response_format_is_the_same_guide(server: Server) -> None:
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
-    response = httpx.post(f"{server.url}/v1/completions", json=ASK | {"response_format": wanted}, timeout=60)
+    response = httpx.post(f"{server.url}/v1/completions", json=BODY | {"response_format": wanted}, timeout=60)
     assert response.status_code == 200, response.text
     assert set(json.loads(response.json()["choices"][0]["text"])) == {"mood", "age"}
 

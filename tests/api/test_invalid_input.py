@@ -1,4 +1,4 @@
-"""Bad input of every field: a 4xx in the one error shape, never a 5xx, and the service goes on."""
+"""Bad input of every field: a 4xx in the one error shape, never a 5xx, and the service keeps running."""
 
 from __future__ import annotations
 

@@ -111,13 +111,13 @@ def test_token_details_carry_bytes_and_ordered_alternatives(server: Server) -> N
 
 def test_tokens_of_a_stop_string_are_not_shown_not_even_half_characters(server: Server) -> None:
     """The fox is four byte tokens to a tokenizer that never merged it."""
-    asked = {"prompt": "The fox", "max_tokens": 60, "seed": 3, "ignore_eos": True, "logprobs": 0}
-    (choice,) = whole(server.url, **asked)["choices"]
+    body = {"prompt": "The fox", "max_tokens": 60, "seed": 3, "ignore_eos": True, "logprobs": 0}
+    (choice,) = whole(server.url, **body)["choices"]
     text, pieces = choice["text"], [token["text"] for token in choice["tokens"]]
     starts = [len("".join(pieces[:i])) for i in range(len(pieces))]
     # A token that stands nowhere before: all of it is hidden.
     stop = next(p for p, start in zip(pieces, starts, strict=True) if start > 10 and text.find(p) == start)
-    answer = whole(server.url, **asked, stop=stop)
+    answer = whole(server.url, **body, stop=stop)
     choice = answer["choices"][0]
     assert (choice["stop_reason"], choice["text"]) == (stop, text[: text.index(stop)])
     shown = b"".join(bytes(token["bytes"]) for token in choice["tokens"])

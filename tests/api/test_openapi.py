@@ -54,8 +54,8 @@ def test_every_route_is_told_with_words_and_a_place(document: dict[str, Any]) ->
 def test_every_field_is_told(document: dict[str, Any]) -> None:
     for name, schema in document["components"]["schemas"].items():
         assert schema.get("description"), name
-        for field, told in schema.get("properties", {}).items():
-            assert "$ref" in told or told.get("description"), f"{name}.{field}"
+        for field, field_schema in schema.get("properties", {}).items():
+            assert "$ref" in field_schema or field_schema.get("description"), f"{name}.{field}"
 
 
 def test_every_reference_leads_somewhere_and_everything_is_referred_to(document: dict[str, Any]) -> None:
@@ -93,17 +93,17 @@ def test_bodies_are_components_with_examples(document: dict[str, Any]) -> None:
 
 def test_the_stream_and_its_events_are_told(document: dict[str, Any]) -> None:
     answer = document["paths"]["/complete"]["post"]["responses"]["200"]
-    told = [event["properties"] for event in answer["content"]["text/event-stream"]["schema"]["anyOf"]]
-    assert [event["event"]["const"] for event in told] == list(EVENTS)
+    event_schemas = [event["properties"] for event in answer["content"]["text/event-stream"]["schema"]["anyOf"]]
+    assert [event["event"]["const"] for event in event_schemas] == list(EVENTS)
     named = [f"#/components/schemas/{model.__name__}" for model in EVENTS.values()]
-    assert [event["data"]["contentSchema"]["$ref"] for event in told] == named
+    assert [event["data"]["contentSchema"]["$ref"] for event in event_schemas] == named
     assert all(f"`{name}`" in answer["description"] for name in EVENTS)
 
 
 def test_events_are_what_is_told_of_them(server: Server) -> None:
     seen = set()
-    asked = {"max_tokens": 5, "logprobs": 2, "n": 2, "user": "u", "request_id": "r", "truncate_prompt_tokens": 2}
-    for event in stream(server.url, prompt="The moon", **asked):
+    fields = {"max_tokens": 5, "logprobs": 2, "n": 2, "user": "u", "request_id": "r", "truncate_prompt_tokens": 2}
+    for event in stream(server.url, prompt="The moon", **fields):
         seen.add(event.name)
         model = EVENTS[event.name]
         assert set(event.data) <= set(model.model_fields), event.name
@@ -112,14 +112,14 @@ def test_events_are_what_is_told_of_them(server: Server) -> None:
 
 
 def test_chunks_of_openais_door_are_what_is_told_of_them(server: Server, document: dict[str, Any]) -> None:
-    told = document["paths"]["/v1/completions"]["post"]["responses"]["200"]
-    chunk, error, done = told["content"]["text/event-stream"]["schema"]["anyOf"]
-    assert chunk["properties"]["data"]["contentSchema"] == told["content"]["application/json"]["schema"]
+    response = document["paths"]["/v1/completions"]["post"]["responses"]["200"]
+    chunk, error, done = response["content"]["text/event-stream"]["schema"]["anyOf"]
+    assert chunk["properties"]["data"]["contentSchema"] == response["content"]["application/json"]["schema"]
     assert error["properties"]["data"]["contentSchema"] == {"$ref": "#/components/schemas/ErrorResponse"}
     assert done["properties"]["data"] == {"const": "[DONE]"}
-    asked = {"prompt": "The moon", "max_tokens": 3, "logprobs": 2, "echo": True, "user": "u", "other": 1}
+    fields = {"prompt": "The moon", "max_tokens": 3, "logprobs": 2, "echo": True, "user": "u", "other": 1}
     for stream_it in (False, True):
-        body = {**asked, "stream": stream_it, "stream_options": {"include_usage": True} if stream_it else None}
+        body = {**fields, "stream": stream_it, "stream_options": {"include_usage": True} if stream_it else None}
         text = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).text
         answers = [line[6:] for line in text.split("\n\n")[:-2]] if stream_it else [text]
         for answer in map(json.loads, answers):
@@ -128,9 +128,9 @@ def test_chunks_of_openais_door_are_what_is_told_of_them(server: Server, documen
 
 
 def test_the_service_hands_it_out(server: Server, document: dict[str, Any]) -> None:
-    served = httpx.get(f"{server.url}/openapi.json").json()
-    assert served == json.loads(json.dumps(document))
+    published = httpx.get(f"{server.url}/openapi.json").json()
+    assert published == json.loads(json.dumps(document))
     for path in ("/health", "/v1/models", "/tokenizer_info"):
-        schema = served["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
-        fields = served["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
+        schema = published["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+        fields = published["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
         assert set(httpx.get(f"{server.url}{path}").json()) <= set(fields["properties"])

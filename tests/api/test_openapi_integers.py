@@ -58,7 +58,7 @@ def test_a_whole_number_may_be_written_with_a_fraction(server: Server) -> None:
         number = FEW.get(field, max(1, kind.get("minimum", 1)))
         value = [float(number)] if kind["type"] == "array" else float(number)
         answer = _post(server, route, field, value)
-        # The tiny model has no chat template; the service says so once the fields of a chat are valid.
+        # The tiny model has no chat template; the service reports that once the fields of a chat are valid.
         no_template = answer.status_code == 400 and answer.json()["error"]["code"] == "no_chat_template"
         assert answer.status_code == 200 or no_template, (route, field, answer.text)
         wrong = [number + 0.5] if kind["type"] == "array" else number + 0.5

@@ -7,8 +7,8 @@ import asyncio
 from app.api.resume_store import ResumeStore
 
 
-class Left:
-    """A stream whose client has left before its end."""
+class DisconnectedStream:
+    """A stream whose client disconnected before its end."""
 
     is_finished = False
 
@@ -21,11 +21,11 @@ class Left:
 
 def test_a_tenant_that_leaves_many_streams_evicts_only_its_own() -> None:
     async def visit() -> None:
-        shelf, flood = ResumeStore(60.0), [Left(f"f{i}", "flood") for i in range(1000)]
-        others = [Left(f"o{i}", f"owner {i % 10}") for i in range(100)]
+        store, flood = ResumeStore(60.0), [DisconnectedStream(f"f{i}", "flood") for i in range(1000)]
+        others = [DisconnectedStream(f"o{i}", f"owner {i % 10}") for i in range(100)]
         for one in (*others, *flood):
-            shelf.put(one)
-            shelf.mark_detached(one)
+            store.put(one)
+            store.mark_detached(one)
         assert not any(one.is_closed for one in others)
         assert [one.is_closed for one in flood] == [True] * 844 + [False] * 156
 

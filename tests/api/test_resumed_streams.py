@@ -45,7 +45,7 @@ def long_server(tmp_path_factory: pytest.TempPathFactory, faults: Faults) -> Ite
 
 
 def _first_events(server: Server, count: int, headers: dict[str, str] | None = None, **body: Any) -> list[Event]:
-    """The first events of a stream that its client then leaves."""
+    """Read the first events of a stream, then disconnect."""
     with httpx.stream("POST", f"{server.url}/complete", json=body, headers=headers, timeout=60) as response:
         return _read(response, count)
 
@@ -142,24 +142,24 @@ def test_a_stream_belongs_to_the_tenant_that_began_it(long_server: Server) -> No
 
 
 def test_streams_that_were_read_to_their_end_make_room_first() -> None:
-    class Left:
+    class DisconnectedStream:
         def __init__(self, name: str, is_finished: bool) -> None:
             self.name, self.owner, self.is_finished, self.is_closed = name, "", is_finished, False
 
         def close(self) -> None:
             self.is_closed = True
 
-    async def visit() -> list[Left]:
-        shelf, broken = ResumeStore(60.0), [Left(f"b{i}", False) for i in range(200)]
-        streams = [*broken, *(Left(f"f{i}", True) for i in range(300))]
+    async def visit() -> list[DisconnectedStream]:
+        store, broken = ResumeStore(60.0), [DisconnectedStream(f"b{i}", False) for i in range(200)]
+        streams = [*broken, *(DisconnectedStream(f"f{i}", True) for i in range(300))]
         for one in streams:
-            shelf.put(one)
-            shelf.mark_detached(one)
+            store.put(one)
+            store.mark_detached(one)
         assert sum(not one.is_closed for one in streams) == 256
-        more = [Left(f"m{i}", False) for i in range(256)]
+        more = [DisconnectedStream(f"m{i}", False) for i in range(256)]
         for one in more:
-            shelf.put(one)
-            shelf.mark_detached(one)
+            store.put(one)
+            store.mark_detached(one)
         assert not any(one.is_closed for one in more), "the oldest go where all broke off"
         return [one for one in broken if one.is_closed]
 
@@ -214,8 +214,8 @@ def test_only_so_many_bytes_of_a_stream_are_kept(tmp_path: Path, weights: Path) 
     server = start_server(tmp_path, weights, "--resume-bytes", "1000", fake_ms=1)
     try:
         events = stream(server.url, **{**LONG, "max_tokens": 200})
-        gone = _resume(server, events[0].data["id"], after=0)
-        assert gone.json()["error"]["code"] == "events_gone"
+        refused = _resume(server, events[0].data["id"], after=0)
+        assert refused.json()["error"]["code"] == "events_gone"
     finally:
         assert stop_server(server) == 0
 

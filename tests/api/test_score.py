@@ -42,17 +42,17 @@ def test_scores_equal_a_forward_pass(tmp_path: Path, weights: Path) -> None:
     for text, score in zip(TEXTS, scores, strict=True):
         ids = tokenizer.encode(text)
         expected_TV = logits(decoder, ids).log_softmax(-1)
-        told = score["tokens"]
-        assert [token["id"] for token in told] == ids
-        assert told[0]["logprob"] is None and told[0]["top"] == []
-        for place in range(1, len(ids)):
-            assert told[place]["logprob"] == pytest.approx(float(expected_TV[place - 1, ids[place]]), abs=1e-4)
-            best = expected_TV[place - 1].topk(5).values.tolist()
-            assert [top["logprob"] for top in told[place]["top"]] == pytest.approx(best, abs=1e-4)
-        total = sum(token["logprob"] for token in told[1:])
+        reported = score["tokens"]
+        assert [token["id"] for token in reported] == ids
+        assert reported[0]["logprob"] is None and reported[0]["top"] == []
+        for index in range(1, len(ids)):
+            assert reported[index]["logprob"] == pytest.approx(float(expected_TV[index - 1, ids[index]]), abs=1e-4)
+            best = expected_TV[index - 1].topk(5).values.tolist()
+            assert [top["logprob"] for top in reported[index]["top"]] == pytest.approx(best, abs=1e-4)
+        total = sum(token["logprob"] for token in reported[1:])
         assert score["logprob"] == pytest.approx(total)
         assert score["perplexity"] == pytest.approx(math.exp(-total / (len(ids) - 1)))
-        n_bytes = sum(len(token["bytes"]) for token in told[1:])
+        n_bytes = sum(len(token["bytes"]) for token in reported[1:])
         assert score["bits_per_byte"] == pytest.approx(-total / math.log(2) / n_bytes)
 
 

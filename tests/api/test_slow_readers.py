@@ -28,7 +28,7 @@ GUIDED: dict[str, Any] = {**LONG, "logprobs": 20, "max_tokens": 500, "regex": "(
 
 
 @pytest.fixture(scope="module")
-def held_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def suspending_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The tiny model; connections whose readers rest are patient, and have small buffers."""
     weights = tiny_weights(tmp_path_factory.mktemp("long") / "tiny", context=4096)
     flags = ("--dtype", "float32", "--resume-seconds", "60")
@@ -41,22 +41,22 @@ def held_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def _resting(server: Server, body: dict[str, Any]) -> socket.socket:
     """A stream whose client does not read, once it is suspended and the engine has no work for it.
 
-    Where the event loop gets no core for long, most of a stream may arrive at once at a writer who waits for it, who
-    is not held for that: another try.
+    If the event loop gets no CPU for long, most of a stream may arrive at once at a waiting writer, and the service
+    does not suspend it: try again.
     """
     before = server.metric("held_streams_total")
     for _ in range(20):
         connection = connect(server, receive_buffer=4096)
         connection.settimeout(60)
         connection.sendall(post(body, "/complete", "Connection: close"))
-        # With its first token it is the engine's, which from there on rests when the stream is held or over.
+        # After the first token the engine has the request; it is idle once the stream is suspended or finished.
         assert server.wait_for(lambda connection=connection: b"event: token" in connection.recv(4096, socket.MSG_PEEK))
         assert is_clean(server)
         if server.metric("held_streams_total") > before:
             assert server.metric("held_streams_total") == before + 1
             return connection
         connection.close()
-    raise AssertionError("no stream was held")
+    raise AssertionError("no stream was suspended")
 
 
 def _rest_of(connection: socket.socket) -> bytes:
@@ -76,41 +76,41 @@ def _events(answer: bytes) -> list[Event]:
     return parse_events(whole.decode())
 
 
-def _told(events: list[Event]) -> dict[int, tuple[str, list[Any]]]:
+def _output(events: list[Event]) -> dict[int, tuple[str, list[Any]]]:
     """Text and tokens of each choice."""
-    told: dict[int, tuple[str, list[Any]]] = {}
+    output: dict[int, tuple[str, list[Any]]] = {}
     for event in events:
         if event.name == "token":
-            text, tokens = told.get(event.data["index"], ("", []))
-            told[event.data["index"]] = (text + event.data["text"], tokens + event.data.get("tokens", []))
-    return told
+            text, tokens = output.get(event.data["index"], ("", []))
+            output[event.data["index"]] = (text + event.data["text"], tokens + event.data.get("tokens", []))
+    return output
 
 
 def _assert_same(events: list[Event], expected: list[Event]) -> None:
     assert [event.name for event in events if event.name != "token"] == [
         event.name for event in expected if event.name != "token"
     ]
-    assert _told(events) == _told(expected)
+    assert _output(events) == _output(expected)
     assert events[-1].data["choices"] == expected[-1].data["choices"]
     assert events[-1].data["usage"]["completion_tokens"] == expected[-1].data["usage"]["completion_tokens"]
 
 
 @pytest.mark.parametrize("body", [CHOICES, ECHO, GUIDED], ids=["choices", "echo", "guided"])
-def test_what_a_reader_gets_who_rested_is_what_all_get(held_server: Server, body: dict[str, Any]) -> None:
-    expected = stream(held_server.url, **body)
-    with _resting(held_server, body) as connection:
+def test_what_a_reader_gets_who_rested_is_what_all_get(suspending_server: Server, body: dict[str, Any]) -> None:
+    expected = stream(suspending_server.url, **body)
+    with _resting(suspending_server, body) as connection:
         _assert_same(_events(_rest_of(connection)), expected)
-    assert is_clean(held_server)
+    assert is_clean(suspending_server)
 
 
-def test_a_held_stream_is_cancelled_or_resumed_as_any_other(held_server: Server) -> None:
-    expected = stream(held_server.url, **CHOICES)
+def test_a_held_stream_is_cancelled_or_resumed_as_any_other(suspending_server: Server) -> None:
+    expected = stream(suspending_server.url, **CHOICES)
     for deed in ("cancel", "resume"):
-        with _resting(held_server, CHOICES) as connection:
-            # Only looked at: what is taken lets the stream go on, and it could end before the DELETE comes.
+        with _resting(suspending_server, CHOICES) as connection:
+            # Only peek: reading resumes the stream, and it could finish before the DELETE arrives.
             head = connection.recv(300, socket.MSG_PEEK)
             name = head.partition(b"x-request-id: ")[2].partition(b"\r\n")[0].decode()
-            url = f"{held_server.url}/complete/{name}"
+            url = f"{suspending_server.url}/complete/{name}"
             if deed == "cancel":
                 assert httpx.delete(url).status_code == 200
                 choices = _events(_rest_of(connection))[-1].data["choices"]
@@ -118,11 +118,11 @@ def test_a_held_stream_is_cancelled_or_resumed_as_any_other(held_server: Server)
                 continue
         events = parse_events(httpx.get(f"{url}/events", timeout=60).text)
         _assert_same(events, expected)
-    assert is_clean(held_server)
+    assert is_clean(suspending_server)
 
 
 def test_an_engine_that_dies_meanwhile_is_no_matter(tmp_path: Path, weights: Path) -> None:
-    """FE; a plain text, which is held after some four thousand tokens."""
+    """FE; a plain text, which is suspended after some four thousand tokens."""
     server = start_server(tmp_path, weights, "--drain-timeout", "1", fake_ms=0)
     try:
         expected = stream(server.url, **TEXT)

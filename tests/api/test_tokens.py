@@ -50,11 +50,11 @@ def test_text_to_tokens_to_text_is_exact(server: Server, text: str) -> None:
     assert back["prompt"] == text
     assert answer["count"] == len(answer["tokens"]) == len(answer["pieces"])
     assert b"".join(bytes(piece["bytes"]) for piece in answer["pieces"]) == text.encode()
-    places = [
+    pieces = [
         {**piece, "start": here["start"], "end": here["end"]}
         for piece, here in zip(back["pieces"], answer["pieces"], strict=True)
     ]
-    assert places == answer["pieces"]
+    assert pieces == answer["pieces"]
 
 
 def test_each_piece_has_id_text_bytes_and_place(server: Server, weights: Path) -> None:
@@ -92,7 +92,7 @@ def test_nothing_is_no_tokens_and_no_text(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "param", "says"),
+    ("path", "body", "param", "message"),
     [
         ("/tokenize", {}, "prompt", "required"),
         ("/tokenize", {"prompt": None}, "prompt", "string"),
@@ -112,11 +112,11 @@ def test_nothing_is_no_tokens_and_no_text(server: Server) -> None:
     ],
 )
 def test_what_cannot_be_is_refused_by_its_name(
-    server: Server, path: str, body: Any, param: str | None, says: str
+    server: Server, path: str, body: Any, param: str | None, message: str
 ) -> None:
     error = _refused(server, path, body)
     assert error["param"] == param
-    assert says in error["message"]
+    assert message in error["message"]
 
 
 def test_the_tokenizer_tells_what_clients_must_know(server: Server) -> None:

@@ -1,4 +1,4 @@
-"""The notebook's benchmark runs, and its last line is what it says."""
+"""The notebook's benchmark runs, and its last line is the result as JSON."""
 
 from __future__ import annotations
 

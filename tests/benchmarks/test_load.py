@@ -151,7 +151,7 @@ def test_other_servers_are_asked_with_every_filter_switched_off() -> None:
 
 
 def test_a_connection_that_closed_behind_a_stream_is_opened_again() -> None:
-    """llama-server does so, and does not say it before."""
+    """llama-server does this without announcing it."""
     server = FakeServer(answer_with(HEAD + chunks(events(*TOKENS, DONE))))
     (level,) = load(server, requests=12).levels
     assert (level.completed, level.errors) == (12, 0)

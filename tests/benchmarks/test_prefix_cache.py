@@ -1,4 +1,4 @@
-"""The benchmark of the prefix cache and of long prompts runs, and its last line is what it says."""
+"""The benchmark of the prefix cache and of long prompts runs, and its last line is the result as JSON."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_ratios_are_those_of_neighbours() -> None:
     assert (sharing.cold_ms, sharing.shared_ms, sharing.sooner, sharing.cached_tokens) == (900, 400, 3, 80)
     assert sharing.cold_tokens_per_second == pytest.approx(111, abs=1)
     alone = [Window(gaps=(gap,), tokens_per_second=1 / gap, first_tokens=()) for gap in (1.0, 2.0, 4.0)]
-    beside = [Window(gaps=(gap, gap), tokens_per_second=1 / gap, first_tokens=(gap,)) for gap in (2.0, 8.0, 4.0)]
-    found = summarize_interference(alone, beside, 8)
+    concurrent = [Window(gaps=(gap, gap), tokens_per_second=1 / gap, first_tokens=(gap,)) for gap in (2.0, 8.0, 4.0)]
+    found = summarize_interference(alone, concurrent, 8)
     assert (found.p99_ratio, found.alone_p99_ms, found.beside_p99_ms, found.arrivals) == (2, 2000, 4000, 3)
     assert found.arrival_tokens_per_second == 2

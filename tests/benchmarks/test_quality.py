@@ -1,4 +1,4 @@
-"""The benchmark of quality reads a text in every way, and its last line is what it says."""
+"""The benchmark of quality reads a text in every way, and its last line is the result as JSON."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_last_line_is_one_json_object_with_every_way(tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (("--weights", "{}/none", "--text", "{}/text"), "none: no such directory"),
         (("--weights", "{}/weights", "--text", "{}/none"), "none: cannot be read (No such file or directory)"),
@@ -42,7 +42,7 @@ def test_the_last_line_is_one_json_object_with_every_way(tmp_path: Path, capsys:
     ],
 )
 def test_what_cannot_be_read_is_told_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], says: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
 ) -> None:
     tiny_weights(tmp_path / "weights")
     (tmp_path / "text").write_text(TEXT)
@@ -50,6 +50,6 @@ def test_what_cannot_be_read_is_told_in_one_line(
     (tmp_path / "utf16").write_text(TEXT, encoding="utf-16")
     with pytest.raises(SystemExit) as caught:
         main([argument.format(tmp_path) for argument in arguments])
-    told = capsys.readouterr().err
-    assert (caught.value.code, told.count("\n")) == (2, 1)
-    assert told.startswith("error: ") and says in told
+    stderr = capsys.readouterr().err
+    assert (caught.value.code, stderr.count("\n")) == (2, 1)
+    assert stderr.startswith("error: ") and message in stderr

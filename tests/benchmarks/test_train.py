@@ -1,4 +1,4 @@
-"""The benchmark of training runs, its plain side is the same network, and its last line is what it says."""
+"""The benchmark of training runs, its plain side is the same network, and its last line is the result as JSON."""
 
 from __future__ import annotations
 

@@ -25,15 +25,15 @@ pytestmark = pytest.mark.slow
 SLOW = "sleep 60"
 
 
-def _start(shelf: Path, *flags: str, folder: Path = ROOT, **environment: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-S", "-m", "app", "compile", "--cache-dir", str(shelf), *flags]
+def _start(cache: Path, *flags: str, folder: Path = ROOT, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-S", "-m", "app", "compile", "--cache-dir", str(cache), *flags]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("INKSTREAM_")}
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=folder, env={**clean, **environment}, stdout=pipe, stderr=pipe, text=True)
 
 
-def _run(shelf: Path, *flags: str, folder: Path = ROOT, **environment: str) -> tuple[int, str, str]:
-    process = _start(shelf, *flags, folder=folder, **environment)
+def _run(cache: Path, *flags: str, folder: Path = ROOT, **environment: str) -> tuple[int, str, str]:
+    process = _start(cache, *flags, folder=folder, **environment)
     out, errors = process.communicate(timeout=120)
     return process.returncode, out, errors
 
@@ -45,15 +45,15 @@ def _wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def _is_gone(pid: int) -> bool:
+def _has_exited(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
     except FileNotFoundError:
         return True
 
 
-def _left(shelf: Path) -> list[str]:
-    return sorted(path.name for path in shelf.iterdir() if path.name != ".lock")
+def _leftovers(cache: Path) -> list[str]:
+    return sorted(path.name for path in cache.iterdir() if path.name != ".lock")
 
 
 @pytest.fixture
@@ -70,16 +70,16 @@ def slow(tmp_path: Path, stub_library: Path) -> FakeCompiler:
 
 
 def test_it_tells_what_it_built_and_check_whether_a_start_would_use_it(tmp_path: Path, compiler: FakeCompiler) -> None:
-    shelf, level = tmp_path / "cache", this_level().name
-    code, out, errors = _run(shelf, "--check")
+    cache, level = tmp_path / "cache", this_level().name
+    code, out, errors = _run(cache, "--check")
     assert (code, errors) == (1, "") and "using torch" in out and "inkstream compile" in out
-    code, out, errors = _run(shelf, CXX=str(compiler.path))
+    code, out, errors = _run(cache, CXX=str(compiler.path))
     assert (code, errors) == (0, "")
-    for fact in (f"{level}: built", str(shelf), "fake 1.0", "-O3", "KiB", " s\n"):
+    for fact in (f"{level}: built", str(cache), "fake 1.0", "-O3", "KiB", " s\n"):
         assert fact in out, fact
-    code, out, _ = _run(shelf, "--check", CXX="/nonexistent")
+    code, out, _ = _run(cache, "--check", CXX="/nonexistent")
     assert code == 0 and f"using native kernels ({level})" in out and "fake 1.0" in out
-    code, out, _ = _run(shelf, CXX=str(compiler.path))
+    code, out, _ = _run(cache, CXX=str(compiler.path))
     assert code == 0 and f"{level}: already built" in out
     assert len(compiler.pids) == 1
 
@@ -87,7 +87,7 @@ def test_it_tells_what_it_built_and_check_whether_a_start_would_use_it(tmp_path:
 def test_the_variable_names_the_directory_too(tmp_path: Path, compiler: FakeCompiler) -> None:
     environment = {**os.environ, "INKSTREAM_CACHE_DIR": str(tmp_path / "named"), "CXX": str(compiler.path)}
     subprocess.run([sys.executable, "-m", "app", "compile"], cwd=ROOT, env=environment, check=True, timeout=60)
-    assert BuildRecipe(level=this_level()).name in _left(tmp_path / "named")
+    assert BuildRecipe(level=this_level()).name in _leftovers(tmp_path / "named")
 
 
 def test_without_a_compiler_it_names_the_package_and_quietly_says_nothing(tmp_path: Path) -> None:
@@ -107,9 +107,9 @@ def test_a_failed_build_is_one_line_and_exit_code_one(tmp_path: Path, stub_libra
 
 def test_a_compiler_that_takes_longer_than_it_may_is_ended(tmp_path: Path, slow: FakeCompiler) -> None:
     code, _, errors = _run(tmp_path / "cache", "--quiet", "--time-limit", "0.5", CXX=str(slow.path))
-    told = f"error: {slow.path} took more than 0.5 seconds; inkstream compile --time-limit gives it more\n"
-    assert (code, errors) == (1, told)
-    assert _left(tmp_path / "cache") == []
+    message = f"error: {slow.path} took more than 0.5 seconds; inkstream compile --time-limit gives it more\n"
+    assert (code, errors) == (1, message)
+    assert _leftovers(tmp_path / "cache") == []
 
 
 @pytest.mark.parametrize("limit", ["0", "-1", "nan", "inf", "soon"])
@@ -130,7 +130,7 @@ def test_two_at_once_compile_once(tmp_path: Path, stub_library: Path) -> None:
     outs = [process.communicate(timeout=120)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0]
     assert sorted("already built" in out for out in outs) == [False, True]
-    assert len(fake.pids) == 1 and len(_left(tmp_path / "cache")) == 2
+    assert len(fake.pids) == 1 and len(_leftovers(tmp_path / "cache")) == 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -142,8 +142,8 @@ def test_an_interrupted_build_leaves_no_file_no_process_and_no_traceback(
     process.send_signal(number)
     _, errors = process.communicate(timeout=120)
     assert (process.returncode, errors) == (130, "")
-    assert _left(tmp_path / "cache") == []
-    assert all(map(_is_gone, slow.pids))
+    assert _leftovers(tmp_path / "cache") == []
+    assert all(map(_has_exited, slow.pids))
 
 
 def test_a_killed_build_takes_its_compiler_along_and_the_next_one_cleans_up(
@@ -153,11 +153,11 @@ def test_a_killed_build_takes_its_compiler_along_and_the_next_one_cleans_up(
     _wait_for(lambda: len(slow.pids) == 2)
     process.kill()
     process.communicate(timeout=120)
-    _wait_for(lambda: all(map(_is_gone, slow.pids)))
-    (stale,) = _left(tmp_path / "cache")
+    _wait_for(lambda: all(map(_has_exited, slow.pids)))
+    (stale,) = _leftovers(tmp_path / "cache")
     assert stale.startswith(".building-")
     assert _run(tmp_path / "cache", CXX=str(compiler.path))[0] == 0
-    assert stale not in _left(tmp_path / "cache")
+    assert stale not in _leftovers(tmp_path / "cache")
 
 
 def test_the_stage_of_the_container_copies_all_that_a_build_needs(tmp_path: Path, compiler: FakeCompiler) -> None:
@@ -166,19 +166,19 @@ def test_the_stage_of_the_container_copies_all_that_a_build_needs(tmp_path: Path
     for line in re.findall(r"^COPY (.*)$", stage, re.MULTILINE):
         *sources, target = line.split()
         for source in map(Path, sources):
-            place = tmp_path / "stage" / target
+            folder = tmp_path / "stage" / target
             if (ROOT / source).is_dir():
-                shutil.copytree(ROOT / source, place, ignore=shutil.ignore_patterns("__pycache__", "built"))
+                shutil.copytree(ROOT / source, folder, ignore=shutil.ignore_patterns("__pycache__", "built"))
             else:
-                place.mkdir(parents=True, exist_ok=True)
-                shutil.copy(ROOT / source, place)
+                folder.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / source, folder)
     (command,) = re.findall(r"python3 -m app compile (.*) --cache-dir /kernels$", stage, re.MULTILINE)
     code, _, errors = _run(
         tmp_path / "cache", *command.split(), folder=tmp_path / "stage", PYTHONPATH="", CXX=str(compiler.path)
     )
     assert (code, errors) == (0, "")
     levels = X86_LEVELS if this_level() in X86_LEVELS else (this_level(),)
-    assert {BuildRecipe(level=level).name for level in levels} <= set(_left(tmp_path / "cache"))
+    assert {BuildRecipe(level=level).name for level in levels} <= set(_leftovers(tmp_path / "cache"))
 
 
 def test_an_installation_carries_every_package_and_the_sources() -> None:

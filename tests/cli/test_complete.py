@@ -1,4 +1,4 @@
-"""inkstream complete: what it sends, what it prints, and what it says when something is wrong.
+"""inkstream complete: what it sends, what it prints, and its error messages.
 
 Against the real service where it can be; rare behavior comes from a small fake service with scripted answers.
 """
@@ -85,7 +85,7 @@ def played() -> Iterator[Played]:
         daemon_threads = True
 
         def handle_error(self, *_: Any) -> None:
-            """The client has left."""
+            """The client disconnected."""
 
     server = Quiet(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -129,8 +129,8 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_full_disk_is_said_in_one_line(server: Server, weights: Path) -> None:
-    asked = ["complete", "a", "--max-tokens", "3", "--url", server.url]
-    for verb in (asked, [*asked, "--json"], ["check", str(weights)]):
+    complete = ["complete", "a", "--max-tokens", "3", "--url", server.url]
+    for verb in (complete, [*complete, "--json"], ["check", str(weights)]):
         with Path("/dev/full").open("w") as full:
             command = [sys.executable, "-m", "app", *verb]
             result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, cwd=ROOT)
@@ -218,7 +218,7 @@ def test_flags_become_fields_of_the_right_type(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (("--n", "1.5"), "must be a whole number, not '1.5'"),
         (("--n", "1" * 5000), "must be a whole number, not '1{60}'$"),
@@ -232,8 +232,8 @@ def test_flags_become_fields_of_the_right_type(tmp_path: Path) -> None:
         (("--grammar", "@/no/such/file"), "No such file"),
     ],
 )
-def test_a_value_that_cannot_be_is_named_with_its_flag(arguments: tuple[str, str], says: str) -> None:
-    with pytest.raises(argparse.ArgumentError, match=says) as caught:
+def test_a_value_that_cannot_be_is_named_with_its_flag(arguments: tuple[str, str], message: str) -> None:
+    with pytest.raises(argparse.ArgumentError, match=message) as caught:
         _given(*arguments)
     assert arguments[0] in str(caught.value)
 
@@ -260,7 +260,7 @@ def test_several_texts_stand_one_behind_the_other(played: Played, run: Run) -> N
 
 
 def test_every_flag_reaches_the_service(server: Server, run: Run) -> None:
-    """Among them what only a guide, a penalty or a bias can show; two continuations of the same prompt."""
+    """Includes fields that only a grammar, a penalty or a bias reveals, and two continuations of one prompt."""
     flags = "--n 2 --seed 3 --max-tokens 6 --typical-p 0.9 --frequency-penalty 0.5 --logit-bias 70=-100 --echo --user u"
     fields = {"n": 2, "seed": 3, "max_tokens": 6, "typical_p": 0.9, "frequency_penalty": 0.5, "echo": True, "user": "u"}
     expected = whole(server.url, prompt="The moon", logit_bias={"70": -100}, **fields)
@@ -310,12 +310,13 @@ def test_a_foreign_server_is_not_taken_for_a_service(played: Played, run: Run, m
 
 
 @pytest.mark.parametrize(
-    ("url", "says"), [("http://127.0.0.1:9", "serve"), ("ftp://x", "--url"), ("nonsense", "--url"), ("http://x:y", "")]
+    ("url", "message"),
+    [("http://127.0.0.1:9", "serve"), ("ftp://x", "--url"), ("nonsense", "--url"), ("http://x:y", "")],
 )
-def test_without_a_service_it_says_so(run: Run, url: str, says: str) -> None:
+def test_without_a_service_it_says_so(run: Run, url: str, message: str) -> None:
     code, text, error = run("a", "--url", url)
     assert (code, text) == (2, "")
-    assert says in error
+    assert message in error
 
 
 def test_there_must_be_something_to_continue(played: Played, run: Run) -> None:
@@ -349,16 +350,16 @@ def test_a_reader_that_leaves_and_ctrl_c_end_it_silently(played: Played) -> None
     played.plays(*[("token", {"index": 0, "text": "line\n"})] * 3)
     command = [sys.executable, "-m", "app", "complete", "a", "--url", played.url]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    for leaves in (False, True):
+    for disconnects in (False, True):
         with subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         ) as process:
             assert process.stdout and process.stderr
             assert process.stdout.readline() == b"line\n"
-            if leaves:
+            if disconnects:
                 process.stdout.close()
                 played.waits.set()
             else:
                 process.send_signal(signal.SIGINT)
             assert process.stderr.read() == b""
-            assert process.wait(60) == (141 if leaves else 130)
+            assert process.wait(60) == (141 if disconnects else 130)

@@ -18,7 +18,7 @@ PAGE = b"# HELP a_total What.\n# TYPE a_total counter\na_total 1\n"
 UNKNOWN = Head(404, JSON.headers)
 
 
-def ask(replicas: Played, method: str, path: str) -> httpx.Response:
+def fetch(replicas: Played, method: str, path: str) -> httpx.Response:
     """One request; no call to a replica is still open when it is answered."""
 
     async def visit() -> httpx.Response:
@@ -47,7 +47,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_delete_is_answered_by_the_replica_that_has_the_stream_while_others_hang() -> None:
     has_it = FullResponse("b", JSON, b'{"id": "req-1", "cancelled": true}')
     replicas = Played(all_of=[Silent, FullResponse("a", UNKNOWN, b"{}"), has_it])
-    assert ask(replicas, "DELETE", "/complete/req-1").json() == {"id": "req-1", "cancelled": True}
+    assert fetch(replicas, "DELETE", "/complete/req-1").json() == {"id": "req-1", "cancelled": True}
 
 
 @pytest.mark.usefixtures("impatient")
@@ -57,7 +57,7 @@ def test_a_delete_is_answered_by_the_replica_that_has_the_stream_while_others_ha
 def test_a_stream_is_not_reported_missing_while_a_replica_that_may_have_it_hangs(
     others: list[Any], status: int
 ) -> None:
-    response = ask(Played(all_of=[FullResponse("a", UNKNOWN, b"{}"), *others]), "DELETE", "/complete/req-1")
+    response = fetch(Played(all_of=[FullResponse("a", UNKNOWN, b"{}"), *others]), "DELETE", "/complete/req-1")
     assert response.status_code == status
     assert ("retry-after" in response.headers) == (status == 503)
 
@@ -70,7 +70,7 @@ def test_metrics_of_the_others_are_served_and_tell_who_hangs() -> None:
         app = Gateway(Settings(), replicas, max_retries=0)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://front") as client:
 
-            async def told(*answers: Any) -> set[str]:
+            async def reported(*answers: Any) -> set[str]:
                 replicas._all = list(answers)
                 text = (await client.get("/metrics")).text
                 return {line for line in text.splitlines() if line.startswith(("a_total", "inkstream_relay_s", _OF))}
@@ -78,11 +78,11 @@ def test_metrics_of_the_others_are_served_and_tell_who_hangs() -> None:
             one, two, three = (FullResponse(name, JSON, PAGE) for name in ("one", "two", "three"))
             both = {'a_total{server="one"} 1.0', _OF + '{server="one"} 1.0'}
             others = {'a_total{server="two"} 1.0', _OF + '{server="two"} 1.0', _SILENT + " 0.0"}
-            assert await told(one, two) == both | others
-            assert await told(one, Silent) == both | {_OF + '{server="two"} 0.0', _SILENT + " 1.0"}
-            assert await told(one, Lost) == both | {_SILENT + " 0.0"}
+            assert await reported(one, two) == both | others
+            assert await reported(one, Silent) == both | {_OF + '{server="two"} 0.0', _SILENT + " 1.0"}
+            assert await reported(one, Lost) == both | {_SILENT + " 0.0"}
             replaced = {'a_total{server="three"} 1.0', _OF + '{server="three"} 1.0', _SILENT + " 0.0"}
-            assert await told(one, three) == both | replaced
+            assert await reported(one, three) == both | replaced
 
     asyncio.run(visits())
 
@@ -94,16 +94,16 @@ _OF, _SILENT = "inkstream_relay_replica_answers", "inkstream_relay_silent_replic
 @pytest.mark.parametrize("all_of", [[], [Silent], [Lost], [Silent, Silent]])
 def test_where_no_replica_answers_the_front_says_so(all_of: list[Any]) -> None:
     for method, path in (("GET", "/metrics"), ("DELETE", "/complete/req-1")):
-        response = ask(Played(all_of=all_of), method, path)
+        response = fetch(Played(all_of=all_of), method, path)
         assert response.status_code == 503 and response.headers["retry-after"]
 
 
 @pytest.mark.usefixtures("impatient")
 def test_a_stream_that_the_front_knows_is_stopped_although_its_replica_hangs() -> None:
-    """It ends where that one is replaced, and does not go on with another."""
+    """It ends when that replica is replaced, and does not continue on another."""
     late = asyncio.Event()
-    begun = taken(EVENTS, event("start", **START), token("Once"), late, Lost)
-    replicas = Played(begun, all_of=[Silent, FullResponse("a", UNKNOWN, b"{}")])
+    started = taken(EVENTS, event("start", **START), token("Once"), late, Lost)
+    replicas = Played(started, all_of=[Silent, FullResponse("a", UNKNOWN, b"{}")])
 
     async def visits() -> None:
         app = Gateway(Settings(), replicas, max_retries=9)

@@ -32,7 +32,7 @@ def front_of(replicas: Played, max_retries: int = 2, **settings: Any) -> Gateway
     return Gateway(Settings(**settings), replicas, max_retries=max_retries)
 
 
-def ask(front: Gateway, path: str, method: str = "POST", **request: Any) -> httpx.Response:
+def fetch(front: Gateway, path: str, method: str = "POST", **request: Any) -> httpx.Response:
     """One request, read to the end of its answer."""
 
     async def visit() -> httpx.Response:
@@ -58,7 +58,7 @@ def counted(front: Gateway) -> dict[str, float]:
 def test_a_whole_answer_is_asked_for_again_and_never_mixed(died: list[Any]) -> None:
     replicas = Played(taken(*died, Lost), taken(JSON, b'{"whole": 1}'))
     front = front_of(replicas)
-    response = ask(front, "/score", json=BODY)
+    response = fetch(front, "/score", json=BODY)
     assert (response.status_code, response.json()) == (200, {"whole": 1})
     assert replicas.calls[0].body == replicas.calls[1].body
     assert replicas.calls[0].request_id != replicas.calls[1].request_id
@@ -71,7 +71,7 @@ def test_a_stream_that_had_not_begun_is_asked_for_again_as_it_was() -> None:
     again = taken(EVENTS, waiting, event("start", **START), token("Once"), done())
     replicas = Played(taken(EVENTS, waiting, Lost), again)
     front = front_of(replicas)
-    events = parse_events(ask(front, "/complete", json=BODY).text)
+    events = parse_events(fetch(front, "/complete", json=BODY).text)
     assert [one.name for one in events] == ["queue", "queue", "start", "token", "done"]
     assert [json.loads(call.body) for call in replicas.calls] == [BODY, BODY]
     assert counted(front) == {"resent": 1, "replayed": 0, "failed": 0}
@@ -79,19 +79,19 @@ def test_a_stream_that_had_not_begun_is_asked_for_again_as_it_was() -> None:
 
 @pytest.mark.parametrize("ending", [[Lost], []], ids=["lost", "ended without a word"])
 def test_a_stream_goes_on_with_another_replica_from_the_seed_that_was_told(ending: list[Any]) -> None:
-    begun = taken(EVENTS, event("start", **START), token("Once "), token("up"), *ending)
+    started = taken(EVENTS, event("start", **START), token("Once "), token("up"), *ending)
     again = taken(EVENTS, event("start", **START), token("Once upon"), token(" a time"), done())
-    replicas = Played(begun, again)
+    replicas = Played(started, again)
     front = front_of(replicas)
-    response = ask(front, "/complete", json={**BODY, "deadline_ms": 60_000})
+    response = fetch(front, "/complete", json={**BODY, "deadline_ms": 60_000})
     events = parse_events(response.text)
     assert text_of(events) == "Once upon a time"
     assert [one.name for one in events].count("start") == 1
     name = replicas.calls[0].request_id
     assert [one.id for one in events] == [f"{name}:{number}" for number in range(len(events))]
-    asked = json.loads(replicas.calls[1].body)
-    assert asked.pop("deadline_ms") <= 60_000
-    assert asked == {**BODY, "seed": 7}
+    retried = json.loads(replicas.calls[1].body)
+    assert retried.pop("deadline_ms") <= 60_000
+    assert retried == {**BODY, "seed": 7}
     assert replicas.calls[1].header(b"content-length") == str(len(replicas.calls[1].body))
     assert counted(front) == {"resent": 0, "replayed": 1, "failed": 0}
 
@@ -109,7 +109,7 @@ def test_a_stream_goes_on_with_another_replica_from_the_seed_that_was_told(endin
 def test_a_stream_that_cannot_go_on_ends_with_one_error(again: Any, code: str | None) -> None:
     replicas = Played(taken(EVENTS, event("start", **START), token("Once"), Lost), again, again)
     front = front_of(replicas)
-    response = ask(front, "/complete", json=BODY)
+    response = fetch(front, "/complete", json=BODY)
     events = parse_events(response.text)
     assert [one.name for one in events] == ["start", "token", "error"]
     assert events[-1].data["error"]["code"] == code
@@ -122,7 +122,7 @@ def test_a_stream_that_cannot_go_on_ends_with_one_error(again: Any, code: str | 
 def test_a_request_that_replicas_die_with_is_not_sent_for_ever(max_retries: int) -> None:
     replicas = Played(*[taken(Lost)] * 9)
     front = front_of(replicas, max_retries)
-    response = ask(front, "/complete", json=BODY)
+    response = fetch(front, "/complete", json=BODY)
     assert response.status_code == 503
     assert response.headers["retry-after"]
     assert response.json()["error"]["type"] == "unavailable_error"
@@ -133,7 +133,7 @@ def test_a_request_that_replicas_die_with_is_not_sent_for_ever(max_retries: int)
 @pytest.mark.parametrize("before", [[], [EVENTS], [EVENTS, b": ping\n"]])
 def test_a_stream_of_the_other_door_is_asked_for_again_until_something_was_said(before: list[Any]) -> None:
     replicas = Played(taken(*before, Lost), taken(EVENTS, WORDS, b"data: [DONE]\n\n"))
-    text = ask(front_of(replicas), "/v1/completions", json=BODY).text
+    text = fetch(front_of(replicas), "/v1/completions", json=BODY).text
     assert text.removeprefix(": ping\n") == WORDS.decode() + "data: [DONE]\n\n"
 
 
@@ -141,8 +141,8 @@ def test_a_stream_of_the_other_door_is_asked_for_again_until_something_was_said(
 def test_a_stream_of_the_other_door_that_had_begun_ends_with_an_error(ending: list[Any]) -> None:
     replicas = Played(taken(EVENTS, WORDS, *ending), taken(EVENTS, WORDS))
     front = front_of(replicas)
-    *said, error, end, nothing = ask(front, "/v1/completions", json=BODY).text.split("\n\n")
-    assert ["\n\n".join(said).encode() + b"\n\n", end, nothing] == [WORDS, "data: [DONE]", ""]
+    *sent, error, end, nothing = fetch(front, "/v1/completions", json=BODY).text.split("\n\n")
+    assert ["\n\n".join(sent).encode() + b"\n\n", end, nothing] == [WORDS, "data: [DONE]", ""]
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "replica_lost"
     assert len(replicas.calls) == 1
     assert counted(front)["failed"] == 1
@@ -153,7 +153,7 @@ def test_no_client_waits_forever_for_a_replica(monkeypatch: pytest.MonkeyPatch) 
     replicas = Played(*[[Silent]] * 4)
     front = front_of(replicas, queue_timeout=0.01)
     for method, path in (("GET", "/health/ready"), ("POST", "/complete")):
-        assert ask(front, path, method).status_code == 503
+        assert fetch(front, path, method).status_code == 503
     assert replicas.closed == 4
 
 
@@ -169,27 +169,27 @@ def test_health_is_answered_by_another_replica_where_one_hangs(monkeypatch: pyte
     monkeypatch.setattr(front_module, "_ATTEMPT_SECONDS", 0.02)
     hung = [Hangs() if part is Silent else part for part in hung]
     replicas = Played(hung, taken(JSON, b'{"status": "ready"}'))
-    response = ask(front_of(replicas), "/health/ready", "GET")
+    response = fetch(front_of(replicas), "/health/ready", "GET")
     assert (response.status_code, response.json()) == (200, {"status": "ready"})
 
 
-async def _leave_after(front: Gateway, count: int) -> list[bytes]:
-    """A client of /complete that leaves behind so many pieces of the body; what it got."""
+async def _disconnect_after(front: Gateway, count: int) -> list[bytes]:
+    """Disconnect from /complete after `count` pieces of the body; return what arrived."""
     got: list[bytes] = []
-    left = asyncio.Event()
+    disconnected = asyncio.Event()
     requests = [{"type": "http.request", "body": json.dumps(BODY).encode(), "more_body": False}]
 
     async def receive() -> Message:
         if requests:
             return requests.pop()
-        await left.wait()
+        await disconnected.wait()
         return {"type": "http.disconnect"}
 
     async def send(message: Message) -> None:
         if message["type"] == "http.response.body":
             got.append(message["body"])
             if len(got) == count:
-                left.set()
+                disconnected.set()
 
     scope = {"type": "http", "method": "POST", "path": "/complete", "query_string": b"", "headers": []}
     await front(scope, receive, send)
@@ -197,14 +197,14 @@ async def _leave_after(front: Gateway, count: int) -> list[bytes]:
 
 
 def test_a_client_that_leaves_stops_its_replica_and_may_come_back() -> None:
-    begun = taken(EVENTS, event("start", **START), token("Once "), Silent)
+    started = taken(EVENTS, event("start", **START), token("Once "), Silent)
     unknown = taken(Head(404, JSON.headers), b'{"error": {}}')
     again = taken(EVENTS, event("start", **START), token("Once upon"), done())
-    replicas = Played(begun, unknown, unknown, again, unknown)
+    replicas = Played(started, unknown, unknown, again, unknown)
     front = front_of(replicas)
 
     async def visits() -> None:
-        seen = parse_events(b"".join(await _leave_after(front, 2)).decode())
+        seen = parse_events(b"".join(await _disconnect_after(front, 2)).decode())
         assert replicas.closed == 1
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=front), base_url="http://front") as client:
             path = f"/complete/{replicas.calls[0].request_id}/events"
@@ -221,9 +221,9 @@ def test_a_client_that_leaves_stops_its_replica_and_may_come_back() -> None:
 
 def test_a_newer_connection_takes_a_stream_over_and_the_older_one_does_no_harm() -> None:
     late = asyncio.Event()
-    begun = taken(EVENTS, event("start", **START), late, token("Once upon a time"), done())
+    started = taken(EVENTS, event("start", **START), late, token("Once upon a time"), done())
     again = taken(EVENTS, event("start", **START), token("Once upon "), token("a time"), done())
-    replicas = Played(begun, again)
+    replicas = Played(started, again)
 
     async def visits() -> None:
         call = Call(request_id="r", method="POST", path="/complete", query=b"", headers=(), body=b"{}")
@@ -275,7 +275,7 @@ def test_who_may_resume_is_for_a_replica_to_say() -> None:
     front = front_of(replicas)
 
     async def visits() -> None:
-        await _leave_after(front, 1)
+        await _disconnect_after(front, 1)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=front), base_url="http://front") as client:
             response = await client.get(f"/complete/{replicas.calls[0].request_id}/events")
             assert response.status_code == 401
@@ -286,14 +286,14 @@ def test_who_may_resume_is_for_a_replica_to_say() -> None:
 @pytest.mark.parametrize("status", [200, 404])
 def test_a_stream_is_stopped_by_its_own_name_wherever_it_is(status: int) -> None:
     """404: no replica has it at the moment, for its client is away."""
-    begun = taken(EVENTS, event("start", **START), Lost)
+    started = taken(EVENTS, event("start", **START), Lost)
     unknown = taken(Head(404, JSON.headers), b'{"error": {}}')
     answer = FullResponse("a", Head(status, JSON.headers), b'{"id": "of the replica"}')
-    replicas = Played(begun, taken(EVENTS, event("start", **START), token("Once"), Silent), unknown, all_of=[answer])
+    replicas = Played(started, taken(EVENTS, event("start", **START), token("Once"), Silent), unknown, all_of=[answer])
     front = front_of(replicas)
 
     async def visits() -> None:
-        await _leave_after(front, 2)
+        await _disconnect_after(front, 2)
         first, second = replicas.calls
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=front), base_url="http://front") as client:
             response = await client.delete(f"/complete/{first.request_id}")
@@ -308,15 +308,15 @@ def test_a_stream_is_stopped_by_its_own_name_wherever_it_is(status: int) -> None
 
 @pytest.mark.parametrize(("statuses", "expected"), [([404, 200], 200), ([401, 401], 401), ([404, 404], 404)])
 def test_a_completion_is_stopped_by_whichever_replica_has_it(statuses: list[int], expected: int) -> None:
-    answers = [FullResponse(str(place), Head(status, JSON.headers), b"{}") for place, status in enumerate(statuses)]
-    assert ask(front_of(Played(all_of=answers)), "/complete/req-1", "DELETE").status_code == expected
-    assert ask(front_of(Played()), "/complete/req-1", "DELETE").status_code == 503
+    answers = [FullResponse(str(index), Head(status, JSON.headers), b"{}") for index, status in enumerate(statuses)]
+    assert fetch(front_of(Played(all_of=answers)), "/complete/req-1", "DELETE").status_code == expected
+    assert fetch(front_of(Played()), "/complete/req-1", "DELETE").status_code == 503
 
 
 def test_metrics_are_those_of_all_and_the_fronts_own() -> None:
     page = '# HELP a_total What.\n# TYPE a_total counter\na_total{b="c"} %d\n'
     answers = [FullResponse(name, JSON, (page % number).encode()) for name, number in (("x", 1), ("y", 2))]
-    lines = ask(front_of(Played(all_of=answers)), "/metrics", "GET").text.splitlines()
+    lines = fetch(front_of(Played(all_of=answers)), "/metrics", "GET").text.splitlines()
     assert 'a_total{b="c",server="x"} 1.0' in lines
     assert 'a_total{b="c",server="y"} 2.0' in lines
     assert lines.count("# TYPE a_total counter") == 1
@@ -325,23 +325,23 @@ def test_metrics_are_those_of_all_and_the_fronts_own() -> None:
 
 def test_a_body_is_read_as_far_as_a_replica_needs_it_to_refuse_it() -> None:
     replicas = Played(taken(Head(413, ()), b"{}"))
-    assert ask(front_of(replicas, max_body_bytes=2000), "/complete", content=b"x" * 10_000).status_code == 413
+    assert fetch(front_of(replicas, max_body_bytes=2000), "/complete", content=b"x" * 10_000).status_code == 413
     assert len(replicas.calls[0].body) == 2001
 
 
 def test_a_silence_is_filled() -> None:
     async def gather() -> list[bytes]:
-        go_on, frames = asyncio.Event(), list[bytes]()
+        resume, frames = asyncio.Event(), list[bytes]()
 
         async def slow() -> Any:
             yield b"a"
-            await go_on.wait()
+            await resume.wait()
             yield b"b"
 
         async for frame in with_heartbeat(slow(), 0.01):
             frames.append(frame)
             if len(frames) == 4:
-                go_on.set()
+                resume.set()
         return frames
 
     frames = asyncio.run(gather())
@@ -352,7 +352,7 @@ def test_a_silence_is_filled() -> None:
 
 @pytest.mark.parametrize("key", [None, "unknown", "good"])
 def test_no_byte_is_read_of_a_body_whose_sender_has_no_key(tmp_path: Path, key: str | None) -> None:
-    """And no replica hears of it."""
+    """The gateway also sends it to no replica."""
     good = new_key()
     add_key(tmp_path / "keys.json", stored(good, "ann"))
     read: list[str] = []
@@ -383,6 +383,6 @@ def test_a_stranger_may_ask_for_health_and_sends_no_body_with_it(tmp_path: Path)
     add_key(tmp_path / "keys.json", stored(new_key(), "ann"))
     replicas = Played(taken(JSON, b"{}"))
     front = front_of(replicas, keys_file=tmp_path / "keys.json")
-    assert ask(front, "/health/ready", "GET", content=b"x" * 10_000).status_code == 200
+    assert fetch(front, "/health/ready", "GET", content=b"x" * 10_000).status_code == 200
     assert replicas.calls[0].body == b""
-    assert ask(front, "/v1/models", "GET").status_code == 401
+    assert fetch(front, "/v1/models", "GET").status_code == 401

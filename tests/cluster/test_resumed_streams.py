@@ -19,7 +19,7 @@ from app.http import sse
 from tests.support.completion_client import parse_events, text_of
 from tests.support.scripted_replicas import EVENTS, JSON, START, Lost, Played, Silent, done, event, taken, token
 
-BEGUN = (EVENTS, event("start", **START))
+STARTED = (EVENTS, event("start", **START))
 UNKNOWN = taken(Head(404, JSON.headers), b'{"error": {}}')
 BODY = {"prompt": "Once", "max_tokens": 9}
 
@@ -37,7 +37,7 @@ def stream_of(replicas: Played, max_retries: int = 0) -> tuple[FailoverStream, R
 
 
 async def events_of(*frames: AsyncGenerator[bytes, None]) -> list[Any]:
-    """All that is left of them."""
+    """All remaining events of these streams."""
     return parse_events(b"".join([piece for one in frames async for piece in one]).decode())
 
 
@@ -52,7 +52,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def test_who_comes_back_too_soon_does_not_take_the_stream_from_the_front() -> None:
     """The replica that has the stream knows it by the same name: it must not be asked by that name."""
-    replicas = Played(taken(*BEGUN, token("Once"), done()), UNKNOWN)
+    replicas = Played(taken(*STARTED, token("Once"), done()), UNKNOWN)
 
     async def visits() -> None:
         async with client_of(Gateway(Settings(), replicas, max_retries=0)) as client:
@@ -66,7 +66,7 @@ def test_who_comes_back_too_soon_does_not_take_the_stream_from_the_front() -> No
 
 @pytest.mark.parametrize(("after", "status"), [("1.0", 400), ("-1", 200), ("1", 200), ("0&after=9", 400)])
 def test_a_number_that_only_a_replica_can_read_is_refused(after: str, status: int) -> None:
-    replicas = Played(taken(*BEGUN, token("Once"), done()), UNKNOWN)
+    replicas = Played(taken(*STARTED, token("Once"), done()), UNKNOWN)
 
     async def visits() -> None:
         async with client_of(Gateway(Settings(), replicas, max_retries=0)) as client:
@@ -79,7 +79,7 @@ def test_a_number_that_only_a_replica_can_read_is_refused(after: str, status: in
 
 def test_the_loss_of_an_older_connections_replica_is_no_loss_of_the_stream() -> None:
     late = asyncio.Event()
-    replicas = Played(taken(*BEGUN, late, Lost), taken(*BEGUN, token("Once"), done()))
+    replicas = Played(taken(*STARTED, late, Lost), taken(*STARTED, token("Once"), done()))
 
     async def visits() -> None:
         stream, asking = stream_of(replicas)
@@ -95,9 +95,9 @@ def test_the_loss_of_an_older_connections_replica_is_no_loss_of_the_stream() -> 
 
 
 def test_a_stream_that_is_stopped_on_its_way_to_another_replica_ends() -> None:
-    """Neither the replica that was lost nor the one that has not begun knows it."""
+    """Neither the lost replica nor the one that has not started knows the stream."""
     late = asyncio.Event()
-    replicas = Played(taken(*BEGUN, Lost), taken(late, *BEGUN, token("Once"), done()))
+    replicas = Played(taken(*STARTED, Lost), taken(late, *STARTED, token("Once"), done()))
 
     async def visits() -> None:
         stream, asking = stream_of(replicas, max_retries=1)
@@ -117,7 +117,7 @@ def test_a_stream_that_is_stopped_on_its_way_to_another_replica_ends() -> None:
 def test_a_stream_that_a_replica_has_stopped_does_not_go_on_with_another_one() -> None:
     late = asyncio.Event()
     stopped = FullResponse("a", Head(200, JSON.headers), b"{}")
-    replicas = Played(taken(*BEGUN, late, Lost), taken(*BEGUN, token("Once"), done()), all_of=[stopped])
+    replicas = Played(taken(*STARTED, late, Lost), taken(*STARTED, token("Once"), done()), all_of=[stopped])
 
     async def visits() -> None:
         async with client_of(Gateway(Settings(), replicas, max_retries=1)) as client:
@@ -136,13 +136,13 @@ def test_who_comes_back_while_there_is_no_room_may_come_back_later() -> None:
         b'{"error": {"message": "m", "param": null, "code": "full"}}',
     )
     replicas = Played(
-        taken(*BEGUN, token("On"), Silent),
+        taken(*STARTED, token("On"), Silent),
         UNKNOWN,
         full,
         UNKNOWN,
         [Lost],
         UNKNOWN,
-        taken(*BEGUN, token("Once"), done()),
+        taken(*STARTED, token("Once"), done()),
     )
 
     async def visits() -> None:
@@ -167,7 +167,7 @@ def test_who_comes_back_while_there_is_no_room_may_come_back_later() -> None:
 
 def test_an_error_names_the_stream_and_not_what_another_replica_calls_it() -> None:
     failed = event("error", error={"message": "m", "request_id": "of the replica"})
-    replicas = Played(taken(*BEGUN, Lost), taken(*BEGUN, failed))
+    replicas = Played(taken(*STARTED, Lost), taken(*STARTED, failed))
 
     async def visits() -> None:
         async with client_of(Gateway(Settings(), replicas, max_retries=1)) as client:
@@ -188,8 +188,8 @@ def test_events_are_not_deleted() -> None:
 
 
 def test_pages_of_an_allowed_origin_may_read_what_the_front_says() -> None:
-    """Its own errors, and streams that go on."""
-    replicas = Played(taken(*BEGUN, token("Once"), done()), UNKNOWN)
+    """Its own errors, and streams that continue."""
+    replicas = Played(taken(*STARTED, token("Once"), done()), UNKNOWN)
     front = Gateway(Settings(allow_origin="https://page.example"), replicas, max_retries=0)
 
     async def visits() -> None:
@@ -201,9 +201,9 @@ def test_pages_of_an_allowed_origin_may_read_what_the_front_says() -> None:
             for response, status in ((resumed, 200), (refused, 503)):
                 assert response.status_code == status
                 assert response.headers["access-control-allow-origin"] == "https://page.example"
-            asked = {"access-control-request-method": "POST"}
-            assert (await client.options("/complete", headers=asked)).status_code == 200
-            stranger = await client.options("/complete", headers={**asked, "origin": "https://other.example"})
+            preflight = {"access-control-request-method": "POST"}
+            assert (await client.options("/complete", headers=preflight)).status_code == 200
+            stranger = await client.options("/complete", headers={**preflight, "origin": "https://other.example"})
             assert stranger.status_code == 403
 
     asyncio.run(visits())
@@ -223,7 +223,7 @@ def test_a_text_of_the_other_door_that_had_ended_is_not_lost_afterwards() -> Non
 
 def test_a_body_is_no_more_than_its_bytes_until_another_replica_needs_it() -> None:
     """One that Python reads otherwise than the replica that took it must not break the stream it began."""
-    replicas = Played(taken(*BEGUN, token("Once"), done()))
+    replicas = Played(taken(*STARTED, token("Once"), done()))
 
     async def visits() -> None:
         async with client_of(Gateway(Settings(), replicas, max_retries=0)) as client:
@@ -235,10 +235,10 @@ def test_a_body_is_no_more_than_its_bytes_until_another_replica_needs_it() -> No
 
 @pytest.mark.parametrize("path", ["/complete", "/v1/completions"])
 def test_whenever_a_visit_is_cancelled_its_replica_is_let_go(path: str) -> None:
-    """Ray cancels what it runs for a client that leaves, be it in the very moment in which a replica has begun."""
+    """Ray cancels the work of a client that disconnects, even at the moment a replica starts."""
 
     async def visit(turns: int) -> bool:
-        replicas = Played(taken(*BEGUN, token("Once"), Silent))
+        replicas = Played(taken(*STARTED, token("Once"), Silent))
         front = Gateway(Settings(resume_seconds=0), replicas, max_retries=0)
 
         async def receive() -> Message:
@@ -268,7 +268,7 @@ def test_whenever_a_visit_is_cancelled_its_replica_is_let_go(path: str) -> None:
 
 
 def test_what_the_work_has_made_is_returned_or_discarded_whenever_its_caller_is_cancelled() -> None:
-    async def visit(turns: int, left_after: int) -> None:
+    async def visit(turns: int, disconnect_after: int) -> None:
         made, got, discarded = [], [], []
 
         async def work() -> str:
@@ -278,7 +278,7 @@ def test_what_the_work_has_made_is_returned_or_discarded_whenever_its_caller_is_
             return "it"
 
         async def receive() -> Message:
-            for _ in range(left_after):
+            for _ in range(disconnect_after):
                 await asyncio.sleep(0)
             return {"type": "http.disconnect"}
 
@@ -298,7 +298,7 @@ def test_what_the_work_has_made_is_returned_or_discarded_whenever_its_caller_is_
 
     async def visits() -> None:
         for turns in range(12):
-            for left_after in (1, 2, 3, 4, 5, 99):
-                await visit(turns, left_after)
+            for disconnect_after in (1, 2, 3, 4, 5, 99):
+                await visit(turns, disconnect_after)
 
     asyncio.run(visits())

@@ -46,7 +46,7 @@ async def _until_ready(app: FastAPI) -> None:
             await asyncio.sleep(0.01)
 
 
-async def _ask(app: FastAPI, deaths: Sequence[int], path: str, method: str = "POST", **request: Any) -> httpx.Response:
+async def _send(app: FastAPI, deaths: Sequence[int], path: str, method: str = "POST", **request: Any) -> httpx.Response:
     front = Gateway(Settings(), Mortal(app, deaths), max_retries=9)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=front), base_url="http://localhost") as client:
         return await client.request(method, path, **request)
@@ -60,19 +60,19 @@ def test_wherever_a_replica_is_lost_the_answer_is_that_of_one(settings: Settings
         async with app.router.lifespan_context(app):
             await _until_ready(app)
             detailed = {**BODY, "seed": 5, "n": 2, "logprobs": 1}
-            expected = (await _ask(app, [], "/complete", json={**detailed, "stream": False})).json()["choices"]
+            expected = (await _send(app, [], "/complete", json={**detailed, "stream": False})).json()["choices"]
             for deaths in ([1], [2], [3], [9], [5, 20], [30, 2, 12]):
-                events = parse_events((await _ask(app, deaths, "/complete", json=detailed)).text)
+                events = parse_events((await _send(app, deaths, "/complete", json=detailed)).text)
                 assert [event.name for event in events].count("start") == 1
                 tokens = [event.data for event in events if event.name == "token"]
                 for choice in expected:
                     mine = [data for data in tokens if data["index"] == choice["index"]]
                     assert "".join(data["text"] for data in mine) == choice["text"]
                     assert [token for data in mine for token in data["tokens"]] == choice["tokens"]
-            random = parse_events((await _ask(app, [12, 4], "/complete", json=BODY)).text)
+            random = parse_events((await _send(app, [12, 4], "/complete", json=BODY)).text)
             whole = {**BODY, "seed": random[0].data["seed"], "stream": False}
-            told = (await _ask(app, [0, 1, 2], "/complete", json=whole)).json()
-            assert text_of(random) == told["choices"][0]["text"]
+            whole_output = (await _send(app, [0, 1, 2], "/complete", json=whole)).json()
+            assert text_of(random) == whole_output["choices"][0]["text"]
             assert (random[-1].name, random[-1].data["receipt"]["seed"]) == ("done", whole["seed"])
 
     asyncio.run(visits())
@@ -84,13 +84,13 @@ def test_pages_and_errors_are_the_services_own(settings: Settings) -> None:
         async with app.router.lifespan_context(app):
             await _until_ready(app)
             for path, status in (("/", 200), ("/docs", 200), ("/v1/models", 200), ("/health", 200), ("/no", 404)):
-                assert (await _ask(app, [], path, "GET")).status_code == status
-            refused = await _ask(app, [], "/complete", json={**BODY, "max_token": 1})
+                assert (await _send(app, [], path, "GET")).status_code == status
+            refused = await _send(app, [], "/complete", json={**BODY, "max_token": 1})
             assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unknown_field")
             assert refused.headers["x-request-id"] == refused.json()["error"]["request_id"]
-            unknown = await _ask(app, [], "/complete/req-1", "DELETE")
+            unknown = await _send(app, [], "/complete/req-1", "DELETE")
             assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "unknown_request")
-            assert 'inkstream_requests_running{server="a"} 0.0' in (await _ask(app, [], "/metrics", "GET")).text
+            assert 'inkstream_requests_running{server="a"} 0.0' in (await _send(app, [], "/metrics", "GET")).text
 
     asyncio.run(visits())
 

@@ -22,14 +22,14 @@ def frames(*blocks: bytes) -> list[Frame]:
     return FrameReader().feed(b"".join(blocks))
 
 
-def told_by(told: StreamSplicer, *blocks: bytes) -> str:
+def output_of(splicer: StreamSplicer, *blocks: bytes) -> str:
     """What the client gets of all this."""
-    return b"".join(told.take(frame) for frame in frames(*blocks)).decode()
+    return b"".join(splicer.take(frame) for frame in frames(*blocks)).decode()
 
 
-def pieces(text: str, places: set[int]) -> list[str]:
-    """The text, cut at these places."""
-    ends = [0, *sorted(places), len(text)]
+def pieces(text: str, offsets: set[int]) -> list[str]:
+    """The text, cut at these offsets."""
+    ends = [0, *sorted(offsets), len(text)]
     return [text[begin:end] for begin, end in pairwise(ends)]
 
 
@@ -40,33 +40,33 @@ cuts = st.sets(st.integers(1, len(TEXT) - 1))
 def test_the_text_is_whole_and_its_events_are_numbered_without_a_gap(
     first: set[int], second: set[int], delivered: int
 ) -> None:
-    told = StreamSplicer("r")
+    splicer = StreamSplicer("r")
     before = [token(text) for text in pieces(TEXT, first)][:delivered]
-    sent = told_by(told, event("start", **START), *before)
-    told.restart()
-    sent += told_by(told, event("start", **START), *[token(text) for text in pieces(TEXT, second)], done())
+    sent = output_of(splicer, event("start", **START), *before)
+    splicer.restart()
+    sent += output_of(splicer, event("start", **START), *[token(text) for text in pieces(TEXT, second)], done())
     events = parse_events(sent)
     assert text_of(events) == TEXT
     assert [event.name for event in events if event.name != "token"] == ["start", "done"]
     assert [event.id for event in events] == [f"r:{number}" for number in range(len(events))]
-    assert told.is_done
+    assert splicer.is_done
 
 
 @given(first=cuts, second=cuts, third=cuts)
 def test_a_stream_may_lose_its_replica_twice(first: set[int], second: set[int], third: set[int]) -> None:
-    told, sent = StreamSplicer("r"), ""
+    splicer, sent = StreamSplicer("r"), ""
     for cut, share in ((first, 2), (second, 1), (third, 0)):
         texts = pieces(TEXT, cut)
-        told.restart()
-        sent += told_by(told, event("start", **START), *[token(text) for text in texts[: len(texts) - share]])
+        splicer.restart()
+        sent += output_of(splicer, event("start", **START), *[token(text) for text in texts[: len(texts) - share]])
     assert text_of(parse_events(sent)) == TEXT
 
 
 def test_choices_are_told_apart() -> None:
-    told = StreamSplicer("r")
-    sent = told_by(told, event("start", **START), token("ab", 0), token("xyz", 1), token("c", 0))
-    told.restart()
-    sent += told_by(told, event("start", **START), token("x", 1), token("abcd", 0), token("yzw", 1), done(0, 1))
+    splicer = StreamSplicer("r")
+    sent = output_of(splicer, event("start", **START), token("ab", 0), token("xyz", 1), token("c", 0))
+    splicer.restart()
+    sent += output_of(splicer, event("start", **START), token("x", 1), token("abcd", 0), token("yzw", 1), done(0, 1))
     texts = dict.fromkeys((0, 1), "")
     for one in parse_events(sent):
         if one.name == "token":
@@ -84,10 +84,10 @@ def test_each_token_is_told_once_where_tokens_are_told(first: set[int], second: 
         groups = [tokens[begin:end] for begin, end in pairwise(ends)]
         return [event("token", index=0, text="".join(t["text"] for t in group), tokens=group) for group in groups]
 
-    told = StreamSplicer("r")
-    sent = told_by(told, event("start", **START), *events(first)[:delivered])
-    told.restart()
-    sent += told_by(told, event("start", **START), *events(second), done())
+    splicer = StreamSplicer("r")
+    sent = output_of(splicer, event("start", **START), *events(first)[:delivered])
+    splicer.restart()
+    sent += output_of(splicer, event("start", **START), *events(second), done())
     parsed = [one for one in parse_events(sent) if one.name == "token"]
     assert [t for one in parsed for t in one.data["tokens"]] == tokens
     assert "".join(one.data["text"] for one in parsed) == "abcde"
@@ -104,41 +104,41 @@ def test_each_token_is_told_once_where_tokens_are_told(first: set[int], second: 
     ids=["weights", "settings", "text", "shorter"],
 )
 def test_another_text_is_noticed(again: list[bytes]) -> None:
-    told = StreamSplicer("r")
-    told_by(told, event("start", **START), token("Once upon"))
-    told.restart()
+    splicer = StreamSplicer("r")
+    output_of(splicer, event("start", **START), token("Once upon"))
+    splicer.restart()
     with pytest.raises(Divergence):
-        told_by(told, *again)
+        output_of(splicer, *again)
 
 
 @pytest.mark.parametrize("reason", ["cancelled", "timeout"])
 def test_what_ends_a_text_from_outside_may_end_it_sooner(reason: str) -> None:
-    told = StreamSplicer("r")
-    told_by(told, event("start", **START), token("Once upon"))
-    told.restart()
-    assert '"finish_reason": "' + reason in told_by(
-        told, event("start", **START), token("On"), done(0, finish_reason=reason)
+    splicer = StreamSplicer("r")
+    output_of(splicer, event("start", **START), token("Once upon"))
+    splicer.restart()
+    assert '"finish_reason": "' + reason in output_of(
+        splicer, event("start", **START), token("On"), done(0, finish_reason=reason)
     )
 
 
 def test_the_seed_that_was_told_is_asked_for() -> None:
-    told, body = StreamSplicer("r"), {"prompt": "Once", "max_tokens": 3}
-    assert told.request(body) == body
-    told_by(told, event("start", **START))
-    assert told.request(body) == {**body, "seed": 7}
+    splicer, body = StreamSplicer("r"), {"prompt": "Once", "max_tokens": 3}
+    assert splicer.request(body) == body
+    output_of(splicer, event("start", **START))
+    assert splicer.request(body) == {**body, "seed": 7}
 
 
 def test_a_client_that_runs_is_not_told_that_it_waits() -> None:
-    told = StreamSplicer("r")
+    splicer = StreamSplicer("r")
     waiting: dict[str, Any] = {"position": 1, "eta_ms": 5}
-    assert "event: queue" in told_by(told, event("queue", **waiting))
-    told_by(told, event("start", **START))
-    assert told_by(told, event("queue", **waiting)) == ": ping\n\n"
+    assert "event: queue" in output_of(splicer, event("queue", **waiting))
+    output_of(splicer, event("start", **START))
+    assert output_of(splicer, event("queue", **waiting)) == ": ping\n\n"
 
 
 def test_frames_come_in_any_pieces() -> None:
     data = event("start", **START) + b": ping\n\n" + token("a")
     reader = FrameReader()
-    found = [frame for place in range(len(data)) for frame in reader.feed(data[place : place + 1])]
+    found = [frame for index in range(len(data)) for frame in reader.feed(data[index : index + 1])]
     assert [frame.name for frame in found] == ["start", "", "token"]
     assert json.loads(found[2].data) == {"index": 0, "text": "a"}

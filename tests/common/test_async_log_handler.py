@@ -29,7 +29,7 @@ BEFORE_FULL = 400
 
 
 @contextlib.contextmanager
-def _served(weights: Path, **environment: str) -> Iterator[tuple[subprocess.Popen[bytes], str, int]]:
+def _server(weights: Path, **environment: str) -> Iterator[tuple[subprocess.Popen[bytes], str, int]]:
     """A service with the fake engine whose log is a pipe; the end that reads is ours, and read up to the address."""
     ours, theirs = os.pipe()
     variables = {k: v for k, v in os.environ.items() if not k.startswith("INKSTREAM_")} | environment
@@ -62,7 +62,7 @@ def _fill(url: str, count: int) -> None:
 
 
 def test_an_unread_log_blocks_neither_requests_nor_the_shutdown(weights: Path) -> None:
-    with _served(weights) as (process, url, _):
+    with _server(weights) as (process, url, _):
         _fill(url, BEFORE_FULL)
         answer = httpx.post(f"{url}/complete", json={"prompt": "x", "max_tokens": 3, "stream": False}, timeout=60)
         assert answer.status_code == 200
@@ -74,7 +74,7 @@ def test_an_unread_log_blocks_neither_requests_nor_the_shutdown(weights: Path) -
 
 def test_an_engine_that_tells_why_it_fails_waits_for_no_reader(tmp_path: Path, weights: Path) -> None:
     faults = Faults(tmp_path / "faults")
-    with _served(weights, **faults.environment) as (_, url, _):
+    with _server(weights, **faults.environment) as (_, url, _):
         _fill(url, BEFORE_FULL)
         faults.arm("engine.step", "raise", times=1)
         body = {"prompt": "x", "max_tokens": 3, "stream": False}
@@ -83,7 +83,7 @@ def test_an_engine_that_tells_why_it_fails_waits_for_no_reader(tmp_path: Path, w
 
 
 def test_a_second_signal_ends_at_once_with_an_unread_log(weights: Path) -> None:
-    with _served(weights) as (process, url, _):
+    with _server(weights) as (process, url, _):
         _fill(url, BEFORE_FULL)
         body = {"prompt": "x", "max_tokens": 8000, "ignore_eos": True}
         with httpx.stream("POST", f"{url}/complete", json=body) as stream:
@@ -91,7 +91,7 @@ def test_a_second_signal_ends_at_once_with_an_unread_log(weights: Path) -> None:
             assert stream.status_code == 200, stream.read()
             assert next(lines)
             process.send_signal(signal.SIGTERM)
-            _until_it_drains(url)  # two signals that are not heard yet are one
+            _until_it_drains(url)  # two signals that are still pending count as one
             process.send_signal(signal.SIGTERM)
             assert process.wait(timeout=20) == 1, "that is before the stream, and before the patience with it"
 
@@ -103,7 +103,7 @@ def _until_it_drains(url: str) -> None:
 
 
 def test_a_reader_that_comes_back_gets_every_line(weights: Path) -> None:
-    with _served(weights) as (process, url, log):
+    with _server(weights) as (process, url, log):
         _fill(url, BEFORE_FULL)
         text = b""
         while text.count(b'"/health/live"') < BEFORE_FULL:  # at its end it waits for a reader no longer than a second

@@ -35,16 +35,16 @@ event_loop.run(main())
 """
 
 
-def _taken(way: str) -> int:
+def _chosen_loop(way: str) -> int:
     command = [sys.executable, "-c", _PROGRAM, way]
     return int(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout)
 
 
 def test_a_signal_that_comes_while_another_is_taken_in_is_one_signal() -> None:
-    assert _taken("ours") == 5
+    assert _chosen_loop("ours") == 5
 
 
 def test_the_loops_own_way_would_take_it_for_two() -> None:
     """When this fails, event_loop.on_signal() has had its day."""
     pytest.importorskip("uvloop")
-    assert _taken("uvloop's") > 5
+    assert _chosen_loop("uvloop's") > 5

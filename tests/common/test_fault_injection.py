@@ -55,7 +55,7 @@ def test_a_fault_happens_as_often_as_ordered(
 
 
 def test_every_deed_is_described_by_a_word_and_every_point_is_named_once() -> None:
-    """Two places under one name could not be told apart."""
+    """Two fault points with one name would be indistinguishable."""
     named: list[str] = []
     for path in (*(ROOT / "app").rglob("*.py"), *(ROOT / "model").rglob("*.py")):
         named += re.findall(r'(?:fault|is_armed)\("([a-z_.]+)"', path.read_text())

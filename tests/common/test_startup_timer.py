@@ -42,17 +42,17 @@ def test_phases_are_few_words_that_can_be_labels() -> None:
     assert all(phase.replace(" ", "").isalpha() and phase.islower() for phase in PHASES)
 
 
-@pytest.mark.parametrize("said", [{}, {"TRITON_CACHE_DIR": ""}])
-def test_triton_keeps_its_kernels_below_ours(said: dict[str, str], tmp_path: Path) -> None:
-    environment = {**said, "HOME": "/home/a", "XDG_CACHE_HOME": "/home/a/cache"}
+@pytest.mark.parametrize("settings", [{}, {"TRITON_CACHE_DIR": ""}])
+def test_triton_keeps_its_kernels_below_ours(settings: dict[str, str], tmp_path: Path) -> None:
+    environment = {**settings, "HOME": "/home/a", "XDG_CACHE_HOME": "/home/a/cache"}
     keep_triton_cache(None, environment)
     assert environment["TRITON_CACHE_DIR"] == "/home/a/cache/inkstream/triton"
-    other = {**said, "INKSTREAM_CACHE_DIR": "/kept"}
+    other = {**settings, "INKSTREAM_CACHE_DIR": "/kept"}
     keep_triton_cache(None, other)
     assert other["TRITON_CACHE_DIR"] == "/kept/triton"
-    asked = {**said, "INKSTREAM_CACHE_DIR": "/kept"}
-    keep_triton_cache(tmp_path, asked)
-    assert asked["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
+    named_cache = {**settings, "INKSTREAM_CACHE_DIR": "/kept"}
+    keep_triton_cache(tmp_path, named_cache)
+    assert named_cache["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
 
 
 def test_a_relative_directory_stays_the_same_wherever_a_child_works(

@@ -27,10 +27,10 @@ def _config(directory: Path, **changes: Any) -> WorkerConfig:
 def test_the_phases_are_told_in_their_order_and_where_the_memory_goes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told: list[str] = []
+    phases: list[str] = []
     with caplog.at_level(logging.INFO, "inkstream"):
-        ready = build_engine(_config(tmp_path, replica=1, replicas=2), told.append).ready
-    assert [words for words in told if words in PHASES] == [LOADING_WEIGHTS, WARMING_UP, PROVING]
+        ready = build_engine(_config(tmp_path, replica=1, replicas=2), phases.append).ready
+    assert [words for words in phases if words in PHASES] == [LOADING_WEIGHTS, WARMING_UP, PROVING]
     lines = [record.getMessage().split() for record in caplog.records if "memory:" in record.getMessage()]
     assert [line[:4] for line in lines][1:] == [
         ["engine", "1:", "memory:", name] for name in ("weights", "activations", "cache")

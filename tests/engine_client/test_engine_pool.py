@@ -47,12 +47,12 @@ def _next_token(tokens: list[int]) -> int:
     return hash(tuple(tokens)) % 1000
 
 
-class Played:
-    """In place of a supervisor: an engine process that does what it is told when the test lets it."""
+class FakeSupervisor:
+    """Replaces a supervisor: an engine process that handles its frames when the test calls step()."""
 
-    def __init__(self, client: EngineClient, places: int) -> None:
+    def __init__(self, client: EngineClient, slots: int) -> None:
         self.client = client
-        self.places = places
+        self.slots = slots
         self.ready: Ready | None = None
         self.phase, self.restarts, self.is_stopped = "loading weights", 0, False
         self.report_age = self.progress_age = 0.0
@@ -82,8 +82,8 @@ class Played:
     def crash(self) -> None:
         self.ready, self.restarts = None, self.restarts + 1
         self.frames.clear()
-        for held in (self.waiting, self.running, self.requests):
-            held.clear()
+        for requests in (self.waiting, self.running, self.requests):
+            requests.clear()
         self.client.on_crash()
 
     def give_up(self, reason: EngineStopped) -> None:
@@ -96,24 +96,24 @@ class Played:
         """Reads its pipe, and gives a token to each request that has a slot."""
         if self.ready is None:
             return
-        taken, started, events = [], [], []
+        queued, started, events = [], [], []
         for frame in self.frames:
             if isinstance(frame, Submit):
                 name = frame.request.id
                 self.requests[name] = frame.request
                 self.waiting[name] = [*frame.request.prompt, *frame.request.generated]
                 self.seen.append(name)
-                taken.append(name)
+                queued.append(name)
             elif isinstance(frame, Cancel):
                 self.waiting.pop(frame.request_id, None)
                 self.running.pop(frame.request_id, None)
         self.frames.clear()
-        while self.waiting and len(self.running) < self.places:
+        while self.waiting and len(self.running) < self.slots:
             name = next(iter(self.waiting))
             self.running[name] = self.waiting.pop(name)
             started.append(RequestStarted(name, 0))
         if self.deadly in self.running:
-            self.client.on_report(StepReport(started=tuple(started), queued=tuple(taken), counters=self.counters))
+            self.client.on_report(StepReport(started=tuple(started), queued=tuple(queued), counters=self.counters))
             self.crash()
             return
         for name, tokens in list(self.running.items()):
@@ -126,7 +126,7 @@ class Played:
                 del self.running[name]
         self.client.on_report(
             StepReport(
-                events=tuple(events), started=tuple(started), queued=tuple(taken), counters=self.counters, at=1.0
+                events=tuple(events), started=tuple(started), queued=tuple(queued), counters=self.counters, at=1.0
             )
         )
 
@@ -135,19 +135,19 @@ class Played:
         return Counters(running=len(self.running), waiting=len(self.waiting), blocks_total=100)
 
 
-class World:
+class PoolHarness:
     """An engine pool, its engines, and all events of its streams."""
 
-    def __init__(self, n: int = 2, *, places: int = 4, room: int = 1000, load: bool = True) -> None:
-        queue = FairQueue(QueueLimits(max_requests=room, max_prompt_tokens=100_000))
-        configs = [WorkerConfig(weights="", replica=place, replicas=n, max_running=places) for place in range(n)]
-        self.fleet = EnginePool([EngineClient(config, queue) for config in configs])
-        self.engines = [Played(client, places) for client in self.fleet.engines]
-        for client, engine in zip(self.fleet.engines, self.engines, strict=True):
+    def __init__(self, n: int = 2, *, slots: int = 4, capacity: int = 1000, load: bool = True) -> None:
+        queue = FairQueue(QueueLimits(max_requests=capacity, max_prompt_tokens=100_000))
+        configs = [WorkerConfig(weights="", replica=index, replicas=n, max_running=slots) for index in range(n)]
+        self.pool = EnginePool([EngineClient(config, queue) for config in configs])
+        self.engines = [FakeSupervisor(client, slots) for client in self.pool.engines]
+        for client, engine in zip(self.pool.engines, self.engines, strict=True):
             client.supervisor = engine  # type: ignore[assignment]
         self.streams: list[TokenStream] = []
         if load:
-            self.fleet.start()
+            self.pool.start()
 
     def submit(
         self, prompt: tuple[int, ...], n: int = 1, max_tokens: int = 12, cache_namespace: str = ""
@@ -164,11 +164,11 @@ class World:
             )
             for i, name in enumerate(names)
         ]
-        self.streams.append(self.fleet.submit(requests))
+        self.streams.append(self.pool.submit(requests))
         return self.streams[-1]
 
     def home(self, stream: TokenStream) -> int:
-        return next(i for i, client in enumerate(self.fleet.engines) if client is stream.source)
+        return next(i for i, client in enumerate(self.pool.engines) if client is stream.source)
 
     def step(self, times: int = 1) -> None:
         for _ in range(times):
@@ -176,7 +176,7 @@ class World:
                 engine.step()
 
     async def texts(self, streams: list[TokenStream] | None = None) -> list[list[int] | str]:
-        """What each stream said when all is over: tokens, or the name of its error."""
+        """Run all streams to their end; return the tokens, or the name of the error, of each."""
         for _ in range(2000):
             if not any(stream.is_open for stream in self.streams):
                 break
@@ -195,7 +195,7 @@ async def _text(stream: TokenStream) -> list[int] | str:
 
 
 def alone(stream: TokenStream) -> list[int]:
-    """What a stream says where nothing happens to it."""
+    """The tokens of a stream that no crash or pause interrupts."""
     tokens = list(stream.requests[0].prompt)
     for _ in range(stream.requests[0].max_tokens):
         tokens.append(_next_token(tokens))
@@ -208,14 +208,14 @@ def in_loop(scenario: Callable[[], Any]) -> None:
 
 def test_a_start_is_over_when_all_engines_have_loaded_the_same() -> None:
     async def scenario() -> None:
-        world = World(load=False)
-        world.engines[0].load()
-        assert world.fleet.ready is None and world.fleet.phase == "loading weights"
+        harness = PoolHarness(load=False)
+        harness.engines[0].load()
+        assert harness.pool.ready is None and harness.pool.phase == "loading weights"
         with pytest.raises(NotReady, match="loading weights"):
-            world.submit((1,))
-        world.engines[1].load()
-        await asyncio.wait_for(world.fleet.wait_ready(), 60)
-        assert world.fleet.ready and world.fleet.ready.device == "2 x a CPU" and world.fleet.phase == "ready"
+            harness.submit((1,))
+        harness.engines[1].load()
+        await asyncio.wait_for(harness.pool.wait_ready(), 60)
+        assert harness.pool.ready and harness.pool.ready.device == "2 x a CPU" and harness.pool.phase == "ready"
 
     in_loop(scenario)
 
@@ -223,187 +223,187 @@ def test_a_start_is_over_when_all_engines_have_loaded_the_same() -> None:
 @pytest.mark.parametrize("other", ["weights_version", "numerics"])
 def test_engines_that_differ_from_the_start_do_not_serve(other: str) -> None:
     async def scenario() -> None:
-        world = World(load=False)
-        world.engines[0].load()
-        world.engines[1].load(**{other: "another"})
-        assert world.fleet.ready is None
-        gone = await asyncio.wait_for(world.fleet.wait_stopped(), 60)
-        assert gone.exit_code == 1 and other in str(gone)
+        harness = PoolHarness(load=False)
+        harness.engines[0].load()
+        harness.engines[1].load(**{other: "another"})
+        assert harness.pool.ready is None
+        stopped = await asyncio.wait_for(harness.pool.wait_stopped(), 60)
+        assert stopped.exit_code == 1 and other in str(stopped)
 
     in_loop(scenario)
 
 
 def test_an_engine_that_cannot_start_ends_the_start() -> None:
     async def scenario() -> None:
-        world = World(3, load=False)
-        world.engines[0].load()
-        world.engines[2].give_up(EngineStopped("--replicas 3: each takes a GPU, and there are 2", 2))
-        gone = await asyncio.wait_for(world.fleet.wait_stopped(), 60)
-        assert gone.exit_code == 2 and "there are 2" in str(gone)
+        harness = PoolHarness(3, load=False)
+        harness.engines[0].load()
+        harness.engines[2].give_up(EngineStopped("--replicas 3: each takes a GPU, and there are 2", 2))
+        stopped = await asyncio.wait_for(harness.pool.wait_stopped(), 60)
+        assert stopped.exit_code == 2 and "there are 2" in str(stopped)
 
     in_loop(scenario)
 
 
 def test_one_engine_is_as_without_a_fleet() -> None:
     async def scenario() -> None:
-        world = World(1)
-        assert world.fleet.ready is world.engines[0].ready
-        stream = world.submit((1, 2, 3))
-        world.engines[0].crash()
-        assert world.fleet.ready is None and stream.is_open
-        world.engines[0].load(numerics="another")
-        assert world.fleet.ready and world.fleet.ready.numerics == "another"
-        assert await world.texts() == [alone(stream)]
-        world.engines[0].give_up(EngineStopped("three times", 1))
-        assert (await asyncio.wait_for(world.fleet.wait_stopped(), 60)).exit_code == 1
+        harness = PoolHarness(1)
+        assert harness.pool.ready is harness.engines[0].ready
+        stream = harness.submit((1, 2, 3))
+        harness.engines[0].crash()
+        assert harness.pool.ready is None and stream.is_open
+        harness.engines[0].load(numerics="another")
+        assert harness.pool.ready and harness.pool.ready.numerics == "another"
+        assert await harness.texts() == [alone(stream)]
+        harness.engines[0].give_up(EngineStopped("three times", 1))
+        assert (await asyncio.wait_for(harness.pool.wait_stopped(), 60)).exit_code == 1
 
     in_loop(scenario)
 
 
 def test_a_beginning_comes_back_to_its_engine_and_all_choices_run_on_one() -> None:
     async def scenario() -> None:
-        world = World(3)
-        first = [world.submit((who,) * 16) for who in range(3)]
-        assert sorted(map(world.home, first)) == [0, 1, 2]
-        await world.texts()
+        harness = PoolHarness(3)
+        first = [harness.submit((who,) * 16) for who in range(3)]
+        assert sorted(map(harness.home, first)) == [0, 1, 2]
+        await harness.texts()
         for turn in range(1, 4):
             for who in range(3):
-                again = world.submit((*(who,) * 16, *range(turn * 8)), n=2)
-                assert world.home(again) == world.home(first[who])
+                again = harness.submit((*(who,) * 16, *range(turn * 8)), n=2)
+                assert harness.home(again) == harness.home(first[who])
                 assert {f"{again.requests[0].id}", f"{again.requests[1].id}"} <= set(
-                    world.fleet.engines[world.home(first[who])]._streams
+                    harness.pool.engines[harness.home(first[who])]._streams
                 )
-            await world.texts(world.streams[-3:])
+            await harness.texts(harness.streams[-3:])
 
     in_loop(scenario)
 
 
 def test_the_limits_of_the_queue_are_those_of_all_engines_together() -> None:
     async def scenario() -> None:
-        world = World(places=1, room=6)
+        harness = PoolHarness(slots=1, capacity=6)
         for who in range(2):
-            world.submit((who,) * 8)
-        world.step()
+            harness.submit((who,) * 8)
+        harness.step()
         for who in range(2, 8):
-            world.submit((who,) * 8)
+            harness.submit((who,) * 8)
         with pytest.raises(QueueFull):
-            world.submit((9,) * 8)
-        assert [stream.queue_position for stream in world.streams] == [None, None, *range(6)]
-        assert sorted(client.load for client in world.fleet.engines) == [4, 4]
+            harness.submit((9,) * 8)
+        assert [stream.queue_position for stream in harness.streams] == [None, None, *range(6)]
+        assert sorted(client.load for client in harness.pool.engines) == [4, 4]
 
     in_loop(scenario)
 
 
 def test_after_a_crash_what_only_waited_goes_on_elsewhere_and_keeps_its_place() -> None:
     async def scenario() -> None:
-        world = World(places=2)
+        harness = PoolHarness(slots=2)
         for who in range(8):
-            world.submit((who,) * 8)
-        world.step(3)
-        homes = [world.home(stream) for stream in world.streams]
-        begun = [stream.queue_position is None for stream in world.streams]
-        assert sorted(homes) == [0] * 4 + [1] * 4 and sum(begun) == 4
-        places = [stream.queue_position for stream in world.streams]
-        world.engines[0].crash()
-        assert [stream.queue_position for stream in world.streams] == places
-        for stream, home, had_begun in zip(world.streams, homes, begun, strict=True):
-            assert world.home(stream) == (home if had_begun else 1)
-        assert world.fleet.ready and world.fleet.restarts == 1
-        calm = [s for s in world.streams if world.home(s) == 1]
-        world.step(40)
+            harness.submit((who,) * 8)
+        harness.step(3)
+        homes = [harness.home(stream) for stream in harness.streams]
+        started_flags = [stream.queue_position is None for stream in harness.streams]
+        assert sorted(homes) == [0] * 4 + [1] * 4 and sum(started_flags) == 4
+        positions = [stream.queue_position for stream in harness.streams]
+        harness.engines[0].crash()
+        assert [stream.queue_position for stream in harness.streams] == positions
+        for stream, home, had_started in zip(harness.streams, homes, started_flags, strict=True):
+            assert harness.home(stream) == (home if had_started else 1)
+        assert harness.pool.ready and harness.pool.restarts == 1
+        calm = [s for s in harness.streams if harness.home(s) == 1]
+        harness.step(40)
         assert not any(stream.is_open for stream in calm), "a stream waits for the engine that crashed"
-        held_up = [s for s in world.streams if s.is_open]
-        assert len(held_up) == 2
-        world.engines[0].load()
-        assert await world.texts() == [alone(stream) for stream in world.streams]
-        assert world.engines[1].seen.count("r0/0") == 0, "what was in flight met no other engine"
+        delayed = [s for s in harness.streams if s.is_open]
+        assert len(delayed) == 2
+        harness.engines[0].load()
+        assert await harness.texts() == [alone(stream) for stream in harness.streams]
+        assert harness.engines[1].seen.count("r0/0") == 0, "what was in flight met no other engine"
 
     in_loop(scenario)
 
 
 def test_a_request_that_kills_engines_kills_one_engine_twice_and_no_other() -> None:
     async def scenario() -> None:
-        world = World(places=4)
-        for engine in world.engines:
+        harness = PoolHarness(slots=4)
+        for engine in harness.engines:
             engine.deadly = "r5/0"
         for who in range(12):
-            world.submit((who,) * 8)
+            harness.submit((who,) * 8)
         for _ in range(300):
-            world.step()
-            for engine in world.engines:
+            harness.step()
+            for engine in harness.engines:
                 if engine.ready is None:
                     engine.load()
-        texts = await world.texts()
+        texts = await harness.texts()
         assert texts.pop(5) == "EngineFailed"
-        assert texts == [alone(stream) for i, stream in enumerate(world.streams) if i != 5]
-        assert sorted(engine.restarts for engine in world.engines) == [0, 2]
+        assert texts == [alone(stream) for i, stream in enumerate(harness.streams) if i != 5]
+        assert sorted(engine.restarts for engine in harness.engines) == [0, 2]
 
     in_loop(scenario)
 
 
 def test_newcomers_do_not_meet_suspects() -> None:
     async def scenario() -> None:
-        world = World(3)
+        harness = PoolHarness(3)
         for who in range(6):
-            world.submit((who,) * 8, max_tokens=50)
-        world.step(2)
-        shaken = world.home(world.streams[0])
-        world.engines[shaken].crash()
-        world.engines[shaken].load()
-        assert world.fleet.engines[shaken].n_suspects == 2
-        assert world.home(world.submit((0,) * 8)) != shaken
-        world.step(8)
-        assert world.fleet.engines[shaken].n_suspects == 0
+            harness.submit((who,) * 8, max_tokens=50)
+        harness.step(2)
+        shaken = harness.home(harness.streams[0])
+        harness.engines[shaken].crash()
+        harness.engines[shaken].load()
+        assert harness.pool.engines[shaken].n_suspects == 2
+        assert harness.home(harness.submit((0,) * 8)) != shaken
+        harness.step(8)
+        assert harness.pool.engines[shaken].n_suspects == 0
 
     in_loop(scenario)
 
 
 def test_an_engine_that_is_given_up_leaves_all_it_had_to_the_others() -> None:
     async def scenario() -> None:
-        world = World(places=2)
+        harness = PoolHarness(slots=2)
         for who in range(8):
-            world.submit((who,) * 8)
-        world.step(3)
-        world.engines[0].crash()
-        world.engines[0].give_up(EngineStopped("it crashed three times", 1))
-        assert world.fleet.ready and not world.fleet._stopped_event.is_set()
-        assert await world.texts() == [alone(stream) for stream in world.streams]
-        stream = world.submit((1,) * 8)
-        assert world.home(stream) == 1
-        world.engines[1].give_up(EngineStopped("so did this one", 1))
+            harness.submit((who,) * 8)
+        harness.step(3)
+        harness.engines[0].crash()
+        harness.engines[0].give_up(EngineStopped("it crashed three times", 1))
+        assert harness.pool.ready and not harness.pool._stopped_event.is_set()
+        assert await harness.texts() == [alone(stream) for stream in harness.streams]
+        stream = harness.submit((1,) * 8)
+        assert harness.home(stream) == 1
+        harness.engines[1].give_up(EngineStopped("so did this one", 1))
         assert await _text(stream) == "EngineFailed"
-        assert str(await asyncio.wait_for(world.fleet.wait_stopped(), 60)) == "so did this one"
+        assert str(await asyncio.wait_for(harness.pool.wait_stopped(), 60)) == "so did this one"
         with pytest.raises(NotReady):
-            world.submit((1,))
+            harness.submit((1,))
 
     in_loop(scenario)
 
 
 def test_an_engine_that_comes_back_with_other_weights_is_given_up() -> None:
     async def scenario() -> None:
-        world = World()
-        streams = [world.submit((who,) * 8) for who in range(4)]
-        world.step(2)
-        world.engines[0].crash()
-        world.engines[0].load(numerics="another")
-        assert world.engines[0].is_stopped and world.fleet.ready
-        assert await world.texts() == [alone(stream) for stream in streams]
-        assert not world.engines[0].requests, "nothing was sent to it"
+        harness = PoolHarness()
+        streams = [harness.submit((who,) * 8) for who in range(4)]
+        harness.step(2)
+        harness.engines[0].crash()
+        harness.engines[0].load(numerics="another")
+        assert harness.engines[0].is_stopped and harness.pool.ready
+        assert await harness.texts() == [alone(stream) for stream in streams]
+        assert not harness.engines[0].requests, "nothing was sent to it"
 
     in_loop(scenario)
 
 
 def test_the_end_of_the_service_ends_every_stream_once_and_sends_nothing_about() -> None:
     async def scenario() -> None:
-        world = World()
+        harness = PoolHarness()
         for who in range(6):
-            world.submit((who,) * 8)
-        world.step()
-        homes = [world.home(stream) for stream in world.streams]
-        await world.fleet.stop()
-        assert [await _text(stream) for stream in world.streams] == ["NotReady"] * 6
-        assert [world.home(stream) for stream in world.streams] == homes
-        assert (await asyncio.wait_for(world.fleet.wait_stopped(), 60)).exit_code == 0
+            harness.submit((who,) * 8)
+        harness.step()
+        homes = [harness.home(stream) for stream in harness.streams]
+        await harness.pool.stop()
+        assert [await _text(stream) for stream in harness.streams] == ["NotReady"] * 6
+        assert [harness.home(stream) for stream in harness.streams] == homes
+        assert (await asyncio.wait_for(harness.pool.wait_stopped(), 60)).exit_code == 0
 
     in_loop(scenario)
 
@@ -413,33 +413,35 @@ def test_a_tokenizer_that_does_not_fit_is_found_also_where_an_engine_has_crashed
     """The tokenizer may take longer to load than the model."""
 
     async def scenario() -> None:
-        world = World(n, load=False)
-        served = ModelInstance(weights, take_fingerprint(weights), world.fleet, None, grammar_seconds=1.0)
-        for engine in world.engines:
+        harness = PoolHarness(n, load=False)
+        instance = ModelInstance(weights, take_fingerprint(weights), harness.pool, None, grammar_seconds=1.0)
+        for engine in harness.engines:
             engine.load(vocab_size=2)
-        for engine in world.engines:
+        for engine in harness.engines:
             engine.crash()
         with pytest.raises(TokenizerError, match="the model only 2"):
-            await asyncio.wait_for(served.load(), 60)
+            await asyncio.wait_for(instance.load(), 60)
 
     in_loop(scenario)
 
 
 def test_what_only_waits_goes_to_the_engine_that_is_back_first() -> None:
     async def scenario() -> None:
-        world = World(places=1)
+        harness = PoolHarness(slots=1)
         for who in range(8):
-            world.submit((who,) * 8)
-        world.step(3)
-        world.engines[0].crash()
-        world.step()
-        world.engines[1].crash()
-        assert {world.home(stream) for stream in world.streams[2:]} == {1}
-        world.engines[0].load()
-        world.step(200)
-        assert [world.home(stream) for stream in world.streams if stream.is_open] == [1], "a suspect waits for its own"
-        world.engines[1].load()
-        assert await world.texts() == [alone(stream) for stream in world.streams]
+            harness.submit((who,) * 8)
+        harness.step(3)
+        harness.engines[0].crash()
+        harness.step()
+        harness.engines[1].crash()
+        assert {harness.home(stream) for stream in harness.streams[2:]} == {1}
+        harness.engines[0].load()
+        harness.step(200)
+        assert [harness.home(stream) for stream in harness.streams if stream.is_open] == [1], (
+            "a suspect waits for its own"
+        )
+        harness.engines[1].load()
+        assert await harness.texts() == [alone(stream) for stream in harness.streams]
 
     in_loop(scenario)
 
@@ -448,67 +450,67 @@ def test_what_an_engine_that_is_being_killed_may_have_does_not_go_elsewhere() ->
     """Until it has exited it may still send events, and the crash has no suspect yet."""
 
     async def scenario() -> None:
-        world = World(places=1)
-        streams = [world.submit((who,) * 8) for who in range(6)]
-        world.step(3)
-        world.engines[0].crash()
-        homes = [world.home(stream) for stream in streams]
-        world.engines[1].ready = None  # as the supervisor does when it kills
-        world.engines[0].load()
-        assert [world.home(stream) for stream in streams] == homes
-        world.engines[1].crash()
-        world.engines[1].load()
-        assert await world.texts() == [alone(stream) for stream in streams]
+        harness = PoolHarness(slots=1)
+        streams = [harness.submit((who,) * 8) for who in range(6)]
+        harness.step(3)
+        harness.engines[0].crash()
+        homes = [harness.home(stream) for stream in streams]
+        harness.engines[1].ready = None  # as the supervisor does when it kills
+        harness.engines[0].load()
+        assert [harness.home(stream) for stream in streams] == homes
+        harness.engines[1].crash()
+        harness.engines[1].load()
+        assert await harness.texts() == [alone(stream) for stream in streams]
 
     in_loop(scenario)
 
 
 def test_a_text_that_goes_to_an_engine_that_still_loads_is_counted_once() -> None:
     async def scenario() -> None:
-        world = World()
+        harness = PoolHarness()
         for who in range(2):
-            world.submit((who,) * 8)
-        world.step(3)
-        world.engines[1].crash()
-        world.engines[0].give_up(EngineStopped("three times", 1))
-        world.engines[1].load()
-        assert sum(client.replayed for client in world.fleet.engines) == 2
+            harness.submit((who,) * 8)
+        harness.step(3)
+        harness.engines[1].crash()
+        harness.engines[0].give_up(EngineStopped("three times", 1))
+        harness.engines[1].load()
+        assert sum(client.replayed for client in harness.pool.engines) == 2
 
     in_loop(scenario)
 
 
 def test_a_counter_of_all_engines_does_not_fall_when_one_crashes() -> None:
-    """Prometheus takes that for a reset, and counts all that is left once more."""
+    """Prometheus takes that for a reset, and counts the remaining value again."""
 
     async def scenario() -> None:
-        world = World()
+        harness = PoolHarness()
 
-        def told() -> list[float]:
-            families = list(EngineState(lambda: [world.fleet]).collect())
+        def values() -> list[float]:
+            families = list(EngineState(lambda: [harness.pool]).collect())
             return [f.samples[0].value for f in families if f.name in _GROWING]
 
-        for client, so_far in zip(world.fleet.engines, (3, 7), strict=True):
+        for client, so_far in zip(harness.pool.engines, (3, 7), strict=True):
             client.on_report(StepReport(counters=Counters(preemptions=so_far, block_violations=so_far + 1)))
-        assert told() == [10, 12]
-        for engine in world.engines:
+        assert values() == [10, 12]
+        for engine in harness.engines:
             engine.crash()
-            assert told() == [10, 12]
+            assert values() == [10, 12]
             engine.load()
-        world.fleet.engines[1].on_report(StepReport(counters=Counters(preemptions=1)))
-        assert told() == [11, 12]
+        harness.pool.engines[1].on_report(StepReport(counters=Counters(preemptions=1)))
+        assert values() == [11, 12]
 
     in_loop(scenario)
 
 
 def test_of_several_engines_the_slowest_start_is_told_for_each_phase() -> None:
     async def scenario() -> None:
-        world = World()
-        world.engines[0].start_seconds = {"starting": 1.0, "loading weights": 5.0}
-        world.engines[1].start_seconds = {"starting": 2.0, "loading weights": 3.0, "proving": 1.0}
-        (told,) = [
-            f for f in EngineState(lambda: [world.fleet]).collect() if f.name == "inkstream_engine_start_seconds"
+        harness = PoolHarness()
+        harness.engines[0].start_seconds = {"starting": 1.0, "loading weights": 5.0}
+        harness.engines[1].start_seconds = {"starting": 2.0, "loading weights": 3.0, "proving": 1.0}
+        (family,) = [
+            f for f in EngineState(lambda: [harness.pool]).collect() if f.name == "inkstream_engine_start_seconds"
         ]
-        series = {sample.labels["phase"]: sample.value for sample in told.samples}
+        series = {sample.labels["phase"]: sample.value for sample in family.samples}
         assert series == {"starting": 2.0, "loading_weights": 5.0, "proving": 1.0}
 
     in_loop(scenario)
@@ -516,14 +518,14 @@ def test_of_several_engines_the_slowest_start_is_told_for_each_phase() -> None:
 
 def test_the_phase_is_that_of_an_engine_that_will_come() -> None:
     async def scenario() -> None:
-        world = World()
-        for engine, phase in zip(world.engines, ("the weights are gone", "warming up"), strict=True):
+        harness = PoolHarness()
+        for engine, phase in zip(harness.engines, ("the weights are gone", "warming up"), strict=True):
             engine.phase = phase
             engine.crash()
-        world.engines[0].give_up(EngineStopped("the weights are gone", 2))
-        assert world.fleet.phase == "warming up"
-        world.engines[1].give_up(EngineStopped("so they are", 2))
-        assert world.fleet.phase == "the weights are gone"
+        harness.engines[0].give_up(EngineStopped("the weights are gone", 2))
+        assert harness.pool.phase == "warming up"
+        harness.engines[1].give_up(EngineStopped("so they are", 2))
+        assert harness.pool.phase == "the weights are gone"
 
     in_loop(scenario)
 
@@ -536,13 +538,13 @@ def test_an_engine_that_comes_back_does_not_share_memory_that_is_free(monkeypatc
         pid = 1
 
         def __init__(self) -> None:
-            self.over = asyncio.Event()
+            self.exited = asyncio.Event()
 
         def send(self, frame: WorkerConfig) -> None:
             sent.append(frame)
 
         async def wait_closed(self) -> None:
-            await self.over.wait()
+            await self.exited.wait()
 
         async def terminate(self) -> int:
             return 1
@@ -564,7 +566,7 @@ def test_an_engine_that_comes_back_does_not_share_memory_that_is_free(monkeypatc
                     await asyncio.sleep(0)
             if count == 2:  # the first had not loaded when it ended
                 client.supervisor._on_frame(_ready())
-            made[-1].over.set()
+            made[-1].exited.set()
         await client.supervisor.stop()
 
     in_loop(scenario)
@@ -611,54 +613,54 @@ def test_engines_that_will_wait_for_one_another_are_told(
 def test_memory_that_engines_share_is_told_as_what_it_is() -> None:
     sizes: dict[str, Any] = {"vocab_size": 8, "width": 8, "n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "head_dim": 8}
     shape = ModelConfig(**sizes, mlp_width=8, context=64)
-    room = CacheShape(shape=shape, context=64, block_size=16, max_running=32, dtype=torch.float32)
-    free = 2 * 100 * room.block_bytes
-    assert (room.blocks(0, free), room.blocks(0, free, 2)) == (100, 50)
+    cache_shape = CacheShape(shape=shape, context=64, block_size=16, max_running=32, dtype=torch.float32)
+    free = 2 * 100 * cache_shape.block_bytes
+    assert (cache_shape.blocks(0, free), cache_shape.blocks(0, free, 2)) == (100, 50)
     with pytest.raises(ValueError, match=r"--kv-blocks 60 .* and each engine's part .* \(--replicas 2\) holds 50$"):
-        room.blocks(60, free, 2)
+        cache_shape.blocks(60, free, 2)
     with pytest.raises(ValueError, match=r"and half of the free memory holds 100$"):
-        room.blocks(160, free)
+        cache_shape.blocks(160, free)
     with pytest.raises(ValueError, match=r"give a smaller --max-context or --replicas, or free some$"):
-        room.blocks(0, free, 50)
+        cache_shape.blocks(0, free, 50)
     with pytest.raises(ValueError, match=r"half of the free memory holds: give a smaller --max-context, or free some$"):
-        room.blocks(0, free // 50)
+        cache_shape.blocks(0, free // 50)
 
 
 def test_a_paused_stream_goes_on_at_home_or_where_there_is_an_engine() -> None:
     async def scenario() -> None:
-        world = World()
-        stream = world.submit((1,) * 8, max_tokens=30)
-        home = world.home(stream)
-        world.step(5)
+        harness = PoolHarness()
+        stream = harness.submit((1,) * 8, max_tokens=30)
+        home = harness.home(stream)
+        harness.step(5)
         stream.pause()
-        world.fleet.resume(stream)
-        assert world.home(stream) == home
-        world.step(5)
+        harness.pool.resume(stream)
+        assert harness.home(stream) == home
+        harness.step(5)
         stream.pause()
-        world.step()
-        world.engines[home].crash()
-        world.fleet.resume(stream)
-        assert world.home(stream) == 1 - home
-        assert await world.texts() == [alone(stream)]
+        harness.step()
+        harness.engines[home].crash()
+        harness.pool.resume(stream)
+        assert harness.home(stream) == 1 - home
+        assert await harness.texts() == [alone(stream)]
 
     in_loop(scenario)
 
 
 def test_a_stream_that_is_held_outlives_its_engine() -> None:
     async def scenario() -> None:
-        world = World()
-        stream = world.submit((1,) * 8, max_tokens=MAX_BUFFERED + 50)
-        world.step(MAX_BUFFERED + 10)
+        harness = PoolHarness()
+        stream = harness.submit((1,) * 8, max_tokens=MAX_BUFFERED + 50)
+        harness.step(MAX_BUFFERED + 10)
         assert stream.n_suspensions == 1
-        home = world.home(stream)
-        world.engines[home].crash()
-        world.engines[home].give_up(EngineStopped("three times", 1))
-        assert world.home(stream) == 1 - home and stream.is_open
-        taken = await stream.receive()
-        assert world.fleet.engines[1 - home].load == 1
-        world.step(200)
+        home = harness.home(stream)
+        harness.engines[home].crash()
+        harness.engines[home].give_up(EngineStopped("three times", 1))
+        assert harness.home(stream) == 1 - home and stream.is_open
+        first = await stream.receive()
+        assert harness.pool.engines[1 - home].load == 1
+        harness.step(200)
         rest = await stream.receive()
-        tokens = [a.item.token for a in (*taken, *rest) if isinstance(a.item, SampledEvent)]
+        tokens = [a.item.token for a in (*first, *rest) if isinstance(a.item, SampledEvent)]
         assert tokens == alone(stream) and not stream.is_open
 
     in_loop(scenario)
@@ -670,41 +672,41 @@ def test_whatever_happens_every_stream_says_what_it_says_alone(seed: int) -> Non
 
     async def scenario() -> None:
         draw = random.Random(seed)
-        world = World(draw.randint(2, 4), places=draw.randint(1, 6))
+        harness = PoolHarness(draw.randint(2, 4), slots=draw.randint(1, 6))
         paused: list[TokenStream] = []
         for _ in range(120):
-            what, engine = draw.random(), draw.choice(world.engines)
+            what, engine = draw.random(), draw.choice(harness.engines)
             if what < 0.3:
                 prompt = tuple(draw.randrange(2) for _ in range(draw.randint(1, 30)))
-                if world.fleet.ready:
-                    world.submit(prompt, n=draw.randint(1, 3), max_tokens=draw.randint(1, 20))
+                if harness.pool.ready:
+                    harness.submit(prompt, n=draw.randint(1, 3), max_tokens=draw.randint(1, 20))
             elif what < 0.36 and engine.ready:
                 # So that no request is a suspect twice by bad luck: the one on trial has produced two tokens.
-                world.step(8 if engine.client.n_suspects else 0)
+                harness.step(8 if engine.client.n_suspects else 0)
                 if not engine.client.n_suspects:
                     engine.crash()
             elif what < 0.5 and engine.ready is None:
                 engine.load()
-            elif what < 0.6 and world.streams:
-                stream = draw.choice(world.streams)
+            elif what < 0.6 and harness.streams:
+                stream = draw.choice(harness.streams)
                 if stream in paused:
                     paused.remove(stream)
-                    world.fleet.resume(stream)
+                    harness.pool.resume(stream)
                 elif stream.is_open:
                     paused.append(stream)
                     stream.pause()
             else:
-                world.step()
+                harness.step()
         for stream in paused:
-            world.fleet.resume(stream)
-        for engine in world.engines:
+            harness.pool.resume(stream)
+        for engine in harness.engines:
             if engine.ready is None:
                 engine.load()
-        texts = await world.texts()
-        assert texts == [alone(stream) for stream in world.streams]
-        assert not any(client._streams or client._suspended for client in world.fleet.engines)
-        assert not world.fleet.queue._entries and not world.fleet.queue._backlogged
-        assert len({world.home(stream) for stream in world.streams}) > 1
+        texts = await harness.texts()
+        assert texts == [alone(stream) for stream in harness.streams]
+        assert not any(client._streams or client._suspended for client in harness.pool.engines)
+        assert not harness.pool.queue._entries and not harness.pool.queue._backlogged
+        assert len({harness.home(stream) for stream in harness.streams}) > 1
 
     in_loop(scenario)
 
@@ -713,29 +715,29 @@ def test_after_a_request_is_blamed_the_engine_shows_first_that_it_works() -> Non
     """The canary request runs alone in it; other suspects and new requests wait for it to finish."""
 
     async def scenario() -> None:
-        world = World(1)
-        streams = [world.submit((who,) * 8) for who in range(3)]
-        engine, client = world.engines[0], world.fleet.engines[0]
+        harness = PoolHarness(1)
+        streams = [harness.submit((who,) * 8) for who in range(3)]
+        engine, client = harness.engines[0], harness.pool.engines[0]
         engine.deadly = streams[0].open_ids[0]
         for _ in range(2):
-            world.step()
+            harness.step()
             if engine.ready is None:
                 engine.load()
         assert engine.restarts == 2 and not streams[0].is_open and client.is_running_canary
         replayed = client.replayed
         engine.seen.clear()
-        world.step()
-        assert engine.seen == [CANARY_ID] and client.n_suspects == 3 and world.fleet.queue.position(CANARY_ID) is None
+        harness.step()
+        assert engine.seen == [CANARY_ID] and client.n_suspects == 3 and harness.pool.queue.position(CANARY_ID) is None
         engine.crash()
         assert client.n_suspects == 2 and not client.is_running_canary, (
             "a crash during the canary request blames no request"
         )
         assert CANARY_ID not in client._streams
         engine.load()
-        newcomer = world.submit((9,) * 8)
-        world.step(2)
+        newcomer = harness.submit((9,) * 8)
+        harness.step(2)
         assert not client.is_running_canary and engine.seen[-1] == CANARY_ID
-        assert (await world.texts())[1:] == [alone(stream) for stream in (*streams[1:], newcomer)]
+        assert (await harness.texts())[1:] == [alone(stream) for stream in (*streams[1:], newcomer)]
         engine.crash()
         engine.load()
         assert not client.is_running_canary, "no request was blamed for this crash"

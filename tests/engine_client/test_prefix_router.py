@@ -19,12 +19,12 @@ def _drawn(draw: random.Random) -> tuple[int, ...]:
     return tuple(draw.randrange(2) for _ in range(draw.randrange(1, 40)))
 
 
-def _request(prompt: tuple[int, ...], salt: str = "", **more: object) -> Request:
-    return Request(id="r", prompt=prompt, max_tokens=1, cache_namespace=salt, **more)  # type: ignore[arg-type]
+def _request(prompt: tuple[int, ...], namespace: str = "", **more: object) -> Request:
+    return Request(id="r", prompt=prompt, max_tokens=1, cache_namespace=namespace, **more)  # type: ignore[arg-type]
 
 
-def _hashes(prompt: tuple[int, ...], salt: str = "") -> list[int]:
-    return block_hashes([_request(prompt, salt)], BLOCK)
+def _hashes(prompt: tuple[int, ...], namespace: str = "") -> list[int]:
+    return block_hashes([_request(prompt, namespace)], BLOCK)
 
 
 @given(st.integers(0, 2**32))
@@ -36,7 +36,7 @@ def test_two_prompts_share_as_many_names_as_whole_blocks_at_their_beginning(seed
     shared = set(_hashes(one)) & set(_hashes(other))
     assert len(shared) == same // BLOCK
     assert set(_hashes(one)[: same // BLOCK]) == shared
-    assert not set(_hashes(one, "ann")) & set(_hashes(one, "bob")), "nothing is shared between callers"
+    assert not set(_hashes(one, "ann")) & set(_hashes(one, "bob")), "nothing is shared between tenants"
 
 
 def test_names_of_a_batch_are_those_of_its_prompts_each_once_and_bounded() -> None:
@@ -54,7 +54,7 @@ def test_the_choice_keeps_the_bound_and_takes_the_longest_beginning_within_it(se
     draw, router = random.Random(seed), PrefixRouter(n)
     for _ in range(draw.randrange(12)):
         router.record(draw.randrange(n), _hashes(_drawn(draw)), 1000)
-    loads = {place: draw.randrange(draw.choice((2, 40))) for place in draw.sample(range(n), draw.randint(1, n))}
+    loads = {engine: draw.randrange(draw.choice((2, 40))) for engine in draw.sample(range(n), draw.randint(1, n))}
     adding, hashes = draw.randint(1, 16), _hashes(_drawn(draw))
     chosen = router.choose(hashes, loads, adding)
     bound = math.ceil(1.25 * (sum(loads.values()) + adding) / len(loads))
@@ -100,7 +100,7 @@ def test_a_conversation_stays_where_it_began() -> None:
     turns = [[(who,) * 8 + tuple(range(turn * 4)) for turn in range(1, 20)] for who in range(100, 108)]
     went, _ = _simulate(4, [turn for round_ in zip(*turns, strict=True) for turn in round_], lasting=4)
     by_who = [went[who::8] for who in range(8)]
-    assert sum(len(set(places)) == 1 for places in by_who) >= 7
+    assert sum(len(set(engines)) == 1 for engines in by_who) >= 7
     assert len(set(went)) == 4
 
 
@@ -108,14 +108,14 @@ def test_a_beginning_that_everybody_shares_is_spread_as_far_as_the_load_asks() -
     shared = (7,) * 64
     alone, _ = _simulate(4, [(*shared, *[i] * 4) for i in range(200)], lasting=1)
     assert set(alone) == {0}, "an engine that has it and has time"
-    crowd, loads = _simulate(4, [(*shared, *[i] * 4) for i in range(400)], lasting=64)
-    assert set(crowd) == {0, 1, 2, 3}
+    concurrent, loads = _simulate(4, [(*shared, *[i] * 4) for i in range(400)], lasting=64)
+    assert set(concurrent) == {0, 1, 2, 3}
     assert max(max(loads[i]) for i in range(64, 400)) <= math.ceil(1.25 * 64 / 4) + 1
 
 
 def test_what_shares_nothing_goes_round() -> None:
     went, _ = _simulate(3, [(i,) * 8 for i in range(30)], lasting=1)
-    assert [went.count(place) for place in range(3)] == [10, 10, 10]
+    assert [went.count(engine) for engine in range(3)] == [10, 10, 10]
 
 
 def test_an_engine_that_lost_its_cache_is_not_sought_for_it() -> None:

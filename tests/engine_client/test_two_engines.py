@@ -28,8 +28,8 @@ def _streams(count: int, **extra: Any) -> list[Ask]:
     return [Ask(body={**_TEXT, "prompt": chr(97 + i) * 40, "seed": i, **extra}) for i in range(count)]
 
 
-def _of(server: Server, place: int, what: str) -> float:
-    return server.metric(f'replica_{what}{{replica="{place}"}}')
+def _of(server: Server, index: int, what: str) -> float:
+    return server.metric(f'replica_{what}{{replica="{index}"}}')
 
 
 def _stopped(server: Server) -> list[int]:
@@ -50,7 +50,7 @@ def faults(tmp_path: Path) -> Faults:
 
 @pytest.fixture
 def pair(tmp_path: Path, weights: Path, faults: Faults) -> Iterator[Server]:
-    """Two fake engines of four places."""
+    """Two fake engines with four slots each."""
     flags = ("--replicas", "2", "--max-running", "4")
     server = start_server(tmp_path, weights, *flags, fake_ms=10, environment=faults.environment)
     yield server
@@ -60,11 +60,11 @@ def pair(tmp_path: Path, weights: Path, faults: Faults) -> Iterator[Server]:
 def test_a_crash_of_one_engine_is_a_pause_for_its_streams_and_nothing_for_the_others(
     pair: Server, faults: Faults
 ) -> None:
-    asks = [*_streams(5, max_tokens=300), Ask(body={**_TEXT, "prompt": "f" * 40, "seed": 5, "max_tokens": 301})]
-    expected = [answer.told() for answer in visit(pair, asks)]
+    requests = [*_streams(5, max_tokens=300), Ask(body={**_TEXT, "prompt": "f" * 40, "seed": 5, "max_tokens": 301})]
+    expected = [answer.told() for answer in visit(pair, requests)]
     faults.arm("fake.load", "stop", times=1)
     faults.arm("engine.step", "stop", after=100, times=1, match="max_tokens=301,")
-    with crowd(pair, asks) as answers:
+    with crowd(pair, requests) as answers:
         assert pair.wait_for(lambda: bool(_stopped(pair)))
         (victim,) = _stopped(pair)  # half-way, and until we come
         (survivor,) = set(engine_pids(pair)) - {victim}
@@ -75,7 +75,7 @@ def test_a_crash_of_one_engine_is_a_pause_for_its_streams_and_nothing_for_the_ot
         assert newcomer.status == 200
         # Three end while the crashed engine's three stand still.
         assert pair.wait_for(lambda: sum(b"event: done" in answer.body[-2000:] for answer in answers) == 3)
-        assert {_of(pair, place, "ready") for place in (0, 1)} == {0, 1}
+        assert {_of(pair, index, "ready") for index in (0, 1)} == {0, 1}
         assert is_ready(pair)
         assert httpx.get(f"{pair.url}/v1/models").json()["data"][0]["device"] == "2 x none"
         (successor,) = set(engine_pids(pair)) - {survivor}
@@ -86,11 +86,11 @@ def test_a_crash_of_one_engine_is_a_pause_for_its_streams_and_nothing_for_the_ot
 
 
 def test_a_request_that_kills_its_engine_is_refused_and_never_meets_the_other(pair: Server, faults: Faults) -> None:
-    asks = _streams(12, max_tokens=100)
-    expected = [answer.told() for answer in visit(pair, asks)]
+    requests = _streams(12, max_tokens=100)
+    expected = [answer.told() for answer in visit(pair, requests)]
     faults.arm("engine.step", "kill", match="max_tokens=99,")
     poison = Ask(body={**_TEXT, "prompt": "poison", "max_tokens": 99, "seed": 1})
-    answers = visit(pair, [*asks[:3], poison, *asks[3:]])
+    answers = visit(pair, [*requests[:3], poison, *requests[3:]])
     assert answers.pop(3).told()["end"]["error"]["code"] == "engine_failed"
     assert [answer.told() for answer in answers] == expected
     assert pair.metric("engine_restarts_total") == 2
@@ -138,7 +138,7 @@ def test_two_real_engines_say_what_one_says(tmp_path: Path, weights: Path, serve
     Each stops itself at its tenth step: however late we look, both have been at work.
     """
     one: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 30, "seed": 5}
-    asks = [
+    requests = [
         *_streams(6, max_tokens=60),
         *[
             Ask(body={**_TEXT, "prompt": "The fox sang to the moon, and", "seed": i, "max_tokens": 30})
@@ -150,12 +150,12 @@ def test_two_real_engines_say_what_one_says(tmp_path: Path, weights: Path, serve
         Ask(path="/v1/completions", body={**one, "best_of": 3, "n": 2}),
         Ask(path="/score", body={"prompt": ["A fox and the moon", "An owl"], "logprobs": 2}),
     ]
-    expected = [answer.told() for answer in visit(server, asks)]
+    expected = [answer.told() for answer in visit(server, requests)]
     flags = ("--dtype", "float32", "--replicas", "2", "--threads", "2")
     pair = start_server(tmp_path, weights, *flags, environment=faults.environment)
     try:
         faults.arm("engine.step", "stop", after=10)
-        with crowd(pair, asks) as answers:
+        with crowd(pair, requests) as answers:
             assert pair.wait_for(lambda: len(_stopped(pair)) == 2)
             faults.disarm("engine.step")
             for engine in engine_pids(pair):

@@ -11,8 +11,8 @@ from app.generation.detokenizer import StopMatcher, StreamDecoder
 
 
 def _cut(data: bytes | str, cuts: list[int]) -> list[bytes | str]:
-    places = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
-    return [data[start:stop] for start, stop in pairwise(places)]
+    bounds = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
+    return [data[start:stop] for start, stop in pairwise(bounds)]
 
 
 def _decode(pieces: list[bytes]) -> str:
@@ -36,11 +36,11 @@ def test_an_unfinished_character_at_the_end_becomes_one_replacement() -> None:
     assert decoder.flush() == "\ufffd"
 
 
-def _by_hand(text: str, stops: list[str]) -> tuple[str, str | None]:
-    for place in range(len(text)):
-        found = [stop for stop in stops if text.startswith(stop, place)]
+def _by_definition(text: str, stops: list[str]) -> tuple[str, str | None]:
+    for index in range(len(text)):
+        found = [stop for stop in stops if text.startswith(stop, index)]
         if found:
-            return text[:place], max(found, key=len)
+            return text[:index], max(found, key=len)
     return text, None
 
 
@@ -53,7 +53,7 @@ _LETTERS = st.text(alphabet="ab\U0001f98a", max_size=14)
 def test_the_earliest_stop_wins_and_ties_go_to_the_longest(text: str, stops: list[str], cuts: list[int]) -> None:
     matcher = StopMatcher(stops)
     out = "".join([*(matcher.feed(piece) for piece in _cut(text, cuts)), matcher.flush()])
-    assert (out, matcher.matched) == _by_hand(text, stops)
+    assert (out, matcher.matched) == _by_definition(text, stops)
 
 
 @given(_LETTERS, st.lists(st.integers()))
@@ -63,9 +63,9 @@ def test_only_what_may_still_become_a_stop_is_held_back(text: str, cuts: list[in
         seen += piece
         sent += matcher.feed(piece)
         if matcher.matched is None:
-            held = seen.removeprefix(sent)
-            assert held in ("", "a", "ab", "abb")
-            assert not any(seen.endswith(longer) for longer in ("a", "ab", "abb") if len(longer) > len(held))
+            withheld = seen.removeprefix(sent)
+            assert withheld in ("", "a", "ab", "abb")
+            assert not any(seen.endswith(longer) for longer in ("a", "ab", "abb") if len(longer) > len(withheld))
 
 
 def test_nothing_comes_out_behind_a_stop() -> None:

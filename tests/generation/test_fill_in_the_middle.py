@@ -32,12 +32,12 @@ READY: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _read(tokenizer: Tokenizer, **wish: Any) -> list[EncodedPrompt]:
+def _read(tokenizer: Tokenizer, **fields: Any) -> list[EncodedPrompt]:
     texts = TokenizerPool()
     try:
         return asyncio.run(
             PromptEncoder(Ready(**READY), TextEncoder(tokenizer), texts, WorkAccount()).encode_prompts(
-                GenerationRequest(**wish)
+                GenerationRequest(**fields)
             )
         )
     finally:

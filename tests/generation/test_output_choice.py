@@ -59,15 +59,15 @@ def _expected(ids: list[int], rules: TextRules) -> tuple[str, str | None]:
     if rules.min_tokens:
         head = b"".join(PIECES[t] for t in ids[: rules.min_tokens])
         free = len(_complete(head))
-    found = [(place, -len(stop), stop) for stop in rules.stops if (place := whole.find(stop, free)) != -1]
+    found = [(index, -len(stop), stop) for stop in rules.stops if (index := whole.find(stop, free)) != -1]
     if not found:
         return whole, None
-    place, _, stop = min(found)
-    return whole[: place + (len(stop) if rules.include_stop else 0)], stop
+    index, _, stop = min(found)
+    return whole[: index + (len(stop) if rules.include_stop else 0)], stop
 
 
 def _complete(data: bytes) -> str:
-    """The characters that are certain after `data`: an unfinished one at its end may go on."""
+    """The characters that are certain after `data`: an unfinished one at its end may continue."""
     return codecs.getincrementaldecoder("utf-8")("replace").decode(data)
 
 

@@ -11,9 +11,9 @@ from app.common.errors import InvalidRequest
 from app.guided.grammar import MAX_BYTES, MAX_DEPTH, Grammar, grammar_from
 
 
-def _schema(guide: Grammar | None) -> dict[str, Any]:
-    assert guide
-    text = guide.lark.removeprefix("start: %json ").partition("\n%llguidance")[0]
+def _schema(grammar: Grammar | None) -> dict[str, Any]:
+    assert grammar
+    text = grammar.lark.removeprefix("start: %json ").partition("\n%llguidance")[0]
     schema: dict[str, Any] = json.loads(text)
     assert "whitespace_pattern" in schema.pop("x-guidance")
     return schema
@@ -33,12 +33,12 @@ def test_any_text_is_no_guide() -> None:
 def test_every_way_to_write_a_schema_means_the_same() -> None:
     schema = {"type": "object", "properties": {"b": {}, "a": {}}}
     wrapped = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
-    for guide in (
+    for grammar in (
         grammar_from("json_schema", schema),
         grammar_from("json_schema", json.dumps(schema)),
         grammar_from("response_format", wrapped),
     ):
-        found = _schema(guide)
+        found = _schema(grammar)
         assert found == schema
         assert list(found["properties"]) == ["b", "a"], "the order of properties is the order of the text"
     assert _schema(grammar_from("json_schema", True)) == _schema(grammar_from("json_schema", "true")) == {}
@@ -46,14 +46,14 @@ def test_every_way_to_write_a_schema_means_the_same() -> None:
 
 
 def test_white_space_is_the_schemas_own_where_it_says_so() -> None:
-    guide = grammar_from("json_schema", {"x-guidance": {"whitespace_pattern": "", "lenient": True}})
-    assert guide
-    assert '"x-guidance": {"whitespace_pattern": "", "lenient": true}' in guide.lark
+    grammar = grammar_from("json_schema", {"x-guidance": {"whitespace_pattern": "", "lenient": True}})
+    assert grammar
+    assert '"x-guidance": {"whitespace_pattern": "", "lenient": true}' in grammar.lark
 
 
 def test_a_regex_stays_inside_its_slashes() -> None:
-    guide = grammar_from("regex", "a/b\\/c\\\\/\n")
-    assert guide == Grammar("start: /a\\/b\\/c\\\\\\/\\n/", "regex")
+    grammar = grammar_from("regex", "a/b\\/c\\\\/\n")
+    assert grammar == Grammar("start: /a\\/b\\/c\\\\\\/\\n/", "regex")
 
 
 @pytest.mark.parametrize(

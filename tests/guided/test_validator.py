@@ -27,9 +27,9 @@ SLOW = {"anyOf": [{"type": "integer", "multipleOf": prime} for prime in (999983,
 
 
 async def _check(checker: GrammarValidator, tenant: str = "", **fields: Any) -> None:
-    guide = grammar_from(*next(iter(fields.items())))
-    assert guide
-    await checker.check(guide, WorkAccount(tenant))
+    grammar = grammar_from(*next(iter(fields.items())))
+    assert grammar
+    await checker.check(grammar, WorkAccount(tenant))
 
 
 async def _problem(checker: GrammarValidator, tenant: str = "", **fields: Any) -> str:
@@ -39,15 +39,15 @@ async def _problem(checker: GrammarValidator, tenant: str = "", **fields: Any) -
     return str(caught.value)
 
 
-def _run(story: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(story)
+def _run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(scenario)
 
 
 def _pid(checker: GrammarValidator) -> int:
     return checker.pids[0]
 
 
-def _is_gone(pid: int) -> bool:
+def _has_exited(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
@@ -55,7 +55,7 @@ def _is_gone(pid: int) -> bool:
 
 
 def test_good_guides_pass_and_bad_ones_say_what_is_wrong(weights: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         checker = GrammarValidator(weights, seconds=60)
         try:
             assert not checker.pids, "started only when needed"
@@ -75,13 +75,13 @@ def test_good_guides_pass_and_bad_ones_say_what_is_wrong(weights: Path) -> None:
         finally:
             await checker.close()
 
-    _run(story())
+    _run(scenario())
 
 
 def test_a_bomb_is_refused_in_time_while_others_go_on_and_the_next_guide_is_checked_by_a_new_process(
     weights: Path,
 ) -> None:
-    async def story() -> tuple[float, int]:
+    async def scenario() -> tuple[float, int]:
         checker, ticks = GrammarValidator(weights, seconds=0.3), 0
         await _check_patiently(checker, "a")
         first = _pid(checker)
@@ -97,7 +97,7 @@ def test_a_bomb_is_refused_in_time_while_others_go_on_and_the_next_guide_is_chec
             before = time.monotonic()
             assert "took more than 0.3 seconds" in await _problem(checker, json_schema=SLOW)
             took, n_ticks = time.monotonic() - before, ticks
-            assert _is_gone(first)
+            assert _has_exited(first)
             await _check_patiently(checker, "b")
             assert _pid(checker) != first
         finally:
@@ -106,11 +106,11 @@ def test_a_bomb_is_refused_in_time_while_others_go_on_and_the_next_guide_is_chec
         return took, n_ticks
 
     # A machine that is busy may have no core for us meanwhile; hardly three times.
-    assert any(took < 3 and n_ticks > 5 for took, n_ticks in (asyncio.run(story()) for _ in range(3)))
+    assert any(took < 3 and n_ticks > 5 for took, n_ticks in (asyncio.run(scenario()) for _ in range(3)))
 
 
 async def _check_patiently(checker: GrammarValidator, letter: str) -> None:
-    """On a machine that is busy with other things, even a small guide may be late."""
+    """On a busy machine even a small grammar may be late."""
     for attempt in range(20):
         with contextlib.suppress(InvalidRequest):
             return await _check(checker, regex=letter * (attempt + 1))
@@ -118,7 +118,7 @@ async def _check_patiently(checker: GrammarValidator, letter: str) -> None:
 
 
 def test_a_process_that_was_killed_is_not_held_against_the_guide(weights: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         checker = GrammarValidator(weights, seconds=60)
         try:
             await _check(checker, regex="a")
@@ -128,11 +128,11 @@ def test_a_process_that_was_killed_is_not_held_against_the_guide(weights: Path) 
         finally:
             await checker.close()
 
-    _run(story())
+    _run(scenario())
 
 
 def test_what_was_said_is_remembered_and_costs_nothing_again(weights: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         checker = GrammarValidator(weights, seconds=60)
         await _check(checker, regex="a")
         await _problem(checker, regex="(")
@@ -141,23 +141,23 @@ def test_what_was_said_is_remembered_and_costs_nothing_again(weights: Path) -> N
         await _problem(checker, regex="(")
         assert not checker.pids
 
-    _run(story())
+    _run(scenario())
 
 
 def test_a_grammar_that_was_killed_is_refused_unseen_for_every_tenant(weights: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         checker = GrammarValidator(weights, seconds=0.3)
         assert "took more than" in await _problem(checker, tenant="a", json_schema=SLOW)
         await checker.close()  # nothing can be asked any more
         assert "took more than" in await _problem(checker, tenant="b", json_schema=SLOW)
 
-    _run(story())
+    _run(scenario())
 
 
 def test_a_time_out_is_forgotten_after_a_while_as_the_machine_may_have_been_busy(
     weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         checker = GrammarValidator(weights, seconds=0.3)
         await _problem(checker, json_schema=SLOW)
         await checker.close()
@@ -166,11 +166,11 @@ def test_a_time_out_is_forgotten_after_a_while_as_the_machine_may_have_been_busy
         with pytest.raises(EngineFailed, match="closed"):
             await _check(checker, json_schema=SLOW)
 
-    _run(story())
+    _run(scenario())
 
 
 def test_an_acceptance_is_known_to_its_own_tenant_only(weights: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         checker = GrammarValidator(weights, seconds=60)
         await _check(checker, tenant="a", regex="abc")
         await checker.close()
@@ -178,34 +178,34 @@ def test_an_acceptance_is_known_to_its_own_tenant_only(weights: Path) -> None:
         with pytest.raises(EngineFailed, match="closed"):
             await _check(checker, tenant="b", regex="abc")
 
-    _run(story())
+    _run(scenario())
 
 
 def test_requests_of_one_tenant_for_one_grammar_share_a_question_and_leave_one_by_one(weights: Path) -> None:
-    async def story() -> None:
-        checker, asked = GrammarValidator(weights, seconds=60), []
-        ask = checker._pool.call
+    async def scenario() -> None:
+        checker, checked_tenants = GrammarValidator(weights, seconds=60), []
+        call = checker._pool.call
 
         async def counted(question: bytes, account: WorkAccount) -> bytes:
-            asked.append(account.tenant)
-            return await ask(question, account)
+            checked_tenants.append(account.tenant)
+            return await call(question, account)
 
         checker._pool.call = counted  # type: ignore[assignment]
         try:
             checks = [asyncio.create_task(_check(checker, tenant=t, regex="x+y")) for t in ("a", "a", "a", "b")]
             await asyncio.sleep(0)
-            checks[0].cancel()  # its question goes on for the others
+            checks[0].cancel()  # its check continues for the others
             found = await asyncio.gather(*checks, return_exceptions=True)
             assert [type(one) for one in found] == [asyncio.CancelledError, type(None), type(None), type(None)]
-            assert asked == ["a", "b"]
+            assert checked_tenants == ["a", "b"]
         finally:
             await checker.close()
 
-    _run(story())
+    _run(scenario())
 
 
 def test_a_second_process_waits_ready_and_a_killed_one_comes_back_unasked(weights: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         checker = GrammarValidator(weights, seconds=60)
         try:
             await _check(checker, regex="a")
@@ -220,14 +220,14 @@ def test_a_second_process_waits_ready_and_a_killed_one_comes_back_unasked(weight
 
     async def _wait_for_two(checker: GrammarValidator) -> None:
         async with asyncio.timeout(60):
-            while len(checker.pids) < 2:  # noqa: ASYNC110 - nothing tells of it
+            while len(checker.pids) < 2:  # noqa: ASYNC110 - no event reports it
                 await asyncio.sleep(0.01)
 
-    _run(story())
+    _run(scenario())
 
 
 def test_an_abandoned_check_leaves_no_answer_to_the_next(weights: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         checker = GrammarValidator(weights, seconds=60)
         try:
             await _check(checker, regex="a")
@@ -238,11 +238,11 @@ def test_an_abandoned_check_leaves_no_answer_to_the_next(weights: Path) -> None:
         finally:
             await checker.close()
 
-    _run(story())
+    _run(scenario())
 
 
 def test_a_guide_that_takes_more_memory_than_allowed_ends_the_process_and_nothing_else(weights: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         checker = GrammarValidator(weights, seconds=60)
         try:
             assert "memory" in await _problem(checker, json_schema=SLOW)
@@ -250,34 +250,34 @@ def test_a_guide_that_takes_more_memory_than_allowed_ends_the_process_and_nothin
         finally:
             await checker.close()
 
-    _run(story())
+    _run(scenario())
 
 
 def test_a_process_that_does_not_start_is_the_servers_fault(tmp_path: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         with pytest.raises(EngineFailed, match="does not start"):
             await _check(GrammarValidator(tmp_path, seconds=60), regex="a")
 
-    _run(story())
+    _run(scenario())
 
 
 def test_without_the_extra_the_error_says_how_to_get_it(weights: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         checker = GrammarValidator(weights, seconds=1, installed=False)
         assert 'pip install "inkstream[guided]"' in await _problem(checker, regex="a")
 
-    _run(story())
+    _run(scenario())
 
 
 def test_only_so_many_guides_wait(weights: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         checker = GrammarValidator(weights, seconds=60)
         checks = [asyncio.create_task(_check(checker, regex=f"a{{{i + 1}}}")) for i in range(MAX_JOBS // 2 + 8)]
         answers = await asyncio.gather(*checks, return_exceptions=True)
         await checker.close()
         assert [type(answer) for answer in answers] == [type(None)] * (MAX_JOBS // 2) + [Busy] * 8
 
-    _run(story())
+    _run(scenario())
 
 
 def test_the_process_goes_with_its_parent(weights: Path) -> None:
@@ -295,13 +295,13 @@ def test_the_process_goes_with_its_parent(weights: Path) -> None:
     command = [sys.executable, "-c", program, str(weights)]
     pid = int(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
     deadline = time.monotonic() + 60
-    while not _is_gone(pid) and time.monotonic() < deadline:
+    while not _has_exited(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert _is_gone(pid)
+    assert _has_exited(pid)
 
 
 @pytest.mark.parametrize(
-    ("message", "told"),
+    ("message", "explained"),
     [
         ("panic: index out of range\n<backtrace>\n   0: <unknown>", "it cannot be compiled"),
         ("lexer error: too many states: 200 >= 200\n<non-verbose/>", "it is too complex: make it simpler"),
@@ -310,5 +310,5 @@ def test_the_process_goes_with_its_parent(weights: Path) -> None:
         ("a\x1b[1mb\n\nc", "a [1mb c"),
     ],
 )
-def test_messages_are_one_short_line_of_plain_text(message: str, told: str) -> None:
-    assert explain(message) == told
+def test_messages_are_one_short_line_of_plain_text(message: str, explained: str) -> None:
+    assert explain(message) == explained

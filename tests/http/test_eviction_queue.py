@@ -8,15 +8,15 @@ import time
 from app.http.connection_limits import ConnectionLimits, EvictionQueue, HttpLimits, WaitReason
 
 
-class _Guest:
-    """Knows whether it was sent off."""
+class _Connection:
+    """Records whether it was aborted."""
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self.is_off = False
+        self.is_aborted = False
 
     def abort(self) -> None:
-        self.is_off = True
+        self.is_aborted = True
 
 
 def _connections(most: int, of_one: int) -> ConnectionLimits:
@@ -27,9 +27,9 @@ def _connections(most: int, of_one: int) -> ConnectionLimits:
 
 def test_the_idle_go_before_the_silent_and_those_before_half_a_head() -> None:
     connections = _connections(5, 5)
-    guests = [_Guest("a") for _ in range(5)]
-    for guest, wait in zip(
-        guests,
+    clients = [_Connection("a") for _ in range(5)]
+    for client, wait in zip(
+        clients,
         [
             WaitReason.HEADERS,
             WaitReason.FIRST_BYTE,
@@ -39,49 +39,49 @@ def test_the_idle_go_before_the_silent_and_those_before_half_a_head() -> None:
         ],
         strict=True,
     ):
-        assert connections.register(guest)
-        connections.mark_idle(guest, wait)
+        assert connections.register(client)
+        connections.mark_idle(client, wait)
     went = []
     for _ in range(5):
-        late = _Guest("b")
+        late = _Connection("b")
         assert connections.register(late)
         connections.mark_active(late)
-        went += [number for number, guest in enumerate(guests) if guest.is_off and number not in went]
+        went += [number for number, client in enumerate(clients) if client.is_aborted and number not in went]
     assert went == [4, 1, 2, 0, 3]
-    assert not connections.register(_Guest("b"))
+    assert not connections.register(_Connection("b"))
     cut = connections.cut_by_reason
     assert (cut["made_room"], cut["address"], cut["full"]) == (5, 1, 0)
 
 
 def test_the_address_with_the_most_gives_one_up() -> None:
-    crowd = EvictionQueue()
-    slow = _Guest("slow")
-    crowd.put(slow, WaitReason.NEXT_REQUEST)
-    many = [_Guest("many") for _ in range(3)]
-    for guest in many:
-        crowd.put(guest, WaitReason.HEADERS)
-    assert crowd.next_victim() is many[0]
-    crowd.remove(many[0])
-    crowd.remove(many[1])
-    assert crowd.next_victim() is slow, "as many as the other, and for longer"
+    queue = EvictionQueue()
+    slow = _Connection("slow")
+    queue.put(slow, WaitReason.NEXT_REQUEST)
+    many = [_Connection("many") for _ in range(3)]
+    for client in many:
+        queue.put(client, WaitReason.HEADERS)
+    assert queue.next_victim() is many[0]
+    queue.remove(many[0])
+    queue.remove(many[1])
+    assert queue.next_victim() is slow, "as many as the other, and for longer"
 
 
 def test_twenty_thousand_random_steps_against_a_plain_list() -> None:
     rng = random.Random(7)
-    crowd, plain = EvictionQueue(), {}
-    guests = [_Guest(rng.choice("aaaabbcdefg")) for _ in range(60)]
+    queue, plain = EvictionQueue(), {}
+    clients = [_Connection(rng.choice("aaaabbcdefg")) for _ in range(60)]
     for step in range(20_000):
-        guest = rng.choice(guests)
+        client = rng.choice(clients)
         if rng.random() < 0.6:
             wait = rng.choice(list(WaitReason))
-            crowd.put(guest, wait)
-            if plain.get(guest, (None,))[0] is not wait:
-                plain[guest] = wait, step
+            queue.put(client, wait)
+            if plain.get(client, (None,))[0] is not wait:
+                plain[client] = wait, step
         else:
-            crowd.remove(guest)
-            plain.pop(guest, None)
+            queue.remove(client)
+            plain.pop(client, None)
         sizes = [sum(g.address == a for g in plain) for a in "abcdefg"]
-        first = crowd.next_victim()
+        first = queue.next_victim()
         assert (first is None) == (not plain)
         if first:
             assert sum(g.address == first.address for g in plain) == max(sizes)
@@ -92,6 +92,6 @@ def test_a_flood_at_the_limit_costs_microseconds_each() -> None:
     connections = _connections(4096, 2048)
     began = time.process_time()
     for i in range(40_000):
-        assert connections.register(_Guest(f"{i % 4}"))
+        assert connections.register(_Connection(f"{i % 4}"))
     assert connections.count == 4096
     assert (time.process_time() - began) / 40_000 < 50e-6

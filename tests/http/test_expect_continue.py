@@ -25,44 +25,44 @@ SLOW = dataclasses.replace(LIMITS, body_seconds=0.02)
 
 
 class _Application:
-    """Asks for the body when it is released."""
+    """Reads the body when it is released."""
 
-    def __init__(self, *, asks_at_once: bool) -> None:
-        self._may_ask = asyncio.Event()
-        if asks_at_once:
-            self._may_ask.set()
+    def __init__(self, *, reads_at_once: bool) -> None:
+        self._may_read = asyncio.Event()
+        if reads_at_once:
+            self._may_read.set()
 
     async def before_reading(self) -> None:
-        await self._may_ask.wait()
+        await self._may_read.wait()
 
     async def release(self, _connection: HttpProtocol) -> None:
-        self._may_ask.set()
+        self._may_read.set()
 
     async def release_late(self, _connection: HttpProtocol) -> None:
         await asyncio.sleep(0.1)
-        self._may_ask.set()
+        self._may_read.set()
 
     async def release_after_reset(self, connection: HttpProtocol) -> None:
         connection.transport.abort()
         connection.connection_lost(ConnectionResetError())
-        self._may_ask.set()
+        self._may_read.set()
 
 
 def _serve(
     packets: tuple[bytes, ...],
     *,
-    asks_at_once: bool,
+    reads_at_once: bool,
     then: Callable[[_Application], Callable[[HttpProtocol], Awaitable[None]]] = lambda application: application.release,
 ) -> Served:
     async def run() -> Served:
-        application = _Application(asks_at_once=asks_at_once)
+        application = _Application(reads_at_once=reads_at_once)
         with Harness(limits=SLOW, before_reading=application.before_reading) as harness:
             return await harness.serve(packets, then=then(application))
 
     return uvloop.run(run())
 
 
-@pytest.mark.parametrize("asks_at_once", [True, False], ids=["asks first", "asks later"])
+@pytest.mark.parametrize("reads_at_once", [True, False], ids=["asks first", "asks later"])
 @pytest.mark.parametrize(
     ("packets", "statuses"),
     [
@@ -77,28 +77,28 @@ def _serve(
     ],
 )
 def test_nothing_follows_a_refusal_or_the_end_of_the_connection(
-    packets: tuple[bytes, ...], statuses: list[int], asks_at_once: bool
+    packets: tuple[bytes, ...], statuses: list[int], reads_at_once: bool
 ) -> None:
-    served = _serve(packets, asks_at_once=asks_at_once)
-    assert (served.statuses, served.is_closed, served.log) == (statuses, True, [])
-    asked_in_time = asks_at_once and len(packets) > 1
-    assert served.output.count(INTERIM) == asked_in_time
+    result = _serve(packets, reads_at_once=reads_at_once)
+    assert (result.statuses, result.is_closed, result.log) == (statuses, True, [])
+    reads_in_time = reads_at_once and len(packets) > 1
+    assert result.output.count(INTERIM) == reads_in_time
 
 
-@pytest.mark.parametrize("asks_at_once", [True, False], ids=["asks first", "asks later"])
-def test_a_body_that_never_comes_gets_408_and_nothing_after_it(asks_at_once: bool) -> None:
-    served = _serve((LENGTH,), asks_at_once=asks_at_once, then=lambda application: application.release_late)
-    assert (served.statuses, served.is_closed, served.log) == ([408], True, [])
-    assert served.output.count(INTERIM) == asks_at_once
+@pytest.mark.parametrize("reads_at_once", [True, False], ids=["asks first", "asks later"])
+def test_a_body_that_never_comes_gets_408_and_nothing_after_it(reads_at_once: bool) -> None:
+    result = _serve((LENGTH,), reads_at_once=reads_at_once, then=lambda application: application.release_late)
+    assert (result.statuses, result.is_closed, result.log) == ([408], True, [])
+    assert result.output.count(INTERIM) == reads_at_once
 
 
 def test_an_application_that_asks_after_a_reset_writes_nothing() -> None:
-    served = _serve((LENGTH,), asks_at_once=False, then=lambda application: application.release_after_reset)
-    assert (bytes(served.output), served.log) == (b"", [])
+    result = _serve((LENGTH,), reads_at_once=False, then=lambda application: application.release_after_reset)
+    assert (bytes(result.output), result.log) == (b"", [])
 
 
 @pytest.mark.parametrize(
-    ("packets", "asks_at_once", "interim"),
+    ("packets", "reads_at_once", "interim"),
     [
         ((LENGTH, b"hello"), True, 1),
         ((LENGTH, b"hello"), False, 0),  # the body came without it
@@ -107,11 +107,11 @@ def test_an_application_that_asks_after_a_reset_writes_nothing() -> None:
     ],
 )
 def test_the_interim_answer_is_sent_where_it_is_of_use(
-    packets: tuple[bytes, ...], asks_at_once: bool, interim: int
+    packets: tuple[bytes, ...], reads_at_once: bool, interim: int
 ) -> None:
-    served = _serve(packets, asks_at_once=asks_at_once)
-    assert served.output.count(INTERIM) == interim
-    assert set(served.statuses) == {200} and not served.log
+    result = _serve(packets, reads_at_once=reads_at_once)
+    assert result.output.count(INTERIM) == interim
+    assert set(result.statuses) == {200} and not result.log
 
 
 @pytest.mark.parametrize("pieces", [(CHUNKED + BAD_CHUNK,), (CHUNKED, BAD_CHUNK), (CHUNKED,), (LENGTH + b"he",)])
@@ -122,6 +122,6 @@ def test_a_running_service_logs_no_traceback(server: Server, pieces: tuple[bytes
             if piece is not pieces[-1]:
                 assert connection.recv(len(INTERIM)) == INTERIM
         connection.shutdown(1)
-        said = read_all(connection)
-    assert said.count(b"HTTP/1.1 400") == (BAD_CHUNK in b"".join(pieces))
+        output = read_all(connection)
+    assert output.count(b"HTTP/1.1 400") == (BAD_CHUNK in b"".join(pieces))
     assert "Traceback" not in server.log.read_text()

@@ -46,25 +46,25 @@ def test_head_is_get_without_the_body(server: Server, path: str) -> None:
 def test_what_is_no_http_gets_400_in_the_one_shape(server: Server, data: bytes) -> None:
     with connect(server) as connection:
         connection.sendall(data)
-        said = read_all(connection)
-    assert status_of(said) == 400
-    assert error_of(said)["type"] == "invalid_request_error"
-    assert b"uvicorn" not in said
+        output = read_all(connection)
+    assert status_of(output) == 400
+    assert error_of(output)["type"] == "invalid_request_error"
+    assert b"uvicorn" not in output
 
 
 def test_rubbish_behind_a_request_does_not_cost_its_answer(server: Server) -> None:
     with connect(server) as connection:
         connection.sendall(post({"prompt": "a", "max_tokens": 3, "stream": False}) + b"\0\1\2 rubbish\r\n\r\n")
-        said = read_all(connection)
-    assert said.count(b"HTTP/1.1 ") == 1 and status_of(said) == 200
+        output = read_all(connection)
+    assert output.count(b"HTTP/1.1 ") == 1 and status_of(output) == 200
 
 
 def test_an_offer_of_another_protocol_is_declined_and_the_request_served(server: Server) -> None:
     upgrade = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAAP__")
     with connect(server) as connection:
         connection.sendall(get("/health/live", *upgrade) + get("/nowhere", "Connection: close"))
-        said = read_all(connection)
-    assert [part[:3] for part in said.split(b"HTTP/1.1 ")[1:]] == [b"200", b"404"]
+        output = read_all(connection)
+    assert [part[:3] for part in output.split(b"HTTP/1.1 ")[1:]] == [b"200", b"404"]
     assert "pgrade" not in server.log.read_text()
 
 
@@ -78,16 +78,16 @@ def test_trailers_do_not_become_headers(server: Server) -> None:
 
 
 def test_a_compressed_body_is_refused_before_it_is_read(server: Server) -> None:
-    def ask(coding: str) -> bytes:
+    def send_body(coding: str) -> bytes:
         with connect(server) as connection:
             body = {"prompt": "a", "max_tokens": 1, "stream": False}
             connection.sendall(post(body, "/complete", f"Content-Encoding: {coding}", "Connection: close"))
             return read_all(connection)
 
-    refused = ask("gzip")
+    refused = send_body("gzip")
     assert (status_of(refused), "Content-Encoding" in error_of(refused)["message"]) == (415, True)
     assert b"accept-encoding: identity" in refused.lower()
-    assert status_of(ask("identity")) == 200
+    assert status_of(send_body("identity")) == 200
 
 
 @pytest.mark.parametrize("after", [0, 0.05, 0.1, 0.2, 0.4])
@@ -105,20 +105,20 @@ def test_ctrl_c_in_the_imports_leaves_no_traceback(tmp_path: Path, weights: Path
 
 
 def test_a_request_hears_of_a_disconnect_while_another_one_waits_behind_it() -> None:
-    """uvicorn tells the request that was parsed last, whose turn may never come; the one being answered went on."""
+    """uvicorn notifies only the last parsed request, whose turn may never come; the active request kept running."""
     request = b"POST /complete HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
 
     async def run() -> list[bool]:
         released = asyncio.Event()
 
-        async def leave(connection: HttpProtocol) -> None:
+        async def disconnect(connection: HttpProtocol) -> None:
             connection.transport.abort()
             connection.connection_lost(ConnectionResetError())
             released.set()
 
         with Harness(before_reading=released.wait) as harness:
-            served = await harness.serve((2 * request,), then=leave)
-        assert not served.log
-        return [bool(asked and asked.is_complete) for asked in served.requests]
+            result = await harness.serve((2 * request,), then=disconnect)
+        assert not result.log
+        return [bool(received and received.is_complete) for received in result.requests]
 
-    assert uvloop.run(run()) == [False], "one request was begun, and it was told of the disconnect"
+    assert uvloop.run(run()) == [False], "one request was started, and it received the disconnect"

@@ -12,7 +12,7 @@ from app.common.event_loop import TimeSlice
 from app.http.json_stream import JsonStream, LazyArray
 
 
-def _sent(numbers: int, *, leaves: bool = False) -> tuple[list[dict[str, Any]], list[int]]:
+def _sent(numbers: int, *, disconnects: bool = False) -> tuple[list[dict[str, Any]], list[int]]:
     """The ASGI messages of an answer, and how many of them were sent when its close() was called, each time."""
     messages: list[dict[str, Any]] = []
     closed: list[int] = []
@@ -22,7 +22,7 @@ def _sent(numbers: int, *, leaves: bool = False) -> tuple[list[dict[str, Any]], 
         await asyncio.sleep(0)
 
     async def receive() -> dict[str, Any]:
-        if not leaves:
+        if not disconnects:
             await asyncio.Event().wait()
         return {"type": "http.disconnect"}
 
@@ -43,6 +43,6 @@ def test_an_answer_is_whole_and_closed_once(numbers: int) -> None:
 
 
 def test_an_answer_whose_client_leaves_is_closed_once() -> None:
-    messages, closed = _sent(20_000, leaves=True)
+    messages, closed = _sent(20_000, disconnects=True)
     assert len(closed) == 1
     assert messages[-1].get("more_body")

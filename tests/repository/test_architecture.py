@@ -45,7 +45,7 @@ class Step(NamedTuple):
 
     title: str
     links: frozenset[Link]
-    hand_overs: tuple[str, ...]
+    handoffs: tuple[str, ...]
 
 
 def _section(title: str) -> str:
@@ -62,9 +62,9 @@ def parse_steps(text: str) -> list[Step]:
     steps = []
     for title, body in re.findall(r"^### (\d+\. .+)\n((?:(?!##).*\n)*)", text, re.MULTILINE):
         paragraphs = [" ".join(paragraph.split()) for paragraph in body.split("\n\n")]
-        hand_overs = [text.removeprefix("Hand-over: ") for text in paragraphs if text.startswith("Hand-over: ")]
+        handoffs = [text.removeprefix("Hand-over: ") for text in paragraphs if text.startswith("Hand-over: ")]
         prose = " ".join(text for text in paragraphs if not text.startswith("Hand-over: "))
-        steps.append(Step(title, frozenset(_links(prose)), tuple(hand_overs)))
+        steps.append(Step(title, frozenset(_links(prose)), tuple(handoffs)))
     return steps
 
 
@@ -100,14 +100,14 @@ def is_defined(link: Link) -> bool:
 
 
 def _calls(caller: Link, callee: Link) -> bool:
-    """Whether the body of the caller calls something of the callee's name."""
+    """Whether the body of the caller calls something with the callee's name."""
     wanted = callee.name.rpartition(".")[2]
     functions = [node.func for node in ast.walk(_definitions(caller.path)[caller.name]) if isinstance(node, ast.Call)]
     return wanted in {getattr(function, "attr", getattr(function, "id", "")) for function in functions}
 
 
-def _mentions(place: Link, name: str) -> bool:
-    node = _definitions(place.path)[place.name]
+def _mentions(link: Link, name: str) -> bool:
+    node = _definitions(link.path)[link.name]
     return any(isinstance(n, ast.Name) and n.id == name for n in ast.walk(node))
 
 
@@ -128,29 +128,29 @@ def _connected(first: Link, second: Link, wiring: list[Link]) -> bool:
     return _knows(first.path, second.path)
 
 
-def walk(hand_over: str) -> tuple[Link, Link] | None:
+def walk(handoff: str) -> tuple[Link, Link] | None:
     """Where a hand-over begins and ends; None if the code has no such connection."""
-    links = _links(hand_over)
+    links = _links(handoff)
     if not links or not all(is_defined(link) for link in links):
         return None
     first, second, *others = links
-    if _PIPE.fullmatch(hand_over):
+    if _PIPE.fullmatch(handoff):
         frame, second = second, others[0]
         is_frame = frame.name in {kind.__name__ for kind in (*get_args(Down), *get_args(Up))}
         good = is_frame and _mentions(first, frame.name) and _mentions(second, frame.name)
-    elif _ASGI.fullmatch(hand_over):
+    elif _ASGI.fullmatch(handoff):
         good = _connected(first, second, others)
-    elif _CALLED.fullmatch(hand_over):
+    elif _CALLED.fullmatch(handoff):
         good = _calls(second, first) and _connected(second, first, others)
     else:
-        good = bool(_CALLS.fullmatch(hand_over)) and _calls(first, second) and _connected(first, second, others)
+        good = bool(_CALLS.fullmatch(handoff)) and _calls(first, second) and _connected(first, second, others)
     return (first, second) if good else None
 
 
 def test_there_are_ten_steps_with_names_and_a_hand_over() -> None:
     assert [step.title.partition(".")[0] for step in STEPS] == [str(n) for n in range(1, 11)]
     for step in STEPS:
-        assert len(step.links) >= 3 and step.hand_overs, step.title
+        assert len(step.links) >= 3 and step.handoffs, step.title
 
 
 def test_every_name_is_defined_in_the_file_that_its_link_leads_to() -> None:
@@ -166,15 +166,15 @@ def test_every_link_leads_to_a_file_or_a_heading() -> None:
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.title)
 def test_each_hand_over_is_in_the_code(step: Step) -> None:
-    for hand_over in step.hand_overs:
-        ends = walk(hand_over)
-        assert ends, hand_over
+    for handoff in step.handoffs:
+        ends = walk(handoff)
+        assert ends, handoff
         assert ends[0].path in {link.path for link in step.links}, f"{step.title} does not tell of {ends[0].name}"
 
 
 def test_each_step_hands_over_to_the_next() -> None:
     for step, following in pairwise(STEPS):
-        ends = walk(step.hand_overs[-1])
+        ends = walk(step.handoffs[-1])
         assert ends and any(end in following.links for end in ends), f"{step.title} does not lead to {following.title}"
 
 
@@ -190,7 +190,7 @@ def test_a_hand_over_that_is_in_the_code_is_walked() -> None:
 
 
 @pytest.mark.parametrize(
-    "hand_over",
+    "handoff",
     [
         f"{SERVICE} calls [`EnginePool.fail_all`]({POOL}).",  # it does not
         f"{SERVICE} calls [`EnginePool.submits`]({POOL}).",  # no such name
@@ -201,8 +201,8 @@ def test_a_hand_over_that_is_in_the_code_is_walked() -> None:
         f"{GATE} forwards over ASGI to {STEP}, as {WIRING} wires them.",  # the wiring does not import the engine
     ],
 )
-def test_a_hand_over_that_is_not_in_the_code_is_found(hand_over: str) -> None:
-    assert walk(hand_over) is None
+def test_a_hand_over_that_is_not_in_the_code_is_found(handoff: str) -> None:
+    assert walk(handoff) is None
 
 
 def test_a_name_that_is_not_there_is_found() -> None:
@@ -222,9 +222,9 @@ def test_the_frames_are_those_of_the_pipe() -> None:
         assert re.search(rf"\b{kind.__name__}\b", drawing), kind.__name__
 
 
-def _place(package: str, places: dict[str, int]) -> str:
+def _layer_of(package: str, layers: dict[str, int]) -> str:
     """The package of the drawing that a package belongs to."""
-    while package not in places:
+    while package not in layers:
         package = package.rpartition(".")[0]
         assert package, "the drawing of the layers has no place for a package"
     return package
@@ -233,11 +233,11 @@ def _place(package: str, places: dict[str, int]) -> str:
 def test_the_layers_are_drawn_above_what_they_import() -> None:
     drawing = _section("Layers").partition("```text")[2].partition("```")[0]
     lines = [re.findall(r"\b(?:app|model)\b[\w.]*", line) for line in drawing.splitlines()]
-    places = {package: row for row, packages in enumerate(lines) for package in packages}
-    assert len(places) == sum(map(len, lines)) > 20
+    layers = {package: row for row, packages in enumerate(lines) for package in packages}
+    assert len(layers) == sum(map(len, lines)) > 20
     for (source, target), imports in package_edges(ROOT).items():
-        above, below = _place(source, places), _place(target, places)
-        assert above == below or places[above] < places[below], imports
+        above, below = _layer_of(source, layers), _layer_of(target, layers)
+        assert above == below or layers[above] < layers[below], imports
 
 
 def _packages() -> set[str]:

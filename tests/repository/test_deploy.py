@@ -64,12 +64,12 @@ def test_a_pod_has_no_rights() -> None:
 
 def test_probes_ask_routes_that_need_no_key_and_liveness_does_not_ask_the_engine() -> None:
     container = _container()
-    asked = {kind: container[kind]["httpGet"] for kind in ("startupProbe", "readinessProbe", "livenessProbe")}
+    probes = {kind: container[kind]["httpGet"] for kind in ("startupProbe", "readinessProbe", "livenessProbe")}
     paths = {getattr(route, "path", "") for route in router.routes}
-    assert {probe["path"] for probe in asked.values()} <= paths
-    assert asked["livenessProbe"]["path"] == "/health/live"
-    assert asked["readinessProbe"]["path"] == asked["startupProbe"]["path"] == "/health/ready"
-    assert all(probe["port"] == "http" for probe in asked.values())
+    assert {probe["path"] for probe in probes.values()} <= paths
+    assert probes["livenessProbe"]["path"] == "/health/live"
+    assert probes["readinessProbe"]["path"] == probes["startupProbe"]["path"] == "/health/ready"
+    assert all(probe["port"] == "http" for probe in probes.values())
     assert container["ports"] == [{"name": "http", "containerPort": Settings().port}]
 
 
@@ -159,9 +159,9 @@ def test_the_files_with_keys_and_for_a_gpu_change_the_service_only() -> None:
     with_keys, with_gpu = _read("compose.keys.yaml"), _read("compose.gpu.yaml")
     assert set(with_keys["services"]) == set(with_gpu["services"]) == {"inkstream"}
     (secret,) = with_keys["services"]["inkstream"]["secrets"]
-    said = with_keys["services"]["inkstream"]["environment"]
-    assert said["INKSTREAM_KEYS_FILE"] == f"/run/secrets/{secret}" and secret in with_keys["secrets"]
-    assert said["INKSTREAM_INSECURE_NO_AUTH"] == "false"
+    environment = with_keys["services"]["inkstream"]["environment"]
+    assert environment["INKSTREAM_KEYS_FILE"] == f"/run/secrets/{secret}" and secret in with_keys["secrets"]
+    assert environment["INKSTREAM_INSECURE_NO_AUTH"] == "false"
     assert with_gpu["services"]["inkstream"]["build"]["args"] == {"TORCH_INDEX": "", "BASE": "python:3.12"}
 
 

@@ -52,8 +52,8 @@ def test_the_presets_have_the_sizes_that_are_told() -> None:
     for name in PRESET_NAMES:
         with torch.device("meta"):
             size = Decoder(preset(name)).n_params
-        told = f"{size / 1e6:.1f} M" if size >= 100_000 else str(size)
-        assert re.search(rf"\| `{name}` \|.*\| {told} \|", README), name
+        size_text = f"{size / 1e6:.1f} M" if size >= 100_000 else str(size)
+        assert re.search(rf"\| `{name}` \|.*\| {size_text} \|", README), name
 
 
 def test_the_curl_example_works(server: Server) -> None:

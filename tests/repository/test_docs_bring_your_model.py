@@ -185,10 +185,10 @@ def test_every_architecture_has_its_row() -> None:
 
 def test_the_table_names_every_tensor_and_no_other() -> None:
     rows = PAGE[PAGE.index("| tensor |") : PAGE.index("A `.bias` is there")]
-    told = {name for row in rows.splitlines() for name in re.findall(r"`(\w[\w.]+)`", row.split(" | ")[0])}
+    documented = {name for row in rows.splitlines() for name in re.findall(r"`(\w[\w.]+)`", row.split(" | ")[0])}
     shapes = [replace(preset(name), qk_norm=True, final_norm=True) for name in ("small", "gpt", "cross")]
     with torch.device("meta"):
         names = {re.sub(r"\d+", "N", name) for shape in shapes for name in Decoder(shape).state_dict()}
     inside = {name for name in names if name.startswith("encoder_blocks.N.")}
     assert {name.removeprefix("encoder_") for name in inside} < names
-    assert {name.replace(".bias", ".weight") for name in names - inside} == told - {"encoder_blocks.N."}
+    assert {name.replace(".bias", ".weight") for name in names - inside} == documented - {"encoder_blocks.N."}

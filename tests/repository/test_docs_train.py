@@ -72,7 +72,7 @@ class Newcomer:
         assert inkstream(["train", *flags, *shape, *SHORT, "--steps", str(self.steps)]) == 0
 
     def serve(self) -> Server:
-        """What the page had served last; starting it takes seconds, so it waits until it is asked."""
+        """The server the page started last; starting takes seconds, so it starts on first use."""
         assert self.weights, "nothing is served"
         self.server = self.server or start_server(self.folder, self.weights)
         return self.server
@@ -81,7 +81,7 @@ class Newcomer:
         variables = {**os.environ, "HOME": str(self.folder), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         subprocess.run(command, cwd=self.folder, env=variables, check=True, capture_output=True, timeout=120)
 
-    def leaves(self) -> None:
+    def close(self) -> None:
         if self.server:
             assert stop_server(self.server) == 0
             self.server = None
@@ -118,7 +118,7 @@ def test_the_commands_of_the_page_work_in_their_order(
     newcomer = Newcomer(tmp_path, nightly=nightly)
     for line in COMMANDS:
         newcomer.types(line)
-    newcomer.leaves()
+    newcomer.close()
     printed = capsys.readouterr().out
     assert "serve it: " in printed and "step 0: held-out bits per byte" in printed
     table = PAGE[PAGE.index("| file in `mine/` |") : PAGE.index("**Bits per byte**")]
@@ -137,8 +137,8 @@ def test_the_page_has_a_command_for_each_of_its_promises() -> None:
 def test_every_flag_that_the_page_names_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(["--help"])
-    told = capsys.readouterr().out + "--nproc-per-node --max-tokens"
-    assert {flag for flag in re.findall(r"--[a-z][a-z-]+", PAGE) if not re.search(rf"{flag}\b", told)} == set()
+    help_text = capsys.readouterr().out + "--nproc-per-node --max-tokens"
+    assert {flag for flag in re.findall(r"--[a-z][a-z-]+", PAGE) if not re.search(rf"{flag}\b", help_text)} == set()
 
 
 def test_the_sizes_are_those_of_the_table_in_the_readme() -> None:
@@ -155,5 +155,5 @@ def test_what_goes_wrong_says_what_the_page_says(
     command = ["--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out"), "--preset", "nano", "--steps", "1"]
     assert train([*command, *flags]) == 2
     error = capsys.readouterr().err
-    (told,) = [words for words in ("the text supports only", "tokens of training text are too few") if words in error]
-    assert f"`{told}" in PAGE
+    (shown,) = [words for words in ("the text supports only", "tokens of training text are too few") if words in error]
+    assert f"`{shown}" in PAGE

@@ -177,7 +177,7 @@ def test_no_two_packages_import_each_other() -> None:
 
 
 def test_a_package_imports_nothing_by_itself() -> None:
-    """tests/repository/test_architecture.py asks what its docstring says."""
+    """tests/repository/test_architecture.py checks its docstring."""
     folders = {path.parent for path in PRODUCT.values()}
     assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
     for path in (folder / "__init__.py" for folder in folders):

@@ -45,7 +45,7 @@ DOTTED = (
     "model.name",
     "model.eval",
 )
-# Of docker, kubectl, Ray, pip, curl, uvicorn, llama-server, torchrun and node, in commands that docs tell.
+# Of docker, kubectl, Ray, pip, curl, uvicorn, llama-server, torchrun and node, in commands that the docs show.
 # fmt: off
 FLAGS = {
     "--install", "--query-gpu", "--tag",
@@ -100,9 +100,9 @@ def _prose(kind: str = "") -> tuple[tuple[str, int, str], ...]:
 @cache
 def _exists(path: str, folder: Path) -> bool:
     """Seen from the repository, from `folder`, from a folder above it; or as the end of some file's path."""
-    places = [place for place in (folder, *folder.parents) if place.is_relative_to(ROOT)]
+    folders = [parent for parent in (folder, *folder.parents) if parent.is_relative_to(ROOT)]
     inner = path.rstrip("/")
-    return any(any(place.glob(path)) for place in places) or any(fnmatch(name, f"*/{inner}") for name in _files())
+    return any(any(parent.glob(path)) for parent in folders) or any(fnmatch(name, f"*/{inner}") for name in _files())
 
 
 def missing_paths(text: str, folder: Path) -> list[str]:

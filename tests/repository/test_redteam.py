@@ -154,10 +154,10 @@ def test_planted_faults_are_found_and_reported(tmp_path: Path) -> None:
         ran = _run("--seconds", "10", "--tries", "400", "--seed", "5", "--only", only, "--json", str(result), *where)
     assert ran.returncode == 1, ran.stdout + ran.stderr
     reports: dict[str, Any] = {report["attack"]: report for report in json.loads(result.read_text())["reports"]}
-    said = {name: " ".join(f["summary"] for f in report["findings"]) for name, report in reports.items()}
-    assert "upgrade: " in said["framing"] and "the body was answered as a request" in said["framing"]
-    assert "status 500" in said["json-bodies"]
-    assert "is answered" in said["authentication"]
+    summaries = {name: " ".join(f["summary"] for f in report["findings"]) for name, report in reports.items()}
+    assert "upgrade: " in summaries["framing"] and "the body was answered as a request" in summaries["framing"]
+    assert "status 500" in summaries["json-bodies"]
+    assert "is answered" in summaries["authentication"]
     assert reports["bad-weights"]["verdict"] == "skipped"
     assert all(f["repro"] for report in reports.values() for f in report["findings"])
 

@@ -132,7 +132,7 @@ def test_a_child_ends_with_its_parent_or_shortly_after() -> None:
         pid, process = child.pid, child._process
         assert pid and process and process.stdin
         process.stdin.write(len(question).to_bytes(4, "little") + question)
-        process.stdin.close()  # all that is left of a parent that was killed
+        process.stdin.close()  # what a child sees when its parent is killed
         async with asyncio.timeout(60):
             code = await process.wait()
         assert code == (0 if question == b"hello" else -signal.SIGALRM)

@@ -10,16 +10,16 @@ import pytest
 from app.serving.service import FailureMonitor
 
 
-class World:
-    """A monitor whose canary says what the test sets."""
+class MonitorHarness:
+    """A monitor whose canary returns what the test sets."""
 
     def __init__(self) -> None:
         self.canary: bool | None = False
-        self.asked = 0
-        self.monitor = FailureMonitor(self._ask, failures=3, recheck_seconds=0.01)
+        self.canary_runs = 0
+        self.monitor = FailureMonitor(self._run_canary, failures=3, recheck_seconds=0.01)
 
-    async def _ask(self) -> bool | None:
-        self.asked += 1
+    async def _run_canary(self) -> bool | None:
+        self.canary_runs += 1
         return self.canary
 
     async def until(self, is_ready: bool) -> None:
@@ -28,68 +28,68 @@ class World:
                 await asyncio.sleep(0.001)
 
 
-def _run(story: Callable[[World], Awaitable[None]]) -> None:
-    async def told() -> None:
-        world = World()
-        task = asyncio.create_task(world.monitor.run())
-        await story(world)
+def _run(scenario: Callable[[MonitorHarness], Awaitable[None]]) -> None:
+    async def main() -> None:
+        harness = MonitorHarness()
+        task = asyncio.create_task(harness.monitor.run())
+        await scenario(harness)
         task.cancel()
 
-    asyncio.run(told())
+    asyncio.run(main())
 
 
-async def _fail(world: World, times: int) -> None:
+async def _fail(harness: MonitorHarness, times: int) -> None:
     for _ in range(times):
-        world.monitor.record_failure()
+        harness.monitor.record_failure()
     await asyncio.sleep(0.05)
 
 
 def test_failures_in_a_row_that_the_canary_shares_make_it_unready_until_the_canary_succeeds() -> None:
-    async def story(world: World) -> None:
-        await _fail(world, 2)
-        assert not world.asked and not world.monitor.problem
-        await _fail(world, 1)
-        await world.until(is_ready=False)
-        world.canary = True
-        await world.until(is_ready=True)
+    async def scenario(harness: MonitorHarness) -> None:
+        await _fail(harness, 2)
+        assert not harness.canary_runs and not harness.monitor.problem
+        await _fail(harness, 1)
+        await harness.until(is_ready=False)
+        harness.canary = True
+        await harness.until(is_ready=True)
 
-    _run(story)
+    _run(scenario)
 
 
 def test_one_success_is_enough() -> None:
-    async def story(world: World) -> None:
-        await _fail(world, 2)
-        world.monitor.record_success()
-        await _fail(world, 2)
-        assert not world.asked
-        await _fail(world, 1)
-        await world.until(is_ready=False)
-        world.monitor.record_success()
-        assert not world.monitor.problem
+    async def scenario(harness: MonitorHarness) -> None:
+        await _fail(harness, 2)
+        harness.monitor.record_success()
+        await _fail(harness, 2)
+        assert not harness.canary_runs
+        await _fail(harness, 1)
+        await harness.until(is_ready=False)
+        harness.monitor.record_success()
+        assert not harness.monitor.problem
 
-    _run(story)
+    _run(scenario)
 
 
 @pytest.mark.parametrize("canary", [True, None])
 def test_a_canary_that_does_not_fail_keeps_it_ready_and_is_not_asked_too_often(canary: bool | None) -> None:
-    async def story(world: World) -> None:
-        world.canary = canary
+    async def scenario(harness: MonitorHarness) -> None:
+        harness.canary = canary
         for _ in range(100):
-            world.monitor.record_failure()
+            harness.monitor.record_failure()
         await asyncio.sleep(0.05)
-        assert not world.monitor.problem and 1 <= world.asked <= 6
+        assert not harness.monitor.problem and 1 <= harness.canary_runs <= 6
 
-    _run(story)
+    _run(scenario)
 
 
 def test_a_success_while_the_canary_runs_outweighs_it() -> None:
-    async def story(world: World) -> None:
-        async def ask() -> bool:
-            world.monitor.record_success()
+    async def scenario(harness: MonitorHarness) -> None:
+        async def succeed_meanwhile() -> bool:
+            harness.monitor.record_success()
             return False
 
-        world.monitor._canary = ask
-        await _fail(world, 3)
-        assert not world.monitor.problem
+        harness.monitor._canary = succeed_meanwhile
+        await _fail(harness, 3)
+        assert not harness.monitor.problem
 
-    _run(story)
+    _run(scenario)

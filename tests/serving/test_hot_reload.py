@@ -45,7 +45,7 @@ class FakeEngine:
         self.is_running = False
         self.failed_with: EngineError | None = None
         self._ready = asyncio.Event()
-        self._gone: asyncio.Future[EngineStopped] = asyncio.get_running_loop().create_future()
+        self._stopped: asyncio.Future[EngineStopped] = asyncio.get_running_loop().create_future()
 
     def start(self, _files: object) -> None:
         self.is_running = True
@@ -61,7 +61,7 @@ class FakeEngine:
         return self._facts
 
     async def wait_stopped(self) -> EngineStopped:
-        return await asyncio.shield(self._gone)
+        return await asyncio.shield(self._stopped)
 
     def finish(self, vocab_size: int = 320) -> None:
         self._facts = SimpleNamespace(vocab_size=vocab_size, weights_version="v" * 64)
@@ -73,7 +73,7 @@ class FakeEngine:
         self.ready, self.phase = None, "restarting"
 
     def give_up(self, message: str) -> None:
-        self._gone.set_result(EngineStopped(message, 2))
+        self._stopped.set_result(EngineStopped(message, 2))
 
 
 class House:
@@ -103,7 +103,7 @@ class House:
 
     @property
     def running(self) -> list[int]:
-        return [place for place, engine in enumerate(self.engines) if engine.is_running]
+        return [index for index, engine in enumerate(self.engines) if engine.is_running]
 
 
 @asynccontextmanager
@@ -275,15 +275,15 @@ def test_an_answer_that_never_ends_does_not_keep_old_weights_for_ever(directory:
 def test_the_end_of_an_old_engine_is_not_the_end_of_the_service_and_that_of_the_new_one_is(directory: Path) -> None:
     async def scenario() -> None:
         async with _house(directory) as house:
-            gone = asyncio.create_task(house.service.wait_stopped())
+            stopped = asyncio.create_task(house.service.wait_stopped())
             house.service.instance.acquire()
             (await _new_engine(house)).finish()
             await _until(lambda: house.noted == ["switched"])
             house.engines[0].give_up("it crashed three times")
             await asyncio.sleep(0.1)
-            assert not gone.done()
+            assert not stopped.done()
             house.engines[1].give_up("so did this one")
-            assert str(await gone) == "so did this one"
+            assert str(await stopped) == "so did this one"
 
     asyncio.run(scenario())
 
@@ -432,7 +432,7 @@ def test_a_process_in_its_own_session_has_no_terminal() -> None:
 
 def test_every_answer_names_its_weights(server: Server) -> None:
     version = httpx.get(f"{server.url}/v1/models").json()["data"][0]["weights_version"]
-    asked: list[tuple[str, str, dict[str, Any] | None]] = [
+    requests: list[tuple[str, str, dict[str, Any] | None]] = [
         ("POST", "/complete", {"prompt": "fox", "max_tokens": 2}),
         ("POST", "/complete", {"prompt": "fox", "max_tokens": 2, "stream": False}),
         ("POST", "/v1/completions", {"prompt": "fox", "max_tokens": 2}),
@@ -442,7 +442,7 @@ def test_every_answer_names_its_weights(server: Server) -> None:
         ("POST", "/detokenize", {"tokens": [70]}),
         ("GET", "/tokenizer_info", None),
     ]
-    for method, path, body in asked:
+    for method, path, body in requests:
         answer = httpx.request(method, f"{server.url}{path}", json=body, timeout=60)
         assert (answer.status_code, answer.headers["X-Weights-Version"]) == (200, version), path
     assert whole(server.url, prompt="fox", max_tokens=1)["receipt"]["weights_version"] == version
@@ -452,13 +452,13 @@ def test_every_answer_names_its_weights(server: Server) -> None:
 
 def test_a_parked_stream_whose_weights_are_closed_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schemas, "receipt", lambda _admitted: {})
-    served = SimpleNamespace(is_closed=False)
+    instance = SimpleNamespace(is_closed=False)
     stream = SimpleNamespace(is_open=True, wake=lambda: None)
     went_on: list[bool] = []
     handle: Any = SimpleNamespace(
         name="req-1",
         headers={},
-        admitted=SimpleNamespace(instance=served),
+        admitted=SimpleNamespace(instance=instance),
         session=SimpleNamespace(stream=stream),
         service=SimpleNamespace(require_open=lambda: None),
         suspend=lambda: None,
@@ -472,7 +472,7 @@ def test_a_parked_stream_whose_weights_are_closed_is_told_so(monkeypatch: pytest
         parked.detach(parked.attach())
         parked.detach(parked.attach())
         assert went_on == [True]
-        served.is_closed = True
+        instance.is_closed = True
         with pytest.raises(ApiError, match="no longer served: send the request again") as raised:
             parked.attach()
         assert (raised.value.status, raised.value.code, went_on) == (404, "events_gone", [True])

@@ -26,7 +26,7 @@ BUILT = "native kernels are built: restart to use them"
 
 @pytest.fixture
 def slow(tmp_path: Path, stub_library: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCompiler:
-    """Goes on when there is a file called `go`."""
+    """A compiler that blocks until a file called `go` exists."""
     fake = fake_compiler(tmp_path, stub_library, before=f'while [ ! -e "{tmp_path / "go"}" ]; do sleep 0.1; done')
     monkeypatch.setenv("CXX", str(fake.path))
     return fake
@@ -40,15 +40,15 @@ def _wait_for(condition: Callable[[], object], server: Server) -> None:
         time.sleep(0.05)
 
 
-def _said(server: Server, words: str) -> None:
+def _wait_for_log(server: Server, words: str) -> None:
     _wait_for(lambda: words in server.log.read_text(), server)
 
 
 def _numerics(server: Server) -> set[str]:
     receipt = whole(server.url, prompt="a", max_tokens=2)["receipt"]["numerics"]
-    told = re.findall(r"numerics (\S+)", server.log.read_text())
+    numerics = re.findall(r"numerics (\S+)", server.log.read_text())
     (model,) = httpx.get(f"{server.url}/v1/models").json()["data"]
-    return {receipt, model["numerics"], *told}
+    return {receipt, model["numerics"], *numerics}
 
 
 def _engine_pid(server: Server) -> int:
@@ -62,30 +62,30 @@ def _engine_pid(server: Server) -> int:
     raise AssertionError("no engine process")
 
 
-def _is_gone(pid: int) -> bool:
+def _has_exited(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
     except FileNotFoundError:
         return True
 
 
-def _left(shelf: Path) -> list[str]:
-    return [path.name for path in shelf.iterdir() if path.name != ".lock"]
+def _leftovers(cache: Path) -> list[str]:
+    return [path.name for path in cache.iterdir() if path.name != ".lock"]
 
 
 def test_a_service_without_kernels_builds_them_for_the_next_and_computes_with_torch_to_its_end(
     tmp_path: Path, weights: Path, slow: FakeCompiler
 ) -> None:
-    shelf = tmp_path / "cache"
-    server = start_server(tmp_path, weights, "--kernels", "auto", "--cache-dir", str(shelf))
+    cache = tmp_path / "cache"
+    server = start_server(tmp_path, weights, "--kernels", "auto", "--cache-dir", str(cache))
     try:
-        _said(server, BUILDING)
+        _wait_for_log(server, BUILDING)
         _wait_for(lambda: slow.pids, server)
         (compiler,) = slow.pids
         assert os.sched_getscheduler(compiler) == os.SCHED_IDLE and os.getpriority(os.PRIO_PROCESS, compiler) == 19
         (tmp_path / "go").write_text("")
-        _said(server, BUILT)
-        assert (shelf / BuildRecipe(level=this_level()).name).exists()
+        _wait_for_log(server, BUILT)
+        assert (cache / BuildRecipe(level=this_level()).name).exists()
         os.kill(_engine_pid(server), signal.SIGKILL)
         _wait_for(lambda: server.log.read_text().count("ready: ") == 2, server)
         assert _numerics(server) == {"torch-bfloat16"}, "an engine that comes back computes as the one before it"
@@ -94,21 +94,21 @@ def test_a_service_without_kernels_builds_them_for_the_next_and_computes_with_to
 
 
 def test_a_build_ends_with_the_service_and_leaves_nothing(tmp_path: Path, weights: Path, slow: FakeCompiler) -> None:
-    shelf = tmp_path / "cache"
-    server = start_server(tmp_path, weights, "--kernels", "auto", "--cache-dir", str(shelf))
+    cache = tmp_path / "cache"
+    server = start_server(tmp_path, weights, "--kernels", "auto", "--cache-dir", str(cache))
     _wait_for(lambda: slow.pids, server)
     assert stop_server(server) == 0
-    _wait_for(lambda: all(map(_is_gone, slow.pids)) and _left(shelf) == [], server)
+    _wait_for(lambda: all(map(_has_exited, slow.pids)) and _leftovers(cache) == [], server)
     assert "Traceback" not in server.log.read_text()
 
 
 def test_a_build_ends_with_a_service_that_is_killed(tmp_path: Path, weights: Path, slow: FakeCompiler) -> None:
-    shelf = tmp_path / "cache"
-    server = start_server(tmp_path, weights, "--kernels", "auto", "--cache-dir", str(shelf))
+    cache = tmp_path / "cache"
+    server = start_server(tmp_path, weights, "--kernels", "auto", "--cache-dir", str(cache))
     _wait_for(lambda: slow.pids, server)
     server.process.kill()
     server.process.wait()
-    _wait_for(lambda: all(map(_is_gone, slow.pids)) and _left(shelf) == [], server)
+    _wait_for(lambda: all(map(_has_exited, slow.pids)) and _leftovers(cache) == [], server)
 
 
 def test_a_failed_build_is_one_line_in_the_log(
@@ -118,7 +118,8 @@ def test_a_failed_build_is_one_line_in_the_log(
     monkeypatch.setenv("CXX", str(fake.path))
     server = start_server(tmp_path, weights, "--kernels", "auto", "--cache-dir", str(tmp_path / "cache"))
     try:
-        _said(server, f'native kernels could not be built, using torch: {fake.path} failed: a.h:1: error: bad"}}\n')
+        failure = f'native kernels could not be built, using torch: {fake.path} failed: a.h:1: error: bad"}}\n'
+        _wait_for_log(server, failure)
         assert _numerics(server) == {"torch-bfloat16"}
     finally:
         assert stop_server(server) == 0
@@ -130,7 +131,7 @@ def test_without_a_compiler_the_log_says_what_would_help(
     monkeypatch.setenv("CXX", "/nonexistent")
     server = start_server(tmp_path, weights, "--kernels", "auto", "--cache-dir", str(tmp_path / "cache"))
     try:
-        _said(server, "native kernels would be faster: CXX names '/nonexistent'")
+        _wait_for_log(server, "native kernels would be faster: CXX names '/nonexistent'")
     finally:
         assert stop_server(server) == 0
 

@@ -56,7 +56,7 @@ def _engine_pid(server: Server) -> int:
     return pid
 
 
-def _is_gone(pid: int) -> bool:
+def _has_exited(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -140,7 +140,7 @@ def test_a_silent_engine_is_replaced(tmp_path: Path, weights: Path, faults: Faul
         stopped = _engine_pid(server)
         os.kill(stopped, signal.SIGSTOP)
         assert server.wait_for(lambda: any(map(_is_stopped, set(_children(server)) - {stopped})))
-        assert _is_gone(stopped)
+        assert _has_exited(stopped)
         assert _get(server, "/health/ready") == 503
         os.kill(_engine_pid(server), signal.SIGCONT)
         assert server.wait_for(lambda: _get(server, "/health/ready") == 200)
@@ -161,7 +161,7 @@ def test_the_engine_follows_its_parent_into_death(own_server: Server) -> None:
     engine = _engine_pid(own_server)
     own_server.process.kill()
     own_server.process.wait()
-    assert own_server.wait_for(lambda: _is_gone(engine))
+    assert own_server.wait_for(lambda: _has_exited(engine))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -178,7 +178,7 @@ def test_a_signal_lets_open_streams_end_refuses_new_ones_and_exits_zero(
         rest = list(lines)
     assert any(line == "event: done" for line in rest)
     assert own_server.process.wait(60) == 0
-    assert _is_gone(engine)
+    assert _has_exited(engine)
     assert "Traceback" not in own_server.log.read_text()
 
 
@@ -205,7 +205,7 @@ def test_streams_that_outlast_the_drain_time_out_are_told(tmp_path: Path, weight
     assert any("shutting down" in line for line in rest)
     assert server.process.wait(60) == 0
     assert "Traceback" not in server.log.read_text()
-    assert _is_gone(engine)
+    assert _has_exited(engine)
 
 
 def test_an_engine_that_cannot_be_started_ends_the_service(tmp_path: Path, weights: Path) -> None:
@@ -240,7 +240,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path, weights: Path) -> None:
         response.close()
     with contextlib.suppress(ProcessLookupError):
         os.kill(engine, signal.SIGCONT)
-    assert server.wait_for(lambda: _is_gone(engine))
+    assert server.wait_for(lambda: _has_exited(engine))
 
 
 def _serve(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:

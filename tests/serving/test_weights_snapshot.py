@@ -53,7 +53,7 @@ def _truncate(directory: Path) -> None:
         os.truncate(path, 10)
 
 
-def _rename_over(directory: Path) -> None:
+def _replace_files(directory: Path) -> None:
     for path in list(directory.iterdir()):
         path.with_suffix(".new").write_text("{}")
         path.with_suffix(".new").replace(path)
@@ -74,7 +74,7 @@ def _switch_link(directory: Path) -> None:
     directory.symlink_to("/usr")
 
 
-SPOILED: list[Callable[[Path], None]] = [_overwrite, _truncate, _rename_over, _unlink, _move_away, _switch_link]
+SPOILED: list[Callable[[Path], None]] = [_overwrite, _truncate, _replace_files, _unlink, _move_away, _switch_link]
 
 
 @pytest.mark.parametrize("spoil", SPOILED)
@@ -168,7 +168,7 @@ def test_a_full_disk_is_told_and_the_originals_stay(
     snapshot, before = WeightsSnapshot.open(directory), _hashes(directory)
     snapshot.copy([tmp_path])
     assert "no private copy of" in caplog.text and "model.safetensors (No space left on device)" in caplog.text
-    _rename_over(directory)
+    _replace_files(directory)
     with snapshot.reading():
         assert _hashes(directory) == before
     snapshot.close()

@@ -112,7 +112,7 @@ def test_a_text_that_takes_too_long_ends_in_an_error_and_the_next_is_read(tmp_pa
         with pytest.raises(InvalidRequest, match=r"the model's tokenizer takes more than [12]\.\d s for this text"):
             encoder.encode("a" * 4000 + "!;")
         assert time.monotonic() - began < 20
-        with pytest.raises(InvalidRequest, match=r"takes more than 0\.1 s"):  # what is left to the same request
+        with pytest.raises(InvalidRequest, match=r"takes more than 0\.1 s"):  # the remaining budget of the same request
             encoder.encode("a" * 4000 + "!;")
         assert TextEncoder(tokenizer, box).encode("abc") == tokenizer.encode("abc")
         assert pid not in box.pids

@@ -27,16 +27,16 @@ def main() -> int:
     options = parser.parse_args()
     services = [["osv", "--osv-url", options.osv_url]] if options.osv_url else [["pypi"], ["osv"]]
     for service in services:
-        packages = _ask(options.pins, service)
+        packages = _query(options.pins, service)
         answered = [package for package in packages if "skip_reason" not in package]
         if answered:
-            return _tell(answered, len(packages), service[0])
+            return _report(answered, len(packages), service[0])
     print("warning: pip-audit: no service that knows of holes can be reached: nothing was audited", file=sys.stderr)
     return 0
 
 
-def _ask(pins: Path, service: list[str]) -> list[dict[str, Any]]:
-    """What the service says of each package; nothing where it does not answer."""
+def _query(pins: Path, service: list[str]) -> list[dict[str, Any]]:
+    """The service's report on each package; empty if it does not answer."""
     command = [sys.executable, "-m", "pip_audit", "--requirement", str(pins), "--no-deps", "--disable-pip"]
     command += ["--progress-spinner", "off", "--format", "json", "--timeout", "5", "-s", *service]
     try:
@@ -52,7 +52,7 @@ def _ask(pins: Path, service: list[str]) -> list[dict[str, Any]]:
     return packages
 
 
-def _tell(answered: list[dict[str, Any]], count: int, service: str) -> int:
+def _report(answered: list[dict[str, Any]], count: int, service: str) -> int:
     holes = [(package, hole) for package in answered for hole in package["vulns"]]
     for package, hole in holes:
         fixed = f"fixed in {', '.join(hole['fix_versions'])}" if hole["fix_versions"] else "not fixed yet"

@@ -69,12 +69,12 @@ def two_way_pairs(root: Path) -> list[tuple[str, str]]:
 
 def colliding_classes(root: Path) -> dict[str, list[str]]:
     """Name of a public class -> the files that define one of that name, where there are several."""
-    places: dict[str, list[str]] = defaultdict(list)
+    files: dict[str, list[str]] = defaultdict(list)
     for path in product_files(root):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places[node.name].append(str(path.relative_to(root)))
-    return {name: found for name, found in sorted(places.items()) if len(found) > 1}
+                files[node.name].append(str(path.relative_to(root)))
+    return {name: found for name, found in sorted(files.items()) if len(found) > 1}
 
 
 def colliding_files(root: Path) -> dict[str, int]:

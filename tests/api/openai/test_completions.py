@@ -78,10 +78,10 @@ def test_logprobs_have_the_legacy_shape_and_add_up_in_streams(server: Server, ec
         n_prompt = _whole(server, **body)["usage"]["prompt_tokens"]
         assert shape["token_logprobs"][0] is None and shape["top_logprobs"][0] is None
     assert len(shape["tokens"]) == 40 + n_prompt
-    for place, (name, own, top) in enumerate(
+    for index, (name, own, top) in enumerate(
         zip(shape["tokens"], shape["token_logprobs"], shape["top_logprobs"], strict=True)
     ):
-        if place or not echo:
+        if index or not echo:
             assert top[name] == own and 3 <= len(top) <= 4
     data = b"".join(bytes(t["bytes"]) for t in whole(server.url, **body)["choices"][0]["tokens"])
     assert choice["text"] == data.decode("utf-8", "replace")

@@ -23,22 +23,22 @@ class _Texts(Responder):
 
 
 class _Completion:
-    """News that are there at once, and no end."""
+    """A session whose events are available at once and which never ends."""
 
     is_done = False
 
     def __init__(self, *texts: str) -> None:
-        self._news = deque(Delta(0, text) for text in texts)
+        self._events = deque(Delta(0, text) for text in texts)
 
     @property
     def has_event(self) -> bool:
-        return bool(self._news)
+        return bool(self._events)
 
     async def wait_event(self) -> bool:
         return True
 
     def next_event(self) -> Delta:
-        return self._news.popleft()
+        return self._events.popleft()
 
 
 def test_what_was_written_before_an_error_is_sent_before_it() -> None:
@@ -46,7 +46,7 @@ def test_what_was_written_before_an_error_is_sent_before_it() -> None:
         name="r",
         session=_Completion("a", "b", "bad", "c"),
         admitted=SimpleNamespace(truncated=False),
-        record_event=lambda _news: None,
+        record_event=lambda _events: None,
         on_error=lambda error: ApiError(500, f"broken by {error}"),
     )
     body: Any = SimpleNamespace(stream=True, stream_options=None, user=None, request_id=None, warnings=[])

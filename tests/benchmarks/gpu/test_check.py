@@ -38,7 +38,7 @@ def _stage_of(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, body: st
 def test_every_stage_that_a_cpu_can_try_runs_and_keeps_its_laws(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--tiny", "--minutes", "20"]
     command += ["--out", str(tmp_path)]
-    # Twins of the kernels are enough here; in Triton's interpreter others try the kernels themselves.
+    # Reference kernels are enough here; other tests run the real kernels in Triton's interpreter.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -60,9 +60,9 @@ def test_every_stage_that_a_cpu_can_try_runs_and_keeps_its_laws(tmp_path: Path) 
         "quantized-int8",
     ):
         assert stages[name]["status"] == "done", stages[name]
-    held = [finding["ok"] for stage in stages.values() for finding in stage["findings"] if "ok" in finding]
-    assert len(held) >= 8
-    assert all(held)
+    verdicts = [finding["ok"] for stage in stages.values() for finding in stage["findings"] if "ok" in finding]
+    assert len(verdicts) >= 8
+    assert all(verdicts)
     (saved,) = tmp_path.glob("gpu-cpu-*.json")
     assert json.loads(saved.read_text()) == result
     assert saved.with_suffix(".md").read_text().strip() in done.stdout
@@ -85,13 +85,13 @@ def test_a_stage_ends_alone_and_leaves_what_it_had_found(
 ) -> None:
     monkeypatch.setattr("benchmarks.gpu.subprocess_stage.GRACE_SECONDS", 0.0)
     name = _stage_of(tmp_path, monkeypatch, f"stage_{status.replace(' ', '_')}_{len(body)}", body)
-    heard: list[Finding] = []
+    findings: list[Finding] = []
     # A pause without an end needs the deadline, all others must not come near it.
     outcome = run_in_subprocess(
-        name, _bench(tmp_path, 3.0 if status == "timed out" else 60), heard.append, tmp_path / "log"
+        name, _bench(tmp_path, 3.0 if status == "timed out" else 60), findings.append, tmp_path / "log"
     )
     assert (outcome.status, why in outcome.why) == (status, True), outcome
-    assert [finding.what for finding in heard] == ["first", "last"][: 2 if status == "done" else 1]
+    assert [finding.what for finding in findings] == ["first", "last"][: 2 if status == "done" else 1]
 
 
 def test_what_a_stage_prints_goes_to_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,9 +102,9 @@ def test_what_a_stage_prints_goes_to_the_log(tmp_path: Path, monkeypatch: pytest
 
 def test_a_stage_can_begin_as_a_fresh_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = _stage_of(tmp_path, monkeypatch, "stage_fresh", "assert 'pytest' not in __import__('sys').modules")
-    heard: list[Finding] = []
-    outcome = run_in_subprocess(name, _bench(tmp_path, 60), heard.append, tmp_path / "log", "spawn")
-    assert (outcome.status, len(heard)) == ("done", 2), outcome
+    findings: list[Finding] = []
+    outcome = run_in_subprocess(name, _bench(tmp_path, 60), findings.append, tmp_path / "log", "spawn")
+    assert (outcome.status, len(findings)) == ("done", 2), outcome
 
 
 def test_a_stage_dies_with_what_it_has_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,12 +112,13 @@ def test_a_stage_dies_with_what_it_has_started(tmp_path: Path, monkeypatch: pyte
     name = _stage_of(tmp_path, monkeypatch, "stage_starts", body)
     assert run_in_subprocess(name, _bench(tmp_path, 60), lambda _: None, tmp_path / "log").status == "done"
     pid, deadline = (tmp_path / "pid").read_text(), time.monotonic() + 60
-    while not (is_gone := _is_gone(pid)) and time.monotonic() < deadline:  # a killed process ends once it gets a core
+    # A killed process ends once it gets a core.
+    while not (has_exited := _has_exited(pid)) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert is_gone
+    assert has_exited
 
 
-def _is_gone(pid: str) -> bool:
+def _has_exited(pid: str) -> bool:
     """A process stays a zombie until its parent reaps it."""
     try:
         return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] in "ZX"

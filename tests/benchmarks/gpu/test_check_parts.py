@@ -28,11 +28,11 @@ def test_time_that_a_stage_does_not_take_goes_to_those_that_follow() -> None:
     shares = [seconds_for(stage, STAGES[i + 1 :], 480.0) for i, stage in enumerate(STAGES)]
     assert sum(shares[:1]) < 60
     assert shares[-1] == 480.0
-    left = 480.0
-    for i, stage in enumerate(STAGES):  # each takes all it may: none is left without
-        share = seconds_for(stage, STAGES[i + 1 :], left)
+    remaining = 480.0
+    for i, stage in enumerate(STAGES):  # each stage uses its full share, and every stage gets one
+        share = seconds_for(stage, STAGES[i + 1 :], remaining)
         assert share == pytest.approx(480.0 * stage.weight / sum(s.weight for s in STAGES))
-        left -= share
+        remaining -= share
 
 
 def test_a_report_is_good_until_a_stage_fails_or_a_law_breaks(tmp_path: Path) -> None:
@@ -89,16 +89,18 @@ def test_the_oracle_tells_a_wrong_token_and_a_wrong_log_probability() -> None:
     greedy = request("1", random_prompt(9, shape.vocab_size, 1), 5)
     tokens = tuple(generate(decoder, list(greedy.prompt), 5))
     logits_TV = logits(decoder, [*greedy.prompt, *tokens])[len(greedy.prompt) - 1 : -1]
-    told = torch.log_softmax(logits_TV, -1).gather(1, torch.tensor(tokens)[:, None]).squeeze(1).tolist()
-    right = score_output(decoder, greedy, tokens, tuple(told))
+    expected = torch.log_softmax(logits_TV, -1).gather(1, torch.tensor(tokens)[:, None]).squeeze(1).tolist()
+    right = score_output(decoder, greedy, tokens, tuple(expected))
     assert (right.tokens, right.off, right.gap) == (5, 0, 0.0)
     assert right.difference < 1e-6
     other = (tokens[0] + 1) % shape.vocab_size
-    wrong = score_output(decoder, greedy, (other, *tokens[1:]), tuple(told))
+    wrong = score_output(decoder, greedy, (other, *tokens[1:]), tuple(expected))
     assert wrong.off >= 1
     assert wrong.gap > 1e-3
-    assert score_output(decoder, greedy, tokens, (told[0] - 0.5, *told[1:])).difference == pytest.approx(0.5, abs=1e-5)
-    assert not score_output(decoder, greedy, tokens, (None, *told[1:])).difference < 1e9, (
+    assert score_output(decoder, greedy, tokens, (expected[0] - 0.5, *expected[1:])).difference == pytest.approx(
+        0.5, abs=1e-5
+    )
+    assert not score_output(decoder, greedy, tokens, (None, *expected[1:])).difference < 1e9, (
         "none at all is no small difference"
     )
 

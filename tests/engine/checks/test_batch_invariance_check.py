@@ -66,8 +66,8 @@ def test_a_model_with_an_encoder_and_a_short_context_is_tried_too() -> None:
 Break = Callable[[Tensor], Tensor]
 
 
-def _by_place(logits_SV: Tensor) -> Tensor:
-    """The place in the step comes through: what a row is depends on those before it."""
+def _by_row(logits_SV: Tensor) -> Tensor:
+    """The row's index in the step leaks: a row depends on the rows before it."""
     logits_SV[:, ::2] += 1e-3 * torch.arange(len(logits_SV))[:, None]
     return logits_SV
 
@@ -86,7 +86,7 @@ def _break_compute(monkeypatch: pytest.MonkeyPatch, break_it: Break) -> None:
     monkeypatch.setattr(TorchExecutor, "logits", lambda self, rows: break_it(whole(self, rows)))
 
 
-@pytest.mark.parametrize("break_it", [_by_place, _by_number])
+@pytest.mark.parametrize("break_it", [_by_row, _by_number])
 def test_rows_that_see_their_neighbours_are_found_out(break_it: Break, monkeypatch: pytest.MonkeyPatch) -> None:
     _break_compute(monkeypatch, break_it)
     message = r"cannot be guaranteed .*: computed .*, the prompt of \d+ tokens gives another .* and alone .*without it"
@@ -95,16 +95,16 @@ def test_rows_that_see_their_neighbours_are_found_out(break_it: Break, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("place", "way"),
+    ("index", "way"),
     [(4, "together with others"), (5, "in another order"), (6, "in small chunks"), (7, "in a batch of 12")],
 )
-def test_every_way_is_compared(place: int, way: str) -> None:
+def test_every_way_is_compared(index: int, way: str) -> None:
     """Four prompts are computed alone, each by an engine of its own; one engine behind them has other weights."""
     device, other = _device(), _device(seed=1)
     made: list[Engine] = []
 
     def make(most: StepLimits) -> Engine:
-        made.append((other if len(made) == place else device).make_engine(most))
+        made.append((other if len(made) == index else device).make_engine(most))
         return made[-1]
 
     with pytest.raises(
@@ -152,9 +152,9 @@ def _config(weights: Path, **changes: object) -> WorkerConfig:
 
 
 def test_the_engine_tells_of_the_trial_where_it_is_asked_for(weights: Path) -> None:
-    told: list[str] = []
-    assembled = build_engine(_config(weights, deterministic=True), told.append)
-    assert any(each.startswith("batch invariance verified") for each in told)
+    logged: list[str] = []
+    assembled = build_engine(_config(weights, deterministic=True), logged.append)
+    assert any(each.startswith("batch invariance verified") for each in logged)
     assert assembled.ready.numerics == "torch-float32", "a CPU computes no otherwise"
     assert not assembled.engine.has_work and assembled.engine.scheduler.counters.blocks_active == 0
 
@@ -162,7 +162,7 @@ def test_the_engine_tells_of_the_trial_where_it_is_asked_for(weights: Path) -> N
 def test_the_engine_does_not_start_where_the_promise_cannot_be_kept(
     weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _break_compute(monkeypatch, _by_place)
+    _break_compute(monkeypatch, _by_row)
     build_engine(_config(weights))
     with pytest.raises(EngineStartError, match=r"^--deterministic cannot be guaranteed on this device: "):
         build_engine(_config(weights, deterministic=True))

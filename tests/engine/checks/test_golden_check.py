@@ -52,9 +52,9 @@ def _config(directory: Path, number: str, kernels: str = "torch", library: Path 
 
 
 def _announced(config: WorkerConfig) -> list[str]:
-    told: list[str] = []
-    build_engine(config, told.append)
-    return told
+    logged: list[str] = []
+    build_engine(config, logged.append)
+    return logged
 
 
 @pytest.mark.parametrize("kernels", ["torch", "native"])
@@ -63,8 +63,8 @@ def test_every_way_to_compute_meets_the_file(
     directory: Path, number: str, kernels: str, request: pytest.FixtureRequest
 ) -> None:
     library = request.getfixturevalue("native_library") if kernels == "native" else None
-    told = _announced(_config(directory, number, kernels, library))[-1]
-    assert told.startswith(f"{GOLDEN_FILE} passed, {'largest' if number == 'float32' else 'mean'} difference")
+    logged = _announced(_config(directory, number, kernels, library))[-1]
+    assert logged.startswith(f"{GOLDEN_FILE} passed, {'largest' if number == 'float32' else 'mean'} difference")
 
 
 @pytest.mark.parametrize("number", NUMBERS)

@@ -41,15 +41,15 @@ def test_a_heartbeat_stops_where_no_process_listens() -> None:
 def _hang(folder: Path, program: str) -> str:
     """Its standard error, which is a file: the process can see there whether the trace was written."""
     words = "import ctypes, os, time; from app.engine.worker_loop import HangTrace; trace = HangTrace(0.5)\n"
-    with (folder / "told").open("w") as told:
-        subprocess.run([sys.executable, "-c", words + program], cwd=ROOT, stderr=told, check=True, timeout=60)
+    with (folder / "told").open("w") as output:
+        subprocess.run([sys.executable, "-c", words + program], cwd=ROOT, stderr=output, check=True, timeout=60)
     return (folder / "told").read_text()
 
 
 def test_a_process_that_hangs_says_where_also_where_it_holds_the_gil(tmp_path: Path) -> None:
     stuck = "def stuck():\n    while not os.fstat(2).st_size: ctypes.PyDLL(None).usleep(ctypes.c_uint(800_000))\n"
-    told = _hang(tmp_path, f"{stuck}trace.alive(time.monotonic())\nstuck()")
-    assert "Timeout" in told and "stuck" in told
+    output = _hang(tmp_path, f"{stuck}trace.alive(time.monotonic())\nstuck()")
+    assert "Timeout" in output and "stuck" in output
 
 
 def test_a_process_that_goes_round_says_nothing(tmp_path: Path) -> None:
@@ -68,8 +68,8 @@ def test_an_engine_that_never_says_anything_is_replaced(monkeypatch: pytest.Monk
         client = EnginePool([EngineClient(WorkerConfig(weights=""), line, silence_seconds=0.2, command=command)])
         client.start()
         try:
-            gone = await asyncio.wait_for(client.wait_stopped(), 60)
-            assert client.restarts == 3 and gone.exit_code == 1
+            stopped = await asyncio.wait_for(client.wait_stopped(), 60)
+            assert client.restarts == 3 and stopped.exit_code == 1
         finally:
             await client.stop()
 

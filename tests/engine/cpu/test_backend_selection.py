@@ -26,7 +26,7 @@ READER = ModelConfig(
 
 
 @pytest.fixture
-def shelf(tmp_path: Path, stub_library: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache_dir(tmp_path: Path, stub_library: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache, and a compiler that would fill it."""
     monkeypatch.setattr("app.engine.cpu.toolchain.builder.PACKAGED", tmp_path / "nothing")
     monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, stub_library).path))
@@ -45,42 +45,42 @@ def _choose(
     return select_backend(kernels, dtype, device, model, libraries, (phases if phases is not None else []).append)
 
 
-def test_torch_never_looks_at_a_library(shelf: Path) -> None:
-    choice = _choose("torch", Libraries(found=find_or_build(shelf), cache_dir=shelf))
+def test_torch_never_looks_at_a_library(cache_dir: Path) -> None:
+    choice = _choose("torch", Libraries(found=find_or_build(cache_dir), cache_dir=cache_dir))
     assert (choice.library, choice.numerics, choice.waits_for_build) == (None, "torch", False)
 
 
-def test_auto_takes_what_was_found_and_builds_nothing_else(shelf: Path) -> None:
-    choice = _choose("auto", Libraries(cache_dir=shelf))
+def test_auto_takes_what_was_found_and_builds_nothing_else(cache_dir: Path) -> None:
+    choice = _choose("auto", Libraries(cache_dir=cache_dir))
     assert (choice.library, choice.numerics, choice.waits_for_build) == (None, "torch", True)
-    assert not shelf.exists()
-    library = find_or_build(shelf)
-    assert _choose("auto", Libraries(cache_dir=shelf)) == choice, "what came after the start is for the next one"
-    choice = _choose("auto", Libraries(found=library, cache_dir=shelf))
+    assert not cache_dir.exists()
+    library = find_or_build(cache_dir)
+    assert _choose("auto", Libraries(cache_dir=cache_dir)) == choice, "what came after the start is for the next one"
+    choice = _choose("auto", Libraries(found=library, cache_dir=cache_dir))
     assert (choice.library, choice.waits_for_build) == (library, False)
     assert choice.numerics == f"native-{this_level().name}"
 
 
 def test_what_a_service_began_with_is_built_again_where_it_is_gone(
-    shelf: Path, monkeypatch: pytest.MonkeyPatch
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine that comes back must not compute in another way than the one before it."""
-    library = find_or_build(shelf)
+    library = find_or_build(cache_dir)
     library.unlink()
     phases: list[str] = []
-    assert _choose("auto", Libraries(found=library, cache_dir=shelf), phases=phases).library == library
+    assert _choose("auto", Libraries(found=library, cache_dir=cache_dir), phases=phases).library == library
     assert phases == ["building native kernels"]
     library.unlink()
     monkeypatch.setenv("CXX", "/nonexistent")
     with pytest.raises(ValueError, match="which this service started with, no longer exists: CXX names"):
-        _choose("auto", Libraries(found=library, cache_dir=shelf))
+        _choose("auto", Libraries(found=library, cache_dir=cache_dir))
 
 
-def test_native_builds_and_says_so(shelf: Path) -> None:
+def test_native_builds_and_says_so(cache_dir: Path) -> None:
     phases: list[str] = []
-    choice = _choose("native", Libraries(cache_dir=shelf), phases=phases)
-    assert choice.library == find_or_build(shelf)
-    assert _choose("native", Libraries(found=choice.library, cache_dir=shelf), phases=phases) == choice
+    choice = _choose("native", Libraries(cache_dir=cache_dir), phases=phases)
+    assert choice.library == find_or_build(cache_dir)
+    assert _choose("native", Libraries(found=choice.library, cache_dir=cache_dir), phases=phases) == choice
     assert phases == ["building native kernels"]
 
 
@@ -88,23 +88,23 @@ def test_native_builds_and_says_so(shelf: Path) -> None:
     ("odd", "words"),
     [({"device": "cuda"}, "CPUs only"), ({"dtype": "float16"}, "not in float16"), ({"model": READER}, "encoder")],
 )
-def test_what_the_kernels_do_not_compute_torch_does(shelf: Path, odd: dict[str, str], words: str) -> None:
-    choice = _choose("auto", Libraries(found=find_or_build(shelf), cache_dir=shelf), **odd)  # type: ignore[arg-type]
+def test_what_the_kernels_do_not_compute_torch_does(cache_dir: Path, odd: dict[str, str], words: str) -> None:
+    choice = _choose("auto", Libraries(found=find_or_build(cache_dir), cache_dir=cache_dir), **odd)  # type: ignore[arg-type]
     assert choice.library is None and words in choice.reason
-    assert not _choose("auto", Libraries(cache_dir=shelf), **odd).waits_for_build  # type: ignore[arg-type]
+    assert not _choose("auto", Libraries(cache_dir=cache_dir), **odd).waits_for_build  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=f"--kernels native is not possible: .*{words}"):
-        _choose("native", Libraries(cache_dir=shelf), **odd)  # type: ignore[arg-type]
+        _choose("native", Libraries(cache_dir=cache_dir), **odd)  # type: ignore[arg-type]
 
 
-def test_a_cpu_without_a_level_computes_with_torch(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_without_a_level_computes_with_torch(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def none() -> None:
         raise UnsupportedCpu("this CPU has no avx2")
 
     monkeypatch.setattr("app.engine.cpu.toolchain.backend_selection.this_level", none)
-    choice = _choose("auto", Libraries(cache_dir=shelf))
+    choice = _choose("auto", Libraries(cache_dir=cache_dir))
     assert (choice.library, choice.waits_for_build) == (None, False) and "no avx2" in choice.reason
     with pytest.raises(ValueError, match="no avx2"):
-        _choose("native", Libraries(cache_dir=shelf))
+        _choose("native", Libraries(cache_dir=cache_dir))
     with pytest.raises(ValueError, match="--kernels native is not possible: this CPU has no avx2"):
         check_native_available("native", "auto", Libraries())
 
@@ -113,12 +113,12 @@ def test_a_cpu_without_a_level_computes_with_torch(shelf: Path, monkeypatch: pyt
     ("code", "words"), [("int other() { return 1; }", "does not load"), ("int ink_abi() { return 99; }", "99")]
 )
 def test_a_library_that_does_not_load_leaves_it_to_torch(
-    tmp_path: Path, shelf: Path, monkeypatch: pytest.MonkeyPatch, code: str, words: str
+    tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch, code: str, words: str
 ) -> None:
     """It loaded when it was built: the system has changed since, or the disk is mounted noexec now."""
     monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, compiled(tmp_path, f'extern "C" {code}')).path))
     monkeypatch.setattr("app.engine.cpu.toolchain.builder._check_library", lambda *_: None)
-    libraries = Libraries(found=find_or_build(shelf), cache_dir=shelf)
+    libraries = Libraries(found=find_or_build(cache_dir), cache_dir=cache_dir)
     choice = _choose("auto", libraries)
     assert choice.library is None and words in choice.reason
     with pytest.raises(ValueError, match=words):
@@ -126,10 +126,10 @@ def test_a_library_that_does_not_load_leaves_it_to_torch(
 
 
 def test_native_is_refused_before_the_model_loads_where_that_can_be_known(
-    shelf: Path, monkeypatch: pytest.MonkeyPatch
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_native_available("native", "cpu", Libraries())
-    library = find_or_build(shelf)
+    library = find_or_build(cache_dir)
     with pytest.raises(ValueError, match="CPUs only"):
         check_native_available("native", "cuda", Libraries(found=library))
     monkeypatch.setenv("CXX", "/nonexistent")

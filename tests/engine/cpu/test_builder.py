@@ -29,7 +29,7 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Path:
+def cache_dir(tmp_path: Path) -> Path:
     return tmp_path / "cache" / "inkstream"
 
 
@@ -46,50 +46,52 @@ def _use(monkeypatch: pytest.MonkeyPatch, folder: Path, product: Path, before: s
     return fake
 
 
-def _is_gone(pid: int) -> bool:
+def _has_exited(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
     except FileNotFoundError:
         return True
 
 
-def _left(folder: Path) -> set[str]:
+def _leftovers(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()} - {".lock"} if folder.exists() else set()
 
 
 @pytest.mark.usefixtures("stub_library")
-def test_the_machines_own_compiler_makes_a_library_that_loads(source: Path, shelf: Path) -> None:
+def test_the_machines_own_compiler_makes_a_library_that_loads(source: Path, cache_dir: Path) -> None:
     wanted = BuildRecipe(level=this_level(), source=source)
-    library = build(wanted, shelf)
+    library = build(wanted, cache_dir)
     assert ctypes.CDLL(str(library)).ink_abi() == library_cache.ABI
-    assert _left(shelf) == {library.name, f"{library.name}.json"}
+    assert _leftovers(cache_dir) == {library.name, f"{library.name}.json"}
     note = read_metadata(library)
     assert note and note["bytes"] == library.stat().st_size
     assert note["flags"] == list(wanted.flags) and note["compiler"] == find_compiler().version
 
 
-def test_what_is_built_is_not_built_again(source: Path, shelf: Path, compiler: FakeCompiler) -> None:
+def test_what_is_built_is_not_built_again(source: Path, cache_dir: Path, compiler: FakeCompiler) -> None:
     wanted = BuildRecipe(level=this_level(), source=source)
-    assert build(wanted, shelf) == build(wanted, shelf) == shelf / wanted.name
+    assert build(wanted, cache_dir) == build(wanted, cache_dir) == cache_dir / wanted.name
     assert len(compiler.pids) == 1
 
 
-def test_it_is_found_without_a_compiler(shelf: Path, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = find_or_build(shelf)
+def test_it_is_found_without_a_compiler(
+    cache_dir: Path, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = find_or_build(cache_dir)
     monkeypatch.setenv("CXX", "/nonexistent")
-    assert find(shelf) == find_or_build(shelf) == library
+    assert find(cache_dir) == find_or_build(cache_dir) == library
     assert len(compiler.pids) == 1
 
 
 def test_one_that_came_with_the_installation_is_found_after_the_caches(
-    tmp_path: Path, shelf: Path, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cache_dir: Path, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.engine.cpu.toolchain.builder.PACKAGED", tmp_path / "packaged")
-    assert find(shelf) is None
+    assert find(cache_dir) is None
     packaged = build(BuildRecipe(level=this_level()), tmp_path / "packaged")
-    assert find(shelf) == find_or_build(shelf) == packaged
+    assert find(cache_dir) == find_or_build(cache_dir) == packaged
     assert len(compiler.pids) == 1
-    assert build(BuildRecipe(level=this_level()), shelf) == find(shelf) == shelf / packaged.name
+    assert build(BuildRecipe(level=this_level()), cache_dir) == find(cache_dir) == cache_dir / packaged.name
 
 
 def test_its_name_depends_on_everything_it_is_made_of(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,33 +142,33 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_library_that_is_damaged_or_that_others_could_have_written_is_built_again(
-    shelf: Path, compiler: FakeCompiler, damage: str
+    cache_dir: Path, compiler: FakeCompiler, damage: str
 ) -> None:
-    library = find_or_build(shelf)
+    library = find_or_build(cache_dir)
     DAMAGE[damage](library)
-    assert find(shelf) is None
-    assert find_or_build(shelf) == find(shelf) == library
+    assert find(cache_dir) is None
+    assert find_or_build(cache_dir) == find(cache_dir) == library
     assert len(compiler.pids) == 2
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("whose", ["library", "note", "directory"])
-def test_what_belongs_to_another_user_is_not_loaded(shelf: Path, whose: str) -> None:
-    library = find_or_build(shelf)
-    os.chown({"library": library, "note": _note(library), "directory": shelf}[whose], 54321, -1)
-    assert find(shelf) is None
+def test_what_belongs_to_another_user_is_not_loaded(cache_dir: Path, whose: str) -> None:
+    library = find_or_build(cache_dir)
+    os.chown({"library": library, "note": _note(library), "directory": cache_dir}[whose], 54321, -1)
+    assert find(cache_dir) is None
 
 
 @pytest.mark.usefixtures("compiler")
-def test_a_directory_that_others_can_write_is_neither_read_nor_written(shelf: Path) -> None:
-    library = find_or_build(shelf)
-    shelf.chmod(0o777)
-    assert find(shelf) is None
+def test_a_directory_that_others_can_write_is_neither_read_nor_written(cache_dir: Path) -> None:
+    library = find_or_build(cache_dir)
+    cache_dir.chmod(0o777)
+    assert find(cache_dir) is None
     with pytest.raises(BuildError, match="writable by others"):
-        find_or_build(shelf)
-    shelf.chmod(0o755)
-    assert find(shelf) == library
+        find_or_build(cache_dir)
+    cache_dir.chmod(0o755)
+    assert find(cache_dir) == library
 
 
 @pytest.mark.parametrize(
@@ -180,60 +182,60 @@ def test_a_directory_that_others_can_write_is_neither_read_nor_written(shelf: Pa
     ],
 )  # fmt: skip
 def test_a_failed_build_tells_its_first_error_and_leaves_nothing(
-    tmp_path: Path, shelf: Path, stub_library: Path, monkeypatch: pytest.MonkeyPatch, before: str, words: str
+    tmp_path: Path, cache_dir: Path, stub_library: Path, monkeypatch: pytest.MonkeyPatch, before: str, words: str
 ) -> None:
     _use(monkeypatch, tmp_path, stub_library, before)
     with pytest.raises(BuildError, match=words) as caught:
-        find_or_build(shelf)
+        find_or_build(cache_dir)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
-    assert _left(shelf) == set()
+    assert _leftovers(cache_dir) == set()
 
 
 @pytest.mark.usefixtures("stub_library")
-def test_a_real_error_is_told_with_its_line(source: Path, shelf: Path) -> None:
+def test_a_real_error_is_told_with_its_line(source: Path, cache_dir: Path) -> None:
     (source / "value.h").write_text("\n#error this is not C++\n")
     with pytest.raises(BuildError, match=r"value\.h:2.*this is not C\+\+"):
-        build(BuildRecipe(level=this_level(), source=source), shelf)
-    assert _left(shelf) == set()
+        build(BuildRecipe(level=this_level(), source=source), cache_dir)
+    assert _leftovers(cache_dir) == set()
 
 
 @pytest.mark.parametrize(
     ("code", "words"), [("int other() { return 1; }", "does not load.*ink_abi"), ("int ink_abi() { return 99; }", "99")]
 )
 def test_a_library_that_would_not_work_is_not_kept(
-    tmp_path: Path, shelf: Path, monkeypatch: pytest.MonkeyPatch, code: str, words: str
+    tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch, code: str, words: str
 ) -> None:
     _use(monkeypatch, tmp_path, compiled(tmp_path, f'extern "C" {code}'), "")
     with pytest.raises(BuildError, match=words):
-        find_or_build(shelf)
-    assert _left(shelf) == set()
+        find_or_build(cache_dir)
+    assert _leftovers(cache_dir) == set()
 
 
 def test_one_that_crashes_when_it_is_loaded_does_not_end_the_process(
-    tmp_path: Path, shelf: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     crash = '#include <csignal>\nstatic int now = raise(SIGILL); extern "C" int ink_abi() { return now; }'
     _use(monkeypatch, tmp_path, compiled(tmp_path, crash), "")
     with pytest.raises(BuildError, match="killed by signal 4"):
-        find_or_build(shelf)
+        find_or_build(cache_dir)
 
 
 def test_a_compiler_that_takes_too_long_is_ended_with_all_its_children(
-    tmp_path: Path, shelf: Path, stub_library: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cache_dir: Path, stub_library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = _use(monkeypatch, tmp_path, stub_library, f'sleep 60 & echo $! >> "{tmp_path / "calls"}"; wait')
-    for seconds in (2, 20):  # on a machine that is busy it may not have begun in the first
+    for seconds in (2, 20):  # on a busy machine it may not have started in the first
         fake.calls.unlink(missing_ok=True)
         with pytest.raises(BuildError, match=f"more than {seconds} seconds"):
-            build(BuildRecipe(level=this_level()), shelf, seconds=float(seconds))
+            build(BuildRecipe(level=this_level()), cache_dir, seconds=float(seconds))
         if len(fake.pids) == 2:
             break
-    assert len(fake.pids) == 2 and all(map(_is_gone, fake.pids))
-    assert _left(shelf) == set()
+    assert len(fake.pids) == 2 and all(map(_has_exited, fake.pids))
+    assert _leftovers(cache_dir) == set()
 
 
 def test_a_disk_that_is_full_or_cannot_be_written_is_named(
-    tmp_path: Path, shelf: Path, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cache_dir: Path, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BuildError, match=rf"{tmp_path}/file/x \(Not a directory\): give another directory"):
@@ -244,20 +246,20 @@ def test_a_disk_that_is_full_or_cannot_be_written_is_named(
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(BuildError, match="No space left on device"):
-        find_or_build(shelf)
-    assert _left(shelf) == set()
+        find_or_build(cache_dir)
+    assert _leftovers(cache_dir) == set()
     assert len(compiler.pids) == 1
 
 
-def test_without_a_compiler_the_packages_are_named(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_the_packages_are_named(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(CompilerNotFound, match=r"apt install g\+\+"):
-        find_or_build(shelf)
+        find_or_build(cache_dir)
     monkeypatch.setenv("CXX", "no-such-compiler -O2")
     with pytest.raises(CompilerNotFound, match="CXX names 'no-such-compiler -O2'"):
-        find_or_build(shelf)
-    assert not shelf.exists()
+        find_or_build(cache_dir)
+    assert not cache_dir.exists()
 
 
 def test_a_compiler_that_does_not_answer_is_passed_over(
@@ -274,16 +276,16 @@ def test_a_compiler_that_does_not_answer_is_passed_over(
 
 
 @pytest.mark.usefixtures("compiler")
-def test_libraries_of_other_versions_go_but_for_the_newest(source: Path, shelf: Path) -> None:
+def test_libraries_of_other_versions_go_but_for_the_newest(source: Path, cache_dir: Path) -> None:
     old = []
     for number in range(MAX_OLD_LIBRARIES + 3):
         (source / "version.h").write_text(f"// {number}")
-        old.append(build(BuildRecipe(level=X86_LEVELS[2], source=source), shelf))
+        old.append(build(BuildRecipe(level=X86_LEVELS[2], source=source), cache_dir))
         os.utime(old[-1], (time.time() - 1000 + number,) * 2)
     (source / "version.h").unlink()
-    mine = [build(BuildRecipe(level=level, source=source), shelf) for level in X86_LEVELS]
+    mine = [build(BuildRecipe(level=level, source=source), cache_dir) for level in X86_LEVELS]
     kept = {path.name for path in [*old[-MAX_OLD_LIBRARIES:], *mine]}
-    assert _left(shelf) == kept | {f"{name}.json" for name in kept}
+    assert _leftovers(cache_dir) == kept | {f"{name}.json" for name in kept}
 
 
 def test_the_cache_is_where_the_user_wants_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

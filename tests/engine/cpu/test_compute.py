@@ -172,9 +172,9 @@ def test_a_lesser_level_computes_the_same_to_the_last_digits(tmp_path: Path) -> 
         sequence = _sequence(LENGTH, decoder.config.vocab_size)
         whole = _logits(compute, sequence)
         assert torch.allclose(whole, _logits(native_compute(decoder, 8, int8=int8), sequence), atol=tolerance)
-        for place in range(LENGTH):
-            compute.run(BatchPlan((Chunk(sequence, place, place + 1),)))
-            assert torch.equal(compute.logits([0])[0], whole[place]), "the law of rows"
+        for position in range(LENGTH):
+            compute.run(BatchPlan((Chunk(sequence, position, position + 1),)))
+            assert torch.equal(compute.logits([0])[0], whole[position]), "batch invariance"
 
 
 def test_a_sampler_keeps_the_threads_that_it_draws_with() -> None:

@@ -80,8 +80,8 @@ def _agree(ours: SampledToken, theirs: SampledToken, row: SamplingInput, logits_
         if ours.token is None or theirs.token is None:
             return False
         (number,) = uniforms([Draw(row.params.seed, row.position, row.params.choice)])
-        left = sampling_oracle.survivors(sampling_oracle.adjusted(logits_V.tolist(), row), row.params)
-        return not row.is_greedy and not sampling_oracle.drawn(left, 0.0 if row.params.top_p == 0 else number)[1]
+        survivors = sampling_oracle.survivors(sampling_oracle.adjusted(logits_V.tolist(), row), row.params)
+        return not row.is_greedy and not sampling_oracle.drawn(survivors, 0.0 if row.params.top_p == 0 else number)[1]
     assert [ours.logprob or 0.0] == pytest.approx([theirs.logprob or 0.0], rel=1e-5, abs=1e-5)
     assert [x for _, x in ours.top] == pytest.approx([x for _, x in theirs.top], rel=1e-5, abs=1e-5)
     return True
@@ -89,7 +89,7 @@ def _agree(ours: SampledToken, theirs: SampledToken, row: SamplingInput, logits_
 
 @pytest.mark.parametrize("vocab", VOCABS)
 def test_the_twins_draw_the_same(sampling_library: CDLL, one_thread: None, vocab: int, nightly: bool) -> None:  # noqa: ARG001
-    """Thousands of rows; where they differ, the oracle must say that rounding decides. That is rare."""
+    """Thousands of rows; where they differ, the oracle must report that rounding decides, which is rare."""
     rng, sample = random.Random(vocab), native_sample(sampling_library)
     seen = different = tokens = 0
     for _ in range((200 if nightly else 20) * (1 if vocab > 10_000 else 4)):
@@ -151,7 +151,7 @@ def test_histories_and_masks_may_be_of_any_kind(sampling_library: CDLL) -> None:
 
 
 def test_parameters_are_packed_once_for_as_long_as_they_are_drawn_with(sampling_library: CDLL) -> None:
-    """A history grows in place; parameters that come to lie where others were are not taken for those."""
+    """A history grows in place; parameters at a reused address are not mistaken for the old ones."""
     sampler, logits = NativeSampler(sampling_library, 50), torch.randn(1, 50)
     params, history = SamplingParams(seed=1, presence_penalty=2.0, frequency_penalty=2.0), array("q", [0])
     for _ in range(30):
@@ -229,7 +229,7 @@ def test_exp_is_right_to_the_last_digits(sampling_library: CDLL) -> None:
     sampling_library.probe_exp.argtypes = [c_int64] * 3
     sampling_library.probe_exp(x.data_ptr(), y.data_ptr(), len(x))
     exact = x.double().exp()
-    held = x >= -86
-    ulp = torch.finfo(torch.float32).eps * 2.0 ** exact[held].log2().floor()
-    assert float(((y[held].double() - exact[held]).abs() / ulp).max()) < 1.5
-    assert (y[~held] == 0).all() and (y[x == 0] == 1).all()
+    in_range = x >= -86
+    ulp = torch.finfo(torch.float32).eps * 2.0 ** exact[in_range].log2().floor()
+    assert float(((y[in_range].double() - exact[in_range]).abs() / ulp).max()) < 1.5
+    assert (y[~in_range] == 0).all() and (y[x == 0] == 1).all()

@@ -108,10 +108,10 @@ def test_another_source_gives_another_text_although_the_prompt_is_cached() -> No
     decoder, (one, two) = _decoder(), _requests(2, seed=5, sources=2)
     prompt = tuple(range(1, 60))
     engine = tiny_engine(decoder, blocks=400)
-    asked = [Request(id=r.id, prompt=prompt, max_tokens=20, params=_GREEDY, source=r.source) for r in (one, two)]
-    texts = [_tokens(run_all(engine, [request])[request.id]) for request in asked]
+    greedy = [Request(id=r.id, prompt=prompt, max_tokens=20, params=_GREEDY, source=r.source) for r in (one, two)]
+    texts = [_tokens(run_all(engine, [request])[request.id]) for request in greedy]
     assert texts[0] != texts[1]
-    assert texts == [_tokens(run_all(tiny_engine(decoder), [request])[request.id]) for request in asked]
+    assert texts == [_tokens(run_all(tiny_engine(decoder), [request])[request.id]) for request in greedy]
 
 
 def test_a_slot_that_held_numbers_that_are_not_finite_harms_no_later_request() -> None:

@@ -104,8 +104,10 @@ def _scored(seed: int, count: int = 10) -> list[Request]:
     for i in range(count):
         own = [rng.randrange(1, 320) for _ in range(rng.choice([1, 2, 23, 70, 100]))]
         (request,) = _choices(rng, f"r{i}", common + own if i % 2 else own, 1)
-        asked = None if i % 3 == 2 else rng.choice([0, 1, 5, 20])
-        requests.append(msgspec.structs.replace(request, prompt_logprobs=asked, max_tokens=rng.choice([0, 1, 20, 35])))
+        n_logprobs = None if i % 3 == 2 else rng.choice([0, 1, 5, 20])
+        requests.append(
+            msgspec.structs.replace(request, prompt_logprobs=n_logprobs, max_tokens=rng.choice([0, 1, 20, 35]))
+        )
     return requests
 
 
@@ -191,12 +193,12 @@ def test_scores_are_those_of_the_reference(way: str) -> None:
     together = _run(tiny_engine(decoder, blocks=200, tokens_per_step=40), requests)
     for request in (r for r in requests if r.prompt_logprobs is not None):
         expected = logits(decoder, list(request.prompt)).log_softmax(-1)
-        for place, (own, top) in enumerate(together[request.id][0], start=1):
-            assert own == pytest.approx(expected[place - 1, request.prompt[place]].item(), abs=1e-4)
+        for index, (own, top) in enumerate(together[request.id][0], start=1):
+            assert own == pytest.approx(expected[index - 1, request.prompt[index]].item(), abs=1e-4)
             assert [value for _, value in top] == pytest.approx(
-                expected[place - 1].topk(request.prompt_logprobs or 0).values.tolist(), abs=1e-4
+                expected[index - 1].topk(request.prompt_logprobs or 0).values.tolist(), abs=1e-4
             )
-            assert dict(top).get(request.prompt[place], own) == own, "one number, whichever way it is told"
+            assert dict(top).get(request.prompt[index], own) == own, "one number, whichever way it is reported"
 
 
 def test_a_prompt_whose_rows_are_not_finite_fails_alone() -> None:

@@ -20,46 +20,46 @@ class FakeCuda:
     """Stands in for torch.cuda: notes what is asked of it. What is raised inside a capture ends with another error."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.calls: list[str] = []
 
     def graph_pool_handle(self) -> tuple[int, int]:
         return 0, 1
 
     def Stream(self) -> _Stream:  # noqa: N802 - torch's name
-        return _Stream("side", self.told)
+        return _Stream("side", self.calls)
 
     def current_stream(self) -> _Stream:
-        return _Stream("main", self.told)
+        return _Stream("main", self.calls)
 
     def stream(self, stream: _Stream) -> _Noted:
-        return _Noted(stream.name, self.told)
+        return _Noted(stream.name, self.calls)
 
     def CUDAGraph(self) -> Any:  # noqa: N802 - torch's name
         class Graph:
             def replay(graph) -> None:  # noqa: N805
-                self.told.append("replay")
+                self.calls.append("replay")
 
         return Graph()
 
     def graph(self, _graph: object, *, pool: tuple[int, int], stream: _Stream) -> _Noted:
         assert pool == (0, 1)
-        return _Noted(f"capture on {stream.name}", self.told)
+        return _Noted(f"capture on {stream.name}", self.calls)
 
 
 class _Stream:
-    def __init__(self, name: str, told: list[str]) -> None:
-        self.name, self._told = name, told
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.name, self._calls = name, calls
 
     def wait_stream(self, other: _Stream) -> None:
-        self._told.append(f"{self.name} waits for {other.name}")
+        self._calls.append(f"{self.name} waits for {other.name}")
 
 
 class _Noted:
-    def __init__(self, what: str, told: list[str]) -> None:
-        self._what, self._told = what, told
+    def __init__(self, what: str, calls: list[str]) -> None:
+        self._what, self._calls = what, calls
 
     def __enter__(self) -> None:
-        self._told.append(self._what)
+        self._calls.append(self._what)
 
     def __exit__(self, kind: type[BaseException] | None, _error: object, _trace: TracebackType | None) -> None:
         if kind and self._what.startswith("capture"):
@@ -76,10 +76,10 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 def test_what_is_captured_was_done_before_on_the_same_stream(cuda: FakeCuda) -> None:
     """Kernels are compiled and workspaces made by then, which a capture must not."""
-    replay = CudaCapture()(lambda: cuda.told.append("work"))
+    replay = CudaCapture()(lambda: cuda.calls.append("work"))
     replay()
-    beside = ["side waits for main", "side", "work", "main waits for side"]
-    assert cuda.told == [*beside, "capture on side", "work", "replay"]
+    warmup = ["side waits for main", "side", "work", "main waits for side"]
+    assert cuda.calls == [*warmup, "capture on side", "work", "replay"]
 
 
 def _failing(at: int, error: Exception) -> Callable[[], None]:

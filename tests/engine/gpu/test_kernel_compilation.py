@@ -24,11 +24,11 @@ pytestmark = [pytest.mark.slow, needs_triton]
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Facts of each kernel."""
-    facts: dict[str, Any] = _said_by("compile_kernels", tmp_path_factory.mktemp("triton"))
+    facts: dict[str, Any] = _output_of("compile_kernels", tmp_path_factory.mktemp("triton"))
     return facts
 
 
-def _said_by(program: str, cache: Path) -> Any:
+def _output_of(program: str, cache: Path) -> Any:
     """In a process of its own: in this one kernels are interpreted."""
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     variables["TRITON_CACHE_DIR"] = str(cache)
@@ -46,11 +46,11 @@ def test_every_kernel_compiles_and_fits(compiled: dict[str, Any]) -> None:
 
 def test_no_request_needs_a_kernel_that_the_start_did_not_compile(tmp_path: Path) -> None:
     """By Triton's own rule of what is a variant: which pointers are aligned, which integers are whole, which is 1."""
-    said = _said_by("launch_kernels", tmp_path)
-    assert said["tokens"] > 50 and {"attention_kernel", "int8_product_kernel", "sample_kernel"} <= {
-        name.split()[0] for name in said["early"]
+    output = _output_of("launch_kernels", tmp_path)
+    assert output["tokens"] > 50 and {"attention_kernel", "int8_product_kernel", "sample_kernel"} <= {
+        name.split()[0] for name in output["early"]
     }
-    assert not said["late"]
+    assert not output["late"]
 
 
 def test_attention_takes_no_more_memory_than_is_reckoned_with(compiled: dict[str, Any]) -> None:

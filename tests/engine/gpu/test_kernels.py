@@ -17,12 +17,12 @@ from tests.support.gpu.kernel_backends import BOTH, DEVICE, FORMATS, SHAPES, ker
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    # Exponentials that overflow to where they should: numpy tells it, a GPU does not.
+    # Exponentials that overflow as intended: numpy warns, a GPU does not.
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
 ]
 
 
-def hold(found: Iterable[Row]) -> None:
+def check_all(found: Iterable[Row]) -> None:
     """Every law that was looked at, and there were some."""
     found = list(found)
     assert found and not [row for row in found if not row["ok"]]
@@ -35,14 +35,14 @@ def test_attention_is_what_the_slow_reference_says(name: str, kind: str) -> None
     dtype = FORMATS[seed % len(FORMATS)] if name == "prefill" else torch.float32
     tail = 1 if name in ("long", "late") else 20
     scene = build(SHAPES[name], dtype, DEVICE, seed, tail)
-    hold([attention.accuracy(f"seed {seed}", kernels(kind), scene, tail, 1 if tail == 1 else 16)])
+    check_all([attention.accuracy(f"seed {seed}", kernels(kind), scene, tail, 1 if tail == 1 else 16)])
 
 
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 def test_attention_to_a_long_past_in_a_short_format_is_no_further_off(dtype: torch.dtype, kind: str) -> None:
     shape = replace(SHAPES["window"], lengths=(700,), window=None)
-    hold([attention.accuracy(str(dtype), kernels(kind), build(shape, dtype, DEVICE, randrange(10**6), 2), 2)])
+    check_all([attention.accuracy(str(dtype), kernels(kind), build(shape, dtype, DEVICE, randrange(10**6), 2), 2)])
 
 
 @pytest.mark.parametrize("kind", BOTH)
@@ -50,7 +50,7 @@ def test_attention_to_a_long_past_in_a_short_format_is_no_further_off(dtype: tor
 def test_a_row_has_the_same_bits_alone_in_a_batch_in_chunks_and_in_any_number_of_programs(name: str, kind: str) -> None:
     seed = randrange(10**6)
     others = (kernels(kind), kernels(kind, partial_bytes=0))
-    hold(attention.law(f"seed {seed}", others, build(SHAPES[name], torch.float32, DEVICE, seed, 18), tail=18))
+    check_all(attention.law(f"seed {seed}", others, build(SHAPES[name], torch.float32, DEVICE, seed, 18), tail=18))
 
 
 @pytest.mark.parametrize("kind", BOTH)
@@ -60,19 +60,19 @@ def test_splits_taken_in_turn_and_beside_one_another_give_the_same_bits(name: st
     pieces = attention.ends(scene, 1)
     ways = [(kernels(kind), 0), (kernels(kind), 2), (kernels(kind, partial_bytes=0), 0)]
     first, *others = [torch.cat(scene.attend(kernel, pieces, 1, spare)) for kernel, spare in ways]
-    hold(same_bits(name, other, first) for other in others)
+    check_all(same_bits(name, other, first) for other in others)
 
 
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 def test_sums_and_norms_are_what_the_slow_reference_says_alone_and_batched(dtype: torch.dtype, kind: str) -> None:
-    hold(rows.norms(kernels(kind), 3, 100, dtype, DEVICE, randrange(10**6)))
+    check_all(rows.norms(kernels(kind), 3, 100, dtype, DEVICE, randrange(10**6)))
 
 
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 def test_activations_are_what_the_slow_reference_says_alone_and_batched(dtype: torch.dtype, kind: str) -> None:
-    hold(rows.gates(kernels(kind), 2, 1030, dtype, DEVICE, randrange(10**6)))
+    check_all(rows.gates(kernels(kind), 2, 1030, dtype, DEVICE, randrange(10**6)))
 
 
 @pytest.mark.parametrize("kind", BOTH)
@@ -92,13 +92,13 @@ def test_heads_are_normed_turned_scaled_and_kept(
         k_norm=k_norm,
         q_factor=factor,
     )
-    hold(rows.heads(kernels(kind), spec, 4, dtype, DEVICE, seed))
+    check_all(rows.heads(kernels(kind), spec, 4, dtype, DEVICE, seed))
 
 
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize(("count", "n_rows"), [(1, 1), (7, 5), (150, 130)])
 def test_a_decode_step_finds_its_rows_and_leaves_them_a_token_further(count: int, n_rows: int, kind: str) -> None:
-    hold(states.states(kernels(kind), count, n_rows, 16, 4, DEVICE, randrange(10**6)))
+    check_all(states.states(kernels(kind), count, n_rows, 16, 4, DEVICE, randrange(10**6)))
 
 
 def test_a_reference_that_misses_one_key_is_found_out() -> None:

@@ -48,8 +48,8 @@ def test_the_matrix_is_there_once(shape: ModelConfig) -> None:
 def test_a_head_that_is_whole_or_rounded_stays_where_it_is() -> None:
     whole = tiny_decoder()
     assert whole.config.vocab_size % VOCAB_MULTIPLE == 0
-    place = whole.embedding.data_ptr()
-    assert padded_lm_head(whole) == whole.head and whole.embedding.data_ptr() == place
+    address = whole.embedding.data_ptr()
+    assert padded_lm_head(whole) == whole.head and whole.embedding.data_ptr() == address
     kinds: dict[Quantize, bool] = {"int8": True, "fp8": False}  # fp8 takes no odd number of rows
     for quantize, is_rounded in kinds.items():
         decoder = tiny_decoder(UNTIED)

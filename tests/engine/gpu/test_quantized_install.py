@@ -17,7 +17,7 @@ from model.nn.reference import logits
 from model.nn.transformer import Decoder
 from tests.support.model.tiny_models import tiny_config, tiny_decoder, tiny_engine
 
-PROMPT = [(7 * place) % 319 + 1 for place in range(40)]
+PROMPT = [(7 * i) % 319 + 1 for i in range(40)]
 UNTIED = tiny_config(tied_head=False, head_bias=True, qkv_bias=True, out_bias=True, mlp_bias=True, logit_soft_cap=30.0)
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -44,7 +44,7 @@ def test_the_kernel_gives_what_its_twin_gives(
 
 
 def test_every_token_of_every_tile_is_computed_from_its_own_row(kernel: ModuleType) -> None:
-    """Exact sums, so that a bit that differs is a number in the wrong place; rows of x may be apart."""
+    """Exact sums, so that a differing bit means a misplaced number; rows of x may be strided."""
     numbers = _whole(130, 200, seed=1).to(torch.int8)
     weight = Quantized(numbers, torch.full((130,), 0.5, device=DEVICE))
     wide = _whole(70, 300)
@@ -66,9 +66,9 @@ def test_a_row_is_scaled_by_itself_to_the_bits_of_its_twin(columns: int) -> None
     wide[4, 7] = float("nan")
     numbers, scales = wide.new_empty(5, columns), wide.new_empty(5, 1)
     kernel[(5,)](wide, numbers, scales, 300, N_COLUMNS=columns, PADDED=256, FP8_MAX=reference_operations.FP8_MAX)
-    twin = reference_operations.quantize_fp8_rows(wide[:, :columns])
-    assert torch.equal(scales[:4], twin.scales_X1[:4])
-    assert torch.equal(numbers[:4].to(reference_operations.FP8_DTYPE).float(), twin.numbers[:4].float())
+    reference = reference_operations.quantize_fp8_rows(wide[:, :columns])
+    assert torch.equal(scales[:4], reference.scales_X1[:4])
+    assert torch.equal(numbers[:4].to(reference_operations.FP8_DTYPE).float(), reference.numbers[:4].float())
     assert numbers[4, 7].isnan(), "a number that is none must not look like one"
 
 

@@ -52,14 +52,14 @@ def texts() -> Events:
 
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize(
-    "room",
+    "limits",
     [{"blocks": 400}, {"blocks": 22}, {"blocks": 200, "tokens_per_step": 20, "max_running": 4}],
     ids=["together", "preempted", "in pieces"],
 )
-def test_the_device_draws_the_tokens_of_the_torch_way(depth: int, room: dict[str, int], texts: Events) -> None:
-    engine = tiny_device_engine(tiny_decoder(), depth=depth, **room)
+def test_the_device_draws_the_tokens_of_the_torch_way(depth: int, limits: dict[str, int], texts: Events) -> None:
+    engine = tiny_device_engine(tiny_decoder(), depth=depth, **limits)
     drawn = run_all(engine, _requests(16, seed=1))
-    assert (engine.scheduler.preemptions > 0) == (room["blocks"] == 22)
+    assert (engine.scheduler.preemptions > 0) == (limits["blocks"] == 22)
     _assert_same_texts(drawn, texts)
 
 
@@ -117,15 +117,15 @@ def test_every_kind_of_decoder_says_what_it_says_in_torch(seed: int) -> None:
 def test_guides_and_scored_prompts_take_their_turn_among_launched_steps() -> None:
     """They need the host, and so does every step that they are in; no request's text changes."""
     decoder, requests = tiny_decoder(), _mixed()
-    wanted, scores = _told(tiny_engine(decoder, blocks=200, guides=_guides()), requests)
-    engine = tiny_device_engine(decoder, blocks=200, guides=_guides())
+    wanted, scores = _run_all_scored(tiny_engine(decoder, blocks=200, guides=_grammar_tracker()), requests)
+    engine = tiny_device_engine(decoder, blocks=200, guides=_grammar_tracker())
     launched = _count_launches(engine)
-    told, told_scores = _told(engine, requests)
-    _assert_same_texts(told, wanted)
-    assert launched and told_scores.keys() == scores.keys()
+    replayed, replayed_scores = _run_all_scored(engine, requests)
+    _assert_same_texts(replayed, wanted)
+    assert launched and replayed_scores.keys() == scores.keys()
     for name, own in scores.items():
-        assert len(own) == len(told_scores[name])
-        assert all(abs(a[0] - b[0]) < CLOSE for a, b in zip(own, told_scores[name], strict=True)), name
+        assert len(own) == len(replayed_scores[name])
+        assert all(abs(a[0] - b[0]) < CLOSE for a, b in zip(own, replayed_scores[name], strict=True)), name
 
 
 def test_where_shapes_do_not_change_no_company_changes_a_bit() -> None:
@@ -183,8 +183,8 @@ def test_a_row_is_given_away_only_where_its_sequence_does_not_run() -> None:
     assert rows.assign_rows([*first, *second])[0] == [1, 0]
     first[0].sequence.ended = True
     second[0].sequence.tokens.append(7)
-    places, changes = rows.assign_rows([Chunk(second[0].sequence, 1, 2), *third])
-    assert places == [0, 1] and changes.loaded_rows == [1], "the second one is known"
+    indices, changes = rows.assign_rows([Chunk(second[0].sequence, 1, 2), *third])
+    assert indices == [0, 1] and changes.loaded_rows == [1], "the second one is known"
     assert not rows.is_resident(first[0].sequence) and rows.is_resident(second[0].sequence)
 
 
@@ -218,15 +218,15 @@ def test_a_sequence_that_gave_way_is_told_anew() -> None:
 
 def test_a_longer_sequence_takes_a_graph_of_more_splits() -> None:
     steps = tiny_device_runner(tiny_decoder(), max_running=2).graphs.steps
-    graphs, taken = DecodeGraphs(steps, buckets=(1, 2), max_splits=40), []
+    graphs, launched = DecodeGraphs(steps, buckets=(1, 2), max_splits=40), []
 
     def noted(work: Any) -> Callable[[], None]:
-        return lambda: taken.append(work.args)
+        return lambda: launched.append(work.args)
 
     graphs.capture(noted)
     for count, splits in ((1, 1), (2, 16), (2, 17), (1, 40)):
         graphs.run(count, splits)
-    assert taken == [(1, 1), (2, 16), (2, 40), (1, 40)] and graphs.count == 6
+    assert launched == [(1, 1), (2, 16), (2, 40), (1, 40)] and graphs.count == 6
 
 
 def _sequences(count: int) -> list[Sequence]:
@@ -248,12 +248,12 @@ def _count_launches(engine: Engine) -> list[int]:
 
 
 def _mixed() -> list[Request]:
-    """Usual ones, forks, guided ones, ones whose prompt is scored, and one that no row has room for."""
-    guide = grammar_from("regex", "[ab]{3,9}")
-    assert guide
+    """Plain, forked, guided and prompt-scored requests, and one whose stop ids exceed a row's capacity."""
+    grammar = grammar_from("regex", "[ab]{3,9}")
+    assert grammar
     made = []
     for i, request in enumerate(_requests(9, seed=2)):
-        changes: dict[str, Any] = [{}, {"grammar": guide.lark}, {"prompt_logprobs": 2}][i % 3]
+        changes: dict[str, Any] = [{}, {"grammar": grammar.lark}, {"prompt_logprobs": 2}][i % 3]
         made.append(replace(request, **changes))
     leader = made[0]
     forked = replace(leader.params, choice=5, temperature=1.0)
@@ -261,12 +261,12 @@ def _mixed() -> list[Request]:
     return [*made, replace(leader, id="fork", leader=leader.id, params=forked), late]
 
 
-def _guides() -> GrammarTracker:
+def _grammar_tracker() -> GrammarTracker:
     bytes_of = [bytes([i % 256]) for i in range(320)]
     return GrammarTracker(lambda: bytes_of, vocab_size=320, max_states=32)
 
 
-def _told(engine: Engine, requests: list[Request]) -> tuple[Events, dict[str, list[TokenScore]]]:
+def _run_all_scored(engine: Engine, requests: list[Request]) -> tuple[Events, dict[str, list[TokenScore]]]:
     """Texts, and the scores of prompts."""
     for request in requests:
         engine.add(request)

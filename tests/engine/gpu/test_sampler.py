@@ -23,7 +23,7 @@ from tests.support.gpu.kernel_backends import BOTH, DEVICE, kernels, needs_trito
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    # What overflows to where it should: numpy tells it, a GPU does not.
+    # Values that overflow as intended: numpy warns, a GPU does not.
     pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),
 ]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -61,7 +61,7 @@ def test_every_kind_of_row_is_drawn_by_the_law(vocab: int) -> None:
 
 @pytest.mark.parametrize("name", ["chance", "equal", "few values"])
 def test_a_row_of_many_tiles_whose_candidates_do_not_fit_the_room_is_drawn_by_the_law(name: str) -> None:
-    """Rows of 128,256 logits go so; here with rooms for 64."""
+    """Rows of 128,256 logits take this path; here with buffers for 64."""
     module = pytest.importorskip("app.engine.gpu.kernels.triton.sampler", reason="Triton is not installed")
     small = partial(module.sample, sizes=module.SamplerTiling(tile=64, groups=4, scratch=64))
     case = chance(name, 260, 16, 3) if name == "chance" else _some(MANY_TILES[name], len(name) % 2, 3)

@@ -35,11 +35,11 @@ from tests.support.model.tiny_models import tiny_config, tiny_decoder
 def test_sections_of_an_upload_begin_where_16_bytes_do(lengths: tuple[int, ...]) -> None:
     """Triton compiles a kernel for each set of its pointers that do: for one set, and not for 16 while serving."""
     upload = Upload()
-    places = [upload.add(range(length)) for length in lengths]
+    sections = [upload.add(range(length)) for length in lengths]
     numbers_X = upload.send(torch.device("cpu"))
-    for place, length in zip(places, lengths, strict=True):
-        assert numbers_X[place].tolist() == list(range(length))
-        assert place.start * numbers_X.element_size() % 16 == 0
+    for section, length in zip(sections, lengths, strict=True):
+        assert numbers_X[section].tolist() == list(range(length))
+        assert section.start * numbers_X.element_size() % 16 == 0
 
 
 class _Noting(ReferenceKernels):
@@ -63,7 +63,7 @@ def test_after_the_warm_up_no_step_needs_another_variant_of_attention(context: i
     for plan in (dummies(1, 50), *tails, dummies(2, 1)):
         runner.run(plan)
     assert kernels.seen == warmed
-    assert warmed == {(tokens, beside) for tokens in (1, 32) for beside in (False, context > 512)}
+    assert warmed == {(tokens, is_split) for tokens in (1, 32) for is_split in (False, context > 512)}
 
 
 class _Making(TorchDispatchMode):
@@ -96,11 +96,11 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[_Making]:
 
 
 def test_rows_that_stay_are_measured_with_the_largest_step_and_once(measured: list[_Making]) -> None:
-    """Beside weights and cache: counts of a large vocabulary are not small."""
+    """In addition to weights and cache: token counts of a large vocabulary are not small."""
     config = tiny_config()
-    room = CacheShape(shape=config, context=64, block_size=16, max_running=2, dtype=torch.float32)
+    cache_shape = CacheShape(shape=config, context=64, block_size=16, max_running=2, dtype=torch.float32)
     limits = StepLimits(tokens_per_step=32, max_running=2)
-    parts = GpuSetup(tiny_decoder(config), _Noting(), room, limits, deterministic=False)
+    parts = GpuSetup(tiny_decoder(config), _Noting(), cache_shape, limits, deterministic=False)
     assert (parts.activations(), parts.graph_bytes() > 7) == (7, True)
     counts = torch.Size((limits.max_running + 1, config.vocab_size))
     assert [("zeros", counts) in making.made for making in measured] == [True, False]
@@ -108,15 +108,15 @@ def test_rows_that_stay_are_measured_with_the_largest_step_and_once(measured: li
 
 @pytest.mark.usefixtures("measured")
 def test_splits_that_lie_beside_one_another_are_counted_where_there_may_be_some() -> None:
-    """Whatever was measured: neither the longest sequences nor the most rows hold the most of them."""
-    told = []
+    """Counted, not measured: neither the longest sequences nor the most rows have the most splits."""
+    sizes = []
     for context in (512, 513):
         config = tiny_config(context=context)
-        room = CacheShape(shape=config, context=context, block_size=16, max_running=2, dtype=torch.float32)
+        cache_shape = CacheShape(shape=config, context=context, block_size=16, max_running=2, dtype=torch.float32)
         limits = StepLimits(tokens_per_step=32, max_running=2)
-        parts = GpuSetup(tiny_decoder(config), _Noting(), room, limits, deterministic=False)
-        told.append((parts.activations(), parts.graph_bytes()))
-    step, graphs = (after - before for before, after in zip(*told, strict=True))
+        parts = GpuSetup(tiny_decoder(config), _Noting(), cache_shape, limits, deterministic=False)
+        sizes.append((parts.activations(), parts.graph_bytes()))
+    step, graphs = (after - before for before, after in zip(*sizes, strict=True))
     assert (step, graphs) == (PARTIAL_BYTES, PARTIAL_BYTES + 2 * _GRAPH_BYTES), "and two steps are captured once more"
 
 
@@ -124,12 +124,12 @@ def test_splits_that_lie_beside_one_another_are_counted_where_there_may_be_some(
 def test_what_is_measured_holds_the_costliest_draws_of_the_host(kind: str, measured: list[_Making]) -> None:
     """Masks, sorts of whole rows, and scores: of 256 rows and 128,000 tokens that is gigabytes, in no launched step."""
     config = tiny_config()
-    room = CacheShape(shape=config, context=64, block_size=16, max_running=4, dtype=torch.float32)
+    cache_shape = CacheShape(shape=config, context=64, block_size=16, max_running=4, dtype=torch.float32)
     limits = StepLimits(tokens_per_step=64, max_running=40)
     if kind == "device":
-        GpuSetup(tiny_decoder(config), _Noting(), room, limits, deterministic=False).activations()
+        GpuSetup(tiny_decoder(config), _Noting(), cache_shape, limits, deterministic=False).activations()
     else:
-        TorchBackend(tiny_decoder(config), room, limits).peaks()
+        TorchBackend(tiny_decoder(config), cache_shape, limits).peaks()
     guided_rows, vocab = 39, config.vocab_size
     made = measured[0].made
     assert {("where", (guided_rows, vocab)), ("sort", (guided_rows, vocab))} <= made
@@ -155,7 +155,7 @@ class _Holding(TorchDispatchMode):
         return out
 
 
-WISHES: list[dict[str, Any]] = [
+SAMPLING: list[dict[str, Any]] = [
     {},
     {"logprobs": 20},
     {"top_k": 1000, "typical_p": 0.5},
@@ -172,23 +172,23 @@ def test_no_wish_of_a_request_takes_more_than_the_costliest_draw(rows: int) -> N
     plan = costliest_step(StepLimits(tokens_per_step=rows, max_running=rows), 64)
     (allowed,) = PermissiveGrammars(vocab).allowed([plan.chunks[0].sequence])
 
-    def held(asking: list[SamplingInput]) -> int:
+    def peak_bytes(asking: list[SamplingInput]) -> int:
         with torch.inference_mode(), _Holding() as holding:
             sample(logits_SV, asking)
         return holding.most
 
-    asked = [chunk.sequence.request for chunk in plan.chunks]
-    most = held(
-        [SamplingInput(r.params, [0] * 64, len(r.prompt), r.stop_ids, allowed if r.grammar else None) for r in asked]
+    requests = [chunk.sequence.request for chunk in plan.chunks]
+    most = peak_bytes(
+        [SamplingInput(r.params, [0] * 64, len(r.prompt), r.stop_ids, allowed if r.grammar else None) for r in requests]
     )
-    for wish in WISHES:
+    for sampling in SAMPLING:
         for temperature in (1.0, 10.0):
-            params = SamplingParams(temperature=temperature, **wish)
+            params = SamplingParams(temperature=temperature, **sampling)
             row, plain = (
                 SamplingInput(params, [0] * 64, 32, (2,), allowed),
                 SamplingInput(SamplingParams(temperature=0), [0], 1),
             )
-            assert held([row] * rows) <= most and held([row] * (rows - 1) + [plain]) <= most, wish
+            assert peak_bytes([row] * rows) <= most and peak_bytes([row] * (rows - 1) + [plain]) <= most, sampling
 
 
 @needs_triton
@@ -213,7 +213,7 @@ class _Strangers(TorchDispatchMode):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_no_tensor_of_the_host_has_a_part_in_a_step(deterministic: bool) -> None:
-    """Its way to the device would be waited for, and none can be gone in a captured step. meta is a device like any."""
+    """The host would wait for its transfer, which a captured step does not allow. meta is a device like any other."""
     decoder = tiny_decoder().to("meta")
     steps = tiny_device_runner(decoder, kernels=_Noting(), max_running=4, deterministic=deterministic).graphs.steps
     tokens_T, tiles_X, draws_S = (torch.zeros(n, dtype=torch.int32, device="meta") for n in (128, 4, 4))

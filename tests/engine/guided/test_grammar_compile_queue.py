@@ -9,8 +9,8 @@ from app.engine.guided.grammar_compile_queue import GrammarCompileQueue
 from app.engine.guided.grammar_workers import Job
 
 
-class ManualGuides:
-    """Grammars that are compiled when the test says so."""
+class ManualTracker:
+    """A tracker whose grammars finish compiling when the test calls finish()."""
 
     def __init__(self) -> None:
         self.jobs: dict[str, Job] = {}
@@ -36,74 +36,74 @@ class ManualGuides:
         self.jobs[name].done = True
 
 
-def _request(name: str, salt: str = "") -> Request:
-    return Request(id=name, prompt=(1,), max_tokens=1, grammar='start: "a"', cache_namespace=salt)
+def _request(name: str, namespace: str = "") -> Request:
+    return Request(id=name, prompt=(1,), max_tokens=1, grammar='start: "a"', cache_namespace=namespace)
 
 
-def _queue(*names: str, most: int = 9) -> tuple[GrammarCompileQueue, ManualGuides]:
+def _queue(*names: str, most: int = 9) -> tuple[GrammarCompileQueue, ManualTracker]:
     """Requests of these names; the part before a slash is the key."""
-    guides = ManualGuides()
-    door = GrammarCompileQueue(guides, max_prepared=most)
+    tracker = ManualTracker()
+    queue = GrammarCompileQueue(tracker, max_prepared=most)
     for name in names:
-        door.add(_request(name, name.partition("/")[0] if "/" in name else ""))
-    return door, guides
+        queue.add(_request(name, name.partition("/")[0] if "/" in name else ""))
+    return queue, tracker
 
 
-def _ready(door: GrammarCompileQueue) -> list[str]:
-    return [request.id for request in door.pop_ready()]
+def _ready(queue: GrammarCompileQueue) -> list[str]:
+    return [request.id for request in queue.pop_ready()]
 
 
 def test_requests_of_one_key_leave_in_their_order_once_their_grammars_are_compiled() -> None:
-    door, guides = _queue("a", "b", "c")
-    assert door.wait_seconds(1.0) < 0.1, "the engine looks again soon"
-    guides.finish("b")
-    assert _ready(door) == [] and door.n_waiting == 3
-    guides.finish("a")
-    assert _ready(door) == ["a", "b"]
-    guides.finish("c")
-    assert _ready(door) == ["c"]
-    assert door.wait_seconds(1.0) == 1.0
+    queue, tracker = _queue("a", "b", "c")
+    assert queue.wait_seconds(1.0) < 0.1, "the engine looks again soon"
+    tracker.finish("b")
+    assert _ready(queue) == [] and queue.n_waiting == 3
+    tracker.finish("a")
+    assert _ready(queue) == ["a", "b"]
+    tracker.finish("c")
+    assert _ready(queue) == ["c"]
+    assert queue.wait_seconds(1.0) == 1.0
 
 
 def test_a_request_does_not_wait_for_the_grammar_of_another_key() -> None:
-    door, guides = _queue("x/1", "x/2", "y/1")
-    guides.finish("y/1")
-    assert _ready(door) == ["y/1"]
+    queue, tracker = _queue("x/1", "x/2", "y/1")
+    tracker.finish("y/1")
+    assert _ready(queue) == ["y/1"]
 
 
 def test_who_is_cancelled_never_leaves_and_is_forgotten() -> None:
-    door, guides = _queue("a", "b")
-    guides.finish("a")
-    guides.finish("b")
-    door.cancel("a")
-    door.cancel("unknown")
-    assert _ready(door) == ["b"]
-    assert guides.forgotten == ["a", "unknown"]
+    queue, tracker = _queue("a", "b")
+    tracker.finish("a")
+    tracker.finish("b")
+    queue.cancel("a")
+    queue.cancel("unknown")
+    assert _ready(queue) == ["b"]
+    assert tracker.forgotten == ["a", "unknown"]
 
 
 def test_a_mishap_in_the_thread_fails_its_request_alone_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    door, guides = _queue("a", "b")
-    guides.finish("a", RuntimeError("out of luck"))
-    guides.finish("b")
-    assert _ready(door) == ["b"]
-    assert [failed.request_id for failed in door.take_failed()] == ["a"]
-    assert door.take_failed() == (), "told once"
+    queue, tracker = _queue("a", "b")
+    tracker.finish("a", RuntimeError("out of luck"))
+    tracker.finish("b")
+    assert _ready(queue) == ["b"]
+    assert [failed.request_id for failed in queue.take_failed()] == ["a"]
+    assert queue.take_failed() == (), "reported once"
     assert "request a failed" in caplog.text and "out of luck" in caplog.text
 
 
 def test_no_more_grammars_are_compiled_ahead_than_are_kept() -> None:
-    door, guides = _queue("a", "b", "c", "d", most=2)
-    assert list(guides.jobs) == ["a", "b"]
-    guides.finish("a")
-    guides.finish("b")
-    assert _ready(door) == ["a", "b"] and list(guides.jobs) == ["a", "b"]
-    guides.jobs.pop("a")  # the engine has begun with it
-    assert _ready(door) == [] and list(guides.jobs) == ["b", "c"]
-    door.cancel("d")
-    guides.finish("c")
-    assert _ready(door) == ["c"] and door.wait_seconds(1.0) == 1.0
+    queue, tracker = _queue("a", "b", "c", "d", most=2)
+    assert list(tracker.jobs) == ["a", "b"]
+    tracker.finish("a")
+    tracker.finish("b")
+    assert _ready(queue) == ["a", "b"] and list(tracker.jobs) == ["a", "b"]
+    tracker.jobs.pop("a")  # the engine has started it
+    assert _ready(queue) == [] and list(tracker.jobs) == ["b", "c"]
+    queue.cancel("d")
+    tracker.finish("c")
+    assert _ready(queue) == ["c"] and queue.wait_seconds(1.0) == 1.0
 
 
 def test_one_key_leaves_capacity_for_the_next() -> None:
-    _, guides = _queue(*[f"x/{i}" for i in range(40)], "y/1", most=32)
-    assert len(guides.jobs) == 29 and "y/1" in guides.jobs
+    _, tracker = _queue(*[f"x/{i}" for i in range(40)], "y/1", most=32)
+    assert len(tracker.jobs) == 29 and "y/1" in tracker.jobs

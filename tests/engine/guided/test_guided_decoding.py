@@ -35,20 +35,20 @@ ALPHABET = ["a", "b", "/", "\u00e9"]
 LONGEST = 5
 
 
-def _guides(bytes_of: Sequence[bytes] = TOKENIZER.bytes_of, vocab_size: int = VOCAB, most: int = 32) -> GrammarTracker:
+def _tracker(bytes_of: Sequence[bytes] = TOKENIZER.bytes_of, vocab_size: int = VOCAB, most: int = 32) -> GrammarTracker:
     return GrammarTracker(lambda: bytes_of, vocab_size=vocab_size, max_states=most)
 
 
 def _grammar(**fields: Any) -> str:
-    guide = grammar_from(*next(iter(fields.items())))
-    assert guide
-    return guide.lark
+    grammar = grammar_from(*next(iter(fields.items())))
+    assert grammar
+    return grammar.lark
 
 
-def _allowed(guides: GrammarTracker, sequence: EngineSequence) -> Tensor | SampledToken | None:
-    """What allowed() says once the mask is there."""
-    while (allowed := guides.allowed([sequence])[0]) is MASK_NOT_READY:
-        guides.wait(1.0)
+def _allowed(tracker: GrammarTracker, sequence: EngineSequence) -> Tensor | SampledToken | None:
+    """The result of allowed() once the mask is ready."""
+    while (allowed := tracker.allowed([sequence])[0]) is MASK_NOT_READY:
+        tracker.wait(1.0)
     return allowed
 
 
@@ -58,17 +58,17 @@ def _ids(allowed_W: Tensor | SampledToken | None) -> set[int]:
     return set(bits.flatten().nonzero().flatten().tolist())
 
 
-def _random_regex(rng: random.Random, room: int) -> str:
-    """At most `room` characters long, whatever it matches."""
-    if room <= 1 or rng.random() < 0.3:
+def _random_regex(rng: random.Random, length: int) -> str:
+    """A regex whose matches are at most `length` characters long."""
+    if length <= 1 or rng.random() < 0.3:
         return rng.choice([*ALPHABET, "[ab]", "[\u00e9/]", "(?:)"])
     if rng.random() < 0.3:
-        return f"(?:{_random_regex(rng, room)}|{_random_regex(rng, room)})"
+        return f"(?:{_random_regex(rng, length)}|{_random_regex(rng, length)})"
     if rng.random() < 0.3:
-        most = rng.randint(1, room)
-        return f"(?:{_random_regex(rng, room // most)}){{{rng.randint(0, most)},{most}}}"
-    first = rng.randint(1, room - 1)
-    return _random_regex(rng, first) + _random_regex(rng, room - first)
+        most = rng.randint(1, length)
+        return f"(?:{_random_regex(rng, length // most)}){{{rng.randint(0, most)},{most}}}"
+    first = rng.randint(1, length - 1)
+    return _random_regex(rng, first) + _random_regex(rng, length - first)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -86,9 +86,9 @@ def test_a_token_is_allowed_exactly_where_some_text_goes_on_with_it(seed: int) -
     stop_ids = rng.choice([(0,), (0, 1), ()])
     request = Request(id="r", prompt=(0,), max_tokens=99, grammar=_grammar(regex=regex), stop_ids=stop_ids)
     for _ in range(4):
-        guides, sequence, text = _guides(bytes_of, size), EngineSequence(request=request, tokens=[0], arrival=0), b""
+        tracker, sequence, text = _tracker(bytes_of, size), EngineSequence(request=request, tokens=[0], arrival=0), b""
         for _ in range(LONGEST * 2):
-            allowed = _allowed(guides, sequence)
+            allowed = _allowed(tracker, sequence)
             texts = {i for i, data in enumerate(bytes_of) if data and text + data in prefixes} - set(stop_ids)
             if not texts:
                 assert isinstance(allowed, SampledToken)
@@ -99,7 +99,7 @@ def test_a_token_is_allowed_exactly_where_some_text_goes_on_with_it(seed: int) -
             assert _ids(allowed) == texts | ends, (regex, text)
             token = rng.choice(sorted(texts))
             text += bytes_of[token]
-            assert guides.accept_tokens([sequence], [SampledToken(token)]) == [SampledToken(token)]
+            assert tracker.accept_tokens([sequence], [SampledToken(token)]) == [SampledToken(token)]
             sequence.tokens.append(token)
 
 
@@ -107,7 +107,7 @@ def _decoder() -> Decoder:
     return tiny_decoder(tiny_config(context=1024, n_layers=1))
 
 
-def _requests(guides: Sequence[str], max_tokens: int = 300) -> list[Request]:
+def _requests(grammars: Sequence[str], max_tokens: int = 300) -> list[Request]:
     """With and without an end-of-text token; half of them with some top_k, since a filter must not empty a mask."""
     return [
         Request(
@@ -116,9 +116,9 @@ def _requests(guides: Sequence[str], max_tokens: int = 300) -> list[Request]:
             max_tokens=max_tokens,
             params=SamplingParams(temperature=1.0, seed=i, top_k=20 * (i % 2)),
             stop_ids=(EOS,) if i % 3 else (),
-            grammar=guide,
+            grammar=grammar,
         )
-        for i, guide in enumerate(guides)
+        for i, grammar in enumerate(grammars)
     ]
 
 
@@ -132,7 +132,7 @@ def test_every_text_that_ended_parses_and_fits_its_schema() -> None:
     rng = random.Random(1)
     made = [random_schema(rng) for _ in range(200)]
     requests = _requests([_grammar(json_schema=whole(schema)) for schema, _ in made])
-    events = run_all(tiny_engine(_decoder(), blocks=700, guides=_guides()), requests)
+    events = run_all(tiny_engine(_decoder(), blocks=700, guides=_tracker()), requests)
     ended = [i for i, request in enumerate(requests) if events[request.id][-1].finish is FinishReason.STOP]
     assert len(ended) > 190
     for i in ended:
@@ -151,19 +151,19 @@ MIXED = [
 
 
 def _alone(requests: Sequence[Request]) -> dict[str, list[SampledEvent]]:
-    return {r.id: run_all(tiny_engine(_decoder(), guides=_guides()), [r])[r.id] for r in requests}
+    return {r.id: run_all(tiny_engine(_decoder(), guides=_tracker()), [r])[r.id] for r in requests}
 
 
 @pytest.mark.usefixtures("one_thread")
 def test_guided_requests_get_in_a_batch_what_they_get_alone_also_after_preemption() -> None:
     requests = _requests(MIXED * 4, max_tokens=50)
-    engine = tiny_engine(_decoder(), blocks=30, guides=_guides(most=3))
+    engine = tiny_engine(_decoder(), blocks=30, guides=_tracker(most=3))
     result = run_all(engine, requests)
     assert engine.scheduler.preemptions > 0, "the cache was meant to be too small"
     assert result == _alone(requests)
 
 
-class _LateGuides(GrammarTracker):
+class _LateTracker(GrammarTracker):
     """Masks that are late at random."""
 
     def __init__(self, rng: random.Random) -> None:
@@ -174,10 +174,10 @@ class _LateGuides(GrammarTracker):
     def allowed(self, sequences: Sequence[EngineSequence]) -> list[Tensor | SampledToken | None]:
         late = [self._rng.random() < 0.3 for _ in sequences]
         on_time = [sequence for sequence, is_late in zip(sequences, late, strict=True) if not is_late]
-        answers = iter(super().allowed(on_time))
+        masks = iter(super().allowed(on_time))
         self.n_late += sum(late)
         return [
-            MASK_NOT_READY if is_late and sequence.request.grammar else None if is_late else next(answers)
+            MASK_NOT_READY if is_late and sequence.request.grammar else None if is_late else next(masks)
             for sequence, is_late in zip(sequences, late, strict=True)
         ]
 
@@ -189,10 +189,10 @@ class _LateGuides(GrammarTracker):
 @pytest.mark.parametrize("seed", range(3))
 def test_late_masks_change_no_token(seed: int) -> None:
     """Known before the step or noticed in it, also after preemption."""
-    requests, guides = _requests(MIXED * 4, max_tokens=50), _LateGuides(random.Random(seed))
-    engine = tiny_engine(_decoder(), blocks=13, guides=guides)
+    requests, tracker = _requests(MIXED * 4, max_tokens=50), _LateTracker(random.Random(seed))
+    engine = tiny_engine(_decoder(), blocks=13, guides=tracker)
     assert run_all(engine, requests) == _alone(requests)
-    assert guides.n_late > 100 and engine.scheduler.preemptions
+    assert tracker.n_late > 100 and engine.scheduler.preemptions
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -201,7 +201,7 @@ def test_while_all_requests_wait_for_masks_the_engine_takes_new_ones_and_cancels
 ) -> None:
     faults = arm_this_process(tmp_path, monkeypatch)
     faults.arm("engine.mask", "sleep", seconds=1.0, times=1)
-    engine = tiny_engine(_decoder(), guides=_guides())
+    engine = tiny_engine(_decoder(), guides=_tracker())
     slow, _, plain = _requests([MIXED[0], MIXED[1], ""], max_tokens=5)
     engine.add(slow)
     report = engine.step()
@@ -221,7 +221,7 @@ def test_while_all_requests_wait_for_masks_the_engine_takes_new_ones_and_cancels
 def test_a_request_over_its_budget_fails_alone_with_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_tracker, "_REQUEST_SECONDS", 0.001)
     monkeypatch.setattr(grammar_tracker, "_TOKEN_SECONDS", 0.0)
-    engine = tiny_engine(_decoder(), guides=_guides())
+    engine = tiny_engine(_decoder(), guides=_tracker())
     grammar = BOMBS["ambiguous words"].value
     engine.add(Request(id="costly", prompt=(1,), max_tokens=200, grammar=grammar))
     good = Request(id="good", prompt=(2,), max_tokens=30)
@@ -235,29 +235,29 @@ def test_a_request_over_its_budget_fails_alone_with_what_to_change(monkeypatch: 
 
 
 def test_the_time_of_grammars_is_reported_by_request_once() -> None:
-    guides = _guides()
-    engine = tiny_engine(_decoder(), guides=guides)
+    tracker = _tracker()
+    engine = tiny_engine(_decoder(), guides=tracker)
     engine.add(Request(id="r", prompt=(1,), max_tokens=30, grammar=MIXED[0]))
     work: list[tuple[str, float]] = []
     while engine.has_work:
         engine.step()
-        work += guides.take_work()
+        work += tracker.take_work()
     assert {name for name, _ in work} == {"r"} and 0 < sum(seconds for _, seconds in work) < 5
     assert len(work) < 15, "when it adds up, not for each token"
-    assert guides.take_work() == ()
+    assert tracker.take_work() == ()
 
 
 @pytest.mark.parametrize("name", LEGITIMATE)
 def test_grammars_of_real_use_are_followed_for_300_tokens(name: str) -> None:
     """With texts at random, which is the worst that a model may write."""
-    guide = grammar_from(*LEGITIMATE[name])
-    assert guide
-    guides, rng = _guides(), random.Random(1)
-    request = Request(id="r", prompt=(0,), max_tokens=300, grammar=guide.lark)
+    grammar = grammar_from(*LEGITIMATE[name])
+    assert grammar
+    tracker, rng = _tracker(), random.Random(1)
+    request = Request(id="r", prompt=(0,), max_tokens=300, grammar=grammar.lark)
     sequence = EngineSequence(request=request, tokens=[0], arrival=0)
-    while isinstance(allowed_W := _allowed(guides, sequence), Tensor):
+    while isinstance(allowed_W := _allowed(tracker, sequence), Tensor):
         token = rng.choice(sorted(_ids(allowed_W)))
-        guides.accept_tokens([sequence], [SampledToken(token)])
+        tracker.accept_tokens([sequence], [SampledToken(token)])
         sequence.tokens.append(token)
     assert isinstance(allowed_W, SampledToken) and not allowed_W.failure
 
@@ -275,7 +275,7 @@ def test_a_guide_is_compiled_once_also_after_preemption_and_for_a_step_that_is_c
 
     monkeypatch.setattr(GrammarTracker, "_build", count)
     requests = _requests(MIXED * 4, max_tokens=50)
-    engine = tiny_engine(_decoder(), blocks=30, guides=_guides(most=32))
+    engine = tiny_engine(_decoder(), blocks=30, guides=_tracker(most=32))
     honest = engine.runner.compute.run  # type: ignore[attr-defined]
     mishaps = iter([False, False, True] * 1000)
 
@@ -293,7 +293,7 @@ def test_a_guide_is_compiled_once_also_after_preemption_and_for_a_step_that_is_c
 @pytest.mark.usefixtures("one_thread")
 def test_a_guided_request_submitted_again_goes_on_as_before() -> None:
     for request in _requests(MIXED, max_tokens=30):
-        before = run_all(tiny_engine(_decoder(), guides=_guides()), [request])[request.id]
+        before = run_all(tiny_engine(_decoder(), guides=_tracker()), [request])[request.id]
         cut = len(before) // 2
         generated = tuple(event.token for event in before[:cut] if event.token is not None)
         again = Request(
@@ -305,19 +305,19 @@ def test_a_guided_request_submitted_again_goes_on_as_before() -> None:
             grammar=request.grammar,
             generated=generated,
         )
-        assert run_all(tiny_engine(_decoder(), guides=_guides()), [again])[request.id] == before[cut:]
+        assert run_all(tiny_engine(_decoder(), guides=_tracker()), [again])[request.id] == before[cut:]
 
 
 def test_without_an_end_token_the_text_ends_with_its_last_token() -> None:
     request = Request(id="r", prompt=(1,), max_tokens=50, grammar=_grammar(regex="[ab]{3}"))
-    events = run_all(tiny_engine(_decoder(), guides=_guides()), [request])["r"]
+    events = run_all(tiny_engine(_decoder(), guides=_tracker()), [request])["r"]
     assert re.fullmatch("[ab]{3}", _text(events))
     assert events[-1].finish is FinishReason.STOP
 
 
 def test_ignoring_the_end_goes_on_until_nothing_may_follow_or_the_tokens_are_used_up() -> None:
     request = Request(id="r", prompt=(1,), max_tokens=20, grammar=_grammar(regex="[ab]*"))
-    events = run_all(tiny_engine(_decoder(), guides=_guides()), [request])["r"]
+    events = run_all(tiny_engine(_decoder(), guides=_tracker()), [request])["r"]
     assert [event.token is None for event in events] == [False] * 20 + [True]
     assert events[-1].finish is FinishReason.LENGTH
     assert set(_text(events)) <= {"a", "b"}
@@ -334,7 +334,7 @@ def test_ignoring_the_end_goes_on_until_nothing_may_follow_or_the_tokens_are_use
 )
 def test_a_guide_that_cannot_be_followed_fails_its_request_alone(grammar: str, message: str) -> None:
     bytes_of = [b"" if "\u00e9".encode()[:1] in data else data for data in TOKENIZER.bytes_of]
-    engine = tiny_engine(_decoder(), blocks=200, guides=_guides(bytes_of))
+    engine = tiny_engine(_decoder(), blocks=200, guides=_tracker(bytes_of))
     engine.add(Request(id="bad", prompt=(1,), max_tokens=400, grammar=grammar))
     good = Request(id="good", prompt=(2,), max_tokens=30)
     engine.add(good)
@@ -349,38 +349,38 @@ def test_a_guide_that_cannot_be_followed_fails_its_request_alone(grammar: str, m
     assert engine.scheduler.pool.counts.active == 0
 
 
-def _kept(guides: GrammarTracker) -> int:
-    return len(guides._states) + len(guides._prepared)
+def _kept(tracker: GrammarTracker) -> int:
+    return len(tracker._states) + len(tracker._prepared)
 
 
 @pytest.mark.parametrize("end", ["stop", "length", "cancel"])
 def test_nothing_is_kept_for_a_request_that_is_gone(end: str) -> None:
-    guides = _guides()
-    engine = tiny_engine(_decoder(), guides=guides)
+    tracker = _tracker()
+    engine = tiny_engine(_decoder(), guides=tracker)
     regex = "a{4}" if end == "stop" else "a*"
     request = Request(id="r", prompt=(1,), max_tokens=6, grammar=_grammar(regex=regex), stop_ids=(0,))
-    guides.prepare(request)
+    tracker.prepare(request)
     engine.add(request)
     engine.step()
-    assert _kept(guides) == 1
+    assert _kept(tracker) == 1
     if end == "cancel":
         engine.cancel("r")
-        guides.forget("r")
+        tracker.forget("r")
     while engine.has_work:
         engine.step()
-    assert _kept(guides) == 0
+    assert _kept(tracker) == 0
 
 
 def test_no_more_matchers_are_kept_than_were_allowed() -> None:
-    guides = _guides(most=4)
+    tracker = _tracker(most=4)
     for request in _requests([_grammar(regex="a*")] * 9):
-        _allowed(guides, EngineSequence(request=request, tokens=[*request.prompt], arrival=0))
-    assert _kept(guides) == 4
+        _allowed(tracker, EngineSequence(request=request, tokens=[*request.prompt], arrival=0))
+    assert _kept(tracker) == 4
 
 
 def test_without_a_guide_the_same_model_writes_no_json() -> None:
     """Positive control."""
-    events = run_all(tiny_engine(_decoder(), guides=_guides()), _requests([""] * 10, max_tokens=50))
+    events = run_all(tiny_engine(_decoder(), guides=_tracker()), _requests([""] * 10, max_tokens=50))
     for tokens in events.values():
         with pytest.raises(ValueError, match=r"line 1 column 1|Extra data|codec"):
             json.loads(_text(tokens))
@@ -391,13 +391,13 @@ def test_every_kind_of_tokenizer_writes_what_the_guide_says(kind: str) -> None:
     """Words of a vocabulary of words begin with a space; the text of special tokens is never drawn."""
     tokenizer = Tokenizer(KINDS[kind][0]())
     regex = "(?: [a-z]{1,9}){3,5}" if kind.startswith("words") else "[a-z ]{9,20}"
-    guides, rng = _guides(tokenizer.bytes_of, tokenizer.vocab_size + 5), random.Random(0)
+    tracker, rng = _tracker(tokenizer.bytes_of, tokenizer.vocab_size + 5), random.Random(0)
     request = Request(id="r", prompt=(0,), max_tokens=99, grammar=_grammar(regex=regex))
     sequence = EngineSequence(request=request, tokens=[0], arrival=0)
-    while isinstance(allowed_W := _allowed(guides, sequence), Tensor):
+    while isinstance(allowed_W := _allowed(tracker, sequence), Tensor):
         allowed = _ids(allowed_W)
         assert all(tokenizer.token_bytes(token) for token in allowed)
         token = rng.choice(sorted(allowed))
-        guides.accept_tokens([sequence], [SampledToken(token)])
+        tracker.accept_tokens([sequence], [SampledToken(token)])
         sequence.tokens.append(token)
     assert re.fullmatch(regex, tokenizer.decode(sequence.tokens[1:]))

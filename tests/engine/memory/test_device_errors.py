@@ -47,21 +47,21 @@ def accelerator_error(code: int, words: str) -> torch.AcceleratorError:
     return error
 
 
-def _kinds(code: int, words: str) -> list[RuntimeError]:
-    """The same thing said by torch, by older torch, and by Triton."""
+def _errors(code: int, words: str) -> list[RuntimeError]:
+    """The same error as raised by torch, by older torch, and by Triton."""
     older, triton = RuntimeError(f"CUDA error: {words}{HELP}"), RuntimeError(f"Triton Error [CUDA]: {words}")
     return [accelerator_error(code, words), older, triton]
 
 
 @pytest.mark.parametrize("code", STAYING)
 def test_an_error_after_which_every_call_fails_is_told_in_its_first_line(code: int) -> None:
-    for error in _kinds(code, STAYING[code]):
+    for error in _errors(code, STAYING[code]):
         assert lost_device(error) == STAYING[code] and not is_out_of_memory(error)
 
 
 @pytest.mark.parametrize("code", PASSING)
 def test_an_error_that_was_found_before_anything_ran_loses_no_device(code: int) -> None:
-    for error in _kinds(code, PASSING[code]):
+    for error in _errors(code, PASSING[code]):
         assert lost_device(error) is None and is_out_of_memory(error) == (code == 2)
 
 
@@ -70,7 +70,7 @@ def test_what_an_error_came_of_is_found_behind_it() -> None:
         torch.OutOfMemoryError("CUDA out of memory."),
         "operation failed due to a previous error during capture",
     )
-    for error in _kinds(901, ended):
+    for error in _errors(901, ended):
         assert broken_capture(error) == ended and not lacked_device_memory(error)
         error.__context__ = missing
         assert lacked_device_memory(error) and not is_out_of_memory(error)
@@ -129,7 +129,7 @@ def _plan(rows: int) -> BatchPlan:
 def test_a_lost_device_ends_the_engine_at_once_and_fails_no_request(
     code: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for error in _kinds(code, STAYING[code]):
+    for error in _errors(code, STAYING[code]):
         caplog.clear()
         runner = Raises(error)
         with pytest.raises(RuntimeError) as caught:
@@ -156,7 +156,7 @@ def test_missing_memory_fails_the_row_that_lacks_it_alone_and_is_given_back_befo
 
 
 def test_what_the_release_of_memory_finds_out_ends_the_engine() -> None:
-    """A library of NVIDIA's says only that it failed; to wait for the device tells why."""
+    """An NVIDIA library reports only that it failed; synchronizing with the device reports why."""
     lost = accelerator_error(700, STAYING[700])
 
     def release() -> None:
@@ -174,7 +174,7 @@ def test_nothing_of_a_failed_step_is_alive_when_its_memory_is_given_back(monkeyp
     alive: list[str] = []
     seen: list[list[str]] = []
 
-    class Held:
+    class StepTensors:
         def __init__(self) -> None:
             alive.append("a step's tensors")
 
@@ -184,8 +184,8 @@ def test_nothing_of_a_failed_step_is_alive_when_its_memory_is_given_back(monkeyp
     class Lacks:
         def run(self, plan: BatchPlan) -> StepResult:
             if len(seen) < 2:
-                held = Held()
-                raise torch.OutOfMemoryError(f"CUDA out of memory beside {held} for {plan}")
+                tensors = StepTensors()
+                raise torch.OutOfMemoryError(f"CUDA out of memory beside {tensors} for {plan}")
             return StepResult()
 
     FaultIsolation(Lacks(), release=lambda: seen.append([*alive])).run(_plan(2))

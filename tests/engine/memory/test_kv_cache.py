@@ -47,15 +47,15 @@ def test_paged_attention_equals_plain_attention(
         blocks = [free.pop() for _ in range(-(-length // block_size))]
         sequence = _sequence(f"s{i}", length, blocks)
         k, v = torch.randn(2, length, kv_heads, head_dim, generator=generator).to(dtype)
-        for place in range(length - n):
-            cache.data[0, 0, blocks[place // block_size], :, place % block_size] = k[place]
-            cache.data[0, 1, blocks[place // block_size], :, place % block_size] = v[place]
+        for position in range(length - n):
+            cache.data[0, 0, blocks[position // block_size], :, position % block_size] = k[position]
+            cache.data[0, 1, blocks[position // block_size], :, position % block_size] = v[position]
         chunks.append(Chunk(sequence, length - n, length))
         wanted[f"s{i}"] = (torch.randn(n, heads, head_dim, generator=generator).to(dtype), k, v)
     groups = group_chunks(chunks)
     ordered = [chunk for group in groups for chunk in group]
-    places = [(c.sequence.blocks[p // block_size], p % block_size) for c in ordered for p in range(c.start, c.stop)]
-    slots = cache.slot_rows(torch.tensor([b for b, _ in places]), torch.tensor([o for _, o in places]))
+    positions = [(c.sequence.blocks[p // block_size], p % block_size) for c in ordered for p in range(c.start, c.stop)]
+    slots = cache.slot_rows(torch.tensor([b for b, _ in positions]), torch.tensor([o for _, o in positions]))
     q, k, v = (torch.cat([wanted[c.sequence.request.id][x][-(c.stop - c.start) :] for c in ordered]) for x in range(3))
     out = PagedAttend(cache, groups, slots)(0, q, k, v)
     start = 0

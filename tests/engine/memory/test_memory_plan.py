@@ -71,7 +71,7 @@ class FakeGpu:
         self.calls.append("synchronize")
 
 
-def _room(**changes: Any) -> CacheShape:
+def _cache_shape(**changes: Any) -> CacheShape:
     sizes: dict[str, Any] = {"vocab_size": 8, "width": 64, "n_layers": 4, "n_heads": 2, "n_kv_heads": 2}
     shape = tiny_config(**{**sizes, "head_dim": 64, "context": 1024})
     given = {"context": 1024, "block_size": 64, "max_running": 4, "dtype": torch.bfloat16}
@@ -86,8 +86,8 @@ def test_what_others_hold_is_taken_off_only_where_it_reaches_into_the_share() ->
     """Two services with a share of 0.45 each fit on one GPU."""
     second = replace(PLAN, utilization=0.45, other=2880 * M)
     assert second.limit == second.share == 2880 * M
-    crowded = replace(PLAN, other=4000 * M)
-    assert crowded.limit == 6400 * M - 4000 * M - 100 * M, "a 64th stays free"
+    shared_gpu = replace(PLAN, other=4000 * M)
+    assert shared_gpu.limit == 6400 * M - 4000 * M - 100 * M, "a 64th stays free"
     assert replace(PLAN, other=6400 * M).limit == replace(PLAN, other=6400 * M).cache_budget == 0
 
 
@@ -118,54 +118,58 @@ def test_the_utilization_that_is_advised_is_the_least_that_has_room() -> None:
 
 
 def test_a_gpus_cache_takes_all_that_is_left_with_the_padding_block() -> None:
-    room = _room()
-    blocks = room.blocks_on_gpu(0, PLAN)
-    assert room.cache_bytes(blocks) <= PLAN.cache_budget < room.cache_bytes(blocks + 1)
-    assert blocks > room.needed_blocks * room.max_running, "more than all running requests can fill"
-    assert room.blocks_on_gpu(blocks, PLAN) == blocks and room.blocks_on_gpu(16, PLAN) == 16
+    cache_shape = _cache_shape()
+    blocks = cache_shape.blocks_on_gpu(0, PLAN)
+    assert cache_shape.cache_bytes(blocks) <= PLAN.cache_budget < cache_shape.cache_bytes(blocks + 1)
+    assert blocks > cache_shape.needed_blocks * cache_shape.max_running, "more than all running requests can fill"
+    assert cache_shape.blocks_on_gpu(blocks, PLAN) == blocks and cache_shape.blocks_on_gpu(16, PLAN) == 16
 
 
 def test_the_blocks_of_a_tiny_model_have_a_bound_of_their_own() -> None:
-    assert _room(block_size=1).blocks_on_gpu(0, replace(PLAN, total=1 << 50, utilization=1.0)) == 1 << 20
+    assert _cache_shape(block_size=1).blocks_on_gpu(0, replace(PLAN, total=1 << 50, utilization=1.0)) == 1 << 20
 
 
-def _refused(room: CacheShape, plan: MemoryPlan, requested: int = 0) -> str:
+def _refused(cache_shape: CacheShape, plan: MemoryPlan, requested: int = 0) -> str:
     with pytest.raises(ValueError, match=r"MiB|blocks") as caught:
-        room.blocks_on_gpu(requested, plan)
+        cache_shape.blocks_on_gpu(requested, plan)
     return str(caught.value)
 
 
 def test_blocks_given_by_hand_that_do_not_fit_are_refused_with_the_most_that_do() -> None:
-    room = _room()
-    most = room.blocks_on_gpu(0, PLAN)
-    message = _refused(room, PLAN, most + 1)
+    cache_shape = _cache_shape()
+    most = cache_shape.blocks_on_gpu(0, PLAN)
+    message = _refused(cache_shape, PLAN, most + 1)
     assert message.startswith(f"--kv-blocks {most + 1} does not fit: ") and message.endswith(f"give at most {most}")
-    assert "--kv-blocks 15 is too few: the context of 1024 tokens needs 16 blocks of 64" in _refused(room, PLAN, 15)
+    assert "--kv-blocks 15 is too few: the context of 1024 tokens needs 16 blocks of 64" in _refused(
+        cache_shape, PLAN, 15
+    )
 
 
 def test_too_little_memory_is_refused_with_the_numbers_that_would_do() -> None:
-    room = _room()
-    tight = replace(PLAN, weights=PLAN.share - 400 * M - room.cache_bytes(4))
-    message = _refused(room, tight)
+    cache_shape = _cache_shape()
+    tight = replace(PLAN, weights=PLAN.share - 400 * M - cache_shape.cache_bytes(4))
+    message = _refused(cache_shape, tight)
     context = re.search(r"give --max-context (\d+) or less", message)
     share = re.search(r"--gpu-memory-utilization ([\d.]+) or more$", message)
-    assert context and share and mib(room.cache_bytes(16)) in message
-    assert int(context[1]) == 4 * 64 and replace(room, context=int(context[1])).blocks_on_gpu(0, tight) == 4
-    assert room.blocks_on_gpu(0, replace(tight, utilization=float(share[1]))) >= 16
+    assert context and share and mib(cache_shape.cache_bytes(16)) in message
+    assert int(context[1]) == 4 * 64 and replace(cache_shape, context=int(context[1])).blocks_on_gpu(0, tight) == 4
+    assert cache_shape.blocks_on_gpu(0, replace(tight, utilization=float(share[1]))) >= 16
 
 
 def test_where_no_number_helps_nothing_is_promised() -> None:
     """The new engine of a reload next to the old one, which has taken nearly all."""
     full = replace(PLAN, utilization=0.9, other=6000 * M)
-    message = _refused(_room(), full)
+    message = _refused(_cache_shape(), full)
     assert "6,000 MiB are used by other processes" in message and message.endswith("stop what else uses the GPU")
     assert "give" not in message
 
 
 def test_with_an_encoder_its_sources_are_taken_off_first() -> None:
-    room = _room()
-    shape = tiny_config(n_encoder_layers=2, context=1024, n_kv_heads=room.shape.n_kv_heads, head_dim=64, n_layers=4)
-    reading = replace(room, shape=shape)
+    cache_shape = _cache_shape()
+    shape = tiny_config(
+        n_encoder_layers=2, context=1024, n_kv_heads=cache_shape.shape.n_kv_heads, head_dim=64, n_layers=4
+    )
+    reading = replace(cache_shape, shape=shape)
     blocks = reading.blocks_on_gpu(0, PLAN)
     assert blocks * reading.block_bytes < PLAN.cache_budget - reading.source_bytes < PLAN.cache_budget
     message = _refused(reading, replace(PLAN, weights=PLAN.share - 400 * M - reading.cache_bytes(4)))
@@ -176,11 +180,11 @@ def test_a_gpu_is_asked_when_only_the_weights_are_there() -> None:
     decoder = tiny_decoder()
     gpu = FakeGpu(allocated=weight_bytes(decoder), kept=50 * M)
     peaks = MemoryPeaks(activations=300 * M, graphs=100 * M)
-    blocks = blocks_on_gpu(_room(), CUDA, requested=0, utilization=0.5, peaks=peaks, meter=gpu)
+    blocks = blocks_on_gpu(_cache_shape(), CUDA, requested=0, utilization=0.5, peaks=peaks, meter=gpu)
     assert memory_usage(CUDA, gpu) == (6400 * M, weight_bytes(decoder), 200 * M), "what torch kept was given back"
     exact = replace(PLAN, weights=weight_bytes(decoder))
-    assert blocks.number == _room().blocks_on_gpu(0, exact)
-    assert {row.what: row.size for row in blocks.rows}["cache"] == _room().cache_bytes(blocks.number)
+    assert blocks.number == _cache_shape().blocks_on_gpu(0, exact)
+    assert {row.what: row.size for row in blocks.rows}["cache"] == _cache_shape().cache_bytes(blocks.number)
 
 
 def test_a_steps_peak_counts_the_gaps_and_what_was_there_before_does_not() -> None:
@@ -246,6 +250,10 @@ def test_an_engine_computes_the_largest_step_and_touches_no_requests_cache() -> 
 
 
 def test_the_plan_of_a_cpu_keeps_its_half(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.engine.memory.memory_plan.free_memory", lambda _device: 2 * 100 * _room().block_bytes)
-    alone, beside = (blocks_on_cpu(_room(), tiny_decoder(), requested=0, engines=engines) for engines in (1, 2))
-    assert (alone.number, beside.number) == (64, 50)
+    monkeypatch.setattr(
+        "app.engine.memory.memory_plan.free_memory", lambda _device: 2 * 100 * _cache_shape().block_bytes
+    )
+    alone, concurrent = (
+        blocks_on_cpu(_cache_shape(), tiny_decoder(), requested=0, engines=engines) for engines in (1, 2)
+    )
+    assert (alone.number, concurrent.number) == (64, 50)

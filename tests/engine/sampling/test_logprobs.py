@@ -31,10 +31,10 @@ def test_the_best_are_those_of_a_full_sort(vocab: int, dtype: torch.dtype) -> No
 def test_rows_may_ask_for_different_counts() -> None:
     logits, chosen = _logits(4, 50), torch.tensor([3, 1, 4, 1])
     (*_, most) = (all_20 := top_logprobs(logits, chosen, [20] * 4))
-    asked = top_logprobs(logits, chosen, [0, 3, 7, 20])
-    assert [top for _, top in asked] == [top[:n] for n, (_, top) in zip([0, 3, 7, 20], all_20, strict=True)]
-    assert [own for own, _ in asked] == [own for own, _ in all_20]
-    assert asked[-1] == most
+    found = top_logprobs(logits, chosen, [0, 3, 7, 20])
+    assert [top for _, top in found] == [top[:n] for n, (_, top) in zip([0, 3, 7, 20], all_20, strict=True)]
+    assert [own for own, _ in found] == [own for own, _ in all_20]
+    assert found[-1] == most
 
 
 @pytest.mark.parametrize("count", [1, 20])

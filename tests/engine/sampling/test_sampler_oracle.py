@@ -21,7 +21,7 @@ from tests.support.engine.native_sampler import Sample
 pytestmark = pytest.mark.slow
 
 ROWS, EXAMPLES = 20, 250
-World = tuple[list[SamplingParams], int, int]
+Case = tuple[list[SamplingParams], int, int]
 """The parameters of rows that are drawn together, the vocabulary, and the seed of all else."""
 VOCABS = [1, 2, 3, 31, 32, 33, 64, 100, 129, 300, 1000]
 SCALES = [0.0, 1e-40, 1e-3, 1.0, 5.0, 30.0, 1e4, 1e37]
@@ -49,12 +49,12 @@ PARAMS = st.builds(
     choice=st.sampled_from([0, 1, 2**31 - 1]),
     logprobs=st.sampled_from([0, 1, 5, 20]),
 )
-WORLDS = st.tuples(st.lists(PARAMS, min_size=ROWS, max_size=ROWS), st.sampled_from(VOCABS), st.integers(0, 2**31))
+CASES = st.tuples(st.lists(PARAMS, min_size=ROWS, max_size=ROWS), st.sampled_from(VOCABS), st.integers(0, 2**31))
 
 
 @dataclass
 class Tally:
-    """How much was seen, so that the laws cannot come to hold of nothing."""
+    """How much was compared, so that the properties cannot hold vacuously."""
 
     rows: int = 0
     predicted: int = 0
@@ -64,22 +64,22 @@ class Tally:
 
 
 @pytest.fixture(scope="module")
-def worlds() -> list[World]:
-    """The same for both samplers: to make them up takes as long as to check them."""
-    made: list[World] = []
+def cases() -> list[Case]:
+    """Shared by both samplers: generating the cases takes as long as checking them."""
+    made: list[Case] = []
 
     @settings(max_examples=EXAMPLES, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
-    @given(WORLDS)
-    def make(world: World) -> None:
-        made.append(world)
+    @given(CASES)
+    def make(case: Case) -> None:
+        made.append(case)
 
     make()
     return made
 
 
-def test_every_accepted_row_is_drawn_as_defined_whatever_its_company(sample: Sample, worlds: list[World]) -> None:
+def test_every_accepted_row_is_drawn_as_defined_whatever_its_company(sample: Sample, cases: list[Case]) -> None:
     tally = Tally()
-    for params, vocab, seed in worlds:
+    for params, vocab, seed in cases:
         generator = torch.Generator().manual_seed(seed)
         logits_SV = _logits(len(params), vocab, generator)
         rows = [_row(each, vocab, generator) for each in params]
@@ -115,19 +115,19 @@ def _compare(token: int, logits: list[float], row: SamplingInput, tally: Tally) 
         tally.predicted += 1
         tally.compared += 1
         return
-    left = sampling_oracle.survivors(logits, row.params)
-    if left.clear:
+    survivors = sampling_oracle.survivors(logits, row.params)
+    if survivors.clear:
         tally.compared += 1
         for dtype in (torch.float32, torch.float64):
             logits_1V = torch.tensor([logits], dtype=dtype)
             kept = (
                 token_weights(logits_1V, logits_1V.amax(-1, keepdim=True), [row.params])[0].nonzero().flatten().tolist()
             )
-            # What float32 cannot tell from 0 is no survivor.
-            assert set(kept) <= set(left.weights)
-            assert set(kept) >= {each for each, weight in left.weights.items() if weight > 1e-35}
+            # A weight that float32 rounds to 0 is no survivor.
+            assert set(kept) <= set(survivors.weights)
+            assert set(kept) >= {each for each, weight in survivors.weights.items() if weight > 1e-35}
     (number,) = uniforms([Draw(row.params.seed, row.position, row.params.choice)])
-    expected, clear = sampling_oracle.drawn(left, 0.0 if row.params.top_p == 0 else number)
+    expected, clear = sampling_oracle.drawn(survivors, 0.0 if row.params.top_p == 0 else number)
     if clear:
         tally.predicted += 1
         assert token == expected

@@ -9,9 +9,9 @@ from app.engine.scheduling.block_allocator import BlockPool, OutOfBlocks, chain_
 
 def test_free_cached_and_active_always_make_the_total() -> None:
     pool = BlockPool(4, 16)
-    taken = pool.allocate(3)
-    pool.register_prefix(taken[0], b"a")
-    pool.release(taken)
+    blocks = pool.allocate(3)
+    pool.register_prefix(blocks[0], b"a")
+    pool.release(blocks)
     counts = pool.counts
     assert (counts.free, counts.cached, counts.active) == (3, 1, 0)
     assert not pool.violations([])
@@ -82,9 +82,9 @@ def test_violations_names_an_owner_that_the_pool_does_not_know() -> None:
 
 def test_a_hash_depends_on_weights_salt_and_everything_before() -> None:
     names = {
-        chain_hash(root_hash(version, salt), tokens)
+        chain_hash(root_hash(version, namespace), tokens)
         for version in ("w1", "w2")
-        for salt in ("", "k")
+        for namespace in ("", "k")
         for tokens in ((1, 2), (2, 1))
     }
     assert len(names) == 8

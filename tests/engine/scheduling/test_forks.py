@@ -1,4 +1,4 @@
-"""Followers: the prompt is computed once and shared when it is ready; no follower waits for a leader that has left."""
+"""Followers: the prompt is computed once and shared when ready; no follower waits for a canceled leader."""
 
 from __future__ import annotations
 

@@ -39,28 +39,28 @@ def _simulate(rng: random.Random) -> Counter[str]:
     requests = random_requests(rng, longest, [rng.randrange(1, VOCAB) for _ in range(rng.randint(0, 12))])
     if rng.random() < 0.7:
         requests = [msgspec.structs.replace(request, prompt_logprobs=None) for request in requests]
-    world, todo = World(*start()), requests[::-1]
+    harness, todo = World(*start()), requests[::-1]
     bad = rng.choice(["", "", rng.choice(requests).id])
     is_raised, blamed_from = rng.random() < 0.5, rng.randint(0, 20)
     for now in range(5000):
         while todo and rng.random() < 0.5:
-            world.add(todo.pop())
+            harness.add(todo.pop())
         if rng.random() < 0.03:
-            world.cancel(victim := rng.choice(requests).id)
+            harness.cancel(victim := rng.choice(requests).id)
             todo = [request for request in todo if request.id != victim]
         if now == blamed_from:
             raises, faulty.bad = (bad, "") if is_raised else ("", bad)
         if rng.random() < 0.01:
-            world.crash(*start())
-        if world.engine.has_work:
-            report = world.step()
+            harness.crash(*start())
+        if harness.engine.has_work:
+            report = harness.step()
             assert {failed.request_id for failed in report.failed} <= {bad}
         elif not todo:
             break
-    world.check_the_end()
-    world.counts["preemptions"] = world.engine.scheduler.preemptions
-    world.counts["launched"] = world.device.n_launched
-    return world.counts
+    harness.check_the_end()
+    harness.counts["preemptions"] = harness.engine.scheduler.preemptions
+    harness.counts["launched"] = harness.device.n_launched
+    return harness.counts
 
 
 def _raise(whether: bool) -> None:
@@ -76,9 +76,9 @@ def _simulate_many(count: int, *, seed: int = 0) -> Counter[str]:
 def test_every_schedule_gives_every_request_what_it_gets_alone(part: int) -> None:
     """400 schedules with all that test_scheduler.py has, with launches that are refused or fail, and crashes."""
     counts = _simulate_many(200, seed=1000 * part)
-    assert counts["preemptions"] > 20, "the simulation was meant to run out of blocks"
-    assert counts["launched"] > 2000, "the simulation was meant to be ahead"
-    assert counts["wasted"] > 20, "the simulation was meant to end sequences that are in flight"
+    assert counts["preemptions"] > 20, "the harness was meant to run out of blocks"
+    assert counts["launched"] > 2000, "the harness was meant to be ahead"
+    assert counts["wasted"] > 20, "the harness was meant to end sequences that are in flight"
 
 
 def test_the_simulation_notices_blocks_released_while_a_step_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:

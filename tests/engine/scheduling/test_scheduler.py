@@ -27,8 +27,8 @@ def _simulate(rng: random.Random) -> int:
     block_size, longest = rng.choice([1, 2, 4]), rng.randint(8, 40)
     blocks = -(-longest // block_size) + rng.randint(0, 12)
     running = rng.randint(1, 8)
-    beside = rng.choice([None, 1, 3])
-    scheduler = make_scheduler(blocks, block_size, running + rng.randint(0, 12), running, beside=beside)
+    prompt_tokens = rng.choice([None, 1, 3])
+    scheduler = make_scheduler(blocks, block_size, running + rng.randint(0, 12), running, beside=prompt_tokens)
     device = SimulatedDevice(block_size)
     common = [rng.randrange(1, VOCAB) for _ in range(rng.randint(0, 12))]
     requests = random_requests(rng, longest, common)
@@ -74,7 +74,7 @@ def _simulate_many(count: int, *, seed: int = 0) -> int:
 
 @pytest.mark.parametrize("part", range(6))
 def test_every_schedule_gives_every_request_what_it_gets_alone(part: int) -> None:
-    """3,000 schedules with preemption, shared prompts, forks, scores, cancellation, failures and salts."""
+    """3,000 schedules with preemption, shared prompts, forks, scores, cancellation, failures and cache namespaces."""
     assert _simulate_many(500, seed=1000 * part) > 100, "the simulation was meant to run out of blocks"
 
 
@@ -152,8 +152,8 @@ def test_the_last_token_is_never_taken_from_the_cache() -> None:
 
 def test_another_salt_never_hits() -> None:
     scheduler, device = make_scheduler(16, 4, 64, 4), SimulatedDevice(4)
-    for salt in ("a", "b"):
-        scheduler.add(Request(id=salt, prompt=tuple(range(1, 9)), max_tokens=1, cache_namespace=salt))
+    for namespace in ("a", "b"):
+        scheduler.add(Request(id=namespace, prompt=tuple(range(1, 9)), max_tokens=1, cache_namespace=namespace))
         plan, _ = step(scheduler, device)
     assert plan.started[0].cached_tokens == 0
 
@@ -209,8 +209,8 @@ def test_a_prompt_that_is_scored_takes_half_as_many_tokens_a_step() -> None:
     assert lengths == [[1, 4], [1, 4], [1, 2], [1, 1]]
 
 
-def _prompt(name: str, length: int, salt: str, first: int = 1) -> Request:
-    return Request(id=name, prompt=tuple(range(first, first + length)), max_tokens=1, cache_namespace=salt)
+def _prompt(name: str, length: int, namespace: str, first: int = 1) -> Request:
+    return Request(id=name, prompt=tuple(range(first, first + length)), max_tokens=1, cache_namespace=namespace)
 
 
 def test_a_short_prompt_of_another_key_is_in_the_next_step_however_much_the_first_key_sends() -> None:
@@ -233,10 +233,10 @@ def test_keys_share_the_prompt_tokens_of_a_step_equally() -> None:
     scheduler.add(_prompt("bob", 200, "bob"))
     scheduler.add(_prompt("cyd", 200, "cyd"))
     plans = [step(scheduler, device)[0] for _ in range(6)]
-    taken = Counter[str]()
+    n_tokens = Counter[str]()
     for plan in plans[-3:]:
-        taken.update({chunk.sequence.request.id: chunk.cost for chunk in plan.chunks})
-    assert sum(taken.values()) == 48 and max(taken.values()) - min(taken.values()) <= 3, taken
+        n_tokens.update({chunk.sequence.request.id: chunk.cost for chunk in plan.chunks})
+    assert sum(n_tokens.values()) == 48 and max(n_tokens.values()) - min(n_tokens.values()) <= 3, n_tokens
 
 
 def test_one_key_alone_is_served_in_its_order() -> None:
@@ -252,7 +252,7 @@ def test_one_key_alone_is_served_in_its_order() -> None:
 
 def test_where_keys_are_told_apart_a_step_carries_few_prompt_tokens() -> None:
     limits = StepLimits(tokens_per_step=64, max_running=8, prompt_tokens_shared=8)
-    for salt, first in (("", 40), ("ann", 8)):
+    for namespace, first in (("", 40), ("ann", 8)):
         scheduler = Scheduler(limits, BlockPool(64, 4))
-        scheduler.add(_prompt("x", 40, salt))
+        scheduler.add(_prompt("x", 40, namespace))
         assert step(scheduler, SimulatedDevice(4))[0].chunks[0].cost == first

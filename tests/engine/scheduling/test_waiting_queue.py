@@ -14,8 +14,8 @@ from app.engine.scheduling.block_allocator import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits, WaitingQueue
 
 
-def _sequence(name: str, salt: str = "", leader: Sequence | None = None) -> Sequence:
-    request = Request(id=name, prompt=(1, 2), max_tokens=8, cache_namespace=salt)
+def _sequence(name: str, namespace: str = "", leader: Sequence | None = None) -> Sequence:
+    request = Request(id=name, prompt=(1, 2), max_tokens=8, cache_namespace=namespace)
     return Sequence(request=request, tokens=[1, 2], arrival=0, leader=leader)
 
 
@@ -67,35 +67,35 @@ def test_followers_let_their_own_and_others_pass_until_the_prompt_is_there() -> 
 
 def test_a_caller_that_may_not_come_is_passed_over() -> None:
     queue, _ = _queue("a1", "a2", "b1", "b2")
-    asked: Counter[str] = Counter()
+    n_checks: Counter[str] = Counter()
 
-    def may_come(salt: str) -> bool:
-        asked[salt] += 1
-        return salt == "a" and asked[salt] < 2
+    def may_come(namespace: str) -> bool:
+        n_checks[namespace] += 1
+        return namespace == "a" and n_checks[namespace] < 2
 
     assert _names(list(queue.candidates(may_come))) == "a1"
-    assert asked == {"a": 2, "b": 1}
+    assert n_checks == {"a": 2, "b": 1}
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(0, 2**32))
-def test_a_request_waits_at_most_its_own_before_it_times_the_callers(n_callers: int, places: int, seed: int) -> None:
+def test_a_request_waits_at_most_its_own_before_it_times_the_callers(n_tenants: int, slots: int, seed: int) -> None:
     """Continuous arrivals, of tenants with very different rates."""
     draw, queue, waited = random.Random(seed), WaitingQueue(), {}
     for i in range(200):
         # The first tenant sends as many as all others together.
-        salt = str(max(0, draw.randrange(2 * n_callers) - n_callers))
-        sequence = _sequence(str(i), salt)
-        before = sum(s.request.cache_namespace == salt for s in queue)
-        waited[sequence.request.id] = [0, (before + 1) * n_callers]
+        namespace = str(max(0, draw.randrange(2 * n_tenants) - n_tenants))
+        sequence = _sequence(str(i), namespace)
+        before = sum(s.request.cache_namespace == namespace for s in queue)
+        waited[sequence.request.id] = [0, (before + 1) * n_tenants]
         queue.append(sequence)
         if draw.random() < 0.1:
-            queue.requeue_first(back := _sequence(f"back {i}", salt))
+            queue.requeue_first(back := _sequence(f"back {i}", namespace))
             queue.admit([back])
         if draw.random() < 0.8:
             candidates = queue.candidates()
-            admitted = [s for s, _ in zip(candidates, range(places), strict=False)]
-            for place, one in enumerate(admitted):
-                for name in (s.request.id for s in queue if s not in admitted[:place]):
+            admitted = [s for s, _ in zip(candidates, range(slots), strict=False)]
+            for index, one in enumerate(admitted):
+                for name in (s.request.id for s in queue if s not in admitted[:index]):
                     waited[name][0] += 1
                 assert one.request.id in waited
             queue.admit(admitted)

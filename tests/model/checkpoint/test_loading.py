@@ -60,16 +60,16 @@ class CountedFile:
         kind = type(self)
         kind.alive += 1
         kind.most = max(kind.most, kind.alive)
-        weakref.finalize(tensor, self._gone)
+        weakref.finalize(tensor, self._on_freed)
         return tensor
 
-    def _gone(self) -> None:
+    def _on_freed(self) -> None:
         type(self).alive -= 1
 
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[CountedFile]]:
-    """In place of safetensors'."""
+    """Replaces the file class of safetensors."""
     monkeypatch.setattr(CountedFile, "alive", 0)
     monkeypatch.setattr(CountedFile, "most", 0)
     monkeypatch.setattr(CountedFile, "devices", [], raising=False)

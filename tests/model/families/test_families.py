@@ -42,10 +42,10 @@ def _requests() -> list[Request]:
 def _decode_difference(events: list[SampledEvent], expected_TV: torch.Tensor, first: int) -> float:
     """Largest difference of the reported log-probabilities from theirs."""
     worst = 0.0
-    for place, event in enumerate(events, start=first):
+    for index, event in enumerate(events, start=first):
         for token, logprob in ((event.token, event.logprob), *event.top):
             assert token is not None and logprob is not None
-            worst = max(worst, abs(logprob - expected_TV[place, token].item()))
+            worst = max(worst, abs(logprob - expected_TV[index, token].item()))
     return worst
 
 
@@ -86,7 +86,7 @@ def test_what_we_hold_loads_in_transformers_with_equal_logits(
     record_property("export", difference)
     assert 0 < difference < TOLERANCE
     assert _load(tmp_path / "ours").config == decoder.config
-    # A mistral without a window is a llama: the first family that can tell a shape writes it.
+    # A mistral without a window is a llama: the first family that can express a shape writes it.
     assert family_of(decoder.config).name == ("llama" if case == "mistral-b" else family_name(case))
 
 

@@ -154,10 +154,10 @@ def test_others_go_on_while_a_long_text_is_encoded() -> None:
     text = TEXT * 60
 
     def turns(work: Callable[[], object]) -> int:
-        begun, count = threading.Event(), 0
-        thread = threading.Thread(target=lambda: (begun.set(), work()))
+        started, count = threading.Event(), 0
+        thread = threading.Thread(target=lambda: (started.set(), work()))
         thread.start()
-        begun.wait()
+        started.wait()
         while thread.is_alive():
             time.sleep(0.001)
             count += 1

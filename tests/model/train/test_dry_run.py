@@ -48,10 +48,10 @@ def test_a_dry_run_tells_everything_and_writes_nothing(
 ) -> None:
     assert main([*flags, "--steps", "7", "--dry-run"]) == 0
     printed = capsys.readouterr().out
-    told = {line.split()[0]: line for line in printed.splitlines()}
-    assert set(told) == {"parameters", "text", "disk", "steps", "speed", "time", "memory", "it"}
-    assert "20 documents" not in told["text"] and "1 documents, 0.1 MB" in told["text"]
-    assert "7 of 128 tokens" in told["steps"]
+    rows = {line.split()[0]: line for line in printed.splitlines()}
+    assert set(rows) == {"parameters", "text", "disk", "steps", "speed", "time", "memory", "it"}
+    assert "20 documents" not in rows["text"] and "1 documents, 0.1 MB" in rows["text"]
+    assert "7 of 128 tokens" in rows["steps"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt"]
 
 
@@ -60,15 +60,15 @@ def test_a_dry_run_tells_everything_and_writes_nothing(
 def test_sizes_are_those_of_the_real_parts(arch: str, optimizer: str, ema: float) -> None:
     decoder = Decoder(preset("nano", arch) if arch in ARCHS else preset(arch))  # type: ignore[arg-type]
     assert sum(parts(decoder).values()) == decoder.n_params
-    told = sizes(decoder, optimizer, ema=ema, export_dtype="bfloat16")  # type: ignore[arg-type]
+    estimate = sizes(decoder, optimizer, ema=ema, export_dtype="bfloat16")  # type: ignore[arg-type]
     optimiser = ParameterUpdates(decoder, optimizer, matrix_lr=0.1, other_lr=0.1, weight_decay=0.0)  # type: ignore[arg-type]
     for parameter in decoder.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimiser.step(0.0)
     numbers = [t.nbytes for t in optimiser.tensors().values() if t.ndim]
-    assert told.optimizer == sum(numbers)
-    assert told.weights == sum(p.nbytes for p in decoder.parameters()) == 2 * told.result
-    assert told.average == (told.weights if ema else 0)
+    assert estimate.optimizer == sum(numbers)
+    assert estimate.weights == sum(p.nbytes for p in decoder.parameters()) == 2 * estimate.result
+    assert estimate.average == (estimate.weights if ema else 0)
 
 
 def test_the_disk_that_is_told_is_the_disk_that_is_used(flags: list[str], tmp_path: Path) -> None:
@@ -77,10 +77,10 @@ def test_the_disk_that_is_told_is_the_disk_that_is_used(flags: list[str], tmp_pa
     assert snapshot
     used = sum(tensor.nbytes for tensor in snapshot[1].values())
     options = parse([*flags, "--steps", "3"])
-    told = sizes(Decoder(shape(options)), options.optimizer, ema=0.0, export_dtype="bfloat16")
-    assert 0.6 * told.snapshot < used <= 1.01 * told.snapshot
+    estimate = sizes(Decoder(shape(options)), options.optimizer, ema=0.0, export_dtype="bfloat16")
+    assert 0.6 * estimate.snapshot < used <= 1.01 * estimate.snapshot
     result = (tmp_path / "out/model.safetensors").stat().st_size
-    assert told.result <= result < told.result + 10_000
+    assert estimate.result <= result < estimate.result + 10_000
     stored = sum(path.stat().st_size for path in (tmp_path / "out/.training").glob("*/*.bin"))
     assert abs(estimate_dataset_size(options, 32).stored - stored) < 0.05 * stored
 
@@ -137,7 +137,7 @@ def _speed(row_seconds: float) -> Speed:
 
 
 @pytest.mark.parametrize(
-    ("megabytes", "tokens_per_second", "minutes", "taken", "because"),
+    ("megabytes", "tokens_per_second", "minutes", "expected", "because"),
     [
         (0.1, 1e9, 1e6, "nano", "8 epochs of this text has"),
         (20, 1e9, 1e6, "small", "base wants 72.78 M tokens or more, 8 epochs of this text"),
@@ -151,7 +151,7 @@ def test_auto_takes_the_largest_size_that_text_and_time_feed(
     megabytes: float,
     tokens_per_second: float,
     minutes: float,
-    taken: str,
+    expected: str,
     because: str,
 ) -> None:
     def speed(_shape: object, _options: object, _device: object, row_tokens: int) -> Speed:
@@ -162,7 +162,7 @@ def test_auto_takes_the_largest_size_that_text_and_time_feed(
     texts = TextSample(n_documents=1, n_bytes=round(megabytes * 1e6), sample=[])
     options = parse(["--data", "x", "--out", "y", "--max-minutes", str(minutes), "--preset", "auto"])
     chosen, why = choose_preset(options, texts)
-    assert chosen == taken
+    assert chosen == expected
     assert because in why
 
 

@@ -98,8 +98,8 @@ def test_a_model_of_each_family_learns_and_is_still_read_by_transformers(
     written = after.generate(torch.tensor([tokens[:9]]), max_new_tokens=16, do_sample=False, eos_token_id=None)
     assert generate(decoder, tokens[:9], 16) == written[0, 9:].tolist()
     assert check([str(out)]) == 0
-    told = capsys.readouterr().out
-    assert "golden       passed" in told and "manifest     passed" in told
+    printed = capsys.readouterr().out
+    assert "golden       passed" in printed and "manifest     passed" in printed
 
 
 @pytest.mark.parametrize("switches", [{"norm_position": "post", "final_norm": False}, {"tied_head": False}])

@@ -116,7 +116,7 @@ def test_flags_are_read_before_torch_is_imported() -> None:
 
 @pytest.mark.parametrize("flag", ["--out", "--data", "--pairs", "--unseen", "--init", "--about"])
 def test_an_empty_path_is_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A variable that is not set: the model went into the working directory, or --init was left out without a word."""
+    """A variable that is not set: the model went into the working directory, or --init was ignored silently."""
     with pytest.raises(SystemExit) as caught:
         parse(["--data", "x", "--out", "y", "--steps", "1", flag, ""])
     assert caught.value.code == 2

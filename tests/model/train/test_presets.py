@@ -79,9 +79,9 @@ def test_each_preset_learns_is_saved_and_comes_back(
     decoder = load(out, device=torch.device("cpu"), dtype=torch.float32).decoder
     assert decoder.config == run.shape
     prompt = run.dataset.prompts[0]
-    told = generate(decoder, prompt.tokens[:3], 3, source=prompt.source)
-    assert told == generate(run.decoder, prompt.tokens[:3], 3, source=prompt.source)
-    assert len(told) == 3
+    generated = generate(decoder, prompt.tokens[:3], 3, source=prompt.source)
+    assert generated == generate(run.decoder, prompt.tokens[:3], 3, source=prompt.source)
+    assert len(generated) == 3
     card = (out / "README.md").read_text()
     assert all(f"| {what} | {text} |" in card for what, text in shape_lines(run.shape)) and "llama" not in card
 
@@ -115,8 +115,8 @@ def test_pairs_teach_an_encoder_and_decoder_to_reverse_what_it_never_saw(
     run.train()
     tokenizer, right = run.dataset.tokenizer, 0
     for source, target in sorted(unseen):
-        read, told = tokenizer.encode_many([source, target])
-        right += generate(run.decoder, tokenizer.encode(""), 8, source=read, eos_ids=(0,)) == [*told, 0]
+        read, expected = tokenizer.encode_many([source, target])
+        right += generate(run.decoder, tokenizer.encode(""), 8, source=read, eos_ids=(0,)) == [*expected, 0]
     assert right >= 38
 
 
@@ -144,8 +144,8 @@ def test_a_model_of_lines_says_one_from_an_empty_prompt(tmp_path: Path) -> None:
     run = Run(parse([*flags, "--steps", "60"]), "")
     run.train()
     tokenizer = run.dataset.tokenizer
-    told = generate(run.decoder, tokenizer.encode(""), 12, eos_ids=(0,))
-    assert tokenizer.decode(told).strip() in lines
+    generated = generate(run.decoder, tokenizer.encode(""), 12, eos_ids=(0,))
+    assert tokenizer.decode(generated).strip() in lines
 
 
 @pytest.mark.parametrize(
@@ -223,5 +223,5 @@ def test_shape_flags_keep_the_proportions_of_the_preset() -> None:
     ],
 )
 def test_a_shape_is_told_in_the_words_of_the_field(name: str, words: list[str]) -> None:
-    told = "; ".join(" ".join(line) for line in shape_lines(preset(name)))
-    assert all(part in told for part in words), told
+    summary = "; ".join(" ".join(line) for line in shape_lines(preset(name)))
+    assert all(part in summary for part in words), summary

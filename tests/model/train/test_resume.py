@@ -1,4 +1,4 @@
-"""A run that goes on: the same numbers bit for bit, its own flags, its own data, the newest whole snapshot."""
+"""A resumed run: the same numbers bit for bit, its own flags, its own data, the newest whole snapshot."""
 
 from __future__ import annotations
 

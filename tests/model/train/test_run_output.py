@@ -60,7 +60,7 @@ def test_a_resumed_run_has_the_log_of_one_without_a_break(tmp_path: Path, text: 
 def test_samples_in_the_middle_of_a_run_change_nothing_of_it(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Drawing takes chances of its own, and what it computes leaves nothing behind."""
+    """Sampling uses its own random generator and leaves no state behind."""
     assert train(text, tmp_path / "without", *FLAGS) == 0
     monkeypatch.setattr("model.train.reporting.samples._FIRST_SECONDS", 0.0)
     monkeypatch.setattr("model.train.reporting.samples._MAX_TIME_SHARE", 1e6)

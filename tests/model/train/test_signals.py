@@ -65,11 +65,11 @@ def test_a_signal_within_an_accumulation_saves_the_last_whole_step(
     train_until(2, text, tmp_path / "two", *flags)
     assert train(text, tmp_path / "whole", *flags) == 0
 
-    def ask(_loss: Tensor) -> None:
+    def interrupt(_loss: Tensor) -> None:
         signal.raise_signal(number)
 
     with monkeypatch.context() as patch, _ctrl_c_counts():
-        at_micro_batch(11, patch, ask)
+        at_micro_batch(11, patch, interrupt)
         at_micro_batch(12, patch, computed.append)
         assert train(text, tmp_path / "out", *flags) == code
     assert not computed
@@ -84,12 +84,12 @@ def test_a_signal_while_the_result_is_measured_loses_nothing(
 ) -> None:
     out, flags, measure = tmp_path / "out", [*TINY, *EXACT, "--steps", "3"], Loop.bits_per_byte_of
 
-    def ask(loop: Loop, batches: Iterable[Batch]) -> float:
+    def interrupt(loop: Loop, batches: Iterable[Batch]) -> float:
         signal.raise_signal(signal.SIGTERM)
         return measure(loop, batches)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Loop, "bits_per_byte_of", ask)
+        patch.setattr(Loop, "bits_per_byte_of", interrupt)
         assert train(text, out, *flags) == 143
     assert state_of(out)[0] == 3 and not (out / "model.safetensors").exists()
     assert train(text, out, *flags, "--resume") == 0
@@ -120,8 +120,8 @@ def test_a_second_signal_ends_at_once() -> None:
 def test_ctrl_c_while_torch_is_imported_is_quiet(tmp_path: Path) -> None:
     """A stand-in for torch, in the middle of whose import it comes."""
     (tmp_path / "torch").mkdir()
-    ask = "import signal; signal.raise_signal(signal.SIGINT); print('was not heard')"
-    (tmp_path / "torch/__init__.py").write_text(ask)
+    interrupt = "import signal; signal.raise_signal(signal.SIGINT); print('was not heard')"
+    (tmp_path / "torch/__init__.py").write_text(interrupt)
     program = (
         "import runpy, signal, sys\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"

@@ -104,7 +104,7 @@ CASES: dict[str, tuple[Mapping[str, bytes], list[str], str]] = {
 def _exit_code(*flags: str) -> int:
     try:
         return main([*flags] if "--out" in flags else [*flags, "--out", "out"])
-    except SystemExit as ended:  # how argparse says it
+    except SystemExit as ended:  # argparse's wording
         return int(ended.code or 0)
 
 

@@ -304,11 +304,11 @@ def test_slow_reading_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     ticker = Ticker()
-    told = []
+    lines = []
     for now in (101.0, 102.9, 103.0, 104.0, 107.9, 108.0):
         ticker.tick(f"at {now}")
-        told += capsys.readouterr().err.splitlines()
-    assert told == ["at 103.0", "at 108.0"]
+        lines += capsys.readouterr().err.splitlines()
+    assert lines == ["at 103.0", "at 108.0"]
 
 
 def test_little_text_gets_a_smaller_vocabulary_than_the_preset_has_and_is_told_so(

@@ -76,10 +76,10 @@ def test_padding_is_no_part_of_the_loss(with_source: bool) -> None:
     parts = [objective.loss_sum(part) for part in together.split(2)]
     assert len(parts) == 2
     assert torch.allclose(torch.stack(parts).sum(), torch.stack(alone).sum(), atol=1e-3)
-    told = dataclasses.replace(
+    unmasked = dataclasses.replace(
         together, targets_RN=together.targets_RN.masked_fill(together.targets_RN == IGNORE_INDEX, 0)
     )
-    assert objective.loss_sum(told) > objective.loss_sum(together) + 0.1, "padding that counted would show"
+    assert objective.loss_sum(unmasked) > objective.loss_sum(together) + 0.1, "padding that counted would show"
 
 
 def _cross_without_encoder() -> ModelConfig:

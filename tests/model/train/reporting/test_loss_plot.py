@@ -39,7 +39,7 @@ def line(svg: ElementTree.Element, css: str) -> list[tuple[float, float]]:
     """The points of a line in the picture."""
     found = svg.find(f"{_SVG}polyline[@class='{css}']")
     assert found is not None
-    points = [place.split(",") for place in found.attrib["points"].split()]
+    points = [point.split(",") for point in found.attrib["points"].split()]
     return [(float(x), float(y)) for x, y in points]
 
 

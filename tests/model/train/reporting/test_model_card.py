@@ -1,4 +1,4 @@
-"""The model card: what it says of a run, and a head that the hub reads."""
+"""The model card: what it reports about a run, and metadata that the hub reads."""
 
 from __future__ import annotations
 
@@ -163,10 +163,10 @@ def test_a_run_says_first_what_it_will_do(limits: Limits, plan: str) -> None:
         unseen={},
         digest="",
     )
-    said = opening_summary(
+    summary = opening_summary(
         tiny_config(), 4_740_352, material, limits, machine="a machine, bfloat16", step=0
     ).splitlines()
-    assert said[0].startswith("model: 4.74 M parameters (2 layers x 64, context 256, vocabulary ")
-    assert said[0].endswith(" on a machine, bfloat16")
-    assert said[1:] == ["data:  3 documents", f"plan:  {plan}; 16 rows, about 4,096 tokens a step"]
+    assert summary[0].startswith("model: 4.74 M parameters (2 layers x 64, context 256, vocabulary ")
+    assert summary[0].endswith(" on a machine, bfloat16")
+    assert summary[1:] == ["data:  3 documents", f"plan:  {plan}; 16 rows, about 4,096 tokens a step"]
     assert opening_summary(tiny_config(), 1, material, limits, machine="", step=9).endswith("; goes on at step 9")

@@ -55,7 +55,7 @@ class Screen:
 
 
 class Terminal:
-    """A pseudo terminal, which take_over() puts in place of both standard streams."""
+    """A pseudo terminal; take_over() replaces both standard streams with it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.master, slave = pty.openpty()
@@ -67,7 +67,7 @@ class Terminal:
         self.resize(80)
 
     def take_over(self) -> None:
-        """pytest's own streams come back after a fixture, so it is the test that calls this."""
+        """pytest restores its own streams after a fixture, so the test calls this."""
         for name in ("stdout", "stderr"):
             self.patch.setattr(sys, name, self.stream)
 
@@ -93,8 +93,8 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
 def test_a_wide_line_says_everything() -> None:
     left, bar, right = bar_line(FULL, 140, filled="#", empty=".")
     assert left == "17.2 % " and bar == "#####........................."
-    said = "step 2560  loss 3.666  held-out 1.369  12.3k tok/s  MFU 31 %  epoch 256.00  2h 01m left"
-    assert right.strip() == said
+    right_text = "step 2560  loss 3.666  held-out 1.369  12.3k tok/s  MFU 31 %  epoch 256.00  2h 01m left"
+    assert right.strip() == right_text
 
 
 @pytest.mark.parametrize("width", range(1, 141))
@@ -237,6 +237,6 @@ def test_ctrl_c_leaves_whole_lines_and_no_bar(
     rows = terminal.rows()
     assert not [row for row in rows if "tok/s" in row or "\u2591" in row], "the bar is gone"
     starts = ["model: ", "data: ", "plan: ", "saving, then exiting", "step 3 loss", "interrupted by SIGINT"]
-    told = [row for row in rows if any(row.startswith(start) for start in starts)]
-    assert [next(s for s in starts if row.startswith(s)) for row in told] == starts
+    shown = [row for row in rows if any(row.startswith(start) for start in starts)]
+    assert [next(s for s in starts if row.startswith(s)) for row in shown] == starts
     assert "--resume" in rows[-2] and rows[-1] == ""

@@ -35,7 +35,7 @@ def progress(step: int, *, of: int = 20, loss: float = 2.0, seconds: float | Non
     )
 
 
-def _tell(out: Path, first: int, last: int, *, of: int = 20, measure: tuple[int, ...] = ()) -> None:
+def _report(out: Path, first: int, last: int, *, of: int = 20, measure: tuple[int, ...] = ()) -> None:
     with Report(out, OUTLINE, start_step=first - 1, report_seconds=60) as report:
         for step in range(first, last + 1):
             report.step(progress(step, of=of, loss=2.0 + step / 100))
@@ -48,7 +48,7 @@ def _records(out: Path) -> list[dict[str, object]]:
 
 
 def test_every_record_has_every_documented_key_and_each_measurement_stands_where_it_was_made(tmp_path: Path) -> None:
-    _tell(tmp_path, 1, 20, measure=(10,))
+    _report(tmp_path, 1, 20, measure=(10,))
     records = _records(tmp_path)
     table = [line for line in (ROOT / "docs/train-log.md").read_text().splitlines() if line.startswith("| `")]
     keys = {key for line in table for key in re.findall(r"`(\w+)`", line.split("|")[1])}
@@ -63,18 +63,18 @@ def test_every_record_has_every_documented_key_and_each_measurement_stands_where
 
 def test_a_run_that_went_on_has_the_log_of_one_that_was_never_interrupted(tmp_path: Path) -> None:
     """The last snapshot was made at step 10; steps 11 to 13 were logged, and are computed again."""
-    _tell(tmp_path / "whole", 1, 20, measure=(5, 15))
-    _tell(tmp_path / "halves", 1, 13, measure=(5,))
+    _report(tmp_path / "whole", 1, 20, measure=(5, 15))
+    _report(tmp_path / "halves", 1, 13, measure=(5,))
     with (tmp_path / "halves/log.jsonl").open("a") as file:
         file.write('{"step": 14, "lo')  # the power went while this was written
-    _tell(tmp_path / "halves", 11, 20, measure=(15,))
+    _report(tmp_path / "halves", 11, 20, measure=(15,))
     whole, halves = ([r | {"tokens_per_second": 0} for r in _records(tmp_path / n)] for n in ("whole", "halves"))
     assert halves == whole
 
 
 def test_a_new_run_begins_a_new_log(tmp_path: Path) -> None:
-    _tell(tmp_path, 1, 20)
-    _tell(tmp_path, 1, 3)
+    _report(tmp_path, 1, 20)
+    _report(tmp_path, 1, 3)
     assert [record["step"] for record in _records(tmp_path)] == [1, 2, 3]
 
 
@@ -93,19 +93,19 @@ def test_what_weights_knew_before_they_are_trained_on_is_the_record_of_step_0(tm
 
 
 def test_a_long_run_has_about_a_thousand_records_that_miss_no_step(tmp_path: Path) -> None:
-    _tell(tmp_path, 1, 5000, of=5000)
+    _report(tmp_path, 1, 5000, of=5000)
     records = _records(tmp_path)
     assert 1000 <= len(records) <= 1001
-    told = records[1]
-    assert told["step"] == 5 and told["loss"] == pytest.approx(2.0 + (2 + 3 + 4 + 5) / 4 / 100)
-    assert told["grad_norm"] == 0.5
+    record = records[1]
+    assert record["step"] == 5 and record["loss"] == pytest.approx(2.0 + (2 + 3 + 4 + 5) / 4 / 100)
+    assert record["grad_norm"] == 0.5
 
 
 def test_a_log_that_cannot_be_written_is_told_once_and_ends_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "log.jsonl").mkdir()
-    _tell(tmp_path, 1, 20)
+    _report(tmp_path, 1, 20)
     assert capsys.readouterr().err.count("training continues") == 1
 
 
@@ -165,13 +165,13 @@ def test_without_a_terminal_there_are_plain_lines_at_an_interval(
 class FakeWriter:
     """What torch.utils.tensorboard has, as far as it is used."""
 
-    told: ClassVar[list[tuple[str, float, int]]] = []
+    calls: ClassVar[list[tuple[str, float, int]]] = []
 
     def __init__(self, folder: str, purge_step: int) -> None:
-        self.told.append((folder, 0.0, purge_step))
+        self.calls.append((folder, 0.0, purge_step))
 
     def add_scalar(self, key: str, value: float, step: int) -> None:
-        self.told.append((key, value, step))
+        self.calls.append((key, value, step))
 
     def flush(self) -> None:
         """Writes nothing."""
@@ -184,11 +184,11 @@ def test_tensorboard_is_told_what_the_log_is(tmp_path: Path, monkeypatch: pytest
         report.step(progress(1))
         report.held_out(1, 1.5)
         report.finish(1.25, [])
-    told = FakeWriter.told
-    assert told[0] == (str(tmp_path / "tensorboard"), 0.0, 1)
-    assert ("loss", 2.0, 1) in told and ("held_out", 1.5, 1) in told and told[-1] == ("held_out_whole", 1.25, 1)
-    assert len(set(told)) == len(told), "nothing is told twice"
-    assert not [key for key, _, _ in told if key == "mfu"], "an unknown value is not plotted"
+    calls = FakeWriter.calls
+    assert calls[0] == (str(tmp_path / "tensorboard"), 0.0, 1)
+    assert ("loss", 2.0, 1) in calls and ("held_out", 1.5, 1) in calls and calls[-1] == ("held_out_whole", 1.25, 1)
+    assert len(set(calls)) == len(calls), "nothing is reported twice"
+    assert not [key for key, _, _ in calls if key == "mfu"], "an unknown value is not plotted"
 
 
 def test_tensorboard_that_is_not_installed_is_said_in_one_line_before_anything_is_trained(

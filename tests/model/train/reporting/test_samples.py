@@ -65,8 +65,8 @@ def test_texts_are_drawn_at_each_stage_and_at_the_end(tmp_path: Path) -> None:
     assert "| 100 % | 100 | 10,000 | 1.4427 | 0.9000 |" in page
     first, second = page.split("## ")[1:]
     assert first.startswith("Once upon\n") and second.startswith("\u201cWhere?\u201d\n")
-    places = [first.index(f"> Once upon {text}  \n") for text in ("text of 1", "text of 5", "text of 50", "the end")]
-    assert places == sorted(places)
+    positions = [first.index(f"> Once upon {text}  \n") for text in ("text of 1", "text of 5", "text of 50", "the end")]
+    assert positions == sorted(positions)
 
 
 def test_a_run_that_went_on_has_the_samples_of_one_that_was_never_interrupted(tmp_path: Path) -> None:
@@ -99,8 +99,8 @@ def test_drawing_takes_a_hundredth_of_the_time_at_most(tmp_path: Path, monkeypat
 
     drawn = []
     for step in range(1, 1000):
-        told = progress(step, of=1000, seconds=float(step))
-        if gallery.is_due(told):
+        measured = progress(step, of=1000, seconds=float(step))
+        if gallery.is_due(measured):
             gallery.add({"step": step, "tokens": step, "fraction": step / 1000}, {"training": 1.0}, draw)
             drawn.append(step)
             assert 2.0 * len(drawn) <= 0.01 * step or len(drawn) == 1, "the cost of the first is unknown"
@@ -161,11 +161,11 @@ def test_a_large_enough_penalty_lets_no_token_come_twice(decoder: Decoder, promp
 def test_the_penalty_is_the_service_s() -> None:
     logits_V = torch.tensor([2.0, -2.0, 1.0, 0.0])
     row = SamplingInput(params=SamplingParams(repetition_penalty=1.25), tokens=[0, 1, 1], n_prompt=1)
-    served_SV = logits_V.clone()[None]
-    apply_penalties(served_SV, [row])
+    penalized_SV = logits_V.clone()[None]
+    apply_penalties(penalized_SV, [row])
     ours = _penalised(logits_V, [0, 1, 1], 1.25)
     assert ours.tolist() == pytest.approx([1.6, -2.5, 1.0, 0.0])
-    assert torch.allclose(ours, served_SV[0])
+    assert torch.allclose(ours, penalized_SV[0])
 
 
 @pytest.mark.parametrize(

@@ -99,12 +99,12 @@ def test_two_ranks_learn_what_one_learns_and_one_of_them_writes(tmp_path: Path, 
     assert all(torch.allclose(weights[name], weights_of_two[name], atol=1e-6) for name in weights)
 
 
-@pytest.mark.parametrize("heard_by", [0, 1])
-def test_a_signal_to_either_rank_saves_and_ends_both(tmp_path: Path, text: Path, heard_by: int) -> None:
+@pytest.mark.parametrize("signaled", [0, 1])
+def test_a_signal_to_either_rank_saves_and_ends_both(tmp_path: Path, text: Path, signaled: int) -> None:
     out, flags = tmp_path / "out", ["--max-minutes", "5"]
     ranks = _start(text, out, *flags, "--save-seconds", "0.001")
     _wait_for_snapshot(out)
-    os.kill(ranks[heard_by].pid, signal.SIGTERM)
+    os.kill(ranks[signaled].pid, signal.SIGTERM)
     assert [rank.ended() for rank in ranks] == [143, 143]
     assert ["everything is saved" in rank.complained() for rank in ranks] == [True, False]
     step, _ = state_of(out)
@@ -134,8 +134,8 @@ def test_bad_input_is_told_once(tmp_path: Path, text: Path, flags: list[str]) ->
     """The first is found by all ranks at once, the second by the first one in its turn."""
     ranks = _start(text, tmp_path / "out", "--steps", "4", *flags)
     assert [rank.ended() for rank in ranks] == [2, 2], [rank.complained() for rank in ranks]
-    told = "".join(rank.complained() for rank in ranks)
-    assert told.count("\n") == 1 and flags[0] in told
+    stderr = "".join(rank.complained() for rank in ranks)
+    assert stderr.count("\n") == 1 and flags[0] in stderr
 
 
 def test_sizes_are_told_once(tmp_path: Path, text: Path) -> None:
@@ -144,7 +144,7 @@ def test_sizes_are_told_once(tmp_path: Path, text: Path) -> None:
     assert ["parameters" in rank.printed() for rank in ranks] == [True, False]
 
 
-class Shelf:
+class FakeStore:
     """An in-process store whose reads never wait for a missing key."""
 
     def __init__(self) -> None:
@@ -165,7 +165,7 @@ class Shelf:
 
 def test_who_waits_for_its_turn_may_wait_for_longer_than_for_numbers() -> None:
     """The first rank may tokenise for hours, where a backend gives its exchanges minutes."""
-    store = Shelf()
+    store = FakeStore()
     first, second = (ProcessGroup(rank=number, size=2, store=store) for number in range(2))
     assert first.main_process_first(lambda: "made") == "made"
     with pytest.raises(DataError):

@@ -32,14 +32,14 @@ from tests.support.model.training_runs import TINY, train
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
-_BY_HAND, _PLAIN = LossBackend(is_handwritten=True), LossBackend()
+_HANDWRITTEN, _PLAIN = LossBackend(is_handwritten=True), LossBackend()
 
 
 @pytest.mark.parametrize(
-    ("asked", "device", "missing", "expected"),
+    ("requested", "device", "missing", "expected"),
     [
-        ("auto", "cpu", "", _BY_HAND),
-        ("off", "cpu", "", _BY_HAND),
+        ("auto", "cpu", "", _HANDWRITTEN),
+        ("off", "cpu", "", _HANDWRITTEN),
         ("on", "cpu", "", LossBackend(backend="inductor")),
         ("auto", "cuda", "", LossBackend(backend="inductor", may_fall_back=True)),
         ("auto", "cuda", "triton", _PLAIN),
@@ -48,9 +48,9 @@ _BY_HAND, _PLAIN = LossBackend(is_handwritten=True), LossBackend()
     ],
 )
 def test_a_gpu_compiles_and_a_cpu_has_its_gradients_by_hand(
-    asked: CompileMode, device: str, missing: str, expected: LossBackend
+    requested: CompileMode, device: str, missing: str, expected: LossBackend
 ) -> None:
-    assert choose_loss_backend(asked, device, missing=missing) == expected
+    assert choose_loss_backend(requested, device, missing=missing) == expected
 
 
 def test_an_encoder_is_never_compiled() -> None:
@@ -79,7 +79,7 @@ def test_what_a_compiler_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_a_cpu_is_not_searched_for_a_compiler_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(loss_backend, "missing_for")
-    assert resolve_loss_backend("auto", "cpu") == resolve_loss_backend("off", "cpu") == _BY_HAND
+    assert resolve_loss_backend("auto", "cpu") == resolve_loss_backend("off", "cpu") == _HANDWRITTEN
     assert resolve_loss_backend("off", "cuda") == _PLAIN
 
 
@@ -134,8 +134,8 @@ def _learnt(decoder: Decoder, way: LossBackend, dtype: torch.dtype = torch.float
 @pytest.mark.parametrize(("name", "kv_heads"), [("nano", 2), ("nano", 4), ("gpt", 4), ("textbook", 4)])
 def test_plain_modules_have_the_loss_and_gradients_written_by_hand(name: str, kv_heads: int) -> None:
     decoder = _decoder(name, n_kv_heads=kv_heads)
-    for plain, by_hand in zip(*(_learnt(decoder, way) for way in (_PLAIN, _BY_HAND)), strict=True):
-        torch.testing.assert_close(plain, by_hand, rtol=1e-4, atol=1e-4)
+    for plain, handwritten in zip(*(_learnt(decoder, way) for way in (_PLAIN, _HANDWRITTEN)), strict=True):
+        torch.testing.assert_close(plain, handwritten, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["nano", "gpt"])

@@ -19,9 +19,9 @@ def _matrices() -> list[Tensor]:
 
 
 def _give(matrices: list[Tensor], step: int) -> None:
-    for place, matrix in enumerate(matrices):
-        generator = torch.Generator().manual_seed(100 * step + place)
-        matrix.grad = torch.randn(matrix.shape, generator=generator) * 10.0**-place
+    for i, matrix in enumerate(matrices):
+        generator = torch.Generator().manual_seed(100 * step + i)
+        matrix.grad = torch.randn(matrix.shape, generator=generator) * 10.0**-i
 
 
 def test_stacked_steps_follow_torchs_own() -> None:
