@@ -1,4 +1,4 @@
-// A form that sends one request of a route and shows the answer as it comes, with the same request for a shell.
+// A form that sends one request of a route and shows the answer as it arrives, with the same request for a shell.
 // The form is built from the route's description in openapi.json.
 
 import { element, put } from "./elements.js";
@@ -20,7 +20,7 @@ export function tryIt(method, path, operation, schema) {
 
   const request = () => ({ method, address: address(path, inputs), headers: headers(body, inputs), body: body?.value });
   const draw = () => (curl.textContent = command(request()));
-  for (const place of [form, document.getElementById("key")]) place.addEventListener("input", draw);
+  for (const control of [form, document.getElementById("key")]) control.addEventListener("input", draw);
   draw();
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
@@ -64,10 +64,10 @@ function headers(body, inputs) {
 }
 
 // Not where a number has more digits than JavaScript keeps: a seed must be shown as it is.
-function pretty(place, kind) {
-  const text = place.textContent;
+function pretty(output, kind) {
+  const text = output.textContent;
   if (!kind.startsWith("application/json") || text.length > 1e6 || /\d{16}/.test(text)) return;
-  place.textContent = JSON.stringify(JSON.parse(place.textContent), null, 2);
+  output.textContent = JSON.stringify(JSON.parse(output.textContent), null, 2);
 }
 
 // The required fields with their examples: enough to be sent.

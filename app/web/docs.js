@@ -9,9 +9,9 @@ try {
   if (!response.ok) throw new Error(`openapi.json cannot be had: status ${response.status}`);
   show(await response.json());
 } catch (error) {
-  const place = document.getElementById("trouble");
-  place.textContent = error.message;
-  place.hidden = false;
+  const node = document.getElementById("trouble");
+  node.textContent = error.message;
+  node.hidden = false;
 }
 
 function show(api) {
@@ -29,9 +29,9 @@ function show(api) {
   const schemas = document.getElementById("schemas");
   for (const [name, schema] of Object.entries(api.components.schemas)) {
     const summary = element("summary", element("code", name), " ", prose(element("span"), schema.description));
-    const told = element("details", summary, fields(schema));
-    told.id = name;
-    schemas.append(told);
+    const section = element("details", summary, fields(schema));
+    section.id = name;
+    schemas.append(section);
   }
   schemas.hidden = false;
   openTarget();
@@ -41,13 +41,13 @@ function show(api) {
 function route(api, method, path, operation) {
   const body = operation.requestBody?.content["application/json"].schema;
   const schema = body && resolve(api, body);
-  const told = element("details", element("summary", element("b", method.toUpperCase()), " ", element("code", path)));
-  told.id = operation.operationId;
-  told.className = "route";
-  told.append(prose(element("p"), operation.description));
-  if (schema) put(told, element("h3", "Body"), fields(schema));
-  told.append(element("h3", "Answers"), answers(operation.responses), tryIt(method, path, operation, schema));
-  return told;
+  const section = element("details", element("summary", element("b", method.toUpperCase()), " ", element("code", path)));
+  section.id = operation.operationId;
+  section.className = "route";
+  section.append(prose(element("p"), operation.description));
+  if (schema) put(section, element("h3", "Body"), fields(schema));
+  section.append(element("h3", "Answers"), answers(operation.responses), tryIt(method, path, operation, schema));
+  return section;
 }
 
 function fields(schema) {
@@ -63,9 +63,9 @@ function answers(responses) {
   const table = element("table", row("th", "status", "content", "meaning"));
   for (const [status, response] of Object.entries(responses)) {
     const content = element("span");
-    for (const [kind, told] of Object.entries(response.content ?? {})) {
-      const events = kind === "text/event-stream" ? told.schema.anyOf : [];
-      put(content, element("small", kind), " ", events.length ? "" : type(told.schema ?? {}), element("br"));
+    for (const [kind, media] of Object.entries(response.content ?? {})) {
+      const events = kind === "text/event-stream" ? media.schema.anyOf : [];
+      put(content, element("small", kind), " ", events.length ? "" : type(media.schema ?? {}), element("br"));
       for (const { properties } of events) {
         const data = properties.data.contentSchema ?? properties.data;
         put(content, `${properties.event?.const ?? "data"}: `, type(data), element("br"));
@@ -78,18 +78,18 @@ function answers(responses) {
 
 // A type in words, with its limits; a reference is a link to its object.
 function type(schema) {
-  const place = element("span");
-  if (schema.$ref) return put(place, link(schema.$ref));
+  const node = element("span");
+  if (schema.$ref) return put(node, link(schema.$ref));
   if (schema.anyOf) {
     const kinds = schema.anyOf.filter((kind) => kind.type !== "null");
-    kinds.forEach((kind, i) => put(place, i ? " or " : "", type(kind)));
-    return place;
+    kinds.forEach((kind, i) => put(node, i ? " or " : "", type(kind)));
+    return node;
   }
-  if (schema.type === "array") return put(place, "[", type(schema.items ?? {}), "]", limit(schema.maxItems, " up to "));
-  put(place, schema.const === undefined ? (schema.type ?? "any") : JSON.stringify(schema.const));
+  if (schema.type === "array") return put(node, "[", type(schema.items ?? {}), "]", limit(schema.maxItems, " up to "));
+  put(node, schema.const === undefined ? (schema.type ?? "any") : JSON.stringify(schema.const));
   const from = schema.minimum ?? (schema.exclusiveMinimum === undefined ? undefined : `above ${schema.exclusiveMinimum}`);
   const to = schema.maximum ?? (schema.exclusiveMaximum === undefined ? undefined : `below ${schema.exclusiveMaximum}`);
-  return put(place, limit(from, ", from "), limit(to, from === undefined ? ", to " : " to "), limit(schema.maxLength, ", up to "));
+  return put(node, limit(from, ", from "), limit(to, from === undefined ? ", to " : " to "), limit(schema.maxLength, ", up to "));
 }
 
 // Limits of 64 bits are those of the format, and JavaScript would not show them right.
@@ -113,10 +113,10 @@ function row(kind, ...cells) {
 }
 
 // `code` between backticks, and lines as they are.
-function prose(place, text = "") {
-  text.split(/`([^`]+)`/).forEach((part, i) => place.append(i % 2 ? element("code", part) : part));
-  place.classList.add("prose");
-  return place;
+function prose(node, text = "") {
+  text.split(/`([^`]+)`/).forEach((part, i) => node.append(i % 2 ? element("code", part) : part));
+  node.classList.add("prose");
+  return node;
 }
 
 // A link leads to what is folded.

@@ -18,19 +18,19 @@ export class Exchange {
   #failed;
   #exits;
   #receipt;
-  #replaying = null; // the AbortController of the replay that is going on
+  #replaying = null; // the AbortController of the running replay
 
-  /** What GET /v1/models says of the model. */
-  served = {};
+  /** The model's entry in GET /v1/models. */
+  modelFacts = {};
 
   /**
-   * `places` are the elements { exits, receipt }; `reach()` is what a request says, beside the settings, of how much of
-   * the text is read; `failed(message)` tells the user of a link that cannot be opened.
+   * `elements`: { exits, receipt }; `reach()` gives the request fields, besides the settings, that limit how much of
+   * the text is read; `failed(message)` reports a link that cannot be opened.
    */
-  constructor({ notebook, panel, reach, places, failed }) {
+  constructor({ notebook, panel, reach, elements, failed }) {
     [this.#notebook, this.#panel, this.#reach, this.#failed] = [notebook, panel, reach, failed];
-    this.#exits = new Exits(places.exits, { program: (language) => this.#program(language), link: () => this.#link() });
-    this.#receipt = new Receipt(places.receipt, {
+    this.#exits = new Exits(elements.exits, { program: (language) => this.#program(language), link: () => this.#link() });
+    this.#receipt = new Receipt(elements.receipt, {
       replay: () => this.#replay(),
       stop: () => this.#replaying.abort(),
       take: (receipt) => this.#take(receipt),
@@ -39,12 +39,12 @@ export class Exchange {
     this.open();
   }
 
-  /** Something else is on the sheet. */
+  /** The sheet's content has changed. */
   show() {
     this.#receipt.show(this.#notebook.tree.lastRun?.facts.receipt ?? null);
   }
 
-  /** Opens the link that is in the address bar, if there is one. The text that was there before is one undo away. */
+  /** Opens the link in the address bar, if there is one. One undo brings back the previous text. */
   async open() {
     const { hash, pathname, search } = location;
     if (!isShared(hash)) return;
@@ -86,6 +86,6 @@ export class Exchange {
   async #take(receipt) {
     this.#panel.reset();
     this.#panel.fill(typedOf(receipt, this.#panel.parameters));
-    return taken(receipt, { ...this.served, prompt_sha256: await digest(this.#notebook.text) });
+    return taken(receipt, { ...this.modelFacts, prompt_sha256: await digest(this.#notebook.text) });
   }
 }

@@ -9,7 +9,7 @@ export function listen(actions, running) {
     const name = event.isComposing ? null : nameOf(event, running());
     if (!name) return;
     event.preventDefault();
-    // A key that is held is one wish, but for the two that go step by step.
+    // A repeated keydown counts once, except for undo and redo, which step.
     if (!event.repeat || name === "undo" || name === "redo") actions[name]();
   });
 }

@@ -58,31 +58,31 @@ const service = new Service(
 );
 let agreed = null; // the beginning of a long text of which the model may read the end
 let drafts = []; // the nodes of the tree that the last run made
-const notebook = new Notebook(send, { changed, began, told, wrote, ended }, recall());
+const notebook = new Notebook(send, { changed, began, received, wrote, ended }, recall());
 const failing = (message) => status.failed(message);
 const exchange = new Exchange({
   notebook,
   panel,
   reach,
-  places: { exits: $("exits"), receipt: $("receipt") },
+  elements: { exits: $("exits"), receipt: $("receipt") },
   failed: failing,
 });
 let sent = {}; // the settings of the last run, as they were typed
-let kept = 0; // what the user was told of in KEPT
+let kept = 0; // index of the last message in KEPT that the user has seen
 
 function send(prompt, typed, signal) {
   sent = typed;
   return complete(prompt, typed, signal, panel.parameters);
 }
 
-// The notebook tells
+// Events of the notebook
 
 function changed() {
   columns.close();
   sheet.show(notebook.text, notebook.written);
   branches.show(notebook.tree.runs());
   reading.show(notebook);
-  tellSeed();
+  showSeed();
   refresh();
 }
 
@@ -96,7 +96,7 @@ function began(count) {
   refresh();
 }
 
-function told(type, data) {
+function received(type, data) {
   if (type === "start") started(data);
   if (type === "queue") status.queued(data);
   if (type === "wait") status.waits(data);
@@ -150,22 +150,22 @@ function failed(error) {
   if (!(error instanceof CompletionError)) console.error(error); // a bug of the page, not a server error
 }
 
-// The service tells
+// Events of the service
 
 function known(facts) {
   status.context = facts.max_model_len;
-  exchange.served = facts;
+  exchange.modelFacts = facts;
   reading.vocabulary = facts.n_vocab;
   changedSettings();
 }
 
 function described(parameters, facts) {
   panel.build(parameters, facts.sampling_defaults);
-  tellSeed();
+  showSeed();
 }
 
 // Shows the seed of the current text, so that the user can lock it, also after a reload or on another branch.
-function tellSeed() {
+function showSeed() {
   const seed = notebook.tree.lastRun?.facts.seed;
   if (seed) panel.explain({ seed });
 }
@@ -175,7 +175,7 @@ function keyed() {
   sheet.focus();
 }
 
-// What the user does
+// Actions of the user
 
 function typed(text) {
   notebook.type(text);
@@ -184,8 +184,8 @@ function typed(text) {
   refresh();
 }
 
-// Who looks into the text wants to know its tokens as they come; who does not, has them measured afterwards. Who has
-// several continuations to choose from is told how probable each is: that takes no more than the tokens' own.
+// The inspect view shows tokens as they arrive; without it the page scores them afterwards. With several continuations
+// to choose from, the page shows the probability of each, which needs no alternatives.
 function request() {
   const { typed } = panel;
   const tokens = reading.isOpen ? "20" : Number(typed.n) > 1 ? "0" : "";
@@ -205,7 +205,7 @@ function regenerate() {
   } else notebook.regenerate(request());
 }
 
-// Another token in that place. One that ends the text leaves nothing to go on with.
+// Replaces the token at that position. A token that ends the text cannot be continued.
 function pick(at, token) {
   if (notebook.running) return status.show("streaming", "Stop the run first, then take another token.");
   if (token.bytes.length) notebook.pick(at, token, request());
@@ -243,21 +243,21 @@ function refresh() {
   if (!notebook.running) remember(states, stored);
 }
 
-// Told once, and again where it got worse; not over what a run has to say.
-function stored(place) {
-  if (place > kept && !notebook.running) status.show("idle", KEPT[place]);
-  if (!notebook.running) kept = place;
+// Shows the message once, and again where it got worse, but never over a run's status.
+function stored(index) {
+  if (index > kept && !notebook.running) status.show("idle", KEPT[index]);
+  if (!notebook.running) kept = index;
 }
 
-// Where the storage has no room for the history, the text alone.
+// The states to store: with the history, or the text alone where the storage is too small.
 function states() {
   const settings = panel.typed;
   const alone = new Tree({ text: notebook.text, units: notebook.units });
   return [notebook.soFar, alone].map(({ data }) => ({ tree: data, settings }));
 }
 
-// The run that is going on ends with the page: what it has brought stays.
-function leave() {
+// A running generation ends with the page; its output so far is stored.
+function pageHidden() {
   if (notebook.running) remember(states, stored);
   flush();
 }
@@ -272,22 +272,22 @@ function recall() {
   }
 }
 
-// A text that is longer than the context is never cut without being asked: this asks, once.
+// Asks once before truncating a text that is longer than the context.
 function offerTheEnd() {
-  status.offer(`Go on from the end of it: its last ${room()} tokens`, () => {
+  status.offer(`Go on from the end of it: its last ${promptBudget()} tokens`, () => {
     agreed = notebook.text.slice(0, ALIKE);
-    $("generate").focus(); // the button goes, and its focus with it
+    $("generate").focus(); // the button disappears, and its focus with it
     generate();
   });
 }
 
-// How much of the text the model is to read, where its beginning may be left out. Another text is another question.
+// The request field that truncates the prompt, if the user agreed to that for this text.
 function reach() {
-  return agreed !== null && notebook.text.startsWith(agreed) ? { truncate_prompt_tokens: String(room()) } : {};
+  return agreed !== null && notebook.text.startsWith(agreed) ? { truncate_prompt_tokens: String(promptBudget()) } : {};
 }
 
-// What is left of the context for the prompt, and at least half of it.
-function room() {
+// Context tokens left for the prompt, at least half of the context.
+function promptBudget() {
   const context = service.facts.max_model_len ?? 0;
   return Math.max(context - (Number(panel.typed.max_tokens) || 128), Math.ceil(context / 2));
 }
@@ -309,5 +309,5 @@ for (const [id, action] of Object.entries(actions)) $(id).addEventListener("clic
 $("view-write").addEventListener("click", () => look(false));
 $("view-inspect").addEventListener("click", () => look(true));
 listen({ ...actions, look: () => look() }, () => notebook.running);
-document.addEventListener("visibilitychange", leave); // the last that a phone tells a page
-addEventListener("pagehide", leave);
+document.addEventListener("visibilitychange", pageHidden); // the last event that a phone sends to a page
+addEventListener("pagehide", pageHidden);

@@ -1,14 +1,14 @@
-// What the page remembers over a reload: the tree of texts and the settings, under one key. Written a moment after
-// the last change, and at once when the page goes: for this tab, which another one must not take its text from, and for
+// What the page stores across a reload: the tree of texts and the settings, under one key. Written a moment after
+// the last change, and at once when the page closes: for this tab, whose text no other tab may take, and for
 // the next visit, where the last write wins.
 
 const KEY = "inkstream.notebook";
 const DELAY = 400; // ms
-const PLACES = [() => sessionStorage, () => localStorage]; // a browser may refuse them by an exception
+const STORAGES = [() => sessionStorage, () => localStorage]; // a browser may refuse them by an exception
 let written = null;
 let timer = 0;
 let waiting = null; // () => states, or null: nothing to write
-let tell = null;
+let notify = null;
 
 /** What was remembered, or null on a first visit. */
 export function load() {
@@ -16,17 +16,17 @@ export function load() {
     written = sessionStorage.getItem(KEY) ?? localStorage.getItem(KEY);
     return JSON.parse(written);
   } catch {
-    // Storage is switched off, or holds what some other page wrote: a first visit then.
+    // Storage is switched off, or contains what another page wrote: treat it as a first visit.
     return null;
   }
 }
 
 /**
- * `states()`: what to write, the fullest first; a shorter one where the storage has no room for it. `told(place)` hears
- * which of them was written, also where it is the same as before: beyond the last one, it was none.
+ * `states()`: what to write, the fullest first; a shorter one where the storage is too small. `onStored(index)` gets the
+ * index of the one that was written, even if it is the same as before; an index beyond the last one means none.
  */
-export function remember(states, told) {
-  [waiting, tell] = [states, told];
+export function remember(states, onStored) {
+  [waiting, notify] = [states, onStored];
   clearTimeout(timer);
   timer = setTimeout(flush, DELAY);
 }
@@ -38,14 +38,14 @@ export function flush() {
   waiting = null;
   // An idle tab that is closed must not write its old text over what another tab has saved since.
   if (texts.length === 0 || texts[0] === written) return;
-  const kept = PLACES.map((place) => texts.findIndex((text) => put(place, text)));
+  const kept = STORAGES.map((storage) => texts.findIndex((text) => put(storage, text)));
   [written] = texts;
-  tell(Math.max(...kept.map((index) => (index < 0 ? texts.length : index))));
+  notify(Math.max(...kept.map((index) => (index < 0 ? texts.length : index))));
 }
 
-function put(place, text) {
+function put(storage, text) {
   try {
-    place().setItem(KEY, text);
+    storage().setItem(KEY, text);
     return true;
   } catch {
     return false; // switched off or full: the page works, and says that it forgets

@@ -12,13 +12,13 @@ export class Notebook {
   #view;
   #tree;
   #manuscript;
-  #run = null; // what is going on: { abort, before, drafts, facts, picked }
+  #run = null; // the current run: { abort, before, drafts, facts, picked }
   #typedAt = -Infinity;
 
   /**
-   * `complete(prompt, typed, signal)`: see request/completion.js. `view` is told what happens:
-   * changed() the text is another one; began(count); told(type, data) what the server said; wrote(index, unit, text);
-   * ended({ error, stopped, nodes }) with the tree's node for each continuation, null for one that brought nothing.
+   * `complete(prompt, typed, signal)`: see request/completion.js. `view` receives events:
+   * changed() the text is another one; began(count); received(type, data) a server event; wrote(index, unit, text);
+   * ended({ error, stopped, nodes }) with the tree's node for each continuation, null for an empty one.
    */
   constructor(complete, view, tree = new Tree({ text: "", units: [] })) {
     [this.#complete, this.#view, this.#tree] = [complete, view, tree];
@@ -57,7 +57,7 @@ export class Notebook {
     return !this.running && (this.#tree.lastRun?.parent ?? null) !== null; // where it began may be forgotten
   }
 
-  /** The user's hand changed the text. */
+  /** The user changed the text. */
   type(text) {
     const now = performance.now();
     this.#manuscript.rewrite(text);
@@ -87,7 +87,7 @@ export class Notebook {
     if (!this.running) this.#show(this.#tree.go(id));
   }
 
-  /** Continues the text. `typed`: request fields as the user typed them; n above 1 writes so many drafts beside it. */
+  /** Continues the text. `typed`: request fields as the user typed them; n above 1 writes n concurrent drafts. */
   generate(typed) {
     return this.#start(typed, false);
   }
@@ -98,12 +98,12 @@ export class Notebook {
     const { parent, state, facts } = this.#tree.lastRun;
     const before = new Manuscript(state);
     before.cut(facts.at);
-    const picked = before.text !== this.#tree.node(parent).state.text; // it began behind a token that was picked
+    const picked = before.text !== this.#tree.node(parent).state.text; // it started after a picked token
     this.#show(this.#tree.go(parent), before);
     return this.#start(picked ? { ...typed, n: "" } : typed, picked);
   }
 
-  /** Cuts the text at `at`, takes `token` in its place, and goes on. */
+  /** Cuts the text at `at`, appends `token` instead, and continues. */
   pick(at, token, typed) {
     if (this.running) return null;
     this.#manuscript.cut(at);
@@ -116,7 +116,7 @@ export class Notebook {
     this.#run?.abort.abort();
   }
 
-  /** The history as it would be if the run ended now: for a page that goes in the middle of one. */
+  /** The history as it would be if the run ended now: for a page that closes during one. */
   get soFar() {
     if (!this.running) return this.#tree;
     const tree = Tree.from(this.#tree.data);
@@ -139,7 +139,7 @@ export class Notebook {
       for await (const { type, data } of this.#complete(before, typed, signal)) {
         if (type === "token") this.#write(drafts, facts, data);
         note(facts, type, data);
-        this.#view.told(type, data);
+        this.#view.received(type, data);
       }
     } catch (thrown) {
       error = signal.aborted ? null : thrown;
@@ -167,7 +167,7 @@ export class Notebook {
   }
 }
 
-// A node for each text of a run. One that brought nothing leaves none: undo still leads where it led.
+// Adds a node for each text of a run, and none for an empty one, so that undo keeps its target.
 function keep(tree, { before, drafts, facts, picked }) {
   return drafts.map((draft, index) => {
     if (!picked && draft.text === before) return null;
@@ -176,13 +176,13 @@ function keep(tree, { before, drafts, facts, picked }) {
   });
 }
 
-// How many will come. Where that is more than any server takes, or no number, the server says so.
+// Number of continuations; 1 where n is invalid, so that the server reports the error.
 function continuations(n) {
   const count = Number(n);
   return Number.isInteger(count) && count > 1 && count <= MOST_CHOICES ? count : 1;
 }
 
-// What is worth remembering of a run: enough to say how it came about, and to have it again.
+// Keeps the facts of a run that describe and reproduce it.
 function note(facts, type, data) {
   if (type === "start") for (const one of facts) one.seed = String(data.seed);
   if (type !== "done") return;

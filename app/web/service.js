@@ -6,19 +6,19 @@ import { authorization, useKey } from "./request/key.js";
 import { parameters } from "./request/schema.js";
 
 export class Service {
-  #places;
+  #elements;
   #view;
 
-  /** What GET /v1/models says of the model; empty until it has said it. */
+  /** The model's entry in GET /v1/models; empty until the response arrives. */
   facts = {};
 
   /**
-   * `places`: the elements { model, weights, form, key }. `view` is told: known(facts), described(parameters, facts)
-   * what a request may have, keyed() a key was typed, and refused(sentence).
+   * `elements`: { model, weights, form, key }. `view` receives known(facts), described(parameters, facts)
+   * the request's parameters, keyed() a key was entered, and refused(sentence).
    */
-  constructor(places, view) {
-    [this.#places, this.#view] = [places, view];
-    places.form.addEventListener("submit", (event) => this.#typed(event));
+  constructor(elements, view) {
+    [this.#elements, this.#view] = [elements, view];
+    elements.form.addEventListener("submit", (event) => this.#typed(event));
   }
 
   async introduce() {
@@ -28,7 +28,7 @@ export class Service {
       this.#view.known(this.facts);
       this.#view.described(parameters(await ask("openapi.json"), { encoder: this.facts.has_encoder }), this.facts);
     } catch (error) {
-      // While the weights load the server says how long; otherwise the first run tells the model, or what is wrong.
+      // While the weights load the server says how long; otherwise the first run shows the model or the error.
       this.failed(error);
       if (error.status === 401 && "Authorization" in authorization()) this.#wrong(error.message);
       if (error.retryAfter) setTimeout(() => this.introduce(), error.retryAfter * 1000);
@@ -36,25 +36,25 @@ export class Service {
   }
 
   show(name, version) {
-    const { model: place, weights } = this.#places;
-    place.textContent = name ?? "";
+    const { model: modelLine, weights } = this.#elements;
+    modelLine.textContent = name ?? "";
     weights.textContent = version ? `weights ${version.replace(/^sha256:/, "").slice(0, 8)}` : "";
     weights.title = version ?? "";
   }
 
-  /** Any request failed: where it is for want of a key, asks for one. */
+  /** Handles a failed request: shows the key form if the request needs a key. */
   failed(error) {
-    if (error.status === 401) this.#places.form.hidden = false;
+    if (error.status === 401) this.#elements.form.hidden = false;
   }
 
   #wrong(sentence) {
     this.#view.refused(sentence);
-    this.#places.key.focus();
+    this.#elements.key.focus();
   }
 
   #typed(event) {
     event.preventDefault();
-    const { form, key } = this.#places;
+    const { form, key } = this.#elements;
     if (!useKey(key.value)) return this.#view.refused("A key is one word of letters, digits and signs.");
     key.value = "";
     form.hidden = true;

@@ -1,4 +1,4 @@
-// The line under the text: what is going on, how fast it goes, how much of the context is used, which seed it had.
+// The line under the text: state, speed, use of the context, and seed of the run.
 // Counts and times the tokens as this browser receives them; main.js reports the events.
 
 const FIRST = "Waiting for the first token";
@@ -9,7 +9,7 @@ export class Status {
   #numbers;
   #seed = null;
   #sent = 0;
-  #first = 0; // when the first and the latest token came, ms on the clock of performance.now()
+  #first = 0; // when the first and the latest token arrived, ms on the clock of performance.now()
   #latest = 0;
   #count = 0;
   #rate = null; // tokens per second, once the server has measured it
@@ -19,7 +19,7 @@ export class Status {
   #frame = 0;
   #remedy;
 
-  /** `line` is the live region, `remedy` the button beside it; `numbers` has firstToken, rate, count, context, seed. */
+  /** `line`: the live region; `remedy`: the button next to it; `numbers`: { firstToken, rate, count, context, seed }. */
   constructor(line, remedy, numbers) {
     [this.#line, this.#remedy] = [line, remedy];
     this.#numbers = numbers;
@@ -38,7 +38,7 @@ export class Status {
     this.#remedy.hidden = true; // it was for what the line said before
   }
 
-  /** Beside what the line says: what can be done about it. */
+  /** Offers an action next to the line. */
   offer(words, remedy) {
     this.#remedy.textContent = words;
     this.#remedy.onclick = remedy;
@@ -58,7 +58,7 @@ export class Status {
     this.show("waiting", `Waiting in queue, position ${position}${eta}`);
   }
 
-  /** Refused for now; tried again in so many seconds. */
+  /** The server refused for now; the page retries after so many seconds. */
   waits({ seconds, message }) {
     this.show("waiting", `${message.replace(/\.?$/, ".")} Trying again in ${seconds} s.`);
   }

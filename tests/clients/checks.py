@@ -26,7 +26,7 @@ def run_checks(namespace: Mapping[str, Any]) -> None:
 
 @contextmanager
 def raises(kind: type[BaseException], *words: str) -> Iterator[list[Any]]:
-    """The block must raise `kind` with all `words` in its text; gives a list that will hold the exception."""
+    """The block must raise `kind` with all `words` in its text; gives a list that receives the exception."""
     caught: list[Any] = []
     try:
         yield caught

@@ -20,7 +20,7 @@ from model.tokenizer.tokenizer import Tokenizer
 
 
 def answer(question: dict[str, Any], decoder: Decoder, tokenizer: Tokenizer) -> list[Any]:
-    """What the model says, computed one row at a time."""
+    """Output of the model, computed one row at a time."""
     match question:
         case {"texts": texts}:
             return [tokenizer.encode(text) for text in texts]

@@ -41,7 +41,7 @@ class Client:
 
     @property
     def folder(self) -> Path:
-        """Where its environment is."""
+        """Directory of its environment."""
         return ENVIRONMENTS / self.name
 
 
@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read_clients() -> dict[str, Client]:
-    """All of clients.toml, by name."""
+    """All clients of clients.toml, by name."""
     entries = tomllib.loads((HERE / "clients.toml").read_text())
     return {
         name: Client(name=name, **{key: tuple(v) if isinstance(v, list) else v for key, v in entry.items()})

@@ -20,8 +20,8 @@ N_REQUESTS, OUTPUT_TOKENS = 12, 24
 
 
 def check_streams() -> None:
-    told = measure("--streaming")
-    assert told["time_to_first_token"]["avg"] > 0
+    report = measure("--streaming")
+    assert report["time_to_first_token"]["avg"] > 0
 
 
 def check_whole_answers() -> None:
@@ -39,11 +39,11 @@ def measure(*flags: str) -> dict[str, Any]:
         environment = {**os.environ, "HF_HOME": folder, "TOKENIZERS_PARALLELISM": "false"}
         done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        (report,) = Path(folder).rglob("profile_export_aiperf.json")
-        told: dict[str, Any] = json.loads(report.read_text())
-    assert told["request_count"]["avg"] == N_REQUESTS and not told.get("error_request_count", {}).get("avg"), told
-    assert told["output_sequence_length"]["avg"] == OUTPUT_TOKENS, told["output_sequence_length"]
-    return told
+        (file,) = Path(folder).rglob("profile_export_aiperf.json")
+        report: dict[str, Any] = json.loads(file.read_text())
+    assert report["request_count"]["avg"] == N_REQUESTS and not report.get("error_request_count", {}).get("avg"), report
+    assert report["output_sequence_length"]["avg"] == OUTPUT_TOKENS, report["output_sequence_length"]
+    return report
 
 
 if __name__ == "__main__":

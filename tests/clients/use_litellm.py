@@ -17,7 +17,7 @@ litellm.suppress_debug_info = True
 URL = f"{sys.argv[1]}/v1"
 PROMPT = "Once upon a time"
 MODEL = httpx.get(f"{URL}/models", timeout=60).json()["data"][0]["id"]
-WISH = {
+ARGS = {
     "model": f"text-completion-openai/{MODEL}",
     "api_base": URL,
     "api_key": "none",
@@ -28,44 +28,48 @@ WISH = {
 
 
 def check_text_completion() -> None:
-    answer = litellm.text_completion(**WISH, prompt=PROMPT)
+    answer = litellm.text_completion(**ARGS, prompt=PROMPT)
     assert answer.choices[0].text and answer.choices[0].finish_reason == "length"
     assert answer.usage.completion_tokens == 12
 
 
 def check_a_stream_is_the_text_in_pieces() -> None:
-    pieces = [chunk.choices[0].text or "" for chunk in litellm.text_completion(**WISH, prompt=PROMPT, stream=True)]
+    pieces = [chunk.choices[0].text or "" for chunk in litellm.text_completion(**ARGS, prompt=PROMPT, stream=True)]
     assert len(pieces) > 3
-    assert "".join(pieces) == litellm.text_completion(**WISH, prompt=PROMPT).choices[0].text
+    assert "".join(pieces) == litellm.text_completion(**ARGS, prompt=PROMPT).choices[0].text
 
 
 async def check_asynchronous_calls() -> None:
-    answer = await litellm.atext_completion(**WISH, prompt=PROMPT)
-    stream = await litellm.atext_completion(**WISH, prompt=PROMPT, stream=True)
+    answer = await litellm.atext_completion(**ARGS, prompt=PROMPT)
+    stream = await litellm.atext_completion(**ARGS, prompt=PROMPT, stream=True)
     assert "".join([chunk.choices[0].text or "" async for chunk in stream]) == answer.choices[0].text
 
 
 def check_several_prompts() -> None:
-    answer = litellm.text_completion(**WISH, prompt=[PROMPT, "The moon"])
+    answer = litellm.text_completion(**ARGS, prompt=[PROMPT, "The moon"])
     assert len(answer.choices) == 2
 
 
 def check_log_probabilities_and_echo() -> None:
-    answer = litellm.text_completion(**WISH, prompt=PROMPT, logprobs=2, echo=True)
-    told = answer.choices[0].logprobs
-    assert answer.choices[0].text.startswith(PROMPT) and told.token_logprobs[0] is None and told.token_logprobs[-1] <= 0
+    answer = litellm.text_completion(**ARGS, prompt=PROMPT, logprobs=2, echo=True)
+    scored = answer.choices[0].logprobs
+    assert (
+        answer.choices[0].text.startswith(PROMPT)
+        and scored.token_logprobs[0] is None
+        and scored.token_logprobs[-1] <= 0
+    )
 
 
 def check_the_usage_of_a_stream() -> None:
-    chunks = list(litellm.text_completion(**WISH, prompt=PROMPT, stream=True, stream_options={"include_usage": True}))
+    chunks = list(litellm.text_completion(**ARGS, prompt=PROMPT, stream=True, stream_options={"include_usage": True}))
     assert chunks[-1].usage.completion_tokens == 12
 
 
 def check_the_class_of_an_error() -> None:
     with raises(litellm.BadRequestError, "temperature"):
-        litellm.text_completion(**{**WISH, "temperature": -1}, prompt=PROMPT)
+        litellm.text_completion(**{**ARGS, "temperature": -1}, prompt=PROMPT)
     with raises(litellm.NotFoundError, "nowhere"):
-        litellm.text_completion(**{**WISH, "model": "text-completion-openai/nowhere"}, prompt=PROMPT)
+        litellm.text_completion(**{**ARGS, "model": "text-completion-openai/nowhere"}, prompt=PROMPT)
 
 
 if __name__ == "__main__":

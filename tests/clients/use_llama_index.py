@@ -12,8 +12,8 @@ from llama_index.llms.openai_like import OpenAILike
 URL = f"{sys.argv[1]}/v1"
 PROMPT = "Once upon a time"
 MODEL = httpx.get(f"{URL}/models", timeout=60).json()["data"][0]["id"]
-WISH = {"model": MODEL, "api_base": URL, "api_key": "none", "is_chat_model": False, "max_retries": 0, "max_tokens": 12}
-llm = OpenAILike(**WISH, temperature=0)
+ARGS = {"model": MODEL, "api_base": URL, "api_key": "none", "is_chat_model": False, "max_retries": 0, "max_tokens": 12}
+llm = OpenAILike(**ARGS, temperature=0)
 
 
 def check_complete() -> None:
@@ -32,8 +32,8 @@ async def check_asynchronous_calls() -> None:
 
 
 def check_log_probabilities() -> None:
-    told = OpenAILike(**WISH, temperature=0, logprobs=True, top_logprobs=2).complete(PROMPT).logprobs
-    assert len(told) == 12 and all(token.logprob <= 0 for top in told for token in top)
+    scored = OpenAILike(**ARGS, temperature=0, logprobs=True, top_logprobs=2).complete(PROMPT).logprobs
+    assert len(scored) == 12 and all(token.logprob <= 0 for top in scored for token in top)
 
 
 def check_a_chat_becomes_a_prompt() -> None:
@@ -41,13 +41,13 @@ def check_a_chat_becomes_a_prompt() -> None:
 
 
 def check_fields_of_ours_go_through() -> None:
-    other = OpenAILike(**WISH, additional_kwargs={"seed": 7, "stop": ["."], "extra_body": {"top_k": 3, "min_p": 0.1}})
+    other = OpenAILike(**ARGS, additional_kwargs={"seed": 7, "stop": ["."], "extra_body": {"top_k": 3, "min_p": 0.1}})
     assert other.complete(PROMPT).text == other.complete(PROMPT).text
 
 
 def check_errors_come_through() -> None:
     with raises(Exception, "top_p"):
-        OpenAILike(**WISH, additional_kwargs={"top_p": 7}).complete(PROMPT)
+        OpenAILike(**ARGS, additional_kwargs={"top_p": 7}).complete(PROMPT)
 
 
 if __name__ == "__main__":

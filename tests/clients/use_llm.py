@@ -34,9 +34,9 @@ def check_stream_and_whole_are_the_same_text() -> None:
 def check_log_probabilities_and_usage_are_logged() -> None:
     llm("prompt", "-m", "ink", "-o", "max_tokens", "5", "-o", "logprobs", "2", "-o", "temperature", "0", PROMPT)
     (entry,) = json.loads(llm("logs", "-n", "1", "--json"))
-    told = entry["response_json"]
-    assert told["usage"]["completion_tokens"] == len(told["logprobs"]) == 5
-    assert entry["response"] == "".join(token["text"] for token in told["logprobs"])
+    response = entry["response_json"]
+    assert response["usage"]["completion_tokens"] == len(response["logprobs"]) == 5
+    assert entry["response"] == "".join(token["text"] for token in response["logprobs"])
 
 
 def check_a_conversation_goes_on() -> None:
@@ -44,12 +44,12 @@ def check_a_conversation_goes_on() -> None:
 
 
 def check_an_error_is_told() -> None:
-    told = llm("prompt", "-m", "ink", "-o", "top_p", "1", "-o", "max_tokens", "3", "word " * 9000, fails=True)
-    assert "tokens" in told and "Traceback" not in told
+    message = llm("prompt", "-m", "ink", "-o", "top_p", "1", "-o", "max_tokens", "3", "word " * 9000, fails=True)
+    assert "tokens" in message and "Traceback" not in message
 
 
 def llm(*arguments: str, fails: bool = False) -> str:
-    """What the command printed; where it must fail, on stderr."""
+    """The command's stdout; its stderr if it must fail."""
     environment = {**os.environ, "LLM_USER_PATH": str(HOME), "OPENAI_API_KEY": "none"}
     command = [Path(sys.executable).parent / "llm", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, stdin=subprocess.DEVNULL)

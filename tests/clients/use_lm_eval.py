@@ -112,8 +112,10 @@ def check_generations_equal_the_reference() -> None:
 def check_ids_are_the_same_wherever_they_are_made() -> None:
     texts = [*DOCUMENTS, *OPENINGS, PREFIX_TEXT + "Once"]
     for text, ids in zip(texts, encode(texts), strict=True):
-        told = requests.post(f"{URL}/tokenize", json={"prompt": text, "add_special_tokens": False}, timeout=60).json()
-        assert told["tokens"] == ids and told["count"] == len(ids) and told["max_model_len"] == CONTEXT
+        tokenized = requests.post(
+            f"{URL}/tokenize", json={"prompt": text, "add_special_tokens": False}, timeout=60
+        ).json()
+        assert tokenized["tokens"] == ids and tokenized["count"] == len(ids) and tokenized["max_model_len"] == CONTEXT
         back = requests.post(f"{URL}/detokenize", json={"tokens": ids}, timeout=60).json()
         assert back["prompt"] == text
 
@@ -208,7 +210,7 @@ def rolling_oracle(*documents: str) -> list[float]:
     """The log-likelihood of every document, in lm-eval's windows."""
     sums = []
     for ids in encode(documents):
-        # It keeps one place for the token that the service must generate, and one for the prefix.
+        # It keeps one position for the token that the service must generate, and one for the prefix.
         windows = get_rolling_token_windows(ids, prefix_token=prefix(), max_seq_len=CONTEXT - 2, context_len=1)
         pieces = [make_disjoint_window(window) for window in windows]
         sums.append(sum(logprob for logprob, _ in score([(len(a), a + b) for a, b in pieces])))
@@ -229,8 +231,8 @@ def encode(texts: Sequence[str]) -> list[list[int]]:
 
 def score(rows: list[tuple[int, list[int]]]) -> list[tuple[float, bool]]:
     """(log-likelihood, greedy) of what follows the first so many ids of each row."""
-    told = ask(rows=[ids for _, ids in rows])
-    rests = [row[n - 1 :] for (n, _), row in zip(rows, told, strict=True)]
+    logprobs = ask(rows=[ids for _, ids in rows])
+    rests = [row[n - 1 :] for (n, _), row in zip(rows, logprobs, strict=True)]
     return [(sum(logprob for logprob, _ in rest), all(greedy for _, greedy in rest)) for rest in rests]
 
 

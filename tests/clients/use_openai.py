@@ -42,9 +42,9 @@ def check_the_default_is_sixteen_tokens() -> None:
 
 
 def check_a_stream_is_the_plain_text_in_pieces() -> None:
-    wish = {"model": MODEL, "prompt": PROMPT, "max_tokens": 40, "seed": 7}
-    plain = client.completions.create(**wish)
-    chunks = list(client.completions.create(**wish, stream=True))
+    request = {"model": MODEL, "prompt": PROMPT, "max_tokens": 40, "seed": 7}
+    plain = client.completions.create(**request)
+    chunks = list(client.completions.create(**request, stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks) == plain.choices[0].text
     assert len({(chunk.id, chunk.created, chunk.model) for chunk in chunks}) == 1
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
@@ -61,9 +61,9 @@ async def check_an_asynchronous_stream() -> None:
 
 
 def check_the_usage_of_a_stream_comes_last() -> None:
-    wish = {"model": MODEL, "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
-    chunks = list(client.completions.create(**wish, stream=True, stream_options={"include_usage": True}))
-    assert chunks[-1].choices == [] and chunks[-1].usage == client.completions.create(**wish).usage.model_copy(
+    request = {"model": MODEL, "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
+    chunks = list(client.completions.create(**request, stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1].choices == [] and chunks[-1].usage == client.completions.create(**request).usage.model_copy(
         update={"prompt_tokens_details": chunks[-1].usage.prompt_tokens_details}
     )
     assert not any(chunk.usage for chunk in chunks[:-1])
@@ -95,59 +95,63 @@ def check_several_choices_of_several_prompts_keep_their_order() -> None:
 
 
 def check_the_best_of_several() -> None:
-    wish = {"model": MODEL, "prompt": PROMPT, "max_tokens": 6, "seed": 3}
-    answer = client.completions.create(**wish, n=1, best_of=3)
+    request = {"model": MODEL, "prompt": PROMPT, "max_tokens": 6, "seed": 3}
+    answer = client.completions.create(**request, n=1, best_of=3)
     assert len(answer.choices) == 1
-    assert answer.choices[0].text in {choice.text for choice in client.completions.create(**wish, n=3).choices}
+    assert answer.choices[0].text in {choice.text for choice in client.completions.create(**request, n=3).choices}
     with raises(openai.BadRequestError, "best_of"):
-        client.completions.create(**wish, n=3, best_of=2)
+        client.completions.create(**request, n=3, best_of=2)
     with raises(openai.BadRequestError, "best_of"):
-        client.completions.create(**wish, best_of=3, stream=True)
+        client.completions.create(**request, best_of=3, stream=True)
 
 
 def check_log_probabilities_in_the_shape_of_old() -> None:
-    wish = {"model": MODEL, "prompt": PROMPT, "max_tokens": 10, "temperature": 0, "logprobs": 3}
-    choice = client.completions.create(**wish).choices[0]
-    told = choice.logprobs
-    assert len(told.tokens) == len(told.token_logprobs) == len(told.top_logprobs) == len(told.text_offset)
-    assert "".join(told.tokens) == choice.text and told.text_offset[0] == 0
-    for token, logprob, top in zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True):
+    request = {"model": MODEL, "prompt": PROMPT, "max_tokens": 10, "temperature": 0, "logprobs": 3}
+    choice = client.completions.create(**request).choices[0]
+    logprobs = choice.logprobs
+    assert (
+        len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs) == len(logprobs.text_offset)
+    )
+    assert "".join(logprobs.tokens) == choice.text and logprobs.text_offset[0] == 0
+    for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
         assert logprob <= 0 and top[token] == logprob == max(top.values()) and len(top) <= 4
-    parts = [chunk.choices[0] for chunk in client.completions.create(**wish, stream=True)]
+    parts = [chunk.choices[0] for chunk in client.completions.create(**request, stream=True)]
     for field in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
         streamed = [x for part in parts if part.logprobs for x in getattr(part.logprobs, field)]
-        assert streamed == getattr(told, field), field
+        assert streamed == getattr(logprobs, field), field
     assert all(len(part.logprobs.tokens) == 1 for part in parts if part.logprobs and part.logprobs.tokens)
 
 
 def check_an_echo_tells_the_prompt_and_its_log_probabilities() -> None:
     answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=2, temperature=0, logprobs=2, echo=True)
-    choice, told = answer.choices[0], answer.choices[0].logprobs
+    choice, logprobs = answer.choices[0], answer.choices[0].logprobs
     n = answer.usage.total_tokens
-    assert choice.text.startswith(PROMPT) and "".join(told.tokens) == choice.text
-    assert len(told.tokens) == len(told.token_logprobs) == len(told.top_logprobs) == n
-    assert told.token_logprobs[0] is None and told.top_logprobs[0] is None
-    assert all(math.isfinite(x) and x <= 0 for x in told.token_logprobs[1:])
-    assert [choice.text[i:].startswith(t) for i, t in zip(told.text_offset, told.tokens, strict=True)] == [True] * n
+    assert choice.text.startswith(PROMPT) and "".join(logprobs.tokens) == choice.text
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs) == n
+    assert logprobs.token_logprobs[0] is None and logprobs.top_logprobs[0] is None
+    assert all(math.isfinite(x) and x <= 0 for x in logprobs.token_logprobs[1:])
+    assert [choice.text[i:].startswith(t) for i, t in zip(logprobs.text_offset, logprobs.tokens, strict=True)] == [
+        True
+    ] * n
     scored = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=0, logprobs=2, echo=True).choices[0]
-    assert scored.text == PROMPT and scored.logprobs.token_logprobs == told.token_logprobs[:-2]
+    assert scored.text == PROMPT and scored.logprobs.token_logprobs == logprobs.token_logprobs[:-2]
 
 
 def check_prompts_may_be_token_ids() -> None:
-    wish = {"model": MODEL, "max_tokens": 4, "temperature": 0, "echo": True}
+    request = {"model": MODEL, "max_tokens": 4, "temperature": 0, "echo": True}
     one, two = ([5, 6, 7], [8, 9])
-    texts = [client.completions.create(**wish, prompt=ids).choices[0].text for ids in (one, two)]
-    assert [choice.text for choice in client.completions.create(**wish, prompt=[one, two]).choices] == texts
+    texts = [client.completions.create(**request, prompt=ids).choices[0].text for ids in (one, two)]
+    assert [choice.text for choice in client.completions.create(**request, prompt=[one, two]).choices] == texts
     assert client.completions.create(model=MODEL, prompt=[one, two], max_tokens=1).usage.prompt_tokens == 5
 
 
 def check_a_stop_ends_the_text_before_it() -> None:
-    wish = {"model": MODEL, "prompt": PROMPT, "max_tokens": 30, "temperature": 0}
-    text = client.completions.create(**wish).choices[0].text
+    request = {"model": MODEL, "prompt": PROMPT, "max_tokens": 30, "temperature": 0}
+    text = client.completions.create(**request).choices[0].text
     stop = text[len(text) // 2 :][:3]
-    choice = client.completions.create(**wish, stop=[stop, "never in this text"]).choices[0]
+    choice = client.completions.create(**request, stop=[stop, "never in this text"]).choices[0]
     assert choice.text == text[: text.index(stop)] and choice.finish_reason == "stop"
-    chunks = client.completions.create(**wish, stop=stop, stream=True)
+    chunks = client.completions.create(**request, stop=stop, stream=True)
     assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
 
 
@@ -166,10 +170,10 @@ def check_a_schema_is_followed_streamed_or_not() -> None:
         "additionalProperties": False,
     }
     shape = {"type": "json_schema", "json_schema": {"name": "fox", "schema": schema}}
-    wish = {"model": MODEL, "prompt": PROMPT, "max_tokens": 60, "seed": 3, "extra_body": {"response_format": shape}}
-    text = client.completions.create(**wish).choices[0].text
+    request = {"model": MODEL, "prompt": PROMPT, "max_tokens": 60, "seed": 3, "extra_body": {"response_format": shape}}
+    text = client.completions.create(**request).choices[0].text
     assert json.loads(text)["age"] in (7, 8)
-    assert "".join(chunk.choices[0].text for chunk in client.completions.create(**wish, stream=True)) == text
+    assert "".join(chunk.choices[0].text for chunk in client.completions.create(**request, stream=True)) == text
 
 
 def check_what_is_not_known_is_named() -> None:
@@ -187,7 +191,7 @@ def check_every_null_is_a_default() -> None:
 
 def check_what_a_benchmark_sends() -> None:
     extra = {"repetition_penalty": 1.0, "ignore_eos": True, "min_tokens": 5, "top_k": -1, "best_of": 1}
-    wish = {
+    request = {
         "model": MODEL,
         "prompt": PROMPT,
         "max_tokens": 5,
@@ -196,7 +200,7 @@ def check_what_a_benchmark_sends() -> None:
         "extra_body": extra,
     }
     options = {"include_usage": True}
-    chunks = list(client.completions.create(**wish, stream=True, stream_options=options))
+    chunks = list(client.completions.create(**request, stream=True, stream_options=options))
     assert chunks[-1].usage.completion_tokens == 5
 
 
@@ -234,16 +238,18 @@ def check_a_client_may_leave_its_stream() -> None:
 
 
 def check_a_full_service_refuses_and_is_tried_again() -> None:
-    wish = {"model": MODEL, "prompt": PROMPT}
+    request = {"model": MODEL, "prompt": PROMPT}
     with busy_streams() as end:
         refused = openai.OpenAI(base_url=f"{BUSY}/v1", api_key="none", max_retries=0)
         with raises(openai.InternalServerError) as caught:
-            refused.completions.create(**wish, max_tokens=1)
+            refused.completions.create(**request, max_tokens=1)
         assert caught[0].status_code == 503 and caught[0].type == "unavailable_error"
         assert 1 <= int(caught[0].response.headers["retry-after"]) <= 120
-        told = httpx.Client(event_hooks={"response": [lambda answer: end() if answer.status_code == 503 else None]})
-        patient = openai.OpenAI(base_url=f"{BUSY}/v1", api_key="none", max_retries=4, http_client=told)
-        raw = patient.completions.with_raw_response.create(**wish, max_tokens=1)
+        http_client = httpx.Client(
+            event_hooks={"response": [lambda answer: end() if answer.status_code == 503 else None]}
+        )
+        patient = openai.OpenAI(base_url=f"{BUSY}/v1", api_key="none", max_retries=4, http_client=http_client)
+        raw = patient.completions.with_raw_response.create(**request, max_tokens=1)
         assert raw.parse().choices and raw.retries_taken >= 1
 
 
@@ -259,11 +265,17 @@ def check_a_quota_is_tried_again_when_it_says() -> None:
 def busy_streams() -> Iterator[Callable[[], object]]:
     """The busy service has one request running and one waiting; gives what ends both."""
     filling = openai.OpenAI(base_url=f"{BUSY}/v1", api_key="none", max_retries=0)
-    wish = {"model": MODEL, "prompt": PROMPT, "max_tokens": 100_000, "stream": True, "extra_body": {"ignore_eos": True}}
-    first = filling.completions.create(**wish)
+    request = {
+        "model": MODEL,
+        "prompt": PROMPT,
+        "max_tokens": 100_000,
+        "stream": True,
+        "extra_body": {"ignore_eos": True},
+    }
+    first = filling.completions.create(**request)
     next(iter(first))
     # A stream that waits has no first chunk: its headers come, so it is admitted.
-    second = filling.completions.create(**wish)
+    second = filling.completions.create(**request)
     try:
         yield lambda: (first.close(), second.close())
     finally:

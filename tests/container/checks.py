@@ -33,7 +33,7 @@ from tests.container.engine import (
     status,
     wait_for,
 )
-from tests.container.streams import BODY, Crowd, Stream, visit_until_refused
+from tests.container.streams import BODY, ConcurrentStreams, Stream, visit_until_refused
 
 SERVICE = Container("inkstream_inkstream_1")
 FRONT = Container("inkstream_nginx_1")
@@ -41,7 +41,7 @@ FIGURES: dict[str, Any] = {}
 
 
 def starts_and_is_healthy() -> str:
-    """With nothing mounted and no rights."""
+    """Runs with nothing mounted and no rights."""
     began = time.monotonic()
     run("docker compose up --wait")
     commanded = time.monotonic() - began
@@ -69,7 +69,7 @@ def has_no_rights() -> str:
 
 
 def computes_with_native_kernels() -> str:
-    """Not with torch: the image carries them."""
+    """The image contains the native kernels; torch computes nothing."""
     receipt = httpx.post(f"{DIRECT}/complete", json={**BODY, "max_tokens": 4, "stream": False}, timeout=60).json()
     kernels = json.dumps(receipt)
     assert "native" in kernels, kernels
@@ -123,14 +123,14 @@ def nginx_costs_little() -> str:
 
 def an_engine_that_is_killed_comes_back() -> str:
     """Under streams, which notice nothing but a pause."""
-    texts = Crowd(NGINX).texts()
+    texts = ConcurrentStreams(NGINX).texts()
     (before,) = SERVICE.engines()
-    crowd = Crowd(NGINX)
-    wait_for(lambda: crowd.tokens > 100)
+    streams = ConcurrentStreams(NGINX)
+    wait_for(lambda: streams.tokens > 100)
     os.kill(before, signal.SIGKILL)
-    assert crowd.texts() == texts, "the texts are others"
+    assert streams.texts() == texts, "the texts are others"
     assert (metric("engine_restarts_total"), metric("replayed_requests_total") > 0) == (1, True)
-    pause = crowd.longest_pause()
+    pause = streams.longest_pause()
     assert pause > 0.3, "no engine starts as quickly as that: nothing was interrupted"
     wait_for(is_ready)
     assert SERVICE.engines() != [before] and SERVICE.is_healthy()
@@ -154,19 +154,19 @@ def is_watched() -> str:
 
 
 def drains_when_it_is_stopped() -> str:
-    """Visitors come one after the other all the time: each stream is whole, or was refused before its first token."""
+    """Clients connect one after the other all the time: each stream is whole, or was refused before its first token."""
     whole = Stream()
     whole.read(NGINX, n=16)
     visits: list[Stream] = []
-    visitors = [threading.Thread(target=visit_until_refused, args=[NGINX, visits]) for _ in range(4)]
-    for visitor in visitors:
-        visitor.start()
+    clients = [threading.Thread(target=visit_until_refused, args=[NGINX, visits]) for _ in range(4)]
+    for client in clients:
+        client.start()
     wait_for(lambda: sum(len(stream.at) for stream in visits) > 100)
     began = time.monotonic()
     run("docker compose stop inkstream")
     took = time.monotonic() - began
-    for visitor in visitors:
-        visitor.join()
+    for client in clients:
+        client.join()
     state = SERVICE.facts()["State"]
     assert (state["ExitCode"], state["OOMKilled"]) == (0, False), state
     refused = [stream for stream in visits if stream.last != "done"]
@@ -207,7 +207,7 @@ def serves_other_weights() -> str:
         run("docker rm inkstream")
     finally:
         subprocess.run(["podman", "rm", "--force", "--ignore", "inkstream"], capture_output=True)
-    return "mounted, and taken over again by SIGHUP"
+    return "mounted, and loaded again by SIGHUP"
 
 
 def _load(url: str, *, requests: int, max_tokens: int) -> Any:
@@ -236,7 +236,7 @@ CHECKS: list[Callable[[], str]] = [
 
 
 def main(only: Sequence[str]) -> int:
-    """0 when all of them hold, or those of these names; the service is started in any case."""
+    """0 when all checks pass, or those of these names; the service is started in any case."""
     chosen = [check for check in CHECKS if not only or check in CHECKS[:4] or check.__name__ in only]
     try:
         for check in chosen:

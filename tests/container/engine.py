@@ -50,7 +50,7 @@ class Container:
         self.name = name
 
     def facts(self) -> Any:
-        """What `inspect` says."""
+        """Output of `inspect`."""
         return json.loads(shell(f"docker inspect {self.name}"))[0]
 
     def inside(self, *command: str) -> str:
@@ -62,7 +62,7 @@ class Container:
         return [pid for pid in self._processes() if b"app.engine" in _read(pid, "cmdline").split(b"\0")]
 
     def cpu_seconds(self) -> float:
-        """Of all its processes that live."""
+        """CPU seconds of its live processes."""
         fields = [_read(pid, "stat").rpartition(b")")[2].split() for pid in self._processes()]
         return sum(int(field[11]) + int(field[12]) for field in fields if field) / os.sysconf("SC_CLK_TCK")
 
@@ -80,7 +80,7 @@ class Container:
 
 
 def _read(pid: int, file: str) -> bytes:
-    """Nothing of a process that is gone."""
+    """Nothing of a process that has ended."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/{file}").read_bytes()
     return b""
@@ -104,7 +104,7 @@ def status(url: str, **more: Any) -> int:
 
 
 def is_ready(url: str = DIRECT) -> bool:
-    """Whether it takes requests."""
+    """Whether the service accepts requests."""
     return status(f"{url}/health/ready") == 200
 
 

@@ -19,14 +19,14 @@ class Stream:
     """Mutable, filled by one thread; read by others at any time."""
 
     texts: dict[int, str] = field(default_factory=dict)
-    """Of each choice."""
+    """Text of each choice."""
     at: list[float] = field(default_factory=list)
-    """When each token came, in seconds."""
+    """Arrival time of each token, in seconds."""
     last: str = ""
     """The name of the last event, or of the fault."""
 
     def read(self, url: str, **more: Any) -> None:
-        """Until it ends."""
+        """Reads the stream to its end."""
         began = time.monotonic()
         try:
             with httpx.stream("POST", f"{url}/complete", json={**BODY, **more}, timeout=120) as response:
@@ -43,8 +43,8 @@ class Stream:
         self.texts[token["index"]] = self.texts.get(token["index"], "") + token["text"]
 
 
-class Crowd:
-    """Streams of sixteen texts each: four are some seconds of work."""
+class ConcurrentStreams:
+    """Concurrent streams of sixteen texts each: four take some seconds."""
 
     def __init__(self, url: str, streams: int = 4) -> None:
         self.streams = [Stream() for _ in range(streams)]
@@ -58,7 +58,7 @@ class Crowd:
 
     @property
     def tokens(self) -> int:
-        """So far."""
+        """Number of tokens received so far."""
         return sum(len(stream.at) for stream in self.streams)
 
     def texts(self) -> list[dict[int, str]]:
@@ -69,7 +69,7 @@ class Crowd:
         return [stream.texts for stream in self.streams]
 
     def longest_pause(self) -> float:
-        """In seconds, with no token of any stream; after texts()."""
+        """Longest time without a token of any stream, in seconds; call it after texts()."""
         at = sorted(moment for stream in self.streams for moment in stream.at)
         return max(after - before for before, after in pairwise(at))
 

@@ -25,7 +25,7 @@ def page(browser, server):
     context.close()
     assert trouble == []
     assert [url for url in asked if not url.startswith((server.url, "data:"))] == []
-    assert len(asked) > 4, "the listener hears"
+    assert len(asked) > 4, "the listener receives requests"
 
 
 def _open(page, operation):
@@ -47,9 +47,9 @@ def test_every_route_and_object_stands_there_with_its_words(page, server):
             assert f"{method.upper()} {path}" in text
             assert operation["description"].replace("`", "") in text
     for name, schema in document["components"]["schemas"].items():
-        for field, told in schema.get("properties", {}).items():
+        for field, field_schema in schema.get("properties", {}).items():
             assert page.locator(f"[id='{name}']").get_by_text(field, exact=True).count(), f"{name}.{field}"
-            assert told.get("description", "").replace("`", "") in text
+            assert field_schema.get("description", "").replace("`", "") in text
     page.goto(f"{server.url}/docs#Timings")
     page.get_by_text("From the request to its first token.").wait_for(state="visible")
 

@@ -43,9 +43,13 @@ def test_text_streams_in_behind_the_prompt_and_is_what_one_plain_answer_has(page
 
 def test_the_keys_generate_from_the_text_and_from_any_field(page):
     page.locator("#max-tokens").fill("4")
-    for place, keys in [("#document", "Control+Enter"), ("#document", "Meta+Enter"), ("#max-tokens", "Control+Enter")]:
+    for selector, keys in [
+        ("#document", "Control+Enter"),
+        ("#document", "Meta+Enter"),
+        ("#max-tokens", "Control+Enter"),
+    ]:
         with page.expect_response("**/complete") as answer:
-            page.locator(place).press(keys)
+            page.locator(selector).press(keys)
         assert answer.value.ok
         wait_for(page, "done")
 
@@ -295,14 +299,14 @@ def test_stop_tells_the_server(page, long_seed):
 
 
 def test_a_stream_that_ends_badly_keeps_what_had_come(page):
-    begun = [("start", {"seed": 1}), ("token", {"text": " there"})]
+    events = [("start", {"seed": 1}), ("token", {"text": " there"})]
     page.route("**/events", lambda route: route.fulfill(status=404, json={}))
-    play(page, *begun)
+    play(page, *events)
     generate(page, ends="error")
     assert "connection was lost" in status(page)
     assert text(page) == PROMPT + " there"
     assert page.locator("#used-seed").inner_text() == "1"
-    play(page, *begun, ("error", {"error": {"message": "It broke."}}))
+    play(page, *events, ("error", {"error": {"message": "It broke."}}))
     generate(page, ends="error")
     assert status(page) == "Error: It broke."
     assert text(page) == PROMPT + " there there"
@@ -443,7 +447,7 @@ def test_without_storage_the_page_works_and_says_that_it_forgets(page):
     generate(page)
     assert text(page).startswith(PROMPT)
     page.wait_for_timeout(600)  # it has tried to store the text by now
-    assert status(page).startswith("Done ("), "it was told once"
+    assert status(page).startswith("Done ("), "it was shown once"
 
 
 def test_where_the_storage_has_room_for_the_text_alone_that_is_kept_and_told(page):
@@ -502,9 +506,9 @@ def test_a_line_end_cut_between_two_tokens_is_one_line_end(page):
 
 
 def test_everything_can_be_reached_and_named_without_a_mouse(page, server):
-    served = httpx.get(f"{server.url}/v1/models").json()["data"][0]
-    assert page.locator("#model").inner_text() == served["id"]
-    assert page.locator("#weights").get_attribute("title") == served["weights_version"]
+    model = httpx.get(f"{server.url}/v1/models").json()["data"][0]
+    assert page.locator("#model").inner_text() == model["id"]
+    assert page.locator("#weights").get_attribute("title") == model["weights_version"]
     assert page.locator("#status").get_attribute("aria-live") == "polite"
     shown = "[...document.querySelectorAll('textarea, input, button')].filter((e) => e.checkVisibility())"
     nameless = (

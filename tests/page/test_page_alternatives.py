@@ -8,10 +8,10 @@ def test_the_popover_tells_the_place_and_goes_away_with_escape(page):
     stream(page, [" fine", " day"])
     token(page, "fine").click()
     popover = page.get_by_role("dialog")
-    told = popover.inner_text().replace("\xa0", " ")
+    description = popover.inner_text().replace("\xa0", " ")
     # -0.5 log2 0.5 - 0.25 log2 0.25 - 2 (0.125 log2 0.125), the rest being 0.125
     for words in ("25 %", "rank\n2", "2.0 bits", "\u2265 1.8 bits", "id 1000"):
-        assert words in told
+        assert words in description
     names = [button.get_attribute("aria-label") for button in popover.get_by_role("button").all()]
     assert names == ["'other', 50 %", "'fine', 25 %, chosen", "'third', 13 %"]
     focused = "() => document.activeElement.getAttribute('aria-label')"
@@ -60,19 +60,19 @@ def test_an_alternative_is_taken_in_its_place_and_the_text_goes_on(page):
 
 
 def test_what_one_looks_at_stays_while_the_rest_is_measured(page):
-    held = []
-    page.route("**/score", lambda route: held.append(route))
+    routes = []
+    page.route("**/score", lambda route: routes.append(route))
     stream(page, [" fine", " day"], prompt="")
     page.locator("#view-write").click()
     page.locator("#document").press("End")
     page.locator("#document").press_sequentially("!")
-    before = len(held)
+    before = len(routes)
     page.locator("#view-inspect").click()
-    while len(held) == before:
+    while len(routes) == before:
         page.wait_for_timeout(10)
     token(page, "fine").click()
     with page.expect_response("**/score"):
-        held[-1].continue_()
+        routes[-1].continue_()
     token(page, "!").wait_for()
     assert "id 1000" in page.get_by_role("dialog").inner_text()
     page.keyboard.press("Escape")

@@ -125,8 +125,8 @@ def test_two_hundred_runs_are_a_strip_that_scrolls_to_where_one_is(page):
         branches.show(runs);
         const isInside = () => {
             const [box, strip] = [before, root.firstChild].map((e) => e.getBoundingClientRect());
-            const beside = box.left >= strip.left && box.right <= strip.right;
-            return beside && box.top >= strip.top && box.bottom <= strip.bottom;
+            const isVisible = box.left >= strip.left && box.right <= strip.right;
+            return isVisible && box.top >= strip.top && box.bottom <= strip.bottom;
         };
         // It scrolls smoothly, and on a busy machine late.
         for (let i = 0; i < 600 && !isInside(); i += 1) await new Promise((done) => setTimeout(done, 100));
@@ -217,7 +217,7 @@ def test_the_focus_goes_from_each_text_to_its_button_and_never_under_the_sheet(a
 
 def test_during_the_run_escape_stops_it_and_nothing_can_be_taken_yet(page):
     choose_two(page)
-    hold_answers(page)
+    keep_answers_open(page)
     page.locator("#document").press("Control+Enter")
     give(page, *TWO)
     page.get_by_text("there was a king").wait_for()
@@ -258,33 +258,33 @@ def test_many_tokens_are_one_write_a_frame_for_all_columns_together(page):
 # What is announced
 
 
-def heard(page):
-    return page.evaluate("() => window.heard")
+def announcements(page):
+    return page.evaluate("() => window.announcements")
 
 
 def listen(page):
     page.evaluate("""() => {
-        window.heard = [];
+        window.announcements = [];
         const region = document.getElementById("announcer");
-        new MutationObserver(() => window.heard.push(region.textContent)).observe(region, { childList: true });
+        new MutationObserver(() => window.announcements.push(region.textContent)).observe(region, { childList: true });
     }""")
 
 
 def test_whole_sentences_are_announced_and_the_rest_at_the_end(page):
     listen(page)
-    hold_answers(page)
+    keep_answers_open(page)
     start(page)
     give(
         page,
         ("start", {"seed": 1}),
         *[("token", {"text": part}) for part in (" Mr", ".", " Darcy", " bowed", ".", " She")],
     )
-    page.wait_for_function("() => window.heard.length === 1")
-    assert heard(page) == ["Mr. Darcy bowed."]
+    page.wait_for_function("() => window.announcements.length === 1")
+    assert announcements(page) == ["Mr. Darcy bowed."]
     give(page, ("token", {"text": " smiled"}), DONE)
     wait_for(page, "done")
-    page.wait_for_function("() => window.heard.length === 2")
-    assert heard(page)[1] == "She smiled"
+    page.wait_for_function("() => window.announcements.length === 2")
+    assert announcements(page)[1] == "She smiled"
 
 
 def test_continuations_are_announced_by_number(page):
@@ -293,8 +293,8 @@ def test_continuations_are_announced_by_number(page):
     play(page, *TWO, ("done", {"choices": CHOICES}))
     page.locator("#document").press("Control+Enter")
     wait_for(page, "done")
-    page.wait_for_function("() => window.heard.length === 2")
-    assert heard(page) == ["2 continuations.", "Continuation 1 ended. Continuation 2 ended."]
+    page.wait_for_function("() => window.announcements.length === 2")
+    assert announcements(page) == ["2 continuations.", "Continuation 1 ended. Continuation 2 ended."]
 
 
 def test_in_the_inspect_view_the_stream_is_not_read_out(page):
@@ -305,12 +305,12 @@ def test_in_the_inspect_view_the_stream_is_not_read_out(page):
     wait_for(page, "done")
     page.get_by_role("button", name="Write").click()
     generate(page)
-    page.wait_for_function("() => window.heard.length")
-    assert heard(page)[0].startswith("It rained."), "the second run's, and the first that was heard"
-    assert len(heard(page)) == 1
+    page.wait_for_function("() => window.announcements.length")
+    assert announcements(page)[0].startswith("It rained."), "the second run's, and the first that was announced"
+    assert len(announcements(page)) == 1
 
 
-def hold_answers(page):
+def keep_answers_open(page):
     """The next answer stays open: give() sends events of it."""
     page.evaluate("""() => {
         window.fetch = async (_, { signal } = {}) => {

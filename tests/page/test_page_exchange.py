@@ -59,7 +59,7 @@ def clipboard(page):
     return page.evaluate("navigator.clipboard.readText()")
 
 
-def told(page, part="#exits"):
+def status_of(page, part="#exits"):
     return page.locator(f"{part} [role=status]")
 
 
@@ -79,7 +79,7 @@ def test_a_program_is_copied_by_keyboard_and_sends_what_the_page_sends(page, ser
     assert button.get_attribute("aria-expanded") == "true"
     assert page.evaluate("document.activeElement.textContent") == "curl"
     page.keyboard.press("Enter")
-    told(page).filter(has_text="Copied the request as curl.").wait_for()
+    status_of(page).filter(has_text="Copied the request as curl.").wait_for()
     assert button.get_attribute("aria-expanded") == "false"
     assert page.evaluate("document.activeElement.textContent") == "Copy as", "the focus is back"
     program = clipboard(page)
@@ -116,10 +116,10 @@ def test_a_key_is_never_a_part_of_a_program_or_a_link(page):
     for language in ("curl", "Python", "JavaScript"):
         page.get_by_role("button", name="Copy as").click()
         page.get_by_role("menuitem", name=language).click()
-        told(page).filter(has_text=f"as {language}.").wait_for()
+        status_of(page).filter(has_text=f"as {language}.").wait_for()
         assert "INKSTREAM_KEY" in clipboard(page) and "ink-secret" not in clipboard(page)
     page.get_by_role("button", name="Copy link").click()
-    told(page).filter(has_text="Copied the link").wait_for()
+    status_of(page).filter(has_text="Copied the link").wait_for()
     assert "ink-secret" not in clipboard(page)
 
 
@@ -129,14 +129,14 @@ def test_where_the_browser_keeps_its_clipboard_from_the_page_the_old_way_is_take
     page.locator("#top-k").wait_for()
     page.get_by_role("button", name="Copy as").click()
     page.get_by_role("menuitem", name="Python").click()
-    told(page).filter(has_text="Copied the request as Python.").wait_for()
+    status_of(page).filter(has_text="Copied the request as Python.").wait_for()
     assert page.evaluate("document.activeElement.textContent") == "Copy as"
     page.locator("#document").fill("")
     page.keyboard.press("Control+V")
     assert "import httpx" in text(page)
     page.evaluate("document.execCommand = () => false")
     page.get_by_role("button", name="Copy link").click()
-    told(page).filter(has_text="This browser does not let the page copy.").wait_for()
+    status_of(page).filter(has_text="This browser does not let the page copy.").wait_for()
 
 
 # Links
@@ -147,14 +147,14 @@ def test_a_link_opens_the_text_and_its_settings_and_takes_nothing_away(page, ser
     page.locator("#panel summary").click()
     set_fields(page, temperature="0.25", stop="\\n", seed="9007199254740993", n=2)
     page.get_by_role("button", name="Copy link").click()
-    told(page).filter(has_text="Copied the link").wait_for()
+    status_of(page).filter(has_text="Copied the link").wait_for()
     link = clipboard(page)
     assert link.startswith(f"{server.url}/#a.")
     page.locator("#document").fill("my own text")
     set_fields(page, temperature="0.9", top_p="0.5")
     page.reload()  # the hand's text is saved
     page.goto(link)
-    told(page).filter(has_text="Opened from a link").wait_for()
+    status_of(page).filter(has_text="Opened from a link").wait_for()
     assert text(page) == "A shared text \U0001f600\nwith 100% of it, & more #1"
     shown = {name: setting(page, name).input_value() for name in ("temperature", "top_p", "stop", "seed")}
     assert shown == {"temperature": "0.25", "top_p": "", "stop": "\\n", "seed": "9007199254740993"}
@@ -165,7 +165,7 @@ def test_a_link_opens_the_text_and_its_settings_and_takes_nothing_away(page, ser
     assert text(page).startswith("A shared text")
     fresh = page.context.new_page()
     fresh.goto(link)
-    told(fresh).filter(has_text="Opened from a link").wait_for()
+    status_of(fresh).filter(has_text="Opened from a link").wait_for()
     assert text(fresh) == text(page)
     fresh.close()
 
@@ -190,7 +190,7 @@ def test_a_text_that_is_too_long_for_a_link_is_told_so(page):
         area.dispatchEvent(new Event("input", { bubbles: true }));
     }""")
     page.get_by_role("button", name="Copy link").click()
-    told(page).filter(has_text="too long for a link").wait_for()
+    status_of(page).filter(has_text="too long for a link").wait_for()
 
 
 # Receipts
@@ -205,12 +205,12 @@ def test_a_receipt_is_shown_copied_and_replayed_to_the_letter(page):
     rows = dict(row.split("\n") for row in page.locator("#receipt dl div").all_inner_texts())
     assert rows["seed"] == seed and rows["max_tokens"] == "8" and rows["temperature"] == "1"
     page.get_by_role("button", name="Copy receipt").click()
-    told(page, "#receipt").filter(has_text="Copied the receipt.").wait_for()
+    status_of(page, "#receipt").filter(has_text="Copied the receipt.").wait_for()
     receipt = json.loads(clipboard(page))
     assert receipt["seed"] == int(seed) and len(receipt["prompt_sha256"]) == 64
     with page.expect_request("**/complete") as request:
         page.get_by_role("button", name="Replay").click()
-    told(page, "#receipt").filter(has_text="The same text, to the letter").wait_for()
+    status_of(page, "#receipt").filter(has_text="The same text, to the letter").wait_for()
     body = request.value.post_data_json
     assert body["prompt"] == PROMPT and body["seed"] == int(seed) and body["min_p"] == 0
     assert text(page) == after, "the document is left alone"
@@ -224,12 +224,12 @@ def test_a_replay_that_differs_says_where_and_why_that_may_be(page):
     generate(page)
     play(page, *run_of(" there was", " a cow", weights_version="x"))
     page.get_by_role("button", name="Replay").click()
-    told(page, "#receipt").filter(has_text="Another text from character 15 on").wait_for()
-    said = told(page, "#receipt").inner_text()
+    status_of(page, "#receipt").filter(has_text="Another text from character 15 on").wait_for()
+    said = status_of(page, "#receipt").inner_text()
     assert "\u201cat\u201d became \u201cow\u201d" in said and "the weights are others" in said
     page.route("**/complete", lambda route: route.fulfill(status=400, json={"error": {"message": "Not today."}}))
     page.get_by_role("button", name="Replay").click()
-    told(page, "#receipt").filter(has_text="Not today.").wait_for()
+    status_of(page, "#receipt").filter(has_text="Not today.").wait_for()
 
 
 def test_a_replay_can_be_stopped(page):
@@ -238,9 +238,9 @@ def test_a_replay_can_be_stopped(page):
     generate(page)
     page.route("**/complete", lambda _: None)
     page.get_by_role("button", name="Replay").click()
-    told(page, "#receipt").filter(has_text="Replaying").wait_for()
+    status_of(page, "#receipt").filter(has_text="Replaying").wait_for()
     page.locator("#receipt").get_by_role("button", name="Stop").click()
-    told(page, "#receipt").filter(has_text="The replay was stopped.").wait_for()
+    status_of(page, "#receipt").filter(has_text="The replay was stopped.").wait_for()
     assert page.get_by_role("button", name="Replay").is_visible()
 
 
@@ -252,12 +252,12 @@ def test_a_receipt_that_one_was_sent_gives_its_settings_and_seed(page):
     for wrong, words in [("{oops", "This is no JSON."), ('{"seed": 1}', "no weights_version and no settings")]:
         page.locator("#pasted-receipt").fill(wrong)
         use.click()
-        told(page, "#receipt").filter(has_text=words).wait_for()
+        status_of(page, "#receipt").filter(has_text=words).wait_for()
         assert setting(page, "top_p").input_value() == "0.5"
     page.locator("#pasted-receipt").fill(json.dumps(RECEIPT))
     use.click()
-    told(page, "#receipt").filter(has_text="The settings and the seed are those of the receipt.").wait_for()
-    said = told(page, "#receipt").inner_text()
+    status_of(page, "#receipt").filter(has_text="The settings and the seed are those of the receipt.").wait_for()
+    said = status_of(page, "#receipt").inner_text()
     assert "another text than this one" in said and "weights here are others" in said and "native-int8" in said
     play(page, *run_of())
     with page.expect_request("**/complete") as request:

@@ -9,14 +9,14 @@ from tests.support.page.token_view import WORDS, inspect, played
 BUDGET_MS = 8  # about half of a frame at 60 Hz, for everything that the page does
 TOKENS = 2000
 A_FRAME = 8  # tokens that come with each: 480 tokens/s
-STORY = " The harbour lay quiet under a low sky, and the boats turned on their chains."
+SENTENCE = " The harbour lay quiet under a low sky, and the boats turned on their chains."
 PARAGRAPH = 120  # tokens
 BUSY = 4_000_000  # square roots: some 30 ms
 
 
 def tokens():
     """As the page gets them, each with the five most probable ones."""
-    words = [f" {word}" for word in STORY.split()]
+    words = [f" {word}" for word in SENTENCE.split()]
     for i in range(TOKENS):
         text = "\n\nThe" if i % PARAGRAPH == PARAGRAPH - 1 else words[i % len(words)]
         top = [{"id": k, "text": w, "bytes": list(w.encode()), "logprob": -0.5 - k} for k, w in enumerate(words[:5])]

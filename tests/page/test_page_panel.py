@@ -89,8 +89,8 @@ def test_the_defaults_that_are_shown_are_those_that_hold(page, server):
 
 
 def test_one_can_write_before_the_server_has_described_itself_and_nothing_typed_is_lost(page):
-    held = []
-    page.route("**/openapi.json", lambda route: held.append(route))
+    routes = []
+    page.route("**/openapi.json", lambda route: routes.append(route))
     page.reload()
     page.locator("#temperature").press_sequentially("0.7")
     page.locator("#model:not(:empty)").wait_for()
@@ -98,7 +98,7 @@ def test_one_can_write_before_the_server_has_described_itself_and_nothing_typed_
     assert sent(page) == {"prompt": PROMPT, "stream": True, "temperature": 0.7, "max_tokens": 128}
     page.locator("#temperature").focus()
     page.keyboard.press("Home")
-    held[0].continue_()
+    routes[0].continue_()
     page.locator("#top-k").wait_for()
     page.keyboard.type("1")  # the hand has not left the keys
     assert page.locator("#temperature").input_value() == "10.7"
@@ -282,8 +282,8 @@ def test_nothing_is_wider_than_a_phone(page, width):
     page.locator("#run > summary").click()
     page.get_by_text("Use another receipt").click()
     assert page.evaluate("document.documentElement.scrollWidth") == width
-    for place in (setting(page, "seed"), setting(page, "stop"), page.locator("#pasted-receipt")):
-        box = place.bounding_box()
+    for control in (setting(page, "seed"), setting(page, "stop"), page.locator("#pasted-receipt")):
+        box = control.bounding_box()
         assert box["x"] >= 0 and box["x"] + box["width"] <= width
 
 

@@ -38,7 +38,7 @@ def test_what_a_run_told_is_not_asked_again(page):
     page.locator("#document").press_sequentially("s")
     with page.expect_response("**/score"):
         page.locator("#view-inspect").click()
-    assert asked[3:] == ["tokenize", "score"], "what was typed was not told by anybody"
+    assert asked[3:] == ["tokenize", "score"], "no response has included the typed text"
 
 
 def test_a_run_tells_its_tokens_only_to_those_who_look(page):
@@ -56,25 +56,25 @@ def test_the_text_does_not_move_when_the_view_changes(page, width):
     paragraph = " ".join(WORDS * 3)
     page.locator("#document").fill(f"{paragraph}.\n\n  {paragraph}\n{'w' * 200}\n\n{paragraph}")
     page.locator("#paper").evaluate("paper => { paper.scrollTop = 200 }")
-    before = places(page, "#mirror")
+    before = positions(page, "#mirror")
     with page.expect_response("**/score"):
         inspect(page)
     page.locator(".token[class*=tint]").nth(100).wait_for()  # it was measured, and that is drawn
     two_frames(page)
-    after = places(page, ".tokens")
+    after = positions(page, ".tokens")
     assert len(before) == len(after) > 600
     assert max(abs(a - b) for one, two in zip(before, after, strict=True) for a, b in zip(one, two, strict=True)) < 0.6
 
 
 def test_the_sheet_stays_in_its_place_when_the_service_tells_what_it_serves(page):
     page.set_viewport_size({"width": 390, "height": 800})
-    told = []
-    page.route("**/v1/models", lambda route: told.append(route))
+    routes = []
+    page.route("**/v1/models", lambda route: routes.append(route))
     page.reload()
     page.wait_for_function("() => document.fonts.status === 'loaded'")
     before = page.locator("#paper").bounding_box()
     assert page.locator("#model").text_content() == ""
-    told[0].continue_()
+    routes[0].continue_()
     page.locator("#weights", has_text="weights").wait_for()
     assert page.locator("#paper").bounding_box() == before
 
@@ -84,12 +84,12 @@ def two_frames(page):
     page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 
-def places(page, selector):
+def positions(page, selector):
     """Left and top of every character that is no blank."""
     return page.evaluate(
         """(selector) => {
         const walker = document.createTreeWalker(document.querySelector(selector), NodeFilter.SHOW_TEXT);
-        const places = [], range = document.createRange();
+        const positions = [], range = document.createRange();
         while (walker.nextNode()) {
             const text = walker.currentNode.data;
             for (let at = 0; at < text.length; at++) {
@@ -97,10 +97,10 @@ def places(page, selector):
                 range.setStart(walker.currentNode, at);
                 range.setEnd(walker.currentNode, at + 1);
                 const { left, top } = range.getBoundingClientRect();
-                places.push([left, top]);
+                positions.push([left, top]);
             }
         }
-        return places;
+        return positions;
     }""",
         selector,
     )
@@ -110,13 +110,13 @@ def test_a_long_paragraph_looks_the_same_streamed_or_whole_and_at_every_width(pa
     stream(page, [f" {WORDS[i % len(WORDS)]}" for i in range(900)])
     page.wait_for_function("() => document.querySelectorAll('.token').length > 900")
     assert page.locator(".fold").count() > 0
-    folded = places(page, ".tokens")
+    folded = positions(page, ".tokens")
     page.set_viewport_size({"width": 1000, "height": 800})
     page.wait_for_function("() => !document.querySelector('.fold')")
     page.set_viewport_size({"width": 1280, "height": 800})
     two_frames(page)
     assert page.locator(".tokens > div").count() == 1
-    moved = [max(abs(a - c), abs(b - d)) for (a, b), (c, d) in zip(folded, places(page, ".tokens"), strict=True)]
+    moved = [max(abs(a - c), abs(b - d)) for (a, b), (c, d) in zip(folded, positions(page, ".tokens"), strict=True)]
     assert max(moved) < 0.6
 
 

@@ -1,6 +1,6 @@
 """Generates RELIABILITY.md from the results that the tests of promises recorded.
 
-results.json next to this file keeps the last figures; merge() brings new ones in from where the tests leave them. A
+results.json next to this file keeps the last figures; merge() merges new ones from where the tests write them. A
 figure of full size is replaced by one of full size only, so that a run of the suite does not undo a night's measuring.
 """
 
@@ -71,7 +71,7 @@ def sentence(path: Path) -> str:
 
 
 def read_kept(path: Path = KEPT) -> list[Kept]:
-    """What was kept so far."""
+    """The figures kept so far."""
     if not path.exists():
         return []
     return [Kept(figure=Figure(**entry["figure"]), machine=entry["machine"]) for entry in json.loads(path.read_text())]
@@ -91,7 +91,7 @@ def merge(kept: list[Kept], new: list[Kept]) -> list[Kept]:
 
 
 def read_new(folder: Path = RESULTS) -> list[Kept]:
-    """What the tests left, on this machine."""
+    """The figures that the tests wrote, on this machine."""
     machine = this_machine()
     where = f"{machine.cores} cores of {machine.cpu}, Python {machine.python}"
     return [Kept(figure=Figure(**json.loads(p.read_text())), machine=where) for p in sorted(folder.glob("*.json"))]
@@ -125,12 +125,12 @@ def _rows(number: str, files: list[Path], kept: list[Kept]) -> list[str]:
         return [f"| {number} | {reason} | | | | | | | |"]
     words = " ".join(_cell(sentence(path)) for path in files)
     links = ", ".join(f"[{path.stem}](tests/promises/{path.name})" for path in files)
-    told = f"{words} ({links})"
+    promise = f"{words} ({links})"
     if not kept:
-        return [f"| {number} | {told} | no figure was written down yet | | | | | | |"]
+        return [f"| {number} | {promise} | no figure was written down yet | | | | | | |"]
     rows = []
     for i, figure in enumerate(k.figure for k in kept):
-        first = f"{number} | {told}" if i == 0 else f"{number} | "
+        first = f"{number} | {promise}" if i == 0 else f"{number} | "
         floor = "=" if figure.floor == figure.target else _bound(figure, figure.floor)
         rows.append(
             f"| {first} | {_cell(figure.what)} | {_value(figure)} | {figure.n} | {_bound(figure, figure.target)} | "
@@ -169,5 +169,5 @@ def write(kept: list[Kept]) -> None:
 
 
 def is_number(text: str) -> bool:
-    """Whether it is how make promises ONLY= names a promise: r10, S8."""
+    """Whether a name has the form of make promises ONLY=: r10, S8."""
     return bool(re.fullmatch(r"[rRsS]\d+", text)) and f"{text[0].upper()}{int(text[1:])}" in PROMISES

@@ -18,7 +18,7 @@ from tests.promises import report
 from tests.support.promise_figures import RESULTS
 
 _MOST_SECONDS = 45 * 60.0
-"""For one file. The longest is the soak's: half an hour, and its control."""
+"""Time-out of one file. The longest is the soak's: half an hour, and its control."""
 
 
 def main() -> int:
@@ -42,8 +42,8 @@ def main() -> int:
         path.name for number in asked for path in files.get(number, []) if not _run(path, full=not options.ci_size)
     ]
     report.write(report.merge(report.read_kept(), report.read_new()))
-    told = f"Failed: {', '.join(failed)}" if failed else "All passed."
-    print(f"RELIABILITY.md is written. {told}")
+    result = f"Failed: {', '.join(failed)}" if failed else "All passed."
+    print(f"RELIABILITY.md is written. {result}")
     return 1 if failed else 0
 
 

@@ -20,7 +20,7 @@ def _chunk(data: bytes) -> bytes:
 
 
 def _offered(answer: Answer, **plan: float) -> tuple[list[Outcome], list[float]]:
-    """What the generator says of a server that answers so, and when the server got each request."""
+    """The generator's report on a server with these answers, and the arrival time of each request."""
     arrivals: list[float] = []
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -82,8 +82,8 @@ def test_arrivals_do_not_wait_for_answers() -> None:
 
 def test_tokens_refusals_and_ends_are_told_apart() -> None:
     outcomes, _ = _offered(_stream_or_refuse, rate=50, seconds=0.4)
-    told = summary(outcomes)
-    assert (told.offered, told.good, told.refused, told.errors) == (20, 10, 10, {})
+    result = summary(outcomes)
+    assert (result.offered, result.good, result.refused, result.errors) == (20, 10, 10, {})
     assert {o.retry_after for o in outcomes if o.is_refused} == {7}
     good = [o for o in outcomes if o.is_good]
     assert {o.tokens for o in good} == {2}
@@ -92,6 +92,6 @@ def test_tokens_refusals_and_ends_are_told_apart() -> None:
 
 
 def test_a_stream_that_breaks_off_is_not_good() -> None:
-    told = summary(_offered(_break_off, rate=50, seconds=0.2)[0])
-    assert told.good == 0
-    assert told.errors == {"the stream ended without done": 5, "closed in mid-answer": 5}
+    result = summary(_offered(_break_off, rate=50, seconds=0.2)[0])
+    assert result.good == 0
+    assert result.errors == {"the stream ended without done": 5, "closed in mid-answer": 5}

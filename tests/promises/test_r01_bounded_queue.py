@@ -53,7 +53,7 @@ def _deepest(server: Server, load: open_loop.Load) -> tuple[float, int]:
 
 
 def _overloaded(server: Server, seconds: float) -> tuple[float, int, list[open_loop.Outcome]]:
-    """What waited at most, at how many looks, and what came of the requests."""
+    """Longest queue, number of samples, and the outcomes of the requests."""
     # Admitted requests are written to their end, on a machine of any speed: it takes 3 s on a fast one.
     plan = Plan(url=server.url, bodies=(_BODY,), rate=10 * _CAPACITY, seconds=seconds, patience=60)
     with open_loop.started(plan) as load:
@@ -67,11 +67,11 @@ def test_at_ten_times_the_load_the_queue_is_bounded_and_refusals_are_quick(serve
     deepest, looks, outcomes = promise.measured(
         lambda: _overloaded(server, seconds), lambda found: open_loop.summary(found[2]).refusal.p99 <= 0.1
     )
-    told = open_loop.summary(outcomes)
-    assert set(told.statuses) == {200, 503} and not told.errors, told
-    assert told.good > _CAPACITY * seconds / 3
+    summary = open_loop.summary(outcomes)
+    assert set(summary.statuses) == {200, 503} and not summary.errors, summary
+    assert summary.good > _CAPACITY * seconds / 3
     promise.at_most("R1", "requests waiting at 10x load", deepest, target=_QUEUE, n=looks)
-    promise.at_most("R1", "refusal p99", told.refusal.p99, target=0.02, floor=0.1, unit="s", n=told.refused)
+    promise.at_most("R1", "refusal p99", summary.refusal.p99, target=0.02, floor=0.1, unit="s", n=summary.refused)
     waits = [o.retry_after for o in outcomes if o.is_refused]
     promise.all_of(
         "R1", "refusals with Retry-After from 1 to 120 s", sum(1 <= (w or 0) <= 120 for w in waits), len(waits)
@@ -89,9 +89,11 @@ def test_retry_after_tells_how_long_the_queue_takes(server: Server, promise: Pro
         assert late and waits
         return sum(o.retry_after or 0 for o in late) / len(late), sum(waits) / len(waits), len(late)
 
-    told, took, n = promise.measured(measure, lambda found: 0.5 <= found[0] / found[1] <= 3)
-    promise.at_most("R1", "Retry-After against the queue's real wait", told / took, target=2, floor=3, n=n)
-    promise.at_least("R1", "Retry-After against the queue's real wait, low", told / took, target=0.7, floor=0.5, n=n)
+    retry_after, took, n = promise.measured(measure, lambda found: 0.5 <= found[0] / found[1] <= 3)
+    promise.at_most("R1", "Retry-After against the queue's real wait", retry_after / took, target=2, floor=3, n=n)
+    promise.at_least(
+        "R1", "Retry-After against the queue's real wait, low", retry_after / took, target=0.7, floor=0.5, n=n
+    )
 
 
 def test_long_texts_are_refused_before_they_are_read_where_the_queue_is_full_of_tokens(server: Server) -> None:
@@ -137,13 +139,13 @@ def test_over_a_quota_of_tokens_a_key_is_told_429_and_never_fits_is_400(server: 
     assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
 
 
-def _begin_and_leave(server: Server, *, stream: bool) -> None:
+def _start_and_disconnect(server: Server, *, stream: bool) -> None:
     body = json.dumps({"prompt": "a", "max_tokens": 8000, "ignore_eos": True, "stream": stream}).encode()
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         head = f"POST /complete HTTP/1.1\r\nHost: {host}\r\nX-Caller: cyd\r\nContent-Type: application/json\r\n"
         connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        # Before that we would have its place, and it would be the one that is refused.
+        # Before that this test's request would take its slot, and the service would refuse the client's.
         assert server.wait_for(lambda: server.metric("requests_running") == 1)
         refused = _ask(server, "cyd")
         assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
@@ -152,6 +154,6 @@ def _begin_and_leave(server: Server, *, stream: bool) -> None:
 @pytest.mark.timed
 def test_requests_at_a_time_are_let_go_when_a_client_leaves(server: Server) -> None:
     for stream in (True, False, True):
-        _begin_and_leave(server, stream=stream)  # a text of 40 s
+        _start_and_disconnect(server, stream=stream)  # a text of 40 s
         assert server.wait_for(lambda: _ask(server, "cyd").status_code == 200, 2)
         assert is_clean(server, 20)

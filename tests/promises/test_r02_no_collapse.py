@@ -17,7 +17,7 @@ from tests.support.servers import Server, start_server, stop_server
 _SLOTS, _TOKENS, _STEP = 4, 60, 0.005
 _CAPACITY = _SLOTS / (_TOKENS * _STEP)
 _PATIENCE = 3.0
-"""Seconds after which a client no longer wants the answer: what ends later is no goodput.
+"""Seconds after which a client no longer uses the answer: what ends later is no goodput.
 
 The request admitted last waits for two rounds of texts and for its own, which is 0.9 s where a step takes what it
 should: a machine may be three times as slow and still answers in time.
@@ -121,7 +121,7 @@ def test_requests_that_could_not_write_much_are_refused(tmp_path: Path, weights:
         outcomes = promise.measured(lambda: open_loop.run(plan), lambda found: _share_of_useful(found, since=5) > 0.5)
         assert sum(o.is_refused for o in outcomes) > len(outcomes) / 2
         assert {o.retry_after is not None and 1 <= o.retry_after <= 120 for o in outcomes if o.is_refused} == {True}
-        # Those of the first second came before there was a pace to judge by; they are gone by then.
+        # Requests of the first second arrived before a throughput was measured; they are done by then.
         assert _share_of_useful(outcomes, since=5) > 0.5
     finally:
         server.process.kill()

@@ -32,7 +32,7 @@ from tests.support.servers import Server, start_server, stop_server
 HEAD, BODY, IDLE, WRITE = 0.5, 0.7, 0.9, 0.6
 FLAGS = ["--head-timeout", HEAD, "--body-timeout", BODY, "--keep-alive-timeout", IDLE, "--write-timeout", WRITE]
 LATE = 1.0
-"""Seconds that a busy machine may take to notice."""
+"""Tolerance in seconds on a busy machine."""
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ _HOLDER: dict[str, Any] = {"prompt": "hold", "max_tokens": 8000, "ignore_eos": T
 
 
 def _serve(folder: Path, weights: Path, *, queue_timeout: float) -> Iterator[Server]:
-    """One place at a time."""
+    """A service with one slot."""
     flags = ("--max-running", "1", "--queue-timeout", str(queue_timeout), "--resume-seconds", "0")
     running = start_server(folder, weights, *flags, fake_ms=5)
     yield running
@@ -50,7 +50,7 @@ def _send(server: Server, **body: Any) -> socket.socket:
     return connection
 
 
-def _leave(connection: socket.socket, *, reset: bool) -> None:
+def _disconnect(connection: socket.socket, *, reset: bool) -> None:
     if reset:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
@@ -70,12 +70,12 @@ def test_who_leaves_while_waiting_is_never_computed(patient: Server, promise: Pr
         waiting = [_send(server, **_HOLDER | {"prompt": f"word {i}", "stream": i % 3 > 0}) for i in range(n)]
         assert server.wait_for(lambda: server.metric("requests_waiting") == n)
         for i, connection in enumerate(waiting):
-            _leave(connection, reset=i % 2 == 0)
+            _disconnect(connection, reset=i % 2 == 0)
         assert server.wait_for(lambda: server.metric("requests_waiting") == 0)  # the holder's text takes 40 s
     assert is_clean(server, 30)
     # The holder's is the only request that began: only what began has its time in the queue counted.
-    begun = server.metric("queue_duration_seconds_count")
-    promise.all_of("R3", "requests whose client left the queue are never computed", n - (int(begun) - 1), n)
+    started = server.metric("queue_duration_seconds_count")
+    promise.all_of("R3", "requests whose client left the queue are never computed", n - (int(started) - 1), n)
 
 
 def test_who_waits_too_long_is_told_so_on_time_and_leaves_the_engine_alone(hasty: Server, promise: Promise) -> None:

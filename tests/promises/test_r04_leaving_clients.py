@@ -49,7 +49,7 @@ _STATES = ("body", "submitted", "queued", "prefilling", "decoding", "end")
 
 @dataclass(frozen=True, slots=True)
 class _Footprint:
-    """Resources that a service holds, except memory."""
+    """Resources that a service has open, except memory."""
 
     threads: int
     descriptors: int
@@ -73,9 +73,9 @@ def _connect(server: Server, body: dict[str, Any], *, part: float = 1.0) -> sock
 
 
 def _visit(server: Server, number: int, *, stream: bool) -> str:
-    """One client, which leaves in the state and in the way of its number."""
+    """One client, which disconnects in the state and in the way that its number selects."""
     draw = random.Random(number)
-    state, leave = _STATES[number % len(_STATES)], _WAYS[number // len(_STATES) % len(_WAYS)]
+    state, disconnect = _STATES[number % len(_STATES)], _WAYS[number // len(_STATES) % len(_WAYS)]
     body = {**(_SHORT if state == "end" else _ENDLESS), "stream": stream, "seed": number}
     if state == "prefilling":
         body["prompt"] = [40 + (number + i) % 100 for i in range(3000)]
@@ -90,11 +90,11 @@ def _visit(server: Server, number: int, *, stream: bool) -> str:
             time.sleep(draw.random() / 5)
         elif state == "end":
             time.sleep(draw.random() / 2)
-    leave(connection)
+    disconnect(connection)
     return state
 
 
-def _crowd(server: Server, streams: int, plain: int) -> None:
+def _run_clients(server: Server, streams: int, plain: int) -> None:
     kinds = [True] * streams + [False] * plain
     random.Random(0).shuffle(kinds)
     with ThreadPoolExecutor(48) as threads:
@@ -144,13 +144,13 @@ def server(tmp_path: Path, weights: Path, faults: Faults) -> Iterator[Server]:
 
 def test_clients_that_leave_in_every_state_and_way_leave_nothing_behind(server: Server, promise: Promise) -> None:
     texts = _texts(server, 100)
-    _crowd(server, 30, 10)  # what is made once and kept is there now: pools, caches
+    _run_clients(server, 30, 10)  # what is made once and kept is there now: pools, caches
     assert server.wait_for(lambda: _is_free(server))
     before = _at_rest(server)
     streams, plain = promise.size(100, 1000), promise.size(20, 200)
 
     def measure() -> tuple[float, float]:
-        _crowd(server, streams, plain)
+        _run_clients(server, streams, plain)
         left = time.monotonic()
         assert server.wait_for(lambda: _is_free(server))
         blocks = time.monotonic() - left
@@ -186,5 +186,5 @@ def _grown(before: _Footprint, now: _Footprint) -> list[str]:
 def test_a_service_that_forgets_to_free_is_noticed(server: Server, faults: Faults) -> None:
     """Positive control: a few times the engine forgets to take the blocks of a sequence back."""
     faults.arm("allocator.release", "skip", times=3)
-    _crowd(server, 20, 4)
+    _run_clients(server, 20, 4)
     assert not server.wait_for(lambda: _is_free(server), _SECONDS)

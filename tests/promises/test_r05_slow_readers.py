@@ -1,6 +1,6 @@
 """R5: Readers that stop reading hurt only themselves: others' tokens come as before, and what they hold is small.
 
-A slow reader holds no cache block: the engine writes its text into the request's own buffer until more than 4,096
+A slow reader uses no cache block: the engine writes its text into the request's own buffer until more than 4,096
 tokens and log-probabilities wait there, and does nothing for it then. A token that waits takes 300 bytes, so texts of
 up to some 800 tokens keep within 256 KiB; whatever is asked for, it is no more than 3 MiB.
 """
@@ -28,7 +28,7 @@ STALLED: dict[str, Any] = {"prompt": "a", "max_tokens": 700, "ignore_eos": True}
 NORMAL: dict[str, Any] = {"prompt": "b", "max_tokens": 300, "ignore_eos": True}
 N_NORMAL = 20
 SLOWER = 1.3
-"""At most, of the gaps between others' tokens."""
+"""Highest accepted ratio of the gaps between other streams' tokens."""
 HOSTILE: dict[str, Any] = {"prompt": "a", "n": 16, "max_tokens": 500, "logprobs": 20, "ignore_eos": True}
 LONG: dict[str, Any] = {"prompt": "a", "n": 4, "max_tokens": 8000, "ignore_eos": True}
 MOST_MEMORY = 3072.0
@@ -48,13 +48,13 @@ def _stalled(server: Server, n: int, body: dict[str, Any] = STALLED) -> Iterator
         connections = [stack.enter_context(connect(server, receive_buffer=4096)) for _ in range(n)]
         for i, connection in enumerate(connections):
             connection.sendall(post({**body, "seed": i}))
-        # Running it may be for a moment only; that it has begun can be seen, and nothing is read by it, ever after.
-        assert server.wait_for(lambda: all(map(_has_begun, connections)), 60)
+        # Running it may be for a moment only; that it has started can be seen, and nothing is read by it, ever after.
+        assert server.wait_for(lambda: all(map(_has_started, connections)), 60)
         assert server.wait_for(lambda: server.metric("requests_running") + server.metric("requests_waiting") == 0, 300)
         yield connections
 
 
-def _has_begun(connection: socket.socket) -> bool:
+def _has_started(connection: socket.socket) -> bool:
     try:
         return b"event: token" in connection.recv(4096, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
@@ -62,32 +62,32 @@ def _has_begun(connection: socket.socket) -> bool:
 
 
 def _p99_gap(server: Server) -> float:
-    told = read_streams(server, NORMAL, N_NORMAL)
-    assert all(t.is_complete for t in told)
-    gaps = sorted(gap for t in told for gap in t.gaps)
+    streams = read_streams(server, NORMAL, N_NORMAL)
+    assert all(stream.is_complete for stream in streams)
+    gaps = sorted(gap for stream in streams for gap in stream.gaps)
     return gaps[int(len(gaps) * 0.99)]
 
 
 @dataclass(frozen=True, slots=True)
-class _Beside:
-    """What was seen of others, and of the service, while readers stalled."""
+class _WhileStalled:
+    """Measurements of other streams, and of the service, while readers stalled."""
 
     slower: float
-    """p99 between others' tokens, of that alone."""
-    held: float
-    """Bytes of each reader."""
+    """p99 gap between other streams' tokens, relative to that without stalled readers."""
+    memory: float
+    """Bytes per stalled reader."""
     blocks: float
 
 
-def _beside_stalled(server: Server, n: int) -> _Beside:
+def _measure_while_stalled(server: Server, n: int) -> _WhileStalled:
     before, alone = _rss(server), min(_p99_gap(server) for _ in range(2))
     with _stalled(server, n):
         assert server.metric("connections") >= n, "they were meant to be there while others read"
-        held, blocks = (_rss(server) - before) / n, server.metric("kv_cache_usage_ratio")
-        beside = min(_p99_gap(server) for _ in range(2))
-        assert server.metric("connections") > n, "the readers beside them were read while they were stalled"
+        memory, blocks = (_rss(server) - before) / n, server.metric("kv_cache_usage_ratio")
+        loaded = min(_p99_gap(server) for _ in range(2))
+        assert server.metric("connections") > n, "the stalled readers were disconnected while the others were read"
     assert server.wait_for(lambda: server.metric("connections") <= 1, 60)
-    return _Beside(beside / alone, held, blocks)
+    return _WhileStalled(loaded / alone, memory, blocks)
 
 
 @pytest.mark.timed
@@ -95,20 +95,20 @@ def test_stalled_readers_cost_others_nothing_and_little_memory(tmp_path: Path, w
     n = promise.size(60, 200)
     flags = ("--max-running", str(n + N_NORMAL), "--write-timeout", "600", "--kv-blocks", "40000")
     server = start_server(tmp_path, weights, *flags, fake_ms=5)
-    seen: list[_Beside] = []
+    seen: list[_WhileStalled] = []
 
     def measure() -> float:
-        seen.append(_beside_stalled(server, n))
+        seen.append(_measure_while_stalled(server, n))
         return seen[-1].slower
 
     try:
         read_streams(server, {**STALLED, "max_tokens": 300}, n)  # what a service of this size takes for itself
         read_streams(server, NORMAL, N_NORMAL)
         slower = promise.measured(measure, lambda slower: slower <= SLOWER)
-        held, blocks = max(each.held for each in seen), max(each.blocks for each in seen)
+        memory, blocks = max(each.memory for each in seen), max(each.blocks for each in seen)
         what = "p99 between tokens beside stalled readers, of that alone"
         promise.at_most("R5", what, slower, target=1.1, floor=SLOWER, unit="x", n=n)
-        promise.at_most("R5", "memory of a stalled reader", held / 1024, target=256, unit="KiB", n=n)
+        promise.at_most("R5", "memory of a stalled reader", memory / 1024, target=256, unit="KiB", n=n)
         promise.at_most("R5", "cache blocks held by stalled readers", blocks, target=0, unit="", n=n)
     finally:
         assert stop_server(server) == 0
@@ -116,7 +116,7 @@ def test_stalled_readers_cost_others_nothing_and_little_memory(tmp_path: Path, w
 
 
 def _seconds_until_cut(server: Server, n: int) -> float:
-    """From when the engine has written all that they asked for, and so they have stalled; all of them are."""
+    """Seconds until the service disconnects the readers, counted from when all of them have stalled."""
     cut = 'connections_cut_total{reason="write_stalled"}'
     before = server.metric(cut)
     with _stalled(server, n):
@@ -140,7 +140,7 @@ def test_stalled_readers_are_cut(tmp_path: Path, weights: Path, promise: Promise
     assert "Traceback" not in server.log.read_text()
 
 
-def _held_by(server: Server, n: int, body: dict[str, Any]) -> float:
+def _memory_of(server: Server, n: int, body: dict[str, Any]) -> float:
     """KiB of memory for each of `n` readers who take nothing."""
     read_streams(server, {**body, "max_tokens": 20}, n)  # what the service takes for itself
     before = _rss(server)
@@ -156,9 +156,9 @@ def test_stalled_readers_of_much_take_little_memory(
     flags = ("--max-running", str(n * 16), "--write-timeout", "600", "--kv-blocks", "40000")
     server = start_server(tmp_path, weights, *flags, fake_ms=1)
     try:
-        held = _held_by(server, n, body)
+        memory = _memory_of(server, n, body)
         promise.at_most(
-            "R5", f"memory of a stalled reader of {kind}", held, target=2048, floor=MOST_MEMORY, unit="KiB", n=n
+            "R5", f"memory of a stalled reader of {kind}", memory, target=2048, floor=MOST_MEMORY, unit="KiB", n=n
         )
     finally:
         assert stop_server(server) == 0
@@ -172,7 +172,7 @@ def test_without_a_bound_they_would_take_all_that_they_asked_for(tmp_path: Path,
     flags = ("--write-timeout", "600", "--kv-blocks", "40000")
     server = start_server(tmp_path, weights, *flags, fake_ms=1, environment=faults.environment)
     try:
-        assert _held_by(server, 2, HOSTILE) > MOST_MEMORY
+        assert _memory_of(server, 2, HOSTILE) > MOST_MEMORY
     finally:
         assert stop_server(server) == 0
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.http.raw_client import STREAM, get, post, read_all, read_answer, status_of
-from tests.support.http.socket_queues import has_taken_all
+from tests.support.http.socket_queues import has_read_all
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, start_server, stop_server
 
 MOST, OF_ONE = 40, 20
 HALF_HEAD, HALF_BODY = get()[:-2], post({"prompt": "a" * 100})[:-50]
-CROWDS = {"silent": b"", "half a head": HALF_HEAD, "idle": get()}
+KINDS = {"silent": b"", "half a head": HALF_HEAD, "idle": get()}
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +32,8 @@ def small(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[S
 
 
 @pytest.fixture
-def crowd(small: Server) -> Iterator[list[socket.socket]]:
-    """Connections that are closed, and gone, at the end."""
+def connections(small: Server) -> Iterator[list[socket.socket]]:
+    """Connections; the fixture closes them and waits until the service has dropped them."""
     connections: list[socket.socket] = []
     yield connections
     for connection in connections:
@@ -64,42 +64,44 @@ def _is_open(connection: socket.socket) -> bool:
         return False
 
 
-@pytest.mark.parametrize("kind", CROWDS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("times", [1, 5])
 def test_a_crowd_keeps_no_other_client_out(
-    small: Server, crowd: list[socket.socket], promise: Promise, kind: str, times: int
+    small: Server, connections: list[socket.socket], promise: Promise, kind: str, times: int
 ) -> None:
     for _ in range(OF_ONE * times):
-        crowd += [_connect(small, address, CROWDS[kind]) for address in ("127.0.0.2", "127.0.0.3")]
-    assert small.wait_for(lambda: has_taken_all(small))
+        connections += [_connect(small, address, KINDS[kind]) for address in ("127.0.0.2", "127.0.0.3")]
+    assert small.wait_for(lambda: has_read_all(small))
     answers = [_ask(small, address) for address in ("127.0.0.9", "127.0.0.2", "127.0.0.3") for _ in range(5)]
     promise.all_of("R6", f"requests answered beside a crowd that is {kind}", answers.count(200), len(answers))
 
 
 @pytest.mark.parametrize("data", [HALF_BODY, post({**STREAM, "max_tokens": 8000})], ids=["body", "answer"])
-def test_who_has_a_request_is_not_sent_off(small: Server, crowd: list[socket.socket], data: bytes) -> None:
-    """The reverse: where no connection is idle, the service makes no room, and existing connections stay."""
-    crowd += [_connect(small, address, data) for _ in range(OF_ONE) for address in ("127.0.0.2", "127.0.0.3")]
-    assert small.wait_for(lambda: has_taken_all(small))  # until then they are as silent as any
+def test_who_has_a_request_is_not_sent_off(small: Server, connections: list[socket.socket], data: bytes) -> None:
+    """The reverse: where no connection is idle, the service evicts none, and existing connections stay."""
+    connections += [_connect(small, address, data) for _ in range(OF_ONE) for address in ("127.0.0.2", "127.0.0.3")]
+    assert small.wait_for(lambda: has_read_all(small))  # until then they are as silent as any
     assert [_ask(small, address) for address in ("127.0.0.9", "127.0.0.2")] == [503, 503]
-    assert all(_is_open(connection) for connection in crowd)
+    assert all(_is_open(connection) for connection in connections)
 
 
-def test_a_slow_client_elsewhere_outlives_a_flood(small: Server, crowd: list[socket.socket]) -> None:
+def test_a_slow_client_elsewhere_outlives_a_flood(small: Server, connections: list[socket.socket]) -> None:
     """The oldest of all, and not of the address with the most."""
-    crowd += [_connect(small, "127.0.0.9", HALF_HEAD), _connect(small, "127.0.0.8")]
-    assert small.wait_for(lambda: has_taken_all(small))
+    connections += [_connect(small, "127.0.0.9", HALF_HEAD), _connect(small, "127.0.0.8")]
+    assert small.wait_for(lambda: has_read_all(small))
     for _ in range(100):
-        crowd += [_connect(small, address) for address in ("127.0.0.2", "127.0.0.3", "127.0.0.4")]
-    for slow, data in zip(crowd[:2], (b"\r\n", get()), strict=True):
+        connections += [_connect(small, address) for address in ("127.0.0.2", "127.0.0.3", "127.0.0.4")]
+    for slow, data in zip(connections[:2], (b"\r\n", get()), strict=True):
         slow.sendall(data)
         assert status_of(read_answer(slow)) == 200
 
 
 def test_a_second_request_behind_one_that_is_answered_does_not_send_it_off(
-    small: Server, crowd: list[socket.socket]
+    small: Server, connections: list[socket.socket]
 ) -> None:
-    crowd.append(_connect(small, "127.0.0.2", post({"prompt": "a", "max_tokens": 400, "stream": False}) + HALF_HEAD))
-    assert small.wait_for(lambda: has_taken_all(small))
-    crowd += [_connect(small, "127.0.0.2") for _ in range(3 * OF_ONE)]
-    assert status_of(read_answer(crowd[0])) == 200
+    connections.append(
+        _connect(small, "127.0.0.2", post({"prompt": "a", "max_tokens": 400, "stream": False}) + HALF_HEAD)
+    )
+    assert small.wait_for(lambda: has_read_all(small))
+    connections += [_connect(small, "127.0.0.2") for _ in range(3 * OF_ONE)]
+    assert status_of(read_answer(connections[0])) == 200

@@ -68,30 +68,30 @@ def _ask(server: Server) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """Of slow clients, and of concurrent ones."""
+    """Measurements of slow clients, and of concurrent normal ones."""
 
     late: dict[str, float]
-    """Seconds after the deadline until the last one of a kind was cut."""
-    served: list[bool]
+    """Seconds after the deadline until the service cut the last one of a kind."""
+    answered: list[bool]
 
     @property
     def worst(self) -> float:
         return max(self.late["headers"], self.late["body"], self.late["read"] - LATE)
 
 
-def _beside_attack(server: Server, n: int) -> _Seen:
+def _measure_under_attack(server: Server, n: int) -> _Seen:
     cut = 'connections_cut_total{reason="write_stalled"}'
-    began, before, served = time.monotonic(), server.metric(cut), []
+    began, before, answered = time.monotonic(), server.metric(cut), []
     with Background(lambda: asyncio.run(_attack_all(server, n))) as attack:
         while time.monotonic() - began < 15:
-            served.append(_ask(server))
+            answered.append(_ask(server))
             time.sleep(0.02)
             # What a slow reader has in its own kernel it can read at leisure: when it was cut, only we know.
             if server.metric(cut) == before + n // 3:
                 break
         slow_read = time.monotonic() - began
     late = {kind: max(attack.result[kind]) - DEADLINE for kind in ("headers", "body")}
-    return _Seen({**late, "read": slow_read - 2 * DEADLINE}, served)
+    return _Seen({**late, "read": slow_read - 2 * DEADLINE}, answered)
 
 
 def test_slow_clients_are_cut_at_the_deadline_and_others_are_served(
@@ -103,7 +103,7 @@ def test_slow_clients_are_cut_at_the_deadline_and_others_are_served(
         seen: list[_Seen] = []
 
         def measure() -> _Seen:
-            seen.append(_beside_attack(server, n))
+            seen.append(_measure_under_attack(server, n))
             return seen[-1]
 
         found = promise.measured(measure, lambda found: found.worst <= LATE)
@@ -113,8 +113,8 @@ def test_slow_clients_are_cut_at_the_deadline_and_others_are_served(
         # The clock starts once the kernels' buffers are full, and a moment with a KiB read is a good one.
         what = "slow read: cut after the deadline"
         promise.at_most("R6", what, found.late["read"], target=0.3, floor=2 * LATE, unit="s", n=n // 3)
-        served = [answer for each in seen for answer in each.served]
-        promise.all_of("R6", "normal requests served beside slow ones", sum(served), len(served))
+        answered = [answer for each in seen for answer in each.answered]
+        promise.all_of("R6", "normal requests served beside slow ones", sum(answered), len(answered))
         assert server.wait_for(lambda: server.metric("connections") <= 1)
     finally:
         assert stop_server(server) == 0

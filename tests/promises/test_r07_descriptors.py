@@ -17,14 +17,14 @@ import pytest
 from app.http.connection_limits import ensure_file_limit
 from tests.support.completion_client import whole
 from tests.support.http.raw_client import connect, error_of, get, post, read_all, read_answer, status_of
-from tests.support.http.socket_queues import has_taken_all
+from tests.support.http.socket_queues import has_read_all
 from tests.support.paths import ROOT
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, start_server, stop_server
 
 LIMIT_256 = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))"
 HALF_BODY = post({"prompt": "a" * 100})[:-50]
-"""Who has sent that has a request, and makes no room for others."""
+"""A client that has sent this has an active request; its connection is never evicted."""
 FLAGS = ("--head-timeout", "3", "--keep-alive-timeout", "3")
 
 
@@ -58,9 +58,9 @@ def test_a_thousand_connections_with_256_descriptors(tmp_path: Path, weights: Pa
     server = start_server(tmp_path, weights, *FLAGS, sabotage=LIMIT_256)
     try:
         before = _n_files(server)
-        # One address may hold half of the limit. A connection after that finds no idle one to replace.
+        # One address may have half of the limit. A connection after that finds no idle one to replace.
         busy = _connect_all(server, 80, HALF_BODY)
-        assert server.wait_for(lambda: has_taken_all(server))
+        assert server.wait_for(lambda: has_read_all(server))
         busy += _connect_all(server, 920, HALF_BODY)
         probes = []
         for _ in range(10):
@@ -124,7 +124,7 @@ def test_no_descriptor_at_all_is_survived(tmp_path: Path, weights: Path, promise
         time.sleep(1)
         cpu = (_cpu_seconds(server) - cpu) / (time.monotonic() - began)
         early.sendall(post({"prompt": "a", "max_tokens": 3, "stream": False}))
-        assert status_of(read_answer(early)) == 200, "who has a connection is served"
+        assert status_of(read_answer(early)) == 200, "a client with a connection is served"
         resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, limits)
     for connection in connections:
         connection.close()
@@ -170,7 +170,7 @@ def test_one_address_cannot_take_all_connections(tmp_path: Path, weights: Path) 
         own = [connect(server) for _ in range(10)]
         for connection in own:
             connection.sendall(HALF_BODY)
-        assert server.wait_for(lambda: has_taken_all(server))  # until then they only wait, and make room
+        assert server.wait_for(lambda: has_read_all(server))  # until then they count as idle and may be evicted
         with connect(server) as eleventh:
             eleventh.sendall(post({"prompt": "a"}))
             assert status_of(read_all(eleventh)) == 503

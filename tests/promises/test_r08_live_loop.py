@@ -31,13 +31,13 @@ _STREAM = json.dumps({"prompt": "Hello", "max_tokens": 200, "ignore_eos": True, 
 
 @pytest.fixture
 def faults(tmp_path: Path) -> Faults:
-    """What the service's faults are armed by."""
+    """Arms the service's faults."""
     return Faults(tmp_path / "faults")
 
 
 @pytest.fixture
 def server(tmp_path: Path, weights: Path, faults: Faults) -> Iterator[Server]:
-    """Room for all of it."""
+    """A service with capacity for the whole load."""
     flags = ("--max-running", str(_SLOTS), "--max-waiting-tokens", "100000000")
     running = start_server(tmp_path, weights, *flags, fake_ms=5, environment=faults.environment)
     yield running

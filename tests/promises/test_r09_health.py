@@ -68,10 +68,10 @@ def _seconds_until(condition: Callable[[], bool], limit: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What came of one hang."""
+    """The result of one hang."""
 
     seconds: float
-    """Until it was found."""
+    """Seconds until the watchdog found the hang."""
     restarts: float
     log: str
 
@@ -139,10 +139,10 @@ def test_without_the_watchdog_a_hang_is_not_found(tmp_path: Path, weights: Path)
 
 
 def test_a_guide_that_takes_its_time_is_no_hang(tmp_path: Path, weights: Path, promise: Promise) -> None:
-    """It compiles concurrently with the steps, within its own limits."""
+    """The grammar compiles concurrently with the steps, within its own limits."""
     faults = Faults(tmp_path / "faults")
     server = start_server(tmp_path, weights, "--engine-silence", "1", fake_ms=5, environment=faults.environment)
-    lengths = iter(range(5, 8))  # a guide that was prepared already would take no time
+    lengths = iter(range(5, 8))  # a grammar that is compiled already would take no time
 
     def restarts() -> float:
         before = server.metric("engine_restarts_total")
@@ -194,7 +194,7 @@ def _flips(server: Server, seconds: float) -> tuple[int, int, float]:
 def _load(server: Server, lane: int, deadline: float) -> None:
     number = 0
     while time.monotonic() < deadline:
-        visit(server, [_ask(lane, number + place) for place in range(80)])
+        visit(server, [_ask(lane, number + index) for index in range(80)])
         number += 80
 
 

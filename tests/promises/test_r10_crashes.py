@@ -58,7 +58,7 @@ def _mixed(max_tokens: int) -> list[Ask]:
 
 
 def _kill(server: Server) -> None:
-    """Until the service knows. That it is not ready can go by unseen: a fake engine is back after half a second."""
+    """Kills the engine and waits for its restart. Readiness may not show it: a fake engine restarts too quickly."""
     before = server.metric("engine_restarts_total")
     os.kill(engine_pid(server), signal.SIGKILL)
     assert server.wait_for(lambda: server.metric("engine_restarts_total") > before)
@@ -76,18 +76,18 @@ def _all_move(answers: list[Answer], seconds: float = 60.0) -> bool:
     return False
 
 
-def _told(answers: list[Answer]) -> list[Any]:
+def _outputs(answers: list[Answer]) -> list[Any]:
     return [answer.told() for answer in answers]
 
 
 def _count_same(answers: list[Answer], expected: list[Any]) -> int:
-    pairs = list(zip(_told(answers), expected, strict=True))
-    print(*[(told, one) for told, one in pairs if told != one], sep="\n")
-    return sum(told == one for told, one in pairs)
+    pairs = list(zip(_outputs(answers), expected, strict=True))
+    print(*[(output, one) for output, one in pairs if output != one], sep="\n")
+    return sum(output == one for output, one in pairs)
 
 
 def _disturbed(server: Server, asks: list[Ask], kills: int) -> tuple[list[Answer], int]:
-    """The answers of a crowd whose engine is killed so often; and how often it was while streams ran."""
+    """Answers of concurrent clients while the engine is killed repeatedly; how many kills hit running streams."""
     killed = 0
     with crowd(server, asks) as answers:
         # All were admitted: a starting service refuses requests. Those that do not stream were sent first.
@@ -107,7 +107,7 @@ def test_streams_go_on_after_every_kill(tmp_path: Path, weights: Path, promise: 
     asks, kills = _streams(32, max_tokens=250), promise.size(3, 20)
     server = start_server(tmp_path, weights, fake_ms=10)
     try:
-        expected = _told(visit(server, asks))
+        expected = _outputs(visit(server, asks))
         killed = same = rounds = 0
         while killed < kills:
             answers, times = _disturbed(server, asks, min(4, kills - killed))
@@ -123,7 +123,7 @@ def test_streams_go_on_after_every_kill(tmp_path: Path, weights: Path, promise: 
 def test_requests_of_every_kind_go_on_after_a_kill(
     tmp_path: Path, promise: Promise, kernels: str, request: pytest.FixtureRequest
 ) -> None:
-    """A real model in float32: n, echo, log-probabilities, guides, best_of, scores, streamed and whole, both APIs."""
+    """A real model in float32: n, echo, log-probabilities, grammars, best_of, scores, streamed and whole, both APIs."""
     flags = ["--dtype", "float32", "--prompt-tokens-beside", "16"]
     if kernels == "native":
         library: Path = request.getfixturevalue("native_library")
@@ -131,7 +131,7 @@ def test_requests_of_every_kind_go_on_after_a_kill(
     asks, kills = _mixed(100), promise.size(1, 20)
     server = start_server(tmp_path, tiny_weights(tmp_path / "tiny", context=2048), *flags)
     try:
-        expected = _told(visit(server, asks))
+        expected = _outputs(visit(server, asks))
         killed = same = rounds = 0
         while killed < kills:
             answers, times = _disturbed(server, asks, min(2, kills - killed))
@@ -145,11 +145,11 @@ def test_requests_of_every_kind_go_on_after_a_kill(
 def test_a_request_that_kills_the_engine_is_the_only_one_refused(
     tmp_path: Path, weights: Path, promise: Promise, point: str
 ) -> None:
-    """When it is computed, or already when it is read; 31 others never hear of it."""
+    """The request fails when it is computed, or already when it is read; 31 others are unaffected."""
     faults, asks = Faults(tmp_path / "faults"), _streams(31, max_tokens=120)
     server = start_server(tmp_path, weights, fake_ms=5, environment=faults.environment)
     try:
-        expected = _told(visit(server, asks))
+        expected = _outputs(visit(server, asks))
         faults.arm(point, "kill", match="max_tokens=119,")
         faults.arm("engine.forward", "sleep", seconds=0.05)  # a request after the crash would be refused
         poison = Ask(body={**_TEXT, "max_tokens": 119, "seed": 1})
@@ -202,7 +202,7 @@ def test_a_lost_device_pauses_all_and_blames_no_request(tmp_path: Path, weights:
     faults, asks = Faults(tmp_path / "faults"), _streams(16, max_tokens=120)
     server = start_server(tmp_path, weights, fake_ms=5, environment=faults.environment)
     try:
-        expected = _told(visit(server, asks))
+        expected = _outputs(visit(server, asks))
         faults.arm("engine.step", "sleep", seconds=0.05)  # a request after the crash would be refused
         with crowd(server, asks) as answers:
             assert server.wait_for(lambda: all(answer.n_events > 3 for answer in answers), 60)
@@ -258,8 +258,8 @@ def test_clients_may_leave_cancel_resume_and_wait_while_the_engine_restarts(tmp_
     try:
         asks = _streams(5, max_tokens=300)
         late = Ask(body={**_TEXT, "max_tokens": 300, "deadline_ms": 2000})
-        expected = _told(visit(server, asks))
-        with crowd(server, [*asks[:3], late]) as answers, _begun(server, asks[0]) as leaver:
+        expected = _outputs(visit(server, asks))
+        with crowd(server, [*asks[:3], late]) as answers, _started(server, asks[0]) as leaver:
             parts = leaver.iter_raw()  # an unreferenced iterator would close the response
             next(parts)
             assert server.wait_for(lambda: all(answer.n_events > 5 for answer in answers))
@@ -278,14 +278,14 @@ def test_clients_may_leave_cancel_resume_and_wait_while_the_engine_restarts(tmp_
         assert answers[3].told()["end"]["choices"][0]["finish_reason"] == "timeout"
         answers[1].body = bytearray(resumed.content)
         assert _count_same([*answers[1:3], *waiting], expected[1:]) == 4
-        told = [answer.body.count(b"event: queue") for answer in waiting]
-        assert min(told) >= 3, "a waiting request gets its queue position, also while there is no engine"
+        queue_events = [answer.body.count(b"event: queue") for answer in waiting]
+        assert min(queue_events) >= 3, "a waiting request gets its queue position, also while there is no engine"
         assert is_clean(server, 30)
     finally:
         assert stop_server(server) == 0
 
 
 @contextmanager
-def _begun(server: Server, ask: Ask) -> Iterator[httpx.Response]:
+def _started(server: Server, ask: Ask) -> Iterator[httpx.Response]:
     with httpx.stream("POST", f"{server.url}{ask.path}", json=ask.body, timeout=60) as response:
         yield response

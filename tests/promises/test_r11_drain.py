@@ -84,7 +84,7 @@ def _drained(folder: Path, weights: Path, number: signal.Signals, n: int) -> _Dr
     assert int(ready.headers["retry-after"]) >= 1 and int(refused.headers["retry-after"]) >= 1
     assert refused.json()["error"]["type"] == "unavailable_error"
     assert refused.headers["connection"] == "close"
-    complete = [told.is_complete and told.n_tokens > 0 for told in streams.result]
+    complete = [stream.is_complete and stream.n_tokens > 0 for stream in streams.result]
     assert server.process.wait(60) == 0
     assert "Traceback" not in server.log.read_text()
     server.wait_for(lambda: not _left(pids))
@@ -117,11 +117,11 @@ def test_streams_that_take_longer_are_told(tmp_path: Path, weights: Path, promis
     with Background(read_streams, server, _request(20), n) as streams:
         assert _running(server, n)
         server.process.send_signal(signal.SIGTERM)
-    told = [s.body.count(b"event: error") == 1 and b"shutting down" in s.body for s in streams.result]
+    reported = [s.body.count(b"event: error") == 1 and b"shutting down" in s.body for s in streams.result]
     assert server.process.wait(60) == 0
     assert "Traceback" not in server.log.read_text()
     assert server.wait_for(lambda: not _left(pids))
-    promise.all_of("R11", "streams told at the drain time-out", sum(told), n)
+    promise.all_of("R11", "streams told at the drain time-out", sum(reported), n)
 
 
 def _seconds_to_end(folder: Path, weights: Path) -> float:
@@ -170,7 +170,7 @@ def test_a_kill_of_the_service_would_be_seen(tmp_path: Path, weights: Path) -> N
         assert _running(server, 5)
         os.kill(server.process.pid, signal.SIGKILL)
         server.process.wait()
-    assert not any(told.is_complete for told in streams.result)
+    assert not any(stream.is_complete for stream in streams.result)
 
 
 def test_a_request_that_came_before_the_signal_and_waits_is_served(tmp_path: Path, weights: Path) -> None:
@@ -182,7 +182,7 @@ def test_a_request_that_came_before_the_signal_and_waits_is_served(tmp_path: Pat
         assert server.tells("ending")
         faults.disarm("engine.step")
     assert server.process.wait(60) == 0
-    assert all(told.is_complete for told in streams.result)
+    assert all(stream.is_complete for stream in streams.result)
 
 
 def test_errors_of_the_drain_have_the_one_shape(tmp_path: Path, weights: Path) -> None:

@@ -72,7 +72,7 @@ def test_it_starts_again_after_kill_9_of_everything(tmp_path: Path, weights: Pat
         server = start()
         same = [answer.told() for answer in visit(server, _ASKS)] == expected
         clean = not any(scratch.iterdir()) and _files(weights) == before
-        good += same and clean and server.wait_for(lambda gone=pids: all(map(is_gone, gone)))  # type: ignore[misc]
+        good += same and clean and server.wait_for(lambda pids=pids: all(map(is_gone, pids)))  # type: ignore[misc]
     assert stop_server(server) == 0
     promise.all_of("R12", "starts after kill -9 of everything under load", good, rounds)
 
@@ -131,8 +131,8 @@ def slow(tmp_path: Path, stub_library: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_the_engines_own_build_of_kernels_dies_with_a_killed_service(
     tmp_path: Path, weights: Path, slow: FakeCompiler
 ) -> None:
-    shelf = tmp_path / "cache"
-    server = start_server(tmp_path, weights, "--kernels", "native", "--cache-dir", str(shelf), wait=False)
+    cache_dir = tmp_path / "cache"
+    server = start_server(tmp_path, weights, "--kernels", "native", "--cache-dir", str(cache_dir), wait=False)
     _wait_long(server, lambda: bool(slow.pids))
     pids = [*children(server), *slow.pids]
     server.process.kill()

@@ -72,7 +72,7 @@ def _start(text: Path, out: Path, *flags: str) -> subprocess.Popen[bytes]:
 
 
 def _wait_for_save(process: subprocess.Popen[bytes], work: Path, after: int) -> None:
-    """Until a save of a step beyond `after` has begun."""
+    """Waits until a save of a step beyond `after` has started."""
     deadline = time.monotonic() + 60
     while True:
         steps = [int(path.name[6:]) for path in work.glob(".step-*")]

@@ -15,7 +15,7 @@ from app.common.types import Request
 from app.engine.execution.engine import Engine
 from app.engine.scheduling.block_allocator import BlockAllocator
 from tests.support.armed_faults import arm_this_process
-from tests.support.engine.mixed_requests import POISON, VICTIM, Outcome, crowd, poisoned_decoder, serve
+from tests.support.engine.mixed_requests import POISON, VICTIM, Outcome, mixed_requests, poisoned_decoder, serve
 from tests.support.model.tiny_models import tiny_engine
 from tests.support.promise_figures import Promise
 
@@ -46,22 +46,22 @@ def _failed_alone(before: dict[str, Outcome], after: dict[str, Outcome], *, is_p
 def _with_poison(requests: list[Request], *, is_scored: bool) -> list[Request]:
     """The victim reads a token that is not finite, in the first of several pieces of its prompt."""
     changed = list(requests)
-    (place,) = [place for place, request in enumerate(requests) if request.id == VICTIM]
-    prompt = (*requests[place].prompt[:2], POISON, *requests[place].prompt)
+    (index,) = [index for index, request in enumerate(requests) if request.id == VICTIM]
+    prompt = (*requests[index].prompt[:2], POISON, *requests[index].prompt)
     scored = 2 if is_scored else None
-    changed[place] = msgspec.structs.replace(requests[place], prompt=prompt, prompt_logprobs=scored)
+    changed[index] = msgspec.structs.replace(requests[index], prompt=prompt, prompt_logprobs=scored)
     return changed
 
 
 def test_31_of_32_do_not_notice_a_poisoned_one(
     way: str, promise: Promise, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The same engine throughout: what a victim leaves behind would show in the next round."""
+    """The same engine throughout: state that a victim leaks would show in the next round."""
     faults = arm_this_process(tmp_path, monkeypatch)
     good = n = 0
     engine = _engine()
     for seed in range(promise.size(2, 40)):
-        requests = crowd(32, seed=seed)
+        requests = mixed_requests(32, seed=seed)
         before = serve(_engine(), requests)
         for point, order in PLACES.values():
             caplog.clear()
@@ -89,13 +89,13 @@ def test_without_isolation_a_poisoned_one_takes_all_with_it(tmp_path: Path, monk
     engine.isolation = engine.runner  # type: ignore[assignment]
     faults.arm("engine.forward", "raise", match=VICTIM)
     with pytest.raises(InjectedFault):
-        serve(engine, crowd(32))
+        serve(engine, mixed_requests(32))
 
 
 def test_blocks_that_are_not_cleared_show(monkeypatch: pytest.MonkeyPatch) -> None:
     """Positive control: what is not finite reaches those who get the victim's blocks."""
     monkeypatch.setattr(BlockAllocator, "invalidate", lambda _self, _sequence: None)
-    requests = crowd(32)
+    requests = mixed_requests(32)
     engine = tiny_engine(poisoned_decoder(), blocks=60, tokens_per_step=96)
     serve(engine, _with_poison(requests, is_scored=False))
     outcomes = [outcome for _ in range(3) for outcome in serve(engine, requests).values()]
@@ -108,4 +108,4 @@ def test_what_no_request_is_to_blame_for_ends_the_process(tmp_path: Path, monkey
     engine = _engine()
     faults.arm("engine.forward", "raise")
     with pytest.raises(InjectedFault):
-        serve(engine, crowd(3))
+        serve(engine, mixed_requests(3))

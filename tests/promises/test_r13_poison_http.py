@@ -28,7 +28,7 @@ from tests.support.servers import Server, start_server, stop_server
 
 N, VICTIM = 32, 16
 MODES = ("events", "whole", "chunks")
-PLACES = ("validate", "tokenise", "prefill", "sampler", "NaN row", "logprobs", "detokenise", "stop", "encode")
+CASES = ("validate", "tokenise", "prefill", "sampler", "NaN row", "logprobs", "detokenise", "stop", "encode")
 TOKENIZER = Tokenizer.train([TEXT], VOCAB)
 POISON = TOKENIZER.bytes_of.index(b"\xf5")
 """No text in UTF-8 has this byte."""
@@ -64,30 +64,30 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 def _bodies() -> list[dict[str, Any]]:
     rng, words = random.Random(5), TEXT.split()[:60]
-    return [_body(place, rng, words) for place in range(N)]
+    return [_body(index, rng, words) for index in range(N)]
 
 
-def _body(place: int, rng: random.Random, words: list[str]) -> dict[str, Any]:
-    if place == VICTIM:
+def _body(index: int, rng: random.Random, words: list[str]) -> dict[str, Any]:
+    if index == VICTIM:
         own = {"prompt": "The victim sang to the moon", "user": "victim", "logprobs": 2, "echo": True}
         return {**own, "stop": ["never written"], "max_tokens": 9, "seed": 1, "logit_bias": {str(POISON): -100}}
     return {
         "prompt": " ".join(rng.choices(words, k=rng.randint(1, 4))),
         "max_tokens": rng.randint(4, 9),
-        "seed": place,
+        "seed": index,
         "temperature": rng.choice([0.0, 0.9]),
         "logprobs": rng.choice([None, None, None, 1]),
         "stop": rng.choice([None, ["the"]]),
         "logit_bias": {str(POISON): -100},
-        "user": f"u{place}",
+        "user": f"u{index}",
     }
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a client makes of an answer; `told` is all of it but ids and times."""
+    """What a client makes of an answer; `output` is all of it but ids and times."""
 
-    told: tuple[str, ...]
+    output: tuple[str, ...]
     error: dict[str, Any] | None
 
 
@@ -130,8 +130,8 @@ def _of_chunks(body: str) -> Answer:
     return Answer(tuple(json.dumps(part["choices"]) for part in parts if "choices" in part), *errors or [None])
 
 
-def _arm(faults: Faults, place: str, mode: str) -> str:
-    """The point of a place, which the victim alone comes to grief at; nothing for what its own body does."""
+def _arm(faults: Faults, case: str, mode: str) -> str:
+    """Arms the fault point of a case for the victim alone; empty where the victim's own body causes the failure."""
     ids = str(tuple(VICTIMS_IDS))[:-1]
     encoding = {"events": "api.event", "whole": "api.answer", "chunks": "api.chunk"}[mode]
     points: dict[str, tuple[str, dict[str, Any]]] = {
@@ -144,9 +144,9 @@ def _arm(faults: Faults, place: str, mode: str) -> str:
         "stop": ("text.stop", {"match": ids, "after": 4}),
         "encode": (encoding, {"match": "'user': 'victim'"}),
     }
-    if place not in points:
+    if case not in points:
         return ""
-    point, order = points[place]
+    point, order = points[case]
     faults.arm(point, "raise", **order)
     return point
 
@@ -156,32 +156,32 @@ def test_31_of_32_clients_do_not_notice_a_poisoned_one(service: Service, mode: s
     server, bodies, good = service.server, _bodies(), 0
     before = _all_at_once(server.url, bodies, mode)
     assert not [answer.error for answer in before if answer.error]
-    for place in PLACES:
+    for case in CASES:
         written = len(server.told())
-        point = _arm(service.faults, place, mode)
+        point = _arm(service.faults, case, mode)
         sent = bodies
-        if place == "NaN row":
+        if case == "NaN row":
             sent = [{**b, "prompt": [*VICTIMS_IDS, POISON, 5]} if b.get("user") == "victim" else b for b in bodies]
         after = _all_at_once(server.url, sent, mode)
         service.faults.disarm(point or "nothing")
         victim, error = after[VICTIM], after[VICTIM].error
-        assert error and set(error) == {"message", "type", "param", "code", "request_id"}, (place, victim)
-        assert error["type"] == "server_error", place
-        if place != "NaN row":  # which is not a programming error, so it has no traceback in the log
-            assert server.tells(error["request_id"], "InjectedFault", since=written), place
+        assert error and set(error) == {"message", "type", "param", "code", "request_id"}, (case, victim)
+        assert error["type"] == "server_error", case
+        if case != "NaN row":  # which is not a programming error, so it has no traceback in the log
+            assert server.tells(error["request_id"], "InjectedFault", since=written), case
         if mode == "events":
-            assert victim.told in (("500",), before[VICTIM].told[: len(victim.told)]), place
+            assert victim.output in (("500",), before[VICTIM].output[: len(victim.output)]), case
         good += all(one == other for i, (one, other) in enumerate(zip(before, after, strict=True)) if i != VICTIM)
-        assert server.wait_for(lambda: server.metric("kv_cache_usage_ratio") == 0), f"{place}: leaked blocks"
+        assert server.wait_for(lambda: server.metric("kv_cache_usage_ratio") == 0), f"{case}: leaked blocks"
         assert server.wait_for(lambda: server.metric("requests_running") == 0)
         assert server.metric("block_violations_total") == 0
     assert server.metric("engine_restarts_total") == 0
     what = f"places where only the poisoned one of 32 clients fails ({mode})"
-    promise.all_of("R13", what, good, len(PLACES))
+    promise.all_of("R13", what, good, len(CASES))
 
 
 def test_a_guide_whose_compilation_raises_fails_its_request_alone(service: Service, promise: Promise) -> None:
-    """The place that only guided requests come to; it was the end of the engine before."""
+    """Only guided requests reach this fault point; it used to end the engine."""
     server, bodies = service.server, _bodies()
     bodies[VICTIM] = {"prompt": "A number:", "max_tokens": 9, "seed": 1, "user": "victim", "regex": "[0-9]{4}"}
     bodies[3] = {**bodies[VICTIM], "user": "u3", "regex": "[a-z]{4}"}

@@ -11,7 +11,7 @@ import torch
 
 from app.engine.execution.engine import Engine
 from tests.support.armed_faults import arm_this_process
-from tests.support.engine.mixed_requests import VICTIM, Outcome, crowd, serve
+from tests.support.engine.mixed_requests import VICTIM, Outcome, mixed_requests, serve
 from tests.support.model.tiny_models import tiny_decoder, tiny_engine
 from tests.support.promise_figures import Promise
 
@@ -37,7 +37,7 @@ def test_memory_that_is_missing_at_the_kth_forward_fails_at_most_one(
 ) -> None:
     """Missing once: the step is computed in smaller pieces. Missing for a row alone, too: that one fails."""
     faults = arm_this_process(tmp_path, monkeypatch)
-    engine, requests = _engine(), crowd(32)
+    engine, requests = _engine(), mixed_requests(32)
     before, worst, tried = serve(_engine(), requests), 0, 0
     for k in range(0, 60, promise.size(5, 1)):
         faults.arm("engine.forward", "out of memory", after=k, times=times)
@@ -56,7 +56,7 @@ def test_one_that_never_fits_fails_alone_and_the_rest_goes_on_in_pieces(
     way: str, promise: Promise, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faults = arm_this_process(tmp_path, monkeypatch)
-    requests = crowd(32)
+    requests = mixed_requests(32)
     before = serve(_engine(), requests)
     faults.arm("engine.forward", "out of memory", match=f"'{VICTIM}'", after=3)
     failed = _failed(before, serve(_engine(), requests))
@@ -68,15 +68,15 @@ def test_memory_that_is_missing_in_the_midst_of_a_step_leaves_nothing_half_done(
     way: str, promise: Promise, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind the forward, when keys and values are written and nothing is drawn yet; with torch's own error."""
-    engine, requests, good = _engine(), crowd(32), 0
+    engine, requests, good = _engine(), mixed_requests(32), 0
     before = serve(_engine(), requests)
     compute = engine.runner.compute  # type: ignore[attr-defined]
     honest = compute.logits
-    places = range(0, 40, promise.size(8, 1))
-    for k in places:
+    calls = range(0, 40, promise.size(8, 1))
+    for k in calls:
         monkeypatch.setattr(compute, "logits", _once_without_memory(honest, iter([False] * k + [True])))
         good += not _failed(before, serve(engine, requests))
-    promise.all_of("R14", f"rounds of 32 without a failure, memory missing once in mid-step ({way})", good, len(places))
+    promise.all_of("R14", f"rounds of 32 without a failure, memory missing once in mid-step ({way})", good, len(calls))
 
 
 def _once_without_memory(honest: Callable[..., Any], is_missing: Iterator[bool]) -> Callable[..., Any]:
@@ -95,4 +95,4 @@ def test_without_isolation_missing_memory_ends_the_engine(tmp_path: Path, monkey
     engine.isolation = engine.runner  # type: ignore[assignment]
     faults.arm("engine.forward", "out of memory", after=2, times=1)
     with pytest.raises(MemoryError):
-        serve(engine, crowd(32))
+        serve(engine, mixed_requests(32))

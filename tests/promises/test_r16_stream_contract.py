@@ -54,25 +54,29 @@ class _Stage:
 
 
 def _asks(**extra: Any) -> list[Ask]:
-    doors = ("/complete", "/v1/completions")
-    return [Ask(path=door, body={**_BODY, **extra, "stream": stream}) for door in doors for stream in (True, False)]
+    endpoints = ("/complete", "/v1/completions")
+    return [
+        Ask(path=endpoint, body={**_BODY, **extra, "stream": stream})
+        for endpoint in endpoints
+        for stream in (True, False)
+    ]
 
 
 def _outcome(answer: Answer) -> _Outcome:
     """Strict about the form."""
-    told = answer.told()
-    if "texts" not in told:  # whole
-        assert (answer.status == 200) == ("error" not in told), told
-        if "error" in told:
-            return _Outcome("", None, told["error"]["type"])
-        (choice,) = told["choices"]
+    output = answer.told()
+    if "texts" not in output:  # whole
+        assert (answer.status == 200) == ("error" not in output), output
+        if "error" in output:
+            return _Outcome("", None, output["error"]["type"])
+        (choice,) = output["choices"]
         return _Outcome(choice["text"], choice["finish_reason"], None)
-    text = told["texts"].get(0, "")
-    if "end" in told:  # the native stream: exactly one terminal event, said told()
-        error = told["end"].get("error")
-        return _Outcome(text, None if error else told["end"]["choices"][0]["finish_reason"], error and error["type"])
-    assert len(told["ends"]) + len(told["errors"]) == 1, "one finish_reason or one error, and [DONE] behind it"
-    return _Outcome(text, told["ends"].get(0), told["errors"][0]["type"] if told["errors"] else None)
+    text = output["texts"].get(0, "")
+    if "end" in output:  # the native stream: exactly one terminal event, as told() asserts
+        error = output["end"].get("error")
+        return _Outcome(text, None if error else output["end"]["choices"][0]["finish_reason"], error and error["type"])
+    assert len(output["ends"]) + len(output["errors"]) == 1, "one finish_reason or one error, and [DONE] behind it"
+    return _Outcome(text, output["ends"].get(0), output["errors"][0]["type"] if output["errors"] else None)
 
 
 def _is_same(answers: list[Answer], expected: _Outcome) -> list[bool]:
@@ -106,9 +110,9 @@ def _slow_from(faults: Faults, step: int) -> Iterator[None]:
 
 @contextmanager
 def _under_way(server: Server, asks: list[Ask]) -> Iterator[list[Answer]]:
-    """The answers of a crowd whose streams have begun."""
+    """The answers of concurrent clients whose streams have started."""
     with crowd(server, asks) as answers:
-        assert server.wait_for(lambda: server.metric("requests_running") == 4)  # also those that tell nothing yet
+        assert server.wait_for(lambda: server.metric("requests_running") == 4)  # also those without an event yet
         assert server.wait_for(lambda: answers[0].n_events > 5 and answers[2].n_events > 3)
         yield answers
 
@@ -189,14 +193,14 @@ def _poisoned(stage: _Stage) -> list[bool]:
     return _is_error(answers, "server_error")
 
 
-def _gone(stage: _Stage) -> list[bool]:
+def _disconnected(stage: _Stage) -> list[bool]:
     good = []
     for ask in _asks(max_tokens=8000):  # a minute
-        leave = threading.Event()
-        with crowd(stage.server, [ask], leave=leave) as (answer,):
+        disconnect = threading.Event()
+        with crowd(stage.server, [ask], disconnect=disconnect) as (answer,):
             assert stage.server.wait_for(lambda: stage.server.metric("requests_running") == 1)
             assert stage.server.wait_for(lambda answer=answer, ask=ask: answer.n_events > 2 or not ask.body["stream"])  # type: ignore[misc]
-            leave.set()
+            disconnect.set()
         text = answer.body.decode("ascii").rpartition("\n\n")[0]
         if ask.body["stream"] and ask.path == "/complete":
             assert all(event.name not in ("done", "error") for event in parse_events(text + "\n\n"))
@@ -214,7 +218,7 @@ _FAULTS: dict[str, Callable[[_Stage], list[bool]]] = {
     "the deadline": _deadline,
     "output that is not finite": _not_finite,
     "a request that kills every engine": _poisoned,
-    "the client has gone": _gone,
+    "the client has gone": _disconnected,
 }
 
 
@@ -230,8 +234,8 @@ def test_a_turn_that_does_not_come_is_an_error_of_the_same_form(
     flags = ("--max-running", "1", "--queue-timeout", "1")
     server = start_server(tmp_path, weights, *flags, fake_ms=8)
     try:
-        leave = threading.Event()
-        with crowd(server, [Ask(body={**_BODY, "max_tokens": 8000})], leave=leave) as first:
+        disconnect = threading.Event()
+        with crowd(server, [Ask(body={**_BODY, "max_tokens": 8000})], disconnect=disconnect) as first:
             assert server.wait_for(lambda: first[0].n_events > 1)
             good = _is_error(visit(server, _asks()), "unavailable_error")
         promise.all_of("R16", "answers of 2 doors x 2 modes that keep their form: no turn in time", sum(good), 4)

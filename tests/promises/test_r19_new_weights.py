@@ -105,12 +105,12 @@ def test_bad_weights_of_every_kind_are_refused_without_a_failed_request(tmp_path
         first = _engines(server)
         pause = 0.0 if promise.full else 0.1
         with SteadyLoad(server.url, clients=promise.size(3, 6), max_tokens=24, pause=pause) as load:
-            for place, kind in enumerate(kinds):
+            for index, kind in enumerate(kinds):
                 words = BAD[kind][1]
-                bad = bad_weights(tmp_path / f"bad-{place}", good, kind)
+                bad = bad_weights(tmp_path / f"bad-{index}", good, kind)
                 refused = _reload(server, link, bad, "refused")
-                server.wait_for(lambda place=place: len(_refusals(server)) > place)
-                said.append(refused and len(_refusals(server)) == place + 1 and words in _refusals(server)[-1])
+                server.wait_for(lambda index=index: len(_refusals(server)) > index)
+                said.append(refused and len(_refusals(server)) == index + 1 and words in _refusals(server)[-1])
                 assert said[-1], (kind, server.log.read_text()[-2000:])
                 _point(link, good)
             time.sleep(0.5)
@@ -167,8 +167,8 @@ def test_good_weights_are_switched_under_load(tmp_path: Path, promise: Promise) 
     sizes = []
     with _service(tmp_path, ways[0], fake_ms=5) as (server, link):
         with SteadyLoad(server.url, clients=promise.size(6, 32), max_tokens=30) as load:
-            for place in range(switches):
-                assert _reload(server, link, ways[(place + 1) % 2], "switched"), server.log.read_text()[-2000:]
+            for index in range(switches):
+                assert _reload(server, link, ways[(index + 1) % 2], "switched"), server.log.read_text()[-2000:]
                 assert server.wait_for(lambda: len(_engines(server)) == 1), "the old engine stays"
                 sizes.append((_rss_mib(server), _open_files(server)))
                 time.sleep(0.3)
@@ -195,7 +195,7 @@ def test_mixed_answers_would_be_found() -> None:
 
 @contextmanager
 def _slow(faults: Faults) -> Iterator[None]:
-    """Steps of half a second: a stream that has begun is still there when other weights are loaded."""
+    """Steps of half a second: a stream that has started is still there when other weights are loaded."""
     faults.arm("engine.forward", "sleep", seconds=0.5, after=5)
     try:
         yield
@@ -204,7 +204,7 @@ def _slow(faults: Faults) -> Iterator[None]:
 
 
 def _across_a_switch(server: Server, link: Path, to: Path, faults: Faults, *, is_cut: bool) -> list[Event]:
-    """The events of a stream that a switch meets half-way; a cut one is gone on with after it."""
+    """The events of a stream that a switch meets half-way; a cut one is resumed after it."""
     with _slow(faults), httpx.stream("POST", f"{server.url}/complete", json=_FOX, timeout=60) as response:
         name, lines = response.headers["X-Request-Id"], response.iter_lines()
         while next(lines) != "event: token":
@@ -224,10 +224,10 @@ def test_a_stream_ends_with_the_weights_it_began_with_also_when_it_is_resumed(tm
     faults = Faults(tmp_path / "faults")
     with _service(tmp_path, ways[0], fake_ms=10, faults=faults) as (server, link):
         good, n, texts = 0, promise.size(4, 20), [_undisturbed(server)]
-        for place in range(n):
-            events = _across_a_switch(server, link, ways[(place + 1) % 2], faults, is_cut=place % 4 > 1)
-            texts += [_undisturbed(server)] if place == 0 else []
-            good += text_of(events) == texts[place % 2] and events[-1].name == "done"
+        for index in range(n):
+            events = _across_a_switch(server, link, ways[(index + 1) % 2], faults, is_cut=index % 4 > 1)
+            texts += [_undisturbed(server)] if index == 0 else []
+            good += text_of(events) == texts[index % 2] and events[-1].name == "done"
             assert server.wait_for(lambda: len(_engines(server)) == 1)
         assert texts[0] != texts[1]
         promise.all_of("R19", "streams that a switch met half-way, as without it", good, n)
@@ -265,8 +265,8 @@ def test_a_parked_stream_keeps_its_weights_only_as_long_as_it_can_be_resumed(tmp
             left = time.monotonic()
         assert server.wait_for(lambda: len(_engines(server)) == 1)
         assert time.monotonic() - left > 0.9
-        gone = httpx.get(f"{server.url}/complete/{response.headers['X-Request-Id']}/events")
-        assert gone.status_code == 404 and gone.json()["error"]["code"] in ("unknown_request", "events_gone")
+        missing = httpx.get(f"{server.url}/complete/{response.headers['X-Request-Id']}/events")
+        assert missing.status_code == 404 and missing.json()["error"]["code"] in ("unknown_request", "events_gone")
 
 
 def test_watching_takes_whole_sets_over_and_leaves_half_ones(tmp_path: Path) -> None:

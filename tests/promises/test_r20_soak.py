@@ -38,7 +38,7 @@ _MALFORMED = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What a service holds at a moment when nothing is asked of it."""
+    """The resources of an idle service."""
 
     at: float
     rss_mib: tuple[float, ...]
@@ -48,7 +48,7 @@ class Sample:
     tasks: int
 
 
-class Crowd:
+class Clients:
     """Keeps four clients busy, each with one kind of request after another."""
 
     def __init__(self, server: Server, seed: int) -> None:
@@ -57,7 +57,7 @@ class Crowd:
         self.done: Counter[str] = Counter()
 
     async def run(self, seconds: float) -> None:
-        """Ends with every client gone."""
+        """Runs until every client has disconnected."""
         end = time.monotonic() + seconds
         await asyncio.gather(*(self._client(end) for _ in range(4)))
 
@@ -144,7 +144,7 @@ def _count_fds(pids: list[int]) -> int:
 def _status(pids: list[int], key: str) -> list[int]:
     """A number of each process."""
     words = [Path(f"/proc/{pid}/status").read_text().split() for pid in pids]
-    return [int(told[told.index(key) + 1]) for told in words]
+    return [int(fields[fields.index(key) + 1]) for fields in words]
 
 
 def _count_tasks(server: Server, tasks: Path) -> int:
@@ -154,16 +154,18 @@ def _count_tasks(server: Server, tasks: Path) -> int:
     return int(tasks.read_text())
 
 
-def _soak(server: Server, tasks: Path, *, warm_up: float, seconds: float, n_samples: int) -> tuple[list[Sample], Crowd]:
+def _soak(
+    server: Server, tasks: Path, *, warm_up: float, seconds: float, n_samples: int
+) -> tuple[list[Sample], Clients]:
     """Samples at rest between stretches of load."""
-    crowd = Crowd(server, 20)
-    asyncio.run(crowd.run(warm_up))
+    clients = Clients(server, 20)
+    asyncio.run(clients.run(warm_up))
     began, samples = time.monotonic(), []
     for _ in range(n_samples):
-        asyncio.run(crowd.run(seconds / n_samples))
+        asyncio.run(clients.run(seconds / n_samples))
         samples.append(_sample(server, tasks, began))
-    print(*samples, dict(crowd.done), sep="\n")
-    return samples, crowd
+    print(*samples, dict(clients.done), sep="\n")
+    return samples, clients
 
 
 def _slope(samples: list[Sample]) -> float:
@@ -178,10 +180,10 @@ def _growth(samples: list[Sample], what: str) -> int:
     return int(min(second) - min(first))
 
 
-def _is_flat(soaked: tuple[list[Sample], Crowd]) -> bool:
-    samples, crowd = soaked
+def _is_flat(soaked: tuple[list[Sample], Clients]) -> bool:
+    samples, clients = soaked
     grows = _slope(samples) > CI_FLOOR or any(_growth(samples, what) > 0 for what in COUNTED)
-    return len(crowd.done) == 6 and not grows
+    return len(clients.done) == 6 and not grows
 
 
 def _start(folder: Path, weights: Path) -> tuple[Server, Path]:
@@ -200,16 +202,16 @@ def test_nothing_grows_under_a_mix_of_requests(tmp_path: Path, weights: Path, pr
     server, tasks = _start(tmp_path, weights)
     seconds = promise.size(10, 1800)
 
-    def soak() -> tuple[list[Sample], Crowd]:
+    def soak() -> tuple[list[Sample], Clients]:
         return _soak(server, tasks, warm_up=promise.size(5, 120), seconds=seconds, n_samples=promise.size(5, 60))
 
     try:
         # A service that had little CPU may not have warmed up in a few seconds; what leaks leaks each time.
-        samples, crowd = promise.measured(soak, _is_flat)
+        samples, clients = promise.measured(soak, _is_flat)
     finally:
         assert stop_server(server) == 0
-    n = sum(crowd.done.values())
-    assert len(crowd.done) == 6 and n > 5 * seconds
+    n = sum(clients.done.values())
+    assert len(clients.done) == 6 and n > 5 * seconds
     target, floor = (1.0, 4.0) if promise.full else (CI_FLOOR, CI_FLOOR)
     promise.at_most(
         "R20", "RSS slope of both processes", _slope(samples), target=target, floor=floor, n=n, unit="MiB/h"

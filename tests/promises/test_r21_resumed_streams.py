@@ -36,7 +36,7 @@ def server(tmp_path: Path, weights: Path) -> Iterator[Server]:
 
 
 def _whole_events(received: bytes) -> list[Event]:
-    """Those that a client has, of what it got; the rest is lost."""
+    """Complete events of the bytes that a client received; the rest is lost."""
     whole, mark, _ = received.decode("ascii").rpartition("\n\n")
     return parse_events(whole + mark) if mark else []
 
@@ -120,7 +120,7 @@ def test_a_check_that_counts_gaps_and_repetitions_finds_them(server: Server) -> 
 
 
 def test_a_stream_that_lost_client_and_engine_goes_on(server: Server, promise: Promise) -> None:
-    """It is away when the engine dies, and back before the next one is ready."""
+    """The client is disconnected when the engine dies, and reconnects before the next one is ready."""
     n = promise.size(2, 20)
     body = {**_BODY, "max_tokens": 400}
     expected = text_of(stream(server.url, **body, seed=5))

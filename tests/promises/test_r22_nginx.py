@@ -30,7 +30,7 @@ SHORT: dict[str, Any] = {"prompt": "a", "max_tokens": 20, "ignore_eos": True, "s
 
 @contextmanager
 def _nginx(folder: Path, server: Server, extra: str = "") -> Iterator[str]:
-    """In front of the service, with nothing set but where to listen and where to go; its address."""
+    """nginx in front of the service, configured with its port and upstream only; yields its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -60,7 +60,7 @@ def _answers(url: str) -> bool:
 
 
 def _answer_of(url: str) -> tuple[float, str]:
-    """Seconds until it was there, and the stream as it came."""
+    """Seconds until the stream arrived, and its bytes as received."""
     began = time.monotonic()
     answer = httpx.post(f"{url}/complete", json={**SHORT, "max_tokens": 1}, timeout=60)
     return time.monotonic() - began, answer.text
@@ -80,7 +80,7 @@ def silence(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator
 
 
 def _first_token(url: str) -> tuple[float, list[float]]:
-    """Seconds to the first token, and when the others came."""
+    """Seconds to the first token, and the arrival times of the others."""
     began, at = time.monotonic(), []
     with httpx.stream("POST", f"{url}/complete", json=SHORT, timeout=30) as response:
         for line in response.iter_lines():

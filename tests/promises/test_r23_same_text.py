@@ -11,15 +11,15 @@ import pytest
 
 from app.common.types import Request
 from app.engine.execution.engine import Engine
-from tests.support.engine.mixed_requests import Outcome, crowd
+from tests.support.engine.mixed_requests import Outcome, mixed_requests
 from tests.support.model.tiny_models import tiny_decoder, tiny_engine
 from tests.support.promise_figures import Promise
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROUND = 67
-"""Requests that meet one another."""
+"""Concurrent requests of a round."""
 BLOCKS = 20
-"""Room for three to six of them."""
+"""Capacity for three to six of them."""
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class Load:
 
 def _requests(seed: int) -> Iterator[Request]:
     """Ids and cache namespaces per round; half of the requests share a namespace and its cached blocks."""
-    for request in crowd(ROUND, seed=seed, longest=48, max_tokens=60):
+    for request in mixed_requests(ROUND, seed=seed, longest=48, max_tokens=60):
         leader = f"{seed}/{request.leader}" if request.leader else None
         yield msgspec.structs.replace(request, id=f"{seed}/{request.id}", leader=leader)
 
@@ -51,7 +51,7 @@ def _alone(engine: Engine, request: Request) -> Outcome:
 
 
 def _together(engine: Engine, requests: list[Request], rng: random.Random, load: Load) -> dict[str, Outcome]:
-    """They come at any time, and one in ten leaves at any time."""
+    """Requests arrive at any time, and one client in ten disconnects at any time."""
     outcomes = {request.id: Outcome() for request in requests}
     todo, preemptions = requests[::-1], engine.scheduler.preemptions
     while todo or engine.has_work:

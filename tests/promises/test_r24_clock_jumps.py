@@ -29,7 +29,7 @@ FILES_AGES = {"app/engine/cpu/toolchain/library_cache.py", "app/engine/cpu/toolc
 
 
 def _shift(server: Server) -> float:
-    """Seconds that the service's wall clock is ahead of ours."""
+    """Seconds that the service's wall clock is ahead of the test's."""
     date = parsedate_to_datetime(httpx.get(f"{server.url}/health/live").headers["date"])
     return date.timestamp() - time.time()
 
@@ -81,7 +81,7 @@ def _across(server: Server, clock: Path, before: int, jump: int) -> list[bool]:
         return [
             HEAD - 0.2 < seconds < HEAD + 1 and error_of(said)["code"] == "head_timeout",
             status_of(read_answer(idle)) == 200,
-            are_under_way and all(told.is_complete and told.n_tokens for told in streams.result),
+            are_under_way and all(stream.is_complete and stream.n_tokens for stream in streams.result),
             server.metric("engine_restarts_total") == 0,
             httpx.get(f"{server.url}/health/ready").status_code == 200,
         ]

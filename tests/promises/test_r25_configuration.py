@@ -34,7 +34,7 @@ WRONG = {
     "allowed_hosts": ["a b", "http://a.example", "a.example:80", "x" * 300, "a\nb", "*"],
     "allow_origin": ["*", "null", "a.example", "https://a.example/", "https://A.example", "file://x", "a\nb"],
 }
-"""Of settings whose type does not tell."""
+"""Values of settings whose type does not imply them."""
 
 PROGRAM = """
 import contextlib, io, json, os, socket, sys, time
@@ -170,8 +170,8 @@ def test_every_wrong_setting_is_one_line_before_the_port_is_bound(weights: Path,
         command, input=given, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    wrong = [told for case, outcome in zip(asked, json.loads(done.stdout), strict=True)
-             if (told := _what_is_wrong(case, outcome))]  # fmt: skip
+    wrong = [problem for case, outcome in zip(asked, json.loads(done.stdout), strict=True)
+             if (problem := _what_is_wrong(case, outcome))]  # fmt: skip
     print(*wrong, sep="\n")
     n = len(asked)
     promise.all_of("R25", "wrong settings refused with exit code 2 and one line, no port bound", n - len(wrong), n)

@@ -20,13 +20,13 @@ from tests.support.paths import ROOT
 from tests.support.promise_figures import Promise
 
 LIVE, READY = 4.0, 15.0
-"""Seconds that a start may take where others share the cores."""
+"""Seconds that a start may take on shared cores."""
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Seconds from the start of the process, and what was said meanwhile."""
+    """Seconds from the start of the process, and the responses meanwhile."""
 
     live: float
     ready: float
@@ -66,13 +66,13 @@ def _start(log: Path) -> Start:
         assert process.wait(60) == 0
 
 
-def _is_told(start: Start) -> bool:
-    """Who asks too late, because it got no CPU, misses a phase or all of them."""
+def _is_reported(start: Start) -> bool:
+    """A client that gets no CPU and asks too late misses a phase or all of them."""
     return start.n_not_ready > 0 and len(start.phases) > 1
 
 
 def _is_good(start: Start) -> bool:
-    return _is_told(start) and start.live <= LIVE and start.ready <= READY
+    return _is_reported(start) and start.live <= LIVE and start.ready <= READY
 
 
 def test_a_start_answers_at_once_and_is_ready_in_time(tmp_path: Path, promise: Promise) -> None:
@@ -81,9 +81,9 @@ def test_a_start_answers_at_once_and_is_ready_in_time(tmp_path: Path, promise: P
         _start(tmp_path / "first")  # files are read into memory, bytecode is written
     starts = [promise.measured(lambda: _start(tmp_path / f"{time.monotonic_ns()}"), _is_good) for _ in range(n)]
     print(*starts, sep="\n")
-    told = sum(_is_told(start) for start in starts)
+    reported = sum(_is_reported(start) for start in starts)
     live, ready = (statistics.median(getattr(start, name) for start in starts) for name in ("live", "ready"))
-    promise.all_of("R26", "starts that say 503 and at least two phases before they are ready", told, n)
+    promise.all_of("R26", "starts that say 503 and at least two phases before they are ready", reported, n)
     promise.at_most(
         "R26", "seconds until live, from the start of the process", live, target=1, floor=LIVE, n=n, unit="s"
     )

@@ -23,7 +23,7 @@ from tests.support.promise_figures import Promise
 
 LONGEST, BLOCK_SIZE, BLOCKS = 20, 2, 16
 EXAMPLES: list[int] = []
-"""Steps taken by each example of the running test."""
+"""Number of steps in each example of the running test."""
 
 
 class FaultyRunner:
@@ -106,7 +106,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), raises=st.booleans())
     def poison(self, data: st.DataObject, *, raises: bool) -> None:
-        """From now on it cannot be computed: it raises, or is not finite."""
+        """Makes a request fail from now on: its row raises, or is not finite."""
         name = data.draw(st.sampled_from(sorted(self.requests)))
         self.to_blame.add(name)
         if raises:
@@ -116,12 +116,12 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def lack_memory(self) -> None:
-        """For one step, not for its rows."""
+        """Memory runs out for one step, but not for its rows."""
         self.runner.mishaps = 1
 
     @rule()
     def crash(self) -> None:
-        """Everything is gone but what the clients have: what is open is submitted again from there, in its order."""
+        """Only what the clients have survives: open requests are resubmitted from there, in order."""
         self._start()
         for name in [name for name in self.requests if name in self._open()]:
             tokens = tuple(token for token in self.delivered.tokens(name) if token is not None)
@@ -162,8 +162,8 @@ class Machine(RuleBasedStateMachine):
         return {*self.requests} - self.left - {*self.failed} - self.delivered.finished
 
     def _take(self, report: StepReport) -> None:
-        told = {each.request_id for each in (*report.events, *report.scores, *report.failed)}
-        assert told <= self._open(), "something is told of a request that has ended"
+        reported = {each.request_id for each in (*report.events, *report.scores, *report.failed)}
+        assert reported <= self._open(), "the report mentions a request that has ended"
         self.delivered.take(report)
         for failed in report.failed:
             assert failed.request_id in self.to_blame, f"{failed} has done nothing"
@@ -194,7 +194,7 @@ def _run(examples: int, *, shrinks: bool = True) -> None:
 
 def test_every_request_gets_exactly_one_terminal_event_whatever_happens(promise: Promise) -> None:
     _run(promise.size(120, 5000))
-    assert sum(EXAMPLES) > 2 * len(EXAMPLES), "hardly a step was taken"
+    assert sum(EXAMPLES) > 2 * len(EXAMPLES), "hardly a step ran"
     promise.all_of("R27", "histories in which every request ends once", len(EXAMPLES), len(EXAMPLES))
 
 

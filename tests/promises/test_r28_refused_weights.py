@@ -83,15 +83,15 @@ def test_check_start_and_reload_refuse_the_same_weights(
     refused = 0
     with _service(tmp_path, link, *_TM, faults=Faults(tmp_path / "faults")) as server:
         version = httpx.get(f"{server.url}/v1/models").json()["data"][0]["weights_version"]
-        for place, kind in enumerate(kinds):
-            words, bad = BAD[kind][1], bad_weights(tmp_path / f"bad-{place}", good, kind)
+        for index, kind in enumerate(kinds):
+            words, bad = BAD[kind][1], bad_weights(tmp_path / f"bad-{index}", good, kind)
             assert check.main([str(bad)]) == 2, kind
             said = capsys.readouterr().err
             assert words in said and said.count("\n") == 1, kind
             code, last = _start(bad)
             assert code == 2 and last.startswith("error: ") and words in last and str(bad) in last, (kind, code, last)
             _reload(server, link, bad)
-            assert server.wait_for(lambda place=place: len(_refusals(server)) > place), kind
+            assert server.wait_for(lambda index=index: len(_refusals(server)) > index), kind
             assert words in _refusals(server)[-1], kind
             answer = httpx.post(f"{server.url}/complete", json=_BODY)
             assert answer.status_code == 200 and answer.headers["X-Weights-Version"] == version

@@ -38,7 +38,7 @@ def _asks(max_tokens: int) -> list[Ask]:
     return [*asks, Ask(path="/v1/completions", body=one)]
 
 
-def _in_place(new: Path, weights: Path) -> Iterator[None]:
+def _replaced_in_place(new: Path, weights: Path) -> Iterator[None]:
     """cp new/* weights/"""
     for path in sorted(new.iterdir()):
         content = path.read_bytes()
@@ -78,7 +78,7 @@ def _directory_moved(new: Path, weights: Path) -> Iterator[None]:
     yield
     weights.mkdir()
     yield
-    yield from _in_place(new, weights)
+    yield from _replaced_in_place(new, weights)
     for path in list(old.iterdir()):
         path.unlink()
         yield
@@ -106,7 +106,7 @@ def _link_switched(new: Path, weights: Path) -> Iterator[None]:
 
 
 WAYS: dict[str, Copy] = {
-    "in place": _in_place,
+    "in place": _replaced_in_place,
     "by rename": _renamed,
     "removed first": _removed_first,
     "directory moved": _directory_moved,
@@ -124,12 +124,12 @@ def _moments(way: Copy, tmp_path: Path, sets: list[Path]) -> int:
 def _sets(folder: Path) -> list[Path]:
     """Two whole sets of files, which differ in their chat template, too."""
     sets = [good_weights(folder / name, seed) for seed, name in enumerate(("one", "two"))]
-    for place, directory in enumerate(sets):
-        (directory / "chat_template.jinja").write_text(_TEMPLATE + "x" * place)
+    for index, directory in enumerate(sets):
+        (directory / "chat_template.jinja").write_text(_TEMPLATE + "x" * index)
     return sets
 
 
-def _told(answers: list[Answer]) -> list[Any]:
+def _outputs(answers: list[Answer]) -> list[Any]:
     return [answer.told() for answer in answers]
 
 
@@ -161,7 +161,7 @@ def _kill_during(server: Server, copy: Iterator[None], steps: int, asks: list[As
         _kill(server, [engine_pid(server)])
         for _ in copy:
             pass
-    return _told(answers)
+    return _outputs(answers)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -174,7 +174,7 @@ def test_streams_survive_a_kill_at_every_moment_of_a_copy(tmp_path: Path, way: s
     rng, same = random.Random(f"{way}/29"), 0
     server = start_server(tmp_path, weights, environment=_ENVIRONMENT, fake_ms=5)
     for attempt in range(n):
-        expected = _told(visit(server, asks))
+        expected = _outputs(visit(server, asks))
         steps = 1 + (attempt % moments if promise.full else rng.randrange(moments))
         found = _kill_during(server, WAYS[way](sets[(attempt + 1) % 2], weights), steps, asks)
         same += sum(one == other for one, other in zip(found, expected, strict=True))
@@ -202,7 +202,7 @@ def test_without_a_snapshot_the_service_ends(tmp_path: Path, way: str) -> None:
 
 
 def test_real_engines_guides_and_chats_stay_with_the_served_version(tmp_path: Path, promise: Promise) -> None:
-    """All helper processes are killed after the copy, too: those that check guides read the tokenizer again."""
+    """All helper processes are killed after the copy, too: grammar validators read the tokenizer again."""
     sets, weights = _sets(tmp_path), tmp_path / "weights"
     shutil.copytree(sets[0], weights)
     common: dict[str, Any] = {"temperature": 0, "max_tokens": 40, "seed": 1}
@@ -217,12 +217,12 @@ def test_real_engines_guides_and_chats_stay_with_the_served_version(tmp_path: Pa
     server = start_server(tmp_path, weights, *flags, environment=_ENVIRONMENT)
     same = 0
     for attempt in range(n):
-        expected = _told(visit(server, asks))
-        for _ in _in_place(sets[(attempt + 1) % 2], weights):
+        expected = _outputs(visit(server, asks))
+        for _ in _replaced_in_place(sets[(attempt + 1) % 2], weights):
             pass
         (weights / "tokenizer.json").write_text("{}")
         _kill(server, children(server))
-        found = _told(visit(server, asks))
+        found = _outputs(visit(server, asks))
         same += sum(one == other for one, other in zip(found, expected, strict=True))
         shutil.copyfile(sets[(attempt + 1) % 2] / "tokenizer.json", weights / "tokenizer.json")
         before = _model(server)

@@ -46,11 +46,11 @@ def _rss(server: Server) -> int:
 
 @contextmanager
 def slow_readers(server: Server, n: int, request: bytes) -> Iterator[list[socket.socket]]:
-    """`n` clients whose answers have begun, and who go on to read 300 bytes a second."""
-    over = threading.Event()
+    """`n` clients whose answers have started, and which continue to read 300 bytes a second."""
+    stop = threading.Event()
 
     def read() -> None:
-        while not over.wait(1):
+        while not stop.wait(1):
             for connection in connections:
                 with contextlib.suppress(OSError):
                     connection.recv(300, socket.MSG_DONTWAIT)
@@ -67,11 +67,11 @@ def slow_readers(server: Server, n: int, request: bytes) -> Iterator[list[socket
         try:
             yield connections
         finally:
-            over.set()
+            stop.set()
             reader.join()
 
 
-def _held(server: Server, n: int, path: str, body: dict[str, Any]) -> tuple[float, float]:
+def _memory_and_size(server: Server, n: int, path: str, body: dict[str, Any]) -> tuple[float, float]:
     """KiB of memory for each of n slow readers, and MB of an answer."""
     whole = httpx.post(f"{server.url}{path}", json=body, timeout=120)  # also what the service takes for itself
     assert whole.status_code == 200 and whole.json()
@@ -79,8 +79,8 @@ def _held(server: Server, n: int, path: str, body: dict[str, Any]) -> tuple[floa
     with slow_readers(server, n, _request(path, body)) as readers:
         time.sleep(2)
         assert len(readers) == n and server.metric("connections") >= n
-        held = (_rss(server) - before) / n / 1024
-    return held, len(whole.content) / 1e6
+        memory = (_rss(server) - before) / n / 1024
+    return memory, len(whole.content) / 1e6
 
 
 def _kinds(parts: int) -> dict[str, tuple[str, dict[str, Any]]]:
@@ -106,12 +106,12 @@ def test_slow_readers_of_large_answers_take_little_memory(
     n = promise.size(16, 25)
     server = start_server(tmp_path, weights, *FLAGS, fake_ms=1)
     try:
-        held, megabytes = promise.measured(
-            lambda: _held(server, n, *KINDS[kind]), lambda found: found[0] <= MOST_MEMORY
+        memory, megabytes = promise.measured(
+            lambda: _memory_and_size(server, n, *KINDS[kind]), lambda found: found[0] <= MOST_MEMORY
         )
-        print(kind, held, megabytes)
+        print(kind, memory, megabytes)
         assert megabytes > 6, "it was meant to be a large answer"
-        promise.at_most("R30", f"memory of a slow reader ({kind})", held, target=MOST_MEMORY, unit="KiB", n=n)
+        promise.at_most("R30", f"memory of a slow reader ({kind})", memory, target=MOST_MEMORY, unit="KiB", n=n)
         assert server.wait_for(lambda: server.metric("connections") <= 1, 60)
     finally:
         assert stop_server(server) == 0
@@ -124,7 +124,7 @@ def test_without_pieces_they_would_hold_all_of_it(tmp_path: Path, weights: Path)
     faults.arm("json_stream.at_once", "yes")
     server = start_server(tmp_path, weights, *FLAGS, fake_ms=1, environment=faults.environment)
     try:
-        assert _held(server, 3, *KINDS["tokenize"])[0] > 2 * MOST_MEMORY
+        assert _memory_and_size(server, 3, *KINDS["tokenize"])[0] > 2 * MOST_MEMORY
     finally:
         assert stop_server(server) == 0
 
@@ -154,8 +154,10 @@ def test_a_quota_is_held_until_the_last_byte_or_the_deadline(tmp_path: Path, wei
                 stack.enter_context(slow_readers(server, 4, _request(*KINDS[kind], key)))
             time.sleep(1)
             for kind in kinds:
-                held = [short(kind) for _ in range(3)]
-                promise.all_of("R30", f"requests beyond a key's concurrency that get 429 ({kind})", held.count(429), 3)
+                statuses = [short(kind) for _ in range(3)]
+                promise.all_of(
+                    "R30", f"requests beyond a key's concurrency that get 429 ({kind})", statuses.count(429), 3
+                )
             began = time.monotonic()
             assert server.wait_for(lambda: cut() == 8, 60)
             late = time.monotonic() - began
@@ -174,7 +176,7 @@ def test_a_quota_is_free_when_the_client_has_the_answer_or_leaves(tmp_path: Path
     key = ring.add("one", concurrency=1)
     server = start_server(tmp_path, weights, *FLAGS, "--keys-file", str(ring.file), fake_ms=1)
     try:
-        # Still more than what the kernel and the transport hold for a client that does not read.
+        # Still more than what the kernel and the transport buffer for a client that does not read.
         for kind, (path, body) in _kinds(4).items():
             assert [_status(server, path, body, key) for _ in range(2)] == [200, 200], kind
             with slow_readers(server, 1, _request(path, body, key)):

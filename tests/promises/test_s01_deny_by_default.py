@@ -26,7 +26,7 @@ from tests.support.keyed_server import Keyring, bearer, exchange, keyed_server, 
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, stop_server
 
-PAGE = {"/", *(f"/web/{room}{{name}}" for room in ("", "request/", "text/", "tokens/"))}
+PAGE = {"/", *(f"/web/{folder}{{name}}" for folder in ("", "request/", "text/", "tokens/"))}
 PUBLIC = {*PAGE, "/health", "/health/live", "/health/ready"}
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "BREW")
 SECRET = "the answer of a route without an access mark"
@@ -50,9 +50,9 @@ def _app(ring: Keyring, tmp_path: Path) -> FastAPI:
 
 def _routes(app: FastAPI) -> list[tuple[str, str]]:
     """(method, path) of every route that the document knows, and those it does not."""
-    told = [(method.upper(), path) for path, methods in app.openapi()["paths"].items() for method in methods]
+    routes = [(method.upper(), path) for path, methods in app.openapi()["paths"].items() for method in methods]
     return [
-        *told,
+        *routes,
         *(("GET", path) for path in sorted(PAGE)),
         ("GET", "/docs"),
         ("GET", "/openapi.json"),
@@ -65,7 +65,7 @@ def _filled(path: str) -> str:
 
 
 def _spellings(path: str) -> list[str]:
-    """Other ways to write a path, of which some may lead to the same place."""
+    """Other ways to write a path, some of which may lead to the same route."""
     first = path[1:2] or "x"
     others = [
         f"/{path}",
@@ -144,7 +144,7 @@ def _is_refused(answer: bytes, path: str) -> bool:
     status = status_of(answer)
     if path in PUBLIC and status in (200, 404):
         return True  # open to all clients
-    # A spelling may be one of something public: then it is that which is served.
+    # A spelling may be one of something public: then the service answers that one.
     shows = b"text/html" in answer or b"text/javascript" in answer or b'{"status":' in answer
     return status in (0, 400, 401, 421) or (status == 200 and shows)
 
@@ -200,7 +200,7 @@ def test_a_new_route_asks_for_a_key_whatever_kind_it_is(ring: Keyring, tmp_path:
 
 
 def test_the_key_is_asked_for_before_the_body_is_read(keyed: Server) -> None:
-    """A stranger is answered although the megabyte that was announced never comes, long before it is late (30 s)."""
+    """An anonymous client gets its answer although its body never arrives, long before the deadline (30 s)."""
     announced = raw("POST", "/complete", "Host: localhost", "Content-Type: application/json", "Content-Length: 1000000")
     answer = exchange(keyed.url, announced.replace(b"Connection: close\r\n", b""), seconds=20)
     assert status_of(answer) == 401
@@ -215,7 +215,7 @@ def test_two_headers_with_a_key_are_none(keyed: Server, ring: Keyring) -> None:
 
 
 def test_without_the_gate_the_check_above_fails(ring: Keyring, tmp_path: Path) -> None:
-    """The control: the same application without its gate lets a stranger in."""
+    """The control: the same application without authentication accepts an anonymous client."""
     app = _app(ring, tmp_path)
     app.user_middleware = [m for m in app.user_middleware if m.cls is not AuthMiddleware]
     app.add_api_route("/secret", lambda: SECRET)

@@ -122,8 +122,8 @@ def test_two_that_add_at_once_lose_nothing(ring: Keyring, promise: Promise) -> N
         for i in range(n)
     ]
     made = [process.communicate(timeout=60)[0].decode().strip() for process in processes]
-    held = ApiKeys(ring.file)
-    kept = sum(held.tenant_of(key.encode()) is not None for key in made)
+    keys = ApiKeys(ring.file)
+    kept = sum(keys.tenant_of(key.encode()) is not None for key in made)
     promise.all_of("S2", "keys added at the same time that are kept", kept, n)
     assert len(set(made)) == n and [p.name for p in ring.file.parent.iterdir()] == ["keys.json"], (
         "nothing is left behind"
@@ -150,7 +150,7 @@ def _seconds_until(server: Server, key: str, status: int) -> float:
 def test_a_damaged_file_keeps_the_old_keys_and_is_told_once(served: Server, ring: Keyring) -> None:
     good, alice = ring.file.read_bytes(), ring.keys["alice"]
 
-    def told() -> int:
+    def n_reports() -> int:
         return sum("keys stay" in line["message"] for line in log_lines(served))
 
     damages: list[Callable[[], object]] = [
@@ -161,9 +161,9 @@ def test_a_damaged_file_keeps_the_old_keys_and_is_told_once(served: Server, ring
     ]
     for count, damage in enumerate(damages, 1):
         damage()
-        assert served.wait_for(lambda count=count: _status(served, alice) == 200 and told() == count)
+        assert served.wait_for(lambda count=count: _status(served, alice) == 200 and n_reports() == count)
     time.sleep(1.2)
-    assert _status(served, alice) == 200 and told() == len(damages)
+    assert _status(served, alice) == 200 and n_reports() == len(damages)
     assert _status(served, "ink-other") == 401
 
 
@@ -206,11 +206,11 @@ def test_every_key_is_compared_whichever_it_is(ring: Keyring, monkeypatch: pytes
         compared.append((a, b))
         return really(a, b)
 
-    held = ApiKeys(ring.file)
+    keys = ApiKeys(ring.file)
     monkeypatch.setattr(keys_module.hmac, "compare_digest", compare)
     for key, name in ((made[0], "key-0"), (made[-1], "key-19"), ("ink-unknown", None), ("", None)):
         compared.clear()
-        found = held.tenant_of(key.encode())
+        found = keys.tenant_of(key.encode())
         assert (found and found.name) == name
         assert len(compared) == 20 and all(len(a) == len(b) == 32 for a, b in compared)
 
@@ -218,24 +218,24 @@ def test_every_key_is_compared_whichever_it_is(ring: Keyring, monkeypatch: pytes
 def test_a_caller_is_made_of_the_key_alone(ring: Keyring) -> None:
     key = ring.add("alice", requests_per_minute=5, tokens_per_minute=6, concurrency=7)
     other = ring.add("other")
-    caller = ApiKeys(ring.file).tenant_of(key.encode())
-    assert caller and caller.name == "alice"
-    assert caller.limits == RateLimits(requests_per_minute=5, tokens_per_minute=6, concurrency=7)
+    tenant = ApiKeys(ring.file).tenant_of(key.encode())
+    assert tenant and tenant.name == "alice"
+    assert tenant.limits == RateLimits(requests_per_minute=5, tokens_per_minute=6, concurrency=7)
     again = ApiKeys(ring.file).tenant_of(key.encode())
-    assert again and again.cache_namespace == caller.cache_namespace, "the same after a restart"
-    salts = {caller.cache_namespace, ApiKeys(ring.file).tenant_of(other.encode()).cache_namespace}  # type: ignore[union-attr]
-    assert len(salts) == 2 and all(len(salt) == 64 for salt in salts)
-    assert caller.cache_namespace not in ring.file.read_text()
+    assert again and again.cache_namespace == tenant.cache_namespace, "the same after a restart"
+    namespaces = {tenant.cache_namespace, ApiKeys(ring.file).tenant_of(other.encode()).cache_namespace}  # type: ignore[union-attr]
+    assert len(namespaces) == 2 and all(len(namespace) == 64 for namespace in namespaces)
+    assert tenant.cache_namespace not in ring.file.read_text()
 
 
 def test_a_key_ends_when_its_days_are_over(ring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
     key = new_key()
     add_key(ring.file, stored(key, "alice", days=1))
-    held = ApiKeys(ring.file)
-    assert held.tenant_of(key.encode())
+    keys = ApiKeys(ring.file)
+    assert keys.tenant_of(key.encode())
     later = datetime.now(UTC) + timedelta(days=1, seconds=1)
     monkeypatch.setattr(keys_module.time, "time", later.timestamp)
-    assert held.tenant_of(key.encode()) is None
+    assert keys.tenant_of(key.encode()) is None
 
 
 def test_what_is_no_file_of_keys_is_refused(tmp_path: Path) -> None:

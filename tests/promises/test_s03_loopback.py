@@ -35,8 +35,8 @@ def test_strangers_are_kept_out_where_no_key_is_set(
     tmp_path: Path, weights: Path, promise: Promise, capsys: pytest.CaptureFixture[str]
 ) -> None:
     empty = Keyring(tmp_path / "empty.json")
-    empty.add("gone")
-    empty.revoke("gone")
+    empty.add("revoked")
+    empty.revoke("revoked")
     readable = Keyring(tmp_path / "readable.json")
     readable.add("alice")
     readable.file.chmod(0o604)
@@ -89,12 +89,12 @@ def test_it_listens_everywhere_with_keys_or_where_that_is_said(tmp_path: Path, w
 def test_a_file_without_keys_denies_every_request(tmp_path: Path, weights: Path) -> None:
     """On loopback it may be the beginning: the first key counts as soon as it is there."""
     ring = Keyring(tmp_path / "keys.json")
-    ring.add("gone")
-    gone = ring.headers("gone")
-    ring.revoke("gone")
+    ring.add("revoked")
+    revoked = ring.headers("revoked")
+    ring.revoke("revoked")
     server = keyed_server(tmp_path, weights, ring, fake_ms=1)
     try:
-        for headers in ({}, gone):
+        for headers in ({}, revoked):
             assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 401
         ring.add("alice")
         headers = ring.headers("alice")

@@ -18,14 +18,14 @@ from tests.support.promise_figures import Promise
 from tests.support.servers import Server, start_server
 
 _SLOTS, _STEP = 16, 0.005
-_CALLERS = {name: {} for name in ("flood", "guest")} | {
+_TENANTS = {name: {} for name in ("flood", "light")} | {
     "limited": {"concurrency": 12},
     "reader": {"requests_per_minute": 3},
 }
-_GUEST = json.dumps({"prompt": "Hello there", "max_tokens": 10, "ignore_eos": True}).encode()
+_SMALL_REQUEST = json.dumps({"prompt": "Hello there", "max_tokens": 10, "ignore_eos": True}).encode()
 _FLOOD = json.dumps({"prompt": "Once upon a time", "max_tokens": 100, "ignore_eos": True}).encode()
 _RATE = 8.0
-"""Of the guest: a tenth of what the service could do for it."""
+"""Of the light tenant: a tenth of what the service could do for it."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[
         weights,
         *("--max-running", str(_SLOTS), "--max-waiting", "2048"),
         fake_ms=_STEP * 1e3,
-        environment={"CALLERS": json.dumps(_CALLERS)},
+        environment={"CALLERS": json.dumps(_TENANTS)},
     )
     yield running
     running.process.kill()
@@ -44,9 +44,9 @@ def server(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[
 
 
 def _visit(server: Server, seconds: float, name: str) -> list[float]:
-    """Seconds to each first token of the guest."""
+    """Seconds to each first token of the light tenant."""
     header = (("X-Caller", name),)
-    plan = Plan(url=server.url, bodies=(_GUEST,), headers=header, rate=_RATE, seconds=seconds)
+    plan = Plan(url=server.url, bodies=(_SMALL_REQUEST,), headers=header, rate=_RATE, seconds=seconds)
     outcomes = open_loop.run(plan)
     assert all(o.is_good for o in outcomes), open_loop.summary(outcomes)
     return [o.first_token for o in outcomes if o.first_token is not None]
@@ -72,14 +72,14 @@ def test_a_thousand_waiting_requests_of_one_key_do_not_keep_another_waiting(serv
 
     def measure() -> tuple[float, int]:
         assert server.wait_for(lambda: server.metric("requests_waiting") == 0)
-        alone = open_loop.spread(_visit(server, seconds, "guest"))
-        # 32 are served each second, also while a slow machine still sends: with 1,300 it has ten seconds for it.
+        alone = open_loop.spread(_visit(server, seconds, "light"))
+        # The service answers 32 each second, also while a slow machine still sends; 1,300 give it ten seconds.
         with _flood(server, "flood", 1300, seconds + 60):
             assert server.wait_for(lambda: _has_arrived(server, 1000))
-            beside = open_loop.spread(_visit(server, seconds, "guest"))
+            loaded = open_loop.spread(_visit(server, seconds, "light"))
             assert server.metric("requests_waiting") > 500
         # What a fifth of a second does is the machine's doing, and a first token takes two steps in any case.
-        return beside.p99 / max(alone.p99, 0.02), beside.n
+        return loaded.p99 / max(alone.p99, 0.02), loaded.n
 
     ratio, n = promise.measured(measure, lambda found: found[0] <= 3)
     promise.at_most("S4", "first-token p99 beside another key's 1,000, against alone", ratio, target=3, floor=3, n=n)
@@ -90,7 +90,7 @@ def test_without_keys_everybody_waits_in_one_line(server: Server) -> None:
     assert server.wait_for(lambda: server.metric("requests_waiting") == 0)
     with _flood(server, "", 800, 60):
         assert server.wait_for(lambda: server.metric("requests_waiting") > 300)
-        plan = Plan(url=server.url, bodies=(_GUEST,), rate=_RATE, seconds=1, patience=2)
+        plan = Plan(url=server.url, bodies=(_SMALL_REQUEST,), rate=_RATE, seconds=1, patience=2)
         waited = [o.first_token or 99 for o in open_loop.run(plan)]
     assert open_loop.spread(waited).p50 > 0.5
 
@@ -101,9 +101,9 @@ def test_requests_at_a_time_are_never_more_than_the_key_may_have(server: Server,
         most, end = 0.0, time.monotonic() + 1.5
         while time.monotonic() < end:
             most = max(most, server.metric("requests_running") + server.metric("requests_waiting"))
-        told = open_loop.summary(load.outcomes())
-    assert set(told.statuses) == {200, 429} and told.good >= 12
-    promise.at_most("S4", "requests at a time of a key that may have 12", most, target=12, n=told.offered)
+        summary = open_loop.summary(load.outcomes())
+    assert set(summary.statuses) == {200, 429} and summary.good >= 12
+    promise.at_most("S4", "requests at a time of a key that may have 12", most, target=12, n=summary.offered)
 
 
 def test_routes_that_draw_nothing_count_as_requests_too(server: Server) -> None:

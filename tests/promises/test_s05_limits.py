@@ -68,14 +68,14 @@ def _body(size: int) -> bytes:
 def test_bytes_at_the_limit_are_served_and_above_it_refused(
     fake: Server, promise: Promise, make: Callable[[int], bytes], limit: int, refused: int
 ) -> None:
-    served = status_of(_say(fake, make(limit)))
+    at_limit = status_of(_say(fake, make(limit)))
     above = _say(fake, make(limit + 1))
     far_above = [_say(fake, make(times * limit)) for times in (10, 1000 if limit < BODY else 50)]
-    assert served == 200
+    assert at_limit == 200
     assert status_of(above) == refused and error_of(above)["type"] == "invalid_request_error"
     assert status_of(far_above[0]) == refused
     assert status_of(far_above[1]) in (refused, 0), "a thousand times too much may be closed instead"
-    good = (served == 200) + (status_of(above) == refused) + all(status_of(a) in (refused, 0) for a in far_above)
+    good = (at_limit == 200) + (status_of(above) == refused) + all(status_of(a) in (refused, 0) for a in far_above)
     promise.all_of("S5", f"limit of {make.__name__[1:]} at, above, far above", good, 3)
 
 

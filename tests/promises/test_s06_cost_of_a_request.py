@@ -1,6 +1,6 @@
 """No request costs the service more than a hundred times its bytes in memory, or a tenth of a second of its CPU.
 
-But for two routes: /tokenize and /detokenize of a megabyte answer twenty times as much, and tell of every token. They
+But for two routes: /tokenize and /detokenize of a megabyte answer twenty times as much, and report every token. They
 take longer, in a thread, one at a time and in pieces; their figures are listed too, with floors of their own.
 """
 

@@ -29,7 +29,7 @@ def _send(connection: http.client.HTTPConnection, asked: Asked) -> tuple[int, by
 
 
 def _faults(server: Server, requests: Iterable[Asked]) -> tuple[list[str], collections.Counter[int]]:
-    """What was wrong with the answers, and their statuses."""
+    """The defects of the answers, and their statuses."""
     found, statuses = [], collections.Counter[int]()
     connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=60)
     for asked in requests:

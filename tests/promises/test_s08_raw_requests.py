@@ -48,7 +48,7 @@ SPICE += [b"99999999999999999999", b"{", b"[" * 300, b'"\\ud800"', b"NaN", b"1e9
 
 
 def _mutated(rng: random.Random) -> bytes:
-    """One of the seeds with a few wounds."""
+    """One of the seeds with a few mutations."""
     data = bytearray(rng.choice(SEEDS))
     for _ in range(rng.choice((1, 1, 2, 3, 8))):
         at = rng.randrange(len(data) + 1)
@@ -88,7 +88,7 @@ def test_mutated_requests_get_4xx_or_a_close_and_the_service_lives(
                 pass
             said = read_all(connection)
         statuses = [int(part[:3]) for part in said.split(b"HTTP/1.1 ")[1:]]
-        # A whole request before the wound is served as any other.
+        # The service answers a complete request before the malformed one as usual.
         return int(all(status < 500 for status in statuses)), data if any(s >= 500 for s in statuses) else b""
 
     with ThreadPoolExecutor(24) as pool:

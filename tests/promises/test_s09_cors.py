@@ -20,7 +20,7 @@ FORMS = (
     "text/plain",
     "text/plain; a=application/json",
 )
-"""What a form or a script can send to another origin without asking first."""
+"""Requests that a form or a script can send to another origin without a preflight."""
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_nothing_is_open_unless_it_was_opened(closed: Server) -> None:
 
 
 def test_no_form_of_another_site_can_start_a_completion(closed: Server, promise: Promise) -> None:
-    """What a browser sends without a preflight is refused unread, whatever is in it."""
+    """The service refuses requests without a preflight unread, whatever their content."""
     json_body, refused, tried = b'{"prompt": "x", "max_tokens": 1}', 0, 0
     for path in ("/complete", "/v1/completions", "/v1/chat/completions", "/score", "/tokenize", "/detokenize"):
         for kind in (*FORMS, None):

@@ -80,7 +80,7 @@ def test_every_file_of_the_page_comes_with_the_policy(served: tuple[Server, Keyr
         headers = httpx.get(f"{server.url}{path}", headers=ring.headers("alice")).headers
         assert set(headers["content-security-policy"].split("; ")) == POLICY, path
         assert headers["x-content-type-options"] == "nosniff" and headers["referrer-policy"] == "no-referrer"
-    # What is no page is never taken for one either.
+    # A response that is no page is never mistaken for one either.
     refused = httpx.get(f"{server.url}/<script>", headers=ring.headers("alice"))
     assert (
         refused.headers["content-type"] == "application/json" and refused.headers["x-content-type-options"] == "nosniff"
@@ -100,7 +100,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def page(browser: Any, served: tuple[Server, Keyring]) -> Iterator[Any]:
-    """A visitor whose page has a key already."""
+    """A page that has a key already."""
     server, ring = served
     context = browser.new_context(base_url=server.url)
     context.set_default_timeout(30_000)
@@ -112,7 +112,7 @@ def page(browser: Any, served: tuple[Server, Keyring]) -> Iterator[Any]:
 
 
 def test_hostile_text_is_text(page: Any, promise: Promise) -> None:
-    """As the model's words, its name, an error's words, and what a reload finds."""
+    """Markup as generated text, model name, error message, and stored state after a reload."""
     asked: list[str] = []
     bodies: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
@@ -169,21 +169,21 @@ def test_a_page_that_asks_for_a_key_sends_it_and_never_shows_it(browser: Any, se
 
 def test_an_expired_key_is_asked_for_again_and_no_text_is_lost(browser: Any, served: tuple[Server, Keyring]) -> None:
     server, ring = served
-    ring.add("visitor")
+    ring.add("user")
     context = browser.new_context(base_url=server.url)
     context.set_default_timeout(30_000)
     page = context.new_page()
     assert server.wait_for(
-        lambda: httpx.get(f"{server.url}/v1/models", headers=ring.headers("visitor")).status_code == 200
+        lambda: httpx.get(f"{server.url}/v1/models", headers=ring.headers("user")).status_code == 200
     )
     context.add_init_script(
-        f"sessionStorage.getItem('inkstream.key') ?? sessionStorage.setItem('inkstream.key', {ring.keys['visitor']!r})"
+        f"sessionStorage.getItem('inkstream.key') ?? sessionStorage.setItem('inkstream.key', {ring.keys['user']!r})"
     )
     page.goto("/")
     page.locator("#model", has_text="tiny").wait_for()
-    key = ring.revoke("visitor")
-    gone = {"Authorization": f"Bearer {key}"}
-    assert server.wait_for(lambda: httpx.get(f"{server.url}/v1/models", headers=gone).status_code == 401)
+    key = ring.revoke("user")
+    revoked = {"Authorization": f"Bearer {key}"}
+    assert server.wait_for(lambda: httpx.get(f"{server.url}/v1/models", headers=revoked).status_code == 401)
     page.locator("#document").fill("what I wrote")
     page.locator("#generate").click()
     page.locator("#key-form").wait_for(state="visible")

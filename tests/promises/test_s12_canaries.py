@@ -25,7 +25,7 @@ from tests.support.keyed_server import Keyring, exchange, keyed_server, line_of,
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, stop_server
 
-_DOORS = ("/complete", "/v1/completions")
+_ENDPOINTS = ("/complete", "/v1/completions")
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def _bodies(canary: Canaries) -> list[dict[str, Any]]:
 
 def _send(server: Server, ring: Keyring, canary: Canaries) -> None:
     new, alice = canary.new, ring.headers("alice")
-    for path in _DOORS:
+    for path in _ENDPOINTS:
         for body in _bodies(canary):
             httpx.post(f"{server.url}{path}", headers=alice, json=body, timeout=60)
         for content in (f'{{"prompt": "{new()}', f'{{"prompt": "\\ud800{new()}"}}', f'["{new()}"]', f"{new()}"):
@@ -112,7 +112,7 @@ def _send(server: Server, ring: Keyring, canary: Canaries) -> None:
 
 
 def _fail(server: Server, ring: Keyring, faults: Faults, canary: Canaries) -> None:
-    """An engine that dies with a canary in its exception while it holds others."""
+    """An engine that dies with a canary in its exception while others are in memory."""
     body = {"prompt": canary.new(), "max_tokens": 200, "stream": False}
     faults.arm("engine.step", "raise", times=1, after=50, note=canary.new())  # it steps only where there is work
     httpx.post(f"{server.url}/complete", headers=ring.headers("alice"), json=body, timeout=60)
@@ -120,8 +120,8 @@ def _fail(server: Server, ring: Keyring, faults: Faults, canary: Canaries) -> No
     assert server.wait_for(lambda: httpx.get(f"{server.url}/health/ready").status_code == 200, 30)
 
 
-def _leave(server: Server, ring: Keyring, canary: Canaries) -> None:
-    """A client that is gone in the middle of its text."""
+def _disconnect(server: Server, ring: Keyring, canary: Canaries) -> None:
+    """A client that disconnects in the middle of its stream."""
     host, port = server.url.removeprefix("http://").split(":")
     body = json.dumps({"prompt": canary.new(), "max_tokens": 500}).encode()
     key = f"Authorization: Bearer {ring.keys['alice']}"
@@ -138,14 +138,14 @@ def test_no_canary_is_found_where_it_was_not_sent(watched: tuple[Server, Keyring
     canary.made += [key[4:] for key in ring.keys.values()]
     for _ in range(promise.size(1, 20)):
         _send(server, ring, canary)
-        _leave(server, ring, canary)
+        _disconnect(server, ring, canary)
     _fail(server, ring, faults, canary)
     bobs = Canaries()
     seen = [
         httpx.get(f"{server.url}{path}", headers=ring.headers("bob")).text
         for path in ("/metrics", "/v1/models", "/health")
     ]
-    for path in _DOORS:
+    for path in _ENDPOINTS:
         for body in _bodies(bobs):
             seen.append(httpx.post(f"{server.url}{path}", headers=ring.headers("bob"), json=body, timeout=60).text)
     assert server.tells("InjectedFault")
@@ -154,7 +154,7 @@ def test_no_canary_is_found_where_it_was_not_sent(watched: tuple[Server, Keyring
     found = canary.found_in(log) + bobs.found_in(log) + canary.found_in("".join(seen))
     lines = log_lines(server)
     assert any(line.get("key") == "alice" for line in lines), "the log that was read is the right one"
-    assert any("InjectedFault" in str(line.get("trace")) for line in lines), "and an exception is told in it"
+    assert any("InjectedFault" in str(line.get("trace")) for line in lines), "and an exception is logged in it"
     n = len(canary.made) + len(bobs.made)
     promise.at_most("S12", "canaries in logs, metrics and others' answers", len(found), target=0, n=n)
     assert not found
@@ -162,7 +162,7 @@ def test_no_canary_is_found_where_it_was_not_sent(watched: tuple[Server, Keyring
 
 @pytest.fixture
 def own_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What logs.set_up() makes of this process's log is taken back at the end."""
+    """Reverts what logs.set_up() changes in this process's logging."""
     root, hooks = logging.getLogger(), (sys.excepthook, threading.excepthook)
     handlers, level = root.handlers[:], root.level
     for name in ("httpx", "httpcore"):  # the client that asks
@@ -210,8 +210,8 @@ def test_exceptions_are_told_without_their_messages(capsys: pytest.CaptureFixtur
     thread.start()
     thread.join()
     logging.getLogger("inkstream").error("x", exc_info=OSError(5, os.strerror(5), canary))
-    told = capsys.readouterr().err
-    assert canary not in told
+    logged = capsys.readouterr().err
+    assert canary not in logged
     for word in (
         "PanicException",
         "KeyError",
@@ -220,8 +220,8 @@ def test_exceptions_are_told_without_their_messages(capsys: pytest.CaptureFixtur
         "Input/output error",
         "test_s12_canaries.py",
     ):
-        assert word in told, word
-    assert answer.json()["error"]["request_id"] in told
+        assert word in logged, word
+    assert answer.json()["error"]["request_id"] in logged
 
 
 @pytest.mark.usefixtures("own_log")
@@ -236,7 +236,7 @@ def test_control_characters_never_reach_a_log_as_they_are(capsys: pytest.Capture
 
 
 def test_a_log_that_quotes_is_found_out() -> None:
-    """The control: Python's own formatter tells the message."""
+    """The control: Python's own formatter prints the message."""
     canary, stream = Canaries(), io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.handle(logging.LogRecord("x", 40, "", 0, "x", None, (ValueError, ValueError(canary.new()), None)))
@@ -244,7 +244,7 @@ def test_a_log_that_quotes_is_found_out() -> None:
 
 
 def test_no_code_prints_a_traceback_by_itself() -> None:
-    """Only app/common/logs.py knows how to tell of an exception."""
+    """Only app/common/logs.py formats exceptions."""
     app = Path(logs.__file__).parents[1]
     words = ("print_exc", "format_exc", "traceback.format", "traceback.print")
     assert [p for p in app.rglob("*.py") if any(word in p.read_text() for word in words)] == []

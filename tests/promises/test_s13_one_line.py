@@ -70,7 +70,7 @@ def test_every_end_of_a_request_has_its_line(logged: tuple[Server, Keyring], pro
         (lambda: httpx.get(f"{url}/health/live"), "/health/live", 200, "ok"),
         (lambda: httpx.get(f"{url}/metrics", headers=alice), "/metrics", 200, "ok"),
     ]
-    told = 0
+    logged_requests = 0
     for ask, route, status, outcome in cases:
         answer = ask()
         line = line_of(server, answer)
@@ -80,15 +80,15 @@ def test_every_end_of_a_request_has_its_line(logged: tuple[Server, Keyring], pro
         )
         assert line.keys() == (FIELDS | MORE if outcome == "length" else FIELDS), line
         assert 0 < line["duration_ms"] < 60_000
-        told += 1
-    promise.all_of("S13", "ends of requests with one line of JSON", told, len(cases))
+        logged_requests += 1
+    promise.all_of("S13", "ends of requests with one line of JSON", logged_requests, len(cases))
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.2])
 def test_a_body_that_breaks_off_in_nonsense_is_one_line_with_the_id_of_its_answer(
     logged: tuple[Server, Keyring], pause: float
 ) -> None:
-    """Whether or not the application has begun with the request: it waits for the body, the connection answers."""
+    """Whether or not the application has started the request: it waits for the body, the connection answers."""
     server, ring = logged
     key, before = f"Authorization: Bearer {ring.keys['alice']}", len(request_lines(server))
     head = raw("POST", "/complete", "Host: x", key, "Content-Type: application/json", "Transfer-Encoding: chunked")
@@ -181,5 +181,5 @@ def test_what_is_no_terminal_gets_json_unless_told(
     assert stop_server(server) == 0
     for line in server.log.read_text().splitlines():
         assert line.startswith("{") is is_json, line
-    (told,) = [line for line in server.log.read_text().splitlines() if answer.headers["x-request-id"] in line]
-    assert json.loads(told)["outcome"] == "length" if is_json else "route=/complete status=200 outcome=length" in told
+    (line,) = [line for line in server.log.read_text().splitlines() if answer.headers["x-request-id"] in line]
+    assert json.loads(line)["outcome"] == "length" if is_json else "route=/complete status=200 outcome=length" in line

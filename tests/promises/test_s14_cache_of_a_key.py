@@ -64,9 +64,9 @@ def test_streams_belong_to_the_key_that_began_them(shared: tuple[Server, Keyring
     began = httpx.post(f"{server.url}/complete", headers=ring.headers("alice"), json=body, timeout=60)
     name = began.headers["x-request-id"]
     url = f"{server.url}/complete/{name}"
-    for stranger, status in ((ring.headers("bob"), 404), ({}, 401)):
-        assert httpx.get(f"{url}/events", headers=stranger).status_code == status
-        assert httpx.delete(url, headers=stranger).status_code == status
+    for headers, status in ((ring.headers("bob"), 404), ({}, 401)):
+        assert httpx.get(f"{url}/events", headers=headers).status_code == status
+        assert httpx.delete(url, headers=headers).status_code == status
     unknown = httpx.get(f"{server.url}/complete/req-unknown/events", headers=ring.headers("bob")).json()["error"]
     foreign = httpx.get(f"{url}/events", headers=ring.headers("bob")).json()["error"]
     assert {**unknown, "request_id": 0} == {**foreign, "request_id": 0}, "a foreign stream looks like none"

@@ -29,7 +29,7 @@ MODULES = {
     "codeop",
     "pty",
 }
-"""They turn bytes or text into running code."""
+"""Calls that turn bytes or text into running code."""
 NAMES = {"eval", "exec", "compile", "__import__", "breakpoint"}
 METHODS = {
     ("torch", "load"), ("torch", "hub"), ("torch", "package"), ("torch", "jit"), ("os", "system"), ("os", "popen"),
@@ -51,8 +51,8 @@ def _hook(event, arguments):
     while frame is not None and not by:
         by = frame.f_code.co_filename if not frame.f_code.co_filename.startswith("<") else ""
         frame = frame.f_back
-    told = {"event": event, "what": str(arguments)[:200], "by": by, "ours": by.startswith(_OURS), "at": time.time()}
-    os.write(_log, (json.dumps({"pid": os.getpid(), **told}) + "\\n").encode())
+    record = {"event": event, "what": str(arguments)[:200], "by": by, "ours": by.startswith(_OURS), "at": time.time()}
+    os.write(_log, (json.dumps({"pid": os.getpid(), **record}) + "\\n").encode())
 sys.addaudithook(_hook)
 os.write(_log, (json.dumps({"pid": os.getpid(), "event": "armed"}) + "\\n").encode())
 """
@@ -70,7 +70,7 @@ s.Service.begin = begin
 
 
 def harmful_nodes(source: str) -> list[str]:
-    """What the code names that could turn data into code."""
+    """Names in the code that could turn data into code."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -139,14 +139,14 @@ def test_no_process_runs_data_while_it_loads_and_answers(tmp_path: Path, weights
     server, log = _start(tmp_path, weights)
     try:
         _ask(server, "The moon")  # msgspec reads the annotations of its structs when it first needs them
-        assert server.wait_for(lambda: _has_loaded(log, 4)), "a second checker of guides starts behind the first one"
+        assert server.wait_for(lambda: _has_loaded(log, 4)), "a second grammar validator starts after the first one"
         before = log.read_text().count("\n")
         _ask(server, "eval('1') {{ 7*7 }} ${x} __import__('os')")
         events = [json.loads(line) for line in log.read_text().splitlines()]
     finally:
         assert stop_server(server) == 0
     processes = {event["pid"] for event in events if event["event"] == "armed"}
-    assert server.process.pid in processes and len(processes) >= 4, "API, engine, and two that check guides"
+    assert server.process.pid in processes and len(processes) >= 4, "API, engine, and two grammar validators"
     seen = [event for event in events if event["event"] != "armed"]
     assert seen, "libraries evaluate annotations when they are imported; a hook that sees nothing is no hook"
     harm = [e for e in seen if e["ours"] or e["event"] in ("pickle.find_class", "os.system", "marshal.load")]

@@ -19,7 +19,7 @@ def _processes(pid: int) -> Iterator[int]:
 
 
 def _inodes(pid: int) -> set[str]:
-    """Of the sockets that this process holds."""
+    """Of the sockets that this process has open."""
     found = set()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         try:

@@ -1,6 +1,6 @@
 """The container runs as uid 10001 with a read-only root, no capabilities and no way to gain rights.
 
-What the files say; tests/container/run tries it on real containers. The services next to it are held to the same.
+Checks the files; tests/container/run checks real containers. The same rules apply to the services next to it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def _services(compose: str) -> list[dict[str, Any]]:
     return list(services.values())
 
 
-def _each(holds: Callable[[dict[str, Any]], bool]) -> Callable[[str], bool]:
-    return lambda compose: all(map(holds, _services(compose)))
+def _each(is_followed: Callable[[dict[str, Any]], bool]) -> Callable[[str], bool]:
+    return lambda compose: all(map(is_followed, _services(compose)))
 
 
 def _published_on_loopback(service: dict[str, Any]) -> bool:
@@ -46,7 +46,7 @@ def _published_on_loopback(service: dict[str, Any]) -> bool:
 
 def _mounts_are_read_only(compose: str) -> bool:
     """But for a volume that has a name of its own: nothing of the machine's."""
-    volumes = re.findall(r"^\s*#?\s+- (\S+:/\S+)$", compose, re.M)  # also what a comment tells to uncomment
+    volumes = re.findall(r"^\s*#?\s+- (\S+:/\S+)$", compose, re.M)  # also those that a comment says to uncomment
     named = [f"{name}:/" for name in yaml.safe_load(compose)["volumes"]]
     return "docker.sock" not in compose and all(v.endswith(":ro") or v.startswith(tuple(named)) for v in volumes)
 
@@ -117,8 +117,8 @@ SPOILED = [
 
 
 def _broken(dockerfile: str, compose: str) -> list[str]:
-    found = [name for name, holds in FILE_RULES.items() if not holds(dockerfile)]
-    return found + [name for name, holds in COMPOSE_RULES.items() if not holds(compose)]
+    found = [name for name, is_followed in FILE_RULES.items() if not is_followed(dockerfile)]
+    return found + [name for name, is_followed in COMPOSE_RULES.items() if not is_followed(compose)]
 
 
 def test_the_files_of_the_container_take_every_right_away(promise: Promise) -> None:

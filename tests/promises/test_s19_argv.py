@@ -33,7 +33,7 @@ def test_no_process_of_the_service_shows_a_secret(tmp_path: Path, weights: Path,
         guided = {"prompt": "x", "max_tokens": 0, "regex": "[a-z]+", "stream": False}
         httpx.post(f"{server.url}/complete", headers=ring.headers("alice"), json=guided, timeout=60)
         family = _family(server.process.pid)
-        assert len(family) >= 3, "the service, its engine, and what looks at guides"
+        assert len(family) >= 3, "the service, its engine, and its grammar validator"
         digest = hashlib.sha256(key.encode()).hexdigest()
         clean = 0
         for pid in family:

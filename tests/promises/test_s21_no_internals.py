@@ -90,7 +90,7 @@ def _wrong(rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _problems(text: str) -> list[str]:
-    """What an error must not say."""
+    """Forbidden contents of an error."""
     error = json.loads(text)["error"]
     assert error.keys() >= {"message", "type", "param", "code", "request_id"}, text
     message = error["message"]
@@ -105,16 +105,16 @@ def _problems(text: str) -> list[str]:
 
 
 def test_no_error_tells_of_our_insides(asked: Server, promise: Promise) -> None:
-    seen, told = 0, []
+    seen, leaked = 0, []
     with httpx.Client(base_url=asked.url, timeout=60) as client:
         for path, body in _wrong(promise.size(6, len(VALUES))):
             answer = client.post(path, json=body)
             assert answer.status_code in (200, 400, 404), (path, body, answer.text)
             if answer.status_code != 200:
                 seen += 1
-                told += [(path, body, problem, answer.text) for problem in _problems(answer.text)]
-    assert seen > 300 and not told, told[:5]
-    promise.all_of("S21", "errors of wrong bodies without our insides", seen - len(told), seen)
+                leaked += [(path, body, problem, answer.text) for problem in _problems(answer.text)]
+    assert seen > 300 and not leaked, leaked[:5]
+    promise.all_of("S21", "errors of wrong bodies without our insides", seen - len(leaked), seen)
 
 
 def test_errors_of_every_status_look_the_same(asked: Server) -> None:

@@ -34,7 +34,7 @@ from tests.support.servers import Server, start_server, stop_server
 Check = Callable[[Server], None]
 TEXT: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 3, "stream": False}
 HOST, JSON = "Host: localhost", "Content-Type: application/json"
-DOORS = ("/complete", "/v1/completions")
+ENDPOINTS = ("/complete", "/v1/completions")
 PAYLOAD = "{{ lipsum.__globals__['os'].popen('echo pwned').read() }}"
 
 
@@ -54,20 +54,20 @@ def _post(server: Server, path: str = "/complete", **fields: Any) -> httpx.Respo
 
 
 def _refused(server: Server, **fields: Any) -> None:
-    for path in DOORS:
+    for path in ENDPOINTS:
         answer = _post(server, path, **fields)
         assert answer.status_code == 400, (path, str(fields)[:100], answer.text[:300])
 
 
-def _served_or_refused(server: Server, *doors: str, **fields: Any) -> None:
-    for path in doors or DOORS:
+def _answered_or_refused(server: Server, *endpoints: str, **fields: Any) -> None:
+    for path in endpoints or ENDPOINTS:
         answer = _post(server, path, **fields)
         assert answer.status_code in (200, 400), (path, str(fields)[:100], answer.text[:300])
 
 
 def _content(server: Server, content: bytes | str, statuses: tuple[int, ...] = (400,)) -> None:
     headers = {"Content-Type": "application/json"}
-    for path in (*DOORS, "/v1/chat/completions", "/score", "/tokenize", "/detokenize"):
+    for path in (*ENDPOINTS, "/v1/chat/completions", "/score", "/tokenize", "/detokenize"):
         answer = httpx.post(f"{server.url}{path}", content=content, headers=headers, timeout=60)
         assert answer.status_code in statuses, (path, content[:50], answer.text[:300])
 
@@ -89,7 +89,7 @@ def _ids_outside(server: Server) -> None:
         _refused(server, prompt=[5, token])
     _refused(server, logit_bias={"AI": -100})
     for token in (320, 99999, 2**31 - 1):
-        _served_or_refused(server, stop_token_ids=[token])
+        _answered_or_refused(server, stop_token_ids=[token])
 
 
 def _odd_parameters(server: Server) -> None:
@@ -108,17 +108,17 @@ def _odd_parameters(server: Server) -> None:
         "logprobs": (0, 20, 21, -1),
     }.items():
         for value in values:
-            _served_or_refused(server, "/complete", max_tokens=1, **{name: value})
-    _served_or_refused(
+            _answered_or_refused(server, "/complete", max_tokens=1, **{name: value})
+    _answered_or_refused(
         server, temperature=1e-308, repetition_penalty=1e308, logit_bias={str(i): 100 for i in range(300)}
     )
-    _served_or_refused(server, logit_bias={str(i): -100 for i in range(300)}, min_tokens=3, top_k=1, top_p=0, min_p=1)
+    _answered_or_refused(server, logit_bias={str(i): -100 for i in range(300)}, min_tokens=3, top_k=1, top_p=0, min_p=1)
 
 
 def _prompt_logprobs(server: Server) -> None:
     """[tokens, vocabulary] of log-probabilities never stands in memory at once."""
     prompt = list(range(5, 205))
-    _served_or_refused(server, prompt=[prompt] * 4, echo=True, logprobs=20, max_tokens=0)
+    _answered_or_refused(server, prompt=[prompt] * 4, echo=True, logprobs=20, max_tokens=0)
     answer = httpx.post(f"{server.url}/score", json={"prompt": [prompt] * 4, "logprobs": 20}, timeout=60)
     assert answer.status_code == 200
 
@@ -131,8 +131,8 @@ def _wide(server: Server) -> None:
     assert _post(server, prompt=["x"] * 1024, n=16).status_code in (400, 503)
 
 
-def _guides(server: Server) -> None:
-    for guide in (
+def _invalid_grammars(server: Server) -> None:
+    for field in (
         {"regex": "("},
         {"regex": "[z-a]"},
         {"regex": "\\"},
@@ -150,15 +150,15 @@ def _guides(server: Server) -> None:
         {"grammar": "start: start"},
         {"grammar": 'start: "a" | missing'},
     ):
-        _served_or_refused(server, **guide)
+        _answered_or_refused(server, **field)
 
 
-def _endless_guides(server: Server) -> None:
+def _endless_grammars(server: Server) -> None:
     nested: dict[str, Any] = {}
     for _ in range(200):
         nested = {"type": "array", "items": nested}
     rules = "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(60))
-    for guide in (
+    for field in (
         {"regex": "((a{1,1000}){1,1000}){1,1000}"},
         {"regex": "(a|a)*" * 500},
         {"regex": "(" * 5000 + ")" * 5000},
@@ -166,7 +166,7 @@ def _endless_guides(server: Server) -> None:
         {"grammar": f'start: r0\n{rules}\nr60: "a"'},
         {"grammar": 'start: ("a" | start)*'},
     ):
-        _within(20, lambda guide=guide: _served_or_refused(server, **guide))
+        _within(20, lambda field=field: _answered_or_refused(server, **field))
 
 
 def _odd_json(server: Server) -> None:
@@ -201,12 +201,12 @@ def _odd_json(server: Server) -> None:
         "\r\n\x85\u2028",
         "\ufdfa" * 30,
     ):
-        _served_or_refused(server, prompt=prompt)
+        _answered_or_refused(server, prompt=prompt)
 
 
 def _long_prompts(server: Server) -> None:
     for _ in range(5):
-        for path in (*DOORS, "/score"):
+        for path in (*ENDPOINTS, "/score"):
             fields = {"prompt": "x " * 5000} if path == "/score" else {**TEXT, "prompt": "x " * 5000}
             answer = httpx.post(f"{server.url}{path}", json=fields, timeout=60)
             assert answer.json()["error"]["code"] == "context_length_exceeded"
@@ -214,12 +214,12 @@ def _long_prompts(server: Server) -> None:
 
 def _empty_prompts(server: Server) -> None:
     for prompt in ("", [], [""], [[]], ["", "x"], None):
-        _served_or_refused(server, prompt=prompt)
-    _served_or_refused(server, echo=True, max_tokens=0, logprobs=1)
-    _served_or_refused(server, prompt="", echo=True, max_tokens=0, logprobs=1)
+        _answered_or_refused(server, prompt=prompt)
+    _answered_or_refused(server, echo=True, max_tokens=0, logprobs=1)
+    _answered_or_refused(server, prompt="", echo=True, max_tokens=0, logprobs=1)
 
 
-def _template_of_a_caller(server: Server) -> None:
+def _template_of_a_client(server: Server) -> None:
     """A template comes with the weights, never with a request."""
     chat = {"messages": [{"role": "user", "content": PAYLOAD}], "max_tokens": 1}
     plain = httpx.post(f"{server.url}/v1/chat/completions", json=chat, timeout=60)
@@ -289,7 +289,7 @@ def _split_headers(server: Server) -> None:
 
 
 def _smuggled(server: Server) -> None:
-    """One connection must not hold a request that a proxy before us has not seen."""
+    """A connection must not contain a request that a proxy in front of the service has not seen."""
     body = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
     heads = (
         ["Content-Length: 6", "Transfer-Encoding: chunked"],
@@ -322,11 +322,11 @@ ADVISORIES: dict[str, Check] = {
     "log-probabilities of long prompts: vLLM #5907, #38830": _prompt_logprobs,
     "empty prompts and nothing to generate: vLLM CVE-2024-8768, #6521": _empty_prompts,
     "n and best_of without a bound: vLLM CVE-2024-8939, CVE-2026-34756": _wide,
-    "guides that are wrong: vLLM CVE-2025-48942, CVE-2025-48943, CVE-2025-48944": _guides,
-    "guides that never end: xgrammar CVE-2025-57809, CVE-2025-58446": _endless_guides,
+    "guides that are wrong: vLLM CVE-2025-48942, CVE-2025-48943, CVE-2025-48944": _invalid_grammars,
+    "guides that never end: xgrammar CVE-2025-57809, CVE-2025-58446": _endless_grammars,
     "JSON that is none: Python CVE-2020-10735, lone surrogates, NaN, nesting": _odd_json,
     "prompts that are too long, again and again: llama.cpp b8330": _long_prompts,
-    "a template in a request: vLLM CVE-2025-61620, GHSA-4hhp-h66f-j5j7": _template_of_a_caller,
+    "a template in a request: vLLM CVE-2025-61620, GHSA-4hhp-h66f-j5j7": _template_of_a_client,
     "a template out of its sandbox: llama-cpp-python CVE-2024-34359, SGLang CVE-2026-5760": _template_of_the_weights,
     "ranges of a file: Starlette CVE-2025-62727": _ranges,
     "content types long to read: python-multipart CVE-2024-24762, Starlette CVE-2024-47874": _content_types,

@@ -35,7 +35,7 @@ NEXT = b"GET /next HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 class _Tally:
-    """What the messages were, and what became of them."""
+    """Counts of messages by kind, and their outcomes."""
 
     def __init__(self) -> None:
         self.accepted: Counter[str] = Counter()

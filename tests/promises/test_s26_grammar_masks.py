@@ -76,39 +76,39 @@ class _Service:
     @contextmanager
     def load(self, bodies: list[dict[str, object]]) -> Iterator[Counter[str]]:
         """The attacker keeps one request for each body running; what became of them, by message."""
-        over, outcomes = threading.Event(), Counter[str]()
-        threads = [threading.Thread(target=self._repeat, args=(body, over, outcomes)) for body in bodies]
+        stop, outcomes = threading.Event(), Counter[str]()
+        threads = [threading.Thread(target=self._repeat, args=(body, stop, outcomes)) for body in bodies]
         for thread in threads:
             thread.start()
         try:
             time.sleep(1.0)  # the trial runs are over, and every request is in the engine
             yield outcomes
         finally:
-            over.set()
+            stop.set()
             for thread in threads:
                 thread.join()
 
-    def _repeat(self, body: dict[str, object], over: threading.Event, outcomes: Counter[str]) -> None:
+    def _repeat(self, body: dict[str, object], stop: threading.Event, outcomes: Counter[str]) -> None:
         with httpx.Client(headers=self.ring.headers("attacker"), timeout=120) as client:
-            while not over.is_set():
+            while not stop.is_set():
                 answer = client.post(f"{self.server.url}/complete", json=body)
                 error = "" if answer.status_code == 200 else answer.json()["error"]["message"]
                 outcomes[f"{answer.status_code} {error}"] += 1
-                over.wait(0.1)
+                stop.wait(0.1)
 
 
 def _attack(names: list[str], tokens: int = 200) -> list[dict[str, object]]:
     """So many requests as run at once, of these bombs in turn."""
-    guided = [BOMBS[names[place % len(names)]] for place in range(_AT_ONCE)]
+    guided = [BOMBS[names[index % len(names)]] for index in range(_AT_ONCE)]
     return [
-        {"prompt": "The fox", "max_tokens": tokens, "stream": False, "seed": place, bomb.field: bomb.value}
-        for place, bomb in enumerate(guided)
+        {"prompt": "The fox", "max_tokens": tokens, "stream": False, "seed": index, bomb.field: bomb.value}
+        for index, bomb in enumerate(guided)
     ]
 
 
 _PLAIN: list[dict[str, object]] = [
-    {"prompt": "The fox", "max_tokens": 200, "stream": False, "seed": place, "ignore_eos": True}
-    for place in range(_AT_ONCE)
+    {"prompt": "The fox", "max_tokens": 200, "stream": False, "seed": index, "ignore_eos": True}
+    for index in range(_AT_ONCE)
 ]
 
 
@@ -191,13 +191,13 @@ def test_masks_in_the_step_would_hold_up_every_stream(service: _Service) -> None
 
     service.faults.arm("engine.mask", "sleep", seconds=0.01)
     try:
-        beside = p99()
+        concurrent = p99()
         service.faults.arm("engine.masks_in_step", "wait")
         in_step = p99()
     finally:
         service.faults.disarm("engine.masks_in_step")
         service.faults.disarm("engine.mask")
-    assert in_step > 3 * _p99(service.gaps(100)) and in_step > 1.5 * beside, (in_step, beside)
+    assert in_step > 3 * _p99(service.gaps(100)) and in_step > 1.5 * concurrent, (in_step, concurrent)
 
 
 @pytest.mark.timed
@@ -206,8 +206,8 @@ def test_an_ordinary_guided_stream_beside_31_grammar_bombs_of_another_key(servic
         with service.load(_PLAIN):
             alone = sum(service.gaps(100, **{_ORDINARY.field: _ORDINARY.value}))
         with service.load(_attack(list(_WORST))):
-            beside = sum(service.gaps(100, **{_ORDINARY.field: _ORDINARY.value}))
-        return beside / alone
+            attacked = sum(service.gaps(100, **{_ORDINARY.field: _ORDINARY.value}))
+        return attacked / alone
 
     ratio = promise.measured(measure, lambda ratio: ratio <= 3)
     promise.at_most(

@@ -44,10 +44,10 @@ def _victim(client: httpx.Client, **body: Any) -> Callable[[], float]:
     """Seconds of one short completion."""
 
     def send() -> float:
-        begun = time.perf_counter()
+        started = time.perf_counter()
         response = client.post("/complete", json={"prompt": "Hello", "max_tokens": 8, "stream": False, **body})
         assert response.status_code == 200, response.text
-        return time.perf_counter() - begun
+        return time.perf_counter() - started
 
     return send
 
@@ -64,7 +64,7 @@ _REFUSED = ("/complete", {f"f{i}": i for i in range(60_000)})
 
 
 def _bodies() -> list[tuple[str, dict[str, Any]]]:
-    """What takes longest to parse, to refuse and to answer."""
+    """The bodies that take longest to parse, to refuse and to answer."""
     plain = {"prompt": "a", "max_tokens": 1, "stream": False}
     return [
         _REFUSED,
@@ -149,7 +149,7 @@ def test_streams_of_the_same_tenant_are_noticed(client: httpx.Client, server: Se
     victim = _victim(client, max_tokens=32, ignore_eos=True)
     alone = min(victim() for _ in range(3))
     with running(Load(url=server.url, key=ring.keys["victim"], requests=[_STREAMS], clients=16)):
-        assert any(victim() > _FLOOR * alone for _ in range(10))  # the first may be served before the load is there
+        assert any(victim() > _FLOOR * alone for _ in range(10))  # the first may be answered before the load is there
 
 
 def _texts(server: Server, ring: Keyring) -> Load:

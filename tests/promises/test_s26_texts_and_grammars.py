@@ -31,7 +31,7 @@ _BOMBS = [
     {"anyOf": [{"type": "integer", "multipleOf": prime} for prime in (a, b, c)]}
     for a, b, c in ((999983, 999979, 999961), (999979, 999953, 999931), (999961, 999917, 999907))
 ]
-"""Tell multiples of large primes by their digits: as many states as the product has."""
+"""JSON schemas for multiples of large primes: their automaton needs as many states as the product of the primes."""
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +54,10 @@ def ask(server: Server, ring: Keyring) -> Iterator[Callable[..., float]]:
     with httpx.Client(base_url=server.url, headers=ring.headers("victim"), timeout=120) as client:
 
         def send(path: str, **body: Any) -> float:
-            begun = time.perf_counter()
+            started = time.perf_counter()
             response = client.post(path, json={"max_tokens": 4, "stream": False, **body})
             assert response.status_code == 200, response.text
-            return time.perf_counter() - begun
+            return time.perf_counter() - started
 
         yield send
 

@@ -52,7 +52,7 @@ def weights_with(pattern: str, weights: Path, directory: Path) -> Path:
 
 
 @contextmanager
-def served(folder: Path, weights: Path, *faults: str) -> Iterator[Server]:
+def running(folder: Path, weights: Path, *faults: str) -> Iterator[Server]:
     """With these faults armed from the start."""
     switches = Faults(folder / "faults")
     for point in faults:
@@ -89,13 +89,13 @@ def _ask(server: Server, path: str, text: str) -> tuple[int, str]:
     return answer.status_code, answer.text
 
 
-def _health_beside(server: Server, length: int, seconds: float) -> tuple[open_loop.Spread, list[tuple[int, str]]]:
+def _health_during(server: Server, length: int, seconds: float) -> tuple[open_loop.Spread, list[tuple[int, str]]]:
     """Times of /health/live while two clients send attacks, and the attackers' answers."""
-    over = threading.Event()
+    stop = threading.Event()
 
     def send(number: int) -> list[tuple[int, str]]:
         answers = []
-        while not over.is_set():
+        while not stop.is_set():
             answers.append(_ask(server, ("/complete", "/tokenize")[number], attack(length)))
         return answers
 
@@ -104,7 +104,7 @@ def _health_beside(server: Server, length: int, seconds: float) -> tuple[open_lo
         sent = [threads.submit(send, number) for number in range(2)]
         with open_loop.started(checks) as health:
             time.sleep(seconds)
-            over.set()
+            stop.set()
             outcomes = health.outcomes()
         answers = [answer for each in sent for answer in each.result()]
     return open_loop.spread(o.end for o in outcomes if o.end), answers
@@ -112,12 +112,12 @@ def _health_beside(server: Server, length: int, seconds: float) -> tuple[open_lo
 
 @pytest.mark.timed
 def test_texts_that_a_pattern_cannot_bear_leave_the_loop_live(tmp_path: Path, weights: Path, promise: Promise) -> None:
-    """The timing is switched off, as if a pattern had passed that it cannot tell."""
+    """Switches off the timing, as if it had accepted a pattern that it cannot judge."""
     directory = weights_with(SLOW, weights, tmp_path / "weights")
-    with served(tmp_path, directory, "tokenizer.unchecked") as server:
+    with running(tmp_path, directory, "tokenizer.unchecked") as server:
         _ask(server, "/complete", "hello")
         health, answers = promise.measured(
-            lambda: _health_beside(server, 2440, promise.size(8, 60)), lambda found: found[0].p99 <= 0.1
+            lambda: _health_during(server, 2440, promise.size(8, 60)), lambda found: found[0].p99 <= 0.1
         )
         refused = [text for status, text in answers if status == 400]
         assert len(refused) == len(answers) and all("tokenizer takes more than" in text for text in refused), answers
@@ -132,8 +132,8 @@ def test_texts_that_a_pattern_cannot_bear_leave_the_loop_live(tmp_path: Path, we
 def test_a_service_that_trusts_every_pattern_is_noticed(tmp_path: Path, weights: Path) -> None:
     """Positive control: such texts are read on the event loop."""
     directory = weights_with(SLOW, weights, tmp_path / "weights")
-    with served(tmp_path, directory, "tokenizer.unchecked", "tokenizer.trusted") as server:
-        health, _ = _health_beside(server, 244, 2)
+    with running(tmp_path, directory, "tokenizer.unchecked", "tokenizer.trusted") as server:
+        health, _ = _health_during(server, 244, 2)
         assert health.most > 0.3 and health.p99 > 0.1
 
 

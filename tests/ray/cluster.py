@@ -37,7 +37,7 @@ class TwoNodes:
         serve.run(build({"replicas": 2, "resends": resends}), name="inkstream")
 
     def wait_for_copies(self, count: int) -> None:
-        """So many serve. Raises AssertionError where they do not in time."""
+        """Waits for so many ready copies. Raises AssertionError at the time-out."""
         wait_until(lambda: len(servers()) == count, _START_SECONDS, f"there are not {count} copies")
 
     def kill_copy(self) -> None:
@@ -64,7 +64,7 @@ class TwoNodes:
 
 
 def settings_of_the_test(weights: str) -> None:
-    """Four texts at once in each copy: of a crowd most have to wait."""
+    """Four texts at once in each copy: most concurrent clients have to wait."""
     for name in [name for name in os.environ if name.startswith("INKSTREAM_")]:
         del os.environ[name]
     chosen = {"WEIGHTS": weights, "KERNELS": "torch", "THREADS": "1", "MAX_RUNNING": "4", "DRAIN_TIMEOUT": "5"}
@@ -92,7 +92,7 @@ def servers() -> list[str]:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, otherwise: str) -> None:
-    """Raises AssertionError with `otherwise` where the condition does not hold in time."""
+    """Raises AssertionError with `otherwise` where the condition is not true in time."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, otherwise

@@ -1,6 +1,6 @@
 """The service on two local Ray nodes that are broken under load: make ray. Minutes; no part of make test.
 
-What is held against it: every text, by its seed, as it came when nothing was broken. The last check but one is the
+The reference: every text, by its seed, as it was when nothing was broken. The last check but one is the
 control: without resends the same kill must lose requests, or all of this could not fail.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import httpx
 
 from tests.ray.cluster import URL, TwoNodes, samples, servers, settings_of_the_test, wait_until
-from tests.ray.visitors import BODY, Crowd, Visit
+from tests.ray.visitors import BODY, Clients, Visit
 from tests.support.paths import ROOT
 
 _MOST_SECONDS = 180.0
@@ -22,17 +22,17 @@ _MOST_SECONDS = 180.0
 
 @dataclass(slots=True)
 class Row:
-    """Of the table."""
+    """A row of the table."""
 
     what: str
     requests: int = 0
     waiting: int = 0
-    """Had no text when something broke."""
+    """Requests without text when something broke."""
     whole: int = 0
-    """Of all: the same text as ever."""
+    """Requests with the reference text."""
     resent: float = 0
     replayed: float = 0
-    told: int = 0
+    errors: int = 0
     """Ended with an error in the API's own words."""
     lost: int = 0
     """Had no text yet, and were not answered; or were cut without a word."""
@@ -40,16 +40,16 @@ class Row:
 
 
 def visit_while(breaking: Callable[[], None], what: str, texts: dict[int, str]) -> Row:
-    """A crowd, and in the middle of it something breaks. Raises AssertionError where a text is another one."""
+    """Breaks something while concurrent clients read. Raises AssertionError where a text differs."""
     before = {name: _count(name) for name in ("resent", "replayed")}
-    began, crowd = time.monotonic(), Crowd(URL)
-    wait_until(lambda: crowd.begun >= 6, 60, "nothing has begun")
+    began, clients = time.monotonic(), Clients(URL)
+    wait_until(lambda: clients.streaming >= 6, 60, "no stream has started")
     breaking()
     broken = time.monotonic()
-    crowd.join(_MOST_SECONDS)
-    row = Row(what, len(crowd.visits), seconds=time.monotonic() - began)
+    clients.join(_MOST_SECONDS)
+    row = Row(what, len(clients.visits), seconds=time.monotonic() - began)
     row.resent, row.replayed = (_count(name) - before[name] for name in ("resent", "replayed"))
-    for visit in crowd.visits:
+    for visit in clients.visits:
         _judge(visit, row, texts, broken)
     return row
 
@@ -63,7 +63,7 @@ def _judge(visit: Visit, row: Row, texts: dict[int, str], broken: float) -> None
         assert visit.text == texts.setdefault(visit.seed, visit.text), f"half a text: {visit}"
         row.whole += 1
         return
-    row.told += visit.end == "error"
+    row.errors += visit.end == "error"
     row.lost += waited or visit.end != "error"
     if visit.end != "error":
         print("  cut without a word:", visit)
@@ -73,8 +73,8 @@ def _count(name: str) -> float:
     return sum(samples(f"relay_{name}_total").values())
 
 
-def leave_and_come_back(texts: dict[int, str]) -> None:
-    """A client's connection breaks: nothing is computed for it, until it comes back for the rest."""
+def disconnect_and_resume(texts: dict[int, str]) -> None:
+    """A client's connection breaks: nothing is computed for it until it reconnects for the rest."""
     text, last = "", ""
     with httpx.stream("POST", f"{URL}/complete", json={**BODY, "seed": 0}, timeout=60) as response:
         for line in response.iter_lines():
@@ -99,7 +99,7 @@ def check(nodes: TwoNodes) -> list[Row]:
     texts: dict[int, str] = {}
     rows = [visit_while(lambda: None, "nothing breaks", texts)]
     assert rows[0].whole == rows[0].requests
-    leave_and_come_back(texts)
+    disconnect_and_resume(texts)
     rows.append(visit_while(nodes.kill_copy, "a copy is killed", texts))
     nodes.wait_for_copies(2)
     nodes.deploy(resends=0)
@@ -115,20 +115,20 @@ def check(nodes: TwoNodes) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """For people."""
+    """The results as a readable table."""
     head = (
         f"{'':22}{'requests':>9}{'waiting':>9}{'whole':>7}{'resent':>8}{'replayed':>9}{'error':>7}{'lost':>6}{'s':>7}"
     )
     lines = [
         f"{row.what:22}{row.requests:9}{row.waiting:9}{row.whole:7}{row.resent:8.0f}{row.replayed:9.0f}"
-        f"{row.told:7}{row.lost:6}{row.seconds:7.1f}"
+        f"{row.errors:7}{row.lost:6}{row.seconds:7.1f}"
         for row in rows
     ]
     return "\n".join([head, *lines])
 
 
 def verdict(rows: list[Row]) -> list[str]:
-    """What is wrong; nothing where all is well."""
+    """The problems; empty if all is well."""
     _, killed, control, node = rows
     wrong = [f"{row.what}: {row.lost} requests were lost" for row in (killed, node) if row.lost]
     wrong += [f"{row.what}: nothing had to be replayed" for row in (killed, node) if not row.replayed]

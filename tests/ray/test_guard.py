@@ -1,4 +1,4 @@
-"""Ctrl+C while make ray hangs leaves nothing behind, however it hangs. Without Ray."""
+"""Ctrl+C while make ray hangs leaks nothing, however it hangs. Without Ray."""
 
 from __future__ import annotations
 

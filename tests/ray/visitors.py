@@ -23,14 +23,14 @@ class Visit:
     seed: int
     text: str = ""
     first_text: float | None = None
-    """When the client had the first of it; of a whole answer, when it came."""
+    """Arrival time of the first text, or of a whole answer."""
     end: str = ""
     """done, error, or the fault that a client must never see."""
     numbers: list[int] = field(default_factory=list)
-    """Of the events."""
+    """Numbers of the events."""
 
     async def make(self, client: httpx.AsyncClient) -> None:
-        """Asks, and reads to the end."""
+        """Sends the request and reads to the end."""
         body = {**BODY, "seed": self.seed}
         try:
             if self.kind == "whole":
@@ -83,8 +83,8 @@ class Visit:
         self.first_text = self.first_text or time.monotonic()
 
 
-class Crowd:
-    """All of them, in a thread of their own."""
+class Clients:
+    """All clients, in a thread of their own."""
 
     def __init__(self, url: str) -> None:
         kinds = ["stream"] * STREAMS + ["v1"] * OTHERS + ["whole"] * WHOLES
@@ -93,12 +93,12 @@ class Crowd:
         self._thread.start()
 
     @property
-    def begun(self) -> int:
+    def streaming(self) -> int:
         """Streams that have some text by now, and not all of it."""
         return sum(1 for visit in self.visits if visit.text and not visit.end)
 
     def join(self, seconds: float) -> None:
-        """Raises AssertionError where a client still waits after so long."""
+        """Raises AssertionError if a client still waits after `seconds`."""
         self._thread.join(seconds)
         assert not self._thread.is_alive(), [visit for visit in self.visits if not visit.end]
 

@@ -32,11 +32,11 @@ from tests.redteam.service import (
     remote_target,
     resident_bytes,
 )
-from tests.redteam.starvation import ChatTemplates, CostlyRequests, GrammarMasks, GuideCompilation, LongTexts
+from tests.redteam.starvation import ChatTemplates, CostlyRequests, GrammarCompilation, GrammarMasks, LongTexts
 
 ATTACKS: tuple[type[Attack], ...] = (
     Framing, JsonBodies, Authentication, ForeignStreams, SendingOrder, Exhaustion, CostlyRequests, LongTexts,
-    GuideCompilation, GrammarMasks, ChatTemplates, SlowReaders, SlowSenders, TokenizerRegex, CrashDuringCopy,
+    GrammarCompilation, GrammarMasks, ChatTemplates, SlowReaders, SlowSenders, TokenizerRegex, CrashDuringCopy,
     BadWeights,
 )  # fmt: skip
 MEMORY_SLACK = 128 << 20

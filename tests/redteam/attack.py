@@ -21,7 +21,7 @@ STARVATION_FACTOR = 5.0
 STARVATION_SLACK = 0.1
 """Seconds that are noise on a small machine."""
 MOST_FINDINGS = 2
-"""Of one group: what follows is the same hole."""
+"""Findings to report of one group: further ones are the same defect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Finding:
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """What an attack tried and found."""
+    """Tries and findings of an attack."""
 
     attack: str
     tries: int = 0
@@ -65,7 +65,7 @@ class Report:
 
 
 class Budget:
-    """Seconds that an attack may take."""
+    """Time budget of an attack, in seconds."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -84,7 +84,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What an attack works with."""
+    """Inputs of an attack."""
 
     target: Target
     rng: Random
@@ -108,7 +108,7 @@ class Attack:
     share: ClassVar[float] = 10.0
     """Seconds of a run of two minutes."""
     needs_launcher: ClassVar[bool] = False
-    """Whether it needs files or signals of a service that we start."""
+    """Whether the attack needs files or signals of a service that the suite starts."""
 
     def run(self, setting: Setting) -> None:
         raise NotImplementedError

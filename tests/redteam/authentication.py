@@ -1,4 +1,4 @@
-"""Attacks on keys: spellings of paths and headers, foreign streams, and what timing tells."""
+"""Attacks on keys: spellings of paths and headers, foreign streams, and what timing reveals."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Authentication(Attack):
 
     @staticmethod
     def _credentials(rng: Random, key: str) -> list[str]:
-        """Header lines that hold no valid credential, however near."""
+        """Header lines without a valid credential, however near."""
         wrong = key[:-1] + ("A" if key[-1] != "A" else "B")
         basic = base64.b64encode(f":{key}".encode()).decode()
         return rng.choice([
@@ -123,7 +123,7 @@ class Authentication(Attack):
 
 
 class ForeignStreams(Attack):
-    """Another tenant's streams cannot be read, resumed or stopped, and its prompts leave no trace in a cache."""
+    """Another tenant's streams cannot be read, resumed or stopped, and a cache reveals nothing of its prompts."""
 
     name = "foreign-streams"
     share = 6.0
@@ -169,7 +169,7 @@ class ForeignStreams(Attack):
                 if not rest or rest[-1].name != "done" or rest[-1].data["choices"][0]["finish_reason"] != "length":
                     setting.report.add("high", f"a foreign key changed a stream: {rest[-1:]}", as_json(body))
                 if not text_of(rest):
-                    setting.report.add("high", "a stream without text beside foreign requests", as_json(body))
+                    setting.report.add("high", "a stream without text while sending foreign requests", as_json(body))
 
     @staticmethod
     def _cache(setting: Setting) -> int:

@@ -62,9 +62,9 @@ class BadWeights(Attack):
         report.limit = "what check refuses is never served"
         first, *others = KINDS  # the first one is the most likely: a directory without golden.json
         rng.shuffle(others)
-        served = copied_weights(launcher)
+        weights_dir = copied_weights(launcher)
         bad = 0
-        with launcher.running(weights=served) as target:
+        with launcher.running(weights=weights_dir) as target:
             expected = probe_text(target)
             for kind in [first, *others]:
                 if not setting.budget or report.tries >= setting.most_tries:
@@ -72,7 +72,7 @@ class BadWeights(Attack):
                 report.tries += 1
                 path = copied_weights(launcher)
                 KINDS[kind](path, rng)
-                problem = self._try(launcher, target, served, path, expected)
+                problem = self._try(launcher, target, weights_dir, path, expected)
                 bad += bool(problem)
                 if problem:
                     report.add(
@@ -83,7 +83,7 @@ class BadWeights(Attack):
                 shutil.rmtree(path)
         report.worst = f"{bad} of {report.tries} kinds served"
 
-    def _try(self, launcher: Launcher, target: Target, served: Path, path: Path, expected: str) -> str:
+    def _try(self, launcher: Launcher, target: Target, weights_dir: Path, path: Path, expected: str) -> str:
         try:
             checked = launcher.check(path)
         except subprocess.TimeoutExpired:
@@ -95,16 +95,16 @@ class BadWeights(Attack):
         problems = []
         with suppress(ServiceFailed), launcher.running(weights=path) as started:
             problems.append(f"the start says ready, and a request gets: {probe_text(started)!r}")
-        if served_now := self._after_reload(target, served, path, expected):
-            problems.append(f"after SIGHUP a request gets: {served_now!r}")
+        if leaked := self._after_reload(target, weights_dir, path, expected):
+            problems.append(f"after SIGHUP a request gets: {leaked!r}")
         return f"check refuses ({checked.stderr.strip()[-120:]}); {'; '.join(problems)}" if problems else ""
 
     @staticmethod
-    def _after_reload(target: Target, served: Path, bad: Path, expected: str) -> str:
+    def _after_reload(target: Target, weights_dir: Path, bad: Path, expected: str) -> str:
         """What a reload of the bad weights serves instead of the old ones; empty if the old ones stay."""
-        aside = served.with_suffix(".good")
-        served.rename(aside)
-        shutil.copytree(bad, served)
+        aside = weights_dir.with_suffix(".good")
+        weights_dir.rename(aside)
+        shutil.copytree(bad, weights_dir)
         try:
             if not _reload(target, seconds=20):
                 return "no end of the reload within 20 s"
@@ -112,8 +112,8 @@ class BadWeights(Attack):
         except (OSError, MalformedAnswer) as error:
             text = f"no answer: {error}"
         finally:
-            shutil.rmtree(served)
-            aside.rename(served)
+            shutil.rmtree(weights_dir)
+            aside.rename(weights_dir)
         if text == expected:
             return ""
         _reload(target, seconds=20)
@@ -194,7 +194,7 @@ class TokenizerRegex(Attack):
         return 0.0
 
     @staticmethod
-    def _health_beside_texts(target: Target, case: Backtracking, budget: Budget) -> float:
+    def _health_during_texts(target: Target, case: Backtracking, budget: Budget) -> float:
         def attack(index: int) -> None:
             size = (244, 1000, 2440, 30)[index % 4]
             body = {"prompt": case.text(size), "max_tokens": 1, "stream": False}
@@ -219,7 +219,7 @@ class TokenizerRegex(Attack):
 
 
 class CrashDuringCopy(Attack):
-    """The engine is killed while new weights are copied over the served ones, before any SIGHUP."""
+    """The engine is killed while new weights are copied over the loaded ones, before any SIGHUP."""
 
     name = "crash-during-copy"
     share = 14.0
@@ -235,16 +235,16 @@ class CrashDuringCopy(Attack):
         setting.rng.shuffle(ways)
         for number in setting.tries():
             how = ways[number % len(ways)]
-            served = copied_weights(launcher)
-            with suppress(ServiceFailed), launcher.running(weights=served) as target:
-                problem = self._try(setting.rng, target, served, how)
+            weights_dir = copied_weights(launcher)
+            with suppress(ServiceFailed), launcher.running(weights=weights_dir) as target:
+                problem = self._try(setting.rng, target, weights_dir, how)
                 lost += bool(problem)
                 if problem:
                     repro = f"{self.streams} streams; new model.safetensors {how}; kill -9 ENGINE; no SIGHUP"
                     report.add("high", f"new file {how}, then an engine crash: {problem}", repro)
         report.worst = f"{lost} of {report.tries} crashes lost something"
 
-    def _try(self, rng: Random, target: Target, served: Path, how: str) -> str:
+    def _try(self, rng: Random, target: Target, weights_dir: Path, how: str) -> str:
         bodies = [
             {"prompt": f"Chapter {i}", "max_tokens": 300, "seed": i, "ignore_eos": True} for i in range(self.streams)
         ]
@@ -257,7 +257,7 @@ class CrashDuringCopy(Attack):
         for thread in threads:
             thread.start()
         time.sleep(rng.uniform(0.01, 0.1))
-        self._change(served, how, rng)
+        self._change(weights_dir, how, rng)
         engine = engine_of(target.pid)
         if engine is None:
             return "no engine process found"
@@ -272,17 +272,17 @@ class CrashDuringCopy(Attack):
         return "" if probe_text(target) == probe else "another text afterwards"
 
     @staticmethod
-    def _change(served: Path, how: str, rng: Random) -> None:
-        file = served / "model.safetensors"
+    def _change(weights_dir: Path, how: str, rng: Random) -> None:
+        file = weights_dir / "model.safetensors"
         tensors = TensorFile(file)
         for name in rng.sample(tensors.names(), 5):
             tensors.fill(name, tensors.number(name, 0.01))
         new = tensors.to_bytes()
         if how == "removed":
-            shutil.rmtree(served)
+            shutil.rmtree(weights_dir)
         elif how == "replaced by rename":
-            (served / "new").write_bytes(new)
-            (served / "new").rename(file)
+            (weights_dir / "new").write_bytes(new)
+            (weights_dir / "new").rename(file)
         else:
             with file.open("r+b") as opened:
                 opened.write(new if how.endswith("whole") else new[: rng.randrange(len(new))])

@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 
 class SlowReaders(Attack):
-    """Large answers that are asked for and not read: quotas are held until the last byte, memory is bounded."""
+    """Large answers that are asked for and not read: quotas stay reserved until the last byte, memory is bounded."""
 
     name = "slow-readers"
     share = 9.0
@@ -36,24 +36,24 @@ class SlowReaders(Attack):
         report.limit = f"{self.concurrency} held answers, 2 MiB each"
         quotas = ((), ("--concurrency", str(self.concurrency)))
         with launcher.running("--write-timeout", "60", quotas=quotas) as target:
-            body = as_json({"prompt": "a b " * 60_000}).encode()  # an answer of 10 MB, more than sockets hold
+            body = as_json({"prompt": "a b " * 60_000}).encode()  # an answer of 10 MB, more than sockets buffer
             call(target.address, "POST", "/tokenize", key=target.keys[1], body=body)
             before, peak = resident_bytes(target.pid), 0
             with ExitStack() as stack:
-                held = 0
+                unread = 0
                 for _ in range(self.connections):
                     if not setting.budget and report.tries > 2 * self.concurrency:
                         break
                     report.tries += 1
                     connection = stack.enter_context(target.address.connect(timeout=10.0, receive_buffer=4096))
-                    held += self._ask_and_stall(connection, target, body)
+                    unread += self._ask_and_stall(connection, target, body)
                     peak = max(peak, resident_bytes(target.pid) - before)
             each = peak / max(1, report.tries) / MIB
-            report.worst = f"{held} held answers, {each:.1f} MiB a connection"
+            report.worst = f"{unread} held answers, {each:.1f} MiB a connection"
             sent = f"{report.tries} x POST /tokenize of {len(body)} bytes"
             repro = f"{sent}, answers unread, by a key of concurrency {self.concurrency}"
-            if held > self.concurrency:
-                report.add("high", f"{held} unread answers of a key whose concurrency is {self.concurrency}", repro)
+            if unread > self.concurrency:
+                report.add("high", f"{unread} unread answers of a key whose concurrency is {self.concurrency}", repro)
             if each > 2 + 32 / max(1, report.tries):
                 report.add(
                     "high", f"unread answers take {each:.1f} MiB a connection ({peak / MIB:.0f} MiB in all)", repro
@@ -69,7 +69,7 @@ class SlowReaders(Attack):
 
 
 class SlowSenders(Attack):
-    """Heads, bodies and silence at a byte a second: each is cut at its deadline, and others are served."""
+    """Heads, bodies and silence at a byte a second: each is cut at its deadline, and others get answers."""
 
     name = "slow-senders"
     share = 9.0
@@ -128,7 +128,7 @@ class SlowSenders(Attack):
                     still.append((connection, data))
             waiting = still
             if call(target.address, "GET", "/health/live", timeout=10).status != 200:
-                report.add("medium", "health failed beside slow senders", "")
+                report.add("medium", "health failed with slow senders connected", "")
         return time.monotonic() - began if waiting else latest
 
     @staticmethod
@@ -161,8 +161,10 @@ class SendingOrder(Attack):
                 self._play(target, steps)
             lines = [line for line in target.new_log().splitlines() if "Traceback" in line or "panicked" in line]
             if lines:
-                told = "one of the last connections: " + " // ".join(recent)
-                report.add("medium", f"a traceback in the log: {lines[-1][:600]}", told, group=_place(lines[-1]))
+                description = "one of the last connections: " + " // ".join(recent)
+                report.add(
+                    "medium", f"a traceback in the log: {lines[-1][:600]}", description, group=_functions(lines[-1])
+                )
             if report.tries % 50 == 0 and not target.is_alive():
                 report.add("critical", "the service does not answer any more", " | ".join(map(str, steps)))
                 break
@@ -217,8 +219,8 @@ class SendingOrder(Attack):
                     read_until_close(connection, seconds=0.1)
 
 
-def _place(line: str) -> str:
-    """What tells one kind of traceback from another: the functions of the service in it."""
+def _functions(line: str) -> str:
+    """The service's functions in a traceback, which distinguish its kind from others."""
     return " ".join(re.findall(r"\b(?:app/[\w/]+\.py:\d+ \w+|httptools_impl\.py:\d+ \w+)", line)[:2])
 
 
@@ -248,7 +250,7 @@ class Exhaustion(Attack):
             report.add("medium", f"{added} new lines of /metrics", "distinct ids and models in requests")
 
     @staticmethod
-    def _crowd(setting: Setting) -> None:
+    def _idle_connections(setting: Setting) -> None:
         """Connections that send nothing or half a head; a plain request is answered all the same."""
         target, rng = setting.target, setting.rng
         with ExitStack() as stack:
@@ -265,7 +267,7 @@ class Exhaustion(Attack):
             if answer.status != 200 or seconds > 5:
                 setting.report.add(
                     "high",
-                    f"status {answer.status} after {seconds:.1f} s beside 400 idle connections",
+                    f"status {answer.status} after {seconds:.1f} s with 400 idle connections",
                     "400 connections, idle or half a head",
                 )
 

@@ -1,4 +1,4 @@
-"""Request smuggling: messages whose end two parsers might see in different places."""
+"""Request smuggling: messages whose end two parsers might see at different bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.redteam.http_client import Address, Answer, MalformedAnswer, parse_an
 from tests.redteam.service import as_json
 
 SMUGGLED = b'"object":"list"'
-"""Only the answer to the request inside a body holds this: GET /v1/models."""
+"""Only the answer to the request inside a body contains this: GET /v1/models."""
 LAST = b"GET /health/live HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
 """Follows every message, so that the service closes and no answer has to be waited for."""
 
@@ -208,7 +208,7 @@ class MessageGenerator:
 
 
 def send_in_pieces(address: Address, data: bytes, rng: Random, *, seconds: float) -> tuple[bytes, bool]:
-    """Sends the bytes split at random places; what came back, and whether the service closed by itself."""
+    """Sends the bytes split at random positions; what came back, and whether the service closed by itself."""
     cuts = sorted(rng.randrange(len(data) + 1) for _ in range(rng.choice([0, 0, 1, 3, 12])))
     with address.connect(timeout=seconds) as connection:
         with suppress(OSError):

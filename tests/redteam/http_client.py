@@ -18,7 +18,7 @@ class MalformedAnswer(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where the service listens."""
+    """Address of the service."""
 
     host: str
     port: int
@@ -229,7 +229,7 @@ def open_stream(
     path: str = "/complete",
     headers: Iterable[str] = (),
 ) -> Iterator[tuple[int, Iterator[Event]]]:
-    """The status and the events of a stream; leaving the block closes the connection."""
+    """The status and the events of a stream; the end of the block closes the connection."""
     data = json.dumps(body).encode() if method == "POST" else None
     with address.connect(timeout=timeout) as connection:
         connection.sendall(request_bytes(method, path, key=key, body=data, headers=headers))

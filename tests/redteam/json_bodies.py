@@ -23,7 +23,7 @@ class Raw(str):
 
 
 class BodyGenerator:
-    """Values by a JSON schema, and others in their place."""
+    """Values by a JSON schema, and others instead of them."""
 
     def __init__(self, rng: Random, document: dict[str, Any]) -> None:
         self.rng = rng

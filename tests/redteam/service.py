@@ -23,7 +23,7 @@ START_SECONDS = 90.0
 INTERNALS = re.compile(
     r"Traceback \(most recent|panicked at|RUST_BACKTRACE|/rustc/|\.cargo/|site-packages/| at 0x[0-9a-f]{6,}"
 )
-"""What no log line may hold while the service runs."""
+"""What no log line may contain while the service runs."""
 
 
 class ServiceFailed(Exception):
@@ -63,7 +63,7 @@ class Target:
         return False
 
     def new_log(self) -> str:
-        """What was logged since the last call."""
+        """Log lines since the last call."""
         if self.log is None:
             return ""
         with self.log.open("rb") as file:
@@ -243,7 +243,7 @@ def engine_of(pid: int) -> int | None:
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory that the process holds; 0 where it has ended."""
+    """Resident memory of the process; 0 if it has ended."""
     with suppress(OSError, StopIteration):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) * 1024

@@ -16,7 +16,7 @@ from tests.redteam.weights_files import copied_weights
 VICTIM, ATTACKER = 0, 1
 KNOWN_BOMB = 'start: s\ns: s s s | s s | /[a-z ,.]/ | ""'
 VICTIM_SECONDS = 5.0
-"""When the victim gives up; a longer wait is not measured."""
+"""Time-out of the victim; a longer wait is not measured."""
 GRAMMAR_FACTOR = 3.0
 """Floor of the promise on gaps between tokens concurrent with guided requests."""
 
@@ -28,7 +28,7 @@ class GrammarGenerator:
         self.rng = rng
 
     def next(self) -> dict[str, str]:
-        """The guide field of a request."""
+        """The request field of a grammar: its name and value."""
         return self.rng.choice([self._grammar, self._grammar, self._grammar, self._regex, self._schema])()
 
     def _terminal(self) -> str:
@@ -117,7 +117,7 @@ class GrammarMasks(Attack):
             budget=setting.budget.share(0.6),
         )
         limit = max(GRAMMAR_FACTOR * found.alone, found.alone + 0.05)
-        report.worst = f"p99 gap {found.loaded * 1e3:.0f} ms, beside plain streams {found.alone * 1e3:.0f} ms"
+        report.worst = f"p99 gap {found.loaded * 1e3:.0f} ms, with plain streams {found.alone * 1e3:.0f} ms"
         report.limit = f"{limit * 1e3:.0f} ms"
         if found.loaded > limit:
             report.add("high", f"{self.streams} guided streams of another key: {report.worst}", as_json(bomb))
@@ -146,7 +146,7 @@ class GrammarMasks(Attack):
         return worst
 
 
-class GuideCompilation(Attack):
+class GrammarCompilation(Attack):
     """Costly regexes, schemas and grammars, each a new one, concurrent with another key's small ones."""
 
     name = "guide-compilation"
@@ -159,12 +159,12 @@ class GuideCompilation(Attack):
 
         def attack(index: int) -> None:
             number = next(numbers)
-            guide = dict(bombs[(index * 37 + number) % len(bombs)])
-            if "grammar" in guide:  # a comment makes it another text
-                guide["grammar"] += f"\n// {number}"
-            elif "regex" in guide:
-                guide["regex"] += f"{number}?"
-            body = {"prompt": "a", "max_tokens": 1, "stream": False, **guide}
+            grammar_fields = dict(bombs[(index * 37 + number) % len(bombs)])
+            if "grammar" in grammar_fields:  # a comment makes it another text
+                grammar_fields["grammar"] += f"\n// {number}"
+            elif "regex" in grammar_fields:
+                grammar_fields["regex"] += f"{number}?"
+            body = {"prompt": "a", "max_tokens": 1, "stream": False, **grammar_fields}
             call(target.address, "POST", "/complete", key=target.keys[ATTACKER], body=body)
 
         def victim() -> float:
@@ -300,7 +300,7 @@ class CostlyRequests(Attack):
             call(target.address, "POST", "/complete", key=target.keys[ATTACKER], body=body)
 
         worst = 0.0
-        report.limit = "5 times that beside plain requests"
+        report.limit = "5 times that with plain requests"
         for kind in kinds:
             if not setting.budget or report.tries >= setting.most_tries:
                 break
@@ -318,12 +318,12 @@ class CostlyRequests(Attack):
             )
             report.tries += 1
             if found.is_excessive:
-                figure = f"{found.loaded * 1e3:.0f} ms, beside plain requests {found.alone * 1e3:.0f} ms"
+                figure = f"{found.loaded * 1e3:.0f} ms, with plain requests {found.alone * 1e3:.0f} ms"
                 repro = f"{self.threads} x POST {path} {as_json(bodies[0])[:300]}"
                 report.add("medium", f"{kind}: a token of another key takes {figure}", repro, group=kind)
             if found.loaded / found.limit > worst:
                 worst = found.loaded / found.limit
-                report.worst = f"{kind}: {found.loaded * 1e3:.0f} ms, beside plain requests {found.alone * 1e3:.0f} ms"
+                report.worst = f"{kind}: {found.loaded * 1e3:.0f} ms, with plain requests {found.alone * 1e3:.0f} ms"
             target.settle()
 
 

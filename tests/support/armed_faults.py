@@ -20,7 +20,7 @@ class Faults:
 
     @property
     def environment(self) -> dict[str, str]:
-        """For start_server(environment=...)."""
+        """Variables for start_server(environment=...)."""
         return {fault_injection.VARIABLE: str(self.folder)}
 
     def arm(self, point: str, do: str, **order: Any) -> None:
@@ -39,6 +39,6 @@ class Faults:
 
 
 def arm_this_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Faults:
-    """For an engine in the test's own process."""
+    """Arms faults of an engine in the test's own process."""
     monkeypatch.setattr(fault_injection, "_REGISTRY", fault_injection._FaultRegistry(folder))
     return Faults(folder)

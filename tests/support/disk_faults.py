@@ -19,12 +19,12 @@ Deed = Callable[[], None]
 
 
 def no_space() -> None:
-    """What a full disk answers."""
+    """The error of a full disk."""
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def kill() -> None:
-    """As the kernel's out-of-memory killer would."""
+    """Kills the process as the kernel's out-of-memory killer would."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -45,9 +45,9 @@ class FakeRunner:
             request = chunk.sequence.request
             if chunk.samples:
                 drawn[request.id] = self._draw(request, chunk.sequence.tokens)
-            if places := chunk.scores:
+            if positions := chunk.scores:
                 asked = request.prompt_logprobs or 0
-                scores[request.id] = tuple(_score(request.prompt[place], asked) for place in places)
+                scores[request.id] = tuple(_score(request.prompt[position], asked) for position in positions)
         return StepResult(drawn, scores)
 
     def _draw(self, request: Request, tokens: list[int]) -> SampledToken:
@@ -67,8 +67,8 @@ def _score(token: int, count: int) -> TokenScore:
     return -1.0 - token / 512, tuple((other, -1.0 - other / 512) for other in others)
 
 
-class NoGuides:
-    """Guides need a model's vocabulary."""
+class NoGrammars:
+    """A fake engine compiles no grammars: they need a model's vocabulary."""
 
     n_prepared = 0
 
@@ -99,7 +99,7 @@ def assemble(step_seconds: float) -> Callable[[WorkerConfig, Callable[[str], Non
         scheduler = Scheduler(limits, BlockPool(blocks, BLOCK_SIZE))
         fault("fake.load", config)
         ready = _ready(config, blocks)
-        return BuiltEngine(Engine(scheduler, FakeRunner(step_seconds, ready.weights_version)), NoGuides(), ready)
+        return BuiltEngine(Engine(scheduler, FakeRunner(step_seconds, ready.weights_version)), NoGrammars(), ready)
 
     return assemble_fake
 

@@ -1,6 +1,6 @@
 """The service with the fake engine: `python -m tests.support.fake_service STEP_MS serve FLAGS...`.
 
-CALLERS in the environment tells callers apart by the header `X-Caller`, without keys: JSON, quota fields by name.
+CALLERS in the environment identifies tenants by the header `X-Caller`, without keys: JSON, quota fields by name.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from app.engine_client import client
 
 
 def _by_header(quotas: dict[str, dict[str, int]]) -> Callable[[Request], Awaitable[Tenant]]:
-    callers = {
-        name: Tenant(name=name, cache_namespace=f"salt of {name}", limits=RateLimits(**quota))
+    tenants = {
+        name: Tenant(name=name, cache_namespace=f"namespace of {name}", limits=RateLimits(**quota))
         for name, quota in quotas.items()
     }
 
     async def tenant(request: Request) -> Tenant:
-        return callers.get(request.headers.get("x-caller", ""), ANONYMOUS)
+        return tenants.get(request.headers.get("x-caller", ""), ANONYMOUS)
 
     return tenant
 
 
-def _with_callers(quotas: dict[str, dict[str, int]]) -> Callable[..., FastAPI]:
+def _with_tenants(quotas: dict[str, dict[str, int]]) -> Callable[..., FastAPI]:
     def create_app(*arguments: Any) -> FastAPI:
         app = wiring.create_app(*arguments)
         app.dependency_overrides[TenantDep.__metadata__[0].dependency] = _by_header(quotas)
@@ -47,5 +47,5 @@ if __name__ == "__main__":
     client.EngineClient.__init__.__kwdefaults__["command"] = command
     assert wiring.EngineClient is client.EngineClient
     if "CALLERS" in os.environ:
-        server.create_app = _with_callers(json.loads(os.environ["CALLERS"]))
+        server.create_app = _with_tenants(json.loads(os.environ["CALLERS"]))
     sys.exit(main(sys.argv[2:]))

@@ -97,7 +97,7 @@ def log_lines(server: Server) -> list[dict[str, Any]]:
 
 
 def request_lines(server: Server) -> list[dict[str, Any]]:
-    """Those that tell of a request."""
+    """Log lines about a request."""
     return [line for line in log_lines(server) if line["message"] == "request"]
 
 

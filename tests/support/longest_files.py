@@ -1,4 +1,4 @@
-"""The test files that take longest: they are begun first, so that no core waits for the other one at the end.
+"""The test files that take longest: they start first, so that no core waits for the other one at the end.
 
 By `--durations=0`; the order need not be exact. All others follow in the order of their names.
 """

@@ -61,9 +61,9 @@ class Promise:
     def measured(self, measure: Callable[[], T], is_good: Callable[[T], bool]) -> T:
         """The first of at most four measurements that is good, else the last; at full size the only one.
 
-        For what others on the same cores can only make worse: one quiet moment shows what the service does by itself,
-        and a service that is slow by itself is slow each time. Controls measure once. The machine may be shared with
-        strangers, who take half of it for some seconds: hence the pauses.
+        For figures that other jobs on the same cores can only make worse: one quiet moment shows the service's own
+        figure, and a slow service is slow each time. Controls measure once. Other users of the machine may take half of
+        it for some seconds: hence the pauses.
         """
         for pause in () if self.full else _PAUSES:
             if is_good(found := measure()):

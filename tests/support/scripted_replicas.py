@@ -35,15 +35,15 @@ def done(*indices: int, finish_reason: str = "length") -> bytes:
 
 
 class Lost:
-    """In a played answer: here the replica dies."""
+    """In a scripted answer: here the replica dies."""
 
 
 class Silent:
-    """In a played answer: the replica hangs from here on, without dying."""
+    """In a scripted answer: the replica hangs from here on, without dying."""
 
 
 Scripted = ResponsePart | type[Lost | Silent] | asyncio.Event
-"""What a played answer is made of; for an event it waits."""
+"""Part of a scripted answer; the replica waits for an event."""
 
 
 class Played:
@@ -56,14 +56,14 @@ class Played:
         self._answers = list(answers)
         self._all = list(all_of)
         self.tasks: list[asyncio.Task[FullResponse]] = []
-        """Of the last question to all."""
+        """Tasks of the last broadcast."""
 
     async def send(self, call: Call) -> AsyncGenerator[ResponsePart, None]:
-        """What the list says."""
-        place = len(self.calls)
+        """Plays the next scripted answer."""
+        index = len(self.calls)
         self.calls.append(call)
         try:
-            for part in self._answers[place]:
+            for part in self._answers[index]:
                 if part is Lost:
                     raise ReplicaLost
                 if part is Silent:

@@ -40,11 +40,11 @@ class Server:
         return _whole_lines(self.log)
 
     def tells(self, *words: str, since: int = 0) -> bool:
-        """Whether all these words come to the log behind so many characters: a thread of its own writes it, later."""
+        """Whether all these words appear in the log after `since` characters; a separate thread writes it later."""
         return self.wait_for(lambda: all(word in self.told()[since:] for word in words))
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = 60.0) -> bool:
-        """Polls until `condition` holds or the time is over."""
+        """Polls until `condition` is true or the time has expired."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if condition():
@@ -62,7 +62,7 @@ _REASONS_AGAINST: list[str] = []
 
 
 def forbid_servers(reason: str) -> None:
-    """From now on start_server() fails."""
+    """Makes start_server() fail from now on."""
     _REASONS_AGAINST.append(reason)
 
 
@@ -119,7 +119,7 @@ def start_server(
 
 
 def _ready_server(process: subprocess.Popen[str], log: Path, *, wait: bool) -> Server:
-    """As soon as it listens; with `wait`, as soon as it completes texts."""
+    """Returns the server when it listens; with `wait`, when it is ready."""
     deadline = time.monotonic() + 120
     while True:
         has_ended = process.poll() is not None  # looked at first: all that it has said before is in the log
@@ -146,7 +146,7 @@ def _whole_lines(log: Path) -> str:
 
 
 def _hang_on(terminal: int) -> None:
-    """In the child: this is the terminal that it hangs on."""
+    """Runs in the child: sets its controlling terminal."""
     os.setsid()
     fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
 
@@ -163,7 +163,7 @@ def stop_server(server: Server) -> int:
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """With its engines, of which one may be stopped."""
+    """Kills a service with its engines, one of which may be stopped."""
     if process.poll() is None:
         children = [child for task in Path(f"/proc/{process.pid}/task").iterdir() for child in _children_of(task)]
         process.kill()

@@ -1,7 +1,7 @@
 """Sitecustomize of a soak test's service processes: reports their tasks, and leaks memory on demand.
 
 SIGUSR1 writes the number of asyncio tasks of the API process into the file SOAK_TASKS; SIGUSR2 makes every request from
-then on leave 64 KiB behind, a descriptor and a task. Nothing of it is in the service's own code.
+then on leak 64 KiB, a descriptor and a task. Nothing of it is in the service's own code.
 """
 
 import asyncio

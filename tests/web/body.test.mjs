@@ -9,7 +9,7 @@ import { allowed, complaint, hint } from "../../app/web/request/range.js";
 
 const kinds = (...pairs) => pairs.map(([name, kind]) => ({ name, kind }));
 
-test("a body is JSON that says what was typed, and leaves out what was not", () => {
+test("a body is JSON that says what was typed, and omits what was not", () => {
   const parameters = kinds(["temperature", "number"], ["stop", "texts"], ["regex", "text"], ["ignore_eos", "boolean"]);
   const typed = { temperature: " 0.70 ", stop: "\\n\\n\n END", regex: " a+ ", ignore_eos: "true", top_p: "", n: "3" };
   assert.deepEqual(JSON.parse(requestBody('Say "hi"\n', typed, parameters)), {
@@ -69,7 +69,7 @@ test("JSON is sent as it stands, a text that is no JSON as a text", () => {
   assert.equal(literal("json", "{oops"), '"{oops"');
 });
 
-test("typing back what JSON holds sends it again", () => {
+test("typing back what JSON contains sends it again", () => {
   const values = {
     number: [0.1, 1e-7, 1e21, -2],
     integer: [0, -5],
@@ -95,7 +95,7 @@ test("long whole numbers are found outside of texts alone", () => {
   assert.deepEqual(parseExact("[9007199254740991, -1e22, 12345678901234567.5]"), numbers);
 });
 
-test("what is allowed is told in words, and at once", () => {
+test("the allowed range is shown in words, and at once", () => {
   const temperature = { kind: "number", minimum: 0, maximum: 10 };
   for (const text of ["", " ", "0", "10", "9.99", "1e1"]) assert.equal(complaint(temperature, text), "", text);
   for (const text of ["-0.1", "10.01", "hot", "0,7"]) {
@@ -133,9 +133,9 @@ test("lists and texts have limits, too", () => {
 });
 
 test("limits that ordinary values never meet are not shown before a value meets them", () => {
-  const told = (parameter) => hint(parameter) !== "";
-  assert.ok(told({ kind: "number", minimum: 0, maximum: 10 }) && told({ kind: "number", above: 0 }));
-  assert.ok(told({ kind: "texts" }) && told({ kind: "integer", minimum: 1, maximum: 16 }) && told({ kind: "text", maxLength: 9 }));
+  const hasHint = (parameter) => hint(parameter) !== "";
+  assert.ok(hasHint({ kind: "number", minimum: 0, maximum: 10 }) && hasHint({ kind: "number", above: 0 }));
+  assert.ok(hasHint({ kind: "texts" }) && hasHint({ kind: "integer", minimum: 1, maximum: 16 }) && hasHint({ kind: "text", maxLength: 9 }));
   const wide = { kind: "integer", minimum: 0, below: 2 ** 31 };
   for (const parameter of [wide, { kind: "integer" }, { kind: "json" }, { kind: "text" }]) {
     assert.equal(hint(parameter), "", parameter.kind);

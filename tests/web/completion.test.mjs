@@ -75,9 +75,9 @@ for (const [how, breaks] of [["breaks", true], ["just ends", false]]) {
 }
 
 test("a stream is lost when the server no longer knows it, and when no server answers", async () => {
-  const gone = await run([new Response(body(START, true)), new Response("{}", { status: 404 })]);
-  assert.ok(gone.error instanceof CompletionError);
-  assert.match(gone.error.message, /connection was lost/);
+  const missing = await run([new Response(body(START, true)), new Response("{}", { status: 404 })]);
+  assert.ok(missing.error instanceof CompletionError);
+  assert.match(missing.error.message, /connection was lost/);
   const silent = await run([new Response(body(START, true)), ...Array(20).fill(new TypeError("Failed to fetch"))]);
   assert.match(silent.error.message, /connection was lost/);
   assert.ok(silent.asked.length < 12, "there is an end to trying");
@@ -102,7 +102,7 @@ test("a server that is too busy is asked again after a countdown, and not for ev
   assert.equal(never.asked.length, 6);
 });
 
-test("a refusal without Retry-After is final; what is no JSON is told by its status", async () => {
+test("a refusal without Retry-After is final; an answer that is no JSON is reported by its status", async () => {
   const refused = { error: { message: "Too long", code: "context_length_exceeded", max_model_len: 512 } };
   const { error } = await run([new Response(JSON.stringify(refused), { status: 400 })]);
   assert.deepEqual([error.message, error.status, error.detail.max_model_len], ["Too long", 400, 512]);
@@ -112,7 +112,7 @@ test("a refusal without Retry-After is final; what is no JSON is told by its sta
   assert.match(away.error.message, /cannot be reached/);
 });
 
-test("stopped: the server is told, for a connection that just goes might come back", async () => {
+test("stopped: the page cancels at the server, because a disconnected client might reconnect", async () => {
   const stop = new AbortController();
   const answers = [new Response(body(START + token(1, " upon"), true))];
   mock.method(globalThis, "fetch", async (path, options) => {

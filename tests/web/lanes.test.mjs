@@ -40,18 +40,18 @@ test("without a path below, the one that was there last goes on straight, or the
   assert.deepEqual(spots(lay(runs), [1, 2, 3]), [[1, -2], [1, -1], [1, 0]]);
 });
 
-test("a branch that has ended leaves its lane to the next one", () => {
+test("a branch that has ended frees its lane for the next one", () => {
   // 0 - 1 - 2 - 3 is the path; 4 hangs from 0 and 5 from 2: both fit into lane 1.
   const strip = lay(tree([null, 0, 1, 2, 0, 2], 3));
   assert.deepEqual(spots(strip, [4, 5]), [[1, 1], [3, 1]]);
 });
 
-test("no tree has two dots in one place, two edges that cross, or a bent path", () => {
+test("no tree has two dots in one slot, two edges that cross, or a bent path", () => {
   for (let seed = 1; seed <= 100; seed += 1) {
     const runs = byChance(2 + (seed % 40), seed);
     const strip = lay(runs);
-    const taken = [...strip.places.values()].map(({ column, lane }) => `${column} ${lane}`);
-    assert.equal(new Set(taken).size, runs.length, `two dots in one place, seed ${seed}`);
+    const occupied = [...strip.places.values()].map(({ column, lane }) => `${column} ${lane}`);
+    assert.equal(new Set(occupied).size, runs.length, `two dots in one slot, seed ${seed}`);
     assert.equal(crossings(strip), 0, `seed ${seed}`);
     for (const { id } of runs.filter((run) => run.here)) assert.equal(strip.places.get(id).lane, 0);
     for (const { children } of strip.places.values()) {

@@ -27,7 +27,7 @@ test("a line end is LF, also where it was cut between two tokens", () => {
   assert.deepEqual(manuscript.units.map(({ start, end }) => manuscript.text.slice(start, end)), ["a\n", "", "b\nc\n", "d"]);
 });
 
-test("what is typed inside generated text is the user's; details behind it are gone, those before it stay", () => {
+test("what is typed inside generated text is the user's; details behind it are dropped, those before it stay", () => {
   const manuscript = written(" am", " not", " here");
   manuscript.rewrite("I am no longer here");
   assert.deepEqual(marked(manuscript), [" am no", " here"]);
@@ -50,7 +50,7 @@ test("typing behind, before and over generated text", () => {
   assert.deepEqual(over.written, []);
 });
 
-test("a cut leaves what stands before it", () => {
+test("a cut keeps what is before it", () => {
   const manuscript = written(" am", " here");
   manuscript.cut(6);
   assert.equal(manuscript.text, "I am h");

@@ -1,4 +1,4 @@
-// notebook.js with a server that is a script: what a run leaves behind, however it ends.
+// notebook.js with a scripted server: the state after a run, however it ends.
 
 import assert from "node:assert/strict";
 import test from "node:test";
@@ -20,21 +20,21 @@ function notebook(...events) {
       yield event;
     }
   }
-  const names = ["changed", "began", "told", "wrote", "ended"];
+  const names = ["changed", "began", "received", "wrote", "ended"];
   const view = Object.fromEntries(names.map((name) => [name, (...args) => said.push([name, ...args])]));
   const book = new Notebook(complete, view, new Tree({ text: "Once", units: [] }));
   return { book, asked, said, ended: () => said.findLast(([name]) => name === "ended")[1] };
 }
 
-test("a run is one step: undone, redone, and told with what it was", async () => {
+test("a run is one step: undone, redone, and recorded with its facts", async () => {
   const { book, asked, ended } = notebook({ type: "start", data: { seed: "7" } }, token(" upon"), token(" a"), DONE);
   await book.generate({ temperature: "0.5" });
   assert.deepEqual(asked, [{ prompt: "Once", typed: { temperature: "0.5" } }]);
   assert.equal(book.text, "Once upon a");
   assert.deepEqual(book.written, [[4, 11]]);
   const [node] = ended().nodes;
-  const told = { typed: { temperature: "0.5" }, count: 2, at: 4, index: 0, seed: "7", finish: "length", receipt: { seed: "7" } };
-  assert.deepEqual(node.facts, told);
+  const facts = { typed: { temperature: "0.5" }, count: 2, at: 4, index: 0, seed: "7", finish: "length", receipt: { seed: "7" } };
+  assert.deepEqual(node.facts, facts);
   book.undo();
   assert.equal(book.text, "Once");
   book.redo();
@@ -56,7 +56,7 @@ test("stop keeps what had come; nothing else runs meanwhile", async () => {
   assert.ok(book.canUndo);
 });
 
-test("an error is told, text that had come is a step, and one that brought nothing leaves none", async () => {
+test("an error is reported, received text is a step, and an empty run adds none", async () => {
   const some = notebook(token(" upon"), new Error("It broke."));
   await some.book.generate({});
   assert.equal(some.ended().error.message, "It broke.");
@@ -127,7 +127,7 @@ test("a picked token stays even where the run behind it fails", async () => {
   assert.equal(book.text, "Once");
 });
 
-test("n drafts are branches beside the text, and one is taken", async () => {
+test("n drafts are branches next to the text, and one is taken", async () => {
   const done = { type: "done", data: { choices: [0, 1].map((index) => ({ index, finish_reason: "stop" })) } };
   const { book, ended, said } = notebook(token(" upon", 0), token(" more", 1), token("!", 1), done);
   await book.generate({ n: "2" });

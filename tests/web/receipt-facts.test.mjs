@@ -34,7 +34,7 @@ test("its settings and its seed are what one would type to send it again", () =>
   });
 });
 
-test("what is no receipt is told in words", () => {
+test("an invalid receipt is reported in words", () => {
   const wrong = {
     "This is no JSON": ["", "seed: 5", "{"],
     "A receipt is the JSON": ["1", "null", "[]", '"text"', '{"receipt": 5}'],
@@ -54,7 +54,7 @@ test("the same text is the same to the letter", () => {
   assert.deepEqual([same, at, sentence], [true, null, "The same text, to the letter: 6 characters."]);
 });
 
-test("another text is told from its first other character, and why that may be", () => {
+test("a different text is reported from its first differing character, with a possible reason", () => {
   const other = compared(run("the cat sat"), run("the cow sat", { weights_version: "b" }));
   assert.deepEqual([other.same, other.at], [false, 5]);
   assert.match(other.sentence, /from character 6 on: .at sat. became .ow sat.\. .* that the weights are others\./);

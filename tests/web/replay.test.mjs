@@ -1,4 +1,4 @@
-// A replay sends what the receipt says, reads the text of its own continuation, and tells what came of it.
+// A replay sends what the receipt says, reads the text of its own continuation, and reports the result.
 
 import assert from "node:assert/strict";
 import test from "node:test";
@@ -21,8 +21,8 @@ async function replayed(...events) {
     asked.push({ prompt, typed, signal });
     yield* events;
   }
-  const told = await replay(RUN, { complete, parameters: [{ name: "logit_bias", kind: "json" }], signal: "a signal" });
-  return { asked, ...told };
+  const result = await replay(RUN, { complete, parameters: [{ name: "logit_bias", kind: "json" }], signal: "a signal" });
+  return { asked, ...result };
 }
 
 const token = (index, text) => ({ type: "token", data: { index, text } });
@@ -49,7 +49,7 @@ test("the continuation that was kept is compared, and no other", async () => {
   assert.equal((await replayed(token(1, " under"), DONE)).at, 2);
 });
 
-test("a receipt is told in rows, without what says nothing", () => {
+test("a receipt is shown in rows, without empty fields", () => {
   const rows = rowsOf(RECEIPT);
   assert.deepEqual(rows.slice(0, 3), [
     ["seed", "9007199254740993", ""],
@@ -60,14 +60,14 @@ test("a receipt is told in rows, without what says nothing", () => {
   assert.deepEqual(settings, ["temperature 0.5", "n 2", "logprobs 5", 'logit_bias {"5":-1}']);
 });
 
-test("what may keep a receipt from giving its text here is told", async () => {
+test("differences that may prevent the same text are reported", async () => {
   const { weights_version, numerics, prompt_sha256 } = RECEIPT;
   const here = { weights_version, numerics, prompt_sha256 };
   assert.equal(taken(RECEIPT, here), "The settings and the seed are those of the receipt.");
   assert.match(taken(RECEIPT, { ...here, weights_version: "sha256:b" }), /weights here are others/);
   assert.match(taken(RECEIPT, { ...here, numerics: "native-int8" }), /computed by torch-float32, here it is native-int8/);
   assert.match(taken(RECEIPT, { ...here, prompt_sha256: "x" }), /another text than this one/);
-  assert.equal(taken(RECEIPT, { prompt_sha256: null }), taken(RECEIPT, here), "what is not known is not held against it");
+  assert.equal(taken(RECEIPT, { prompt_sha256: null }), taken(RECEIPT, here), "an unknown fact is not reported as a difference");
   assert.match(taken({ ...RECEIPT, settings: { truncate_prompt_tokens: 7 } }, here), /cut to the last 7 tokens/);
   assert.equal(await digest("Once"), "d88f6d8372f4d54ecfa210948ad8f8fccf83984881e298b673c8f1a941e2aa33");
 });

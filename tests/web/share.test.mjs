@@ -1,4 +1,4 @@
-// A link holds a text and its settings to the letter, and nothing that is broken or too long is taken for one.
+// A link encodes a text and its settings exactly, and decoding rejects one that is broken or too long.
 
 import assert from "node:assert/strict";
 import test from "node:test";
@@ -34,7 +34,7 @@ test("a text that is too long for a link is refused in words", async () => {
   await encode({ text: noise(20_000), typed: {} });
 });
 
-test("a link that lost or changed something is told, at every place", async () => {
+test("a link that lost or changed something is reported, at every position", async () => {
   const whole = await encode({ text: "Once upon a time", typed: { n: "2" } });
   for (let cut = 3; cut < whole.length - 1; cut += 1) {
     await assert.rejects(decode(whole.slice(0, cut)), ShareError, `cut at ${cut}`);
@@ -55,7 +55,7 @@ test("what unpacks to something else is refused", async () => {
 
 test("a small link that unpacks to a flood is refused before it is all there", async () => {
   const bomb = pack(Buffer.alloc(20_000_000, 32));
-  assert.ok(bomb.length < 30_000, "a link can hold it");
+  assert.ok(bomb.length < 30_000, "it fits into a link");
   await assert.rejects(decode(bomb), /more text than the page takes/);
 });
 

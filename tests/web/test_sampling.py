@@ -37,7 +37,7 @@ def test_the_page_leaves_what_the_server_leaves() -> None:
         assert answer["exact"]
         assert answer["rest"] == {"share": 0, "count": 0}
         order = sorted(range(_VOCABULARY), key=lambda token: (-row[token], token))
-        expected = _served(row, one)
+        expected = _sampled_shares(row, one)
         assert answer["shares"] == pytest.approx([expected[token] for token in order], abs=1e-6), one
 
 
@@ -52,7 +52,7 @@ def test_what_it_calls_exact_is_exact_although_it_knows_the_best_alone() -> None
             continue
         exact += 1
         order = sorted(range(_VOCABULARY), key=lambda token: (-row[token], token))[:6]
-        expected = _served(row, one)
+        expected = _sampled_shares(row, one)
         assert answer["shares"] == pytest.approx([expected[token] for token in order], abs=1e-6), one
     assert 40 < exact < 360
 
@@ -64,7 +64,7 @@ def _case(row: list[float], settings: dict[str, float], known: int = _VOCABULARY
     return {"top": top, "vocabulary": _VOCABULARY, "settings": settings}
 
 
-def _served(row: list[float], settings: dict[str, Any]) -> list[float]:
+def _sampled_shares(row: list[float], settings: dict[str, Any]) -> list[float]:
     logits_1X = torch.tensor([row], dtype=torch.float64)
     left_X = token_weights(logits_1X, logits_1X.amax(-1, keepdim=True), [SamplingParams(seed=0, **settings)])[0]
     shares: list[float] = (left_X / left_X.sum()).tolist()

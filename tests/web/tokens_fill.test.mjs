@@ -15,14 +15,14 @@ test("what was not streamed is measured, and streamed detail stays", async () =>
   const server = new Server(100);
   const units = [{ start: 2, end: 4, tokens: [streamed("cd")] }, { start: 4, end: 5, tokens: null }];
   const { units: all } = await fill("abcdef", units, server);
-  assert.equal(told(all), "a? b? cd! e? f?");
+  assert.equal(described(all), "a? b? cd! e? f?");
   assert.deepEqual(server.asked, ["tokenize abcdef", "score 0,1,2,3,4,5 20"]);
 });
 
-test("a place without alternatives is measured again", async () => {
+test("a position without alternatives is measured again", async () => {
   const server = new Server(100);
   const { units } = await fill("ab", [{ start: 0, end: 1, tokens: [{ ...streamed("a"), top: [] }] }], server);
-  assert.equal(told(units), "a? b?");
+  assert.equal(described(units), "a? b?");
 });
 
 test("of a token that reaches into streamed text its own part is shown", async () => {
@@ -34,12 +34,12 @@ test("of a token that reaches into streamed text its own part is shown", async (
 test("of a text that is longer than the context its end is measured", async () => {
   const server = new Server(2);
   const { units, unread } = await fill("abcd", [], server);
-  assert.equal(told(units), "c? d?");
+  assert.equal(described(units), "c? d?");
   assert.equal(unread, 2);
   assert.deepEqual(server.asked, ["tokenize abcd", "score 2,3 20"]);
 });
 
-test("what the server refuses is told, and the signal reaches it", async () => {
+test("a refusal of the server is reported, and the signal reaches it", async () => {
   const server = new Server(9);
   server.signal = AbortSignal.abort(new Error("superseded"));
   await assert.rejects(fill("abcd", [], server), /superseded/);
@@ -67,6 +67,6 @@ function streamed(text) {
   return { text, bytes: [...new TextEncoder().encode(text)], says: text + "!", logprob: -1, top: [{}] };
 }
 
-function told(units) {
+function described(units) {
   return units.map(({ tokens }) => tokens[0].says ?? tokens[0].text).join(" ");
 }

@@ -57,8 +57,8 @@ function setUp(ask) {
   mock.timers.reset();
   mock.timers.enable({ apis: ["setTimeout"] });
   const [asked, answers, errors] = [[], [], []];
-  const heard = (text, signal) => (asked.push(text), ask(text, signal));
-  const next = new NextToken(heard, { onanswer: (token) => answers.push(token), onerror: (error) => errors.push(error) });
+  const recorded = (text, signal) => (asked.push(text), ask(text, signal));
+  const next = new NextToken(recorded, { onanswer: (token) => answers.push(token), onerror: (error) => errors.push(error) });
   return { next, asked, answers, errors };
 }
 

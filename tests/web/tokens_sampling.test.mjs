@@ -1,4 +1,4 @@
-// What sampling leaves of a distribution, by laws; tests/web/test_sampling.py holds it to the server's own sampler.
+// The distribution after sampling filters, by laws; tests/web/test_sampling.py compares it with the server's sampler.
 
 import assert from "node:assert/strict";
 import { test } from "node:test";

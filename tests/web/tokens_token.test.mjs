@@ -10,12 +10,12 @@ test("probability, surprise and rank are of the token that was taken", () => {
   near(token.probability(taken), 0.25);
   near(token.surprise(taken), 2);
   assert.equal(token.rank(taken), 2);
-  assert.equal(token.rank({ id: 4, logprob: -9, top }), null, "beyond those that were told");
+  assert.equal(token.rank({ id: 4, logprob: -9, top }), null, "beyond those that were reported");
   assert.deepEqual([token.probability({ logprob: null }), token.surprise({ logprob: null })], [null, null]);
   assert.ok(Object.is(token.surprise({ logprob: 0 }), 0));
 });
 
-test("entropy counts everything that was not told as one token", () => {
+test("entropy counts everything that was not reported as one token", () => {
   near(token.entropy([0.5, 0.25].map((p) => ({ logprob: Math.log(p) }))), 1.5);
   near(token.entropy([{ logprob: 0 }]), 0);
   near(token.restOf([{ logprob: Math.log(0.9) }]), 0.1);
@@ -42,8 +42,8 @@ test("a token is spoken in words", () => {
 });
 
 test("percentages have as many digits as it takes", () => {
-  const told = [1, 0.123, 0.0995, 0.0512, 0.00123, 0.00012, 0.00001, 0].map(token.percent);
-  const plain = told.map((text) => text.replaceAll("\u00a0", " "));
+  const texts = [1, 0.123, 0.0995, 0.0512, 0.00123, 0.00012, 0.00001, 0].map(token.percent);
+  const plain = texts.map((text) => text.replaceAll("\u00a0", " "));
   assert.deepEqual(plain, ["100 %", "12 %", "10 %", "5.1 %", "0.1 %", "0.01 %", "< 0.01 %", "0 %"]);
   assert.equal(token.bits(5.0512), "5.1\u00a0bits");
 });

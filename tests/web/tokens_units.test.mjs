@@ -11,7 +11,7 @@ test("a unit with several tokens is cut into one for each", () => {
   assert.deepEqual(cut("Once upon", [token("Once"), token(" upon")]), [[0, 4, ["Once"]], [4, 9, [" upon"]]]);
 });
 
-test("tokens that share a character stay together, and the bytes tell which", () => {
+test("tokens that share a character stay together, and the bytes show which", () => {
   const parts = STAR.map((byte) => bytes([byte]));
   const units = single([{ start: 0, end: 3, tokens: [token("a"), ...parts, token("b")] }], "a\u2605b");
   assert.deepEqual(units.map(({ start, end, tokens }) => [start, end, tokens.length]), [[0, 1, 1], [1, 2, 3], [2, 3, 1]]);
@@ -50,14 +50,14 @@ test("what the server took away is not in the units", () => {
   assert.deepEqual(cut("end", [token("end"), bytes([])]), [[0, 3, ["end"]]], "a token that ends the text is none of it");
 });
 
-test("a unit whose tokens tell another text has no tokens", () => {
+test("a unit whose tokens spell another text has no tokens", () => {
   assert.deepEqual(single([{ start: 0, end: 3, tokens: [token("xyz")] }], "abc"), [{ start: 0, end: 3, tokens: null }]);
 });
 
-test("places come in code points; tokens of one place are one unit, and added ones none", () => {
+test("offsets come in code points; tokens of one span are one unit, and added ones none", () => {
   const tokens = ["<s>", "a", "1", "2", "b"].map((text) => ({ text }));
-  const places = [[0, 0], [0, 1], [1, 2], [1, 2], [2, 4]].map(([start, end]) => ({ start, end }));
-  assert.deepEqual(placed(tokens, places, "a\u{1F600}bc"), [
+  const spans = [[0, 0], [0, 1], [1, 2], [1, 2], [2, 4]].map(([start, end]) => ({ start, end }));
+  assert.deepEqual(placed(tokens, spans, "a\u{1F600}bc"), [
     { start: 0, end: 1, tokens: [tokens[1]] },
     { start: 1, end: 3, tokens: [tokens[2], tokens[3]] },
     { start: 3, end: 5, tokens: [tokens[4]] },

@@ -60,7 +60,7 @@ test("the runs are what a reader sees: typed steps are passed over", () => {
   assert.deepEqual(tree.runs().map(({ next }) => next), [first.id, second.id, null], "over what was typed between");
 });
 
-test("drafts are children that one has not gone to", () => {
+test("drafts are children that are not current", () => {
   const tree = new Tree(state("a"));
   const nodes = ["b", "c"].map((text) => tree.add("run", state(text)));
   assert.equal(tree.current.state.text, "a");

@@ -1,7 +1,7 @@
 """A slow device: computes a launched step only when it is collected, from its state at the launch.
 
-It stands before any runner. Tokens that it has drawn and not told it keeps to itself, as a GPU does, and it looks after
-what the engine may know, launch and give back.
+It wraps any runner. Like a GPU, it keeps sampled tokens until the engine collects them, and it checks what the engine
+may know, launch and release.
 """
 
 from __future__ import annotations

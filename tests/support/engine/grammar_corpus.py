@@ -177,7 +177,7 @@ start: s
 s: ATOM | "(" s? (" " s)* ")"
 ATOM: /[a-z0-9+*\-]+/
 """
-_STORY = r"""
+_STORY_GRAMMAR = r"""
 start: "Once upon a time" sentence+
 sentence: " " /[A-Z]?[a-z]{1,12}/ (/,? / /[a-z]{1,12}/)* /[.!?]/
 """
@@ -240,7 +240,7 @@ LEGITIMATE = {
     "dialog": Guided("grammar", _DIALOG),
     "CSV": Guided("grammar", _CSV),
     "Lisp": Guided("grammar", _LISP),
-    "story": Guided("grammar", _STORY),
+    "story": Guided("grammar", _STORY_GRAMMAR),
 }
 
 _AMBIGUOUS = 's: s s s | s s | /[a-z ,.]/ | ""\n'

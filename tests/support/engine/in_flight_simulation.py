@@ -39,7 +39,7 @@ class World:
         self.requests: list[Request] = []
         self.delivered = Delivered([])
         self.left: dict[str, int] = {}
-        """Who was cancelled, and how many steps had been begun by then."""
+        """Canceled requests, each with the number of steps started by then."""
         self.failed: set[str] = set()
         self.started: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
@@ -58,7 +58,7 @@ class World:
         self.engine.cancel(name)
 
     def crash(self, engine: Engine, device: Delayed) -> None:
-        """Everything is gone but what the clients have: what is open is submitted again from there, in its order."""
+        """Only what the clients have survives: open requests are resubmitted from there, in order."""
         self.engine, self.device = engine, device
         self.left = dict.fromkeys(self.left, 0)
         self.started.clear()
@@ -71,11 +71,11 @@ class World:
                 engine.add(msgspec.structs.replace(request, generated=tokens, scored=scored))
 
     def step(self) -> StepReport:
-        report = self.engine.step(self._hear)
+        report = self.engine.step(self._on_started)
         assert not self.engine.scheduler.violations()
-        told = {each.request_id for each in (*report.events, *report.scores, *report.failed)}
-        assert not told & (self.left.keys() | self.failed), "something is told of who has left"
-        assert told <= self.started.keys(), "told before it was announced"
+        reported = {each.request_id for each in (*report.events, *report.scores, *report.failed)}
+        assert not reported & (self.left.keys() | self.failed), "the report mentions a canceled or failed request"
+        assert reported <= self.started.keys(), "reported before its start"
         self.failed |= {failed.request_id for failed in report.failed}
         self.delivered.take(report)
         return report
@@ -85,7 +85,7 @@ class World:
             self.step()
 
     def check_the_end(self) -> None:
-        """Everything as alone, no row computed in vain but one, and no block held."""
+        """Every output is as without concurrent requests, at most one row was wasted, and no block is in use."""
         assert not self.engine.has_work, "the schedule does not come to an end"
         assert self.engine.scheduler.pool.counts.active == 0
         assert set(self.started.values()) <= {1}
@@ -106,5 +106,5 @@ class World:
             if name in self.left:
                 assert not any(has(plan, name) for plan in self.device.begun[self.left[name] :])
 
-    def _hear(self, started: tuple[RequestStarted, ...]) -> None:
+    def _on_started(self, started: tuple[RequestStarted, ...]) -> None:
         self.started.update(each.request_id for each in started)

@@ -25,7 +25,7 @@ def poisoned_decoder() -> Decoder:
     return decoder
 
 
-def crowd(count: int, *, seed: int = 0, longest: int = 60, max_tokens: int = 12) -> list[Request]:
+def mixed_requests(count: int, *, seed: int = 0, longest: int = 60, max_tokens: int = 12) -> list[Request]:
     """The victim in the midst of others: greedy and seeded, with scores, forks, shared beginnings."""
     rng = random.Random(seed)
     common = _tokens(rng, 40)
@@ -65,7 +65,7 @@ def _tokens(rng: random.Random, count: int) -> list[int]:
 
 @dataclass(slots=True)
 class Outcome:
-    """What the engine said of one request."""
+    """The engine's output for one request."""
 
     events: list[SampledEvent] = field(default_factory=list)
     scores: list[TokenScore] = field(default_factory=list)
@@ -78,7 +78,7 @@ class Outcome:
 
 
 def serve(engine: Engine, requests: list[Request], *, max_steps: int = 5000) -> dict[str, Outcome]:
-    """Runs requests that arrive together to their end, the blocks checked after every step, and none held then."""
+    """Runs concurrent requests to completion; checks the blocks after every step, and that none stays in use."""
     outcomes = {request.id: Outcome() for request in requests}
     for request in requests:
         engine.add(request)

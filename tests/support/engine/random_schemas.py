@@ -85,7 +85,7 @@ def _any_of(rng: random.Random, depth: int) -> tuple[Schema, Fits]:
 
 
 def _reference(_rng: random.Random, _depth: int) -> tuple[Schema, Fits]:
-    """A list of lists of lists, or nothing; the schema's own definitions are put in place by whole()."""
+    """A list of lists of lists, or nothing; the schema's own definitions are filled in by whole()."""
     return {"$ref": "#/$defs/nest"}, _is_nest
 
 

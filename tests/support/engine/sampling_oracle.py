@@ -28,7 +28,7 @@ class Survivors:
 
 
 def allowed_tokens(row: SamplingInput, vocab: int) -> set[int]:
-    """What the guide's bitmask lets through."""
+    """The logits after the grammar's bitmask."""
     if row.allowed is None:
         return set(range(vocab))
     words = [word & 0xFFFFFFFF for word in row.allowed.tolist()]
@@ -36,7 +36,7 @@ def allowed_tokens(row: SamplingInput, vocab: int) -> set[int]:
 
 
 def adjusted(logits: list[float], row: SamplingInput) -> list[float]:
-    """After guide mask, ban of the tokens that end the text, biases and penalties."""
+    """After grammar mask, ban of the tokens that end the text, biases and penalties."""
     p, generated = row.params, list(row.tokens)[row.n_prompt :]
     allowed = allowed_tokens(row, len(logits))
     free = allowed - set(row.stop_ids) if len(generated) < p.min_tokens else allowed
@@ -56,7 +56,7 @@ def adjusted(logits: list[float], row: SamplingInput) -> list[float]:
 
 
 def survivors(logits: list[float], p: SamplingParams) -> Survivors:
-    """What the filters leave of adjusted logits."""
+    """Adjusted logits after the filters."""
     best = max(logits)
     kept = {token: logit for token, logit in enumerate(logits) if logit > NOTHING}
     if 0 < p.top_k < len(kept):

@@ -36,11 +36,11 @@ class SimulatedDevice:
         self.copy(plan.copies)
         for chunk in plan.chunks:
             self.prompt_tokens += max(0, min(chunk.stop, len(chunk.sequence.request.prompt)) - chunk.start)
-            for place in range(chunk.start, chunk.stop):
-                self.slots[self._slot(chunk.sequence, place)] = (place, chunk.sequence.tokens[place])
+            for position in range(chunk.start, chunk.stop):
+                self.slots[self._slot(chunk.sequence, position)] = (position, chunk.sequence.tokens[position])
         good = [chunk for chunk in plan.chunks if chunk.sequence.request.id != bad]
         spoilt = [chunk for chunk in plan.chunks if chunk not in good and (chunk.samples or chunk.scores)]
-        self.poison |= {self._slot(c.sequence, place) for c in spoilt for place in range(c.start, c.stop)}
+        self.poison |= {self._slot(c.sequence, position) for c in spoilt for position in range(c.start, c.stop)}
         for chunk in good:
             own = [(block, offset) for block in chunk.sequence.blocks for offset in range(self.block_size)]
             assert not self.poison.intersection(own), "a block that was not cleared"
@@ -59,16 +59,18 @@ class SimulatedDevice:
 
     def _score(self, chunk: Chunk) -> tuple[TokenScore, ...]:
         """One number for each token: the hash of what stands before it, and of itself."""
-        assert all(chunk.start < place <= chunk.stop for place in chunk.scores), "a row that was not computed"
-        seen = [(self._draw(chunk.sequence, place).token, chunk.sequence.tokens[place]) for place in chunk.scores]
+        assert all(chunk.start < position <= chunk.stop for position in chunk.scores), "a row that was not computed"
+        seen = [
+            (self._draw(chunk.sequence, position).token, chunk.sequence.tokens[position]) for position in chunk.scores
+        ]
         return tuple((float(hash(pair)), ()) for pair in seen)
 
-    def _slot(self, sequence: Sequence, place: int) -> tuple[int, int]:
-        return sequence.blocks[place // self.block_size], place % self.block_size
+    def _slot(self, sequence: Sequence, position: int) -> tuple[int, int]:
+        return sequence.blocks[position // self.block_size], position % self.block_size
 
     def _draw(self, sequence: Sequence, length: int) -> SampledToken:
-        read = [self.slots[self._slot(sequence, place)] for place in range(length)]
-        assert [place for place, _ in read] == list(range(length)), "a slot holds another position"
+        read = [self.slots[self._slot(sequence, position)] for position in range(length)]
+        assert [position for position, _ in read] == list(range(length)), "a slot holds another position"
         seen = hashlib.sha256(repr((sequence.request.params.seed, read)).encode()).digest()
         return SampledToken(int.from_bytes(seen[:4], "big") % VOCAB)
 
@@ -106,7 +108,7 @@ def finish(
 
 
 class Delivered:
-    """What a client has of its requests: events in order, each prompt token's score once and before all events."""
+    """Output that clients received: events in order, each prompt token's score once and before all events."""
 
     def __init__(self, requests: list[Request]) -> None:
         self.events = {request.id: list[SampledEvent]() for request in requests}
@@ -135,7 +137,7 @@ def make_scheduler(blocks: int, block_size: int, budget: int, running: int, *, b
 
 
 def alone(request: Request) -> Delivered:
-    """What the simulated model says with all the room in the world."""
+    """What the simulated model generates with unlimited capacity."""
     scheduler, device = make_scheduler(64, 4, 512, 1), SimulatedDevice(4)
     scheduler.add(request)
     delivered = Delivered([request])
@@ -145,7 +147,7 @@ def alone(request: Request) -> Delivered:
 
 
 def random_requests(rng: random.Random, longest: int, common: list[int]) -> list[Request]:
-    """Of all kinds, in the order of their arrival; half of them begin with `common`."""
+    """Requests of all kinds, in the order of arrival; half of them start with `common`."""
     leaders = [_random_request(rng, f"r{i}", longest, common) for i in range(rng.randint(1, 5))]
     return [request for leader in leaders for request in (leader, *_followers(rng, leader))]
 

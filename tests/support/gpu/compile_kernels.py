@@ -72,19 +72,19 @@ def compiled(
     return triton.compile(source, target=TARGET, options=options)
 
 
-def attention(number: str, head_dim: int, *, beside: bool, tile_tokens: int, **changes: Any) -> Any:
-    """Of 32 query and 8 kv heads."""
+def attention(number: str, head_dim: int, *, parallel: bool, tile_tokens: int, **changes: Any) -> Any:
+    """Kernel for 32 query and 8 kv heads."""
     constants = {
         "N_HEADS": 32, "N_KV_HEADS": 8, "HEAD_DIM": head_dim, "PADDED": padded_dim(head_dim), "BLOCK": 64, "TABLE": 512,
         "TILE_TOKENS": tile_tokens, "HAS_CAP": False, "WINDOW": 0, "ROWS": ROWS, "SPLIT": 512, "POSITIONS": POSITIONS,
-        "PARALLEL_SPLITS": beside, **changes,
+        "PARALLEL_SPLITS": parallel, **changes,
     }  # fmt: skip
     item_size = 4 if number == "fp32" else 2
     return compiled(attention_kernel, attention_launch(padded_dim(head_dim), item_size).options, number, **constants)
 
 
 def heads(number: str, head_dim: int, *, half: int, norm: bool) -> Any:
-    """Of 32 query and 8 kv heads."""
+    """Kernel for 32 query and 8 kv heads."""
     sizes = {"N_HEADS": 32, "N_KV_HEADS": 8, "HEAD_DIM": head_dim, "PADDED": padded_dim(head_dim), "HALF": half}
     return compiled(
         split_heads_kernel, ROW_LAUNCH.options, number, HAS_Q_NORM=norm, HAS_K_NORM=norm, HEADS=HEADS, **sizes
@@ -92,7 +92,7 @@ def heads(number: str, head_dim: int, *, half: int, norm: bool) -> Any:
 
 
 def merge(number: str, head_dim: int, window: int) -> Any:
-    """Of 32 heads."""
+    """Kernel for 32 heads."""
     sizes = {"N_HEADS": 32, "HEAD_DIM": head_dim, "PADDED": padded_dim(head_dim), "TILE_TOKENS": 1, "SPLIT": 512}
     return compiled(merge_kernel, ROW_LAUNCH.options, number, WINDOW=window, HEADS=HEADS, **sizes)
 
@@ -132,13 +132,13 @@ def product(n_tokens: int, *, has_bias: bool) -> Any:
 
 
 def rounding(width: int) -> Any:
-    """To fp8, of rows of so many numbers."""
+    """Quantization to fp8, in rows of this width."""
     sizes = {"N_COLUMNS": width, "PADDED": triton.next_power_of_2(width), "FP8_MAX": FP8_MAX}
     return compiled(quantize_row_kernel, {"num_warps": warps(width)}, "bf16", {"numbers_ptr": "*fp8e4nv"}, **sizes)
 
 
 def rows() -> dict[str, Any]:
-    """Of 256 sequences of up to 32,768 positions."""
+    """Kernel for 256 sequences of up to 32,768 positions."""
     types = {f"{name}_ptr": "*i32" for name in ("rows", "lengths", "tokens", "token", "out")}
     look_up, advance = (
         compiled(kernel, ROW_LAUNCH.options, "i32", types, PADDING_ROW=256, LOOKUP_ROWS=LOOKUP_ROWS, **sizes)
@@ -151,11 +151,11 @@ def every_kernel() -> dict[str, Any]:
     """A few variants of each, which between them take every branch."""
     every = {"HAS_DELTA": True, "HAS_WEIGHT": True, "HAS_BIAS": True}
     return {
-        "attention prefill": attention("bf16", 128, beside=False, tile_tokens=64),
-        "attention decode": attention("bf16", 128, beside=True, tile_tokens=1),
-        "attention short": attention("bf16", 128, beside=False, tile_tokens=1),
-        "attention window": attention("fp16", 256, beside=False, tile_tokens=64, HAS_CAP=True, WINDOW=4096, BLOCK=16),
-        "attention float32": attention("fp32", 80, beside=True, tile_tokens=16, BLOCK=32),
+        "attention prefill": attention("bf16", 128, parallel=False, tile_tokens=64),
+        "attention decode": attention("bf16", 128, parallel=True, tile_tokens=1),
+        "attention short": attention("bf16", 128, parallel=False, tile_tokens=1),
+        "attention window": attention("fp16", 256, parallel=False, tile_tokens=64, HAS_CAP=True, WINDOW=4096, BLOCK=16),
+        "attention float32": attention("fp32", 80, parallel=True, tile_tokens=16, BLOCK=32),
         "merge": merge("bf16", 128, 0),
         "merge window": merge("fp16", 80, 1000),
         "heads": heads("bf16", 128, half=64, norm=True),
@@ -173,7 +173,7 @@ def every_kernel() -> dict[str, Any]:
 
 
 def facts(kernel: Any) -> dict[str, Any]:
-    """Of one compiled kernel."""
+    """Facts of one compiled kernel."""
     code, types = kernel.asm["ptx"], kernel.src.signature
     # Of these integers, Triton compiles 1, multiples of 16 and all others apart.
     apart = [p.name for p in kernel.src.fn.params if types[p.name] in ("i32", "i64") and not p.do_not_specialize]

@@ -1,4 +1,4 @@
-"""Emulates a GPU engine on any device that holds a decoder: reference kernels in torch, no graphs."""
+"""Emulates a GPU engine on any device with a decoder: reference kernels in torch, no graphs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from app.engine.scheduling.block_allocator import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from model.nn.transformer import Decoder
 
-ROOM = {"tokens_per_step": 128, "max_running": 32, "blocks": 64}
+DEFAULT_LIMITS = {"tokens_per_step": 128, "max_running": 32, "blocks": 64}
 
 
 def tiny_device_runner(
@@ -32,7 +32,7 @@ def tiny_device_runner(
 ) -> DeviceRunner:
     """Around `decoder`, whose weights it shares."""
     kernels = kernels or ReferenceKernels()
-    wishes = RunnerConfig(
+    config = RunnerConfig(
         max_running=max_running,
         tokens_per_step=tokens_per_step,
         context=decoder.config.context,
@@ -40,16 +40,16 @@ def tiny_device_runner(
         deterministic=deterministic,
     )
     paged = PagedDecoder(decoder, kernels)
-    return device_runner(paged, kernels, wishes, blocks=blocks, grammars=guides)
+    return device_runner(paged, kernels, config, blocks=blocks, grammars=guides)
 
 
-def tiny_device_engine(decoder: Decoder, *, depth: int = 1, capture: Capture | None = None, **room: Any) -> Engine:
+def tiny_device_engine(decoder: Decoder, *, depth: int = 1, capture: Capture | None = None, **overrides: Any) -> Engine:
     """An engine around tiny_device_runner(), a step ahead where depth is 1."""
-    runner = tiny_device_runner(decoder, **room)
-    tokens, running, blocks = (room.get(name, most) for name, most in ROOM.items())
+    runner = tiny_device_runner(decoder, **overrides)
+    tokens, running, blocks = (overrides.get(name, most) for name, most in DEFAULT_LIMITS.items())
     runner.warm_up(tokens)
     if capture:
         runner.capture(capture)
     limits = StepLimits(tokens_per_step=tokens, max_running=running)
-    scheduler = Scheduler(limits, BlockPool(blocks, room.get("block_size", 16)))
-    return Engine(scheduler, runner, runner if depth else None, masks=room.get("guides"))
+    scheduler = Scheduler(limits, BlockPool(blocks, overrides.get("block_size", 16)))
+    return Engine(scheduler, runner, runner if depth else None, masks=overrides.get("guides"))

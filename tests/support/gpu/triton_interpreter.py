@@ -41,7 +41,7 @@ def _mend_calls(interpreter: Any) -> None:
 
     def call_once(self: Any, *args: Any, **options: Any) -> Any:
         names = self.fn.__globals__
-        # Files that know the language as `tl` alone are served by the kernel's own patch.
+        # Files that know the language as `tl` alone are covered by the kernel's own patch.
         if id(names) in given or "core" not in names:
             return self.rewrite()(*args, **options)
         given.add(id(names))

@@ -42,7 +42,7 @@ _STATUS = re.compile(rb"HTTP/1\.1 ([0-9]{3}) ")
 
 @dataclass(slots=True, kw_only=True)
 class Request:
-    """What a server makes of one request."""
+    """A request as a server parsed it."""
 
     method: bytes
     target: tuple[bytes | None, bytes, bytes]
@@ -57,7 +57,7 @@ class Request:
 
 @dataclass(slots=True)
 class Served:
-    """What one connection did."""
+    """Record of one connection."""
 
     requests: list[Request | None] = field(default_factory=list)
     """In the order of arrival; None for a request that the application refused by its Host."""
@@ -68,7 +68,7 @@ class Served:
 
     @property
     def statuses(self) -> list[int]:
-        """Of all final answers."""
+        """Status codes of all final answers."""
         return [status for status in map(int, _STATUS.findall(self.output)) if status >= 200]
 
 
@@ -183,7 +183,7 @@ class Harness(logging.Handler):
         return served
 
     async def _settle(self, state: ServerState) -> None:
-        """Until nothing happens any more."""
+        """Runs the event loop until it is idle."""
         quiet = 0
         while quiet < 4 and state.tasks:
             before = len(self._served.output), len(self._served.requests), len(state.tasks)
@@ -231,7 +231,7 @@ def _deliver(connection: HttpProtocol, transport: MemoryTransport, packet: bytes
 
 @dataclass(slots=True)
 class Reference:
-    """What h11 makes of a byte stream."""
+    """A byte stream as h11 parsed it."""
 
     requests: list[Request] = field(default_factory=list)
     error: str = ""
@@ -313,7 +313,7 @@ def _parts(target: bytes) -> tuple[bytes | None, bytes, bytes]:
 
 
 def difference(served: Served, reference: Reference) -> str | None:
-    """What the service did that the reference did not, if anything. A refusal by the service is no difference."""
+    """How the service differs from the reference, or None. A refusal by the service is no difference."""
     if served.log:
         return f"logged {served.log}"
     statuses = served.statuses
@@ -321,9 +321,9 @@ def difference(served: Served, reference: Reference) -> str | None:
         return f"answered {statuses}"
     n_read = sum(request.is_complete for request in served.requests if request)
     n_unread = sum(request.is_unread for request in served.requests if request)  # may be refused before their answer
-    n_served = statuses.count(200)
-    n_refused = len(statuses) - n_served - served.requests.count(None)
-    if not n_read <= n_served <= n_read + n_unread or n_refused not in (0, 1) or (n_refused and not served.is_closed):
+    n_answered = statuses.count(200)
+    n_refused = len(statuses) - n_answered - served.requests.count(None)
+    if not n_read <= n_answered <= n_read + n_unread or n_refused not in (0, 1) or (n_refused and not served.is_closed):
         return f"{n_read} requests read, {n_unread} unread, {statuses}"
     for at, ours in enumerate(served.requests):
         if ours is None:
@@ -359,7 +359,7 @@ def _unlike(ours: Request, theirs: Request, is_closed: bool) -> str | None:
 async def shrunk(
     packets: tuple[bytes, ...], fails: Callable[[tuple[bytes, ...]], Awaitable[object]]
 ) -> tuple[bytes, ...]:
-    """A smaller message for which `fails` (a coroutine function) still holds: fewer packets first, then fewer bytes."""
+    """A smaller message that `fails` (a coroutine function) still accepts: fewer packets first, then fewer bytes."""
     if await fails((b"".join(packets),)):
         packets = (b"".join(packets),)
     size = max(map(len, packets))

@@ -98,8 +98,8 @@ class Maker:
         fields, required = schema.get("properties", {}), schema.get("required", [])
         share = self._rng.choice([0.05, 0.2, 0.5]) / (depth + 1)
         made = {
-            name: self.value(told, depth + 1)
-            for name, told in fields.items()
+            name: self.value(field_schema, depth + 1)
+            for name, field_schema in fields.items()
             if name in required or self._rng.random() < share
         }
         for name in made.keys() & SLOW.keys():

@@ -12,7 +12,7 @@ from tests.support.servers import Server
 
 STREAM: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True}
 PATIENCE = 60.0
-"""Seconds for what only has to happen."""
+"""Time-out in seconds for events without a deadline of their own."""
 
 
 def connect(server: Server, *, receive_buffer: int | None = None) -> socket.socket:
@@ -50,7 +50,7 @@ def read_all(connection: socket.socket) -> bytes:
 
 
 def read_answer(connection: socket.socket) -> bytes:
-    """One answer with a Content-Length, while the connection stays open."""
+    """Reads one answer with a Content-Length, while the connection stays open."""
     got = b""
     while b"\r\n\r\n" not in got:
         part = connection.recv(1)

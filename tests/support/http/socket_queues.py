@@ -1,4 +1,4 @@
-"""Whether the service has taken all that was sent to it: the kernel knows, and no question disturbs it. Linux, no HTTP.
+"""Whether the service has read everything sent to it, from the kernel's socket queues, without a request. Linux only.
 
 Who comes next is then really next. Without it a service that got no core for a moment accepts all who came meanwhile
 before it reads from any of them, and to its limits those who have sent a request are as silent as the others.
@@ -13,7 +13,7 @@ from tests.support.servers import Server
 _ESTABLISHED, _LISTENING = "01", "0A"
 
 
-def has_taken_all(server: Server) -> bool:
+def has_read_all(server: Server) -> bool:
     """Whether no connection waits to be accepted, and none has bytes that were not read."""
     port = f"{int(server.url.rpartition(':')[2]):04X}"
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]

@@ -4,7 +4,7 @@
         httpx.post(f"{proxy.url}/complete", ...)
 
 `up` is the way of the client's bytes, `down` that of the server's. They may be changed while the proxy runs: what
-holds is read when a connection begins.
+contains is read when a connection starts.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _READ = 65536
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Toxics:
-    """What is done to one direction of a connection; nothing unless said."""
+    """Faults of one direction of a connection; none by default."""
 
     latency: float = 0.0
-    """Seconds that every piece is late."""
+    """Seconds of delay for each piece."""
     chunk: int = _READ
     """Bytes of a piece."""
     cut_after: int | None = None

@@ -29,14 +29,14 @@ class Ask:
 
 @dataclass(slots=True)
 class Answer:
-    """What came of it so far."""
+    """The answer received so far."""
 
     status: int = 0
     name: str = ""
     """X-Request-Id."""
     body: bytearray = field(default_factory=bytearray)
     error: str = ""
-    """What the client's library said where the connection broke."""
+    """The client library's error if the connection broke."""
 
     @property
     def n_events(self) -> int:
@@ -44,49 +44,49 @@ class Answer:
         return self.body.count(b"\n\n")
 
     def told(self) -> Any:
-        """The same in every run of the same request; strict about the form."""
+        """Output without the fields that differ from run to run; checks the form strictly."""
         assert not self.error, self.error
         text = self.body.decode()
         if text.startswith("{"):
             return _same(json.loads(text))
         if text.startswith("id:"):
-            return _told_by_events(text)
-        return _told_by_chunks(text)
+            return _output_of_events(text)
+        return _output_of_chunks(text)
 
 
 @contextmanager
 def crowd(
-    server: Server, asks: Sequence[Ask], *, pause: float = 0.0, leave: threading.Event | None = None
+    server: Server, asks: Sequence[Ask], *, pause: float = 0.0, disconnect: threading.Event | None = None
 ) -> Iterator[list[Answer]]:
-    """All of them at once; the answers fill while the test goes on, and are complete at the end.
+    """Sends all requests at once; the answers fill while the test runs, and are complete at the end.
 
-    pause: seconds that a client takes after each piece it reads. leave: all hang up as soon as it is set, which the end
-    of the block does too.
+    pause: seconds that a client waits after each read. disconnect: all clients disconnect when this event is set,
+    which the end of the block does too.
     """
     answers = [Answer() for _ in asks]
-    work = _until(leave, _visit(server.url, asks, answers, pause))
+    work = _until(disconnect, _visit(server.url, asks, answers, pause))
     thread = threading.Thread(target=asyncio.run, args=(work,))
     thread.start()
     try:
         yield answers
     finally:
-        if leave:
-            leave.set()
+        if disconnect:
+            disconnect.set()
         thread.join()
 
 
 def visit(server: Server, asks: Sequence[Ask]) -> list[Answer]:
-    """All of them at once, and undisturbed."""
+    """Sends all requests at once and waits for their answers."""
     with crowd(server, asks) as answers:
         pass
     return answers
 
 
-async def _until(leave: threading.Event | None, work: Coroutine[Any, Any, None]) -> None:
+async def _until(disconnect: threading.Event | None, work: Coroutine[Any, Any, None]) -> None:
     task = asyncio.create_task(work)
-    while leave and not task.done() and not leave.is_set():
+    while disconnect and not task.done() and not disconnect.is_set():
         await asyncio.wait([task], timeout=0.01)
-    if leave:
+    if disconnect:
         task.cancel()
     with suppress(asyncio.CancelledError):
         await task
@@ -116,7 +116,7 @@ def _same(value: Any) -> Any:
     return [_same(one) for one in value] if isinstance(value, list) else value
 
 
-def _told_by_events(text: str) -> Any:
+def _output_of_events(text: str) -> Any:
     events = parse_events(text)
     assert [int(event.id.rpartition(":")[2]) for event in events] == list(range(len(events)))
     assert [event.name in ("done", "error") for event in events] == [False] * (len(events) - 1) + [True]
@@ -130,7 +130,7 @@ def _told_by_events(text: str) -> Any:
     return {"texts": texts, "tokens": tokens, "end": _same(events[-1].data)}
 
 
-def _told_by_chunks(text: str) -> Any:
+def _output_of_chunks(text: str) -> Any:
     blocks = [block.removeprefix(": ping\n") for block in text.split("\n\n")]
     assert blocks[-2:] == ["data: [DONE]", ""], text[-200:]
     chunks = [json.loads(block.removeprefix("data: ")) for block in blocks[:-2]]
@@ -161,7 +161,7 @@ def engine_pid(server: Server) -> int:
 
 
 def engine_pids(server: Server) -> list[int]:
-    """None while one is being started."""
+    """Empty while an engine starts."""
     commands = {pid: _command(pid) for pid in children(server)}
     engines = (b"app.engine", b"tests.support.fake_engine")
     return [pid for pid, command in commands.items() if any(engine in command for engine in engines)]
@@ -175,7 +175,7 @@ def _command(pid: int) -> bytes:
 
 
 def is_gone(pid: int) -> bool:
-    """Whether nothing of a process runs any more."""
+    """Whether a process has ended, zombies included."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -183,12 +183,12 @@ def is_gone(pid: int) -> bool:
 
 
 def is_ready(server: Server) -> bool:
-    """What /health/ready says; False where the service does not answer."""
+    """Whether /health/ready is 200; False if the service does not answer."""
     return _status(f"{server.url}/health/ready") == 200
 
 
 def is_live(server: Server) -> bool:
-    """What /health/live says."""
+    """Whether /health/live is 200."""
     return _status(f"{server.url}/health/live") == 200
 
 

@@ -14,21 +14,21 @@ from tests.support.servers import Server
 
 
 @dataclass
-class Told:
-    """What came of one stream."""
+class StreamRecord:
+    """What one client received of its stream."""
 
     body: bytes = b""
     at: list[float] = field(default_factory=list)
-    """When something arrived, in monotonic seconds."""
+    """Arrival times, in monotonic seconds."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether it ended as it should, exactly once."""
+        """Whether the stream ended with `done`, exactly once."""
         return self.body.count(b"event: done") == 1 and b"event: error" not in self.body
 
     @property
     def n_tokens(self) -> int:
-        """Events of text."""
+        """Number of token events."""
         return self.body.count(b"event: token")
 
     @property
@@ -37,28 +37,28 @@ class Told:
         return [b - a for a, b in zip(self.at[1:], self.at[2:], strict=False)]
 
 
-async def read_stream(server: Server, request: dict[str, Any]) -> Told:
-    """One stream to its end."""
+async def read_stream(server: Server, request: dict[str, Any]) -> StreamRecord:
+    """Reads one stream to its end."""
     parts = urlsplit(server.url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
-    told, pieces = Told(), []
+    record, pieces = StreamRecord(), []
     try:
         writer.write(post(request, "/complete", "Connection: close"))
         while piece := await reader.read(65536):
-            told.at.append(time.monotonic())
+            record.at.append(time.monotonic())
             pieces.append(piece)
     except ConnectionError:
         pass
     finally:
         writer.close()
-    told.body = b"".join(pieces)
-    return told
+    record.body = b"".join(pieces)
+    return record
 
 
-def read_streams(server: Server, request: dict[str, Any], n: int) -> list[Told]:
-    """`n` of them at once."""
+def read_streams(server: Server, request: dict[str, Any], n: int) -> list[StreamRecord]:
+    """Reads `n` concurrent streams."""
 
-    async def all_of_them() -> list[Told]:
+    async def all_of_them() -> list[StreamRecord]:
         return await asyncio.gather(*(read_stream(server, {**request, "seed": i}) for i in range(n)))
 
     return asyncio.run(all_of_them())
@@ -84,6 +84,6 @@ class Background:
 
     @property
     def result(self) -> Any:
-        """Waits for it."""
+        """The call's result; waits for it."""
         self._thread.join()
         return self._result

@@ -33,7 +33,7 @@ _REFUSED = (429, 503)
 
 
 class Plan(Struct, frozen=True, kw_only=True):
-    """What is offered."""
+    """The offered load."""
 
     url: str
     bodies: tuple[bytes, ...]
@@ -91,7 +91,7 @@ class Spread(Struct, frozen=True):
 
 
 class Summary(Struct, frozen=True, kw_only=True):
-    """What a load test asserts on."""
+    """Figures for the assertions of a load test."""
 
     offered: int
     good: int
@@ -103,7 +103,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     first_token: Spread
     gaps: Spread
     end: Spread
-    """Of good answers."""
+    """Seconds to the end of a good answer."""
     late: Spread
 
 
@@ -167,7 +167,7 @@ class Load:
 
 @contextmanager
 def started(plan: Plan) -> Iterator[Load]:
-    """In a process of its own, which ends with the block if it has not ended before."""
+    """Runs the load in a separate process, which ends with the block at the latest."""
     load = Load(plan)
     try:
         yield load
@@ -176,7 +176,7 @@ def started(plan: Plan) -> Iterator[Load]:
 
 
 def run(plan: Plan) -> list[Outcome]:
-    """In a process of its own, to the end. Outcomes in the order of their arrivals."""
+    """Runs the load in a separate process to its end. Outcomes in the order of arrival."""
     with started(plan) as load:
         return load.outcomes()
 
@@ -216,10 +216,10 @@ async def offer(plan: Plan) -> list[Outcome]:
             task.add_done_callback(opening.discard)
     limit = time.monotonic() + plan.patience
     for exchange in exchanges:
-        while not exchange.is_over and time.monotonic() < limit:  # noqa: ASYNC110 - an event for each would cost more
+        while not exchange.is_done and time.monotonic() < limit:  # noqa: ASYNC110 - an event for each would cost more
             await asyncio.sleep(0.02)
     for exchange in exchanges:
-        if not exchange.is_over:
+        if not exchange.is_done:
             exchange.cut()
     for wire in idle:
         wire.close()
@@ -242,7 +242,7 @@ class _Exchange:
 
     def __init__(self, due: float, request: bytes) -> None:
         self.request = request
-        self.is_over = False
+        self.is_done = False
         self.wire: _Wire | None = None
         self._due = due
         self._sent = due
@@ -285,13 +285,13 @@ class _Exchange:
         return seen.endswith(b"0\r\n\r\n")
 
     def finish(self, now: float, error: str = "") -> None:
-        self.is_over, self._end = True, now
+        self.is_done, self._end = True, now
         self._error = error or self._error
         if self._is_stream and not self._is_done and not self._error:
             self._error = "the stream ended without done"
 
     def cut(self) -> None:
-        self.is_over, self._error = True, "cut"
+        self.is_done, self._error = True, "cut"
         if self.wire:
             self.wire.close()
 
@@ -335,7 +335,7 @@ class _Exchange:
 
 
 class _Wire(asyncio.Protocol):
-    """One connection: a request at a time, kept for the next one."""
+    """A keep-alive connection with one request at a time."""
 
     def __init__(self, idle: deque[_Wire]) -> None:
         self.is_closed = False
@@ -370,7 +370,7 @@ class _Wire(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_closed = True
-        if self._exchange and not self._exchange.is_over:
+        if self._exchange and not self._exchange.is_done:
             self._exchange.finish(time.monotonic(), type(exc).__name__ if exc else "closed in mid-answer")
 
 

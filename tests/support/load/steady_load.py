@@ -15,7 +15,7 @@ PROMPTS = ("Once upon a time", "The moon", "fox", "who sang to")
 
 
 class Answer(NamedTuple):
-    """What one request came to."""
+    """The result of one request."""
 
     version: str
     """The beginning of the weights' SHA-256 that the answer names."""
@@ -32,8 +32,8 @@ class SteadyLoad:
     def __init__(self, url: str, *, clients: int, max_tokens: int, pause: float = 0.0) -> None:
         self._url, self._pause = url, pause
         self._body = {"max_tokens": max_tokens, "ignore_eos": True, "temperature": 0, "seed": 1}
-        self._over = threading.Event()
-        self._threads = [threading.Thread(target=self._work, args=(place,)) for place in range(clients)]
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._work, args=(index,)) for index in range(clients)]
         self._threads.append(threading.Thread(target=self._watch_health))
         self.answers: list[Answer] = []
         self.failures: list[str] = []
@@ -47,30 +47,30 @@ class SteadyLoad:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._over.set()
+        self._stop.set()
         for thread in self._threads:
             thread.join(timeout=60)
 
-    def _work(self, place: int) -> None:
-        ask = (self._native_stream, self._native_whole, self._openai_whole)[place % 3]
-        prompt = PROMPTS[place % len(PROMPTS)]
+    def _work(self, index: int) -> None:
+        ask = (self._native_stream, self._native_whole, self._openai_whole)[index % 3]
+        prompt = PROMPTS[index % len(PROMPTS)]
         with httpx.Client(base_url=self._url, timeout=60) as client:
-            while not self._over.is_set():
+            while not self._stop.is_set():
                 try:
                     version, text = ask(client, {**self._body, "prompt": prompt})
                     self.answers.append(Answer(version[:16], prompt, text))
-                    self._over.wait(self._pause)
+                    self._stop.wait(self._pause)
                 except Exception as error:
                     self.failures.append(f"{type(error).__name__}: {error}")
-                    self._over.wait(0.05)
+                    self._stop.wait(0.05)
 
     def _native_stream(self, client: httpx.Client, body: dict[str, Any]) -> tuple[str, str]:
         response = client.post("/complete", json=body).raise_for_status()
         events = parse_events(response.text)
-        begun = next(event for event in events if event.name == "start").data["weights_version"]
+        version = next(event for event in events if event.name == "start").data["weights_version"]
         assert events[-1].name == "done", events[-1]
-        assert events[-1].data["receipt"]["weights_version"] == begun
-        return begun, text_of(events)
+        assert events[-1].data["receipt"]["weights_version"] == version
+        return version, text_of(events)
 
     def _native_whole(self, client: httpx.Client, body: dict[str, Any]) -> tuple[str, str]:
         answer = client.post("/complete", json={**body, "stream": False}).raise_for_status().json()
@@ -82,7 +82,7 @@ class SteadyLoad:
 
     def _watch_health(self) -> None:
         with httpx.Client(base_url=self._url, timeout=60) as client:
-            while not self._over.wait(0.05):
+            while not self._stop.wait(0.05):
                 self.health_checks += 1
                 if (status := client.get("/health/ready").status_code) != 200:
                     self.failures.append(f"/health/ready: {status}")

@@ -191,7 +191,7 @@ def _status_mib(key: str) -> float:
 
 
 class Harness:
-    """Valid directories, the place where they are broken, and what watches the checker."""
+    """Valid directories, the folder in which they are mutated, and the monitor of the checker."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -214,8 +214,8 @@ class Harness:
             rng = Random(f"{seed}/{number}")
             base = rng.choice(sorted(self.valid))
             files = dict(self.valid[base])
-            told = f"{number}: {base}, {mutate(rng, files)}"
-            (self.folder / "current").write_text(told, errors="replace")
+            description = f"{number}: {base}, {mutate(rng, files)}"
+            (self.folder / "current").write_text(description, errors="replace")
             write(self.directory, files)
             Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
             faulthandler.dump_traceback_later(60, exit=True)
@@ -227,7 +227,7 @@ class Harness:
             kinds["refused" if code == 2 else "harmless"] += 1
             size = sum(len(content) for content in files.values() if isinstance(content, bytes)) >> 20
             if wrong or growth > GROWTH_MIB + size:
-                failures.append(f"{told}: {wrong or f'{growth:.0f} MiB more'}")
+                failures.append(f"{description}: {wrong or f'{growth:.0f} MiB more'}")
         faulthandler.cancel_dump_traceback_later()
         return {**kinds, "slowest_s": round(slowest, 2), "growth_mib": round(most_growth), "failures": failures}
 

@@ -103,7 +103,7 @@ def can_be_native(decoder: Decoder) -> bool:
 
 
 def round_weights_for(way: str, decoder: Decoder) -> None:
-    """What an oracle must compute with, to be held against an engine of this way."""
+    """Rounds the decoder's weights as this backend does, so that an oracle can be compared with its engine."""
     if way == "int8":
         round_weights(decoder)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Other:
-    """What stands in a file's place: fifo, directory, or a link to `target`."""
+    """What replaces a file: fifo, directory, or a link to `target`."""
 
     kind: str
     target: str = ""
@@ -126,12 +126,12 @@ def replace(rng: Random, files: Files) -> str:
 
 
 def _nodes(tree: Any) -> list[tuple[list[Any], int]]:
-    """Every (container, place) of a tree; more places high up than deep in a vocabulary."""
+    """Every (container, index) of a tree; more of them near the root than deep in a vocabulary."""
     found, todo = [], [tree]
     while todo:
         node = todo.pop()
-        for place, value in enumerate(node[:40]):
-            container, at = (value, 1) if isinstance(node, Object) else (node, place)
+        for index, value in enumerate(node[:40]):
+            container, at = (value, 1) if isinstance(node, Object) else (node, index)
             found.append((container, at))
             if isinstance(container[at], list):
                 todo.append(container[at])
@@ -139,8 +139,8 @@ def _nodes(tree: Any) -> list[tuple[list[Any], int]]:
 
 
 def change_value(rng: Random, _files: Files, tree: Any) -> Any:
-    if places := _nodes(tree):
-        container, at = rng.choice(places)
+    if nodes := _nodes(tree):
+        container, at = rng.choice(nodes)
         old = container[at]
         near = [old - 1, old + 1, -old, old * 2, old * 1000, old / 2] if type(old) in (int, float) else VALUES
         container[at] = rng.choice(near if rng.random() < 0.4 else VALUES)
@@ -324,7 +324,7 @@ def mutate(rng: Random, files: Files) -> str:
     if rng.random() < 0.004:
         return f"bomb {bomb(rng, files)}"
     first, then = rng.choice(_MUTATIONS), rng.choice(_MUTATIONS)
-    told = f"{first.__name__} {first(rng, files)}"
+    mutations = f"{first.__name__} {first(rng, files)}"
     if rng.random() < 0.15 and then in (flip_bits, truncate, insert, cut_out, replace, remove):
-        told += f"; {then.__name__} {then(rng, files)}"
-    return told
+        mutations += f"; {then.__name__} {then(rng, files)}"
+    return mutations

@@ -1,8 +1,8 @@
-"""Pytest plug-in with fixtures of a real browser and the actions of a visitor of the page.
+"""Pytest plug-in with fixtures of a real browser and a user's actions on the page.
 
 What a server cannot be made to do at will (a queue, a lost connection, text that looks like markup) is played to the
 page by answering its request in the browser. Skipped where there is no Chromium: apt-get install chromium. Its
-headless shell costs half the CPU time for a page; where it is installed too (chromium-headless-shell) it is taken.
+headless shell costs half the CPU time for a page; the tests use it where it is installed too (chromium-headless-shell).
 """
 
 import json
@@ -43,7 +43,7 @@ def chromium():
 
 @pytest.fixture
 def page(browser, server):
-    """A new visitor in front of the page. At the end: no console error, no CSP violation, no asset that failed."""
+    """A new user with the page open. At the end: no console error, no CSP violation, no asset that failed."""
     context = browser.new_context(base_url=server.url, viewport={"width": 1280, "height": 800})
     context.set_default_timeout(PATIENCE_MS)
     page = context.new_page()
@@ -177,10 +177,10 @@ def cut_streams(page, after):
             if (request[1]?.method !== "POST") return response;
             window.fetch = fetch;
             const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-            let begun = "";
-            while (begun.split("\\n\\n").length <= after) begun += (await reader.read()).value;
+            let received = "";
+            while (received.split("\\n\\n").length <= after) received += (await reader.read()).value;
             reader.cancel();
-            const events = begun.split("\\n\\n").slice(0, after);
+            const events = received.split("\\n\\n").slice(0, after);
             const pieces = [new TextEncoder().encode(events.join("\\n\\n") + "\\n\\n")];
             const pull = (controller) => {
                 if (pieces.length) controller.enqueue(pieces.pop());

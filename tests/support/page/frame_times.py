@@ -47,12 +47,12 @@ def costs(events):
     """Complete events ("ph": "X") have a beginning and a length in us: "ts" and "dur" of the wall, "tdur" of CPU."""
     drawn = [event for event in events if event["name"] == DRAWN]
     main = _thread(max(drawn, key=lambda event: event["ts"]))
-    begun = sorted(event["ts"] for event in drawn if _thread(event) == main)
+    starts = sorted(event["ts"] for event in drawn if _thread(event) == main)
     tasks = [e for e in events if e["name"] == "RunTask" and e["ph"] == "X" and _thread(e) == main]
     found, cost = [], 0.0
     for task in sorted(tasks, key=lambda task: task["ts"]):
         cost += task["tdur"] / 1000
-        if _holds(begun, task):
+        if _contains_frame(starts, task):
             found.append(cost)
             cost = 0.0
     return found[1:]  # what was before the first one is no frame's
@@ -62,8 +62,8 @@ def _thread(event):
     return event["pid"], event["tid"]
 
 
-def _holds(begun, task):
-    """Is one of these moments within the task? They are in order: those that are over are dropped."""
-    while begun and begun[0] < task["ts"]:
-        begun.pop(0)
-    return bool(begun) and begun[0] <= task["ts"] + task["dur"]
+def _contains_frame(starts, task):
+    """Is one of these moments within the task? They are in order: those before the task are dropped."""
+    while starts and starts[0] < task["ts"]:
+        starts.pop(0)
+    return bool(starts) and starts[0] <= task["ts"] + task["dur"]

@@ -34,7 +34,7 @@ LIKELY = {"the", "of", "to", "her", "it", "in", "and", "a", "had", "was", ",", "
 
 def tokens(text):
     """The server's token objects of a text, each with its five most probable alternatives."""
-    return [_token(place, piece) for place, piece in enumerate(re.findall(r"\s*\w+|\s*[^\w\s]", text))]
+    return [_token(index, piece) for index, piece in enumerate(re.findall(r"\s*\w+|\s*[^\w\s]", text))]
 
 
 def placed(text):
@@ -53,8 +53,8 @@ def scored(text):
     return {"scores": [{"tokens": [{**first, "logprob": None, "top": None}, *others]}]}
 
 
-def _token(place, text):
-    probability = _probability(place, text)
+def _token(index, text):
+    probability = _probability(index, text)
     others = [other for other in OTHERS.get(text, USUAL) if other != text]
     rest = [(1 - probability) * share for share in (0.5, 0.22, 0.14, 0.08)]
     top = [(text, probability), *zip(others, rest, strict=False)]
@@ -62,9 +62,9 @@ def _token(place, text):
     return {**_entry(text, probability), "top": entries}
 
 
-def _probability(place, text):
+def _probability(index, text):
     """Common words are likely, long ones a surprise, and no two alike."""
-    wobble = (place * 37 % 23) / 23
+    wobble = (index * 37 % 23) / 23
     if text in OTHERS:
         return 0.08 + 0.2 * wobble
     if text.strip() in LIKELY:
@@ -84,10 +84,10 @@ def run(*texts, seed=20261122, reason="length"):
     settings = {"temperature": 0.8, "top_p": 0.95, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
     start = {"id": "r", "model": MODEL["id"], "weights_version": MODEL["weights_version"], "settings": settings}
     yield "start", {**start, "seed": seed, "prompt_tokens": 44, "cached_tokens": 0}
-    for place in range(max(len(one) for one in written)):
+    for position in range(max(len(one) for one in written)):
         for index, one in enumerate(written):
-            if place < len(one):
-                yield "token", {"index": index, "text": one[place]["text"], "tokens": [one[place]]}
+            if position < len(one):
+                yield "token", {"index": index, "text": one[position]["text"], "tokens": [one[position]]}
     usage = {"prompt_tokens": 44, "completion_tokens": count, "total_tokens": 44 + count}
     choices = [{"index": i, "finish_reason": reason, "stop_reason": None} for i in range(len(texts))]
     timings = {
