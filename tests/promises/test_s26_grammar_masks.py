@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import statistics
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import pytest
 from tests.support.armed_faults import Faults
 from tests.support.engine.grammar_corpus import BOMBS, Guided
 from tests.support.keyed_server import Keyring, is_alive, keyed_server
+from tests.support.load.noisy_neighbor import Load, running
 from tests.support.paths import ROOT
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server
@@ -44,15 +44,16 @@ class _Service:
     """A service around the weights of the repository, with keys for a victim and an attacker."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.faults, self.ring = Faults(folder / "faults"), Keyring.of(folder / "keys.json", "victim", "attacker")
         self.server: Server = keyed_server(
             folder, ROOT / "weights", self.ring, "--max-running", "40", environment=self.faults.environment
         )
 
-    def cache_in_use(self) -> float:
-        """Share of the blocks."""
+    def metric(self, name: str) -> float:
+        """A gauge of the service."""
         text = httpx.get(f"{self.server.url}/metrics", headers=self.ring.headers("victim"), timeout=60).text
-        found = re.search(r"^inkstream_kv_cache_usage_ratio (\S+)$", text, re.MULTILINE)
+        found = re.search(rf"^inkstream_{name} (\S+)$", text, re.MULTILINE)
         assert found, text
         return float(found[1])
 
@@ -75,26 +76,18 @@ class _Service:
 
     @contextmanager
     def load(self, bodies: list[dict[str, object]]) -> Iterator[Counter[str]]:
-        """The attacker keeps one request for each body running; what became of them, by message."""
-        stop, outcomes = threading.Event(), Counter[str]()
-        threads = [threading.Thread(target=self._repeat, args=(body, stop, outcomes)) for body in bodies]
-        for thread in threads:
-            thread.start()
-        try:
-            time.sleep(1.0)  # the trial runs are over, and every request is in the engine
-            yield outcomes
-        finally:
-            stop.set()
-            for thread in threads:
-                thread.join()
+        """The attacker keeps as many requests running as there are bodies, from a process of its own.
 
-    def _repeat(self, body: dict[str, object], stop: threading.Event, outcomes: Counter[str]) -> None:
-        with httpx.Client(headers=self.ring.headers("attacker"), timeout=120) as client:
-            while not stop.is_set():
-                answer = client.post(f"{self.server.url}/complete", json=body)
-                error = "" if answer.status_code == 200 else answer.json()["error"]["message"]
-                outcomes[f"{answer.status_code} {error}"] += 1
-                stop.wait(0.1)
+        Yields what became of them, by status and message; filled when the block ends.
+        """
+        outcomes, file = Counter[str](), self.folder / f"outcomes-{time.monotonic_ns()}"
+        requests = [("/complete", body) for body in bodies]
+        attacker = self.ring.keys["attacker"]
+        load = Load(url=self.server.url, key=attacker, requests=requests, clients=len(bodies), pause=0.1, outcomes=file)
+        with running(load, warm_up=1.0):  # the trial runs are over, and every request is in the engine
+            yield outcomes
+        outcomes.update(file.read_text().splitlines() if file.exists() else [])
+        assert self.server.wait_for(lambda: self.metric("requests_running") == 0)
 
 
 def _attack(names: list[str], tokens: int = 200) -> list[dict[str, object]]:
@@ -118,16 +111,16 @@ def _p99(gaps: list[float]) -> float:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Service]:
-    running = _Service(tmp_path_factory.mktemp("s26-masks"))
-    running.gaps(20)
-    yield running
-    running.server.process.kill()
-    running.server.process.wait()
+    service = _Service(tmp_path_factory.mktemp("s26-masks"))
+    service.gaps(20)
+    yield service
+    service.server.process.kill()
+    service.server.process.wait()
 
 
 @dataclass(slots=True)
 class _Measured:
-    """p99 between tokens of the victim: alone, while 31 plain requests run, and while 31 bombs run."""
+    """Seconds between tokens of the victim: alone, while 31 plain requests run, and while 31 bombs run."""
 
     alone: list[float] = field(default_factory=list)
     plain: list[float] = field(default_factory=list)
@@ -136,22 +129,22 @@ class _Measured:
 
     @property
     def to_alone(self) -> float:
-        return statistics.median(self.bombs) / statistics.median(self.alone)
+        return _p99(self.bombs) / _p99(self.alone)
 
     @property
     def to_plain(self) -> float:
-        return statistics.median(self.bombs) / statistics.median(self.plain)
+        return _p99(self.bombs) / _p99(self.plain)
 
 
 def _measure(service: _Service, names: list[str], rounds: int) -> _Measured:
     """Rounds that alternate, so that a slow moment of the machine meets all three."""
     found = _Measured()
     for _ in range(rounds):
-        found.alone.append(_p99(service.gaps(100)))
+        found.alone += service.gaps(200)
         with service.load(_PLAIN):
-            found.plain.append(_p99(service.gaps(100)))
+            found.plain += service.gaps(200)
         with service.load(_attack(names)) as outcomes:
-            found.bombs.append(_p99(service.gaps(100)))
+            found.bombs += service.gaps(200)
         found.outcomes += outcomes
     return found
 
@@ -178,7 +171,7 @@ def test_a_stream_while_31_grammar_bombs_of_another_key_run(service: _Service, p
         what = f"p99 between tokens while 31 {bombs} of another key run, against alone"
         promise.at_most("S26", what, found.to_alone, target=2, floor=3, n=n)
     assert is_alive(service.server)
-    assert service.server.wait_for(lambda: service.cache_in_use() == 0), "blocks are leaked"
+    assert service.server.wait_for(lambda: service.metric("kv_cache_usage_ratio") == 0), "blocks are leaked"
 
 
 @pytest.mark.timed

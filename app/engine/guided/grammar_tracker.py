@@ -13,7 +13,7 @@ Shape legend: S rows, W words of 32 bits, one bit for each token of the model an
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
@@ -188,8 +188,12 @@ def _bits(ids: Items[int], size: int) -> Tensor:
     return (bits.view(-1, 32) << torch.arange(32)).sum(-1).to(torch.int32)
 
 
-_STEP_SECONDS = 0.002
-"""Time that a step may spend on masks of its rows that are not ready when it needs them."""
+_STEP_SECONDS, _SHARED_STEP_SECONDS = 0.002, 0.0005
+"""Time that a step may spend on masks of its rows that are not ready when it needs them: less if it computes rows of
+several tenants."""
+_SHARED_MASKS = 4
+"""In steps of several tenants, a tenant with more guided rows than this gets its masks from the threads alone, and its
+rows sit out until then: no other tenant's next token waits for them."""
 _LOST_SHARE = 0.02
 """Share of time that steps may lose to overruns and timeouts; after losing more, they stop waiting for a while."""
 _REPORT_SECONDS = 0.01
@@ -213,6 +217,8 @@ class GrammarTracker:
         self._states: OrderedDict[str, GrammarState] = OrderedDict()
         self._prepared: dict[str, GrammarState] = {}
         self._work: dict[str, float] = {}
+        self._background: set[str] = set()
+        """Tenants whose masks are computed by threads alone."""
         self._wait_budget = _STEP_SECONDS
         self._wait_budget_at = time.monotonic()
 
@@ -244,7 +250,9 @@ class GrammarTracker:
     def must_wait(self, sequence: Sequence) -> bool:
         """Whether the sequence's mask is late or likely to be, so that steps skip the sequence until it is ready."""
         state = self._states.get(sequence.request.id)
-        return state is not None and (state.is_slow or state.is_late) and state.is_pending
+        if state is None or not state.is_pending:
+            return False
+        return state.is_slow or state.is_late or self._is_in_background(state)
 
     def wait(self, seconds: float) -> None:
         """Waits for the next mask; called while the engine is otherwise idle."""
@@ -261,7 +269,10 @@ class GrammarTracker:
         while len(self._states) > max(self._max_states, len(sequences)):
             self._release(self._states.popitem(last=False)[1])
         guided = [state for state in states if state]
-        self._wait_for(guided)
+        is_shared = len({sequence.request.cache_namespace for sequence in sequences}) > 1
+        counts = Counter(state.request.cache_namespace for state in self._states.values()) if is_shared else Counter()
+        self._background = {tenant for tenant, count in counts.items() if count > _SHARED_MASKS}
+        self._wait_for(guided, _SHARED_STEP_SECONDS if is_shared else _STEP_SECONDS)
         self._masks.read([state for state in guided if not state.is_pending and state.outcome is None])
         return [self._outcome(state) if state else None for state in states]
 
@@ -303,30 +314,33 @@ class GrammarTracker:
         """Submits the next job. If cores are scarce, a probably cheap mask is left to the step that needs it."""
         is_compile, state.is_late = state.matcher is None, False
         state.job = Job(state.request.cache_namespace, partial(self._masks.advance, state, tokens), is_long=is_compile)
-        if is_compile or state.is_slow or self._workers.n_spare_cores:
+        if is_compile or state.is_slow or self._is_in_background(state) or self._workers.n_spare_cores:
             self._workers.submit(state.job)
 
-    def _wait_for(self, states: Items[GrammarState]) -> None:
-        """Spends a little time on masks that are probably cheap: computes those that no thread has started, and waits
-        for the others."""
+    def _is_in_background(self, state: GrammarState) -> bool:
+        return state.request.cache_namespace in self._background
+
+    def _wait_for(self, states: Items[GrammarState], seconds: float) -> None:
+        """Spends at most `seconds` on masks that are probably cheap: computes those that no thread has started, a
+        tenant's first before another's second, and waits for the others."""
         if is_armed("engine.masks_in_step"):
             for job in [state.job for state in states if state.job]:
                 self._workers.submit(job)
                 self._workers.wait([job], 60)
         pending = [state for state in states if state.is_pending]
-        expected = [state.job for state in pending if state.job and not state.is_slow]
+        expected = _in_turns([state.job for state in pending if state.job and not state.is_slow])
         now = time.monotonic()
         self._wait_budget = min(_STEP_SECONDS, self._wait_budget + (now - self._wait_budget_at) * _LOST_SHARE)
         self._wait_budget_at = now
         if expected and self._wait_budget > 0:
             spent, started = 0.0, time.thread_time()  # CPU time: other load on the cores makes no mask expensive
             for job in expected:
-                if spent < _STEP_SECONDS:
+                if spent < seconds:
                     self._workers.run_here(job)
                     spent = time.thread_time() - started
-            self._workers.wait([job for job in expected if job.has_started], max(0.0, _STEP_SECONDS - spent))
+            self._workers.wait([job for job in expected if job.has_started], max(0.0, seconds - spent))
             has_timed_out = not all(job.done for job in expected)
-            self._wait_budget -= max(0.0, spent - _STEP_SECONDS) + _STEP_SECONDS * has_timed_out
+            self._wait_budget -= max(0.0, spent - seconds) + seconds * has_timed_out
         for state in pending:
             if state.is_pending and state.job:
                 state.is_late = True
@@ -354,3 +368,13 @@ class GrammarTracker:
 
 def _is_guided(sequence: Sequence) -> bool:
     return bool(sequence.request.grammar) and sequence.request.max_tokens > 0
+
+
+def _in_turns(jobs: Items[Job]) -> list[Job]:
+    """The first job of each tenant, then the second of each."""
+    numbers: Counter[str] = Counter()
+    order = []
+    for job in jobs:
+        numbers[job.tenant] += 1
+        order.append((numbers[job.tenant], job))
+    return [job for _, job in sorted(order, key=lambda entry: entry[0])]

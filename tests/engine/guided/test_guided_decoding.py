@@ -18,6 +18,7 @@ from app.common.types import BatchPlan, FinishReason, Request, SampledEvent, Sam
 from app.common.types import Sequence as EngineSequence
 from app.engine.guided import grammar_tracker
 from app.engine.guided.grammar_tracker import GrammarTracker
+from app.engine.guided.grammar_workers import Job
 from app.engine.sampling.sampler_io import MASK_NOT_READY, SampledToken
 from app.guided.grammar import grammar_from
 from model.nn.transformer import Decoder
@@ -401,3 +402,50 @@ def test_every_kind_of_tokenizer_writes_what_the_guide_says(kind: str) -> None:
         tracker.accept_tokens([sequence], [SampledToken(token)])
         sequence.tokens.append(token)
     assert re.fullmatch(regex, tokenizer.decode(sequence.tokens[1:]))
+
+
+def test_in_shared_steps_a_tenant_with_many_guided_rows_sits_out_until_its_masks_are_ready() -> None:
+    tracker = _tracker(most=16)
+    many = [_guided_sequence(f"m{i}", "many") for i in range(6)]
+    few = [_guided_sequence(f"f{i}", "few") for i in range(2)]
+    tracker.allowed([*many, *few])
+    tracker._workers = _StoppedWorkers()  # type: ignore[assignment]
+    for sequences, waits in ((many, True), (few, False)):
+        for sequence in sequences:
+            tracker.accept_tokens([sequence], [SampledToken(TOKENIZER.encode("a")[0])])
+            assert tracker.must_wait(sequence) is waits
+    tracker.allowed([])
+    tracker.allowed(many)  # one tenant alone: its cheap masks are computed in the step
+    assert not tracker._is_in_background(tracker._states["m0"])
+
+
+class _StoppedWorkers:
+    """Takes jobs and runs none."""
+
+    n_spare_cores = 0
+
+    def submit(self, job: Job) -> None:
+        job.is_queued = True
+
+    def cancel(self, _job: Job) -> bool:
+        return True
+
+    def run_here(self, _job: Job) -> None: ...
+
+    def wait(self, _jobs: object, _seconds: float) -> None: ...
+
+
+def _guided_sequence(name: str, namespace: str) -> EngineSequence:
+    grammar = grammar_from("regex", "a*")
+    assert grammar
+    prompt = tuple(TOKENIZER.encode("x"))
+    params = SamplingParams(seed=0)
+    request = Request(
+        id=name, prompt=prompt, max_tokens=9, params=params, grammar=grammar.lark, cache_namespace=namespace
+    )
+    return EngineSequence(request=request, tokens=[*prompt], arrival=0)
+
+
+def test_masks_of_tenants_are_computed_in_turns() -> None:
+    jobs = [Job(tenant, lambda: None) for tenant in "aaabbc"]
+    assert [job.tenant for job in grammar_tracker._in_turns(jobs)] == list("abcaba")

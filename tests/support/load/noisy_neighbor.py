@@ -1,7 +1,8 @@
 """Two tenants of one service: latency of a victim's requests alone, and concurrent with an attacker's load.
 
-As a program, it is the attacker: `-m tests.support.load.noisy_neighbor URL KEY CLIENTS` reads JSON [[path, body], ...]
-from standard input and sends them, each client one after another, until it is killed.
+As a program, it is the attacker: `-m tests.support.load.noisy_neighbor URL KEY CLIENTS PAUSE [FILE]` reads JSON
+[[path, body], ...] from standard input and sends them, each client one after another, until it is killed. FILE gets a
+line for each response: its status, and the message of an error.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tests.support.paths import ROOT
@@ -45,6 +47,10 @@ class Load:
     key: str
     requests: Sequence[tuple[str, Any]]
     clients: int
+    pause: float = 0.0
+    """Seconds between two requests of a client."""
+    outcomes: Path | None = None
+    """File to which a line for each response is appended: its status, and the message of an error."""
 
 
 def cost(victim: Callable[[], float], load: Load, *, rounds: int, each: int) -> Cost:
@@ -72,6 +78,7 @@ def _wait_until_quiet(victim: Callable[[], float], alone: float, seconds: float 
 def running(load: Load, warm_up: float = 0.5) -> Iterator[None]:
     """The attacker, as a process of its own."""
     command = [sys.executable, "-m", "tests.support.load.noisy_neighbor", load.url, load.key, str(load.clients)]
+    command += [str(load.pause), *([str(load.outcomes)] if load.outcomes else [])]
     process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin and process.stdout
     try:
@@ -87,7 +94,7 @@ def running(load: Load, warm_up: float = 0.5) -> Iterator[None]:
         process.stdout.close()
 
 
-def _attack(url: str, key: str, requests: Sequence[tuple[str, bytes]]) -> None:
+def _attack(url: str, key: str, requests: Sequence[tuple[str, bytes]], pause: float, outcomes: int | None) -> None:
     address = url.removeprefix("http://")
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     connection = http.client.HTTPConnection(address, timeout=300)
@@ -97,17 +104,27 @@ def _attack(url: str, key: str, requests: Sequence[tuple[str, bytes]]) -> None:
             if not i:
                 os.write(1, b"sent\n")
             response = connection.getresponse()
-            while response.read(1 << 16):
-                pass
-            if response.status == 503:
-                time.sleep(0.05)  # a client that ignores Retry-After, but is no flood
+            end = b""
+            while part := response.read(1 << 16):
+                end = part
+            if outcomes is not None:
+                message = "" if response.status == 200 else json.loads(end)["error"]["message"]
+                os.write(outcomes, f"{response.status} {message}\n".encode())
+            # A client that ignores Retry-After, but is no flood.
+            time.sleep(max(pause, 0.05 if response.status == 503 else 0.0))
         except OSError:
             connection.close()
 
 
-if __name__ == "__main__":
+def _main(url: str, key: str, clients: int, pause: float, outcomes: str | None = None) -> None:
     sent = [(path, json.dumps(body).encode()) for path, body in json.loads(sys.stdin.read())]
-    for client in range(int(sys.argv[3])):
+    file = os.open(outcomes, os.O_WRONLY | os.O_APPEND | os.O_CREAT) if outcomes else None
+    for client in range(clients):
         first = client % len(sent)
-        threading.Thread(target=_attack, args=(*sys.argv[1:3], sent[first:] + sent[:first])).start()
+        arguments = (url, key, sent[first:] + sent[:first], pause, file)
+        threading.Thread(target=_attack, args=arguments).start()
     threading.Event().wait()
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:3], int(sys.argv[3]), float(sys.argv[4]), *sys.argv[5:])
