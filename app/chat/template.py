@@ -1,4 +1,7 @@
-"""Renders chat messages to a prompt with the weights' chat template."""
+"""Renders chat messages to a prompt with the weights' chat template.
+
+Jinja runs in a worker process (app/chat/template_worker.py), which gets a RenderJob and returns a RenderResult.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,31 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from app.access.tenant_queue import WorkAccount
-from app.chat.messages import RenderJob, RenderResult
 from app.common.errors import InvalidRequest
 from app.sandbox.sandbox import SandboxKilled, SandboxPool
 from model.checkpoint.tensor_index import ChatTemplateFile, read_chat_template
 from model.files import one_line
 
 _SECONDS = 5.0
+
+
+class RenderJob(Struct):
+    """A request to the worker: the template, and the variables to render it with."""
+
+    source: str
+    variables: dict[str, Any]
+
+
+class RenderResult(Struct):
+    """The worker's response: the rendered text, or an error."""
+
+    text: str = ""
+    error: str = ""
+
+
 _decoder = msgspec.msgpack.Decoder(RenderResult)
 
 

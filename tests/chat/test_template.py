@@ -12,8 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from app.__main__ import main
 from app.access.tenant_queue import WorkAccount
-from app.chat.messages import RenderJob
-from app.chat.template import ChatTemplate
+from app.chat.template import ChatTemplate, RenderJob
 from app.chat.template_worker import render
 from app.common.errors import InvalidRequest
 from model.checkpoint.tensor_index import ChatTemplateFile, read_chat_template

@@ -23,7 +23,7 @@ from typing import Any
 import httpx
 import pytest
 
-from app.chat.messages import RenderJob
+from app.chat.template import RenderJob
 from app.chat.template_worker import render
 from app.engine.scheduling.block_allocator import BlockPool
 from tests.support.keyed_server import exchange, line_of, raw, request_lines, status_of
