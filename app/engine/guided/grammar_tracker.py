@@ -191,7 +191,7 @@ def _bits(ids: Items[int], size: int) -> Tensor:
 _STEP_SECONDS, _SHARED_STEP_SECONDS = 0.002, 0.0005
 """Time that a step may spend on masks of its rows that are not ready when it needs them: less if it computes rows of
 several tenants."""
-_SHARED_MASKS = 4
+_SHARED_MASKS = 1
 """In steps of several tenants, a tenant with more guided rows than this gets its masks from the threads alone, and its
 rows sit out until then: no other tenant's next token waits for them."""
 _LOST_SHARE = 0.02
@@ -271,7 +271,8 @@ class GrammarTracker:
         guided = [state for state in states if state]
         is_shared = len({sequence.request.cache_namespace for sequence in sequences}) > 1
         counts = Counter(state.request.cache_namespace for state in self._states.values()) if is_shared else Counter()
-        self._background = {tenant for tenant, count in counts.items() if count > _SHARED_MASKS}
+        in_step = is_armed("engine.masks_in_step")
+        self._background = {tenant for tenant, count in counts.items() if count > _SHARED_MASKS and not in_step}
         self._wait_for(guided, _SHARED_STEP_SECONDS if is_shared else _STEP_SECONDS)
         self._masks.read([state for state in guided if not state.is_pending and state.outcome is None])
         return [self._outcome(state) if state else None for state in states]
