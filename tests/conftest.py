@@ -23,13 +23,14 @@ from hypothesis import HealthCheck, settings
 from app.engine.cpu.toolchain.builder import find_or_build
 from app.engine.cpu.toolchain.cpu_target import BuildError, UnsupportedCpu
 from app.engine.cpu.toolchain.library_cache import ABI
+from app.engine.guided import grammar_workers
 from app.engine.sampling.sampler import sample as torch_sample
+from tests.support import ROOT
 from tests.support.engine.native_sampler import Sample, native_sample
 from tests.support.engine.native_sampler import compiled as compiled_sampler
 from tests.support.fake_compiler import compiled
 from tests.support.longest_files import LONGEST
 from tests.support.model.tiny_models import TEXT, WAY, tiny_weights
-from tests.support.paths import ROOT
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, forbid_servers, own_servers, start_server, stop_server
 
@@ -74,7 +75,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The two markers of ours."""
+    """Registers the markers, and forbids services in a fast run."""
     config.addinivalue_line("markers", "timed: holds seconds against a floor, and is run when all others have ended")
     config.addinivalue_line("markers", "slow: starts a service, a compiler or a training run, or takes seconds")
     if config.getoption("--fast"):
@@ -232,3 +233,9 @@ def _with_threads(count: int) -> Iterator[None]:
     torch.set_num_threads(count)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _grammar_threads_of_ordinary_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While other tests keep all cores busy, threads of the lowest priority would compute next to nothing."""
+    monkeypatch.setattr(grammar_workers, "_NICE", 0)

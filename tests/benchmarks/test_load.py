@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.load import LoadResult, UnreachableError, main, run
 from benchmarks.load_plan import LoadPlan
-from tests.support.paths import ROOT
+from tests.support import ROOT
 
 T = TypeVar("T")
 Answer = Callable[[asyncio.StreamWriter, dict[str, Any]], Awaitable[None]]

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.paths import ROOT
+from tests.support import ROOT
 
 pytestmark = pytest.mark.slow
 

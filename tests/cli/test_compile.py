@@ -17,8 +17,8 @@ import pytest
 
 from app.engine.cpu.toolchain.cpu_target import X86_LEVELS, this_level
 from app.engine.cpu.toolchain.library_cache import SOURCE, BuildRecipe
+from tests.support import ROOT
 from tests.support.fake_compiler import FakeCompiler, fake_compiler
-from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.slow
 

@@ -24,8 +24,8 @@ import pytest
 from app.__main__ import main
 from app.api.native.routes import CompleteRequest
 from app.cli.complete import add_flags, given_fields
+from tests.support import ROOT
 from tests.support.completion_client import whole
-from tests.support.paths import ROOT
 from tests.support.servers import Server
 
 DONE = {"choices": [{"index": 0, "finish_reason": "stop", "stop_reason": None}]}

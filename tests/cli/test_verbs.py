@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.paths import ROOT
+from tests.support import ROOT
 from tests.support.servers import Server
 
 pytestmark = pytest.mark.slow

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.paths import ROOT
+from tests.support import ROOT
 from tests.support.servers import Server, start_server, stop_server
 
 HERE = Path(__file__).parent

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.clients.run import Client, Services, read_clients, run
-from tests.support.paths import ROOT
+from tests.support import ROOT
 
 WEIGHTS = ROOT / "weights"
 SCRIPTS = ROOT / "tests/clients"

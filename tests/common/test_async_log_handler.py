@@ -19,8 +19,8 @@ import httpx
 import pytest
 
 from app.common.logs import MAX_PENDING_LINES, AsyncLogHandler, open_nonblocking
+from tests.support import ROOT
 from tests.support.armed_faults import Faults
-from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.slow
 

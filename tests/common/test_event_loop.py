@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.support.paths import ROOT
+from tests.support import ROOT
 
 _PROGRAM = """
 import asyncio, signal, sys, threading

@@ -14,8 +14,8 @@ import pytest
 
 from app.common import fault_injection
 from app.common.fault_injection import InjectedFault, _FaultRegistry
+from tests.support import ROOT
 from tests.support.armed_faults import Faults
-from tests.support.paths import ROOT
 
 
 def _run(program: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:

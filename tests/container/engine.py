@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from tests.support.paths import ROOT
+from tests.support import ROOT
 
 PAGE = ROOT / "docs/deploy.md"
 DIRECT, NGINX, PROMETHEUS = "http://127.0.0.1:8000", "http://127.0.0.1:8080", "http://127.0.0.1:9090"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import ROOT
 from tests.support.model.tiny_models import tiny_weights
-from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.slow
 

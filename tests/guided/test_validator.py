@@ -20,7 +20,7 @@ from app.common.errors import EngineFailed, InvalidRequest
 from app.guided.grammar import grammar_from
 from app.guided.validator import MAX_JOBS, GrammarValidator
 from app.guided.validator_worker import explain
-from tests.support.paths import ROOT
+from tests.support import ROOT
 
 SLOW = {"anyOf": [{"type": "integer", "multipleOf": prime} for prime in (999983, 999979, 999961)]}
 """Tells multiples of large primes by their digits: as many states as the product has."""

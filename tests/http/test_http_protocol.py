@@ -15,9 +15,9 @@ import pytest
 import uvloop
 
 from app.http.http_protocol import HttpProtocol
+from tests.support import ROOT
 from tests.support.http.framing_harness import Harness
 from tests.support.http.raw_client import connect, error_of, get, post, read_all, status_of
-from tests.support.paths import ROOT
 from tests.support.servers import Server
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import ROOT
 from tests.support.page.browser import PATIENCE_MS, answer_with, generate, play, set_fields, start, wait_for
 from tests.support.page.sample_story import BEGINNING, ENDS, MIDDLE, MODEL, placed, run, scored
-from tests.support.paths import ROOT
 
 FOLDER = Path(os.environ.get("INKSTREAM_SCREENSHOTS") or ROOT / "build/screenshots")
 WIDE, NARROW = {"width": 1280, "height": 800}, {"width": 390, "height": 844}

@@ -15,10 +15,10 @@ import httpx
 import pytest
 
 from app.http.connection_limits import ensure_file_limit
+from tests.support import ROOT
 from tests.support.completion_client import whole
 from tests.support.http.raw_client import connect, error_of, get, post, read_all, read_answer, status_of
 from tests.support.http.socket_queues import has_read_all
-from tests.support.paths import ROOT
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, start_server, stop_server
 

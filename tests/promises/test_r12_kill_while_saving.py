@@ -16,9 +16,9 @@ import torch
 
 from model.train.training_checkpoint import load_snapshot
 from tests.promises.test_r18_disk_full import _save_run, _version_of_run
+from tests.support import ROOT
 from tests.support.disk_faults import Operations, kill, watched
 from tests.support.model.tiny_models import TEXT
-from tests.support.paths import ROOT
 from tests.support.promise_figures import Promise
 
 

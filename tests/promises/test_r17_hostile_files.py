@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.support import ROOT
 from tests.support.model.check_mutated_weights import GROWTH_MIB, SABOTAGE, SECONDS
-from tests.support.paths import ROOT
 from tests.support.promise_figures import Promise
 
 

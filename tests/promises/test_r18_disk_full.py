@@ -16,9 +16,9 @@ import torch
 from model.checkpoint.checkpoint import load, weights_files
 from model.files import CheckpointError, write_files
 from model.train.training_checkpoint import Position, load_snapshot, save_snapshot
+from tests.support import ROOT
 from tests.support.disk_faults import SPACE, Operations, no_space, watched
 from tests.support.model.tiny_models import TEXT, tiny_decoder
-from tests.support.paths import ROOT
 from tests.support.promise_figures import Promise
 
 CPU = torch.device("cpu")

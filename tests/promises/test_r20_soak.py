@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.support.paths import ROOT
+from tests.support import ROOT
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, is_clean, start_server, stop_server
 

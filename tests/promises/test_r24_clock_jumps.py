@@ -10,10 +10,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.support import ROOT
 from tests.support.http.raw_client import connect, error_of, get, post, read_answer, seconds_until_close, status_of
 from tests.support.load.concurrent_streams import Background, read_streams
 from tests.support.model.tiny_models import tiny_weights
-from tests.support.paths import ROOT
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, start_server, stop_server
 

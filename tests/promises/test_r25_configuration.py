@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 
 from app.cli.serve import flag
 from app.common.settings import Settings
-from tests.support.paths import ROOT
+from tests.support import ROOT
 from tests.support.promise_figures import Promise
 
 DIGITS = "9" * 5000

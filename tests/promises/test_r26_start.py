@@ -16,7 +16,7 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.paths import ROOT
+from tests.support import ROOT
 from tests.support.promise_figures import Promise
 
 LIVE, READY = 4.0, 15.0

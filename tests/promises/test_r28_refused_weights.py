@@ -22,9 +22,9 @@ import pytest
 
 from app.cli import check
 from app.serving.service import FAILURES, RECHECK_SECONDS
+from tests.support import ROOT
 from tests.support.armed_faults import Faults
 from tests.support.model.bad_weights import BAD, KV_BLOCKS, bad_weights, good_weights
-from tests.support.paths import ROOT
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, start_server, stop_server
 

@@ -20,8 +20,8 @@ import pytest
 from app.access import api_keys as keys_module
 from app.access.api_keys import MAX_KEYS, ApiKeys, KeyFileError, add_key, new_key, read_keys, revoke_key, stored
 from app.access.rate_limiter import RateLimits
+from tests.support import ROOT
 from tests.support.keyed_server import Keyring, bearer, exchange, keyed_server, log_lines, raw, run_keys, status_of
-from tests.support.paths import ROOT
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, stop_server
 

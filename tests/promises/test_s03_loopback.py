@@ -12,8 +12,8 @@ import pytest
 
 from app.cli.serve import main as serve_verb
 from app.common import logs
+from tests.support import ROOT
 from tests.support.keyed_server import Keyring, keyed_server
-from tests.support.paths import ROOT
 from tests.support.promise_figures import Promise
 from tests.support.servers import start_server, stop_server
 

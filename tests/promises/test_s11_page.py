@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support import ROOT
 from tests.support.keyed_server import Keyring, keyed_server
 from tests.support.page.browser import chromium
-from tests.support.paths import ROOT
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, stop_server
 

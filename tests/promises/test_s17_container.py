@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.paths import ROOT
+from tests.support import ROOT
 from tests.support.promise_figures import Promise
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text()

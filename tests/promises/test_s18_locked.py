@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.paths import ROOT
+from tests.support import ROOT
 from tests.support.promise_figures import Promise
 from tests.tools.lock import DEVELOPMENT, SERVING, locked, pins, serving
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.support.paths import ROOT
+from tests.support import ROOT
 from tests.support.promise_figures import Promise
 
 PAGE = (ROOT / "SECURITY.md").read_text()

@@ -26,8 +26,8 @@ import pytest
 from app.chat.template import RenderJob
 from app.chat.template_worker import render
 from app.engine.scheduling.block_allocator import BlockPool
+from tests.support import ROOT
 from tests.support.keyed_server import exchange, line_of, raw, request_lines, status_of
-from tests.support.paths import ROOT
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, start_server, stop_server
 

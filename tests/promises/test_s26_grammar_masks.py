@@ -15,11 +15,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.support import ROOT
 from tests.support.armed_faults import Faults
 from tests.support.engine.grammar_corpus import BOMBS, Guided
 from tests.support.keyed_server import Keyring, is_alive, keyed_server
 from tests.support.load.noisy_neighbor import Load, running
-from tests.support.paths import ROOT
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server
 

@@ -22,10 +22,10 @@ import pytest
 from tokenizers import Regex, pre_tokenizers
 
 from model.tokenizer.regexes import LINEAR_PATTERNS, attacks
+from tests.support import ROOT
 from tests.support.armed_faults import Faults
 from tests.support.load import open_loop
 from tests.support.load.open_loop import Plan
-from tests.support.paths import ROOT
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, start_server
 

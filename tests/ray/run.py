@@ -15,7 +15,7 @@ import httpx
 
 from tests.ray.cluster import URL, TwoNodes, samples, servers, settings_of_the_test, wait_until
 from tests.ray.visitors import BODY, Clients, Visit
-from tests.support.paths import ROOT
+from tests.support import ROOT
 
 _MOST_SECONDS = 180.0
 

@@ -9,7 +9,7 @@ import sys
 import psutil
 import pytest
 
-from tests.support.paths import ROOT
+from tests.support import ROOT
 
 GUARD = [sys.executable, "-m", "tests.ray.guard"]
 HANGS = """

@@ -13,7 +13,7 @@ import pytest
 
 from app.common.ipc import Down, Up
 from tests.repository.test_import_rules import _layers
-from tests.support.paths import ROOT
+from tests.support import ROOT
 from tests.tools.repository_metrics import imported_modules, module_of, package_edges, product_files
 
 DOCS = ROOT / "docs"

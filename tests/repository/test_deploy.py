@@ -13,7 +13,7 @@ import yaml
 
 from app.api.health import router
 from app.common.settings import Settings
-from tests.support.paths import ROOT
+from tests.support import ROOT
 from tests.support.servers import Server
 
 KUBERNETES = ROOT / "deploy/kubernetes"

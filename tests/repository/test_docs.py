@@ -12,9 +12,9 @@ from app.api.native.routes import CompleteRequest
 from app.common.settings import Settings
 from model.nn.transformer import Decoder
 from model.presets import PRESET_NAMES, preset
+from tests.support import ROOT
 from tests.support.completion_client import parse_events, whole
 from tests.support.nodejs import NODE
-from tests.support.paths import ROOT
 from tests.support.servers import Server
 
 README = (ROOT / "README.md").read_text()

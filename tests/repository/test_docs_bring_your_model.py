@@ -24,8 +24,8 @@ from model.families.registry import SUPPORTED, read_config
 from model.nn.reference import logits
 from model.nn.transformer import Decoder
 from model.presets import preset
+from tests.support import ROOT
 from tests.support.completion_client import whole
-from tests.support.paths import ROOT
 from tests.support.servers import start_server, stop_server
 
 pytestmark = pytest.mark.slow

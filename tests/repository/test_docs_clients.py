@@ -9,8 +9,8 @@ import sys
 import httpx
 import pytest
 
+from tests.support import ROOT
 from tests.support.nodejs import NODE
-from tests.support.paths import ROOT
 from tests.support.servers import Server
 
 pytestmark = pytest.mark.slow

@@ -17,9 +17,9 @@ from app.__main__ import main as inkstream
 from model.presets import SIZES
 from model.train.__main__ import main as train
 from model.train.setup.options import parse
+from tests.support import ROOT
 from tests.support.model.tiny_models import TEXT, tiny_weights
 from tests.support.model.training_runs import shorten_samples
-from tests.support.paths import ROOT
 from tests.support.servers import Server, start_server, stop_server
 
 pytestmark = pytest.mark.slow

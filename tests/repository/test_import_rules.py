@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import ROOT
 from tests.support.longest_files import LONGEST
-from tests.support.paths import ROOT
 from tests.tools.repository_metrics import (
     colliding_classes,
     folder_sizes,

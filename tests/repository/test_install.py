@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.paths import ROOT
+from tests.support import ROOT
 
 WITHOUT_PIP = "#!/bin/sh\nexit 1\n"
 WITH_PIP = "#!/bin/sh\nexit 0\n"

@@ -18,7 +18,7 @@ import pytest
 from app.access.rate_limiter import RateLimits
 from app.api.native.routes import CompleteRequest
 from app.common.settings import Settings
-from tests.support.paths import ROOT
+from tests.support import ROOT
 
 pytestmark = pytest.mark.slow
 

@@ -25,7 +25,7 @@ from tests.redteam.http_client import MalformedAnswer, parse_answers
 from tests.redteam.service import leaks_in
 from tests.redteam.starvation import GrammarGenerator
 from tests.redteam.weights_files import KINDS, TensorFile
-from tests.support.paths import ROOT
+from tests.support import ROOT
 
 pytestmark = pytest.mark.slow
 

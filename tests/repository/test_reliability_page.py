@@ -22,7 +22,7 @@ from tests.promises.report import (
     render,
     sentence,
 )
-from tests.support.paths import ROOT
+from tests.support import ROOT
 from tests.support.promise_figures import Figure, Promise
 
 FIGURE = Figure(

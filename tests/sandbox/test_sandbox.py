@@ -13,7 +13,7 @@ import pytest
 
 from app.access.tenant_queue import Busy, WorkAccount
 from app.sandbox.sandbox import SandboxKilled, SandboxPool
-from tests.support.paths import ROOT
+from tests.support import ROOT
 
 
 @pytest.fixture(autouse=True)

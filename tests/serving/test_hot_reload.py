@@ -30,8 +30,8 @@ from app.serving.weights_snapshot import take_fingerprint, what_is_missing, with
 from app.tokenization.text_encoder import TokenizerPool
 from model.checkpoint.manifest import MANIFEST_FILE, manifest_file
 from model.files import write_files
+from tests.support import ROOT
 from tests.support.completion_client import chunks, whole
-from tests.support.paths import ROOT
 from tests.support.servers import Server
 
 

@@ -17,10 +17,10 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support import ROOT
 from tests.support.armed_faults import Faults
 from tests.support.completion_client import parse_events, stream, text_of, whole
 from tests.support.model.tiny_models import tiny_weights
-from tests.support.paths import ROOT
 from tests.support.servers import Server, is_clean, start_server, stop_server
 
 pytestmark = pytest.mark.slow

@@ -1,1 +1,6 @@
 """Helpers of the tests."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+"""The repository."""

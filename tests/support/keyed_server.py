@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 
 from app.access.api_keys import add_key, new_key, revoke_key, stored
-from tests.support.paths import ROOT
+from tests.support import ROOT
 from tests.support.servers import Server, start_server
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from tests.support.paths import ROOT
+from tests.support import ROOT
 
 RESULTS = Path(os.environ.get("PROMISES_RESULTS", ROOT / "build/promises"))
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.support.paths import ROOT
+from tests.support import ROOT
 
 
 @dataclass(frozen=True, slots=True)

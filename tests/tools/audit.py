@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.support.paths import ROOT
+from tests.support import ROOT
 
 _SECONDS = 60
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.support.paths import ROOT
+from tests.support import ROOT
 
 SERVING, DEVELOPMENT = ROOT / "requirements.lock", ROOT / "requirements-dev.lock"
 _HEAD = {

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.support.paths import ROOT
+from tests.support import ROOT
 
 PRODUCT = ("app", "model")
 

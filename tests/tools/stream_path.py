@@ -18,7 +18,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from tests.support.paths import ROOT
+from tests.support import ROOT
 
 HOOK = """
 import os, sys, threading, time

@@ -16,8 +16,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.support import ROOT
 from tests.support.nodejs import NODE
-from tests.support.paths import ROOT
 from tests.support.servers import Server
 
 if NODE is None or shutil.which("curl") is None:

@@ -189,11 +189,11 @@ def _bits(ids: Items[int], size: int) -> Tensor:
 
 
 _STEP_SECONDS, _SHARED_STEP_SECONDS = 0.002, 0.0005
-"""Time that a step may spend on masks of its rows that are not ready when it needs them: less if it computes rows of
-several tenants."""
+"""Time that a step may spend on masks of its rows that are not ready when it needs them: less while several tenants
+share the engine."""
 _SHARED_MASKS = 1
-"""In steps of several tenants, a tenant with more guided rows than this gets its masks from the threads alone, and its
-rows sit out until then: no other tenant's next token waits for them."""
+"""While several tenants share the engine, one with more guided requests than this gets its masks from the threads
+alone, and its rows sit out until then: no other tenant's next token waits for them."""
 _LOST_SHARE = 0.02
 """Share of time that steps may lose to overruns and timeouts; after losing more, they stop waiting for a while."""
 _REPORT_SECONDS = 0.01
@@ -252,7 +252,11 @@ class GrammarTracker:
         state = self._states.get(sequence.request.id)
         if state is None or not state.is_pending:
             return False
-        return state.is_slow or state.is_late or self._is_in_background(state)
+        if self._is_in_background(state):
+            assert state.job
+            self._workers.submit(state.job)  # it was left to a step that the sequence sits out
+            return True
+        return state.is_slow or state.is_late
 
     def wait(self, seconds: float) -> None:
         """Waits for the next mask; called while the engine is otherwise idle."""
@@ -269,11 +273,8 @@ class GrammarTracker:
         while len(self._states) > max(self._max_states, len(sequences)):
             self._release(self._states.popitem(last=False)[1])
         guided = [state for state in states if state]
-        is_shared = len({sequence.request.cache_namespace for sequence in sequences}) > 1
-        counts = Counter(state.request.cache_namespace for state in self._states.values()) if is_shared else Counter()
-        in_step = is_armed("engine.masks_in_step")
-        self._background = {tenant for tenant, count in counts.items() if count > _SHARED_MASKS and not in_step}
-        if in_step:
+        is_shared = self._share_steps({sequence.request.cache_namespace for sequence in sequences})
+        if is_armed("engine.masks_in_step"):
             self._run_in_step(guided)
         self._wait_for(guided, _SHARED_STEP_SECONDS if is_shared else _STEP_SECONDS)
         self._masks.read([state for state in guided if not state.is_pending and state.outcome is None])
@@ -320,11 +321,22 @@ class GrammarTracker:
         if is_compile or state.is_slow or self._is_in_background(state) or self._workers.n_spare_cores:
             self._workers.submit(state.job)
 
+    def _share_steps(self, tenants: set[str]) -> bool:
+        """Whether several tenants share the engine: those of a step, and those whose rows sit it out.
+
+        Decides whose masks are computed in the background.
+        """
+        n_guided = Counter(state.request.cache_namespace for state in self._states.values())
+        is_shared = len(tenants | set(n_guided)) > 1
+        self._background = {tenant for tenant, n in n_guided.items() if is_shared and n > _SHARED_MASKS}
+        return is_shared
+
     def _is_in_background(self, state: GrammarState) -> bool:
         return state.request.cache_namespace in self._background
 
     def _run_in_step(self, states: Items[GrammarState]) -> None:
-        """Waits for every mask, as a test's positive control asks for."""
+        """Lets the step wait for every mask, for the positive control of a test."""
+        self._background.clear()
         for job in [state.job for state in states if state.job]:
             self._workers.submit(job)
             self._workers.wait([job], 60)

@@ -17,7 +17,7 @@ from benchmarks.gpu.packages import WheelsError, install, missing
 from benchmarks.gpu.results import Finding, StageContext
 from benchmarks.gpu.stages import NAMES, STAGES, choose
 from benchmarks.gpu.subprocess_stage import run_in_subprocess
-from tests.support.paths import ROOT
+from tests.support import ROOT
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from app.engine.worker_loop import heartbeat
 from app.engine_client.client import EngineClient
 from app.engine_client.engine_pool import EnginePool
 from app.engine_client.fair_queue import FairQueue, QueueLimits
-from tests.support.paths import ROOT
+from tests.support import ROOT
 
 
 def test_a_heart_beats_from_beginning_to_end_and_no_longer() -> None:

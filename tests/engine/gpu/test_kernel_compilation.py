@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from app.engine.gpu.kernels.interface import attention_bytes, attention_fits, attention_launch, padded_dim
+from tests.support import ROOT
 from tests.support.gpu.kernel_backends import needs_triton
-from tests.support.paths import ROOT
 
 SHARED_MEMORY = 227 << 10
 """Bytes that a program may have on sm_90."""

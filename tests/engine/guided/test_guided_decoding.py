@@ -404,48 +404,92 @@ def test_every_kind_of_tokenizer_writes_what_the_guide_says(kind: str) -> None:
     assert re.fullmatch(regex, tokenizer.decode(sequence.tokens[1:]))
 
 
-def test_in_shared_steps_a_tenant_with_many_guided_rows_sits_out_until_its_masks_are_ready() -> None:
-    tracker = _tracker(most=16)
-    many = [_guided_sequence(f"m{i}", "many") for i in range(6)]
-    few = [_guided_sequence("f", "few")]
-    tracker.allowed([*many, *few])
-    tracker._workers = _StoppedWorkers()  # type: ignore[assignment]
-    for state in tracker._states.values():
-        state.is_slow = False  # whatever this machine took for the first mask
-    for sequences, waits in ((many, True), (few, False)):
-        for sequence in sequences:
-            tracker.accept_tokens([sequence], [SampledToken(TOKENIZER.encode("a")[0])])
-            assert tracker.must_wait(sequence) is waits
-    tracker.allowed([])
-    tracker.allowed(many)  # one tenant alone: its cheap masks are computed in the step
-    assert not tracker._is_in_background(tracker._states["m0"])
+@pytest.mark.parametrize("others", ["a guided one", "an unguided one"])
+def test_while_tenants_share_the_engine_the_rows_of_a_crowd_sit_out_until_their_masks_are_ready(others: str) -> None:
+    tracker, workers = _tracker(most=16), _ManualWorkers()
+    tracker._workers = workers  # type: ignore[assignment]
+    crowd = [_sequence(f"crowd {i}", "crowd") for i in range(6)]
+    other = _sequence("other", "other", guided=others == "a guided one")
+    _start(tracker, workers, [*crowd, other])
+    tracker.accept_tokens([*crowd, other], [SampledToken(_A)] * 7)
+    assert [tracker.must_wait(sequence) for sequence in crowd] == [True] * 6
+    assert not tracker.must_wait(other), "the mask of a single row is cheap enough for the step"
+    # A step without the crowd changes nothing: its rows only sit out.
+    tracker.allowed([other])
+    assert [tracker.must_wait(sequence) for sequence in crowd] == [True] * 6
+    workers.run_queued()
+    assert [tracker.must_wait(sequence) for sequence in crowd] == [False] * 6
 
 
-class _StoppedWorkers:
-    """Takes jobs and runs none."""
+def test_a_mask_that_was_left_to_a_step_is_computed_when_its_row_sits_out() -> None:
+    """Otherwise the row would wait for a mask that no thread computes."""
+    tracker, workers = _tracker(most=16), _ManualWorkers()
+    tracker._workers = workers  # type: ignore[assignment]
+    crowd = [_sequence(f"crowd {i}", "crowd") for i in range(3)]
+    _start(tracker, workers, crowd)
+    tracker.accept_tokens(crowd, [SampledToken(_A)] * 3)
+    assert not workers.queued, "a tenant alone computes cheap masks in its steps"
+    other = _sequence("other", "other", guided=False)
+    tracker.allowed([*crowd[:2], other])
+    assert tracker.must_wait(crowd[2])
+    workers.run_queued()
+    assert not tracker.must_wait(crowd[2])
+
+
+_A = TOKENIZER.encode("a")[0]
+
+
+class _ManualWorkers:
+    """Runs what was submitted when a test says so."""
 
     n_spare_cores = 0
 
+    def __init__(self) -> None:
+        self.queued: list[Job] = []
+
     def submit(self, job: Job) -> None:
-        job.is_queued = True
+        if job not in self.queued:
+            self.queued.append(job)
+
+    def run_queued(self) -> None:
+        while self.queued:
+            self._run(self.queued.pop())
+
+    def run_here(self, job: Job) -> None:
+        self._run(job)
 
     def cancel(self, _job: Job) -> bool:
         return True
 
-    def run_here(self, _job: Job) -> None: ...
-
     def wait(self, _jobs: object, _seconds: float) -> None: ...
 
+    def _run(self, job: Job) -> None:
+        job.work()
+        job.done = True
 
-def _guided_sequence(name: str, namespace: str) -> EngineSequence:
-    grammar = grammar_from("regex", "a*")
-    assert grammar
-    prompt = tuple(TOKENIZER.encode("x"))
-    params = SamplingParams(seed=0)
+
+def _sequence(name: str, namespace: str, *, guided: bool = True) -> EngineSequence:
+    grammar = grammar_from("regex", "a*") if guided else None
     request = Request(
-        id=name, prompt=prompt, max_tokens=9, params=params, grammar=grammar.lark, cache_namespace=namespace
+        id=name,
+        prompt=tuple(TOKENIZER.encode("x")),
+        max_tokens=9,
+        params=SamplingParams(seed=0),
+        grammar=grammar.lark if grammar else "",
+        cache_namespace=namespace,
     )
-    return EngineSequence(request=request, tokens=[*prompt], arrival=0)
+    return EngineSequence(request=request, tokens=[*request.prompt], arrival=0)
+
+
+def _start(tracker: GrammarTracker, workers: _ManualWorkers, sequences: Sequence[EngineSequence]) -> None:
+    """First masks; cheap, whatever this machine took for them."""
+    for sequence in sequences:
+        if sequence.request.grammar:
+            tracker.prepare(sequence.request)
+    workers.run_queued()
+    tracker.allowed(sequences)
+    for state in tracker._states.values():
+        state.is_slow = False
 
 
 def test_masks_of_tenants_are_computed_in_turns() -> None:

@@ -14,8 +14,8 @@ from model.checkpoint.checkpoint import load
 from model.checkpoint.golden import GOLDEN_FILE, as_stored, golden_file, verify
 from model.files import CheckpointError
 from model.nn.transformer import Decoder
+from tests.support import ROOT
 from tests.support.model.tiny_models import tiny_config, tiny_decoder
-from tests.support.paths import ROOT
 
 PROMPT = [5, 9, 200, 31, 7]
 

@@ -11,7 +11,7 @@ import pytest
 
 from model.checkpoint.manifest import MANIFEST_FILE, check_manifest, manifest_file
 from model.files import CheckpointError, sha256, write_files
-from tests.support.paths import ROOT
+from tests.support import ROOT
 
 FILES = {"config.json": b"{}", "model.safetensors": b"abc"}
 

@@ -12,9 +12,9 @@ import pytest
 from model.checkpoint.checkpoint import load_config
 from model.files import CheckpointError
 from model.train.training_checkpoint import load_snapshot, newest_snapshot
+from tests.support import ROOT
 from tests.support.disk_faults import SPACE, Operations, no_space, watched
 from tests.support.model.training_runs import EXACT, SMALL, TINY, signal_after, state_of, train, train_until
-from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.slow
 

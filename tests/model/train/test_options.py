@@ -12,7 +12,7 @@ import pytest
 
 from model.command_line import language, license_id, positive_int, small_fraction
 from model.train.setup.options import parse, parser
-from tests.support.paths import ROOT
+from tests.support import ROOT
 
 NO_DEFAULT = {"out", "data", "pairs", "unseen", "init", "max_minutes", "tokens", "about", "license", "language", "help"}
 

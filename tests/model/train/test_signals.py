@@ -15,6 +15,7 @@ from torch import Tensor
 from model.train.data.batch import Batch
 from model.train.loop import Loop
 from model.train.training_checkpoint import load_snapshot
+from tests.support import ROOT
 from tests.support.model.training_runs import (
     EXACT,
     SMALL,
@@ -26,7 +27,6 @@ from tests.support.model.training_runs import (
     train_until,
     weights_of,
 )
-from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from app.engine.cpu.sampler import NativeSampler
 from app.engine.sampling.sampler_io import SampledToken, SamplingInput
-from tests.support.paths import ROOT
+from tests.support import ROOT
 
 Sample = Callable[[Tensor, Items[SamplingInput]], list[SampledToken]]
 

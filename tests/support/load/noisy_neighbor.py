@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.paths import ROOT
+from tests.support import ROOT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from msgspec import Struct
 
 from app.common import event_loop
 from benchmarks.concurrency import percentile
-from tests.support.paths import ROOT
+from tests.support import ROOT
 
 _TOKEN, _DONE, _ERROR = b"event: token\n", b"event: done\n", b"event: error\n"
 _CARRY = max(map(len, (_TOKEN, _DONE, _ERROR))) - 1

@@ -16,7 +16,7 @@ import pytest
 from model.train.reporting.metrics_log import MetricsLog, TensorBoardLog, read_records
 from model.train.reporting.progress import Progress, RateTracker, RunInfo
 from model.train.reporting.report import Report
-from tests.support.paths import ROOT
+from tests.support import ROOT
 
 OUTLINE = RunInfo(title="nano", measured="held-out", bytes_per_target=2.0, rates={"lr": 0.004, "matrix_lr": 0.02})
 

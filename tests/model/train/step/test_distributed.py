@@ -21,8 +21,8 @@ import torch
 from model.train.data.batch import Batch
 from model.train.data.sources import DataError
 from model.train.step.distributed import ProcessGroup, join
+from tests.support import ROOT
 from tests.support.model.training_runs import EXACT, SMALL, TINY, state_of, train, weights_of
-from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")]
 FLAGS = [*TINY, *EXACT, "--warm-up", "2", "--micro-windows", "1", "--ema", "0.9", "--optimizer", "adamw"]
