@@ -13,7 +13,7 @@ Shape legend: S rows, W words of 32 bits, one bit for each token of the model an
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
@@ -188,12 +188,9 @@ def _bits(ids: Items[int], size: int) -> Tensor:
     return (bits.view(-1, 32) << torch.arange(32)).sum(-1).to(torch.int32)
 
 
-_STEP_SECONDS, _SHARED_STEP_SECONDS = 0.002, 0.0005
+_STEP_SECONDS, _SHARED_STEP_SECONDS = 0.002, 0.001
 """Time that a step may spend on masks of its rows that are not ready when it needs them: less while several tenants
 share the engine."""
-_SHARED_MASKS = 1
-"""While several tenants share the engine, one with more guided requests than this gets its masks from the threads
-alone, and its rows sit out until then: no other tenant's next token waits for them."""
 _LOST_SHARE = 0.02
 """Share of time that steps may lose to overruns and timeouts; after losing more, they stop waiting for a while."""
 _REPORT_SECONDS = 0.01
@@ -324,11 +321,14 @@ class GrammarTracker:
     def _share_steps(self, tenants: set[str]) -> bool:
         """Whether several tenants share the engine: those of a step, and those whose rows sit it out.
 
-        Decides whose masks are computed in the background.
+        If so, a tenant whose masks cost more than a step may spend gets them from the threads alone, and its rows sit
+        out until then: no other tenant's next token waits for them.
         """
-        n_guided = Counter(state.request.cache_namespace for state in self._states.values())
-        is_shared = len(tenants | set(n_guided)) > 1
-        self._background = {tenant for tenant, n in n_guided.items() if is_shared and n > _SHARED_MASKS}
+        seconds: dict[str, float] = defaultdict(float)
+        for state in self._states.values():
+            seconds[state.request.cache_namespace] += 0.0 if state.is_slow else state.mask_seconds
+        is_shared = len(tenants | set(seconds)) > 1
+        self._background = {tenant for tenant, cost in seconds.items() if is_shared and cost > _SHARED_STEP_SECONDS}
         return is_shared
 
     def _is_in_background(self, state: GrammarState) -> bool:

@@ -405,15 +405,16 @@ def test_every_kind_of_tokenizer_writes_what_the_guide_says(kind: str) -> None:
 
 
 @pytest.mark.parametrize("others", ["a guided one", "an unguided one"])
-def test_while_tenants_share_the_engine_the_rows_of_a_crowd_sit_out_until_their_masks_are_ready(others: str) -> None:
+def test_while_tenants_share_the_engine_rows_sit_out_whose_masks_cost_more_than_a_step_may_spend(others: str) -> None:
     tracker, workers = _tracker(most=16), _ManualWorkers()
     tracker._workers = workers  # type: ignore[assignment]
     crowd = [_sequence(f"crowd {i}", "crowd") for i in range(6)]
     other = _sequence("other", "other", guided=others == "a guided one")
-    _start(tracker, workers, [*crowd, other])
+    _start(tracker, workers, [*crowd, other], mask_seconds=0.0003)
+    tracker.allowed([*crowd, other])
     tracker.accept_tokens([*crowd, other], [SampledToken(_A)] * 7)
     assert [tracker.must_wait(sequence) for sequence in crowd] == [True] * 6
-    assert not tracker.must_wait(other), "the mask of a single row is cheap enough for the step"
+    assert not tracker.must_wait(other), "its mask is cheap enough for the step"
     # A step without the crowd changes nothing: its rows only sit out.
     tracker.allowed([other])
     assert [tracker.must_wait(sequence) for sequence in crowd] == [True] * 6
@@ -430,7 +431,9 @@ def test_a_mask_that_was_left_to_a_step_is_computed_when_its_row_sits_out() -> N
     tracker.accept_tokens(crowd, [SampledToken(_A)] * 3)
     assert not workers.queued, "a tenant alone computes cheap masks in its steps"
     other = _sequence("other", "other", guided=False)
-    tracker.allowed([*crowd[:2], other])
+    for state in tracker._states.values():
+        state.mask_seconds = 0.0009
+    tracker.allowed([*crowd[:1], other])
     assert tracker.must_wait(crowd[2])
     workers.run_queued()
     assert not tracker.must_wait(crowd[2])
@@ -481,15 +484,17 @@ def _sequence(name: str, namespace: str, *, guided: bool = True) -> EngineSequen
     return EngineSequence(request=request, tokens=[*request.prompt], arrival=0)
 
 
-def _start(tracker: GrammarTracker, workers: _ManualWorkers, sequences: Sequence[EngineSequence]) -> None:
-    """First masks; cheap, whatever this machine took for them."""
+def _start(
+    tracker: GrammarTracker, workers: _ManualWorkers, sequences: Sequence[EngineSequence], mask_seconds: float = 0.0
+) -> None:
+    """First masks, as if they had taken `mask_seconds` of CPU each."""
     for sequence in sequences:
         if sequence.request.grammar:
             tracker.prepare(sequence.request)
     workers.run_queued()
     tracker.allowed(sequences)
     for state in tracker._states.values():
-        state.is_slow = False
+        state.is_slow, state.mask_seconds = False, mask_seconds
 
 
 def test_masks_of_tenants_are_computed_in_turns() -> None:
