@@ -9,7 +9,7 @@ import pytest
 from app.common.ipc import Cancel
 from app.common.types import RequestStarted, SampledEvent, StepReport
 from app.engine_client.supervisor import EngineStopped
-from tests.engine_client.test_engine_pool import PoolHarness, alone, in_loop
+from tests.support.engine_pool import PoolHarness, alone, in_loop
 
 LONG = 400
 
