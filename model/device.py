@@ -23,6 +23,25 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
+_ROW_INVARIANT = {"MKL_CBWR": "AUTO,STRICT", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
+"""Settings of torch's CPU libraries with which the bits of a product's row do not depend on the number of rows.
+
+On an Intel CPU (torch 2.13, AVX-512 with AMX), MKL adds float32 products of up to 13 rows, and those of two threads, in
+another order than those of more rows, but not in its strict reproducible mode. oneDNN's bfloat16 products on AMX tiles
+differ with 768 and more columns; on vectors they do not. See "Numerical Reproducibility" in oneMKL's developer guide.
+"""
+
+
+def use_row_invariant_products(cpu_info: Path = Path("/proc/cpuinfo")) -> None:
+    """Makes torch's products batch-invariant on Intel CPUs; elsewhere they are. Call it before the first product.
+
+    Keeps what the environment says already. Training does without: it needs the AMX tiles more than equal bits.
+    """
+    if any(line.split(":")[-1].strip() == "GenuineIntel" for line in _lines(str(cpu_info)) if "vendor_id" in line):
+        for name, value in _ROW_INVARIANT.items():
+            os.environ.setdefault(name, value)
+
+
 def free_memory(device: torch.device) -> int:
     """Free memory of the device in bytes; for a CPU, that of the machine or of the container, whichever is less."""
     if device.type == "cuda":

@@ -25,6 +25,7 @@ from app.engine.cpu.toolchain.cpu_target import BuildError, UnsupportedCpu
 from app.engine.cpu.toolchain.library_cache import ABI
 from app.engine.guided import grammar_workers
 from app.engine.sampling.sampler import sample as torch_sample
+from model.device import use_row_invariant_products
 from tests.support import ROOT
 from tests.support.engine.native_sampler import Sample, native_sample
 from tests.support.engine.native_sampler import compiled as compiled_sampler
@@ -37,6 +38,7 @@ from tests.support.servers import Server, forbid_servers, own_servers, start_ser
 # Triton looks when it is imported, which nothing above does. Without a GPU its kernels run in its interpreter.
 if find_spec("triton") and not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+use_row_invariant_products()  # as the engine process does, before the first product
 pytest_plugins = ["tests.support.page.browser"]
 
 TESTS = ROOT / "tests"

@@ -37,7 +37,7 @@ from app.engine.worker_loop import BuiltEngine, EngineStartError
 from model.checkpoint.checkpoint import Checkpoint, load
 from model.checkpoint.manifest import MANIFEST_FILE, check_manifest
 from model.config import ModelConfig
-from model.device import choose_device, choose_dtype, describe
+from model.device import choose_device, choose_dtype, describe, use_row_invariant_products
 from model.nn.transformer import Decoder
 from model.tokenizer.tokenizer import Tokenizer
 
@@ -56,6 +56,7 @@ def build_engine(
     read: load(), or a replacement by benchmarks whose weights are not in a file.
     """
     announce(LOADING_WEIGHTS)
+    use_row_invariant_products()
     with _as_start_error(f"{config.weights}: the weights do not fit into the free memory of the GPU"):
         if config.threads:
             torch.set_num_threads(config.threads)
