@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from typing import Any, NamedTuple, Protocol
 
 from app.common.logs import trace_of
@@ -178,8 +179,8 @@ _MASK_WAIT_SECONDS = 0.002
 class PendingMasks(Protocol):
     """Readiness of grammar masks; app/engine/guided/grammar_tracker.py implements it."""
 
-    def must_wait(self, sequence: Sequence, /) -> bool:
-        """Whether steps leave the sequence out until its mask is ready."""
+    def must_wait(self, sequences: Items[Sequence], /) -> list[bool]:
+        """Whether the next step leaves out each of the running sequences."""
         ...
 
     def wait(self, seconds: float, /) -> None:
@@ -261,10 +262,11 @@ class Engine:
         return self.scheduler.plan_ahead()
 
     def _mark_pending_masks(self) -> None:
-        """Marks the sequences that the next step leaves out."""
+        """Marks the sequences that the next step leaves out: their masks are late or cost too much."""
         if self._masks:
-            for sequence in self.scheduler.running:
-                sequence.waits_for_mask = bool(sequence.request.grammar) and self._masks.must_wait(sequence)
+            running = self.scheduler.running
+            for sequence, waits in zip(running, self._masks.must_wait(running), strict=True):
+                sequence.waits_for_mask = waits
 
     def _start(self, plan: BatchPlan, announce: Announce) -> _NextStep:
         if plan.started:

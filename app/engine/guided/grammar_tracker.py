@@ -244,16 +244,22 @@ class GrammarTracker:
         work, self._work = tuple(self._work.items()), {}
         return work
 
-    def must_wait(self, sequence: Sequence) -> bool:
-        """Whether the sequence's mask is late or likely to be, so that steps skip the sequence until it is ready."""
-        state = self._states.get(sequence.request.id)
-        if state is None or not state.is_pending:
-            return False
-        if self._is_in_background(state):
-            assert state.job
-            self._workers.submit(state.job)  # it was left to a step that the sequence sits out
-            return True
-        return state.is_slow or state.is_late
+    def must_wait(self, sequences: Items[Sequence]) -> list[bool]:
+        """Whether the next step leaves out each sequence: its mask is late or likely to be, or its turn is later.
+
+        A step takes no more rows of a tenant whose masks come from the threads than cost them a shared step's time, the
+        least recently sampled first: costly grammars fill no batch in which other tenants wait for their tokens.
+        """
+        states = {sequence.request.id: self._states.get(sequence.request.id) for sequence in sequences}
+        waits = {request_id for request_id, state in states.items() if state and self._is_left_out(state)}
+        seconds: dict[str, float] = defaultdict(float)
+        for request_id, state in self._states.items():  # the least recently sampled first
+            if request_id in states and request_id not in waits and self._is_in_background(state):
+                tenant = state.request.cache_namespace
+                if seconds[tenant] >= _SHARED_STEP_SECONDS:
+                    waits.add(request_id)
+                seconds[tenant] += state.mask_seconds
+        return [sequence.request.id in waits for sequence in sequences]
 
     def wait(self, seconds: float) -> None:
         """Waits for the next mask; called while the engine is otherwise idle."""
@@ -330,6 +336,15 @@ class GrammarTracker:
         is_shared = len(tenants | set(seconds)) > 1
         self._background = {tenant for tenant, cost in seconds.items() if is_shared and cost > _SHARED_STEP_SECONDS}
         return is_shared
+
+    def _is_left_out(self, state: GrammarState) -> bool:
+        if not state.is_pending:
+            return False
+        if self._is_in_background(state):
+            assert state.job
+            self._workers.submit(state.job)  # it was left to a step that the row sits out
+            return True
+        return state.is_slow or state.is_late
 
     def _is_in_background(self, state: GrammarState) -> bool:
         return state.request.cache_namespace in self._background

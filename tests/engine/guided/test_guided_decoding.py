@@ -182,8 +182,12 @@ class _LateTracker(GrammarTracker):
             for sequence, is_late in zip(sequences, late, strict=True)
         ]
 
-    def must_wait(self, sequence: EngineSequence) -> bool:
-        return super().must_wait(sequence) or self._rng.random() < 0.3
+    def must_wait(self, sequences: Sequence[EngineSequence]) -> list[bool]:
+        guided = [bool(sequence.request.grammar) for sequence in sequences]
+        return [
+            waits or (is_guided and self._rng.random() < 0.3)
+            for waits, is_guided in zip(super().must_wait(sequences), guided, strict=True)
+        ]
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -413,13 +417,28 @@ def test_while_tenants_share_the_engine_rows_sit_out_whose_masks_cost_more_than_
     _start(tracker, workers, [*crowd, other], mask_seconds=0.0003)
     tracker.allowed([*crowd, other])
     tracker.accept_tokens([*crowd, other], [SampledToken(_A)] * 7)
-    assert [tracker.must_wait(sequence) for sequence in crowd] == [True] * 6
-    assert not tracker.must_wait(other), "its mask is cheap enough for the step"
+    assert tracker.must_wait(crowd) == [True] * 6
+    assert tracker.must_wait([other]) == [False], "its mask is cheap enough for the step"
     # A step without the crowd changes nothing: its rows only sit out.
     tracker.allowed([other])
-    assert [tracker.must_wait(sequence) for sequence in crowd] == [True] * 6
+    assert tracker.must_wait(crowd) == [True] * 6
     workers.run_queued()
-    assert [tracker.must_wait(sequence) for sequence in crowd] == [False] * 6
+    assert tracker.must_wait(crowd) == [False] * 6
+
+
+def test_a_shared_step_takes_rows_of_a_costly_tenant_in_turns_up_to_the_cost_of_their_masks() -> None:
+    tracker, workers = _tracker(most=16), _ManualWorkers()
+    tracker._workers = workers  # type: ignore[assignment]
+    crowd, other = [_sequence(f"crowd {i}", "crowd") for i in range(6)], _sequence("other", "other")
+    _start(tracker, workers, crowd, mask_seconds=0.0004)
+    assert tracker.must_wait(crowd) == [False] * 6, "a tenant alone shares its steps with no other tenant"
+    tracker.allowed([other])
+    turns = []
+    for _ in range(4):
+        step = [sequence for sequence, waits in zip(crowd, tracker.must_wait(crowd), strict=True) if not waits]
+        tracker.allowed([*step, other])
+        turns.append([crowd.index(sequence) for sequence in step])
+    assert turns == [[0, 1, 2], [3, 4, 5], [0, 1, 2], [3, 4, 5]], "three masks of 0.4 ms reach the limit of 1 ms"
 
 
 def test_a_mask_that_was_left_to_a_step_is_computed_when_its_row_sits_out() -> None:
@@ -434,9 +453,9 @@ def test_a_mask_that_was_left_to_a_step_is_computed_when_its_row_sits_out() -> N
     for state in tracker._states.values():
         state.mask_seconds = 0.0009
     tracker.allowed([*crowd[:1], other])
-    assert tracker.must_wait(crowd[2])
+    assert tracker.must_wait(crowd)[2]
     workers.run_queued()
-    assert not tracker.must_wait(crowd[2])
+    assert not tracker.must_wait(crowd[2:])[0]
 
 
 _A = TOKENIZER.encode("a")[0]
