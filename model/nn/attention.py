@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-
-_TILE = 128
 
 
 class Attend(Protocol):
@@ -31,11 +30,7 @@ class CrossAttend(Protocol):
 
 
 class CausalAttend:
-    """Causal attention over concatenated sequences of equal length, for training.
-
-    Computes matrix products over tiles of queries, each with only the keys up to its end: on a CPU, forward and
-    backward pass took 5.2 ms, scaled_dot_product_attention 12.0 ms (2 x 512 tokens, 4/2 heads of 64).
-    """
+    """Causal attention over concatenated sequences of equal length, by torch's scaled_dot_product_attention."""
 
     def __init__(self, length: int, window: int | None = None) -> None:
         self.length = length
@@ -44,20 +39,22 @@ class CausalAttend:
         """ModelConfig.sliding_window."""
 
     def __call__(self, _layer: int, q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor) -> Tensor:
-        n_kv_heads, length, scale = k_TKC.shape[1], self.length, q_THC.shape[-1] ** -0.5
-        q_BKGNC = q_THC.unflatten(1, (n_kv_heads, -1)).unflatten(0, (-1, length)).permute(0, 2, 3, 1, 4)
-        k_BKNC, v_BKNC = (x_TKC.unflatten(0, (-1, length)).transpose(1, 2) for x_TKC in (k_TKC, v_TKC))
-        tiles = []
-        for start in range(0, length, _TILE):
-            stop = min(start + _TILE, length)
-            q_BKRC = q_BKGNC[:, :, :, start:stop].flatten(2, 3)  # R = G * tile
-            scores_BKRN = (q_BKRC @ k_BKNC[:, :, :stop].transpose(2, 3)).float() * scale
-            masked_NN = masked_positions(torch.arange(start, stop, device=q_THC.device)[:, None], stop, self.window)
-            scores_BKGNN = scores_BKRN.unflatten(2, (-1, stop - start)).masked_fill(masked_NN, float("-inf"))
-            weights_BKRN = scores_BKGNN.softmax(-1).flatten(2, 3).to(v_TKC.dtype)
-            tiles.append((weights_BKRN @ v_BKNC[:, :, :stop]).unflatten(2, (-1, stop - start)))
-        out_BKGNC = torch.cat(tiles, dim=3)
-        return out_BKGNC.permute(0, 3, 1, 2, 4).reshape(q_THC.shape)
+        group = q_THC.shape[1] // k_TKC.shape[1]
+        # On a GPU, only the 16-bit kernel supports grouped queries; the float32 one would be very slow with them.
+        shares = group > 1 and v_TKC.dtype != torch.float32
+        if group > 1 and not shares:
+            k_TKC, v_TKC = (x_TKC.repeat_interleave(group, 1) for x_TKC in (k_TKC, v_TKC))
+        q_BHNC, k_BKNC, v_BKNC = (
+            x.to(v_TKC.dtype).unflatten(0, (-1, self.length)).transpose(1, 2) for x in (q_THC, k_TKC, v_TKC)
+        )
+        seen_NN = None if self.window is None else ~self._mask(q_THC.device)
+        out_BHNC = F.scaled_dot_product_attention(
+            q_BHNC, k_BKNC, v_BKNC, attn_mask=seen_NN, is_causal=seen_NN is None, enable_gqa=shares
+        )
+        return out_BHNC.transpose(1, 2).flatten(0, 1)
+
+    def _mask(self, device: torch.device) -> Tensor:
+        return masked_positions(torch.arange(self.length, device=device)[:, None], self.length, self.window)
 
 
 class PerHeadAttend:

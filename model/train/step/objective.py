@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,8 +17,7 @@ from model.nn.attention import Attend, CausalAttend, CrossAttend, EncoderAttend,
 from model.nn.transformer import Decoder
 from model.train.common.console import print_stderr
 from model.train.data.batch import IGNORE_INDEX, Batch
-from model.train.step.attention import FusedAttend, TrainingAttend, tiles_of
-from model.train.step.llama_block import FoldedWeights, is_llama
+from model.train.step.attention import TrainingAttend
 from model.train.step.loss_backend import LossBackend, choose_loss_backend
 
 # Shape legend: T tokens, V vocabulary, S tokens of a slice.
@@ -86,8 +85,6 @@ class Objective:
         self.device = device
         self.dtype = dtype
         self.loss_backend = loss_backend or choose_loss_backend("off", device.type)
-        self._is_handwritten_llama = self.loss_backend.is_handwritten and is_llama(decoder.config)
-        self._weights: FoldedWeights | None = None
         backend = self.loss_backend.backend
         self._compiled = torch.compile(self._plain, backend=backend) if backend else None
 
@@ -95,29 +92,11 @@ class Objective:
         """Nats summed over the targets that are not ignored, times `weight`."""
         targets_T = batch.targets_RN.flatten().to(self.device)
         if self.loss_backend.is_handwritten:
-            logits_TV = (
-                self._handwritten_logits(batch) if self._is_handwritten_llama else self._logits(batch, TrainingAttend)
-            )
+            logits_TV = self._logits(batch, TrainingAttend)
             return cross_entropy(logits_TV, targets_T, weight=weight, ignore_index=IGNORE_INDEX)
         if self._compiled and batch.sources is None:
             return weight * self._compiled_or_plain(batch, targets_T)
         return weight * self._plain(batch, targets_T)
-
-    @contextmanager
-    def frozen_weights(self) -> Iterator[None]:
-        """Within the block the weights must not change: each is cast once, not for every micro-batch."""
-        if self._compiled:
-            yield  # the compiled code includes the casts
-            return
-        if not self._is_handwritten_llama:
-            with self._autocast():
-                yield
-            return
-        self._weights = FoldedWeights(self.decoder, self.dtype)
-        try:
-            yield
-        finally:
-            self._weights = None
 
     @torch.no_grad()
     def bits_per_byte(self, batches: Iterable[Batch], bytes_of: Sequence[bytes]) -> float:
@@ -125,14 +104,13 @@ class Objective:
         nats, n_bytes = 0.0, 0
         for batch in batches:
             targets_T = batch.targets_RN.flatten().to(self.device)
-            logits_TV = self._logits(batch, FusedAttend if self.device.type == "cuda" else CausalAttend).float()
-            nats += float(F.cross_entropy(logits_TV, targets_T, reduction="sum", ignore_index=IGNORE_INDEX))
+            nats += float(self._plain(batch, targets_T))
             targets = batch.targets_RN[batch.targets_RN.ne(IGNORE_INDEX)]
             n_bytes += sum(len(bytes_of[token]) for token in targets.tolist())
         return nats / math.log(2) / max(n_bytes, 1)
 
     def _plain(self, batch: Batch, targets_T: Tensor) -> Tensor:
-        logits_TV = self._logits(batch, FusedAttend)
+        logits_TV = self._logits(batch, CausalAttend)
         return F.cross_entropy(logits_TV.float(), targets_T, reduction="sum", ignore_index=IGNORE_INDEX)
 
     def _compiled_or_plain(self, batch: Batch, targets_T: Tensor) -> Tensor:
@@ -155,10 +133,6 @@ class Objective:
         with self._autocast():
             hidden_TD = self.decoder(inputs_T, self._positions(batch.inputs_RN), attend, self._read_source(batch))
             return self.decoder.head(hidden_TD)
-
-    def _handwritten_logits(self, batch: Batch) -> Tensor:
-        weights = self._weights or FoldedWeights(self.decoder, self.dtype)
-        return weights.logits(batch.inputs_RN, tiles_of(batch.inputs_RN.shape[1], self.decoder.config.sliding_window))
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, dtype=self.dtype)

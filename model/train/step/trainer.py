@@ -203,9 +203,7 @@ class Trainer:
                 losses.append(loss.detach())
             return torch.stack(losses).sum(), sums
 
-        with self.objective.frozen_weights():
-            parts = share.split(self.micro_batch_rows(share))
-            results = map_shares(accumulate, parts, self.workers)
+        results = map_shares(accumulate, share.split(self.micro_batch_rows(share)), self.workers)
         for i, parameter in enumerate(parameters):
             parameter.grad = functools.reduce(Tensor.add_, (sums[i] for _, sums in results))
         return torch.stack([loss for loss, _ in results]).sum()

@@ -21,6 +21,7 @@ from model.nn import attention
 from model.nn.attention import CausalAttend, EncoderAttend, MemoryAttend, PerHeadAttend
 from model.nn.transformer import Decoder
 from model.presets import preset
+from model.train.step.attention import TrainingAttend
 from tests.support.model.notebook_models import (
     ClassroomGPT,
     EncoderDecoder,
@@ -126,9 +127,9 @@ def test_any_other_architecture_is_noticed(name: str, switches: dict[str, Any]) 
 @pytest.mark.parametrize("name", ["textbook", "standalone", "toy", "gpt"])
 def test_a_causal_mask_that_is_one_off_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = attention.masked_positions
-    assert distance(name, 6) < TOLERANCE
+    assert distance(name, 6, sliding_window=6) < TOLERANCE  # a window of everything: with a mask, not is_causal
     monkeypatch.setattr(attention, "masked_positions", lambda positions, *rest: right(positions + 1, *rest))
-    assert distance(name, 6) > NOTICED
+    assert distance(name, 6, sliding_window=6) > NOTICED
 
 
 @pytest.fixture(scope="module")
@@ -183,16 +184,17 @@ def test_one_cross_attention_is_torchs_own(cross_decoder: Decoder) -> None:
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2)])
 @pytest.mark.parametrize("window", [None, 1, 130])
-def test_per_head_attention_and_attention_by_tiles_are_the_formula(
-    heads: int, kv_heads: int, window: int | None
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+def test_attentions_of_whole_sequences_are_the_formula(
+    heads: int, kv_heads: int, window: int | None, dtype: torch.dtype, close: float
 ) -> None:
     length = 150  # more than a tile
-    q, k, v = (torch.randn(2 * length, n, 8) for n in (heads, kv_heads, kv_heads))
+    q, k, v = (torch.randn(2 * length, n, 8).to(dtype) for n in (heads, kv_heads, kv_heads))
     expected = torch.cat(
-        [formula(*(x[part] for x in (q, k, v)), window) for part in (slice(length), slice(length, None))]
+        [formula(*(x[part].float() for x in (q, k, v)), window) for part in (slice(length), slice(length, None))]
     )
-    for attend in (PerHeadAttend(length, window), CausalAttend(length, window)):
-        assert torch.allclose(attend(0, q, k, v), expected, atol=1e-5)
+    for attend in (PerHeadAttend(length, window), CausalAttend(length, window), TrainingAttend(length, window)):
+        torch.testing.assert_close(attend(0, q, k, v).float(), expected, rtol=close, atol=close)
 
 
 def formula(q_NHC: Tensor, k_NKC: Tensor, v_NKC: Tensor, window: int | None) -> Tensor:
