@@ -16,8 +16,10 @@ from model.families.spec import (
     activation,
     head_size,
     norm,
+    read_fields,
     require_values,
     single,
+    write_fields,
 )
 
 
@@ -46,20 +48,27 @@ def _transposed(target: str, source: str, rows: int, columns: int) -> list[Tenso
     return [weight, single(f"{target}.bias", f"{source}.bias", rows)]
 
 
+_KEYS = {
+    "vocab_size": "vocab_size",
+    "width": "n_embd",
+    "n_layers": "n_layer",
+    "n_heads": "n_head",
+    "mlp_width": "n_inner",
+    "context": "n_positions",
+    "norm_eps": "layer_norm_epsilon",
+    "tied_head": "tie_word_embeddings",
+}
+
+
 def _read(raw: Raw) -> ModelConfig:
     require_values(raw, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
-    width, heads = raw["n_embd"], raw["n_head"]
+    sizes = read_fields(raw, _KEYS, mlp_width=None, norm_eps=1e-5, tied_head=True)
+    sizes["mlp_width"] = sizes["mlp_width"] or 4 * sizes["width"]
     return ModelConfig(
-        vocab_size=raw["vocab_size"],
-        width=width,
-        n_layers=raw["n_layer"],
-        n_heads=heads,
-        n_kv_heads=heads,
+        **sizes,
+        n_kv_heads=sizes["n_heads"],
         head_dim=head_size(raw, "n_embd", "n_head"),
-        mlp_width=raw.get("n_inner") or 4 * width,
-        context=raw["n_positions"],
         norm="layernorm",
-        norm_eps=raw.get("layer_norm_epsilon", 1e-5),
         norm_bias=True,
         positions="learned",
         activation=activation(raw.get("activation_function", "gelu_new")),
@@ -67,22 +76,11 @@ def _read(raw: Raw) -> ModelConfig:
         qkv_bias=True,
         out_bias=True,
         mlp_bias=True,
-        tied_head=raw.get("tie_word_embeddings", True),
     )
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    return {
-        "vocab_size": config.vocab_size,
-        "n_embd": config.width,
-        "n_layer": config.n_layers,
-        "n_head": config.n_heads,
-        "n_inner": config.mlp_width,
-        "n_positions": config.context,
-        "layer_norm_epsilon": config.norm_eps,
-        "activation_function": ACTIVATION_NAMES[config.activation],
-        "tie_word_embeddings": config.tied_head,
-    }
+    return {**write_fields(config, _KEYS), "activation_function": ACTIVATION_NAMES[config.activation]}
 
 
 GPT2 = FamilySpec(

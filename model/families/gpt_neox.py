@@ -19,9 +19,11 @@ from model.families.spec import (
     head_size,
     linear,
     norm,
+    read_fields,
     read_rope,
     rope_parameters,
     single,
+    write_fields,
     write_rope,
 )
 
@@ -60,30 +62,36 @@ def _swap(tensor: Tensor, *, outer: int, inner: int) -> Tensor:
     return rows.transpose(0, 1).flatten(0, 2)
 
 
+_KEYS = {
+    "vocab_size": "vocab_size",
+    "width": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "mlp_width": "intermediate_size",
+    "context": "max_position_embeddings",
+    "norm_eps": "layer_norm_eps",
+    "qkv_bias": "attention_bias",
+    "parallel_residual": "use_parallel_residual",
+    "tied_head": "tie_word_embeddings",
+}
+
+
 def _read(raw: Raw) -> ModelConfig:
-    heads, head_dim = raw["num_attention_heads"], head_size(raw, "hidden_size", "num_attention_heads")
+    sizes = read_fields(raw, _KEYS, norm_eps=1e-5, qkv_bias=True, parallel_residual=True, tied_head=False)
+    head_dim = head_size(raw, "hidden_size", "num_attention_heads")
     share = rope_parameters(raw).get("partial_rotary_factor", raw.get("rotary_pct", 0.25))
-    bias, rotary_dim = raw.get("attention_bias", True), int(head_dim * share)
+    rotary_dim = int(head_dim * share)
     return ModelConfig(
-        vocab_size=raw["vocab_size"],
-        width=raw["hidden_size"],
-        n_layers=raw["num_hidden_layers"],
-        n_heads=heads,
-        n_kv_heads=heads,
+        **sizes,
+        n_kv_heads=sizes["n_heads"],
         head_dim=head_dim,
-        mlp_width=raw["intermediate_size"],
-        context=raw["max_position_embeddings"],
         norm="layernorm",
-        norm_eps=raw.get("layer_norm_eps", 1e-5),
         norm_bias=True,
         rotary_dim=None if rotary_dim == head_dim else rotary_dim,
         activation=activation(raw.get("hidden_act", "gelu")),
         gated=False,
-        qkv_bias=bias,
-        out_bias=bias,
+        out_bias=sizes["qkv_bias"],
         mlp_bias=True,
-        parallel_residual=raw.get("use_parallel_residual", True),
-        tied_head=raw.get("tie_word_embeddings", False),
         **read_rope(raw),
     )
 
@@ -91,17 +99,8 @@ def _read(raw: Raw) -> ModelConfig:
 def _write(config: ModelConfig) -> dict[str, Any]:
     rope, share = write_rope(config), config.effective_rotary_dim / config.head_dim
     return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.width,
-        "num_hidden_layers": config.n_layers,
-        "num_attention_heads": config.n_heads,
-        "intermediate_size": config.mlp_width,
-        "max_position_embeddings": config.context,
-        "layer_norm_eps": config.norm_eps,
+        **write_fields(config, _KEYS),
         "hidden_act": ACTIVATION_NAMES[config.activation],
-        "attention_bias": config.qkv_bias,
-        "use_parallel_residual": config.parallel_residual,
-        "tie_word_embeddings": config.tied_head,
         "rotary_pct": share,
         "rotary_emb_base": config.rope_theta,
         **rope,

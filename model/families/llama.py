@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from model.config import ConfigError, ModelConfig
@@ -15,10 +15,12 @@ from model.families.spec import (
     activation,
     linear,
     norm,
+    read_fields,
     read_rope,
     require_values,
     rope_parameters,
     single,
+    write_fields,
     write_rope,
 )
 
@@ -50,25 +52,29 @@ def _mappings(config: ModelConfig) -> list[TensorMapping]:
     )
 
 
+_KEYS = {
+    "vocab_size": "vocab_size",
+    "width": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "mlp_width": "intermediate_size",
+    "context": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "tied_head": "tie_word_embeddings",
+}
+
+
 def _read(raw: Raw, *, default_kv_heads: int | None = None, **dialect: Any) -> ModelConfig:
     for section in (raw, rope_parameters(raw)):
         require_values(section, partial_rotary_factor=1.0)
-    heads = raw["num_attention_heads"]
-    common = {
-        "vocab_size": raw["vocab_size"],
-        "width": raw["hidden_size"],
-        "n_layers": raw["num_hidden_layers"],
-        "n_heads": heads,
-        "n_kv_heads": raw.get("num_key_value_heads", default_kv_heads) or heads,
-        "head_dim": raw.get("head_dim") or raw["hidden_size"] // heads,
-        "mlp_width": raw["intermediate_size"],
-        "context": raw["max_position_embeddings"],
-        "activation": activation(raw.get("hidden_act", "silu")),
-        "norm_eps": raw.get("rms_norm_eps", 1e-6),
-        "tied_head": raw.get("tie_word_embeddings", False),
-        **read_rope(raw),
-    }
-    return ModelConfig(**{**common, **dialect})
+    sizes = read_fields(raw, _KEYS, n_kv_heads=default_kv_heads, head_dim=None, norm_eps=1e-6, tied_head=False)
+    sizes["n_kv_heads"] = sizes["n_kv_heads"] or sizes["n_heads"]
+    sizes["head_dim"] = sizes["head_dim"] or sizes["width"] // sizes["n_heads"]
+    return ModelConfig(
+        **{**sizes, "activation": activation(raw.get("hidden_act", "silu")), **read_rope(raw), **dialect}
+    )
 
 
 def _read_llama(raw: Raw) -> ModelConfig:
@@ -107,17 +113,8 @@ def _qwen_window(raw: Raw) -> int | None:
 
 def _write(config: ModelConfig) -> dict[str, Any]:
     return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.width,
-        "num_hidden_layers": config.n_layers,
-        "num_attention_heads": config.n_heads,
-        "num_key_value_heads": config.n_kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.mlp_width,
-        "max_position_embeddings": config.context,
+        **write_fields(config, _KEYS),
         "hidden_act": ACTIVATION_NAMES[config.activation],
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tied_head,
         **write_rope(config),
     }
 
@@ -141,24 +138,8 @@ def _write_qwen3(config: ModelConfig) -> dict[str, Any]:
     return {**_write_qwen(config), "attention_bias": config.out_bias}
 
 
-def _family(
-    name: str,
-    architecture: str,
-    read: Callable[[Raw], ModelConfig],
-    write: Callable[[ModelConfig], dict[str, Any]],
-) -> FamilySpec:
-    return FamilySpec(
-        name=name,
-        architecture=architecture,
-        read=read,
-        write=write,
-        mappings=_mappings,
-        prefix="model.",
-        ignored=_BUFFERS,
-    )
-
-
-LLAMA = _family("llama", "LlamaForCausalLM", _read_llama, _write_llama)
-MISTRAL = _family("mistral", "MistralForCausalLM", _read_mistral, _write_mistral)
-QWEN2 = _family("qwen2", "Qwen2ForCausalLM", _read_qwen2, _write_qwen)
-QWEN3 = _family("qwen3", "Qwen3ForCausalLM", _read_qwen3, _write_qwen3)
+_family = partial(FamilySpec, mappings=_mappings, prefix="model.", ignored=_BUFFERS)
+LLAMA = _family(name="llama", architecture="LlamaForCausalLM", read=_read_llama, write=_write_llama)
+MISTRAL = _family(name="mistral", architecture="MistralForCausalLM", read=_read_mistral, write=_write_mistral)
+QWEN2 = _family(name="qwen2", architecture="Qwen2ForCausalLM", read=_read_qwen2, write=_write_qwen)
+QWEN3 = _family(name="qwen3", architecture="Qwen3ForCausalLM", read=_read_qwen3, write=_write_qwen3)

@@ -165,6 +165,16 @@ def write_rope(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def read_fields(raw: Raw, keys: Mapping[str, str], **defaults: Any) -> dict[str, Any]:
+    """Fields of ModelConfig. keys: field -> key of the config.json. Raises KeyError without a key and its default."""
+    return {field: raw.get(key, defaults[field]) if field in defaults else raw[key] for field, key in keys.items()}
+
+
+def write_fields(config: ModelConfig, keys: Mapping[str, str]) -> dict[str, Any]:
+    """The inverse of read_fields()."""
+    return {key: getattr(config, field) for field, key in keys.items()}
+
+
 def head_size(raw: Raw, width: str, heads: str) -> int:
     """Width divided by the number of heads. Raises ConfigError if not divisible."""
     if raw[width] % raw[heads]:

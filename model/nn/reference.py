@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from model.nn.attention import Attend, CausalAttend, CrossAttend, EncoderAttend, MemoryAttend
+from model.nn.attention import CausalAttend, CrossAttend, EncoderAttend, MemoryAttend
 from model.nn.transformer import Decoder
 
 
@@ -20,16 +20,15 @@ def generate(
     source: list[int] | None = None,
     choose: Callable[[Tensor, int], int] | None = None,
     eos_ids: tuple[int, ...] = (),
-    attend_for: Callable[[int, int | None], Attend] = CausalAttend,
 ) -> list[int]:
     """The tokens that follow `prompt`, up to and including the first of `eos_ids`.
 
     source: input of the encoder, if the model has one. choose: (logits [V], position of the new token) -> its id; by
-    default greedy, ties go to the lowest id. attend_for: (length, window) -> attention over that length.
+    default greedy, ties go to the lowest id.
     """
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_tokens:
-        logits_V = logits(decoder, tokens, source=source, attend_for=attend_for)[-1]
+        logits_V = logits(decoder, tokens, source=source)[-1]
         tokens.append(choose(logits_V, len(tokens)) if choose else int(logits_V.argmax()))
         if tokens[-1] in eos_ids:
             break
@@ -42,11 +41,10 @@ def logits(
     tokens: list[int],
     *,
     source: list[int] | None = None,
-    attend_for: Callable[[int, int | None], Attend] = CausalAttend,
 ) -> Tensor:
     """Float32 logits [T, V] of the token that follows each of `tokens`."""
     device = decoder.embedding.device
-    attend = attend_for(len(tokens), decoder.config.sliding_window)
+    attend = CausalAttend(len(tokens), decoder.config.sliding_window)
     cross = None if source is None else read_source(decoder, source)
     hidden_TD = decoder(torch.tensor(tokens, device=device), torch.arange(len(tokens), device=device), attend, cross)
     return decoder.head(hidden_TD).float()

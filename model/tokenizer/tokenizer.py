@@ -236,8 +236,11 @@ class Tokenizer:
             raise TokenizerError(f"{path}: {problem}{_reason(error)}") from None
 
     @classmethod
-    def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
-        """Trains a byte-level BPE of exactly `vocab_size` tokens. Raises TokenizerError if the text is too small."""
+    def train(cls, texts: Iterable[str], vocab_size: int, *, fewer: bool = False) -> Tokenizer:
+        """Trains a byte-level BPE of `vocab_size` tokens.
+
+        A text that supports fewer gives as many as it supports, or raises TokenizerError unless `fewer`.
+        """
         rust = RustTokenizer(models.BPE())
         rust.pre_tokenizer = pre_tokenizers.Sequence(
             [
@@ -254,7 +257,7 @@ class Tokenizer:
         )
         rust.train_from_iterator(texts, trainer)
         tokenizer = cls(rust, SEPARATOR, SEPARATOR)
-        if tokenizer.vocab_size != vocab_size:
+        if tokenizer.vocab_size != vocab_size and not fewer:
             raise TokenizerError(
                 f"the text supports only {tokenizer.vocab_size} tokens, not {vocab_size}: give more text or a smaller "
                 "vocabulary (--vocab-size)"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -17,8 +16,6 @@ Kind = Literal["bpe", "words"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 END = 0
 """Id of the end token in every tokenizer trained here; it also starts a text without a prompt."""
-_MIN_VOCABULARY = 257
-"""All bytes and the end token."""
 UNKNOWN = "<unk>"
 """Id 1: any word that is not in the training text."""
 
@@ -41,7 +38,7 @@ class Vocabulary:
         if self.kind == "words":
             return train_words(texts, self.size, self.end_token)
         assert self.size is not None, "a bpe has a size"
-        tokenizer = _train_bpe(texts, self.size, fewer=self.fewer)
+        tokenizer = Tokenizer.train(texts, self.size, fewer=self.fewer)
         return tokenizer if self.end_token == SEPARATOR else _renamed(tokenizer, self.end_token)
 
 
@@ -68,25 +65,6 @@ def train_words(texts: Iterable[str], vocab_size: int | None, end_token: str) ->
     words = (text.replace(end_token, " ").replace(UNKNOWN, " ") for text in texts)
     rust.train_from_iterator(words, trainer)
     return Tokenizer(rust, end_token)
-
-
-def _train_bpe(texts: list[str], size: int, *, fewer: bool) -> Tokenizer:
-    try:
-        return Tokenizer.train(texts, size)
-    except TokenizerError:
-        if not fewer:
-            raise
-
-    def is_too_large(tried: int) -> bool:
-        try:
-            Tokenizer.train(texts, tried)
-        except TokenizerError:
-            return True
-        return False
-
-    return Tokenizer.train(
-        texts, _MIN_VOCABULARY + bisect_left(range(_MIN_VOCABULARY + 1, size), True, key=is_too_large)
-    )
 
 
 def _renamed(tokenizer: Tokenizer, end_token: str) -> Tokenizer:

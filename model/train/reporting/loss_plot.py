@@ -23,14 +23,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 28, 92, 62
 _MAX_POINTS = 400
 _MAX_EPOCHS = 20
 _MAX_TICKS = 8
-_MIN_TICKS = 4
-_MANTISSAS = (
-    (1.0,),
-    (1.0, 3.0),
-    (1.0, 2.0, 5.0),
-    (1.0, 1.5, 2.0, 3.0, 5.0, 7.0),
-    (1.0, 1.2, 1.4, 1.6, 1.8, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0),
-)
+_MIN_TICKS = 3
 _STYLE = """
 text { font: 13px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #57606a; }
 .title { font-size: 18px; font-weight: 600; fill: #1f2328; }
@@ -121,12 +114,12 @@ def linear_ticks(low: float, high: float) -> list[float]:
 
 def log_ticks(low: float, high: float) -> list[float]:
     """A readable number of round values within [low, high] of a logarithmic axis."""
-    found: list[float] = []
-    for mantissas in _MANTISSAS:
-        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        ticks = [m * 10.0**power for power in powers for m in mantissas if low <= m * 10.0**power <= high]
-        found = ticks if len(ticks) <= _MAX_TICKS else found
-    return found if len(found) >= _MIN_TICKS else linear_ticks(low, high)
+    powers = [10.0**power for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
+    for mantissas in ((1, 2, 5), (1,)):
+        ticks = [m * power for power in powers for m in mantissas if low <= m * power <= high]
+        if _MIN_TICKS <= len(ticks) <= _MAX_TICKS:
+            return ticks
+    return linear_ticks(low, high)
 
 
 def tick_label(value: float, ticks: list[float]) -> str:

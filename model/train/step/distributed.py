@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from model.train.data.batch import Batch
@@ -23,20 +24,6 @@ T = TypeVar("T")
 
 _WAIT_LIMIT = timedelta(days=7)
 """Collectives time out after the backend's 10 or 30 minutes, but the main rank may read and tokenize for hours."""
-
-
-class Store(Protocol):
-    """Key-value store shared by all ranks, as torch.distributed.Store."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Writes a value."""
-
-    def wait(self, keys: list[str], limit: timedelta, /) -> None:
-        """Waits until all keys are written. Raises RuntimeError after `limit`, or if the store has closed."""
-
-    def add(self, key: str, value: int, /) -> int:
-        """Adds to a counter; returns the new value."""
-        ...
 
 
 class PeerExited(RuntimeError):

@@ -68,7 +68,7 @@ def test_logits_and_greedy_text_are_those_of_transformers(
         assert drawn == expected_TV[last:-1].argmax(-1).tolist()
     record_property("prefill", prefill)
     record_property("decode", decode)
-    assert 0 < prefill < TOLERANCE
+    assert prefill < TOLERANCE  # 0 where both call the same kernels
     assert 0 < decode < TOLERANCE
 
 
@@ -84,7 +84,7 @@ def test_what_we_hold_loads_in_transformers_with_equal_logits(
     tokens = list(range(99))
     difference = (logits(decoder, tokens) - their_logits(again.eval(), tokens)).abs().max().item()
     record_property("export", difference)
-    assert 0 < difference < TOLERANCE
+    assert difference < TOLERANCE
     assert _load(tmp_path / "ours").config == decoder.config
     # A mistral without a window is a llama: the first family that can express a shape writes it.
     assert family_of(decoder.config).name == ("llama" if case == "mistral-b" else family_name(case))
@@ -131,4 +131,4 @@ def test_half_precision_crosses_both_ways_without_a_loss(tmp_path: Path, case: s
     assert again.dtype == dtype
     tokens = list(range(99))
     difference = (logits(decoder, tokens) - their_logits(again.float().eval(), tokens)).abs().max()
-    assert 0 < difference < TOLERANCE
+    assert difference < TOLERANCE
