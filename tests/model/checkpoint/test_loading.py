@@ -123,6 +123,7 @@ def test_the_first_tensor_that_is_not_finite_is_named(tmp_path: Path) -> None:
 
 def test_to_note_a_tensor_reads_nothing_from_its_device() -> None:
     check, path = FiniteCheck(), Path("file")
+    check.require()
     with Watch():
         for name, number in (("a", 1.0), ("b", torch.nan), ("c", torch.inf)):
             check.add(path, name, torch.full((3, 4), number))
@@ -142,10 +143,6 @@ def test_numbers_too_large_for_the_format_that_is_asked_for_are_found(tmp_path: 
     load(directory, device=CPU, dtype=torch.float32)
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight holds numbers that are not finite"):
         load(directory, device=CPU, dtype=torch.bfloat16)
-
-
-def test_a_check_of_nothing_passes() -> None:
-    FiniteCheck().require()
 
 
 def test_what_is_loaded_is_bit_for_bit_what_the_files_hold_one_behind_the_other(tmp_path: Path) -> None:

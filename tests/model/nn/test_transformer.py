@@ -12,7 +12,7 @@ from app.common.types import Request, SamplingParams
 from model.checkpoint.checkpoint import load
 from model.nn.attention import CausalAttend
 from model.nn.transformer import Decoder
-from tests.support.model.tiny_models import tiny_config, tiny_decoder, tiny_engine, tiny_weights
+from tests.support.model.tiny_models import tiny_decoder, tiny_engine, tiny_weights
 
 SHAPES = [(4, 2, 16), (6, 6, 8), (3, 1, 32)]
 
@@ -96,17 +96,3 @@ def test_the_future_never_changes_the_past() -> None:
     changed = tokens.clone()
     changed[100:] = 5
     assert torch.equal(_logits(decoder, tokens)[:100], _logits(decoder, changed)[:100])
-
-
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [({"n_heads": 3}, "multiple"), ({"head_dim": 15}, "even"), ({"width": 0}, "width"), ({"context": -1}, "context")],
-)
-def test_impossible_shapes_are_refused_in_one_sentence(change: dict[str, int], word: str) -> None:
-    with pytest.raises(ValueError, match=word):
-        tiny_config(**change)
-
-
-def test_the_parameter_count_is_the_parameters() -> None:
-    for config in (tiny_config(), tiny_config(tied_head=False)):
-        assert Decoder(config).n_params == sum(p.numel() for p in Decoder(config).parameters())

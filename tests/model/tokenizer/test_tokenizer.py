@@ -49,14 +49,6 @@ def test_the_separator_is_token_zero_and_has_no_text() -> None:
     assert len(TOKENIZER.bytes_of) == VOCAB
 
 
-def test_what_is_saved_loads_and_encodes_alike(tmp_path: Path) -> None:
-    for name, content in TOKENIZER.files().items():
-        (tmp_path / name).write_text(content, encoding="utf-8")
-    loaded = Tokenizer.load(tmp_path)
-    assert loaded.encode(TEXT) == TOKENIZER.encode(TEXT)
-    assert loaded.eos_id == 0
-
-
 def test_a_vocabulary_larger_than_the_text_supports_is_refused_with_the_size_that_fits() -> None:
     with pytest.raises(TokenizerError, match="supports only"):
         Tokenizer.train(["too short"], 4096)

@@ -9,7 +9,6 @@ import torch
 
 from model.checkpoint.checkpoint import load
 from model.checkpoint.golden import verify
-from model.train.setup.options import parse
 from model.train.step.trainer import Trainer
 from tests.support.completion_client import whole
 from tests.support.model.training_runs import train
@@ -47,42 +46,6 @@ def test_training_learns_and_leaves_a_directory_that_serves(
         assert stop_server(server) == 0
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ([], "--max-minutes"),
-        (["--steps", "1", "--data", "/nonexistent"], "no such file"),
-        (["--steps", "1", "--vocab-size", "5000"], "supports only"),
-        (["--steps", "1", "--vocab-size", "100"], "257"),
-        (["--steps", "1", "--context", "100000"], "too few"),
-        (["--steps", "1", "--width", "100000", "--layers", "99"], "of memory"),
-        (
-            ["--steps", "1", "--about", "/nonexistent"],
-            "cannot be read (No such file or directory)",
-        ),
-        (["--steps", "1", "--out", "/proc/nothing"], "/proc/nothing"),
-    ],
-)
-def test_bad_input_is_one_clear_line_and_exit_code_two(
-    tmp_path: Path, text: Path, flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train(text, tmp_path / "out", *flags) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert words in error
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [["--resume", "--overwrite"], ["--optimizer", "adamw", "--matrix-lr", "0.1"], ["--init", "x", "--layers", "2"]],
-)
-def test_flags_that_contradict_one_another_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        parse(["--data", "a.txt", "--out", "a", "--steps", "1", *flags])
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and flags[0] in error
-
-
 def test_running_out_of_memory_is_one_line(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,18 +62,3 @@ def test_a_terminal_without_unicode_loses_no_result(
         monkeypatch.setattr("sys.stdout", printed)
         assert train(text, tmp_path / "out", "--steps", "1") == 0
     assert "?I don?t believe you" in (tmp_path / "printed").read_text()
-
-
-@pytest.mark.parametrize(("name", "code"), [("*/held_out.bin", 0), ("step-*/position.json", 2)])
-def test_a_damaged_run_is_mended_or_refused_in_one_line(
-    tmp_path: Path, text: Path, name: str, code: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train(text, tmp_path / "out", "--steps", "1") == 0
-    (damaged,) = (tmp_path / "out" / ".training").glob(name)
-    if code:
-        damaged.write_text("{}")
-    else:
-        damaged.unlink()
-    capsys.readouterr()
-    assert train(text, tmp_path / "out", "--steps", "2", "--resume") == code
-    assert "Traceback" not in capsys.readouterr().err

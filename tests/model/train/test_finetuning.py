@@ -23,7 +23,6 @@ from model.tokenizer.tokenizer import Tokenizer
 from model.train.__main__ import main
 from model.train.data.batch import StepOrder
 from model.train.data.token_cache import separator
-from model.train.setup.options import parse
 from tests.support.model import sample_tokenizers
 from tests.support.model.hub_checkpoints import family_name, their_logits, their_model
 from tests.support.model.tiny_models import TEXT, tiny_weights
@@ -210,23 +209,6 @@ def test_lines_too_are_ended_as_the_model_ends_a_text(tmp_path: Path, ours: Path
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--preset", "nano"], "--preset cannot be combined with --init"),
-        (["--layers", "3", "--vocab-size", "300"], "--layers, --vocab-size cannot be combined with --init"),
-        (["--tokenizer", "words"], "--tokenizer cannot be combined with --init"),
-    ],
-)
-def test_flags_that_contradict_the_model_are_named(
-    flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        parse(["--init", "x", "--data", "y", "--out", "z", *flags])
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and words in error
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
         (["--context", "257"], "from 2 to the 256 positions that the model in"),
         (["--context", "1"], "from 2 to the 256 positions"),
         (["--pairs", "x.tsv"], "has no encoder"),
@@ -282,14 +264,6 @@ def test_a_directory_that_is_no_model_is_refused(
     assert _train(ours, text, tmp_path / "out", "--steps", "1") == (2 if words else 0)
     error = capsys.readouterr().err
     assert error.count("\n") == (1 if words else 0) and (words or "") in error
-
-
-def test_defaults_are_those_of_fine_tuning() -> None:
-    options = parse(["--init", "x", "--data", "y", "--out", "z"])
-    assert (options.optimizer, options.windows, options.warm_up, options.epochs) == ("adamw", 8, 10, 3.0)
-    assert options.lr is None  # follows from the width
-    options = parse(["--init", "x", "--data", "y", "--out", "z", "--steps", "9", "--lr", "0.1"])
-    assert (options.steps, options.epochs, options.lr) == (9, None, 0.1)
 
 
 def _bits(printed: str) -> float:

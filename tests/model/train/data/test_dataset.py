@@ -55,28 +55,6 @@ def test_standard_input_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _documents("-") == ["From a pipe."]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("none.txt", None, "no such file"),
-        ("empty.txt", b"", "no text"),
-        ("binary.txt", b"\xff\xfe\x00\x01", "not UTF-8"),
-        ("rows.jsonl", b'{"body": "x"}', '"text"'),
-        ("rows.jsonl", b"x", '"text"'),
-        ("rows.json", b'[{"text": "x"}]', ".jsonl"),
-        ("rows.json.gz", gzip.compress(b"[]", mtime=0), ".jsonl"),
-        ("broken.txt.gz", b"not gzip", "cannot be read"),
-        ("damaged.txt.gz", gzip.compress(b"text " * 1000, mtime=0)[:30] + b"damage", "cannot be read"),
-        ("rows.jsonl", b'{"text": "\\ud800"}', "valid Unicode"),
-    ],
-)
-def test_sources_that_cannot_be_used_are_named(tmp_path: Path, name: str, content: bytes | None, words: str) -> None:
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=words):
-        _documents(tmp_path / name)
-
-
 def test_held_out_documents_are_never_trained_on_not_even_as_copies(tmp_path: Path) -> None:
     documents = [f"Document {i} says \u201chello\u201d {i * i}." for i in range(2000)]
     path = tmp_path / "a.txt"
@@ -211,12 +189,6 @@ def test_what_a_run_writes_what_is_hidden_and_circles_of_folders_are_no_data(tmp
     (tmp_path / "deep/circle").symlink_to("..")
     assert _documents(tmp_path, exclude=tmp_path / "deep/../out") == ["a.txt", "deep/er/d.md"]
     assert _documents(tmp_path) == ["a.txt", "deep/er/d.md", "out/README.md"]
-
-
-def test_thousands_of_small_files_come_in_the_order_of_their_names(tmp_path: Path) -> None:
-    for i in range(2000):
-        (tmp_path / f"{i:04}.txt").write_text(str(i))
-    assert _documents(tmp_path) == [str(i) for i in range(2000)]
 
 
 def test_a_pipe_is_read_as_a_file_is(tmp_path: Path) -> None:

@@ -121,31 +121,20 @@ def test_the_picture_is_there_when_a_run_ends_however_that_is(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "labels"),
+    ("ticks", "labels"),
     [
-        (0, 23.4e6, ["0", "5 M", "10 M", "15 M", "20 M"]),
-        (0, 7680, ["0", "1 k", "2 k", "3 k", "4 k", "5 k", "6 k", "7 k"]),
-        (0, 2.1e9, ["0.0 G", "0.5 G", "1.0 G", "1.5 G", "2.0 G"]),
-        (0, 7, ["0", "1", "2", "3", "4", "5", "6", "7"]),
+        (linear_ticks(0, 23.4e6), "0, 5 M, 10 M, 15 M, 20 M"),
+        (linear_ticks(0, 7680), "0, 1 k, 2 k, 3 k, 4 k, 5 k, 6 k, 7 k"),
+        (linear_ticks(0, 2.1e9), "0, 0.5 G, 1.0 G, 1.5 G, 2.0 G"),
+        (linear_ticks(0, 7), "0, 1, 2, 3, 4, 5, 6, 7"),
+        (log_ticks(1.3, 3.3), "1.5, 2.0, 2.5, 3.0"),
+        (log_ticks(1.36, 1.39), "1.360, 1.365, 1.370, 1.375, 1.380, 1.385, 1.390"),
+        (log_ticks(0.02, 3), "0.02, 0.05, 0.10, 0.20, 0.50, 1.00, 2.00"),
+        (log_ticks(0.001, 20), "0.001, 0.010, 0.100, 1.000, 10.000"),
     ],
 )
-def test_linear_ticks_are_round(low: float, high: float, labels: list[str]) -> None:
-    ticks = linear_ticks(low, high)
-    assert [tick_label(tick, ticks) for tick in ticks] == [label.replace("0.0 G", "0") for label in labels]
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "labels"),
-    [
-        (1.3, 3.3, ["1.5", "2.0", "3.0"]),
-        (1.36, 1.39, ["1.360", "1.365", "1.370", "1.375", "1.380", "1.385", "1.390"]),
-        (0.001, 20, ["0.001", "0.010", "0.100", "1.000", "10.000"]),
-    ],
-)
-def test_logarithmic_ticks_are_round_and_enough(low: float, high: float, labels: list[str]) -> None:
-    ticks = log_ticks(low, high)
-    assert all(low - 1e-9 <= tick <= high + 1e-9 for tick in ticks) and 3 <= len(ticks) <= 8
-    assert set(labels) & {tick_label(tick, ticks) for tick in ticks}
+def test_ticks_are_round(ticks: list[float], labels: str) -> None:
+    assert ", ".join(tick_label(tick, ticks) for tick in ticks) == labels
 
 
 @pytest.mark.parametrize("high", [10**exponent * factor for exponent in range(-2, 11) for factor in (1, 1.7, 3.3, 8)])
