@@ -10,6 +10,7 @@ The tokenizer's decoder is not checked: this package never runs it (model/tokeni
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -158,14 +159,13 @@ class Attack:
 
 
 def attacks(pattern: str) -> list[Attack]:
-    """Runs of every kind of character, and of the pattern's own repetitions, with ends that may not match."""
-    scan = _Scan(pattern)
-    whole = scan.alternatives("")
-    derived = list(dict.fromkeys(scan.pumps))[:64]
+    """Runs of every kind of character, and of the pattern's own parts, with ends that may not match."""
+    found, whole = _derived(pattern)
+    derived = list(dict.fromkeys(found))[:64]
     pumps = [("", pump) for pump in _PUMPS] + derived
     pumps += [("", first + second) for (_, first), (_, second) in product(derived[:8], repeat=2)]
     # The engine gives up early if a text lacks a character that every match needs; the last end has them all.
-    ends = (*_ENDS, f"\x00{whole[:64]}\x00{''.join(scan.literals)[:64]}")
+    ends = (*_ENDS, f"\x00{whole[:_MAX_TEXT]}\x00{''.join(dict.fromkeys(whole))[:_MAX_TEXT]}")
     return [Attack(start, pump, end) for start, pump in dict.fromkeys(pumps) for end in ends]
 
 
@@ -193,102 +193,49 @@ def _seconds(run: Callable[[str], object], text: str) -> float:
     return time.process_time() - started
 
 
-class _Scan:
-    """Parses a pattern once and collects its repetitions, each with a text that leads to it."""
+_ESCAPE = r"\\[pP]\{[^}]*\}|\\u[0-9A-Fa-f]{4}|\\x[0-9A-Fa-f]{2}|\\."
+_CHARACTER = re.compile(rf"{_ESCAPE}|.", re.DOTALL)
+_ATOM = re.compile(rf"{_ESCAPE}|\[\^?\]?(?:{_ESCAPE}|[^\]\\])*\]|\(\?[^:=!>)]*[:=!>]?|\{{\d*,?\d*\}}|.", re.DOTALL)
+_MAX_TEXT = 64
 
-    def __init__(self, pattern: str) -> None:
-        self._pattern = pattern
-        self._position = 0
-        self.pumps: list[tuple[str, str]] = []
-        self.literals: dict[str, None] = {}
 
-    def alternatives(self, before: str, depth: int = 0) -> str:
-        """Parses up to the end of a group; returns a text that the first non-empty alternative may match."""
-        texts = [self._sequence(before, depth)]
-        while self._peek() == "|":
-            self._position += 1
-            texts.append(self._sequence(before, depth))
-        self._position += 1
-        return next(filter(None, texts), "")
+def _derived(pattern: str) -> tuple[list[tuple[str, str]], str]:
+    """(What parts of the pattern may match, each with what may match before it; what all of it may match)."""
+    text, found = "", list[tuple[str, str]]()
+    groups, alternative = [], 0
 
-    def _sequence(self, before: str, depth: int) -> str:
-        text = ""
-        while (character := self._peek()) not in ("", "|", ")"):
-            self._position += 1
-            atom = self._atom(character, before + text, depth)
-            if self._is_repeated() and atom:
-                self.pumps.append(((before + text)[-64:], atom[:64]))
-            text += atom
-        return text
+    def add(start: int) -> None:
+        found.append((text[:start][-_MAX_TEXT:], text[start:][:_MAX_TEXT]))
 
-    def _atom(self, character: str, before: str, depth: int) -> str:
-        if character == "(":
-            return self._group(before, depth)
-        if character == "[":
-            return self._class()
-        if character == "\\":
-            return self._escape()
-        if character in ".^$":
-            return "a" if character == "." else ""
-        self.literals[character] = None
-        return character
+    for atom in _ATOM.findall(pattern):
+        if atom[0] == "(":
+            groups.append(len(text))
+            alternative = len(text)
+        elif atom in ("|", ")"):
+            add(alternative)
+            if atom == ")" and groups:
+                add(groups.pop())
+            alternative = len(text)
+        elif atom[0] not in "*+?{^$":
+            text += _example(atom)
+            add(len(text) - len(_example(atom)))
+    return [(before, pump) for before, pump in found if pump], text
 
-    def _group(self, before: str, depth: int) -> str:
-        is_assertion = False
-        if self._peek() == "?":
-            head = self._pattern[self._position : self._position + 4]
-            is_assertion = head[1:2] in ("=", "!") or head[1:3] in ("<=", "<!")
-            while self._peek() not in ("", ":", "=", "!", ">", ")"):
-                self._position += 1
-            self._position += self._peek() != ")"
-        text = self.alternatives(before, depth + 1) if depth < 50 else ""
-        return "" if is_assertion else text
 
-    def _class(self) -> str:
-        """A character of a class; for a negated class, the first common character that is not in it."""
-        is_negated = self._peek() == "^"
-        self._position += is_negated
-        members, is_first = "", True
-        while (character := self._peek()) and (character != "]" or is_first):
-            self._position += 1
-            is_first = False
-            members += self._class() if character == "[" else self._escape() if character == "\\" else character
-        self._position += 1
-        if is_negated:
-            return next((c for c in "a1! \n\u4e2d" if c not in members), "~")
-        return members[:1]
-
-    def _escape(self) -> str:
-        character = self._peek()
-        self._position += 1
-        if character in ("p", "P") and self._peek() == "{":
-            end = self._pattern.find("}", self._position)
-            name = self._pattern[self._position + 1 : end]
-            self._position = end + 1 if end >= 0 else len(self._pattern)
-            is_negated = character == "P" or name.startswith("^")
+def _example(atom: str) -> str:
+    """A character that a class, an escape or another atom matches; empty for an assertion."""
+    if atom[0] == "[" and len(atom) > 1:
+        members = "".join(map(_example, _CHARACTER.findall(atom[1:-1].removeprefix("^"))))
+        return members[:1] if atom[1] != "^" else next((c for c in "a1! \n\u4e2d" if c not in members), "~")
+    if atom[0] != "\\" or len(atom) == 1:
+        return "a" if atom == "." else atom
+    match atom[1]:
+        case "p" | "P" if len(atom) > 2:
+            name = atom[3:-1]
             known = _PROPERTIES.get(name.lstrip("^"), "a")
-            return known if not is_negated else "!" if known != "!" else "a"
-        if character in ("u", "x"):
-            width = 4 if character == "u" else 2
-            digits = self._pattern[self._position : self._position + width]
-            self._position += width
-            return chr(int(digits, 16)) if all(c in "0123456789abcdefABCDEF" for c in digits) and digits else "a"
-        if character in ("b", "B", "A", "z", "Z", "G"):
+            return known if (atom[1] == "P") == name.startswith("^") else "a" if known == "!" else "!"
+        case "u" | "x" if len(atom) > 2:
+            return chr(int(atom[2:], 16))
+        case "b" | "B" | "A" | "z" | "Z" | "G":
             return ""
-        return _CLASSES.get(character, character)
-
-    def _is_repeated(self) -> bool:
-        """Skips a quantifier; returns whether it allows more than one repetition."""
-        is_many = False
-        while (character := self._peek()) and character in "?*+{":
-            end = self._pattern.find("}", self._position) if character == "{" else self._position
-            if end < 0:
-                break
-            bounds = self._pattern[self._position + 1 : end] if character == "{" else ""
-            most = bounds.rpartition(",")[2]
-            is_many |= character in "*+" or (character == "{" and (not most.isdecimal() or int(most) > 1))
-            self._position = end + 1
-        return is_many
-
-    def _peek(self) -> str:
-        return self._pattern[self._position : self._position + 1]
+    return _CLASSES.get(atom[1], atom[1])
