@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from model.files import CheckpointError, write_file
 
@@ -42,14 +43,12 @@ _EVERY_SECONDS = 5.0
 
 def print_stdout(text: str) -> None:
     """Prints to stdout. Ignores a closed pipe (| head) or a full disk, which must not end hours of training."""
-    with contextlib.suppress(OSError, RuntimeError):
-        print(_in_encoding_of(sys.stdout, text), flush=True)
+    _print(text, sys.stdout)
 
 
 def print_stderr(text: str) -> None:
     """Prints to stderr. Ignores a closed one: the signal that stops the run may also have ended | tee."""
-    with contextlib.suppress(OSError, RuntimeError):
-        print(_in_encoding_of(sys.stderr, text), file=sys.stderr, flush=True)
+    _print(text, sys.stderr)
 
 
 def write_extra(path: Path, content: str) -> None:
@@ -80,10 +79,11 @@ def interpreter_path() -> str:
     return str(executable.relative_to(directory) if executable.is_relative_to(directory) else executable)
 
 
-def _in_encoding_of(stream: object, text: str) -> str:
+def _print(text: str, stream: TextIO) -> None:
     """Replaces characters that the stream cannot encode with "?": printing a sample must not fail a run."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    return text.encode(encoding, errors="replace").decode(encoding)
+    with contextlib.suppress(OSError, RuntimeError):
+        print(text.encode(encoding, errors="replace").decode(encoding), file=stream, flush=True)
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

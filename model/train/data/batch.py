@@ -7,7 +7,7 @@ source.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -62,19 +62,6 @@ class StepOrder:
     def _start(self, position: int) -> int:
         phase, window = self._shuffle(position)
         return phase + window * self.length
-
-
-class Examples:
-    """Selects the independent rows of each step."""
-
-    def __init__(self, examples: Sequence[Example], *, rows: int, seed: int) -> None:
-        self.examples, self.rows = examples, rows
-        self._shuffle = Shuffle(len(examples), seed=seed)
-
-    def batch(self, step: int) -> Batch:
-        """`rows` examples."""
-        positions = range(step * self.rows, (step + 1) * self.rows)
-        return pad_batch([self.examples[self._shuffle(position)[1]] for position in positions])
 
 
 IGNORE_INDEX = -100
@@ -137,6 +124,12 @@ def pad_batch(examples: Sequence[Example]) -> Batch:
     real = [[1] * len(source) for source in ids]
     sources = EncoderInputs(tokens_RS=_matrix(ids, END), real_RS=_matrix(real, 0).bool()) if ids else None
     return Batch(inputs_RN=inputs_RN, targets_RN=targets_RN, sources=sources)
+
+
+def shuffled_batches(examples: Sequence[Example], *, rows: int, seed: int) -> Callable[[int], Batch]:
+    """The batch of `rows` examples of each step."""
+    shuffle = Shuffle(len(examples), seed=seed)
+    return lambda step: pad_batch([examples[shuffle(step * rows + i)[1]] for i in range(rows)])
 
 
 def batch_of_windows(windows_RN: Tensor) -> Batch:

@@ -54,8 +54,7 @@ def examples_of_lines(
     lines = read_lines(sources)
     keys = [_key(line.text) for line in lines]
     held_out = held_out_rows(keys, held_out_share)
-    training_texts = [line.text for line, key in zip(lines, keys, strict=True) if key not in held_out]
-    used = tokenizer or vocabulary.train(training_texts)
+    used = tokenizer or vocabulary.train(_training_texts(keys, held_out, [line.text for line in lines]))
     (first, last), rows = _boundary_tokens(used), []
     for line, key, ids in zip(lines, keys, used.encode_many([line.text for line in lines]), strict=True):
         _require(ids not in ([], [last]), line, "there is no text before the end token")
@@ -88,13 +87,7 @@ def examples_of_pairs(
     source_texts, target_texts = ([line.text.split("\t")[column] for line in lines] for column in (0, 1))
     keys = list(map(_key, source_texts))
     held_out = held_out_rows(keys, held_out_share)
-    training_texts = [
-        text
-        for texts in (source_texts, target_texts)
-        for text, key in zip(texts, keys, strict=True)
-        if key not in held_out
-    ]
-    used = tokenizer or vocabulary.train(training_texts)
+    used = tokenizer or vocabulary.train(_training_texts(keys, held_out, source_texts, target_texts))
     (first, last), rows = _boundary_tokens(used), []
     encoded = zip(used.encode_many(source_texts), used.encode_many(target_texts), strict=True)
     for line, key, text, (source, target) in zip(lines, keys, source_texts, encoded, strict=True):
@@ -109,6 +102,10 @@ def examples_of_pairs(
 
 def _key(text: str) -> str:
     return " ".join(text.split())
+
+
+def _training_texts(keys: list[str], held_out: set[str], *columns: list[str]) -> list[str]:
+    return [text for texts in columns for text, key in zip(texts, keys, strict=True) if key not in held_out]
 
 
 def _boundary_tokens(tokenizer: Tokenizer) -> tuple[int, int]:

@@ -16,7 +16,15 @@ import torch
 
 from model.tokenizer.tokenizer import Tokenizer
 from model.train.common.sample import Prompt
-from model.train.data.batch import IGNORE_INDEX, Batch, Examples, StepOrder, batch_of_windows, evenly_spaced, pad_batch
+from model.train.data.batch import (
+    IGNORE_INDEX,
+    Batch,
+    StepOrder,
+    batch_of_windows,
+    evenly_spaced,
+    pad_batch,
+    shuffled_batches,
+)
 from model.train.data.corpus import Corpus, prepare
 from model.train.data.examples import ExampleTexts, examples_of_lines, examples_of_pairs
 from model.train.data.token_cache import Tokens
@@ -112,7 +120,7 @@ def dataset_of_examples(texts: ExampleTexts, max_vocab_size: int | None, *, rows
     held_out = f"{len(measured)} {noun}" if texts.held_out else few
     return Dataset(
         tokenizer=tokenizer,
-        batch=Examples(train, rows=rows, seed=seed).batch,
+        batch=shuffled_batches(train, rows=rows, seed=seed),
         rows=rows,
         per_epoch=len(train),
         row_tokens=n_tokens / len(train),

@@ -10,8 +10,7 @@ R = N G rows of queries (grouped by token), Y rows of a tile, X keys of a tile.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ class TrainingAttend:
     def __init__(self, length: int, window: int | None = None) -> None:
         self.length = length
         """Tokens of each sequence; T is a multiple of it."""
-        self.tiles = [Tile.make(start, length, window) for start in range(0, length, _TILE)]
+        self.tiles = [_tile(start, length, window) for start in range(0, length, _TILE)]
 
     def __call__(self, _layer: int, q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor) -> Tensor:
         n_kv_heads, group = k_TKC.shape[1], q_THC.shape[1] // k_TKC.shape[1]
@@ -41,34 +40,25 @@ class TrainingAttend:
         return out_BNKGC.reshape(q_THC.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
+class Tile(NamedTuple):
     """A range of queries of a sequence, and the keys that they attend to."""
 
-    start: int
-    stop: int
-    first_key: int
+    queries: slice
+    keys: slice
     bias_NX: Tensor
     """Added to the scores: 0 where a query attends, minus infinity where it must not."""
 
-    @staticmethod
-    def make(start: int, length: int, window: int | None) -> Tile:
-        """The tile of queries that begins at `start`."""
-        stop = min(start + _TILE, length)
-        first = 0 if window is None else max(0, start - window + 1)
-        positions_N1 = torch.arange(start, stop)[:, None]
-        mask_NX = masked_positions(positions_N1, stop, window)[:, first:]
-        bias_NX = torch.zeros(mask_NX.shape).masked_fill(mask_NX, float("-inf"))
-        return Tile(start, stop, first, bias_NX)
-
     def rows(self, group: int) -> slice:
         """Range in R."""
-        return slice(self.start * group, self.stop * group)
+        return slice(self.queries.start * group, self.queries.stop * group)
 
-    @property
-    def keys(self) -> slice:
-        """Range in N."""
-        return slice(self.first_key, self.stop)
+
+def _tile(start: int, length: int, window: int | None) -> Tile:
+    """The tile of queries that begins at `start`."""
+    stop, first = min(start + _TILE, length), 0 if window is None else max(0, start - window + 1)
+    mask_NX = masked_positions(torch.arange(start, stop)[:, None], stop, window)[:, first:]
+    bias_NX = torch.zeros(mask_NX.shape).masked_fill(mask_NX, float("-inf"))
+    return Tile(slice(start, stop), slice(first, stop), bias_NX)
 
 
 class _Attention(Function):

@@ -79,11 +79,9 @@ class BestWeights:
             # Copy explicitly: .cpu() alone would share memory with weights on the CPU.
             self._weights = {name: p.detach().to("cpu", copy=True) for name, p in decoder.named_parameters()}
 
-    @torch.no_grad()
     def copy_to(self, decoder: Decoder) -> None:
         """Copies the best weights to the decoder; ends the training."""
-        for name, parameter in decoder.named_parameters():
-            parameter.copy_(self._weights[name])
+        _copy(self._weights, dict(decoder.named_parameters()))
 
     def tensors(self) -> dict[str, Tensor]:
         """The weights by name; empty before the first evaluation."""

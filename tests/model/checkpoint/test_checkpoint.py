@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import shutil
 import time
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -187,26 +184,3 @@ def test_what_older_exporters_stored_besides_is_passed_over(directory: Path) -> 
     tensors["lm_head.weight"] = torch.ones(3, 64)
     save_file(tensors, directory / "model.safetensors")
     _refused(directory, r"lm_head.weight has shape \[3, 64\], config.json asks for \[320, 64\]")
-
-
-@pytest.mark.parametrize(("owner", "call"), [(Path, "open"), (os, "fsync")])
-@pytest.mark.parametrize("at", range(3))
-def test_a_disk_that_gets_full_leaves_the_old_set_of_files_and_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, call: str, at: int
-) -> None:
-    old, new = (dict.fromkeys(("a", "b", "c"), content) for content in (b"old", b"new"))
-    write_files(tmp_path, old)
-    calls = count()
-
-    real = getattr(owner, call)
-
-    def full(*arguments: Any, **named: Any) -> Any:
-        if next(calls) == at:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real(*arguments, **named)
-
-    monkeypatch.setattr(owner, call, full)
-    with pytest.raises(CheckpointError, match="No space left"):
-        write_files(tmp_path, new)
-    monkeypatch.undo()
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == old

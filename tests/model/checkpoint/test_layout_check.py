@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from app.cli.check import main as check
 from model.checkpoint.tensor_index import check_layout
 from model.files import CheckpointError
-from tests.support.completion_client import whole
-from tests.support.servers import start_server, stop_server
 
 CASES = [
     ({"pytorch_model.bin"}, "model.safetensors", "pytorch_model.bin is not read.*bring-your-model"),
@@ -48,26 +44,3 @@ def test_a_pointer_of_git_lfs_is_called_one(directory: Path, name: str, capsys: 
     (directory / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
     assert check([str(directory)]) == 2
     assert f"{name}: is only a pointer of git-lfs" in capsys.readouterr().err
-
-
-def test_half_a_download_is_called_one(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = directory / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1000])
-    assert check([str(directory)]) == 2
-    assert "it is truncated" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_shards_serve(directory: Path, tmp_path: Path) -> None:
-    tensors = load_file(directory / "model.safetensors")
-    (directory / "model.safetensors").unlink()
-    names = sorted(tensors)
-    shard_of = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(names)}
-    for shard in set(shard_of.values()):
-        save_file({name: tensors[name] for name in names if shard_of[name] == shard}, directory / shard)
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shard_of}))
-    server = start_server(tmp_path, directory, "--dtype", "float32")
-    try:
-        assert whole(server.url, prompt="Once", max_tokens=3, ignore_eos=True)["usage"]["completion_tokens"] == 3
-    finally:
-        assert stop_server(server) == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,11 +142,3 @@ def test_numbers_too_large_for_the_format_that_is_asked_for_are_found(tmp_path: 
     load(directory, device=CPU, dtype=torch.float32)
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight holds numbers that are not finite"):
         load(directory, device=CPU, dtype=torch.bfloat16)
-
-
-def test_what_is_loaded_is_bit_for_bit_what_the_files_hold_one_behind_the_other(tmp_path: Path) -> None:
-    directory = tiny_weights(tmp_path)
-    tensors, state = load_file(directory / "model.safetensors"), load(directory, device=CPU, dtype=torch.float32)
-    parts = [tensors[f"model.layers.1.self_attn.{x}_proj.weight"] for x in "qkv"]
-    assert torch.equal(state.decoder.state_dict()["blocks.1.attention.qkv.weight"], torch.cat(parts))
-    assert json.loads((directory / "config.json").read_text())["model_type"] == "llama"

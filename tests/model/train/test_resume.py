@@ -125,15 +125,6 @@ def test_a_run_may_be_made_longer_and_its_bits_differ_by_rounding_only(
     assert state_of(out)[0] == 4
 
 
-def test_micro_batches_change_nothing_but_rounding(tmp_path: Path, text: Path) -> None:
-    for number in ("1", "3", "4"):
-        flags = ["--optimizer", "adamw", "--steps", "5", "--micro-windows", number]
-        assert train(text, tmp_path / number, *TINY, *EXACT, *flags) == 0
-    one, three, four = (weights_of(tmp_path / number) for number in ("1", "3", "4"))
-    assert all(torch.allclose(one[name], four[name], atol=1e-4) for name in one)
-    assert all(torch.allclose(one[name], three[name], atol=1e-4) for name in one)
-
-
 def test_a_snapshot_of_a_later_version_is_named_as_such(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,7 +12,7 @@ import torch
 from model.config import ModelConfig
 from model.presets import preset, reshaped
 from model.train.common.sample import Prompt, join_prompt
-from model.train.data.batch import IGNORE_INDEX, Example, Examples, evenly_spaced, pad_batch
+from model.train.data.batch import IGNORE_INDEX, Example, evenly_spaced, pad_batch, shuffled_batches
 from model.train.data.corpus import held_out_rows
 from model.train.data.examples import examples_of_lines, examples_of_pairs
 from model.train.data.sources import Sources
@@ -88,14 +88,13 @@ def _cross_without_encoder() -> ModelConfig:
 
 def test_the_order_of_examples_is_a_function_of_seed_and_step_and_an_epoch_sees_all_once() -> None:
     examples = [Example([i, i + 1]) for i in range(10)]
-    order = Examples(examples, rows=4, seed=1)
-    batches = [order.batch(step).inputs_RN for step in range(5)]
-    backwards = Examples(examples, rows=4, seed=1)
-    assert all(torch.equal(backwards.batch(step).inputs_RN, batches[step]) for step in reversed(range(5)))
+    order, backwards, other = (shuffled_batches(examples, rows=4, seed=seed) for seed in (1, 1, 2))
+    batches = [order(step).inputs_RN for step in range(5)]
+    assert all(torch.equal(backwards(step).inputs_RN, batches[step]) for step in reversed(range(5)))
     seen = torch.cat(batches).flatten().tolist()
     assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10))
     assert seen[:10] != seen[10:]
-    assert not torch.equal(Examples(examples, rows=4, seed=2).batch(0).inputs_RN, batches[0])
+    assert not torch.equal(other(0).inputs_RN, batches[0])
 
 
 def test_a_glance_is_of_all_texts_and_not_of_the_first_ones() -> None:

@@ -197,15 +197,6 @@ def test_torchrun_starts_and_ends_them(tmp_path: Path, text: Path, nightly: bool
     assert state_of(tmp_path / "out")[0] > 0
 
 
-def test_windows_that_cannot_be_shared_are_refused(
-    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("model.train.command.join", lambda **_: ProcessGroup(rank=0, size=2))
-    assert train(text, tmp_path / "out", "--steps", "1", "--windows", "5") == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "--windows 5 is not divisible by 2 processes" in error
-
-
 def test_ranks_share_rows_without_losing_one() -> None:
     rows = torch.arange(12).view(6, 2)
     batch = Batch(inputs_RN=rows, targets_RN=rows)
