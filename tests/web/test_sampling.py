@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from app.common.types import SamplingParams
-from app.engine.sampling.logits_processors import token_weights
+from app.engine.sampling.logits_processors import FILTERS, apply_stages
+from app.engine.sampling.sampler import row_parameters
+from app.engine.sampling.sampler_io import SamplingInput
 from tests.support.nodejs import NODE
 
 _SCRIPT = Path(__file__).with_name("sampled.mjs")
@@ -66,7 +68,8 @@ def _case(row: list[float], settings: dict[str, float], known: int = _VOCABULARY
 
 def _sampled_shares(row: list[float], settings: dict[str, Any]) -> list[float]:
     logits_1X = torch.tensor([row], dtype=torch.float64)
-    left_X = token_weights(logits_1X, logits_1X.amax(-1, keepdim=True), [SamplingParams(seed=0, **settings)])[0]
+    parameters = row_parameters([SamplingInput(SamplingParams(seed=0, **settings), (), 0)], len(row), "cpu")
+    left_X = apply_stages(logits_1X, parameters, FILTERS).weights_SV[0]
     shares: list[float] = (left_X / left_X.sum()).tolist()
     return shares
 

@@ -16,10 +16,8 @@ from app.common.types import BatchPlan, Chunk, Request, SamplingParams, Sequence
 from app.engine.sampling.sampler_io import SampledToken
 from app.engine.scheduling.scheduler import StepLimits
 
-_MANY_ROWS = 32
 _TYPICAL: dict[str, Any] = {"params": SamplingParams(temperature=0.8, top_p=0.9, logprobs=1)}
 _PENALIZED: dict[str, Any] = {"params": structs.replace(_TYPICAL["params"], repetition_penalty=1.1)}
-_GREEDY: dict[str, Any] = {"params": SamplingParams(temperature=0)}
 _COSTLY: dict[str, Any] = {
     "grammar": "any",
     "stop_ids": (0,),
@@ -60,13 +58,9 @@ def largest_step(limits: StepLimits, context: int) -> BatchPlan:
 def costliest_step(limits: StepLimits, context: int, *, source: tuple[int, ...] = ()) -> BatchPlan:
     """The same for steps that the host samples, with every option: grammars, and filters that sort whole rows.
 
-    The prompt of the first sequence is scored as well. If there are many, the last one is greedy: the rows of the
-    others are then copied, which takes more memory than one row.
+    The prompt of the first sequence is scored as well.
     """
-    others = [_COSTLY] * (limits.max_running - 1)
-    if limits.max_running > _MANY_ROWS:
-        others[-1] = _GREEDY
-    return _spread(limits, context, [_COSTLIEST, *others], source)
+    return _spread(limits, context, [_COSTLIEST, *[_COSTLY] * (limits.max_running - 1)], source)
 
 
 def _spread(limits: StepLimits, context: int, requests: Items[dict[str, Any]], source: tuple[int, ...]) -> BatchPlan:

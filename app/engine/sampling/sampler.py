@@ -1,15 +1,15 @@
 """The sampler: logits and parameters of each row in, tokens and log-probabilities out. Pure functions on tensors.
 
-Order (docs/sampling.md): log-probabilities of the raw logits; then grammar mask -> logit_bias -> penalties ->
-temperature -> top_k -> typical_p -> top_p -> min_p -> draw. Rows are independent: the sampled token and the code path
-depend on (seed, choice, position) and the row alone.
+Order (docs/sampling.md): log-probabilities of the raw logits; then the stages of logits_processors.py, and the draw.
+Rows are independent: the sampled token depends on (seed, choice, position) and the row alone. draw_tokens() serves the
+host (TorchSampler) and the reference implementation of the GPU's kernels (app/engine/gpu/kernels).
 
-Random numbers come from Philox 4x32-10 (Salmon et al., 2011), a pure function of (seed, choice, position), in plain
-Python integers. It is computed for many counters at once: each occupies a lane of 64 bits of one long integer. A
-product of two 32-bit words fits into its lane, so one multiplication serves all lanes (6 us a row became 1 us at 32
-rows).
+Random numbers come from Philox 4x32-10 (Salmon et al., 2011), a pure function of (seed, choice, position). On the host
+it is computed in plain Python integers for many counters at once: each occupies a lane of 64 bits of one long integer.
+A product of two 32-bit words fits into its lane, so one multiplication serves all lanes (6 us a row became 1 us at 32
+rows). On a device, the same function computes with tensors of int64, whose low 64 bits are correct if products wrap.
 
-Shape legend: S rows, V vocabulary, X tokens to choose from.
+Shape legend: S rows, V vocabulary, N entries of a row, X flattened.
 """
 
 from __future__ import annotations
@@ -18,25 +18,30 @@ import sys
 from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from math import isfinite
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from app.common.types import TokenScore
+from app.engine.sampling import parameters as layout
 from app.engine.sampling.logits_processors import (
-    MOST_CANDIDATES,
-    apply_masks,
-    apply_penalties,
-    candidates,
+    ADJUSTMENTS,
+    FILTERS,
+    GREEDY,
+    NEG_INF,
+    apply_stages,
     inverse_cdf,
-    token_weights,
+    most_likely,
+    requested_stages,
 )
+from app.engine.sampling.parameters import RowParameters
 from app.engine.sampling.sampler_io import SampledToken, SamplingInput
 
 _MASK32 = 0xFFFFFFFF
-Words4 = tuple[int, int, int, int]
+_MIN_FLOAT32 = torch.finfo(torch.float32).min
+_PIECE_BYTES = 32 << 20
+Word = TypeVar("Word", int, Tensor)
 
 
 class Draw(NamedTuple):
@@ -62,7 +67,17 @@ def uniforms(draws: Iterable[Draw]) -> list[float]:
     return [((a >> 5) * 2**26 + (b >> 6)) * 2.0**-53 for a, b in pairs]
 
 
-def philox(counter: Words4, key: tuple[int, int], lanes: int = 1) -> Words4:
+def device_uniforms(seed_low: Tensor, seed_high: Tensor, choice: Tensor, position: Tensor) -> Tensor:
+    """uniforms() as float64, one for each element. Words may be signed; positions are not negative."""
+    position = position.long()
+    counter = (position & _MASK32, position >> 32, choice.long() & _MASK32, position * 0)
+    first, second, _, _ = philox(counter, (seed_low.long() & _MASK32, seed_high.long() & _MASK32))
+    return ((first >> 5) * 2**26 + (second >> 6)).double() * 2.0**-53
+
+
+def philox(
+    counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word], lanes: int = 1
+) -> tuple[Word, Word, Word, Word]:
     """Philox 4x32-10 (Salmon et al., SC 2011): four counter words and two key words of 32 bits, in every lane."""
     ones = _pack([1] * lanes)
     mask, weyl0, weyl1 = ones * _MASK32, ones * 0x9E3779B9, ones * 0xBB67AE85
@@ -85,43 +100,53 @@ def _unpack(packed: int, lanes: int) -> array[int]:
     return words
 
 
-# Shape legend: X rows, V vocabulary, N most likely tokens, W rows with too many candidates. The bits of a row depend on
-# that row alone.
+class Drawn(NamedTuple):
+    """Result of draw_tokens(), on the device."""
 
-_MIN_FLOAT32 = torch.finfo(torch.float32).min
+    tokens_S1: Tensor
+    """Ids of the vocabulary, also for rows without a result."""
+    is_valid_S1: Tensor
+    """False if the logits were not finite, or if a grammar allowed no token of this vocabulary."""
+    raw_SV: Tensor
+    """float32 logits for score(): those of the model, or 0 in rows that are not finite."""
 
 
-def top_logprobs(logits_XV: Tensor, chosen_X: Tensor, counts: Items[int]) -> list[TokenScore]:
-    """For each row of finite logits: the chosen token's log-probability, and the `count` most likely tokens.
+def draw_tokens(logits_SV: Tensor, rows: RowParameters, numbers_S1: Tensor) -> Drawn:
+    """One token for each row, drawn with its number in [0, 1); greedy ties go to the lowest id."""
+    raw_SV = logits_SV.float()
+    # amax and amin propagate NaN; isfinite() over all logits would take most of the time.
+    is_valid_S1 = raw_SV.amax(-1, keepdim=True).isfinite() & raw_SV.amin(-1, keepdim=True).isfinite()
+    if not (rows.may_wait and is_valid_S1.all()):
+        raw_SV = raw_SV.where(is_valid_S1, 0.0)
+    logits_SV = apply_stages(raw_SV, rows, ADJUSTMENTS).logits_SV
+    is_valid_S1 = is_valid_S1 & (logits_SV.amax(-1, keepdim=True) > NEG_INF)
+    tokens_S1 = logits_SV.argmax(-1, keepdim=True) if GREEDY in rows.stages else None
+    if tokens_S1 is None or "temperature" in rows.stages:
+        # top_p 0 keeps the best token alone, the lowest id among equals.
+        numbers_S1 = numbers_S1.where(rows.number(layout.TOP_P) > 0, 0.0)
+        drawn_S1 = inverse_cdf(apply_stages(logits_SV, rows, FILTERS).weights_SV, numbers_S1)
+        is_greedy_S1 = rows.word(layout.FLAGS) & layout.GREEDY > 0
+        tokens_S1 = drawn_S1 if tokens_S1 is None else tokens_S1.where(is_greedy_S1, drawn_S1)
+    return Drawn(tokens_S1, is_valid_S1, raw_SV)
 
-    Most likely first, the lower id first among equals. The chosen token has the same log-probability in both.
+
+def score(raw_SV: Tensor, tokens_S1: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability [S] of each row's token; ids and log-probabilities [S, N] of the `count` most likely tokens.
+
+    For finite logits. Most likely first, the lower id first among equals; a token has one log-probability in both.
     """
     # log_softmax instead of subtracting logsumexp, which sums a single long row in another order than a batch.
     # Clamped above -inf, which a finite logit far below the others could reach.
-    all_XV = logits_XV.float().log_softmax(-1).clamp_(min=_MIN_FLOAT32)
-    own = all_XV.gather(1, chosen_X[:, None])[:, 0].tolist()
-    max_count = min(max(counts), all_XV.shape[1])
-    if not max_count:
-        return [(x, ()) for x in own]
-    ids_XN, values_XN = _best(all_XV, max_count)
-    table = zip(own, counts, ids_XN.tolist(), values_XN.tolist(), strict=True)
-    return [(x, tuple(zip(ids[:n], values[:n], strict=True))) for x, n, ids, values in table]
+    logprobs_SV = raw_SV.log_softmax(-1).clamp_(min=_MIN_FLOAT32)
+    ids_SN = most_likely(logprobs_SV, count)
+    return logprobs_SV.gather(1, tokens_S1).squeeze(1), ids_SN, logprobs_SV.gather(1, ids_SN)
 
 
-def _best(all_XV: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """[X, N] ids and values. Candidates are in vocabulary order, and a stable sort keeps equal ones in this order."""
-    found = candidates(all_XV, [count] * len(all_XV))
-    values_XN, order_XN = found.values_SX.sort(dim=-1, descending=True, stable=True)
-    values_XN, ids_XN = values_XN[:, :count], found.ids_SX.gather(1, order_XN[:, :count])
-    # Rows in which very many tokens tie with the last one, for example if all logits are equal.
-    overflowed = [row for row, fits in enumerate(found.fits) if not fits]
-    if overflowed:
-        values_WV, ids_WV = all_XV[overflowed].sort(dim=-1, descending=True, stable=True)
-        values_XN[overflowed], ids_XN[overflowed] = values_WV[:, :count], ids_WV[:, :count]
-    return ids_XN, values_XN
-
-
-_PIECE_BYTES = 32 << 20
+def top_logprobs(logits_XV: Tensor, chosen_X: Tensor, counts: Items[int]) -> list[TokenScore]:
+    """For each row of finite logits: the chosen token's log-probability, and the `count` most likely tokens."""
+    own_X, ids_XN, values_XN = score(logits_XV.float(), chosen_X[:, None], max(counts))
+    table = zip(own_X.tolist(), counts, ids_XN.tolist(), values_XN.tolist(), strict=True)
+    return [(own, tuple(zip(ids[:n], values[:n], strict=True))) for own, n, ids, values in table]
 
 
 class TorchSampler:
@@ -139,102 +164,76 @@ class TorchSampler:
 
 
 def sample(logits_SV: Tensor, rows: Items[SamplingInput]) -> list[SampledToken]:
-    """One token for each row; greedy ties go to the lowest id; a row with non-finite logits gets no token."""
-    raw_SV = logits_SV.float()
-    # amax and amin propagate NaN. Checked as Python floats: isfinite() over all logits would take most of the time.
-    finite = [
-        isfinite(a) and isfinite(b) for a, b in zip(raw_SV.amax(-1).tolist(), raw_SV.amin(-1).tolist(), strict=True)
-    ]
-    if not all(finite):
-        raw_SV = raw_SV.where(torch.tensor(finite, device=raw_SV.device)[:, None], 0.0)
-    adjusted_SV = _adjusted(raw_SV, rows)
-    best_S1 = adjusted_SV.amax(-1, keepdim=True)
-    # A grammar that allows no token of this vocabulary also leaves a row without a finite logit.
-    drawable = [ok and isfinite(best) for ok, (best,) in zip(finite, best_S1.tolist(), strict=True)]
-    chosen_S = _choose(adjusted_SV, best_S1.clamp(min=torch.finfo(torch.float32).min), rows)
-    scores = _scores(raw_SV, chosen_S, rows)
-    pairs = zip(chosen_S.tolist(), drawable, strict=True)
-    return [
-        SampledToken(token, *scores.get(i, ())) if ok else SampledToken(None) for i, (token, ok) in enumerate(pairs)
-    ]
-
-
-def _adjusted(raw_SV: Tensor, rows: Items[SamplingInput]) -> Tensor:
-    """Logits to sample from. Applying masks last gives the same result, since no later change raises -inf."""
-    if not any(_changes_logits(row) for row in rows):
-        return raw_SV
-    logits_SV = raw_SV.clone()
-    apply_penalties(logits_SV, rows)
-    apply_masks(logits_SV, rows)
-    return logits_SV
-
-
-def _changes_logits(row: SamplingInput) -> bool:
-    p = row.params
-    has_penalties = p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty
-    return bool(has_penalties or p.logit_bias or p.min_tokens or row.allowed is not None)
-
-
-def _choose(logits_SV: Tensor, best_S1: Tensor, rows: Items[SamplingInput]) -> Tensor:
-    """[S] token ids, each by its row's method: greedy, from few candidates, or from the whole vocabulary."""
-    chosen_S = torch.zeros(len(rows), dtype=torch.int64, device=logits_SV.device)
-    greedy = [i for i, row in enumerate(rows) if row.is_greedy]
-    if greedy:
-        _scatter(chosen_S, greedy, _select(logits_SV, greedy).argmax(-1))
-    warm = sorted({*range(len(rows))} - {*greedy}) if greedy else list(range(len(rows)))
-    # Grammars do not qualify a row: inside a JSON string nearly all tokens are allowed, and the futile search for
-    # candidates made eight such rows take 3.0 ms instead of 0.3 (vocabulary 4,096), 59 instead of 5 (131,072). With few
-    # allowed tokens it saved nothing.
-    shortlisted = [i for i in warm if 0 < rows[i].params.top_k <= MOST_CANDIDATES]
-    done = _choose_from_candidates(chosen_S, logits_SV, best_S1, rows, shortlisted) if shortlisted else []
-    wide = sorted({*warm} - {*done})
-    if wide:
-        drawn_S = _draw(_select(logits_SV, wide), _select(best_S1, wide), [rows[i] for i in wide])
-        _scatter(chosen_S, wide, drawn_S)
-    return chosen_S
-
-
-def _choose_from_candidates(
-    chosen_S: Tensor, logits_SV: Tensor, best_S1: Tensor, rows: Items[SamplingInput], shortlisted: list[int]
-) -> list[int]:
-    """Samples the shortlisted rows that have few enough candidates; returns which rows it sampled."""
-    found = candidates(_select(logits_SV, shortlisted), [rows[i].params.top_k for i in shortlisted])
-    fitting = [i for i, fits in enumerate(found.fits) if fits]
-    if not fitting:
-        return []
-    narrow = [shortlisted[i] for i in fitting]
-    values_SX, ids_SX = _select(found.values_SX, fitting), _select(found.ids_SX, fitting)
-    column_S = _draw(values_SX.double(), _select(best_S1, narrow).double(), [rows[i] for i in narrow])
-    _scatter(chosen_S, narrow, ids_SX.gather(1, column_S[:, None]).squeeze(1))
-    return narrow
-
-
-def _scatter(values_S: Tensor, indices: list[int], new_S: Tensor) -> None:
-    if len(indices) == len(values_S):
-        values_S.copy_(new_S)
-    else:
-        values_S[indices] = new_S
-
-
-def _select(values_S: Tensor, indices: list[int]) -> Tensor:
-    return values_S if len(indices) == len(values_S) else values_S[indices]
-
-
-def _draw(logits_SX: Tensor, best_S1: Tensor, rows: Items[SamplingInput]) -> Tensor:
-    """[S] sampled columns, by the inverse CDF in the order of the vocabulary."""
-    weights_SX = token_weights(logits_SX, best_S1, [row.params for row in rows])
+    """One token for each row; a row with non-finite logits gets no token."""
+    device = logits_SV.device
     numbers = uniforms(Draw(row.params.seed, row.position, row.params.choice) for row in rows)
-    # top_p 0 keeps the best token alone, the lowest id among equals.
-    numbers = [0.0 if row.params.top_p == 0 else number for row, number in zip(rows, numbers, strict=True)]
-    return inverse_cdf(weights_SX, torch.tensor(numbers, dtype=torch.float64, device=logits_SX.device)[:, None])
-
-
-def _scores(raw_SV: Tensor, chosen_S: Tensor, rows: Items[SamplingInput]) -> dict[int, TokenScore]:
-    """Log-probabilities for the rows that request them."""
+    numbers_S1 = torch.tensor(numbers, dtype=torch.float64, device=device)[:, None]
+    drawn = draw_tokens(logits_SV, row_parameters(rows, logits_SV.shape[1], device), numbers_S1)
     requested = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
-    if not requested:
-        return {}
-    counts = [rows[i].params.logprobs or 0 for i in requested]
-    return dict(
-        zip(requested, top_logprobs(_select(raw_SV, requested), _select(chosen_S, requested), counts), strict=True)
+    scores: dict[int, TokenScore] = {}
+    if requested:
+        raw_XV, tokens_X = (x if len(requested) == len(rows) else x[requested] for x in (drawn.raw_SV, drawn.tokens_S1))
+        counts = [rows[i].params.logprobs or 0 for i in requested]
+        scores = dict(zip(requested, top_logprobs(raw_XV, tokens_X.squeeze(1), counts), strict=True))
+    pairs = zip(drawn.tokens_S1.squeeze(1).tolist(), drawn.is_valid_S1.squeeze(1).tolist(), strict=True)
+    return [
+        SampledToken(token, *scores.get(i, ())) if is_valid else SampledToken(None)
+        for i, (token, is_valid) in enumerate(pairs)
+    ]
+
+
+def row_parameters(rows: Items[SamplingInput], vocab: int, device: torch.device | str) -> RowParameters:
+    """Uploads the parameters of rows that the host samples."""
+    header = bytearray(b"".join(map(layout.pack_header, rows)))
+    stop_ids = [[token for token in row.stop_ids if token < vocab] if row.params.min_tokens else [] for row in rows]
+    biases = [[(token, bias) for token, bias in row.params.logit_bias if token < vocab] for row in rows]
+    counts_SV, counted_ids_SN = _counts(rows, vocab, device)
+    return RowParameters(
+        stages=requested_stages(rows),
+        may_wait=True,
+        header_SX=torch.frombuffer(header, dtype=torch.int32).view(len(rows), -1).to(device),
+        stop_ids_SN=_table(stop_ids, -1, torch.int64, device),
+        bias_ids_SN=_table([[token for token, _ in each] for each in biases], -1, torch.int64, device),
+        biases_SN=_table([[bias for _, bias in each] for each in biases], 0.0, torch.float64, device),
+        positions_S1=torch.tensor([row.position for row in rows], device=device)[:, None],
+        counts_SV=counts_SV,
+        counted_ids_SN=counted_ids_SN,
+        allowed_SX=_masks(rows, device),
     )
+
+
+def _table(rows: Items[Items[float]], filler: float, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """[S, N]: rows padded to equal length."""
+    most = max(map(len, rows))
+    return torch.tensor([[*row, *[filler] * (most - len(row))] for row in rows], dtype=dtype, device=device)
+
+
+def _counts(
+    rows: Items[SamplingInput], vocab: int, device: torch.device | str
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """counts_SV and counted_ids_SN of RowParameters."""
+    tokens = [row.tokens if layout.is_counted(row.params) else () for row in rows]
+    if not any(tokens):
+        return None, None
+    most = max(map(len, tokens))
+    ids = array("q")
+    for each in tokens:
+        ids.extend(each if isinstance(each, array) else array("q", each))
+        ids.extend([-1] * (most - len(each)))
+    ids_SN = torch.frombuffer(ids, dtype=torch.int64).view(len(rows), most).to(device)
+    n_prompt_S1 = torch.tensor([row.n_prompt for row in rows], device=device)[:, None]
+    # One more column, for unused entries.
+    counts_SX = torch.zeros(len(rows), vocab + 1, dtype=torch.int32, device=device)
+    index_SN = ids_SN.where(ids_SN >= 0, vocab) + torch.arange(len(rows), device=device)[:, None] * (vocab + 1)
+    is_generated_SN = torch.arange(most, device=device) >= n_prompt_S1
+    layout.count_tokens(counts_SX.view(-1), index_SN.view(-1), is_generated_SN.view(-1))
+    return counts_SX[:, :vocab], ids_SN.clamp(min=0)  # a token that was not counted stays as it is
+
+
+def _masks(rows: Items[SamplingInput], device: torch.device | str) -> Tensor | None:
+    masks = [row.allowed for row in rows]
+    example = next((mask for mask in masks if mask is not None), None)
+    if example is None:
+        return None
+    every_token = torch.full_like(example, -1)
+    return torch.stack([every_token if mask is None else mask for mask in masks]).to(device)

@@ -23,8 +23,8 @@ from app.engine.gpu.kernels.reference_operations import ReferenceKernels
 from app.engine.gpu.kernels.sampling_state import SampleOut, SamplingTable
 from app.engine.gpu.linears import VOCAB_MULTIPLE
 from app.engine.gpu.step import pack_samples, unpack_samples
-from app.engine.sampling.logits_processors import apply_masks, apply_penalties, token_weights
-from app.engine.sampling.sampler import Draw, sample, uniforms
+from app.engine.sampling.logits_processors import ADJUSTMENTS, FILTERS, apply_stages
+from app.engine.sampling.sampler import Draw, row_parameters, sample, uniforms
 from app.engine.sampling.sampler_io import SampledToken, SamplingInput
 from benchmarks.gpu.conformance.harness import Row, triton_kernels
 from benchmarks.gpu.conformance.sampling_cases import Case, chance, edges
@@ -110,11 +110,9 @@ def _is_near(logits_1V: Tensor, row: SamplingInput, sampled: SampledToken, refer
     """Whether the random number lies at the border between both tokens, by float64 weights."""
     if row.is_greedy or sampled.token is None or reference.token is None:
         return False
-    logits_1V = logits_1V.float().clone()
-    apply_penalties(logits_1V, [row])
-    apply_masks(logits_1V, [row])
-    wide_1V = logits_1V.double()
-    weights_V = token_weights(wide_1V, wide_1V.amax(-1, keepdim=True), [row.params])[0]
+    parameters = row_parameters([row], logits_1V.shape[1], logits_1V.device)
+    adjusted_1V = apply_stages(logits_1V.float(), parameters, ADJUSTMENTS).logits_SV
+    weights_V = apply_stages(adjusted_1V.double(), parameters, FILTERS).weights_SV[0]
     until_V = weights_V.cumsum(0) / weights_V.sum()
     low, high = sorted((sampled.token, reference.token))
     (number,) = uniforms([Draw(row.params.seed, row.position, row.params.choice)])

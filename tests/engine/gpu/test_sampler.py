@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from app.common.types import MAX_BIASES, Request, SamplingParams
-from app.engine.gpu.kernels import sampling_state as layout
 from app.engine.gpu.kernels.sampling_state import TOP, SampleOut, SamplingTable
-from app.engine.gpu.kernels.static_sampler import uniforms
-from app.engine.sampling.sampler import Draw
+from app.engine.sampling import parameters as layout
+from app.engine.sampling.sampler import Draw, device_uniforms
 from app.engine.sampling.sampler import sample as oracle
 from app.engine.sampling.sampler import uniforms as plain_uniforms
 from app.engine.sampling.sampler_io import SamplingInput
@@ -123,7 +122,7 @@ def test_numbers_on_the_device_are_those_of_the_host() -> None:
     draws = [Draw(s, p, c) for s, c, p in ends] + [Draw(lot.randrange(2**63), lot.randrange(9999)) for _ in range(99)]
     seeds = torch.tensor([draw.seed for draw in draws]).view(torch.int32).view(-1, 2)
     choices, positions = (torch.tensor([draw[i] for draw in draws]) for i in (2, 1))
-    assert uniforms(seeds[:, 0], seeds[:, 1], choices, positions).tolist() == plain_uniforms(draws)
+    assert device_uniforms(seeds[:, 0], seeds[:, 1], choices, positions).tolist() == plain_uniforms(draws)
 
 
 def test_what_the_words_cannot_say_does_not_fit() -> None:

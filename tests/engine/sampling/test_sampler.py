@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from typing import Any
@@ -10,8 +11,8 @@ import pytest
 import torch
 
 from app.common.types import SamplingParams
-from app.engine.sampling.logits_processors import token_weights
-from app.engine.sampling.sampler import TorchSampler
+from app.engine.sampling.logits_processors import FILTERS, STAGE_NAMES, apply_stages
+from app.engine.sampling.sampler import TorchSampler, row_parameters
 from app.engine.sampling.sampler import sample as sample_together
 from app.engine.sampling.sampler_io import SamplingInput
 from tests.support.engine.native_sampler import Sample
@@ -179,27 +180,32 @@ def test_parameters_outside_their_range_cannot_be_made(wrong: dict[str, Any]) ->
         SamplingParams(**wrong)
 
 
-def test_few_candidates_are_filtered_as_a_whole_vocabulary_is() -> None:
-    """Short rows are sorted once, longer ones sought in; a tiny top_p is the best of what is typical."""
+def test_rows_are_filtered_alike_whether_the_host_may_wait_or_not() -> None:
+    """Short rows are sorted, longer ones only where their top tokens do not suffice; on a device all are."""
     rng, shares = random.Random(0), [5e-324, 1e-300, 0.2, 0.5, 0.9, 1.0]
     for seed in range(150):
         generator = torch.Generator().manual_seed(seed)
-        logits_SX = (torch.randn(4, 64, generator=generator) * rng.choice([0.3, 3.0])).round(decimals=1).double()
-        params = [
-            SamplingParams(
-                temperature=rng.choice([1e-300, 0.5, 1.0, 5.0]),
-                top_k=rng.choice([0, 1, 5, 50]),
-                top_p=rng.choice([0.0, *shares]),
-                typical_p=rng.choice(shares),
-                min_p=rng.choice([0.0, 0.1, 1.0]),
+        logits_SX = (torch.randn(4, 564, generator=generator) * rng.choice([0.3, 3.0])).round(decimals=1)
+        logits_SX[:, 64:].clamp_(max=rng.choice([-1.0, 9.0]))
+        rows = [
+            _row(
+                SamplingParams(
+                    temperature=rng.choice([1e-300, 0.5, 1.0, 5.0]),
+                    top_k=rng.choice([0, 1, 5, 50]),
+                    top_p=rng.choice([0.0, *shares]),
+                    typical_p=rng.choice(shares),
+                    min_p=rng.choice([0.0, 0.1, 1.0]),
+                )
             )
             for _ in range(4)
         ]
-        wide_SX = torch.nn.functional.pad(logits_SX, (0, 500), value=float("-inf"))
-        best_S1 = logits_SX.amax(-1, keepdim=True)
-        few_SX, all_SX = token_weights(logits_SX, best_S1, params), token_weights(wide_SX, best_S1, params)
-        assert ((few_SX > 0) == (all_SX[:, :64] > 0)).all(), params
-        assert (few_SX > 0).any(-1).all() and not all_SX[:, 64:].any()
+        parameters = dataclasses.replace(row_parameters(rows, 564, "cpu"), stages=STAGE_NAMES)
+        waiting, static = (
+            apply_stages(logits_SX, dataclasses.replace(parameters, may_wait=may_wait), FILTERS).weights_SV
+            for may_wait in (True, False)
+        )
+        assert torch.equal(waiting, static), rows
+        assert (waiting > 0).any(-1).all()
 
 
 def test_rows_are_drawn_piece_by_piece_as_together(monkeypatch: pytest.MonkeyPatch) -> None:

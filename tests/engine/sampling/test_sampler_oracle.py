@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from app.common.types import SamplingParams
-from app.engine.sampling.logits_processors import token_weights
-from app.engine.sampling.sampler import Draw, uniforms
+from app.engine.sampling.logits_processors import FILTERS, apply_stages
+from app.engine.sampling.sampler import Draw, row_parameters, uniforms
 from app.engine.sampling.sampler_io import SamplingInput
 from tests.support.engine import sampling_oracle
 from tests.support.engine.native_sampler import Sample
@@ -119,10 +119,9 @@ def _compare(token: int, logits: list[float], row: SamplingInput, tally: Tally) 
     if survivors.clear:
         tally.compared += 1
         for dtype in (torch.float32, torch.float64):
-            logits_1V = torch.tensor([logits], dtype=dtype)
-            kept = (
-                token_weights(logits_1V, logits_1V.amax(-1, keepdim=True), [row.params])[0].nonzero().flatten().tolist()
-            )
+            parameters = row_parameters([row], len(logits), "cpu")
+            weights_1V = apply_stages(torch.tensor([logits], dtype=dtype), parameters, FILTERS).weights_SV
+            kept = weights_1V[0].nonzero().flatten().tolist()
             # A weight that float32 rounds to 0 is no survivor.
             assert set(kept) <= set(survivors.weights)
             assert set(kept) >= {each for each, weight in survivors.weights.items() if weight > 1e-35}

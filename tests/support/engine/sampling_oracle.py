@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from app.common.types import SamplingParams
-from app.engine.sampling.logits_processors import MIN_TEMPERATURE
+from app.engine.sampling.parameters import MIN_TEMPERATURE
 from app.engine.sampling.sampler_io import SamplingInput
 
 _CLOSE = 1e-4

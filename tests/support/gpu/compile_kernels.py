@@ -26,7 +26,7 @@ from app.engine.gpu.kernels.interface import (
     padded_dim,
 )
 from app.engine.gpu.kernels.reference_operations import FP8_MAX
-from app.engine.gpu.kernels.sampling_state import COUNTED, TOP
+from app.engine.gpu.kernels.sampling_state import TOP
 from app.engine.gpu.kernels.triton import quantized_products
 from app.engine.gpu.kernels.triton.attention import attention_kernel, merge_kernel
 from app.engine.gpu.kernels.triton.operations import (
@@ -38,6 +38,7 @@ from app.engine.gpu.kernels.triton.operations import (
 )
 from app.engine.gpu.kernels.triton.quantized_products import quantize_row_kernel, warps
 from app.engine.gpu.kernels.triton.sampler import WARPS, SamplerTiling, adjust_kernel, logprobs_kernel, sample_kernel
+from app.engine.sampling.parameters import COUNTED
 
 TARGET = GPUTarget("cuda", 90, 32)
 VOCAB = 128_256

@@ -24,8 +24,10 @@ from app.engine.gpu.kernels.interface import (
     RowLookup,
     RowState,
 )
-from app.engine.gpu.kernels.static_sampler import sample
+from app.engine.gpu.kernels.sampling_state import TOP, SampleOut, SamplingTable
 from app.engine.quantization.int8_weights import Quantized
+from app.engine.sampling import parameters
+from app.engine.sampling.sampler import device_uniforms, draw_tokens, score
 from model.config import Activation
 from model.nn.layers import rotate
 
@@ -106,6 +108,27 @@ def advance(rows_S: Tensor, lengths_S: Tensor, tokens_S: Tensor, state: RowState
     index_S, is_real_S = rows_S.long(), rows_S != len(state.kv_length_R) - 1
     state.kv_length_R.index_copy_(0, index_S, lengths_S.where(is_real_S, 0))
     state.last_token_R.index_copy_(0, index_S, tokens_S.clamp(min=0).where(is_real_S, 0))
+
+
+def sample(logits_SV: Tensor, rows_S: Tensor, positions_S: Tensor, table: SamplingTable, out: SampleOut) -> None:
+    """See Kernels.sample. Runs every stage on every row; counts the tokens of rows with penalties.
+
+    positions_S: of the new tokens in their sequences. A row with logits that are not finite gets -1 and is not counted.
+    """
+    rows = table.parameters(rows_S, positions_S)
+    seed_low_S1, seed_high_S1 = rows.word(parameters.SEED), rows.word(parameters.SEED + 1)
+    numbers_S1 = device_uniforms(seed_low_S1, seed_high_S1, rows.word(parameters.CHOICE), rows.positions_S1)
+    tokens_S1, is_valid_S1, raw_SV = draw_tokens(logits_SV, rows, numbers_S1)
+    out.tokens_S.copy_(tokens_S1.where(is_valid_S1, -1).squeeze(1))
+    if table.counts_RV is not None:
+        index_S1 = rows_S.long()[:, None] * table.vocab_size + tokens_S1
+        increment_S1 = 2 * ((rows.word(parameters.FLAGS) & parameters.COUNTED > 0) & is_valid_S1)
+        table.counts_RV.view(-1).index_add_(0, index_S1.squeeze(1), increment_S1.to(torch.int32).squeeze(1))
+    logprob_S, ids_SN, logprobs_SN = score(raw_SV, tokens_S1, TOP)
+    n_top = ids_SN.shape[1]
+    out.logprob_S.copy_(logprob_S)
+    out.top_ids_SN.fill_(-1)[:, :n_top].copy_(ids_SN)
+    out.top_logprobs_SN.fill_(float("-inf"))[:, :n_top].copy_(logprobs_SN)
 
 
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {

@@ -1,6 +1,6 @@
-"""Sampling parameters and token counts of resident rows on the device, and the layout of a request's parameters.
+"""Sampling parameters and token counts of resident rows on the device, and the samples of a step.
 
-static_sampler.py and triton/sampler.py sample from them. Nothing here waits for the device.
+reference_operations.py and triton/sampler.py sample from them. Nothing here waits for the device.
 
 Shape legend: R resident rows (the last one is padding: greedy, never counted), W words of a row, V vocabulary,
 N rows that change, X tokens of their histories, S sampled rows of a step.
@@ -8,83 +8,16 @@ N rows that change, X tokens of their histories, S sampled rows of a step.
 
 from __future__ import annotations
 
-import struct
 from array import array
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from app.common.types import MAX_BIASES, Request, SamplingParams
-from app.engine.sampling.logits_processors import MIN_TEMPERATURE
-from app.engine.sampling.sampler_io import SamplingInput
-
-# word    what
-#     0..13   seven float64, each two words, the low one first: temperature, top_p, min_p, typical_p, repetition,
-#             presence and frequency penalty
-#     14, 15  the seed's low and high word
-#     16..23  choice, top_k, prompt length, min_tokens, logprobs (-1: none), flags, number of biases, number of stop ids
-#     24..39  stop ids; -1 for unused entries
-#     40..339 token ids of the biases; -1 for unused entries
-#     340..   biases, float64
-#
-# The number of words is even, so that 64-bit floats are aligned.
-
-TEMPERATURE, TOP_P, MIN_P, TYPICAL_P, REPETITION, PRESENCE, FREQUENCY = range(7)
-"""Indices of the float64 values, which take two words each."""
-SEED, CHOICE, TOP_K, N_PROMPT, MIN_TOKENS, LOGPROBS, FLAGS, N_BIASES, N_STOPS = 14, *range(16, 24)
-STOPS = 24
-MAX_STOPS = 16
-BIAS_IDS = STOPS + MAX_STOPS
-BIASES = BIAS_IDS + MAX_BIASES
-WORDS = BIASES + 2 * MAX_BIASES
-GREEDY = 1
-"""Flag: select the most likely token, with the lowest id if several tie."""
-COUNTED = 2
-"""Flag: the row has penalties, so the sampler counts its tokens."""
-
-_HEADER = struct.Struct("=7dq8i")
-_SECTION = struct.Struct(f"={MAX_STOPS + MAX_BIASES}i")
-assert _HEADER.size == 4 * STOPS and WORDS % 2 == 0
-
-
-def is_counted(request: Request) -> bool:
-    """Whether sampling depends on the earlier tokens themselves, not only on their number."""
-    p = request.params
-    return bool(p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty)
-
-
-def fits(request: Request, vocab_size: int) -> bool:
-    """Whether these words can say all of it: no guide, and not too many tokens that end the text."""
-    return not request.grammar and len(_stops(request, vocab_size)) <= MAX_STOPS
-
-
-def pack_request(request: Request, vocab_size: int) -> array[int]:
-    """Packs a request that fits into words; ignores token ids beyond the vocabulary."""
-    p = request.params
-    stops = _stops(request, vocab_size)
-    biases = [(token, bias) for token, bias in p.logit_bias if token < vocab_size]
-    probabilities = (max(p.temperature, MIN_TEMPERATURE), p.top_p, p.min_p, p.typical_p)
-    penalties = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
-    is_greedy = SamplingInput(p, request.prompt, len(request.prompt)).is_greedy
-    flags = GREEDY * is_greedy | COUNTED * is_counted(request)
-    logprobs = -1 if p.logprobs is None else p.logprobs
-    counts = (p.choice, p.top_k, len(request.prompt), p.min_tokens, logprobs, flags, len(biases), len(stops))
-    ids = [*_pad(stops, MAX_STOPS), *_pad([token for token, _ in biases], MAX_BIASES)]
-    words = array("i", _HEADER.pack(*probabilities, *penalties, p.seed, *counts))
-    words.frombytes(_SECTION.pack(*ids))
-    words.frombytes(array("d", [bias for _, bias in biases]).tobytes().ljust(8 * MAX_BIASES, b"\0"))
-    return words
-
-
-def _stops(request: Request, vocab_size: int) -> list[int]:
-    """Stop tokens that are banned before min_tokens."""
-    return [token for token in request.stop_ids if token < vocab_size] if request.params.min_tokens else []
-
-
-def _pad(ids: list[int], size: int) -> list[int]:
-    return ids + [-1] * (size - len(ids))
-
+from app.common.types import Request, SamplingParams
+from app.engine.sampling import parameters as layout
+from app.engine.sampling.logits_processors import STAGE_NAMES
+from app.engine.sampling.parameters import RowParameters, count_tokens, fits, is_counted, pack_request
 
 TOP = 20
 """Most likely tokens reported for a sampled row."""
@@ -140,7 +73,7 @@ class SamplingTable:
 
     def is_counted(self, request: Request) -> bool:
         """Whether load() needs the request's tokens."""
-        return is_counted(request)
+        return is_counted(request.params)
 
     def with_counts(self) -> Tensor:
         """counts_RV, allocated on the first call. Graphs that were captured earlier do not use it."""
@@ -166,8 +99,19 @@ class SamplingTable:
         self.counts_RV.index_fill_(0, rows_N.long(), 0)
         if not len(history_X):
             return
-        flat, generated_X = self.counts_RV.view(-1), history_is_generated_X.to(torch.int32)
         index_X = history_rows_X.long() * self.vocab_size + history_X.long()
-        # Prompt tokens first, while all counts are 0: amax sets the lowest bit.
-        flat.scatter_reduce_(0, index_X, 1 - generated_X, "amax")
-        flat.index_add_(0, index_X, 2 * generated_X)
+        count_tokens(self.counts_RV.view(-1), index_X, history_is_generated_X)
+
+    def parameters(self, rows_S: Tensor, positions_S: Tensor) -> RowParameters:
+        """The parameters of the resident rows of a step, for all stages."""
+        words_SW = self.words_RW.index_select(0, rows_S)
+        return RowParameters(
+            stages=STAGE_NAMES,
+            may_wait=False,
+            header_SX=words_SW[:, : layout.STOPS],
+            stop_ids_SN=words_SW[:, layout.STOPS : layout.BIAS_IDS].long(),
+            bias_ids_SN=words_SW[:, layout.BIAS_IDS : layout.BIASES].long(),
+            biases_SN=words_SW[:, layout.BIASES :].view(torch.float64),
+            positions_S1=positions_S[:, None],
+            counts_SV=None if self.counts_RV is None else self.counts_RV.index_select(0, rows_S),
+        )

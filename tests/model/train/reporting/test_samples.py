@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from app.common.types import SamplingParams
-from app.engine.sampling.logits_processors import apply_penalties
+from app.engine.sampling.logits_processors import ADJUSTMENTS, apply_stages
+from app.engine.sampling.sampler import row_parameters
 from app.engine.sampling.sampler_io import SamplingInput
 from model.nn.transformer import Decoder
 from model.tokenizer.tokenizer import Tokenizer
@@ -161,8 +162,7 @@ def test_a_large_enough_penalty_lets_no_token_come_twice(decoder: Decoder, promp
 def test_the_penalty_is_the_service_s() -> None:
     logits_V = torch.tensor([2.0, -2.0, 1.0, 0.0])
     row = SamplingInput(params=SamplingParams(repetition_penalty=1.25), tokens=[0, 1, 1], n_prompt=1)
-    penalized_SV = logits_V.clone()[None]
-    apply_penalties(penalized_SV, [row])
+    penalized_SV = apply_stages(logits_V[None], row_parameters([row], 4, "cpu"), ADJUSTMENTS).logits_SV
     ours = _penalised(logits_V, [0, 1, 1], 1.25)
     assert ours.tolist() == pytest.approx([1.6, -2.5, 1.0, 0.0])
     assert torch.allclose(ours, penalized_SV[0])

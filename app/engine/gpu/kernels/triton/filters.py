@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from app.engine.gpu.kernels import sampling_state as layout
+from app.engine.sampling import parameters as layout
 
 # Tokens have a key (an integer, higher for better tokens) and a weight. The threshold is the highest key at which the
 # weights of all tokens at or above it reach the target. So the search needs no sort, and tokens with equal keys stay

@@ -1,8 +1,8 @@
 """Triton sampler: penalties, sampling, and log-probabilities, three kernels per step. Nothing waits for the device.
 
-It samples the same tokens as ../static_sampler.py; docs/sampling.md specifies both. Rounding may make them differ:
-weights are exact to 2 units in the last place of float32, and a GPU adds in another order. The bits of a row depend on
-that row alone.
+It samples the same tokens as app/engine/sampling/sampler.py; docs/sampling.md specifies both. Rounding may make them
+differ: weights are exact to 2 units in the last place of float32, and a GPU adds in another order. The bits of a row
+depend on that row alone.
 
 Shape legend: S sampled rows, V vocabulary.
 """
@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from app.engine.gpu.kernels import sampling_state as layout
 from app.engine.gpu.kernels.sampling_state import TOP, SampleOut, SamplingTable
 from app.engine.gpu.kernels.triton.filters import (
     BY_LOGPROB,
@@ -32,6 +31,7 @@ from app.engine.gpu.kernels.triton.filters import (
     lower_bound_from_groups,
     ordered_bits,
 )
+from app.engine.sampling import parameters as layout
 
 # Each tile of a row is a separate program, so that a single row still uses the whole GPU.
 #
@@ -440,7 +440,7 @@ def sample(
     out: SampleOut,
     sizes: SamplerTiling | None = None,
 ) -> None:
-    """See static_sampler.sample(). The logits of a row must be contiguous."""
+    """See Kernels.sample. The logits of a row must be contiguous."""
     n_rows, vocab = logits_SV.shape
     assert logits_SV.stride(1) == 1 and vocab == table.vocab_size
     if not n_rows:

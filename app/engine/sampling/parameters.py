@@ -1,0 +1,131 @@
+"""The one layout of sampling parameters: a row of 32-bit words, which torch and Triton read.
+
+word    what
+    0..13   seven float64, each two words, the low one first: temperature, top_p, min_p, typical_p, repetition,
+            presence and frequency penalty
+    14, 15  the seed's low and high word
+    16..23  choice, top_k, prompt length, min_tokens, logprobs (-1: none), flags, number of biases, number of stop ids
+    24..39  stop ids; -1 for unused entries
+    40..339 token ids of the biases; -1 for unused entries
+    340..   biases, float64
+
+The number of words is even, so that 64-bit floats are aligned. Shape legend: S sampled rows, V vocabulary, N entries of
+a row, X tokens of all rows.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from app.common.types import MAX_BIASES, Request, SamplingParams
+from app.engine.sampling.sampler_io import SamplingInput
+
+TEMPERATURE, TOP_P, MIN_P, TYPICAL_P, REPETITION, PRESENCE, FREQUENCY = range(7)
+"""Indices of the float64 values, which take two words each."""
+SEED, CHOICE, TOP_K, N_PROMPT, MIN_TOKENS, LOGPROBS, FLAGS, N_BIASES, N_STOPS = 14, *range(16, 24)
+STOPS = 24
+MAX_STOPS = 16
+BIAS_IDS = STOPS + MAX_STOPS
+BIASES = BIAS_IDS + MAX_BIASES
+WORDS = BIASES + 2 * MAX_BIASES
+GREEDY = 1
+"""Flag: select the most likely token, with the lowest id if several tie."""
+COUNTED = 2
+"""Flag: the row has penalties, so the sampler counts its tokens."""
+MIN_TEMPERATURE = 1e-30
+"""Lower temperatures count as this one, which float32 still distinguishes from 0."""
+
+_HEADER = struct.Struct("=7dq8i")
+_SECTION = struct.Struct(f"={MAX_STOPS + MAX_BIASES}i")
+assert _HEADER.size == 4 * STOPS and WORDS % 2 == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowParameters:
+    """The parameters of the sampled rows, as columns, and what the rows' sequences add."""
+
+    stages: frozenset[str]
+    """Names of the stages to run: at least those that a row requests. A stage leaves all other rows as they are."""
+    may_wait: bool
+    """Whether the host may wait for values on the device; if not, all shapes are static, as a CUDA graph needs."""
+    header_SX: Tensor
+    """int32: the first words of the layout."""
+    stop_ids_SN: Tensor
+    """int64; -1 for unused entries."""
+    bias_ids_SN: Tensor
+    """int64; -1 for unused entries."""
+    biases_SN: Tensor
+    """float64."""
+    positions_S1: Tensor
+    """Positions of the new tokens in their sequences."""
+    counts_SV: Tensor | None
+    """int32, as count_tokens() counts; None if no row has penalties."""
+    counted_ids_SN: Tensor | None = None
+    """int64: ids with all counts that are not 0; None if any id may be counted."""
+    allowed_SX: Tensor | None = None
+    """int32 bitmasks of grammars; None if no row has one."""
+
+    def number(self, index: int) -> Tensor:
+        """[S, 1] float64."""
+        return self.header_SX.view(torch.float64)[:, index : index + 1]
+
+    def word(self, index: int) -> Tensor:
+        """[S, 1] int64."""
+        return self.header_SX[:, index : index + 1].long()
+
+
+def count_tokens(counts_X: Tensor, index_X: Tensor, is_generated_X: Tensor) -> None:
+    """Counts tokens in place, from 0: twice how often a token was generated, plus 1 if it is in the prompt."""
+    generated_X = is_generated_X.to(torch.int32)
+    # Prompt tokens first, while all counts are 0: amax sets the lowest bit.
+    counts_X.scatter_reduce_(0, index_X, 1 - generated_X, "amax")
+    counts_X.index_add_(0, index_X, 2 * generated_X)
+
+
+def is_counted(params: SamplingParams) -> bool:
+    """Whether sampling depends on the earlier tokens themselves, not only on their number."""
+    return params.repetition_penalty != 1 or bool(params.presence_penalty or params.frequency_penalty)
+
+
+def fits(request: Request, vocab_size: int) -> bool:
+    """Whether these words can say all of it: no guide, and not too many tokens that end the text."""
+    return not request.grammar and len(_stops(request, vocab_size)) <= MAX_STOPS
+
+
+def pack_header(row: SamplingInput, n_biases: int = 0, n_stops: int = 0) -> bytes:
+    """Packs the words before STOPS."""
+    p = row.params
+    flags = GREEDY * row.is_greedy | COUNTED * is_counted(p)
+    logprobs = -1 if p.logprobs is None else p.logprobs
+    probabilities = (max(p.temperature, MIN_TEMPERATURE), p.top_p, p.min_p, p.typical_p)
+    penalties = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
+    counts = (p.choice, p.top_k, row.n_prompt, p.min_tokens, logprobs, flags, n_biases, n_stops)
+    return _HEADER.pack(*probabilities, *penalties, p.seed, *counts)
+
+
+def pack_request(request: Request, vocab_size: int) -> array[int]:
+    """Packs a request that fits into words; ignores token ids beyond the vocabulary."""
+    stops = _stops(request, vocab_size)
+    biases = [(token, bias) for token, bias in request.params.logit_bias if token < vocab_size]
+    row = SamplingInput(request.params, request.prompt, len(request.prompt))
+    words = array("i", pack_header(row, len(biases), len(stops)))
+    words.frombytes(_SECTION.pack(*pad(stops, MAX_STOPS), *pad([token for token, _ in biases], MAX_BIASES)))
+    words.frombytes(array("d", [bias for _, bias in biases]).tobytes().ljust(8 * MAX_BIASES, b"\0"))
+    return words
+
+
+def pad(ids: Iterable[int], size: int) -> list[int]:
+    """The ids, and -1 for unused entries."""
+    padded = [*ids]
+    return padded + [-1] * (size - len(padded))
+
+
+def _stops(request: Request, vocab_size: int) -> list[int]:
+    """Stop tokens that are banned before min_tokens."""
+    return [token for token in request.stop_ids if token < vocab_size] if request.params.min_tokens else []
