@@ -7,7 +7,6 @@ source/elementwise.h.
 from __future__ import annotations
 
 import ctypes
-from enum import IntEnum
 from typing import Any
 
 import torch
@@ -16,7 +15,8 @@ from torch import Tensor
 from app.engine.cpu.library import HugepageAllocator, Library, Matrix, Operation, Shape
 from app.engine.quantization.int8_weights import quantize
 from model.config import ModelConfig
-from model.nn.transformer import Block, Decoder
+from model.nn.decoder_program import BlockOperation, Kind, Register, decoder_program
+from model.nn.transformer import Decoder
 
 LANES = 16
 PANEL = 2 * LANES
@@ -24,27 +24,6 @@ BLOCK = 16
 """Tokens of a cache block, as many as a vector has lanes."""
 _NORMS = {"none": 0, "rmsnorm": 1, "layernorm": 2}
 _ACTIVATIONS = {"relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
-
-
-class Kind(IntEnum):
-    """Kind of an operation."""
-
-    NORM = 0
-    LINEAR = 1
-    ROPE_CACHE = 2
-    ATTENTION = 3
-    ADD = 4
-
-
-class Register(IntEnum):
-    """Buffer that an operation reads or writes."""
-
-    RESIDUAL = 0
-    QKV = 1
-    NORMED = 2
-    HIDDEN = 3
-    QUERIES = 4
-    PARALLEL_NORMED = 5
 
 
 def padded_head_dim(config: ModelConfig) -> int:
@@ -56,9 +35,6 @@ class Program:
     """Packed weights and operations of one decoder. Keep it alive: the kernels hold pointers into it."""
 
     def __init__(self, library: Library, decoder: Decoder, *, int8: bool = False) -> None:
-        assert not decoder.config.n_encoder_layers, (
-            "app/engine/cpu/toolchain/backend_selection.py rejects models with an encoder"
-        )
         self.config, self._library = decoder.config, library
         self.dtype = decoder.embedding.dtype
         self._int8 = int8
@@ -68,9 +44,8 @@ class Program:
         self.embedding = self._matrix(decoder.embedding, None if decoder.untied_head is not None else decoder.head_bias)
         head = decoder.untied_head
         self.head = self.embedding if head is None else self._matrix(head, decoder.head_bias)
-        for layer, block in enumerate(decoder.blocks):
-            assert isinstance(block, Block)
-            self._block(layer, block)
+        for operation in decoder_program(decoder):
+            self._pack(operation)
         self._shape = self._make_shape(decoder)
 
     @property
@@ -129,59 +104,36 @@ class Program:
         sizes = (c.width, qkv, max(c.width, heads), c.mlp_width, c.n_heads * padded_head_dim(c), c.width)
         return (ctypes.c_int32 * len(Register))(*(_round_up(size, PANEL) for size in sizes))
 
-    def _block(self, layer: int, block: Block) -> None:
-        """Appends one layer's operations, in the order of Block.forward."""
-        is_post, mlp = block.post_norm, block.mlp
-        if block.parallel:
-            self._norm(block.norm_mlp, Register.PARALLEL_NORMED)
-        self._norm(None if is_post else block.norm_attention, Register.NORMED)
-        self._attention(layer, block)
-        if is_post:
-            self._norm(block.norm_attention, Register.RESIDUAL)
-        if mlp is None:
-            return
-        source = Register.PARALLEL_NORMED if block.parallel else Register.NORMED
-        if not block.parallel:
-            self._norm(None if is_post else block.norm_mlp, Register.NORMED)
-        flag = _ACTIVATIONS[self.config.activation]
-        up = self._matrix(mlp.up.weight, mlp.up.bias, gate_rows=self.config.mlp_width if mlp.gated else 0)
-        self._add(Kind.LINEAR, source, Register.HIDDEN, flag=flag, gated=mlp.gated, matrix=ctypes.pointer(up))
-        self._linear(mlp.down.weight, mlp.down.bias, Register.HIDDEN, Register.RESIDUAL)
-        if is_post:
-            self._norm(block.norm_mlp, Register.RESIDUAL)
-
-    def _attention(self, layer: int, block: Block) -> None:
-        attention = block.attention
-        self._linear(attention.qkv.weight, attention.qkv.bias, Register.NORMED, Register.QKV)
-        norms = [
-            0 if norm is None else self._float32_address(norm.weight) for norm in (attention.q_norm, attention.k_norm)
-        ]
-        eps = self.config.norm_eps
-        self._add(Kind.ROPE_CACHE, Register.QKV, Register.QUERIES, layer=layer, weight=norms[0], bias=norms[1], eps=eps)
-        self._add(Kind.ATTENTION, Register.QUERIES, Register.NORMED, layer=layer)
-        if attention.out is None:
-            self._add(Kind.ADD, Register.NORMED, Register.RESIDUAL, columns=self.config.width)
-        else:
-            self._linear(attention.out.weight, attention.out.bias, Register.NORMED, Register.RESIDUAL)
-
-    def _norm(self, norm: Any, target: Register) -> None:
-        """Appends a norm of the residual stream; None copies it."""
-        kind = 0 if norm is None else _NORMS[self.config.norm]
-        if target == Register.RESIDUAL and not kind:
-            return
-        weight, bias = self._norm_addresses(norm) if kind else (0, 0)
-        width, eps = self.config.width, self.config.norm_eps
-        self._add(Kind.NORM, Register.RESIDUAL, target, flag=kind, columns=width, eps=eps, weight=weight, bias=bias)
+    def _pack(self, operation: BlockOperation) -> None:
+        """Appends the operation; a norm that does nothing is left out, or copies the residual stream."""
+        kind, source, target, module = operation
+        fields: dict[str, Any] = {}
+        match kind:
+            case Kind.NORM:
+                norm = 0 if module is None else _NORMS[self.config.norm]
+                if target == Register.RESIDUAL and not norm:
+                    return
+                weight, bias = self._norm_addresses(module) if norm else (0, 0)
+                fields = {"flag": norm, "columns": self.config.width, "weight": weight, "bias": bias}
+            case Kind.LINEAR:
+                gate_rows = 0
+                if target == Register.HIDDEN:
+                    gate_rows = self.config.mlp_width if self.config.gated else 0
+                    fields = {"flag": _ACTIVATIONS[self.config.activation], "gated": self.config.gated}
+                fields["matrix"] = ctypes.pointer(self._matrix(module.weight, module.bias, gate_rows=gate_rows))
+            case Kind.ROPE_CACHE:
+                norms = (0 if x is None else self._float32_address(x.weight) for x in (module.q_norm, module.k_norm))
+                fields = {"layer": module.layer} | dict(zip(("weight", "bias"), norms, strict=True))
+            case Kind.ATTENTION:
+                fields = {"layer": module.layer}
+            case Kind.ADD:
+                fields = {"columns": self.config.width}
+        eps = self.config.norm_eps if kind in (Kind.NORM, Kind.ROPE_CACHE) else 0.0
+        self._operations.append(Operation(kind=kind, source=source, target=target, eps=eps, **fields))
 
     def _norm_addresses(self, norm: Any) -> tuple[int, int]:
         bias = getattr(norm, "bias", None)
         return self._padded_address(norm.weight), 0 if bias is None else self._padded_address(bias)
-
-    def _linear(self, weight: Tensor, bias: Tensor | None, source: Register, target: Register) -> None:
-        self._add(Kind.LINEAR, source, target, matrix=ctypes.pointer(self._matrix(weight, bias)))
-
-    def _add(self, kind: Kind, source: Register, target: Register, **fields: Any) -> None:
-        self._operations.append(Operation(kind=kind, source=source, target=target, **fields))
 
     def _matrix(self, weight: Tensor, bias: Tensor | None, *, gate_rows: int = 0) -> Matrix:
         n_rows, k = weight.shape
