@@ -192,7 +192,7 @@ def make_engine_pool(settings: Settings) -> EnginePool:
     limits = QueueLimits(max_requests=settings.max_waiting, max_prompt_tokens=settings.max_waiting_tokens)
     queue = FairQueue(limits)
     configs = _worker_configs(settings, cores)
-    return EnginePool([EngineClient(config, queue, silence_seconds=settings.engine_silence) for config in configs])
+    return EnginePool([EngineClient(config, silence_seconds=settings.engine_silence) for config in configs], queue)
 
 
 def _worker_configs(settings: Settings, cores: int) -> list[WorkerConfig]:

@@ -55,7 +55,7 @@ def _run_service(weights: str, step_ms: str) -> int:
     def fake_pool(settings: Settings) -> EnginePool:
         command = (sys.executable, "-P", "-m", "benchmarks.fake_engine", _ENGINE, step_ms)
         limits = QueueLimits(max_requests=settings.max_waiting, max_prompt_tokens=settings.max_waiting_tokens)
-        return EnginePool([EngineClient(WorkerConfig(weights=weights), FairQueue(limits), command=command)])
+        return EnginePool([EngineClient(WorkerConfig(weights=weights), command=command)], FairQueue(limits))
 
     try:
         return serve(Settings(**settings), fake_pool)

@@ -33,21 +33,21 @@ class EngineState(Collector):
             "event_loop_tasks", "Tasks of the event loop, including that of this scrape.", len(asyncio.all_tasks())
         )
         counters = [engine.counters for pool in pools for engine in pool.engines]
+        waiting = sum(pool.queue.n_unsent for pool in pools) + sum(c.waiting for c in counters)
         yield _gauge(
             "requests_running", "Sequences being generated; a request has n of them.", sum(c.running for c in counters)
         )
-        yield _gauge(
-            "requests_waiting", "Sequences in the queue; a request has n of them.", sum(c.waiting for c in counters)
-        )
+        yield _gauge("requests_waiting", "Sequences in the queue; a request has n of them.", waiting)
         yield _gauge("kv_cache_usage_ratio", "Fraction of the KV cache blocks in use.", _cache_usage(engines))
         yield _gauge("engine_ready", "1 if an engine is ready.", bool(pools[0].ready))
-        yield from _health(engines)
+        yield from _health(pools[0])
         if len(engines) > 1:
             yield from _by_replica(engines)
 
 
-def _health(engines: Sequence[EngineClient]) -> Iterator[Metric]:
+def _health(pool: EnginePool) -> Iterator[Metric]:
     """Ages are the largest among engines that have not failed permanently; everything else is a sum."""
+    engines = pool.engines
     supervisors = [e.supervisor for e in engines if not e.supervisor.is_stopped] or [e.supervisor for e in engines]
     yield _gauge(
         "engine_report_age_seconds",
@@ -70,7 +70,7 @@ def _health(engines: Sequence[EngineClient]) -> Iterator[Metric]:
     yield _counter(
         "held_streams",
         "Times that a stream was suspended because its client did not read.",
-        sum(e.n_suspensions for e in engines),
+        pool.n_suspensions,
     )
     totals = [engine.cumulative_counters for engine in engines]
     yield _counter("preemptions", "Sequences that were preempted.", sum(c.preemptions for c in totals))
@@ -97,7 +97,7 @@ def _by_replica(engines: Sequence[EngineClient]) -> Iterator[Metric]:
     """One series per engine, from startup on."""
     ready = _labelled("ready", "1 if this engine is ready.")
     running = _labelled("requests_running", "Sequences that this engine is generating.")
-    waiting = _labelled("requests_waiting", "Sequences in the queue of this engine.")
+    waiting = _labelled("requests_waiting", "Sequences that this engine has and is not generating.")
     usage = _labelled("kv_cache_usage_ratio", "Fraction of this engine's KV cache blocks in use.")
     for index, engine in enumerate(engines):
         label = [str(index)]

@@ -205,8 +205,6 @@ class StepReport(Struct, frozen=True, kw_only=True, array_like=True, tag="report
     counters: Counters = msgspec.field(default_factory=Counters)
     at: float = 0.0
     """Time of sending in monotonic seconds; both processes share this clock."""
-    queued: tuple[str, ...] = ()
-    """Requests that entered the engine's queue since the last report."""
     num_computed: int = 0
     """Tokens computed of all running requests: changes with every step that computes something."""
     work: tuple[tuple[str, float], ...] = ()

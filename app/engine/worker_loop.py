@@ -30,7 +30,7 @@ from app.common.fault_injection import fault, is_armed
 from app.common.ipc import Cancel, Down, Fatal, FrameReceiver, Phase, Ready, Submit, Up, WorkerConfig, encode_frame
 from app.common.logs import open_nonblocking
 from app.common.operating_system import die_with_parent
-from app.common.types import Request, RequestStarted, StepReport
+from app.common.types import RequestStarted, StepReport
 from app.engine.cpu.toolchain.library_cache import cache_directory
 from app.engine.execution.engine import Engine
 from app.engine.guided.grammar_compile_queue import GrammarCompileQueue, GrammarCompiler
@@ -177,8 +177,6 @@ class _WorkerLoop:
         self._grammar_queue = grammar_queue
         self._inbox = inbox
         self._send = send
-        self._queued: list[str] = []
-        """Requests that were queued since the last report."""
 
     def run(self, heartbeat_seconds: float, hang_trace: HangTrace) -> NoReturn:
         """Runs until the pipe closes, which raises EOFError."""
@@ -211,16 +209,12 @@ class _WorkerLoop:
                 if request.grammar and request.max_tokens:
                     self._grammar_queue.add(request)
                 else:
-                    self._add(request)
+                    self._engine.add(request)
             elif isinstance(frame, Cancel):
                 self._engine.cancel(frame.request_id)
                 self._grammar_queue.cancel(frame.request_id)
         for request in self._grammar_queue.pop_ready():
-            self._add(request)
-
-    def _add(self, request: Request) -> None:
-        self._engine.add(request)
-        self._queued.append(request.id)
+            self._engine.add(request)
 
     def _announce(self, started: tuple[RequestStarted, ...]) -> None:
         self._report(StepReport(started=started, counters=self._engine.scheduler.counters))
@@ -228,13 +222,11 @@ class _WorkerLoop:
     def _report(self, step: StepReport) -> None:
         counters = replace(step.counters, waiting=step.counters.waiting + self._grammar_queue.n_waiting)
         num_computed = sum(sequence.num_computed for sequence in self._engine.scheduler.running)
-        taken, self._queued = tuple(self._queued), []
         self._send(
             replace(
                 step,
                 at=time.monotonic(),
                 counters=counters,
-                queued=taken,
                 num_computed=num_computed,
                 work=self._grammar_queue.take_work(),
             )

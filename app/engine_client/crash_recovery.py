@@ -1,18 +1,15 @@
 """Crash recovery: which requests are suspects, the canary request, and when to stop restarting.
 
-pending --pop_next()--> sent --on_queued()--> queued --on_started()--> started        a crash: all are pending again
-
-A request is in flight if the engine has it, unless it only waits in the engine's queue: it may have caused a crash.
-After a crash the requests that were in flight are sent first, each only after the previous one is cleared: it has made
-two steps of progress (a token after its prompt was read, and one after that) or has ended. So the next crash has a
-single suspect. A request that was in flight in two crashes in a row, without being cleared in between, is refused.
+A request is in flight from when it is sent until it ends, and a crash makes all requests in flight suspects. They are
+sent to the next engine process one at a time, each only after the previous one is cleared: it has made two steps of
+progress (a token after its prompt was read, and one after that) or has ended. So the next crash has a single new
+suspect. A request that was in flight in two crashes in a row, without being cleared in between, is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum, auto
 
 from app.common.ipc import Ready
 from app.common.types import Request
@@ -63,129 +60,82 @@ Progress = Callable[[str], int]
 """Progress of a request so far, a monotonic number."""
 
 
-class _Stage(Enum):
-    PENDING = auto()
-    SENT = auto()
-    QUEUED = auto()
-    STARTED = auto()
-
-
 @dataclass(slots=True)
 class _TrackedRequest:
-    """One open request. Owned by CrashRecovery."""
+    """One open request of an engine. Owned by CrashRecovery."""
 
-    stage: _Stage = _Stage.PENDING
     crash_count: int = 0
     """Consecutive crashes in which it was in flight without being cleared in between."""
     progress_when_sent: int = 0
-    leader: str | None = None
-    """Id of the request whose prompt it shares, and which reports the prompt's scores; always sent before this one."""
 
 
 class CrashRecovery:
-    """Tracks every open request, in order of arrival."""
+    """Tracks the requests of one engine, in the order of sending: in flight, or suspects that wait for their trial."""
 
     def __init__(self) -> None:
         self._requests: dict[str, _TrackedRequest] = {}
-        self._suspects: dict[str, None] = {}  # pending, in order; the values are unused
-        self._others: dict[str, None] = {}
+        self._waiting: dict[str, None] = {}
+        """Suspects that are to be sent, in order; the values are unused."""
         self._trial: str | None = None
-
-    @property
-    def expects_progress(self) -> bool:
-        """Whether the engine has work, and so must make progress."""
-        return any(request.stage in (_Stage.QUEUED, _Stage.STARTED) for request in self._requests.values())
 
     @property
     def n_suspects(self) -> int:
         """Number of suspects that are not cleared yet."""
-        return len(self._suspects) + (self._trial is not None)
+        return len(self._waiting) + (self._trial is not None)
 
     @property
-    def has_pending(self) -> bool:
-        """Whether a request is pending or on trial."""
-        return bool(self._suspects or self._others) or self._trial is not None
+    def n_in_flight(self) -> int:
+        """Number of requests that the engine has."""
+        return len(self._requests) - len(self._waiting)
 
-    def are_unaffected(self, request_ids: Iterable[str]) -> bool:
-        """Whether all of these requests are pending only because of other suspects, or because no engine is running."""
-        return all(request_id in self._others for request_id in request_ids)
+    def add(self, request_id: str, progress: int) -> None:
+        """Adds a request that is sent now."""
+        self._requests[request_id] = _TrackedRequest(progress_when_sent=progress)
 
-    def are_queued(self, request_ids: Iterable[str]) -> bool:
-        """Whether all of these requests wait in the engine's queue and none is a suspect."""
-        requests = (self._requests[request_id] for request_id in request_ids)
-        return all(request.stage is _Stage.QUEUED and not request.crash_count for request in requests)
-
-    def add(self, request_id: str, leader: str | None = None, crash_count: int = 0) -> None:
-        """Adds a request behind all others and behind its leader. With a `crash_count` it is still a suspect."""
-        self._requests[request_id] = _TrackedRequest(leader=leader, crash_count=crash_count)
-        (self._suspects if crash_count else self._others)[request_id] = None
+    def add_suspect(self, request_id: str, crash_count: int) -> None:
+        """Adds a request that was in flight in earlier crashes; pop_next() decides when it is sent."""
+        self._requests[request_id] = _TrackedRequest(crash_count=crash_count)
+        self._waiting[request_id] = None
 
     def add_first(self, request_id: str) -> None:
-        """Adds a request before all others, which wait until it is cleared."""
+        """Adds a request that is no suspect, but is sent before all suspects and alone."""
         self._requests[request_id] = _TrackedRequest()
-        self._suspects = {request_id: None, **self._suspects}
+        self._waiting = {request_id: None, **self._waiting}
 
     def crash_count(self, request_id: str) -> int:
-        """Consecutive crashes that it was in flight in; for add() when it is submitted again under another id."""
+        """Consecutive crashes that it was in flight in; for add_suspect() when it is submitted again."""
         return self._requests[request_id].crash_count if request_id in self._requests else 0
 
+    def update_trial(self, progress: Progress) -> None:
+        """Ends the trial of a request that is cleared."""
+        if self._trial is not None and self._is_cleared(self._trial, progress):
+            self._trial = None
+
     def pop_next(self, progress: Progress) -> str | None:
-        """Returns the request to send now and marks it as sent; None if no request may be sent."""
-        if self._trial is not None:
-            return None
-        pending = self._suspects or self._others
-        request_id = next(iter(pending), None)
-        if request_id is None:
-            return None
-        self._trial = request_id if pending is self._suspects else None
-        del pending[request_id]
-        request = self._requests[request_id]
-        request.stage, request.progress_when_sent = _Stage.SENT, progress(request_id)
-        return request_id
-
-    def on_queued(self, request_id: str) -> None:
-        """The engine has queued the request; unknown ones are ignored."""
-        self._set_stage(request_id, _Stage.QUEUED)
-
-    def on_started(self, request_id: str) -> None:
-        """The engine computes the request; unknown ones are ignored."""
-        self._set_stage(request_id, _Stage.STARTED)
+        """Returns the suspect to send now, whose trial begins; None if there is none, or another's trial goes on."""
+        if self._trial is None and self._waiting:
+            self._trial = next(iter(self._waiting))
+            del self._waiting[self._trial]
+            self._requests[self._trial].progress_when_sent = progress(self._trial)
+            return self._trial
+        return None
 
     def remove(self, request_id: str) -> None:
         """Removes a request that has ended or was cancelled."""
         self._requests.pop(request_id, None)
-        self._suspects.pop(request_id, None)
-        self._others.pop(request_id, None)
+        self._waiting.pop(request_id, None)
         if self._trial == request_id:
             self._trial = None
 
-    def update_trial(self, progress: Progress) -> bool:
-        """Ends the trial of a request that is cleared; returns whether the next request may be sent."""
-        if self._trial is not None and self._is_cleared(self._trial, progress):
-            self._trial = None
-        return self._trial is None
-
     def on_crash(self, progress: Progress) -> list[str]:
-        """Makes all requests pending; returns those to refuse, which must be removed with remove()."""
+        """Makes all requests suspects; returns those to refuse, which must be removed with remove()."""
         for request_id, request in self._requests.items():
-            if request.stage in (_Stage.SENT, _Stage.STARTED):
+            if request_id not in self._waiting:
                 request.crash_count = 1 if self._is_cleared(request_id, progress) else request.crash_count + 1
-            request.stage = _Stage.PENDING
-        self._trial = None
-        leaders = {request.leader for request in self._requests.values() if request.crash_count}
-        self._suspects = {
-            request_id: None
-            for request_id, request in self._requests.items()
-            if request.crash_count or request_id in leaders
-        }
-        self._others = {request_id: None for request_id in self._requests if request_id not in self._suspects}
+        self._trial, self._waiting = None, dict.fromkeys(self._requests)
         return [
             request_id for request_id, request in self._requests.items() if request.crash_count >= MAX_REQUEST_CRASHES
         ]
-
-    def _set_stage(self, request_id: str, stage: _Stage) -> None:
-        if request := self._requests.get(request_id):
-            request.stage = stage
 
     def _is_cleared(self, request_id: str, progress: Progress) -> bool:
         return progress(request_id) - self._requests[request_id].progress_when_sent >= TOKENS_TO_CLEAR

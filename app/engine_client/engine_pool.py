@@ -1,12 +1,12 @@
-"""Engine pool: one or several engines behind one interface, with a router that prefers engines with a cached prefix.
+"""Engine pool: the open requests, the queue in which they wait, and the engines that compute them.
 
 loading --all have loaded the same--> serving --the last engine stops--> stopped
        +------------ one engine stops ---------------------------------------^
 
-Requests that wait for one engine while another has free slots move there. The pool serves as long as one engine does.
-After a crash, requests that only waited move to the other engines at once; suspects wait for the next process of their
-engine, so they cannot crash another one. Only an engine that keeps crashing is stopped, and then all of its requests
-move to the others.
+A request leaves the queue when an engine has a place for it, and only then a router chooses the engine: it prefers one
+with a cached prefix. The pool serves as long as one engine does. After a crash, the requests that were in flight wait
+for the next process of their engine, so they cannot crash another one. Only an engine that keeps crashing is stopped,
+and then its requests return to the head of the queue.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import OrderedDict, defaultdict
+import time
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
 from msgspec.structs import replace
 
-from app.common.errors import EngineError, NotReady
+from app.common.errors import EngineError, EngineFailed, NotReady
 from app.common.ipc import Ready
-from app.common.types import Request
+from app.common.types import Request, StepReport
 from app.engine_client.client import EngineClient
+from app.engine_client.fair_queue import FairQueue
 from app.engine_client.supervisor import EngineStopped, WeightsFiles, read_directory
 from app.engine_client.token_stream import TokenStream
 
@@ -104,17 +106,21 @@ _log = logging.getLogger("inkstream")
 _COMMON_FIELDS = ("weights_version", "numerics", "context", "vocab_size", "block_size")
 """Fields in which all engines must agree, since a response may continue on any of them."""
 
-_MAX_MOVES = 8
-"""Streams moved at once from engines with a queue to one without: bounds the time on the event loop."""
+_ENGINE_STOPPED = "the engine stopped and will not be restarted: send the request again after the service is restarted"
+_SHUTTING_DOWN = "the service is shutting down: send it again in a moment"
 
 
 class EnginePool:
-    """Owns the engines and distributes requests among them."""
+    """Owns the queue and the engines, and distributes requests among them."""
 
-    def __init__(self, engines: Sequence[EngineClient]) -> None:
-        """All engines share one queue, and each has its index in this order as its `replica`."""
+    def __init__(self, engines: Sequence[EngineClient], queue: FairQueue) -> None:
+        """Each engine has its index in this order as its `replica`."""
         self.engines = tuple(engines)
-        self.queue = engines[0].queue
+        self.queue = queue
+        self.n_suspensions = 0
+        """Times that a stream was suspended because its reader did not keep up."""
+        self._waiting: dict[str, TokenStream] = {}  # by request id: those in the queue that no engine has
+        self._suspended: dict[str, TokenStream] = {}  # by request id: submitted again once their readers catch up
         self._router = PrefixRouter(len(engines))
         self._common_ready: Ready | None = None
         """Facts that all engines share, once all have loaded."""
@@ -164,29 +170,51 @@ class EnginePool:
         return self._stopped
 
     def submit(self, requests: Sequence[Request]) -> TokenStream:
-        """Queues the sequences of one response on one engine. Raises NotReady, QueueFull, InvalidRequest."""
-        if len(self.engines) == 1:
-            return self.engines[0].submit(requests)
+        """Queues the sequences of one response, all or none. Raises NotReady, QueueFull, InvalidRequest."""
         if self.ready is None:
             raise NotReady(f"the model is not ready yet ({self.phase}): try again in a moment", 1)
-        hashes = block_hashes(requests, self.ready.block_size)
-        index = self._router.choose(hashes, self._loads(), len(requests))
-        stream = self.engines[index].submit(requests)
-        self._router.record(index, hashes, self._blocks(index))
+        self.queue.check(requests, time.monotonic())
+        stream = TokenStream(requests, self)
+        self._enqueue(stream, requests)
         return stream
 
     def resume(self, stream: TokenStream) -> None:
         """Queues a paused stream's open sequences again, even while engines restart. Raises NotReady, QueueFull."""
-        target = next((engine for engine in self.engines if engine is stream.source), self.engines[0])
-        if target.ready is None and (target.supervisor.is_stopped or not stream.crash_count):
-            target = self._other_than(target) or target
-        stream.source = target
-        target.resume(stream)
+        if self._are_all_stopped:
+            raise NotReady(_SHUTTING_DOWN, 5)
+        self.queue.check(stream.open_requests, time.monotonic())
+        self._enqueue(stream, stream.renew())
+
+    def cancel(self, request_ids: Sequence[str]) -> None:
+        """Cancels requests that their stream no longer needs; for the stream."""
+        for request_id in request_ids:
+            self._waiting.pop(request_id, None)
+            self._suspended.pop(request_id, None)
+            self.queue.remove(request_id)
+        for engine in self.engines:
+            engine.release(request_ids)
+
+    def position(self, request_id: str) -> int | None:
+        """Number of requests that wait ahead of this one; for its stream."""
+        return self.queue.position(request_id)
+
+    def suspend(self, stream: TokenStream) -> None:
+        """Cancels the requests of a stream whose reader does not keep up, until resume_suspended(); for the stream."""
+        self.n_suspensions += 1
+        self.cancel(stream.open_ids)
+        self._suspended.update(dict.fromkeys(stream.open_ids, stream))
+
+    def resume_suspended(self, stream: TokenStream) -> None:
+        """Queues the open sequences of a suspended stream again, without a second admission check; for the stream."""
+        for request_id in stream.open_ids:
+            self._suspended.pop(request_id, None)
+        self._enqueue(stream, stream.renew())
 
     def fail_all(self, error: EngineError) -> None:
         """Ends every open stream with an error."""
+        _fail((*self._waiting.values(), *self._suspended.values()), error)
         for engine in self.engines:
-            engine.fail_all(error)
+            _fail(engine.requests.values(), error)
 
     def on_ready(self, index: int) -> None:
         """An engine has loaded; for its client."""
@@ -206,81 +234,86 @@ class EnginePool:
             devices = ", ".join(dict.fromkeys(one.device for one in loaded))
             self._common_ready = replace(loaded[0], device=f"{len(loaded)} x {devices}")
             self._loaded.set()
-        else:  # there may have been no other engine when theirs crashed
-            for engine in self.engines:
-                if not engine.ready:
-                    self._move_away(engine, engine.unaffected)
 
-    def on_capacity(self, index: int) -> None:
-        """An engine has free slots: moves waiting requests of other engines there; for its client."""
-        receiver = self.engines[index]
-        donors = [
-            engine for engine in self.engines if engine is not receiver and engine.ready and engine.counters.waiting
-        ]
-        if not (donors and receiver.has_capacity(1, "")):
-            return
-        for stream in _first_waiting(donors):
-            if receiver.has_capacity(len(stream.open_ids), stream.requests[0].cache_namespace):
-                self._move(stream, receiver)
+    def on_capacity(self) -> None:
+        """Sends the waiting requests for which engines have places, in the order of the queue; for the clients."""
+        while self._waiting and (taken := self.queue.take(self._choose_engine)):
+            request_id, index = taken
+            stream = self._waiting.pop(request_id)
+            stream.engine = index
+            self.engines[index].send(stream, request_id)
+
+    def on_report(self, report: StepReport, ended: Sequence[str]) -> None:
+        """An engine has completed a step; for its client."""
+        has_backlog = any(engine.counters.waiting for engine in self.engines)
+        self.queue.on_report(report.started, report.at, has_backlog=has_backlog)
+        for request_id in ended:
+            self.queue.remove(request_id)
+        self.on_capacity()
 
     def on_crash(self, index: int) -> None:
         """The process of an engine has ended; for its client."""
         self._router.clear(index)
-        self._move_away(self.engines[index], self.engines[index].unaffected)
+        self.on_capacity()
 
     def on_stopped(self, index: int, reason: EngineStopped) -> None:
         """An engine will not be restarted; for its client."""
-        engine = self.engines[index]
-        if not self._loaded.is_set() or all(one.supervisor.is_stopped for one in self.engines):
+        error = EngineFailed(_ENGINE_STOPPED) if reason.exit_code else NotReady(_SHUTTING_DOWN, 5)
+        if not self._loaded.is_set() or self._are_all_stopped:
             self._stop(reason)
+            self.fail_all(error)
         elif reason.exit_code:
             _log.error("engine %d is stopped, the others continue: %s", index, reason)
-            self._move_away(engine, engine.streams)
+            self._return_all(self.engines[index])
+        else:
+            _fail(self.engines[index].requests.values(), error)
 
-    def _loads(self) -> dict[int, int]:
-        """Loads of the engines that accept requests; of those without suspects, if there are any."""
-        ready = {index: engine for index, engine in enumerate(self.engines) if engine.ready}
-        without_suspects = {index: engine for index, engine in ready.items() if not engine.n_suspects}
-        return {index: engine.load for index, engine in (without_suspects or ready).items()}
+    @property
+    def _are_all_stopped(self) -> bool:
+        return all(engine.supervisor.is_stopped for engine in self.engines)
 
-    def _blocks(self, index: int) -> int:
-        ready = self.engines[index].ready
-        return ready.blocks_total if ready else 0
+    def _enqueue(self, stream: TokenStream, requests: Iterable[Request]) -> None:
+        for request in requests:
+            self._waiting[request.id] = stream
+            self.queue.add(request)
+        self.on_capacity()
 
-    def _other_than(self, engine: EngineClient) -> EngineClient | None:
-        """An engine that can take over requests: a ready one or, if this one is stopped, one that is restarting."""
-        others = [one for one in self.engines if one is not engine and not one.supervisor.is_stopped]
-        ready = [one for one in others if one.ready]
-        candidates = ready or (others if engine.supervisor.is_stopped else [])
-        return min(candidates, key=lambda one: (one.n_suspects > 0, one.load), default=None)
-
-    def _move(self, stream: TokenStream, receiver: EngineClient) -> None:
-        """Moves a stream under new request ids, so that late events of the old engine are not attributed to it."""
-        old_ids = stream.open_ids
-        donor = next(engine for engine in self.engines if engine is stream.source)
-        donor.release(old_ids)
-        requests = stream.renew()
-        for old_id, request in zip(old_ids, requests, strict=True):
-            self.queue.rename(old_id, request.id)
-        receiver.adopt(stream)
-        index, facts = self.engines.index(receiver), receiver.ready
+    def _choose_engine(self, request_id: str) -> int | None:
+        """Engine to which a request is sent now; None if it must wait."""
+        stream = self._waiting[request_id]
+        request = stream.requests[0]
+        with_place = {index: engine for index, engine in enumerate(self.engines) if engine.has_place(request)}
+        if (bound := self._bound_engine(stream)) is not None:
+            return bound if bound in with_place else None
+        if not with_place or len(self.engines) == 1:
+            return next(iter(with_place), None)
+        candidates = {index: engine for index, engine in with_place.items() if engine.can_start} or with_place
+        loads, requests = {index: engine.load for index, engine in candidates.items()}, stream.open_requests
+        assert self._common_ready
+        hashes = block_hashes(requests, self._common_ready.block_size)
+        chosen = self._router.choose(hashes, loads, len(requests))
+        facts = with_place[chosen].ready
         assert facts
-        self._router.record(index, block_hashes(requests, facts.block_size), facts.blocks_total)
+        self._router.record(chosen, hashes, facts.blocks_total)
+        return chosen
 
-    def _move_away(self, engine: EngineClient, streams: Iterable[TokenStream]) -> None:
-        count = 0
-        for stream in streams:
-            if target := self._other_than(engine):
-                engine.release(stream.open_ids)
-                target.adopt(stream)
-                # Otherwise it is counted when an engine is ready, or not at all.
-                if target.ready and not stream.is_suspended:
-                    target.replayed += len(stream.open_ids)
-                count += 1
-        if self._other_than(engine):
-            self.queue.clear_backlog(self.engines.index(engine))
-        if count:
-            _log.warning("%d open responses continue on other engines", count)
+    def _bound_engine(self, stream: TokenStream) -> int | None:
+        """The engine that computes other sequences of the stream, or that it may have crashed."""
+        index = stream.engine
+        if index is None or not (stream.crash_count or self.engines[index].has(stream)):
+            return None
+        return None if self.engines[index].supervisor.is_stopped else index
+
+    def _return_all(self, engine: EngineClient) -> None:
+        """Returns the requests of a stopped engine to the head of the queue, in their order."""
+        returned = engine.requests
+        engine.replayed += len(returned)
+        engine.release(list(returned))
+        for request_id, stream in reversed(returned.items()):
+            self.queue.remove(request_id)
+            self.queue.add(stream.request(request_id), first=True)
+            self._waiting[request_id] = stream
+        self.on_capacity()
 
     def _stop(self, reason: EngineStopped) -> None:
         if self._stopped is None:
@@ -288,16 +321,9 @@ class EnginePool:
             self._stopped_event.set()
 
 
-def _first_waiting(engines: Iterable[EngineClient]) -> list[TokenStream]:
-    """Streams that wait for their first token, the first of each tenant and engine, by queue position."""
-    waiting: defaultdict[tuple[EngineClient, str], list[tuple[int, TokenStream]]] = defaultdict(list)
-    for engine in engines:
-        for stream in engine.waiting:
-            of_tenant = waiting[engine, stream.requests[0].cache_namespace]
-            if len(of_tenant) < _MAX_MOVES and (position := stream.queue_position) is not None:
-                of_tenant.append((position, stream))
-    ordered = sorted((entry for entries in waiting.values() for entry in entries), key=lambda entry: entry[0])
-    return [stream for _, stream in ordered[:_MAX_MOVES]]
+def _fail(streams: Iterable[TokenStream], error: EngineError) -> None:
+    for stream in dict.fromkeys(streams):
+        stream.fail(error, time.monotonic())
 
 
 def _difference(facts: Sequence[Ready]) -> str:

@@ -1,8 +1,13 @@
-"""Fair queue in front of the engines, and its measured throughput.
+"""Fair queue of the requests that wait for an engine, and its measured throughput.
 
-There is one queue for all engines (engine_pool.py): positions are computed as if the engines took from it together.
-Requests that are still being tokenized count as waiting. Tenants (requests of one cache namespace) take turns, as in
-the engine's own queue, and with API keys no tenant can fill the queue alone.
+There is one queue for all engines. Tenants (requests of one cache namespace) take turns; within a tenant the first to
+come is the first served. Followers (n above 1) are passed over while the engine of their leader has no place, and
+requests with a grammar while the engines compile as many as they may.
+
+    tenants:  ann [a1 a2 a3]   bob [b1]   cyd [c1 c2]        order: a1 b1 c1 a2 c2 a3
+
+A request leaves its tenant's part when it is sent to an engine, but counts as waiting until the engine has started it;
+so do requests that are still being tokenized. With API keys no tenant can fill the queue alone.
 
 check_ids() and check_queue() decide whether a request fits the model and the queue, before it is submitted.
 """
@@ -151,27 +156,32 @@ _PROMPT_TOKENS_PER_STEP = 8
 """Prompt tokens that cost as much as one generated token: a step computes 256 of them or 32 with default settings."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    request_id: str
+    cache_namespace: str
+    is_follower: bool
+    has_grammar: bool
+    arrival: int
+    tokens: int
+    work: float
+
+
 @dataclass(slots=True)
 class _SubQueue:
     """One tenant's part of the queue; owned by FairQueue."""
 
     tokens: int = 0
+    sent: int = 0
+    """Requests that an engine has and has not started."""
     tokenizing: int = 0
     """Requests whose prompts are being tokenized."""
-    arrivals: list[int] = field(default_factory=list)
-    """Arrival numbers of submitted requests, the oldest first."""
+    entries: list[_Entry] = field(default_factory=list)
+    """Requests to be sent, the oldest first."""
 
     @property
     def length(self) -> int:
-        return len(self.arrivals) + self.tokenizing
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    cache_namespace: str
-    arrival: int
-    tokens: int
-    work: float
+        return len(self.entries) + self.sent + self.tokenizing
 
 
 class FairQueue:
@@ -180,12 +190,17 @@ class FairQueue:
     def __init__(self, limits: QueueLimits) -> None:
         self.limits = limits
         self._entries: dict[str, _Entry] = {}
+        self._sent: dict[str, None] = {}
+        """Those of the entries that an engine has, in the order of sending; the values are unused."""
         self._subqueues: dict[str, _SubQueue] = {}  # by cache namespace, in round-robin order
-        self._arrivals = 0
+        self._arrivals = self._returns = 0
         self._work = 0.0
         self._throughput = ThroughputEstimate()
-        self._backlogged: set[int] = set()
-        """Engines with waiting requests."""
+
+    @property
+    def n_unsent(self) -> int:
+        """Requests that no engine has."""
+        return len(self._entries) - len(self._sent)
 
     def retry_after(self, now: float) -> int:
         """Whole seconds until the requests that wait now have started; the Retry-After of a refused request."""
@@ -200,7 +215,7 @@ class FairQueue:
         Raises QueueFull, also if they would wait longer than `max_wait`; InvalidRequest if they never fit.
         """
         self._check(cache_namespace, QueueDemand(requests, tokens), now)
-        wait = self.eta_seconds(self._position(cache_namespace, len(self._subqueue(cache_namespace).arrivals)), now)
+        wait = self.eta_seconds(self._position(cache_namespace, len(self._subqueue(cache_namespace).entries)), now)
         if wait > max_wait and self._entries and self._throughput.is_reliable(self._mean_work, max_wait, now):
             raise QueueFull(
                 f"the request would wait {wait:.0f} s for its turn, and its time allows {max_wait:.0f}: try again in "
@@ -220,57 +235,82 @@ class FairQueue:
     def check(self, requests: Sequence[Request], now: float) -> None:
         """Raises QueueFull if these requests exceed a limit now, InvalidRequest if they always would."""
         if requests:
-            self._check(requests[0].cache_namespace, QueueDemand(len(requests), sum(map(_tokens, requests))), now)
+            self._check(requests[0].cache_namespace, QueueDemand(len(requests), sum(map(prompt_tokens, requests))), now)
 
-    def add(self, request: Request) -> None:
-        """Appends a request to its tenant's subqueue; a request that waits already keeps its position."""
-        if request.id in self._entries:
-            return
-        self._arrivals += 1
+    def add(self, request: Request, *, first: bool = False) -> None:
+        """Adds a request behind all others of its tenant, or before them with `first`."""
+        self._arrivals, self._returns = self._arrivals + (not first), self._returns + first
+        tokens = prompt_tokens(request)
+        entry = _Entry(
+            request_id=request.id,
+            cache_namespace=request.cache_namespace,
+            is_follower=request.leader is not None,
+            has_grammar=bool(request.grammar),
+            arrival=-self._returns if first else self._arrivals,
+            tokens=tokens,
+            work=tokens / _PROMPT_TOKENS_PER_STEP + request.max_tokens,
+        )
         subqueue = self._subqueues.setdefault(request.cache_namespace, _SubQueue())
-        subqueue.arrivals.append(self._arrivals)
-        subqueue.tokens += (tokens := _tokens(request))
-        work = tokens / _PROMPT_TOKENS_PER_STEP + request.max_tokens
-        self._work += work
-        self._entries[request.id] = _Entry(request.cache_namespace, self._arrivals, tokens, work)
+        subqueue.entries.insert(0 if first else len(subqueue.entries), entry)
+        subqueue.tokens += tokens
+        self._work += entry.work
+        self._entries[request.id] = entry
 
-    def on_report(self, started: Sequence[RequestStarted], now: float, *, has_backlog: bool, engine: int = 0) -> None:
-        """Handles an engine's report: removes started requests, and records whether others still wait for it."""
+    def take(self, choose: Callable[[str], int | None]) -> tuple[str, int] | None:
+        """Takes the next request that can be sent, and moves its tenant to the end of the rotation.
+
+        choose: the engine for a request, by its id, or None; called for each tenant's first request, and for others
+        if that may be passed over.
+        """
+        for namespace, subqueue in self._subqueues.items():
+            can_compile = True
+            for index, entry in enumerate(subqueue.entries):
+                if entry.has_grammar and not can_compile:
+                    continue
+                engine = choose(entry.request_id)
+                if engine is not None:
+                    del subqueue.entries[index]
+                    subqueue.sent += 1
+                    self._sent[entry.request_id] = None
+                    self._subqueues[namespace] = self._subqueues.pop(namespace)
+                    return entry.request_id, engine
+                can_compile &= not entry.has_grammar
+                if not (entry.is_follower or entry.has_grammar):
+                    break
+        return None
+
+    def on_report(self, started: Sequence[RequestStarted], now: float, *, has_backlog: bool) -> None:
+        """Handles an engine's report: removes started requests, and records whether others still wait.
+
+        has_backlog: whether an engine has requests that it cannot start yet.
+        """
         work = 0.0
         for event in started:
             if entry := self._entries.get(event.request_id):
                 work += entry.work
                 self.remove(event.request_id)
-                if subqueue := self._subqueues.pop(entry.cache_namespace, None):
-                    self._subqueues[entry.cache_namespace] = subqueue
-        (self._backlogged.add if has_backlog else self._backlogged.discard)(engine)
-        self._throughput.record(work, now, has_backlog=bool(self._backlogged))
-
-    def clear_backlog(self, engine: int) -> None:
-        """Forgets the backlog of an engine whose requests have moved to others."""
-        self._backlogged.discard(engine)
+        self._throughput.record(work, now, has_backlog=has_backlog or self.n_unsent > 0)
 
     def remove(self, request_id: str) -> None:
         """Removes a request; one that does not wait is ignored."""
         if entry := self._entries.pop(request_id, None):
             subqueue = self._subqueues[entry.cache_namespace]
-            del subqueue.arrivals[bisect_left(subqueue.arrivals, entry.arrival)]
+            if request_id in self._sent:
+                del self._sent[request_id]
+                subqueue.sent -= 1
+            else:
+                del subqueue.entries[_index(subqueue, entry)]
             subqueue.tokens -= entry.tokens
             self._work = self._work - entry.work if self._entries else 0.0
             self._remove_if_empty(entry.cache_namespace, subqueue)
-
-    def rename(self, request_id: str, new_id: str) -> None:
-        """Changes the id of a waiting request, which keeps its position; one that does not wait is ignored."""
-        if entry := self._entries.pop(request_id, None):
-            self._entries[new_id] = entry
 
     def position(self, request_id: str) -> int | None:
         """Requests that will start before this one; None if it does not wait."""
         if (entry := self._entries.get(request_id)) is None:
             return None
-        return self._position(
-            entry.cache_namespace, bisect_left(self._subqueues[entry.cache_namespace].arrivals, entry.arrival)
-        )
+        if request_id in self._sent:
+            return list(self._sent).index(request_id)
+        return self._position(entry.cache_namespace, _index(self._subqueues[entry.cache_namespace], entry))
 
     def eta_seconds(self, position: int, now: float) -> float:
         """Estimated wait of a request at this queue position."""
@@ -283,12 +323,12 @@ class FairQueue:
 
     def _position(self, cache_namespace: str, before: int) -> int:
         """Position of a request with `before` requests of its own tenant ahead: other tenants start one for each."""
-        position, others_first = before, 1
+        position, others_first = len(self._sent) + before, 1
         for other, subqueue in self._subqueues.items():
             if other == cache_namespace:
                 others_first = 0
             else:
-                position += min(len(subqueue.arrivals), before + others_first)
+                position += min(len(subqueue.entries), before + others_first)
         return position
 
     def _check(self, cache_namespace: str, adding: QueueDemand, now: float) -> None:
@@ -307,6 +347,10 @@ class FairQueue:
             del self._subqueues[cache_namespace]
 
 
-def _tokens(request: Request) -> int:
+def _index(subqueue: _SubQueue, entry: _Entry) -> int:
+    return bisect_left(subqueue.entries, entry.arrival, key=lambda one: one.arrival)
+
+
+def prompt_tokens(request: Request) -> int:
     """What the engine reads before the first token; a choice that forks from its leader reads nothing."""
     return 0 if request.leader else len(request.prompt) + len(request.source)

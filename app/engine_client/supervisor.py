@@ -26,6 +26,7 @@ from app.common.ipc import Down, Fatal, FrameDecoder, Phase, Ready, Up, WorkerCo
 from app.common.startup_timer import StartupTimer, format_phases
 from app.common.types import StepReport
 from app.engine_client.crash_recovery import MAX_CRASHES, TOKENS_TO_CLEAR, RestartPolicy
+from app.engine_client.token_stream import TokenSource
 
 # -P and an explicit path: a folder called app in the working directory must not be imported.
 WORKER = (sys.executable, "-P", "-m", "app.engine")
@@ -145,15 +146,19 @@ class EngineStopped(Exception):
         self.exit_code = exit_code
 
 
-class PoolEvents(Protocol):
-    """Events of one engine for the engine pool. `index` is that of the engine."""
+class PoolEvents(TokenSource, Protocol):
+    """The engine pool, as its engines see it. `index` is that of the engine."""
 
     def on_ready(self, index: int) -> None:
-        """The engine accepts requests."""
+        """The engine has loaded; it is abandoned if it differs from the others."""
         ...
 
-    def on_capacity(self, index: int) -> None:
-        """The engine has finished requests or is idle, so it may have free slots."""
+    def on_capacity(self) -> None:
+        """The engine may have places for waiting requests."""
+        ...
+
+    def on_report(self, report: StepReport, ended: Sequence[str]) -> None:
+        """The engine has completed a step, after which these requests have ended."""
         ...
 
     def on_crash(self, index: int) -> None:

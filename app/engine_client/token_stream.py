@@ -1,6 +1,6 @@
 """Token stream: the engine's events for the sequences of one response, on the event loop.
 
-open --last item--> ended        pause(): cancels the open sequences; EngineClient.resume() submits them again
+open --last item--> ended        pause(): cancels the open sequences; EnginePool.resume() submits them again
                                  suspended: the same, because the reader does not keep up; resumes once it does
 """
 
@@ -40,7 +40,7 @@ class Arrival(NamedTuple):
 
 
 class TokenSource(Protocol):
-    """The engine client that produces the tokens: app/engine_client/client.py."""
+    """Produces the tokens: app/engine_client/engine_pool.py."""
 
     def cancel(self, request_ids: Sequence[str]) -> None:
         """Cancels these requests; unknown ids are ignored."""
@@ -74,8 +74,9 @@ class TokenStream:
         """Times that it was suspended."""
         self.work_seconds = 0.0
         """CPU time of its grammars outside the engine's steps."""
-        self.source = source
-        """Client of the engine that it runs on; changes when the stream moves to another engine."""
+        self.engine: int | None = None
+        """Engine that the latest of its requests was sent to; for the engine pool."""
+        self._source = source
         self._open = {request.id: index for index, request in enumerate(requests)}
         self._has_started = False
         self._attempts = 1
@@ -92,7 +93,7 @@ class TokenStream:
     @property
     def queue_position(self) -> int | None:
         """How many requests wait ahead of this stream's first; None once one of its requests runs, or all ended."""
-        return None if self._has_started or not self._open else self.source.position(next(iter(self._open)))
+        return None if self._has_started or not self._open else self._source.position(next(iter(self._open)))
 
     @property
     def is_open(self) -> bool:
@@ -122,7 +123,7 @@ class TokenStream:
         self._arrived.clear()
         arrivals, self._arrivals, self._n_buffered = self._arrivals, [], 0
         if self.is_suspended and self._open:
-            self.source.resume_suspended(self)
+            self._source.resume_suspended(self)
         return arrivals
 
     def wake(self) -> None:
@@ -134,27 +135,24 @@ class TokenStream:
         request_id = next((name for name, other in self._open.items() if other == index), None)
         if request_id is not None:
             del self._open[request_id]
-            self.source.cancel([request_id])
+            self._source.cancel([request_id])
 
     def close(self) -> None:
         """Cancels the open sequences when the reader is done; idempotent."""
         names = list(self._open)
         self._open.clear()
         if names:
-            self.source.cancel(names)
+            self._source.cancel(names)
 
     def cancel(self) -> None:
         """Like close(), and ends the stream with a Cancelled error for its reader."""
-        names = list(self._open)
         self.fail(Cancelled("the request was cancelled"), 0.0)
-        if names:
-            self.source.cancel(names)
 
     def pause(self) -> None:
         """Cancels the open sequences in the engine; keeps what has arrived."""
         self.is_suspended = False
         if self._open:
-            self.source.cancel(list(self._open))
+            self._source.cancel(list(self._open))
 
     def renew(self) -> list[Request]:
         """The sequences that have not ended, as requests that continue from their last token; for the engine client.
@@ -213,16 +211,19 @@ class TokenStream:
         self._arrived.set()
 
     def fail(self, error: EngineError, at: float) -> None:
-        """Ends every open sequence with an error; for the engine client."""
-        for request_id in list(self._open):
+        """Ends and cancels every open sequence with an error."""
+        names = list(self._open)
+        for request_id in names:
             self.push(request_id, at, error)
+        if names:
+            self._source.cancel(names)
 
     def _suspend(self) -> None:
         """Suspends the stream until its reader has taken what is buffered."""
         if self._open and not (self._is_awaited or self.is_suspended or is_armed("stream.unbounded")):
             self.is_suspended = True
             self.n_suspensions += 1
-            self.source.suspend(self)
+            self._source.suspend(self)
 
     def _current_id(self, leader: str | None) -> str | None:
         return next((name for name, index in self._open.items() if self.requests[index].id == leader), None)

@@ -19,16 +19,18 @@ class _Simulation:
         self.refused: list[str] = []
         self.crashes = 0
         self._slots, self._poison, self._fuse = slots, set(poison), fuse
+        self._unsent: list[str] = []
         self._queue: list[str] = []
         self._running: dict[str, int] = {}
 
     def submit(self, name: str) -> None:
         self.progress[name] = 0
-        self.recovery.add(name)
+        self._unsent.append(name)
         self._send()
 
     def disconnect(self, name: str) -> None:
         self.recovery.remove(name)
+        self._unsent = [one for one in self._unsent if one != name]
         self._queue = [one for one in self._queue if one != name]
         self._running.pop(name, None)
 
@@ -36,7 +38,6 @@ class _Simulation:
         for name in self._queue[: self._slots - len(self._running)]:
             self._queue.remove(name)
             self._running[name] = 0
-            self.recovery.on_started(name)
         for name in self._running:
             if name in self._poison and self._running[name] == self._fuse:
                 self.crash()
@@ -59,10 +60,14 @@ class _Simulation:
         return [name for name in self.progress if name not in self.refused]
 
     def _send(self) -> None:
+        """Suspects first, one by one, as far as there are slots; then the others, one more than there are slots."""
         self.recovery.update_trial(self.progress.__getitem__)
-        while name := self.recovery.pop_next(self.progress.__getitem__):
+        can_start = self.recovery.n_in_flight < self._slots
+        if can_start and (name := self.recovery.pop_next(self.progress.__getitem__)):
             self._queue.append(name)
-            self.recovery.on_queued(name)
+        while self._unsent and not self.recovery.n_suspects and self.recovery.n_in_flight <= self._slots:
+            self._queue.append(name := self._unsent.pop(0))
+            self.recovery.add(name, self.progress[name])
 
 
 @given(
@@ -113,81 +118,55 @@ def test_crashes_from_outside_with_progress_between_them_refuse_no_request(data:
             # Every request that was in flight runs again and makes its steps, as far as there are slots.
             for _ in range((len(simulation.open) + 1) * (TOKENS_TO_CLEAR + 1)):
                 simulation.step()
+    for _ in range((len(simulation.open) + 1) * (TOKENS_TO_CLEAR + 1)):
+        simulation.step()
     assert not simulation.refused
-    assert not simulation.recovery.has_pending or slots < len(simulation.open)
+    assert not simulation.recovery.n_suspects or slots < len(simulation.open)
 
 
-def test_suspects_go_one_by_one_in_order_and_before_all_others() -> None:
-    recovery, progress = CrashRecovery(), dict.fromkeys(["a", "b", "c", "d"], 0)
+def test_suspects_go_one_by_one_in_order() -> None:
+    recovery, progress = CrashRecovery(), dict.fromkeys(["a", "b", "c"], 0)
 
     def sent() -> list[str]:
         names = []
+        recovery.update_trial(progress.__getitem__)
         while name := recovery.pop_next(progress.__getitem__):
             names.append(name)
         return names
 
     for name in progress:
-        recovery.add(name)
-    assert sent() == ["a", "b", "c", "d"]
-    for name in progress:
-        recovery.on_queued(name)
-    for name in ("a", "c"):  # b and d wait in the engine
-        recovery.on_started(name)
-    assert recovery.expects_progress
+        recovery.add(name, 0)
+    assert recovery.n_in_flight == 3 and not sent()
     assert recovery.on_crash(progress.__getitem__) == []
-    assert not recovery.expects_progress and recovery.has_pending
-    progress["e"] = 0
-    recovery.add("e")
+    assert (recovery.n_in_flight, recovery.n_suspects) == (0, 3)
     assert sent() == ["a"]
     progress["a"] += TOKENS_TO_CLEAR - 1
-    assert not recovery.update_trial(progress.__getitem__) and sent() == []
+    assert sent() == []
     progress["a"] += 1
-    assert recovery.update_trial(progress.__getitem__) and sent() == ["c"]
-    recovery.remove("c")
-    assert sent() == ["b", "d", "e"], "those that only waited go together, and newcomers behind them"
-    assert not recovery.has_pending
+    assert sent() == ["b"]
+    recovery.remove("b")
+    assert sent() == ["c"], "a cancelled suspect lets the next one go"
+    progress["c"] += TOKENS_TO_CLEAR
+    assert sent() == [] and recovery.n_suspects == 0
 
 
-def test_what_only_waited_in_the_engine_is_no_suspect_and_what_it_had_not_taken_is() -> None:
+def test_a_suspect_that_was_not_sent_again_is_not_in_flight() -> None:
     recovery = CrashRecovery()
-    for name in ("waits", "unread"):
-        recovery.add(name)
-    while recovery.pop_next(lambda _: 0):
-        pass
-    for crash in range(2):
-        recovery.on_queued("waits")
-        refused = recovery.on_crash(lambda _: 0)
-        assert refused == (["unread"] if crash else [])
-        while recovery.pop_next(lambda _: 0):
-            pass
-    assert recovery.pop_next(lambda _: 0) is None
+    for name in ("first", "second"):
+        recovery.add(name, 0)
+    assert recovery.on_crash(lambda _: 0) == []
+    assert recovery.pop_next(lambda _: 0) == "first"
+    assert recovery.on_crash(lambda _: 0) == ["first"]
+    recovery.remove("first")
+    assert recovery.pop_next(lambda _: 0) == "second"
 
 
-def test_a_canceled_suspect_lets_the_next_one_go() -> None:
+def test_who_comes_back_under_another_id_is_still_a_suspect() -> None:
     recovery = CrashRecovery()
-    for name in ("a", "b"):
-        recovery.add(name)
-        recovery.pop_next(lambda _: 0)
+    recovery.add("r", 0)
     recovery.on_crash(lambda _: 0)
-    assert [recovery.pop_next(lambda _: 0), recovery.pop_next(lambda _: 0)] == ["a", None]
-    recovery.remove("a")
-    assert recovery.pop_next(lambda _: 0) == "b"
-    recovery.on_queued("disconnected")
-    recovery.on_started("disconnected")
-    recovery.remove("disconnected")
-
-
-def test_a_suspect_never_goes_before_its_leader_who_alone_tells_their_prompts_scores() -> None:
-    recovery, progress = CrashRecovery(), dict.fromkeys(["other", "leader", "follower"], 0)
-    for name in progress:
-        recovery.add(name, "leader" if name == "follower" else None)
-        recovery.pop_next(progress.__getitem__)
-    for name in ("other", "leader"):  # the follower's grammar is still being compiled
-        recovery.on_queued(name)
-    assert recovery.on_crash(progress.__getitem__) == []
-    assert [recovery.pop_next(progress.__getitem__), recovery.pop_next(progress.__getitem__)] == ["leader", None]
-    recovery.on_started("leader")
-    progress["leader"] += TOKENS_TO_CLEAR
-    recovery.update_trial(progress.__getitem__)
-    assert recovery.pop_next(progress.__getitem__) == "follower"
-    assert recovery.on_crash(progress.__getitem__) == ["follower"], "its leader had proven itself"
+    crash_count = recovery.crash_count("r")
+    recovery.remove("r")
+    recovery.add_suspect("r~2", crash_count)
+    assert recovery.pop_next(lambda _: 0) == "r~2"
+    assert recovery.on_crash(lambda _: 0) == ["r~2"]

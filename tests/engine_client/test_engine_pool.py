@@ -22,6 +22,7 @@ from app.common.types import Counters, SampledEvent, StepReport
 from app.engine.memory.memory_plan import CacheShape
 from app.engine_client.client import EngineClient
 from app.engine_client.crash_recovery import CANARY_ID
+from app.engine_client.engine_pool import EnginePool
 from app.engine_client.fair_queue import FairQueue, QueueLimits
 from app.engine_client.supervisor import EngineStopped
 from app.engine_client.token_stream import MAX_BUFFERED, TokenStream
@@ -118,34 +119,30 @@ def test_the_limits_of_the_queue_are_those_of_all_engines_together() -> None:
         with pytest.raises(QueueFull):
             harness.submit((9,) * 8)
         assert [stream.queue_position for stream in harness.streams] == [None, None, *range(6)]
-        assert sorted(client.load for client in harness.pool.engines) == [4, 4]
+        assert sorted(client.load for client in harness.pool.engines) == [2, 2], "each runs one and has the next one"
 
     in_loop(scenario)
 
 
-def test_after_a_crash_what_only_waited_goes_on_elsewhere_and_keeps_its_place() -> None:
+def test_after_a_crash_what_waits_goes_on_elsewhere_and_keeps_its_place() -> None:
     async def scenario() -> None:
         harness = PoolHarness(slots=2)
         for who in range(8):
             harness.submit((who,) * 8)
         harness.step(3)
-        homes = [harness.home(stream) for stream in harness.streams]
-        started_flags = [stream.queue_position is None for stream in harness.streams]
-        assert sorted(homes) == [0] * 4 + [1] * 4 and sum(started_flags) == 4
+        assert [harness.home(stream) for stream in harness.streams] == [0, 1, 0, 1, 0, 1, None, None]
         positions = [stream.queue_position for stream in harness.streams]
+        assert positions == [None] * 4 + [0, 1, 2, 3]
         harness.engines[0].crash()
         assert [stream.queue_position for stream in harness.streams] == positions
-        for stream, home, had_started in zip(harness.streams, homes, started_flags, strict=True):
-            assert harness.home(stream) == (home if had_started else 1)
         assert harness.pool.ready and harness.pool.restarts == 1
-        calm = [s for s in harness.streams if harness.home(s) == 1]
         harness.step(40)
-        assert not any(stream.is_open for stream in calm), "a stream waits for the engine that crashed"
-        delayed = [s for s in harness.streams if s.is_open]
-        assert len(delayed) == 2
+        delayed = [harness.streams[index] for index in (0, 2, 4)]
+        assert [s for s in harness.streams if s.is_open] == delayed, "a stream waits for the engine that crashed"
         harness.engines[0].load()
         assert await harness.texts() == [alone(stream) for stream in harness.streams]
-        assert harness.engines[1].seen.count("r0/0") == 0, "what was in flight met no other engine"
+        in_flight = {request.id for stream in delayed for request in stream.requests}
+        assert not in_flight.intersection(harness.engines[1].seen), "what was in flight met no other engine"
 
     in_loop(scenario)
 
@@ -263,10 +260,9 @@ def test_what_only_waits_goes_to_the_engine_that_is_back_first() -> None:
         harness.engines[0].crash()
         harness.step()
         harness.engines[1].crash()
-        assert {harness.home(stream) for stream in harness.streams[2:]} == {1}
         harness.engines[0].load()
         harness.step(200)
-        assert [harness.home(stream) for stream in harness.streams if stream.is_open] == [1], (
+        assert [s for s in harness.streams if s.is_open] == [harness.streams[1], harness.streams[3]], (
             "a suspect waits for its own"
         )
         harness.engines[1].load()
@@ -386,8 +382,11 @@ def test_an_engine_that_comes_back_does_not_share_memory_that_is_free(monkeypatc
             return made[-1]
 
         monkeypatch.setattr("app.engine_client.supervisor.EngineProcess.spawn", spawn)
-        config = WorkerConfig(weights="", replica=1, replicas=2, concurrent_loaders=1)
-        client = EngineClient(config, FairQueue(QueueLimits(max_requests=1, max_prompt_tokens=1)))
+        configs = [WorkerConfig(weights="", replica=i, replicas=2, concurrent_loaders=1) for i in range(2)]
+        pool = EnginePool(
+            [EngineClient(config) for config in configs], FairQueue(QueueLimits(max_requests=1, max_prompt_tokens=1))
+        )
+        client = pool.engines[1]
         client.supervisor.start()
         for count in (1, 2, 3):
             for _ in range(1000):
@@ -481,10 +480,10 @@ def test_a_stream_that_is_held_outlives_its_engine() -> None:
         stream = harness.submit((1,) * 8, max_tokens=MAX_BUFFERED + 50)
         harness.step(MAX_BUFFERED + 10)
         assert stream.n_suspensions == 1
-        home = harness.home(stream)
+        home = stream.engine or 0
         harness.engines[home].crash()
         harness.engines[home].give_up(EngineStopped("three times", 1))
-        assert harness.home(stream) == 1 - home and stream.is_open
+        assert stream.is_open
         first = await stream.receive()
         assert harness.pool.engines[1 - home].load == 1
         harness.step(200)
@@ -533,9 +532,9 @@ def test_whatever_happens_every_stream_says_what_it_says_alone(seed: int) -> Non
                 engine.load()
         texts = await harness.texts()
         assert texts == [alone(stream) for stream in harness.streams]
-        assert not any(client._streams or client._suspended for client in harness.pool.engines)
-        assert not harness.pool.queue._entries and not harness.pool.queue._backlogged
-        assert len({harness.home(stream) for stream in harness.streams}) > 1
+        assert not any(client._streams or client._unstarted for client in harness.pool.engines)
+        assert not (harness.pool._waiting or harness.pool._suspended or harness.pool.queue._entries)
+        assert len({stream.engine for stream in harness.streams}) > 1
 
     in_loop(scenario)
 

@@ -11,6 +11,7 @@ from app.common.errors import EngineFailed, NotReady
 from app.common.ipc import Cancel, Down, Submit, WorkerConfig
 from app.common.types import FinishReason, PromptScores, Request, RequestStarted, SampledEvent, StepReport
 from app.engine_client.client import EngineClient
+from app.engine_client.engine_pool import EnginePool
 from app.engine_client.fair_queue import FairQueue, QueueLimits
 from app.engine_client.supervisor import EngineStopped
 from app.engine_client.token_stream import MAX_BUFFERED, Cancelled, TokenStream
@@ -37,11 +38,11 @@ class _Harness:
     """A real client, and an engine whose tokens count up from 0 for each sequence."""
 
     def __init__(self, *, capacity: int = 16) -> None:
-        self.client = EngineClient(
-            WorkerConfig(weights=""), FairQueue(QueueLimits(max_requests=capacity, max_prompt_tokens=10_000))
-        )
+        self.client = EngineClient(WorkerConfig(weights=""))
+        self.pool = EnginePool([self.client], FairQueue(QueueLimits(max_requests=capacity, max_prompt_tokens=10_000)))
         self.supervisor = _Supervisor()
         self.client.supervisor = self.supervisor  # type: ignore[assignment]
+        self.client.on_ready()
         self.open: dict[str, Request] = {}
         self.written: dict[str, int] = {}
         self.submitted = 0
@@ -53,10 +54,15 @@ class _Harness:
                 self.submitted += 1
                 self.open[frame.request.id] = frame.request
                 self.written[frame.request.id] = len(frame.request.generated)
-                self.report(started=(RequestStarted(frame.request.id, 0),), queued=(frame.request.id,))
+                self.report(started=(RequestStarted(frame.request.id, 0),))
             elif isinstance(frame, Cancel):
                 self.open.pop(frame.request_id, None)
         self.supervisor.frames.clear()
+
+    def stop(self) -> None:
+        """The engine has crashed too often."""
+        self.supervisor.is_stopped = True
+        self.client.on_stopped(EngineStopped("gone", 1))
 
     def report(self, **parts: Any) -> None:
         self.client.on_report(StepReport(at=1.0, **parts))
@@ -90,7 +96,7 @@ class _Harness:
             Request(id=name, prompt=(1, 2, 3), max_tokens=max_tokens, leader="r0" if i else None, **fields)
             for i, name in enumerate(names)
         ]
-        return self.client.submit(requests)
+        return self.pool.submit(requests)
 
 
 def _tokens(items: list[Any], choice: int = 0) -> list[int]:
@@ -118,7 +124,7 @@ def test_an_unread_stream_is_suspended_and_resumes_when_it_is_read(n: int, top: 
         weight = sum(1 + len(a.item.top) for a in stream._arrivals if isinstance(a.item, SampledEvent))
         assert MAX_BUFFERED < weight <= MAX_BUFFERED + 1 + len(top)
         assert stream.n_suspensions == 1 and stream.is_open and not harness.open
-        assert not harness.client.queue.position("r0~2")
+        assert not harness.pool.queue.position("r0~2")
         got: list[Any] = []
         while stream.is_open or stream._arrivals:
             got += await asyncio.wait_for(stream.receive(), 60)
@@ -126,7 +132,7 @@ def test_an_unread_stream_is_suspended_and_resumes_when_it_is_read(n: int, top: 
         for choice in range(n):
             assert _tokens(got, choice) == list(range(900 if top else 3 * MAX_BUFFERED)), "each token once, in order"
         assert stream.n_suspensions >= 2
-        assert not harness.client._suspended and not harness.client._streams
+        assert not harness.pool._suspended and not harness.client._streams
 
     _run(check())
 
@@ -153,13 +159,13 @@ def test_a_client_that_leaves_a_held_stream_and_comes_back_is_submitted_once() -
         harness.run()
         assert stream.n_suspensions == 1
         stream.pause()
-        assert not harness.client._suspended
+        assert not harness.pool._suspended
         waiting = len(stream._arrivals)
         before = harness.submitted
         received = await stream.receive()
         harness.listen()
         assert len(received) == waiting and harness.submitted == before, "without a reader the stream stays suspended"
-        harness.client.resume(stream)
+        harness.pool.resume(stream)
         harness.listen()
         assert harness.submitted == before + 3
         got = received + await _read_to_the_end(harness, stream)
@@ -177,7 +183,7 @@ def test_a_stream_that_is_held_again_at_once_gets_on() -> None:
         harness.run()
         for count in range(2, 5):
             stream.pause()
-            harness.client.resume(stream)
+            harness.pool.resume(stream)
             assert harness.run() == 1
             assert stream.n_suspensions == count
             assert len(_tokens(stream._arrivals)) == MAX_BUFFERED + count
@@ -213,8 +219,8 @@ def test_a_crash_does_not_touch_a_held_stream() -> None:
 def test_held_streams_end_with_what_ends_the_others() -> None:
     async def check() -> None:
         for end, error in (
-            (lambda harness, _: harness.client.fail_all(NotReady("draining", 5)), NotReady),
-            (lambda harness, _: harness.client.on_stopped(EngineStopped("gone", 1)), EngineFailed),
+            (lambda harness, _: harness.pool.fail_all(NotReady("draining", 5)), NotReady),
+            (lambda harness, _: harness.stop(), EngineFailed),
             (lambda _, stream: stream.cancel(), Cancelled),
         ):
             harness = _Harness()
@@ -224,7 +230,7 @@ def test_held_streams_end_with_what_ends_the_others() -> None:
             got = await stream.receive()
             harness.listen()
             assert [type(a.item) for a in got[-3:]] == [error] * 3
-            assert not stream.is_open and not harness.open and not harness.client._suspended
+            assert not stream.is_open and not harness.open and not harness.pool._suspended
 
     _run(check())
 
@@ -244,7 +250,7 @@ def test_a_held_stream_that_is_closed_or_left_is_not_submitted_again() -> None:
         await stream.receive()
         harness.listen()
         assert harness.submitted == before + 2
-        assert not harness.open and not harness.client._suspended
+        assert not harness.open and not harness.pool._suspended
 
     _run(check())
 
@@ -254,8 +260,8 @@ def test_it_needs_no_room_in_a_queue_that_is_full_by_now() -> None:
         harness = _Harness(capacity=1)
         stream = harness.submit()
         harness.run()
-        harness.client.queue.add(Request(id="other", prompt=(1,), max_tokens=1))
-        await stream.receive()
+        with harness.pool.queue.reserved("", 1, 1, 0.0):
+            await stream.receive()
         harness.listen()
         assert list(harness.open) == ["r0~2"]
         assert stream.queue_position is None
@@ -272,7 +278,7 @@ def test_unread_prompt_scores_resume_where_they_stopped() -> None:
             Request(id=name, prompt=prompt, max_tokens=2, prompt_logprobs=None if leader else 20, leader=leader)
             for name, leader in zip(names, (None, "r0"), strict=True)
         ]
-        stream = harness.client.submit(requests)
+        stream = harness.pool.submit(requests)
         harness.listen()
         scores = ((-1.0, TOP),) * 100
         for start in (1, 101):

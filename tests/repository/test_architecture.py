@@ -180,7 +180,7 @@ def test_each_step_hands_over_to_the_next() -> None:
 
 SERVICE, POOL = "[`Service._begin`](../app/serving/service.py)", "../app/engine_client/engine_pool.py"
 STEP, CLIENT = "[`Engine.step`](../app/engine/execution/engine.py)", "../app/engine_client/client.py"
-SEND, TAKE = f"[`EngineClient._send_next`]({CLIENT})", "[`_WorkerLoop._receive`](../app/engine/worker_loop.py)"
+SEND, TAKE = f"[`EngineClient._submit`]({CLIENT})", "[`_WorkerLoop._receive`](../app/engine/worker_loop.py)"
 GATE, WIRING = "[`AuthMiddleware`](../app/http/auth.py)", "[`create_app`](../app/main.py)"
 
 

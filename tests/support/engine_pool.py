@@ -75,14 +75,13 @@ class FakeSupervisor:
         """Reads its pipe, and gives a token to each request that has a slot."""
         if self.ready is None:
             return
-        queued, started, events = [], [], []
+        started, events = [], []
         for frame in self.frames:
             if isinstance(frame, Submit):
                 name = frame.request.id
                 self.requests[name] = frame.request
                 self.waiting[name] = [*frame.request.prompt, *frame.request.generated]
                 self.seen.append(name)
-                queued.append(name)
             elif isinstance(frame, Cancel):
                 self.waiting.pop(frame.request_id, None)
                 self.running.pop(frame.request_id, None)
@@ -92,7 +91,7 @@ class FakeSupervisor:
             self.running[name] = self.waiting.pop(name)
             started.append(RequestStarted(name, 0))
         if self.deadly in self.running:
-            self.client.on_report(StepReport(started=tuple(started), queued=tuple(queued), counters=self.counters))
+            self.client.on_report(StepReport(started=tuple(started), counters=self.counters))
             self.crash()
             return
         for name, tokens in list(self.running.items()):
@@ -103,11 +102,7 @@ class FakeSupervisor:
             events.append(SampledEvent(name, written - 1, tokens[-1], finish=finish))
             if finish:
                 del self.running[name]
-        self.client.on_report(
-            StepReport(
-                events=tuple(events), started=tuple(started), queued=tuple(queued), counters=self.counters, at=1.0
-            )
-        )
+        self.client.on_report(StepReport(events=tuple(events), started=tuple(started), counters=self.counters, at=1.0))
 
     @property
     def counters(self) -> Counters:
@@ -120,7 +115,7 @@ class PoolHarness:
     def __init__(self, n: int = 2, *, slots: int = 4, capacity: int = 1000, load: bool = True) -> None:
         queue = FairQueue(QueueLimits(max_requests=capacity, max_prompt_tokens=100_000))
         configs = [WorkerConfig(weights="", replica=index, replicas=n, max_running=slots) for index in range(n)]
-        self.pool = EnginePool([EngineClient(config, queue) for config in configs])
+        self.pool = EnginePool([EngineClient(config) for config in configs], queue)
         self.engines = [FakeSupervisor(client, slots) for client in self.pool.engines]
         for client, engine in zip(self.pool.engines, self.engines, strict=True):
             client.supervisor = engine  # type: ignore[assignment]
@@ -146,8 +141,9 @@ class PoolHarness:
         self.streams.append(self.pool.submit(requests))
         return self.streams[-1]
 
-    def home(self, stream: TokenStream) -> int:
-        return next(i for i, client in enumerate(self.pool.engines) if client is stream.source)
+    def home(self, stream: TokenStream) -> int | None:
+        """The engine that the stream was sent to last."""
+        return stream.engine
 
     def step(self, times: int = 1) -> None:
         for _ in range(times):

@@ -14,7 +14,9 @@ plan_ahead() plans the step after one that is still running. It counts tokens th
 sequence, and leaves out sequences that certainly end in the running step. A sequence that ends unexpectedly has
 computed one extra token, which is discarded.
 
-StepLimits bounds a step. WaitingQueue orders the sequences to be admitted, fairly among cache namespaces.
+The API process's fair queue orders the requests; few wait here, in that order, behind preempted ones, which go first.
+
+StepLimits bounds a step.
 BlockLeakCheck verifies the accounting of cache blocks in production: periodically, because checking every block after
 every step would cost more than a small model's step, and once when the engine becomes idle.
 """
@@ -23,9 +25,7 @@ from __future__ import annotations
 
 import logging
 from bisect import insort
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as PySequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import chain
 
@@ -74,85 +74,6 @@ class StepLimits:
         return min(budget, max(self.prompt_tokens_with_decodes, self.prompt_tokens_per_decode * n_decodes))
 
 
-class WaitingQueue:
-    """Round robin among tenants (requests of one cache namespace); first come, first served within a tenant.
-
-    Followers are skipped until their leader's prompt is computed. A leader arrives before its followers and is either
-    ahead of them or running, so there is no circular wait. Preempted sequences go to the head of the queue.
-
-        tenants:  ann [a1 a2 a3]   bob [b1]   cyd [c1 c2]        order: a1 b1 c1 a2 c2 a3
-    """
-
-    def __init__(self) -> None:
-        self._preempted: deque[Sequence] = deque()
-        self._queues: dict[str, deque[Sequence]] = {}
-        """By cache namespace, in round-robin order; a namespace without waiting sequences has no entry."""
-
-    def __len__(self) -> int:
-        return len(self._preempted) + sum(map(len, self._queues.values()))
-
-    def __iter__(self) -> Iterator[Sequence]:
-        yield from self._preempted
-        for queue in self._queues.values():
-            yield from queue
-
-    @property
-    def has_namespaces(self) -> bool:
-        """Whether requests of API keys are waiting, which must not delay those of other keys."""
-        return any(self._queues)
-
-    def append(self, sequence: Sequence) -> None:
-        """Appends a sequence to its tenant's queue; a new queue goes to the end of the rotation."""
-        self._queues.setdefault(sequence.request.cache_namespace, deque()).append(sequence)
-
-    def requeue_first(self, sequence: Sequence) -> None:
-        """Returns a preempted sequence to the head of the queue."""
-        self._preempted.appendleft(sequence)
-
-    def candidates(self, is_eligible: Callable[[str], bool] = lambda _namespace: True) -> Iterator[Sequence]:
-        """Sequences to admit, in order. Lazy: the caller admits while iterating and removes the admitted ones after.
-
-        is_eligible: whether a namespace may admit one more; called before each of its sequences until it is False.
-        """
-        yield from self._preempted
-        queues = {name: (s for s in queue if not _waits_for_leader(s)) for name, queue in self._queues.items()}
-        while queues:
-            for namespace, queue in list(queues.items()):
-                sequence = next(queue, None) if is_eligible(namespace) else None
-                if sequence is None:
-                    del queues[namespace]
-                else:
-                    yield sequence
-
-    def admit(self, sequences: Iterable[Sequence]) -> None:
-        """Removes admitted sequences and moves their tenants to the end of the rotation, in this order."""
-        for sequence in sequences:
-            moves_tenant = sequence not in self._preempted
-            self.remove([sequence])
-            queue = self._queues.pop(sequence.request.cache_namespace, None) if moves_tenant else None
-            if queue:
-                self._queues[sequence.request.cache_namespace] = queue
-
-    def remove(self, sequences: Iterable[Sequence]) -> None:
-        """Removes sequences from the queue."""
-        for sequence in sequences:
-            if sequence in self._preempted:
-                self._preempted.remove(sequence)
-                continue
-            queue = self._queues[sequence.request.cache_namespace]
-            queue.remove(sequence)
-            if not queue:
-                del self._queues[sequence.request.cache_namespace]
-
-
-def has_free_slot(namespace: str, running: PySequence[Sequence], slots: int) -> bool:
-    """With API keys, reserves the last eighth of the slots for tenants that have nothing running."""
-    is_reserved = slots - len(running) <= slots // 8
-    return not (
-        is_reserved and namespace and any(sequence.request.cache_namespace == namespace for sequence in running)
-    )
-
-
 def leader_of(request: Request, older: Iterable[Sequence]) -> Sequence | None:
     """The leader, if its prompt, source and namespace are equal; otherwise its keys and values would be wrong."""
     if request.leader is None:
@@ -178,7 +99,7 @@ class Scheduler:
     def __init__(self, limits: StepLimits, pool: BlockPool, weights_version: str = "") -> None:
         self.limits = limits
         self.pool = pool
-        self.waiting = WaitingQueue()
+        self.waiting: list[Sequence] = []  # preempted ones, the last preempted first; then the others by arrival
         self.running: list[Sequence] = []  # by arrival
         self.preemptions = self.block_violations = 0
         self._arrivals = 0
@@ -204,7 +125,7 @@ class Scheduler:
         )
 
     def add(self, request: Request) -> None:
-        """Appends a new request to the queue. The caller has checked that the cache can hold it."""
+        """Adds a new request behind all others. The caller has checked that the cache can hold it."""
         self._arrivals += 1
         tokens = [*request.prompt, *request.generated]
         sequence = Sequence(request=request, tokens=tokens, arrival=self._arrivals, num_scored=request.scored)
@@ -216,9 +137,8 @@ class Scheduler:
         """Drops a request and releases its blocks once no step uses them; does nothing if it has already ended."""
         for sequence in [s for s in self.running if s.request.id == request_id]:
             self._end(sequence)
-        waiting = [s for s in self.waiting if s.request.id == request_id]
-        self.waiting.remove(waiting)
-        for sequence in waiting:
+        for sequence in [s for s in self.waiting if s.request.id == request_id]:
+            self.waiting.remove(sequence)
             sequence.ended = True
 
     def plan(self) -> BatchPlan:
@@ -308,12 +228,12 @@ class Scheduler:
         namespace must not delay a short one of another.
         """
         prefilling = [s for s in self.running if s.num_pending > 1 and not s.waits_for_mask]
-        is_shared = self.waiting.has_namespaces or any(s.request.cache_namespace for s in prefilling)
+        is_shared = any(s.request.cache_namespace for s in chain(self.waiting, prefilling))
         budget = self.limits.prompt_budget(len(chunks), is_shared=is_shared)
         started: list[RequestStarted] = []
         if may_admit and prefilling:
             present = {sequence.request.cache_namespace for sequence in self.running}
-            budget -= self._admit_some(budget // 2, chunks, started, lambda namespace: namespace not in present)
+            budget -= self._admit_some(budget // 2, chunks, started, present)
         budget -= _add_prefill_chunks(budget, prefilling, chunks)
         if may_admit:
             self._admit_some(budget, chunks, started)
@@ -325,25 +245,27 @@ class Scheduler:
         budget: int,
         chunks: list[Chunk],
         started: list[RequestStarted],
-        is_eligible: Callable[[str], bool] = lambda _namespace: True,
+        except_namespaces: Collection[str] = (),
     ) -> int:
-        """Adds waiting sequences of eligible namespaces to a plan; returns the part of the budget that they use."""
-        limits, left, first = self.limits, budget, len(chunks)
+        """Adds waiting sequences to a plan, new ones only of other namespaces; returns the budget that they use.
 
-        def may_admit(namespace: str) -> bool:
-            return is_eligible(namespace) and has_free_slot(namespace, self.running, limits.max_running)
-
-        for sequence in self.waiting.candidates(may_admit):
+        Followers are passed over until their leader's prompt is computed.
+        """
+        left = budget
+        for sequence in list(self.waiting):
+            is_excepted = not sequence.preemptions and sequence.request.cache_namespace in except_namespaces
+            if is_excepted or _waits_for_leader(sequence):
+                continue
             # The encoder processes the whole source in this step, unless it already has for the leader.
             source_tokens = 0 if sequence.active_leader else len(sequence.request.source)
-            if left <= 0 or len(self.running) >= limits.max_running or not self._admit(sequence):
+            if left <= 0 or len(self.running) >= self.limits.max_running or not self._admit(sequence):
                 break
+            self.waiting.remove(sequence)
             insort(self.running, sequence, key=lambda s: s.arrival)
             if not sequence.preemptions:
                 started.append(RequestStarted(sequence.request.id, sequence.num_computed))
             chunks.append(_next_chunk(sequence, left))
             left -= chunks[-1].cost + source_tokens
-        self.waiting.admit(chunk.sequence for chunk in chunks[first:])
         return budget - left
 
     def _grow(self, sequence: Sequence) -> bool:
@@ -371,7 +293,7 @@ class Scheduler:
         sequence.waits_for_mask = False
         sequence.preemptions += 1
         self.preemptions += 1
-        self.waiting.requeue_first(sequence)
+        self.waiting.insert(0, sequence)
 
     def _fail(self, sequence: Sequence, message: str) -> RequestFailed:
         """Ends a sequence with an error and drops its blocks from the prefix cache."""

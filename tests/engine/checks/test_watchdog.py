@@ -65,7 +65,7 @@ def test_an_engine_that_never_says_anything_is_replaced(monkeypatch: pytest.Monk
     async def scenario() -> None:
         command = (sys.executable, "-c", "import time; time.sleep(60)")
         line = FairQueue(limits)
-        client = EnginePool([EngineClient(WorkerConfig(weights=""), line, silence_seconds=0.2, command=command)])
+        client = EnginePool([EngineClient(WorkerConfig(weights=""), silence_seconds=0.2, command=command)], line)
         client.start()
         try:
             stopped = await asyncio.wait_for(client.wait_stopped(), 60)

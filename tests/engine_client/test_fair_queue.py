@@ -1,8 +1,9 @@
-"""The queue limits of the API process: bounds, positions and wait estimates."""
+"""The fair queue: turns of tenants, bounds, exact positions, and wait estimates."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -10,16 +11,11 @@ from hypothesis import strategies as st
 
 from app.common.errors import InvalidRequest, QueueFull
 from app.common.types import Request, RequestStarted
-from app.engine.sampling.sampler_io import StepResult
-from app.engine.scheduling.block_allocator import BlockPool
-from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from app.engine_client.fair_queue import FairQueue, QueueLimits, ThroughputEstimate
 
 
-def _request(
-    name: str, namespace: str = "", *, prompt: int = 1, max_tokens: int = 10, leader: str | None = None
-) -> Request:
-    return Request(id=name, prompt=(1,) * prompt, max_tokens=max_tokens, cache_namespace=namespace, leader=leader)
+def _request(name: str, namespace: str = "", *, prompt: int = 1, max_tokens: int = 10, **fields: str) -> Request:
+    return Request(id=name, prompt=(1,) * prompt, max_tokens=max_tokens, cache_namespace=namespace, **fields)
 
 
 def _queue(requests: int = 100, tokens: int = 1000) -> FairQueue:
@@ -96,43 +92,118 @@ def test_a_request_that_would_begin_too_late_is_refused_at_once() -> None:
     assert 8 <= refused.value.retry_after <= 12
     with queue.reserved("", 1, 1, 9.0, 15.0):
         pass
-    queue.on_report([], 10.0, has_backlog=False)  # the measured pace means nothing once no request waits in the engine
+    for i in range(10, 20):
+        assert queue.take(lambda _: 0) == (str(i), 0)
+    queue.on_report([], 10.0, has_backlog=False)  # the measured pace means nothing once an engine has them all
     with queue.reserved("", 1, 1, 10.0, 5.0):
         pass
 
 
-@given(st.integers(1, 40), st.integers(0, 2**32))
-def test_places_are_those_of_the_engine(n_tenants: int, seed: int) -> None:
-    """A scheduler with one slot, and requests that arrive and leave: the queue predicts how many precede each."""
-    draw, queue = random.Random(seed), _queue()
-    scheduler = Scheduler(StepLimits(tokens_per_step=8, max_running=1), BlockPool(64, 4))
-    foretold: dict[str, int] = {}
-    for i in range(40):
-        request = _request(f"r{i}", f"tenant {draw.randrange(n_tenants)}", max_tokens=1)
-        scheduler.add(request)
-        queue.add(request)
-        if draw.random() < 0.1:
-            victim = draw.choice(list(queue._entries))
-            scheduler.cancel(victim)
-            queue.remove(victim)
-    for name in queue._entries:
-        foretold[name] = queue.position(name) or 0
-    order = []
-    while scheduler.has_work:
-        plan = scheduler.plan()
-        order += [started.request_id for started in plan.started]
-        queue.on_report(plan.started, 0.0, has_backlog=True)
-        scheduler.cancel(plan.chunks[0].sequence.request.id)
-        scheduler.commit(type(plan)(()), StepResult())
-    assert [foretold[name] for name in order] == list(range(len(order)))
-    assert not queue._entries and not queue._subqueues
+def _taken(queue: FairQueue, choose: Callable[[str], int | None] = lambda _: 0) -> str:
+    """All requests that are taken, in order."""
+    names = []
+    while taken := queue.take(choose):
+        names.append(taken[0])
+    return " ".join(names)
 
 
-def test_a_replayed_request_keeps_its_place() -> None:
+def _queue_of(*names: str) -> FairQueue:
+    """Requests of tenants that are called by the first letter."""
     queue = _queue()
-    for name in ("a", "b", "a"):
-        queue.add(_request(name))
-    assert [queue.position(name) for name in ("a", "b", "c")] == [0, 1, None]
+    for name in names:
+        queue.add(_request(name, name[0]))
+    return queue
+
+
+@given(st.integers(1, 40), st.integers(0, 2**32))
+def test_positions_are_exact(n_tenants: int, seed: int) -> None:
+    """Requests arrive and leave, and an engine has some already: the queue predicts how many precede each."""
+    draw, queue = random.Random(seed), _queue()
+    for i in range(40):
+        queue.add(_request(f"r{i}", f"tenant {draw.randrange(n_tenants)}", max_tokens=1))
+        if draw.random() < 0.1:
+            queue.remove(draw.choice(list(queue._entries)))
+        if draw.random() < 0.1:
+            queue.take(lambda _: 0)
+    foretold = {name: queue.position(name) for name in queue._entries}
+    order = [*queue._sent, *_taken(queue).split()]
+    assert [foretold[name] for name in order] == list(range(len(order)))
+    for name in order:
+        assert queue.position(name) == 0
+        queue.on_report([RequestStarted(name, 0)], 0.0, has_backlog=True)
+    assert not queue._entries and not queue._subqueues and queue.position("r0") is None
+
+
+def test_tenants_take_turns_and_go_on_where_they_stopped() -> None:
+    queue = _queue_of("a1", "a2", "a3", "b1", "c1", "c2")
+    assert queue.take(lambda _: 0) == ("a1", 0)
+    queue.add(_request("b2", "b"))
+    assert _taken(queue) == "b1 c1 a2 b2 c2 a3"
+
+
+def test_who_leaves_takes_no_turn_from_others_of_its_tenant() -> None:
+    queue = _queue_of("a1", "a2", "b1")
+    queue.remove("a1")
+    assert _taken(queue) == "a2 b1"
+
+
+def test_who_comes_back_is_first_of_its_tenant() -> None:
+    queue = _queue_of("a1", "b1")
+    for name in ("a0", "a-"):
+        queue.add(_request(name, "a"), first=True)
+    assert [queue.position(name) for name in ("a-", "b1", "a0", "a1")] == [0, 1, 2, 3]
+    assert _taken(queue) == "a- b1 a0 a1"
+
+
+def test_a_tenant_without_a_place_is_passed_over_and_asked_once() -> None:
+    queue, asked = _queue_of("a1", "a2", "b1", "b2"), []
+
+    def choose(name: str) -> int | None:
+        asked.append(name)
+        return None if name[0] == "a" else 7
+
+    assert queue.take(choose) == ("b1", 7)
+    assert asked == ["a1", "b1"]
+
+
+def test_followers_without_a_place_let_others_of_their_tenant_pass() -> None:
+    queue = _queue()
+    for request in (_request("a1", leader="a0"), _request("a2", leader="a0"), _request("a3"), _request("a4")):
+        queue.add(request)
+    assert _taken(queue, lambda name: None if name in ("a1", "a4") else 0) == "a2 a3"
+    assert [queue.position(name) for name in ("a1", "a4")] == [2, 3]
+
+
+def test_requests_without_a_grammar_pass_those_whose_grammars_must_wait() -> None:
+    queue, asked = _queue(), []
+    for name in ("g0", "g1", "a0", "g2", "a1"):
+        queue.add(_request(name, grammar="start: /a/" if name[0] == "g" else ""))
+
+    def choose(name: str) -> int | None:
+        asked.append(name)
+        return None if name[0] == "g" else 0
+
+    assert _taken(queue, choose) == "a0 a1"
+    assert asked == ["g0", "a0", "g0", "a1", "g0"]
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(0, 2**32))
+def test_a_request_waits_at_most_its_own_before_it_times_the_tenants(n_tenants: int, places: int, seed: int) -> None:
+    """Continuous arrivals, of tenants with very different rates."""
+    draw, queue, waited, tenant_of = random.Random(seed), _queue(1000), dict[str, list[int]](), dict[str, str]()
+    for i in range(200):
+        # The first tenant sends as many as all others together.
+        name = str(i)
+        tenant_of[name] = tenant = str(max(0, draw.randrange(2 * n_tenants) - n_tenants))
+        before = sum(tenant_of[other] == tenant for other in waited)
+        waited[name] = [0, (before + 1) * n_tenants]
+        queue.add(_request(name, tenant))
+        for _ in range(places if draw.random() < 0.8 else 0):
+            if taken := queue.take(lambda _: 0):
+                del waited[taken[0]]
+                for counts in waited.values():
+                    counts[0] += 1
+        assert all(n_before < bound for n_before, bound in waited.values())
 
 
 def test_a_batch_of_starts_moves_the_queue_as_fast_as_the_same_starts_one_by_one() -> None:
