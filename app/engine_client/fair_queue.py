@@ -9,7 +9,7 @@ requests with a grammar while the engines compile as many as they may.
 A request leaves its tenant's part when it is sent to an engine, but counts as waiting until the engine has started it;
 so do requests that are still being tokenized. With API keys no tenant can fill the queue alone.
 
-check_ids() and check_queue() decide whether a request fits the model and the queue, before it is submitted.
+check_ids() decides whether a request fits the model, before it is submitted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from app.common.errors import ContextLengthExceeded, InvalidRequest, QueueFull
 from app.common.types import Request, RequestStarted
@@ -35,20 +34,6 @@ class QueueLimits:
     max_prompt_tokens: int
 
 
-class QueueDemand(NamedTuple):
-    """What a client adds to the queue: requests, and the tokens of their prompts."""
-
-    requests: int
-    tokens: int
-
-
-class QueueState(NamedTuple):
-    """Waiting requests and prompt tokens, in total or of one tenant."""
-
-    requests: int
-    tokens: int
-
-
 def check_ids(ids: list[int], *, context: int, vocab_size: int, field: str) -> None:
     """Raises ContextLengthExceeded for more ids than the context holds, InvalidRequest for an unknown one."""
     if len(ids) > context:
@@ -58,49 +43,6 @@ def check_ids(ids: list[int], *, context: int, vocab_size: int, field: str) -> N
             raise InvalidRequest(
                 f"token id {token} is outside the vocabulary: ids go from 0 to {vocab_size - 1}", field
             )
-
-
-def check_queue(
-    limits: QueueLimits,
-    *,
-    total: QueueState,
-    own: QueueState | None,
-    adding: QueueDemand,
-    retry_after: Callable[[], int],
-) -> None:
-    """Raises QueueFull if the added requests exceed a limit; `own` is what their tenant has in the queue already.
-
-    With API keys (`own`), one tenant may take seven times what is left: seven eighths of the queue if it is alone, and
-    less with each further tenant, so that there is always capacity for the next one.
-    Raises InvalidRequest if there are so many requests that they never fit.
-    """
-    if adding.requests > limits.max_requests:
-        raise InvalidRequest(
-            f"the request asks for {adding.requests} continuations, this server takes at most {limits.max_requests} "
-            "at once: send fewer prompts, or a smaller n",
-            "prompt",
-        )
-    free, free_tokens = limits.max_requests - total.requests, limits.max_prompt_tokens - total.tokens
-    if adding.requests > free:
-        raise _full(f"{total.requests} requests wait already", retry_after())
-    if total.requests and adding.tokens > free_tokens:
-        raise _full(f"the queue is full ({total.tokens} prompt tokens wait)", retry_after())
-    # A tenant without waiting requests may always queue.
-    if own is None or not own.requests:
-        return
-    if (
-        own.requests + adding.requests > _TENANT_FACTOR * free
-        or own.tokens + adding.tokens > _TENANT_FACTOR * free_tokens
-    ):
-        raise _full(
-            f"{own.requests} requests of this key ({own.tokens} prompt tokens) wait already, the rest of the queue is "
-            "for other keys",
-            retry_after(),
-        )
-
-
-def _full(problem: str, retry_after: int) -> QueueFull:
-    return QueueFull(f"{problem}: try again in {retry_after} s", retry_after)
 
 
 # An empty queue says nothing about throughput, since requests are admitted at once. So the estimate counts only the
@@ -214,7 +156,7 @@ class FairQueue:
 
         Raises QueueFull, also if they would wait longer than `max_wait`; InvalidRequest if they never fit.
         """
-        self._check(cache_namespace, QueueDemand(requests, tokens), now)
+        self._check(cache_namespace, requests, tokens, now)
         wait = self.eta_seconds(self._position(cache_namespace, len(self._subqueue(cache_namespace).entries)), now)
         if wait > max_wait and self._entries and self._throughput.is_reliable(self._mean_work, max_wait, now):
             raise QueueFull(
@@ -235,7 +177,7 @@ class FairQueue:
     def check(self, requests: Sequence[Request], now: float) -> None:
         """Raises QueueFull if these requests exceed a limit now, InvalidRequest if they always would."""
         if requests:
-            self._check(requests[0].cache_namespace, QueueDemand(len(requests), sum(map(prompt_tokens, requests))), now)
+            self._check(requests[0].cache_namespace, len(requests), sum(map(prompt_tokens, requests)), now)
 
     def add(self, request: Request, *, first: bool = False) -> None:
         """Adds a request behind all others of its tenant, or before them with `first`."""
@@ -331,13 +273,37 @@ class FairQueue:
                 position += min(len(subqueue.entries), before + others_first)
         return position
 
-    def _check(self, cache_namespace: str, adding: QueueDemand, now: float) -> None:
-        subqueues, own = self._subqueues.values(), self._subqueue(cache_namespace)
-        total = QueueState(
-            sum(subqueue.length for subqueue in subqueues), sum(subqueue.tokens for subqueue in subqueues)
-        )
-        share = QueueState(own.length, own.tokens) if cache_namespace else None
-        check_queue(self.limits, total=total, own=share, adding=adding, retry_after=lambda: self.retry_after(now))
+    def _check(self, cache_namespace: str, requests: int, tokens: int, now: float) -> None:
+        """Raises QueueFull if the added requests exceed a limit; InvalidRequest if they are too many to ever fit.
+
+        With API keys, one tenant may take seven times what is left: seven eighths of the queue if it is alone, and less
+        with each further tenant, so that there is always capacity for the next one. A tenant without waiting requests
+        may always queue.
+        """
+        if requests > self.limits.max_requests:
+            raise InvalidRequest(
+                f"the request asks for {requests} continuations, this server takes at most {self.limits.max_requests} "
+                "at once: send fewer prompts, or a smaller n",
+                "prompt",
+            )
+        waiting = sum(subqueue.length for subqueue in self._subqueues.values())
+        waiting_tokens = sum(subqueue.tokens for subqueue in self._subqueues.values())
+        free, free_tokens = self.limits.max_requests - waiting, self.limits.max_prompt_tokens - waiting_tokens
+        own, problem = self._subqueue(cache_namespace), ""
+        if requests > free:
+            problem = f"{waiting} requests wait already"
+        elif waiting and tokens > free_tokens:
+            problem = f"the queue is full ({waiting_tokens} prompt tokens wait)"
+        elif (cache_namespace and own.length) and (
+            own.length + requests > _TENANT_FACTOR * free or own.tokens + tokens > _TENANT_FACTOR * free_tokens
+        ):
+            problem = (
+                f"{own.length} requests of this key ({own.tokens} prompt tokens) wait already, the rest of the queue "
+                "is for other keys"
+            )
+        if problem:
+            retry_after = self.retry_after(now)
+            raise QueueFull(f"{problem}: try again in {retry_after} s", retry_after)
 
     def _subqueue(self, cache_namespace: str) -> _SubQueue:
         return self._subqueues.get(cache_namespace) or _SubQueue()
