@@ -46,7 +46,7 @@ _CPU = b"GET /cpu HTTP/1.1\r\n" + _FIELDS + b"\r\n"
 
 
 class _H11Parser:
-    """h11's public API behind the interface of RequestParser, to measure this project's protocol class on h11."""
+    """h11's public API behind httptools' interface, to measure this project's protocol class on h11."""
 
     def __init__(self, events: HttpProtocol) -> None:
         self._events = events
@@ -89,9 +89,6 @@ class _H11Parser:
 
     def should_upgrade(self) -> bool:
         return False
-
-    def close(self) -> None:
-        del self._events
 
 
 class _ConnectionOnH11(HttpProtocol):

@@ -6,13 +6,18 @@ format, and the connection closes after lingering for a moment, because closing 
 discard the response. A GET on a half-closed connection is answered. With any other method a FIN means that the client
 has disconnected, and its work is cancelled.
 
-RequestParser is llhttp (httptools) without protocol switches, with checks of headers beyond the parser's.
+llhttp ends a request that offers an upgrade (RFC 9110, 7.8) with its headers: httptools reports the end of the message
+and raises HttpParserUpgrade with the position of the first byte after the head. The service ignores every offer, so
+those bytes are the body of the request. HttpProtocol drops the early end and gives a new parser the same head without
+the Upgrade field. The new parser therefore applies the same framing (Content-Length, Transfer-Encoding, Connection),
+and reads the body and all requests after it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
+from types import SimpleNamespace
 from typing import Any, cast
 
 import httptools
@@ -29,10 +34,33 @@ from app.http.errors import ApiError
 from app.http.flow_control import ConnectionFlowControl, ConnectionTimeouts, ReceivePhase, RequestLimits
 from app.http.host_filter import TARGET_HOST_KEY
 
+UVICORN_INTERNALS = {
+    "uvicorn.protocols.http.httptools_impl.HttpToolsProtocol": (
+        "_start_asgi_task app client connection_lost connection_made cycle data_received eof_received "
+        "expect_100_continue flow headers on_body on_header on_headers_complete on_message_begin on_message_complete "
+        "on_response_complete on_url parser pause_writing pipeline scope server_state shutdown transport url"
+    ),
+    "uvicorn.protocols.http.httptools_impl.RequestResponseCycle": (
+        "body disconnected keep_alive message_event response_complete response_started scope waiting_for_100_continue"
+    ),
+    "uvicorn.protocols.http.flow_control.FlowControl": (
+        "_transport pause_reading pause_writing resume_reading resume_writing write_paused"
+    ),
+    "uvicorn.server.Server": (
+        "capture_signals config lifespan server_state servers should_exit shutdown started startup"
+    ),
+    "uvicorn.server.ServerState": "connections default_headers tasks total_requests",
+    "httptools.HttpRequestParser": "feed_data get_http_version get_method set_dangerous_leniencies should_upgrade",
+}
+"""What app/http and app/server.py override, call or read of uvicorn's and httptools' undocumented code, by class.
+
+tests/http/test_uvicorn_internals.py fails where this list is incomplete, or where a release changes a file of it.
+"""
 _VERSIONS = ("1.1", "1.0")
 _UNSUPPORTED_VERSION = "this service supports HTTP/1.0 and HTTP/1.1: send the request in one of them"
 _FORBIDDEN_TRAILERS = frozenset((b"connection", b"content-length", b"host", b"transfer-encoding", b"upgrade"))
 """Fields that change how a message is framed or routed (RFC 9110, 6.5.1); llhttp would act on some of them."""
+_HEAD_CALLBACKS = ("on_message_begin", "on_url", "on_header", "on_headers_complete")
 
 
 def check_head(scope: MutableMapping[str, Any], method: bytes, version: str, url: bytes) -> None:
@@ -85,104 +113,8 @@ def _bad_request(message: str) -> ApiError:
     return ApiError(400, message, code="bad_request")
 
 
-class RequestParser:
-    """Drop-in for httptools.HttpRequestParser that ignores every offer to upgrade (RFC 9110, 7.8).
-
-    `events` gets the callbacks on_message_begin(), on_url(), on_header(), on_headers_complete(), on_body() and
-    on_message_complete(), in this order for each request; any of them may raise to stop the parser.
-
-    llhttp ends a request that offers an upgrade with its headers: httptools reports the end of the message and raises
-    HttpParserUpgrade with the position of the first byte after the head. Those bytes are the body of the request. This
-    class drops the early end and gives a new llhttp parser the same head without the Upgrade field. The new parser
-    therefore applies the same framing (Content-Length, Transfer-Encoding, Connection), and reads the body and all
-    requests after it. The events of the repeated head are dropped, as the first parser has sent them.
-    """
-
-    def __init__(self, events: HttpProtocol) -> None:
-        self._events = events
-        self._headers: list[tuple[bytes, bytes]] = []
-        self._is_repeating_head = False
-        self.on_body = events.on_body
-        self._parser = self._new_parser()
-
-    def feed_data(self, data: bytes) -> None:
-        """Parses the next bytes of the connection, however they are split. Raises httptools.HttpParserError."""
-        while True:
-            try:
-                self._parser.feed_data(data)
-                return
-            except httptools.HttpParserUpgrade as upgrade:
-                self._repeat_head()
-                data = data[upgrade.args[0] :]
-
-    def close(self) -> None:
-        """Releases the parser, which refers to this object and through it to the connection."""
-        del self._parser, self._events, self.on_body
-
-    def get_method(self) -> bytes:
-        """Method of the current request."""
-        return self._parser.get_method()
-
-    def get_http_version(self) -> str:
-        """Version of the current request, as "1.1"."""
-        return self._parser.get_http_version()
-
-    def should_keep_alive(self) -> bool:
-        """Whether another request may follow the current one."""
-        return self._parser.should_keep_alive()
-
-    def should_upgrade(self) -> bool:
-        """Never: the connection keeps speaking HTTP/1.1."""
-        return False
-
-    def on_message_begin(self) -> None:
-        """llhttp: first byte of a request."""
-        if not self._is_repeating_head:
-            self._headers.clear()
-            self._events.on_message_begin()
-
-    def on_url(self, url: bytes) -> None:
-        """llhttp: part of the request target."""
-        if not self._is_repeating_head:
-            self._events.on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """llhttp: a header or trailer field. llhttp keeps the whitespace after the value (RFC 9110, 5.5)."""
-        if not self._is_repeating_head:
-            value = value.rstrip(b" \t")
-            self._headers.append((name, value))
-            self._events.on_header(name, value)
-
-    def on_headers_complete(self) -> None:
-        """llhttp: end of the head."""
-        if not self._is_repeating_head:
-            self._events.on_headers_complete()
-
-    def on_message_complete(self) -> None:
-        """llhttp: end of the request, or of its head if it offers an upgrade."""
-        if not self._parser.should_upgrade():
-            self._events.on_message_complete()
-
-    def _new_parser(self) -> httptools.HttpRequestParser:
-        parser = httptools.HttpRequestParser(self)
-        # Bytes after the last request of a connection are dropped: an error would cost that request its response.
-        parser.set_dangerous_leniencies(lenient_data_after_close=True)
-        return parser
-
-    def _repeat_head(self) -> None:
-        """Continues with a parser that has seen the same head without the offer."""
-        request_line = b"%b / HTTP/%b\r\n" % (self.get_method(), self.get_http_version().encode())
-        fields = [b"%b: %b\r\n" % field for field in self._headers if field[0].lower() != b"upgrade"]
-        self._parser = self._new_parser()
-        self._is_repeating_head = True
-        try:
-            self._parser.feed_data(b"".join([request_line, *fields, b"\r\n"]))
-        finally:
-            self._is_repeating_head = False
-
-
 class HttpProtocol(HttpToolsProtocol):
-    """uvicorn creates one per connection; an EvictableConnection of ConnectionLimits."""
+    """uvicorn creates one per connection."""
 
     flow: ConnectionFlowControl
 
@@ -195,8 +127,6 @@ class HttpProtocol(HttpToolsProtocol):
         _loop: Any,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self.parser = RequestParser(self)  # type: ignore[assignment]
-        self.address = ""
         self._connections = connections
         self._limits = connections.limits
         self._is_within_limits = True
@@ -209,8 +139,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self.flow = ConnectionFlowControl(transport, self._limits.write_seconds)
         self._timeouts = ConnectionTimeouts(self.flow, self._on_input_timeout, self._cut)
-        self.address = self.client[0] if self.client else ""
-        self._is_within_limits = self._connections.register(self)
+        self._is_within_limits = self._connections.register(transport, self.client[0] if self.client else "")
         if not self._is_within_limits:
             self.app = RejectConnection(self.app)
         self._timeouts.set_deadline(
@@ -219,13 +148,12 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Notifies the application and stops all timers."""
-        self.parser.close()  # type: ignore[attr-defined]
         super().connection_lost(exc)
         if self._is_busy:  # uvicorn notifies only the request that was parsed last, which may be queued behind this one
             self._running.disconnected = True  # type: ignore[union-attr]
             self._running.message_event.set()  # type: ignore[union-attr]
         self._timeouts.cancel()
-        self._connections.unregister(self)
+        self._connections.unregister(self.transport)
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client closed its sending side; True keeps this side open, for GET and HEAD only."""
@@ -243,10 +171,10 @@ class HttpProtocol(HttpToolsProtocol):
             self._begin_request()
         try:
             self._request_limits.before_parsing(len(data))
-            self.parser.feed_data(data)
+            self._parse(data)
             self._request_limits.after_parsing(len(data))
             if self._request_limits.phase is ReceivePhase.HEAD and not self._is_busy:
-                self._connections.mark_idle(self, WaitReason.HEADERS)
+                self._connections.mark_idle(self.transport, WaitReason.HEADERS)
         except httptools.HttpParserError as error:
             cause = error.__context__  # an error that a callback of this class raised in the parser
             self._reject(
@@ -275,6 +203,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header field, or a trailer field: the limits include trailers, and the application never sees them."""
+        value = value.rstrip(b" \t")  # llhttp keeps the whitespace after the value (RFC 9110, 5.5)
         self._request_limits.record_header(len(name) + len(value) + 4)
         if self._request_limits.phase is ReceivePhase.HEAD:
             super().on_header(name, value)
@@ -290,7 +219,7 @@ class HttpProtocol(HttpToolsProtocol):
         self.expect_100_continue &= version != "1.0"  # RFC 9110, 10.1.1: HTTP/1.0 has no interim responses
         super().on_headers_complete()
         self.flow.resume_reading()  # uvicorn stops reading at a second request, and would miss the client's disconnect
-        self._connections.mark_active(self)
+        self._connections.mark_active(self.transport)
         self._request_limits.begin_body()
         self._is_last = not self.cycle.keep_alive or self._connections.is_draining or not self._is_within_limits
         self.cycle.keep_alive = True  # for now: a response before the end of the body must not close at once
@@ -304,7 +233,9 @@ class HttpProtocol(HttpToolsProtocol):
             self.flow.block_reading()
 
     def on_message_complete(self) -> None:
-        """The request is complete."""
+        """The request is complete, or its head if it offers an upgrade."""
+        if self.parser.should_upgrade():
+            return
         super().on_message_complete()
         self.cycle.waiting_for_100_continue = False
         self._request_limits.phase = ReceivePhase.DONE
@@ -350,6 +281,31 @@ class HttpProtocol(HttpToolsProtocol):
         """Whether the body that is being received belongs to the request that is running."""
         return self._request_limits.phase is ReceivePhase.BODY and self.cycle is self._running
 
+    def _parse(self, data: bytes) -> None:
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                self._decline_offer()
+                data = data[offer.args[0] :]
+
+    def _decline_offer(self) -> None:
+        """Continues with a parser that has seen the same head without the offer of an upgrade."""
+        is_repeating = True
+
+        def unless_repeating(callback: Callable[..., None]) -> Callable[..., None]:
+            return lambda *args: None if is_repeating else callback(*args)
+
+        callbacks = {name: unless_repeating(getattr(self, name)) for name in _HEAD_CALLBACKS}
+        events = SimpleNamespace(on_body=self.on_body, on_message_complete=self.on_message_complete, **callbacks)
+        request_line = b"%b / HTTP/%b\r\n" % (self.parser.get_method(), self.parser.get_http_version().encode())
+        fields = [b"%b: %b\r\n" % field for field in self.headers if field[0] != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(events)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self.parser.feed_data(b"".join([request_line, *fields, b"\r\n"]))
+        is_repeating = False
+
     def _begin_request(self) -> None:
         self._request_limits.begin_head()
         self._update_deadline()
@@ -363,10 +319,10 @@ class HttpProtocol(HttpToolsProtocol):
         elif self._is_busy:
             self._timeouts.set_deadline(max(0.0, self._response_deadline - time.monotonic()))
         elif self._request_limits.phase is ReceivePhase.HEAD:
-            self._connections.mark_idle(self, WaitReason.HEADERS)
+            self._connections.mark_idle(self.transport, WaitReason.HEADERS)
             self._timeouts.set_deadline(self._limits.head_seconds)
         elif self._request_limits.phase is ReceivePhase.DONE:
-            self._connections.mark_idle(self, WaitReason.NEXT_REQUEST)
+            self._connections.mark_idle(self.transport, WaitReason.NEXT_REQUEST)
             self._timeouts.set_deadline(self._limits.idle_seconds)
 
     def _cut(self, reason: str = "write_stalled") -> None:
@@ -413,7 +369,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _linger(self) -> None:
         """Discards input for a moment, then closes the connection."""
         self._request_limits.phase = ReceivePhase.LINGER
-        self._connections.mark_idle(self, WaitReason.CLIENT_CLOSE)
+        self._connections.mark_idle(self.transport, WaitReason.CLIENT_CLOSE)
         self.flow.unblock_reading()
         self.transport.write_eof()
         self._timeouts.set_deadline(self._limits.linger_seconds)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
+from collections import Counter
 
 from app.http.connection_limits import ConnectionLimits, EvictionQueue, HttpLimits, WaitReason
 
 
-class _Connection:
+class _Transport(asyncio.Transport):
     """Records whether it was aborted."""
 
-    def __init__(self, address: str) -> None:
-        self.address = address
-        self.is_aborted = False
+    is_aborted = False
 
     def abort(self) -> None:
         self.is_aborted = True
@@ -27,39 +27,30 @@ def _connections(most: int, of_one: int) -> ConnectionLimits:
 
 def test_the_idle_go_before_the_silent_and_those_before_half_a_head() -> None:
     connections = _connections(5, 5)
-    clients = [_Connection("a") for _ in range(5)]
-    for client, wait in zip(
-        clients,
-        [
-            WaitReason.HEADERS,
-            WaitReason.FIRST_BYTE,
-            WaitReason.FIRST_BYTE,
-            WaitReason.CLIENT_CLOSE,
-            WaitReason.NEXT_REQUEST,
-        ],
-        strict=True,
-    ):
-        assert connections.register(client)
+    waits = [WaitReason.HEADERS, WaitReason.FIRST_BYTE, WaitReason.FIRST_BYTE]
+    waits += [WaitReason.CLIENT_CLOSE, WaitReason.NEXT_REQUEST]
+    clients = [_Transport() for _ in waits]
+    for client, wait in zip(clients, waits, strict=True):
+        assert connections.register(client, "a")
         connections.mark_idle(client, wait)
     went = []
-    for _ in range(5):
-        late = _Connection("b")
-        assert connections.register(late)
+    for _ in clients:
+        late = _Transport()
+        assert connections.register(late, "b")
         connections.mark_active(late)
         went += [number for number, client in enumerate(clients) if client.is_aborted and number not in went]
     assert went == [4, 1, 2, 0, 3]
-    assert not connections.register(_Connection("b"))
+    assert not connections.register(_Transport(), "b")
     cut = connections.cut_by_reason
     assert (cut["made_room"], cut["address"], cut["full"]) == (5, 1, 0)
 
 
 def test_the_address_with_the_most_gives_one_up() -> None:
     queue = EvictionQueue()
-    slow = _Connection("slow")
-    queue.put(slow, WaitReason.NEXT_REQUEST)
-    many = [_Connection("many") for _ in range(3)]
+    slow, *many = (_Transport() for _ in range(4))
+    queue.put(slow, "slow", WaitReason.NEXT_REQUEST)
     for client in many:
-        queue.put(client, WaitReason.HEADERS)
+        queue.put(client, "many", WaitReason.HEADERS)
     assert queue.next_victim() is many[0]
     queue.remove(many[0])
     queue.remove(many[1])
@@ -68,30 +59,31 @@ def test_the_address_with_the_most_gives_one_up() -> None:
 
 def test_twenty_thousand_random_steps_against_a_plain_list() -> None:
     rng = random.Random(7)
-    queue, plain = EvictionQueue(), {}
-    clients = [_Connection(rng.choice("aaaabbcdefg")) for _ in range(60)]
+    queue = EvictionQueue()
+    plain: dict[asyncio.Transport, tuple[WaitReason, int]] = {}
+    clients: dict[asyncio.Transport, str] = {_Transport(): rng.choice("aaaabbcdefg") for _ in range(60)}
     for step in range(20_000):
-        client = rng.choice(clients)
+        client = rng.choice([*clients])
         if rng.random() < 0.6:
-            wait = rng.choice(list(WaitReason))
-            queue.put(client, wait)
-            if plain.get(client, (None,))[0] is not wait:
+            wait = rng.choice([*WaitReason])
+            queue.put(client, clients[client], wait)
+            if client not in plain or plain[client][0] is not wait:
                 plain[client] = wait, step
         else:
             queue.remove(client)
             plain.pop(client, None)
-        sizes = [sum(g.address == a for g in plain) for a in "abcdefg"]
+        sizes = Counter(clients[each] for each in plain)
         first = queue.next_victim()
         assert (first is None) == (not plain)
         if first:
-            assert sum(g.address == first.address for g in plain) == max(sizes)
-            assert first is min((g for g in plain if g.address == first.address), key=plain.__getitem__)
+            assert sizes[clients[first]] == max(sizes.values())
+            assert first is min((each for each in plain if clients[each] == clients[first]), key=plain.__getitem__)
 
 
 def test_a_flood_at_the_limit_costs_microseconds_each() -> None:
     connections = _connections(4096, 2048)
     began = time.process_time()
     for i in range(40_000):
-        assert connections.register(_Connection(f"{i % 4}"))
+        assert connections.register(_Transport(), f"{i % 4}")
     assert connections.count == 4096
     assert (time.process_time() - began) / 40_000 < 50e-6
