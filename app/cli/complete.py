@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from app.api.native.routes import CompleteRequest
+from app.http.sse import EventParser
 from model.command_line import OneLineParser
 
 CLIENT_KEY = "INKSTREAM_API_KEY"
@@ -59,13 +60,11 @@ class Client:
         with self._post(body, _STREAM_SECONDS) as response:
             if response.headers.get_content_type() != "text/event-stream":
                 raise ServiceUnreachable(f"{self._url} is not an inkstream service: check --url")
-            name = ""
-            with contextlib.suppress(OSError, http.client.HTTPException, ValueError):  # the last line may be incomplete
-                for line in response:
-                    if line.startswith(b"event: "):
-                        name = line[7:].strip().decode()
-                    elif line.startswith(b"data: "):
-                        yield name, json.loads(line[6:])
+            name, parser = "", EventParser()
+            with contextlib.suppress(OSError, http.client.HTTPException, ValueError):  # the last may be incomplete
+                for event in (event for line in response for event in parser.feed(line) if event.name):
+                    name = event.name
+                    yield name, json.loads(event.data)
             if name not in ("done", "error"):
                 raise ServiceError("the stream ended before the text was complete")
 

@@ -26,35 +26,7 @@ from app.cluster.messages import FullResponse, Head, ReplicaLost
 from app.cluster.retry import ReplicaResponse, RetryingRequest
 from app.http import sse
 from app.http.errors import ApiError
-from app.http.sse import PING
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """One event, or a comment, whose name is empty."""
-
-    name: str
-    data: bytes
-    """One line of JSON, or the comment's line."""
-
-
-class FrameReader:
-    """Incremental parser of one event stream."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def feed(self, data: bytes) -> list[Frame]:
-        """Adds data; returns the frames that are now complete."""
-        *blocks, self._rest = (self._rest + data).split(b"\n\n")
-        return [_frame(block) for block in blocks]
-
-
-def _frame(block: bytes) -> Frame:
-    if block.startswith(b":"):
-        return Frame("", block)
-    fields = dict(line.partition(b": ")[::2] for line in block.split(b"\n"))
-    return Frame(fields.get(b"event", b"").decode("ascii"), fields.get(b"data", b""))
+from app.http.sse import PING, Event, EventParser
 
 
 class EventStream(sse.EventStreamResponse):
@@ -229,23 +201,23 @@ class StreamSplicer:
         for choice in self._choices.values():
             choice.restart()
 
-    def take(self, frame: Frame) -> bytes:
-        """The bytes to deliver for this frame; empty if the client has all of it. Raises Divergence."""
-        match frame.name:
+    def take(self, event: Event) -> bytes:
+        """The bytes to deliver for this event; empty if the client has all of it. Raises Divergence."""
+        match event.name:
             case "token":
-                return self._splice_token(frame)
+                return self._splice_token(event)
             case "start":
-                return self._splice_start(frame)
+                return self._splice_start(event)
             case "queue" if self._start is not None:  # the client already got `start`
                 return PING
             case "done":
-                self._check_end(json.loads(frame.data))
+                self._check_end(json.loads(event.data))
                 self.is_done = True
             case "error":
-                return self.error(json.loads(frame.data))
+                return self.error(json.loads(event.data))
             case "":
-                return frame.data + b"\n\n"
-        return self._write_event(frame.name, frame.data)
+                return event.data + b"\n\n"
+        return self._write_event(event.name, event.data)
 
     def error(self, body: Mapping[str, Any]) -> bytes:
         """The final event of a stream that cannot continue."""
@@ -253,8 +225,8 @@ class StreamSplicer:
         error = {**body["error"], "request_id": self._request_id}
         return self._write_event("error", json.dumps({"error": error}).encode("ascii"))
 
-    def _splice_start(self, frame: Frame) -> bytes:
-        start = json.loads(frame.data)
+    def _splice_start(self, event: Event) -> bytes:
+        start = json.loads(event.data)
         if self._start is None:
             self._start = {**start, "id": self._request_id}
             return self._write_event("start", json.dumps(self._start).encode("ascii"))
@@ -262,18 +234,18 @@ class StreamSplicer:
             raise Divergence
         return b""
 
-    def _splice_token(self, frame: Frame) -> bytes:
-        event = json.loads(frame.data)
-        text, tokens = event["text"], event.get("tokens", [])
-        new, new_tokens = self._choices[event["index"]].splice(text, tokens)
+    def _splice_token(self, event: Event) -> bytes:
+        fields = json.loads(event.data)
+        text, tokens = fields["text"], fields.get("tokens", [])
+        new, new_tokens = self._choices[fields["index"]].splice(text, tokens)
         if len(new) == len(text) and len(new_tokens) == len(tokens):
-            return self._write_event("token", frame.data)
+            return self._write_event("token", event.data)
         if not new and not new_tokens:
             return b""
-        event["text"] = new
+        fields["text"] = new
         if tokens:
-            event["tokens"] = new_tokens
-        return self._write_event("token", json.dumps(event).encode("ascii"))
+            fields["tokens"] = new_tokens
+        return self._write_event("token", json.dumps(fields).encode("ascii"))
 
     def _check_end(self, done: Mapping[str, Any]) -> None:
         for choice in done["choices"]:
@@ -369,16 +341,16 @@ class FailoverStream:
         try:
             if number < self.next_number:
                 yield self._replay_buffer.since(number)
-            reader = FrameReader()
+            parser = EventParser()
             while subscription is self._subscription and not self.is_finished:
                 try:
                     if response is None:
                         self._check_cancelled()
-                        response, reader = await self._send_again(), FrameReader()
+                        response, parser = await self._send_again(), EventParser()
                         self._check_cancelled()
                     if (chunk := await response.next()) is None:
                         raise ReplicaLost  # the response ended without a final event
-                    output = self._splice(reader, chunk) if subscription is self._subscription else b""
+                    output = self._splice(parser, chunk) if subscription is self._subscription else b""
                 except ReplicaLost:
                     output, response = self._on_loss(subscription), None  # a lost response is closed
                 except ApiError as error:
@@ -414,12 +386,12 @@ class FailoverStream:
             return self._fail(error.body(self.name))
         return b""
 
-    def _splice(self, reader: FrameReader, chunk: bytes) -> bytes:
+    def _splice(self, parser: EventParser, chunk: bytes) -> bytes:
         """The bytes to deliver for `chunk`."""
         output = []
         try:
-            for frame in reader.feed(chunk):
-                if data := self._splicer.take(frame):
+            for event in parser.feed(chunk):
+                if data := self._splicer.take(event):
                     output.append(data if data.startswith(b":") else self._replay_buffer.append(data))
         except Divergence:
             error = ApiError(

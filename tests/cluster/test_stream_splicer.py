@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from typing import Any
 
@@ -10,16 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.cluster.failover_stream import Divergence, Frame, FrameReader, StreamSplicer
+from app.cluster.failover_stream import Divergence, StreamSplicer
+from app.http.sse import Event, EventParser
 from tests.support.completion_client import parse_events, text_of
 from tests.support.scripted_replicas import START, done, event, token
 
 TEXT = "Once upon a time there was a king"
 
 
-def frames(*blocks: bytes) -> list[Frame]:
+def frames(*blocks: bytes) -> list[Event]:
     """As a replica sends them."""
-    return FrameReader().feed(b"".join(blocks))
+    return EventParser().feed(b"".join(blocks))
 
 
 def output_of(splicer: StreamSplicer, *blocks: bytes) -> str:
@@ -136,9 +136,9 @@ def test_a_client_that_runs_is_not_told_that_it_waits() -> None:
     assert output_of(splicer, event("queue", **waiting)) == ": ping\n\n"
 
 
-def test_frames_come_in_any_pieces() -> None:
-    data = event("start", **START) + b": ping\n\n" + token("a")
-    reader = FrameReader()
-    found = [frame for index in range(len(data)) for frame in reader.feed(data[index : index + 1])]
-    assert [frame.name for frame in found] == ["start", "", "token"]
-    assert json.loads(found[2].data) == {"index": 0, "text": "a"}
+@pytest.mark.parametrize("size", range(1, 40))
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+def test_events_cut_anywhere_are_the_same_events(size: int, line_end: bytes) -> None:
+    parser, wire = EventParser(), b": ping\n\nid: 1\nevent: a\ndata: x\n\ndata:y\ndata: z\n\n".replace(b"\n", line_end)
+    found = [event for at in range(0, len(wire), size) for event in parser.feed(wire[at : at + size])]
+    assert found == [Event("", b": ping"), Event("a", b"x", "1"), Event("message", b"y\nz")]

@@ -8,6 +8,8 @@ from typing import Any
 
 import httpx
 
+from app.http.sse import EventParser
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -20,16 +22,13 @@ class Event:
 
 def parse_events(body: str) -> list[Event]:
     """Strict: every block is `id`, `event`, one line of `data`, or a comment."""
-    events = []
-    assert body.isascii()
-    assert body.endswith("\n\n")
-    for block in body.removesuffix("\n\n").split("\n\n"):
-        if block.startswith(":"):
-            continue
-        lines = dict(line.split(": ", 1) for line in block.split("\n"))
-        assert list(lines) == ["id", "event", "data"], block
-        events.append(Event(lines["id"], lines["event"], json.loads(lines["data"])))
-    return events
+    events = EventParser().feed(body.encode("ascii"))
+    blocks = [
+        f"id: {event.id}\nevent: {event.name}\ndata: {event.data.decode()}" if event.name else event.data.decode()
+        for event in events
+    ]
+    assert "".join(f"{block}\n\n" for block in blocks) == body
+    return [Event(event.id, event.name, json.loads(event.data)) for event in events if event.name]
 
 
 def stream(url: str, **body: Any) -> list[Event]:
