@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 
 from app.access.rate_limiter import UNLIMITED, Reservation
 from app.common.errors import Unavailable
-from app.common.fault_injection import is_armed
 
 _HALF_LIFE = 10.0
 """Seconds after which worker time counts half."""
@@ -144,8 +143,6 @@ class TenantQueue:
     def _check(self, tenant: _Tenant, size: int) -> None:
         jobs = sum(other.jobs for other in self._tenants.values())
         total = sum(other.size for other in self._tenants.values())
-        if _is_fifo():
-            tenant = _Tenant(jobs=1)  # for comparison: one limit for all tenants together
         fits = tenant.jobs < self._max_jobs - jobs and tenant.size + size <= self._max_size - total
         if tenant.jobs and not fits:
             wait = min(60, 1 + round(self._expected_seconds(tenant.size)))
@@ -156,10 +153,6 @@ class TenantQueue:
             self._grant(tenant)
 
     def _next_tenant(self) -> _Tenant | None:
-        if _is_fifo():  # for comparison: one worker, first come, first served
-            waiting = [tenant for tenant in self._tenants.values() if tenant.waiting]
-            is_busy = any(tenant.running for tenant in self._tenants.values())
-            return None if is_busy else min(waiting, key=lambda one: one.waiting[0].arrival, default=None)
         now = time.monotonic()
 
         def rank(tenant: _Tenant) -> tuple[float, int]:
@@ -198,10 +191,6 @@ class TenantQueue:
         return cost * self._seconds / self._cost
 
 
-def _is_fifo() -> bool:
-    return is_armed("tenant_queue.fifo")
-
-
 # Parsing a megabyte holds the GIL for up to 50 ms, in any thread. One turn at a time, each followed by a rest of the
 # same length, leaves at least half of the event loop's time to everything else: streams, health checks, short requests.
 
@@ -220,7 +209,7 @@ class LoopShare:
     @asynccontextmanager
     async def parsing(self, body: bytes | bytearray, account: WorkAccount) -> AsyncIterator[None]:
         """Grants a turn to a block that parses `body` and does not await; small bodies skip the queue. Raises Busy."""
-        if len(body) <= _SMALL_BODY or _is_unlimited():
+        if len(body) <= _SMALL_BODY:
             yield
             return
         with self._queue.admitted(account, len(body)), await self._queue.acquire(account, len(body)):
@@ -228,9 +217,6 @@ class LoopShare:
 
     async def pause(self, account: WorkAccount) -> None:
         """Waits for a turn of about a millisecond."""
-        if _is_unlimited():
-            await asyncio.sleep(0)
-            return
         turn = await self._queue.acquire(account, 1)
         # The turn ends by itself: the caller may stop or wait for something else without notice.
         asyncio.get_running_loop().call_later(_SLICE_SECONDS, turn.end, _SLICE_SECONDS)
@@ -238,7 +224,3 @@ class LoopShare:
     def close(self) -> None:
         """Cancels all waiting jobs."""
         self._queue.close()
-
-
-def _is_unlimited() -> bool:
-    return is_armed("loop_share.unlimited")

@@ -26,7 +26,7 @@ from app.common.errors import (
     Unavailable,
 )
 from app.common.event_loop import TimeSlice
-from app.common.fault_injection import fault, is_armed
+from app.common.fault_injection import fault
 from app.engine_client.engine_pool import EnginePool
 from app.generation.request import Delta, Finished, GenerationRequest, TokenTable
 from app.generation.session import GenerationSession
@@ -110,7 +110,7 @@ class RequestHandle:
     @property
     def engine(self) -> EnginePool:
         """The engine pool on which the request started, even after a hot reload."""
-        return self.service.engine if is_armed("job.other_engine") else self.admitted.instance.engine
+        return self.admitted.instance.engine
 
     @property
     def session(self) -> GenerationSession:

@@ -31,11 +31,6 @@ def fault(point: str, detail: object = "") -> None:
         _ACTIONS[spec["do"]](spec)
 
 
-def is_armed(point: str, detail: object = "") -> bool:
-    """Whether a fault is armed at this point; for code that injects the fault itself and ignores `do`."""
-    return bool(_REGISTRY and _REGISTRY.match(point, detail))
-
-
 class _FaultRegistry:
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -26,7 +26,7 @@ from typing import NoReturn
 from msgspec.structs import replace
 
 from app.common import logs
-from app.common.fault_injection import fault, is_armed
+from app.common.fault_injection import fault
 from app.common.ipc import Cancel, Down, Fatal, FrameReceiver, Phase, Ready, Submit, Up, WorkerConfig, encode_frame
 from app.common.logs import open_nonblocking
 from app.common.operating_system import die_with_parent
@@ -195,9 +195,7 @@ class _WorkerLoop:
                 self._report(StepReport(counters=engine.scheduler.counters))
                 continue
             fault("engine.step", engine.scheduler.running)
-            report = StepReport(counters=engine.scheduler.counters)
-            if not is_armed("engine.idle"):
-                report = engine.step(self._announce)
+            report = engine.step(self._announce)
             self._report(report)
             grammar_queue.release_finished(report)
 

@@ -13,7 +13,6 @@ from typing import NamedTuple, Protocol
 from msgspec.structs import replace
 
 from app.common.errors import EngineError
-from app.common.fault_injection import is_armed
 from app.common.types import PromptScores, Request, RequestStarted, SampledEvent
 
 MAX_BUFFERED = 4096
@@ -220,7 +219,7 @@ class TokenStream:
 
     def _suspend(self) -> None:
         """Suspends the stream until its reader has taken what is buffered."""
-        if self._open and not (self._is_awaited or self.is_suspended or is_armed("stream.unbounded")):
+        if self._open and not (self._is_awaited or self.is_suspended):
             self.is_suspended = True
             self.n_suspensions += 1
             self._source.suspend(self)

@@ -11,7 +11,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from app.common.event_loop import TimeSlice
-from app.common.fault_injection import is_armed
 from app.http.sse import until_disconnect
 
 _CHUNK_BYTES = 16 << 10
@@ -83,11 +82,10 @@ class JsonStream(Response):
 
 def _chunk(parts: Iterator[bytes]) -> tuple[bytes, bool]:
     """The next bytes of a response, and whether they are the last."""
-    limit = float("inf") if is_armed("json_stream.at_once") else _CHUNK_BYTES
     chunk = bytearray()
     for part in parts:
         chunk += part
-        if len(chunk) >= limit:
+        if len(chunk) >= _CHUNK_BYTES:
             return bytes(chunk), False
     return bytes(chunk), True
 

@@ -15,7 +15,6 @@ from collections.abc import Awaitable, Callable
 from typing import Literal
 
 from app.common.errors import NotReady
-from app.common.fault_injection import is_armed
 from app.serving.model_instance import ModelInstance
 from app.serving.service import Service
 from app.serving.weights_snapshot import WeightsFingerprint, take_fingerprint, what_is_missing
@@ -184,8 +183,6 @@ class HotReload:
 
     async def _retire(self, old: ModelInstance) -> None:
         """Closes old weights once no request uses them, or after the timeout."""
-        if is_armed("reload.keep_old"):
-            return
         error = NotReady("the weights that this response started with are no longer served: send the request again", 1)
         try:
             async with asyncio.timeout(self._drain_seconds):

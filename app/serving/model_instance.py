@@ -17,7 +17,6 @@ from pathlib import Path
 
 from app.chat.template import ChatTemplate
 from app.common.errors import EngineError
-from app.common.fault_injection import is_armed
 from app.engine_client.engine_pool import EnginePool
 from app.guided.validator import GrammarValidator
 from app.serving.weights_snapshot import WeightsFingerprint, WeightsSnapshot
@@ -78,7 +77,7 @@ class ModelInstance:
         tokenizer = await asyncio.to_thread(self._load_tokenizer)
         ready = await self.engine.wait_ready()
         check_vocabulary(self.weights, tokenizer, ready.vocab_size)
-        if tokenizer.unproven and not is_armed("tokenizer.trusted"):
+        if tokenizer.unproven:
             _log.info("the tokenizer has unusual regular expressions: texts are tokenized in sandboxed processes")
             with self._snapshot.reading():
                 self._sandbox = TokenizerSandbox(self.weights)

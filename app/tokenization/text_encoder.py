@@ -20,7 +20,6 @@ from typing import TypeVar
 
 from app.access.tenant_queue import TenantQueue, WorkAccount
 from app.common.errors import EngineFailed, InvalidRequest
-from app.common.fault_injection import is_armed
 from app.tokenization.tokenizer_sandbox import TokenizerSandbox, TooSlow
 from model.files import one_line
 from model.tokenizer.token_spans import CompactSpans
@@ -160,7 +159,7 @@ def _advance(slices: Generator[None, None, _T]) -> tuple[_T] | None:
 
 
 def _is_short(length: int) -> bool:
-    return length <= _MAX_INLINE_LENGTH or is_armed("long_texts.on_loop")
+    return length <= _MAX_INLINE_LENGTH
 
 
 def _lower_priority() -> None:

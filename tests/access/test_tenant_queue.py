@@ -6,14 +6,12 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Coroutine
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from app.access.rate_limiter import RateLimiter, RateLimits, Tenant
 from app.access.tenant_queue import Busy, TenantQueue, Turn, WorkAccount
-from tests.support.armed_faults import arm_this_process
 
 
 def _run(scenario: Coroutine[Any, Any, None]) -> None:
@@ -198,19 +196,4 @@ def test_a_worker_rests_in_proportion_to_its_turns() -> None:
             (await queue.acquire(WorkAccount("a"), 1)).end(0.01)
         assert loop.time() - started_at > 2 * 0.03 * 0.9
 
-    _run(scenario())
-
-
-def test_the_fault_restores_one_worker_in_order_of_arrival(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        clients = QueueClients(_queue())
-        for _ in range(5):
-            await clients.join("a")
-        await clients.join("b")
-        assert clients.order == ["a"]
-        for _ in range(5):
-            await clients.end()
-        assert clients.order == ["a"] * 5 + ["b"]
-
-    arm_this_process(tmp_path, monkeypatch).arm("tenant_queue.fifo", "yes")
     _run(scenario())

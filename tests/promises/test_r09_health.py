@@ -104,7 +104,7 @@ def _hung(server: Server, faults: Faults, hang: Callable[[Server, Faults], None]
 def test_six_ways_to_hang_are_found_and_the_engine_comes_back(tmp_path: Path, weights: Path, promise: Promise) -> None:
     faults = Faults(tmp_path / "faults")
     flags = ("--engine-silence", f"{_SILENCE}")
-    server = start_server(tmp_path, weights, *flags, fake_ms=5, environment=faults.environment)
+    server = start_server(tmp_path, weights, *flags, fake_ms=5, environment=faults.removing("engine.idle"))
     found: dict[str, _Found] = {}
     try:
         expected = [answer.told() for answer in visit(server, _ASKS)]

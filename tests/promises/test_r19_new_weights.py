@@ -77,7 +77,7 @@ def _service(
     """A service of what a link leads to, and the link."""
     link = folder / "current"
     link.symlink_to(first)
-    environment = {**_ONE_THREAD, **(faults.environment if faults else {})}
+    environment = {**_ONE_THREAD, **(faults.removing("job.other_engine", "reload.keep_old") if faults else {})}
     server = start_server(folder, link, *flags, environment=environment, fake_ms=fake_ms)
     try:
         yield server, link
@@ -334,7 +334,7 @@ def test_an_engine_never_comes_back_with_other_weights(tmp_path: Path) -> None:
     directory, other = good_weights(tmp_path / "one", 0), good_weights(tmp_path / "two", 1)
     faults = Faults(tmp_path / "faults")
     faults.arm("weights.no_snapshot", "skip")
-    environment = {**_ONE_THREAD, **faults.environment}
+    environment = {**_ONE_THREAD, **faults.removing("weights.no_snapshot")}
     server = start_server(tmp_path, directory, environment=environment, fake_ms=5)
     write_files(directory, {path.name: path.read_bytes() for path in other.iterdir()})
     os.kill(_engines(server)[0], signal.SIGKILL)

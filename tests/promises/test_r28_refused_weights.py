@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,9 @@ _BODY = {"prompt": "The fox", "max_tokens": 5, "temperature": 0, "stream": False
 
 @contextmanager
 def _service(
-    folder: Path, weights: Path, *flags: str, faults: Faults, fake_ms: float | None = None
+    folder: Path, weights: Path, *flags: str, environment: Mapping[str, str], fake_ms: float | None = None
 ) -> Iterator[Server]:
-    server = start_server(folder, weights, *flags, environment={**_ONE_THREAD, **faults.environment}, fake_ms=fake_ms)
+    server = start_server(folder, weights, *flags, environment={**_ONE_THREAD, **environment}, fake_ms=fake_ms)
     try:
         yield server
     finally:
@@ -81,7 +81,7 @@ def test_check_start_and_reload_refuse_the_same_weights(
     good, link = good_weights(tmp_path / "good", 0), tmp_path / "current"
     link.symlink_to(good)
     refused = 0
-    with _service(tmp_path, link, *_TM, faults=Faults(tmp_path / "faults")) as server:
+    with _service(tmp_path, link, *_TM, environment={}) as server:
         version = httpx.get(f"{server.url}/v1/models").json()["data"][0]["weights_version"]
         for index, kind in enumerate(kinds):
             words, bad = BAD[kind][1], bad_weights(tmp_path / f"bad-{index}", good, kind)
@@ -107,7 +107,7 @@ def test_weights_that_were_not_tried_fail_every_request_and_health_says_so(
     good, faults, link = good_weights(tmp_path / "good", 0), Faults(tmp_path / "faults"), tmp_path / "current"
     link.symlink_to(bad_weights(tmp_path / "bad", good, kind))
     faults.arm("engine.unproven", "skip")
-    with _service(tmp_path, link, *_TM, faults=faults) as server:
+    with _service(tmp_path, link, *_TM, environment=faults.removing("engine.unproven")) as server:
         assert _ready(server).status_code == 200
         assert _statuses(server, FAILURES - 1, source=source) == {500}
         time.sleep(0.2)
@@ -128,7 +128,7 @@ def test_weights_that_were_not_tried_fail_every_request_and_health_says_so(
 
 def test_a_service_that_recovers_is_ready_without_traffic(tmp_path: Path) -> None:
     faults = Faults(tmp_path / "faults")
-    with _service(tmp_path, good_weights(tmp_path / "good", 0), faults=faults, fake_ms=1) as server:
+    with _service(tmp_path, good_weights(tmp_path / "good", 0), environment=faults.environment, fake_ms=1) as server:
         faults.arm("fake.not_finite", "spoil")
         assert _statuses(server, FAILURES) == {500}
         assert server.wait_for(lambda: _ready(server).status_code == 503)
@@ -144,7 +144,7 @@ def test_a_poisoned_request_sent_again_and_again_does_not_make_the_service_unrea
     tmp_path: Path, promise: Promise
 ) -> None:
     faults, n, ready = Faults(tmp_path / "faults"), promise.size(40, 1000), 0
-    with _service(tmp_path, good_weights(tmp_path / "good", 0), faults=faults, fake_ms=1) as server:
+    with _service(tmp_path, good_weights(tmp_path / "good", 0), environment=faults.environment, fake_ms=1) as server:
         faults.arm("fake.not_finite", "spoil", match="seed=666")
         for _ in range(n):
             assert _statuses(server, 1, seed=666) == {500}

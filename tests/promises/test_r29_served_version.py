@@ -193,7 +193,8 @@ def test_without_a_snapshot_the_service_ends(tmp_path: Path, way: str) -> None:
     weights = tmp_path / "weights"
     shutil.copytree(sets[0], weights)
     faults.arm("weights.no_snapshot", "skip")
-    server = start_server(tmp_path, weights, environment={**_ENVIRONMENT, **faults.environment}, fake_ms=5)
+    environment = {**_ENVIRONMENT, **faults.removing("weights.no_snapshot")}
+    server = start_server(tmp_path, weights, environment=environment, fake_ms=5)
     for _ in WAYS[way](sets[1], weights):
         pass
     os.kill(engine_pid(server), signal.SIGKILL)

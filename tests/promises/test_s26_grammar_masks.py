@@ -46,8 +46,9 @@ class _Service:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.faults, self.ring = Faults(folder / "faults"), Keyring.of(folder / "keys.json", "victim", "attacker")
+        environment = self.faults.removing("engine.masks_in_step")
         self.server: Server = keyed_server(
-            folder, ROOT / "weights", self.ring, "--max-running", "40", environment=self.faults.environment
+            folder, ROOT / "weights", self.ring, "--max-running", "40", environment=environment
         )
 
     def metric(self, name: str) -> float:

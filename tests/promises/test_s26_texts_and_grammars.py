@@ -40,9 +40,8 @@ def server(tmp_path_factory: pytest.TempPathFactory, weights: Path, ring: Keyrin
     folder = tmp_path_factory.mktemp("s26")
     shutil.copytree(weights, folder / "weights")
     (folder / "weights" / "chat_template.jinja").write_text(_TEMPLATE)
-    server = keyed_server(
-        folder, folder / "weights", ring, "--guide-seconds", "1", fake_ms=5, environment=faults.environment
-    )
+    environment = faults.removing("tenant_queue.fifo")
+    server = keyed_server(folder, folder / "weights", ring, "--guide-seconds", "1", fake_ms=5, environment=environment)
     yield server
     server.process.kill()
     server.process.wait()

@@ -57,7 +57,7 @@ def running(folder: Path, weights: Path, *faults: str) -> Iterator[Server]:
     switches = Faults(folder / "faults")
     for point in faults:
         switches.arm(point, "yes")
-    server = start_server(folder, weights, fake_ms=1, environment=switches.environment)
+    server = start_server(folder, weights, fake_ms=1, environment=switches.removing(*faults))
     try:
         yield server
     finally:

@@ -23,6 +23,12 @@ class Faults:
         """Variables for start_server(environment=...)."""
         return {fault_injection.VARIABLE: str(self.folder)}
 
+    def removing(self, *protections: str) -> dict[str, str]:
+        """`environment`, for a service without these protections while they are armed (removed_protections.py)."""
+        code = f"from tests.support.removed_protections import install\ninstall(*{protections})\n"
+        (self.folder / "sitecustomize.py").write_text(code)
+        return {**self.environment, "PYTHONPATH": str(self.folder)}
+
     def arm(self, point: str, do: str, **order: Any) -> None:
         """See app/common/fault_injection.py for what can be ordered."""
         new = self.folder / f".{point}"

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable
 from pathlib import Path
 
-from app.common.fault_injection import fault, is_armed
+from app.common.fault_injection import fault
 from app.common.ipc import Ready, WorkerConfig
 from app.common.types import BatchPlan, Request, TokenScore
 from app.engine.execution.engine import Engine
@@ -23,6 +23,7 @@ from app.engine.scheduling.block_allocator import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from app.engine.worker_loop import BuiltEngine, run
 from model.files import regular_file, sha256
+from tests.support.removed_protections import is_armed
 
 BLOCK_SIZE, CONTEXT = 16, 8192
 _PRINTABLE = range(33, 256)

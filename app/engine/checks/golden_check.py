@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from app.common.fault_injection import is_armed
 from app.common.types import Request, RequestFailed, SamplingParams
 from app.engine.execution.engine import Engine
 from app.engine.scheduling.scheduler import NOT_FINITE
@@ -37,8 +36,6 @@ def check_finite_logits(
     `engine` is idle before and after; `context` is its longest sequence; `number_format` is float32, bfloat16, int8 or
     fp8; `start_id` is the token that starts a text without a prompt.
     """
-    if is_armed("engine.unproven"):
-        return
     length = min(context, engine.scheduler.pool.block_size + _BEYOND_A_BLOCK)
     prompts = trial_prompts(config.vocab_size, length=length, start_id=start_id)
     requests = [

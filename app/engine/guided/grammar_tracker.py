@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.common.fault_injection import fault, is_armed
+from app.common.fault_injection import fault
 from app.common.llguidance_adapter import GrammarVocabulary
 from app.common.types import FinishReason, Request, Sequence
 from app.engine.guided.grammar_workers import GrammarWorkers, Job
@@ -277,8 +277,6 @@ class GrammarTracker:
             self._release(self._states.popitem(last=False)[1])
         guided = [state for state in states if state]
         is_shared = self._share_steps({sequence.request.cache_namespace for sequence in sequences})
-        if is_armed("engine.masks_in_step"):
-            self._run_in_step(guided)
         self._wait_for(guided, _SHARED_STEP_SECONDS if is_shared else _STEP_SECONDS)
         self._masks.read([state for state in guided if not state.is_pending and state.outcome is None])
         return [self._outcome(state) if state else None for state in states]
@@ -348,13 +346,6 @@ class GrammarTracker:
 
     def _is_in_background(self, state: GrammarState) -> bool:
         return state.request.cache_namespace in self._background
-
-    def _run_in_step(self, states: Items[GrammarState]) -> None:
-        """Lets the step wait for every mask, for the positive control of a test."""
-        self._background.clear()
-        for job in [state.job for state in states if state.job]:
-            self._workers.submit(job)
-            self._workers.wait([job], 60)
 
     def _wait_for(self, states: Items[GrammarState], seconds: float) -> None:
         """Spends at most `seconds` on masks that are probably cheap: computes those that no thread has started, a

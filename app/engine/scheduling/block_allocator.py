@@ -39,7 +39,6 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from app.common.fault_injection import is_armed
 from app.common.types import BatchPlan, Sequence
 
 
@@ -260,8 +259,7 @@ class BlockAllocator:
             self._dirty |= set(sequence.blocks)
         elif sequence.ahead or sequence.request.grammar:  # nor will one for a step in flight or a skipped row
             self._dirty |= set(sequence.blocks[sequence.num_computed // self.pool.block_size :])
-        if not is_armed("allocator.release"):
-            self._in_flight.release(sequence.blocks)
+        self._in_flight.release(sequence.blocks)
         sequence.blocks = []
         sequence.num_computed = sequence.num_registered = 0
 

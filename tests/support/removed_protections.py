@@ -1,0 +1,158 @@
+"""Protections of the service that a positive control removes, so that it shows that the promise's test would fail.
+
+Nothing of it is in the service's own code: each process of a service that is started with Faults.removing() calls
+install() first. A protection is there until the control arms its name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from app.common import fault_injection
+from app.common.types import StepReport
+
+_ENGINES = {"app.engine", "tests.support.fake_engine"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Removal:
+    """What runs instead of a function, which is its first argument."""
+
+    name: str
+    module: str
+    function: str
+    instead: Callable[..., Any]
+
+
+_REMOVALS: list[_Removal] = []
+
+
+def is_armed(name: str, detail: object = "") -> bool:
+    """Whether a test has armed this name in this process."""
+    registry = fault_injection._REGISTRY
+    return bool(registry and registry.match(name, detail))
+
+
+def install(*names: str) -> None:
+    """Makes these protections removable in this process, if it is the API process or an engine."""
+    is_engine, is_api = not _ENGINES.isdisjoint(sys.orig_argv), "serve" in sys.orig_argv
+    for removal in _REMOVALS:
+        if removal.name in names and (is_engine if removal.module.startswith("app.engine.") else is_api):
+            _install(removal)
+
+
+def _install(removal: _Removal) -> None:
+    owner: Any = importlib.import_module(removal.module)
+    *classes, name = removal.function.split(".")
+    for each in classes:
+        owner = getattr(owner, each)
+    found = inspect.getattr_static(owner, name)
+    real: Any = found.fget if isinstance(found, property) else getattr(owner, name)
+
+    @functools.wraps(real)
+    def call(*arguments: Any, **named: Any) -> Any:
+        if is_armed(removal.name):
+            return removal.instead(real, *arguments, **named)
+        return real(*arguments, **named)
+
+    kinds: dict[type, Callable[[Any], Any]] = {property: property, classmethod: staticmethod}
+    setattr(owner, name, kinds.get(type(found), lambda same: same)(call))
+
+
+def _removal(name: str, module: str, function: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def register(instead: Callable[..., Any]) -> Callable[..., Any]:
+        _REMOVALS.append(_Removal(name, module, function, instead))
+        return instead
+
+    return register
+
+
+@_removal("tenant_queue.fifo", "app.access.tenant_queue", "TenantQueue._check")
+def _one_limit_for_all_tenants(real: Any, queue: Any, tenant: Any, size: int) -> None:
+    real(queue, type(tenant)(jobs=1), size)
+
+
+@_removal("tenant_queue.fifo", "app.access.tenant_queue", "TenantQueue._next_tenant")
+def _one_worker_in_order_of_arrival(_real: Any, queue: Any) -> Any:
+    tenants = queue._tenants.values()
+    if any(tenant.running for tenant in tenants):
+        return None
+    return min((each for each in tenants if each.waiting), key=lambda each: each.waiting[0].arrival, default=None)
+
+
+@_removal("loop_share.unlimited", "app.access.tenant_queue", "LoopShare.parsing")
+def _parse_at_once(*_arguments: Any) -> contextlib.nullcontext[None]:
+    return contextlib.nullcontext()
+
+
+@_removal("loop_share.unlimited", "app.access.tenant_queue", "LoopShare.pause")
+async def _pause_for_nothing(*_arguments: Any) -> None:
+    await asyncio.sleep(0)
+
+
+@_removal("long_texts.on_loop", "app.tokenization.text_encoder", "_is_short")
+def _every_text_is_short(*_arguments: Any) -> bool:
+    return True
+
+
+@_removal("tokenizer.unchecked", "app.tokenization.tokenizer_trial", "_attack")
+@_removal("stream.unbounded", "app.engine_client.token_stream", "TokenStream._suspend")
+@_removal("engine.unproven", "app.engine.startup", "check_finite_logits")
+def _do_nothing(*_arguments: Any, **_named: Any) -> None:
+    pass
+
+
+@_removal("tokenizer.trusted", "app.serving.model_instance", "ModelInstance.text_encoder")
+def _encode_in_this_process(real: Any, instance: Any) -> Any:
+    encoder = real(instance)
+    encoder._sandbox = None
+    return encoder
+
+
+@_removal("json_stream.at_once", "app.http.json_stream", "_chunk")
+def _whole_body(_real: Any, parts: Any) -> tuple[bytes, bool]:
+    return b"".join(parts), True
+
+
+@_removal("job.other_engine", "app.api.request_handle", "RequestHandle.engine")
+def _newest_engine(_real: Any, handle: Any) -> Any:
+    return handle.service.engine
+
+
+@_removal("reload.keep_old", "app.serving.hot_reload", "HotReload._retire")
+async def _keep_the_old_engine(*_arguments: Any) -> None:
+    pass
+
+
+@_removal("weights.no_snapshot", "app.serving.weights_snapshot", "WeightsSnapshot.open")
+def _no_open_files(real: Any, directory: Any) -> Any:
+    return real.__self__(directory, {}, {})
+
+
+@_removal("allocator.release", "app.engine.scheduling.block_allocator", "BlockAllocator.release")
+def _leak_blocks(real: Any, allocator: Any, sequence: Any) -> None:
+    sequence.blocks = []
+    real(allocator, sequence)
+
+
+@_removal("engine.idle", "app.engine.execution.engine", "Engine.step")
+def _empty_step(_real: Any, engine: Any, *_arguments: Any) -> StepReport:
+    return StepReport(counters=engine.scheduler.counters)
+
+
+@_removal("engine.masks_in_step", "app.engine.guided.grammar_tracker", "GrammarTracker._share_steps")
+def _wait_for_every_mask(real: Any, tracker: Any, tenants: set[str]) -> Any:
+    is_shared = real(tracker, tenants)
+    tracker._background.clear()
+    for job in [state.job for state in tracker._states.values() if state.job]:
+        tracker._workers.submit(job)
+        tracker._workers.wait([job], 60)
+    return is_shared
