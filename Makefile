@@ -11,6 +11,7 @@
 #   make ray                                    the service on two local Ray nodes that are broken under load (minutes)
 #   make container [FRESH=1]                    the image, built and tried on real containers (root on Debian; takes long)
 #   make promises [ONLY="r10 s08"]              the tests of promises at full size, then RELIABILITY.md
+#   make mutants [ONLY="scheduler text"]        do the tests of a module notice a change in one place of it? (an hour)
 #   make redteam [ARGS="--seconds 300 --seed 7"] attacks on the service from outside (docs/security-testing.md)
 #   make install TORCH=torch==2.12.0            another torch than the pinned one
 #   make install PIP_ARGS="--index-url URL"     an index of CPU builds, an offline folder (--no-index --find-links DIR)
@@ -38,10 +39,10 @@ TORCH ?= $(or $(shell cat $(VENV)/torch 2>/dev/null),torch==2.13.0)
 .DEFAULT_GOAL := help
 FORCE:
 
-.PHONY: help FORCE install serve test test-fast train bench peers gpu-check lint lock clients promises redteam manifests ray container
+.PHONY: help FORCE install serve test test-fast train bench peers gpu-check lint lock clients promises mutants redteam manifests ray container
 
 help:
-	@sed -n '3,17s/^# *//p' Makefile; echo "targets: install serve test test-fast train bench peers gpu-check lint lock clients promises redteam manifests ray container"
+	@sed -n '3,18s/^# *//p' Makefile; echo "targets: install serve test test-fast train bench peers gpu-check lint lock clients promises mutants redteam manifests ray container"
 
 # The native kernels, where there is a C++ compiler; a moment where they are built already. torch computes without them.
 install: $(VENV)/installed
@@ -117,6 +118,10 @@ lock: install
 # One test process: what is measured here must not wait for other tests. Some need minutes, the soak half an hour.
 promises: install
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.promises.run $(ONLY) $(ARGS)
+
+# Changes one place at a time in a copy of the tree: do the tests of that module notice? An hour for all subjects.
+mutants: install
+	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.tools.mutants $(ONLY) $(ARGS)
 
 # Attacks that are written from outside: the suite imports nothing of ours, and starts a service of its own.
 redteam: install
