@@ -53,11 +53,8 @@ def generate_samples(
     decoder: Decoder, tokenizer: Tokenizer, prompts: Sequence[Prompt], max_tokens: int, sampling: SamplingSettings
 ) -> list[Sample]:
     """One sample per prompt, from a fixed seed: the same weights give the same texts."""
-    samples = []
-    for prompt in prompts:
-        text = sample_text(decoder, tokenizer, prompt, max_tokens, seed=_SEED, sampling=sampling)
-        samples.append(Sample(prompt=prompt.text, full_text=join_prompt(prompt, text)))
-    return samples
+    texts = [sample_text(decoder, tokenizer, prompt, max_tokens, sampling) for prompt in prompts]
+    return [Sample(prompt=p.text, full_text=join_prompt(p, text)) for p, text in zip(prompts, texts, strict=True)]
 
 
 def join_prompt(prompt: Prompt, text: str) -> str:
@@ -66,10 +63,10 @@ def join_prompt(prompt: Prompt, text: str) -> str:
 
 
 def sample_text(
-    decoder: Decoder, tokenizer: Tokenizer, prompt: Prompt, max_tokens: int, *, seed: int, sampling: SamplingSettings
+    decoder: Decoder, tokenizer: Tokenizer, prompt: Prompt, max_tokens: int, sampling: SamplingSettings
 ) -> str:
     """The text that follows `prompt`, up to the context or the end of the document."""
-    generator, seen = torch.Generator().manual_seed(seed), list(prompt.tokens)
+    generator, seen = torch.Generator().manual_seed(_SEED), list(prompt.tokens)
 
     def choose(logits_V: Tensor, _position: int) -> int:
         penalised_V = _penalised(logits_V.cpu(), seen, sampling.repetition_penalty)

@@ -24,6 +24,7 @@ from model.checkpoint.checkpoint import load, stored_state
 from model.checkpoint.golden import verify
 from model.checkpoint.manifest import check_manifest
 from model.checkpoint.tensor_index import WEIGHTS_FILE, check_layout
+from model.command_line import DTYPES
 from model.config import ConfigError, ModelConfig
 from model.families.registry import read_config
 from model.families.spec import FamilySpec
@@ -42,7 +43,6 @@ _KEPT_FILES = re.compile(
 _MAX_BYTES = 64 << 20
 _LONGEST_WINDOW = 512
 _LR_BY_WIDTH = 4.0
-_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class Base:
         """The dtype in its config.json, as in transformers 4 and 5; float32 by default."""
         raw = self._config()
         named = str(raw.get("dtype", raw.get("torch_dtype")))
-        return named if named in _DTYPES else "float32"
+        return named if named in DTYPES else "float32"
 
     @property
     def lr(self) -> float:
