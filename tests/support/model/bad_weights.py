@@ -31,17 +31,9 @@ def good_weights(directory: Path, seed: int) -> Path:
     return directory
 
 
-def _missing(path: Path) -> None:
-    (path / "model.safetensors").unlink()
-
-
 def _truncated(path: Path) -> None:
     weights = path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-
-
-def _shape(path: Path) -> None:
-    _change_config(path, intermediate_size=160)
 
 
 def _dtype(path: Path) -> None:
@@ -61,26 +53,10 @@ def _half_a_set(path: Path) -> None:
     (path / MANIFEST_FILE).write_bytes(manifest_file({"generation_config.json": b"{}"}))
 
 
-def _another_model(path: Path) -> None:
-    (path / GOLDEN_FILE).write_bytes(golden_file(tiny_decoder(seed=9), _PROMPT))
-
-
 def _large_tokenizer(path: Path) -> None:
     decoder = tiny_decoder(tiny_config(vocab_size=VOCAB - 1))
     files = weights_files(decoder, dtype=torch.float32, eos_id=0, generation={})
     write_files(path, {**files, GOLDEN_FILE: golden_file(decoder, _PROMPT)})
-
-
-def _broken_tokenizer(path: Path) -> None:
-    (path / "tokenizer.json").write_text('{"model": {"type": "BPE", "vocab": {"a": 0}}}')
-
-
-def _broken_config(path: Path) -> None:
-    (path / "config.json").write_text('{"model_type": "llama", ')
-
-
-def _unknown_architecture(path: Path) -> None:
-    _change_config(path, model_type="mamba", architectures=["MambaForCausalLM"])
 
 
 def _long_context(path: Path) -> None:
@@ -106,16 +82,8 @@ def _loud_norms(path: Path) -> None:
     (path / GOLDEN_FILE).unlink()
 
 
-def _exploding_encoder(path: Path) -> None:
-    _exploding(path, tiny_decoder(tiny_config(n_encoder_layers=1)))
-
-
-def _removed(path: Path) -> None:
-    shutil.rmtree(path)
-
-
-def _broken_template(path: Path) -> None:
-    (path / "chat_template.jinja").write_bytes(b"\xff")
+def _write(path: Path, name: str, content: bytes) -> None:
+    (path / name).write_bytes(content)
 
 
 def _change_config(path: Path, **changes: object) -> None:
@@ -125,24 +93,42 @@ def _change_config(path: Path, **changes: object) -> None:
 
 KV_BLOCKS = 64
 """What the service must be started with: more than a context of 256 needs, less than one of 8192."""
-BAD: dict[str, tuple[Callable[[Path], None], str]] = {
-    "a missing file": (_missing, "model.safetensors: no such file"),
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a missing file": (lambda path: (path / "model.safetensors").unlink(), "model.safetensors: no such file"),
     "a truncated file": (_truncated, "it is truncated"),
-    "a wrong shape": (_shape, "config.json asks for"),
+    "a wrong shape": (lambda path: _change_config(path, intermediate_size=160), "config.json asks for"),
     "a wrong dtype": (_dtype, "has dtype I32"),
     "numbers that are not finite": (_not_finite, "not finite"),
     "half a set of files": (_half_a_set, "differs from manifest.json"),
-    "log-probabilities of another model": (_another_model, "the log-probabilities differ by"),
+    "log-probabilities of another model": (
+        lambda path: _write(path, GOLDEN_FILE, golden_file(tiny_decoder(seed=9), _PROMPT)),
+        "the log-probabilities differ by",
+    ),
     "a tokenizer larger than the model": (_large_tokenizer, "tokenizer.json: has 320 tokens, the model only 319"),
-    "a broken tokenizer.json": (_broken_tokenizer, "tokenizer.json"),
-    "a broken config.json": (_broken_config, "config.json: not JSON"),
-    "an unknown architecture": (_unknown_architecture, "mamba"),
+    "a broken tokenizer.json": (
+        lambda path: _write(path, "tokenizer.json", b'{"model": {"type": "BPE", "vocab": {"a": 0}}}'),
+        "tokenizer.json",
+    ),
+    "a broken config.json": (
+        lambda path: _write(path, "config.json", b'{"model_type": "llama", '),
+        "config.json: not JSON",
+    ),
+    "an unknown architecture": (
+        lambda path: _change_config(path, model_type="mamba", architectures=["MambaForCausalLM"]),
+        "mamba",
+    ),
     "a model that does not fit": (_long_context, "does not fit"),
     "numbers that explode": (_exploding, "the engine's logits are not finite in float32"),
     "norms of 1e30": (_loud_norms, "the engine's logits are not finite in float32"),
-    "an encoder that explodes": (_exploding_encoder, "the engine's logits are not finite in float32"),
-    "a directory that is gone": (_removed, "no such directory"),
-    "a broken chat template": (_broken_template, "chat_template.jinja: is not UTF-8"),
+    "an encoder that explodes": (
+        lambda path: _exploding(path, tiny_decoder(tiny_config(n_encoder_layers=1))),
+        "the engine's logits are not finite in float32",
+    ),
+    "a directory that is gone": (shutil.rmtree, "no such directory"),
+    "a broken chat template": (
+        lambda path: _write(path, "chat_template.jinja", b"\xff"),
+        "chat_template.jinja: is not UTF-8",
+    ),
 }
 
 
