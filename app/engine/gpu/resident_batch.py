@@ -13,63 +13,62 @@ from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from app.common.types import Chunk, Sequence
+from app.common.types import Chunk, Request, Sequence
 from app.engine.gpu.kernels.interface import ALIGNED, SPLIT, RowState
 from app.engine.gpu.kernels.sampling_state import SamplingTable
+from app.engine.sampling.parameters import fits, is_counted, pack_request
+
+Numbers = TypeVar("Numbers")
+"""array[int] on the host, Tensor on the device."""
 
 
-@dataclass(slots=True)
-class Layout:
-    """Layout of a step with prompts: the tokens of the chunks in order, then padding."""
+class StepInputs(NamedTuple, Generic[Numbers]):
+    """Inputs of a step with prompts: the tokens of the chunks in order, then padding. On the host or on the device."""
 
-    tokens: array[int] = field(default_factory=lambda: array("i"))
+    tokens_T: Numbers
     """-1 stands for the last token of the row, which only the device knows."""
-    token_rows: array[int] = field(default_factory=lambda: array("i"))
-    positions: array[int] = field(default_factory=lambda: array("i"))
-    tile_rows: array[int] = field(default_factory=lambda: array("i"))
-    tile_starts: array[int] = field(default_factory=lambda: array("i"))
-    tile_positions: array[int] = field(default_factory=lambda: array("i"))
-    tile_lengths: array[int] = field(default_factory=lambda: array("i"))
-    ends: array[int] = field(default_factory=lambda: array("i"))
+    rows_T: Numbers
+    positions_T: Numbers
+    tile_row_X: Numbers
+    tile_start_X: Numbers
+    tile_position_X: Numbers
+    tile_length_X: Numbers
+    ends_S: Numbers
     """Index of the last token of each chunk that samples."""
-    end_rows: array[int] = field(default_factory=lambda: array("i"))
-
-    def sections(self) -> tuple[array[int], ...]:
-        """All sections, in the order of the fields of `StepInputs` in app/engine/gpu/step.py."""
-        tiles = (self.tile_rows, self.tile_starts, self.tile_positions, self.tile_lengths)
-        return (self.tokens, self.token_rows, self.positions, *tiles, self.ends, self.end_rows)
+    end_rows_S: Numbers
 
 
 def lay_out(
     chunks: Items[Chunk], rows: Items[int], *, tile_tokens: int, padding_row: int, tokens: int, n_samples: int
-) -> Layout:
+) -> StepInputs[array[int]]:
     """Lays out the tokens and tiles of a step, padded to `tokens` tokens and `n_samples` samples of `padding_row`."""
-    layout = Layout()
+    layout = StepInputs(*(array("i") for _ in StepInputs._fields))
     for chunk, row in zip(chunks, rows, strict=True):
         start, stop, known_tokens = chunk.start, chunk.stop, chunk.sequence.tokens
-        first = len(layout.tokens)
-        layout.tokens.extend(known_tokens[start:stop])
-        layout.tokens.extend([-1] * (stop - max(start, len(known_tokens))))
-        layout.token_rows.extend([row] * (stop - start))
-        layout.positions.extend(range(start, stop))
+        first = len(layout.tokens_T)
+        layout.tokens_T.extend(known_tokens[start:stop])
+        layout.tokens_T.extend([-1] * (stop - max(start, len(known_tokens))))
+        layout.rows_T.extend([row] * (stop - start))
+        layout.positions_T.extend(range(start, stop))
         starts = range(start, stop, tile_tokens)
-        layout.tile_rows.extend([row] * len(starts))
-        layout.tile_starts.extend(range(first, first + stop - start, tile_tokens))
-        layout.tile_positions.extend(starts)
-        layout.tile_lengths.extend(min(tile_tokens, stop - position) for position in starts)
+        layout.tile_row_X.extend([row] * len(starts))
+        layout.tile_start_X.extend(range(first, first + stop - start, tile_tokens))
+        layout.tile_position_X.extend(starts)
+        layout.tile_length_X.extend(min(tile_tokens, stop - position) for position in starts)
         if chunk.samples:
-            layout.ends.append(len(layout.tokens) - 1)
-            layout.end_rows.append(row)
+            layout.ends_S.append(len(layout.tokens_T) - 1)
+            layout.end_rows_S.append(row)
     for section, size, filler in (
-        (layout.tokens, tokens, 0),
-        (layout.token_rows, tokens, padding_row),
-        (layout.positions, tokens, 0),
-        (layout.ends, n_samples, 0),
-        (layout.end_rows, n_samples, padding_row),
+        (layout.tokens_T, tokens, 0),
+        (layout.rows_T, tokens, padding_row),
+        (layout.positions_T, tokens, 0),
+        (layout.ends_S, n_samples, 0),
+        (layout.end_rows_S, n_samples, padding_row),
     ):
         section.extend([filler] * (size - len(section)))
     return layout
@@ -191,6 +190,10 @@ class ResidentBatch:
         """Whether the sequence has a row."""
         return sequence in self._resident_rows
 
+    def can_sample(self, request: Request) -> bool:
+        """Whether a row can hold the request's parameters, so that the device samples."""
+        return fits(request, self.table.vocab_size)
+
     def assign_rows(self, chunks: Items[Chunk]) -> tuple[list[int], ResidentUpdates]:
         """Returns the row of each chunk's sequence, and the updates to upload before the step."""
         updates = ResidentUpdates()
@@ -273,15 +276,15 @@ class ResidentBatch:
             first = row * self.block_table_RB.shape[1]
             updates.table_indices.extend(range(first, first + self.block_table_RB.shape[1]))
             updates.table_blocks.extend([self._padding_block] * self.block_table_RB.shape[1])
-        if self.table.fits(sequence.request):  # otherwise the host samples
+        if self.can_sample(sequence.request):  # otherwise the host samples
             self._load_sampling(sequence, row, updates)
         return resident
 
     def _load_sampling(self, sequence: Sequence, row: int, updates: ResidentUpdates) -> None:
         request = sequence.request
         updates.loaded_rows.append(row)
-        updates.words.extend(self.table.words(request))
-        if self.table.is_counted(request):
+        updates.words.extend(pack_request(request, self.table.vocab_size))
+        if is_counted(request.params):
             updates.history.extend(sequence.tokens)
             updates.history_rows.extend([row] * len(sequence.tokens))
             prompt = len(request.prompt)

@@ -17,8 +17,8 @@ from app.common.types import BatchPlan, Chunk, Sequence
 from app.engine.execution.runner import MaskProvider, Runner, Sampler
 from app.engine.execution.warmup_batches import dummies
 from app.engine.gpu.graphs import Capture, DecodeGraphs
-from app.engine.gpu.resident_batch import Download, Layout, Upload, lay_out, splits
-from app.engine.gpu.step import StepInputs, StepProgram, pack_samples, unpack_samples
+from app.engine.gpu.resident_batch import Download, StepInputs, Upload, lay_out, splits
+from app.engine.gpu.step import StepProgram, pack_samples, unpack_samples
 from app.engine.sampling.sampler_io import StepResult
 from model.config import ModelConfig
 
@@ -68,7 +68,7 @@ class DeviceRunner:
         """Whether the device can sample this step without the host."""
         return all(
             not chunk.scores
-            and (self._resident.is_resident(chunk.sequence) or self._resident.table.fits(chunk.sequence.request))
+            and (self._resident.is_resident(chunk.sequence) or self._resident.can_sample(chunk.sequence.request))
             for chunk in plan.chunks
         )
 
@@ -176,11 +176,11 @@ class _StepUpload:
         return numbers_X
 
 
-def _upload_step(graphs: DecodeGraphs, shapes: Shapes, plan: BatchPlan) -> tuple[StepInputs, int]:
+def _upload_step(graphs: DecodeGraphs, shapes: Shapes, plan: BatchPlan) -> tuple[StepInputs[Tensor], int]:
     """Uploads a step with prompts. Returns its inputs on the device, and the length of its longest sequence."""
     rows, staged = _StepUpload.of(graphs.steps, plan)
     n_samples = sum(chunk.samples for chunk in plan.chunks)
-    layout: Layout = lay_out(
+    layout = lay_out(
         plan.chunks,
         rows,
         tile_tokens=shapes.tile_tokens,
@@ -188,6 +188,6 @@ def _upload_step(graphs: DecodeGraphs, shapes: Shapes, plan: BatchPlan) -> tuple
         tokens=shapes.padded(sum(chunk.stop - chunk.start for chunk in plan.chunks)),
         n_samples=graphs.bucket(n_samples) if n_samples else 0,
     )
-    sections = [staged.upload.add(section) for section in layout.sections()]
+    sections = [staged.upload.add(section) for section in layout]
     numbers_X = staged.send()
     return StepInputs(*(numbers_X[section] for section in sections)), max(chunk.stop for chunk in plan.chunks)

@@ -55,7 +55,6 @@ def device_runner(
     """Builds the runner with a cache of `blocks` blocks and one padding block."""
     config, max_running, embedding = decoder.config, runner_config.max_running, decoder.embedding
     table = SamplingTable(max_running + 1, config.vocab_size, embedding.device)
-    table.with_counts()  # captured graphs need their address
     resident = ResidentBatch(
         count=max_running,
         context=runner_config.context,

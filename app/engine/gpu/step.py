@@ -7,7 +7,6 @@ A decode step reads all inputs from device memory, so that it can be captured on
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from app.engine.gpu.decoder import PagedDecoder
 from app.engine.gpu.kernels.interface import AttentionBatch, Kernels
 from app.engine.gpu.kernels.reference_operations import cache_slots
 from app.engine.gpu.kernels.sampling_state import TOP, SampleOut
-from app.engine.gpu.resident_batch import ResidentBatch
+from app.engine.gpu.resident_batch import ResidentBatch, StepInputs
 from app.engine.sampling.sampler_io import SampledToken
 
 # Shape legend: S sampled rows, N most likely tokens of each, X numbers of a row: token, its log-probability, N ids, N
@@ -48,20 +47,6 @@ def unpack_samples(numbers_SX: Tensor, counts: Items[int | None]) -> list[Sample
             likely = zip(ids[i][:count], top_logprobs[i][:count], strict=True)
             samples.append(SampledToken(token, logprobs[i], tuple(pair for pair in likely if pair[0] >= 0)))
     return samples
-
-
-class StepInputs(NamedTuple):
-    """Inputs of a step with prompts, as lay_out() orders them (app/engine/gpu/resident_batch.py), on the device."""
-
-    tokens_T: Tensor
-    rows_T: Tensor
-    positions_T: Tensor
-    tile_row_X: Tensor
-    tile_start_X: Tensor
-    tile_position_X: Tensor
-    tile_length_X: Tensor
-    ends_S: Tensor
-    end_rows_S: Tensor
 
 
 class StepProgram:
@@ -118,14 +103,14 @@ class StepProgram:
         self._hidden_TD = self.decoder(self.cache, tokens_T, positions_T, slots_T, batch)
         self._sample(self._hidden_TD[:count], rows_S, lookup.positions_S)
 
-    def run_mixed(self, inputs: StepInputs, *, tile_tokens: int, splits: int) -> None:
+    def run_mixed(self, inputs: StepInputs[Tensor], *, tile_tokens: int, splits: int) -> None:
         """Runs a step with prompts; samples for the chunks that reach the end of their sequence."""
         self.forward(inputs, tile_tokens=tile_tokens, splits=splits)
         if len(inputs.ends_S):
             ends_S = inputs.ends_S.long()
             self._sample(self._hidden_TD[ends_S], inputs.end_rows_S, inputs.positions_T[ends_S])
 
-    def forward(self, inputs: StepInputs, *, tile_tokens: int, splits: int) -> None:
+    def forward(self, inputs: StepInputs[Tensor], *, tile_tokens: int, splits: int) -> None:
         """run_mixed() without sampling."""
         resident = self.resident
         batch = AttentionBatch(

@@ -7,47 +7,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from model.nn.transformer import Decoder
 
-
-class MemoryMeter(Protocol):
-    """The functions of torch.cuda that measure and free memory."""
-
-    def mem_get_info(self, device: torch.device, /) -> tuple[int, int]:
-        """Free bytes and total bytes."""
-        ...
-
-    def memory_allocated(self, device: torch.device, /) -> int:
-        """Bytes of this process's tensors."""
-        ...
-
-    def max_memory_allocated(self, device: torch.device, /) -> int:
-        """Peak of memory_allocated() since the last reset."""
-        ...
-
-    def memory_reserved(self, device: torch.device, /) -> int:
-        """Bytes that torch has reserved on the device for tensors, including the gaps between them."""
-        ...
-
-    def max_memory_reserved(self, device: torch.device, /) -> int:
-        """Peak of memory_reserved() since the last reset."""
-        ...
-
-    def reset_peak_memory_stats(self, device: torch.device, /) -> None:
-        """Resets both peaks to the current values."""
-        ...
-
-    def empty_cache(self) -> None:
-        """Frees the memory that torch keeps for later tensors."""
-        ...
-
-    def synchronize(self, device: torch.device, /) -> None:
-        """Waits until all launched work is done; raises its errors."""
-        ...
+MemoryMeter = Any
+"""The functions of torch.cuda that measure and free memory, or a fake."""
 
 
 class MemoryUsage(NamedTuple):
@@ -84,7 +51,7 @@ def activation_peak(compute_once: Callable[[], object], device: torch.device, me
     meter.reset_peak_memory_stats(device)
     compute_once()
     meter.synchronize(device)
-    peak = max(meter.max_memory_allocated(device) - allocated, meter.max_memory_reserved(device) - reserved)
+    peak: int = max(meter.max_memory_allocated(device) - allocated, meter.max_memory_reserved(device) - reserved)
     meter.empty_cache()
     return peak
 

@@ -24,6 +24,7 @@ from app.engine.gpu.kernels.sampling_state import SampleOut, SamplingTable
 from app.engine.gpu.linears import VOCAB_MULTIPLE
 from app.engine.gpu.step import pack_samples, unpack_samples
 from app.engine.sampling.logits_processors import ADJUSTMENTS, FILTERS, apply_stages
+from app.engine.sampling.parameters import fits, is_counted, pack_request
 from app.engine.sampling.sampler import Draw, row_parameters, sample, uniforms
 from app.engine.sampling.sampler_io import SampledToken, SamplingInput
 from benchmarks.gpu.conformance.harness import Row, triton_kernels
@@ -68,8 +69,7 @@ def wrong(
             yield f"{case.name}, row {i}: {sampled.token} instead of {reference.token}: {row.params}"
         elif sampled.token is not None and row.params.logprobs is not None:
             yield from (f"{case.name}, row {i}: {what}" for what in _wrong_scores(logits_SV[i], row, sampled))
-    if table.counts_RV is not None:
-        yield from _wrong_counts(table.counts_RV[rows_S.long()].cpu(), case, sampled_tokens)
+    yield from _wrong_counts(table.counts_RV[rows_S.long()].cpu(), case, sampled_tokens)
 
 
 def _with_row_padding(logits_SV: Tensor) -> Tensor:
@@ -85,9 +85,9 @@ def _load(table: SamplingTable, case: Case, rows: list[int]) -> None:
     tokens, owners, generated = array("i"), array("i"), array("b")
     for resident, row in zip(rows, case.rows, strict=True):
         request = _request(row)
-        assert table.fits(request)
-        words += table.words(request)
-        if table.is_counted(request):
+        assert fits(request, table.vocab_size)
+        words += pack_request(request, table.vocab_size)
+        if is_counted(row.params):
             tokens.extend(row.tokens)
             owners.extend([resident] * len(row.tokens))
             generated.extend([False] * row.n_prompt + [True] * len(row.generated))
@@ -154,8 +154,7 @@ def _wrong_order_or_omission(exact_V: Tensor, reported: list[int]) -> Iterator[s
 def _wrong_counts(counts_SV: Tensor, case: Case, sampled_tokens: list[SampledToken]) -> Iterator[str]:
     vocab = counts_SV.shape[1]
     for i, (row, sampled) in enumerate(zip(case.rows, sampled_tokens, strict=True)):
-        p = row.params
-        if p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty:
+        if is_counted(row.params):
             new = [] if sampled.token is None else [sampled.token]
             prompt_V = torch.bincount(torch.tensor(row.tokens[: row.n_prompt]), minlength=vocab) > 0
             generated_V = torch.bincount(torch.tensor([*row.generated, *new], dtype=torch.int64), minlength=vocab)

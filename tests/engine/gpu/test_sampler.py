@@ -12,6 +12,7 @@ from torch import Tensor
 from app.common.types import MAX_BIASES, Request, SamplingParams
 from app.engine.gpu.kernels.sampling_state import TOP, SampleOut, SamplingTable
 from app.engine.sampling import parameters as layout
+from app.engine.sampling.parameters import pack_request
 from app.engine.sampling.sampler import Draw, device_uniforms
 from app.engine.sampling.sampler import sample as oracle
 from app.engine.sampling.sampler import uniforms as plain_uniforms
@@ -100,13 +101,12 @@ def test_padding_leaves_no_trace(kind: str) -> None:
     trash = len(table.words_RW) - 1
     assert trash not in rows_S.tolist()
     assert torch.equal(table.words_RW[trash], SamplingTable(1, 50, DEVICE).words_RW[0])
-    assert table.counts_RV is not None and not table.counts_RV[trash].any()
+    assert not table.counts_RV[trash].any()
 
 
 def test_the_twin_looks_at_no_value() -> None:
     """On a device without numbers whatever waits for one raises, and so does a shape that depends on one."""
     table = SamplingTable(4, 300, "meta")
-    table.with_counts()
     rows_S = torch.zeros(3, dtype=torch.int32, device="meta")
     logits_SV = torch.zeros(3, 300, dtype=torch.bfloat16, device="meta")
     words_NW = torch.zeros(3, layout.WORDS, dtype=torch.int32, device="meta")
@@ -126,24 +126,15 @@ def test_numbers_on_the_device_are_those_of_the_host() -> None:
 
 
 def test_what_the_words_cannot_say_does_not_fit() -> None:
-    table = SamplingTable(2, 1000, "cpu")
     early = SamplingParams(min_tokens=1)
     stops = tuple(range(layout.MAX_STOPS))
     biased = SamplingParams(logit_bias=tuple((token, 0.5) for token in range(MAX_BIASES)))
     fitting = [_request(FULL), _request(biased), _request(early, stops), _request(SamplingParams(), (*stops, 99))]
-    assert all(table.fits(request) and len(table.words(request)) == layout.WORDS for request in fitting)
+    assert all(layout.fits(request, 1000) and len(pack_request(request, 1000)) == layout.WORDS for request in fitting)
     beyond = _request(early, (*stops, 1000))
-    assert table.fits(beyond) and table.words(beyond) == table.words(_request(early, stops))
-    assert not table.fits(_request(early, (*stops, 99)))
-    assert not table.fits(Request(id="", prompt=(0,), max_tokens=1, grammar="start: /a/"))
-
-
-def test_rows_that_are_not_counted_need_no_counts() -> None:
-    table = SamplingTable(2, 50, DEVICE)
-    _load(table, 0, _request(SamplingParams(top_k=5)), [])
-    assert table.counts_RV is None
-    _load(table, 0, _request(FULL), [0])
-    assert table.counts_RV is not None and table.counts_RV.sum() == 1
+    assert layout.fits(beyond, 1000) and pack_request(beyond, 1000) == pack_request(_request(early, stops), 1000)
+    assert not layout.fits(_request(early, (*stops, 99)), 1000)
+    assert not layout.fits(Request(id="", prompt=(0,), max_tokens=1, grammar="start: /a/"), 1000)
 
 
 def test_a_small_vocabulary_has_no_more_to_tell() -> None:
@@ -161,7 +152,7 @@ def test_a_sampler_that_draws_otherwise_is_found_out(what: str) -> None:
         elif what == "log-probability":
             out.logprob_S[0] -= 0.001
         elif what == "counted":
-            table.with_counts()[rows_S[0].long(), 7] += 1
+            table.counts_RV[rows_S[0].long(), 7] += 1
         else:
             out.top_ids_SN[0, -1] = int(logits_SV[0].argmin())
             out.top_logprobs_SN[0, -1] = logits_SV[0].log_softmax(-1).amin()
@@ -187,6 +178,6 @@ def _ints(*numbers: int) -> Tensor:
 
 
 def _load(table: SamplingTable, row: int, request: Request, tokens: list[int]) -> None:
-    words_NW = torch.tensor([table.words(request).tolist()], dtype=torch.int32, device=DEVICE)
+    words_NW = torch.tensor([pack_request(request, table.vocab_size).tolist()], dtype=torch.int32, device=DEVICE)
     is_generated_X = torch.arange(len(tokens), device=DEVICE) >= len(request.prompt)
     table.load(_ints(row), words_NW, _ints(*tokens), _ints(*[row] * len(tokens)), is_generated_X)

@@ -18,9 +18,9 @@ from app.engine.backends import TorchBackend
 from app.engine.execution.warmup_batches import PermissiveGrammars, costliest_step, dummies
 from app.engine.gpu.kernels.interface import PARTIAL_BYTES, AttentionBatch, AttentionSpec
 from app.engine.gpu.kernels.reference_operations import ReferenceKernels
-from app.engine.gpu.resident_batch import Upload
+from app.engine.gpu.resident_batch import StepInputs, Upload
 from app.engine.gpu.setup import _GRAPH_BYTES, GpuSetup
-from app.engine.gpu.step import StepInputs, pack_samples
+from app.engine.gpu.step import pack_samples
 from app.engine.gpu.triton_loader import check_triton
 from app.engine.memory.memory_plan import CacheShape
 from app.engine.sampling.sampler import sample

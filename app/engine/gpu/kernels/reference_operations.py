@@ -120,10 +120,9 @@ def sample(logits_SV: Tensor, rows_S: Tensor, positions_S: Tensor, table: Sampli
     numbers_S1 = device_uniforms(seed_low_S1, seed_high_S1, rows.word(parameters.CHOICE), rows.positions_S1)
     tokens_S1, is_valid_S1, raw_SV = draw_tokens(logits_SV, rows, numbers_S1)
     out.tokens_S.copy_(tokens_S1.where(is_valid_S1, -1).squeeze(1))
-    if table.counts_RV is not None:
-        index_S1 = rows_S.long()[:, None] * table.vocab_size + tokens_S1
-        increment_S1 = 2 * ((rows.word(parameters.FLAGS) & parameters.COUNTED > 0) & is_valid_S1)
-        table.counts_RV.view(-1).index_add_(0, index_S1.squeeze(1), increment_S1.to(torch.int32).squeeze(1))
+    index_S1 = rows_S.long()[:, None] * table.vocab_size + tokens_S1
+    increment_S1 = 2 * ((rows.word(parameters.FLAGS) & parameters.COUNTED > 0) & is_valid_S1)
+    table.counts_RV.view(-1).index_add_(0, index_S1.squeeze(1), increment_S1.to(torch.int32).squeeze(1))
     logprob_S, ids_SN, logprobs_SN = score(raw_SV, tokens_S1, TOP)
     n_top = ids_SN.shape[1]
     out.logprob_S.copy_(logprob_S)

@@ -8,7 +8,6 @@ N rows that change, X tokens of their histories, S sampled rows of a step.
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from app.common.types import Request, SamplingParams
 from app.engine.sampling import parameters as layout
 from app.engine.sampling.logits_processors import STAGE_NAMES
-from app.engine.sampling.parameters import RowParameters, count_tokens, fits, is_counted, pack_request
+from app.engine.sampling.parameters import RowParameters, count_tokens, pack_request
 
 TOP = 20
 """Most likely tokens reported for a sampled row."""
@@ -60,27 +59,8 @@ class SamplingTable:
         self.vocab_size = vocab_size
         padding = pack_request(Request(id="", prompt=(0,), max_tokens=1, params=SamplingParams(temperature=0)), 1)
         self.words_RW = torch.tensor(padding, dtype=torch.int32).to(device).repeat(rows, 1)
-        self.counts_RV: Tensor | None = None
-        """int32: twice the generated count of a token, plus 1 if it is in the prompt. None until with_counts()."""
-
-    def words(self, request: Request) -> array[int]:
-        """Packs a request that fits into a row of words_RW."""
-        return pack_request(request, self.vocab_size)
-
-    def fits(self, request: Request) -> bool:
-        """Whether the request can be sampled on the device."""
-        return fits(request, self.vocab_size)
-
-    def is_counted(self, request: Request) -> bool:
-        """Whether load() needs the request's tokens."""
-        return is_counted(request.params)
-
-    def with_counts(self) -> Tensor:
-        """counts_RV, allocated on the first call. Graphs that were captured earlier do not use it."""
-        if self.counts_RV is None:
-            shape = (len(self.words_RW), self.vocab_size)
-            self.counts_RV = torch.zeros(shape, dtype=torch.int32, device=self.words_RW.device)
-        return self.counts_RV
+        self.counts_RV = torch.zeros(rows, vocab_size, dtype=torch.int32, device=device)
+        """Of the tokens of rows with penalties (count_tokens)."""
 
     def load(
         self,
@@ -92,15 +72,10 @@ class SamplingTable:
     ) -> None:
         """Loads rows for new requests. The history holds the tokens of counted requests, each with its resident row."""
         self.words_RW.index_copy_(0, rows_N.long(), words_NW)
-        if len(history_X):
-            self.with_counts()
-        if self.counts_RV is None:
-            return
         self.counts_RV.index_fill_(0, rows_N.long(), 0)
-        if not len(history_X):
-            return
-        index_X = history_rows_X.long() * self.vocab_size + history_X.long()
-        count_tokens(self.counts_RV.view(-1), index_X, history_is_generated_X)
+        if len(history_X):
+            index_X = history_rows_X.long() * self.vocab_size + history_X.long()
+            count_tokens(self.counts_RV.view(-1), index_X, history_is_generated_X)
 
     def parameters(self, rows_S: Tensor, positions_S: Tensor) -> RowParameters:
         """The parameters of the resident rows of a step, for all stages."""
@@ -113,5 +88,5 @@ class SamplingTable:
             bias_ids_SN=words_SW[:, layout.BIAS_IDS : layout.BIASES].long(),
             biases_SN=words_SW[:, layout.BIASES :].view(torch.float64),
             positions_S1=positions_S[:, None],
-            counts_SV=None if self.counts_RV is None else self.counts_RV.index_select(0, rows_S),
+            counts_SV=self.counts_RV.index_select(0, rows_S),
         )

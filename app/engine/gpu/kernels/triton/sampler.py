@@ -82,7 +82,7 @@ def adjust_kernel(
     """Writes adjusted logits x [S, tiles B], and per tile the maximum, its lowest id (-1: not finite) and group maxima.
 
     For rows with log-probabilities also of the raw logits: the maximum, the sum of e^(x - best), and the group maxima.
-    COUNTED is the flag of rows with penalties; 0 if there are no counts.
+    COUNTED is the flag of rows with penalties.
     """
     s, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(rows_ptr + s).to(tl.int64)
@@ -449,9 +449,9 @@ def sample(
     tiles = triton.cdiv(vocab, sizes.tile)
     scratch = _Scratch(n_rows, tiles, sizes, logits_SV.device)
     words, numbers = table.words_RW, table.words_RW.view(torch.float64)
-    counts = words if table.counts_RV is None else table.counts_RV
+    counts = table.counts_RV
     shape = {"B": sizes.tile, "G": sizes.groups}
-    counted = {"COUNTED": 0 if table.counts_RV is None else layout.COUNTED}
+    counted = {"COUNTED": layout.COUNTED}
     whole = {"T": triton.next_power_of_2(tiles), "C": sizes.scratch}
     adjust_kernel[(n_rows, tiles)](
         *(logits_SV, logits_SV.stride(0), rows_S, positions_S, words, numbers, counts, scratch.x, scratch.best),
