@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from app.common.types import MAX_BIASES, Request, SamplingParams
-from app.engine.gpu.kernels.sampling_state import TOP, SampleOut, SamplingTable
+from app.engine.gpu.kernels.sampling_state import SampleOut, SamplingTable
 from app.engine.sampling import parameters as layout
 from app.engine.sampling.parameters import pack_request
 from app.engine.sampling.sampler import Draw, device_uniforms
@@ -30,33 +30,26 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EDGES, MANY_TILES = ({case.name: case for case in edges(*given)} for given in ((70, 1), (200, 3)))
 
 
-@pytest.mark.parametrize(
-    ("vocab", "dtype"), [*zip((1, 2, 50, 128, 129, 257, 300, 1000, 1025), 3 * DTYPES, strict=True)], ids=str
-)
-def test_the_twin_draws_what_the_sampler_of_the_engine_draws(vocab: int, dtype: torch.dtype) -> None:
-    case = chance("chance", vocab, 60, vocab, dtype=dtype)
-    assert not list(wrong(kernels("torch").sample, case, DEVICE, exact=True))
-
-
-@pytest.mark.parametrize("vocab", [2, 33, 300])
-def test_the_twin_draws_the_same_of_ties_and_at_the_ends_of_all_ranges(vocab: int) -> None:
-    for case in edges(vocab, vocab):
-        assert not list(wrong(kernels("torch").sample, case, DEVICE, exact=True))
-
-
-@needs_triton
+@pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("name", EDGES)
-def test_ties_and_numbers_at_the_ends_of_their_ranges_are_drawn_by_the_law(name: str) -> None:
-    """Half of the rows with each kind of logits, the others with the next kind; a GPU is asked for all."""
-    case = _some(EDGES[name], list(EDGES).index(name) % 2, 2)
-    assert not list(wrong(kernels("triton").sample, case, DEVICE, exact=True))
+def test_ties_and_numbers_at_the_ends_of_their_ranges_are_drawn_by_the_law(name: str, kind: str) -> None:
+    """With Triton half of the rows with each kind of logits, the others with the next kind; a GPU is asked for all."""
+    case = _some(EDGES[name], list(EDGES).index(name) % 2, 2) if kind == "triton" else EDGES[name]
+    assert not list(wrong(kernels(kind).sample, case, DEVICE, exact=True))
 
 
-@needs_triton
-@pytest.mark.parametrize("vocab", [2, 50])
-def test_every_kind_of_row_is_drawn_by_the_law(vocab: int) -> None:
-    case = chance("chance", vocab, 16, vocab + 1, dtype=torch.bfloat16 if vocab == 50 else torch.float32)
-    assert not list(wrong(kernels("triton").sample, case, DEVICE, exact=True))
+@pytest.mark.parametrize(
+    ("kind", "vocab", "dtype"),
+    [
+        *(("torch", *each) for each in zip((1, 50, 129, 300, 1025, 128), 2 * DTYPES, strict=True)),
+        pytest.param("triton", 2, torch.float32, marks=needs_triton),
+        pytest.param("triton", 50, torch.bfloat16, marks=needs_triton),
+    ],
+    ids=str,
+)
+def test_every_kind_of_row_is_drawn_by_the_law(kind: str, vocab: int, dtype: torch.dtype) -> None:
+    case = chance("chance", vocab, 60 if kind == "torch" else 16, vocab + 1, dtype=dtype)
+    assert not list(wrong(kernels(kind).sample, case, DEVICE, exact=True))
 
 
 @pytest.mark.parametrize("name", ["chance", "equal", "few values"])
@@ -135,12 +128,6 @@ def test_what_the_words_cannot_say_does_not_fit() -> None:
     assert layout.fits(beyond, 1000) and pack_request(beyond, 1000) == pack_request(_request(early, stops), 1000)
     assert not layout.fits(_request(early, (*stops, 99)), 1000)
     assert not layout.fits(Request(id="", prompt=(0,), max_tokens=1, grammar="start: /a/"), 1000)
-
-
-def test_a_small_vocabulary_has_no_more_to_tell() -> None:
-    case = Case(name="two", logits_SV=torch.tensor([[0.0, 1.0]]), rows=[SamplingInput(FULL, [0], 1)])
-    (drawn,), _, _ = draw(kernels("torch").sample, case, DEVICE)
-    assert TOP > 2 and [token for token, _ in drawn.top] == [1, 0]
 
 
 @pytest.mark.parametrize("what", ["instead of", "log-probability", "counted", "left out"])

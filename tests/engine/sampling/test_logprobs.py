@@ -28,22 +28,6 @@ def test_the_best_are_those_of_a_full_sort(vocab: int, dtype: torch.dtype) -> No
             assert own == logprobs[chosen[row]]
 
 
-def test_rows_may_ask_for_different_counts() -> None:
-    logits, chosen = _logits(4, 50), torch.tensor([3, 1, 4, 1])
-    (*_, most) = (all_20 := top_logprobs(logits, chosen, [20] * 4))
-    found = top_logprobs(logits, chosen, [0, 3, 7, 20])
-    assert [top for _, top in found] == [top[:n] for n, (_, top) in zip([0, 3, 7, 20], all_20, strict=True)]
-    assert [own for own, _ in found] == [own for own, _ in all_20]
-    assert found[-1] == most
-
-
-@pytest.mark.parametrize("count", [1, 20])
-def test_equal_logits_are_told_by_their_ids(count: int) -> None:
-    ((own, top),) = top_logprobs(torch.zeros(1, 300), torch.tensor([299]), [count])
-    assert [token for token, _ in top] == list(range(count))
-    assert {value for _, value in top} == {own}
-
-
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("vocab", [99, 4099, 50257])
 def test_a_row_does_not_know_its_company(vocab: int, threads: int) -> None:

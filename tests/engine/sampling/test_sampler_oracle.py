@@ -1,9 +1,13 @@
-"""5,000 generated rows: no accepted input raises, no other row changes a bit, and samples match the definition."""
+"""5,000 generated rows on every executor of the specification: torch on the host, torch as on a device, C++, Triton.
+
+No accepted input raises, no other row changes a bit, and samples match the definition.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -14,9 +18,12 @@ from torch import Tensor
 from app.common.types import SamplingParams
 from app.engine.sampling.logits_processors import FILTERS, apply_stages
 from app.engine.sampling.sampler import Draw, row_parameters, uniforms
-from app.engine.sampling.sampler_io import SamplingInput
+from app.engine.sampling.sampler_io import SampledToken, SamplingInput
+from benchmarks.gpu.conformance.sampler import draw
+from benchmarks.gpu.conformance.sampling_cases import Case as BatchCase
 from tests.support.engine import sampling_oracle
 from tests.support.engine.native_sampler import Sample
+from tests.support.gpu.kernel_backends import DEVICE, kernels, needs_triton
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +72,7 @@ class Tally:
 
 @pytest.fixture(scope="module")
 def cases() -> list[Case]:
-    """Shared by both samplers: generating the cases takes as long as checking them."""
+    """Shared by all executors: generating the cases takes as long as checking them."""
     made: list[Case] = []
 
     @settings(max_examples=EXAMPLES, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
@@ -79,23 +86,35 @@ def cases() -> list[Case]:
 
 def test_every_accepted_row_is_drawn_as_defined_whatever_its_company(sample: Sample, cases: list[Case]) -> None:
     tally = Tally()
-    for params, vocab, seed in cases:
-        generator = torch.Generator().manual_seed(seed)
-        logits_SV = _logits(len(params), vocab, generator)
-        rows = [_row(each, vocab, generator) for each in params]
+    for logits_SV, rows in map(_rows, cases):
         _check(sample, logits_SV, rows, tally)
     assert tally.rows >= 5000
     assert min(tally.predicted, tally.compared) > 0.6 * tally.rows, "rounding may not be the excuse for most rows"
     assert tally.guided > 0.2 * tally.rows and len(tally.tokens) > 100
 
 
-def _check(sample: Sample, logits_SV: Tensor, rows: list[SamplingInput], tally: Tally) -> None:
+@pytest.mark.parametrize(("kind", "most"), [("torch", 80), pytest.param("triton", 3, marks=needs_triton)])
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+def test_a_device_draws_every_row_that_fits_as_defined(kind: str, most: int, cases: list[Case]) -> None:
+    """Rows without a grammar; Triton's interpreter takes a few of the short ones."""
+    tally, sampler = Tally(), kernels(kind).sample
+
+    def sample(logits_SV: Tensor, rows: Items[SamplingInput]) -> list[SampledToken]:
+        return draw(sampler, BatchCase(name="", logits_SV=logits_SV, rows=rows), DEVICE)[0]
+
+    chosen = [case for case in cases if kind == "torch" or 2 < case[1] < 200][:most]
+    for logits_SV, rows in map(_rows, chosen):
+        _check(sample, logits_SV, [replace(row, allowed=None) for row in rows], tally, alone=2)
+    assert min(tally.predicted, tally.compared) > 0.4 * ROWS * most
+
+
+def _check(sample: Sample, logits_SV: Tensor, rows: list[SamplingInput], tally: Tally, alone: int = ROWS) -> None:
     before = logits_SV.clone()
     together = sample(logits_SV, rows)
     assert torch.equal(logits_SV, before), "the caller's logits stay as they are"
     # Alone, and in other company.
     half = len(rows) // 2
-    assert together == [sample(logits_SV[i : i + 1], rows[i : i + 1])[0] for i in range(len(rows))]
+    assert together[:alone] == [sample(logits_SV[i : i + 1], rows[i : i + 1])[0] for i in range(alone)]
     assert together[half:] == sample(logits_SV[half:], rows[half:])
     for drawn, row, logits in zip(together, rows, logits_SV.tolist(), strict=True):
         assert drawn.token is not None and 0 <= drawn.token < len(logits)
@@ -130,6 +149,12 @@ def _compare(token: int, logits: list[float], row: SamplingInput, tally: Tally) 
     if clear:
         tally.predicted += 1
         assert token == expected
+
+
+def _rows(case: Case) -> tuple[Tensor, list[SamplingInput]]:
+    params, vocab, seed = case
+    generator = torch.Generator().manual_seed(seed)
+    return _logits(len(params), vocab, generator), [_row(each, vocab, generator) for each in params]
 
 
 def _logits(rows: int, vocab: int, generator: torch.Generator) -> Tensor:
