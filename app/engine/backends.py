@@ -19,7 +19,7 @@ from app.engine.execution.warmup_batches import PermissiveGrammars, costliest_st
 from app.engine.gpu.kernels.interface import SHARED_BYTES, attention_fits
 from app.engine.gpu.linears import Quantize, quantize_decoder
 from app.engine.gpu.setup import GpuSetup
-from app.engine.gpu.triton_loader import check_triton, quantized_kernels, triton_kernels
+from app.engine.gpu.triton_loader import LoadedKernels, check_triton, quantized_kernels, triton_kernels
 from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.memory.encoder_cache import EncoderCache
 from app.engine.memory.kv_cache import KVCache
@@ -27,6 +27,7 @@ from app.engine.memory.memory_plan import CacheShape, MemoryPeaks, step_peak
 from app.engine.quantization.int8_weights import round_weights
 from app.engine.sampling.sampler import TorchSampler
 from app.engine.scheduling.scheduler import StepLimits
+from model.config import ModelConfig
 from model.nn.transformer import Decoder
 
 Announce = Callable[[str], None]
@@ -156,27 +157,21 @@ def choose_backend(
     torch_backend = TorchBackend(decoder, cache_shape, limits)
     if device.type != "cuda":
         return ChosenBackend(torch_backend, choice.numerics, choice.reason)
-    if kernels == "torch":
-        return ChosenBackend(torch_backend, choice.numerics, choice.reason, torch_backend.peaks)
-    if decoder.config.n_encoder_layers:
-        return ChosenBackend(
-            torch_backend,
-            choice.numerics,
-            "the model has an encoder, which Triton's kernels do not compute",
-            torch_backend.peaks,
-        )
-    shared_bytes = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", SHARED_BYTES)
-    if not attention_fits(decoder.config.head_dim, cache_shape.dtype.itemsize, shared_bytes):
-        reason = f"a head_dim of {decoder.config.head_dim} is too large for Triton's kernels on this GPU"
-        return ChosenBackend(torch_backend, choice.numerics, reason, torch_backend.peaks)
-    loaded = triton_kernels(shared_bytes)
-    if loaded is None:
-        return ChosenBackend(
-            torch_backend, choice.numerics, 'Triton is not installed: pip install "inkstream[gpu]"', torch_backend.peaks
-        )
-    gpu_parts = GpuSetup(decoder, loaded.kernels, cache_shape, limits, deterministic=deterministic)
-    triton = TritonBackend(gpu_parts)
+    loaded = choice.reason if kernels == "torch" else _triton_kernels(decoder.config, cache_shape.dtype, device)
+    if isinstance(loaded, str):
+        return ChosenBackend(torch_backend, choice.numerics, loaded, torch_backend.peaks)
+    triton = TritonBackend(GpuSetup(decoder, loaded.kernels, cache_shape, limits, deterministic=deterministic))
     return ChosenBackend(triton, loaded.numerics, "the device is a GPU, and Triton is installed", triton.peaks)
+
+
+def _triton_kernels(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> LoadedKernels | str:
+    """Triton's kernels, or the reason why they cannot compute this model here."""
+    if config.n_encoder_layers:
+        return "the model has an encoder, which Triton's kernels do not compute"
+    shared_bytes = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", SHARED_BYTES)
+    if not attention_fits(config.head_dim, dtype.itemsize, shared_bytes):
+        return f"a head_dim of {config.head_dim} is too large for Triton's kernels on this GPU"
+    return triton_kernels(shared_bytes) or 'Triton is not installed: pip install "inkstream[gpu]"'
 
 
 def _warmed_up(runner: Runner, max_running: int) -> BackendRunners:

@@ -1,8 +1,8 @@
 """Matrix products of a network on a GPU, with unquantized, int8 or fp8 weights.
 
-Each product owns its weights. Nothing is read back from the device and no shape depends on a value, so a CUDA graph can
-capture them. Rows are independent; but a library selects its tile by their number, so on a GPU the last bits of a row
-may depend on it (see --deterministic), except in int8, whose kernel sums in a fixed order.
+Nothing is read back from the device and no shape depends on a value, so a CUDA graph can capture them. Rows are
+independent; but a library selects its tile by their number, so on a GPU the last bits of a row may depend on it (see
+--deterministic), except in int8, whose kernel sums in a fixed order.
 
 quantize_decoder() replaces the products of a decoder with quantized ones. Embeddings are not quantized, and neither is
 a tied LM head, whose matrix is the embedding.
@@ -18,49 +18,47 @@ the vocabulary with its padding.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.gpu.kernels.reference_operations import (
-    FP8_MULTIPLE,
-    Fp8RowQuantizer,
-    Int8Product,
-    fp8_product,
-    quantize_fp8_weight,
-)
+from app.engine.gpu.kernels.reference_operations import FP8_MULTIPLE, fp8_product, quantize_fp8_weight
 from app.engine.gpu.triton_loader import REFERENCE_KERNELS, QuantizedKernels
 from app.engine.quantization.int8_weights import quantize as quantize_int8
 from model.nn.layers import Linear, product
 from model.nn.transformer import Decoder
 
 Quantize = Literal["none", "int8", "fp8"]
-MatrixProduct = Callable[[Tensor], Tensor]
+Product = Callable[..., Tensor]
+"""product() of model/nn/layers.py, or a quantized one that owns its weight and ignores the one it is given."""
 _FP8_CAPABILITY = (8, 9)
 
 
-def make_linear(
-    weight: Tensor,
-    bias: Tensor | None,
-    quantize: Quantize,
-    *,
-    kernels: QuantizedKernels = REFERENCE_KERNELS,
-) -> MatrixProduct:
+def quantized_product(
+    weight: Tensor, bias: Tensor | None, quantize: Quantize, kernels: QuantizedKernels = REFERENCE_KERNELS
+) -> Product | None:
     """x [T, K] -> x W^T + b [T, N]. Takes ownership of the weight [N, K]: quantizing frees the original.
 
-    A weight whose sizes fp8 does not support (see fits_fp8) is not quantized. kernels: see quantized_kernels().
+    int8 halves the bytes to read. fp8 quantizes activations, too: half the bytes and twice the tensor-core throughput
+    of bfloat16; None if it does not support the sizes (fits_fp8). kernels: see quantized_kernels().
     """
+    bias_N = None if bias is None else bias.detach()
     if quantize == "int8":
-        linear: MatrixProduct = Int8Linear(weight, bias, kernels.int8_product)
-    elif quantize == "fp8" and fits_fp8(weight):
-        linear = Fp8Linear(weight, bias, kernels.fp8_rows)
-    else:
-        return Bf16Linear(weight, bias)
-    weight.data = weight.data.new_full((), torch.nan).expand(weight.shape)  # one NaN
-    return linear
+        int8 = quantize_int8(weight)
+        _free(weight)
+        return lambda x_TK, _weight, _bias: kernels.int8_product(x_TK, int8, bias_N)
+    if quantize == "none" or not fits_fp8(weight):
+        return None
+    fp8 = quantize_fp8_weight(weight)
+    _free(weight)
+    return lambda x_TK, _weight, _bias: fp8_product(kernels.fp8_rows(x_TK), fp8, bias_N, x_TK.dtype)
+
+
+def _free(weight: Tensor) -> None:
+    """Keeps the shape, and one NaN as all numbers."""
+    weight.data = weight.data.new_full((), torch.nan).expand(weight.shape)
 
 
 def fits_fp8(weight: Tensor) -> bool:
@@ -84,41 +82,6 @@ def check_quantize(
         )
     if dtype != torch.bfloat16:
         raise ValueError("--quantize fp8 computes in bfloat16: use --dtype bfloat16 or auto")
-
-
-class Bf16Linear:
-    """Product with the weight in the number format of the model: bfloat16 on a GPU by default."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight_NK = weight.detach()
-        self.bias_N = None if bias is None else bias.detach()
-
-    def __call__(self, x_TK: Tensor) -> Tensor:
-        return F.linear(x_TK, self.weight_NK, self.bias_N)
-
-
-class Fp8Linear:
-    """Product with weight and activations in e4m3: half the bytes and twice the tensor-core throughput of bfloat16."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, fp8_rows: Fp8RowQuantizer) -> None:
-        self._fp8_rows = fp8_rows
-        self.quantized = quantize_fp8_weight(weight)
-        self.bias_N = None if bias is None else bias.detach()
-
-    def __call__(self, x_TK: Tensor) -> Tensor:
-        return fp8_product(self._fp8_rows(x_TK), self.quantized, self.bias_N, x_TK.dtype)
-
-
-class Int8Linear:
-    """Product with the weight in int8 and unquantized activations: half the bytes to read."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, int8_product: Int8Product) -> None:
-        self.quantized = quantize_int8(weight)
-        self.bias_N = None if bias is None else bias.detach()
-        self._product = int8_product
-
-    def __call__(self, x_TK: Tensor) -> Tensor:
-        return self._product(x_TK, self.quantized, self.bias_N)
 
 
 VOCAB_MULTIPLE = 64
@@ -151,11 +114,10 @@ def quantize_decoder(decoder: Decoder, quantize: Quantize, kernels: QuantizedKer
     """Quantizes every matrix and frees the original; to be called before cache_attributes()."""
     for owner in decoder.modules():
         if isinstance(owner, Linear):
-            owner.product = _as_product(make_linear(owner.weight, owner.bias, quantize, kernels=kernels))
-    if decoder.untied_head is not None:
-        head = make_linear(decoder.untied_head, decoder.head_bias, quantize, kernels=kernels)
-        if not isinstance(head, Bf16Linear):  # padded_lm_head() handles an unquantized head
-            decoder.head_product = _as_product(head)
+            owner.product = quantized_product(owner.weight, owner.bias, quantize, kernels) or product
+    if decoder.untied_head is not None:  # padded_lm_head() handles an unquantized head
+        head = quantized_product(decoder.untied_head, decoder.head_bias, quantize, kernels)
+        decoder.head_product = head or product
 
 
 def describe_unquantized(decoder: Decoder, quantize: Quantize) -> str | None:
@@ -175,11 +137,3 @@ def _matrices(decoder: Decoder) -> Iterator[Tensor]:
     yield from (owner.weight for owner in decoder.modules() if isinstance(owner, Linear))
     if decoder.untied_head is not None:
         yield decoder.untied_head
-
-
-def _as_product(linear: MatrixProduct) -> partial[Tensor]:
-    return partial(_product, linear)
-
-
-def _product(linear: MatrixProduct, x: Tensor, _weight: Tensor, _bias: Tensor | None) -> Tensor:
-    return linear(x)
