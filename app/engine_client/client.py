@@ -1,7 +1,7 @@
 """Client of one engine: the requests that it computes or is about to, and how they continue after a crash.
 
-Requests wait in the fair queue of all engines (fair_queue.py) until this engine has a place for them. There are a few
-more places than the engine runs requests, so that it need not wait for the event loop when one ends.
+Requests wait in the fair queue of all engines (fair_queue.py) until this engine has capacity for them. It is sent a few
+requests more than it runs, so that it need not wait for the event loop when one ends.
 
 A crash is a pause: the client keeps the prompt and the delivered tokens of every open request, and submits them to the
 next engine process (supervisor.py) in the order that crash_recovery.py decides.
@@ -117,13 +117,13 @@ class EngineClient:
         """Whether this engine computes some of the stream's sequences, or will after a crash."""
         return any(request_id in self._streams for request_id in stream.open_ids)
 
-    def has_place(self, request: Request) -> bool:
+    def has_capacity(self, request: Request) -> bool:
         """Whether the request may be sent now.
 
-        With API keys, the last eighth of the slots and the places beyond them are for tenants that have nothing here,
+        With API keys, the last eighth of the slots and the prefetch are only for tenants that have nothing here,
         and a tenant gets no further ahead than what the engine can start in one step: the requests that the engine
         has not started are in order of arrival, and others' turns must not wait for them. Requests whose grammars are
-        being compiled take no place from others, since they take no part in the steps.
+        being compiled take no capacity from others, since they take no part in the steps.
         """
         if self.ready is None or self.n_suspects:
             return False
@@ -139,7 +139,7 @@ class EngineClient:
         return len(taken) < self._max_running - self._max_running // 8 and tokens < self._step_prompt_tokens
 
     def send(self, stream: TokenStream, request_id: str) -> None:
-        """Sends a request for which there is a place; a suspect is sent once no other one is on trial."""
+        """Sends a request for which there is capacity; a suspect is sent once no other one is on trial."""
         self._streams[request_id] = stream
         if stream.crash_count:
             self._recovery.add_suspect(request_id, stream.crash_count)

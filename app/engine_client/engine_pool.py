@@ -3,7 +3,7 @@
 loading --all have loaded the same--> serving --the last engine stops--> stopped
        +------------ one engine stops ---------------------------------------^
 
-A request leaves the queue when an engine has a place for it, and only then a router chooses the engine: it prefers one
+A request leaves the queue when an engine has capacity for it, and only then a router chooses the engine: it prefers one
 with a cached prefix. The pool serves as long as one engine does. After a crash, the requests that were in flight wait
 for the next process of their engine, so they cannot crash another one. Only an engine that keeps crashing is stopped,
 and then its requests return to the head of the queue.
@@ -236,7 +236,7 @@ class EnginePool:
             self._loaded.set()
 
     def on_capacity(self) -> None:
-        """Sends the waiting requests for which engines have places, in the order of the queue; for the clients."""
+        """Sends the waiting requests for which engines have capacity, in the order of the queue; for the clients."""
         while self._waiting and (taken := self.queue.take(self._choose_engine)):
             request_id, index = taken
             stream = self._waiting.pop(request_id)
@@ -282,17 +282,17 @@ class EnginePool:
         """Engine to which a request is sent now; None if it must wait."""
         stream = self._waiting[request_id]
         request = stream.requests[0]
-        with_place = {index: engine for index, engine in enumerate(self.engines) if engine.has_place(request)}
+        available = {index: engine for index, engine in enumerate(self.engines) if engine.has_capacity(request)}
         if (bound := self._bound_engine(stream)) is not None:
-            return bound if bound in with_place else None
-        if not with_place or len(self.engines) == 1:
-            return next(iter(with_place), None)
-        candidates = {index: engine for index, engine in with_place.items() if engine.can_start} or with_place
+            return bound if bound in available else None
+        if not available or len(self.engines) == 1:
+            return next(iter(available), None)
+        candidates = {index: engine for index, engine in available.items() if engine.can_start} or available
         loads, requests = {index: engine.load for index, engine in candidates.items()}, stream.open_requests
         assert self._common_ready
         hashes = block_hashes(requests, self._common_ready.block_size)
         chosen = self._router.choose(hashes, loads, len(requests))
-        facts = with_place[chosen].ready
+        facts = available[chosen].ready
         assert facts
         self._router.record(chosen, hashes, facts.blocks_total)
         return chosen

@@ -1,7 +1,7 @@
 """Fair queue of the requests that wait for an engine, and its measured throughput.
 
 There is one queue for all engines. Tenants (requests of one cache namespace) take turns; within a tenant the first to
-come is the first served. Followers (n above 1) are passed over while the engine of their leader has no place, and
+come is the first served. Followers (n above 1) are passed over while the engine of their leader has no capacity, and
 requests with a grammar while the engines compile as many as they may.
 
     tenants:  ann [a1 a2 a3]   bob [b1]   cyd [c1 c2]        order: a1 b1 c1 a2 c2 a3

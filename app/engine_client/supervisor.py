@@ -154,7 +154,7 @@ class PoolEvents(TokenSource, Protocol):
         ...
 
     def on_capacity(self) -> None:
-        """The engine may have places for waiting requests."""
+        """The engine may have capacity for waiting requests."""
         ...
 
     def on_report(self, report: StepReport, ended: Sequence[str]) -> None:

@@ -155,7 +155,7 @@ def test_who_comes_back_is_first_of_its_tenant() -> None:
     assert _taken(queue) == "a- b1 a0 a1"
 
 
-def test_a_tenant_without_a_place_is_passed_over_and_asked_once() -> None:
+def test_a_tenant_without_capacity_is_passed_over_and_asked_once() -> None:
     queue, asked = _queue_of("a1", "a2", "b1", "b2"), []
 
     def choose(name: str) -> int | None:
@@ -166,7 +166,7 @@ def test_a_tenant_without_a_place_is_passed_over_and_asked_once() -> None:
     assert asked == ["a1", "b1"]
 
 
-def test_followers_without_a_place_let_others_of_their_tenant_pass() -> None:
+def test_followers_without_capacity_let_others_of_their_tenant_pass() -> None:
     queue = _queue()
     for request in (_request("a1", leader="a0"), _request("a2", leader="a0"), _request("a3"), _request("a4")):
         queue.add(request)
@@ -188,7 +188,7 @@ def test_requests_without_a_grammar_pass_those_whose_grammars_must_wait() -> Non
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(0, 2**32))
-def test_a_request_waits_at_most_its_own_before_it_times_the_tenants(n_tenants: int, places: int, seed: int) -> None:
+def test_a_request_waits_at_most_its_own_before_it_times_the_tenants(n_tenants: int, slots: int, seed: int) -> None:
     """Continuous arrivals, of tenants with very different rates."""
     draw, queue, waited, tenant_of = random.Random(seed), _queue(1000), dict[str, list[int]](), dict[str, str]()
     for i in range(200):
@@ -198,7 +198,7 @@ def test_a_request_waits_at_most_its_own_before_it_times_the_tenants(n_tenants: 
         before = sum(tenant_of[other] == tenant for other in waited)
         waited[name] = [0, (before + 1) * n_tenants]
         queue.add(_request(name, tenant))
-        for _ in range(places if draw.random() < 0.8 else 0):
+        for _ in range(slots if draw.random() < 0.8 else 0):
             if taken := queue.take(lambda _: 0):
                 del waited[taken[0]]
                 for counts in waited.values():

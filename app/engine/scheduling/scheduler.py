@@ -14,7 +14,8 @@ plan_ahead() plans the step after one that is still running. It counts tokens th
 sequence, and leaves out sequences that certainly end in the running step. A sequence that ends unexpectedly has
 computed one extra token, which is discarded.
 
-The API process's fair queue orders the requests; few wait here, in that order, behind preempted ones, which go first.
+The fair queue of the API process decides which request is next. Only a few wait here, by arrival, and preempted ones
+before them.
 
 StepLimits bounds a step.
 BlockLeakCheck verifies the accounting of cache blocks in production: periodically, because checking every block after

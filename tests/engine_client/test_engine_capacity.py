@@ -21,20 +21,20 @@ def _loads(harness: PoolHarness) -> list[int]:
     return [client.load for client in harness.pool.engines]
 
 
-@pytest.mark.parametrize(("slots", "places"), [(1, 2), (4, 5), (8, 10), (32, 40), (256, 264)])
-def test_without_keys_an_engine_has_a_quarter_more_than_it_runs_and_at_most_eight(slots: int, places: int) -> None:
+@pytest.mark.parametrize(("slots", "capacity"), [(1, 2), (4, 5), (8, 10), (32, 40), (256, 264)])
+def test_without_keys_an_engine_has_a_quarter_more_than_it_runs_and_at_most_eight(slots: int, capacity: int) -> None:
     async def scenario() -> None:
         harness = PoolHarness(1, slots=slots)
         for who in range(2 * slots + 10):
             harness.submit((who,), max_tokens=LONG)
-        assert _loads(harness) == [places]
+        assert _loads(harness) == [capacity]
         harness.step(2)
-        assert _loads(harness) == [places] and len(harness.engines[0].running) == slots
+        assert _loads(harness) == [capacity] and len(harness.engines[0].running) == slots
 
     in_loop(scenario)
 
 
-def test_the_last_eighth_of_the_places_is_for_tenants_that_have_none() -> None:
+def test_the_last_eighth_of_the_slots_is_for_tenants_that_have_none() -> None:
     async def scenario() -> None:
         harness = PoolHarness(1, slots=8)
         for who in range(20):
@@ -66,7 +66,7 @@ def test_a_tenant_is_no_further_ahead_than_a_step() -> None:
     in_loop(scenario)
 
 
-def test_grammars_that_are_compiled_take_no_place_from_others() -> None:
+def test_grammars_that_are_compiled_take_no_capacity_from_others() -> None:
     async def scenario() -> None:
         harness = PoolHarness(1, slots=4)
         pool, (client,) = harness.pool, harness.pool.engines
@@ -98,7 +98,7 @@ def test_a_request_that_was_not_sent_is_cancelled_without_the_engine() -> None:
     in_loop(scenario)
 
 
-def test_the_next_request_goes_to_the_engine_that_has_a_place_first() -> None:
+def test_the_next_request_goes_to_the_engine_that_has_capacity_first() -> None:
     async def scenario() -> None:
         harness = PoolHarness(slots=2)
         streams = [harness.submit((who,) * 8, max_tokens=2 if who % 2 else LONG) for who in range(10)]
