@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import fcntl
+import math
 import socket
 import struct
 import termios
@@ -19,7 +20,7 @@ from app.http.errors import ApiError
 
 
 class ReceivePhase(enum.Enum):
-    """HEAD --all headers--> BODY --all of it--> DONE --first byte of another request--> HEAD."""
+    """DONE --first byte of a request--> HEAD --all headers--> BODY --all of it--> DONE."""
 
     HEAD = enum.auto()
     BODY = enum.auto()
@@ -32,71 +33,54 @@ class RequestLimits:
     """Size limits of one connection. Each method that records input raises ApiError if it exceeds a limit."""
 
     def __init__(self, limits: HttpLimits) -> None:
-        self.phase = ReceivePhase.HEAD
-        self.head_bytes = 0
-        """Bytes received in HEAD, except for those that arrived together with the end of an earlier request."""
+        self.phase = ReceivePhase.DONE
         self._limits = limits
         self._n_headers = 0
         self._header_bytes = 0
-        self._framing_bytes = 0
-        """Bytes received since the last chunk of body data."""
-        self._started_in_chunk = False
-
-    def begin_head(self) -> None:
-        """Starts a new request."""
-        self.phase, self.head_bytes, self._started_in_chunk = ReceivePhase.HEAD, 0, True
+        self._buffered_bytes = 0
+        """Bytes received since the parser's last event, at most: the parser may buffer them."""
 
     def begin_headers(self) -> None:
         """The parser has seen the start of a request."""
-        self._n_headers = self._header_bytes = 0
+        self._n_headers = self._header_bytes = self._buffered_bytes = 0
 
     def record_url(self, size: int) -> None:
         """Records the length of the URL so far."""
+        self._buffered_bytes = 0
         if size > self._limits.url_bytes:
-            raise ApiError(
-                414, f"the URL is longer than {self._limits.url_bytes} bytes: send a shorter one", code="url_too_long"
-            )
+            message = f"the URL is longer than {self._limits.url_bytes} bytes: send a shorter one"
+            raise ApiError(414, message, code="url_too_long")
 
     def record_header(self, size: int) -> None:
         """Records a header or trailer of `size` bytes."""
+        self._buffered_bytes = 0
         self._n_headers += 1
         self._header_bytes += size
         if self._header_bytes > self._limits.header_bytes:
             raise self._headers_too_large()
         if self._n_headers > self._limits.headers:
-            raise ApiError(
-                431, f"the request has more than {self._limits.headers} headers: send fewer", code="headers_too_large"
-            )
-
-    def begin_body(self) -> None:
-        """All headers have arrived."""
-        self.phase, self._framing_bytes = ReceivePhase.BODY, 0
+            message = f"the request has more than {self._limits.headers} headers: send fewer"
+            raise ApiError(431, message, code="headers_too_large")
 
     def record_body(self) -> None:
         """A chunk of body data has arrived."""
-        self._framing_bytes = 0
+        self._buffered_bytes = 0
 
     def before_parsing(self, size: int) -> None:
         """Records `size` bytes before they are parsed."""
-        self._framing_bytes += size
-        self._started_in_chunk = False
+        self._buffered_bytes += size
 
-    def after_parsing(self, size: int) -> None:
+    def after_parsing(self) -> None:
         """Checks after parsing that the parser's own buffers stay bounded."""
-        if self.phase is ReceivePhase.HEAD and not self._started_in_chunk:
-            self.head_bytes += size
-            if self.head_bytes > self._limits.url_bytes + self._limits.header_bytes:
-                raise self._headers_too_large()
-        if self.phase is ReceivePhase.BODY and self._framing_bytes > self._limits.header_bytes:
-            limit = self._limits.header_bytes
+        limit = self._limits.header_bytes
+        if self.phase is ReceivePhase.HEAD and self._buffered_bytes > self._limits.url_bytes + limit:
+            raise self._headers_too_large()
+        if self.phase is ReceivePhase.BODY and self._buffered_bytes > limit:
             raise ApiError(400, f"the body has over {limit} bytes of framing without data", code="bad_request")
 
     def _headers_too_large(self) -> ApiError:
-        return ApiError(
-            431,
-            f"the headers are longer than {self._limits.header_bytes} bytes: send fewer or shorter ones",
-            code="headers_too_large",
-        )
+        message = f"the headers are longer than {self._limits.header_bytes} bytes: send fewer or shorter ones"
+        return ApiError(431, message, code="headers_too_large")
 
 
 _MIN_READ_BYTES = 1024
@@ -114,8 +98,8 @@ class ConnectionFlowControl(FlowControl):
         self._write_seconds = write_seconds
         self._is_blocked = False
         self._unacknowledged = 0
-        self.write_deadline: float | None = None
-        """Deadline of the client's next read in seconds of time.monotonic(); None while no output is pending."""
+        self.write_deadline = math.inf
+        """Deadline of the client's next read in seconds of time.monotonic(); infinite while no output is pending."""
 
     def resume_reading(self) -> None:
         """Resumes reading, unless it is blocked."""
@@ -141,11 +125,11 @@ class ConnectionFlowControl(FlowControl):
     def resume_writing(self) -> None:
         """The socket buffer has been drained."""
         super().resume_writing()
-        self.write_deadline = None
+        self.write_deadline = math.inf
 
     def check_stalled(self, now: float) -> bool:
         """Returns whether the client has stopped reading; extends its deadline if it has not."""
-        if self.write_deadline is None or now < self.write_deadline:
+        if now < self.write_deadline:
             return False
         unacknowledged = self._unacknowledged_bytes()
         if unacknowledged > self._unacknowledged - _MIN_READ_BYTES:
@@ -173,17 +157,17 @@ class ConnectionTimeouts:
         self._on_timeout = on_timeout
         self._on_stall = on_stall
         self._timer = LazyTimer(self._on_timer)
-        self._deadline: float | None = None
+        self._deadline = math.inf
 
-    def set_deadline(self, seconds: float | None) -> None:
-        """Sets the deadline for the client's input; None clears it."""
-        self._deadline = None if seconds is None else time.monotonic() + seconds
+    def set_deadline(self, seconds: float) -> None:
+        """Sets the deadline for the client's input."""
+        self._deadline = time.monotonic() + seconds
         self.schedule()
 
     def schedule(self) -> None:
         """Schedules the timer for the earliest deadline."""
-        if deadlines := [deadline for deadline in (self._deadline, self._flow.write_deadline) if deadline is not None]:
-            self._timer.set(min(deadlines))
+        if (due := min(self._deadline, self._flow.write_deadline)) < math.inf:
+            self._timer.set(due)
 
     def cancel(self) -> None:
         """Cancels the timer."""
@@ -195,7 +179,7 @@ class ConnectionTimeouts:
         if self._flow.check_stalled(now):
             self._on_stall()
             return
-        if self._deadline is not None and now >= self._deadline:
-            self._deadline = None
+        if now >= self._deadline:
+            self._deadline = math.inf
             self._on_timeout()
         self.schedule()

@@ -172,7 +172,7 @@ class HttpProtocol(HttpToolsProtocol):
         try:
             self._request_limits.before_parsing(len(data))
             self._parse(data)
-            self._request_limits.after_parsing(len(data))
+            self._request_limits.after_parsing()
             if self._request_limits.phase is ReceivePhase.HEAD and not self._is_busy:
                 self._connections.mark_idle(self.transport, WaitReason.HEADERS)
         except httptools.HttpParserError as error:
@@ -220,7 +220,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self.flow.resume_reading()  # uvicorn stops reading at a second request, and would miss the client's disconnect
         self._connections.mark_active(self.transport)
-        self._request_limits.begin_body()
+        self._request_limits.phase = ReceivePhase.BODY
         self._is_last = not self.cycle.keep_alive or self._connections.is_draining or not self._is_within_limits
         self.cycle.keep_alive = True  # for now: a response before the end of the body must not close at once
         self._update_deadline()
@@ -256,10 +256,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._update_deadline()
 
     def shutdown(self) -> None:
-        """Server shutdown: closes an idle connection now, and a busy one after its response."""
+        """Server shutdown: closes an idle connection now, a busy or new one after its response."""
         if self._is_busy:
             self.cycle.keep_alive = False
-        elif self._request_limits.phase is ReceivePhase.DONE:
+        elif self._running and self._request_limits.phase is ReceivePhase.DONE:
             self.transport.close()
 
     def abort(self) -> None:
@@ -307,8 +307,9 @@ class HttpProtocol(HttpToolsProtocol):
         is_repeating = False
 
     def _begin_request(self) -> None:
-        self._request_limits.begin_head()
-        self._update_deadline()
+        self._request_limits.phase = ReceivePhase.HEAD
+        if self._running:  # the deadline of the first request counts from the connection's start
+            self._update_deadline()
 
     def _update_deadline(self) -> None:
         """Sets the deadline for the client's next input, if any is expected."""
@@ -336,8 +337,8 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.abort()
         elif self._is_busy and not self._is_receiving_body:
             self._cut("answer_timeout")
-        elif phase is ReceivePhase.DONE or (phase is ReceivePhase.HEAD and not self._request_limits.head_bytes):
-            self.transport.close()  # the client has not sent a request
+        elif phase is ReceivePhase.DONE:
+            self.transport.close()  # the client has not sent a request, or none after the last one
         else:
             part = "headers" if phase is ReceivePhase.HEAD else "body"
             self._reject(ApiError(408, f"the {part} did not arrive in time", code=f"{phase.name.lower()}_timeout"))
