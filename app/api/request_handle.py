@@ -32,7 +32,7 @@ from app.generation.request import Delta, Finished, GenerationRequest, TokenTabl
 from app.generation.session import GenerationSession
 from app.http import sse
 from app.http.access_record import record_of
-from app.http.errors import ApiError, from_engine, request_id_of
+from app.http.errors import ApiError, from_engine
 from app.http.json_stream import JsonStream
 from app.serving.model_instance import ModelInstance
 from app.serving.service import Admitted, Service
@@ -80,7 +80,7 @@ class RequestHandle:
 
         `instance` is the model instance whose chat template rendered the prompt, if any.
         """
-        name = request_id_of(request)
+        name = record_of(request).request_id
 
         async def discard(admitted: Admitted) -> None:
             cls(name, admitted, service, metrics).close()

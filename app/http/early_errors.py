@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 
 from starlette.requests import Request
@@ -20,18 +19,10 @@ def response_bytes(error: ApiError, scope: Scope | None, headers: Iterable[tuple
 
     scope: that of the request, if the application has seen it.
     """
-    request_id = record_early_error(scope, error.status, error.code or error.type)
-    body = json.dumps(error.body(request_id)).encode()
-    all_headers = [
-        *headers,
-        (b"content-type", b"application/json"),
-        (b"content-length", b"%d" % len(body)),
-        (b"x-request-id", request_id.encode()),
-        (b"x-content-type-options", b"nosniff"),
-        (b"connection", b"close"),
-    ]
+    response = error.response(record_early_error(scope, error.status, error.code or error.type))
+    all_headers = [*headers, *response.raw_headers, (b"x-content-type-options", b"nosniff"), (b"connection", b"close")]
     lines = [b"%s: %s\r\n" % header for header in all_headers]
-    return b"".join([STATUS_LINE[error.status], *lines, b"\r\n", body])
+    return b"".join([STATUS_LINE[error.status], *lines, b"\r\n", response.body])
 
 
 class RejectConnection:

@@ -77,6 +77,10 @@ class ApiError(Exception):
         }
         return {"error": {**error, **self.extra}}
 
+    def response(self, request_id: str) -> Response:
+        """The error as a response."""
+        return JSONResponse(self.body(request_id), self.status, {**self.headers, "X-Request-Id": request_id})
+
 
 def from_engine(error: EngineError) -> ApiError:
     """Maps an engine error to an HTTP error."""
@@ -144,17 +148,11 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _on_framework_validation)
 
 
-def request_id_of(request: Request) -> str:
-    """The id that RequestLogMiddleware gave this request."""
-    return record_of(request).request_id
-
-
 def respond(request: Request, error: ApiError) -> Response:
-    """The error as a response."""
-    record_of(request).outcome = error.code or error.type
-    request_id = request_id_of(request)
-    headers = {**error.headers, "X-Request-Id": request_id}
-    return JSONResponse(error.body(request_id), status_code=error.status, headers=headers)
+    """The error as a response, which the request log reports."""
+    record = record_of(request)
+    record.outcome = error.code or error.type
+    return error.response(record.request_id)
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:

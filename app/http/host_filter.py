@@ -39,13 +39,11 @@ class HostFilter:
     def _check(self, scope: Scope) -> ApiError | None:
         """Checks both the header and the URL: a proxy may have looked at either."""
         values = [value for name, value in scope["headers"] if name == b"host"]
-        if not values and scope.get("http_version") == "1.0":
-            return self._check_host(scope[TARGET_HOST_KEY]) if TARGET_HOST_KEY in scope else None
-        if len(values) != 1:
+        if len(values) != 1 and (values or scope.get("http_version") != "1.0"):
             return _bad_host()
-        return self._check_host(values[0]) or (
-            self._check_host(scope[TARGET_HOST_KEY]) if TARGET_HOST_KEY in scope else None
-        )
+        if TARGET_HOST_KEY in scope:
+            values.append(scope[TARGET_HOST_KEY])
+        return next(filter(None, map(self._check_host, values)), None)
 
     def _check_host(self, host: bytes) -> ApiError | None:
         name = _parse_host(host)

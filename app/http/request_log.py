@@ -10,10 +10,11 @@ from typing import Any
 from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.http.access_record import AccessRecord, new_request_id
+from app.http.access_record import AccessRecord
 from app.http.errors import ApiError, respond
 
-_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", None})
+"""None: the head of the request did not arrive."""
 _log = logging.getLogger("inkstream.request")
 
 
@@ -57,14 +58,11 @@ def record_early_error(scope: Scope | None, status: int, outcome: str) -> str:
 
     scope: that of the request, if the application has seen it and will log it; otherwise this function logs it.
     """
-    if scope is not None:
-        record = AccessRecord.get_or_create(scope)
-        record.early_error = status, outcome
-        return record.request_id
-    request_id = new_request_id()
-    fields = {"request_id": request_id, "method": None, "route": None, "status": status, "key": None}
-    _log.info("request", extra={"fields": {**fields, "outcome": outcome, "duration_ms": 0.0}})
-    return request_id
+    record = AccessRecord.get_or_create({} if scope is None else scope)
+    record.early_error = status, outcome
+    if scope is None:
+        _log_request({"method": None}, record, 0.0)
+    return record.request_id
 
 
 def _log_request(scope: Scope, record: AccessRecord, duration_ms: float) -> None:
