@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
-import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,47 +14,21 @@ import httpx
 import pytest
 
 from tests.support.completion_client import parse_events, text_of
+from tests.support.http.nginx import needs_nginx, running_nginx
 from tests.support.http.raw_client import post
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, start_server, stop_server
 
-NGINX = shutil.which("nginx", path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin")
-pytestmark = [
-    pytest.mark.skipif(NGINX is None, reason="needs nginx (Debian: nginx-light)"),
-    pytest.mark.usefixtures("silence"),
-]
+pytestmark = [needs_nginx, pytest.mark.usefixtures("silence")]
 SHORT: dict[str, Any] = {"prompt": "a", "max_tokens": 20, "ignore_eos": True, "seed": 1}
 
 
 @contextmanager
 def _nginx(folder: Path, server: Server, extra: str = "") -> Iterator[str]:
-    """nginx in front of the service, configured with its port and upstream only; yields its address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    temporary = "".join(f"{k}_temp_path {folder}/{k};" for k in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
-    (folder / "nginx.conf").write_text(
-        f"daemon off; worker_processes 1; pid {folder}/pid; error_log {folder}/error.log; events {{}}\n"
-        f"http {{ access_log off; {temporary}\n"
-        f"server {{ listen 127.0.0.1:{port}; {extra} location / {{ proxy_pass {server.url}; }} }} }}\n"
-    )
-    assert NGINX
-    command = [NGINX, "-p", str(folder), "-c", str(folder / "nginx.conf"), "-e", str(folder / "error.log")]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        assert server.wait_for(lambda: _answers(url))
+    """nginx with its default settings but for its port and upstream."""
+    location = f"location / {{ proxy_pass {server.url}; }}"
+    with running_nginx(folder, f"server {{ listen 127.0.0.1:PORT; {extra} {location} }}") as url:
         yield url
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health/live").status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def _answer_of(url: str) -> tuple[float, str]:

@@ -1,0 +1,49 @@
+"""nginx in front of a service."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+NGINX = shutil.which("nginx", path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin")
+needs_nginx = pytest.mark.skipif(NGINX is None, reason="needs nginx (Debian: nginx-light)")
+
+
+@contextmanager
+def running_nginx(folder: Path, text: str, events: str = "") -> Iterator[str]:
+    """nginx with `text` in its http block, where PORT becomes its port; yields its address once the service answers."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    temporary = "".join(f"{k}_temp_path {folder}/{k};" for k in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
+    (folder / "nginx.conf").write_text(
+        f"daemon off; worker_processes 1; pid {folder}/pid; error_log {folder}/error.log; events {{ {events} }}\n"
+        f"http {{ access_log off; {temporary}\n{text.replace('PORT', str(port))} }}\n"
+    )
+    assert NGINX
+    command = [NGINX, "-p", str(folder), "-c", str(folder / "nginx.conf"), "-e", str(folder / "error.log")]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
+        while not _answers(url):
+            assert time.monotonic() < deadline, (folder / "error.log").read_text()
+            time.sleep(0.02)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health/live").status_code == 200
+    except httpx.TransportError:
+        return False
