@@ -17,7 +17,7 @@ import uvloop
 from app.http.http_protocol import HttpProtocol
 from tests.support import ROOT
 from tests.support.http.framing_harness import Harness
-from tests.support.http.raw_client import connect, error_of, get, post, read_all, status_of
+from tests.support.http.raw_client import connect, error_of, post, read_all, status_of
 from tests.support.servers import Server
 
 
@@ -57,15 +57,6 @@ def test_rubbish_behind_a_request_does_not_cost_its_answer(server: Server) -> No
         connection.sendall(post({"prompt": "a", "max_tokens": 3, "stream": False}) + b"\0\1\2 rubbish\r\n\r\n")
         output = read_all(connection)
     assert output.count(b"HTTP/1.1 ") == 1 and status_of(output) == 200
-
-
-def test_an_offer_of_another_protocol_is_declined_and_the_request_served(server: Server) -> None:
-    upgrade = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAAP__")
-    with connect(server) as connection:
-        connection.sendall(get("/health/live", *upgrade) + get("/nowhere", "Connection: close"))
-        output = read_all(connection)
-    assert [part[:3] for part in output.split(b"HTTP/1.1 ")[1:]] == [b"200", b"404"]
-    assert "pgrade" not in server.log.read_text()
 
 
 def test_trailers_do_not_become_headers(server: Server) -> None:

@@ -91,6 +91,15 @@ def test_who_has_a_request_is_not_sent_off(small: Server, connections: list[sock
     assert all(_is_open(connection) for connection in connections)
 
 
+def test_one_address_cannot_take_all_connections(small: Server, connections: list[socket.socket]) -> None:
+    connections += [_connect(small.url, "127.0.0.2", HALF_BODY) for _ in range(OF_ONE)]
+    assert small.wait_for(lambda: has_read_all(small))  # until then they count as idle and may be evicted
+    assert [_ask(small.url, address) for address in ("127.0.0.2", "127.0.0.9")] == [503, 200]
+    for connection in connections:
+        connection.close()
+    assert small.wait_for(lambda: _ask(small.url, "127.0.0.2") == 200)
+
+
 def test_a_slow_client_elsewhere_outlives_a_flood(small: Server, connections: list[socket.socket]) -> None:
     """The oldest of all, and not of the address with the most."""
     connections += [_connect(small.url, "127.0.0.9", HALF_HEAD), _connect(small.url, "127.0.0.8")]
