@@ -42,21 +42,26 @@ async def monitor_descriptors() -> None:
                 _log.error("no file descriptors left: new connections are closed; raise ulimit -n")
 
 
-class WaitReason(enum.IntEnum):
-    """What an idle connection is waiting for; lower values are evicted first."""
+class ReceivePhase(enum.IntEnum):
+    """What a connection received last. NEW or DONE --first byte--> HEAD --all headers--> BODY --all of it--> DONE.
 
-    NEXT_REQUEST = 0
-    """Another request: the connection is idle (keep-alive)."""
-    FIRST_BYTE = 1
-    """The first byte of the first request."""
-    HEADERS = 2
-    """The rest of the headers."""
-    CLIENT_CLOSE = 3
-    """The client's close, after an error response."""
+    Connections without an active request are evicted in the order of these values.
+    """
+
+    DONE = 0
+    """A request: the connection is idle once it is answered (keep-alive)."""
+    NEW = 1
+    """Nothing."""
+    HEAD = 2
+    """A part of the headers."""
+    LINGER = 3
+    """Input that is discarded: the connection is about to close, mostly after an error response."""
+    BODY = 4
+    """All headers; never evicted."""
 
 
 class EvictionQueue:
-    """Evictable connections by address, ordered by WaitReason, then by waiting time, longest first.
+    """Evictable connections by address, ordered by ReceivePhase, then by waiting time, longest first.
 
     The address with the most evictable connections loses one, and on a tie the address that did not change for longest:
     an attacker evicts its own connections, not the only one of a slow client elsewhere. Every operation takes constant
@@ -64,30 +69,30 @@ class EvictionQueue:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[asyncio.Transport, tuple[str, WaitReason]] = {}
+        self._entries: dict[asyncio.Transport, tuple[str, ReceivePhase]] = {}
         self._queues: dict[str, list[OrderedDict[asyncio.Transport, None]]] = {}
-        """By address, then by reason."""
+        """By address, then by phase."""
         self._addresses: defaultdict[int, OrderedDict[str, None]] = defaultdict(OrderedDict)
         """By number of connections."""
         self._most = 0
         """Connections of the address that has the most."""
 
-    def put(self, transport: asyncio.Transport, address: str, reason: WaitReason) -> None:
-        """Adds a connection, or changes its reason; does nothing if it already waits for `reason`."""
-        if self._entries.get(transport) == (address, reason):
+    def put(self, transport: asyncio.Transport, address: str, phase: ReceivePhase) -> None:
+        """Adds a connection, or changes its phase; does nothing if it is already in `phase`."""
+        if self._entries.get(transport) == (address, phase):
             return
         self.remove(transport)
-        self._entries[transport] = address, reason
+        self._entries[transport] = address, phase
         if address not in self._queues:
-            self._queues[address] = [OrderedDict() for _ in WaitReason]
-        self._queues[address][reason][transport] = None
+            self._queues[address] = [OrderedDict() for _ in ReceivePhase]
+        self._queues[address][phase][transport] = None
         self._count(address, 1)
 
     def remove(self, transport: asyncio.Transport) -> None:
         """Removes a connection, if it is queued."""
         if entry := self._entries.pop(transport, None):
-            address, reason = entry
-            del self._queues[address][reason][transport]
+            address, phase = entry
+            del self._queues[address][phase][transport]
             self._count(address, -1)
 
     def next_victim(self) -> asyncio.Transport | None:
@@ -174,7 +179,7 @@ class ConnectionLimits:
             return False
         self._open[transport] = address
         self._by_address[address] += 1
-        self.mark_idle(transport, WaitReason.FIRST_BYTE)
+        self.mark_idle(transport, ReceivePhase.NEW)
         return True
 
     def unregister(self, transport: asyncio.Transport) -> None:
@@ -188,10 +193,10 @@ class ConnectionLimits:
         if not self._by_address[address]:
             del self._by_address[address]
 
-    def mark_idle(self, transport: asyncio.Transport, reason: WaitReason) -> None:
+    def mark_idle(self, transport: asyncio.Transport, phase: ReceivePhase) -> None:
         """Marks a connection without an active request as evictable."""
         if transport in self._open:
-            self._evictable.put(transport, self._open[transport], reason)
+            self._evictable.put(transport, self._open[transport], phase)
 
     def mark_active(self, transport: asyncio.Transport) -> None:
         """Marks a connection as active: it has a request."""
@@ -219,12 +224,12 @@ def ensure_file_limit(requested: int) -> int:
     Raises ValueError if the limit is too low for the service to start.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return requested
     needed = max(_MIN_FILES, requested + _RESERVE_SIZE + _RESERVED_FILES)
-    if soft != resource.RLIM_INFINITY and soft < needed:
+    if soft < needed:
         soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         if soft < _MIN_FILES:
             raise ValueError(f"the limit of open files is {soft}: raise ulimit -n to at least {_MIN_FILES}")
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return (
-        requested if soft == resource.RLIM_INFINITY else max(1, min(requested, soft - _RESERVE_SIZE - _RESERVED_FILES))
-    )
+    return max(1, min(requested, soft - _RESERVE_SIZE - _RESERVED_FILES))

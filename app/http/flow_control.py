@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import fcntl
 import math
 import socket
@@ -15,25 +14,15 @@ from typing import Any
 from uvicorn.protocols.http.flow_control import FlowControl
 
 from app.common.event_loop import LazyTimer
-from app.http.connection_limits import HttpLimits
+from app.http.connection_limits import HttpLimits, ReceivePhase
 from app.http.errors import ApiError
-
-
-class ReceivePhase(enum.Enum):
-    """DONE --first byte of a request--> HEAD --all headers--> BODY --all of it--> DONE."""
-
-    HEAD = enum.auto()
-    BODY = enum.auto()
-    DONE = enum.auto()
-    LINGER = enum.auto()
-    """Input is discarded: the connection is about to close."""
 
 
 class RequestLimits:
     """Size limits of one connection. Each method that records input raises ApiError if it exceeds a limit."""
 
     def __init__(self, limits: HttpLimits) -> None:
-        self.phase = ReceivePhase.DONE
+        self.phase = ReceivePhase.NEW
         self._limits = limits
         self._n_headers = 0
         self._header_bytes = 0

@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection, Iterable
 
 from fastapi import Request
+from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -98,11 +99,10 @@ class CorsMiddleware(CORSMiddleware):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "OPTIONS":
-            headers = dict(scope["headers"])
-            if b"access-control-request-method" in headers:
-                origin = headers.get(b"origin", b"").decode("latin-1")
-                if not self.is_allowed_origin(origin):
-                    error = ApiError(403, "this origin is not allowed: start the service with --allow-origin")
-                    await respond(Request(scope), error)(scope, receive, send)
-                    return
+            headers = Headers(scope=scope)
+            is_preflight = "access-control-request-method" in headers
+            if is_preflight and not self.is_allowed_origin(headers.get("origin", "")):
+                error = ApiError(403, "this origin is not allowed: start the service with --allow-origin")
+                await respond(Request(scope), error)(scope, receive, send)
+                return
         await super().__call__(scope, receive, send)

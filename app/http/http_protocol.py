@@ -28,10 +28,10 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from app.http.connection_limits import ConnectionLimits, WaitReason
+from app.http.connection_limits import ConnectionLimits, ReceivePhase
 from app.http.early_errors import RejectConnection, response_bytes
 from app.http.errors import ApiError
-from app.http.flow_control import ConnectionFlowControl, ConnectionTimeouts, ReceivePhase, RequestLimits
+from app.http.flow_control import ConnectionFlowControl, ConnectionTimeouts, RequestLimits
 from app.http.host_filter import TARGET_HOST_KEY
 
 UVICORN_INTERNALS = {
@@ -167,14 +167,13 @@ class HttpProtocol(HttpToolsProtocol):
         """Parses `data` within the limits."""
         if self._request_limits.phase is ReceivePhase.LINGER:
             return
-        if self._request_limits.phase is ReceivePhase.DONE:
-            self._begin_request()
+        self._begin_request()
         try:
             self._request_limits.before_parsing(len(data))
             self._parse(data)
             self._request_limits.after_parsing()
             if self._request_limits.phase is ReceivePhase.HEAD and not self._is_busy:
-                self._connections.mark_idle(self.transport, WaitReason.HEADERS)
+                self._connections.mark_idle(self.transport, ReceivePhase.HEAD)
         except httptools.HttpParserError as error:
             cause = error.__context__  # an error that a callback of this class raised in the parser
             self._reject(
@@ -191,8 +190,7 @@ class HttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Start of a request, which may be pipelined in the same packet as the previous one."""
         super().on_message_begin()
-        if self._request_limits.phase is ReceivePhase.DONE:
-            self._begin_request()
+        self._begin_request()
         self._request_limits.begin_headers()
 
     def on_url(self, url: bytes) -> None:
@@ -259,7 +257,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Server shutdown: closes an idle connection now, a busy or new one after its response."""
         if self._is_busy:
             self.cycle.keep_alive = False
-        elif self._running and self._request_limits.phase is ReceivePhase.DONE:
+        elif self._request_limits.phase is ReceivePhase.DONE:
             self.transport.close()
 
     def abort(self) -> None:
@@ -307,8 +305,11 @@ class HttpProtocol(HttpToolsProtocol):
         is_repeating = False
 
     def _begin_request(self) -> None:
-        self._request_limits.phase = ReceivePhase.HEAD
-        if self._running:  # the deadline of the first request counts from the connection's start
+        """Called at the first byte of a request, and again once the parser has seen it."""
+        phase = self._request_limits.phase
+        if phase in (ReceivePhase.NEW, ReceivePhase.DONE):
+            self._request_limits.phase = ReceivePhase.HEAD
+        if phase is ReceivePhase.DONE:  # the deadline of the first request counts from the connection's start
             self._update_deadline()
 
     def _update_deadline(self) -> None:
@@ -319,12 +320,10 @@ class HttpProtocol(HttpToolsProtocol):
             self._timeouts.set_deadline(self._limits.linger_seconds if has_responded else self._limits.body_seconds)
         elif self._is_busy:
             self._timeouts.set_deadline(max(0.0, self._response_deadline - time.monotonic()))
-        elif self._request_limits.phase is ReceivePhase.HEAD:
-            self._connections.mark_idle(self.transport, WaitReason.HEADERS)
-            self._timeouts.set_deadline(self._limits.head_seconds)
-        elif self._request_limits.phase is ReceivePhase.DONE:
-            self._connections.mark_idle(self.transport, WaitReason.NEXT_REQUEST)
-            self._timeouts.set_deadline(self._limits.idle_seconds)
+        elif (phase := self._request_limits.phase) in (ReceivePhase.HEAD, ReceivePhase.DONE):
+            self._connections.mark_idle(self.transport, phase)
+            is_head = phase is ReceivePhase.HEAD
+            self._timeouts.set_deadline(self._limits.head_seconds if is_head else self._limits.idle_seconds)
 
     def _cut(self, reason: str = "write_stalled") -> None:
         self._connections.cut_by_reason[reason] += 1
@@ -337,7 +336,7 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.abort()
         elif self._is_busy and not self._is_receiving_body:
             self._cut("answer_timeout")
-        elif phase is ReceivePhase.DONE:
+        elif phase in (ReceivePhase.NEW, ReceivePhase.DONE):
             self.transport.close()  # the client has not sent a request, or none after the last one
         else:
             part = "headers" if phase is ReceivePhase.HEAD else "body"
@@ -370,7 +369,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _linger(self) -> None:
         """Discards input for a moment, then closes the connection."""
         self._request_limits.phase = ReceivePhase.LINGER
-        self._connections.mark_idle(self.transport, WaitReason.CLIENT_CLOSE)
+        self._connections.mark_idle(self.transport, ReceivePhase.LINGER)
         self.flow.unblock_reading()
         self.transport.write_eof()
         self._timeouts.set_deadline(self._limits.linger_seconds)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 import time
 from collections import Counter
 
-from app.http.connection_limits import ConnectionLimits, EvictionQueue, HttpLimits, WaitReason
+from app.http.connection_limits import ConnectionLimits, EvictionQueue, ReceivePhase
+from tests.support.http.framing_harness import LIMITS
 
 
 class _Transport(asyncio.Transport):
@@ -20,15 +22,13 @@ class _Transport(asyncio.Transport):
 
 
 def _connections(most: int, of_one: int) -> ConnectionLimits:
-    numbers = {"header_bytes": 1, "headers": 1, "url_bytes": 1}
-    seconds = dict.fromkeys(("head_seconds", "body_seconds", "write_seconds", "idle_seconds", "response_seconds"), 1.0)
-    return ConnectionLimits(HttpLimits(connections=most, per_address=of_one, **numbers, **seconds))
+    return ConnectionLimits(dataclasses.replace(LIMITS, connections=most, per_address=of_one))
 
 
 def test_the_idle_go_before_the_silent_and_those_before_half_a_head() -> None:
     connections = _connections(5, 5)
-    waits = [WaitReason.HEADERS, WaitReason.FIRST_BYTE, WaitReason.FIRST_BYTE]
-    waits += [WaitReason.CLIENT_CLOSE, WaitReason.NEXT_REQUEST]
+    waits = [ReceivePhase.HEAD, ReceivePhase.NEW, ReceivePhase.NEW]
+    waits += [ReceivePhase.LINGER, ReceivePhase.DONE]
     clients = [_Transport() for _ in waits]
     for client, wait in zip(clients, waits, strict=True):
         assert connections.register(client, "a")
@@ -48,9 +48,9 @@ def test_the_idle_go_before_the_silent_and_those_before_half_a_head() -> None:
 def test_the_address_with_the_most_gives_one_up() -> None:
     queue = EvictionQueue()
     slow, *many = (_Transport() for _ in range(4))
-    queue.put(slow, "slow", WaitReason.NEXT_REQUEST)
+    queue.put(slow, "slow", ReceivePhase.DONE)
     for client in many:
-        queue.put(client, "many", WaitReason.HEADERS)
+        queue.put(client, "many", ReceivePhase.HEAD)
     assert queue.next_victim() is many[0]
     queue.remove(many[0])
     queue.remove(many[1])
@@ -60,12 +60,12 @@ def test_the_address_with_the_most_gives_one_up() -> None:
 def test_twenty_thousand_random_steps_against_a_plain_list() -> None:
     rng = random.Random(7)
     queue = EvictionQueue()
-    plain: dict[asyncio.Transport, tuple[WaitReason, int]] = {}
+    plain: dict[asyncio.Transport, tuple[ReceivePhase, int]] = {}
     clients: dict[asyncio.Transport, str] = {_Transport(): rng.choice("aaaabbcdefg") for _ in range(60)}
     for step in range(20_000):
         client = rng.choice([*clients])
         if rng.random() < 0.6:
-            wait = rng.choice([*WaitReason])
+            wait = rng.choice([*ReceivePhase])
             queue.put(client, clients[client], wait)
             if client not in plain or plain[client][0] is not wait:
                 plain[client] = wait, step
