@@ -46,6 +46,7 @@ UVICORN_INTERNALS = {
     "uvicorn.protocols.http.flow_control.FlowControl": (
         "_transport pause_reading pause_writing resume_reading resume_writing write_paused"
     ),
+    "uvicorn.config.Config": "app get_loop_factory",
     "uvicorn.server.Server": (
         "capture_signals config lifespan server_state servers should_exit shutdown started startup"
     ),
@@ -54,6 +55,7 @@ UVICORN_INTERNALS = {
 }
 """What app/http and app/server.py override, call or read of uvicorn's and httptools' undocumented code, by class.
 
+app/common/event_loop.py uses get_loop_factory(), and app/http also HIGH_WATER_LIMIT and STATUS_LINE.
 tests/http/test_uvicorn_internals.py fails where this list is incomplete, or where a release changes a file of it.
 """
 _VERSIONS = ("1.1", "1.0")
