@@ -16,6 +16,7 @@ from app.api.resume_store import ResumeStore
 from app.http.auth import tenant_of
 from app.http.errors import ApiError, from_validation
 from app.http.request_body import read_json_body
+from app.http.response_model import ResponseModel, json_schema
 from app.http.sse import until_disconnect
 from app.serving.service import Service
 from app.tokenization.text_encoder import TokenizerPool
@@ -102,10 +103,13 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, _T]) -> _T
     return result
 
 
-def body_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """A route's openapi_extra for the body that read_body() parses."""
-    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+def body_schema(body: type[BaseModel], chunk: type[ResponseModel] | None = None) -> dict[str, Any]:
+    """A route's openapi_extra for the body that read_body() parses, and for the data-only frames of its stream."""
+    described = {"requestBody": {"required": True, "content": {"application/json": {"schema": json_schema(body)}}}}
+    if chunk is None:
+        return described
+    content = {"text/event-stream": {"schema": json_schema(chunk)}}
+    return {**described, "responses": {"200": {"content": content}}}
 
 
 def version_header(weights_version: str) -> dict[str, str]:

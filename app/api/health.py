@@ -2,54 +2,58 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import BaseModel, Field
-from starlette.responses import JSONResponse, Response
+from pydantic import Field
+from starlette.responses import Response
 
 from app.api.dependencies import MetricsDep, ServiceDep, check_model
 from app.api.metrics import CONTENT_TYPE
 from app.api.openapi import declared
+from app.api.schemas import ContextLength, VocabularySize, WeightsVersion
 from app.common.errors import NotReady
 from app.http.auth import public
 from app.http.errors import ApiError
+from app.http.response_model import ResponseModel, json_response
 from app.serving.service import Service
 
 
-class Model(BaseModel):
+class Model(ResponseModel):
     """The model that is served."""
 
-    id: str = Field(description="Name of the model: that of the weights directory.")
-    object: Literal["model"] = Field(description="Type of the object.")
-    created: int = Field(description="When the service started, as a Unix time.")
-    owned_by: str = Field(description="Always inkstream.")
-    max_model_len: int = Field(description="Context length in tokens, prompt and completion together.")
-    n_params: int = Field(description="Number of parameters.")
-    n_vocab: int = Field(description="Size of the vocabulary: all token ids are below it.")
-    has_encoder: bool = Field(description="Whether the model has an encoder, which reads `source`.")
-    dtype: str = Field(description="Number format of weights and cache.")
-    device: str = Field(description="Device that the model runs on.")
-    numerics: str = Field(description="Backend (torch or native kernels) and number format.")
-    weights_version: str = Field(description="SHA-256 of the weights.")
-    sampling_defaults: dict[str, float] = Field(
-        description="Defaults of POST /complete for fields that a request leaves out."
-    )
+    id: Annotated[str, Field(description="Name of the model: that of the weights directory.")]
+    object: Annotated[Literal["model"], Field(description="Type of the object.")]
+    created: Annotated[int, Field(description="When the service started, as a Unix time.")]
+    owned_by: Annotated[str, Field(description="Always inkstream.")]
+    max_model_len: ContextLength
+    n_params: Annotated[int, Field(description="Number of parameters.")]
+    n_vocab: VocabularySize
+    has_encoder: Annotated[bool, Field(description="Whether the model has an encoder, which reads `source`.")]
+    dtype: Annotated[str, Field(description="Number format of weights and cache.")]
+    device: Annotated[str, Field(description="Device that the model runs on.")]
+    numerics: Annotated[str, Field(description="Backend (torch or native kernels) and number format.")]
+    weights_version: WeightsVersion
+    sampling_defaults: Annotated[
+        dict[str, float], Field(description="Defaults of POST /complete for fields that a request leaves out.")
+    ]
 
 
-class ModelList(BaseModel):
+class ModelList(ResponseModel):
     """Response of GET /v1/models."""
 
-    object: Literal["list"] = Field(description="Type of the object.")
-    data: list[Model] = Field(description="The model.")
+    object: Annotated[Literal["list"], Field(description="Type of the object.")]
+    data: Annotated[list[Model], Field(description="The model.")]
 
 
-class Health(BaseModel):
+class Health(ResponseModel):
     """Response of GET /health."""
 
-    status: str = Field(description="live, ready or not ready.")
-    phase: str | None = Field(None, description="Current phase of the service.")
-    reason: str | None = Field(None, description="Why the service is not ready, if all recent requests failed.")
+    status: Annotated[str, Field(description="live, ready or not ready.")]
+    phase: Annotated[str | None, Field(description="Current phase of the service.")] = None
+    reason: Annotated[str | None, Field(description="Why the service is not ready, if all recent requests failed.")] = (
+        None
+    )
 
 
 _NOT_READY: dict[int | str, dict[str, Any]] = {
@@ -60,11 +64,11 @@ router = APIRouter(tags=["operations"])
 
 
 @router.head("/health/live", include_in_schema=False)
-@router.get("/health/live", response_model=Health, response_model_exclude_none=True)
+@router.get("/health/live", response_model=Health)
 @public
-async def live() -> dict[str, str]:
+async def live() -> Response:
     """200 as long as the process responds."""
-    return {"status": "live"}
+    return json_response(Health("live"))
 
 
 @router.head("/health", include_in_schema=False)
@@ -72,17 +76,15 @@ async def live() -> dict[str, str]:
 @router.get("/health", name="health", response_model=Health, responses=_NOT_READY)
 @router.get("/health/ready", response_model=Health, responses=_NOT_READY)
 @public
-async def ready(service: ServiceDep) -> JSONResponse:
+async def ready(service: ServiceDep) -> Response:
     """200 when the service accepts completions; 503 during startup, while draining, and while all requests fail."""
     try:
         service.require_ready()
     except NotReady as error:
-        headers = {"Retry-After": str(error.retry_after)}
-        return JSONResponse({"status": "not ready", "phase": service.phase}, status_code=503, headers=headers)
+        return json_response(Health("not ready", service.phase), 503, {"Retry-After": str(error.retry_after)})
     if problem := service.failures.problem:
-        content = {"status": "not ready", "phase": "failing", "reason": problem}
-        return JSONResponse(content, status_code=503, headers={"Retry-After": "2"})
-    return JSONResponse({"status": "ready", "phase": "ready"})
+        return json_response(Health("not ready", "failing", problem), 503, {"Retry-After": "2"})
+    return json_response(Health("ready", "ready"))
 
 
 @router.get("/metrics", response_class=Response, responses={**_METRICS, **declared(401)})
@@ -98,36 +100,36 @@ async def metrics_head() -> Response:
 
 
 @router.get("/v1/models", response_model=ModelList, responses=declared(401, 503))
-async def models(service: ServiceDep) -> dict[str, Any]:
+async def models(service: ServiceDep) -> Response:
     """The served model."""
-    return {"object": "list", "data": [_facts(service)]}
+    return json_response(ModelList("list", [_model(service)]))
 
 
 @router.get("/v1/models/{model_id:path}", response_model=Model, responses=declared(401, 404, 503))
-async def model(model_id: str, service: ServiceDep) -> dict[str, Any]:
+async def model(model_id: str, service: ServiceDep) -> Response:
     """Information about one model."""
     if not model_id:
         raise ApiError(
             404, "the model name is missing: GET /v1/models returns it", param="model", code="model_not_found"
         )
     check_model(model_id, service)
-    return _facts(service)
+    return json_response(_model(service))
 
 
-def _facts(service: Service) -> dict[str, Any]:
+def _model(service: Service) -> Model:
     ready, _ = service.require_ready()
-    return {
-        "id": service.model_name,
-        "object": "model",
-        "created": service.created,
-        "owned_by": "inkstream",
-        "max_model_len": ready.context,
-        "n_params": ready.n_params,
-        "n_vocab": ready.vocab_size,
-        "has_encoder": ready.has_encoder,
-        "dtype": ready.dtype,
-        "device": ready.device,
-        "numerics": ready.numerics,
-        "weights_version": ready.weights_version,
-        "sampling_defaults": ready.sampling_defaults,
-    }
+    return Model(
+        id=service.model_name,
+        object="model",
+        created=service.created,
+        owned_by="inkstream",
+        max_model_len=ready.context,
+        n_params=ready.n_params,
+        n_vocab=ready.vocab_size,
+        has_encoder=ready.has_encoder,
+        dtype=ready.dtype,
+        device=ready.device,
+        numerics=ready.numerics,
+        weights_version=ready.weights_version,
+        sampling_defaults=dict(ready.sampling_defaults),
+    )

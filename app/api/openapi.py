@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import FastAPI
-from pydantic.json_schema import models_json_schema
 
 from app.api.dependencies import WEIGHTS_VERSION_HEADER
-from app.api.schemas import EVENTS, ErrorResponse
+from app.api.schemas import EVENTS
+from app.http.errors import ErrorResponse
+from app.http.response_model import SCHEMA_PATH, json_schema
 
 TAGS = [
     {"name": "completion", "description": "Text completion and scoring."},
@@ -39,9 +40,8 @@ _WEIGHTS_VERSION = {
 }
 _KEY = {"type": "http", "scheme": "bearer", "description": "API key, if the service is configured with keys."}
 _RETRY_AFTER = {"description": "Seconds to wait before the next attempt.", "schema": {"type": "integer"}}
-_REF = "#/components/schemas/{model}"
 _CHUNKS = """One JSON object or, where `stream` is true, a stream of frames without names: `data: ` and one line of
-JSON of the same shape, with the new part in `text`; an error as `{"error": ...}`; `data: [DONE]` is the last."""
+JSON with the new part of a choice; an error as `{"error": ...}`; `data: [DONE]` is the last."""
 _STREAM_EXAMPLE = """id: req-1:0
 event: start
 data: {"id": "req-1", "model": "weights", "seed": 7, "prompt_tokens": 4, "cached_tokens": 0, ...}
@@ -89,8 +89,8 @@ def _limit_deadlines(schemas: dict[str, Any], longest_ms: int) -> None:
 
 def _described(document: dict[str, Any]) -> dict[str, Any]:
     schemas = document["components"]["schemas"]
-    _, events = models_json_schema([(model, "serialization") for model in EVENTS.values()], ref_template=_REF)
-    schemas |= events["$defs"]
+    for model in EVENTS.values():
+        _move_schema({"schema": json_schema(model)}, schemas)
     document["components"]["securitySchemes"] = {"key": _KEY}
     document["servers"] = [{"url": "/", "description": "This service."}]
     for path, operations in document["paths"].items():
@@ -98,7 +98,8 @@ def _described(document: dict[str, Any]) -> dict[str, Any]:
             operation["responses"].pop(
                 "422", None
             )  # FastAPI declares 422 for validation errors, but this service sends 400
-            _describe_body(operation, schemas)
+            if "requestBody" in operation:
+                _move_schema(operation["requestBody"]["content"]["application/json"], schemas)
             if "401" in operation["responses"]:
                 operation["security"] = [{"key": []}, {}]  # {}: without a key, if no keys are configured
             for status, response in operation["responses"].items():
@@ -107,31 +108,31 @@ def _described(document: dict[str, Any]) -> dict[str, Any]:
                 operation["responses"]["200"]["headers"] |= _WEIGHTS_VERSION
             if (path == "/complete" and method == "post") or path.endswith("/events"):
                 _describe_stream(operation["responses"]["200"])
-            elif path in ("/v1/completions", "/v1/chat/completions"):
-                _describe_chunks(operation["responses"]["200"])
+            elif chunks := operation["responses"]["200"].get("content", {}).get("text/event-stream"):
+                operation["responses"]["200"]["description"] = _CHUNKS
+                _describe_chunks(chunks, schemas)
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
     document["components"]["schemas"] = dict(sorted(schemas.items()))
     return document
 
 
-def _describe_body(operation: dict[str, Any], schemas: dict[str, Any]) -> None:
-    """Moves the inline schema of a body that read_body() parses into the named components."""
-    if "requestBody" not in operation:
-        return
-    content = operation["requestBody"]["content"]["application/json"]
+def _move_schema(content: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
+    """Moves an inline schema of dependencies.body_schema() into the named components; returns the reference to it."""
     schema = content["schema"]
     if "title" in schema:
         schemas |= schema.pop("$defs", {})
         schemas[schema["title"]] = schema
-        content["schema"] = {"$ref": _REF.format(model=schema["title"])}
+        content["schema"] = {"$ref": SCHEMA_PATH.format(model=schema["title"])}
+    reference: dict[str, Any] = content["schema"]
+    return reference
 
 
 def _describe_response(status: int, response: dict[str, Any]) -> None:
     if status in _ERRORS and "schema" in response.get("content", {}).get("application/json", {}):
         schema = response["content"]["application/json"]["schema"]
         if schema.get("$ref", "").endswith("/HTTPValidationError"):
-            schema["$ref"] = _REF.format(model="ErrorResponse")
+            schema["$ref"] = SCHEMA_PATH.format(model="ErrorResponse")
         if schema.get("$ref", "").endswith("/ErrorResponse"):
             response["description"] = _ERRORS[status]
     response["headers"] = dict(_HEADERS)
@@ -153,22 +154,20 @@ def _describe_stream(response: dict[str, Any]) -> None:
         ]
     )
     events = [
-        _event(_REF.format(model=model.__name__), {"id": {"type": "string"}, "event": {"const": name}})
+        _event({"$ref": SCHEMA_PATH.format(model=model.__name__)}, {"id": {"type": "string"}, "event": {"const": name}})
         for name, model in EVENTS.items()
     ]
     content["text/event-stream"] = {"schema": {"anyOf": events}, "example": _STREAM_EXAMPLE}
 
 
-def _describe_chunks(response: dict[str, Any]) -> None:
-    response["description"] = _CHUNKS
-    shape = response["content"]["application/json"]["schema"]["$ref"]
-    error = _REF.format(model=ErrorResponse.__name__)
+def _describe_chunks(content: dict[str, Any], schemas: dict[str, Any]) -> None:
+    chunk = _move_schema(content, schemas)
     done = {"type": "object", "properties": {"data": {"const": "[DONE]"}}, "required": ["data"]}
-    frames = [_event(shape, {}), _event(error, {}), done]
-    response["content"]["text/event-stream"] = {"schema": {"anyOf": frames}}
+    error = {"$ref": SCHEMA_PATH.format(model=ErrorResponse.__name__)}
+    content["schema"] = {"anyOf": [_event(chunk, {}), _event(error, {}), done]}
 
 
-def _event(shape: str, others: dict[str, Any]) -> dict[str, Any]:
+def _event(data_schema: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
     """The schema of one event, its data a JSON string: OpenAPI 3.1 cannot describe an event stream."""
-    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"$ref": shape}}
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": data_schema}
     return {"type": "object", "properties": {**others, "data": data}, "required": [*others, "data"]}

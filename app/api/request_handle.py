@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from app.access.rate_limiter import Tenant
 from app.access.tenant_queue import WorkAccount
 from app.api.dependencies import version_header
 from app.api.metrics import Metrics
+from app.api.schemas import Timings
 from app.common.errors import (
     EngineError,
     EngineFailed,
@@ -34,6 +35,7 @@ from app.http import sse
 from app.http.access_record import record_of
 from app.http.errors import ApiError, from_engine
 from app.http.json_stream import JsonStream
+from app.http.response_model import ResponseModel
 from app.serving.model_instance import ModelInstance
 from app.serving.service import Admitted, Service
 
@@ -170,11 +172,11 @@ class RequestHandle:
         _log.error("request %s failed in mid-stream", self.name, exc_info=error)
         return ApiError(500, "internal error; look up the request id in the server's log")
 
-    async def respond(self, work: Coroutine[Any, Any, Mapping[str, Any]], request: Request) -> Response:
+    async def respond(self, work: Coroutine[Any, Any, ResponseModel], request: Request) -> Response:
         """Responds with the result of `work`; the rate limit reservation ends when the client has the last byte."""
         try:
             content = await sse.until_disconnect(work, request.receive)
-            if not content:  # the client has disconnected
+            if content is None:  # the client has disconnected
                 self.close()
                 return Response(status_code=499)
             fault("api.answer", content)
@@ -238,14 +240,14 @@ class RequestHandle:
 
     def log_fields(self) -> dict[str, Any]:
         """Fields for the log line."""
-        session, timings = self.session, self.session.timings()
+        session, timings = self.session, Timings.of(self.session)
         return {
             "outcome": self._outcome or "disconnected",
             "prompt_tokens": session.prompt_tokens,
             "cached_tokens": session.cached_tokens,
             "completion_tokens": session.n_tokens,
-            "queue_ms": None if session.times.started is None else timings["queue_ms"],
-            "first_token_ms": None if session.times.first_token is None else timings["first_token_ms"],
+            "queue_ms": None if session.times.started is None else timings.queue_ms,
+            "first_token_ms": None if session.times.first_token is None else timings.first_token_ms,
         }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 from typing import Annotated, Any
 
 from pydantic import (
@@ -19,8 +18,10 @@ from pydantic import (
 )
 
 from app import VERSION
-from app.generation.request import Finished, GenerationRequest, Prompt, TokenDetail, TokenTable, prompt_list
-from app.http.json_stream import LazyArray
+from app.generation.request import GenerationRequest, Prompt, TokenDetail, TokenTable, prompt_list
+from app.generation.session import GenerationSession
+from app.http.errors import ErrorResponse
+from app.http.response_model import LazyArray, ResponseModel
 from app.serving.service import Admitted
 from model.tokenizer.tokenizer import Tokenizer
 
@@ -202,152 +203,195 @@ class CompletionFields(SamplingFields):
         return super().to_generation_request(prompt, max_tokens=max_tokens, **own, **others)
 
 
-class TopToken(BaseModel):
+# Annotations of fields that several responses have.
+Echo = Annotated[str | None, Field(description="Echo of the request's field.")]
+IsTruncated = Annotated[bool | None, Field(description="True if truncate_prompt_tokens shortened a prompt.")]
+ModelName = Annotated[str, Field(description="Name of the model.")]
+WeightsVersion = Annotated[str, Field(description="SHA-256 of the weights.")]
+ContextLength = Annotated[int, Field(description="Context length in tokens, prompt and completion together.")]
+VocabularySize = Annotated[int, Field(description="Size of the vocabulary: all token ids are below it.")]
+EffectiveSettings = Annotated[
+    dict[str, Any], Field(description="Effective settings, under the names of the request's fields.")
+]
+CachedTokenCount = Annotated[int, Field(description="Prompt tokens whose keys and values were in the prefix cache.")]
+ChoiceIndex = Annotated[int, Field(description="Index of the prompt times n, plus the index of the continuation.")]
+StopReason = Annotated[
+    str | int | None, Field(description="The stop string or stop token that ended the text, if any.")
+]
+
+
+class TopToken(ResponseModel):
     """A candidate token at one position of the text."""
 
-    id: int = Field(description="Token id.")
-    text: str = Field(description="The bytes decoded as UTF-8; incomplete characters become U+FFFD.")
-    bytes: list[int] = Field(description="Exact bytes of the token; empty for a special token.")
-    logprob: float | None = Field(description="Log-probability from the raw logits, before temperature and filters.")
+    id: Annotated[int, Field(description="Token id.")]
+    text: Annotated[str, Field(description="The bytes decoded as UTF-8; incomplete characters become U+FFFD.")]
+    bytes: Annotated[list[int], Field(description="Exact bytes of the token; empty for a special token.")]
+    logprob: Annotated[
+        float | None, Field(description="Log-probability from the raw logits, before temperature and filters.")
+    ]
 
 
 class Token(TopToken):
     """A token of the text and its alternatives."""
 
-    top: list[TopToken] = Field(description="The most likely tokens at this position, as many as requested.")
+    top: Annotated[list[TopToken], Field(description="The most likely tokens at this position, as many as requested.")]
 
 
-class Choice(BaseModel):
+class ChoiceEnd(ResponseModel):
+    """How a choice ended."""
+
+    index: Annotated[int, Field(description="Index of the choice.")]
+    finish_reason: Annotated[str, Field(description="stop, length, timeout or cancelled.")]
+    stop_reason: StopReason
+
+
+class Choice(ChoiceEnd):
     """One continuation."""
 
-    index: int = Field(description="Index of the prompt times n, plus the index of the continuation.")
-    text: str = Field(description="The generated text; with echo, after the prompt.")
-    finish_reason: str = Field(description="stop, length, timeout or cancelled.")
-    stop_reason: str | int | None = Field(description="The stop string or stop token that ended the text, if any.")
-    tokens: list[Token] | None = Field(description="The tokens of the text, if logprobs was requested.")
+    index: ChoiceIndex
+    text: Annotated[str, Field(description="The generated text; with echo, after the prompt.")]
+    tokens: Annotated[LazyArray[Token] | None, Field(description="The tokens of the text, if logprobs was requested.")]
 
 
-class CachedTokens(BaseModel):
+class CachedTokens(ResponseModel):
     """Details of the prompt tokens."""
 
-    cached_tokens: int = Field(description="Prompt tokens whose keys and values were in the prefix cache.")
+    cached_tokens: CachedTokenCount
 
 
-class Usage(BaseModel):
+class Usage(ResponseModel):
     """Token counts of the engine."""
 
-    prompt_tokens: int = Field(description="Number of prompt tokens.")
-    completion_tokens: int = Field(
-        description="Number of generated tokens, including end-of-text tokens and stops that were cut from the text."
-    )
-    total_tokens: int = Field(description="Sum of both.")
+    prompt_tokens: Annotated[int, Field(description="Number of prompt tokens.")]
+    completion_tokens: Annotated[
+        int,
+        Field(
+            description="Number of generated tokens, including end-of-text tokens and stops that were cut "
+            "from the text."
+        ),
+    ]
+    total_tokens: Annotated[int, Field(description="Sum of both.")]
     prompt_tokens_details: CachedTokens
 
+    @classmethod
+    def of(cls, session: GenerationSession) -> Usage:
+        """The usage so far."""
+        n_prompt, n_tokens = session.prompt_tokens, session.n_tokens
+        return cls(n_prompt, n_tokens, n_prompt + n_tokens, CachedTokens(session.cached_tokens))
 
-class Timings(BaseModel):
+
+class Timings(ResponseModel):
     """Milliseconds, and tokens per second while decoding."""
 
-    queue_ms: float = Field(description="From the request to its first step.")
-    prefill_ms: float = Field(description="From its first step to its first token.")
-    first_token_ms: float = Field(description="From the request to its first token.")
-    decode_ms: float = Field(description="From its first token to its last.")
-    tokens_per_second: float = Field(description="While decoding.")
+    queue_ms: Annotated[float, Field(description="From the request to its first step.")]
+    prefill_ms: Annotated[float, Field(description="From its first step to its first token.")]
+    first_token_ms: Annotated[float, Field(description="From the request to its first token.")]
+    decode_ms: Annotated[float, Field(description="From its first token to its last.")]
+    tokens_per_second: Annotated[float, Field(description="While decoding.")]
+
+    @classmethod
+    def of(cls, session: GenerationSession) -> Timings:
+        """The timings so far; tokens per second are those of all choices, and 0 before two tokens."""
+        times = session.times
+        started = times.started or times.submitted
+        first = times.first_token or started
+        decode = (times.last_token or first) - first - times.paused_seconds
+        later = session.n_tokens - sum(choice.n_tokens > 0 for choice in session.choices)
+        return cls(
+            queue_ms=round((started - times.submitted) * 1e3, 3),
+            prefill_ms=round(max(0.0, first - started) * 1e3, 3),
+            first_token_ms=round((first - times.submitted) * 1e3, 3),
+            decode_ms=round(decode * 1e3, 3),
+            tokens_per_second=round(later / decode, 2) if decode > 0 else 0.0,
+        )
 
 
-class Receipt(BaseModel):
+class Receipt(ResponseModel, kw_only=True):
     """Everything that determines the text besides the prompt; reproduces it on the same hardware and build."""
 
-    weights_version: str = Field(description="SHA-256 of the weights.")
-    seed: int = Field(description="Seed of the random numbers.")
-    settings: dict[str, Any] = Field(description="Effective settings, under the names of the request's fields.")
-    prompt_sha256: str | list[str] = Field(description="SHA-256 of the prompt; a list if there were several.")
-    source_sha256: str | None = Field(None, description="SHA-256 of the source.")
-    suffix_sha256: str | None = Field(None, description="SHA-256 of the suffix.")
-    numerics: str = Field(description="What computed (torch or native kernels), and in which number format.")
-    version: str = Field(description="Version of inkstream.")
+    weights_version: WeightsVersion
+    seed: Annotated[int, Field(description="Seed of the random numbers.")]
+    settings: EffectiveSettings
+    prompt_sha256: Annotated[str | list[str], Field(description="SHA-256 of the prompt; a list if there were several.")]
+    source_sha256: Annotated[str | None, Field(description="SHA-256 of the source.")] = None
+    suffix_sha256: Annotated[str | None, Field(description="SHA-256 of the suffix.")] = None
+    numerics: Annotated[str, Field(description="What computed (torch or native kernels), and in which number format.")]
+    version: Annotated[str, Field(description="Version of inkstream.")]
+
+    @classmethod
+    def of(cls, admitted: Admitted) -> Receipt:
+        """The receipt: `settings` and `seed`, sent again with the prompt, reproduce the text."""
+        request = admitted.request
+        prompts = [prompt_sha256(prompt) for prompt in request.prompts]
+        return cls(
+            weights_version=admitted.weights_version,
+            seed=admitted.params.seed,
+            settings=settings(admitted),
+            prompt_sha256=prompts if request.is_batch else prompts[0],
+            source_sha256=None if request.source is None else prompt_sha256(request.source),
+            suffix_sha256=None if request.suffix is None else prompt_sha256(request.suffix),
+            numerics=admitted.numerics,
+            version=VERSION,
+        )
 
 
-class CompleteResponse(BaseModel):
+class CompleteResponse(ResponseModel):
     """Response of POST /complete with "stream": false."""
 
-    id: str = Field(description="Request id.")
-    model: str = Field(description="Name of the model.")
-    choices: list[Choice] = Field(description="The continuations, by index.")
+    id: Annotated[str, Field(description="Request id.")]
+    model: ModelName
+    choices: Annotated[list[Choice], Field(description="The continuations, by index.")]
     usage: Usage
     timings: Timings
     receipt: Receipt
-    truncated: bool | None = Field(None, description="True if truncate_prompt_tokens shortened a prompt.")
-    user: str | None = Field(None, description="Echo of the request's field.")
-    request_id: str | None = Field(None, description="Echo of the request's field.")
+    user: Echo = None
+    request_id: Echo = None
+    truncated: IsTruncated = None
 
 
-class ErrorBody(BaseModel):
-    """The error object."""
-
-    message: str = Field(description="What was wrong, what is allowed, what to change.")
-    type: str = Field(description="Type of the error.", examples=["invalid_request_error"])
-    param: str | None = Field(description="The field of the request that caused the error.")
-    code: str | None = Field(description="Error code for programs; some errors have none.")
-    request_id: str = Field(description="Request id, which is also in the server's log.")
-    prompt_tokens: int | None = Field(None, description="Number of tokens of a prompt that is too long.")
-    max_model_len: int | None = Field(None, description="Context length in tokens, if a prompt is too long.")
-
-
-class ErrorResponse(BaseModel):
-    """The common format of all errors."""
-
-    error: ErrorBody
-
-
-class Cancellation(BaseModel):
+class Cancellation(ResponseModel):
     """Response of DELETE /complete/{id}."""
 
-    id: str = Field(description="Id of the completion.")
-    cancelled: bool = Field(description="Always true; a completion that has finished gives a 404.")
+    id: Annotated[str, Field(description="Id of the completion.")]
+    cancelled: Annotated[bool, Field(description="Always true; a completion that has finished gives a 404.")]
 
 
-class StartEvent(BaseModel):
+class StartEvent(ResponseModel):
     """`start`: the request has left the queue."""
 
-    id: str = Field(description="Request id; DELETE /complete/{id} cancels the request.")
-    model: str = Field(description="Name of the model.")
-    weights_version: str = Field(description="SHA-256 of the weights.")
-    seed: int = Field(description="Seed of the random numbers; sent again, it gives the same text.")
-    prompt_tokens: int = Field(description="Number of prompt tokens.")
-    cached_tokens: int = Field(description="Prompt tokens whose keys and values were in the prefix cache.")
-    settings: dict[str, Any] = Field(description="Effective settings, under the names of the request's fields.")
-    truncated: bool | None = Field(None, description="True if truncate_prompt_tokens shortened a prompt.")
-    user: str | None = Field(None, description="Echo of the request's field.")
-    request_id: str | None = Field(None, description="Echo of the request's field.")
+    id: Annotated[str, Field(description="Request id; DELETE /complete/{id} cancels the request.")]
+    model: ModelName
+    weights_version: WeightsVersion
+    seed: Annotated[int, Field(description="Seed of the random numbers; sent again, it gives the same text.")]
+    prompt_tokens: Annotated[int, Field(description="Number of prompt tokens.")]
+    cached_tokens: CachedTokenCount
+    settings: EffectiveSettings
+    user: Echo = None
+    request_id: Echo = None
+    truncated: IsTruncated = None
 
 
-class QueueEvent(BaseModel):
+class QueueEvent(ResponseModel):
     """`queue`: the request is still waiting; sent at most once a second."""
 
-    position: int = Field(description="Number of requests ahead of this one.")
-    eta_ms: int = Field(description="Estimated time until the request starts.")
+    position: Annotated[int, Field(description="Number of requests ahead of this one.")]
+    eta_ms: Annotated[int, Field(description="Estimated time until the request starts.")]
 
 
-class TokenEvent(BaseModel):
+class TokenEvent(ResponseModel):
     """`token`: new text. The concatenated texts of a choice are its whole text."""
 
-    index: int = Field(description="Index of the choice.")
-    text: str = Field(description="New text of this choice; may be empty.")
-    tokens: list[Token] | None = Field(None, description="The tokens of this text, if logprobs was requested.")
+    index: Annotated[int, Field(description="Index of the choice.")]
+    text: Annotated[str, Field(description="New text of this choice; may be empty.")]
+    tokens: Annotated[list[Token] | None, Field(description="The tokens of this text, if logprobs was requested.")] = (
+        None
+    )
 
 
-class ChoiceEnd(BaseModel):
-    """How a choice ended."""
-
-    index: int = Field(description="Index of the choice.")
-    finish_reason: str = Field(description="stop, length, timeout or cancelled.")
-    stop_reason: str | int | None = Field(description="The stop string or stop token that ended the text, if any.")
-
-
-class DoneEvent(BaseModel):
+class DoneEvent(ResponseModel):
     """`done`: the last event of a stream that succeeded."""
 
-    choices: list[ChoiceEnd] = Field(description="How each choice ended.")
+    choices: Annotated[list[ChoiceEnd], Field(description="How each choice ended.")]
     usage: Usage
     timings: Timings
     receipt: Receipt
@@ -357,62 +401,32 @@ class ErrorEvent(ErrorResponse):
     """`error`: the last event of a stream that failed."""
 
 
-EVENTS: dict[str, type[BaseModel]] = {
+EVENTS: dict[str, type[ResponseModel]] = {
     "start": StartEvent,
     "queue": QueueEvent,
     "token": TokenEvent,
     "done": DoneEvent,
     "error": ErrorEvent,
 }
-"""Event name -> schema of its data."""
+"""Event name -> its data."""
 
 
-def piece(tokenizer: Tokenizer, token_id: int, logprob: float | None) -> dict[str, Any]:
-    """One token."""
+def top_token(tokenizer: Tokenizer, token_id: int, logprob: float | None) -> TopToken:
+    """One candidate token."""
     data = tokenizer.token_bytes(token_id)
-    return {"id": token_id, "text": data.decode("utf-8", "replace"), "bytes": list(data), "logprob": logprob}
+    return TopToken(token_id, data.decode("utf-8", "replace"), list(data), logprob)
 
 
-def token(tokenizer: Tokenizer, detail: TokenDetail) -> dict[str, Any]:
+def token(tokenizer: Tokenizer, detail: TokenDetail) -> Token:
     """One token, and the most likely ones at its position."""
-    top = [piece(tokenizer, token_id, logprob) for token_id, logprob in detail.top]
-    return piece(tokenizer, detail.id, detail.logprob) | {"top": top}
+    data = tokenizer.token_bytes(detail.id)
+    top = [top_token(tokenizer, token_id, logprob) for token_id, logprob in detail.top]
+    return Token(detail.id, data.decode("utf-8", "replace"), list(data), detail.logprob, top)
 
 
-def tokens(tokenizer: Tokenizer, details: Iterable[TokenDetail]) -> list[dict[str, Any]]:
-    """Tokens in order."""
-    return [token(tokenizer, detail) for detail in details]
-
-
-def token_elements(tokenizer: Tokenizer, details: TokenTable) -> LazyArray:
-    """tokens(), encoded lazily: a response may contain hundreds of thousands of alternatives."""
+def token_array(tokenizer: Tokenizer, details: TokenTable) -> LazyArray[Token]:
+    """Tokens, encoded lazily: a response may contain hundreds of thousands of alternatives."""
     return LazyArray(lambda: ([token(tokenizer, detail)] for detail in details))
-
-
-def echoed_fields(body: object) -> dict[str, str]:
-    """The client's own `user` and `request_id`, if it sent them."""
-    return {name: value for name in ("user", "request_id") if (value := getattr(body, name)) is not None}
-
-
-def choice(finished: Finished) -> dict[str, Any]:
-    """How a choice ended."""
-    return {"index": finished.index, "finish_reason": finished.finish_reason, "stop_reason": finished.stop_reason}
-
-
-def receipt(admitted: Admitted) -> dict[str, Any]:
-    """The receipt: `settings` and `seed`, sent again with the prompt, reproduce the text."""
-    request = admitted.request
-    prompts = [prompt_sha256(prompt) for prompt in request.prompts]
-    hashed_fields = {"source": request.source, "suffix": request.suffix}
-    return {
-        "weights_version": admitted.weights_version,
-        "seed": admitted.params.seed,
-        "settings": settings(admitted),
-        "prompt_sha256": prompts if request.is_batch else prompts[0],
-        **{f"{name}_sha256": prompt_sha256(text) for name, text in hashed_fields.items() if text is not None},
-        "numerics": admitted.numerics,
-        "version": VERSION,
-    }
 
 
 def settings(admitted: Admitted) -> dict[str, Any]:

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from app.api import schemas
 from app.api.dependencies import MetricsDep, ServiceDep, TenantDep, body_schema, read_body
 from app.api.openapi import declared
 from app.api.request_handle import CollectedOutput, RequestHandle
-from app.api.schemas import Name, Prompts, Token, Usage, accept_integral_floats
+from app.api.schemas import (
+    Echo,
+    ModelName,
+    Name,
+    Prompts,
+    Token,
+    Usage,
+    WeightsVersion,
+    accept_integral_floats,
+    token_array,
+)
 from app.generation.request import GenerationRequest, prompt_list
+from app.http.response_model import LazyArray, ResponseModel
 
 router = APIRouter(responses=declared(400, 401, 413, 415, 429, 500, 503, 504))
 
@@ -38,29 +48,32 @@ class ScoreRequest(BaseModel):
     _integers = accept_integral_floats("logprobs", "deadline_ms")
 
 
-class Score(BaseModel):
+class Score(ResponseModel):
     """One text."""
 
-    index: int = Field(description="Index of the prompt.")
-    logprob: float = Field(description="Log-probability of the text after its first token: the sum over its tokens.")
-    n_scored: int = Field(description="Number of tokens in the sum.")
-    perplexity: float | None = Field(description="exp(-logprob / n_scored); null if no token was scored.")
-    bits_per_byte: float | None = Field(description="-logprob / ln 2 / number of bytes of the scored tokens.")
-    tokens: list[Token] = Field(
-        description="The tokens of the text; the first has no logprob, because it has no context."
-    )
+    index: Annotated[int, Field(description="Index of the prompt.")]
+    logprob: Annotated[
+        float, Field(description="Log-probability of the text after its first token: the sum over its tokens.")
+    ]
+    n_scored: Annotated[int, Field(description="Number of tokens in the sum.")]
+    perplexity: Annotated[float | None, Field(description="exp(-logprob / n_scored); null if no token was scored.")]
+    bits_per_byte: Annotated[float | None, Field(description="-logprob / ln 2 / number of bytes of the scored tokens.")]
+    tokens: Annotated[
+        LazyArray[Token],
+        Field(description="The tokens of the text; the first has no logprob, because it has no context."),
+    ]
 
 
-class ScoreResponse(BaseModel):
+class ScoreResponse(ResponseModel):
     """Response of POST /score."""
 
-    id: str = Field(description="Request id.")
-    model: str = Field(description="Name of the model.")
-    weights_version: str = Field(description="SHA-256 of the weights.")
-    scores: list[Score] = Field(description="One score for each prompt.")
+    id: Annotated[str, Field(description="Request id.")]
+    model: ModelName
+    weights_version: WeightsVersion
+    scores: Annotated[list[Score], Field(description="One score for each prompt.")]
     usage: Usage
-    user: str | None = Field(None, description="Echo of the request's field.")
-    request_id: str | None = Field(None, description="Echo of the request's field.")
+    user: Echo = None
+    request_id: Echo = None
 
 
 @router.post("/score", response_model=ScoreResponse, openapi_extra=body_schema(ScoreRequest))
@@ -80,33 +93,34 @@ async def score(request: Request, service: ServiceDep, metrics: MetricsDep, tena
     return await handle.respond(_response(handle, body), request)
 
 
-async def _response(handle: RequestHandle, body: ScoreRequest) -> dict[str, Any]:
+async def _response(handle: RequestHandle, body: ScoreRequest) -> ScoreResponse:
     """The response as one object. Raises EngineError."""
     outputs = await handle.collect()
-    return {
-        "id": handle.name,
-        "model": handle.admitted.instance.model_name,
-        "weights_version": handle.admitted.weights_version,
-        "scores": [_score(handle, index, output) for index, output in enumerate(outputs)],
-        "usage": handle.session.usage(),
-        **schemas.echoed_fields(body),
-    }
+    return ScoreResponse(
+        id=handle.name,
+        model=handle.admitted.instance.model_name,
+        weights_version=handle.admitted.weights_version,
+        scores=[_score(handle, index, output) for index, output in enumerate(outputs)],
+        usage=Usage.of(handle.session),
+        user=body.user,
+        request_id=body.request_id,
+    )
 
 
-def _score(handle: RequestHandle, index: int, output: CollectedOutput) -> dict[str, Any]:
+def _score(handle: RequestHandle, index: int, output: CollectedOutput) -> Score:
     tokenizer = handle.admitted.tokenizer
     pairs = zip(output.tokens.ids, output.tokens.logprobs, strict=True)
     scored = [(token, logprob) for token, logprob in pairs if logprob is not None]
     total = math.fsum(logprob for _, logprob in scored)
     n_bytes = sum(len(tokenizer.token_bytes(token)) for token, _ in scored)
-    return {
-        "index": index,
-        "logprob": total,
-        "n_scored": len(scored),
-        "perplexity": _exp(-total / len(scored)) if scored else None,
-        "bits_per_byte": -total / math.log(2) / n_bytes if n_bytes else None,
-        "tokens": schemas.token_elements(tokenizer, output.tokens),
-    }
+    return Score(
+        index=index,
+        logprob=total,
+        n_scored=len(scored),
+        perplexity=_exp(-total / len(scored)) if scored else None,
+        bits_per_byte=-total / math.log(2) / n_bytes if n_bytes else None,
+        tokens=token_array(tokenizer, output.tokens),
+    )
 
 
 def _exp(exponent: float) -> float | None:

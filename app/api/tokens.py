@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Annotated, TypeVar
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
@@ -24,10 +24,11 @@ from app.api.dependencies import (
     while_connected,
 )
 from app.api.openapi import declared
-from app.api.schemas import TokenIds
+from app.api.schemas import ContextLength, ModelName, TokenIds, VocabularySize
 from app.common.errors import InvalidRequest
 from app.common.event_loop import TimeSlice
-from app.http.json_stream import JsonStream, LazyArray, LazyString
+from app.http.json_stream import JsonStream
+from app.http.response_model import LazyArray, LazyString, ResponseModel, json_response
 from model.tokenizer.tokenizer import Tokenizer
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
@@ -55,62 +56,64 @@ class DetokenizeRequest(BaseModel):
     tokens: TokenIds = Field(description="Token ids below the size of the vocabulary.", examples=[[1, 2, 3]])
 
 
-class Piece(BaseModel):
+class Piece(ResponseModel):
     """A token of a text. The concatenated bytes of all pieces are those of the text."""
 
-    id: int = Field(description="Token id.")
-    text: str = Field(description="The bytes decoded as UTF-8; incomplete characters become U+FFFD.")
-    bytes: list[int] = Field(description="Exact bytes of the token.")
-    special: bool = Field(
-        description="Whether this is a special token: its name is shown in prompts, never in completions."
-    )
+    id: Annotated[int, Field(description="Token id.")]
+    text: Annotated[str, Field(description="The bytes decoded as UTF-8; incomplete characters become U+FFFD.")]
+    bytes: Annotated[list[int], Field(description="Exact bytes of the token.")]
+    special: Annotated[
+        bool, Field(description="Whether this is a special token: its name is shown in prompts, never in completions.")
+    ]
 
 
 class PlacedPiece(Piece):
     """A token and the range of its characters."""
 
-    start: int = Field(description="Start of its characters in the text, in code points.")
-    end: int = Field(description="End of its characters in the text (exclusive); equal to `start` for an added token.")
+    start: Annotated[int, Field(description="Start of its characters in the text, in code points.")]
+    end: Annotated[
+        int, Field(description="End of its characters in the text (exclusive); equal to `start` for an added token.")
+    ]
 
 
-class TokenizeResponse(BaseModel):
+class TokenizeResponse(ResponseModel):
     """Response of POST /tokenize."""
 
-    count: int = Field(description="Number of tokens.")
-    max_model_len: int = Field(description="Context length in tokens, prompt and completion together.")
-    tokens: list[int] = Field(description="Token ids.")
-    pieces: list[PlacedPiece] = Field(description="The same tokens, with text, bytes and offsets.")
+    count: Annotated[int, Field(description="Number of tokens.")]
+    max_model_len: ContextLength
+    tokens: Annotated[LazyArray[int], Field(description="Token ids.")]
+    pieces: Annotated[LazyArray[PlacedPiece], Field(description="The same tokens, with text, bytes and offsets.")]
 
 
-class DetokenizeResponse(BaseModel):
+class DetokenizeResponse(ResponseModel):
     """Response of POST /detokenize."""
 
-    prompt: str = Field(description="The text; bytes that are not valid UTF-8 become U+FFFD.")
-    pieces: list[Piece] = Field(description="The tokens, with text and bytes.")
+    prompt: Annotated[LazyString, Field(description="The text; bytes that are not valid UTF-8 become U+FFFD.")]
+    pieces: Annotated[LazyArray[Piece], Field(description="The tokens, with text and bytes.")]
 
 
-class SpecialToken(BaseModel):
+class SpecialToken(ResponseModel):
     """A special token."""
 
-    id: int = Field(description="Token id.")
-    text: str = Field(description="Name of the token in prompts.")
+    id: Annotated[int, Field(description="Token id.")]
+    text: Annotated[str, Field(description="Name of the token in prompts.")]
 
 
-class TokenizerInfo(BaseModel):
+class TokenizerInfo(ResponseModel):
     """Response of GET /tokenizer_info."""
 
-    model: str = Field(description="Name of the model.")
-    kind: str = Field(description="Type of the tokenizer.", examples=["byte-level BPE"])
-    vocab_size: int = Field(description="Size of the vocabulary: all token ids are below it.")
-    max_model_len: int = Field(description="Context length in tokens, prompt and completion together.")
-    bos_token: str | None = Field(description="Token that starts a text.")
-    bos_token_id: int | None = Field(description="Id of this token.")
-    add_bos_token: bool = Field(description="Whether the tokenizer adds it to every text.")
-    eos_token: str | None = Field(description="Token that ends a text.")
-    eos_token_id: int | None = Field(description="Id of this token.")
-    eos_token_ids: list[int] = Field(description="All tokens that end a text.")
-    special_tokens: list[SpecialToken] = Field(description="All special tokens, by id.")
-    chat_template: str | None = Field(description="Chat template in Jinja, if the weights have one.")
+    model: ModelName
+    kind: Annotated[str, Field(description="Type of the tokenizer.", examples=["byte-level BPE"])]
+    vocab_size: VocabularySize
+    max_model_len: ContextLength
+    bos_token: Annotated[str | None, Field(description="Token that starts a text.")]
+    bos_token_id: Annotated[int | None, Field(description="Id of this token.")]
+    add_bos_token: Annotated[bool, Field(description="Whether the tokenizer adds it to every text.")]
+    eos_token: Annotated[str | None, Field(description="Token that ends a text.")]
+    eos_token_id: Annotated[int | None, Field(description="Id of this token.")]
+    eos_token_ids: Annotated[list[int], Field(description="All tokens that end a text.")]
+    special_tokens: Annotated[list[SpecialToken], Field(description="All special tokens, by id.")]
+    chat_template: Annotated[str | None, Field(description="Chat template in Jinja, if the weights have one.")]
 
 
 _BATCH = 128
@@ -138,12 +141,12 @@ async def tokenize(
         slices = encoder.span_slices(prompt, add_special_tokens=special)
         length = encoder.pool_length(len(prompt))
         spans = await while_connected(request, tokenizer_pool.run_slices(length, slices, account))
-        content = {
-            "count": len(spans),
-            "max_model_len": ready.context,
-            "tokens": LazyArray(lambda: _batches(spans.ids())),
-            "pieces": LazyArray(lambda: _batches(_piece_with_offsets(tokenizer, *span) for span in spans)),
-        }
+        content = TokenizeResponse(
+            count=len(spans),
+            max_model_len=ready.context,
+            tokens=LazyArray(lambda: _batches(spans.ids())),
+            pieces=LazyArray(lambda: _batches(_placed_piece(tokenizer, *span) for span in spans)),
+        )
         time_slice = TimeSlice(partial(service.loop_share.pause, account))
         return JsonStream(content, version_header(ready.weights_version), time_slice, stack.pop_all().close)
 
@@ -166,50 +169,46 @@ async def detokenize(request: Request, service: ServiceDep, tenant: TenantDep) -
     ids = array("H" if largest < 1 << 16 else "I", body.tokens)
     with ExitStack() as stack:
         account = stack.enter_context(service.admission.count_request(tenant))
-        content = {
-            "prompt": LazyString(lambda: _decoded_parts(tokenizer, ids)),
-            "pieces": LazyArray(lambda: _batches(_piece(tokenizer, token) for token in ids)),
-        }
+        content = DetokenizeResponse(
+            prompt=LazyString(lambda: _decoded_parts(tokenizer, ids)),
+            pieces=LazyArray(lambda: _batches(Piece(*_fields(tokenizer, token)) for token in ids)),
+        )
         time_slice = TimeSlice(partial(service.loop_share.pause, account))
         return JsonStream(content, version_header(ready.weights_version), time_slice, stack.pop_all().close)
 
 
 @router.get("/tokenizer_info", response_model=TokenizerInfo, responses=declared(401, 503))
-async def tokenizer_info(service: ServiceDep, response: Response) -> dict[str, Any]:
+async def tokenizer_info(service: ServiceDep) -> Response:
     """Special tokens, chat template, and what else a client needs to build prompts itself."""
     ready, tokenizer = service.require_ready()
     bos, ends = tokenizer.start_id(ready.start_id), tokenizer.end_ids(ready.eos_ids)
     eos = ends[0] if ends else None
-    response.headers.update(version_header(ready.weights_version))
-    return {
-        "model": service.model_name,
-        "kind": tokenizer.kind,
-        "vocab_size": tokenizer.vocab_size,
-        "max_model_len": ready.context,
-        "bos_token": None if bos is None else tokenizer.piece(bos),
-        "bos_token_id": bos,
-        "add_bos_token": tokenizer.adds_bos,
-        "eos_token": None if eos is None else tokenizer.piece(eos),
-        "eos_token_id": eos,
-        "eos_token_ids": list(ends),
-        "special_tokens": [{"id": token, "text": text} for token, text in sorted(tokenizer.specials.items())],
-        "chat_template": service.chat_template.source if service.chat_template else None,
-    }
+    info = TokenizerInfo(
+        model=service.model_name,
+        kind=tokenizer.kind,
+        vocab_size=tokenizer.vocab_size,
+        max_model_len=ready.context,
+        bos_token=None if bos is None else tokenizer.piece(bos),
+        bos_token_id=bos,
+        add_bos_token=tokenizer.adds_bos,
+        eos_token=None if eos is None else tokenizer.piece(eos),
+        eos_token_id=eos,
+        eos_token_ids=list(ends),
+        special_tokens=[SpecialToken(token, text) for token, text in sorted(tokenizer.specials.items())],
+        chat_template=service.chat_template.source if service.chat_template else None,
+    )
+    return json_response(info, headers=version_header(ready.weights_version))
 
 
-def _piece(tokenizer: Tokenizer, token: int) -> dict[str, Any]:
+def _fields(tokenizer: Tokenizer, token: int) -> tuple[int, str, list[int], bool]:
+    """The fields of a Piece."""
     name = tokenizer.specials.get(token)
     data = tokenizer.token_bytes(token) if name is None else name.encode()
-    return {
-        "id": token,
-        "text": data.decode("utf-8", "replace"),
-        "bytes": list(data),
-        "special": name is not None,
-    }
+    return token, data.decode("utf-8", "replace"), list(data), name is not None
 
 
-def _piece_with_offsets(tokenizer: Tokenizer, token: int, start: int, end: int) -> dict[str, Any]:
-    return {**_piece(tokenizer, token), "start": start, "end": end}
+def _placed_piece(tokenizer: Tokenizer, token: int, start: int, end: int) -> PlacedPiece:
+    return PlacedPiece(*_fields(tokenizer, token), start, end)
 
 
 def _batches(items: Iterable[_T]) -> Iterator[list[_T]]:

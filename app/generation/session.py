@@ -122,30 +122,6 @@ class GenerationSession:
         times.submitted += paused
         times.started = None if times.started is None else times.started + paused
 
-    def usage(self) -> dict[str, Any]:
-        """Token counts of the engine, including EOS and tokens after a stop string."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.n_tokens,
-            "total_tokens": self.prompt_tokens + self.n_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
-
-    def timings(self) -> dict[str, float]:
-        """Milliseconds, and tokens per second of all choices from first to last token; 0 before two tokens."""
-        times = self.times
-        started = times.started or times.submitted
-        first = times.first_token or started
-        decode = (times.last_token or first) - first - times.paused_seconds
-        later = self.n_tokens - sum(choice.n_tokens > 0 for choice in self.choices)
-        return {
-            "queue_ms": round((started - times.submitted) * 1e3, 3),
-            "prefill_ms": round(max(0.0, first - started) * 1e3, 3),
-            "first_token_ms": round((first - times.submitted) * 1e3, 3),
-            "decode_ms": round(decode * 1e3, 3),
-            "tokens_per_second": round(later / decode, 2) if decode > 0 else 0.0,
-        }
-
     async def wait_event(self) -> bool:
         """Waits for an engine event or a timeout; False if that yields no completion event.
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
+from msgspec import to_builtins
+from pydantic import Field, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
@@ -24,6 +25,7 @@ from app.common.errors import (
     Unavailable,
 )
 from app.http.access_record import record_of
+from app.http.response_model import ResponseModel
 
 _MAX_DETAILS = 100
 _METHODS = ("GET", "HEAD", "POST", "DELETE")
@@ -41,8 +43,26 @@ _TYPES = {
 }
 
 
+class ErrorBody(ResponseModel):
+    """The error object."""
+
+    message: Annotated[str, Field(description="What was wrong, what is allowed, what to change.")]
+    type: Annotated[str, Field(description="Type of the error.", examples=["invalid_request_error"])]
+    param: Annotated[str | None, Field(description="The field of the request that caused the error.")]
+    code: Annotated[str | None, Field(description="Error code for programs; some errors have none.")]
+    request_id: Annotated[str, Field(description="Request id, which is also in the server's log.")]
+    prompt_tokens: Annotated[int | None, Field(description="Number of tokens of a prompt that is too long.")] = None
+    max_model_len: Annotated[int | None, Field(description="Context length in tokens, if a prompt is too long.")] = None
+
+
+class ErrorResponse(ResponseModel):
+    """The common format of all errors."""
+
+    error: ErrorBody
+
+
 class ApiError(Exception):
-    """An error response. `extra` is merged into the error object."""
+    """An error response. `extra` has further fields of ErrorBody."""
 
     def __init__(
         self,
@@ -67,15 +87,10 @@ class ApiError(Exception):
         return _TYPES.get(self.status, "invalid_request_error")
 
     def body(self, request_id: str) -> dict[str, Any]:
-        """The response body: the error object in its envelope."""
-        error = {
-            "message": str(self),
-            "type": self.type,
-            "param": self.param,
-            "code": self.code,
-            "request_id": request_id,
-        }
-        return {"error": {**error, **self.extra}}
+        """The response body: an ErrorResponse as a dict."""
+        error = ErrorBody(str(self), self.type, self.param, self.code, request_id, **self.extra)
+        body: dict[str, Any] = to_builtins(ErrorResponse(error))
+        return body
 
     def response(self, request_id: str) -> Response:
         """The error as a response."""

@@ -6,28 +6,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from app.common.event_loop import TimeSlice
+from app.http.response_model import encode_lazily
 from app.http.sse import until_disconnect
 
 _CHUNK_BYTES = 16 << 10
-
-
-class LazyArray:
-    """Lazy JSON array: `batches` yields its elements, some at a time, while the response is sent."""
-
-    def __init__(self, batches: Callable[[], Iterator[list[Any]]]) -> None:
-        self.batches = batches
-
-
-class LazyString:
-    """Lazy JSON string: `parts` yields its parts while the response is sent."""
-
-    def __init__(self, parts: Callable[[], Iterator[str]]) -> None:
-        self.parts = parts
 
 
 class JsonStream(Response):
@@ -41,14 +27,14 @@ class JsonStream(Response):
 
     def __init__(
         self,
-        content: Mapping[str, Any],
+        content: Any,
         headers: Mapping[str, str],
         time_slice: TimeSlice,
         close: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(headers=headers)
         del self.headers["content-length"]
-        self._parts = _encoded(content)
+        self._parts = encode_lazily(content)
         self._time_slice = time_slice
         self._on_close = ExitStack()
         self._on_close.callback(close)
@@ -88,39 +74,3 @@ def _chunk(parts: Iterator[bytes]) -> tuple[bytes, bool]:
         if len(chunk) >= _CHUNK_BYTES:
             return bytes(chunk), False
     return bytes(chunk), True
-
-
-def _encoded(value: Any) -> Iterator[bytes]:
-    if isinstance(value, Mapping):
-        start = b"{"
-        for name, inner in value.items():
-            yield start + msgspec.json.encode(name) + b":"
-            yield from _encoded(inner)
-            start = b","
-        yield b"}" if value else b"{}"
-    elif isinstance(value, list):
-        yield b"["
-        for index, inner in enumerate(value):
-            if index:
-                yield b","
-            yield from _encoded(inner)
-        yield b"]"
-    elif isinstance(value, LazyArray):
-        yield from _array(value.batches())
-    elif isinstance(value, LazyString):
-        yield b'"'
-        for part in value.parts():
-            yield msgspec.json.encode(part)[1:-1]
-        yield b'"'
-    else:
-        yield msgspec.json.encode(value)
-
-
-def _array(batches: Iterator[list[Any]]) -> Iterator[bytes]:
-    yield b"["
-    is_first = True
-    for batch in batches:
-        if batch:
-            yield (b"" if is_first else b",") + msgspec.json.encode(batch)[1:-1]
-            is_first = False
-    yield b"]"

@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, NamedTuple, TypeVar
 
+from msgspec import to_builtins
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -22,16 +23,18 @@ _T = TypeVar("_T")
 PING = b": ping\n\n"
 quoted = json.encoder.encode_basestring_ascii
 """Encodes a text as a JSON string in ASCII."""
+ascii_json = json.JSONEncoder(check_circular=False, default=to_builtins).encode
+"""Encodes response models, dicts and lists. ASCII, because some clients treat U+2028 as a line separator."""
 
 
-def event(name: str, data: Mapping[str, Any], event_id: str) -> bytes:
-    """One event. The JSON is ASCII, because some clients treat U+2028 as a line separator."""
+def event(name: str, data: Any, event_id: str) -> bytes:
+    """One event; `data` is a response model or a dict."""
     fault("api.event", (event_id, data))
-    return f"id: {event_id}\nevent: {name}\ndata: {json.dumps(data, ensure_ascii=True)}\n\n".encode("ascii")
+    return f"id: {event_id}\nevent: {name}\ndata: {ascii_json(data)}\n\n".encode("ascii")
 
 
 def text_event(index: int, text: str, event_id: str) -> bytes:
-    """event("token", {"index": index, "text": text}, event_id) in a tenth of the time, for nearly all events."""
+    """event("token", TokenEvent(index, text), event_id) in a tenth of the time, for nearly all events."""
     return f'id: {event_id}\nevent: token\ndata: {{"index": {index}, "text": {quoted(text)}}}\n\n'.encode("ascii")
 
 

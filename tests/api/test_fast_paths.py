@@ -8,16 +8,20 @@ import json
 import socket
 import time
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import to_builtins
 
 from app.api.metrics import _InterTokenLatency
-from app.api.openai.responder import ChunkWriter, Responder, frame
+from app.api.openai.responder import Responder
 from app.api.openai.routes import _ChatResponder, _CompletionsResponder
+from app.api.openai.schemas import StreamOptions
 from app.api.resume_store import ReplayBuffer
+from app.api.schemas import TokenEvent, Usage
 from app.common.event_loop import LazyTimer
 from app.common.ipc import Cancel, FrameDecoder, FrameReceiver, decode_down, decode_up, encode_frame
 from app.common.types import Counters, FinishReason, Request, RequestStarted, SampledEvent, StepReport
@@ -28,35 +32,40 @@ from app.http import sse
 
 @given(st.integers(0, 20), st.text())
 def test_a_text_event_is_the_event_of_its_dict(index: int, text: str) -> None:
-    assert sse.text_event(index, text, "req-1:5") == sse.event("token", {"index": index, "text": text}, "req-1:5")
-
-
-@given(st.text(), st.dictionaries(st.text(), st.text(), max_size=2))
-def test_a_chunk_is_the_frame_of_its_dict(text: str, extra: dict[str, Any]) -> None:
-    head, choice = {"id": text, "seed": 1}, {"index": 0, "text": text}
-    extra = {f"x{name}": value for name, value in extra.items()}
-    chunks = ChunkWriter(head, extra)
-    assert chunks.chunk(json.dumps(choice)) == frame({**head, "choices": [choice], **extra})
-    sent = chunks.chunk(json.dumps(choice), ', "usage": null')
-    assert sent == frame({**head, "choices": [choice], **extra, "usage": None})
+    event = TokenEvent(index, text)
+    assert sse.text_event(index, text, "req-1:5") == sse.event("token", event, "req-1:5")
+    assert json.loads(sse.ascii_json(event)) == {"index": index, "text": text}
 
 
 @pytest.mark.parametrize("kind", [_CompletionsResponder, _ChatResponder])
-@given(texts=st.lists(st.text(min_size=1), min_size=1, max_size=3))
-def test_a_choice_that_goes_on_is_the_json_of_its_dict(kind: type[Responder], texts: list[str]) -> None:
-    slow, fast = kind.__new__(kind), kind.__new__(kind)
-    for answer in (slow, fast):
-        answer._started = set()  # type: ignore[attr-defined]
-        answer.handle = _NoJob()  # type: ignore[assignment]
+@pytest.mark.parametrize(
+    "options", [{}, {"include_usage": True}, {"include_usage": True, "continuous_usage_stats": True}]
+)
+@given(
+    texts=st.lists(st.text(min_size=1), min_size=1, max_size=4),
+    unknown=st.text(),
+    user=st.none() | st.from_regex(r"\A[A-Za-z0-9_-]{1,9}\Z"),
+)
+def test_a_chunk_is_the_encoding_of_its_model(
+    kind: type[Responder], options: dict[str, bool], texts: list[str], unknown: str, user: str | None
+) -> None:
+    session = SimpleNamespace(prompt_tokens=3, n_tokens=2, cached_tokens=1)
+    handle: Any = SimpleNamespace(session=session, admitted=SimpleNamespace(truncated=False, tokenizer=None))
+    warnings = [f"unknown field {unknown!r} has no effect"]
+    stream_options = StreamOptions(**options)
+    body: Any = SimpleNamespace(
+        stream=True, stream_options=stream_options, user=user, request_id=None, warnings=warnings
+    )
+    head = {"id": "x", "object": "o", "created": 1, "model": f"model {unknown}", "system_fingerprint": "f", "seed": 2}
+    responder, reference = kind(handle, body, head), kind(handle, body, head)
+    usage: dict[str, Any] = {"usage": None} if options else {}
+    if len(options) == 2:
+        usage["usage"] = Usage.of(handle.session)
     for text in texts:
-        assert fast.encode_text_chunk(3, text) == json.dumps(slow.chunk_choice(3, text, (), None))
-
-
-class _NoJob:
-    """A job of which nothing is asked that a text without log-probabilities could depend on."""
-
-    class admitted:  # noqa: N801
-        tokenizer = None
+        choice = reference.chunk_choice(3, text, (), None)
+        reference.started.add(3)
+        chunk = kind.chunk_type(**head, choices=[choice], user=user, warnings=warnings, **usage)
+        assert responder._chunk(3, text, ()) == f"data: {json.dumps(to_builtins(chunk))}\n\n".encode("ascii")
 
 
 @given(st.text(), st.binary(max_size=6), st.lists(st.integers(0, 40)))

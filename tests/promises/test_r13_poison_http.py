@@ -142,7 +142,7 @@ def _arm(faults: Faults, case: str, mode: str) -> str:
         "logprobs": ("engine.score", {"match": ids}),
         "detokenise": ("text.decode", {"match": ids, "after": 4}),
         "stop": ("text.stop", {"match": ids, "after": 4}),
-        "encode": (encoding, {"match": "'user': 'victim'"}),
+        "encode": (encoding, {"match": "'victim'"}),
     }
     if case not in points:
         return ""

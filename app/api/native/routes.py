@@ -18,12 +18,28 @@ from app.api.dependencies import MetricsDep, ResumeStoreDep, ServiceDep, TenantD
 from app.api.openapi import declared
 from app.api.request_handle import RequestHandle
 from app.api.resume_store import ReplayBuffer, ResumeStore
-from app.api.schemas import Cancellation, CompleteResponse, CompletionFields, Prompts, TokenIds
+from app.api.schemas import (
+    Cancellation,
+    Choice,
+    ChoiceEnd,
+    CompleteResponse,
+    CompletionFields,
+    DoneEvent,
+    Prompts,
+    QueueEvent,
+    Receipt,
+    StartEvent,
+    Timings,
+    TokenEvent,
+    TokenIds,
+    Usage,
+)
 from app.common.event_loop import TimeSlice
 from app.generation.request import CompletionEvent, Delta, Finished, GenerationRequest, Heartbeat, Queued, Started
 from app.http import sse
 from app.http.access_record import record_of
 from app.http.errors import ApiError
+from app.http.response_model import ResponseModel, json_response
 
 _WEIGHTS_CLOSED = "the weights of this stream are no longer served: send the request again"
 
@@ -50,7 +66,7 @@ class ResumableStream:
         self._handle = handle
         self._resume_store = resume_store
         self._extra = extra
-        self._receipt = schemas.receipt(handle.admitted)
+        self._receipt = Receipt.of(handle.admitted)
         self._replay_buffer = ReplayBuffer(replay_bytes)
         self._finished: dict[int, Finished] = {}
         self.is_finished = self._is_suspended = False
@@ -136,11 +152,12 @@ class ResumableStream:
             case Delta(index, text, details):
                 if not details:
                     return self._replay_buffer.append(sse.text_event(index, text, self._next_id))
-                tokens = schemas.tokens(self._handle.admitted.tokenizer, details)
-                return self._append("token", {"index": index, "text": text, "tokens": tokens})
+                tokenizer = self._handle.admitted.tokenizer
+                tokens = [schemas.token(tokenizer, detail) for detail in details]
+                return self._append("token", TokenEvent(index, text, tokens))
             case Queued(position):
                 eta_ms = round(self._handle.engine.queue.eta_seconds(position, time.monotonic()) * 1e3)
-                return self._append("queue", {"position": position, "eta_ms": eta_ms})
+                return self._append("queue", QueueEvent(position, eta_ms))
             case Started():
                 return self._append("start", self._start())
             case Finished(index):
@@ -154,28 +171,25 @@ class ResumableStream:
     def _next_id(self) -> str:
         return f"{self.name}:{self._replay_buffer.next_number}"
 
-    def _append(self, name: str, data: Mapping[str, Any]) -> bytes:
+    def _append(self, name: str, data: ResponseModel | dict[str, Any]) -> bytes:
         return self._replay_buffer.append(sse.event(name, data, self._next_id))
 
-    def _start(self) -> dict[str, Any]:
-        return {
-            "id": self.name,
-            "model": self._handle.admitted.instance.model_name,
-            "weights_version": self._receipt["weights_version"],
-            "seed": self._receipt["seed"],
-            "prompt_tokens": self._handle.session.prompt_tokens,
-            "cached_tokens": self._handle.session.cached_tokens,
-            "settings": self._receipt["settings"],
+    def _start(self) -> StartEvent:
+        return StartEvent(
+            id=self.name,
+            model=self._handle.admitted.instance.model_name,
+            weights_version=self._receipt.weights_version,
+            seed=self._receipt.seed,
+            prompt_tokens=self._handle.session.prompt_tokens,
+            cached_tokens=self._handle.session.cached_tokens,
+            settings=self._receipt.settings,
             **self._extra,
-        }
+        )
 
-    def _done(self) -> dict[str, Any]:
-        return {
-            "choices": [schemas.choice(self._finished[index]) for index in sorted(self._finished)],
-            "usage": self._handle.session.usage(),
-            "timings": self._handle.session.timings(),
-            "receipt": self._receipt,
-        }
+    def _done(self) -> DoneEvent:
+        session = self._handle.session
+        choices = [ChoiceEnd(i, end.finish_reason, end.stop_reason) for i, end in sorted(self._finished.items())]
+        return DoneEvent(choices, Usage.of(session), Timings.of(session), self._receipt)
 
 
 _DEFAULT_MAX_TOKENS = 128
@@ -223,9 +237,7 @@ async def complete(
     """Continue a prompt. Streams server-sent events (start, queue, token, done, error) unless "stream" is false."""
     body = await read_body(request, CompleteRequest, service.settings.max_body_bytes)
     handle = await RequestHandle.begin(request, body.generation_request, service, metrics, tenant)
-    extra: dict[str, Any] = {**schemas.echoed_fields(body)}
-    if handle.admitted.truncated:
-        extra["truncated"] = True
+    extra = {"user": body.user, "request_id": body.request_id, "truncated": handle.admitted.truncated or None}
     if body.stream is not False:
         limit = service.settings.resume_bytes
         return _respond(ResumableStream(handle, resume_store, owner=owner_of(request), extra=extra, replay_bytes=limit))
@@ -259,12 +271,12 @@ async def resume(
 
 
 @router.delete("/complete/{request_id}", response_model=Cancellation)
-async def cancel(request: Request, request_id: str, resume_store: ResumeStoreDep) -> dict[str, Any]:
+async def cancel(request: Request, request_id: str, resume_store: ResumeStoreDep) -> Response:
     """Cancel a completion. Its stream ends with finish_reason "cancelled"."""
     stream = resume_store.find(request_id, owner_of(request))
     if not isinstance(stream, ResumableStream) or not stream.cancel():
         raise ApiError(404, "there is no running request with this id", code="unknown_request")
-    return {"id": request_id, "cancelled": True}
+    return json_response(Cancellation(request_id, cancelled=True))
 
 
 def _respond(stream: ResumableStream, number: int = 0) -> Response:
@@ -284,20 +296,27 @@ def next_number(request_id: str, last_event_id: str | None) -> int:
     return int(number) + 1
 
 
-async def _full_response(handle: RequestHandle, extra: dict[str, Any]) -> dict[str, Any]:
+async def _full_response(handle: RequestHandle, extra: dict[str, Any]) -> CompleteResponse:
     """The response as one object. Raises EngineError."""
     outputs = await handle.collect()
-    wants_logprobs = handle.admitted.request.logprobs is not None
-    choices = []
-    for output in outputs:
-        tokens = schemas.token_elements(handle.admitted.tokenizer, output.tokens) if wants_logprobs else None
-        choices.append({**schemas.choice(output.finished), "text": output.text, "tokens": tokens})
-    return {
-        "id": handle.name,
-        "model": handle.admitted.instance.model_name,
-        "choices": choices,
-        "usage": handle.session.usage(),
-        "timings": handle.session.timings(),
-        "receipt": schemas.receipt(handle.admitted),
+    admitted = handle.admitted
+    wants_logprobs = admitted.request.logprobs is not None
+    choices = [
+        Choice(
+            index=output.finished.index,
+            finish_reason=output.finished.finish_reason,
+            stop_reason=output.finished.stop_reason,
+            text=output.text,
+            tokens=schemas.token_array(admitted.tokenizer, output.tokens) if wants_logprobs else None,
+        )
+        for output in outputs
+    ]
+    return CompleteResponse(
+        id=handle.name,
+        model=admitted.instance.model_name,
+        choices=choices,
+        usage=Usage.of(handle.session),
+        timings=Timings.of(handle.session),
+        receipt=Receipt.of(admitted),
         **extra,
-    }
+    )

@@ -2,58 +2,44 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 from fastapi import Request
 from starlette.responses import Response
 
-from app.api.openai.schemas import OpenAIFields
+from app.api.openai.schemas import LegacyLogprobs, OpenAIChunk, OpenAIFields, OpenAIResponse
 from app.api.request_handle import CollectedOutput, RequestHandle
-from app.api.schemas import echoed_fields, piece
+from app.api.schemas import Usage, top_token
 from app.common.event_loop import TimeSlice
 from app.common.fault_injection import fault
 from app.generation.request import CompletionEvent, Delta, Finished, TokenDetail, TokenTable
 from app.http import sse
-from app.http.json_stream import LazyArray
+from app.http.response_model import NOT_SENT, LazyArray, ResponseModel
 from model.tokenizer.tokenizer import Tokenizer
 
-UNFINISHED_SUFFIX = '"logprobs": null, "finish_reason": null, "stop_reason": null}'
-"""Closes the JSON of an unfinished choice without log-probabilities."""
+_HOLE = "\0"
+_HOLE_JSON = '"\\u0000"'
 
 
-def frame(data: Mapping[str, Any]) -> bytes:
-    """One frame. The JSON is ASCII, because some clients treat U+2028 as a line end."""
-    return f"data: {json.dumps(data)}\n\n".encode("ascii")
+def _around_holes(model: ResponseModel) -> list[str]:
+    """The JSON before, between and after the fields that are _HOLE, as no name or warning is."""
+    return sse.ascii_json(model).split(_HOLE_JSON)
 
 
-class ChunkWriter:
-    """Encodes chunks with one choice each: the fields of `head` come before it, those of `extra` after it."""
-
-    def __init__(self, head: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
-        self._before = f'data: {json.dumps(head)[:-1]}, "choices": ['
-        self._after = "]" + "".join(f", {json.dumps(name)}: {json.dumps(value)}" for name, value in extra.items())
-
-    def chunk(self, choice: str, more: str = "") -> bytes:
-        """A chunk with this choice, which is encoded JSON; `more` is appended and starts with a comma."""
-        return f"{self._before}{choice}{self._after}{more}}}\n\n".encode("ascii")
+def legacy_logprobs(tokenizer: Tokenizer, details: Sequence[TokenDetail]) -> LegacyLogprobs:
+    """Log-probabilities of a chunk."""
+    return LegacyLogprobs(*[[value(tokenizer, detail) for detail in details] for value in _COLUMNS])
 
 
-def token_logprobs(tokenizer: Tokenizer, details: Iterable[TokenDetail]) -> dict[str, list[Any]]:
-    """`tokens`, `token_logprobs`, `top_logprobs`, `text_offset`; and `top_tokens`, which keeps tokens of equal text."""
-    details = list(details)
-    return {name: [value(tokenizer, detail) for detail in details] for name, value in _COLUMNS.items()}
+def lazy_legacy_logprobs(tokenizer: Tokenizer, details: TokenTable) -> LegacyLogprobs:
+    """Log-probabilities of a whole response, computed while it is sent."""
 
-
-def logprob_elements(tokenizer: Tokenizer, details: TokenTable) -> dict[str, LazyArray]:
-    """token_logprobs(), computed lazily while it is sent."""
-
-    def column(value: _Column) -> LazyArray:
+    def column(value: _Column) -> LazyArray[Any]:
         return LazyArray(lambda: ([value(tokenizer, detail)] for detail in details))
 
-    return {name: column(value) for name, value in _COLUMNS.items()}
+    return LegacyLogprobs(*map(column, _COLUMNS))
 
 
 def name_of(tokenizer: Tokenizer, token: int) -> str:
@@ -94,20 +80,25 @@ def _top_by_name(tokenizer: Tokenizer, detail: TokenDetail) -> dict[str, float |
 
 
 _Column = Callable[[Tokenizer, TokenDetail], Any]
-_COLUMNS: Mapping[str, _Column] = {
-    "tokens": lambda tokenizer, detail: name_of(tokenizer, detail.id),
-    "token_logprobs": lambda _, detail: detail.logprob,
-    "top_logprobs": lambda tokenizer, detail: None if detail.logprob is None else _top_by_name(tokenizer, detail),
-    "text_offset": lambda _, detail: detail.offset,
-    "top_tokens": lambda tokenizer, detail: [piece(tokenizer, token, logprob) for token, logprob in detail.top],
-}
+_COLUMNS: Sequence[_Column] = (
+    lambda tokenizer, detail: name_of(tokenizer, detail.id),
+    lambda _, detail: detail.logprob,
+    lambda tokenizer, detail: None if detail.logprob is None else _top_by_name(tokenizer, detail),
+    lambda _, detail: detail.offset,
+    lambda tokenizer, detail: [top_token(tokenizer, token, logprob) for token, logprob in detail.top],
+)
+"""The entry of a token in each field of LegacyLogprobs."""
 
 
 PING_SECONDS = 15.0
 
 
+def _frame(data: ResponseModel | dict[str, Any]) -> bytes:
+    return f"data: {sse.ascii_json(data)}\n\n".encode("ascii")
+
+
 def common_fields(handle: RequestHandle, prefix: str, kind: str) -> dict[str, Any]:
-    """The leading fields of a response and of every chunk."""
+    """The leading fields of the response and of every chunk."""
     return {
         "id": f"{prefix}-{handle.name.removeprefix('req-')}",
         "object": kind,
@@ -121,8 +112,13 @@ def common_fields(handle: RequestHandle, prefix: str, kind: str) -> dict[str, An
 class Responder:
     """Writes one request's response; subclasses define the format of a choice."""
 
+    response_type: type[OpenAIResponse]
+    chunk_type: type[OpenAIChunk] = OpenAIChunk
+
     def __init__(self, handle: RequestHandle, body: OpenAIFields, head: dict[str, Any]) -> None:
         self.handle = handle
+        self.started: set[int] = set()
+        """Choices of which a chunk was encoded."""
         self._stream = bool(body.stream)
         options = body.stream_options
         self._includes_usage = bool(options and options.include_usage)
@@ -130,25 +126,20 @@ class Responder:
         self._is_done = False
         self._pending: dict[int, tuple[TokenDetail, ...]] = {}
         self._head = head
-        self._extra: dict[str, Any] = {**echoed_fields(body)}
-        if handle.admitted.truncated:
-            self._extra["truncated"] = True
-        if body.warnings:
-            self._extra["warnings"] = body.warnings
-        self._chunks = ChunkWriter(head, self._extra)
+        echoed = {"user": body.user, "request_id": body.request_id, "truncated": handle.admitted.truncated or None}
+        self._extra: dict[str, Any] = {**echoed, "warnings": body.warnings or None}
+        usage: Any = _HOLE if self._has_continuous_usage else None if self._includes_usage else NOT_SENT
+        self._around = _around_holes(self.chunk_type(**head, choices=[_HOLE], **self._extra, usage=usage))
+        self._around_texts: dict[int, list[str]] = {}
 
-    def full_choice(self, index: int, output: CollectedOutput) -> dict[str, Any]:
-        """A choice of a non-streaming response; large parts are encoded lazily (json_stream.Elements)."""
+    def full_choice(self, index: int, output: CollectedOutput) -> ResponseModel:
+        """A choice of a non-streaming response; large parts are encoded lazily."""
         raise NotImplementedError
 
     def chunk_choice(
         self, index: int, text: str, tokens: Sequence[TokenDetail], finished: Finished | None
-    ) -> dict[str, Any]:
+    ) -> ResponseModel:
         """A choice's part in a chunk."""
-        raise NotImplementedError
-
-    def encode_text_chunk(self, index: int, text: str) -> str:
-        """chunk_choice() without tokens and finish reason, as JSON; nearly all chunks are of this kind."""
         raise NotImplementedError
 
     async def respond(self, request: Request) -> Response:
@@ -157,11 +148,11 @@ class Responder:
             return sse.EventStreamResponse(self._frames(), self.handle.close, self.handle.headers)
         return await self.handle.respond(self._full_response(), request)
 
-    async def _full_response(self) -> dict[str, Any]:
+    async def _full_response(self) -> OpenAIResponse:
         """The response as one object. Raises EngineError."""
         outputs = self._select_best(await self.handle.collect())
         choices = [self.full_choice(i, output) for i, output in enumerate(outputs)]
-        return {**self._head, "choices": choices, "usage": self.handle.session.usage(), **self._extra}
+        return self.response_type(**self._head, choices=choices, usage=Usage.of(self.handle.session), **self._extra)
 
     async def _frames(self) -> AsyncIterator[bytes]:
         """Data-only frames, with heartbeats when there is no output for long, and `[DONE]` at the end."""
@@ -186,10 +177,10 @@ class Responder:
                 frames.append(self._encode(session.next_event()))
             self._is_done = session.is_done
             if self._is_done and self._includes_usage:
-                frames.append(frame({**self._head, "choices": [], "usage": session.usage(), **self._extra}))
+                frames.append(_frame(OpenAIResponse(**self._head, choices=[], usage=Usage.of(session), **self._extra)))
         except Exception as error:
             self._is_done = True
-            frames.append(frame(self.handle.on_error(error).body(self.handle.name)))
+            frames.append(_frame(self.handle.on_error(error).body(self.handle.name)))
         return b"".join(frames)
 
     def _encode(self, event: CompletionEvent) -> bytes:
@@ -206,14 +197,30 @@ class Responder:
         return b"".join([self._chunk(part.index, part.text, part.tokens) for part in parts])
 
     def _chunk(self, index: int, text: str, tokens: Sequence[TokenDetail], finished: Finished | None = None) -> bytes:
+        """A chunk with one choice: the JSON of the choice between the parts of a chunk that are always the same."""
         if tokens or finished:
             fault("api.chunk", self._extra)
-            choice = json.dumps(self.chunk_choice(index, text, tokens, finished))
+            choice = sse.ascii_json(self.chunk_choice(index, text, tokens, finished))
+            self.started.add(index)
         else:
-            choice = self.encode_text_chunk(index, text)
+            choice = self._encode_text_choice(index, text)
         if self._has_continuous_usage:
-            return self._chunks.chunk(choice, f', "usage": {json.dumps(self.handle.session.usage())}')
-        return self._chunks.chunk(choice, ', "usage": null' if self._includes_usage else "")
+            before, between, after = self._around
+            usage = sse.ascii_json(Usage.of(self.handle.session))
+            return f"data: {before}{choice}{between}{usage}{after}\n\n".encode("ascii")
+        before, after = self._around
+        return f"data: {before}{choice}{after}\n\n".encode("ascii")
+
+    def _encode_text_choice(self, index: int, text: str) -> str:
+        """The JSON of chunk_choice() without tokens and finish reason, in a tenth of the time."""
+        if index not in self.started:
+            choice = sse.ascii_json(self.chunk_choice(index, text, (), None))
+            self.started.add(index)
+            return choice
+        if index not in self._around_texts:
+            self._around_texts[index] = _around_holes(self.chunk_choice(index, _HOLE, (), None))
+        before, after = self._around_texts[index]
+        return f"{before}{sse.quoted(text)}{after}"
 
     def _select_best(self, outputs: list[CollectedOutput]) -> list[CollectedOutput]:
         """The n continuations of each prompt with the best mean log-probability of their tokens."""

@@ -8,14 +8,20 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from app.api.schemas import (
     GRAMMAR_FIELDS,
+    ChoiceIndex,
     CompletionFields,
+    Echo,
+    IsTruncated,
+    ModelName,
     Prompts,
     SamplingFields,
+    StopReason,
     TopToken,
     Usage,
     accept_integral_floats,
 )
 from app.generation.request import GenerationRequest
+from app.http.response_model import NOT_SENT, Array, ResponseModel
 
 _DEFAULT_MAX_TOKENS = 16
 _WHOLE_CONTEXT = 2**31 - 1
@@ -173,44 +179,137 @@ class ChatRequest(OpenAIFields):
         )
 
 
-class LegacyLogprobs(BaseModel):
+class LegacyLogprobs(ResponseModel):
     """Log-probabilities in lists of one length: an entry for each token."""
 
-    tokens: list[str] = Field(description="Text of each token; if it has none, its bytes or its name.")
-    token_logprobs: list[float | None] = Field(
-        description="Log-probability of each token; null for the first one of a prompt."
-    )
-    top_logprobs: list[dict[str, float | None] | None] = Field(
-        description="The most likely tokens at this position, by text; always includes the token itself."
-    )
-    text_offset: list[int] = Field(description="Start of each token in the text, in code points.")
-    top_tokens: list[list[TopToken]] = Field(
-        description="The most likely tokens as a list, in which two may have the same text."
-    )
+    tokens: Annotated[Array[str], Field(description="Text of each token; if it has none, its bytes or its name.")]
+    token_logprobs: Annotated[
+        Array[float | None], Field(description="Log-probability of each token; null for the first one of a prompt.")
+    ]
+    top_logprobs: Annotated[
+        Array[dict[str, float | None] | None],
+        Field(description="The most likely tokens at this position, by text; always includes the token itself."),
+    ]
+    text_offset: Annotated[Array[int], Field(description="Start of each token in the text, in code points.")]
+    top_tokens: Annotated[
+        Array[list[TopToken]],
+        Field(description="The most likely tokens as a list, in which two may have the same text."),
+    ]
 
 
-class CompletionsChoice(BaseModel):
+class ChatTop(ResponseModel):
+    """A candidate token at one position of the text."""
+
+    token: Annotated[str, Field(description="Text of the token; if it has none, its bytes or its name.")]
+    logprob: Annotated[float, Field(description="Log-probability from the raw logits.")]
+    bytes: Annotated[list[int], Field(description="Exact bytes of the token.")]
+
+
+class ChatToken(ChatTop):
+    """A token of the text."""
+
+    top_logprobs: Annotated[list[ChatTop], Field(description="The most likely tokens at this position.")]
+
+
+class ChatLogprobs(ResponseModel):
+    """Log-probabilities, if requested."""
+
+    content: Annotated[Array[ChatToken], Field(description="One entry for each token.")]
+
+
+class ChatMessage(ResponseModel):
+    """The model's message; in a stream, its new part."""
+
+    role: Annotated[str | None, Field(description="assistant; in a stream only in a choice's first chunk.")] = None
+    content: Annotated[str | None, Field(description="The text.")] = None
+
+
+class CompletionsChoice(ResponseModel):
     """One continuation, or in a stream a part of one."""
 
-    index: int = Field(description="Index of the prompt times n, plus the index of the continuation.")
-    text: str = Field(description="The generated text; in a stream, the new part.")
-    logprobs: LegacyLogprobs | None = Field(description="Log-probabilities, if requested.")
-    finish_reason: str | None = Field(description="stop, length, timeout or cancelled; in a stream only at the end.")
-    stop_reason: str | int | None = Field(description="The stop string or stop token that ended the text, if any.")
+    index: ChoiceIndex
+    text: Annotated[str, Field(description="The generated text; in a stream, the new part.")]
+    logprobs: Annotated[LegacyLogprobs | None, Field(description="Log-probabilities, if requested.")]
+    finish_reason: Annotated[
+        str | None, Field(description="stop, length, timeout or cancelled; in a stream only at the end.")
+    ]
+    stop_reason: StopReason
 
 
-class CompletionsResponse(BaseModel):
+class ChatChoice(ResponseModel):
+    """One choice."""
+
+    index: Annotated[int, Field(description="Index of the choice.")]
+    message: ChatMessage
+    logprobs: Annotated[ChatLogprobs | None, Field(description="Log-probabilities, if requested.")]
+    finish_reason: Annotated[str | None, Field(description="stop, length, timeout or cancelled.")]
+    stop_reason: StopReason
+
+
+class ChatChunkChoice(ResponseModel):
+    """A part of one choice."""
+
+    index: Annotated[int, Field(description="Index of the choice.")]
+    delta: ChatMessage
+    logprobs: Annotated[ChatLogprobs | None, Field(description="Log-probabilities of this part, if requested.")]
+    finish_reason: Annotated[
+        str | None, Field(description="stop, length, timeout or cancelled; only at the end of the choice.")
+    ]
+    stop_reason: StopReason
+
+
+class _Head(ResponseModel):
+    """Leading fields of every response and chunk."""
+
+    id: str
+    object: str
+    created: Annotated[int, Field(description="When the request arrived, as a Unix time.")]
+    model: ModelName
+    system_fingerprint: Annotated[str, Field(description="Prefix of the SHA-256 of the weights, and the numerics.")]
+    seed: Annotated[int, Field(description="Seed of the random numbers.")]
+    choices: list[Any]
+
+
+class OpenAIResponse(_Head):
+    """A whole response, or the chunk of a stream that reports the usage."""
+
+    usage: Annotated[Usage | None, Field(description="In a stream, only if stream_options requests it.")] = None
+    user: Echo = None
+    request_id: Echo = None
+    truncated: IsTruncated = None
+    warnings: Annotated[list[str] | None, Field(description="Fields that were sent and have no effect.")] = None
+
+
+class OpenAIChunk(_Head):
+    """A chunk of a stream, with one choice."""
+
+    user: Echo = None
+    request_id: Echo = None
+    truncated: IsTruncated = None
+    warnings: Annotated[list[str] | None, Field(description="Fields that were sent and have no effect.")] = None
+    usage: Annotated[Usage | None, Field(description="Only if stream_options requests it.")] = NOT_SENT
+
+
+class CompletionsResponse(OpenAIResponse):
     """Response of POST /v1/completions, and every chunk of its stream."""
 
-    id: str = Field(description="Starts with cmpl-; the same in all chunks.")
-    object: Literal["text_completion"] = Field(description="Type of the object.")
-    created: int = Field(description="When the request arrived, as a Unix time.")
-    model: str = Field(description="Name of the model.")
-    system_fingerprint: str = Field(description="Prefix of the SHA-256 of the weights, and the numerics.")
-    seed: int = Field(description="Seed of the random numbers.")
-    choices: list[CompletionsChoice] = Field(description="Empty in the chunk that reports the usage.")
-    usage: Usage | None = Field(None, description="In a stream, only if stream_options requests it.")
-    user: str | None = Field(None, description="Echo of the request's field.")
-    request_id: str | None = Field(None, description="Echo of the request's field.")
-    truncated: bool | None = Field(None, description="True if truncate_prompt_tokens shortened a prompt.")
-    warnings: list[str] | None = Field(None, description="Fields that were sent and have no effect.")
+    id: Annotated[str, Field(description="Starts with cmpl-; the same in all chunks.")]
+    object: Annotated[Literal["text_completion"], Field(description="Type of the object.")]
+    choices: Annotated[list[CompletionsChoice], Field(description="Empty in the chunk that reports the usage.")]
+
+
+class ChatResponse(OpenAIResponse):
+    """Response of POST /v1/chat/completions."""
+
+    id: Annotated[str, Field(description="Starts with chatcmpl-; the same in all chunks.")]
+    object: Annotated[Literal["chat.completion"], Field(description="Type of the object.")]
+    choices: Annotated[list[ChatChoice], Field(description="The choices.")]
+    usage: Usage
+
+
+class ChatChunk(OpenAIChunk):
+    """Chunk of the stream of POST /v1/chat/completions."""
+
+    id: Annotated[str, Field(description="Starts with chatcmpl-; the same in all chunks.")]
+    object: Annotated[Literal["chat.completion.chunk"], Field(description="Type of the object.")]
+    choices: Annotated[list[ChatChunkChoice], Field(description="Empty in the chunk that reports the usage.")]

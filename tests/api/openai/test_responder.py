@@ -16,7 +16,7 @@ from app.http.errors import ApiError
 class _Texts(Responder):
     """Cannot write the text "bad"."""
 
-    def encode_text_chunk(self, index: int, text: str) -> str:
+    def _encode_text_choice(self, index: int, text: str) -> str:
         if text == "bad":
             raise ValueError(text)
         return json.dumps({"index": index, "text": text})
@@ -51,8 +51,10 @@ def test_what_was_written_before_an_error_is_sent_before_it() -> None:
     )
     body: Any = SimpleNamespace(stream=True, stream_options=None, user=None, request_id=None, warnings=[])
 
+    head = {"id": "r", "object": "o", "created": 1, "model": "m", "system_fingerprint": "f", "seed": 2}
+
     async def read() -> bytes:
-        return b"".join([frames async for frames in _Texts(handle, body, {"id": "r"})._frames()])
+        return b"".join([frames async for frames in _Texts(handle, body, head)._frames()])
 
     blocks = asyncio.run(read()).decode().split("\n\n")
     assert blocks[3:] == ["data: [DONE]", ""]

@@ -1,0 +1,108 @@
+"""Response models: one class is what a route builds, what is encoded, and what the OpenAPI document shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import Any, Generic, Literal, TypeVar, get_args
+
+import msgspec
+from msgspec import NODEFAULT, UNSET, Struct
+from pydantic import BaseModel, GetCoreSchemaHandler, TypeAdapter, create_model
+from starlette.responses import Response
+
+_T = TypeVar("_T")
+NOT_SENT: Any = UNSET
+"""Default of a field that is left out unless it has a value, which may be None."""
+
+
+class ResponseModel(Struct, omit_defaults=True):
+    """A JSON object of a response. A field whose value is its default is not sent.
+
+    The order of the fields is that of the JSON; descriptions are pydantic's: `Annotated[int, Field(description=...)]`.
+    """
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, _source: Any, handler: GetCoreSchemaHandler) -> Any:
+        return handler.generate_schema(_documentation(cls))
+
+
+SCHEMA_PATH = "#/components/schemas/{model}"
+
+
+def json_schema(model: type[BaseModel | ResponseModel]) -> dict[str, Any]:
+    """The schema of a request or response, with others that it refers to under `$defs`."""
+    mode: Literal["validation", "serialization"] = "validation" if issubclass(model, BaseModel) else "serialization"
+    return TypeAdapter(model).json_schema(ref_template=SCHEMA_PATH, mode=mode)
+
+
+def json_response(content: ResponseModel, status_code: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A short response."""
+    return Response(msgspec.json.encode(content), status_code, headers, media_type="application/json")
+
+
+@cache
+def _documentation(model: type[ResponseModel]) -> type[BaseModel]:
+    """The pydantic model with the same fields, from which FastAPI makes the schema."""
+    defaults = {NODEFAULT: ..., UNSET: None}
+    fields: dict[str, Any] = {
+        field.name: (field.type, defaults.get(field.default, field.default)) for field in msgspec.structs.fields(model)
+    }
+    return create_model(model.__name__, __doc__=model.__doc__, __module__=model.__module__, **fields)
+
+
+class LazyArray(Generic[_T]):
+    """Lazy JSON array: `batches` yields its elements, some at a time, while the response is sent."""
+
+    def __init__(self, batches: Callable[[], Iterator[list[_T]]]) -> None:
+        self._batches = batches
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        return handler.generate_schema(list[get_args(source)[0]])  # type: ignore[misc]
+
+    def encoded(self) -> Iterator[bytes]:
+        """The JSON in parts."""
+        separator = b"["
+        for batch in self._batches():
+            if batch:
+                yield separator + msgspec.json.encode(batch)[1:-1]
+                separator = b","
+        yield b"[]" if separator == b"[" else b"]"
+
+
+Array = list[_T] | LazyArray[_T]
+"""Annotation of a field whose value is a list in streams, and lazy in whole responses."""
+
+
+class LazyString:
+    """Lazy JSON string: `parts` yields its parts while the response is sent."""
+
+    def __init__(self, parts: Callable[[], Iterator[str]]) -> None:
+        self._parts = parts
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, _source: Any, handler: GetCoreSchemaHandler) -> Any:
+        return handler.generate_schema(str)
+
+    def encoded(self) -> Iterator[bytes]:
+        """The JSON in parts."""
+        yield b'"'
+        for part in self._parts():
+            yield msgspec.json.encode(part)[1:-1]
+        yield b'"'
+
+
+def encode_lazily(value: Any) -> Iterator[bytes]:
+    """The JSON of a value, whose lazy arrays and strings are computed while this is read."""
+    lazy: list[LazyArray[Any] | LazyString] = []
+
+    def defer(item: LazyArray[Any] | LazyString) -> msgspec.Raw:
+        lazy.append(item)
+        return msgspec.Raw(b"\0")  # JSON itself never has this byte
+
+    first, *others = msgspec.json.encode(value, enc_hook=defer).split(b"\0")
+    yield first
+    for item, text in zip(lazy, others, strict=True):
+        yield from item.encoded()
+        yield text
