@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import Field
 from starlette.responses import Response
 
 from app.api.dependencies import MetricsDep, ServiceDep, check_model
@@ -22,38 +21,34 @@ from app.serving.service import Service
 class Model(ResponseModel):
     """The model that is served."""
 
-    id: Annotated[str, Field(description="Name of the model: that of the weights directory.")]
-    object: Annotated[Literal["model"], Field(description="Type of the object.")]
-    created: Annotated[int, Field(description="When the service started, as a Unix time.")]
-    owned_by: Annotated[str, Field(description="Always inkstream.")]
+    id: Annotated[str, "Name of the model: that of the weights directory."]
+    object: Annotated[Literal["model"], "Type of the object."]
+    created: Annotated[int, "When the service started, as a Unix time."]
+    owned_by: Annotated[str, "Always inkstream."]
     max_model_len: ContextLength
-    n_params: Annotated[int, Field(description="Number of parameters.")]
+    n_params: Annotated[int, "Number of parameters."]
     n_vocab: VocabularySize
-    has_encoder: Annotated[bool, Field(description="Whether the model has an encoder, which reads `source`.")]
-    dtype: Annotated[str, Field(description="Number format of weights and cache.")]
-    device: Annotated[str, Field(description="Device that the model runs on.")]
-    numerics: Annotated[str, Field(description="Backend (torch or native kernels) and number format.")]
+    has_encoder: Annotated[bool, "Whether the model has an encoder, which reads `source`."]
+    dtype: Annotated[str, "Number format of weights and cache."]
+    device: Annotated[str, "Device that the model runs on."]
+    numerics: Annotated[str, "Backend (torch or native kernels) and number format."]
     weights_version: WeightsVersion
-    sampling_defaults: Annotated[
-        dict[str, float], Field(description="Defaults of POST /complete for fields that a request leaves out.")
-    ]
+    sampling_defaults: Annotated[dict[str, float], "Defaults of POST /complete for fields that a request leaves out."]
 
 
 class ModelList(ResponseModel):
     """Response of GET /v1/models."""
 
-    object: Annotated[Literal["list"], Field(description="Type of the object.")]
-    data: Annotated[list[Model], Field(description="The model.")]
+    object: Annotated[Literal["list"], "Type of the object."]
+    data: Annotated[list[Model], "The model."]
 
 
 class Health(ResponseModel):
     """Response of GET /health."""
 
-    status: Annotated[str, Field(description="live, ready or not ready.")]
-    phase: Annotated[str | None, Field(description="Current phase of the service.")] = None
-    reason: Annotated[str | None, Field(description="Why the service is not ready, if all recent requests failed.")] = (
-        None
-    )
+    status: Annotated[str, "live, ready or not ready."]
+    phase: Annotated[str | None, "Current phase of the service."] = None
+    reason: Annotated[str | None, "Why the service is not ready, if all recent requests failed."] = None
 
 
 _NOT_READY: dict[int | str, dict[str, Any]] = {

@@ -204,44 +204,38 @@ class CompletionFields(SamplingFields):
 
 
 # Annotations of fields that several responses have.
-Echo = Annotated[str | None, Field(description="Echo of the request's field.")]
-IsTruncated = Annotated[bool | None, Field(description="True if truncate_prompt_tokens shortened a prompt.")]
-ModelName = Annotated[str, Field(description="Name of the model.")]
-WeightsVersion = Annotated[str, Field(description="SHA-256 of the weights.")]
-ContextLength = Annotated[int, Field(description="Context length in tokens, prompt and completion together.")]
-VocabularySize = Annotated[int, Field(description="Size of the vocabulary: all token ids are below it.")]
-EffectiveSettings = Annotated[
-    dict[str, Any], Field(description="Effective settings, under the names of the request's fields.")
-]
-CachedTokenCount = Annotated[int, Field(description="Prompt tokens whose keys and values were in the prefix cache.")]
-ChoiceIndex = Annotated[int, Field(description="Index of the prompt times n, plus the index of the continuation.")]
-StopReason = Annotated[
-    str | int | None, Field(description="The stop string or stop token that ended the text, if any.")
-]
+Echo = Annotated[str | None, "Echo of the request's field."]
+IsTruncated = Annotated[bool | None, "True if truncate_prompt_tokens shortened a prompt."]
+ModelName = Annotated[str, "Name of the model."]
+WeightsVersion = Annotated[str, "SHA-256 of the weights."]
+ContextLength = Annotated[int, "Context length in tokens, prompt and completion together."]
+VocabularySize = Annotated[int, "Size of the vocabulary: all token ids are below it."]
+EffectiveSettings = Annotated[dict[str, Any], "Effective settings, under the names of the request's fields."]
+CachedTokenCount = Annotated[int, "Prompt tokens whose keys and values were in the prefix cache."]
+ChoiceIndex = Annotated[int, "Index of the prompt times n, plus the index of the continuation."]
+StopReason = Annotated[str | int | None, "The stop string or stop token that ended the text, if any."]
 
 
 class TopToken(ResponseModel):
     """A candidate token at one position of the text."""
 
-    id: Annotated[int, Field(description="Token id.")]
-    text: Annotated[str, Field(description="The bytes decoded as UTF-8; incomplete characters become U+FFFD.")]
-    bytes: Annotated[list[int], Field(description="Exact bytes of the token; empty for a special token.")]
-    logprob: Annotated[
-        float | None, Field(description="Log-probability from the raw logits, before temperature and filters.")
-    ]
+    id: Annotated[int, "Token id."]
+    text: Annotated[str, "The bytes decoded as UTF-8; incomplete characters become U+FFFD."]
+    bytes: Annotated[list[int], "Exact bytes of the token; empty for a special token."]
+    logprob: Annotated[float | None, "Log-probability from the raw logits, before temperature and filters."]
 
 
 class Token(TopToken):
     """A token of the text and its alternatives."""
 
-    top: Annotated[list[TopToken], Field(description="The most likely tokens at this position, as many as requested.")]
+    top: Annotated[list[TopToken], "The most likely tokens at this position, as many as requested."]
 
 
 class ChoiceEnd(ResponseModel):
     """How a choice ended."""
 
-    index: Annotated[int, Field(description="Index of the choice.")]
-    finish_reason: Annotated[str, Field(description="stop, length, timeout or cancelled.")]
+    index: Annotated[int, "Index of the choice."]
+    finish_reason: Annotated[str, "stop, length, timeout or cancelled."]
     stop_reason: StopReason
 
 
@@ -249,8 +243,8 @@ class Choice(ChoiceEnd):
     """One continuation."""
 
     index: ChoiceIndex
-    text: Annotated[str, Field(description="The generated text; with echo, after the prompt.")]
-    tokens: Annotated[LazyArray[Token] | None, Field(description="The tokens of the text, if logprobs was requested.")]
+    text: Annotated[str, "The generated text; with echo, after the prompt."]
+    tokens: Annotated[LazyArray[Token] | None, "The tokens of the text, if logprobs was requested."]
 
 
 class CachedTokens(ResponseModel):
@@ -262,15 +256,11 @@ class CachedTokens(ResponseModel):
 class Usage(ResponseModel):
     """Token counts of the engine."""
 
-    prompt_tokens: Annotated[int, Field(description="Number of prompt tokens.")]
+    prompt_tokens: Annotated[int, "Number of prompt tokens."]
     completion_tokens: Annotated[
-        int,
-        Field(
-            description="Number of generated tokens, including end-of-text tokens and stops that were cut "
-            "from the text."
-        ),
+        int, "Number of generated tokens, including end-of-text tokens and stops that were cut from the text."
     ]
-    total_tokens: Annotated[int, Field(description="Sum of both.")]
+    total_tokens: Annotated[int, "Sum of both."]
     prompt_tokens_details: CachedTokens
 
     @classmethod
@@ -283,11 +273,11 @@ class Usage(ResponseModel):
 class Timings(ResponseModel):
     """Milliseconds, and tokens per second while decoding."""
 
-    queue_ms: Annotated[float, Field(description="From the request to its first step.")]
-    prefill_ms: Annotated[float, Field(description="From its first step to its first token.")]
-    first_token_ms: Annotated[float, Field(description="From the request to its first token.")]
-    decode_ms: Annotated[float, Field(description="From its first token to its last.")]
-    tokens_per_second: Annotated[float, Field(description="While decoding.")]
+    queue_ms: Annotated[float, "From the request to its first step."]
+    prefill_ms: Annotated[float, "From its first step to its first token."]
+    first_token_ms: Annotated[float, "From the request to its first token."]
+    decode_ms: Annotated[float, "From its first token to its last."]
+    tokens_per_second: Annotated[float, "While decoding."]
 
     @classmethod
     def of(cls, session: GenerationSession) -> Timings:
@@ -310,13 +300,13 @@ class Receipt(ResponseModel, kw_only=True):
     """Everything that determines the text besides the prompt; reproduces it on the same hardware and build."""
 
     weights_version: WeightsVersion
-    seed: Annotated[int, Field(description="Seed of the random numbers.")]
+    seed: Annotated[int, "Seed of the random numbers."]
     settings: EffectiveSettings
-    prompt_sha256: Annotated[str | list[str], Field(description="SHA-256 of the prompt; a list if there were several.")]
-    source_sha256: Annotated[str | None, Field(description="SHA-256 of the source.")] = None
-    suffix_sha256: Annotated[str | None, Field(description="SHA-256 of the suffix.")] = None
-    numerics: Annotated[str, Field(description="What computed (torch or native kernels), and in which number format.")]
-    version: Annotated[str, Field(description="Version of inkstream.")]
+    prompt_sha256: Annotated[str | list[str], "SHA-256 of the prompt; a list if there were several."]
+    source_sha256: Annotated[str | None, "SHA-256 of the source."] = None
+    suffix_sha256: Annotated[str | None, "SHA-256 of the suffix."] = None
+    numerics: Annotated[str, "What computed (torch or native kernels), and in which number format."]
+    version: Annotated[str, "Version of inkstream."]
 
     @classmethod
     def of(cls, admitted: Admitted) -> Receipt:
@@ -338,9 +328,9 @@ class Receipt(ResponseModel, kw_only=True):
 class CompleteResponse(ResponseModel):
     """Response of POST /complete with "stream": false."""
 
-    id: Annotated[str, Field(description="Request id.")]
+    id: Annotated[str, "Request id."]
     model: ModelName
-    choices: Annotated[list[Choice], Field(description="The continuations, by index.")]
+    choices: Annotated[list[Choice], "The continuations, by index."]
     usage: Usage
     timings: Timings
     receipt: Receipt
@@ -352,18 +342,18 @@ class CompleteResponse(ResponseModel):
 class Cancellation(ResponseModel):
     """Response of DELETE /complete/{id}."""
 
-    id: Annotated[str, Field(description="Id of the completion.")]
-    cancelled: Annotated[bool, Field(description="Always true; a completion that has finished gives a 404.")]
+    id: Annotated[str, "Id of the completion."]
+    cancelled: Annotated[bool, "Always true; a completion that has finished gives a 404."]
 
 
 class StartEvent(ResponseModel):
     """`start`: the request has left the queue."""
 
-    id: Annotated[str, Field(description="Request id; DELETE /complete/{id} cancels the request.")]
+    id: Annotated[str, "Request id; DELETE /complete/{id} cancels the request."]
     model: ModelName
     weights_version: WeightsVersion
-    seed: Annotated[int, Field(description="Seed of the random numbers; sent again, it gives the same text.")]
-    prompt_tokens: Annotated[int, Field(description="Number of prompt tokens.")]
+    seed: Annotated[int, "Seed of the random numbers; sent again, it gives the same text."]
+    prompt_tokens: Annotated[int, "Number of prompt tokens."]
     cached_tokens: CachedTokenCount
     settings: EffectiveSettings
     user: Echo = None
@@ -374,24 +364,22 @@ class StartEvent(ResponseModel):
 class QueueEvent(ResponseModel):
     """`queue`: the request is still waiting; sent at most once a second."""
 
-    position: Annotated[int, Field(description="Number of requests ahead of this one.")]
-    eta_ms: Annotated[int, Field(description="Estimated time until the request starts.")]
+    position: Annotated[int, "Number of requests ahead of this one."]
+    eta_ms: Annotated[int, "Estimated time until the request starts."]
 
 
 class TokenEvent(ResponseModel):
     """`token`: new text. The concatenated texts of a choice are its whole text."""
 
-    index: Annotated[int, Field(description="Index of the choice.")]
-    text: Annotated[str, Field(description="New text of this choice; may be empty.")]
-    tokens: Annotated[list[Token] | None, Field(description="The tokens of this text, if logprobs was requested.")] = (
-        None
-    )
+    index: Annotated[int, "Index of the choice."]
+    text: Annotated[str, "New text of this choice; may be empty."]
+    tokens: Annotated[list[Token] | None, "The tokens of this text, if logprobs was requested."] = None
 
 
 class DoneEvent(ResponseModel):
     """`done`: the last event of a stream that succeeded."""
 
-    choices: Annotated[list[ChoiceEnd], Field(description="How each choice ended.")]
+    choices: Annotated[list[ChoiceEnd], "How each choice ended."]
     usage: Usage
     timings: Timings
     receipt: Receipt

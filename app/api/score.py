@@ -51,26 +51,21 @@ class ScoreRequest(BaseModel):
 class Score(ResponseModel):
     """One text."""
 
-    index: Annotated[int, Field(description="Index of the prompt.")]
-    logprob: Annotated[
-        float, Field(description="Log-probability of the text after its first token: the sum over its tokens.")
-    ]
-    n_scored: Annotated[int, Field(description="Number of tokens in the sum.")]
-    perplexity: Annotated[float | None, Field(description="exp(-logprob / n_scored); null if no token was scored.")]
-    bits_per_byte: Annotated[float | None, Field(description="-logprob / ln 2 / number of bytes of the scored tokens.")]
-    tokens: Annotated[
-        LazyArray[Token],
-        Field(description="The tokens of the text; the first has no logprob, because it has no context."),
-    ]
+    index: Annotated[int, "Index of the prompt."]
+    logprob: Annotated[float, "Log-probability of the text after its first token: the sum over its tokens."]
+    n_scored: Annotated[int, "Number of tokens in the sum."]
+    perplexity: Annotated[float | None, "exp(-logprob / n_scored); null if no token was scored."]
+    bits_per_byte: Annotated[float | None, "-logprob / ln 2 / number of bytes of the scored tokens."]
+    tokens: Annotated[LazyArray[Token], "The tokens of the text; the first has no logprob, because it has no context."]
 
 
 class ScoreResponse(ResponseModel):
     """Response of POST /score."""
 
-    id: Annotated[str, Field(description="Request id.")]
+    id: Annotated[str, "Request id."]
     model: ModelName
     weights_version: WeightsVersion
-    scores: Annotated[list[Score], Field(description="One score for each prompt.")]
+    scores: Annotated[list[Score], "One score for each prompt."]
     usage: Usage
     user: Echo = None
     request_id: Echo = None

@@ -59,61 +59,57 @@ class DetokenizeRequest(BaseModel):
 class Piece(ResponseModel):
     """A token of a text. The concatenated bytes of all pieces are those of the text."""
 
-    id: Annotated[int, Field(description="Token id.")]
-    text: Annotated[str, Field(description="The bytes decoded as UTF-8; incomplete characters become U+FFFD.")]
-    bytes: Annotated[list[int], Field(description="Exact bytes of the token.")]
-    special: Annotated[
-        bool, Field(description="Whether this is a special token: its name is shown in prompts, never in completions.")
-    ]
+    id: Annotated[int, "Token id."]
+    text: Annotated[str, "The bytes decoded as UTF-8; incomplete characters become U+FFFD."]
+    bytes: Annotated[list[int], "Exact bytes of the token."]
+    special: Annotated[bool, "Whether this is a special token: its name is shown in prompts, never in completions."]
 
 
 class PlacedPiece(Piece):
     """A token and the range of its characters."""
 
-    start: Annotated[int, Field(description="Start of its characters in the text, in code points.")]
-    end: Annotated[
-        int, Field(description="End of its characters in the text (exclusive); equal to `start` for an added token.")
-    ]
+    start: Annotated[int, "Start of its characters in the text, in code points."]
+    end: Annotated[int, "End of its characters in the text (exclusive); equal to `start` for an added token."]
 
 
 class TokenizeResponse(ResponseModel):
     """Response of POST /tokenize."""
 
-    count: Annotated[int, Field(description="Number of tokens.")]
+    count: Annotated[int, "Number of tokens."]
     max_model_len: ContextLength
-    tokens: Annotated[LazyArray[int], Field(description="Token ids.")]
-    pieces: Annotated[LazyArray[PlacedPiece], Field(description="The same tokens, with text, bytes and offsets.")]
+    tokens: Annotated[LazyArray[int], "Token ids."]
+    pieces: Annotated[LazyArray[PlacedPiece], "The same tokens, with text, bytes and offsets."]
 
 
 class DetokenizeResponse(ResponseModel):
     """Response of POST /detokenize."""
 
-    prompt: Annotated[LazyString, Field(description="The text; bytes that are not valid UTF-8 become U+FFFD.")]
-    pieces: Annotated[LazyArray[Piece], Field(description="The tokens, with text and bytes.")]
+    prompt: Annotated[LazyString, "The text; bytes that are not valid UTF-8 become U+FFFD."]
+    pieces: Annotated[LazyArray[Piece], "The tokens, with text and bytes."]
 
 
 class SpecialToken(ResponseModel):
     """A special token."""
 
-    id: Annotated[int, Field(description="Token id.")]
-    text: Annotated[str, Field(description="Name of the token in prompts.")]
+    id: Annotated[int, "Token id."]
+    text: Annotated[str, "Name of the token in prompts."]
 
 
 class TokenizerInfo(ResponseModel):
     """Response of GET /tokenizer_info."""
 
     model: ModelName
-    kind: Annotated[str, Field(description="Type of the tokenizer.", examples=["byte-level BPE"])]
+    kind: Annotated[str, "Type of the tokenizer.", Field(examples=["byte-level BPE"])]
     vocab_size: VocabularySize
     max_model_len: ContextLength
-    bos_token: Annotated[str | None, Field(description="Token that starts a text.")]
-    bos_token_id: Annotated[int | None, Field(description="Id of this token.")]
-    add_bos_token: Annotated[bool, Field(description="Whether the tokenizer adds it to every text.")]
-    eos_token: Annotated[str | None, Field(description="Token that ends a text.")]
-    eos_token_id: Annotated[int | None, Field(description="Id of this token.")]
-    eos_token_ids: Annotated[list[int], Field(description="All tokens that end a text.")]
-    special_tokens: Annotated[list[SpecialToken], Field(description="All special tokens, by id.")]
-    chat_template: Annotated[str | None, Field(description="Chat template in Jinja, if the weights have one.")]
+    bos_token: Annotated[str | None, "Token that starts a text."]
+    bos_token_id: Annotated[int | None, "Id of this token."]
+    add_bos_token: Annotated[bool, "Whether the tokenizer adds it to every text."]
+    eos_token: Annotated[str | None, "Token that ends a text."]
+    eos_token_id: Annotated[int | None, "Id of this token."]
+    eos_token_ids: Annotated[list[int], "All tokens that end a text."]
+    special_tokens: Annotated[list[SpecialToken], "All special tokens, by id."]
+    chat_template: Annotated[str | None, "Chat template in Jinja, if the weights have one."]
 
 
 _BATCH = 128

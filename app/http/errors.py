@@ -46,13 +46,13 @@ _TYPES = {
 class ErrorBody(ResponseModel):
     """The error object."""
 
-    message: Annotated[str, Field(description="What was wrong, what is allowed, what to change.")]
-    type: Annotated[str, Field(description="Type of the error.", examples=["invalid_request_error"])]
-    param: Annotated[str | None, Field(description="The field of the request that caused the error.")]
-    code: Annotated[str | None, Field(description="Error code for programs; some errors have none.")]
-    request_id: Annotated[str, Field(description="Request id, which is also in the server's log.")]
-    prompt_tokens: Annotated[int | None, Field(description="Number of tokens of a prompt that is too long.")] = None
-    max_model_len: Annotated[int | None, Field(description="Context length in tokens, if a prompt is too long.")] = None
+    message: Annotated[str, "What was wrong, what is allowed, what to change."]
+    type: Annotated[str, "Type of the error.", Field(examples=["invalid_request_error"])]
+    param: Annotated[str | None, "The field of the request that caused the error."]
+    code: Annotated[str | None, "Error code for programs; some errors have none."]
+    request_id: Annotated[str, "Request id, which is also in the server's log."]
+    prompt_tokens: Annotated[int | None, "Number of tokens of a prompt that is too long."] = None
+    max_model_len: Annotated[int | None, "Context length in tokens, if a prompt is too long."] = None
 
 
 class ErrorResponse(ResponseModel):

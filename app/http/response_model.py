@@ -8,7 +8,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args
 
 import msgspec
 from msgspec import NODEFAULT, UNSET, Struct
-from pydantic import BaseModel, GetCoreSchemaHandler, TypeAdapter, create_model
+from pydantic import BaseModel, Field, GetCoreSchemaHandler, TypeAdapter, create_model
 from starlette.responses import Response
 
 _T = TypeVar("_T")
@@ -19,7 +19,7 @@ NOT_SENT: Any = UNSET
 class ResponseModel(Struct, omit_defaults=True):
     """A JSON object of a response. A field whose value is its default is not sent.
 
-    The order of the fields is that of the JSON; descriptions are pydantic's: `Annotated[int, Field(description=...)]`.
+    The order of the fields is that of the JSON. `Annotated[int, "Number of tokens."]` describes a field.
     """
 
     @classmethod
@@ -45,9 +45,11 @@ def json_response(content: ResponseModel, status_code: int = 200, headers: Mappi
 def _documentation(model: type[ResponseModel]) -> type[BaseModel]:
     """The pydantic model with the same fields, from which FastAPI makes the schema."""
     defaults = {NODEFAULT: ..., UNSET: None}
-    fields: dict[str, Any] = {
-        field.name: (field.type, defaults.get(field.default, field.default)) for field in msgspec.structs.fields(model)
-    }
+    fields: dict[str, Any] = {}
+    for field in msgspec.structs.fields(model):
+        description = next((text for text in getattr(field.type, "__metadata__", ()) if isinstance(text, str)), None)
+        default = defaults.get(field.default, field.default)
+        fields[field.name] = (field.type, Field(default, description=description))
     return create_model(model.__name__, __doc__=model.__doc__, __module__=model.__module__, **fields)
 
 

@@ -182,79 +182,72 @@ class ChatRequest(OpenAIFields):
 class LegacyLogprobs(ResponseModel):
     """Log-probabilities in lists of one length: an entry for each token."""
 
-    tokens: Annotated[Array[str], Field(description="Text of each token; if it has none, its bytes or its name.")]
-    token_logprobs: Annotated[
-        Array[float | None], Field(description="Log-probability of each token; null for the first one of a prompt.")
-    ]
+    tokens: Annotated[Array[str], "Text of each token; if it has none, its bytes or its name."]
+    token_logprobs: Annotated[Array[float | None], "Log-probability of each token; null for the first one of a prompt."]
     top_logprobs: Annotated[
         Array[dict[str, float | None] | None],
-        Field(description="The most likely tokens at this position, by text; always includes the token itself."),
+        "The most likely tokens at this position, by text; always includes the token itself.",
     ]
-    text_offset: Annotated[Array[int], Field(description="Start of each token in the text, in code points.")]
+    text_offset: Annotated[Array[int], "Start of each token in the text, in code points."]
     top_tokens: Annotated[
-        Array[list[TopToken]],
-        Field(description="The most likely tokens as a list, in which two may have the same text."),
+        Array[list[TopToken]], "The most likely tokens as a list, in which two may have the same text."
     ]
 
 
 class ChatTop(ResponseModel):
     """A candidate token at one position of the text."""
 
-    token: Annotated[str, Field(description="Text of the token; if it has none, its bytes or its name.")]
-    logprob: Annotated[float, Field(description="Log-probability from the raw logits.")]
-    bytes: Annotated[list[int], Field(description="Exact bytes of the token.")]
+    token: Annotated[str, "Text of the token; if it has none, its bytes or its name."]
+    logprob: Annotated[float, "Log-probability from the raw logits."]
+    bytes: Annotated[list[int], "Exact bytes of the token."]
 
 
 class ChatToken(ChatTop):
     """A token of the text."""
 
-    top_logprobs: Annotated[list[ChatTop], Field(description="The most likely tokens at this position.")]
+    top_logprobs: Annotated[list[ChatTop], "The most likely tokens at this position."]
 
 
 class ChatLogprobs(ResponseModel):
     """Log-probabilities, if requested."""
 
-    content: Annotated[Array[ChatToken], Field(description="One entry for each token.")]
+    content: Annotated[Array[ChatToken], "One entry for each token."]
 
 
 class ChatMessage(ResponseModel):
     """The model's message; in a stream, its new part."""
 
-    role: Annotated[str | None, Field(description="assistant; in a stream only in a choice's first chunk.")] = None
-    content: Annotated[str | None, Field(description="The text.")] = None
+    role: Annotated[str | None, "assistant; in a stream only in a choice's first chunk."] = None
+    content: Annotated[str | None, "The text."] = None
 
 
 class CompletionsChoice(ResponseModel):
     """One continuation, or in a stream a part of one."""
 
     index: ChoiceIndex
-    text: Annotated[str, Field(description="The generated text; in a stream, the new part.")]
-    logprobs: Annotated[LegacyLogprobs | None, Field(description="Log-probabilities, if requested.")]
-    finish_reason: Annotated[
-        str | None, Field(description="stop, length, timeout or cancelled; in a stream only at the end.")
-    ]
+    text: Annotated[str, "The generated text; in a stream, the new part."]
+    logprobs: Annotated[LegacyLogprobs | None, "Log-probabilities, if requested."]
+    finish_reason: Annotated[str | None, "stop, length, timeout or cancelled; in a stream only at the end."]
     stop_reason: StopReason
 
 
 class ChatChoice(ResponseModel):
     """One choice."""
 
-    index: Annotated[int, Field(description="Index of the choice.")]
+    index: Annotated[int, "Index of the choice."]
     message: ChatMessage
-    logprobs: Annotated[ChatLogprobs | None, Field(description="Log-probabilities, if requested.")]
-    finish_reason: Annotated[str | None, Field(description="stop, length, timeout or cancelled.")]
+    logprobs: Annotated[ChatLogprobs | None, "Log-probabilities, if requested."]
+    finish_reason: Annotated[str | None, "stop, length, timeout or cancelled."]
     stop_reason: StopReason
 
 
 class ChatChunkChoice(ResponseModel):
     """A part of one choice."""
 
-    index: Annotated[int, Field(description="Index of the choice.")]
+    index: Annotated[int, "Index of the choice."]
     delta: ChatMessage
-    logprobs: Annotated[ChatLogprobs | None, Field(description="Log-probabilities of this part, if requested.")]
-    finish_reason: Annotated[
-        str | None, Field(description="stop, length, timeout or cancelled; only at the end of the choice.")
-    ]
+    logprobs: Annotated[ChatLogprobs | None, "Log-probabilities of this part, if requested."]
+    finish_reason: Annotated[str | None, "stop, length, timeout or cancelled; only at the end of the choice."]
     stop_reason: StopReason
 
 
@@ -263,21 +256,21 @@ class _Head(ResponseModel):
 
     id: str
     object: str
-    created: Annotated[int, Field(description="When the request arrived, as a Unix time.")]
+    created: Annotated[int, "When the request arrived, as a Unix time."]
     model: ModelName
-    system_fingerprint: Annotated[str, Field(description="Prefix of the SHA-256 of the weights, and the numerics.")]
-    seed: Annotated[int, Field(description="Seed of the random numbers.")]
+    system_fingerprint: Annotated[str, "Prefix of the SHA-256 of the weights, and the numerics."]
+    seed: Annotated[int, "Seed of the random numbers."]
     choices: list[Any]
 
 
 class OpenAIResponse(_Head):
     """A whole response, or the chunk of a stream that reports the usage."""
 
-    usage: Annotated[Usage | None, Field(description="In a stream, only if stream_options requests it.")] = None
+    usage: Annotated[Usage | None, "In a stream, only if stream_options requests it."] = None
     user: Echo = None
     request_id: Echo = None
     truncated: IsTruncated = None
-    warnings: Annotated[list[str] | None, Field(description="Fields that were sent and have no effect.")] = None
+    warnings: Annotated[list[str] | None, "Fields that were sent and have no effect."] = None
 
 
 class OpenAIChunk(_Head):
@@ -286,30 +279,30 @@ class OpenAIChunk(_Head):
     user: Echo = None
     request_id: Echo = None
     truncated: IsTruncated = None
-    warnings: Annotated[list[str] | None, Field(description="Fields that were sent and have no effect.")] = None
-    usage: Annotated[Usage | None, Field(description="Only if stream_options requests it.")] = NOT_SENT
+    warnings: Annotated[list[str] | None, "Fields that were sent and have no effect."] = None
+    usage: Annotated[Usage | None, "Only if stream_options requests it."] = NOT_SENT
 
 
 class CompletionsResponse(OpenAIResponse):
     """Response of POST /v1/completions, and every chunk of its stream."""
 
-    id: Annotated[str, Field(description="Starts with cmpl-; the same in all chunks.")]
-    object: Annotated[Literal["text_completion"], Field(description="Type of the object.")]
-    choices: Annotated[list[CompletionsChoice], Field(description="Empty in the chunk that reports the usage.")]
+    id: Annotated[str, "Starts with cmpl-; the same in all chunks."]
+    object: Annotated[Literal["text_completion"], "Type of the object."]
+    choices: Annotated[list[CompletionsChoice], "Empty in the chunk that reports the usage."]
 
 
 class ChatResponse(OpenAIResponse):
     """Response of POST /v1/chat/completions."""
 
-    id: Annotated[str, Field(description="Starts with chatcmpl-; the same in all chunks.")]
-    object: Annotated[Literal["chat.completion"], Field(description="Type of the object.")]
-    choices: Annotated[list[ChatChoice], Field(description="The choices.")]
+    id: Annotated[str, "Starts with chatcmpl-; the same in all chunks."]
+    object: Annotated[Literal["chat.completion"], "Type of the object."]
+    choices: Annotated[list[ChatChoice], "The choices."]
     usage: Usage
 
 
 class ChatChunk(OpenAIChunk):
     """Chunk of the stream of POST /v1/chat/completions."""
 
-    id: Annotated[str, Field(description="Starts with chatcmpl-; the same in all chunks.")]
-    object: Annotated[Literal["chat.completion.chunk"], Field(description="Type of the object.")]
-    choices: Annotated[list[ChatChunkChoice], Field(description="Empty in the chunk that reports the usage.")]
+    id: Annotated[str, "Starts with chatcmpl-; the same in all chunks."]
+    object: Annotated[Literal["chat.completion.chunk"], "Type of the object."]
+    choices: Annotated[list[ChatChunkChoice], "Empty in the chunk that reports the usage."]
