@@ -26,25 +26,12 @@ _Body = TypeVar("_Body", bound=BaseModel)
 _T = TypeVar("_T")
 
 
-# FastAPI runs dependencies that are not coroutines in a thread pool, which delayed every first token.
-async def _get_service(request: Request) -> Service:
-    service: Service = request.app.state.service
-    return service
+def _from_state(name: str) -> Any:
+    # A coroutine: FastAPI runs other dependencies in a thread pool, which delayed every first token.
+    async def get(request: Request) -> Any:
+        return getattr(request.app.state, name)
 
-
-async def _get_metrics(request: Request) -> Metrics:
-    metrics: Metrics = request.app.state.metrics
-    return metrics
-
-
-async def _get_tokenizer_pool(request: Request) -> TokenizerPool:
-    tokenizer_pool: TokenizerPool = request.app.state.tokenizer_pool
-    return tokenizer_pool
-
-
-async def _get_resume_store(request: Request) -> ResumeStore:
-    resume_store: ResumeStore = request.app.state.resume_store
-    return resume_store
+    return Depends(get)
 
 
 async def _get_tenant(request: Request) -> Tenant:
@@ -59,10 +46,10 @@ def owner_of(request: Request) -> str:
     return hashlib.sha256(request.headers.get("authorization", "").encode("latin-1")).hexdigest()
 
 
-ServiceDep = Annotated[Service, Depends(_get_service)]
-MetricsDep = Annotated[Metrics, Depends(_get_metrics)]
-TokenizerPoolDep = Annotated[TokenizerPool, Depends(_get_tokenizer_pool)]
-ResumeStoreDep = Annotated[ResumeStore, Depends(_get_resume_store)]
+ServiceDep = Annotated[Service, _from_state("service")]
+MetricsDep = Annotated[Metrics, _from_state("metrics")]
+TokenizerPoolDep = Annotated[TokenizerPool, _from_state("tokenizer_pool")]
+ResumeStoreDep = Annotated[ResumeStore, _from_state("resume_store")]
 TenantDep = Annotated[Tenant, Depends(_get_tenant)]
 
 

@@ -116,7 +116,7 @@ def _model(service: Service) -> Model:
     return Model(
         id=service.model_name,
         object="model",
-        created=service.created,
+        created=service.instance.created,
         owned_by="inkstream",
         max_model_len=ready.context,
         n_params=ready.n_params,

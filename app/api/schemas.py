@@ -7,13 +7,13 @@ from typing import Annotated, Any
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     StringConstraints,
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
-    field_validator,
     model_validator,
 )
 
@@ -54,11 +54,11 @@ def _to_integers(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
         return validate(list(map(_to_integer, value)))
 
 
-def accept_integral_floats(*names: str) -> Any:
-    """Makes these fields of a model accept floats with an integral value, such as 11.0."""
-    return field_validator(*names, mode="before")(_to_integer)
-
-
+_Integral = BeforeValidator(_to_integer)
+Natural = Annotated[int, Field(ge=0, lt=2**31), _Integral]
+Positive = Annotated[int, Field(ge=1, lt=2**31), _Integral]
+UpTo16 = Annotated[int, Field(ge=1, le=16), _Integral]
+UpTo20 = Annotated[int, Field(ge=0, le=20), _Integral]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_IDS, fail_fast=True), WrapValidator(_to_integers)]
 Prompts = (
@@ -68,7 +68,9 @@ Prompts = (
     | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 )
 _Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
-Name = Annotated[str, StringConstraints(max_length=64, pattern=r"^[A-Za-z0-9_-]*$")]
+_Name = Annotated[str, StringConstraints(max_length=64, pattern=r"^[A-Za-z0-9_-]*$")]
+EchoedName = Annotated[_Name | None, Field(description="Echoed; up to 64 letters, digits, _ and -.")]
+DeadlineMs = Annotated[Positive | None, Field(description="Time limit of the request; at most the server's own limit.")]
 _BiasKey = Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 
@@ -78,18 +80,15 @@ class SamplingFields(BaseModel):
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
-    max_tokens: int | None = Field(
-        None, ge=0, lt=2**31, description="Maximum number of tokens to generate; clamped to the context length."
+    max_tokens: Natural | None = Field(
+        None, description="Maximum number of tokens to generate; clamped to the context length."
     )
-    min_tokens: int | None = Field(
-        None,
-        ge=0,
-        lt=2**31,
-        description="Number of tokens to generate before an end-of-text token or a stop can end the text.",
+    min_tokens: Natural | None = Field(
+        None, description="Number of tokens to generate before an end-of-text token or a stop can end the text."
     )
     temperature: float | None = Field(None, ge=0, le=10, description="0 is greedy; higher is wilder.")
-    top_k: int | None = Field(
-        None, ge=-1, lt=2**31, description="Sample from the k most likely tokens; 0 or -1 is off."
+    top_k: Annotated[int, Field(ge=-1, lt=2**31), _Integral] | None = Field(
+        None, description="Sample from the k most likely tokens; 0 or -1 is off."
     )
     top_p: float | None = Field(
         None,
@@ -115,13 +114,10 @@ class SamplingFields(BaseModel):
     logit_bias: Annotated[dict[_BiasKey, _Bias], Field(max_length=300)] | None = Field(
         None, description="Added to the logits of tokens, by id.", examples=[{"50": -100}]
     )
-    seed: int | None = Field(
-        None,
-        ge=-(2**63),
-        lt=2**63,
-        description="The same seed, prompt and settings give the same text. Random if absent.",
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63), _Integral] | None = Field(
+        None, description="The same seed, prompt and settings give the same text. Random if absent."
     )
-    n: int | None = Field(None, ge=1, le=16, description="Number of continuations of each prompt (default 1).")
+    n: UpTo16 | None = Field(None, description="Number of continuations of each prompt (default 1).")
     stop: _Stop | Annotated[list[_Stop], Field(max_length=16, fail_fast=True)] | None = Field(
         None, description="The text ends before the first of these (up to 16 strings of up to 256 characters)."
     )
@@ -134,19 +130,13 @@ class SamplingFields(BaseModel):
         None, description="The text must be JSON that matches this schema (an object, or a string with its JSON)."
     )
     grammar: str | None = Field(None, description="The text must match this grammar, in Lark's notation.")
-    deadline_ms: int | None = Field(
-        None, ge=1, lt=2**31, description="Time limit of the request; at most the server's own limit."
+    deadline_ms: DeadlineMs = None
+    truncate_prompt_tokens: Positive | None = Field(
+        None, description="Keep only this many tokens from the end of the prompt."
     )
-    truncate_prompt_tokens: int | None = Field(
-        None, ge=1, lt=2**31, description="Keep only this many tokens from the end of the prompt."
-    )
-    user: Name | None = Field(None, description="Echoed; up to 64 letters, digits, _ and -.")
-    request_id: Name | None = Field(None, description="Echoed; up to 64 letters, digits, _ and -.")
+    user: EchoedName = None
+    request_id: EchoedName = None
     stream: bool | None = Field(None, description="Server-sent events, or one JSON object.")
-
-    _sampling_integers = accept_integral_floats(
-        "max_tokens", "min_tokens", "top_k", "seed", "n", "deadline_ms", "truncate_prompt_tokens"
-    )
 
     @model_validator(mode="after")
     def _one_grammar(self) -> SamplingFields:
@@ -186,16 +176,13 @@ class SamplingFields(BaseModel):
 class CompletionFields(SamplingFields):
     """Fields of both completion endpoints, except for the prompt."""
 
-    logprobs: int | None = Field(
-        None, ge=0, le=20, description="Report each token's log-probability and this many alternatives."
-    )
+    logprobs: UpTo20 | None = Field(None, description="Report each token's log-probability and this many alternatives.")
     echo: bool | None = Field(
         None, description="Prepend the prompt to the text; with logprobs, report its tokens' log-probabilities too."
     )
     suffix: str | None = Field(
         None, description="Text after the completion, for models with fill-in-the-middle tokens in their vocabulary."
     )
-    _logprobs_integer = accept_integral_floats("logprobs")
 
     def to_generation_request(self, prompt: Prompts, *, max_tokens: int, **others: Any) -> GenerationRequest:
         """See SamplingFields.to_generation_request."""

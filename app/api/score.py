@@ -13,14 +13,15 @@ from app.api.dependencies import MetricsDep, ServiceDep, TenantDep, body_schema,
 from app.api.openapi import declared
 from app.api.request_handle import CollectedOutput, RequestHandle
 from app.api.schemas import (
+    DeadlineMs,
     Echo,
+    EchoedName,
     ModelName,
-    Name,
     Prompts,
     Token,
+    UpTo20,
     Usage,
     WeightsVersion,
-    accept_integral_floats,
     token_array,
 )
 from app.generation.request import GenerationRequest, prompt_list
@@ -37,15 +38,12 @@ class ScoreRequest(BaseModel):
     prompt: Prompts = Field(
         description="Text, token ids, or a list of either.", examples=["The quick brown fox jumps over the lazy dog."]
     )
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
+    logprobs: UpTo20 | None = Field(
         None, description="Number of the most likely tokens to report at each position (default 0)."
     )
-    deadline_ms: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
-        None, description="Time limit of the request; at most the server's own limit."
-    )
-    user: Name | None = Field(None, description="Echoed; up to 64 letters, digits, _ and -.")
-    request_id: Name | None = Field(None, description="Echoed; up to 64 letters, digits, _ and -.")
-    _integers = accept_integral_floats("logprobs", "deadline_ms")
+    deadline_ms: DeadlineMs = None
+    user: EchoedName = None
+    request_id: EchoedName = None
 
 
 class Score(ResponseModel):

@@ -179,6 +179,7 @@ async def tokenizer_info(service: ServiceDep) -> Response:
     ready, tokenizer = service.require_ready()
     bos, ends = tokenizer.start_id(ready.start_id), tokenizer.end_ids(ready.eos_ids)
     eos = ends[0] if ends else None
+    chat_template = service.instance.chat_template
     info = TokenizerInfo(
         model=service.model_name,
         kind=tokenizer.kind,
@@ -191,7 +192,7 @@ async def tokenizer_info(service: ServiceDep) -> Response:
         eos_token_id=eos,
         eos_token_ids=list(ends),
         special_tokens=[SpecialToken(token, text) for token, text in sorted(tokenizer.specials.items())],
-        chat_template=service.chat_template.source if service.chat_template else None,
+        chat_template=chat_template.source if chat_template else None,
     )
     return json_response(info, headers=version_header(ready.weights_version))
 

@@ -240,16 +240,6 @@ class GenerationSession:
 
 
 _MAX_LOGPROBS = 200_000
-NEUTRAL = {
-    "temperature": 1.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "typical_p": 1.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
 
 
 class BuiltRequests:
@@ -338,7 +328,7 @@ class BuiltRequests:
         request = self._request
         requested = {name: value for name, value in request.sampling.items() if value is not None}
         defaults = self._ready.sampling_defaults if request.use_model_defaults else {}
-        values: dict[str, Any] = {**NEUTRAL, **defaults, **requested}
+        values: dict[str, Any] = {"top_k": 0, **defaults, **requested}
         # best_of ranks by the log-probabilities of the sampled tokens.
         logprobs = 0 if request.logprobs is None and request.is_ranked else request.logprobs
         return SamplingParams(

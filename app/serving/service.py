@@ -22,7 +22,6 @@ from typing import Any
 
 from app.access.rate_limiter import Reservation, Tenant
 from app.access.tenant_queue import LoopShare, WorkAccount
-from app.chat.template import ChatTemplate
 from app.common.errors import DeadlineExceeded, EngineError, EngineFailed, InvalidRequest, NotReady
 from app.common.ipc import Ready
 from app.common.settings import Settings
@@ -145,31 +144,16 @@ class Service:
         return [instance.engine for instance in (self.instance, *self._retiring)]
 
     @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The current tokenizer; None until it is loaded."""
-        return self.instance.tokenizer
-
-    @property
-    def chat_template(self) -> ChatTemplate | None:
-        """The current chat template, if the weights have one."""
-        return self.instance.chat_template
-
-    @property
     def model_name(self) -> str:
         """The current model's name for clients."""
         return self.instance.model_name
-
-    @property
-    def created(self) -> int:
-        """Unix time at which the current model was loaded."""
-        return self.instance.created
 
     @property
     def phase(self) -> str:
         """Human-readable state: ready, draining, or a startup phase."""
         if self.draining:
             return "draining"
-        return self.engine.phase if self.tokenizer or self.engine.phase != "ready" else "loading tokenizer"
+        return self.engine.phase if self.instance.tokenizer or self.engine.phase != "ready" else "loading tokenizer"
 
     def is_model_name(self, name: str) -> bool:
         """Whether `name` is the model's name, or the name of weights that were served before."""

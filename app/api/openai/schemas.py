@@ -13,12 +13,14 @@ from app.api.schemas import (
     Echo,
     IsTruncated,
     ModelName,
+    Natural,
     Prompts,
     SamplingFields,
     StopReason,
     TopToken,
+    UpTo16,
+    UpTo20,
     Usage,
-    accept_integral_floats,
 )
 from app.generation.request import GenerationRequest
 from app.http.response_model import NOT_SENT, Array, ResponseModel
@@ -78,13 +80,9 @@ class CompletionsRequest(OpenAIFields, CompletionFields):
     prompt: Prompts | None = Field(
         None, description="Text, token ids, or a list of either. Absent means empty.", examples=["Once upon a"]
     )
-    best_of: int | None = Field(
-        None,
-        ge=1,
-        le=16,
-        description="Generate this many, return the n with the best mean log-probability; not in streams.",
+    best_of: UpTo16 | None = Field(
+        None, description="Generate this many, return the n with the best mean log-probability; not in streams."
     )
-    _best_of_integer = accept_integral_floats("best_of")
 
     @model_validator(mode="after")
     def _check_best_of(self) -> CompletionsRequest:
@@ -142,14 +140,13 @@ class ChatRequest(OpenAIFields):
         description="The conversation so far, oldest message first.",
         examples=[[{"role": "user", "content": "Tell me a story."}]],
     )
-    max_completion_tokens: int | None = Field(
-        None, ge=0, lt=2**31, description="Alias of max_tokens; if absent, the context length is the limit."
+    max_completion_tokens: Natural | None = Field(
+        None, description="Alias of max_tokens; if absent, the context length is the limit."
     )
     logprobs: bool | None = Field(None, description="Report each token's log-probability.")
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
+    top_logprobs: UpTo20 | None = Field(
         None, description="Number of alternatives to report at each position; requires logprobs."
     )
-    _chat_integers = accept_integral_floats("max_completion_tokens", "top_logprobs")
 
     @model_validator(mode="after")
     def _check_fields(self) -> ChatRequest:
