@@ -28,6 +28,7 @@ from app.common.types import Counters, FinishReason, Request, RequestStarted, Sa
 from app.generation.detokenizer import StreamDecoder
 from app.generation.output_choice import OutputChoice, TextRules
 from app.http import sse
+from tests.support.async_test import async_test
 
 
 @given(st.integers(0, 20), st.text())
@@ -150,15 +151,13 @@ def test_gaps_are_counted_where_prometheus_counts_them() -> None:
 
 
 @pytest.mark.parametrize("dues", [(0.02,), (0.02, 30.0), (30.0, 0.02)])
-def test_an_alarm_set_to_later_rings_early_and_set_to_earlier_rings_earlier(dues: tuple[float, ...]) -> None:
-    async def ring() -> None:
-        arrived = asyncio.Event()
-        alarm = LazyTimer(arrived.set)
-        for due in dues:
-            alarm.set(time.monotonic() + due)
-        await asyncio.wait_for(arrived.wait(), 20)
-
-    asyncio.run(ring())
+@async_test
+async def test_an_alarm_set_to_later_rings_early_and_set_to_earlier_rings_earlier(dues: tuple[float, ...]) -> None:
+    arrived = asyncio.Event()
+    alarm = LazyTimer(arrived.set)
+    for due in dues:
+        alarm.set(time.monotonic() + due)
+    await asyncio.wait_for(arrived.wait(), 20)
 
 
 def test_a_cancelled_alarm_is_silent() -> None:

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.support.completion_client import stream, text_of, whole
-from tests.support.servers import Server, start_server, stop_server
+from tests.support.servers import Server, running_server
 
 pytestmark = pytest.mark.slow
 
@@ -46,8 +46,7 @@ def test_every_choice_and_the_stream_follow_the_schema(server: Server) -> None:
 
 def test_no_guided_request_is_in_the_way_of_later_ones(tmp_path: Path, weights: Path) -> None:
     """Whether it is only scored, finishes at once, or loses its client while it waits."""
-    server = start_server(tmp_path, weights, "--max-running", "2")
-    try:
+    with running_server(tmp_path, weights, "--max-running", "2") as server:
         for _ in range(3):
             whole(server.url, **BODY | {"max_tokens": 0}, regex="[ab]+")
             whole(server.url, prompt=[5] * 256, max_tokens=9, regex="[ab]+")
@@ -56,8 +55,6 @@ def test_no_guided_request_is_in_the_way_of_later_ones(tmp_path: Path, weights: 
                 with contextlib.suppress(httpx.TimeoutException):
                     httpx.post(f"{server.url}/complete", json=BODY | {"regex": "[ab]{200}"}, timeout=0.05)
         assert whole(server.url, **BODY, regex="abc")["choices"][0]["text"] == "abc"
-    finally:
-        assert stop_server(server) == 0
 
 
 def test_regex_and_grammar_are_followed_to_the_last_token(server: Server) -> None:

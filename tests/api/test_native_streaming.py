@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.completion_client import parse_events, stream, text_of, whole
-from tests.support.servers import Server, is_clean, start_server, stop_server
+from tests.support.servers import Server, is_clean, running_server
 
 pytestmark = pytest.mark.slow
 
@@ -66,11 +66,8 @@ def test_streamed_text_equals_the_plain_answer(server: Server, prompt: str, seed
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_thirty_two_clients_at_once_get_what_each_gets_alone(tmp_path: Path, weights: Path, dtype: str) -> None:
-    server = start_server(tmp_path, weights, "--dtype", dtype, "--threads", "2")
-    try:
+    with running_server(tmp_path, weights, "--dtype", dtype, "--threads", "2") as server:
         _compare_alone_and_together(server)
-    finally:
-        assert stop_server(server) == 0
 
 
 def _compare_alone_and_together(server: Server) -> None:
@@ -158,8 +155,7 @@ def test_max_tokens_beyond_the_context_are_clamped_to_it(server: Server) -> None
 
 def test_a_cancelled_stream_ends_with_cancelled(tmp_path: Path, weights: Path) -> None:
     """Around the fake engine, with which it lasts for minutes: it still runs when the DELETE comes."""
-    server = start_server(tmp_path, weights, fake_ms=20)
-    try:
+    with running_server(tmp_path, weights, fake_ms=20) as server:
         body = {**LONG, "max_tokens": 8000}
         with httpx.stream("POST", f"{server.url}/complete", json=body, timeout=60) as response:
             request_id = response.headers["x-request-id"]
@@ -174,5 +170,3 @@ def test_a_cancelled_stream_ends_with_cancelled(tmp_path: Path, weights: Path) -
         assert done["usage"]["completion_tokens"] < 8000
         assert is_clean(server, 30.0)
         assert httpx.delete(f"{server.url}/complete/{request_id}").status_code == 404
-    finally:
-        assert stop_server(server) == 0

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from app.api.resume_store import ResumeStore
+from tests.support.async_test import async_test
 
 
 class DisconnectedStream:
@@ -19,14 +18,12 @@ class DisconnectedStream:
         self.is_closed = True
 
 
-def test_a_tenant_that_leaves_many_streams_evicts_only_its_own() -> None:
-    async def visit() -> None:
-        store, flood = ResumeStore(60.0), [DisconnectedStream(f"f{i}", "flood") for i in range(1000)]
-        others = [DisconnectedStream(f"o{i}", f"owner {i % 10}") for i in range(100)]
-        for one in (*others, *flood):
-            store.put(one)
-            store.mark_detached(one)
-        assert not any(one.is_closed for one in others)
-        assert [one.is_closed for one in flood] == [True] * 844 + [False] * 156
-
-    asyncio.run(visit())
+@async_test
+async def test_a_tenant_that_leaves_many_streams_evicts_only_its_own() -> None:
+    store, flood = ResumeStore(60.0), [DisconnectedStream(f"f{i}", "flood") for i in range(1000)]
+    others = [DisconnectedStream(f"o{i}", f"owner {i % 10}") for i in range(100)]
+    for one in (*others, *flood):
+        store.put(one)
+        store.mark_detached(one)
+    assert not any(one.is_closed for one in others)
+    assert [one.is_closed for one in flood] == [True] * 844 + [False] * 156

@@ -19,7 +19,7 @@ from tests.support.armed_faults import Faults
 from tests.support.completion_client import Event, parse_events, stream, text_of
 from tests.support.load.concurrent_clients import engine_pid
 from tests.support.model.tiny_models import tiny_weights
-from tests.support.servers import Server, is_clean, start_server, stop_server
+from tests.support.servers import Server, is_clean, running_server, start_server, stop_server
 
 pytestmark = pytest.mark.slow
 
@@ -201,23 +201,17 @@ def test_a_stream_cancelled_while_its_client_is_away_counts_as_cancelled(long_se
 
 
 def test_streams_are_forgotten_after_a_while_and_counted_then(tmp_path: Path, weights: Path) -> None:
-    server = start_server(tmp_path, weights, "--resume-seconds", "0.3", fake_ms=20)
-    try:
+    with running_server(tmp_path, weights, "--resume-seconds", "0.3", fake_ms=20) as server:
         name = _first_events(server, 3, **{**LONG, "max_tokens": 8000})[0].data["id"]
         assert server.wait_for(lambda: _counted(server, "disconnected") == 1)
         assert _resume(server, name, after=3).json()["error"]["code"] == "unknown_request"
-    finally:
-        assert stop_server(server) == 0
 
 
 def test_only_so_many_bytes_of_a_stream_are_kept(tmp_path: Path, weights: Path) -> None:
-    server = start_server(tmp_path, weights, "--resume-bytes", "1000", fake_ms=1)
-    try:
+    with running_server(tmp_path, weights, "--resume-bytes", "1000", fake_ms=1) as server:
         events = stream(server.url, **{**LONG, "max_tokens": 200})
         refused = _resume(server, events[0].data["id"], after=0)
         assert refused.json()["error"]["code"] == "events_gone"
-    finally:
-        assert stop_server(server) == 0
 
 
 def test_a_deadline_ends_the_text_where_it_stands(long_server: Server) -> None:
@@ -243,19 +237,15 @@ def test_a_cancelled_stream_holds_nothing_in_the_engine(long_server: Server) -> 
 
 
 def test_waiting_begins_anew_when_a_stream_is_resumed(tmp_path: Path, weights: Path) -> None:
-    server = start_server(tmp_path, weights, "--queue-timeout", "3", fake_ms=1)
-    try:
+    with running_server(tmp_path, weights, "--queue-timeout", "3", fake_ms=1) as server:
         seen = _first_events(server, 3, **LONG)
         time.sleep(3.2)
         events = parse_events(_resume(server, seen[0].data["id"], after=2).text)
         assert events[-1].data["choices"][0]["finish_reason"] == "length"
-    finally:
-        assert stop_server(server) == 0
 
 
 def test_a_deadline_before_the_first_token_is_an_error(tmp_path: Path, weights: Path) -> None:
-    server = start_server(tmp_path, weights, "--max-running", "1", "--queue-timeout", "1", fake_ms=20)
-    try:
+    with running_server(tmp_path, weights, "--max-running", "1", "--queue-timeout", "1", fake_ms=20) as server:
         with httpx.stream("POST", f"{server.url}/complete", json={**LONG, "max_tokens": 8000}, timeout=60) as busy:
             parts = busy.iter_text()  # an unreferenced iterator would close the response
             next(parts)
@@ -267,5 +257,3 @@ def test_a_deadline_before_the_first_token_is_an_error(tmp_path: Path, weights: 
             assert (waited.status_code, waited.json()["error"]["type"]) == (503, "unavailable_error")
             assert int(waited.headers["retry-after"]) >= 1
         assert is_clean(server, 30.0)
-    finally:
-        assert stop_server(server) == 0

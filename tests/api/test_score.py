@@ -14,7 +14,7 @@ from model.checkpoint.checkpoint import load
 from model.nn.reference import logits
 from model.nn.transformer import Decoder
 from model.tokenizer.tokenizer import Tokenizer
-from tests.support.servers import Server, start_server, stop_server
+from tests.support.servers import Server, running_server
 
 pytestmark = pytest.mark.slow
 
@@ -33,11 +33,8 @@ def _decoder(weights: Path) -> Decoder:
 
 
 def test_scores_equal_a_forward_pass(tmp_path: Path, weights: Path) -> None:
-    server = start_server(tmp_path, weights, "--dtype", "float32")
-    try:
+    with running_server(tmp_path, weights, "--dtype", "float32") as server:
         scores = _scores(server.url, prompt=TEXTS, logprobs=5)
-    finally:
-        assert stop_server(server) == 0
     tokenizer, decoder = Tokenizer.load(weights), _decoder(weights)
     for text, score in zip(TEXTS, scores, strict=True):
         ids = tokenizer.encode(text)

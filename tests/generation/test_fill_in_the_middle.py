@@ -19,7 +19,7 @@ from app.tokenization.text_encoder import TextEncoder, TokenizerPool
 from model.tokenizer.tokenizer import Tokenizer
 from tests.support.model.sample_tokenizers import KINDS, save
 from tests.support.model.tiny_models import tiny_weights
-from tests.support.servers import start_server, stop_server
+from tests.support.servers import running_server
 
 NAMES = [
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
@@ -81,13 +81,10 @@ def test_a_served_model_fills_in(tmp_path: Path) -> None:
     rust = RustTokenizer.from_file(str(weights / "tokenizer.json"))
     rust.add_special_tokens(list(NAMES[0]))
     (weights / "tokenizer.json").write_text(rust.to_str())
-    server = start_server(tmp_path, weights)
-    try:
+    with running_server(tmp_path, weights) as server:
         body = {"prompt": "the fox", "suffix": " moon", "max_tokens": 5, "seed": 1, "stream": False, "echo": True}
         answer = httpx.post(f"{server.url}/complete", json=body).json()
         assert answer["choices"][0]["text"].startswith("the fox")
         assert len(answer["receipt"]["suffix_sha256"]) == 64
         ids = Tokenizer.load(weights).encode_many(["the fox", " moon"])
         assert answer["usage"]["prompt_tokens"] == len(ids[0]) + len(ids[1]) + 3
-    finally:
-        assert stop_server(server) == 0

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,19 @@ from app.guided.grammar import grammar_from
 from app.guided.validator import MAX_JOBS, GrammarValidator
 from app.guided.validator_worker import explain
 from tests.support import ROOT
+from tests.support.async_test import async_test
 
 SLOW = {"anyOf": [{"type": "integer", "multipleOf": prime} for prime in (999983, 999979, 999961)]}
 """Tells multiples of large primes by their digits: as many states as the product has."""
+
+
+@contextlib.asynccontextmanager
+async def _validator(weights: Path) -> AsyncIterator[GrammarValidator]:
+    checker = GrammarValidator(weights, seconds=60)
+    try:
+        yield checker
+    finally:
+        await checker.close()
 
 
 async def _check(checker: GrammarValidator, tenant: str = "", **fields: Any) -> None:
@@ -39,10 +49,6 @@ async def _problem(checker: GrammarValidator, tenant: str = "", **fields: Any) -
     return str(caught.value)
 
 
-def _run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(scenario)
-
-
 def _pid(checker: GrammarValidator) -> int:
     return checker.pids[0]
 
@@ -54,28 +60,23 @@ def _has_exited(pid: int) -> bool:
         return True
 
 
-def test_good_guides_pass_and_bad_ones_say_what_is_wrong(weights: Path) -> None:
-    async def scenario() -> None:
-        checker = GrammarValidator(weights, seconds=60)
-        try:
-            assert not checker.pids, "started only when needed"
-            await _check(checker, regex="[ab]+/")
-            await _check(checker, json_schema={"type": "object", "properties": {"a": {"$ref": "#"}}})
-            await _check(checker, grammar='start: "(" start ")" | "x"')
-            await _check(checker, response_format={"type": "json_object"})
-            assert await _problem(checker, regex="a(b") == "regex: unclosed group"
-            assert "look-around" in await _problem(checker, regex="a(?=b)")
-            assert await _problem(checker, regex="") == "regex: it allows no text at all"
-            assert await _problem(checker, json_schema={"type": "foo"}) == "json_schema: Invalid type: foo"
-            assert "not" in await _problem(checker, json_schema={"not": {}})
-            assert "no text" in await _problem(checker, json_schema={"$ref": "#"})
-            wide = {"type": "object", "properties": {f"p{i}": {} for i in range(400)}}
-            assert "too complex" in await _problem(checker, json_schema=wide)
-            assert await _problem(checker, grammar="start: a") == 'grammar: line 1, column 8: unknown name: "a"'
-        finally:
-            await checker.close()
-
-    _run(scenario())
+@async_test
+async def test_good_guides_pass_and_bad_ones_say_what_is_wrong(weights: Path) -> None:
+    async with _validator(weights) as checker:
+        assert not checker.pids, "started only when needed"
+        await _check(checker, regex="[ab]+/")
+        await _check(checker, json_schema={"type": "object", "properties": {"a": {"$ref": "#"}}})
+        await _check(checker, grammar='start: "(" start ")" | "x"')
+        await _check(checker, response_format={"type": "json_object"})
+        assert await _problem(checker, regex="a(b") == "regex: unclosed group"
+        assert "look-around" in await _problem(checker, regex="a(?=b)")
+        assert await _problem(checker, regex="") == "regex: it allows no text at all"
+        assert await _problem(checker, json_schema={"type": "foo"}) == "json_schema: Invalid type: foo"
+        assert "not" in await _problem(checker, json_schema={"not": {}})
+        assert "no text" in await _problem(checker, json_schema={"$ref": "#"})
+        wide = {"type": "object", "properties": {f"p{i}": {} for i in range(400)}}
+        assert "too complex" in await _problem(checker, json_schema=wide)
+        assert await _problem(checker, grammar="start: a") == 'grammar: line 1, column 8: unknown name: "a"'
 
 
 def test_a_bomb_is_refused_in_time_while_others_go_on_and_the_next_guide_is_checked_by_a_new_process(
@@ -117,167 +118,132 @@ async def _check_patiently(checker: GrammarValidator, letter: str) -> None:
     raise AssertionError("no guide passes")
 
 
-def test_a_process_that_was_killed_is_not_held_against_the_guide(weights: Path) -> None:
-    async def scenario() -> None:
-        checker = GrammarValidator(weights, seconds=60)
-        try:
-            await _check(checker, regex="a")
-            os.kill(_pid(checker), signal.SIGKILL)
-            await asyncio.sleep(0.2)
-            await _check(checker, regex="b")
-        finally:
-            await checker.close()
-
-    _run(scenario())
-
-
-def test_what_was_said_is_remembered_and_costs_nothing_again(weights: Path) -> None:
-    async def scenario() -> None:
-        checker = GrammarValidator(weights, seconds=60)
+@async_test
+async def test_a_process_that_was_killed_is_not_held_against_the_guide(weights: Path) -> None:
+    async with _validator(weights) as checker:
         await _check(checker, regex="a")
-        await _problem(checker, regex="(")
-        await checker.close()
-        await _check(checker, regex="a")
-        await _problem(checker, regex="(")
-        assert not checker.pids
-
-    _run(scenario())
+        os.kill(_pid(checker), signal.SIGKILL)
+        await asyncio.sleep(0.2)
+        await _check(checker, regex="b")
 
 
-def test_a_grammar_that_was_killed_is_refused_unseen_for_every_tenant(weights: Path) -> None:
-    async def scenario() -> None:
-        checker = GrammarValidator(weights, seconds=0.3)
-        assert "took more than" in await _problem(checker, tenant="a", json_schema=SLOW)
-        await checker.close()  # nothing can be asked any more
-        assert "took more than" in await _problem(checker, tenant="b", json_schema=SLOW)
+@async_test
+async def test_what_was_said_is_remembered_and_costs_nothing_again(weights: Path) -> None:
+    checker = GrammarValidator(weights, seconds=60)
+    await _check(checker, regex="a")
+    await _problem(checker, regex="(")
+    await checker.close()
+    await _check(checker, regex="a")
+    await _problem(checker, regex="(")
+    assert not checker.pids
 
-    _run(scenario())
+
+@async_test
+async def test_a_grammar_that_was_killed_is_refused_unseen_for_every_tenant(weights: Path) -> None:
+    checker = GrammarValidator(weights, seconds=0.3)
+    assert "took more than" in await _problem(checker, tenant="a", json_schema=SLOW)
+    await checker.close()  # nothing can be asked any more
+    assert "took more than" in await _problem(checker, tenant="b", json_schema=SLOW)
 
 
-def test_a_time_out_is_forgotten_after_a_while_as_the_machine_may_have_been_busy(
+@async_test
+async def test_a_time_out_is_forgotten_after_a_while_as_the_machine_may_have_been_busy(
     weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        checker = GrammarValidator(weights, seconds=0.3)
-        await _problem(checker, json_schema=SLOW)
+    checker = GrammarValidator(weights, seconds=0.3)
+    await _problem(checker, json_schema=SLOW)
+    await checker.close()
+    later = time.monotonic() + 301
+    monkeypatch.setattr("app.guided.validator.time.monotonic", lambda: later)
+    with pytest.raises(EngineFailed, match="closed"):
+        await _check(checker, json_schema=SLOW)
+
+
+@async_test
+async def test_an_acceptance_is_known_to_its_own_tenant_only(weights: Path) -> None:
+    checker = GrammarValidator(weights, seconds=60)
+    await _check(checker, tenant="a", regex="abc")
+    await checker.close()
+    await _check(checker, tenant="a", regex="abc")
+    with pytest.raises(EngineFailed, match="closed"):
+        await _check(checker, tenant="b", regex="abc")
+
+
+@async_test
+async def test_requests_of_one_tenant_for_one_grammar_share_a_question_and_leave_one_by_one(weights: Path) -> None:
+    checker, checked_tenants = GrammarValidator(weights, seconds=60), []
+    call = checker._pool.call
+
+    async def counted(question: bytes, account: WorkAccount) -> bytes:
+        checked_tenants.append(account.tenant)
+        return await call(question, account)
+
+    checker._pool.call = counted  # type: ignore[assignment]
+    try:
+        checks = [asyncio.create_task(_check(checker, tenant=t, regex="x+y")) for t in ("a", "a", "a", "b")]
+        await asyncio.sleep(0)
+        checks[0].cancel()  # its check continues for the others
+        found = await asyncio.gather(*checks, return_exceptions=True)
+        assert [type(one) for one in found] == [asyncio.CancelledError, type(None), type(None), type(None)]
+        assert checked_tenants == ["a", "b"]
+    finally:
         await checker.close()
-        later = time.monotonic() + 301
-        monkeypatch.setattr("app.guided.validator.time.monotonic", lambda: later)
-        with pytest.raises(EngineFailed, match="closed"):
-            await _check(checker, json_schema=SLOW)
-
-    _run(scenario())
 
 
-def test_an_acceptance_is_known_to_its_own_tenant_only(weights: Path) -> None:
-    async def scenario() -> None:
-        checker = GrammarValidator(weights, seconds=60)
-        await _check(checker, tenant="a", regex="abc")
-        await checker.close()
-        await _check(checker, tenant="a", regex="abc")
-        with pytest.raises(EngineFailed, match="closed"):
-            await _check(checker, tenant="b", regex="abc")
-
-    _run(scenario())
+async def _wait_for_two(checker: GrammarValidator) -> None:
+    async with asyncio.timeout(60):
+        while len(checker.pids) < 2:  # noqa: ASYNC110 - no event reports it
+            await asyncio.sleep(0.01)
 
 
-def test_requests_of_one_tenant_for_one_grammar_share_a_question_and_leave_one_by_one(weights: Path) -> None:
-    async def scenario() -> None:
-        checker, checked_tenants = GrammarValidator(weights, seconds=60), []
-        call = checker._pool.call
-
-        async def counted(question: bytes, account: WorkAccount) -> bytes:
-            checked_tenants.append(account.tenant)
-            return await call(question, account)
-
-        checker._pool.call = counted  # type: ignore[assignment]
-        try:
-            checks = [asyncio.create_task(_check(checker, tenant=t, regex="x+y")) for t in ("a", "a", "a", "b")]
-            await asyncio.sleep(0)
-            checks[0].cancel()  # its check continues for the others
-            found = await asyncio.gather(*checks, return_exceptions=True)
-            assert [type(one) for one in found] == [asyncio.CancelledError, type(None), type(None), type(None)]
-            assert checked_tenants == ["a", "b"]
-        finally:
-            await checker.close()
-
-    _run(scenario())
+@async_test
+async def test_a_second_process_waits_ready_and_a_killed_one_comes_back_unasked(weights: Path) -> None:
+    async with _validator(weights) as checker:
+        await _check(checker, regex="a")
+        await _wait_for_two(checker)
+        victim = _pid(checker)
+        os.kill(victim, signal.SIGKILL)
+        await _check(checker, regex="b")
+        await _wait_for_two(checker)
+        assert victim not in checker.pids
 
 
-def test_a_second_process_waits_ready_and_a_killed_one_comes_back_unasked(weights: Path) -> None:
-    async def scenario() -> None:
-        checker = GrammarValidator(weights, seconds=60)
-        try:
-            await _check(checker, regex="a")
-            await _wait_for_two(checker)
-            victim = _pid(checker)
-            os.kill(victim, signal.SIGKILL)
-            await _check(checker, regex="b")
-            await _wait_for_two(checker)
-            assert victim not in checker.pids
-        finally:
-            await checker.close()
-
-    async def _wait_for_two(checker: GrammarValidator) -> None:
-        async with asyncio.timeout(60):
-            while len(checker.pids) < 2:  # noqa: ASYNC110 - no event reports it
-                await asyncio.sleep(0.01)
-
-    _run(scenario())
+@async_test
+async def test_an_abandoned_check_leaves_no_answer_to_the_next(weights: Path) -> None:
+    async with _validator(weights) as checker:
+        await _check(checker, regex="a")
+        slow = asyncio.create_task(_check(checker, json_schema=SLOW))
+        await asyncio.sleep(0.05)
+        slow.cancel()
+        assert await _problem(checker, regex="(") == "regex: unclosed group"
 
 
-def test_an_abandoned_check_leaves_no_answer_to_the_next(weights: Path) -> None:
-    async def scenario() -> None:
-        checker = GrammarValidator(weights, seconds=60)
-        try:
-            await _check(checker, regex="a")
-            slow = asyncio.create_task(_check(checker, json_schema=SLOW))
-            await asyncio.sleep(0.05)
-            slow.cancel()
-            assert await _problem(checker, regex="(") == "regex: unclosed group"
-        finally:
-            await checker.close()
-
-    _run(scenario())
+@async_test
+async def test_a_guide_that_takes_more_memory_than_allowed_ends_the_process_and_nothing_else(weights: Path) -> None:
+    async with _validator(weights) as checker:
+        assert "memory" in await _problem(checker, json_schema=SLOW)
+        await _check(checker, regex="a")
 
 
-def test_a_guide_that_takes_more_memory_than_allowed_ends_the_process_and_nothing_else(weights: Path) -> None:
-    async def scenario() -> None:
-        checker = GrammarValidator(weights, seconds=60)
-        try:
-            assert "memory" in await _problem(checker, json_schema=SLOW)
-            await _check(checker, regex="a")
-        finally:
-            await checker.close()
-
-    _run(scenario())
+@async_test
+async def test_a_process_that_does_not_start_is_the_servers_fault(tmp_path: Path) -> None:
+    with pytest.raises(EngineFailed, match="does not start"):
+        await _check(GrammarValidator(tmp_path, seconds=60), regex="a")
 
 
-def test_a_process_that_does_not_start_is_the_servers_fault(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        with pytest.raises(EngineFailed, match="does not start"):
-            await _check(GrammarValidator(tmp_path, seconds=60), regex="a")
-
-    _run(scenario())
+@async_test
+async def test_without_the_extra_the_error_says_how_to_get_it(weights: Path) -> None:
+    checker = GrammarValidator(weights, seconds=1, installed=False)
+    assert 'pip install "inkstream[guided]"' in await _problem(checker, regex="a")
 
 
-def test_without_the_extra_the_error_says_how_to_get_it(weights: Path) -> None:
-    async def scenario() -> None:
-        checker = GrammarValidator(weights, seconds=1, installed=False)
-        assert 'pip install "inkstream[guided]"' in await _problem(checker, regex="a")
-
-    _run(scenario())
-
-
-def test_only_so_many_guides_wait(weights: Path) -> None:
-    async def scenario() -> None:
-        checker = GrammarValidator(weights, seconds=60)
-        checks = [asyncio.create_task(_check(checker, regex=f"a{{{i + 1}}}")) for i in range(MAX_JOBS // 2 + 8)]
-        answers = await asyncio.gather(*checks, return_exceptions=True)
-        await checker.close()
-        assert [type(answer) for answer in answers] == [type(None)] * (MAX_JOBS // 2) + [Busy] * 8
-
-    _run(scenario())
+@async_test
+async def test_only_so_many_guides_wait(weights: Path) -> None:
+    checker = GrammarValidator(weights, seconds=60)
+    checks = [asyncio.create_task(_check(checker, regex=f"a{{{i + 1}}}")) for i in range(MAX_JOBS // 2 + 8)]
+    answers = await asyncio.gather(*checks, return_exceptions=True)
+    await checker.close()
+    assert [type(answer) for answer in answers] == [type(None)] * (MAX_JOBS // 2) + [Busy] * 8
 
 
 def test_the_process_goes_with_its_parent(weights: Path) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 import httpx
 import pytest
 
-from app.api import schemas
 from app.api.native.routes import ResumableStream
 from app.api.resume_store import ResumeStore
+from app.api.schemas import Receipt
 from app.common.errors import EngineError, NotReady
 from app.common.settings import Settings
 from app.engine_client.supervisor import EngineStopped
@@ -31,6 +31,7 @@ from app.tokenization.text_encoder import TokenizerPool
 from model.checkpoint.manifest import MANIFEST_FILE, manifest_file
 from model.files import write_files
 from tests.support import ROOT
+from tests.support.async_test import async_test
 from tests.support.completion_client import chunks, whole
 from tests.support.servers import Server
 
@@ -151,23 +152,21 @@ def directory(tmp_path: Path, weights: Path) -> Path:
     return Path(shutil.copytree(weights, tmp_path / "mine"))
 
 
-def test_new_requests_get_the_new_weights_and_the_old_ones_end_with_their_last_answer(directory: Path) -> None:
-    async def scenario() -> None:
-        async with _house(directory) as house:
-            old = house.service.instance
-            old.acquire()
-            engine = await _new_engine(house)
-            assert house.service.instance is old and house.running == [0, 1]
-            engine.finish()
-            await _until(lambda: house.service.instance is not old)
-            assert house.noted == ["switched"] and house.service.engine is engine  # type: ignore[comparison-overlap]
-            await asyncio.sleep(0.2)
-            assert house.running == [0, 1]
-            old.release()
-            await _until(lambda: house.running == [1])
-            assert old.is_closed
-
-    asyncio.run(scenario())
+@async_test
+async def test_new_requests_get_the_new_weights_and_the_old_ones_end_with_their_last_answer(directory: Path) -> None:
+    async with _house(directory) as house:
+        old = house.service.instance
+        old.acquire()
+        engine = await _new_engine(house)
+        assert house.service.instance is old and house.running == [0, 1]
+        engine.finish()
+        await _until(lambda: house.service.instance is not old)
+        assert house.noted == ["switched"] and house.service.engine is engine  # type: ignore[comparison-overlap]
+        await asyncio.sleep(0.2)
+        assert house.running == [0, 1]
+        old.release()
+        await _until(lambda: house.running == [1])
+        assert old.is_closed
 
 
 @pytest.mark.parametrize(
@@ -179,222 +178,193 @@ def test_new_requests_get_the_new_weights_and_the_old_ones_end_with_their_last_a
         (lambda engine: engine.finish(vocab_size=319), "tokenizer.json: has 320 tokens, the model only 319"),
     ],
 )
-def test_whatever_is_wrong_with_new_weights_the_old_ones_stay(
+@async_test
+async def test_whatever_is_wrong_with_new_weights_the_old_ones_stay(
     directory: Path, fault: Callable[[FakeEngine], None], words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario() -> None:
-        async with _house(directory) as house:
-            old = house.service.instance
-            fault(await _new_engine(house))
-            await _until(lambda: house.running == [0])
-            assert house.service.instance is old and house.noted == ["refused"]
-            (await _new_engine(house)).finish()
-            await _until(lambda: house.running == [2])
-
-    asyncio.run(scenario())
+    async with _house(directory) as house:
+        old = house.service.instance
+        fault(await _new_engine(house))
+        await _until(lambda: house.running == [0])
+        assert house.service.instance is old and house.noted == ["refused"]
+        (await _new_engine(house)).finish()
+        await _until(lambda: house.running == [2])
     lines = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert len(lines) == 1 and words in lines[0] and "the old ones stay" in lines[0]
 
 
-def test_an_unexpected_error_refuses_one_load_and_no_later_one(
+@async_test
+async def test_an_unexpected_error_refuses_one_load_and_no_later_one(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken() -> ModelInstance:
         raise RuntimeError("of a kind that no check of weights raises")
 
-    async def scenario() -> None:
-        async with _house(directory) as house:
-            house._make, make = broken, house._make  # type: ignore[method-assign]
-            house.reloader.request_reload()
-            await _until(lambda: house.noted == ["refused"])
-            house._make = make  # type: ignore[method-assign]
-            (await _new_engine(house)).finish()
-            await _until(lambda: house.running == [1])
-
-    asyncio.run(scenario())
+    async with _house(directory) as house:
+        house._make, make = broken, house._make  # type: ignore[method-assign]
+        house.reloader.request_reload()
+        await _until(lambda: house.noted == ["refused"])
+        house._make = make  # type: ignore[method-assign]
+        (await _new_engine(house)).finish()
+        await _until(lambda: house.running == [1])
     assert "the old ones stay: RuntimeError in the service" in caplog.text
 
 
-def test_files_that_change_while_they_are_loaded_are_refused(directory: Path) -> None:
-    async def scenario() -> None:
-        async with _house(directory) as house:
-            engine = await _new_engine(house)
-            (directory / "generation_config.json").write_text('{"temperature": 0.5}')
-            engine.finish()
-            await _until(lambda: house.noted == ["refused"])
-            assert house.running == [0]
-
-    asyncio.run(scenario())
+@async_test
+async def test_files_that_change_while_they_are_loaded_are_refused(directory: Path) -> None:
+    async with _house(directory) as house:
+        engine = await _new_engine(house)
+        (directory / "generation_config.json").write_text('{"temperature": 0.5}')
+        engine.finish()
+        await _until(lambda: house.noted == ["refused"])
+        assert house.running == [0]
 
 
-def test_however_often_it_is_asked_while_it_loads_it_loads_once_more(directory: Path) -> None:
-    async def scenario() -> None:
-        async with _house(directory) as house:
-            engine = await _new_engine(house)
-            for _ in range(5):
-                house.reloader.request_reload()
-            engine.finish()
-            await _until(lambda: len(house.engines) == 3)
-            house.engines[2].finish()
-            await _until(lambda: house.running == [2])
-            await asyncio.sleep(0.2)
-            assert len(house.engines) == 3
-
-    asyncio.run(scenario())
-
-
-def test_there_are_never_more_than_two_engines(directory: Path) -> None:
-    async def scenario() -> None:
-        async with _house(directory) as house:
-            old = house.service.instance
-            old.acquire()
-            (await _new_engine(house)).finish()
-            await _until(lambda: house.service.instance is not old)
+@async_test
+async def test_however_often_it_is_asked_while_it_loads_it_loads_once_more(directory: Path) -> None:
+    async with _house(directory) as house:
+        engine = await _new_engine(house)
+        for _ in range(5):
             house.reloader.request_reload()
-            await asyncio.sleep(0.2)
-            assert house.running == [0, 1]
-            old.release()
-            await _until(lambda: house.running == [1, 2])
-
-    asyncio.run(scenario())
-
-
-def test_an_answer_that_never_ends_does_not_keep_old_weights_for_ever(directory: Path) -> None:
-    async def scenario() -> None:
-        async with _house(directory, drain=0.1) as house:
-            old = house.service.instance
-            old.acquire()
-            (await _new_engine(house)).finish()
-            await _until(lambda: house.running == [1])
-            error = house.engines[0].failed_with
-            assert isinstance(error, NotReady) and "no longer served" in str(error)
-
-    asyncio.run(scenario())
+        engine.finish()
+        await _until(lambda: len(house.engines) == 3)
+        house.engines[2].finish()
+        await _until(lambda: house.running == [2])
+        await asyncio.sleep(0.2)
+        assert len(house.engines) == 3
 
 
-def test_the_end_of_an_old_engine_is_not_the_end_of_the_service_and_that_of_the_new_one_is(directory: Path) -> None:
-    async def scenario() -> None:
-        async with _house(directory) as house:
-            stopped = asyncio.create_task(house.service.wait_stopped())
-            house.service.instance.acquire()
-            (await _new_engine(house)).finish()
-            await _until(lambda: house.noted == ["switched"])
-            house.engines[0].give_up("it crashed three times")
-            await asyncio.sleep(0.1)
-            assert not stopped.done()
-            house.engines[1].give_up("so did this one")
-            assert str(await stopped) == "so did this one"
-
-    asyncio.run(scenario())
+@async_test
+async def test_there_are_never_more_than_two_engines(directory: Path) -> None:
+    async with _house(directory) as house:
+        old = house.service.instance
+        old.acquire()
+        (await _new_engine(house)).finish()
+        await _until(lambda: house.service.instance is not old)
+        house.reloader.request_reload()
+        await asyncio.sleep(0.2)
+        assert house.running == [0, 1]
+        old.release()
+        await _until(lambda: house.running == [1, 2])
 
 
-def test_a_service_that_ends_while_it_loads_leaves_no_engine(directory: Path) -> None:
-    async def scenario() -> None:
-        async with _house(directory) as house:
-            await _new_engine(house)
-            assert house.running == [0, 1]
+@async_test
+async def test_an_answer_that_never_ends_does_not_keep_old_weights_for_ever(directory: Path) -> None:
+    async with _house(directory, drain=0.1) as house:
+        old = house.service.instance
+        old.acquire()
+        (await _new_engine(house)).finish()
+        await _until(lambda: house.running == [1])
+        error = house.engines[0].failed_with
+        assert isinstance(error, NotReady) and "no longer served" in str(error)
+
+
+@async_test
+async def test_the_end_of_an_old_engine_does_not_end_the_service_and_that_of_the_new_one_does(
+    directory: Path,
+) -> None:
+    async with _house(directory) as house:
+        stopped = asyncio.create_task(house.service.wait_stopped())
+        house.service.instance.acquire()
+        (await _new_engine(house)).finish()
+        await _until(lambda: house.noted == ["switched"])
+        house.engines[0].give_up("it crashed three times")
+        await asyncio.sleep(0.1)
+        assert not stopped.done()
+        house.engines[1].give_up("so did this one")
+        assert str(await stopped) == "so did this one"
+
+
+@async_test
+async def test_a_service_that_ends_while_it_loads_leaves_no_engine(directory: Path) -> None:
+    async with _house(directory) as house:
+        await _new_engine(house)
+        assert house.running == [0, 1]
         # _house asserts that none runs
 
-    asyncio.run(scenario())
 
-
-def test_a_draining_service_gives_a_load_up(directory: Path) -> None:
-    async def scenario() -> None:
-        async with _house(directory) as house:
-            await _new_engine(house)
-            house.service.draining = True
-            await _until(lambda: house.running == [0])
-
-    asyncio.run(scenario())
+@async_test
+async def test_a_draining_service_gives_a_load_up(directory: Path) -> None:
+    async with _house(directory) as house:
+        await _new_engine(house)
+        house.service.draining = True
+        await _until(lambda: house.running == [0])
 
 
 @pytest.mark.parametrize("watch", [0.0, 0.05])
-def test_first_weights_that_changed_while_they_were_loaded_are_loaded_again_or_told_of(
+@async_test
+async def test_first_weights_that_changed_while_they_were_loaded_are_loaded_again_or_told_of(
     directory: Path, watch: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario() -> None:
-        house = House(directory, watch=watch)
-        (directory / "generation_config.json").write_text("{}")
-        async with _serving(house):
-            await _until(lambda: len(house.engines) == (2 if watch else 1))
-            await asyncio.sleep(0.2)
-
-    asyncio.run(scenario())
+    house = House(directory, watch=watch)
+    (directory / "generation_config.json").write_text("{}")
+    async with _serving(house):
+        await _until(lambda: len(house.engines) == (2 if watch else 1))
+        await asyncio.sleep(0.2)
     assert ("changed while they were loaded" in caplog.text) == (not watch)
 
 
-def test_asking_while_the_first_weights_load_waits_for_them(directory: Path) -> None:
-    async def scenario() -> None:
-        house = House(directory)
-        run = asyncio.create_task(house.reloader.run())
-        house.reloader.request_reload()
-        await asyncio.sleep(0.1)
-        assert len(house.engines) == 1
-        run.cancel()
-        await asyncio.gather(run, return_exceptions=True)
-
-    asyncio.run(scenario())
+@async_test
+async def test_asking_while_the_first_weights_load_waits_for_them(directory: Path) -> None:
+    house = House(directory)
+    run = asyncio.create_task(house.reloader.run())
+    house.reloader.request_reload()
+    await asyncio.sleep(0.1)
+    assert len(house.engines) == 1
+    run.cancel()
+    await asyncio.gather(run, return_exceptions=True)
 
 
-def test_a_set_that_stays_unfinished_is_read_and_told_of_once(
+@async_test
+async def test_a_set_that_stays_unfinished_is_read_and_told_of_once(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "inkstream")
-
-    async def scenario() -> None:
-        async with _house(directory, watch=0.05) as house:
-            write_files(directory, {MANIFEST_FILE: manifest_file({"config.json": b"another one"})})
-            await _until(lambda: "not complete yet" in caplog.text)
-            await asyncio.sleep(0.5)
-            whole = {"config.json": (directory / "config.json").read_bytes()}
-            write_files(directory, {MANIFEST_FILE: manifest_file(whole)})
-            await _until(lambda: len(house.engines) == 2)
-
-    asyncio.run(scenario())
+    async with _house(directory, watch=0.05) as house:
+        write_files(directory, {MANIFEST_FILE: manifest_file({"config.json": b"another one"})})
+        await _until(lambda: "not complete yet" in caplog.text)
+        await asyncio.sleep(0.5)
+        whole = {"config.json": (directory / "config.json").read_bytes()}
+        write_files(directory, {MANIFEST_FILE: manifest_file(whole)})
+        await _until(lambda: len(house.engines) == 2)
     assert caplog.text.count("not complete yet") == 1
 
 
-def test_a_watched_directory_is_loaded_when_it_is_whole_and_quiet(directory: Path) -> None:
-    files = {path.name: path.read_bytes() for path in directory.iterdir()}
+@async_test
+async def test_a_watched_directory_is_loaded_when_it_is_whole_and_quiet(directory: Path) -> None:
+    files = {path.name: path.read_bytes() for path in directory.iterdir()}  # noqa: ASYNC240
     write_files(directory, {MANIFEST_FILE: manifest_file(files)})
-
-    async def scenario() -> None:
-        async with _house(directory, watch=0.05) as house:
-            changed = {**files, "generation_config.json": b"{}"}
-            (directory / "generation_config.json").write_bytes(b"{}")
-            await asyncio.sleep(0.5)
-            assert len(house.engines) == 1, "half of a set was loaded"
-            write_files(directory, {MANIFEST_FILE: manifest_file(changed)})
-            await _until(lambda: len(house.engines) == 2)
-            house.engines[1].give_up("they are bad")
-            await _until(lambda: house.noted == ["refused"])
-            await asyncio.sleep(0.5)
-            assert len(house.engines) == 2, "what was refused is tried again"
-
-    asyncio.run(scenario())
+    async with _house(directory, watch=0.05) as house:
+        changed = {**files, "generation_config.json": b"{}"}
+        (directory / "generation_config.json").write_bytes(b"{}")
+        await asyncio.sleep(0.5)
+        assert len(house.engines) == 1, "half of a set was loaded"
+        write_files(directory, {MANIFEST_FILE: manifest_file(changed)})
+        await _until(lambda: len(house.engines) == 2)
+        house.engines[1].give_up("they are bad")
+        await _until(lambda: house.noted == ["refused"])
+        await asyncio.sleep(0.5)
+        assert len(house.engines) == 2, "what was refused is tried again"
 
 
-def test_a_link_that_leads_elsewhere_is_a_change_and_old_weights_keep_their_place(directory: Path) -> None:
+@async_test
+async def test_a_link_that_leads_elsewhere_is_a_change_and_old_weights_keep_their_place(directory: Path) -> None:
     other = Path(shutil.copytree(directory, directory.with_name("other")))
     link = directory.with_name("current")
     link.symlink_to(directory.name)
-
-    async def scenario() -> None:
-        async with _house(link, watch=0.05) as house:
-            old = house.service.instance
-            assert (old.weights, old.model_name) == (directory, "mine")
-            new = link.with_name("next")
-            new.symlink_to(other.name)
-            new.replace(link)
-            await _until(lambda: len(house.engines) == 2)
-            house.engines[1].finish()
-            await _until(lambda: house.noted == ["switched"])
-            assert (house.service.instance.weights, house.service.model_name) == (other, "other")
-            assert old.weights == directory
-            assert house.service.is_model_name("mine") and house.service.is_model_name("other")
-            assert not house.service.is_model_name("current")
-
-    asyncio.run(scenario())
+    async with _house(link, watch=0.05) as house:
+        old = house.service.instance
+        assert (old.weights, old.model_name) == (directory, "mine")
+        new = link.with_name("next")
+        new.symlink_to(other.name)
+        new.replace(link)
+        await _until(lambda: len(house.engines) == 2)
+        house.engines[1].finish()
+        await _until(lambda: house.noted == ["switched"])
+        assert (house.service.instance.weights, house.service.model_name) == (other, "other")
+        assert old.weights == directory
+        assert house.service.is_model_name("mine") and house.service.is_model_name("other")
+        assert not house.service.is_model_name("current")
 
 
 def test_a_look_sees_replaced_files_and_ignores_unrelated_ones(directory: Path) -> None:
@@ -450,8 +420,9 @@ def test_every_answer_names_its_weights(server: Server) -> None:
         assert chunk["system_fingerprint"] == f"{version[:16]}-torch-float32"
 
 
-def test_a_parked_stream_whose_weights_are_closed_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schemas, "receipt", lambda _admitted: {})
+@async_test
+async def test_a_parked_stream_whose_weights_are_closed_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Receipt, "of", lambda _admitted: None)
     instance = SimpleNamespace(is_closed=False)
     stream = SimpleNamespace(is_open=True, wake=lambda: None)
     went_on: list[bool] = []
@@ -465,17 +436,13 @@ def test_a_parked_stream_whose_weights_are_closed_is_told_so(monkeypatch: pytest
         resume=lambda: went_on.append(True),
         close=lambda: None,
     )
-
-    async def scenario() -> None:
-        resume_store = ResumeStore(60.0)
-        parked = ResumableStream(handle, resume_store, owner="", extra={}, replay_bytes=1000)
-        parked.detach(parked.attach())
-        parked.detach(parked.attach())
-        assert went_on == [True]
-        instance.is_closed = True
-        with pytest.raises(ApiError, match="no longer served: send the request again") as raised:
-            parked.attach()
-        assert (raised.value.status, raised.value.code, went_on) == (404, "events_gone", [True])
-        resume_store.clear()
-
-    asyncio.run(scenario())
+    resume_store = ResumeStore(60.0)
+    parked = ResumableStream(handle, resume_store, owner="", extra={}, replay_bytes=1000)
+    parked.detach(parked.attach())
+    parked.detach(parked.attach())
+    assert went_on == [True]
+    instance.is_closed = True
+    with pytest.raises(ApiError, match="no longer served: send the request again") as raised:
+        parked.attach()
+    assert (raised.value.status, raised.value.code, went_on) == (404, "events_gone", [True])
+    resume_store.clear()

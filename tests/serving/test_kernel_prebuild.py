@@ -16,7 +16,7 @@ from app.engine.cpu.toolchain.cpu_target import this_level
 from app.engine.cpu.toolchain.library_cache import BuildRecipe
 from tests.support.completion_client import whole
 from tests.support.fake_compiler import FakeCompiler, fake_compiler
-from tests.support.servers import Server, start_server, stop_server
+from tests.support.servers import Server, running_server, start_server, stop_server
 
 pytestmark = pytest.mark.slow
 
@@ -77,8 +77,7 @@ def test_a_service_without_kernels_builds_them_for_the_next_and_computes_with_to
     tmp_path: Path, weights: Path, slow: FakeCompiler
 ) -> None:
     cache = tmp_path / "cache"
-    server = start_server(tmp_path, weights, "--kernels", "auto", "--cache-dir", str(cache))
-    try:
+    with running_server(tmp_path, weights, "--kernels", "auto", "--cache-dir", str(cache)) as server:
         _wait_for_log(server, BUILDING)
         _wait_for(lambda: slow.pids, server)
         (compiler,) = slow.pids
@@ -89,8 +88,6 @@ def test_a_service_without_kernels_builds_them_for_the_next_and_computes_with_to
         os.kill(_engine_pid(server), signal.SIGKILL)
         _wait_for(lambda: server.log.read_text().count("ready: ") == 2, server)
         assert _numerics(server) == {"torch-bfloat16"}, "an engine that comes back computes as the one before it"
-    finally:
-        assert stop_server(server) == 0
 
 
 def test_a_build_ends_with_the_service_and_leaves_nothing(tmp_path: Path, weights: Path, slow: FakeCompiler) -> None:
@@ -116,37 +113,28 @@ def test_a_failed_build_is_one_line_in_the_log(
 ) -> None:
     fake = fake_compiler(tmp_path, stub_library, before='echo "a.h:1: error: bad" >&2; exit 1')
     monkeypatch.setenv("CXX", str(fake.path))
-    server = start_server(tmp_path, weights, "--kernels", "auto", "--cache-dir", str(tmp_path / "cache"))
-    try:
+    with running_server(tmp_path, weights, "--kernels", "auto", "--cache-dir", str(tmp_path / "cache")) as server:
         failure = f'native kernels could not be built, using torch: {fake.path} failed: a.h:1: error: bad"}}\n'
         _wait_for_log(server, failure)
         assert _numerics(server) == {"torch-bfloat16"}
-    finally:
-        assert stop_server(server) == 0
 
 
 def test_without_a_compiler_the_log_says_what_would_help(
     tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "/nonexistent")
-    server = start_server(tmp_path, weights, "--kernels", "auto", "--cache-dir", str(tmp_path / "cache"))
-    try:
+    with running_server(tmp_path, weights, "--kernels", "auto", "--cache-dir", str(tmp_path / "cache")) as server:
         _wait_for_log(server, "native kernels would be faster: CXX names '/nonexistent'")
-    finally:
-        assert stop_server(server) == 0
 
 
 def test_kernels_that_are_there_compute_and_nothing_is_built(
     tmp_path: Path, weights: Path, native_library: Path, slow: FakeCompiler
 ) -> None:
-    server = start_server(tmp_path, weights, "--kernels", "auto", "--cache-dir", str(native_library.parent))
-    try:
+    with running_server(tmp_path, weights, "--kernels", "auto", "--cache-dir", str(native_library.parent)) as server:
         assert _numerics(server) == {f"native-{this_level().name}-bfloat16"}
         os.kill(_engine_pid(server), signal.SIGKILL)
         _wait_for(lambda: server.log.read_text().count("ready: ") == 2, server)
         assert _numerics(server) == {f"native-{this_level().name}-bfloat16"}
-    finally:
-        assert stop_server(server) == 0
     assert BUILDING not in server.log.read_text() and not slow.pids
 
 

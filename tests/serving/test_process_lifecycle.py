@@ -21,7 +21,7 @@ from tests.support import ROOT
 from tests.support.armed_faults import Faults
 from tests.support.completion_client import parse_events, stream, text_of, whole
 from tests.support.model.tiny_models import tiny_weights
-from tests.support.servers import Server, is_clean, start_server, stop_server
+from tests.support.servers import Server, is_clean, running_server, start_server, stop_server
 
 pytestmark = pytest.mark.slow
 
@@ -84,8 +84,7 @@ def _half_a_stream(client: httpx.Client, server: Server, faults: Faults) -> tupl
 
 def test_the_port_answers_while_the_engine_loads(tmp_path: Path, weights: Path, faults: Faults) -> None:
     faults.arm("fake.load", "sleep", seconds=600)
-    server = start_server(tmp_path, weights, wait=False, fake_ms=1, environment=faults.environment)
-    try:
+    with running_server(tmp_path, weights, wait=False, fake_ms=1, environment=faults.environment) as server:
         assert server.wait_for(lambda: _get(server, "/health/live") == 200)
         response = httpx.get(f"{server.url}/health/ready")
         assert (response.status_code, response.headers["retry-after"]) == (503, "1")
@@ -97,8 +96,6 @@ def test_the_port_answers_while_the_engine_loads(tmp_path: Path, weights: Path, 
         faults.disarm("fake.load")
         os.kill(_engine_pid(server), signal.SIGKILL)  # the next one loads at once
         assert server.wait_for(lambda: _get(server, "/health") == 200)
-    finally:
-        assert stop_server(server) == 0
 
 
 def _get(server: Server, path: str) -> int:
@@ -134,8 +131,9 @@ def test_a_killed_engine_is_a_pause_for_plain_requests(own_server: Server, fault
 
 def test_a_silent_engine_is_replaced(tmp_path: Path, weights: Path, faults: Faults) -> None:
     """The next one stops while it loads, which it may for a minute: however late we look, it is not ready."""
-    server = start_server(tmp_path, weights, "--engine-silence", "2", fake_ms=1, environment=faults.environment)
-    try:
+    with running_server(
+        tmp_path, weights, "--engine-silence", "2", fake_ms=1, environment=faults.environment
+    ) as server:
         faults.arm("fake.load", "stop", times=1)
         stopped = _engine_pid(server)
         os.kill(stopped, signal.SIGSTOP)
@@ -144,8 +142,6 @@ def test_a_silent_engine_is_replaced(tmp_path: Path, weights: Path, faults: Faul
         assert _get(server, "/health/ready") == 503
         os.kill(_engine_pid(server), signal.SIGCONT)
         assert server.wait_for(lambda: _get(server, "/health/ready") == 200)
-    finally:
-        assert stop_server(server) == 0
 
 
 def test_three_crashes_in_a_row_end_the_service(own_server: Server) -> None:
@@ -335,12 +331,9 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) 
 
 
 def test_a_model_with_a_padded_vocabulary_serves(tmp_path: Path) -> None:
-    server = start_server(tmp_path, tiny_weights(tmp_path / "padded", vocab_size=640))
-    try:
+    with running_server(tmp_path, tiny_weights(tmp_path / "padded", vocab_size=640)) as server:
         answer = whole(server.url, **LONG, temperature=10, logprobs=3)
         assert any(token["id"] >= 320 for token in answer["choices"][0]["tokens"])
-    finally:
-        assert stop_server(server) == 0
 
 
 def test_a_port_in_use_is_refused(server: Server, weights: Path) -> None:
@@ -352,8 +345,7 @@ def test_a_port_in_use_is_refused(server: Server, weights: Path) -> None:
 
 def test_a_full_queue_refuses_with_503_and_retry_after(tmp_path: Path, weights: Path) -> None:
     flags = ("--max-running", "1", "--max-waiting", "2")
-    server = start_server(tmp_path, weights, *flags, fake_ms=1)
-    try:
+    with running_server(tmp_path, weights, *flags, fake_ms=1) as server:
         os.kill(_engine_pid(server), signal.SIGSTOP)
         with httpx.Client() as client:
             for _ in range(2):
@@ -365,13 +357,10 @@ def test_a_full_queue_refuses_with_503_and_retry_after(tmp_path: Path, weights: 
         os.kill(_engine_pid(server), signal.SIGCONT)
         assert server.wait_for(lambda: server.metric("requests_waiting") == 0)
         assert 'rejected_total{reason="queue_full"} 1.0' in httpx.get(f"{server.url}/metrics").text
-    finally:
-        assert stop_server(server) == 0
 
 
 def test_a_request_in_the_queue_hears_its_position(tmp_path: Path, weights: Path) -> None:
-    server = start_server(tmp_path, weights, "--max-running", "1", fake_ms=1)
-    try:
+    with running_server(tmp_path, weights, "--max-running", "1", fake_ms=1) as server:
         engine = _engine_pid(server)
         os.kill(engine, signal.SIGSTOP)
         with httpx.Client() as client:
@@ -388,8 +377,6 @@ def test_a_request_in_the_queue_hears_its_position(tmp_path: Path, weights: Path
         assert queue and all(set(data) == {"position", "eta_ms"} for data in queue)
         assert names.index("start") > names.index("queue")
         assert names[-1] == "done"
-    finally:
-        assert stop_server(server) == 0
 
 
 def test_metrics_count_what_happened(server: Server) -> None:

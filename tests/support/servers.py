@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -116,6 +117,16 @@ def start_server(
     except BaseException:
         _kill(process)
         raise
+
+
+@contextlib.contextmanager
+def running_server(folder: Path, weights: Path, *flags: str, **options: Any) -> Iterator[Server]:
+    """start_server(), and at the end of the block stop_server(), which must exit with 0."""
+    server = start_server(folder, weights, *flags, **options)
+    try:
+        yield server
+    finally:
+        assert stop_server(server) == 0
 
 
 def _ready_server(process: subprocess.Popen[str], log: Path, *, wait: bool) -> Server:

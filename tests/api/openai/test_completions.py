@@ -11,7 +11,7 @@ import pytest
 from tests.support.completion_client import chunks, whole
 from tests.support.model.tiny_models import tiny_weights
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server, start_server, stop_server
+from tests.support.servers import Server, running_server
 
 pytestmark = pytest.mark.slow
 
@@ -156,8 +156,7 @@ def test_errors_have_the_one_shape(server: Server, field: str, value: Any, statu
 def test_silence_is_broken_by_a_single_line_that_every_client_skips(tmp_path: Path) -> None:
     weights = tiny_weights(tmp_path / "tiny", context=16384)
     sabotage = "import app.api.openai.responder as answer; answer.PING_SECONDS = 0.2"
-    server = start_server(tmp_path, weights, "--max-running", "1", sabotage=sabotage)
-    try:
+    with running_server(tmp_path, weights, "--max-running", "1", sabotage=sabotage) as server:
         busy = {"prompt": "a", "max_tokens": 16000, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=busy, timeout=60) as first:
             parts = first.iter_text()
@@ -165,8 +164,6 @@ def test_silence_is_broken_by_a_single_line_that_every_client_skips(tmp_path: Pa
             with httpx.stream("POST", f"{server.url}/v1/completions", json={**busy, "max_tokens": 2}) as second:
                 text = next(second.iter_text())
         assert text.replace(": ping\n", "") == "", "nothing but the sign of life while it waits"
-    finally:
-        assert stop_server(server) == 0
 
 
 def test_an_empty_bearer_is_no_key(server: Server) -> None:
