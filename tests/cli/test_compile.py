@@ -19,6 +19,7 @@ from app.engine.cpu.toolchain.cpu_target import X86_LEVELS, this_level
 from app.engine.cpu.toolchain.library_cache import SOURCE, BuildRecipe
 from tests.support import ROOT
 from tests.support.fake_compiler import FakeCompiler, fake_compiler
+from tests.support.processes import has_exited
 
 pytestmark = pytest.mark.slow
 
@@ -43,13 +44,6 @@ def _wait_for(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def _has_exited(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 def _leftovers(cache: Path) -> list[str]:
@@ -143,7 +137,7 @@ def test_an_interrupted_build_leaves_no_file_no_process_and_no_traceback(
     _, errors = process.communicate(timeout=120)
     assert (process.returncode, errors) == (130, "")
     assert _leftovers(tmp_path / "cache") == []
-    assert all(map(_has_exited, slow.pids))
+    assert all(map(has_exited, slow.pids))
 
 
 def test_a_killed_build_takes_its_compiler_along_and_the_next_one_cleans_up(
@@ -153,7 +147,7 @@ def test_a_killed_build_takes_its_compiler_along_and_the_next_one_cleans_up(
     _wait_for(lambda: len(slow.pids) == 2)
     process.kill()
     process.communicate(timeout=120)
-    _wait_for(lambda: all(map(_has_exited, slow.pids)))
+    _wait_for(lambda: all(map(has_exited, slow.pids)))
     (stale,) = _leftovers(tmp_path / "cache")
     assert stale.startswith(".building-")
     assert _run(tmp_path / "cache", CXX=str(compiler.path))[0] == 0

@@ -22,6 +22,7 @@ from app.guided.validator import MAX_JOBS, GrammarValidator
 from app.guided.validator_worker import explain
 from tests.support import ROOT
 from tests.support.async_test import async_test
+from tests.support.processes import has_exited
 
 SLOW = {"anyOf": [{"type": "integer", "multipleOf": prime} for prime in (999983, 999979, 999961)]}
 """Tells multiples of large primes by their digits: as many states as the product has."""
@@ -51,13 +52,6 @@ async def _problem(checker: GrammarValidator, tenant: str = "", **fields: Any) -
 
 def _pid(checker: GrammarValidator) -> int:
     return checker.pids[0]
-
-
-def _has_exited(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 @async_test
@@ -98,7 +92,7 @@ def test_a_bomb_is_refused_in_time_while_others_go_on_and_the_next_guide_is_chec
             before = time.monotonic()
             assert "took more than 0.3 seconds" in await _problem(checker, json_schema=SLOW)
             took, n_ticks = time.monotonic() - before, ticks
-            assert _has_exited(first)
+            assert has_exited(first)
             await _check_patiently(checker, "b")
             assert _pid(checker) != first
         finally:
@@ -261,9 +255,9 @@ def test_the_process_goes_with_its_parent(weights: Path) -> None:
     command = [sys.executable, "-c", program, str(weights)]
     pid = int(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
     deadline = time.monotonic() + 60
-    while not _has_exited(pid) and time.monotonic() < deadline:
+    while not has_exited(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert _has_exited(pid)
+    assert has_exited(pid)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from app.engine.cpu.toolchain.cpu_target import this_level
 from app.engine.cpu.toolchain.library_cache import BuildRecipe
 from tests.support.completion_client import whole
 from tests.support.fake_compiler import FakeCompiler, fake_compiler
+from tests.support.load.concurrent_clients import engine_pid
+from tests.support.processes import has_exited
 from tests.support.servers import Server, running_server, start_server, stop_server
 
 pytestmark = pytest.mark.slow
@@ -51,24 +53,6 @@ def _numerics(server: Server) -> set[str]:
     return {receipt, model["numerics"], *numerics}
 
 
-def _engine_pid(server: Server) -> int:
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = path.read_text().rpartition(")")[2].split()[1]
-            if int(parent) == server.process.pid and b"app.engine" in (path.parent / "cmdline").read_bytes():
-                return int(path.parent.name)
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    raise AssertionError("no engine process")
-
-
-def _has_exited(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
-    except FileNotFoundError:
-        return True
-
-
 def _leftovers(cache: Path) -> list[str]:
     return [path.name for path in cache.iterdir() if path.name != ".lock"]
 
@@ -85,7 +69,7 @@ def test_a_service_without_kernels_builds_them_for_the_next_and_computes_with_to
         (tmp_path / "go").write_text("")
         _wait_for_log(server, BUILT)
         assert (cache / BuildRecipe(level=this_level()).name).exists()
-        os.kill(_engine_pid(server), signal.SIGKILL)
+        os.kill(engine_pid(server), signal.SIGKILL)
         _wait_for(lambda: server.log.read_text().count("ready: ") == 2, server)
         assert _numerics(server) == {"torch-bfloat16"}, "an engine that comes back computes as the one before it"
 
@@ -95,7 +79,7 @@ def test_a_build_ends_with_the_service_and_leaves_nothing(tmp_path: Path, weight
     server = start_server(tmp_path, weights, "--kernels", "auto", "--cache-dir", str(cache))
     _wait_for(lambda: slow.pids, server)
     assert stop_server(server) == 0
-    _wait_for(lambda: all(map(_has_exited, slow.pids)) and _leftovers(cache) == [], server)
+    _wait_for(lambda: all(map(has_exited, slow.pids)) and _leftovers(cache) == [], server)
     assert "Traceback" not in server.log.read_text()
 
 
@@ -105,7 +89,7 @@ def test_a_build_ends_with_a_service_that_is_killed(tmp_path: Path, weights: Pat
     _wait_for(lambda: slow.pids, server)
     server.process.kill()
     server.process.wait()
-    _wait_for(lambda: all(map(_has_exited, slow.pids)) and _leftovers(cache) == [], server)
+    _wait_for(lambda: all(map(has_exited, slow.pids)) and _leftovers(cache) == [], server)
 
 
 def test_a_failed_build_is_one_line_in_the_log(
@@ -132,7 +116,7 @@ def test_kernels_that_are_there_compute_and_nothing_is_built(
 ) -> None:
     with running_server(tmp_path, weights, "--kernels", "auto", "--cache-dir", str(native_library.parent)) as server:
         assert _numerics(server) == {f"native-{this_level().name}-bfloat16"}
-        os.kill(_engine_pid(server), signal.SIGKILL)
+        os.kill(engine_pid(server), signal.SIGKILL)
         _wait_for(lambda: server.log.read_text().count("ready: ") == 2, server)
         assert _numerics(server) == {f"native-{this_level().name}-bfloat16"}
     assert BUILDING not in server.log.read_text() and not slow.pids

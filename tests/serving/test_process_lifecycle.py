@@ -20,7 +20,9 @@ import pytest
 from tests.support import ROOT
 from tests.support.armed_faults import Faults
 from tests.support.completion_client import parse_events, stream, text_of, whole
+from tests.support.load.concurrent_clients import children
 from tests.support.model.tiny_models import tiny_weights
+from tests.support.processes import has_exited, is_stopped
 from tests.support.servers import Server, is_clean, running_server, start_server, stop_server
 
 pytestmark = pytest.mark.slow
@@ -46,28 +48,9 @@ def real_server(tmp_path: Path, weights: Path, faults: Faults) -> Server:
     return start_server(tmp_path, weights, "--dtype", "float32", environment=faults.environment)
 
 
-def _children(server: Server) -> list[int]:
-    path = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
-    return [int(pid) for pid in path.read_text().split()]
-
-
 def _engine_pid(server: Server) -> int:
-    (pid,) = _children(server)
+    (pid,) = children(server)
     return pid
-
-
-def _has_exited(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] == "T"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def _half_a_stream(client: httpx.Client, server: Server, faults: Faults) -> tuple[httpx.Response, Iterator[str]]:
@@ -78,7 +61,7 @@ def _half_a_stream(client: httpx.Client, server: Server, faults: Faults) -> tupl
     lines = response.iter_lines()
     while next(lines) != "event: token":
         pass
-    assert server.wait_for(lambda: _is_stopped(engine))
+    assert server.wait_for(lambda: is_stopped(engine))
     return response, lines
 
 
@@ -92,7 +75,7 @@ def test_the_port_answers_while_the_engine_loads(tmp_path: Path, weights: Path, 
         refused = httpx.post(f"{server.url}/complete", json={"prompt": "a"})
         assert refused.status_code == 503
         assert refused.json()["error"]["type"] == "unavailable_error"
-        assert server.wait_for(lambda: len(_children(server)) == 1)
+        assert server.wait_for(lambda: len(children(server)) == 1)
         faults.disarm("fake.load")
         os.kill(_engine_pid(server), signal.SIGKILL)  # the next one loads at once
         assert server.wait_for(lambda: _get(server, "/health") == 200)
@@ -137,8 +120,8 @@ def test_a_silent_engine_is_replaced(tmp_path: Path, weights: Path, faults: Faul
         faults.arm("fake.load", "stop", times=1)
         stopped = _engine_pid(server)
         os.kill(stopped, signal.SIGSTOP)
-        assert server.wait_for(lambda: any(map(_is_stopped, set(_children(server)) - {stopped})))
-        assert _has_exited(stopped)
+        assert server.wait_for(lambda: any(map(is_stopped, set(children(server)) - {stopped})))
+        assert has_exited(stopped)
         assert _get(server, "/health/ready") == 503
         os.kill(_engine_pid(server), signal.SIGCONT)
         assert server.wait_for(lambda: _get(server, "/health/ready") == 200)
@@ -157,7 +140,7 @@ def test_the_engine_follows_its_parent_into_death(own_server: Server) -> None:
     engine = _engine_pid(own_server)
     own_server.process.kill()
     own_server.process.wait()
-    assert own_server.wait_for(lambda: _has_exited(engine))
+    assert own_server.wait_for(lambda: has_exited(engine))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -174,7 +157,7 @@ def test_a_signal_lets_open_streams_end_refuses_new_ones_and_exits_zero(
         rest = list(lines)
     assert any(line == "event: done" for line in rest)
     assert own_server.process.wait(60) == 0
-    assert _has_exited(engine)
+    assert has_exited(engine)
     assert "Traceback" not in own_server.log.read_text()
 
 
@@ -201,7 +184,7 @@ def test_streams_that_outlast_the_drain_time_out_are_told(tmp_path: Path, weight
     assert any("shutting down" in line for line in rest)
     assert server.process.wait(60) == 0
     assert "Traceback" not in server.log.read_text()
-    assert _has_exited(engine)
+    assert has_exited(engine)
 
 
 def test_an_engine_that_cannot_be_started_ends_the_service(tmp_path: Path, weights: Path) -> None:
@@ -236,7 +219,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path, weights: Path) -> None:
         response.close()
     with contextlib.suppress(ProcessLookupError):
         os.kill(engine, signal.SIGCONT)
-    assert server.wait_for(lambda: _has_exited(engine))
+    assert server.wait_for(lambda: has_exited(engine))
 
 
 def _serve(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -252,7 +235,7 @@ def _serve(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("given", "words"),
     [
         (["--port", "70000"], "--port"),
         (["--port", "http"], "--port"),
@@ -266,22 +249,20 @@ def _serve(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
         (["--weights", "/nonexistent"], "no such directory"),
         (["--host", "no.such.host.invalid", "--insecure-no-auth"], "has no address"),
         (["--unknown"], "--unknown"),
+        (["--kv-blocks", "3"], "needs at least 16 blocks"),
+        ({"INKSTREAM_PROT": "81"}, "INKSTREAM_PROT"),
+        ({"INKSTREAM_MAX_RUNNING": "many"}, "INKSTREAM_MAX_RUNNING"),
     ],
 )
 def test_bad_configuration_ends_with_one_clear_line_and_exit_code_two(
-    flags: list[str], words: str, weights: Path
+    given: list[str] | dict[str, str], words: str, weights: Path
 ) -> None:
-    result = _serve("--weights", str(weights), *flags)
+    flags, environment = ([], given) if isinstance(given, dict) else (given, {})
+    result = _serve("--weights", str(weights), *flags, **environment)
     assert result.returncode == 2
     line = result.stderr.strip().splitlines()[-1]
     assert "error: " in line and words in line
     assert "Traceback" not in result.stderr
-
-
-def test_a_misspelt_environment_variable_is_not_ignored(weights: Path) -> None:
-    result = _serve("--weights", str(weights), INKSTREAM_PROT="81")
-    assert result.returncode == 2
-    assert "INKSTREAM_PROT" in result.stderr
 
 
 @pytest.mark.parametrize("after", [0.05, 0.3, 0.7])
@@ -301,19 +282,6 @@ def test_ctrl_c_during_the_start_leaves_no_traceback_and_no_process(
         os.killpg(process.pid, signal.SIGINT)
         process.wait(60)
     assert "Traceback" not in (tmp_path / "log").read_text()
-
-
-def test_a_bad_environment_variable_is_named() -> None:
-    result = _serve(INKSTREAM_MAX_RUNNING="many")
-    assert result.returncode == 2
-    assert "INKSTREAM_MAX_RUNNING" in result.stderr
-
-
-def test_too_few_cache_blocks_are_refused_with_the_number_to_give(weights: Path) -> None:
-    result = _serve("--weights", str(weights), "--kv-blocks", "3")
-    assert result.returncode == 2
-    assert "needs at least 16 blocks" in result.stderr
-    assert "Traceback" not in result.stderr
 
 
 def test_sampling_defaults_outside_their_range_are_refused(tmp_path: Path, weights: Path) -> None:
