@@ -70,12 +70,8 @@ def main(arguments: list[str] | None = None) -> int:
                 launcher.close()
     print(table(reports))
     if options.json:
-        result = {
-            "seed": options.seed,
-            "seconds": options.seconds,
-            "machine": machine(),
-            "reports": [as_dict(r) for r in reports],
-        }
+        result = {"seed": options.seed, "seconds": options.seconds, "machine": machine()}
+        result["reports"] = [{**asdict(report), "verdict": report.verdict} for report in reports]
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     return int(any(report.findings for report in reports))
 
@@ -183,12 +179,8 @@ def condition(target: Target) -> tuple[list[str], int, int]:
     """A greedy text of each tenant, resident bytes, descriptors."""
     texts = []
     for tenant in (0, 1):
-        answer = target.call(
-            "POST",
-            "/complete",
-            tenant=tenant,
-            body={"prompt": "It was", "max_tokens": 40, "temperature": 0, "stream": False},
-        )
+        body = {"prompt": "It was", "max_tokens": 40, "temperature": 0, "stream": False}
+        answer = target.call("POST", "/complete", tenant=tenant, body=body)
         texts.append(answer.json()["choices"][0]["text"] if answer.status == 200 else f"status {answer.status}")
     sizes = (resident_bytes(target.pid), descriptors(target.pid)) if target.is_local else (0, 0)
     return texts, *sizes
@@ -225,10 +217,6 @@ def table(reports: list[Report]) -> str:
     rows = ["| attack | tries | worst figure | limit | verdict |", "|---|---|---|---|---|"]
     rows += [f"| {r.attack} | {r.tries} | {r.skipped or r.worst} | {r.limit} | {r.verdict} |" for r in reports]
     return "\n".join(rows)
-
-
-def as_dict(report: Report) -> dict[str, object]:
-    return {**asdict(report), "verdict": report.verdict}
 
 
 def machine() -> str:

@@ -94,6 +94,12 @@ class Setting:
     launcher: Launcher | None
     most_tries: int
 
+    @property
+    def own_launcher(self) -> Launcher:
+        """For attacks with `needs_launcher`."""
+        assert self.launcher is not None
+        return self.launcher
+
     def tries(self) -> Iterator[int]:
         """Counts the report's tries from 0 while there is budget."""
         while self.budget and self.report.tries < self.most_tries:

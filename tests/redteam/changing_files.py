@@ -57,8 +57,7 @@ class BadWeights(Attack):
     needs_launcher = True
 
     def run(self, setting: Setting) -> None:
-        launcher, rng, report = setting.launcher, setting.rng, setting.report
-        assert launcher is not None
+        launcher, rng, report = setting.own_launcher, setting.rng, setting.report
         report.limit = "what check refuses is never served"
         first, *others = KINDS  # the first one is the most likely: a directory without golden.json
         rng.shuffle(others)
@@ -157,8 +156,7 @@ class TokenizerRegex(Attack):
     limit_seconds = 0.25
 
     def run(self, setting: Setting) -> None:
-        launcher, report = setting.launcher, setting.report
-        assert launcher is not None
+        launcher, report = setting.own_launcher, setting.report
         report.limit = f"/health/live {self.limit_seconds * 1e3:.0f} ms"
         worst = 0.0
         for _ in setting.tries():
@@ -190,22 +188,18 @@ class TokenizerRegex(Attack):
             if launcher.check(path).returncode:
                 return 0.0
             with launcher.running(weights=path) as target:
-                return self._health_beside_texts(target, case, Budget(min(6.0, max(2.0, budget.left()))))
+                return self._health_during_texts(target, case, Budget(min(6.0, max(2.0, budget.left()))))
         return 0.0
 
     @staticmethod
     def _health_during_texts(target: Target, case: Backtracking, budget: Budget) -> float:
         def attack(index: int) -> None:
             size = (244, 1000, 2440, 30)[index % 4]
-            body = {"prompt": case.text(size), "max_tokens": 1, "stream": False}
-            call(
-                target.address,
-                "POST",
+            body, path = (
+                {"prompt": case.text(size), "max_tokens": 1, "stream": False},
                 ("/complete", "/tokenize")[index // 4],
-                key=target.keys[1],
-                body=body,
-                timeout=20,
             )
+            call(target.address, "POST", path, key=target.keys[1], body=body, timeout=20)
 
         waits: list[float] = []
         with Load(attack, 8):
@@ -227,8 +221,7 @@ class CrashDuringCopy(Attack):
     streams = 4
 
     def run(self, setting: Setting) -> None:
-        launcher, report = setting.launcher, setting.report
-        assert launcher is not None
+        launcher, report = setting.own_launcher, setting.report
         report.limit = "every stream byte-identical"
         lost = 0
         ways = ["in place, whole", "in place, half", "replaced by rename", "removed"]

@@ -31,8 +31,7 @@ class SlowReaders(Attack):
     connections = 16
 
     def run(self, setting: Setting) -> None:
-        launcher, report = setting.launcher, setting.report
-        assert launcher is not None
+        launcher, report = setting.own_launcher, setting.report
         report.limit = f"{self.concurrency} held answers, 2 MiB each"
         quotas = ((), ("--concurrency", str(self.concurrency)))
         with launcher.running("--write-timeout", "60", quotas=quotas) as target:
@@ -77,8 +76,7 @@ class SlowSenders(Attack):
     connections = 120
 
     def run(self, setting: Setting) -> None:
-        launcher, report, rng = setting.launcher, setting.report, setting.rng
-        assert launcher is not None
+        launcher, report, rng = setting.own_launcher, setting.report, setting.rng
         flags = [
             f"--{name}={DEADLINE}" for name in ("head-timeout", "body-timeout", "keep-alive-timeout", "write-timeout")
         ]
@@ -234,7 +232,7 @@ class Exhaustion(Attack):
     def run(self, setting: Setting) -> None:
         target, report = setting.target, setting.report
         report.limit = f"{self.bytes_each >> 10} KiB a request, service answers"
-        self._crowd(setting)
+        self._idle_connections(setting)
         series = len(target.call("GET", "/metrics").body.splitlines())
         growth, count = self._distinct_requests(setting)
         added = len(target.call("GET", "/metrics").body.splitlines()) - series

@@ -83,12 +83,8 @@ class Target:
 
     def _is_quick(self, seconds: float) -> bool:
         began = time.monotonic()
-        guided = {
-            "prompt": "a",
-            "max_tokens": 1,
-            "stream": False,
-            "regex": f"[a-z ]{{1,{time.monotonic_ns() % 900 + 2}}}",
-        }
+        regex = f"[a-z ]{{1,{time.monotonic_ns() % 900 + 2}}}"
+        guided = {"prompt": "a", "max_tokens": 1, "stream": False, "regex": regex}
         with suppress(OSError, MalformedAnswer):
             for tenant in (0, 1):
                 self.call("POST", "/tokenize", tenant=tenant, body={"prompt": "It was. " * 900}, timeout=seconds)

@@ -69,10 +69,8 @@ class GrammarGenerator:
 
     def _value(self, depth: int) -> dict[str, Any]:
         if depth > 3:
-            return {
-                "type": "string",
-                "pattern": f"^(.{{0,{self.rng.randint(1, 500)}}}a){{0,{self.rng.randint(1, 40)}}}$",
-            }
+            pattern = f"^(.{{0,{self.rng.randint(1, 500)}}}a){{0,{self.rng.randint(1, 40)}}}$"
+            return {"type": "string", "pattern": pattern}
         kind = self.rng.randrange(3)
         if kind == 0:
             names = [f"p{i}" for i in range(self.rng.randint(1, 60))]
@@ -80,6 +78,12 @@ class GrammarGenerator:
         if kind == 1:
             return {"anyOf": [self._value(depth + 1) for _ in range(self.rng.randint(1, 6))]}
         return {"type": "array", "items": self._value(depth + 1), "maxItems": self.rng.choice([3, 100, 5000])}
+
+
+def _waited(target: Target, path: str, body: dict[str, Any]) -> float:
+    """Seconds of a request of the victim; its time-out where it fails."""
+    answer = target.call("POST", path, tenant=VICTIM, body=body, timeout=VICTIM_SECONDS)
+    return answer.seconds if answer.status == 200 else VICTIM_SECONDS
 
 
 def _streaming(target: Target, fields: dict[str, Any]) -> Callable[[int], object]:
@@ -168,14 +172,8 @@ class GrammarCompilation(Attack):
             call(target.address, "POST", "/complete", key=target.keys[ATTACKER], body=body)
 
         def victim() -> float:
-            body = {
-                "prompt": "a",
-                "max_tokens": 2,
-                "stream": False,
-                "regex": f"[a-z ]{{2,{rng.randint(3, 10**6) % 900 + 3}}}",
-            }
-            answer = target.call("POST", "/complete", tenant=VICTIM, body=body, timeout=VICTIM_SECONDS)
-            return answer.seconds if answer.status == 200 else VICTIM_SECONDS
+            regex = f"[a-z ]{{2,{rng.randint(3, 10**6) % 900 + 3}}}"
+            return _waited(target, "/complete", {"prompt": "a", "max_tokens": 2, "stream": False, "regex": regex})
 
         _report_slowdown(setting, "small regex", victim, Load(attack, 20), repro=as_json(bombs[0]))
 
@@ -199,8 +197,7 @@ class LongTexts(Attack):
             call(target.address, "POST", route, key=target.keys[ATTACKER], body=body, timeout=20)
 
         def victim() -> float:
-            answer = target.call("POST", "/tokenize", tenant=VICTIM, body={"prompt": prompt}, timeout=VICTIM_SECONDS)
-            return answer.seconds if answer.status == 200 else VICTIM_SECONDS
+            return _waited(target, "/tokenize", {"prompt": prompt})
 
         repro = "20 x POST /tokenize " + as_json({"prompt": texts[0][:40] + "... 1,000,000 characters"})
         _report_slowdown(setting, "text of 6,500 characters", victim, Load(attack, 20), repro=repro)
@@ -229,8 +226,7 @@ class ChatTemplates(Attack):
     needs_launcher = True
 
     def run(self, setting: Setting) -> None:
-        launcher = setting.launcher
-        assert launcher is not None
+        launcher = setting.own_launcher
         weights = copied_weights(launcher, files={"chat_template.jinja": CHAT_TEMPLATE.encode()})
         with launcher.running(weights=weights) as target:
 
@@ -240,8 +236,7 @@ class ChatTemplates(Attack):
 
             def victim() -> float:
                 body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
-                answer = target.call("POST", "/v1/chat/completions", tenant=VICTIM, body=body, timeout=VICTIM_SECONDS)
-                return answer.seconds if answer.status == 200 else VICTIM_SECONDS
+                return _waited(target, "/v1/chat/completions", body)
 
             repro = as_json({"messages": "20,000 x {role: user, content: x}"})
             _report_slowdown(setting, "chat of one message", victim, Load(attack, 20), repro=repro)
@@ -293,8 +288,7 @@ class CostlyRequests(Attack):
         body = {"prompt": "a", "max_tokens": 1, "stream": False}
 
         def victim() -> float:
-            answer = target.call("POST", "/complete", tenant=VICTIM, body=body, timeout=VICTIM_SECONDS)
-            return answer.seconds if answer.status == 200 else VICTIM_SECONDS
+            return _waited(target, "/complete", body)
 
         def plain(_: int) -> None:
             call(target.address, "POST", "/complete", key=target.keys[ATTACKER], body=body)

@@ -57,60 +57,60 @@ def copied_weights(launcher: Launcher, *, files: dict[str, bytes] | None = None,
     return path
 
 
+def _edited(edit: Callable[[TensorFile, Random], None]) -> Callable[[Path, Random], None]:
+    """Changes the tensors of a directory."""
+
+    def change(path: Path, rng: Random) -> None:
+        tensors = TensorFile(path / "model.safetensors")
+        edit(tensors, rng)
+        (path / "model.safetensors").write_bytes(tensors.to_bytes())
+
+    return change
+
+
 def _filled(value: float, share: float) -> Callable[[Path, Random], None]:
     """Fills a share of the tensors with one number: finite, and far outside what a model learns."""
 
-    def change(path: Path, rng: Random) -> None:
-        tensors = TensorFile(path / "model.safetensors")
+    def edit(tensors: TensorFile, rng: Random) -> None:
         names = tensors.names()
         for name in rng.sample(names, max(1, int(share * len(names)))):
             tensors.fill(name, tensors.number(name, value))
-        (path / "model.safetensors").write_bytes(tensors.to_bytes())
 
-    return change
+    return _edited(edit)
 
 
-def _exploding_norms(path: Path, _: Random) -> None:
+@_edited
+def _exploding_norms(tensors: TensorFile, _: Random) -> None:
     """Every number is finite and every activation overflows."""
-    tensors = TensorFile(path / "model.safetensors")
     for name in [name for name in tensors.names() if "norm" in name]:
         tensors.fill(name, tensors.number(name, 1e30))
-    (path / "model.safetensors").write_bytes(tensors.to_bytes())
 
 
 def _one_number(value: float) -> Callable[[Path, Random], None]:
-    def change(path: Path, rng: Random) -> None:
-        tensors = TensorFile(path / "model.safetensors")
+    def edit(tensors: TensorFile, rng: Random) -> None:
         name = rng.choice(tensors.names())
         tensors.fill(name, tensors.number(name, value), values=1)
-        (path / "model.safetensors").write_bytes(tensors.to_bytes())
 
-    return change
-
-
-def _header(edit: Callable[[dict[str, Any], str, Random], None]) -> Callable[[Path, Random], None]:
-    """Changes what the header says of one tensor."""
-
-    def change(path: Path, rng: Random) -> None:
-        tensors = TensorFile(path / "model.safetensors")
-        edit(tensors.header, rng.choice(tensors.names()), rng)
-        (path / "model.safetensors").write_bytes(tensors.to_bytes())
-
-    return change
+    return _edited(edit)
 
 
-def _transpose(header: dict[str, Any], name: str, rng: Random) -> None:
-    name = rng.choice([n for n in header if n != "__metadata__" and len(set(header[n]["shape"])) == 2])
-    header[name]["shape"].reverse()
+@_edited
+def _transpose(tensors: TensorFile, rng: Random) -> None:
+    name = rng.choice([name for name in tensors.names() if len(set(tensors.header[name]["shape"])) == 2])
+    tensors.header[name]["shape"].reverse()
 
 
-def _offsets(header: dict[str, Any], name: str, rng: Random) -> None:
-    begin, end = header[name]["data_offsets"]
-    header[name]["data_offsets"] = rng.choice([[begin - 2, end], [begin, end + 2**40], [end, begin], [-4, end], [0, 0]])
+@_edited
+def _offsets(tensors: TensorFile, rng: Random) -> None:
+    entry = tensors.header[rng.choice(tensors.names())]
+    begin, end = entry["data_offsets"]
+    entry["data_offsets"] = rng.choice([[begin - 2, end], [begin, end + 2**40], [end, begin], [-4, end], [0, 0]])
 
 
-def _dtype(header: dict[str, Any], name: str, rng: Random) -> None:
-    header[name]["dtype"] = rng.choice(["I16", "U16", "F64", "I8", "BOOL", "Q4", ""])
+@_edited
+def _dtype(tensors: TensorFile, rng: Random) -> None:
+    entry = tensors.header[rng.choice(tensors.names())]
+    entry["dtype"] = rng.choice(["I16", "U16", "F64", "I8", "BOOL", "Q4", ""])
 
 
 def _truncate(path: Path, rng: Random) -> None:
@@ -149,9 +149,9 @@ KINDS: dict[str, Callable[[Path, Random], None]] = {
     "exploding: every tensor 1e30": _filled(1e30, 1.0),
     "one NaN": _one_number(float("nan")),
     "one infinity": _one_number(float("inf")),
-    "transposed shape": _header(_transpose),
-    "wrong offsets": _header(_offsets),
-    "wrong dtype": _header(_dtype),
+    "transposed shape": _transpose,
+    "wrong offsets": _offsets,
+    "wrong dtype": _dtype,
     "truncated": _truncate,
     "hostile config": _config,
     "hostile index": _index,
