@@ -34,6 +34,7 @@ from tests.support.longest_files import LONGEST
 from tests.support.model.tiny_models import TEXT, WAY, tiny_weights
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, forbid_servers, own_servers, start_server, stop_server
+from tests.support.services import Services, services
 
 # Triton looks when it is imported, which nothing above does. Without a GPU its kernels run in its interpreter.
 if find_spec("triton") and not torch.cuda.is_available():
@@ -44,7 +45,7 @@ pytest_plugins = ["tests.support.page.browser"]
 TESTS = ROOT / "tests"
 # What `--fast` leaves out, besides tests and files that are marked slow: fixtures that start a service or a browser or
 # compile, and folders in which nearly every test does.
-SLOW_FIXTURES = {"browser", "native_library", "sampling_library", "server", "stub_library"}
+SLOW_FIXTURES = {"browser", "native_library", "sampling_library", "serve", "serve_module", "server", "stub_library"}
 SLOW_FOLDERS = {TESTS / name for name in ("clients", "page", "promises", "ray")}
 SLOW_FILE = re.compile(r"^pytestmark = \[?pytest\.mark\.slow\b", re.MULTILINE)
 
@@ -228,6 +229,18 @@ def server(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[
     running = start_server(tmp_path_factory.mktemp("server"), weights, "--dtype", "float32")
     yield running
     assert stop_server(running) == 0, running.log.read_text()
+
+
+@pytest.fixture
+def serve(tmp_path: Path, weights: Path) -> Iterator[Services]:
+    """Starts services that end with the test."""
+    yield from services(tmp_path, weights)
+
+
+@pytest.fixture(scope="module")
+def serve_module(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[Services]:
+    """Starts services that end with the module."""
+    yield from services(tmp_path_factory.mktemp("services"), weights)
 
 
 def _with_threads(count: int) -> Iterator[None]:

@@ -2,7 +2,18 @@
 
 import pytest
 
-from tests.support.page.browser import DONE, PROMPT, generate, play, set_fields, start, text, wait_for
+from tests.support.page.browser import (
+    DONE,
+    PROMPT,
+    generate,
+    give,
+    keep_answers_open,
+    play,
+    set_fields,
+    start,
+    text,
+    wait_for,
+)  # fmt: skip
 
 CHOICES = [{"index": 0, "finish_reason": "length"}, {"index": 1, "finish_reason": "stop"}]
 TWO = [
@@ -308,25 +319,3 @@ def test_in_the_inspect_view_the_stream_is_not_read_out(page):
     page.wait_for_function("() => window.announcements.length")
     assert announcements(page)[0].startswith("It rained."), "the second run's, and the first that was announced"
     assert len(announcements(page)) == 1
-
-
-def keep_answers_open(page):
-    """The next answer stays open: give() sends events of it."""
-    page.evaluate("""() => {
-        window.fetch = async (_, { signal } = {}) => {
-            const body = new ReadableStream({ start(controller) {
-                window.answer = controller;
-                signal?.addEventListener("abort", () => controller.error(new DOMException("", "AbortError")));
-            } });
-            return new Response(body, { headers: { "Content-Type": "text/event-stream" } });
-        };
-    }""")
-
-
-def give(page, *events):
-    page.wait_for_function("() => window.answer")
-    page.evaluate(
-        """(events) => events.forEach(([name, data], i) => window.answer.enqueue(new TextEncoder().encode(
-            `id: r:${i}\\nevent: ${name}\\ndata: ${JSON.stringify(data)}\\n\\n`)))""",
-        [list(event) for event in events],
-    )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.page.browser import DONE, PROMPT, generate, play, text
+from tests.support.page.browser import DONE, PROMPT, generate, play, text, trickle
 from tests.support.page.frame_times import measured
 from tests.support.page.token_view import WORDS, inspect, played
 
@@ -24,27 +24,6 @@ def tokens():
         yield "token", {"index": 0, "text": text, "tokens": [token]}
 
 
-def stream_by_frames(page, busy=0):
-    """From now on the answer comes `A_FRAME` events a frame; `busy`: so many square roots are drawn in each."""
-    page.evaluate(
-        """([aFrame, busy]) => {
-            const fetch = window.fetch;
-            window.fetch = async (...request) => {
-                const events = (await (await fetch(...request)).text()).split(/(?<=\\n\\n)/);
-                const encoder = new TextEncoder();
-                const pull = async (controller) => {
-                    await new Promise(requestAnimationFrame);
-                    for (let i = 0; i < busy; i += 1) window.root = Math.sqrt(i);
-                    for (const event of events.splice(0, aFrame)) controller.enqueue(encoder.encode(event));
-                    if (events.length === 0) controller.close();
-                };
-                return new Response(new ReadableStream({ pull }));
-            };
-        }""",
-        [A_FRAME, busy],
-    )
-
-
 @pytest.mark.timed
 def test_two_thousand_tokens_stream_into_the_sheet_within_half_a_frame_each(browser, page, promise):
     play(page, ("start", {"seed": 1}), *tokens(), DONE)
@@ -52,7 +31,7 @@ def test_two_thousand_tokens_stream_into_the_sheet_within_half_a_frame_each(brow
     def measure():
         page.reload()
         page.locator("#document").fill(PROMPT)
-        stream_by_frames(page)
+        trickle(page, A_FRAME, frames=1)
         with measured(browser, page) as frames:
             generate(page)
         return frames
@@ -75,7 +54,7 @@ def test_two_thousand_tokens_of_one_paragraph_stream_into_the_inspect_view_withi
         page.reload()
         page.locator("#document").fill(PROMPT)
         inspect(page)
-        stream_by_frames(page)
+        trickle(page, A_FRAME, frames=1)
         with measured(browser, page) as frames:
             generate(page)
             page.wait_for_function(f"() => document.querySelectorAll('.token').length > {TOKENS}")
@@ -90,7 +69,7 @@ def test_two_thousand_tokens_of_one_paragraph_stream_into_the_inspect_view_withi
 def test_the_measurement_sees_a_page_that_stutters(browser, page):
     """The control: the same stream, shorter, with needless work in each frame."""
     play(page, ("start", {"seed": 1}), *list(tokens())[:200], DONE)
-    stream_by_frames(page, busy=BUSY)
+    trickle(page, A_FRAME, frames=1, busy=BUSY)
     with measured(browser, page) as frames:
         generate(page)
     print(f"\nwith {BUSY:,} square roots a frame: {frames}")

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from tests.support.page.browser import DONE, PROMPT, generate, play, text, wait_for
-from tests.support.page.token_view import WORDS, inspect, played, shows, stream, token, trickle
+from tests.support.page.browser import DONE, PROMPT, generate, play, text, trickle, wait_for
+from tests.support.page.token_view import WORDS, inspect, played, shows, stream, token
 
 COLOUR = "(e, name) => getComputedStyle(e)[name].match(/\\d+/g).slice(0, 3).map(Number)"
 

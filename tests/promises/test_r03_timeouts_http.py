@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -27,7 +26,8 @@ from tests.support.http.raw_client import (
     status_of,
 )
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server, start_server, stop_server
+from tests.support.servers import Server
+from tests.support.services import Services
 
 HEAD, BODY, IDLE, WRITE = 0.5, 0.7, 0.9, 0.6
 FLAGS = ["--head-timeout", HEAD, "--body-timeout", BODY, "--keep-alive-timeout", IDLE, "--write-timeout", WRITE]
@@ -36,12 +36,9 @@ LATE = 1.0
 
 
 @pytest.fixture(scope="module")
-def impatient(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[Server]:
+def impatient(serve_module: Services) -> Server:
     """A service with short time-outs."""
-    server = start_server(tmp_path_factory.mktemp("impatient"), weights, *map(str, FLAGS), fake_ms=2)
-    yield server
-    assert stop_server(server) == 0
-    assert "Traceback" not in server.log.read_text()
+    return serve_module(*map(str, FLAGS), fake_ms=2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,51 +2,43 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import struct
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.support.http.raw_client import connect, post
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server, is_clean, start_server, stop_server
+from tests.support.servers import Server, is_clean
+from tests.support.services import Services
 
 _QUEUE_SECONDS = 1.0
 _HOLDER: dict[str, Any] = {"prompt": "hold", "max_tokens": 8000, "ignore_eos": True}
 
 
-def _serve(folder: Path, weights: Path, *, queue_timeout: float) -> Iterator[Server]:
-    """A service with one slot."""
-    flags = ("--max-running", "1", "--queue-timeout", str(queue_timeout), "--resume-seconds", "0")
-    running = start_server(folder, weights, *flags, fake_ms=5)
-    yield running
-    assert stop_server(running) == 0
+_FLAGS = ("--max-running", "1", "--resume-seconds", "0", "--queue-timeout")
+"""One slot."""
 
 
 @pytest.fixture
-def patient(tmp_path: Path, weights: Path) -> Iterator[Server]:
+def patient(serve: Services) -> Server:
     """A service with a queue timeout that no test reaches."""
-    yield from _serve(tmp_path, weights, queue_timeout=600)
+    return serve(*_FLAGS, "600", fake_ms=5)
 
 
 @pytest.fixture
-def hasty(tmp_path: Path, weights: Path) -> Iterator[Server]:
+def hasty(serve: Services) -> Server:
     """A second in the queue is enough."""
-    yield from _serve(tmp_path, weights, queue_timeout=_QUEUE_SECONDS)
+    return serve(*_FLAGS, str(_QUEUE_SECONDS), fake_ms=5)
 
 
 def _send(server: Server, **body: Any) -> socket.socket:
-    host, port = server.url.removeprefix("http://").split(":")
-    connection = socket.create_connection((host, int(port)))
-    data = json.dumps(body).encode()
-    head = f"POST /complete HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
-    connection.sendall(f"{head}\r\n\r\n".encode() + data)
+    connection = connect(server)
+    connection.sendall(post(body))
     return connection
 
 

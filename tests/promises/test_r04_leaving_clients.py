@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import random
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,8 +17,10 @@ import httpx
 import pytest
 
 from tests.support.armed_faults import Faults
+from tests.support.http.raw_client import connect, post
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server, start_server, stop_server
+from tests.support.servers import Server, is_clean, stop_server
+from tests.support.services import Services
 
 _ENDLESS: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 8000, "ignore_eos": True}
 _SHORT: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 3, "ignore_eos": True}
@@ -63,12 +64,9 @@ def _footprint(server: Server) -> _Footprint:
 
 
 def _connect(server: Server, body: dict[str, Any], *, part: float = 1.0) -> socket.socket:
-    host, port = server.url.removeprefix("http://").split(":")
-    connection = socket.create_connection((host, int(port)))
-    connection.settimeout(60)
-    data = json.dumps(body).encode()
-    head = f"POST /complete HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
-    connection.sendall(f"{head}\r\n\r\n".encode() + data[: int(len(data) * part)])
+    connection, data = connect(server), post(body)
+    n_head = data.index(b"\r\n\r\n") + 4
+    connection.sendall(data[: n_head + int((len(data) - n_head) * part)])
     return connection
 
 
@@ -111,12 +109,6 @@ def _texts(server: Server, n: int) -> list[str]:
     return [answer["choices"][0]["text"] for answer in answers]
 
 
-def _is_free(server: Server) -> bool:
-    """No request owns a block, and none runs or waits: free + cached is the total."""
-    names = ("requests_running", "requests_waiting", "kv_cache_usage_ratio")
-    return not any(server.metric(name) for name in names)
-
-
 @pytest.fixture
 def faults(tmp_path: Path) -> Faults:
     """What the service's faults are armed by."""
@@ -124,35 +116,24 @@ def faults(tmp_path: Path) -> Faults:
 
 
 @pytest.fixture
-def server(tmp_path: Path, weights: Path, faults: Faults) -> Iterator[Server]:
+def server(serve: Services, faults: Faults) -> Server:
     """A service without resumable streams: a disconnect cancels the request."""
-    flags = (
-        "--max-running",
-        "16",
-        "--max-waiting",
-        "4096",
-        "--resume-seconds",
-        "0",
-        "--max-waiting-tokens",
-        "10000000",
-    )
-    running = start_server(tmp_path, weights, *flags, fake_ms=5, environment=faults.removing("allocator.release"))
-    yield running
-    running.process.kill()
-    running.process.wait()
+    flags = ("--max-running", "16", "--max-waiting", "4096", "--resume-seconds", "0")
+    flags += ("--max-waiting-tokens", "10000000")
+    return serve(*flags, fake_ms=5, environment=faults.removing("allocator.release"), is_killed=True)
 
 
 def test_clients_that_leave_in_every_state_and_way_leave_nothing_behind(server: Server, promise: Promise) -> None:
     texts = _texts(server, 100)
     _run_clients(server, 30, 10)  # what is made once and kept is there now: pools, caches
-    assert server.wait_for(lambda: _is_free(server))
+    assert is_clean(server)
     before = _at_rest(server)
     streams, plain = promise.size(100, 1000), promise.size(20, 200)
 
     def measure() -> tuple[float, float]:
         _run_clients(server, streams, plain)
         left = time.monotonic()
-        assert server.wait_for(lambda: _is_free(server))
+        assert is_clean(server)
         blocks = time.monotonic() - left
         assert server.wait_for(lambda: _grown(before, _footprint(server)) == []), (before, _footprint(server))
         return blocks, time.monotonic() - left
@@ -187,4 +168,4 @@ def test_a_service_that_forgets_to_free_is_noticed(server: Server, faults: Fault
     """Positive control: a few times the engine forgets to take the blocks of a sequence back."""
     faults.arm("allocator.release", "skip", times=3)
     _run_clients(server, 20, 4)
-    assert not server.wait_for(lambda: _is_free(server), _SECONDS)
+    assert not is_clean(server, _SECONDS)

@@ -20,8 +20,10 @@ import pytest
 from tests.support.armed_faults import Faults
 from tests.support.http.raw_client import connect, post
 from tests.support.load.concurrent_streams import read_streams
+from tests.support.processes import memory
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server, start_server, stop_server
+from tests.support.servers import Server
+from tests.support.services import Services
 
 WRITE_TIMEOUT = 2.0
 STALLED: dict[str, Any] = {"prompt": "a", "max_tokens": 700, "ignore_eos": True}
@@ -33,12 +35,6 @@ HOSTILE: dict[str, Any] = {"prompt": "a", "n": 16, "max_tokens": 500, "logprobs"
 LONG: dict[str, Any] = {"prompt": "a", "n": 4, "max_tokens": 8000, "ignore_eos": True}
 MOST_MEMORY = 3072.0
 """KiB of a reader who asks for as much as can be: what may wait twice (to be read, and being read), and its journal."""
-
-
-def _rss(server: Server) -> int:
-    """Bytes of the API process."""
-    status = Path(f"/proc/{server.process.pid}/status").read_text()
-    return int(status.partition("VmRSS:")[2].split()[0]) * 1024
 
 
 @contextmanager
@@ -80,39 +76,35 @@ class _WhileStalled:
 
 
 def _measure_while_stalled(server: Server, n: int) -> _WhileStalled:
-    before, alone = _rss(server), min(_p99_gap(server) for _ in range(2))
+    before, alone = memory(server.process.pid), min(_p99_gap(server) for _ in range(2))
     with _stalled(server, n):
         assert server.metric("connections") >= n, "they were meant to be there while others read"
-        memory, blocks = (_rss(server) - before) / n, server.metric("kv_cache_usage_ratio")
+        held, blocks = (memory(server.process.pid) - before) / n, server.metric("kv_cache_usage_ratio")
         loaded = min(_p99_gap(server) for _ in range(2))
         assert server.metric("connections") > n, "the stalled readers were disconnected while the others were read"
     assert server.wait_for(lambda: server.metric("connections") <= 1, 60)
-    return _WhileStalled(loaded / alone, memory, blocks)
+    return _WhileStalled(loaded / alone, held, blocks)
 
 
 @pytest.mark.timed
-def test_stalled_readers_cost_others_nothing_and_little_memory(tmp_path: Path, weights: Path, promise: Promise) -> None:
+def test_stalled_readers_cost_others_nothing_and_little_memory(serve: Services, promise: Promise) -> None:
     n = promise.size(60, 200)
     flags = ("--max-running", str(n + N_NORMAL), "--write-timeout", "600", "--kv-blocks", "40000")
-    server = start_server(tmp_path, weights, *flags, fake_ms=5)
+    server = serve(*flags, fake_ms=5)
     seen: list[_WhileStalled] = []
 
     def measure() -> float:
         seen.append(_measure_while_stalled(server, n))
         return seen[-1].slower
 
-    try:
-        read_streams(server, {**STALLED, "max_tokens": 300}, n)  # what a service of this size takes for itself
-        read_streams(server, NORMAL, N_NORMAL)
-        slower = promise.measured(measure, lambda slower: slower <= SLOWER)
-        memory, blocks = max(each.memory for each in seen), max(each.blocks for each in seen)
-        what = "p99 between tokens beside stalled readers, of that alone"
-        promise.at_most("R5", what, slower, target=1.1, floor=SLOWER, unit="x", n=n)
-        promise.at_most("R5", "memory of a stalled reader", memory / 1024, target=256, unit="KiB", n=n)
-        promise.at_most("R5", "cache blocks held by stalled readers", blocks, target=0, unit="", n=n)
-    finally:
-        assert stop_server(server) == 0
-    assert "Traceback" not in server.log.read_text()
+    read_streams(server, {**STALLED, "max_tokens": 300}, n)  # what a service of this size takes for itself
+    read_streams(server, NORMAL, N_NORMAL)
+    slower = promise.measured(measure, lambda slower: slower <= SLOWER)
+    held, blocks = max(each.memory for each in seen), max(each.blocks for each in seen)
+    what = "p99 between tokens beside stalled readers, of that alone"
+    promise.at_most("R5", what, slower, target=1.1, floor=SLOWER, unit="x", n=n)
+    promise.at_most("R5", "memory of a stalled reader", held / 1024, target=256, unit="KiB", n=n)
+    promise.at_most("R5", "cache blocks held by stalled readers", blocks, target=0, unit="", n=n)
 
 
 def _seconds_until_cut(server: Server, n: int) -> float:
@@ -126,64 +118,50 @@ def _seconds_until_cut(server: Server, n: int) -> float:
         return time.monotonic() - began
 
 
-def test_stalled_readers_are_cut(tmp_path: Path, weights: Path, promise: Promise) -> None:
+def test_stalled_readers_are_cut(serve: Services, promise: Promise) -> None:
     n = promise.size(60, 200)
     flags = ("--max-running", str(n), "--write-timeout", str(WRITE_TIMEOUT))
-    server = start_server(tmp_path, weights, *flags, fake_ms=1)
-    try:
-        limit = WRITE_TIMEOUT + 2
-        seconds = promise.measured(lambda: _seconds_until_cut(server, n), lambda seconds: seconds < limit)
-        assert seconds < limit
-        promise.all_of("R5", "stalled readers closed on time", n, n)
-    finally:
-        assert stop_server(server) == 0
-    assert "Traceback" not in server.log.read_text()
+    server = serve(*flags, fake_ms=1)
+    limit = WRITE_TIMEOUT + 2
+    seconds = promise.measured(lambda: _seconds_until_cut(server, n), lambda seconds: seconds < limit)
+    assert seconds < limit
+    promise.all_of("R5", "stalled readers closed on time", n, n)
 
 
 def _memory_of(server: Server, n: int, body: dict[str, Any]) -> float:
     """KiB of memory for each of `n` readers who take nothing."""
     read_streams(server, {**body, "max_tokens": 20}, n)  # what the service takes for itself
-    before = _rss(server)
+    before = memory(server.process.pid)
     with _stalled(server, n, body):
-        return (_rss(server) - before) / n / 1024
+        return (memory(server.process.pid) - before) / n / 1024
 
 
 @pytest.mark.parametrize(("kind", "body"), [("log-probabilities", HOSTILE), ("a long text", LONG)])
 def test_stalled_readers_of_much_take_little_memory(
-    tmp_path: Path, weights: Path, promise: Promise, kind: str, body: dict[str, Any]
+    serve: Services, promise: Promise, kind: str, body: dict[str, Any]
 ) -> None:
     n = promise.size(6, 40)
     flags = ("--max-running", str(n * 16), "--write-timeout", "600", "--kv-blocks", "40000")
-    server = start_server(tmp_path, weights, *flags, fake_ms=1)
-    try:
-        memory = _memory_of(server, n, body)
-        promise.at_most(
-            "R5", f"memory of a stalled reader of {kind}", memory, target=2048, floor=MOST_MEMORY, unit="KiB", n=n
-        )
-    finally:
-        assert stop_server(server) == 0
-    assert "Traceback" not in server.log.read_text()
+    server = serve(*flags, fake_ms=1)
+    held = _memory_of(server, n, body)
+    promise.at_most(
+        "R5", f"memory of a stalled reader of {kind}", held, target=2048, floor=MOST_MEMORY, unit="KiB", n=n
+    )
 
 
-def test_without_a_bound_they_would_take_all_that_they_asked_for(tmp_path: Path, weights: Path) -> None:
+def test_without_a_bound_they_would_take_all_that_they_asked_for(serve: Services, tmp_path: Path) -> None:
     """The control."""
     faults = Faults(tmp_path / "faults")
     faults.arm("stream.unbounded", "keep")
     flags = ("--write-timeout", "600", "--kv-blocks", "40000")
-    server = start_server(tmp_path, weights, *flags, fake_ms=1, environment=faults.removing("stream.unbounded"))
-    try:
-        assert _memory_of(server, 2, HOSTILE) > MOST_MEMORY
-    finally:
-        assert stop_server(server) == 0
+    server = serve(*flags, fake_ms=1, environment=faults.removing("stream.unbounded"))
+    assert _memory_of(server, 2, HOSTILE) > MOST_MEMORY
 
 
-def test_without_a_write_time_out_they_would_stay(tmp_path: Path, weights: Path) -> None:
+def test_without_a_write_time_out_they_would_stay(serve: Services) -> None:
     """The control."""
-    server = start_server(tmp_path, weights, "--write-timeout", "600", fake_ms=1)
-    try:
-        with _stalled(server, 3):
-            cut = 'connections_cut_total{reason="write_stalled"}'
-            assert not server.wait_for(lambda: server.metric(cut) == 3, 3)
-            assert server.metric("connections") >= 3
-    finally:
-        assert stop_server(server) == 0
+    server = serve("--write-timeout", "600", fake_ms=1)
+    with _stalled(server, 3):
+        cut = 'connections_cut_total{reason="write_stalled"}'
+        assert not server.wait_for(lambda: server.metric(cut) == 3, 3)
+        assert server.metric("connections") >= 3

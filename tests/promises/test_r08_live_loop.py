@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ from tests.support.armed_faults import Faults
 from tests.support.load import open_loop
 from tests.support.load.open_loop import Plan
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server, start_server
+from tests.support.servers import Server
+from tests.support.services import Services
 
 _SLOTS = 32
 _LONG: dict[str, Any] = {
@@ -36,13 +36,10 @@ def faults(tmp_path: Path) -> Faults:
 
 
 @pytest.fixture
-def server(tmp_path: Path, weights: Path, faults: Faults) -> Iterator[Server]:
+def server(serve: Services, faults: Faults) -> Server:
     """A service with capacity for the whole load."""
     flags = ("--max-running", str(_SLOTS), "--max-waiting-tokens", "100000000")
-    running = start_server(tmp_path, weights, *flags, fake_ms=5, environment=faults.removing("long_texts.on_loop"))
-    yield running
-    running.process.kill()
-    running.process.wait()
+    return serve(*flags, fake_ms=5, environment=faults.removing("long_texts.on_loop"), is_killed=True)
 
 
 def _lags(server: Server) -> dict[float, float]:

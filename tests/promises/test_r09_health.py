@@ -20,7 +20,8 @@ import httpx
 from tests.support.armed_faults import Faults
 from tests.support.load.concurrent_clients import Ask, crowd, engine_pid, is_gone, is_live, is_ready, visit
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server, start_server, stop_server
+from tests.support.servers import Server
+from tests.support.services import Services
 
 _SILENCE = 1.0
 _ASKS = [
@@ -101,24 +102,23 @@ def _hung(server: Server, faults: Faults, hang: Callable[[Server, Faults], None]
     return _Found(seconds, server.metric("engine_restarts_total") - restarts, server.told()[since:])
 
 
-def test_six_ways_to_hang_are_found_and_the_engine_comes_back(tmp_path: Path, weights: Path, promise: Promise) -> None:
+def test_six_ways_to_hang_are_found_and_the_engine_comes_back(
+    serve: Services, tmp_path: Path, promise: Promise
+) -> None:
     faults = Faults(tmp_path / "faults")
     flags = ("--engine-silence", f"{_SILENCE}")
-    server = start_server(tmp_path, weights, *flags, fake_ms=5, environment=faults.removing("engine.idle"))
+    server = serve(*flags, fake_ms=5, environment=faults.removing("engine.idle"), logs_tracebacks=True)
     found: dict[str, _Found] = {}
-    try:
-        expected = [answer.told() for answer in visit(server, _ASKS)]
-        for name, hang in _HANGS.items():
-            # An engine that gets no core for a second is silent, too: it comes back once more than it hung.
-            found[name] = promise.measured(
-                lambda hang=hang: _hung(server, faults, hang, expected),  # type: ignore[misc]
-                lambda found: found.seconds <= _SILENCE + 1 and found.restarts == 1,
-            )
-            assert found[name].restarts == 1
-            assert ("it was silent for" in found[name].log) == (name in _SILENT), name
-            assert ("its steps did nothing for" in found[name].log) == (name == "makes empty steps")
-    finally:
-        assert stop_server(server) == 0
+    expected = [answer.told() for answer in visit(server, _ASKS)]
+    for name, hang in _HANGS.items():
+        # An engine that gets no core for a second is silent, too: it comes back once more than it hung.
+        found[name] = promise.measured(
+            lambda hang=hang: _hung(server, faults, hang, expected),  # type: ignore[misc]
+            lambda found: found.seconds <= _SILENCE + 1 and found.restarts == 1,
+        )
+        assert found[name].restarts == 1
+        assert ("it was silent for" in found[name].log) == (name in _SILENT), name
+        assert ("its steps did nothing for" in found[name].log) == (name == "makes empty steps")
     log = server.log.read_text()
     assert "Timeout (" in log and "_hold_gil" in log, "the log says where it hung, also with the GIL held"
     seconds = [one.seconds for one in found.values()]
@@ -127,21 +127,18 @@ def test_six_ways_to_hang_are_found_and_the_engine_comes_back(tmp_path: Path, we
     promise.at_most("R9", "slowest to be found", max(seconds), target=_SILENCE + 1, n=len(_HANGS), unit="s")
 
 
-def test_without_the_watchdog_a_hang_is_not_found(tmp_path: Path, weights: Path) -> None:
+def test_without_the_watchdog_a_hang_is_not_found(serve: Services) -> None:
     """The positive control: the same check fails without the watchdog."""
-    server = start_server(tmp_path, weights, "--engine-silence", "600", fake_ms=5)
-    try:
-        os.kill(engine_pid(server), signal.SIGSTOP)
-        assert _seconds_until(lambda: not is_ready(server), _SILENCE + 1) == float("inf")
-        os.kill(engine_pid(server), signal.SIGCONT)
-    finally:
-        assert stop_server(server) == 0
+    server = serve("--engine-silence", "600", fake_ms=5)
+    os.kill(engine_pid(server), signal.SIGSTOP)
+    assert _seconds_until(lambda: not is_ready(server), _SILENCE + 1) == float("inf")
+    os.kill(engine_pid(server), signal.SIGCONT)
 
 
-def test_a_guide_that_takes_its_time_is_no_hang(tmp_path: Path, weights: Path, promise: Promise) -> None:
+def test_a_guide_that_takes_its_time_is_no_hang(serve: Services, tmp_path: Path, promise: Promise) -> None:
     """The grammar compiles concurrently with the steps, within its own limits."""
     faults = Faults(tmp_path / "faults")
-    server = start_server(tmp_path, weights, "--engine-silence", "1", fake_ms=5, environment=faults.environment)
+    server = serve("--engine-silence", "1", fake_ms=5, environment=faults.environment)
     lengths = iter(range(5, 8))  # a grammar that is compiled already would take no time
 
     def restarts() -> float:
@@ -152,27 +149,19 @@ def test_a_guide_that_takes_its_time_is_no_hang(tmp_path: Path, weights: Path, p
         assert not faults.is_armed("engine.guide")
         return server.metric("engine_restarts_total") - before
 
-    try:
-        # Who gets no core for a second is silent.
-        assert promise.measured(restarts, lambda restarts: restarts == 0) == 0
-    finally:
-        assert stop_server(server) == 0
+    # Who gets no core for a second is silent.
+    assert promise.measured(restarts, lambda restarts: restarts == 0) == 0
 
 
-def test_no_load_makes_health_flip(tmp_path: Path, weights: Path, promise: Promise) -> None:
+def test_no_load_makes_health_flip(serve: Services, promise: Promise) -> None:
     """Ten times as many requests as run at once, prompts long and short, and the shortest silence there is."""
     flags = ("--engine-silence", "1", "--max-running", "16")
-    server = start_server(tmp_path, weights, *flags, fake_ms=5)
+    server = serve(*flags, fake_ms=5)
     seconds = promise.size(6, 600)
-    try:
-        # An engine that others keep from any core for a second is silent: not by this load.
-        flips, looks, restarts = promise.measured(
-            lambda: _flips(server, seconds), lambda found: found[0] == found[2] == 0
-        )
-        assert restarts == 0, server.log.read_text()
-        promise.at_most("R9", f"false flips in {seconds} s at ten times the load", flips, target=0, n=looks)
-    finally:
-        assert stop_server(server) == 0
+    # An engine that others keep from any core for a second is silent: not by this load.
+    flips, looks, restarts = promise.measured(lambda: _flips(server, seconds), lambda found: found[0] == found[2] == 0)
+    assert restarts == 0, server.log.read_text()
+    promise.at_most("R9", f"false flips in {seconds} s at ten times the load", flips, target=0, n=looks)
 
 
 def _flips(server: Server, seconds: float) -> tuple[int, int, float]:
@@ -204,12 +193,9 @@ def _ask(lane: int, number: int) -> Ask:
     return Ask(body={"prompt": prompt, "ignore_eos": True, **dict(extra)})
 
 
-def test_the_log_names_the_signal_that_ended_an_engine(tmp_path: Path, weights: Path) -> None:
-    server = start_server(tmp_path, weights, fake_ms=5)
-    try:
-        os.kill(engine_pid(server), signal.SIGSEGV)
-        assert server.tells("was ended by SIGSEGV")
-        assert server.tells("Fatal Python error"), "and where it was then"
-        assert server.wait_for(lambda: is_ready(server), 60)
-    finally:
-        assert stop_server(server) == 0
+def test_the_log_names_the_signal_that_ended_an_engine(serve: Services) -> None:
+    server = serve(fake_ms=5)
+    os.kill(engine_pid(server), signal.SIGSEGV)
+    assert server.tells("was ended by SIGSEGV")
+    assert server.tells("Fatal Python error"), "and where it was then"
+    assert server.wait_for(lambda: is_ready(server), 60)

@@ -21,7 +21,8 @@ from tests.support.armed_faults import Faults
 from tests.support.fake_compiler import FakeCompiler, fake_compiler
 from tests.support.load.concurrent_clients import Ask, children, crowd, engine_pid, engine_pids, is_gone, visit
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server, start_server, stop_server
+from tests.support.servers import Server
+from tests.support.services import Services
 
 _ASKS = [
     Ask(body={"prompt": "Once", "max_tokens": 150, "ignore_eos": True, "seed": seed, "temperature": 1.0})
@@ -47,7 +48,9 @@ def _kill_all(server: Server, *, api_first: bool) -> list[int]:
     return pids
 
 
-def test_it_starts_again_after_kill_9_of_everything(tmp_path: Path, weights: Path, promise: Promise) -> None:
+def test_it_starts_again_after_kill_9_of_everything(
+    serve: Services, tmp_path: Path, weights: Path, promise: Promise
+) -> None:
     rounds, rng = promise.size(3, 50), random.Random(12)
     scratch = tmp_path / "scratch"
     scratch.mkdir()
@@ -56,7 +59,7 @@ def test_it_starts_again_after_kill_9_of_everything(tmp_path: Path, weights: Pat
     flags = ("--port", str(_free_port()))
 
     def start(wait: bool = True) -> Server:
-        return start_server(tmp_path, weights, *flags, fake_ms=5, environment=environment, wait=wait)
+        return serve(*flags, fake_ms=5, environment=environment, wait=wait)
 
     server = start()
     expected = [answer.told() for answer in visit(server, _ASKS)]
@@ -73,7 +76,6 @@ def test_it_starts_again_after_kill_9_of_everything(tmp_path: Path, weights: Pat
         same = [answer.told() for answer in visit(server, _ASKS)] == expected
         clean = not any(scratch.iterdir()) and _files(weights) == before
         good += same and clean and server.wait_for(lambda pids=pids: all(map(is_gone, pids)))  # type: ignore[misc]
-    assert stop_server(server) == 0
     promise.all_of("R12", "starts after kill -9 of everything under load", good, rounds)
 
 
@@ -86,13 +88,13 @@ def _files(folder: Path) -> dict[str, int]:
     [("engine.step", "nothing"), ("engine.step", "hold gil"), ("engine.step", "stop"), ("engine.load", "sleep")],
 )
 def test_the_engine_dies_with_a_killed_service_whatever_it_does(
-    tmp_path: Path, weights: Path, point: str, deed: str
+    serve: Services, tmp_path: Path, point: str, deed: str
 ) -> None:
     """It need not look at the pipe for that."""
     faults = Faults(tmp_path / "faults")
     if point == "engine.load":
         faults.arm(point, deed, times=1)
-    server = start_server(tmp_path, weights, fake_ms=5, environment=faults.environment, wait=point == "engine.step")
+    server = serve(fake_ms=5, environment=faults.environment, wait=point == "engine.step")
     assert server.wait_for(lambda: bool(engine_pids(server)))
     engine = engine_pid(server)
     if point == "engine.step":
@@ -109,8 +111,8 @@ def test_the_engine_dies_with_a_killed_service_whatever_it_does(
     assert server.wait_for(lambda: is_gone(engine), 3)
 
 
-def test_the_processes_that_check_guides_die_with_a_killed_service(tmp_path: Path, weights: Path) -> None:
-    server = start_server(tmp_path, weights, fake_ms=5)
+def test_the_processes_that_check_guides_die_with_a_killed_service(serve: Services) -> None:
+    server = serve(fake_ms=5)
     assert httpx.post(f"{server.url}/complete", json=_GUIDED, timeout=60).status_code == 200
     pids = children(server)
     checker = [pid for pid in pids if b"validator_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
@@ -129,10 +131,10 @@ def slow(tmp_path: Path, stub_library: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_engines_own_build_of_kernels_dies_with_a_killed_service(
-    tmp_path: Path, weights: Path, slow: FakeCompiler
+    serve: Services, tmp_path: Path, slow: FakeCompiler
 ) -> None:
     cache_dir = tmp_path / "cache"
-    server = start_server(tmp_path, weights, "--kernels", "native", "--cache-dir", str(cache_dir), wait=False)
+    server = serve("--kernels", "native", "--cache-dir", str(cache_dir), wait=False)
     _wait_long(server, lambda: bool(slow.pids))
     pids = [*children(server), *slow.pids]
     server.process.kill()

@@ -82,14 +82,8 @@ def test_64_texts_of_a_real_model_share_blocks_for_four(way: str, promise: Promi
 
 
 def test_64_clients_over_http_share_blocks_for_four(promise: Promise, tmp_path: Path, weights: Path) -> None:
-    bodies = [
-        {
-            "prompt": [40 + i, *range(50, 50 + i % 9)],
-            "max_tokens": LENGTH - 1 - i % 9,
-            "stream": False,
-            "seed": i,
-            "user": f"u{i}",
-        }
+    bodies: list[dict[str, object]] = [
+        {"prompt": [40 + i, *range(50, 50 + i % 9)], "max_tokens": LENGTH - 1 - i % 9, "seed": i, "user": f"u{i}"}
         for i in range(CLIENTS)
     ]
     flags = ("--max-context", str(LENGTH), "--kv-blocks")
@@ -111,7 +105,7 @@ def _all_at_once(server: Server, faults: Faults, bodies: list[dict[str, object]]
     """Steps are slow until all have come: there is no pressure where clients are slower than the service."""
 
     def ask(body: dict[str, object]) -> str:
-        answer = client.post(f"{server.url}/complete", json=body)
+        answer = client.post(f"{server.url}/complete", json={**body, "stream": False})
         assert answer.status_code == 200, answer.text
         return str(answer.json()["choices"])
 

@@ -28,7 +28,8 @@ from tests.support.armed_faults import Faults
 from tests.support.completion_client import parse_events
 from tests.support.load.concurrent_clients import Answer, Ask, crowd, engine_pid, is_ready, visit
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server, is_clean, start_server, stop_server
+from tests.support.servers import Server, is_clean, start_server
+from tests.support.services import Services
 
 _BODY: dict[str, Any] = {"prompt": "Once", "max_tokens": 120, "temperature": 1.0, "seed": 3}
 _FLAGS = ("--engine-silence", "3", "--resume-seconds", "0")
@@ -89,13 +90,11 @@ def _is_error(answers: list[Answer], kind: str) -> list[bool]:
 
 
 @pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[_Stage]:
+def stage(serve_module: Services, tmp_path_factory: pytest.TempPathFactory) -> _Stage:
     """A fake engine whose requests take most of a second; what one fault did to it is over before the next."""
     folder = tmp_path_factory.mktemp("stage")
     faults = Faults(folder / "faults")
-    server = start_server(folder, weights, *_FLAGS, fake_ms=8, environment=faults.environment)
-    yield _Stage(server, faults)
-    assert stop_server(server) == 0
+    return _Stage(serve_module(*_FLAGS, fake_ms=8, environment=faults.environment, logs_tracebacks=True), faults)
 
 
 @contextmanager
@@ -228,19 +227,14 @@ def test_every_answer_keeps_its_form(stage: _Stage, promise: Promise, fault: str
     assert is_clean(stage.server, 30.0)
 
 
-def test_a_turn_that_does_not_come_is_an_error_of_the_same_form(
-    tmp_path: Path, weights: Path, promise: Promise
-) -> None:
+def test_a_turn_that_does_not_come_is_an_error_of_the_same_form(serve: Services, promise: Promise) -> None:
     flags = ("--max-running", "1", "--queue-timeout", "1")
-    server = start_server(tmp_path, weights, *flags, fake_ms=8)
-    try:
-        disconnect = threading.Event()
-        with crowd(server, [Ask(body={**_BODY, "max_tokens": 8000})], disconnect=disconnect) as first:
-            assert server.wait_for(lambda: first[0].n_events > 1)
-            good = _is_error(visit(server, _asks()), "unavailable_error")
-        promise.all_of("R16", "answers of 2 doors x 2 modes that keep their form: no turn in time", sum(good), 4)
-    finally:
-        assert stop_server(server) == 0
+    server = serve(*flags, fake_ms=8)
+    disconnect = threading.Event()
+    with crowd(server, [Ask(body={**_BODY, "max_tokens": 8000})], disconnect=disconnect) as first:
+        assert server.wait_for(lambda: first[0].n_events > 1)
+        good = _is_error(visit(server, _asks()), "unavailable_error")
+    promise.all_of("R16", "answers of 2 doors x 2 modes that keep their form: no turn in time", sum(good), 4)
 
 
 def test_the_end_of_the_service_is_an_error_of_the_same_form(tmp_path: Path, weights: Path, promise: Promise) -> None:

@@ -22,6 +22,7 @@ from tests.support.armed_faults import Faults
 from tests.support.completion_client import Event, parse_events, text_of
 from tests.support.load.steady_load import Answer, SteadyLoad, mixed
 from tests.support.model.bad_weights import BAD, KV_BLOCKS, bad_weights, good_weights
+from tests.support.processes import children, memory, open_files
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, start_server, stop_server
 
@@ -36,10 +37,7 @@ _TM = ("--dtype", "float32", "--threads", "1", "--kv-blocks", str(KV_BLOCKS))
 
 
 def _engines(server: Server) -> list[int]:
-    """The service's child processes."""
-    return [
-        int(pid) for pid in Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-    ]
+    return children(server.process.pid)
 
 
 def _reloads(server: Server, outcome: str) -> float:
@@ -86,15 +84,6 @@ def _service(
         code = stop_server(server)
     assert code == 0, server.log.read_text()
     assert not [pid for pid in engines if Path(f"/proc/{pid}").exists()], "an engine outlived its service"
-
-
-def _open_files(server: Server) -> int:
-    return sum(1 for _ in Path(f"/proc/{server.process.pid}/fd").iterdir())
-
-
-def _rss_mib(server: Server) -> float:
-    pages = int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def test_bad_weights_of_every_kind_are_refused_without_a_failed_request(tmp_path: Path, promise: Promise) -> None:
@@ -170,10 +159,11 @@ def test_good_weights_are_switched_under_load(tmp_path: Path, promise: Promise) 
             for index in range(switches):
                 assert _reload(server, link, ways[(index + 1) % 2], "switched"), server.log.read_text()[-2000:]
                 assert server.wait_for(lambda: len(_engines(server)) == 1), "the old engine stays"
-                sizes.append((_rss_mib(server), _open_files(server)))
+                sizes.append((memory(server.process.pid) / 2**20, open_files(server.process.pid)))
                 time.sleep(0.3)
             # The pipes of an engine that has just ended are closed in a moment, and so are connections.
-            assert server.wait_for(lambda: _open_files(server) <= sizes[1][1] + 4), f"files stay open: {sizes}"
+            pid = server.process.pid
+            assert server.wait_for(lambda: open_files(pid) <= sizes[1][1] + 4), f"files stay open: {sizes}"
         spoilt = mixed(load.answers)
     assert len({answer.version for answer in load.answers}) == 2
     total = len(load.answers) + len(load.failures)

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.support import ROOT
+from tests.support.processes import children, memory, open_files
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, is_clean, start_server, stop_server
 
@@ -117,34 +118,24 @@ class Clients:
         writer.close()
 
 
-def _children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 def _sample(server: Server, tasks: Path, began: float) -> Sample:
     """All processes of the service together, once it is at rest."""
     assert is_clean(server, 30.0)
-    pids = [server.process.pid, *_children(server.process.pid)]
+    pids = [server.process.pid, *children(server.process.pid)]
     # The first look often precedes the end of the task and connection that reported the clean state.
-    looks = [(_count_tasks(server, tasks), _count_fds(pids), sum(_status(pids, "Threads:"))) for _ in range(3)]
+    looks = [(_count_tasks(server, tasks), sum(map(open_files, pids)), sum(map(_threads, pids))) for _ in range(3)]
     n_tasks, fds, threads = map(min, zip(*looks, strict=True))
     return Sample(
         at=time.monotonic() - began,
-        rss_mib=tuple(kib / 1024 for kib in _status(pids, "VmRSS:")),
+        rss_mib=tuple(memory(pid) / 2**20 for pid in pids),
         fds=fds,
         threads=threads,
         tasks=n_tasks,
     )
 
 
-def _count_fds(pids: list[int]) -> int:
-    return sum(len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in pids)
-
-
-def _status(pids: list[int], key: str) -> list[int]:
-    """A number of each process."""
-    words = [Path(f"/proc/{pid}/status").read_text().split() for pid in pids]
-    return [int(fields[fields.index(key) + 1]) for fields in words]
+def _threads(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/task").iterdir()))
 
 
 def _count_tasks(server: Server, tasks: Path) -> int:

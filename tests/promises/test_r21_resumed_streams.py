@@ -10,8 +10,6 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,19 +18,17 @@ import pytest
 from tests.support.completion_client import Event, parse_events, stream, text_of
 from tests.support.load.concurrent_clients import engine_pids, is_ready
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server, is_clean, start_server, stop_server
+from tests.support.servers import Server, is_clean
+from tests.support.services import Services
 
 _BODY: dict[str, Any] = {"prompt": "Once", "max_tokens": 60, "ignore_eos": True, "temperature": 1.0}
 _AT_ONCE = 8
 
 
 @pytest.fixture
-def server(tmp_path: Path, weights: Path) -> Iterator[Server]:
+def server(serve: Services) -> Server:
     """A fake engine, quick enough for hundreds of streams."""
-    running = start_server(tmp_path, weights, fake_ms=3)
-    yield running
-    assert stop_server(running) == 0
-    assert "Traceback" not in running.log.read_text()
+    return serve(fake_ms=3)
 
 
 def _whole_events(received: bytes) -> list[Event]:

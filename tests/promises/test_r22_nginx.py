@@ -17,7 +17,8 @@ from tests.support.completion_client import parse_events, text_of
 from tests.support.http.nginx import needs_nginx, running_nginx
 from tests.support.http.raw_client import post
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server, start_server, stop_server
+from tests.support.servers import Server
+from tests.support.services import Services
 
 pytestmark = [needs_nginx, pytest.mark.usefixtures("silence")]
 SHORT: dict[str, Any] = {"prompt": "a", "max_tokens": 20, "ignore_eos": True, "seed": 1}
@@ -39,16 +40,12 @@ def _answer_of(url: str) -> tuple[float, str]:
 
 
 @pytest.fixture(scope="module")
-def silence(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[Future[tuple[float, str]]]:
+def silence(serve_module: Services, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future[tuple[float, str]]]:
     """An answer that is silent for longer than nginx waits; it is under way while the other tests run."""
+    server = serve_module("--engine-silence", "60", fake_ms=16_500, is_killed=True)
     folder = tmp_path_factory.mktemp("silence")
-    server = start_server(folder, weights, "--engine-silence", "60", fake_ms=16_500)
-    try:
-        with _nginx(folder, server, "proxy_read_timeout 15s;") as url, ThreadPoolExecutor(1) as thread:
-            yield thread.submit(_answer_of, url)
-    finally:
-        server.process.kill()
-        server.process.wait()
+    with _nginx(folder, server, "proxy_read_timeout 15s;") as url, ThreadPoolExecutor(1) as thread:
+        yield thread.submit(_answer_of, url)
 
 
 def _first_token(url: str) -> tuple[float, list[float]]:
@@ -62,41 +59,35 @@ def _first_token(url: str) -> tuple[float, list[float]]:
 
 
 @pytest.mark.timed
-def test_the_first_byte_comes_at_once_and_tokens_one_by_one(tmp_path: Path, weights: Path, promise: Promise) -> None:
-    server = start_server(tmp_path, weights, fake_ms=30)
-    try:
-        with _nginx(tmp_path, server) as url:
+def test_the_first_byte_comes_at_once_and_tokens_one_by_one(serve: Services, tmp_path: Path, promise: Promise) -> None:
+    server = serve(fake_ms=30)
+    with _nginx(tmp_path, server) as url:
 
-            def latest() -> tuple[float, float]:
-                later, spread = [], []
-                for _ in range(5):
-                    direct, _ = _first_token(server.url)
-                    proxied, at = _first_token(url)
-                    later.append(proxied - direct)
-                    spread.append(at[-1] - at[0])
-                return max(later), min(spread)
+        def latest() -> tuple[float, float]:
+            later, spread = [], []
+            for _ in range(5):
+                direct, _ = _first_token(server.url)
+                proxied, at = _first_token(url)
+                later.append(proxied - direct)
+                spread.append(at[-1] - at[0])
+            return max(later), min(spread)
 
-            later, spread = promise.measured(latest, lambda found: found[0] <= 0.2 and found[1] > 0.4)
-            assert spread > 0.4, "20 tokens of 30 ms were not meant to come in one piece"
-            promise.at_most("R22", "first token through nginx, later than without", later, target=0.2, unit="s", n=5)
-            for path in ("/", "/docs", "/v1/models"):
-                assert httpx.get(f"{url}{path}").status_code == 200
-    finally:
-        assert stop_server(server) == 0
+        later, spread = promise.measured(latest, lambda found: found[0] <= 0.2 and found[1] > 0.4)
+        assert spread > 0.4, "20 tokens of 30 ms were not meant to come in one piece"
+        promise.at_most("R22", "first token through nginx, later than without", later, target=0.2, unit="s", n=5)
+        for path in ("/", "/docs", "/v1/models"):
+            assert httpx.get(f"{url}{path}").status_code == 200
 
 
 @pytest.mark.timed
-def test_a_client_that_leaves_nginx_is_noticed(tmp_path: Path, weights: Path) -> None:
-    server = start_server(tmp_path, weights, fake_ms=5)
-    try:
-        with _nginx(tmp_path, server) as url:
-            for stream in (True, False):
-                with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as client:
-                    client.sendall(post({**SHORT, "max_tokens": 8000, "stream": stream}))
-                    assert server.wait_for(lambda: server.metric("requests_running") == 1)
-                assert server.wait_for(lambda: server.metric("requests_running") == 0, 2)
-    finally:
-        assert stop_server(server) == 0
+def test_a_client_that_leaves_nginx_is_noticed(serve: Services, tmp_path: Path) -> None:
+    server = serve(fake_ms=5)
+    with _nginx(tmp_path, server) as url:
+        for stream in (True, False):
+            with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as client:
+                client.sendall(post({**SHORT, "max_tokens": 8000, "stream": stream}))
+                assert server.wait_for(lambda: server.metric("requests_running") == 1)
+            assert server.wait_for(lambda: server.metric("requests_running") == 0, 2)
 
 
 def test_a_silence_longer_than_the_read_time_out_is_survived(

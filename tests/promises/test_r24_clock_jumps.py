@@ -15,7 +15,8 @@ from tests.support.http.raw_client import connect, error_of, get, post, read_ans
 from tests.support.load.concurrent_streams import Background, read_streams
 from tests.support.model.tiny_models import tiny_weights
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server, start_server, stop_server
+from tests.support.servers import Server
+from tests.support.services import Services
 
 FAKETIME = next((p for p in Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1")), None)
 DAY = 86400
@@ -35,29 +36,21 @@ def _shift(server: Server) -> float:
 
 
 @pytest.mark.skipif(FAKETIME is None, reason="needs libfaketime (Debian: faketime)")
-def test_no_time_out_misfires(tmp_path: Path, promise: Promise) -> None:
+def test_no_time_out_misfires(serve: Services, tmp_path: Path, promise: Promise) -> None:
     clock = tmp_path / "clock"
     clock.write_text("+0")
-    environment = {
-        "LD_PRELOAD": str(FAKETIME),
-        "FAKETIME_TIMESTAMP_FILE": str(clock),
-        "FAKETIME_NO_CACHE": "1",
-        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-    }
+    environment = {"LD_PRELOAD": str(FAKETIME), "FAKETIME_TIMESTAMP_FILE": str(clock)}
+    environment |= {"FAKETIME_NO_CACHE": "1", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
     flags = ["--head-timeout", str(HEAD), "--engine-silence", "10", "--queue-timeout", "60", "--max-running", "16"]
     flags += ["--threads", "1"]
     # No fake engine: libfaketime breaks time.sleep(), on which its steps are built.
     long_weights = tiny_weights(tmp_path / "long", context=2048)
-    server = start_server(tmp_path, long_weights, *flags, environment=environment)
+    server = serve(*flags, weights=long_weights, environment=environment)
     right = n = 0
-    try:
-        for before, jump in ((0, DAY), (DAY, -DAY)):
-            results = promise.measured(lambda: _across(server, clock, before, jump), all)  # noqa: B023
-            assert all(results), (jump, results)
-            right, n = right + sum(results), n + len(results)
-    finally:
-        assert stop_server(server) == 0
-    assert "Traceback" not in server.log.read_text()
+    for before, jump in ((0, DAY), (DAY, -DAY)):
+        results = promise.measured(lambda: _across(server, clock, before, jump), all)  # noqa: B023
+        assert all(results), (jump, results)
+        right, n = right + sum(results), n + len(results)
     promise.all_of("R24", "time-outs right after jumps of a day", right, n)
 
 
@@ -89,13 +82,7 @@ def _across(server: Server, clock: Path, before: int, jump: int) -> list[bool]:
 
 def _wall_clocks(path: Path) -> list[int]:
     """Lines that ask for the time of day."""
-    asked = {
-        ("time", "time"),
-        ("time", "localtime"),
-        ("datetime", "now"),
-        ("datetime", "utcnow"),
-        ("datetime", "today"),
-    }
+    asked = {("time", "time"), ("time", "localtime")} | {("datetime", name) for name in ("now", "utcnow", "today")}
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute):

@@ -12,8 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,8 @@ from tests.support import ROOT
 from tests.support.armed_faults import Faults
 from tests.support.model.bad_weights import BAD, KV_BLOCKS, bad_weights, good_weights
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server, start_server, stop_server
+from tests.support.servers import Server
+from tests.support.services import Services
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 _TM = ("--dtype", "float32", "--threads", "1", "--kv-blocks", str(KV_BLOCKS))
@@ -34,17 +33,6 @@ _IN_EVERY_RUN = ("numbers that explode", "norms of 1e30", "an encoder that explo
 """All kinds at full size; tests of R19 have the others refused by a reload and by `check`."""
 _DEPENDS_ON_FLAGS = ("a model that does not fit",)
 _BODY = {"prompt": "The fox", "max_tokens": 5, "temperature": 0, "stream": False}
-
-
-@contextmanager
-def _service(
-    folder: Path, weights: Path, *flags: str, environment: Mapping[str, str], fake_ms: float | None = None
-) -> Iterator[Server]:
-    server = start_server(folder, weights, *flags, environment={**_ONE_THREAD, **environment}, fake_ms=fake_ms)
-    try:
-        yield server
-    finally:
-        assert stop_server(server) == 0, server.log.read_text()
 
 
 def _start(weights: Path) -> tuple[int, str]:
@@ -75,80 +63,80 @@ def _ready(server: Server) -> httpx.Response:
 
 
 def test_check_start_and_reload_refuse_the_same_weights(
-    tmp_path: Path, promise: Promise, capsys: pytest.CaptureFixture[str]
+    serve: Services, tmp_path: Path, promise: Promise, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kinds = [kind for kind in BAD if kind not in _DEPENDS_ON_FLAGS] if promise.full else list(_IN_EVERY_RUN)
     good, link = good_weights(tmp_path / "good", 0), tmp_path / "current"
     link.symlink_to(good)
     refused = 0
-    with _service(tmp_path, link, *_TM, environment={}) as server:
-        version = httpx.get(f"{server.url}/v1/models").json()["data"][0]["weights_version"]
-        for index, kind in enumerate(kinds):
-            words, bad = BAD[kind][1], bad_weights(tmp_path / f"bad-{index}", good, kind)
-            assert check.main([str(bad)]) == 2, kind
-            said = capsys.readouterr().err
-            assert words in said and said.count("\n") == 1, kind
-            code, last = _start(bad)
-            assert code == 2 and last.startswith("error: ") and words in last and str(bad) in last, (kind, code, last)
-            _reload(server, link, bad)
-            assert server.wait_for(lambda index=index: len(_refusals(server)) > index), kind
-            assert words in _refusals(server)[-1], kind
-            answer = httpx.post(f"{server.url}/complete", json=_BODY)
-            assert answer.status_code == 200 and answer.headers["X-Weights-Version"] == version
-            refused += 1
+    server = serve(*_TM, weights=link, environment=_ONE_THREAD)
+    version = httpx.get(f"{server.url}/v1/models").json()["data"][0]["weights_version"]
+    for index, kind in enumerate(kinds):
+        words, bad = BAD[kind][1], bad_weights(tmp_path / f"bad-{index}", good, kind)
+        assert check.main([str(bad)]) == 2, kind
+        said = capsys.readouterr().err
+        assert words in said and said.count("\n") == 1, kind
+        code, last = _start(bad)
+        assert code == 2 and last.startswith("error: ") and words in last and str(bad) in last, (kind, code, last)
+        _reload(server, link, bad)
+        assert server.wait_for(lambda index=index: len(_refusals(server)) > index), kind
+        assert words in _refusals(server)[-1], kind
+        answer = httpx.post(f"{server.url}/complete", json=_BODY)
+        assert answer.status_code == 200 and answer.headers["X-Weights-Version"] == version
+        refused += 1
     promise.all_of("R28", "kinds of bad weights that check, start and reload refuse alike", refused, len(kinds))
 
 
 @pytest.mark.parametrize(("kind", "source"), [("an encoder that explodes", "fox"), ("numbers that explode", None)])
 def test_weights_that_were_not_tried_fail_every_request_and_health_says_so(
-    tmp_path: Path, promise: Promise, kind: str, source: str | None
+    serve: Services, tmp_path: Path, promise: Promise, kind: str, source: str | None
 ) -> None:
     """The control of the test above, and what is left to do where a proof misses something."""
     good, faults, link = good_weights(tmp_path / "good", 0), Faults(tmp_path / "faults"), tmp_path / "current"
     link.symlink_to(bad_weights(tmp_path / "bad", good, kind))
     faults.arm("engine.unproven", "skip")
-    with _service(tmp_path, link, *_TM, environment=faults.removing("engine.unproven")) as server:
-        assert _ready(server).status_code == 200
-        assert _statuses(server, FAILURES - 1, source=source) == {500}
-        time.sleep(0.2)
-        assert _ready(server).status_code == 200, "a few failures say nothing"
-        assert _statuses(server, 1, source=source) == {500}
-        began = time.monotonic()
-        assert server.wait_for(lambda: _ready(server).status_code == 503)
-        seconds = time.monotonic() - began
-        answer = _ready(server)
-        assert answer.json()["phase"] == "failing" and "server's side" in answer.json()["reason"]
-        assert int(answer.headers["Retry-After"]) >= 1
-        _reload(server, link, good)
-        assert server.wait_for(lambda: _ready(server).status_code == 200)
-        assert _statuses(server, 1) == {200}
+    server = serve(*_TM, weights=link, environment=_ONE_THREAD | faults.removing("engine.unproven"))
+    assert _ready(server).status_code == 200
+    assert _statuses(server, FAILURES - 1, source=source) == {500}
+    time.sleep(0.2)
+    assert _ready(server).status_code == 200, "a few failures say nothing"
+    assert _statuses(server, 1, source=source) == {500}
+    began = time.monotonic()
+    assert server.wait_for(lambda: _ready(server).status_code == 503)
+    seconds = time.monotonic() - began
+    answer = _ready(server)
+    assert answer.json()["phase"] == "failing" and "server's side" in answer.json()["reason"]
+    assert int(answer.headers["Retry-After"]) >= 1
+    _reload(server, link, good)
+    assert server.wait_for(lambda: _ready(server).status_code == 200)
+    assert _statuses(server, 1) == {200}
     promise.at_most("R28", "seconds from the eighth failure in a row to 503", seconds, target=1, floor=5,
                     n=FAILURES, unit="s")  # fmt: skip
 
 
-def test_a_service_that_recovers_is_ready_without_traffic(tmp_path: Path) -> None:
+def test_a_service_that_recovers_is_ready_without_traffic(serve: Services, tmp_path: Path) -> None:
     faults = Faults(tmp_path / "faults")
-    with _service(tmp_path, good_weights(tmp_path / "good", 0), environment=faults.environment, fake_ms=1) as server:
-        faults.arm("fake.not_finite", "spoil")
-        assert _statuses(server, FAILURES) == {500}
-        assert server.wait_for(lambda: _ready(server).status_code == 503)
-        assert httpx.get(f"{server.url}/health/live").status_code == 200
-        time.sleep(RECHECK_SECONDS + 0.5)
-        assert _ready(server).status_code == 503
-        faults.disarm("fake.not_finite")
-        assert server.wait_for(lambda: _ready(server).status_code == 200, 30)
-        assert server.tells("answers succeed again")
+    server = serve(weights=good_weights(tmp_path / "good", 0), environment=_ONE_THREAD | faults.environment, fake_ms=1)
+    faults.arm("fake.not_finite", "spoil")
+    assert _statuses(server, FAILURES) == {500}
+    assert server.wait_for(lambda: _ready(server).status_code == 503)
+    assert httpx.get(f"{server.url}/health/live").status_code == 200
+    time.sleep(RECHECK_SECONDS + 0.5)
+    assert _ready(server).status_code == 503
+    faults.disarm("fake.not_finite")
+    assert server.wait_for(lambda: _ready(server).status_code == 200, 30)
+    assert server.tells("answers succeed again")
 
 
 def test_a_poisoned_request_sent_again_and_again_does_not_make_the_service_unready(
-    tmp_path: Path, promise: Promise
+    serve: Services, tmp_path: Path, promise: Promise
 ) -> None:
     faults, n, ready = Faults(tmp_path / "faults"), promise.size(40, 1000), 0
-    with _service(tmp_path, good_weights(tmp_path / "good", 0), environment=faults.environment, fake_ms=1) as server:
-        faults.arm("fake.not_finite", "spoil", match="seed=666")
-        for _ in range(n):
-            assert _statuses(server, 1, seed=666) == {500}
-            ready += _ready(server).status_code == 200
-        time.sleep(RECHECK_SECONDS)
-        assert _ready(server).status_code == 200 and "not ready: the last" not in server.told()
+    server = serve(weights=good_weights(tmp_path / "good", 0), environment=_ONE_THREAD | faults.environment, fake_ms=1)
+    faults.arm("fake.not_finite", "spoil", match="seed=666")
+    for _ in range(n):
+        assert _statuses(server, 1, seed=666) == {500}
+        ready += _ready(server).status_code == 200
+    time.sleep(RECHECK_SECONDS)
+    assert _ready(server).status_code == 200 and "not ready: the last" not in server.told()
     promise.all_of("R28", "health checks that are 200 beside a poisoned request sent again and again", ready, n)

@@ -22,7 +22,8 @@ from tests.support.armed_faults import Faults
 from tests.support.load.concurrent_clients import Answer, Ask, children, crowd, engine_pid, is_ready, visit
 from tests.support.model.bad_weights import good_weights
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server, start_server, stop_server
+from tests.support.servers import Server
+from tests.support.services import Services
 
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 _TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
@@ -165,14 +166,16 @@ def _kill_during(server: Server, copy: Iterator[None], steps: int, asks: list[As
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_streams_survive_a_kill_at_every_moment_of_a_copy(tmp_path: Path, way: str, promise: Promise) -> None:
+def test_streams_survive_a_kill_at_every_moment_of_a_copy(
+    serve: Services, tmp_path: Path, way: str, promise: Promise
+) -> None:
     sets, asks = _sets(tmp_path), _asks(max_tokens=promise.size(100, 200))
     weights = tmp_path / "weights"
     shutil.copytree(sets[0], weights)
     moments = _moments(WAYS[way], tmp_path, sets)
     n = promise.size(2 if way == "in place" else 1, max(20, moments))
     rng, same = random.Random(f"{way}/29"), 0
-    server = start_server(tmp_path, weights, environment=_ENVIRONMENT, fake_ms=5)
+    server = serve(weights=weights, environment=_ENVIRONMENT, fake_ms=5)
     for attempt in range(n):
         expected = _outputs(visit(server, asks))
         steps = 1 + (attempt % moments if promise.full else rng.randrange(moments))
@@ -182,19 +185,18 @@ def test_streams_survive_a_kill_at_every_moment_of_a_copy(tmp_path: Path, way: s
         before = _model(server)
         _reload(server)
         assert _model(server) != before
-    assert stop_server(server) == 0, server.log.read_text()
     promise.all_of("R29", f"answers as undisturbed, kills during a copy {way}", same, n * len(asks))
 
 
 @pytest.mark.parametrize("way", ["in place", "removed first"])
-def test_without_a_snapshot_the_service_ends(tmp_path: Path, way: str) -> None:
+def test_without_a_snapshot_the_service_ends(serve: Services, tmp_path: Path, way: str) -> None:
     """The control: the engine starts from whatever is in the directory by then."""
     sets, faults = _sets(tmp_path), Faults(tmp_path / "faults")
     weights = tmp_path / "weights"
     shutil.copytree(sets[0], weights)
     faults.arm("weights.no_snapshot", "skip")
     environment = {**_ENVIRONMENT, **faults.removing("weights.no_snapshot")}
-    server = start_server(tmp_path, weights, environment=environment, fake_ms=5)
+    server = serve(weights=weights, environment=environment, fake_ms=5)
     for _ in WAYS[way](sets[1], weights):
         pass
     os.kill(engine_pid(server), signal.SIGKILL)
@@ -202,7 +204,9 @@ def test_without_a_snapshot_the_service_ends(tmp_path: Path, way: str) -> None:
     assert "holds other weights than the engine that ended had" in server.log.read_text()
 
 
-def test_real_engines_guides_and_chats_stay_with_the_served_version(tmp_path: Path, promise: Promise) -> None:
+def test_real_engines_guides_and_chats_stay_with_the_served_version(
+    serve: Services, tmp_path: Path, promise: Promise
+) -> None:
     """All helper processes are killed after the copy, too: grammar validators read the tokenizer again."""
     sets, weights = _sets(tmp_path), tmp_path / "weights"
     shutil.copytree(sets[0], weights)
@@ -215,7 +219,7 @@ def test_real_engines_guides_and_chats_stay_with_the_served_version(tmp_path: Pa
     ]
     n = promise.size(1, 20)
     flags = ("--dtype", "float32", "--threads", "1", "--kv-blocks", "64")
-    server = start_server(tmp_path, weights, *flags, environment=_ENVIRONMENT)
+    server = serve(*flags, weights=weights, environment=_ENVIRONMENT)
     same = 0
     for attempt in range(n):
         expected = _outputs(visit(server, asks))
@@ -229,5 +233,4 @@ def test_real_engines_guides_and_chats_stay_with_the_served_version(tmp_path: Pa
         before = _model(server)
         server.process.send_signal(signal.SIGHUP)
         assert server.wait_for(lambda before=before: _model(server) != before), server.told()
-    assert stop_server(server) == 0, server.log.read_text()
     promise.all_of("R29", "answers as before the copy, all helper processes killed behind it", same, n * len(asks))

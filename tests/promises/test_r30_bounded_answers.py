@@ -22,8 +22,10 @@ import pytest
 from tests.support.armed_faults import Faults
 from tests.support.http.raw_client import connect
 from tests.support.keyed_server import Keyring, bearer
+from tests.support.processes import memory
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server, start_server, stop_server
+from tests.support.servers import Server
+from tests.support.services import Services
 
 TEXT = "Once upon a time there was a fox who sang to the moon. "
 MOST_MEMORY = 2048
@@ -38,10 +40,9 @@ def _request(path: str, body: dict[str, Any], key: str | None = None) -> bytes:
     return "\r\n".join([*head, f"Content-Length: {len(content)}", "", ""]).encode() + content
 
 
-def _rss(server: Server) -> int:
+def _anonymous(server: Server) -> int:
     """Bytes without those of mapped files: the kernel may drop and read the pages of a library at any time."""
-    status = Path(f"/proc/{server.process.pid}/status").read_text()
-    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+    return memory(server.process.pid, "RssAnon")
 
 
 @contextmanager
@@ -75,12 +76,12 @@ def _memory_and_size(server: Server, n: int, path: str, body: dict[str, Any]) ->
     """KiB of memory for each of n slow readers, and MB of an answer."""
     whole = httpx.post(f"{server.url}{path}", json=body, timeout=120)  # also what the service takes for itself
     assert whole.status_code == 200 and whole.json()
-    before = _rss(server)
+    before = _anonymous(server)
     with slow_readers(server, n, _request(path, body)) as readers:
         time.sleep(2)
         assert len(readers) == n and server.metric("connections") >= n
-        memory = (_rss(server) - before) / n / 1024
-    return memory, len(whole.content) / 1e6
+        held = (_anonymous(server) - before) / n / 1024
+    return held, len(whole.content) / 1e6
 
 
 def _kinds(parts: int) -> dict[str, tuple[str, dict[str, Any]]]:
@@ -100,45 +101,36 @@ KINDS = _kinds(1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_slow_readers_of_large_answers_take_little_memory(
-    tmp_path: Path, weights: Path, promise: Promise, kind: str
-) -> None:
+def test_slow_readers_of_large_answers_take_little_memory(serve: Services, promise: Promise, kind: str) -> None:
     n = promise.size(16, 25)
-    server = start_server(tmp_path, weights, *FLAGS, fake_ms=1)
-    try:
-        memory, megabytes = promise.measured(
-            lambda: _memory_and_size(server, n, *KINDS[kind]), lambda found: found[0] <= MOST_MEMORY
-        )
-        print(kind, memory, megabytes)
-        assert megabytes > 6, "it was meant to be a large answer"
-        promise.at_most("R30", f"memory of a slow reader ({kind})", memory, target=MOST_MEMORY, unit="KiB", n=n)
-        assert server.wait_for(lambda: server.metric("connections") <= 1, 60)
-    finally:
-        assert stop_server(server) == 0
-    assert "Traceback" not in server.log.read_text()
+    server = serve(*FLAGS, fake_ms=1)
+    held, megabytes = promise.measured(
+        lambda: _memory_and_size(server, n, *KINDS[kind]), lambda found: found[0] <= MOST_MEMORY
+    )
+    print(kind, held, megabytes)
+    assert megabytes > 6, "it was meant to be a large answer"
+    promise.at_most("R30", f"memory of a slow reader ({kind})", held, target=MOST_MEMORY, unit="KiB", n=n)
+    assert server.wait_for(lambda: server.metric("connections") <= 1, 60)
 
 
-def test_without_pieces_they_would_hold_all_of_it(tmp_path: Path, weights: Path) -> None:
+def test_without_pieces_they_would_hold_all_of_it(serve: Services, tmp_path: Path) -> None:
     """Positive control: the answer is encoded before its first byte is sent."""
     faults = Faults(tmp_path / "faults")
     faults.arm("json_stream.at_once", "yes")
-    server = start_server(tmp_path, weights, *FLAGS, fake_ms=1, environment=faults.removing("json_stream.at_once"))
-    try:
-        assert _memory_and_size(server, 3, *KINDS["tokenize"])[0] > 2 * MOST_MEMORY
-    finally:
-        assert stop_server(server) == 0
+    server = serve(*FLAGS, fake_ms=1, environment=faults.removing("json_stream.at_once"))
+    assert _memory_and_size(server, 3, *KINDS["tokenize"])[0] > 2 * MOST_MEMORY
 
 
 def _status(server: Server, path: str, body: dict[str, Any], key: str) -> int:
     return httpx.post(f"{server.url}{path}", json=body, headers=bearer(key), timeout=60).status_code
 
 
-def test_a_quota_is_held_until_the_last_byte_or_the_deadline(tmp_path: Path, weights: Path, promise: Promise) -> None:
+def test_a_quota_is_held_until_the_last_byte_or_the_deadline(serve: Services, tmp_path: Path, promise: Promise) -> None:
     """4 at a time; the fifth gets 429, until the deadline of whole answers has ended the four. Two keys at once."""
     ring = Keyring.of(tmp_path / "keys.json", "metrics")
     kinds = {kind: ring.add(kind, concurrency=4) for kind in ("tokenize", "score")}
     seconds = ("--request-timeout", "6", "--body-timeout", "1", "--write-timeout", "8")
-    server = start_server(tmp_path, weights, *FLAGS, *seconds, "--keys-file", str(ring.file), fake_ms=1)
+    server = serve(*FLAGS, *seconds, "--keys-file", str(ring.file), fake_ms=1)
 
     def cut() -> int:
         text = httpx.get(f"{server.url}/metrics", headers=ring.headers("metrics"), timeout=60).text
@@ -148,39 +140,30 @@ def test_a_quota_is_held_until_the_last_byte_or_the_deadline(tmp_path: Path, wei
     def short(kind: str) -> int:
         return _status(server, "/tokenize", {"prompt": "a"}, kinds[kind])
 
-    try:
-        with ExitStack() as stack:
-            for kind, key in kinds.items():
-                stack.enter_context(slow_readers(server, 4, _request(*KINDS[kind], key)))
-            time.sleep(1)
-            for kind in kinds:
-                statuses = [short(kind) for _ in range(3)]
-                promise.all_of(
-                    "R30", f"requests beyond a key's concurrency that get 429 ({kind})", statuses.count(429), 3
-                )
-            began = time.monotonic()
-            assert server.wait_for(lambda: cut() == 8, 60)
-            late = time.monotonic() - began
-            for kind in kinds:
-                freed = server.wait_for(lambda kind=kind: short(kind) == 200, 10)
-                ended = 4 if freed and late < 30 else 0
-                promise.all_of("R30", f"slow readers ended by the deadline ({kind})", ended, 4)
-    finally:
-        assert stop_server(server) == 0
-    assert "Traceback" not in server.log.read_text()
+    with ExitStack() as stack:
+        for kind, key in kinds.items():
+            stack.enter_context(slow_readers(server, 4, _request(*KINDS[kind], key)))
+        time.sleep(1)
+        for kind in kinds:
+            statuses = [short(kind) for _ in range(3)]
+            promise.all_of("R30", f"requests beyond a key's concurrency that get 429 ({kind})", statuses.count(429), 3)
+        began = time.monotonic()
+        assert server.wait_for(lambda: cut() == 8, 60)
+        late = time.monotonic() - began
+        for kind in kinds:
+            freed = server.wait_for(lambda kind=kind: short(kind) == 200, 10)
+            ended = 4 if freed and late < 30 else 0
+            promise.all_of("R30", f"slow readers ended by the deadline ({kind})", ended, 4)
     assert "without completing" not in server.log.read_text()
 
 
-def test_a_quota_is_free_when_the_client_has_the_answer_or_leaves(tmp_path: Path, weights: Path) -> None:
+def test_a_quota_is_free_when_the_client_has_the_answer_or_leaves(serve: Services, tmp_path: Path) -> None:
     ring = Keyring(tmp_path / "keys.json")
     key = ring.add("one", concurrency=1)
-    server = start_server(tmp_path, weights, *FLAGS, "--keys-file", str(ring.file), fake_ms=1)
-    try:
-        # Still more than what the kernel and the transport buffer for a client that does not read.
-        for kind, (path, body) in _kinds(4).items():
-            assert [_status(server, path, body, key) for _ in range(2)] == [200, 200], kind
-            with slow_readers(server, 1, _request(path, body, key)):
-                assert _status(server, path, body, key) == 429
-            assert server.wait_for(lambda path=path, body=body: _status(server, path, body, key) == 200, 10)
-    finally:
-        assert stop_server(server) == 0
+    server = serve(*FLAGS, "--keys-file", str(ring.file), fake_ms=1)
+    # Still more than what the kernel and the transport buffer for a client that does not read.
+    for kind, (path, body) in _kinds(4).items():
+        assert [_status(server, path, body, key) for _ in range(2)] == [200, 200], kind
+        with slow_readers(server, 1, _request(path, body, key)):
+            assert _status(server, path, body, key) == 429
+        assert server.wait_for(lambda path=path, body=body: _status(server, path, body, key) == 200, 10)

@@ -22,9 +22,10 @@ from app.common.settings import Settings
 from app.http.auth import AuthMiddleware, public_routes
 from app.http.request_log import RequestLogMiddleware
 from app.main import create_app
-from tests.support.keyed_server import Keyring, bearer, exchange, keyed_server, raw, request_lines, status_of
+from tests.support.keyed_server import Keyring, bearer, exchange, raw, request_lines, status_of
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server, stop_server
+from tests.support.servers import Server
+from tests.support.services import Services
 
 PAGE = {"/", *(f"/web/{folder}{{name}}" for folder in ("", "request/", "text/", "tokens/"))}
 PUBLIC = {*PAGE, "/health", "/health/live", "/health/ready"}
@@ -38,10 +39,8 @@ def ring(tmp_path_factory: pytest.TempPathFactory) -> Keyring:
 
 
 @pytest.fixture(scope="module")
-def keyed(tmp_path_factory: pytest.TempPathFactory, weights: Path, ring: Keyring) -> Iterator[Server]:
-    running = keyed_server(tmp_path_factory.mktemp("keyed"), weights, ring, fake_ms=1)
-    yield running
-    assert stop_server(running) == 0
+def keyed(serve_module: Services, ring: Keyring) -> Server:
+    return serve_module(ring=ring, fake_ms=1)
 
 
 def _app(ring: Keyring, tmp_path: Path) -> FastAPI:
@@ -51,13 +50,7 @@ def _app(ring: Keyring, tmp_path: Path) -> FastAPI:
 def _routes(app: FastAPI) -> list[tuple[str, str]]:
     """(method, path) of every route that the document knows, and those it does not."""
     routes = [(method.upper(), path) for path, methods in app.openapi()["paths"].items() for method in methods]
-    return [
-        *routes,
-        *(("GET", path) for path in sorted(PAGE)),
-        ("GET", "/docs"),
-        ("GET", "/openapi.json"),
-        ("HEAD", "/metrics"),
-    ]
+    return [*routes, *(("GET", path) for path in (*sorted(PAGE), "/docs", "/openapi.json")), ("HEAD", "/metrics")]
 
 
 def _filled(path: str) -> str:
@@ -67,15 +60,8 @@ def _filled(path: str) -> str:
 def _spellings(path: str) -> list[str]:
     """Other ways to write a path, some of which may lead to the same route."""
     first = path[1:2] or "x"
-    others = [
-        f"/{path}",
-        f"/.{path}",
-        f"{path}/",
-        f"{path}/.",
-        path.upper(),
-        f"/%2e{path}",
-        f"/%{ord(first):02x}{path[2:]}",
-    ]
+    others = [f"/{path}", f"/.{path}", f"{path}/", f"{path}/.", path.upper(), f"/%2e{path}"]
+    others += [f"/%{ord(first):02x}{path[2:]}"]
     others += [path.replace("/", "%2f"), f"/health/live/..{path}", f"/health/live/%2e%2e{path}", f"/web/..{path}"]
     others += [f"{path}?api_key=KEY", f"{path}?", f"{path}#/health", f"{path};/health", f"{path}%00", f"{path}%0a"]
     return [path, *others, f"http://127.0.0.1{path}", f"http://evil.example{path}"]
@@ -94,13 +80,8 @@ def _credentials(ring: Keyring) -> dict[str, list[str]]:
 
 def _hosts(url: str) -> list[list[str]]:
     own = f"Host: {url.removeprefix('http://')}"
-    return [
-        [own],
-        ["Host: localhost"],
-        [own, "X-Forwarded-Host: localhost"],
-        ["Host: 127.0.0.1/health/live"],
-        ["Host: evil.example"],
-    ]
+    forged = ["Host: localhost", "Host: 127.0.0.1/health/live", "Host: evil.example"]
+    return [[own], [own, "X-Forwarded-Host: localhost"], *([host] for host in forged)]
 
 
 def test_no_request_of_a_stranger_reaches_a_route(

@@ -10,7 +10,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -21,9 +21,10 @@ from app.access import api_keys as keys_module
 from app.access.api_keys import MAX_KEYS, ApiKeys, KeyFileError, add_key, new_key, read_keys, revoke_key, stored
 from app.access.rate_limiter import RateLimits
 from tests.support import ROOT
-from tests.support.keyed_server import Keyring, bearer, exchange, keyed_server, log_lines, raw, run_keys, status_of
+from tests.support.keyed_server import Keyring, bearer, exchange, log_lines, raw, run_keys, status_of
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server, stop_server
+from tests.support.servers import Server
+from tests.support.services import Services
 
 
 @pytest.fixture
@@ -32,11 +33,9 @@ def ring(tmp_path: Path) -> Keyring:
 
 
 @pytest.fixture
-def served(tmp_path: Path, weights: Path, ring: Keyring) -> Iterator[Server]:
+def served(serve: Services, ring: Keyring) -> Server:
     ring.add("alice")
-    running = keyed_server(tmp_path, weights, ring, fake_ms=1)
-    yield running
-    assert stop_server(running) == 0
+    return serve(ring=ring, fake_ms=1)
 
 
 def _status(server: Server, key: str) -> int:

@@ -13,9 +13,9 @@ import pytest
 from app.cli.serve import main as serve_verb
 from app.common import logs
 from tests.support import ROOT
-from tests.support.keyed_server import Keyring, keyed_server
+from tests.support.keyed_server import Keyring
 from tests.support.promise_figures import Promise
-from tests.support.servers import start_server, stop_server
+from tests.support.services import Services
 
 
 def _serve(weights: Path, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -34,11 +34,9 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_strangers_are_kept_out_where_no_key_is_set(
     tmp_path: Path, weights: Path, promise: Promise, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    empty = Keyring(tmp_path / "empty.json")
-    empty.add("revoked")
+    empty = Keyring.of(tmp_path / "empty.json", "revoked")
     empty.revoke("revoked")
-    readable = Keyring(tmp_path / "readable.json")
-    readable.add("alice")
+    readable = Keyring.of(tmp_path / "readable.json", "alice")
     readable.file.chmod(0o604)
     damaged = tmp_path / "damaged.json"
     damaged.touch(mode=0o600)
@@ -71,33 +69,23 @@ def test_strangers_are_kept_out_where_no_key_is_set(
 
 
 @pytest.mark.parametrize("how", ["keys", "insecure"])
-def test_it_listens_everywhere_with_keys_or_where_that_is_said(tmp_path: Path, weights: Path, how: str) -> None:
-    ring = Keyring(tmp_path / "keys.json")
-    ring.add("alice")
-    if how == "keys":
-        server = keyed_server(tmp_path, weights, ring, "--host", "0.0.0.0", wait=False, fake_ms=1)
-    else:
-        server = start_server(tmp_path, weights, "--host", "0.0.0.0", "--insecure-no-auth", wait=False, fake_ms=1)
-    try:
-        url = server.url.replace("0.0.0.0", "127.0.0.1")
-        assert server.wait_for(lambda: httpx.get(f"{url}/health").status_code == 200, 30)
-        assert httpx.get(f"{url}/v1/models").status_code == (401 if how == "keys" else 200)
-    finally:
-        assert stop_server(server) == 0
+def test_it_listens_everywhere_with_keys_or_where_that_is_said(serve: Services, tmp_path: Path, how: str) -> None:
+    ring = Keyring.of(tmp_path / "keys.json", "alice")
+    flags, keys = ((), ring) if how == "keys" else (("--insecure-no-auth",), None)
+    server = serve("--host", "0.0.0.0", *flags, ring=keys, wait=False, fake_ms=1)
+    url = server.url.replace("0.0.0.0", "127.0.0.1")
+    assert server.wait_for(lambda: httpx.get(f"{url}/health").status_code == 200, 30)
+    assert httpx.get(f"{url}/v1/models").status_code == (401 if how == "keys" else 200)
 
 
-def test_a_file_without_keys_denies_every_request(tmp_path: Path, weights: Path) -> None:
+def test_a_file_without_keys_denies_every_request(serve: Services, tmp_path: Path) -> None:
     """On loopback it may be the beginning: the first key counts as soon as it is there."""
-    ring = Keyring(tmp_path / "keys.json")
-    ring.add("revoked")
+    ring = Keyring.of(tmp_path / "keys.json", "revoked")
     revoked = ring.headers("revoked")
     ring.revoke("revoked")
-    server = keyed_server(tmp_path, weights, ring, fake_ms=1)
-    try:
-        for headers in ({}, revoked):
-            assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 401
-        ring.add("alice")
-        headers = ring.headers("alice")
-        assert server.wait_for(lambda: httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 200)
-    finally:
-        assert stop_server(server) == 0
+    server = serve(ring=ring, fake_ms=1)
+    for headers in ({}, revoked):
+        assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 401
+    ring.add("alice")
+    headers = ring.headers("alice")
+    assert server.wait_for(lambda: httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 200)

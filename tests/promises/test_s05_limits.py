@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from select import select
 from typing import Any
 
@@ -16,18 +15,16 @@ import pytest
 
 from tests.support.http.raw_client import connect, error_of, get, post, read_all, read_answer, status_of
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server, start_server, stop_server
+from tests.support.servers import Server
+from tests.support.services import Services
 
 HEADERS, URL, BODY, COUNT = 16384, 8192, 1 << 20, 100
 
 
 @pytest.fixture(scope="module")
-def fake(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Any:
+def fake(serve_module: Services) -> Any:
     """A service with the default limits."""
-    server = start_server(tmp_path_factory.mktemp("limits"), weights, fake_ms=1)
-    yield server
-    assert stop_server(server) == 0
-    assert "Traceback" not in server.log.read_text()
+    return serve_module(fake_ms=1)
 
 
 def _say(server: Server, data: bytes) -> bytes:

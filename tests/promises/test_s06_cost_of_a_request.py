@@ -10,15 +10,16 @@ import functools
 import json
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.support.processes import memory
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server, start_server, stop_server
+from tests.support.servers import Server
+from tests.support.services import Services
 
 _MEGABYTE = (1 << 20) - 200
 _SLACK = 6 << 20
@@ -69,11 +70,9 @@ _LONG_ANSWERS: dict[str, tuple[str, bytes]] = {
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[Server]:
+def server(serve_module: Services) -> Server:
     """A context of 8192."""
-    running = start_server(tmp_path_factory.mktemp("s6"), weights, fake_ms=1)
-    yield running
-    assert stop_server(running) == 0
+    return serve_module(fake_ms=1)
 
 
 def _cpu(server: Server) -> float:
@@ -84,24 +83,17 @@ def _cpu(server: Server) -> float:
     return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 
 
-def _memory(server: Server, name: str) -> int:
-    for line in Path(f"/proc/{server.process.pid}/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError(name)
-
-
 def _cost(server: Server, client: httpx.Client, path: str, body: bytes) -> tuple[int, float, int]:
     """Status, CPU seconds of the median of three, and by how much memory grew at its highest."""
-    cpu, memory, status = [], 0, 0
+    cpu, peak, status = [], 0, 0
     for _ in range(3):
         Path(f"/proc/{server.process.pid}/clear_refs").write_text("5")  # the peak is counted from here
-        before, used = _memory(server, "VmRSS"), _cpu(server)
+        before, used = memory(server.process.pid), _cpu(server)
         response = client.post(path, content=body, headers={"Content-Type": "application/json"})
         status = response.status_code
         cpu.append(_cpu(server) - used)
-        memory = max(memory, _memory(server, "VmHWM") - before)
-    return status, sorted(cpu)[1], memory
+        peak = max(peak, memory(server.process.pid, "VmHWM") - before)
+    return status, sorted(cpu)[1], peak
 
 
 @pytest.mark.timed
@@ -115,12 +107,10 @@ def test_no_request_costs_more_than_its_share(server: Server, promise: Promise) 
         for name, (path, body) in (_NASTY | _LONG_ANSWERS).items():
             most = 2 if name in _LONG_ANSWERS else 0.1
             cost = functools.partial(_cost, server, client, path, body)
-            status, cpu, memory = promise.measured(cost, lambda found, most=most: found[1] <= most)
+            status, cpu, used = promise.measured(cost, lambda found, most=most: found[1] <= most)
             assert status in (200, 400, 404, 413, 503), (name, status)
-            costs[name] = (
-                f"{status} {cpu * 1e3:.0f} ms {memory / 2**20:.1f} MiB {max(0, memory - _SLACK) / len(body):.0f}x"
-            )
-            times = max(0.0, (memory - _SLACK) / len(body))
+            times = max(0.0, (used - _SLACK) / len(body))
+            costs[name] = f"{status} {cpu * 1e3:.0f} ms {used / 2**20:.1f} MiB {times:.0f}x"
             if name in _LONG_ANSWERS:
                 longest, widest = max(longest, cpu), max(widest, times)
             else:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import http.client
 from collections.abc import Iterable
-from pathlib import Path
 from random import Random
 from urllib.parse import urlencode, urlsplit
 
@@ -17,7 +16,8 @@ import httpx
 
 from tests.support.http.openapi_requests import Asked, Maker
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server, is_clean, start_server, stop_server
+from tests.support.servers import Server, is_clean
+from tests.support.services import Services
 
 
 def _send(connection: http.client.HTTPConnection, asked: Asked) -> tuple[int, bytes, str]:
@@ -48,28 +48,19 @@ def _faults(server: Server, requests: Iterable[Asked]) -> tuple[list[str], colle
     return found, statuses
 
 
-def test_nothing_that_is_described_ends_in_a_5xx(tmp_path: Path, weights: Path, promise: Promise) -> None:
-    server = start_server(tmp_path, weights, "--dtype", "float32")
-    try:
-        maker = Maker(httpx.get(f"{server.url}/openapi.json").json(), Random(7))
-        n = promise.size(250, 2000)
-        faults, statuses = _faults(server, maker.requests(n))
-        print(*faults, statuses, sep="\n")
-        promise.at_most(
-            "S7", "answers with a 5xx, without one, or without the errors' shape", len(faults), target=0, n=n
-        )
-        assert statuses[200] > n / 5 and statuses[400] > n / 10, statuses
-        assert is_clean(server, 30.0)
-    finally:
-        assert stop_server(server) == 0
-    assert "Traceback" not in server.log.read_text()
+def test_nothing_that_is_described_ends_in_a_5xx(serve: Services, promise: Promise) -> None:
+    server = serve("--dtype", "float32")
+    maker = Maker(httpx.get(f"{server.url}/openapi.json").json(), Random(7))
+    n = promise.size(250, 2000)
+    faults, statuses = _faults(server, maker.requests(n))
+    print(*faults, statuses, sep="\n")
+    promise.at_most("S7", "answers with a 5xx, without one, or without the errors' shape", len(faults), target=0, n=n)
+    assert statuses[200] > n / 5 and statuses[400] > n / 10, statuses
+    assert is_clean(server, 30.0)
 
 
-def test_a_route_that_fails_is_found_out(tmp_path: Path, weights: Path) -> None:
+def test_a_route_that_fails_is_found_out(serve: Services) -> None:
     harm = "import app.serving.service as s; s.Service.require_ready = lambda self: 1 / 0"
-    server = start_server(tmp_path, weights, wait=False, sabotage=harm)
-    try:
-        maker = Maker(httpx.get(f"{server.url}/openapi.json").json(), Random(7))
-        assert _faults(server, maker.requests(40))[0]
-    finally:
-        stop_server(server)
+    server = serve(wait=False, sabotage=harm, is_killed=True)
+    maker = Maker(httpx.get(f"{server.url}/openapi.json").json(), Random(7))
+    assert _faults(server, maker.requests(40))[0]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import httpx
 import pytest
 
 from app.api.schemas import SamplingFields
-from tests.support.keyed_server import Keyring, exchange, keyed_server, raw, request_lines, status_of
+from tests.support.keyed_server import Keyring, exchange, raw, request_lines, status_of
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server, start_server, stop_server
+from tests.support.servers import Server
+from tests.support.services import Services
 
 ALLOWED, OTHER = "https://notes.example", "https://evil.example"
 FORMS = (
@@ -24,21 +22,15 @@ FORMS = (
 
 
 @pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[tuple[Server, Keyring]]:
-    folder = tmp_path_factory.mktemp("opened")
-    ring = Keyring(folder / "keys.json")
-    ring.add("alice")
+def opened(serve_module: Services, tmp_path_factory: pytest.TempPathFactory) -> tuple[Server, Keyring]:
+    ring = Keyring.of(tmp_path_factory.mktemp("opened") / "keys.json", "alice")
     origins = f"{ALLOWED},http://localhost:3000"
-    running = keyed_server(folder, weights, ring, "--allow-origin", origins, fake_ms=1)
-    yield running, ring
-    assert stop_server(running) == 0
+    return serve_module("--allow-origin", origins, ring=ring, fake_ms=1), ring
 
 
 @pytest.fixture(scope="module")
-def closed(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[Server]:
-    running = start_server(tmp_path_factory.mktemp("closed"), weights, fake_ms=1)
-    yield running
-    assert stop_server(running) == 0
+def closed(serve_module: Services) -> Server:
+    return serve_module(fake_ms=1)
 
 
 def _preflight(server: Server, origin: str, *, method: str = "POST", headers: str = "content-type") -> httpx.Response:

@@ -5,80 +5,35 @@ Advisories: Ollama CVE-2024-28224 (a page in the browser used the service of its
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from tests.promises.test_s01_deny_by_default import PUBLIC
 from tests.support.keyed_server import exchange, raw, status_of
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server, start_server, stop_server
+from tests.support.servers import Server
+from tests.support.services import Services
 
 OURS = [
-    "localhost",
-    "LOCALHOST:80",
-    "127.0.0.1",
-    "127.0.0.1:8000",
-    "[::1]",
-    "[::1]:8000",
-    "192.168.1.7",
-    "a.localhost",
-    "inkstream",
-]
-OURS += [
-    "inkstream:8000",
-    "ink_stream",
-    "localhost.",
-    "ink.example",
-    "INK.example:443",
-    "ink.example.",
+    "localhost", "LOCALHOST:80", "127.0.0.1", "127.0.0.1:8000", "[::1]", "[::1]:8000", "192.168.1.7", "a.localhost",
+    "inkstream", "inkstream:8000", "ink_stream", "localhost.", "ink.example", "INK.example:443", "ink.example.",
     "other.example",
-]
+]  # fmt: skip
 STRANGE = [
-    "evil.example",
-    "evil.example:8000",
-    "127.0.0.1.evil.example",
-    "localhost.evil.example",
-    "ink.example.evil.example",
-]
-STRANGE += [
-    "evilink.example",
-    "www.ink.example",
-    "127.1",
-    "0x7f.1",
-    "evil.localhost.example",
-    "xn--nk-zja.example",
-    "e.v.i.l",
-]
+    "evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example",
+    "ink.example.evil.example", "evilink.example", "www.ink.example", "127.1", "0x7f.1", "evil.localhost.example",
+    "xn--nk-zja.example", "e.v.i.l",
+]  # fmt: skip
 BROKEN = [
-    "",
-    " ",
-    "a b",
-    "localhost/health",
-    "localhost@evil.example",
-    "evil.example@localhost",
-    "local\thost",
-    "[::1",
-    "::1",
-]
-BROKEN += [
-    "[evil.example]",
-    "localhost:port",
-    "localhost:80:80",
-    "localhost,evil.example",
-    "evil.example#",
-    "\xe9.example",
-    "a" * 300,
-]
+    "", " ", "a b", "local\thost", "\xe9.example", "a" * 300, "localhost/health", "localhost@evil.example",
+    "evil.example@localhost", "[::1", "::1", "[evil.example]", "localhost:port", "localhost:80:80",
+    "localhost,evil.example", "evil.example#",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def named(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[Server]:
+def named(serve_module: Services) -> Server:
     flags = ("--allowed-hosts", "ink.example, Other.Example")
-    running = start_server(tmp_path_factory.mktemp("named"), weights, *flags, fake_ms=1)
-    yield running
-    assert stop_server(running) == 0
+    return serve_module(*flags, fake_ms=1)
 
 
 def test_only_names_that_no_stranger_can_have_are_answered(named: Server, promise: Promise) -> None:
@@ -111,12 +66,8 @@ def test_one_host_no_less_and_no_more(named: Server) -> None:
 
 def test_other_headers_and_targets_do_not_speak_for_the_host(named: Server) -> None:
     """A proxy that wants to be believed passes the name on as Host."""
-    forged = [
-        "X-Forwarded-Host: localhost",
-        "Forwarded: host=localhost",
-        "X-Host: localhost",
-        "X-Original-Host: localhost",
-    ]
+    forged = [f"{name}: localhost" for name in ("X-Forwarded-Host", "X-Host", "X-Original-Host")]
+    forged.append("Forwarded: host=localhost")
     for header in forged:
         assert status_of(exchange(named.url, raw("GET", "/health", "Host: evil.example", header))) == 421
     absolute = exchange(named.url, raw("GET", "http://localhost/health", "Host: evil.example"))
@@ -141,10 +92,7 @@ def test_a_forged_host_is_never_sent_back_as_an_address(named: Server) -> None:
         assert b"location:" not in answer.lower() and not 300 <= status_of(answer) < 400
 
 
-def test_a_page_under_a_rebound_name_would_be_answered_without_the_list(tmp_path: Path, weights: Path) -> None:
+def test_a_page_under_a_rebound_name_would_be_answered_without_the_list(serve: Services) -> None:
     """The control: a service whose list lets the name in answers it."""
-    server = start_server(tmp_path, weights, "--allowed-hosts", "evil.example", fake_ms=1)
-    try:
-        assert status_of(exchange(server.url, raw("GET", "/v1/models", "Host: evil.example"))) == 200
-    finally:
-        assert stop_server(server) == 0
+    server = serve("--allowed-hosts", "evil.example", fake_ms=1)
+    assert status_of(exchange(server.url, raw("GET", "/v1/models", "Host: evil.example"))) == 200

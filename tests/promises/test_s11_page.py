@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.support import ROOT
-from tests.support.keyed_server import Keyring, keyed_server
+from tests.support.keyed_server import Keyring
 from tests.support.page.browser import chromium
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server, stop_server
+from tests.support.servers import Server
+from tests.support.services import Services
 
 WEB = ROOT / "app/web"
 WRITES_MARKUP = re.compile(
@@ -63,13 +63,9 @@ def test_the_check_of_scripts_finds_what_it_looks_for(line: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[tuple[Server, Keyring]]:
-    folder = tmp_path_factory.mktemp("served")
-    ring = Keyring(folder / "keys.json")
-    ring.add("alice")
-    running = keyed_server(folder, weights, ring, fake_ms=1)
-    yield running, ring
-    assert stop_server(running) == 0
+def served(serve_module: Services, tmp_path_factory: pytest.TempPathFactory) -> tuple[Server, Keyring]:
+    ring = Keyring.of(tmp_path_factory.mktemp("served") / "keys.json", "alice")
+    return serve_module(ring=ring, fake_ms=1), ring
 
 
 def test_every_file_of_the_page_comes_with_the_policy(served: tuple[Server, Keyring]) -> None:
@@ -130,7 +126,8 @@ def test_hostile_text_is_text(page: Any, promise: Promise) -> None:
         assert page.locator("#status").text_content() == f"Error: {text}"
         page.reload()
         assert page.locator("#document").input_value() == text
-        harmless += page.evaluate("() => window.pwned === undefined && document.scripts.length === 1")
+        scripts = "document.scripts.length === 1 && document.images.length === 0"
+        harmless += page.evaluate(f"() => window.pwned === undefined && {scripts}")
     promise.all_of("S11", "hostile texts shown as text", harmless, len(HOSTILE))
     assert not [url for url in asked if "evil.example" in url]
 

@@ -21,20 +21,21 @@ import pytest
 from app.common import logs
 from app.http.request_log import RequestLogMiddleware
 from tests.support.armed_faults import Faults
-from tests.support.keyed_server import Keyring, exchange, keyed_server, line_of, log_lines, raw
+from tests.support.keyed_server import Keyring, exchange, line_of, log_lines, raw
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server, stop_server
+from tests.support.servers import Server
+from tests.support.services import Services
 
 _ENDPOINTS = ("/complete", "/v1/completions")
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[tuple[Server, Keyring, Faults]]:
+def watched(serve_module: Services, tmp_path_factory: pytest.TempPathFactory) -> tuple[Server, Keyring, Faults]:
     folder = tmp_path_factory.mktemp("watched")
     ring, faults = Keyring.of(folder / "keys.json", "alice", "bob"), Faults(folder / "faults")
-    running = keyed_server(folder, weights, ring, "--log-level", "debug", fake_ms=1, environment=faults.environment)
-    yield running, ring, faults
-    assert stop_server(running) == 0
+    flags, environment = ("--log-level", "debug"), faults.environment
+    server = serve_module(*flags, ring=ring, fake_ms=1, environment=environment, logs_tracebacks=True)
+    return server, ring, faults
 
 
 class Canaries:
@@ -212,14 +213,8 @@ def test_exceptions_are_told_without_their_messages(capsys: pytest.CaptureFixtur
     logging.getLogger("inkstream").error("x", exc_info=OSError(5, os.strerror(5), canary))
     logged = capsys.readouterr().err
     assert canary not in logged
-    for word in (
-        "PanicException",
-        "KeyError",
-        "never retrieved",
-        "ValueError",
-        "Input/output error",
-        "test_s12_canaries.py",
-    ):
+    names = ("PanicException", "KeyError", "never retrieved", "ValueError", "Input/output error")
+    for word in (*names, Path(__file__).name):
         assert word in logged, word
     assert answer.json()["error"]["request_id"] in logged
 

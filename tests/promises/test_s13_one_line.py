@@ -25,8 +25,7 @@ MORE = {"prompt_tokens", "cached_tokens", "completion_tokens", "queue_ms", "firs
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[tuple[Server, Keyring]]:
     folder = tmp_path_factory.mktemp("logged")
-    ring = Keyring(folder / "keys.json")
-    ring.add("alice")
+    ring = Keyring.of(folder / "keys.json", "alice")
     faults = Faults(folder / "faults")
     running = keyed_server(folder, weights, ring, "--log-format", "json", fake_ms=1, environment=faults.environment)
     yield running, ring

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.support.keyed_server import Keyring, keyed_server
+from tests.support.keyed_server import Keyring
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server, stop_server
+from tests.support.servers import Server
+from tests.support.services import Services
 
 NAMES = ("alice", "bob", "carol")
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[tuple[Server, Keyring]]:
+def shared(serve_module: Services, tmp_path_factory: pytest.TempPathFactory) -> tuple[Server, Keyring]:
     folder = tmp_path_factory.mktemp("shared")
     ring = Keyring.of(folder / "keys.json", *NAMES)
-    running = keyed_server(folder, weights, ring, fake_ms=1)
-    yield running, ring
-    assert stop_server(running) == 0
+    return serve_module(ring=ring, fake_ms=1), ring
 
 
 def _cached(server: Server, ring: Keyring, name: str, prompt: str, **fields: Any) -> int:

@@ -17,18 +17,9 @@ from tests.support.servers import Server, start_server, stop_server
 
 FILES = sorted(path for folder in ("app", "model") for path in (ROOT / folder).rglob("*.py"))
 MODULES = {
-    "pickle",
-    "_pickle",
-    "cPickle",
-    "dill",
-    "cloudpickle",
-    "joblib",
-    "shelve",
-    "marshal",
-    "code",
-    "codeop",
-    "pty",
-}
+    "pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "code", "codeop", "pty",
+    "multiprocessing", "zmq",
+}  # fmt: skip
 """Calls that turn bytes or text into running code."""
 NAMES = {"eval", "exec", "compile", "__import__", "breakpoint"}
 METHODS = {
@@ -98,16 +89,12 @@ def test_no_file_names_what_turns_data_into_code(promise: Promise) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        *("import pickle", "import joblib.numpy_pickle", "from marshal import loads", "from torch import load"),
-        *("eval(x)", "f = exec", "__import__(name)", "torch.load(path)", "torch.hub.load(x)", "os.system(x)"),
-        *(
-            "run(x, shell=True)",
-            "np.load(x, allow_pickle=True)",
-            "AutoModel.from_pretrained(x, trust_remote_code=True)",
-        ),
-        *("load(x, weights_only=False)", "def f():\n    import dill"),
+        "import pickle", "import joblib.numpy_pickle", "from marshal import loads", "from torch import load", "eval(x)",
+        "f = exec", "__import__(name)", "torch.load(path)", "torch.hub.load(x)", "os.system(x)", "run(x, shell=True)",
+        "np.load(x, allow_pickle=True)", "AutoModel.from_pretrained(x, trust_remote_code=True)",
+        "load(x, weights_only=False)", "def f():\n    import dill",
     ],
-)
+)  # fmt: skip
 def test_the_look_at_files_finds_each_of_them(source: str) -> None:
     assert harmful_nodes(source)
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from tests.support.completion_client import whole
+from tests.support.processes import family
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server, start_server, stop_server
+from tests.support.servers import Server
+from tests.support.services import Services
 
 LISTEN, ESTABLISHED, SYN_SENT = "0A", "01", "02"
-
-
-def _processes(pid: int) -> Iterator[int]:
-    yield pid
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        yield from _processes(int(child))
 
 
 def _inodes(pid: int) -> set[str]:
@@ -47,7 +42,7 @@ def _check(server: Server) -> list[str]:
     port = server.url.rpartition(":")[2]
     wrong = []
     n_listening = 0
-    for pid in _processes(server.process.pid):
+    for pid in family(server.process.pid):
         for table, local_port, state in _internet(pid):
             n_listening += state == LISTEN
             # What clients opened has the service's own port on this side.
@@ -56,28 +51,22 @@ def _check(server: Server) -> list[str]:
     return wrong + ([] if n_listening == 1 else [f"{n_listening} sockets listen"])
 
 
-def test_one_socket_listens_and_none_goes_out(tmp_path: Path, weights: Path, promise: Promise) -> None:
-    server = start_server(tmp_path, weights, "--dtype", "float32")
-    try:
-        looks = [_check(server)]
-        whole(server.url, prompt="a", max_tokens=20, regex="[a-z]+")
-        whole(server.url, prompt="a", max_tokens=20)
-        looks.append(_check(server))
-        assert len(list(_processes(server.process.pid))) >= 2, "the engine was meant to be looked at, too"
-        assert looks == [[], []]
-        promise.all_of("S16", "looks at the sockets of all processes", 2, 2)
-    finally:
-        assert stop_server(server) == 0
+def test_one_socket_listens_and_none_goes_out(serve: Services, promise: Promise) -> None:
+    server = serve("--dtype", "float32")
+    looks = [_check(server)]
+    whole(server.url, prompt="a", max_tokens=20, regex="[a-z]+")
+    whole(server.url, prompt="a", max_tokens=20)
+    looks.append(_check(server))
+    assert len(family(server.process.pid)) >= 2, "the engine was meant to be looked at, too"
+    assert looks == [[], []]
+    promise.all_of("S16", "looks at the sockets of all processes", 2, 2)
 
 
-def test_a_second_socket_would_be_seen(tmp_path: Path, weights: Path) -> None:
+def test_a_second_socket_would_be_seen(serve: Services) -> None:
     """The control: a metrics exporter on a port of its own, and an outgoing connection."""
     sabotage = (
         "import socket; a = socket.create_server(('127.0.0.1', 0)); b = socket.create_connection(a.getsockname())"
     )
-    server = start_server(tmp_path, weights, sabotage=sabotage)
-    try:
-        found = _check(server)
-        assert "2 sockets listen" in found and len(found) >= 3
-    finally:
-        assert stop_server(server) == 0
+    server = serve(sabotage=sabotage)
+    found = _check(server)
+    assert "2 sockets listen" in found and len(found) >= 3

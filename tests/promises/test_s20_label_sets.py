@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -14,14 +12,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.keyed_server import exchange, raw
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server, start_server, stop_server
+from tests.support.servers import Server
+from tests.support.services import Services
 
 
 @pytest.fixture(scope="module")
-def abused(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[Server]:
-    running = start_server(tmp_path_factory.mktemp("abused"), weights, fake_ms=1)
-    yield running
-    assert stop_server(running) == 0
+def abused(serve_module: Services) -> Server:
+    return serve_module(fake_ms=1)
 
 
 def _series(server: Server) -> set[tuple[str, tuple[tuple[str, str], ...]]]:

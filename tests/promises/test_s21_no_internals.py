@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -18,7 +17,8 @@ from app.api.score import ScoreRequest
 from app.api.tokens import DetokenizeRequest, TokenizeRequest
 from tests.support.keyed_server import exchange, raw
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server, start_server, stop_server
+from tests.support.servers import Server
+from tests.support.services import Services
 
 BODIES = {
     "/complete": CompleteRequest,
@@ -30,35 +30,10 @@ BODIES = {
 }
 LONG = "long" * 100
 VALUES: list[Any] = [
-    None,
-    True,
-    -1,
-    0,
-    2**31,
-    2**64,
-    1.5,
-    1e308,
-    "",
-    "x",
-    LONG,
-    "\x00\n\x1b[31m",
-    "\ufffe",
-    [],
-    [None],
-    [[]],
-    [LONG],
-    [1, "x"],
-    {},
-    {"a": 1},
-    {LONG: LONG},
-    {"type": LONG},
-    "(",
-    "[",
-    "start:",
-    {"type": "object", "properties": 5},
-    [{"role": 5}],
-    {"5": LONG},
-]
+    None, True, -1, 0, 2**31, 2**64, 1.5, 1e308, "", "x", LONG, "\x00\n\x1b[31m", "\ufffe", [], [None], [[]], [LONG],
+    [1, "x"], {}, {"a": 1}, {LONG: LONG}, {"type": LONG}, "(", "[", "start:", {"type": "object", "properties": 5},
+    [{"role": 5}], {"5": LONG},
+]  # fmt: skip
 INSIDES = re.compile(
     r"Traceback|File \"|\.py\b|\.rs\b|\.so\b|site-packages|/usr/|/home/|/root/|/tmp/|/work/|/proc/|/var/"
     r"|<class|object at 0x|0x[0-9a-f]{6,}|\b[a-z_]+\.[a-z_]+\.[a-z_]+\("
@@ -69,10 +44,8 @@ INSIDES = re.compile(
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[Server]:
-    running = start_server(tmp_path_factory.mktemp("asked"), weights, fake_ms=1)
-    yield running
-    assert stop_server(running) == 0
+def asked(serve_module: Services) -> Server:
+    return serve_module(fake_ms=1)
 
 
 def _wrong(rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -150,14 +123,7 @@ def test_errors_of_every_status_look_the_same(asked: Server) -> None:
 
 def test_a_message_with_insides_is_found_out() -> None:
     """The control."""
-    for message in (
-        "KeyError: 'x'",
-        'File "/usr/lib/x.py", line 3',
-        "<class 'str'>",
-        "pydantic says no",
-        "CompleteRequest is wrong",
-        LONG,
-        "a\x1bb",
-    ):
+    wrong = ("KeyError: 'x'", 'File "/usr/lib/x.py", line 3', "<class 'str'>", "pydantic says no", LONG, "a\x1bb")
+    for message in (*wrong, "CompleteRequest is wrong"):
         body = {"message": message, "type": "", "param": None, "code": None, "request_id": ""}
         assert _problems(json.dumps({"error": body})), message

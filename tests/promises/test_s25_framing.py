@@ -24,9 +24,10 @@ import uvloop
 from app.http.http_protocol import HttpProtocol
 from tests.support.http.framing_harness import Harness, Served, compare, difference, read_with_h11, shrunk
 from tests.support.http.message_generator import KINDS, Message, generate
-from tests.support.keyed_server import Keyring, exchange, keyed_server
+from tests.support.keyed_server import Keyring, exchange
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server, stop_server
+from tests.support.servers import Server
+from tests.support.services import Services
 
 SEED = os.environ.get("FRAMING_SEED", "S25")
 """Another seed tests other messages; a failure names the seed and the index of the message."""
@@ -228,19 +229,14 @@ def test_unusual_targets_mean_what_they_mean_to_h11(data: bytes, target: object)
 
 @pytest.fixture
 def ring(tmp_path: Path) -> Keyring:
-    found = Keyring(tmp_path / "keys.json")
-    found.add("attacker")
-    found.add("victim")
-    return found
+    return Keyring.of(tmp_path / "keys.json", "attacker", "victim")
 
 
 @pytest.fixture
-def served(tmp_path: Path, weights: Path, ring: Keyring) -> Iterator[Server]:
-    running = keyed_server(tmp_path, weights, ring, fake_ms=1)
+def served(serve: Services, ring: Keyring) -> Iterator[Server]:
+    running = serve(ring=ring, fake_ms=1)
     yield running
-    assert stop_server(running) == 0
-    log = running.log.read_text()
-    assert "Traceback" not in log and " ERROR " not in log, log[-3000:]
+    assert " ERROR " not in running.told()
 
 
 def _completion(ring: Keyring, key: str, *headers: str, prompt: str = "a") -> bytes:
@@ -290,18 +286,7 @@ def test_an_offer_of_http2_with_a_body_gets_the_answer_of_the_request(
     body = json.dumps({"prompt": "a", "max_tokens": 2, "stream": False})
     headers = [f"Authorization: Bearer {ring.keys['attacker']}", "Content-Type: application/json"]
     flags = [flag for header in headers for flag in ("-H", header)]
-    command = [
-        curl,
-        "-sS",
-        "--max-time",
-        "30",
-        "--http2",
-        "-d",
-        body,
-        *flags,
-        "-w",
-        " %{http_code}",
-        f"{served.url}/complete",
-    ]
+    command = [curl, "-sS", "--max-time", "30", "--http2", "-d", body, *flags, "-w", " %{http_code}"]
+    command.append(f"{served.url}/complete")
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.stdout.endswith(" 200"), done

@@ -5,40 +5,34 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.support.armed_faults import Faults
-from tests.support.keyed_server import Keyring, keyed_server
+from tests.support.keyed_server import Keyring
 from tests.support.load.noisy_neighbor import Cost, Load, cost, running
+from tests.support.processes import memory
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server
+from tests.support.services import Services
 
 _TARGET, _FLOOR = 3, 5
 _BYTES = (1 << 20) - 200
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, weights: Path, ring: Keyring, faults: Faults) -> Iterator[Server]:
+def server(serve_module: Services, ring: Keyring, faults: Faults) -> Server:
     """The fake engine."""
-    folder = tmp_path_factory.mktemp("s26")
     environment = faults.removing("loop_share.unlimited", "tenant_queue.fifo")
-    server = keyed_server(folder, weights, ring, fake_ms=5, environment=environment)
-    yield server
-    server.process.kill()
-    server.process.wait()
+    return serve_module(ring=ring, fake_ms=5, environment=environment, is_killed=True)
 
 
 @pytest.fixture(scope="module")
-def real_server(tmp_path_factory: pytest.TempPathFactory, weights: Path, ring: Keyring) -> Iterator[Server]:
+def real_server(serve_module: Services, ring: Keyring) -> Server:
     """A tiny model, whose steps take longer the more tokens they read."""
-    server = keyed_server(tmp_path_factory.mktemp("s26-real"), weights, ring)
-    yield server
-    server.process.kill()
-    server.process.wait()
+    return serve_module(ring=ring, is_killed=True)
 
 
 def _victim(client: httpx.Client, **body: Any) -> Callable[[], float]:
@@ -162,11 +156,11 @@ def _texts(server: Server, ring: Keyring) -> Load:
 def test_a_tenant_that_fills_the_memory_for_texts_leaves_space_to_others(
     client: httpx.Client, server: Server, ring: Keyring, promise: Promise
 ) -> None:
-    before = _resident(server)
+    before = memory(server.process.pid)
     with running(_texts(server, ring)):
         tries = promise.size(2, 20)
         statuses = [_tokenize_a_megabyte(client) for _ in range(tries)]
-        grown = _resident(server) - before
+        grown = memory(server.process.pid) - before
     promise.all_of("S26", "megabyte texts read while another tenant fills the queue", statuses.count(200), tries)
     promise.at_most(
         "S26", "memory of one tenant's megabyte texts", grown / 2**20, target=256, floor=512, unit="MiB", n=40
@@ -188,8 +182,3 @@ def test_one_bound_for_the_texts_of_all_tenants_is_noticed(
 def _tokenize_a_megabyte(client: httpx.Client) -> int:
     with client.stream("POST", "/tokenize", json={"prompt": "fox " * (_BYTES // 4)}) as response:
         return response.status_code
-
-
-def _resident(server: Server) -> int:
-    lines = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS:"))

@@ -13,10 +13,11 @@ import httpx
 import pytest
 
 from tests.support.armed_faults import Faults
-from tests.support.keyed_server import Keyring, keyed_server
+from tests.support.keyed_server import Keyring
 from tests.support.load.noisy_neighbor import Cost, Load, cost, running
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server
+from tests.support.services import Services
 
 _TARGET, _FLOOR = 3, 5
 _MEGABYTE = "Once upon a time there was a fox. " * 30_000
@@ -35,16 +36,23 @@ _BOMBS = [
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, weights: Path, ring: Keyring, faults: Faults) -> Iterator[Server]:
+def server(
+    serve_module: Services, tmp_path_factory: pytest.TempPathFactory, weights: Path, ring: Keyring, faults: Faults
+) -> Server:
     """A service with a chat template whose time grows with the message."""
     folder = tmp_path_factory.mktemp("s26")
     shutil.copytree(weights, folder / "weights")
     (folder / "weights" / "chat_template.jinja").write_text(_TEMPLATE)
     environment = faults.removing("tenant_queue.fifo")
-    server = keyed_server(folder, folder / "weights", ring, "--guide-seconds", "1", fake_ms=5, environment=environment)
-    yield server
-    server.process.kill()
-    server.process.wait()
+    return serve_module(
+        "--guide-seconds",
+        "1",
+        ring=ring,
+        weights=folder / "weights",
+        fake_ms=5,
+        environment=environment,
+        is_killed=True,
+    )
 
 
 @pytest.fixture

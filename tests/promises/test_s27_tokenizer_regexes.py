@@ -12,9 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -27,7 +25,8 @@ from tests.support.armed_faults import Faults
 from tests.support.load import open_loop
 from tests.support.load.open_loop import Plan
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server, start_server
+from tests.support.servers import Server
+from tests.support.services import Services
 
 SLOW = r"\w{0,100}\w{0,100}\w{0,100};"
 """Some hundred thousand retries at each character; the engine gives up after ten million."""
@@ -51,18 +50,12 @@ def weights_with(pattern: str, weights: Path, directory: Path) -> Path:
     return directory
 
 
-@contextmanager
-def running(folder: Path, weights: Path, *faults: str) -> Iterator[Server]:
-    """With these faults armed from the start."""
-    switches = Faults(folder / "faults")
-    for point in faults:
-        switches.arm(point, "yes")
-    server = start_server(folder, weights, fake_ms=1, environment=switches.removing(*faults))
-    try:
-        yield server
-    finally:
-        server.process.kill()
-        server.process.wait()
+def _started(serve: Services, folder: Path, weights: Path, *protections: str) -> Server:
+    """Without these protections from the start."""
+    faults = Faults(folder / "faults")
+    for protection in protections:
+        faults.arm(protection, "remove")
+    return serve(weights=weights, fake_ms=1, environment=faults.removing(*protections), is_killed=True)
 
 
 @pytest.mark.parametrize("pattern", [SLOW, BEYOND_THE_LIMIT])
@@ -111,30 +104,32 @@ def _health_during(server: Server, length: int, seconds: float) -> tuple[open_lo
 
 
 @pytest.mark.timed
-def test_texts_that_a_pattern_cannot_bear_leave_the_loop_live(tmp_path: Path, weights: Path, promise: Promise) -> None:
+def test_texts_that_a_pattern_cannot_bear_leave_the_loop_live(
+    serve: Services, tmp_path: Path, weights: Path, promise: Promise
+) -> None:
     """Switches off the timing, as if it had accepted a pattern that it cannot judge."""
     directory = weights_with(SLOW, weights, tmp_path / "weights")
-    with running(tmp_path, directory, "tokenizer.unchecked") as server:
-        _ask(server, "/complete", "hello")
-        health, answers = promise.measured(
-            lambda: _health_during(server, 2440, promise.size(8, 60)), lambda found: found[0].p99 <= 0.1
-        )
-        refused = [text for status, text in answers if status == 400]
-        assert len(refused) == len(answers) and all("tokenizer takes more than" in text for text in refused), answers
-        assert _ask(server, "/complete", "hello")[0] == 200
-        assert json.loads(_ask(server, "/tokenize", "hello you")[1])["count"] > 0
-        assert "panicked" not in server.log.read_text() and "Traceback" not in server.log.read_text()
+    server = _started(serve, tmp_path, directory, "tokenizer.unchecked")
+    _ask(server, "/complete", "hello")
+    health, answers = promise.measured(
+        lambda: _health_during(server, 2440, promise.size(8, 60)), lambda found: found[0].p99 <= 0.1
+    )
+    refused = [text for status, text in answers if status == 400]
+    assert len(refused) == len(answers) and all("tokenizer takes more than" in text for text in refused), answers
+    assert _ask(server, "/complete", "hello")[0] == 200
+    assert json.loads(_ask(server, "/tokenize", "hello you")[1])["count"] > 0
+    assert "panicked" not in server.log.read_text() and "Traceback" not in server.log.read_text()
     what = "GET /health/live p99 beside 2,440-character texts of catastrophic patterns"
     promise.at_most("S27", what, health.p99, target=0.05, floor=0.1, unit="s", n=health.n)
     promise.all_of("S27", "such texts that get a clear 400", len(refused), len(answers))
 
 
-def test_a_service_that_trusts_every_pattern_is_noticed(tmp_path: Path, weights: Path) -> None:
+def test_a_service_that_trusts_every_pattern_is_noticed(serve: Services, tmp_path: Path, weights: Path) -> None:
     """Positive control: such texts are read on the event loop."""
     directory = weights_with(SLOW, weights, tmp_path / "weights")
-    with running(tmp_path, directory, "tokenizer.unchecked", "tokenizer.trusted") as server:
-        health, _ = _health_during(server, 244, 2)
-        assert health.most > 0.3 and health.p99 > 0.1
+    server = _started(serve, tmp_path, directory, "tokenizer.unchecked", "tokenizer.trusted")
+    health, _ = _health_during(server, 244, 2)
+    assert health.most > 0.3 and health.p99 > 0.1
 
 
 def _seconds(pattern: str, length: int) -> float:

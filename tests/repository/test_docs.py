@@ -1,9 +1,10 @@
-"""README.md and docs match the code: settings table, tree, fields, example."""
+"""README.md and docs match the code: settings table, tree, fields, and examples, which run as they stand there."""
 
 from __future__ import annotations
 
 import re
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -13,11 +14,12 @@ from app.common.settings import Settings
 from model.nn.transformer import Decoder
 from model.presets import PRESET_NAMES, preset
 from tests.support import ROOT
-from tests.support.completion_client import parse_events, whole
+from tests.support.completion_client import whole
 from tests.support.nodejs import NODE
 from tests.support.servers import Server
 
 README = (ROOT / "README.md").read_text()
+CLIENTS = (ROOT / "docs/clients.md").read_text()
 API = (ROOT / "docs/api.md").read_text()
 SETTINGS = (ROOT / "docs/settings.md").read_text()
 
@@ -56,22 +58,33 @@ def test_the_presets_have_the_sizes_that_are_told() -> None:
         assert re.search(rf"\| `{name}` \|.*\| {size_text} \|", README), name
 
 
-def test_the_curl_example_works(server: Server) -> None:
-    (command,) = re.findall(r"^curl -N .*$", README, re.MULTILINE)
-    url = server.url.removeprefix("http://")
-    command = command.replace("localhost:8000", url)
-    result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, check=True)
-    assert parse_events(result.stdout)[-1].name == "done"
+def _text(server: Server, max_tokens: int) -> str:
+    return str(whole(server.url, prompt="Once upon a time", max_tokens=max_tokens, seed=7)["choices"][0]["text"])
 
 
-@pytest.mark.skipif(NODE is None, reason="no Node.js to run the JavaScript of docs/api.md with")
-def test_the_javascript_example_prints_the_text(server: Server) -> None:
-    (program,) = re.findall(r"```js\n(.*?)```", API, re.DOTALL)
+@pytest.mark.parametrize(("page", "end"), [(README, "event: done\ndata: {"), (CLIENTS, "data: [DONE]\n\n")])
+def test_the_curl_examples_stream(server: Server, page: str, end: str) -> None:
+    (command,) = re.findall(r"^curl -N .*$", page, re.MULTILINE)
+    command = command.replace("localhost:8000", server.url.removeprefix("http://"))
+    printed = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert end in printed.partition("\n\n")[2] and printed.count("data: ") > 2
+
+
+@pytest.mark.skipif(NODE is None, reason="no Node.js to run the JavaScript with")
+@pytest.mark.parametrize(("page", "max_tokens"), [(API, 100), (CLIENTS, 40)])
+def test_the_javascript_examples_print_the_text(server: Server, page: str, max_tokens: int) -> None:
+    (program,) = re.findall(r"```js\n(.*?)```", page, re.DOTALL)
+    command = [NODE, "--input-type=module", "-e", program.replace("http://127.0.0.1:8000", server.url)]
+    printed = subprocess.run(command, capture_output=True, timeout=60, check=True).stdout.decode()
+    assert printed.replace("\n", "") == _text(server, max_tokens).replace("\n", "")
+
+
+@pytest.mark.parametrize("program", re.findall(r"```python\n(.*?)```", CLIENTS, re.DOTALL), ids=["openai", "httpx"])
+def test_the_python_examples_print_the_text(program: str, server: Server) -> None:
     program = program.replace("http://127.0.0.1:8000", server.url)
-    command = [NODE, "--input-type=module", "-e", program]
-    printed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    expected = whole(server.url, prompt="Once upon a time", max_tokens=100, seed=7)
-    assert printed.replace("\n", "") == expected["choices"][0]["text"].replace("\n", "")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.decode() == _text(server, 40)
 
 
 def test_every_dependency_has_its_reason() -> None:

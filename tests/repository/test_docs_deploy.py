@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
+from tests.container.engine import commands
 from tests.support import ROOT
 
 PAGE = (ROOT / "docs/deploy.md").read_text()
@@ -18,23 +19,18 @@ NOT_RUN = {
 }
 
 
-def _documented() -> set[str]:
-    blocks = re.findall(r"^```sh\n(.*?)^```", PAGE, re.M | re.S)
-    return {line.partition("  #")[0].strip() for block in blocks for line in block.splitlines() if line.strip()}
-
-
 def _run() -> set[str]:
     """What checks.py gives to run()."""
     tree = ast.parse((ROOT / "tests/container/checks.py").read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "run"]
     words = {call.args[0].value for call in calls if isinstance(call.args[0], ast.Constant)}
-    (start,) = (line for line in _documented() if line.startswith("docker run "))
+    (start,) = (line for line in commands(PAGE) if line.startswith("docker run "))
     assert any(isinstance(call.args[0], ast.Name) and call.args[0].id == "start" for call in calls)
     return {*map(str, words), start}
 
 
 def test_every_command_is_run_or_has_a_reason_not_to_be() -> None:
-    assert _run() | NOT_RUN.keys() == _documented()
+    assert _run() | NOT_RUN.keys() == set(commands(PAGE))
     assert not _run() & NOT_RUN.keys()
 
 

@@ -35,16 +35,8 @@ EXAMPLES = ("export.py", "about.md", "chars.py", "compare.py", "gpt.py", "notes.
 FOREIGN = ("c10/cuda/CUDAException.cpp", "vendor/llama.cpp", "llama.cpp", "Python.h", "malloc.h", "sitecustomize.py")
 KNOWN = {*MADE, *EXAMPLES, *FOREIGN}
 # Names of tensors and files of Hugging Face; labels of Kubernetes; our examples' local variables.
-DOTTED = (
-    "model.safetensors",
-    "model.embed_tokens",
-    "model.layers",
-    "model.norm",
-    "model.__",
-    "app.kubernetes.io",
-    "model.name",
-    "model.eval",
-)
+DOTTED = ("model.safetensors", "model.embed_tokens", "model.layers", "model.norm", "model.__", "app.kubernetes.io")
+DOTTED += ("model.name", "model.eval")
 # Of docker, kubectl, Ray, pip, curl, uvicorn, llama-server, torchrun and node, in commands that the docs show.
 # fmt: off
 FLAGS = {
@@ -184,11 +176,8 @@ def missing_variables(text: str) -> list[str]:
 @cache
 def _other_variables() -> frozenset[str]:
     """Set or read as a whole string in Python, expanded by a shell, by compose or by the snippets of the page."""
-    found = {
-        "INKSTREAM_SERVICE",
-        "INKSTREAM_PORT",
-        "INKSTREAM_TEST_FLAGS",
-    }  # of Kubernetes; a macro of tests/support/engine/native_sampler.py
+    # Of Kubernetes; a macro of tests/support/engine/native_sampler.py.
+    found = {"INKSTREAM_SERVICE", "INKSTREAM_PORT", "INKSTREAM_TEST_FLAGS"}
     for name in _files():
         if Path(name).suffix in {".py", ".yml", ".yaml", ".js"} and name != HERE:
             found |= set(re.findall(r"[\"'{$](INKSTREAM_[A-Z_]+)(?=[\"'}:?])", (ROOT / name).read_text()))

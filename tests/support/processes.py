@@ -1,7 +1,8 @@
-"""States of processes."""
+"""Processes as /proc shows them: states, descendants, memory, open files."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -13,6 +14,36 @@ def has_exited(pid: int) -> bool:
 def is_stopped(pid: int) -> bool:
     """Whether SIGSTOP has reached the process."""
     return _state(pid) == "T"
+
+
+def children(pid: int) -> list[int]:
+    """Child processes of all threads."""
+    found: list[int] = []
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+                found += [int(child) for child in (task / "children").read_text().split()]
+    return found
+
+
+def family(pid: int) -> list[int]:
+    """The process and all its descendants."""
+    return [pid, *(each for child in children(pid) for each in family(child))]
+
+
+def living(pids: list[int]) -> list[int]:
+    """Those that have not ended."""
+    return [pid for pid in pids if not has_exited(pid)]
+
+
+def memory(pid: int, name: str = "VmRSS") -> int:
+    """Bytes that the process's status has under this name."""
+    return int(Path(f"/proc/{pid}/status").read_text().partition(f"{name}:")[2].split()[0]) << 10
+
+
+def open_files(pid: int) -> int:
+    """How many descriptors are open."""
+    return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
 
 
 def _state(pid: int) -> str:

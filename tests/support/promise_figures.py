@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partialmethod
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -71,41 +72,23 @@ class Promise:
             time.sleep(pause)
         return measure()
 
-    def at_most(
-        self,
-        promise: str,
-        what: str,
-        value: float,
-        *,
-        target: float,
-        floor: float | None = None,
-        n: int,
-        unit: str = "",
-    ) -> None:
-        """A figure that must be low. Fails above the floor, which is the target where none is given."""
-        self._note(promise, what, value, unit, target, target if floor is None else floor, "low", n)
-
-    def at_least(
-        self,
-        promise: str,
-        what: str,
-        value: float,
-        *,
-        target: float,
-        floor: float | None = None,
-        n: int,
-        unit: str = "",
-    ) -> None:
-        """A figure that must be high."""
-        self._note(promise, what, value, unit, target, target if floor is None else floor, "high", n)
-
     def all_of(self, promise: str, what: str, good: int, n: int) -> None:
         """`good` of `n` must be all of them."""
-        self._note(promise, what, good, f"of {n}", n, n, "high", n)
+        self.at_least(promise, what, good, target=n, n=n, unit=f"of {n}")
 
     def _note(
-        self, promise: str, what: str, value: float, unit: str, target: float, floor: float, better: str, n: int
+        self,
+        better: Literal["low", "high"],
+        promise: str,
+        what: str,
+        value: float,
+        *,
+        target: float,
+        floor: float | None = None,
+        n: int,
+        unit: str = "",
     ) -> None:
+        floor = target if floor is None else floor
         assert n > 0, "nothing was tried"
         figure = Figure(
             promise=promise,
@@ -114,7 +97,7 @@ class Promise:
             unit=unit,
             target=target,
             floor=floor,
-            better=better,  # type: ignore[arg-type]
+            better=better,
             n=n,
             size="full" if self.full else "ci",
             test=self._test,
@@ -124,3 +107,8 @@ class Promise:
         name = "".join(c if c.isalnum() else "-" for c in f"{promise}-{what}")
         (RESULTS / f"{name}.json").write_text(json.dumps(asdict(figure), indent=1))
         assert figure.reaches(floor), f"{promise}: {what} is {figure.value:g} {unit}, the floor is {floor:g}"
+
+    at_most = partialmethod(_note, "low")
+    """A figure that must be low. Fails above the floor, which is the target where none is given."""
+    at_least = partialmethod(_note, "high")
+    """A figure that must be high."""

@@ -12,14 +12,8 @@ import shutil
 import httpx
 import pytest
 
-ARGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--no-first-run",
-]
+ARGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+ARGS += ["--disable-sync", "--no-first-run"]
 PROMPT = "Once upon a time"
 PATIENCE_MS = 120_000
 """Timeout of steps without a deadline: the first start of a browser on a machine may take half a minute."""
@@ -193,21 +187,47 @@ def cut_streams(page, after):
     )
 
 
-def drip(page):
-    """From now on every event of an answer comes in a frame of its own, as over a slow line."""
-    page.evaluate("""() => {
+def trickle(page, count=1, frames=2, busy=0):
+    """From now on so many events of an answer come with each so many frames; with each one when `window.hurries`.
+
+    By default as over a slow line: what is written in the first frame has been drawn in the second. `busy`: so many
+    square roots are drawn before.
+    """
+    page.evaluate(
+        """([count, frames, busy]) => {
         const fetch = window.fetch;
         window.fetch = async (...request) => {
             const events = (await (await fetch(...request)).text()).split(/(?<=\\n\\n)/);
+            const encoder = new TextEncoder();
             const pull = async (controller) => {
-                // Two frames: what is written in the first has been drawn in the second.
-                for (const _ of "12") await new Promise(requestAnimationFrame);
-                if (events.length) controller.enqueue(new TextEncoder().encode(events.shift()));
-                else controller.close();
+                for (let i = 0; i < (window.hurries ? 1 : frames); i += 1) await new Promise(requestAnimationFrame);
+                for (let i = 0; i < busy; i += 1) window.root = Math.sqrt(i);
+                for (const event of events.splice(0, count)) controller.enqueue(encoder.encode(event));
+                if (events.length === 0) controller.close();
             };
             return new Response(new ReadableStream({ pull }));
         };
+    }""",
+        [count, frames, busy],
+    )
+
+
+def keep_answers_open(page):
+    """The next answer stays open: give() sends events of it."""
+    page.evaluate("""() => {
+        window.fetch = async (_, { signal } = {}) => {
+            const body = new ReadableStream({ start(controller) {
+                window.answer = controller;
+                signal?.addEventListener("abort", () => controller.error(new DOMException("", "AbortError")));
+            } });
+            return new Response(body, { headers: { "Content-Type": "text/event-stream" } });
+        };
     }""")
+
+
+def give(page, *events):
+    page.wait_for_function("() => window.answer")
+    page.evaluate("(text) => window.answer.enqueue(new TextEncoder().encode(text))", stream_of(*events))
 
 
 def answer_with(page, **answer):

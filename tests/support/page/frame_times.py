@@ -51,7 +51,7 @@ def costs(events):
     tasks = [e for e in events if e["name"] == "RunTask" and e["ph"] == "X" and _thread(e) == main]
     found, cost = [], 0.0
     for task in sorted(tasks, key=lambda task: task["ts"]):
-        cost += task["tdur"] / 1000
+        cost += task.get("tdur", task["dur"]) / 1000  # some tasks have no CPU time
         if _contains_frame(starts, task):
             found.append(cost)
             cost = 0.0

@@ -5,22 +5,8 @@ import math
 from tests.support.page.browser import DONE, generate, play
 
 WORDS = [
-    "the",
-    "old",
-    "ship",
-    "sailed",
-    "over",
-    "a",
-    "calm",
-    "sea",
-    "and",
-    "few",
-    "knew",
-    "what",
-    "wind",
-    "would",
-    "come",
-]
+    "the", "old", "ship", "sailed", "over", "a", "calm", "sea", "and", "few", "knew", "what", "wind", "would", "come",
+]  # fmt: skip
 
 
 def inspect(page):
@@ -62,25 +48,6 @@ def stream(page, words, prompt="It is"):
     play(page, ("start", {"seed": 1}), *played(words), DONE)
     generate(page)
     page.locator(".token").nth(len(words) - (prompt == "")).wait_for()
-
-
-def trickle(page, count, frames=1):
-    """From now on so many events of an answer come with each so many frames; with each one when `window.hurries`."""
-    page.evaluate(
-        """([count, frames]) => {
-        const fetch = window.fetch;
-        window.fetch = async (...request) => {
-            const events = (await (await fetch(...request)).text()).split(/(?<=\\n\\n)/);
-            const pull = async (controller) => {
-                for (let i = 0; i < (window.hurries ? 1 : frames); i += 1) await new Promise(requestAnimationFrame);
-                if (!events.length) return controller.close();
-                controller.enqueue(new TextEncoder().encode(events.splice(0, count).join("")));
-            };
-            return new Response(new ReadableStream({ pull }));
-        };
-    }""",
-        [count, frames],
-    )
 
 
 def shows(page, words):
