@@ -72,25 +72,16 @@ def _fresh(server: Server) -> _Cut:
         )
 
 
-def _half_a_head(server: Server) -> _Cut:
-    with connect(server) as connection:
-        return _after(lambda: connection.sendall(get()[:20]), lambda: read_all(connection))
+def _after_sending(first: bytes, wait: Callable[[socket.socket], bytes] = read_all) -> Callable[[Server], _Cut]:
+    def case(server: Server) -> _Cut:
+        with connect(server) as connection:
+            return _after(lambda: connection.sendall(first), lambda: wait(connection))
+
+    return case
 
 
-def _slow_head(server: Server) -> _Cut:
-    with connect(server) as connection:
-        return _after(lambda: connection.sendall(b"G"), lambda: dribble(connection, (get() * 10)[1:], 0.03))
-
-
-def _half_a_body(server: Server) -> _Cut:
-    with connect(server) as connection:
-        return _after(lambda: connection.sendall(post(STREAM)[:-5]), lambda: read_all(connection))
-
-
-def _slow_body(server: Server) -> _Cut:
-    data = post({"prompt": "x" * 1000})
-    with connect(server) as connection:
-        return _after(lambda: connection.sendall(data[:200]), lambda: dribble(connection, data[200:], 0.03))
+def _slowly(data: bytes) -> Callable[[socket.socket], bytes]:
+    return lambda connection: dribble(connection, data, 0.03)
 
 
 def _idle(server: Server) -> _Cut:
@@ -110,15 +101,16 @@ def _slow_second_head(server: Server) -> _Cut:
         return _after(lambda: connection.sendall(get()[:20]), lambda: read_all(connection))
 
 
-CASES: list[tuple[Callable[[Server], _Cut], float, str | None]] = [
-    (_fresh, HEAD, None),
-    (_half_a_head, HEAD, "head_timeout"),
-    (_slow_head, HEAD, "head_timeout"),
-    (_half_a_body, BODY, "body_timeout"),
-    (_slow_body, BODY, "body_timeout"),
-    (_idle, IDLE, None),
-    (_slow_second_head, HEAD, "head_timeout"),
-]
+_BODY = post({"prompt": "x" * 1000})
+CASES: dict[str, tuple[Callable[[Server], _Cut], float, str | None]] = {
+    "nothing": (_fresh, HEAD, None),
+    "half a head": (_after_sending(get()[:20]), HEAD, "head_timeout"),
+    "a slow head": (_after_sending(b"G", _slowly((get() * 10)[1:])), HEAD, "head_timeout"),
+    "half a body": (_after_sending(post(STREAM)[:-5]), BODY, "body_timeout"),
+    "a slow body": (_after_sending(_BODY[:200], _slowly(_BODY[200:])), BODY, "body_timeout"),
+    "no second request": (_idle, IDLE, None),
+    "a slow second head": (_slow_second_head, HEAD, "head_timeout"),
+}
 
 
 def _measured(server: Server, promise: Promise, case: Callable[[Server], _Cut], due: float, status: int) -> _Cut:
@@ -130,15 +122,15 @@ def _measured(server: Server, promise: Promise, case: Callable[[Server], _Cut], 
 
 def test_each_deadline_for_the_sender_is_kept_and_told(impatient: Server, promise: Promise) -> None:
     late = []
-    for case, due, code in CASES:
+    for name, (case, due, code) in CASES.items():
         cut = _measured(impatient, promise, case, due, 408 if code else 0)
-        assert cut.at_most > due - 0.1, (case.__name__, "too early")
+        assert cut.at_most > due - 0.1, (name, "too early")
         late.append(cut.at_least - due)
         if code:
-            assert status_of(cut.said) == 408, (case.__name__, cut.said)
+            assert status_of(cut.said) == 408, (name, cut.said)
             assert error_of(cut.said)["code"] == code
         else:
-            assert cut.said == b"", case.__name__
+            assert cut.said == b"", name
     promise.at_most(
         "R3", "slow sender cut after its deadline", max(late), target=0.1, floor=LATE, unit="s", n=len(late)
     )

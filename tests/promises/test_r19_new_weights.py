@@ -19,11 +19,12 @@ import pytest
 from app.cli import check
 from model.files import write_files
 from tests.support.armed_faults import Faults
-from tests.support.completion_client import Event, parse_events, text_of
+from tests.support.completion_client import Event, parse_events, stream, text_of
 from tests.support.load.steady_load import Answer, SteadyLoad, mixed
 from tests.support.model.bad_weights import BAD, KV_BLOCKS, bad_weights, good_weights
 from tests.support.processes import children, memory, open_files
 from tests.support.promise_figures import Promise
+from tests.support.reloads import has_reloaded, point, refusals, reloads
 from tests.support.servers import Server, start_server, stop_server
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -40,32 +41,10 @@ def _engines(server: Server) -> list[int]:
     return children(server.process.pid)
 
 
-def _reloads(server: Server, outcome: str) -> float:
-    found = [
-        line
-        for line in httpx.get(f"{server.url}/metrics").text.splitlines()
-        if line.startswith(f'inkstream_weights_reloads_total{{outcome="{outcome}"}}')
-    ]
-    return float(found[0].split()[-1])
-
-
-def _point(link: Path, target: Path) -> None:
-    """As `ln -sfn` and `mv -T` do."""
-    new = link.with_name(".next")
-    new.symlink_to(target)
-    new.replace(link)
-
-
 def _reload(server: Server, link: Path, target: Path, outcome: str) -> bool:
     """Asks for other weights; whether it came to this outcome."""
-    before = _reloads(server, outcome)
-    _point(link, target)
-    server.process.send_signal(signal.SIGHUP)
-    return server.wait_for(lambda: _reloads(server, outcome) > before, 60)
-
-
-def _refusals(server: Server) -> list[str]:
-    return [line for line in server.told().splitlines() if "new weights are refused" in line]
+    point(link, target)
+    return has_reloaded(server, outcome)
 
 
 @contextmanager
@@ -98,10 +77,10 @@ def test_bad_weights_of_every_kind_are_refused_without_a_failed_request(tmp_path
                 words = BAD[kind][1]
                 bad = bad_weights(tmp_path / f"bad-{index}", good, kind)
                 refused = _reload(server, link, bad, "refused")
-                server.wait_for(lambda index=index: len(_refusals(server)) > index)
-                said.append(refused and len(_refusals(server)) == index + 1 and words in _refusals(server)[-1])
+                server.wait_for(lambda index=index: len(refusals(server)) > index)
+                said.append(refused and len(refusals(server)) == index + 1 and words in refusals(server)[-1])
                 assert said[-1], (kind, server.log.read_text()[-2000:])
-                _point(link, good)
+                point(link, good)
             time.sleep(0.5)
         assert server.wait_for(lambda: _engines(server) == first), "the first engine was ended, or another one stayed"
         assert "Traceback" not in server.log.read_text()
@@ -127,15 +106,15 @@ def test_an_engine_that_is_killed_while_it_loads_is_not_missed(tmp_path: Path, p
     with _service(tmp_path, good, fake_ms=1, faults=faults) as (server, link):
         first = _engines(server)
         with SteadyLoad(server.url, clients=2, max_tokens=24, pause=0.1) as load:
-            before = _reloads(server, "refused")
+            before = reloads(server, "refused")
             faults.arm("fake.load", "sleep", seconds=60)
-            _point(link, other)
+            point(link, other)
             server.process.send_signal(signal.SIGHUP)
             assert server.wait_for(lambda: len(_engines(server)) == 2)
             os.kill(next(pid for pid in _engines(server) if pid not in first), signal.SIGKILL)
-            assert server.wait_for(lambda: _reloads(server, "refused") > before)
-            assert server.wait_for(lambda: _refusals(server))
-            assert "their engine ended while it was loading" in _refusals(server)[0]
+            assert server.wait_for(lambda: reloads(server, "refused") > before)
+            assert server.wait_for(lambda: refusals(server))
+            assert "their engine ended while it was loading" in refusals(server)[0]
             time.sleep(0.3)
         assert server.wait_for(lambda: _engines(server) == first)
         assert not mixed(load.answers) and len({answer.version for answer in load.answers}) == 1
@@ -239,7 +218,7 @@ def test_old_engines_that_stay_and_streams_that_go_on_with_the_new_one_would_be_
 
 
 def _undisturbed(server: Server) -> str:
-    return text_of(parse_events(httpx.post(f"{server.url}/complete", json=_FOX, timeout=60).text))
+    return text_of(stream(server.url, **_FOX))
 
 
 def test_a_parked_stream_keeps_its_weights_only_as_long_as_it_can_be_resumed(tmp_path: Path) -> None:
@@ -271,11 +250,11 @@ def test_watching_takes_whole_sets_over_and_leaves_half_ones(tmp_path: Path) -> 
             write_files(first, {name: files[name]})
             time.sleep(0.45)
             is_half = any((first / name).read_bytes() != content for name, content in files.items())
-            assert not (is_half and _reloads(server, "switched")), name
-        assert server.wait_for(lambda: _reloads(server, "switched") >= 1)
+            assert not (is_half and reloads(server, "switched")), name
+        assert server.wait_for(lambda: reloads(server, "switched") >= 1)
         assert server.wait_for(lambda: len({answer.version for answer in load.answers}) == 2)
         time.sleep(1.0)
-        assert not _reloads(server, "refused")
+        assert not reloads(server, "refused")
     assert not load.failures and not mixed(load.answers)
     assert len({answer.version for answer in load.answers}) == 2
 
@@ -286,7 +265,7 @@ def test_an_engine_that_dies_after_a_switch_does_not_end_the_service(tmp_path: P
     faults, body = Faults(tmp_path / "faults"), {**_FOX, "max_tokens": 120}
     with _service(tmp_path, ways[0], fake_ms=10, faults=faults) as (server, link):
         (old,) = _engines(server)
-        undisturbed = text_of(parse_events(httpx.post(f"{server.url}/complete", json=body, timeout=60).text))
+        undisturbed = text_of(stream(server.url, **body))
         with _slow(faults), httpx.stream("POST", f"{server.url}/complete", json=body, timeout=60) as response:
             name, lines = response.headers["X-Request-Id"], response.iter_lines()
             while next(lines) != "event: token":
@@ -312,7 +291,7 @@ def test_a_hang_up_asks_for_new_weights_and_a_terminal_that_closes_ends_the_serv
     server = start_server(tmp_path, weights, environment=_ONE_THREAD, fake_ms=5, terminal=theirs)
     os.close(theirs)
     server.process.send_signal(signal.SIGHUP)
-    assert server.wait_for(lambda: _reloads(server, "switched") == 1)
+    assert server.wait_for(lambda: reloads(server, "switched") == 1)
     engines = _engines(server)
     os.close(ours)  # the kernel sends SIGHUP
     assert server.process.wait(timeout=60) == 0

@@ -5,23 +5,21 @@ Measured from the start of the process, on the cores there are; the median, beca
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
+
+import httpx
 
 from tests.support import ROOT
 from tests.support.promise_figures import Promise
 
 LIVE, READY = 4.0, 15.0
 """Seconds that a start may take on shared cores."""
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +33,8 @@ class Start:
 
 
 def _get(url: str) -> tuple[int, dict[str, str]]:
-    try:
-        with _OPENER.open(url, timeout=60) as response:
-            return response.status, json.load(response)
-    except urllib.error.HTTPError as error:
-        return error.code, {**json.load(error), "retry": error.headers["Retry-After"]}
+    answer = httpx.get(url, timeout=60)
+    return answer.status_code, {**answer.json(), "retry": answer.headers.get("Retry-After", "")}
 
 
 def _start(log: Path) -> Start:

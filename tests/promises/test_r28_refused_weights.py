@@ -24,6 +24,7 @@ from tests.support import ROOT
 from tests.support.armed_faults import Faults
 from tests.support.model.bad_weights import BAD, KV_BLOCKS, bad_weights, good_weights
 from tests.support.promise_figures import Promise
+from tests.support.reloads import point, refusals
 from tests.support.servers import Server
 from tests.support.services import Services
 
@@ -43,14 +44,8 @@ def _start(weights: Path) -> tuple[int, str]:
     return ended.returncode, (ended.stderr or ended.stdout).splitlines()[-1]
 
 
-def _refusals(server: Server) -> list[str]:
-    return [line for line in server.told().splitlines() if "new weights are refused" in line]
-
-
 def _reload(server: Server, link: Path, target: Path) -> None:
-    new = link.with_name(".next")
-    new.symlink_to(target)
-    new.replace(link)
+    point(link, target)
     server.process.send_signal(signal.SIGHUP)
 
 
@@ -79,8 +74,8 @@ def test_check_start_and_reload_refuse_the_same_weights(
         code, last = _start(bad)
         assert code == 2 and last.startswith("error: ") and words in last and str(bad) in last, (kind, code, last)
         _reload(server, link, bad)
-        assert server.wait_for(lambda index=index: len(_refusals(server)) > index), kind
-        assert words in _refusals(server)[-1], kind
+        assert server.wait_for(lambda index=index: len(refusals(server)) > index), kind
+        assert words in refusals(server)[-1], kind
         answer = httpx.post(f"{server.url}/complete", json=_BODY)
         assert answer.status_code == 200 and answer.headers["X-Weights-Version"] == version
         refused += 1

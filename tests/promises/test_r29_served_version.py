@@ -22,6 +22,7 @@ from tests.support.armed_faults import Faults
 from tests.support.load.concurrent_clients import Answer, Ask, children, crowd, engine_pid, is_ready, visit
 from tests.support.model.bad_weights import good_weights
 from tests.support.promise_figures import Promise
+from tests.support.reloads import has_reloaded
 from tests.support.servers import Server
 from tests.support.services import Services
 
@@ -139,9 +140,7 @@ def _model(server: Server) -> str:
 
 
 def _reload(server: Server) -> None:
-    before = server.metric('weights_reloads_total{outcome="switched"}')
-    server.process.send_signal(signal.SIGHUP)
-    assert server.wait_for(lambda: server.metric('weights_reloads_total{outcome="switched"}') > before), server.told()
+    assert has_reloaded(server), server.told()
     assert server.wait_for(lambda: len(children(server)) == 1)
 
 
