@@ -12,7 +12,6 @@ import pytest
 
 from tests.support import ROOT
 from tests.support.keyed_server import Keyring
-from tests.support.page.browser import chromium
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server
 from tests.support.services import Services
@@ -81,17 +80,6 @@ def test_every_file_of_the_page_comes_with_the_policy(served: tuple[Server, Keyr
     assert (
         refused.headers["content-type"] == "application/json" and refused.headers["x-content-type-options"] == "nosniff"
     )
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """A real Chromium."""
-    sync_api = pytest.importorskip("playwright.sync_api", reason="make install brings playwright")
-    path = chromium()
-    with sync_api.sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
-        yield running
-        running.close()
 
 
 @pytest.fixture

@@ -8,28 +8,27 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.support.armed_faults import Faults
-from tests.support.keyed_server import Keyring, exchange, keyed_server, line_of, log_lines, raw, request_lines
+from tests.support.keyed_server import Keyring, exchange, line_of, log_lines, raw, request_lines
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server, start_server, stop_server
+from tests.support.servers import Server, stop_server
+from tests.support.services import Services
 
 FIELDS = {"time", "level", "message", "request_id", "method", "route", "status", "key", "outcome", "duration_ms"}
 MORE = {"prompt_tokens", "cached_tokens", "completion_tokens", "queue_ms", "first_token_ms"}
 
 
 @pytest.fixture(scope="module")
-def logged(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[tuple[Server, Keyring]]:
-    folder = tmp_path_factory.mktemp("logged")
-    ring = Keyring.of(folder / "keys.json", "alice")
-    faults = Faults(folder / "faults")
-    running = keyed_server(folder, weights, ring, "--log-format", "json", fake_ms=1, environment=faults.environment)
+def logged(
+    serve_module: Services, tmp_path_factory: pytest.TempPathFactory, faults: Faults
+) -> Iterator[tuple[Server, Keyring]]:
+    ring = Keyring.of(tmp_path_factory.mktemp("logged") / "keys.json", "alice")
+    running = serve_module("--log-format", "json", ring=ring, fake_ms=1, environment=faults.environment)
     yield running, ring
-    assert stop_server(running) == 0
     assert all(line["level"] in ("debug", "info", "warning") for line in log_lines(running))
 
 
@@ -116,9 +115,8 @@ def test_the_numbers_are_those_of_the_answer(logged: tuple[Server, Keyring]) -> 
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line["time"])
 
 
-def test_a_client_that_leaves_and_comes_back_makes_two_lines(logged: tuple[Server, Keyring]) -> None:
+def test_a_client_that_leaves_and_comes_back_makes_two_lines(logged: tuple[Server, Keyring], faults: Faults) -> None:
     server, ring = logged
-    faults = Faults(server.log.parent / "faults")
     faults.arm("engine.forward", "sleep", seconds=0.5, after=5)  # the text is not there before the client has left
     with httpx.stream(
         "POST", f"{server.url}/complete", headers=ring.headers("alice"), json={"prompt": "x", "max_tokens": 500}
@@ -172,10 +170,8 @@ def test_no_client_can_write_a_line(logged: tuple[Server, Keyring]) -> None:
 
 
 @pytest.mark.parametrize(("flags", "is_json"), [((), True), (("--log-format", "text"), False)])
-def test_what_is_no_terminal_gets_json_unless_told(
-    tmp_path: Path, weights: Path, flags: tuple[str, ...], is_json: bool
-) -> None:
-    server = start_server(tmp_path, weights, *flags, fake_ms=1)
+def test_what_is_no_terminal_gets_json_unless_told(serve: Services, flags: tuple[str, ...], is_json: bool) -> None:
+    server = serve(*flags, fake_ms=1)
     answer = httpx.post(f"{server.url}/complete", json={"prompt": "x", "max_tokens": 1})
     assert stop_server(server) == 0
     for line in server.log.read_text().splitlines():

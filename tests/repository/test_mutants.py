@@ -32,7 +32,7 @@ def test_each_kind_of_change_is_made_and_annotations_and_assertions_stay() -> No
         "3  ->  2",
         "False  ->  True",
         "if size < LIMIT and (not twice):  ->  if not (size < LIMIT and (not twice)):",
-        "if size < LIMIT and (not twice):  ->  if size < LIMIT and (not twice):",
+        "if size < LIMIT and (not twice):  ->  branches swapped",
         "size < LIMIT and (not twice)  ->  size < LIMIT or not twice",
         "size < LIMIT  ->  size <= LIMIT",
         "size += 1  ->  size -= 1",

@@ -37,19 +37,26 @@ class Subject:
     tests: tuple[str, ...]
 
 
-_SCHEDULING = "app/engine/scheduling/"
+_ENGINE, _PROMISES = "app/engine", "tests/promises"
+_SCHEDULING = ("tests/engine/scheduling", f"{_PROMISES}/test_r27_state_machine.py")
 SUBJECTS = {
-    "scheduler": Subject((f"{_SCHEDULING}scheduler.py",), ("tests/engine/scheduling",)),
-    "allocator": Subject((f"{_SCHEDULING}block_allocator.py",), ("tests/engine/scheduling",)),
+    "scheduler": Subject((f"{_ENGINE}/scheduling/scheduler.py",), _SCHEDULING),
+    "allocator": Subject((f"{_ENGINE}/scheduling/block_allocator.py",), _SCHEDULING),
     "sampler": Subject(
-        ("app/engine/sampling/sampler.py", "app/engine/sampling/logits_processors.py"), ("tests/engine/sampling",)
+        (f"{_ENGINE}/sampling/sampler.py", f"{_ENGINE}/sampling/logits_processors.py"), ("tests/engine/sampling",)
     ),
-    "text": Subject(("app/generation/detokenizer.py", "app/generation/output_choice.py"), ("tests/generation",)),
-    "quotas": Subject(("app/access/rate_limiter.py", "app/access/tenant_queue.py"), ("tests/access",)),
+    "text": Subject(
+        ("app/generation/detokenizer.py", "app/generation/output_choice.py"),
+        ("tests/generation", "tests/api/test_fast_paths.py"),
+    ),
+    "quotas": Subject(
+        ("app/access/rate_limiter.py", "app/access/tenant_queue.py"),
+        ("tests/access", "tests/api/test_invalid_input.py", f"{_PROMISES}/test_s04_limits_by_key.py"),
+    ),
     "resume": Subject(
         ("app/api/resume_store.py",), ("tests/api/test_resume_store.py", "tests/api/test_resumed_streams.py")
     ),
-    "guided": Subject(("app/engine/guided/grammar_tracker.py",), ("tests/engine/guided",)),
+    "guided": Subject((f"{_ENGINE}/guided/grammar_tracker.py",), ("tests/engine/guided",)),
 }
 
 
@@ -84,7 +91,8 @@ def mutants(source: str) -> list[Mutant]:
             change()
             after = ast.unparse(changed).partition("\n")[0] if not isinstance(changed, ast.Pass) else "nothing"
             if (text := ast.unparse(ast.fix_missing_locations(tree))) != ast.unparse(ast.parse(source)):
-                found.append(Mutant(getattr(node, "lineno", 0), f"{before}  ->  {after}", text))
+                made = after if after != before else "branches swapped"
+                found.append(Mutant(getattr(node, "lineno", 0), f"{before}  ->  {made}", text))
     return found
 
 
