@@ -27,33 +27,14 @@ from model.families.spec import FamilySpec, Shape
 from model.files import CheckpointError, read_json, regular_file
 from model.nn.transformer import Decoder
 
-# Reading a result from the device waits for it, so all results are read at the end.
-
 _DTYPE_HINTS = {
     torch.bfloat16: " in bfloat16; if inkstream check accepts the weights, serve them with --dtype float32",
 }
 
 
-class FiniteCheck:
-    """Checks that tensors are finite, and reads all results from the device at once."""
-
-    def __init__(self) -> None:
-        self._tensors: list[tuple[Path, str, torch.dtype]] = []
-        self._results: list[Tensor] = []
-
-    def add(self, path: Path, name: str, tensor: Tensor) -> Tensor:
-        """Returns `tensor` unchanged; require() reports whether it is finite."""
-        self._tensors.append((path, name, tensor.dtype))
-        # Unlike isfinite(tensor), this allocates no copy as large as the tensor.
-        self._results.append(torch.isfinite(torch.stack(tensor.aminmax())).all())
-        return tensor
-
-    def require(self) -> None:
-        """Raises CheckpointError with the name of the first tensor that is not finite."""
-        results = torch.stack(self._results).tolist() if self._results else []
-        for (path, name, dtype), is_finite in zip(self._tensors, results, strict=True):
-            if not is_finite:
-                raise CheckpointError(f"{path}: {name} holds numbers that are not finite{_DTYPE_HINTS.get(dtype, '')}")
+def all_finite(tensor: Tensor) -> Tensor:
+    """Whether all elements are finite, on the tensor's device. Unlike isfinite(tensor), it allocates no copy."""
+    return torch.isfinite(torch.stack(tensor.aminmax())).all()
 
 
 # Check a config against the files' headers before allocating anything: ten characters of JSON can ask for a terabyte.
@@ -92,22 +73,25 @@ def read_state(
     Copies one tensor at a time to the device in the file's dtype and converts it there, so that memory holds at most
     one source tensor in addition to the decoder's. Waits for the device only once, to check that all are finite.
     """
-    stored_names, finite = _match(family, config, index), FiniteCheck()
+    stored_names, checked = _match(family, config, index), list[tuple[str, Tensor]]()
     with contextlib.ExitStack() as stack:
         opened = {path: _open(path, device, stack) for path in index.paths}
 
         def get(name: str) -> Tensor:
-            path = index.tensors[stored_names[name]].path
-            return finite.add(
-                path, stored_names[name], _tensor(path, opened[path], stored_names[name]).to(device, dtype)
-            )
+            stored, path = stored_names[name], index.tensors[stored_names[name]].path
+            tensor = _tensor(path, opened[path], stored).to(device, dtype)
+            checked.append((f"{path}: {stored}", all_finite(tensor)))
+            return tensor
 
         state = family.load(config, get, lambda *shape: torch.empty(shape, device=device, dtype=dtype))
         untied_copies = [
             name for name in stored_names.keys() - family.shapes(config).keys() if stored_names[name] in index.tensors
         ]
         differing = [stored_names[name] for name in untied_copies if not torch.equal(get(name), state["embedding"])]
-    finite.require()
+    # Reading a result from the device waits for it, so all results are read at the end.
+    is_finite = torch.stack([result for _, result in checked]).tolist()
+    if infinite := [name for (name, _), is_good in zip(checked, is_finite, strict=True) if not is_good]:
+        raise CheckpointError(f"{infinite[0]} holds numbers that are not finite{_DTYPE_HINTS.get(dtype, '')}")
     if differing:
         raise CheckpointError(
             f"{index.source}: {differing[0]} is not the token embedding, to which config.json ties the head; "
@@ -229,7 +213,7 @@ def stored_state(decoder: Decoder, dtype: torch.dtype) -> dict[str, Tensor]:
     """The decoder's tensors in `dtype` on the CPU. Raises CheckpointError if a value overflows `dtype`."""
     state = {name: tensor.detach().to("cpu", dtype) for name, tensor in decoder.state_dict().items()}
     for name, tensor in state.items():
-        if not torch.isfinite(torch.stack(tensor.aminmax())).all():
+        if not all_finite(tensor):
             kind = str(dtype).removeprefix("torch.")
             raise CheckpointError(f"{name} has numbers too large for {kind}; write bfloat16 (--export-dtype bfloat16)")
     return state

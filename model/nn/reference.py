@@ -52,8 +52,11 @@ def logits(
 
 def read_source(decoder: Decoder, source: list[int]) -> CrossAttend:
     """Encodes one source."""
-    device = decoder.embedding.device
-    real_BS = torch.ones(1, len(source), dtype=torch.bool, device=device)
-    positions_S = torch.arange(len(source), device=device)
-    kv = decoder.encode(torch.tensor(source, device=device), positions_S, EncoderAttend(real_BS))
-    return MemoryAttend(kv, real_BS)
+    tokens_BS = torch.tensor([source], device=decoder.embedding.device)
+    return read_sources(decoder, tokens_BS, torch.ones_like(tokens_BS, dtype=torch.bool))
+
+
+def read_sources(decoder: Decoder, tokens_BS: Tensor, real_BS: Tensor) -> CrossAttend:
+    """Encodes padded sources. real_BS: True for tokens, False for padding."""
+    positions_T = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).repeat(len(tokens_BS))
+    return MemoryAttend(decoder.encode(tokens_BS.flatten(), positions_T, EncoderAttend(real_BS)), real_BS)

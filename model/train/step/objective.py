@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from model.nn.attention import Attend, CausalAttend, CrossAttend, EncoderAttend, MemoryAttend
+from model.nn.attention import Attend, CausalAttend
+from model.nn.reference import read_sources
 from model.nn.transformer import Decoder
 from model.train.common.console import print_stderr
 from model.train.data.batch import IGNORE_INDEX, Batch
@@ -129,20 +130,13 @@ class Objective:
 
     def _logits(self, batch: Batch, attend_for: Callable[[int, int | None], Attend]) -> Tensor:
         attend = attend_for(batch.inputs_RN.shape[1], self.decoder.config.sliding_window)
-        inputs_T = batch.inputs_RN.flatten().to(self.device)
+        inputs_RN, sources, cross = batch.inputs_RN.to(self.device), batch.sources, None
+        positions_T = torch.arange(inputs_RN.shape[1], device=self.device).repeat(len(inputs_RN))
         with self._autocast():
-            hidden_TD = self.decoder(inputs_T, self._positions(batch.inputs_RN), attend, self._read_source(batch))
+            if sources:
+                cross = read_sources(self.decoder, sources.tokens_RS.to(self.device), sources.real_RS.to(self.device))
+            hidden_TD = self.decoder(inputs_RN.flatten(), positions_T, attend, cross)
             return self.decoder.head(hidden_TD)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, dtype=self.dtype)
-
-    def _read_source(self, batch: Batch) -> CrossAttend | None:
-        if batch.sources is None:
-            return None
-        tokens_RS, real_RS = batch.sources.tokens_RS.to(self.device), batch.sources.real_RS.to(self.device)
-        kv = self.decoder.encode(tokens_RS.flatten(), self._positions(tokens_RS), EncoderAttend(real_RS))
-        return MemoryAttend(kv, real_RS)
-
-    def _positions(self, tokens_RN: Tensor) -> Tensor:
-        return torch.arange(tokens_RN.shape[1], device=self.device).repeat(len(tokens_RN))
