@@ -52,20 +52,11 @@ class Limits:
 
     def done(self, *, step: int, epochs: float, tokens: float, seconds: float) -> float:
         """Completed fraction of the run: the largest over all limits. With the values of one step: its fraction."""
-        shares = [
-            step / self.steps if self.steps else 0.0,
-            epochs / self.epochs if self.epochs else 0.0,
-            tokens / self.tokens if self.tokens else 0.0,
-            seconds / (60 * self.minutes) if self.minutes else 0.0,
-        ]
-        return max(shares)
+        reached = ((step, self.steps), (epochs, self.epochs), (tokens, self.tokens), (seconds / 60, self.minutes))
+        return max(value / limit if limit else 0.0 for value, limit in reached)
 
     def flags(self) -> dict[str, str]:
         """Flag -> value, for all limits that are set."""
-        given = {
-            "--steps": self.steps,
-            "--epochs": self.epochs,
-            "--tokens": self.tokens,
-            "--max-minutes": self.minutes,
-        }
-        return {flag: str(value) for flag, value in given.items() if value is not None}
+        values = (self.steps, self.epochs, self.tokens, self.minutes)
+        given = zip(("--steps", "--epochs", "--tokens", "--max-minutes"), values, strict=True)
+        return {flag: str(value) for flag, value in given if value is not None}
