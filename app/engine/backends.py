@@ -8,17 +8,16 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from app.common.startup_timer import CAPTURING_GRAPHS, WARMING_UP
+from app.common.startup_timer import WARMING_UP
 from app.engine.cpu.compute import NativeCompute, ThreadPool
 from app.engine.cpu.library import Library
 from app.engine.cpu.sampler import NativeSampler
 from app.engine.cpu.toolchain.backend_selection import SelectedBackend
-from app.engine.execution.engine import AsyncStepRunner, StepRunner
-from app.engine.execution.runner import Runner, StepExecutor, TorchExecutor
+from app.engine.execution.runner import BackendRunners, Runner, StepExecutor, TorchExecutor
 from app.engine.execution.warmup_batches import PermissiveGrammars, costliest_step
 from app.engine.gpu.kernels.interface import SHARED_BYTES, attention_fits
 from app.engine.gpu.linears import Quantize, quantize_decoder
-from app.engine.gpu.setup import GpuSetup
+from app.engine.gpu.setup import TritonBackend
 from app.engine.gpu.triton_loader import LoadedKernels, check_triton, quantized_kernels, triton_kernels
 from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.memory.encoder_cache import EncoderCache
@@ -31,13 +30,6 @@ from model.config import ModelConfig
 from model.nn.transformer import Decoder
 
 Announce = Callable[[str], None]
-
-
-class BackendRunners(NamedTuple):
-    """The runner of an engine (app/engine/execution/engine.py), also as `ahead` if it can launch steps."""
-
-    runner: StepRunner
-    ahead: AsyncStepRunner | None = None
 
 
 class Backend(Protocol):
@@ -101,25 +93,6 @@ class TorchBackend:
         )
 
 
-class TritonBackend:
-    """Runs on a GPU and launches steps one ahead."""
-
-    def __init__(self, gpu_parts: GpuSetup) -> None:
-        self._gpu_parts = gpu_parts
-
-    def peaks(self) -> MemoryPeaks:
-        """See TorchBackend.peaks."""
-        return MemoryPeaks(self._gpu_parts.activations(), self._gpu_parts.graph_bytes())
-
-    def start(self, blocks: int, grammars: GrammarTracker, announce: Announce) -> BackendRunners:
-        """See Backend.start."""
-        announce(WARMING_UP)
-        runner = self._gpu_parts.runner(blocks, grammars)
-        announce(CAPTURING_GRAPHS)
-        self._gpu_parts.capture(runner)
-        return BackendRunners(runner, runner)
-
-
 class ChosenBackend(NamedTuple):
     """A backend, its name in receipts, and the reason for the log."""
 
@@ -160,7 +133,7 @@ def choose_backend(
     loaded = choice.reason if kernels == "torch" else _triton_kernels(decoder.config, cache_shape.dtype, device)
     if isinstance(loaded, str):
         return ChosenBackend(torch_backend, choice.numerics, loaded, torch_backend.peaks)
-    triton = TritonBackend(GpuSetup(decoder, loaded.kernels, cache_shape, limits, deterministic=deterministic))
+    triton = TritonBackend(decoder, loaded.kernels, cache_shape, limits, deterministic=deterministic)
     return ChosenBackend(triton, loaded.numerics, "the device is a GPU, and Triton is installed", triton.peaks)
 
 

@@ -13,13 +13,15 @@ import torch
 from app.common.ipc import Ready, WorkerConfig
 from app.common.startup_timer import LOADING_WEIGHTS, PLANNING_MEMORY, PROVING
 from app.common.types import sampling_defaults
-from app.engine.backends import BackendRunners, ChosenBackend, TritonBackend, choose_backend
+from app.engine.backends import ChosenBackend, choose_backend
 from app.engine.checks.batch_invariance_check import DeviceUnderTest, check_batch_invariance
 from app.engine.checks.golden_check import check_finite_logits, check_golden
 from app.engine.cpu.program import BLOCK, padded_head_dim
 from app.engine.cpu.toolchain.backend_selection import Libraries, SelectedBackend, select_backend
 from app.engine.execution.engine import Engine
+from app.engine.execution.runner import BackendRunners
 from app.engine.gpu.linears import check_quantize, describe_unquantized
+from app.engine.gpu.setup import TritonBackend
 from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.memory.device_errors import broken_capture, lacked_device_memory
 from app.engine.memory.device_memory import memory_releaser

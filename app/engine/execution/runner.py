@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as Items
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from app.common.fault_injection import fault
 from app.common.types import BatchPlan, Chunk, Request, Sequence, TokenScore
+from app.engine.execution.engine import AsyncStepRunner, StepRunner
 from app.engine.execution.warmup_batches import dummies
 from app.engine.memory.encoder_cache import EncoderCache
 from app.engine.memory.kv_cache import KVCache, PagedAttend, group_chunks, linear_rows
@@ -20,6 +21,13 @@ from model.nn.layers import cache_attributes
 from model.nn.transformer import Decoder
 
 # The C++ executor is in app/engine/cpu/compute.py. Shape legend: T tokens of the step, D width, V vocabulary.
+
+
+class BackendRunners(NamedTuple):
+    """The runner of an engine (app/engine/execution/engine.py), also as `ahead` if it can launch steps."""
+
+    runner: StepRunner
+    ahead: AsyncStepRunner | None = None
 
 
 class StepExecutor(Protocol):

@@ -6,12 +6,14 @@ captures the decode steps. It runs on any device, so that tests need no GPU.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from app.engine.execution.runner import MaskProvider, Sampler
+from app.common.startup_timer import CAPTURING_GRAPHS, WARMING_UP
+from app.engine.execution.runner import BackendRunners, MaskProvider, Sampler
 from app.engine.execution.warmup_batches import PermissiveGrammars, costliest_step, dummies, largest_step
 from app.engine.gpu.decoder import PagedDecoder
 from app.engine.gpu.graphs import CudaCapture, DecodeGraphs
@@ -21,7 +23,7 @@ from app.engine.gpu.resident_batch import ResidentBatch, decode_buckets, splits
 from app.engine.gpu.runner import DeviceRunner, Shapes
 from app.engine.gpu.step import StepProgram
 from app.engine.guided.grammar_tracker import GrammarTracker
-from app.engine.memory.memory_plan import CacheShape, step_peak
+from app.engine.memory.memory_plan import CacheShape, MemoryPeaks, step_peak
 from app.engine.sampling.sampler import TorchSampler
 from app.engine.scheduling.scheduler import StepLimits
 from model.nn.transformer import Decoder
@@ -81,8 +83,11 @@ _GRAPH_BYTES = 4 << 20
 """Assumed CUDA memory per graph in addition to its tensors; not measured on a GPU yet."""
 
 
-class GpuSetup:
-    """Setup of one engine around `decoder`, whose matrices are already quantized if they should be."""
+class TritonBackend:
+    """A `Backend` of app/engine/backends.py around `decoder`, whose matrices are already quantized if they should be.
+
+    Launches steps one ahead.
+    """
 
     def __init__(
         self, decoder: Decoder, kernels: Kernels, cache_shape: CacheShape, limits: StepLimits, *, deterministic: bool
@@ -133,16 +138,19 @@ class GpuSetup:
         once = partial(self._capture.run_on_stream, work) if self._capture else work
         return step_peak(once, self._device) + self._partial_bytes + runner.graphs.count * _GRAPH_BYTES
 
-    def runner(self, blocks: int, grammars: GrammarTracker) -> DeviceRunner:
-        """Builds a runner and warms it up, so that all kernels are compiled."""
+    def peaks(self) -> MemoryPeaks:
+        """Measures the largest steps with an empty cache. Raises ValueError."""
+        return MemoryPeaks(self.activations(), self.graph_bytes())
+
+    def start(self, blocks: int, grammars: GrammarTracker, announce: Callable[[str], None]) -> BackendRunners:
+        """See Backend.start. Compiles all kernels, and captures decode steps if the device is a GPU."""
+        announce(WARMING_UP)
         runner = self._runner(blocks, grammars)
         runner.warm_up(self._limits.tokens_per_step)
-        return runner
-
-    def capture(self, runner: DeviceRunner) -> None:
-        """Captures the runner's decode steps, if the device is a GPU."""
+        announce(CAPTURING_GRAPHS)
         if self._capture:
             runner.capture(self._capture)
+        return BackendRunners(runner, runner)
 
     @property
     def _partial_bytes(self) -> int:

@@ -19,7 +19,7 @@ from app.engine.execution.warmup_batches import PermissiveGrammars, costliest_st
 from app.engine.gpu.kernels.interface import PARTIAL_BYTES, AttentionBatch, AttentionSpec
 from app.engine.gpu.kernels.reference_operations import ReferenceKernels
 from app.engine.gpu.resident_batch import StepInputs, Upload
-from app.engine.gpu.setup import _GRAPH_BYTES, GpuSetup
+from app.engine.gpu.setup import _GRAPH_BYTES, TritonBackend
 from app.engine.gpu.step import pack_samples
 from app.engine.gpu.triton_loader import check_triton
 from app.engine.memory.memory_plan import CacheShape
@@ -100,7 +100,7 @@ def test_rows_that_stay_are_measured_with_the_largest_step_and_once(measured: li
     config = tiny_config()
     cache_shape = CacheShape(shape=config, context=64, block_size=16, max_running=2, dtype=torch.float32)
     limits = StepLimits(tokens_per_step=32, max_running=2)
-    parts = GpuSetup(tiny_decoder(config), _Noting(), cache_shape, limits, deterministic=False)
+    parts = TritonBackend(tiny_decoder(config), _Noting(), cache_shape, limits, deterministic=False)
     assert (parts.activations(), parts.graph_bytes() > 7) == (7, True)
     counts = torch.Size((limits.max_running + 1, config.vocab_size))
     assert [("zeros", counts) in making.made for making in measured] == [True, False]
@@ -114,7 +114,7 @@ def test_splits_that_lie_beside_one_another_are_counted_where_there_may_be_some(
         config = tiny_config(context=context)
         cache_shape = CacheShape(shape=config, context=context, block_size=16, max_running=2, dtype=torch.float32)
         limits = StepLimits(tokens_per_step=32, max_running=2)
-        parts = GpuSetup(tiny_decoder(config), _Noting(), cache_shape, limits, deterministic=False)
+        parts = TritonBackend(tiny_decoder(config), _Noting(), cache_shape, limits, deterministic=False)
         sizes.append((parts.activations(), parts.graph_bytes()))
     step, graphs = (after - before for before, after in zip(*sizes, strict=True))
     assert (step, graphs) == (PARTIAL_BYTES, PARTIAL_BYTES + 2 * _GRAPH_BYTES), "and two steps are captured once more"
@@ -127,7 +127,7 @@ def test_what_is_measured_holds_the_costliest_draws_of_the_host(kind: str, measu
     cache_shape = CacheShape(shape=config, context=64, block_size=16, max_running=4, dtype=torch.float32)
     limits = StepLimits(tokens_per_step=64, max_running=40)
     if kind == "device":
-        GpuSetup(tiny_decoder(config), _Noting(), cache_shape, limits, deterministic=False).activations()
+        TritonBackend(tiny_decoder(config), _Noting(), cache_shape, limits, deterministic=False).activations()
     else:
         TorchBackend(tiny_decoder(config), cache_shape, limits).peaks()
     drawn, made = (40, config.vocab_size), measured[0].made
