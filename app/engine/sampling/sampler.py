@@ -153,7 +153,7 @@ class TorchSampler:
     """A `Sampler` of app/engine/execution/runner.py, on any device."""
 
     def sample(self, logits_SV: Tensor, rows: Items[SamplingInput]) -> list[SampledToken]:
-        """See sample(). Processes rows in pieces to bound the memory of its copies, up to 21 of them in float32."""
+        """See sample(). Processes rows in pieces to bound the memory of its copies, up to 20 of them in float32."""
         piece = max(1, _PIECE_BYTES // (4 * logits_SV.shape[1]))
         pieces = (slice(start, start + piece) for start in range(0, len(rows), piece))
         return [token for part in pieces for token in sample(logits_SV[part], rows[part])]
