@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from app.common.types import Request, RequestStarted, StepReport
-from app.engine_client.supervisor import EngineStopped
 from tests.support.engine_pool import PoolHarness, alone, in_loop
 
 LONG = 400
@@ -104,8 +101,8 @@ def test_the_next_request_goes_to_the_engine_that_has_capacity_first() -> None:
         streams = [harness.submit((who,) * 8, max_tokens=2 if who % 2 else LONG) for who in range(10)]
         assert _loads(harness) == [3, 3]
         harness.step(12)
-        assert [harness.home(stream) for stream in streams[:6]] == [0, 1] * 3
-        assert [harness.home(stream) for stream in streams[6:9]] == [1] * 3
+        assert [stream.engine for stream in streams[:6]] == [0, 1] * 3
+        assert [stream.engine for stream in streams[6:9]] == [1] * 3
         assert await harness.texts() == [alone(stream) for stream in streams]
         assert sum(client.replayed for client in harness.pool.engines) == 0, "no engine has crashed"
 
@@ -136,25 +133,10 @@ def test_all_sequences_of_a_response_run_on_one_engine_while_others_pass() -> No
         forks = harness.submit((1,) * 8, n=4, max_tokens=6)
         other = harness.submit((2,), max_tokens=3)
         harness.step(3)
-        assert [harness.home(stream) for stream in (forks, other)] == [1, 0]
+        assert [stream.engine for stream in (forks, other)] == [1, 0]
         assert forks.queue_position is None and other.queue_position == 1
         harness.streams[0].close()
         assert await harness.texts([forks, other]) == [alone(forks), alone(other)]
         assert {request.id for request in forks.requests} <= set(harness.engines[1].seen)
-
-    in_loop(scenario)
-
-
-def test_requests_of_a_stopped_engine_return_to_the_head_of_the_queue() -> None:
-    async def scenario() -> None:
-        harness = PoolHarness(slots=1)
-        streams = [harness.submit((who,) * 8) for who in range(6)]
-        harness.step(3)
-        harness.engines[0].crash()
-        harness.engines[0].give_up(EngineStopped("three times", 1))
-        harness.step(100)
-        ids = [name for name in harness.engines[1].seen if name in {"r0/0", "r2/0", "r4/0"}]
-        assert ids == ["r0/0", "r2/0", "r4/0"]
-        assert await asyncio.wait_for(harness.texts(), 30) == [alone(stream) for stream in streams]
 
     in_loop(scenario)

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from app.api.metrics import EngineState
 from app.common.errors import NotReady, QueueFull
-from app.common.ipc import WorkerConfig
+from app.common.ipc import Submit, WorkerConfig
 from app.common.settings import Settings
 from app.common.types import Counters, SampledEvent, StepReport
 from app.engine.memory.memory_plan import CacheShape
@@ -94,14 +94,14 @@ def test_a_beginning_comes_back_to_its_engine_and_all_choices_run_on_one() -> No
     async def scenario() -> None:
         harness = PoolHarness(3)
         first = [harness.submit((who,) * 16) for who in range(3)]
-        assert sorted(map(harness.home, first)) == [0, 1, 2]
+        assert sorted(stream.engine for stream in first) == [0, 1, 2]
         await harness.texts()
         for turn in range(1, 4):
             for who in range(3):
                 again = harness.submit((*(who,) * 16, *range(turn * 8)), n=2)
-                assert harness.home(again) == harness.home(first[who])
+                assert again.engine == first[who].engine
                 assert {f"{again.requests[0].id}", f"{again.requests[1].id}"} <= set(
-                    harness.pool.engines[harness.home(first[who])]._streams
+                    harness.pool.engines[first[who].engine]._streams
                 )
             await harness.texts(harness.streams[-3:])
 
@@ -130,7 +130,7 @@ def test_after_a_crash_what_waits_goes_on_elsewhere_and_keeps_its_place() -> Non
         for who in range(8):
             harness.submit((who,) * 8)
         harness.step(3)
-        assert [harness.home(stream) for stream in harness.streams] == [0, 1, 0, 1, 0, 1, None, None]
+        assert [stream.engine for stream in harness.streams] == [0, 1, 0, 1, 0, 1, None, None]
         positions = [stream.queue_position for stream in harness.streams]
         assert positions == [None] * 4 + [0, 1, 2, 3]
         harness.engines[0].crash()
@@ -173,11 +173,11 @@ def test_newcomers_do_not_meet_suspects() -> None:
         for who in range(6):
             harness.submit((who,) * 8, max_tokens=50)
         harness.step(2)
-        shaken = harness.home(harness.streams[0])
+        shaken = harness.streams[0].engine
         harness.engines[shaken].crash()
         harness.engines[shaken].load()
         assert harness.pool.engines[shaken].n_suspects == 2
-        assert harness.home(harness.submit((0,) * 8)) != shaken
+        assert harness.submit((0,) * 8).engine != shaken
         harness.step(8)
         assert harness.pool.engines[shaken].n_suspects == 0
 
@@ -194,8 +194,10 @@ def test_an_engine_that_is_given_up_leaves_all_it_had_to_the_others() -> None:
         harness.engines[0].give_up(EngineStopped("it crashed three times", 1))
         assert harness.pool.ready and not harness.pool._stopped_event.is_set()
         assert await harness.texts() == [alone(stream) for stream in harness.streams]
+        moved = [name for name in harness.engines[1].seen if name in {"r0/0", "r2/0", "r4/0"}]
+        assert moved == ["r0/0", "r2/0", "r4/0"], "they return to the head of the queue in their order"
         stream = harness.submit((1,) * 8)
-        assert harness.home(stream) == 1
+        assert stream.engine == 1
         harness.engines[1].give_up(EngineStopped("so did this one", 1))
         assert await read_text(stream) == "EngineFailed"
         assert str(await asyncio.wait_for(harness.pool.wait_stopped(), 60)) == "so did this one"
@@ -225,10 +227,9 @@ def test_the_end_of_the_service_ends_every_stream_once_and_sends_nothing_about()
         for who in range(6):
             harness.submit((who,) * 8)
         harness.step()
-        homes = [harness.home(stream) for stream in harness.streams]
         await harness.pool.stop()
         assert [await read_text(stream) for stream in harness.streams] == ["NotReady"] * 6
-        assert [harness.home(stream) for stream in harness.streams] == homes
+        assert not any(isinstance(frame, Submit) for engine in harness.engines for frame in engine.frames)
         assert (await asyncio.wait_for(harness.pool.wait_stopped(), 60)).exit_code == 0
 
     in_loop(scenario)
@@ -279,10 +280,10 @@ def test_what_an_engine_that_is_being_killed_may_have_does_not_go_elsewhere() ->
         streams = [harness.submit((who,) * 8) for who in range(6)]
         harness.step(3)
         harness.engines[0].crash()
-        homes = [harness.home(stream) for stream in streams]
+        homes = [stream.engine for stream in streams]
         harness.engines[1].ready = None  # as the supervisor does when it kills
         harness.engines[0].load()
-        assert [harness.home(stream) for stream in streams] == homes
+        assert [stream.engine for stream in streams] == homes
         harness.engines[1].crash()
         harness.engines[1].load()
         assert await harness.texts() == [alone(stream) for stream in streams]
@@ -458,17 +459,17 @@ def test_a_paused_stream_goes_on_at_home_or_where_there_is_an_engine() -> None:
     async def scenario() -> None:
         harness = PoolHarness()
         stream = harness.submit((1,) * 8, max_tokens=30)
-        home = harness.home(stream)
+        home = stream.engine
         harness.step(5)
         stream.pause()
         harness.pool.resume(stream)
-        assert harness.home(stream) == home
+        assert stream.engine == home
         harness.step(5)
         stream.pause()
         harness.step()
         harness.engines[home].crash()
         harness.pool.resume(stream)
-        assert harness.home(stream) == 1 - home
+        assert stream.engine == 1 - home
         assert await harness.texts() == [alone(stream)]
 
     in_loop(scenario)

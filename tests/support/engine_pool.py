@@ -141,10 +141,6 @@ class PoolHarness:
         self.streams.append(self.pool.submit(requests))
         return self.streams[-1]
 
-    def home(self, stream: TokenStream) -> int | None:
-        """The engine that the stream was sent to last."""
-        return stream.engine
-
     def step(self, times: int = 1) -> None:
         for _ in range(times):
             for engine in self.engines:
