@@ -62,6 +62,8 @@ _VERSIONS = ("1.1", "1.0")
 _UNSUPPORTED_VERSION = "this service supports HTTP/1.0 and HTTP/1.1: send the request in one of them"
 _FORBIDDEN_TRAILERS = frozenset((b"connection", b"content-length", b"host", b"transfer-encoding", b"upgrade"))
 """Fields that change how a message is framed or routed (RFC 9110, 6.5.1); llhttp would act on some of them."""
+_PIECE_BYTES = 16384
+"""Input is parsed in pieces, because RequestLimits does not count what follows the parser's last event in a piece."""
 _HEAD_CALLBACKS = ("on_message_begin", "on_url", "on_header", "on_headers_complete")
 
 
@@ -171,9 +173,10 @@ class HttpProtocol(HttpToolsProtocol):
             return
         self._begin_request()
         try:
-            self._request_limits.before_parsing(len(data))
-            self._parse(data)
-            self._request_limits.after_parsing()
+            for start in range(0, len(data), _PIECE_BYTES):
+                self._request_limits.before_parsing(min(_PIECE_BYTES, len(data) - start))
+                self._parse(data[start : start + _PIECE_BYTES])
+                self._request_limits.after_parsing()
             if self._request_limits.phase is ReceivePhase.HEAD and not self._is_busy:
                 self._connections.mark_idle(self.transport, ReceivePhase.HEAD)
         except httptools.HttpParserError as error:

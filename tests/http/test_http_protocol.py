@@ -113,3 +113,10 @@ def test_a_request_hears_of_a_disconnect_while_another_one_waits_behind_it() -> 
         return [bool(received and received.is_complete) for received in result.requests]
 
     assert uvloop.run(run()) == [False], "one request was started, and it received the disconnect"
+
+
+@pytest.mark.parametrize(("before", "statuses"), [(b"", [431]), (b"GET /a HTTP/1.1\r\nHost: x\r\n\r\n", [200])])
+def test_a_head_without_an_end_is_not_buffered_even_in_one_packet(before: bytes, statuses: list[int]) -> None:
+    with Harness() as harness:
+        result = uvloop.run(harness.serve((before + b"GET / HTTP/1.1\r\nX: " + b"x" * 100_000,)))
+    assert (result.statuses, result.is_closed, result.log) == (statuses, True, [])
