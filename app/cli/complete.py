@@ -56,7 +56,7 @@ class Client:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def events(self, body: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-        """(name, data) of each event, to the last. Raises Refused and NoAnswer."""
+        """(name, data) of each event, to the last. Raises ServiceError, ServiceUnreachable."""
         with self._post(body, _STREAM_SECONDS) as response:
             if response.headers.get_content_type() != "text/event-stream":
                 raise ServiceUnreachable(f"{self._url} is not an inkstream service: check --url")
@@ -69,7 +69,7 @@ class Client:
                 raise ServiceError("the stream ended before the text was complete")
 
     def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The response as one object. Raises Refused and NoAnswer."""
+        """The response as one object. Raises ServiceError, ServiceUnreachable."""
         with self._post({**body, "stream": False}, _WHOLE_SECONDS) as response:
             try:
                 content = json.loads(response.read())
@@ -288,7 +288,7 @@ def _prompt(options: argparse.Namespace, parser: argparse.ArgumentParser) -> str
 
 
 def _print_text(client: Client, body: dict[str, Any]) -> None:
-    """Prints the first choice as it streams, then the others. Raises Refused and NoAnswer."""
+    """Prints the first choice as it streams, then the others. Raises ServiceError, ServiceUnreachable."""
     other_choices: dict[int, list[str]] = {}
     count = body.get("n", 1)
     has_output, reasons = False, set[str]()

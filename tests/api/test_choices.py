@@ -155,8 +155,3 @@ def test_more_log_probabilities_than_an_answer_can_hold_are_refused(server: Serv
     assert (response.status_code, response.json()["error"]["param"]) == (400, "logprobs")
     assert "200000" in response.json()["error"]["message"]
     assert httpx.post(f"{server.url}/complete", json={**body, "n": 1, "logprobs": 0}, timeout=60).status_code == 200
-
-
-def test_min_tokens_above_max_tokens_is_refused(server: Server) -> None:
-    response = httpx.post(f"{server.url}/complete", json={"prompt": "a", "min_tokens": 5, "max_tokens": 4})
-    assert response.status_code == 400 and response.json()["error"]["param"] == "min_tokens"

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import codecs
 import json
 import socket
 import time
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +23,6 @@ from app.api.schemas import TokenEvent, Usage
 from app.common.event_loop import LazyTimer
 from app.common.ipc import Cancel, FrameDecoder, FrameReceiver, decode_down, decode_up, encode_frame
 from app.common.types import Counters, FinishReason, Request, RequestStarted, SampledEvent, StepReport
-from app.generation.detokenizer import StreamDecoder
 from app.generation.output_choice import OutputChoice, TextRules
 from app.http import sse
 from tests.support.async_test import async_test
@@ -67,16 +64,6 @@ def test_a_chunk_is_the_encoding_of_its_model(
         reference.started.add(3)
         chunk = kind.chunk_type(**head, choices=[choice], user=user, warnings=warnings, **usage)
         assert responder._chunk(3, text, ()) == f"data: {json.dumps(to_builtins(chunk))}\n\n".encode("ascii")
-
-
-@given(st.text(), st.binary(max_size=6), st.lists(st.integers(0, 40)))
-def test_bytes_cut_anywhere_decode_as_the_codec_decodes_them(text: str, noise: bytes, cuts: list[int]) -> None:
-    data = text.encode("utf-8", "replace") + noise + b"ascii"
-    ours, codec = StreamDecoder(), codecs.getincrementaldecoder("utf-8")(errors="replace")
-    bounds = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
-    for start, stop in pairwise(bounds):
-        assert ours.feed(data[start:stop]) == codec.decode(data[start:stop])
-    assert ours.flush() == codec.decode(b"", final=True)
 
 
 @given(st.lists(st.integers(0, 255), min_size=1))

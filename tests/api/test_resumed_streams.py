@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import signal
@@ -14,7 +13,6 @@ from typing import Any
 import httpx
 import pytest
 
-from app.api.resume_store import ResumeStore
 from tests.support.armed_faults import Faults
 from tests.support.completion_client import Event, parse_events, stream, text_of
 from tests.support.load.concurrent_clients import engine_pid
@@ -139,31 +137,6 @@ def test_a_stream_belongs_to_the_tenant_that_began_it(long_server: Server) -> No
     assert httpx.delete(f"{long_server.url}/complete/{name}", headers=mine).status_code == 200
     events = parse_events(_resume(long_server, name, mine).text)
     assert events[-1].data["choices"][0]["finish_reason"] == "cancelled"
-
-
-def test_streams_that_were_read_to_their_end_make_room_first() -> None:
-    class DisconnectedStream:
-        def __init__(self, name: str, is_finished: bool) -> None:
-            self.name, self.owner, self.is_finished, self.is_closed = name, "", is_finished, False
-
-        def close(self) -> None:
-            self.is_closed = True
-
-    async def visit() -> list[DisconnectedStream]:
-        store, broken = ResumeStore(60.0), [DisconnectedStream(f"b{i}", False) for i in range(200)]
-        streams = [*broken, *(DisconnectedStream(f"f{i}", True) for i in range(300))]
-        for one in streams:
-            store.put(one)
-            store.mark_detached(one)
-        assert sum(not one.is_closed for one in streams) == 256
-        more = [DisconnectedStream(f"m{i}", False) for i in range(256)]
-        for one in more:
-            store.put(one)
-            store.mark_detached(one)
-        assert not any(one.is_closed for one in more), "the oldest go where all broke off"
-        return [one for one in broken if one.is_closed]
-
-    assert len(asyncio.run(visit())) == 200
 
 
 def test_what_cannot_be_resumed_is_said(long_server: Server) -> None:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from app.access.tenant_queue import WorkAccount
 from app.tokenization.text_encoder import TokenizerPool
 from model.tokenizer.tokenizer import SEPARATOR, Tokenizer
+from tests.support.async_test import async_test
 from tests.support.model.tiny_models import TEXT, VOCAB
 from tests.support.servers import Server
 
@@ -143,37 +144,33 @@ def test_the_tokenizer_tells_what_clients_must_know(server: Server) -> None:
 def test_one_model_has_its_facts_and_others_are_not_found(server: Server) -> None:
     listed = httpx.get(f"{server.url}/v1/models").json()["data"][0]
     assert httpx.get(f"{server.url}/v1/models/{listed['id']}").json() == listed
-    for name in ("other", "meta/llama", "a%2Fb", listed["id"] + "/x"):
+    for name in ("", "other", "meta/llama", "a%2Fb", listed["id"] + "/x"):
         response = httpx.get(f"{server.url}/v1/models/{name}")
-        assert (response.status_code, response.json()["error"]["type"]) == (404, "not_found_error")
+        error = response.json()["error"]
+        assert (response.status_code, error["type"], error["code"]) == (404, "not_found_error", "model_not_found")
 
 
-def test_long_work_waits_for_its_turn_and_short_work_does_not() -> None:
-    async def run() -> list[str]:
-        done: list[str] = []
-        texts = TokenizerPool()
-        long_ones = [
-            asyncio.create_task(texts.run(10**6, lambda name=name: done.append(name), WorkAccount())) for name in "ab"
-        ]
-        await texts.run(10, lambda: done.append("short"), WorkAccount())
-        assert done == ["short"]
-        await asyncio.gather(*long_ones)
-        texts.close()
-        return done
-
-    assert asyncio.run(run()) == ["short", "a", "b"]
+@async_test
+async def test_long_work_waits_for_its_turn_and_short_work_does_not() -> None:
+    done: list[str] = []
+    texts = TokenizerPool()
+    long_ones = [
+        asyncio.create_task(texts.run(10**6, lambda name=name: done.append(name), WorkAccount())) for name in "ab"
+    ]
+    await texts.run(10, lambda: done.append("short"), WorkAccount())
+    assert done == ["short"]
+    await asyncio.gather(*long_ones)
+    texts.close()
+    assert done == ["short", "a", "b"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="nice values of threads are Linux's")
-def test_the_event_loop_comes_before_long_work_where_both_want_a_core() -> None:
+@async_test
+async def test_the_event_loop_comes_before_long_work_where_both_want_a_core() -> None:
     def nice() -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
-    async def run() -> tuple[int, int]:
-        texts = TokenizerPool()
-        short, long = await texts.run(10, nice, WorkAccount()), await texts.run(10**6, nice, WorkAccount())
-        texts.close()
-        return short, long
-
-    before = nice()
-    assert asyncio.run(run()) == (before, before + 5)
+    before, texts = nice(), TokenizerPool()
+    assert await texts.run(10, nice, WorkAccount()) == before
+    assert await texts.run(10**6, nice, WorkAccount()) == before + 5
+    texts.close()

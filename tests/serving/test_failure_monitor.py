@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
 from app.serving.service import FailureMonitor
+from tests.support.async_test import async_test
 
 
 class MonitorHarness:
@@ -28,14 +30,12 @@ class MonitorHarness:
                 await asyncio.sleep(0.001)
 
 
-def _run(scenario: Callable[[MonitorHarness], Awaitable[None]]) -> None:
-    async def main() -> None:
-        harness = MonitorHarness()
-        task = asyncio.create_task(harness.monitor.run())
-        await scenario(harness)
-        task.cancel()
-
-    asyncio.run(main())
+@asynccontextmanager
+async def _running() -> AsyncIterator[MonitorHarness]:
+    harness = MonitorHarness()
+    task = asyncio.create_task(harness.monitor.run())
+    yield harness
+    task.cancel()
 
 
 async def _fail(harness: MonitorHarness, times: int) -> None:
@@ -44,8 +44,9 @@ async def _fail(harness: MonitorHarness, times: int) -> None:
     await asyncio.sleep(0.05)
 
 
-def test_failures_in_a_row_that_the_canary_shares_make_it_unready_until_the_canary_succeeds() -> None:
-    async def scenario(harness: MonitorHarness) -> None:
+@async_test
+async def test_failures_in_a_row_that_the_canary_shares_make_it_unready_until_the_canary_succeeds() -> None:
+    async with _running() as harness:
         await _fail(harness, 2)
         assert not harness.canary_runs and not harness.monitor.problem
         await _fail(harness, 1)
@@ -53,11 +54,10 @@ def test_failures_in_a_row_that_the_canary_shares_make_it_unready_until_the_cana
         harness.canary = True
         await harness.until(is_ready=True)
 
-    _run(scenario)
 
-
-def test_one_success_is_enough() -> None:
-    async def scenario(harness: MonitorHarness) -> None:
+@async_test
+async def test_one_success_is_enough() -> None:
+    async with _running() as harness:
         await _fail(harness, 2)
         harness.monitor.record_success()
         await _fail(harness, 2)
@@ -67,23 +67,22 @@ def test_one_success_is_enough() -> None:
         harness.monitor.record_success()
         assert not harness.monitor.problem
 
-    _run(scenario)
-
 
 @pytest.mark.parametrize("canary", [True, None])
-def test_a_canary_that_does_not_fail_keeps_it_ready_and_is_not_asked_too_often(canary: bool | None) -> None:
-    async def scenario(harness: MonitorHarness) -> None:
+@async_test
+async def test_a_canary_that_does_not_fail_keeps_it_ready_and_is_not_asked_too_often(canary: bool | None) -> None:
+    async with _running() as harness:
         harness.canary = canary
         for _ in range(100):
             harness.monitor.record_failure()
         await asyncio.sleep(0.05)
         assert not harness.monitor.problem and 1 <= harness.canary_runs <= 6
 
-    _run(scenario)
 
+@async_test
+async def test_a_success_while_the_canary_runs_outweighs_it() -> None:
+    async with _running() as harness:
 
-def test_a_success_while_the_canary_runs_outweighs_it() -> None:
-    async def scenario(harness: MonitorHarness) -> None:
         async def succeed_meanwhile() -> bool:
             harness.monitor.record_success()
             return False
@@ -91,5 +90,3 @@ def test_a_success_while_the_canary_runs_outweighs_it() -> None:
         harness.monitor._canary = succeed_meanwhile
         await _fail(harness, 3)
         assert not harness.monitor.problem
-
-    _run(scenario)
