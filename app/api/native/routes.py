@@ -18,22 +18,7 @@ from app.api.dependencies import MetricsDep, ResumeStoreDep, ServiceDep, TenantD
 from app.api.openapi import declared
 from app.api.request_handle import RequestHandle
 from app.api.resume_store import ReplayBuffer, ResumeStore
-from app.api.schemas import (
-    Cancellation,
-    Choice,
-    ChoiceEnd,
-    CompleteResponse,
-    CompletionFields,
-    DoneEvent,
-    Prompts,
-    QueueEvent,
-    Receipt,
-    StartEvent,
-    Timings,
-    TokenEvent,
-    TokenIds,
-    Usage,
-)
+from app.api.schemas import CompletionFields, Prompts, TokenIds
 from app.common.event_loop import TimeSlice
 from app.generation.request import CompletionEvent, Delta, Finished, GenerationRequest, Heartbeat, Queued, Started
 from app.http import sse
@@ -66,7 +51,7 @@ class ResumableStream:
         self._handle = handle
         self._resume_store = resume_store
         self._extra = extra
-        self._receipt = Receipt.of(handle.admitted)
+        self._receipt = schemas.Receipt.of(handle.admitted)
         self._replay_buffer = ReplayBuffer(replay_bytes)
         self._finished: dict[int, Finished] = {}
         self.is_finished = self._is_suspended = False
@@ -154,10 +139,10 @@ class ResumableStream:
                     return self._replay_buffer.append(sse.text_event(index, text, self._next_id))
                 tokenizer = self._handle.admitted.tokenizer
                 tokens = [schemas.token(tokenizer, detail) for detail in details]
-                return self._append("token", TokenEvent(index, text, tokens))
+                return self._append("token", schemas.TokenEvent(index, text, tokens))
             case Queued(position):
                 eta_ms = round(self._handle.engine.queue.eta_seconds(position, time.monotonic()) * 1e3)
-                return self._append("queue", QueueEvent(position, eta_ms))
+                return self._append("queue", schemas.QueueEvent(position, eta_ms))
             case Started():
                 return self._append("start", self._start())
             case Finished(index):
@@ -174,8 +159,8 @@ class ResumableStream:
     def _append(self, name: str, data: ResponseModel | dict[str, Any]) -> bytes:
         return self._replay_buffer.append(sse.event(name, data, self._next_id))
 
-    def _start(self) -> StartEvent:
-        return StartEvent(
+    def _start(self) -> schemas.StartEvent:
+        return schemas.StartEvent(
             id=self.name,
             model=self._handle.admitted.instance.model_name,
             weights_version=self._receipt.weights_version,
@@ -186,10 +171,12 @@ class ResumableStream:
             **self._extra,
         )
 
-    def _done(self) -> DoneEvent:
+    def _done(self) -> schemas.DoneEvent:
         session = self._handle.session
-        choices = [ChoiceEnd(i, end.finish_reason, end.stop_reason) for i, end in sorted(self._finished.items())]
-        return DoneEvent(choices, Usage.of(session), Timings.of(session), self._receipt)
+        choices = [
+            schemas.ChoiceEnd(i, end.finish_reason, end.stop_reason) for i, end in sorted(self._finished.items())
+        ]
+        return schemas.DoneEvent(choices, schemas.Usage.of(session), schemas.Timings.of(session), self._receipt)
 
 
 _DEFAULT_MAX_TOKENS = 128
@@ -230,7 +217,7 @@ class CompleteRequest(CompletionFields):
 router = APIRouter(responses=declared(400, 401, 404, 413, 415, 429, 500, 503, 504))
 
 
-@router.post("/complete", response_model=CompleteResponse, openapi_extra=body_schema(CompleteRequest))
+@router.post("/complete", response_model=schemas.CompleteResponse, openapi_extra=body_schema(CompleteRequest))
 async def complete(
     request: Request, service: ServiceDep, metrics: MetricsDep, resume_store: ResumeStoreDep, tenant: TenantDep
 ) -> Response:
@@ -270,13 +257,13 @@ async def resume(
     return _respond(stream, number)
 
 
-@router.delete("/complete/{request_id}", response_model=Cancellation)
+@router.delete("/complete/{request_id}", response_model=schemas.Cancellation)
 async def cancel(request: Request, request_id: str, resume_store: ResumeStoreDep) -> Response:
     """Cancel a completion. Its stream ends with finish_reason "cancelled"."""
     stream = resume_store.find(request_id, owner_of(request))
     if not isinstance(stream, ResumableStream) or not stream.cancel():
         raise ApiError(404, "there is no running request with this id", code="unknown_request")
-    return json_response(Cancellation(request_id, cancelled=True))
+    return json_response(schemas.Cancellation(request_id, cancelled=True))
 
 
 def _respond(stream: ResumableStream, number: int = 0) -> Response:
@@ -296,13 +283,13 @@ def next_number(request_id: str, last_event_id: str | None) -> int:
     return int(number) + 1
 
 
-async def _full_response(handle: RequestHandle, extra: dict[str, Any]) -> CompleteResponse:
+async def _full_response(handle: RequestHandle, extra: dict[str, Any]) -> schemas.CompleteResponse:
     """The response as one object. Raises EngineError."""
     outputs = await handle.collect()
     admitted = handle.admitted
     wants_logprobs = admitted.request.logprobs is not None
     choices = [
-        Choice(
+        schemas.Choice(
             index=output.finished.index,
             finish_reason=output.finished.finish_reason,
             stop_reason=output.finished.stop_reason,
@@ -311,12 +298,12 @@ async def _full_response(handle: RequestHandle, extra: dict[str, Any]) -> Comple
         )
         for output in outputs
     ]
-    return CompleteResponse(
+    return schemas.CompleteResponse(
         id=handle.name,
         model=admitted.instance.model_name,
         choices=choices,
-        usage=Usage.of(handle.session),
-        timings=Timings.of(handle.session),
-        receipt=Receipt.of(admitted),
+        usage=schemas.Usage.of(handle.session),
+        timings=schemas.Timings.of(handle.session),
+        receipt=schemas.Receipt.of(admitted),
         **extra,
     )

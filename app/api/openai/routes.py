@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from app.access.tenant_queue import WorkAccount
 from app.api.dependencies import MetricsDep, ServiceDep, TenantDep, body_schema, check_model, read_body, while_connected
+from app.api.openai import schemas
 from app.api.openai.responder import (
     PING_SECONDS,
     Responder,
@@ -20,20 +21,7 @@ from app.api.openai.responder import (
     legacy_logprobs,
     name_of,
 )
-from app.api.openai.schemas import (
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatLogprobs,
-    ChatMessage,
-    ChatRequest,
-    ChatResponse,
-    ChatToken,
-    ChatTop,
-    CompletionsChoice,
-    CompletionsRequest,
-    CompletionsResponse,
-)
+from app.api.openai.schemas import ChatRequest, CompletionsRequest
 from app.api.openapi import declared
 from app.api.request_handle import CollectedOutput, RequestHandle
 from app.chat.template import ChatTemplate
@@ -47,8 +35,8 @@ router = APIRouter(responses=declared(400, 401, 404, 413, 415, 429, 500, 503, 50
 
 @router.post(
     "/v1/completions",
-    response_model=CompletionsResponse,
-    openapi_extra=body_schema(CompletionsRequest, CompletionsResponse),
+    response_model=schemas.CompletionsResponse,
+    openapi_extra=body_schema(CompletionsRequest, schemas.CompletionsResponse),
 )
 async def completions(request: Request, service: ServiceDep, metrics: MetricsDep, tenant: TenantDep) -> Response:
     """Continue a prompt, as OpenAI's completions endpoint does."""
@@ -63,22 +51,26 @@ async def completions(request: Request, service: ServiceDep, metrics: MetricsDep
 class _CompletionsResponder(Responder):
     """Choices with text and log-probabilities in the legacy format; chunks of a stream have the same format."""
 
-    response_type = CompletionsResponse
+    response_type = schemas.CompletionsResponse
 
-    def full_choice(self, index: int, output: CollectedOutput) -> CompletionsChoice:
+    def full_choice(self, index: int, output: CollectedOutput) -> schemas.CompletionsChoice:
         admitted = self.handle.admitted
         wants_logprobs = admitted.request.logprobs is not None
         logprobs = lazy_legacy_logprobs(admitted.tokenizer, output.tokens) if wants_logprobs else None
-        return CompletionsChoice(index, output.text, logprobs, *_reasons(output.finished))
+        return schemas.CompletionsChoice(index, output.text, logprobs, *_reasons(output.finished))
 
     def chunk_choice(
         self, index: int, text: str, tokens: Sequence[TokenDetail], finished: Finished | None
-    ) -> CompletionsChoice:
+    ) -> schemas.CompletionsChoice:
         logprobs = legacy_logprobs(self.handle.admitted.tokenizer, tokens) if tokens else None
-        return CompletionsChoice(index, text, logprobs, *_reasons(finished))
+        return schemas.CompletionsChoice(index, text, logprobs, *_reasons(finished))
 
 
-@router.post("/v1/chat/completions", response_model=ChatResponse, openapi_extra=body_schema(ChatRequest, ChatChunk))
+@router.post(
+    "/v1/chat/completions",
+    response_model=schemas.ChatResponse,
+    openapi_extra=body_schema(ChatRequest, schemas.ChatChunk),
+)
 async def chat_completions(request: Request, service: ServiceDep, metrics: MetricsDep, tenant: TenantDep) -> Response:
     """Complete a chat, if the weights have a chat template."""
     body = await read_body(request, ChatRequest, service.settings.max_body_bytes)
@@ -105,34 +97,38 @@ async def _render(template: ChatTemplate | None, body: ChatRequest, account: Wor
 class _ChatResponder(Responder):
     """Choices with a message, in a stream with the new part of it."""
 
-    response_type = ChatResponse
-    chunk_type = ChatChunk
+    response_type = schemas.ChatResponse
+    chunk_type = schemas.ChatChunk
 
-    def full_choice(self, index: int, output: CollectedOutput) -> ChatChoice:
+    def full_choice(self, index: int, output: CollectedOutput) -> schemas.ChatChoice:
         admitted = self.handle.admitted
         logprobs = None
         if admitted.request.logprobs is not None:
             content = LazyArray(lambda: ([_chat_token(admitted.tokenizer, detail)] for detail in output.tokens))
-            logprobs = ChatLogprobs(content)
-        return ChatChoice(index, ChatMessage("assistant", output.text), logprobs, *_reasons(output.finished))
+            logprobs = schemas.ChatLogprobs(content)
+        return schemas.ChatChoice(
+            index, schemas.ChatMessage("assistant", output.text), logprobs, *_reasons(output.finished)
+        )
 
     def chunk_choice(
         self, index: int, text: str, tokens: Sequence[TokenDetail], finished: Finished | None
-    ) -> ChatChunkChoice:
-        delta = ChatMessage(None if index in self.started else "assistant", text or None)
+    ) -> schemas.ChatChunkChoice:
+        delta = schemas.ChatMessage(None if index in self.started else "assistant", text or None)
         content = [_chat_token(self.handle.admitted.tokenizer, detail) for detail in tokens]
-        return ChatChunkChoice(index, delta, ChatLogprobs(content) if content else None, *_reasons(finished))
+        return schemas.ChatChunkChoice(
+            index, delta, schemas.ChatLogprobs(content) if content else None, *_reasons(finished)
+        )
 
 
 def _reasons(finished: Finished | None) -> tuple[str | None, str | int | None]:
     return (finished.finish_reason, finished.stop_reason) if finished else (None, None)
 
 
-def _chat_token(tokenizer: Tokenizer, detail: TokenDetail) -> ChatToken:
-    top = [ChatTop(*_chat_fields(tokenizer, token, logprob)) for token, logprob in detail.top]
-    return ChatToken(*_chat_fields(tokenizer, detail.id, detail.logprob or 0.0), top)
+def _chat_token(tokenizer: Tokenizer, detail: TokenDetail) -> schemas.ChatToken:
+    top = [schemas.ChatTop(*_chat_fields(tokenizer, token, logprob)) for token, logprob in detail.top]
+    return schemas.ChatToken(*_chat_fields(tokenizer, detail.id, detail.logprob or 0.0), top)
 
 
 def _chat_fields(tokenizer: Tokenizer, token: int, logprob: float) -> tuple[str, float, list[int]]:
-    """The fields of ChatTop."""
+    """The fields of schemas.ChatTop."""
     return name_of(tokenizer, token), logprob, list(tokenizer.token_bytes(token))
