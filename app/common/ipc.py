@@ -96,7 +96,7 @@ class Ready(Struct, frozen=True, kw_only=True, array_like=True, tag="ready"):
     block_size: int
     has_encoder: bool
     numerics: str
-    """Compute backend: "torch", "native-" and the CPU level, or "triton-" and its version; then "-int8" or "-fp8" if
+    """Compute backend: "torch", "native2-" and the CPU level, or "triton-" and its version; then "-int8" or "-fp8" if
     weights are quantized, and "-deterministic" if all steps on a GPU have one shape."""
     numerics_reason: str
     """Why this backend was chosen, for the log."""

@@ -58,7 +58,7 @@ def test_auto_takes_what_was_found_and_builds_nothing_else(cache_dir: Path) -> N
     assert _choose("auto", Libraries(cache_dir=cache_dir)) == choice, "what came after the start is for the next one"
     choice = _choose("auto", Libraries(found=library, cache_dir=cache_dir))
     assert (choice.library, choice.waits_for_build) == (library, False)
-    assert choice.numerics == f"native-{this_level().name}"
+    assert choice.numerics == f"native2-{this_level().name}"
 
 
 def test_what_a_service_began_with_is_built_again_where_it_is_gone(

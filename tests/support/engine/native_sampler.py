@@ -27,14 +27,14 @@ _UNIT = """
 #include "draw.h"
 extern "C" {
 void probe_exp(const float* x, float* y, int64_t n) {
-    for (int64_t i = 0; i < n; i += sampling::LANES)
-        sampling::store(y + i, sampling::exp_nonpositive(sampling::load(x + i)));
+    for (int64_t i = 0; i < n; i += ink::kLanes)
+        ink::store(y + i, ink::exp(ink::load(x + i)));
 }
 double probe_uniform(int64_t seed, int64_t choice, int64_t position) {
-    return sampling::uniform(seed, choice, position);
+    return ink::uniform(seed, choice, position);
 }
 void probe_philox(uint32_t* counter, const uint32_t* key) {
-    const sampling::Words4 words = sampling::philox({counter[0], counter[1], counter[2], counter[3]}, key[0], key[1]);
+    const ink::Words4 words = ink::philox({counter[0], counter[1], counter[2], counter[3]}, key[0], key[1]);
     std::copy(words.begin(), words.end(), counter);
 }
 }

@@ -33,8 +33,8 @@ struct Blocks {
     const typename W::Number* value(int block) const { return values + table[block] * stride; }
 };
 
-inline void convert_store(Floats x, float* to) { store(to, x); }
-inline void convert_store(Floats x, bf16* to) { store(to, to_bf16(x)); }
+INK_INLINE void convert_store(const Floats& x, float* to) { store(to, x); }
+INK_INLINE void convert_store(const Floats& x, bf16* to) { store(&to->bits, to_bf16(x)); }
 
 // Stores one token's key and value of one head in its slot, both padded with zeros to whole vectors.
 template <class W>
@@ -42,11 +42,11 @@ void store_kv(const Heads& h, const float* k, const float* v, typename W::Number
               int slot) {
     typename W::Number converted[kLanes];
     for (int c = 0; c < h.padded; c += kLanes) {
-        convert_store(load<Floats>(k + c), converted);
+        convert_store(load(k + c), converted);
         for (int i = 0; i < kLanes; i += W::kStep)
             std::memcpy(keys + ((c + i) / W::kStep * kBlock + slot) * W::kStep, converted + i,
                         W::kStep * sizeof *converted);
-        convert_store(load<Floats>(v + c), converted);
+        convert_store(load(v + c), converted);
         typename W::Number* column = values + (slot / W::kStep * h.padded + c) * W::kStep + slot % W::kStep;
         for (int i = 0; i < kLanes; i++) column[i * W::kStep] = converted[i];
     }
@@ -64,14 +64,14 @@ void compute_scores(const Heads& h, const Blocks<W>& blocks, const typename W::N
         }
         Floats sums[R][kBlocksAtOnce] = {};
         for (int s = 0; s < h.padded / W::kStep; s++) {
-            typename W::Vector k[kBlocksAtOnce];
+            typename W::Operand k[kBlocksAtOnce];
             for (int i = 0; i < kBlocksAtOnce; i++) {
                 k[i] = W::weights(keys[i] + s * W::kBytes);
                 __builtin_prefetch(next[i] + s * W::kBytes);
             }
 #pragma GCC unroll 6
             for (int r = 0; r < R; r++) {
-                const typename W::Vector q = W::broadcast(queries[r] + s * W::kStep);
+                const typename W::Operand q = W::broadcast(queries[r] + s * W::kStep);
 #pragma GCC unroll 4
                 for (int i = 0; i < kBlocksAtOnce; i++) sums[r][i] = W::add(k[i], q, sums[r][i]);
             }
@@ -86,24 +86,22 @@ void compute_scores(const Heads& h, const Blocks<W>& blocks, const typename W::N
 // `start`.
 template <class Number>
 float softmax(float* scores, int length, int start, int position, int window, Number* weights) {
-    const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const int oldest = window ? position - window + 1 : 0;
-    const Floats neg_inf = splat(-__builtin_inff());
+    const Floats neg_inf = -__builtin_inff();
     Floats best = neg_inf;
     for (int i = 0; i < length; i += kLanes) {
-        const Ints key = lanes + (start + i);
-        Floats s = load<Floats>(scores + i);
-        if (start + i + kLanes > position + 1 || start + i < oldest) {
-            s = key <= position ? s : neg_inf;
-            s = key >= oldest ? s : neg_inf;
+        const int key = start + i;
+        Floats s = load(scores + i);
+        if (key + kLanes > position + 1 || key < oldest) {
+            s = first_lanes(oldest - key, neg_inf, first_lanes(position + 1 - key, s, neg_inf));
             store(scores + i, s);
         }
         best = larger(best, s);
     }
-    const Floats row_max = splat(largest(best));
+    const float row_max = largest(best);
     Floats total = {};
     for (int i = 0; i < length; i += kLanes) {
-        const Floats weight = exp(load<Floats>(scores + i) - row_max);
+        const Floats weight = exp(load(scores + i) - row_max);
         total += weight;
         convert_store(weight, weights + i);
     }
@@ -122,7 +120,7 @@ void accumulate_values(const Heads& h, const Blocks<W>& blocks, const typename W
         };
         const char *values = at(b), *next = at(std::min(b + 4, n_blocks - 1));
         for (int s = 0; s < kBlock / W::kStep; s++) {
-            typename W::Vector v[P];
+            typename W::Operand v[P];
             for (int i = 0; i < P; i++) {
                 const long offset = (long(s) * h.padded + i * kLanes) * (W::kBytes / kLanes);
                 v[i] = W::weights(values + offset);
@@ -130,7 +128,7 @@ void accumulate_values(const Heads& h, const Blocks<W>& blocks, const typename W
             }
 #pragma GCC unroll 6
             for (int r = 0; r < R; r++) {
-                const typename W::Vector p = W::broadcast(weights + r * stride + b * kBlock + s * W::kStep);
+                const typename W::Operand p = W::broadcast(weights + r * stride + b * kBlock + s * W::kStep);
 #pragma GCC unroll 4
                 for (int i = 0; i < P; i++) sums[r][i] = W::add(v[i], p, sums[r][i]);
             }
@@ -164,14 +162,6 @@ void attend(const Heads& h, const Blocks<W>& blocks, const typename W::Number* c
         accumulate_values<W, R, 4>(h, blocks, weights, length, first, n_blocks, column, totals, outputs);
     for (; column < h.padded; column += kLanes)
         accumulate_values<W, R, 1>(h, blocks, weights, length, first, n_blocks, column, totals, outputs);
-}
-
-template <class W, int R = kQueryRows>
-void attend_rows(int rows, const Heads& h, const Blocks<W>& blocks, const typename W::Number* const* queries,
-                 const int* positions, typename W::Number* const* outputs, float* scratch) {
-    if constexpr (R > 1)
-        if (rows < R) return attend_rows<W, R - 1>(rows, h, blocks, queries, positions, outputs, scratch);
-    attend<W, R>(h, blocks, queries, positions, outputs, scratch);
 }
 
 }  // namespace ink

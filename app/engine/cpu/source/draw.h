@@ -8,7 +8,7 @@
 #include "logprobs.h"
 #include "threads.h"
 
-extern "C" {
+namespace ink {
 
 // Most likely tokens reported for a row, at most.
 constexpr int64_t INK_TOP = 20;
@@ -20,9 +20,6 @@ struct InkSamples {
     int64_t* top_ids;
     double* top_logprobs;
 };
-}
-
-namespace sampling {
 
 inline void sample_row(Scratch& scratch, const float* raw, const InkRow& row, const InkSamples& out, int64_t index) {
     const InkParams& p = *row.params;
@@ -50,7 +47,7 @@ inline int64_t scratch_bytes(int64_t vocab) {
 
 // Runs work(row, scratch) for each row, with a scratch buffer for each thread. Few logits are not worth waking threads.
 template <class Work>
-inline void for_each_row(ink::Pool* pool, char* memory, int64_t rows, int64_t vocab, const Work& work) {
+inline void for_each_row(Pool* pool, char* memory, int64_t rows, int64_t vocab, const Work& work) {
     const int64_t size = scratch_bytes(vocab);
     const auto run_row = [&](int row, int thread) {
         uintptr_t end;
@@ -66,8 +63,6 @@ inline void for_each_row(ink::Pool* pool, char* memory, int64_t rows, int64_t vo
     }
 }
 
-}  // namespace sampling
-
 extern "C" {
 
 // Sizes of the structures above, for callers that fill them from another language.
@@ -75,33 +70,35 @@ int64_t ink_params_bytes() { return sizeof(InkParams); }
 int64_t ink_row_bytes() { return sizeof(InkRow); }
 
 // Bytes of memory that ink_sample() needs for so many threads: all zero at first, not written by the caller afterwards.
-int64_t ink_scratch_bytes(int64_t threads, int64_t vocab) { return threads * sampling::scratch_bytes(vocab); }
+int64_t ink_scratch_bytes(int64_t threads, int64_t vocab) { return threads * scratch_bytes(vocab); }
 
 // Samples one token for each row of float32 logits, `stride` numbers apart. pool: null samples in the calling thread.
 void ink_sample(void* pool, void* memory, const float* logits, int64_t stride, int64_t vocab, int64_t n_rows,
                 const InkRow* rows, int64_t* tokens, double* logprobs, int64_t* top_ids, double* top_logprobs) {
     const InkSamples out{tokens, logprobs, top_ids, top_logprobs};
-    const auto sample = [&](int row, sampling::Scratch& scratch) {
-        sampling::sample_row(scratch, logits + row * stride, rows[row], out, row);
+    const auto sample = [&](int row, Scratch& scratch) {
+        sample_row(scratch, logits + row * stride, rows[row], out, row);
     };
-    sampling::for_each_row(static_cast<ink::Pool*>(pool), static_cast<char*>(memory), n_rows, vocab, sample);
+    for_each_row(static_cast<Pool*>(pool), static_cast<char*>(memory), n_rows, vocab, sample);
 }
 
 // Log-probabilities of given tokens, one for each row of logits, and of the `count` most likely tokens of the row (at
 // most INK_TOP and the vocabulary size). A row with logits that are not finite gets no log-probabilities and token -1.
 void ink_logprobs(void* pool, void* memory, const float* logits, int64_t stride, int64_t vocab, int64_t n_rows,
                   int64_t count, int64_t* tokens, double* logprobs, int64_t* top_ids, double* top_logprobs) {
-    const auto score = [&](int row, sampling::Scratch& scratch) {
+    const auto score = [&](int row, Scratch& scratch) {
         const float* raw = logits + row * stride;
         const bool is_token = tokens[row] >= 0 && tokens[row] < vocab;
         if (!scratch.load_row(raw) || !is_token) {
             tokens[row] = -1;
             return;
         }
-        const sampling::LogSoftmax softmax = sampling::log_softmax_of_row(scratch);
+        const LogSoftmax softmax = log_softmax_of_row(scratch);
         logprobs[row] = softmax.of(raw[tokens[row]]);
-        sampling::write_top_logprobs(scratch, softmax, count, top_ids + row * INK_TOP, top_logprobs + row * INK_TOP);
+        write_top_logprobs(scratch, softmax, count, top_ids + row * INK_TOP, top_logprobs + row * INK_TOP);
     };
-    sampling::for_each_row(static_cast<ink::Pool*>(pool), static_cast<char*>(memory), n_rows, vocab, score);
+    for_each_row(static_cast<Pool*>(pool), static_cast<char*>(memory), n_rows, vocab, score);
 }
 }
+
+}  // namespace ink

@@ -7,22 +7,18 @@ using namespace ink;
 
 namespace {
 
-template <class W>
-long packed_bytes(int panels, int k) {
-    return 2L * panels * ((k + W::kStep - 1) / W::kStep) * W::kBytes;
-}
-
-template <class W, class Source>
-void pack_as(const void* from, int n_rows, int k, int gate_rows, int panels, void* to) {
-    const int steps = (k + W::kStep - 1) / W::kStep;
-    pack<W>(static_cast<const Source*>(from), n_rows, k, gate_rows, panels, steps, static_cast<char*>(to));
+// f of the number format of a product.
+template <class F>
+auto with_format(int is_bf16, int is_int8, F&& f) {
+    if (is_int8) return is_bf16 ? f(I8()) : f(I8F32());
+    return is_bf16 ? f(BF16()) : f(F32());
 }
 
 }  // namespace
 
 extern "C" {
 
-int ink_abi() { return 3; }
+int ink_abi() { return 4; }
 
 // Lets Python check that its structures have the same layout.
 int ink_sizes() { return int(sizeof(InkMatrix) + sizeof(InkOperation) * 1000 + sizeof(InkShape) * 1000000); }
@@ -32,15 +28,15 @@ void* ink_open_pool(int threads, int spins) try { return new Pool(threads, spins
 void ink_close_pool(void* pool) { delete static_cast<Pool*>(pool); }
 
 long ink_packed_bytes(int panels, int k, int is_bf16, int is_int8) {
-    if (is_int8) return is_bf16 ? packed_bytes<I8>(panels, k) : packed_bytes<I8F32>(panels, k);
-    return is_bf16 ? packed_bytes<BF16>(panels, k) : packed_bytes<F32>(panels, k);
+    return with_format(is_bf16, is_int8, [&]<class W>(W) {
+        return 2L * panels * ((k + W::kStep - 1) / W::kStep) * W::kBytes;
+    });
 }
 
 void ink_pack(const void* from, int n_rows, int k, int gate_rows, int panels, int is_bf16, int is_int8, void* to) {
-    if (is_int8 && is_bf16) pack_as<I8, int8_t>(from, n_rows, k, gate_rows, panels, to);
-    else if (is_int8) pack_as<I8F32, int8_t>(from, n_rows, k, gate_rows, panels, to);
-    else if (is_bf16) pack_as<BF16, uint16_t>(from, n_rows, k, gate_rows, panels, to);
-    else pack_as<F32, float>(from, n_rows, k, gate_rows, panels, to);
+    with_format(is_bf16, is_int8, [&]<class W>(W) {
+        pack<W>(static_cast<const char*>(from), n_rows, k, gate_rows, panels, static_cast<char*>(to));
+    });
 }
 
 void* ink_open(const InkShape* shape, void* pool) {

@@ -3,7 +3,7 @@
 
 #include "scratch.h"
 
-namespace sampling {
+namespace ink {
 
 // Sum of weights, and sum of weight times logarithm of weight.
 struct Mass {
@@ -16,30 +16,23 @@ struct Scale {
     INK_INLINE Floats of(Floats logits) const { return (logits - best) * inverse; }
 };
 
-// Mass of a piece, vector by vector: weight_of(index, logarithm) returns the weights and sets their logarithms.
-template <bool MOMENT, class Weigh>
-INK_INLINE Mass mass_of_piece(int64_t start, Weigh weight_of) {
-    Sum16 sum, product;
-    for (int64_t i = start; i < start + PIECE; i += 16)
-        for (int k = 0; k < 16 / LANES; k++) {
-            Floats logarithm{};
-            const Floats weight = weight_of(i + k * LANES, logarithm);
-            sum.add(k, weight);
-            // The logarithm of a zero weight may be -inf.
-            if constexpr (MOMENT) product.add_product(k, logarithm < EXP_CUTOFF ? Floats{} : logarithm, weight);
-        }
-    return {sum.total(), MOMENT ? product.total() : 0.0};
-}
-
-// Mass of the first `count` entries. Also writes the cumulative sum after each piece to scratch.sums.
+// Mass of the first `count` entries: weight_of(index, logarithm) returns the weights of a vector and sets their
+// logarithms. Also writes the cumulative sum after each piece to scratch.sums.
 template <bool MOMENT, class Weigh>
 INK_INLINE Mass mass_of(Scratch& scratch, int64_t count, Weigh weight_of) {
     Mass mass;
-    for (int64_t piece = 0; piece * PIECE < count; piece++) {
-        const Mass more = mass_of_piece<MOMENT>(piece * PIECE, weight_of);
-        mass.total += more.total;
-        mass.moment += more.moment;
-        scratch.sums[piece] = mass.total;
+    for (int64_t start = 0; start < count; start += PIECE) {
+        DoubleSum weights, products;
+        for (int64_t i = start; i < start + PIECE; i += kLanes) {
+            Floats logarithm{};
+            const Floats weight = weight_of(i, logarithm);
+            weights.add(weight);
+            // The logarithm of a zero weight may be -inf.
+            if constexpr (MOMENT) products.add(larger(logarithm, kExpCutoff), weight);
+        }
+        mass.total += weights.total();
+        if constexpr (MOMENT) mass.moment += products.total();
+        scratch.sums[start / PIECE] = mass.total;
     }
     return mass;
 }
@@ -49,7 +42,7 @@ template <bool MOMENT>
 inline Mass compute_row_weights(Scratch& scratch, Scale scale) {
     return mass_of<MOMENT>(scratch, scratch.vocab, [&](int64_t index, Floats& logarithm) {
         logarithm = scale.of(load(scratch.x + index));
-        const Floats weight = exp_nonpositive(logarithm);
+        const Floats weight = exp(logarithm);
         store(scratch.w + index, weight);
         return weight;
     });
@@ -72,11 +65,11 @@ inline Mass mass_of_candidates(Scratch& scratch) {
 // Computes the candidates' weights from their logits.
 inline void compute_candidate_weights(const Candidates& candidates, Scale scale) {
     // Stale values there may be above the largest logit.
-    std::fill(candidates.x + candidates.n, candidates.x + candidates.n + LANES, NEG_INF);
-    for (int64_t i = 0; i < candidates.n; i += LANES) {
+    std::fill(candidates.x + candidates.n, candidates.x + candidates.n + kLanes, NEG_INF);
+    for (int64_t i = 0; i < candidates.n; i += kLanes) {
         const Floats logarithm = scale.of(load(candidates.x + i));
         store(candidates.x + i, logarithm);
-        store(candidates.w + i, exp_nonpositive(logarithm));
+        store(candidates.w + i, exp(logarithm));
     }
     pad_weights(candidates);
 }
@@ -100,4 +93,4 @@ inline int64_t inverse_cdf(const Scratch& scratch, const float* w, int64_t count
     return last;
 }
 
-}  // namespace sampling
+}  // namespace ink

@@ -4,7 +4,7 @@
 #include "threshold_search.h"
 #include "inverse_cdf.h"
 
-namespace sampling {
+namespace ink {
 
 struct TokenLogprob {
     float logprob;
@@ -52,4 +52,4 @@ inline void write_top_logprobs(Scratch& scratch, const LogSoftmax& softmax, int6
     }
 }
 
-}  // namespace sampling
+}  // namespace ink

@@ -3,7 +3,7 @@
 
 #include "scratch.h"
 
-extern "C" {
+namespace ink {
 
 // Parameters that stay the same in every step of a request. `biases` token ids and then as many bias values follow it.
 struct InkParams {
@@ -23,9 +23,6 @@ struct InkRow {
     int64_t stops_length;
     const uint32_t* allowed;  // the grammar's mask, a bit for each token; null allows all
 };
-}
-
-namespace sampling {
 
 INK_INLINE bool is_penalized(const InkParams& p) { return p.repetition != 1 || p.presence != 0 || p.frequency != 0; }
 
@@ -87,16 +84,11 @@ inline void update_dirty_blocks(Scratch& scratch) {
 }
 
 inline void apply_mask(Scratch& scratch, const uint32_t* allowed) {
-    Ints lane_bit;
-    for (int i = 0; i < LANES; i++) lane_bit[i] = 1 << i;
-    const int64_t whole = scratch.vocab / 32;
-    for (int64_t word = 0; word <= whole; word++) {
-        if (word * 32 >= scratch.vocab) break;
-        for (int i = 0; i < 32; i += LANES) {
-            float* at = scratch.x + word * 32 + i;
-            const Ints chosen = (Ints{} + static_cast<int32_t>(allowed[word] >> i)) & lane_bit;
-            store(at, chosen != 0 ? load(at) : Floats{} + NEG_INF);
-        }
+    const Ints lane_bit = Ints(1) << consecutive(0);
+    const auto ban = [](auto bit, Part logit) { return bit != 0 ? logit : NEG_INF - Part{}; };
+    for (int64_t i = 0; i < scratch.vocab; i += kLanes) {
+        const Ints bits = static_cast<int32_t>(allowed[i / 32] >> i % 32);
+        store(scratch.x + i, by_parts(ban, bits & lane_bit, load(scratch.x + i)));
     }
     std::fill(scratch.dirty, scratch.dirty + scratch.blocks, 1);
 }
@@ -127,4 +119,4 @@ inline void adjust_logits(Scratch& scratch, const InkRow& row) {
     if (is_too_early(row)) ban_stop_tokens(scratch, row);
 }
 
-}  // namespace sampling
+}  // namespace ink

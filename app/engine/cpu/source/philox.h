@@ -4,7 +4,7 @@
 #include <array>
 #include <cstdint>
 
-namespace sampling {
+namespace ink {
 
 using Words4 = std::array<uint32_t, 4>;
 
@@ -27,4 +27,4 @@ inline double uniform(int64_t seed, int64_t choice, int64_t position) {
     return (static_cast<double>(words[0] >> 5) * 67108864.0 + static_cast<double>(words[1] >> 6)) * 0x1p-53;
 }
 
-}  // namespace sampling
+}  // namespace ink

@@ -6,7 +6,9 @@
 #pragma once
 
 #include <algorithm>
+#include <functional>
 
+#include "interface.h"
 #include "vectors.h"
 
 namespace ink {
@@ -18,35 +20,38 @@ struct F32 {
     using Number = float;
     static constexpr int kStep = 1;
     static constexpr int kBytes = 64;  // of 16 outputs, one step
-    using Vector = Floats;
-    static Vector weights(const char* at) { return load<Floats>(at); }
-    static Vector broadcast(const Number* x) { return splat(*x); }
-    static Floats add(Vector w, Vector x, Floats sum) { return fma(w, x, sum); }
+    using Operand = Floats;
+    INK_INLINE static Operand weights(const char* at) { return load(reinterpret_cast<const float*>(at)); }
+    INK_INLINE static Operand broadcast(const Number* x) { return *x; }
+    INK_INLINE static Floats add(const Operand& w, const Operand& x, const Floats& sum) { return fma(w, x, sum); }
 };
 
 struct BF16 {
     using Number = bf16;
     static constexpr int kStep = 2;
     static constexpr int kBytes = 64;
-    using Vector = Words;
-    static Vector weights(const char* at) { return load<Words>(at); }
-    static Vector broadcast(const Number* x) {
+    using Operand = Words;
+    INK_INLINE static Operand weights(const char* at) { return load(reinterpret_cast<const uint32_t*>(at)); }
+    INK_INLINE static Operand broadcast(const Number* x) {
         uint32_t pair;
-        std::memcpy(&pair, x, 4);
-        return Words{} + pair;
+        std::memcpy(&pair, x, sizeof pair);
+        return pair;
     }
-    static Floats add(Vector w, Vector x, Floats sum) { return dot_pairs(w, x, sum); }
+    INK_INLINE static Floats add(const Operand& w, const Operand& x, const Floats& sum) { return dot_pairs(w, x, sum); }
 };
 
 // Integers up to 127 are exact in bfloat16; the scale of each output is applied after the sum.
 struct I8 : BF16 {
     static constexpr int kBytes = 32;
-    static Vector weights(const char* at) { return bits(widen(at)) >> 16 | bits(widen(at + 16)); }
+    INK_INLINE static Operand weights(const char* at) {
+        const int8_t* numbers = reinterpret_cast<const int8_t*>(at);
+        return bits<uint32_t>(widen(load(numbers))) >> 16 | bits<uint32_t>(widen(load(numbers + kLanes)));
+    }
 };
 
 struct I8F32 : F32 {
     static constexpr int kBytes = 16;
-    static Vector weights(const char* at) { return widen(at); }
+    INK_INLINE static Operand weights(const char* at) { return widen(load(reinterpret_cast<const int8_t*>(at))); }
 };
 
 // As many accumulators as the registers hold: 32 of 64 bytes with AVX-512, elsewhere 16 of 32 bytes or fewer.
@@ -56,73 +61,68 @@ constexpr int kMostRows = 12, kFewRows = 6;
 constexpr int kMostRows = 3, kFewRows = 1;
 #endif
 
-// R rows by P panels, with all accumulators in registers.
+// R rows by P panels. The accumulators are in registers, since nothing else has their address.
 template <class W, int R, int P>
-inline void multiply(const typename W::Number* x, long stride, const char* panel, long panel_bytes, int steps,
-                     Floats (&sums)[R][2 * P]) {
-    for (int r = 0; r < R; r++)
-        for (int v = 0; v < 2 * P; v++) sums[r][v] = Floats{};
+INK_INLINE void multiply(const typename W::Number* x, long stride, const char* panel, long panel_bytes, int steps,
+                         Floats* results) {
+    Floats sums[R][2 * P] = {};
     // Few rows are bound by memory: prefetch what is needed next. Many rows leave time to prefetch the next panels.
     const long ahead = R <= kFewRows ? 4096 : P * panel_bytes;
     for (int s = 0; s < steps; s++) {
         for (int v = 0; v < 2 * P; v += W::kBytes < 64 ? 2 : 1)
             __builtin_prefetch(panel + (v / 2) * panel_bytes + (2L * s + v % 2) * W::kBytes + ahead, 0, R <= kFewRows ? 3 : 2);
-        typename W::Vector w[2 * P];
+        typename W::Operand w[2 * P];
         for (int v = 0; v < 2 * P; v++)
             w[v] = W::weights(panel + (v / 2) * panel_bytes + (2L * s + v % 2) * W::kBytes);
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
-            const typename W::Vector broadcast = W::broadcast(x + r * stride + s * W::kStep);
+            const typename W::Operand broadcast = W::broadcast(x + r * stride + s * W::kStep);
 #pragma GCC unroll 4
             for (int v = 0; v < 2 * P; v++) sums[r][v] = W::add(w[v], broadcast, sums[r][v]);
         }
     }
+    for (int i = 0; i < R * 2 * P; i++) results[i] = sums[i / (2 * P)][i % (2 * P)];
 }
 
-struct Matrix {
-    const char* packed;
-    int outputs;  // rows of W, a multiple of 32
-    int steps;    // along k
-};
+// Takes the sums of a tile: [rows][panels][2] vectors, from `row` and `panel` on.
+using Epilogue = std::function<void(int row, int rows, int panel, int panels, const Floats* sums)>;
 
-// Calls epilogue(row, output, sums of 16 outputs, sums of the next 16) for every row and panel.
-template <class W, int R, int P, class Epilogue>
-void tile(const typename W::Number* x, long stride, int row, const Matrix& m, int panel, Epilogue&& epilogue) {
-    const long panel_bytes = 2L * m.steps * W::kBytes;
-    Floats sums[R][2 * P];
-    multiply<W, R, P>(x + row * stride, stride, m.packed + panel * panel_bytes, panel_bytes, m.steps, sums);
-    for (int r = 0; r < R; r++)
-        for (int p = 0; p < P; p++) epilogue(row + r, (panel + p) * kPanel, sums[r][2 * p], sums[r][2 * p + 1]);
-}
-
-template <class W, int P, int R, class Epilogue>
-void tile_of(int rows, const typename W::Number* x, long stride, int row, const Matrix& m, int panel,
-             Epilogue&& epilogue) {
-    if constexpr (R > 1)
-        if (rows < R) return tile_of<W, P, R - 1>(rows, x, stride, row, m, panel, epilogue);
-    tile<W, R, P>(x, stride, row, m, panel, epilogue);
+// f(n) for n from 1 to MOST, with n as a constant.
+template <int MOST, class F>
+void with_constant(int n, F&& f) {
+    if constexpr (MOST > 1)
+        if (n < MOST) return with_constant<MOST - 1>(n, f);
+    f(std::integral_constant<int, MOST>());
 }
 
 // Rows [first, last) of x times panels [panel, end).
-template <class W, class Epilogue>
-void product(const typename W::Number* x, long stride, int first, int last, const Matrix& m, int panel, int end,
-             Epilogue&& epilogue) {
-    const int rows = last - first;
+template <class W>
+void product(const typename W::Number* x, long stride, int first, int last, const InkMatrix& m, int panel, int end,
+             const Epilogue& epilogue) {
+    const long panel_bytes = 2L * m.steps * W::kBytes;
+    const auto tile = [&]<int R, int P>(int row, std::integral_constant<int, R>, std::integral_constant<int, P>) {
+        Floats sums[R * 2 * P];
+        const char* packed = static_cast<const char*>(m.packed) + panel * panel_bytes;
+        multiply<W, R, P>(x + row * stride, stride, packed, panel_bytes, m.steps, sums);
+        epilogue(row, R, panel, P, sums);
+    };
+    const int rows = last - first, tiles = (rows + kMostRows - 1) / kMostRows;
     if (rows <= kFewRows)
-        for (; panel + 1 < end; panel += 2) tile_of<W, 2, kFewRows>(rows, x, stride, first, m, panel, epilogue);
-    const int tiles = (rows + kMostRows - 1) / kMostRows;
+        for (; panel + 1 < end; panel += 2)
+            with_constant<kFewRows>(rows, [&](auto r) { tile(first, r, std::integral_constant<int, 2>()); });
     for (; panel < end; panel++)
         for (int t = 0; t < tiles; t++) {
             const int from = first + rows * t / tiles, to = first + rows * (t + 1) / tiles;
-            tile_of<W, 1, kMostRows>(to - from, x, stride, from, m, panel, epilogue);
+            with_constant<kMostRows>(to - from, [&](auto r) { tile(from, r, std::integral_constant<int, 1>()); });
         }
 }
 
 // Copies W [n_rows, k] into panels. `gate_rows`: if not 0, W is a gate matrix stacked on an up matrix of so many rows
 // each, and a panel holds 16 rows of the gate and the same 16 of up. Rows and steps beyond the matrix are zeros.
-template <class W, class Source>
-void pack(const Source* from, int n_rows, int k, int gate_rows, int panels, int steps, char* to) {
+template <class W>
+void pack(const char* from, int n_rows, int k, int gate_rows, int panels, char* to) {
     constexpr int numbers = W::kStep, size = W::kBytes / kLanes / numbers;
+    const int steps = (k + numbers - 1) / numbers;
     std::fill(to, to + 2L * panels * steps * W::kBytes, 0);
     for (int output = 0; output < panels * kPanel; output++) {
         const int panel = output / kPanel, vector = output % kPanel / kLanes, lane = output % kLanes;
@@ -133,7 +133,7 @@ void pack(const Source* from, int n_rows, int k, int gate_rows, int panels, int 
         for (int i = 0; i < k; i++) {
             // A bfloat16 pair is in one lane; in int8 the even numbers come first, then the odd ones.
             const int within = size == 1 ? i % numbers * kLanes + lane : lane * numbers + i % numbers;
-            std::memcpy(column + 2L * (i / numbers) * W::kBytes + within * size, from + long(row) * k + i, size);
+            std::memcpy(column + 2L * (i / numbers) * W::kBytes + within * size, from + (long(row) * k + i) * size, size);
         }
     }
 }

@@ -6,7 +6,7 @@
 #include "threshold_search.h"
 #include "inverse_cdf.h"
 
-namespace sampling {
+namespace ink {
 
 // Lower temperatures are raised to this one, which float32 can still distinguish from 0.
 constexpr double COLDEST = 1e-30;
@@ -54,8 +54,8 @@ inline void apply_top_p(Scratch& scratch, double probability, double total) {
 
 inline void apply_min_p(const Candidates& candidates, double min_p) {
     Floats best{};
-    for (int64_t i = 0; i < candidates.n; i += LANES) best = elementwise_max(load(candidates.w + i), best);
-    zero_below(candidates, static_cast<float>(min_p) * horizontal_max<LANES>(best));
+    for (int64_t i = 0; i < candidates.n; i += kLanes) best = larger(load(candidates.w + i), best);
+    zero_below(candidates, static_cast<float>(min_p) * largest(best));
 }
 
 // The weight below which no token of the vocabulary can pass the filters: the total weight of all such tokens is less
@@ -78,8 +78,8 @@ inline Mass collect_likely(Scratch& scratch, const InkParams& p, Scale scale) {
     const float smallest = std::numeric_limits<float>::denorm_min();
     const float least = std::max(lowest_sampled_weight(p, mass, scratch.vocab), smallest);
     // A block is skipped if its largest logit has too little weight; the factor allows for the error of exp.
-    for (int64_t i = 0; i < scratch.blocks; i += LANES)
-        store(scratch.block_max + i, exp_nonpositive(scale.of(load(scratch.block_max + i))) * 1.0001f);
+    for (int64_t i = 0; i < scratch.blocks; i += kLanes)
+        store(scratch.block_max + i, exp(scale.of(load(scratch.block_max + i))) * 1.0001f);
     const Candidates& candidates = scratch.candidates;
     collect_candidates(scratch, scratch.w, scratch.block_max, least, candidates.w);
     for (int64_t i = 0; typical && i < candidates.n; i++)
@@ -121,4 +121,4 @@ inline int64_t sample_token(Scratch& scratch, const InkParams& p, float best, do
     return inverse_cdf(scratch, scratch.w, scratch.vocab, number);
 }
 
-}  // namespace sampling
+}  // namespace ink

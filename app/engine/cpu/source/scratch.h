@@ -5,9 +5,9 @@
 #include <cmath>
 #include <limits>
 
-#include "draw_vectors.h"
+#include "vectors.h"
 
-namespace sampling {
+namespace ink {
 
 constexpr int64_t BLOCK = 64;   // tokens that share a maximum
 constexpr int64_t PIECE = 256;  // tokens that share a sum; rows are padded to whole pieces with -inf
@@ -70,46 +70,38 @@ struct Scratch {
     INK_INLINE void update_block_max(int64_t block) {
         const float* from = x + block * BLOCK;
         Floats best = load(from);
-        for (int64_t i = LANES; i < BLOCK; i += LANES) best = elementwise_max(load(from + i), best);
-        block_max[block] = horizontal_max<LANES>(best);
+        for (int64_t i = kLanes; i < BLOCK; i += kLanes) best = larger(load(from + i), best);
+        block_max[block] = largest(best);
     }
 
     float best() const {
         Floats found = load(block_max);
-        for (int64_t i = LANES; i < (blocks + 15) / 16 * 16; i += LANES)
-            found = elementwise_max(load(block_max + i), found);
-        return horizontal_max<LANES>(found);
+        for (int64_t i = kLanes; i < (blocks + 15) / 16 * 16; i += kLanes)
+            found = larger(load(block_max + i), found);
+        return largest(found);
     }
 
     // Copies a row of logits, and returns whether all of them are finite.
     bool load_row(const float* raw) {
         const int64_t whole = vocab / BLOCK;
-        Ints largest[4] = {};
+        Floats zeros[BLOCK / kLanes] = {};  // NaN if a logit is not finite
         for (int64_t block = 0; block < whole; block++) {
-            const float* from = raw + block * BLOCK;
-            Floats found[4];
-            for (int64_t i = 0; i < BLOCK; i += LANES) {
-                const int k = i / LANES % 4;
-                const Floats value = load(from + i);
+            for (int64_t i = 0; i < BLOCK; i += kLanes) {
+                const Floats value = load(raw + block * BLOCK + i);
                 store(x + block * BLOCK + i, value);
-                found[k] = i < 4 * LANES ? value : elementwise_max(value, found[k]);
-                const Ints magnitude = bits<Ints>(value) & 0x7FFFFFFF;
-                largest[k] = magnitude > largest[k] ? magnitude : largest[k];
+                zeros[i / kLanes] = fma(value, Floats{}, zeros[i / kLanes]);
             }
-            const Floats first = elementwise_max(found[0], found[1]), second = elementwise_max(found[2], found[3]);
-            block_max[block] = horizontal_max<LANES>(elementwise_max(first, second));
+            update_block_max(block);
         }
+        float zero = sum(zeros[0] + zeros[1] + zeros[2] + zeros[3]);
         std::fill(x + whole * BLOCK, x + pieces * PIECE, NEG_INF);
         std::fill(block_max + whole, block_max + (blocks + 15) / 16 * 16, NEG_INF);
-        bool finite = true;
         for (int64_t i = whole * BLOCK; i < vocab; i++) {
             x[i] = raw[i];
-            finite = finite && std::isfinite(raw[i]);
+            zero += raw[i] * 0.0f;
         }
         for (int64_t block = whole; block < blocks; block++) update_block_max(block);
-        for (const Ints& each : largest)
-            for (int i = 0; i < LANES; i++) finite = finite && each[i] < 0x7F800000;
-        return finite;
+        return zero == 0;
     }
 };
 
@@ -119,4 +111,4 @@ INK_INLINE uint64_t key_of(float value) {
     return raw & 0x80000000u ? ~raw : raw | 0x80000000u;
 }
 
-}  // namespace sampling
+}  // namespace ink

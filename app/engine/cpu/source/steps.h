@@ -6,6 +6,7 @@
 #pragma once
 
 #include <chrono>
+#include <tuple>
 
 #include "attend.h"
 #include "elementwise.h"
@@ -63,9 +64,9 @@ class Decoder : public Executor {
         for (int i = 0; i < n_rows; i++)
             norm(shape_.final_norm, floats(kResidual, rows[i]), shape_.width, shape_.final_weight, shape_.final_bias,
                  shape_.eps, [&](int c, Floats y) { convert_store(y, head_.data() + long(i) * columns + c); });
-        multiply(*shape_.head, head_.data(), columns, n_rows, [&](int row, int output, Floats a, Floats b) {
-            float* to = logits + row * stride;
-            store_logits(to, output, a), store_logits(to, output + kLanes, b);
+        multiply(*shape_.head, head_.data(), columns, n_rows, [&](int row, int output, const Floats& a, const Floats& b) {
+            float* to = logits + row * stride + output;
+            store_logits(to, a), store_logits(to + kLanes, b);
         });
     }
 
@@ -142,7 +143,7 @@ class Decoder : public Executor {
 
     template <class P>
     static void unpack(const char* at, int lane, float* parts) {
-        const typename P::Vector w = P::weights(at);
+        const typename P::Operand w = P::weights(at);
         if constexpr (P::kStep == 1) {
             parts[0] = w[lane];
         } else {
@@ -158,51 +159,52 @@ class Decoder : public Executor {
         });
     }
 
-    template <class Epilogue>
-    void multiply(const InkMatrix& m, const Number* x, long stride, int n_rows, Epilogue&& epilogue) {
-        if (m.is_int8) multiply_as<Q>(m, x, stride, n_rows, epilogue);
-        else multiply_as<W>(m, x, stride, n_rows, epilogue);
-    }
-
-    // A task is a pair of panels, and with many rows a block of rows that fits the L2 cache.
-    template <class P, class Epilogue>
-    void multiply_as(const InkMatrix& m, const Number* x, long stride, int n_rows, Epilogue&& epilogue) {
-        const Matrix matrix = {static_cast<const char*>(m.packed), m.outputs, m.steps};
+    // Calls finish(row, output, 16 numbers, the next 16) for every row and every 32 outputs. A task is a pair of panels,
+    // and with many rows a block of rows that fits the L2 cache.
+    template <class F>
+    void multiply(const InkMatrix& m, const Number* x, long stride, int n_rows, F&& finish) {
         const int panels = m.outputs / kPanel, pairs = (panels + 1) / 2;
         const int blocks = (n_rows + kRowsPerBlock - 1) / kRowsPerBlock;
-        const auto finish_product = [&](int row, int output, Floats a, Floats b) {
-            if (m.scale) a *= load<Floats>(m.scale + output), b *= load<Floats>(m.scale + output + kLanes);
-            if (m.bias) a += load<Floats>(m.bias + output), b += load<Floats>(m.bias + output + kLanes);
-            epilogue(row, output, a, b);
+        const Epilogue epilogue = [&](int row, int rows, int panel, int panels, const Floats* sums) {
+            const auto [scale, bias, to] = std::tuple(m.scale, m.bias, finish);  // no store below changes a copy
+            for (int r = 0; r < rows; r++)
+                for (int output = panel * kPanel; output < (panel + panels) * kPanel; output += kPanel) {
+                    Floats a = *sums++, b = *sums++;
+                    if (scale) a *= load(scale + output), b *= load(scale + output + kLanes);
+                    if (bias) a += load(bias + output), b += load(bias + output + kLanes);
+                    to(row + r, output, a, b);
+                }
         };
         pool_.run(blocks * pairs, [&](int task, int) {
-            const int block = task / pairs, panel = task % pairs * 2;
-            product<P>(x, stride, n_rows * block / blocks, n_rows * (block + 1) / blocks, matrix, panel,
-                       std::min(panel + 2, panels), finish_product);
+            const int block = task / pairs, first = n_rows * block / blocks, last = n_rows * (block + 1) / blocks;
+            const int panel = task % pairs * 2, end = std::min(panel + 2, panels);
+            if (m.is_int8) product<Q>(x, stride, first, last, m, panel, end, epilogue);
+            else product<W>(x, stride, first, last, m, panel, end, epilogue);
         });
     }
 
     void linear(const InkOperation& op) {
-        const Number* x = numbers(op.in, 0);
-        const long stride = shape_.register_columns[op.in];
-        const int n_rows = int(rows_.size());
+        const int n_rows = int(rows_.size()), flag = op.flag;
+        const long columns = shape_.register_columns[op.out];
+        const auto product = [&](auto finish) {
+            multiply(*op.matrix, numbers(op.in, 0), shape_.register_columns[op.in], n_rows, finish);
+        };
+        if (is_float(op.out)) {
+            float* to = floats(op.out, 0);
+            const bool adds = op.out == kResidual;
+            return product([=](int row, int output, const Floats& a, const Floats& b) {
+                float* at = to + row * columns + output;
+                store(at, adds ? load(at) + a : a), store(at + kLanes, adds ? load(at + kLanes) + b : b);
+            });
+        }
+        Number* to = numbers(op.out, 0);
         if (op.gated)
-            return multiply(*op.matrix, x, stride, n_rows, [&](int row, int output, Floats gate, Floats up) {
-                convert_store(activate(op.flag, gate) * up, numbers(op.out, row) + output / 2);
+            return product([=](int row, int output, const Floats& gate, const Floats& up) {
+                convert_store(activate(flag, gate) * up, to + row * columns + output / 2);
             });
-        if (op.out == kResidual)
-            return multiply(*op.matrix, x, stride, n_rows, [&](int row, int output, Floats a, Floats b) {
-                float* to = floats(kResidual, row) + output;
-                store(to, load<Floats>(to) + a), store(to + kLanes, load<Floats>(to + kLanes) + b);
-            });
-        multiply(*op.matrix, x, stride, n_rows, [&](int row, int output, Floats a, Floats b) {
-            if (is_float(op.out)) {
-                float* to = floats(op.out, row) + output;
-                store(to, a), store(to + kLanes, b);
-            } else {
-                Number* to = numbers(op.out, row) + output;
-                convert_store(activate(op.flag, a), to), convert_store(activate(op.flag, b), to + kLanes);
-            }
+        product([=](int row, int output, const Floats& a, const Floats& b) {
+            Number* at = to + row * columns + output;
+            convert_store(activate(flag, a), at), convert_store(activate(flag, b), at + kLanes);
         });
     }
 
@@ -226,7 +228,7 @@ class Decoder : public Executor {
         std::vector<float>& buffer = padded_[thread];
         for (int head = 0; head < shape_.query_heads; head++)
             for (int c = 0; c < heads_.padded; c += kLanes)
-                convert_store(load<Floats>(padded(q + head * width, buffer, 0) + c),
+                convert_store(load(padded(q + head * width, buffer, 0) + c),
                               numbers(kQueries, row) + head * heads_.padded + c);
         const float* k = q + shape_.query_heads * width;
         const int block = table[position / kBlock];
@@ -271,7 +273,9 @@ class Decoder : public Executor {
         }
         const long stride = shape_.kv_heads * heads_.block_numbers();
         const Blocks<W> blocks = {cache(op.layer, 0, 0, head), cache(op.layer, 1, 0, head), rows_[task.row].table, stride};
-        attend_rows<W>(task.count, heads_, blocks, queries, positions, outputs, scratch);
+        with_constant<kQueryRows>(task.count, [&](auto rows) {
+            attend<W, rows.value>(heads_, blocks, queries, positions, outputs, scratch);
+        });
     }
 
     void add(const InkOperation& op, int row) {
@@ -283,10 +287,10 @@ class Decoder : public Executor {
     static float as_float(float x) { return x; }
     static float as_float(bf16 x) { return to_float(x); }
 
-    void store_logits(float* to, int output, Floats x) {
+    void store_logits(float* to, const Floats& x) {
+        store(to, x);
         if (shape_.soft_cap > 0)
-            for (int i = 0; i < kLanes; i++) x[i] = shape_.soft_cap * std::tanh(x[i] / shape_.soft_cap);
-        store(to + output, x);
+            for (int i = 0; i < kLanes; i++) to[i] = shape_.soft_cap * std::tanh(to[i] / shape_.soft_cap);
     }
 
     const InkShape shape_;

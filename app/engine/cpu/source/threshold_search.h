@@ -3,7 +3,7 @@
 
 #include "scratch.h"
 
-namespace sampling {
+namespace ink {
 
 struct Keyed {
     uint64_t key;
@@ -72,12 +72,6 @@ inline float kth_largest(const Scratch& scratch, const float* values, int64_t co
     return std::max(-FLOAT_MAX, value_of(find_threshold(scratch, scratch.key, nullptr, count, static_cast<double>(k))));
 }
 
-INK_INLINE Ints consecutive_ids(int64_t first) {
-    Ints ids;
-    for (int i = 0; i < LANES; i++) ids[i] = i;
-    return ids + static_cast<int32_t>(first);
-}
-
 // Collects the tokens whose value is at least `least`, which is above -inf, and writes their values to `to`, an array
 // of the candidates; skips blocks whose maximum is below.
 inline void collect_candidates(Scratch& scratch, const float* values, const float* block_max, float least, float* to) {
@@ -85,22 +79,20 @@ inline void collect_candidates(Scratch& scratch, const float* values, const floa
     candidates.n = 0;
     for (int64_t block = 0; block < scratch.blocks; block++) {
         if (!(block_max[block] >= least)) continue;
-        for (int64_t i = block * BLOCK; i < (block + 1) * BLOCK; i += LANES)
+        for (int64_t i = block * BLOCK; i < (block + 1) * BLOCK; i += kLanes)
             candidates.n +=
-                compress(values + i, consecutive_ids(i), least, to + candidates.n, candidates.id + candidates.n);
+                compress(values + i, bits<uint32_t>(consecutive(static_cast<int32_t>(i))), least, to + candidates.n, candidates.id + candidates.n);
     }
 }
 
 // Keeps the candidates whose logit is at least `least`, which is above -inf.
 inline void filter_candidates(Candidates& candidates, float least) {
-    std::fill(candidates.x + candidates.n, candidates.x + candidates.n + LANES, NEG_INF);
+    std::fill(candidates.x + candidates.n, candidates.x + candidates.n + kLanes, NEG_INF);
     int64_t n = 0;
-    for (int64_t i = 0; i < candidates.n; i += LANES) {
-        Ints ids;
-        memcpy(&ids, candidates.id + i, sizeof ids);
-        n += compress(candidates.x + i, ids, least, candidates.x + n, candidates.id + n);
+    for (int64_t i = 0; i < candidates.n; i += kLanes) {
+        n += compress(candidates.x + i, load(candidates.id + i), least, candidates.x + n, candidates.id + n);
     }
     candidates.n = n;
 }
 
-}  // namespace sampling
+}  // namespace ink

@@ -1,141 +1,282 @@
-// Vector types: sixteen float32 lanes, and pairs of bfloat16 in each lane.
+// The vector layer of products, attention and sampling: sixteen lanes on every CPU.
 //
-// Uses the vector extensions of GCC and Clang, which every machine has, and intrinsics where one instruction does it.
+// A vector has one part for each register that sixteen lanes need: one with AVX-512, two with AVX2, four elsewhere.
+// (GCC 12 keeps vectors that are larger than a register in memory.) Every function rounds alike on every CPU, and every
+// sum has one order, so all levels give the same bits.
 #pragma once
 
 #include <cstdint>
-#include <initializer_list>
 #include <cstring>
+#include <type_traits>
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
+
+#define INK_INLINE inline __attribute__((always_inline))
 
 namespace ink {
 
 constexpr int kLanes = 16;
 
-typedef float Floats __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint32_t Words __attribute__((vector_size(64)));
-typedef uint16_t Halves __attribute__((vector_size(32)));
-typedef int8_t Bytes __attribute__((vector_size(16)));
+// Lanes of a part.
+#if defined(__AVX512F__)
+constexpr int kPart = 16;
+#elif defined(__AVX2__)
+constexpr int kPart = 8;
+#else
+constexpr int kPart = 4;
+#endif
+constexpr int kParts = kLanes / kPart;
+
+// N numbers in a register, or in a piece of one, with the operators of the compiler's vector extension.
+template <class T, int N>
+struct PartType {
+    typedef T type __attribute__((vector_size(N * sizeof(T))));
+};
+template <class T, int N = kPart>
+using PartOf = typename PartType<T, N>::type;
+using Part = PartOf<float>;
+
+template <class P>
+using Element = std::remove_cvref_t<decltype(P{}[0])>;
+
+// f(0), f(1), ..., for each part.
+template <class F>
+INK_INLINE void for_each_part(F f) {
+    f(0);
+    if constexpr (kParts > 1) f(1);
+    if constexpr (kParts > 2) f(2), f(3);
+}
+
+// Sixteen numbers. A number converts to the vector that has it in every lane.
+template <class T>
+struct Vector {
+    PartOf<T> part[kParts];
+
+    Vector() = default;
+    INK_INLINE Vector(T x) {
+        for_each_part([&](int i) { part[i] = x - PartOf<T>{}; });  // x + 0 would turn -0 into 0
+    }
+    INK_INLINE T operator[](int lane) const { return part[lane / kPart][lane % kPart]; }
+
+#define INK_OPERATOR(op)                                                       \
+    friend INK_INLINE Vector operator op(const Vector& a, const Vector& b) {   \
+        return by_parts([](auto x, auto y) { return x op y; }, a, b);          \
+    }
+    INK_OPERATOR(+) INK_OPERATOR(-) INK_OPERATOR(*) INK_OPERATOR(/)
+    INK_OPERATOR(&) INK_OPERATOR(|) INK_OPERATOR(<<) INK_OPERATOR(>>)
+#undef INK_OPERATOR
+    INK_INLINE void operator+=(const Vector& b) { *this = *this + b; }
+    INK_INLINE void operator*=(const Vector& b) { *this = *this * b; }
+};
+
+using Floats = Vector<float>;
+using Ints = Vector<int32_t>;
+using Words = Vector<uint32_t>;
+
+// f of vectors, part by part.
+template <class F, class... T>
+INK_INLINE auto by_parts(F f, const Vector<T>&... v) {
+    Vector<Element<decltype(f(v.part[0]...))>> result;
+    for_each_part([&](int i) { result.part[i] = f(v.part[i]...); });
+    return result;
+}
+
+template <class T>
+INK_INLINE Vector<T> load(const T* from) {
+    Vector<T> v;
+    for_each_part([&](int i) { std::memcpy(&v.part[i], from + i * kPart, sizeof v.part[i]); });
+    return v;
+}
+
+template <class T>
+INK_INLINE void store(T* to, const Vector<T>& v) {
+    for_each_part([&](int i) { std::memcpy(to + i * kPart, &v.part[i], sizeof v.part[i]); });
+}
+
+// The same bits as another type: of a number, and of each number of a vector.
+template <class To, class From>
+INK_INLINE To bits(From value) {
+    static_assert(sizeof(To) == sizeof(From));
+    To same;
+    std::memcpy(&same, &value, sizeof same);
+    return same;
+}
+template <class To, class From>
+INK_INLINE Vector<To> bits(const Vector<From>& v) {
+    return by_parts([](auto part) { return (PartOf<To>)part; }, v);
+}
+
+// a * b + c, rounded once.
+INK_INLINE Part fma(Part a, Part b, Part c) {
+#if defined(__AVX512F__)
+    return (Part)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (Part)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON)
+    return (Part)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    for (int i = 0; i < kPart; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
+#endif
+}
+
+INK_INLINE Floats fma(const Floats& a, const Floats& b, const Floats& c) {
+    return by_parts([](Part x, Part y, Part z) { return fma(x, y, z); }, a, b, c);
+}
+
+// A polynomial, with the coefficient of the highest power first.
+template <class... C>
+INK_INLINE Part polynomial(Part x, float first, C... others) {
+    Part p = first - Part{};
+    ((p = fma(p, x, others - Part{})), ...);
+    return p;
+}
+
+// e^x to 1.5 units in the last place; 0 below kExpCutoff, near which float32 loses precision. NaN stays NaN.
+//
+// x = n ln 2 + r with |r| <= ln 2 / 2. ln 2 is split in two parts, so that n times the first part is exact. e^r is a
+// Taylor series that ends where the remainder is below a tenth of a unit in the last place.
+constexpr float kExpCutoff = -86.0f;
+
+INK_INLINE Part exp(Part x) {
+    constexpr float kLog2E = 1.44269504088896341f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
+    constexpr float kRounding = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest whole number in the low bits
+    const Part clamped = x > 88.0f ? 88.0f - Part{} : x;
+    const Part shifted = clamped * kLog2E + kRounding, n = shifted - kRounding;
+    const Part r = fma(n, -kLn2Low - Part{}, fma(n, -kLn2High - Part{}, clamped));
+    const Part e = polynomial(r, 1.0f / 5040, 1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f);
+    const auto power = ((PartOf<int32_t>)shifted - bits<int32_t>(kRounding) + 127) << 23;
+    return x < kExpCutoff ? Part{} : e * (Part)power;
+}
+
+INK_INLINE Floats exp(const Floats& x) {
+    return by_parts([](Part part) { return exp(part); }, x);
+}
+
+// The larger of two numbers, or of two parts lane by lane.
+constexpr auto kLarger = [](auto a, auto b) { return a > b ? a : b; };
+constexpr auto kPlus = [](auto a, auto b) { return a + b; };
+
+INK_INLINE Floats larger(const Floats& a, const Floats& b) { return by_parts(kLarger, a, b); }
+
+// Combines lanes 0 and 8, 1 and 9, ..., then the halves of what is left: one order on every CPU.
+template <class P, class F>
+INK_INLINE auto fold(P x, F f) {
+    constexpr int n = sizeof(P) / sizeof(Element<P>);
+    PartOf<Element<P>, n / 2> half[2];
+    std::memcpy(half, &x, sizeof x);
+    if constexpr (n == 2) return f(half[0][0], half[1][0]);
+    else return fold(f(half[0], half[1]), f);
+}
+template <class P, int N, class F>
+INK_INLINE auto fold(const P (&parts)[N], F f) {
+    if constexpr (N == 1) {
+        return fold(parts[0], f);
+    } else {
+        P half[N / 2];
+        for (int i = 0; i < N / 2; i++) half[i] = f(parts[i], parts[i + N / 2]);
+        return fold(half, f);
+    }
+}
+
+INK_INLINE float sum(const Floats& x) { return fold(x.part, kPlus); }
+INK_INLINE float largest(const Floats& x) { return fold(x.part, kLarger); }
+
+INK_INLINE Ints consecutive(int32_t first) {
+    constexpr int32_t lanes[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return load(lanes) + first;
+}
+
+// The first n lanes of a, the others of b.
+INK_INLINE Floats first_lanes(int n, const Floats& a, const Floats& b) {
+    return by_parts([n](auto lane, Part x, Part y) { return lane < n ? x : y; }, consecutive(0), a, b);
+}
 
 struct bf16 {
     uint16_t bits;
 };
 
-template <class V>
-inline V load(const void* from) {
-    V v;
-    std::memcpy(&v, from, sizeof v);
-    return v;
-}
-
-template <class V>
-inline void store(void* to, V v) {
-    std::memcpy(to, &v, sizeof v);
-}
-
-inline Floats splat(float x) { return Floats{} + x; }
-
-inline Words bits(Floats x) { return (Words)x; }
-
-inline Floats floats(Words x) { return (Floats)x; }
-
-// a * b + c, rounded once if the CPU has the instruction: every path of one library does the same.
-inline Floats fma(Floats a, Floats b, Floats c) {
-#if defined(__AVX512F__)
-    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-    __m256 x[2], y[2], z[2];
-    std::memcpy(x, &a, 64), std::memcpy(y, &b, 64), std::memcpy(z, &c, 64);
-    for (int i = 0; i < 2; i++) z[i] = _mm256_fmadd_ps(x[i], y[i], z[i]);
-    std::memcpy(&c, z, 64);
-    return c;
-#else
-    return a * b + c;
-#endif
-}
-
-// c + a.even * b.even + a.odd * b.odd for the pairs of bfloat16 in each lane, in one fixed order.
-inline Floats dot_pairs(Words a, Words b, Floats c) {
-#if defined(__AVX512BF16__)
-    return (Floats)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
-#else
-    const Words high = Words{} + 0xffff0000u;
-    c = fma(floats(a << 16), floats(b << 16), c);
-    return fma(floats(a & high), floats(b & high), c);
-#endif
-}
-
-inline float to_float(bf16 x) {
-    const uint32_t u = uint32_t(x.bits) << 16;
-    float f;
-    std::memcpy(&f, &u, 4);
-    return f;
-}
+INK_INLINE float to_float(bf16 x) { return bits<float>(uint32_t(x.bits) << 16); }
 
 // Rounded to the nearest, ties to even; NaN stays NaN.
-inline Halves to_bf16(Floats x) {
+INK_INLINE Vector<uint16_t> to_bf16(const Floats& x) {
+    return by_parts([](Part part) {
 #if defined(__AVX512BF16__)
-    return (Halves)_mm512_cvtneps_pbh((__m512)x);
+        return (PartOf<uint16_t>)_mm512_cvtneps_pbh((__m512)part);
 #else
-    const Words u = bits(x);
-    const Words rounded = (u + 0x7fffu + (u >> 16 & 1)) >> 16;
-    const Words nan = u >> 16 | 0x40;
-    const Words kept = (u & 0x7fffffffu) > 0x7f800000u ? nan : rounded;
-#if defined(__AVX512F__)
-    return (Halves)_mm512_cvtepi32_epi16((__m512i)kept);
-#else
-    return __builtin_convertvector(kept, Halves);
+        const auto u = (PartOf<uint32_t>)part;
+        const auto rounded = (u + 0x7fffu + (u >> 16 & 1)) >> 16, nan = u >> 16 | 0x40;
+        return __builtin_convertvector(part == part ? rounded : nan, PartOf<uint16_t>);
 #endif
+    }, x);
+}
+
+// c + a.odd * b.odd + a.even * b.even for the pairs of bfloat16 in each lane, rounded as AVX512_BF16 does.
+INK_INLINE Floats dot_pairs(const Words& a, const Words& b, const Floats& c) {
+#if defined(__AVX512BF16__)
+    return by_parts([](auto x, auto y, Part z) {
+        return (Part)_mm512_dpbf16_ps((__m512)z, (__m512bh)x, (__m512bh)y);
+    }, a, b, c);
+#else
+    const Floats odd = fma(bits<float>(a & 0xffff0000u), bits<float>(b & 0xffff0000u), c);
+    return fma(bits<float>(a << 16), bits<float>(b << 16), odd);
 #endif
 }
 
-// Converts sixteen int8 numbers to float32. (GCC 12 compiles the last form number by number.)
-inline Floats widen(const char* at) {
+// Converts int8 numbers to float32. (GCC 12 compiles the last form number by number.)
+INK_INLINE Floats widen(const Vector<int8_t>& x) {
+    return by_parts([](auto part) {
 #if defined(__AVX512F__)
-    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(at)));
+        return (Part)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)part));
 #elif defined(__AVX2__)
-    const __m256 halves[2] = {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)at))),
-                              _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(at + 8))))};
-    return load<Floats>(halves);
+        return (Part)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)&part)));
 #else
-    return __builtin_convertvector(__builtin_convertvector(load<Bytes>(at), Ints), Floats);
+        return __builtin_convertvector(part, Part);
 #endif
+    }, x);
 }
 
-// Lanes 0 + 8, 1 + 9, ..., then in halves: one order for every sum.
-inline float sum(Floats x) {
-    x += __builtin_shuffle(x, Ints{8, 9, 10, 11, 12, 13, 14, 15, 8, 9, 10, 11, 12, 13, 14, 15});
-    x += __builtin_shuffle(x, Ints{4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7});
-    return x[0] + x[2] + (x[1] + x[3]);
-}
+// A sum in float64, lane by lane.
+struct DoubleSum {
+    using Half = PartOf<double, kPart / 2>;
+    Half halves[2 * kParts] = {};
 
-inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+    INK_INLINE void add(const Floats& x, const Floats& factor = 1.0f) {
+        for_each_part([&](int i) {
+            using Doubles = PartOf<double>;
+            const Doubles product =
+                __builtin_convertvector(x.part[i], Doubles) * __builtin_convertvector(factor.part[i], Doubles);
+            Half half[2];
+            std::memcpy(half, &product, sizeof product);
+            halves[2 * i] += half[0], halves[2 * i + 1] += half[1];
+        });
+    }
 
-inline float largest(Floats x) {
-    x = larger(x, __builtin_shuffle(x, Ints{8, 9, 10, 11, 12, 13, 14, 15, 8, 9, 10, 11, 12, 13, 14, 15}));
-    x = larger(x, __builtin_shuffle(x, Ints{4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7}));
-    const float a = x[0] > x[2] ? x[0] : x[2], b = x[1] > x[3] ? x[1] : x[3];
-    return a > b ? a : b;
-}
+    INK_INLINE double total() const { return fold(halves, kPlus); }
+};
 
-// e^x to 2 units in the last place: 2^n times a polynomial over [-ln 2 / 2, ln 2 / 2]; 0 below -87.
-inline Floats exp(Floats x) {
-    const Floats magic = splat(12582912.0f);  // adding it rounds to an integer
-    const Floats high = splat(88.0f), low = splat(-87.0f);
-    Floats clamped = x > high ? high : x;
-    clamped = clamped < low ? low : clamped;
-    const Floats n = fma(clamped, splat(1.44269504f), magic) - magic;
-    Floats r = fma(n, splat(-0.693145752f), clamped);
-    r = fma(n, splat(-1.42860677e-6f), r);
-    Floats p = splat(1.0f / 720);
-    for (float c : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = fma(p, r, splat(c));
-    const Floats power = (Floats)((__builtin_convertvector(n, Ints) + 127) << 23);
-    const Floats y = p * power;
-    const Floats kept = x < low ? Floats{} : y;
-    return x == x ? kept : x;
+// Stores the values that are at least `least`, and their `numbers`, contiguously, and returns how many there are. It
+// always writes kLanes entries. The output may overlap the input.
+INK_INLINE int compress(const float* values, const Words& numbers, float least, float* to, uint32_t* to_numbers) {
+#if defined(__AVX512F__)
+    const __m512 value = (__m512)load(values).part[0];
+    const __mmask16 kept = _mm512_cmp_ps_mask(value, (__m512)Floats(least).part[0], _CMP_GE_OQ);
+    _mm512_storeu_ps(to, _mm512_maskz_compress_ps(kept, value));
+    _mm512_storeu_si512(to_numbers, _mm512_maskz_compress_epi32(kept, (__m512i)numbers.part[0]));
+    return __builtin_popcount(kept);
+#else
+    int n = 0;
+    for (int i = 0; i < kLanes; i++) {
+        const float value = values[i];
+        to[n] = value;
+        to_numbers[n] = numbers[i];
+        n += value >= least;
+    }
+    return n;
+#endif
 }
 
 }  // namespace ink

@@ -22,6 +22,8 @@ from model.config import ModelConfig
 
 Kernels = Literal["auto", "native", "torch"]
 TORCH = "torch"
+NATIVE = "native2"
+"""The number counts the versions of the kernels that compute other bits."""
 _DTYPES = ("bfloat16", "float32")
 _ONLY_CPU = "they are for CPUs only"
 
@@ -84,7 +86,7 @@ def select_backend(
         if kernels == "auto":
             raise ValueError(f"{libraries.found}, which this service started with, no longer exists: {error}") from None
         raise _unavailable_error(error) from None
-    return SelectedBackend(library=library, numerics=f"native-{level.name}", reason=str(library))
+    return SelectedBackend(library=library, numerics=f"{NATIVE}-{level.name}", reason=str(library))
 
 
 def check_native_available(kernels: Kernels, device: str, libraries: Libraries) -> None:
