@@ -173,8 +173,8 @@ def rope_table(config: ModelConfig) -> Tensor:
 def rotate(x_TNC: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
     """Rotary positions in the half-split layout (element i pairs with element i + F), computed in float32.
 
-    Training under autocast on a CPU computes them in the dtype of x (4 % of a step). Elements of a head beyond the first
-    2 F are not rotated.
+    Training under autocast on a CPU computes them in the dtype of x (4 % of a step). Elements of a head beyond the
+    first 2 F are not rotated.
     """
     if torch.is_autocast_enabled("cpu") and x_TNC.is_cpu:
         cos_T1F, sin_T1F = cos_T1F.to(x_TNC.dtype), sin_T1F.to(x_TNC.dtype)
