@@ -15,26 +15,30 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass, field, replace
 from itertools import count, islice
 from typing import Any
 
 import msgspec
 
 from app.common import event_loop
-from benchmarks.concurrency import LevelProgress, LevelResult, run_level, warm_up
-from benchmarks.http_client import Connection, ProtocolError, error_text
+from benchmarks.client import Exchange, get, keep_busy
+from benchmarks.common import Machine, Percentiles, json_line, now_text, percentiles_ms, this_machine
+from benchmarks.completions import Completed, Failed, measure
 from benchmarks.load_plan import LoadPlan, parse_options
-from benchmarks.machine_info import Machine, this_machine
 
 _ANSWER_SECONDS = 5
 TABLE_HEAD = (
     "streams  requests  errors  tokens/s  requests/s  first token p50/p99 ms  inter-token p50/p99 ms\n"
     "-------  --------  ------  --------  ----------  ----------------------  ----------------------"
 )
+
+
+_WARM_UP = -1
+"""Prompt number of the warm-up, which no counted request uses."""
 
 
 class UnreachableError(ConnectionError):
@@ -51,9 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         if console.latest is not None:
-            print(json_line(replace(console.latest, interrupted=True)), flush=True)
+            print(_last_line(replace(console.latest, interrupted=True)), flush=True)
         return 130
-    print(json_line(result), flush=True)
+    print(_last_line(result), flush=True)
     return 1 if result.failed else 0
 
 
@@ -67,14 +71,14 @@ async def run(plan: LoadPlan, *, on_result: Callable[[LoadResult], None] = _igno
     Raises UnreachableError if nothing answers at the plan's URL.
     """
     result = LoadResult(
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        date=now_text(),
         url=plan.url,
         machine=this_machine(),
         server=await _fetch_models(plan),
         settings=_settings(plan),
     )
     on_result(result)
-    await warm_up(plan)
+    await run_level(plan, iter([_WARM_UP]), LevelProgress(streams=1))  # if it fails, counted requests report why
     indices = count()
     for streams in plan.streams:
         progress = LevelProgress(streams=streams)
@@ -101,20 +105,16 @@ class _Console:
 
 async def _fetch_models(plan: LoadPlan) -> Any:
     """Response of GET /v1/models, or None if it is not JSON. Raises UnreachableError if nothing answers."""
-    connection = Connection(plan.address)
-    try:
+    exchange = None
+    with suppress(TimeoutError):
         async with asyncio.timeout(_ANSWER_SECONDS):
-            await connection.open()
-            response = await connection.request("GET", "/v1/models")
-            body = await response.read_all()
-    except TimeoutError as error:
-        raise UnreachableError(f"nothing answers at {plan.url} within {_ANSWER_SECONDS} s") from error
-    except (OSError, ProtocolError, UnicodeError) as error:
-        raise UnreachableError(f"nothing answers at {plan.url}: {error_text(error)}") from error
-    finally:
-        connection.close()
+            exchange = await get(plan.address, "/v1/models")
+    if exchange is None:
+        raise UnreachableError(f"nothing answers at {plan.url} within {_ANSWER_SECONDS} s")
+    if exchange.error:
+        raise UnreachableError(f"nothing answers at {plan.url}: {exchange.error}")
     with suppress(msgspec.MsgspecError):
-        return msgspec.json.decode(body)
+        return msgspec.json.decode(exchange.body)
     return None
 
 
@@ -123,6 +123,80 @@ def _settings(plan: LoadPlan) -> dict[str, Any]:
     settings = asdict(plan) | {"prompts": len(plan.prompts)}
     del settings["api_key"]
     return settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LevelResult:
+    """Results of one concurrency level."""
+
+    streams: int
+    requests: int
+    """Requests started."""
+    completed: int
+    errors: int
+    unfinished: int
+    """Requests cut by the time limit or Ctrl+C. They are not errors, and their tokens are not counted."""
+    first_error: str | None
+    seconds: float
+    output_tokens: int
+    output_tokens_per_second: float
+    """Tokens of completed requests over the whole level, ramp-down included; a lower bound if requests were cut."""
+    requests_per_second: float
+    first_token_ms: Percentiles
+    inter_token_ms: Percentiles
+    """Gaps between `token` events of completed streams. An event may carry several tokens; gaps are not weighted."""
+
+
+def summarize(outcomes: Sequence[Completed | Failed], *, streams: int, started: int, seconds: float) -> LevelResult:
+    completed = [outcome for outcome in outcomes if isinstance(outcome, Completed)]
+    failures = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
+    tokens = sum(outcome.tokens for outcome in completed)
+    return LevelResult(
+        streams=streams,
+        requests=started,
+        completed=len(completed),
+        errors=len(failures),
+        unfinished=started - len(outcomes),
+        first_error=failures[0].message if failures else None,
+        seconds=seconds,
+        output_tokens=tokens,
+        output_tokens_per_second=tokens / seconds,
+        requests_per_second=len(completed) / seconds,
+        first_token_ms=percentiles_ms([c.first_token for c in completed if c.first_token is not None]),
+        inter_token_ms=percentiles_ms([gap for c in completed for gap in c.gaps]),
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class LevelProgress:
+    """Progress of one level, readable at any moment."""
+
+    streams: int
+    started_at: float = field(default_factory=time.monotonic)
+    started: int = 0
+    outcomes: list[Completed | Failed] = field(default_factory=list)
+
+    def result(self) -> LevelResult:
+        seconds = time.monotonic() - self.started_at
+        return summarize(self.outcomes, streams=self.streams, started=self.started, seconds=seconds)
+
+
+async def run_level(plan: LoadPlan, indices: Iterator[int], progress: LevelProgress) -> None:
+    """Sends the requests with these numbers. Requests that the time limit cuts count as started and have no outcome."""
+
+    def exchanges() -> Iterator[Exchange]:
+        for index in indices:
+            progress.started += 1
+            yield plan.request(index).exchange(plan.address)
+
+    with suppress(TimeoutError):
+        async with asyncio.timeout(plan.seconds):
+            await keep_busy(
+                plan.address,
+                progress.streams,
+                exchanges(),
+                lambda exchange: progress.outcomes.append(measure(exchange)),
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +222,7 @@ def table_row(level: LevelResult) -> str:
     first, inter = level.first_token_ms, level.inter_token_ms
     text = (
         f"{level.streams:7}  {level.requests:8}  {level.errors:6}  {level.output_tokens_per_second:8.1f}"
-        f"  {level.requests_per_second:10.2f}  {_pair(first.p50, first.p99):>22}  {_pair(inter.p50, inter.p99):>22}"
+        f"  {level.requests_per_second:10.2f}  {first!s:>22}  {inter!s:>22}"
     )
     if level.unfinished:
         text += f"\n         {level.unfinished} unfinished when the level was stopped after {level.seconds:.1f} s"
@@ -157,12 +231,8 @@ def table_row(level: LevelResult) -> str:
     return text
 
 
-def json_line(result: LoadResult) -> str:
-    return msgspec.json.encode({"benchmark": "load", **msgspec.to_builtins(result)}).decode()
-
-
-def _pair(p50: float | None, p99: float | None) -> str:
-    return "- / -" if p50 is None or p99 is None else f"{p50:.2f} / {p99:.2f}"
+def _last_line(result: LoadResult) -> str:
+    return json_line("load", **msgspec.to_builtins(result))
 
 
 if __name__ == "__main__":

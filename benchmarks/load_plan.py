@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from benchmarks.http_client import Address, parse_address
+from benchmarks.client import Address, parse_address
+from benchmarks.completions import Api, CompletionRequest, OpenAIRequest
 from benchmarks.prompts import pseudo_prose
 from model.command_line import OneLineParser
 
-APIS = ("complete", "openai")
+APIS = tuple(api.value for api in Api)
 _KEY = "INKSTREAM_API_KEY"
 
 
@@ -74,6 +75,12 @@ class LoadPlan:
         if self.prompts:
             return self.prompts[index % len(self.prompts)]
         return pseudo_prose(index=index, words=self.prompt_words, seed=self.seed)
+
+    def request(self, index: int) -> CompletionRequest:
+        kind = OpenAIRequest if self.api == Api.OPENAI.value else CompletionRequest
+        return kind(
+            prompt=self.prompt(index), max_tokens=self.max_tokens, temperature=self.temperature, seed=max(index, 0)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,10 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from app.common import event_loop
 from benchmarks import load
-from benchmarks.http_client import Connection
-from benchmarks.service_process import ServiceProcess, ServiceStartError, start_service
+from benchmarks.service_process import ServiceStartError, running, serve_command
 
 
 def main(argv: Sequence[str]) -> int:
@@ -17,21 +15,13 @@ def main(argv: Sequence[str]) -> int:
     flags = list(argv)
     weights = flags.pop(flags.index("--weights") + 1) if "--weights" in flags[:-1] else "weights"
     flags = [flag for flag in flags if flag != "--weights"]
-    with start_service(["--weights", str(Path(weights).resolve())]) as service:
+    with running(serve_command("--weights", Path(weights).resolve())) as service:
         try:
-            event_loop.run(_wait_until_ready(service))
+            service.wait_for_route("/health/ready")
         except ServiceStartError:
             print(service.log.read_text(), end="", file=sys.stderr)
             return 2
-        return load.main(["--url", f"http://{service.address.host}:{service.address.port}", *flags])
-
-
-async def _wait_until_ready(service: ServiceProcess) -> None:
-    connection = Connection(service.address)
-    try:
-        await service.wait_for(connection, "/health/ready")
-    finally:
-        connection.close()
+        return load.main(["--url", service.url, *flags])
 
 
 if __name__ == "__main__":

@@ -12,14 +12,13 @@ does not start or a request fails.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -27,19 +26,28 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.completion_client import Completed, CompletionRequest, Failed, complete
-from benchmarks.concurrency import percentile
-from benchmarks.http_client import Address, Connection, ProtocolError, error_text
-from benchmarks.machine_info import this_machine
+from benchmarks.client import Address, Client, get
+from benchmarks.common import command_line, percentile, print_result
+from benchmarks.completions import Completed, CompletionRequest, Failed, complete
 from benchmarks.peers.shapes import find_model
-from benchmarks.service_process import ServiceStartError, start_service
-from model.command_line import OneLineParser
+from benchmarks.service_process import ServiceStartError, running, serve_command
 
 _STREAM_PROMPT_TOKENS = 16
 """Tokens in the prompts of the streams."""
 _TEMPERATURE = 0.8
 _OUTPUT_TOKENS = 8
 """Tokens to generate where the first one is timed: a token may be half a character, and show no text yet."""
+
+
+_FLAGS = {
+    "rounds": "pairs, and windows of each kind",
+    "shared": "tokens in the shared prefix",
+    "tail": "tokens after the shared prefix",
+    "streams": "concurrent streams",
+    "tokens": "tokens per stream and window",
+    "prompt": "tokens per arriving prompt",
+    "every_ms": "milliseconds between arrivals",
+}
 
 
 class RequestFailed(RuntimeError):
@@ -91,22 +99,20 @@ class Window:
 
 async def run_rounds(address: Address, plan: PrefixPlan, vocab: int) -> tuple[list[Pair], list[Window], list[Window]]:
     """Returns pairs, windows of the streams alone, and windows with arriving prompts. Raises RequestFailed."""
-    client = _Client(address, vocab)
-    pairs, alone, concurrent = [], [], []
-    for number in range(plan.rounds + 1):
-        results = (
+    client = _PromptClient(address, vocab)
+    rounds = [
+        (
             await _measure_pair(client, plan),
             await _measure_window(client, plan, False),
             await _measure_window(client, plan, True),
         )
-        if number:  # the first round is the warm-up
-            pairs.append(results[0])
-            alone.append(results[1])
-            concurrent.append(results[2])
-    return pairs, alone, concurrent
+        for _ in range(plan.rounds + 1)
+    ]
+    pairs, alone, concurrent = zip(*rounds[1:], strict=True)  # the first round is the warm-up
+    return list(pairs), list(alone), list(concurrent)
 
 
-class _Client:
+class _PromptClient:
     """Sends each request on a connection of its own, with new random tokens."""
 
     def __init__(self, address: Address, vocab: int) -> None:
@@ -121,13 +127,12 @@ class _Client:
 
     async def complete(self, prompt: list[int], tokens: int) -> Completed:
         """Raises RequestFailed."""
-        connection = Connection(self._address)
-        seed = next(self._seeds)
+        client, seed = Client(self._address), next(self._seeds)
         request = CompletionRequest(prompt=prompt, max_tokens=tokens, temperature=_TEMPERATURE, seed=seed)
         try:
-            outcome = await complete(connection, request)
+            outcome = await complete(client, request)
         finally:
-            connection.close()
+            client.close()
         if isinstance(outcome, Failed):
             raise RequestFailed(outcome.message)
         if outcome.tokens != tokens:
@@ -142,21 +147,21 @@ class _Client:
         return outcome.first_token, outcome.cached
 
 
-async def _measure_pair(client: _Client, plan: PrefixPlan) -> Pair:
+async def _measure_pair(client: _PromptClient, plan: PrefixPlan) -> Pair:
     prefix = client.ids(plan.shared)
     cold, _ = await client.first_token(prefix + client.ids(plan.tail))
     shared, cached = await client.first_token(prefix + client.ids(plan.tail))
     return Pair(cold=cold, shared=shared, cached=cached)
 
 
-async def _measure_window(client: _Client, plan: PrefixPlan, with_arrivals: bool) -> Window:
-    began, ended = time.perf_counter(), asyncio.Event()
+async def _measure_window(client: _PromptClient, plan: PrefixPlan, with_arrivals: bool) -> Window:
+    began, ended = time.monotonic(), asyncio.Event()
 
     async def streams() -> tuple[list[Completed], float]:
         completions = [client.complete(client.ids(_STREAM_PROMPT_TOKENS), plan.tokens) for _ in range(plan.streams)]
         outcomes = await asyncio.gather(*completions)
         ended.set()
-        return outcomes, time.perf_counter() - began
+        return outcomes, time.monotonic() - began
 
     async def arrivals() -> list[float]:
         """Sends one prompt after the other, at most one every `every_ms`, so that a slow service is not overloaded."""
@@ -214,10 +219,17 @@ class InterferenceResult:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
-    parser = _parser()
+    parser = command_line("prefix", __doc__)
+    add, default = parser.add_argument, PrefixPlan()
+    add("--weights", type=Path, help="weights directory (shape C of benchmarks/peers, random weights)")
+    add("--kernels", default="auto", help="kernels: auto, native or torch (%(default)s)")
+    add("--prompt-tokens-beside", type=int, default=0, help="as of inkstream serve; 256: no limit (its default)")
+    for name, what in _FLAGS.items():
+        value = getattr(default, name)
+        add(f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"{what} (%(default)s)")
     flags = parser.parse_args(argv)
     try:
-        plan = PrefixPlan(**{name: getattr(flags, name) for name in PrefixPlan.__dataclass_fields__})
+        plan = PrefixPlan(**{name: getattr(flags, name) for name in _FLAGS})
     except ValueError as error:
         parser.error(str(error))
     extra = ["--kernels", flags.kernels]
@@ -226,19 +238,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory() as folder:
             weights = flags.weights or find_model("C", weights=Path("weights"), folder=Path(folder)).directory
-            server, prefix_cache, interference = _measure(["--weights", str(weights.resolve()), *extra], plan)
-    except (ServiceStartError, RequestFailed, OSError, ProtocolError) as error:
-        print(f"error: {error_text(error)}", file=sys.stderr)
+            server, prefix_cache, interference = _measure(["--weights", weights.resolve(), *extra], plan)
+    except (ServiceStartError, RequestFailed) as error:
+        print(f"error: {error}", file=sys.stderr)
         return 1
     _print_results(plan, prefix_cache, interference)
-    settings = {
-        **msgspec.to_builtins(plan),
-        "kernels": flags.kernels,
-        "prompt_tokens_beside": flags.prompt_tokens_beside,
-    }
-    results: dict[str, Any] = {"machine": this_machine(), "server": server, "settings": settings}
-    results |= {"sharing": prefix_cache, "disturbance": interference}
-    print(msgspec.json.encode({"benchmark": "prefix", **results}).decode())
+    settings = asdict(plan) | {"kernels": flags.kernels, "prompt_tokens_beside": flags.prompt_tokens_beside}
+    print_result("prefix", server=server, settings=settings, sharing=prefix_cache, disturbance=interference)
     return 0
 
 
@@ -275,20 +281,11 @@ def summarize_interference(alone: Sequence[Window], concurrent: Sequence[Window]
     )
 
 
-def _measure(flags: Sequence[str], plan: PrefixPlan) -> tuple[Any, PrefixCacheResult, InterferenceResult]:
-    with start_service(flags) as service:
-
-        async def work() -> tuple[Any, list[Pair], list[Window], list[Window]]:
-            connection = Connection(service.address)
-            try:
-                await service.wait_for(connection, "/health/ready")
-                response = await connection.request("GET", "/v1/models")
-                (model,) = msgspec.json.decode(await response.read_all())["data"]
-            finally:
-                connection.close()
-            return model, *await run_rounds(service.address, plan, model["n_vocab"])
-
-        model, pairs, alone, concurrent = asyncio.run(work())
+def _measure(flags: Sequence[str | Path], plan: PrefixPlan) -> tuple[Any, PrefixCacheResult, InterferenceResult]:
+    with running(serve_command(*flags)) as service:
+        service.wait_for_route("/health/ready")
+        (model,) = msgspec.json.decode(asyncio.run(get(service.address, "/v1/models")).body)["data"]
+        pairs, alone, concurrent = asyncio.run(run_rounds(service.address, plan, model["n_vocab"]))
     return (
         model,
         summarize_prefix_cache(pairs, plan.shared + plan.tail),
@@ -313,22 +310,6 @@ def _print_results(plan: PrefixPlan, cache: PrefixCacheResult, gaps: Interferenc
         f"  first token of {gaps.arrivals} arriving prompts of {plan.prompt}: {gaps.arrival_first_token_ms:.1f} ms "
         f"({gaps.arrival_tokens_per_second:.0f} tokens/s)"
     )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(prog="python -m benchmarks.prefix", description=__doc__.partition("\n")[0])
-    add, default = parser.add_argument, PrefixPlan()
-    add("--weights", type=Path, help="weights directory (shape C of benchmarks/peers, random weights)")
-    add("--kernels", default="auto", help="kernels: auto, native or torch (%(default)s)")
-    add("--prompt-tokens-beside", type=int, default=0, help="as of inkstream serve; 256: no limit (its default)")
-    add("--rounds", type=int, default=default.rounds, help="pairs, and windows of each kind (%(default)s)")
-    add("--shared", type=int, default=default.shared, help="tokens in the shared prefix (%(default)s)")
-    add("--tail", type=int, default=default.tail, help="tokens after the shared prefix (%(default)s)")
-    add("--streams", type=int, default=default.streams, help="concurrent streams (%(default)s)")
-    add("--tokens", type=int, default=default.tokens, help="tokens per stream and window (%(default)s)")
-    add("--prompt", type=int, default=default.prompt, help="tokens per arriving prompt (%(default)s)")
-    add("--every-ms", type=float, default=default.every_ms, help="milliseconds between arrivals (%(default)s)")
-    return parser
 
 
 if __name__ == "__main__":

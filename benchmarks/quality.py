@@ -16,7 +16,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Literal
 
-import msgspec
 import torch
 
 from app.common.ipc import WorkerConfig
@@ -25,9 +24,9 @@ from app.engine.cpu.toolchain.builder import find_or_build
 from app.engine.execution.engine import Engine
 from app.engine.gpu.linears import quantize_decoder
 from app.engine.startup import build_engine
+from benchmarks.common import command_line, print_result
 from model.checkpoint.checkpoint import load
 from model.checkpoint.tensor_index import check_layout
-from model.command_line import OneLineParser
 from model.files import one_line
 from model.nn.reference import logits
 from model.tokenizer.tokenizer import Tokenizer
@@ -54,7 +53,7 @@ class Quality:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
-    parser = OneLineParser(prog="python -m benchmarks.quality", description=__doc__.partition("\n")[0])
+    parser = command_line("quality", __doc__)
     parser.add_argument("--weights", type=Path, default=Path("weights"), help="weights directory")
     parser.add_argument(
         "--text", type=Path, nargs="+", required=True, help="text files that the model was not trained on"
@@ -65,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results = _measure(options.weights, options.text, options.tokens)
     except ValueError as error:  # of weights, text or compiler; the message names which
         parser.exit(2, one_line(f"error: {error}") + "\n")
-    print(msgspec.json.encode({"benchmark": "quality", "tokens": options.tokens, "ways": results}).decode())
+    print_result("quality", tokens=options.tokens, ways=results)
     return 0
 
 

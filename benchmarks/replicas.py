@@ -9,96 +9,25 @@ The last line of stdout is one JSON object. Exit status: 0; 1 if a service does 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import statistics
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-
-import msgspec
+from dataclasses import replace
+from functools import partial
+from itertools import count
 
 from benchmarks import load
-from benchmarks.http_client import Connection
+from benchmarks.common import alternate, command_line, median_of, print_result
 from benchmarks.load_plan import LoadPlan
-from benchmarks.machine_info import Machine, this_machine
-from benchmarks.service_process import ServiceProcess, ServiceStartError, start_service
-from model.command_line import OneLineParser
+from benchmarks.service_process import ServiceProcess, ServiceStartError, running, serve_command
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scaling:
-    """Medians over rounds."""
-
-    replicas: int
-    streams: int
-    rounds: int
-    one_tokens_per_second: float
-    several_tokens_per_second: float
-    speed_up: float
-    machine: Machine
-
-
-class RequestFailed(RuntimeError):
+class LoadFailed(RuntimeError):
     """A request of the load failed; the message is that of the first one."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(argv)
-    common = ["--weights", options.weights, *(["--threads", str(options.threads)] if options.threads else [])]
-    try:
-        with ExitStack() as services:
-            one = services.enter_context(start_service(common))
-            several = services.enter_context(start_service([*common, "--replicas", str(options.replicas)]))
-            scaling = asyncio.run(_measure(one, several, options))
-    except (ServiceStartError, RequestFailed) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(
-        f"{scaling.streams} streams: {scaling.one_tokens_per_second:.0f} tokens/s with one engine, "
-        f"{scaling.several_tokens_per_second:.0f} with {scaling.replicas}: {scaling.speed_up:.2f} times"
-    )
-    print(msgspec.json.encode({"benchmark": "replicas", **msgspec.to_builtins(scaling)}).decode(), flush=True)
-    return 0
-
-
-async def _measure(one: ServiceProcess, several: ServiceProcess, options: argparse.Namespace) -> Scaling:
-    for service in (one, several):
-        connection = Connection(service.address)
-        try:
-            await service.wait_for(connection, "/health/ready")
-        finally:
-            connection.close()
-    pairs = []
-    for seed in range(options.rounds):
-        # The second service finds a warm machine, so the order alternates.
-        order = (one, several) if seed % 2 == 0 else (several, one)
-        speeds = {service.address: await _tokens_per_second(service, seed, options) for service in order}
-        pairs.append((speeds[one.address], speeds[several.address]))
-    return Scaling(
-        replicas=options.replicas,
-        streams=options.streams,
-        rounds=options.rounds,
-        one_tokens_per_second=round(statistics.median(first for first, _ in pairs), 1),
-        several_tokens_per_second=round(statistics.median(second for _, second in pairs), 1),
-        speed_up=round(statistics.median(second / first for first, second in pairs), 3),
-        machine=this_machine(),
-    )
-
-
-async def _tokens_per_second(service: ServiceProcess, seed: int, options: argparse.Namespace) -> float:
-    """Output tokens per second. Raises RequestFailed."""
-    url = f"http://{service.address.host}:{service.address.port}"
-    plan = LoadPlan(url=url, streams=(options.streams,), max_tokens=options.max_tokens, seed=seed)
-    result = await load.run(plan)
-    if result.failed:
-        raise RequestFailed(str(result.levels[-1].first_error))
-    return result.levels[-1].output_tokens_per_second
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(prog="python -m benchmarks.replicas", description="Speedup by several engines.")
+    parser = command_line("replicas", __doc__)
     add = parser.add_argument
     add("--weights", default="weights", metavar="DIR", help="weights directory (%(default)s)")
     add("--replicas", type=int, default=2, metavar="N", help="engines of the second service (%(default)s)")
@@ -106,7 +35,45 @@ def _parser() -> argparse.ArgumentParser:
     add("--streams", type=int, default=32, metavar="N", help="concurrent streams (%(default)s)")
     add("--max-tokens", type=int, default=128, metavar="N", help="tokens per request (%(default)s)")
     add("--rounds", type=int, default=5, metavar="N", help="load runs per service (%(default)s)")
-    return parser
+    options = parser.parse_args(argv)
+    common = serve_command("--weights", options.weights, *(["--threads", str(options.threads)] * bool(options.threads)))
+    try:
+        with running(common) as one, running([*common, "--replicas", str(options.replicas)]) as several:
+            one.wait_for_route("/health/ready")
+            several.wait_for_route("/health/ready")
+            plan = LoadPlan(streams=(options.streams,), max_tokens=options.max_tokens)
+            ways = {
+                name: partial(_tokens_per_second, service, plan, count())
+                for name, service in (("one", one), ("several", several))
+            }
+            rounds = alternate(ways, options.rounds)
+    except (ServiceStartError, LoadFailed) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    first, second = median_of(rounds, "one"), median_of(rounds, "several")
+    ratio = median_of(rounds, "several", by="one")
+    print(
+        f"{options.streams} streams: {first:.0f} tokens/s with one engine, "
+        f"{second:.0f} with {options.replicas}: {ratio:.2f} times"
+    )
+    print_result(
+        "replicas",
+        replicas=options.replicas,
+        streams=options.streams,
+        rounds=options.rounds,
+        one_tokens_per_second=round(first, 1),
+        several_tokens_per_second=round(second, 1),
+        speed_up=round(ratio, 3),
+    )
+    return 0
+
+
+def _tokens_per_second(service: ServiceProcess, plan: LoadPlan, seeds: count[int]) -> float:
+    """Output tokens per second. Raises LoadFailed."""
+    result = asyncio.run(load.run(replace(plan, url=service.url, seed=next(seeds))))
+    if result.failed:
+        raise LoadFailed(str(result.levels[-1].first_error))
+    return result.levels[-1].output_tokens_per_second
 
 
 if __name__ == "__main__":

@@ -8,22 +8,23 @@ first token, and gaps between reads. Linux only: reads CPU times from /proc. The
 from __future__ import annotations
 
 import asyncio
-import json
-import re
-import subprocess
+import itertools
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 from app.common import event_loop
-from benchmarks.concurrency import percentile
-from benchmarks.stream_clients import Endpoint, StreamClients
-from model.command_line import OneLineParser
+from benchmarks.client import Exchange, keep_busy
+from benchmarks.common import command_line, percentile, print_result
+from benchmarks.completions import Api, Failed, measure
+from benchmarks.load_plan import LoadPlan
+from benchmarks.service_process import ServiceProcess, ServiceStartError, child_pids, running
 
-_START_SECONDS = 30.0
+_PROMPT_WORDS = 48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,7 @@ class Cost:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, or 1 if the service does not start or does not answer."""
-    parser = OneLineParser(prog="python -m benchmarks.service", description=__doc__)
+    parser = command_line("service", __doc__)
     add = parser.add_argument
     add("--weights", default="weights", help="weights directory whose tokenizer is used (%(default)s)")
     add("--streams", default="1,8,32", help="numbers of streams (%(default)s)")
@@ -59,86 +60,72 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = parser.parse_args(argv)
     costs = []
     print("door      streams  step ms  tokens/s  us/token: API  engine  load   first token ms   gap p50 / p99 ms")
-    for endpoint in flags.doors.split(","):
-        for streams in map(int, flags.streams.split(",")):
-            step_ms = 0.3 + 0.085 * streams if flags.step_ms is None else flags.step_ms
-            cost = _measure(flags.weights, Endpoint(endpoint), streams, step_ms, flags.tokens, flags.seconds)
-            if cost is None:
-                return 1
-            costs.append(cost)
-            print(
-                f"{endpoint:8}  {streams:7}  {step_ms:7.2f}  {cost.tokens_per_second:8.0f}  {cost.api_us:13.1f}  "
-                f"{cost.engine_us:6.1f}  {cost.load_us:4.1f}  {cost.first_token_ms:15.2f}   "
-                f"{cost.gap_p50_ms:7.2f} / {cost.gap_p99_ms:.2f}",
-                flush=True,
-            )
-    print(json.dumps({"benchmark": "service", "tokens": flags.tokens, "costs": [asdict(cost) for cost in costs]}))
+    for api, streams in itertools.product(map(Api, flags.doors.split(",")), map(int, flags.streams.split(","))):
+        step_ms = 0.3 + 0.085 * streams if flags.step_ms is None else flags.step_ms
+        try:
+            with running([sys.executable, "-m", "benchmarks.fake_engine", flags.weights, str(step_ms)]) as service:
+                service.wait_for_route("/health/ready")
+                plan = LoadPlan(
+                    url=service.url,
+                    api=api.value,
+                    streams=(streams,),
+                    max_tokens=flags.tokens,
+                    prompt_words=_PROMPT_WORDS,
+                )
+                cost = event_loop.run(_load(service, plan, step_ms, flags.seconds))
+        except (ServiceStartError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        costs.append(cost)
+        print(
+            f"{api.value:8}  {streams:7}  {step_ms:7.2f}  {cost.tokens_per_second:8.0f}  {cost.api_us:13.1f}  "
+            f"{cost.engine_us:6.1f}  {cost.load_us:4.1f}  {cost.first_token_ms:15.2f}   "
+            f"{cost.gap_p50_ms:7.2f} / {cost.gap_p99_ms:.2f}",
+            flush=True,
+        )
+    print_result("service", tokens=flags.tokens, costs=costs)
     return 0
 
 
-def _measure(
-    weights: str, endpoint: Endpoint, streams: int, step_ms: float, tokens: int, seconds: float
-) -> Cost | None:
-    command = [sys.executable, "-m", "benchmarks.fake_engine", weights, str(step_ms)]
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        with log.open("w") as file:
-            service = subprocess.Popen(command, stdout=file, stderr=file)
-        try:
-            port = _wait_for_port(service, log)
-            if port is None:
-                print(log.read_text(), end="", file=sys.stderr)
-                return None
-            return event_loop.run(_load(service.pid, port, endpoint, streams, step_ms, tokens, seconds))
-        finally:
-            service.terminate()
-            service.wait()
+async def _load(service: ServiceProcess, plan: LoadPlan, step_ms: float, seconds: float) -> Cost:
+    """Raises OSError if a stream fails or nothing finished."""
+    exchanges: list[Exchange] = []
 
+    def new_exchanges() -> Iterator[Exchange]:
+        for index in itertools.count():
+            exchanges.append(plan.request(index).exchange(plan.address))
+            yield exchanges[-1]
 
-def _wait_for_port(service: subprocess.Popen[bytes], log: Path) -> int | None:
-    deadline = time.monotonic() + _START_SECONDS
-    while service.poll() is None and time.monotonic() < deadline:
-        text = log.read_text()
-        if "ready:" in text and (found := re.search(r"listening on \S+:(\d+)", text)):
-            time.sleep(0.3)  # the tokenizer loads in parallel with the engine
-            return int(found.group(1))
-        time.sleep(0.02)
-    return None
-
-
-async def _load(
-    pid: int, port: int, endpoint: Endpoint, streams: int, step_ms: float, tokens: int, seconds: float
-) -> Cost | None:
-    clients = StreamClients(endpoint, port, tokens)
-    await clients.open(streams)
+    pid, address = service.process.pid, service.address
+    clients = asyncio.create_task(keep_busy(address, plan.streams[0], new_exchanges(), lambda _: None))
     await asyncio.sleep(min(1.0, seconds / 3))  # warm-up: opens every stream, takes every path
-    (engine_pid,) = _children(pid)
-    clients.reset_counts()
-    before = (_cpu_seconds(pid), _cpu_seconds(engine_pid), time.process_time(), time.monotonic())
+    (engine_pid,) = child_pids(pid)
+    clocks = (partial(_cpu_seconds, pid), partial(_cpu_seconds, engine_pid), time.process_time, time.monotonic)
+    before = [clock() for clock in clocks]
     await asyncio.sleep(seconds)
-    after = (_cpu_seconds(pid), _cpu_seconds(engine_pid), time.process_time(), time.monotonic())
-    counted, first, gaps = clients.n_tokens, sorted(clients.first_tokens), sorted(clients.gaps)
-    clients.close()
-    if clients.failure or not counted or not first or not gaps:
-        print(f"error: {clients.failure or 'no request finished in time; raise --seconds'}", file=sys.stderr)
-        return None
-    api, engine, load, wall = (end - begin for begin, end in zip(before, after, strict=True))
+    after = [clock() for clock in clocks]
+    clients.cancel()
+    await asyncio.gather(clients, return_exceptions=True)
+    begin, end = before[-1], after[-1]
+    failures = [outcome.message for e in exchanges if e.ended and isinstance(outcome := measure(e), Failed)]
+    n_tokens = sum(begin <= at < end for e in exchanges for at in e.arrivals)
+    first = sorted(e.arrivals[0] - e.sent for e in exchanges if e.arrivals and begin <= e.arrivals[0] < end)
+    gaps = sorted(b - a for e in exchanges for a, b in pairwise(e.arrivals) if begin <= b < end and a < b)
+    if failures or not first or not gaps:
+        raise OSError(failures[0] if failures else "no request finished in time; raise --seconds")
+    api, engine, load, wall = (late - early for early, late in zip(before, after, strict=True))
     return Cost(
-        door=endpoint.value,
-        streams=streams,
+        door=plan.api,
+        streams=plan.streams[0],
         step_ms=step_ms,
-        tokens_per_second=counted / wall,
-        api_us=api / counted * 1e6,
-        engine_us=engine / counted * 1e6,
-        load_us=load / counted * 1e6,
+        tokens_per_second=n_tokens / wall,
+        api_us=api / n_tokens * 1e6,
+        engine_us=engine / n_tokens * 1e6,
+        load_us=load / n_tokens * 1e6,
         first_token_ms=percentile(first, 50) * 1e3,
         gap_p50_ms=percentile(gaps, 50) * 1e3,
         gap_p99_ms=percentile(gaps, 99) * 1e3,
     )
-
-
-def _children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def _cpu_seconds(pid: int) -> float:

@@ -1,21 +1,24 @@
-"""Runs the real service in a process of its own."""
+"""Runs a service in a process of its own. Benchmarks and tests start every service here."""
 
 from __future__ import annotations
 
-import asyncio
-import socket
+import contextlib
+import http.client
+import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.http_client import Address, Connection
+from benchmarks.client import Address, parse_address
 
-_ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent
 _START_SECONDS = 120.0
 _POLL_SECONDS = 0.005
 """Short compared with the measured times, and long enough to leave the cores to the service."""
@@ -25,52 +28,121 @@ class ServiceStartError(RuntimeError):
     """The service exited or did not become ready in time; the message holds the last line of its log."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ServiceProcess:
     """A service whose process was just started and may not listen yet."""
 
     process: subprocess.Popen[bytes]
-    address: Address
-    started_at: float
-    """By time.perf_counter()."""
     log: Path
+    started_at: float
+    """By time.monotonic()."""
+    url: str = ""
+    """Empty until wait_until_listening()."""
 
-    async def wait_for(self, connection: Connection, route: str) -> float:
+    @property
+    def address(self) -> Address:
+        """Where it listens."""
+        return parse_address(self.url)
+
+    def wait_for(
+        self, condition: Callable[[], bool], *, poll: float = _POLL_SECONDS, most: float = _START_SECONDS
+    ) -> float:
+        """Seconds from the start until the condition holds. Raises ServiceStartError."""
+        while True:
+            has_ended = self.process.poll() is not None  # looked at first: all that it has said before is in the log
+            if condition():
+                return time.monotonic() - self.started_at
+            if has_ended or time.monotonic() - self.started_at > most:
+                lines = self.log.read_text(errors="replace").strip().splitlines() or ["its log is empty"]
+                raise ServiceStartError(f"the service does not start: {lines[-1].strip()}")
+            time.sleep(poll)
+
+    def wait_until_listening(self) -> None:
+        """Waits until the log names the address. Raises ServiceStartError."""
+        self.wait_for(self._read_url)
+
+    def wait_for_route(self, route: str, *, most: float = _START_SECONDS, poll: float = _POLL_SECONDS) -> float:
         """Seconds from the start until the route answers with 200. Raises ServiceStartError."""
-        while time.perf_counter() - self.started_at < _START_SECONDS:
-            try:
-                await connection.open()
-                response = await connection.request("GET", route)
-                await response.read_all()
-                if response.status == 200:
-                    return time.perf_counter() - self.started_at
-            except ConnectionRefusedError:
-                pass
-            if self.process.poll() is not None:
-                break
-            await asyncio.sleep(_POLL_SECONDS)
-        lines = self.log.read_text(errors="replace").strip().splitlines() or ["its log is empty"]
-        raise ServiceStartError(f"the service does not start: {lines[-1]}")
+        if not self.url:
+            self.wait_until_listening()
+        return self.wait_for(lambda: self.status(route) == 200, most=most, poll=poll)
+
+    def status(self, route: str) -> int:
+        """Status of the route; 0 if nothing answers."""
+        connection = http.client.HTTPConnection(self.address.host, self.address.port, timeout=60)
+        try:
+            connection.request("GET", route)
+            return connection.getresponse().status
+        except (OSError, http.client.HTTPException):
+            return 0
+        finally:
+            connection.close()
+
+    def stop(self) -> int:
+        """Terminates the service, and returns its exit code."""
+        self.process.terminate()
+        return self.process.wait()
+
+    def kill(self) -> None:
+        """Kills the service with its engines, one of which may be stopped."""
+        if self.process.poll() is None:
+            children = child_pids(self.process.pid)
+            self.process.kill()
+            for child in children:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+        self.process.wait()
+
+    def _read_url(self) -> bool:
+        found = re.search(rb'listening on (http://[^\s"]+)[^\n]*\n', self.log.read_bytes())
+        self.url = found[1].decode() if found else ""
+        return bool(found)
+
+
+def child_pids(pid: int) -> list[int]:
+    """Processes that a process has started."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread may end meanwhile
+            found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def launch(
+    command: Sequence[str | Path],
+    log: Path,
+    *,
+    url: str = "",
+    environment: Mapping[str, str] | None = None,
+    prepare: Callable[[], None] | None = None,
+) -> ServiceProcess:
+    """Starts a service that logs to a file.
+
+    url: where it was told to listen; by default its log will say. prepare: runs in the child before the program.
+    """
+    with log.open("w") as file:
+        started_at = time.monotonic()
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file, preexec_fn=prepare)
+    return ServiceProcess(process, log, started_at, url)
 
 
 @contextmanager
-def start_service(flags: Sequence[str]) -> Iterator[ServiceProcess]:
-    """Starts `inkstream serve` with these flags on a free port, without waiting for it; terminates it on exit."""
-    port = _free_port()
-    command = [sys.executable, "-m", "app", "serve", "--port", str(port), *flags]
+def running(
+    command: Sequence[str | Path],
+    *,
+    url: str = "",
+    log: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[ServiceProcess]:
+    """Runs a service for the length of a block, without waiting for its start."""
     with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        with log.open("w") as file:
-            started_at = time.perf_counter()
-            process = subprocess.Popen(command, cwd=_ROOT, stdout=file, stderr=file)
+        service = launch(command, log or Path(folder) / "log", url=url, environment=environment)
         try:
-            yield ServiceProcess(process, Address(host="127.0.0.1", port=port, tls=False, base=""), started_at, log)
+            yield service
         finally:
-            process.terminate()
-            process.wait()
+            service.stop()
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
+def serve_command(*flags: str | Path) -> list[str | Path]:
+    """`inkstream serve` on a free port, with these flags."""
+    return [sys.executable, "-m", "app", "serve", "--port", "0", *flags]

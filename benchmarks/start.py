@@ -9,19 +9,16 @@ object. Exit status: 0; 1 if the service does not start or does not answer.
 from __future__ import annotations
 
 import asyncio
-import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import msgspec
-
-from benchmarks.completion_client import CompletionRequest, Failed, complete
-from benchmarks.http_client import Connection, ProtocolError, error_text
-from benchmarks.machine_info import this_machine
-from benchmarks.service_process import ServiceProcess, ServiceStartError, start_service
-from model.command_line import OneLineParser
+from benchmarks.client import Client
+from benchmarks.common import Range, alternate, command_line, print_result, range_of
+from benchmarks.completions import CompletionRequest, Failed, complete
+from benchmarks.service_process import ServiceStartError, running, serve_command
 
 _REQUEST = CompletionRequest(prompt="Once upon a time", max_tokens=4, temperature=0.8, seed=1)
 
@@ -36,17 +33,8 @@ class StartupTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Range:
-    """Seconds."""
-
-    median: float
-    least: float
-    most: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StartupSummary:
-    """Results of one kind of kernels."""
+    """Results of one kind of kernels, in seconds."""
 
     kernels: str
     starts: int
@@ -57,24 +45,26 @@ class StartupSummary:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
-    parser = OneLineParser(prog="python -m benchmarks.start", description=__doc__.partition("\n")[0])
+    parser = command_line("start", __doc__)
     add = parser.add_argument
     add("--weights", type=Path, default=Path("weights"), help="weights directory (%(default)s)")
     add("--kernels", default="native,torch", metavar="KIND,KIND", help="kinds of kernels (%(default)s)")
     add("--starts", type=int, default=9, metavar="N", help="counted starts of each kind (%(default)s)")
     flags = parser.parse_args(argv)
-    kernel_kinds = flags.kernels.split(",")
+    kinds = flags.kernels.split(",")
     if flags.starts < 1:
         parser.error("--starts must be 1 or more")
     try:
-        summaries = _measure(flags.weights.resolve(), kernel_kinds, flags.starts)
-    except (ServiceStartError, OSError, ProtocolError) as error:
-        print(f"error: {error_text(error)}", file=sys.stderr)
+        rounds = alternate({kind: partial(_measure, flags.weights.resolve(), kind) for kind in kinds}, flags.starts)
+    except (ServiceStartError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
         return 1
+    summaries = [summarize(kind, [round_[kind] for round_ in rounds]) for kind in kinds]
     print(f"{'kernels':8}{'live s (range)':>24}{'ready s (range)':>24}{'first token s (range)':>24}")
     for kind in summaries:
-        print(f"{kind.kernels:8}{_cell(kind.live):>24}{_cell(kind.ready):>24}{_cell(kind.first_token):>24}")
-    print(msgspec.json.encode({"benchmark": "start", "machine": this_machine(), "kinds": summaries}).decode())
+        cells = [f"{s.median:.2f} ({s.least:.2f}-{s.most:.2f})" for s in (kind.live, kind.ready, kind.first_token)]
+        print(f"{kind.kernels:8}" + "".join(f"{cell:>24}" for cell in cells))
+    print_result("start", kinds=summaries)
     return 0
 
 
@@ -82,40 +72,24 @@ def summarize(kernels: str, starts: Sequence[StartupTimes]) -> StartupSummary:
     """Medians and ranges of at least one start."""
     live, ready, first = ([getattr(s, name) for s in starts] for name in ("live", "ready", "first_token"))
     return StartupSummary(
-        kernels=kernels, starts=len(starts), live=_range(live), ready=_range(ready), first_token=_range(first)
+        kernels=kernels, starts=len(starts), live=range_of(live), ready=range_of(ready), first_token=range_of(first)
     )
 
 
-def _measure(weights: Path, kernel_kinds: Sequence[str], n_starts: int) -> list[StartupSummary]:
-    starts: dict[str, list[StartupTimes]] = {kind: [] for kind in kernel_kinds}
-    for number in range(n_starts + 1):
-        for kind in kernel_kinds:
-            with start_service(["--weights", str(weights), "--kernels", kind]) as service:
-                start = asyncio.run(_measure_startup(service))
-            if number:
-                starts[kind].append(start)
-    return [summarize(kind, summaries) for kind, summaries in starts.items()]
+def _measure(weights: Path, kernels: str) -> StartupTimes:
+    with running(serve_command("--weights", weights, "--kernels", kernels)) as service:
+        live = service.wait_for_route("/health/live")
+        ready = service.wait_for_route("/health/ready")
 
+        async def first_completion() -> float:
+            client = Client(service.address)
+            outcome = await complete(client, _REQUEST)
+            client.close()
+            if isinstance(outcome, Failed) or outcome.first_token is None:
+                raise OSError(outcome.message if isinstance(outcome, Failed) else "the first completion had no text")
+            return outcome.first_token
 
-async def _measure_startup(service: ServiceProcess) -> StartupTimes:
-    connection = Connection(service.address)
-    try:
-        live = await service.wait_for(connection, "/health/live")
-        ready = await service.wait_for(connection, "/health/ready")
-        outcome = await complete(connection, _REQUEST)
-    finally:
-        connection.close()
-    if isinstance(outcome, Failed) or outcome.first_token is None:
-        raise ProtocolError(outcome.message if isinstance(outcome, Failed) else "the first completion had no text")
-    return StartupTimes(live=live, ready=ready, first_token=ready + outcome.first_token)
-
-
-def _range(seconds: Sequence[float]) -> Range:
-    return Range(median=statistics.median(seconds), least=min(seconds), most=max(seconds))
-
-
-def _cell(seconds: Range) -> str:
-    return f"{seconds.median:.2f} ({seconds.least:.2f}-{seconds.most:.2f})"
+        return StartupTimes(live=live, ready=ready, first_token=ready + asyncio.run(first_completion()))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from benchmarks.gpu.engine_driver import random_prompt, request
+from benchmarks.engine_driver import random_prompt, request
 from benchmarks.gpu.engines import build_engine
 from benchmarks.gpu.results import Finding, StageContext
 from benchmarks.gpu.roofline import Roofline

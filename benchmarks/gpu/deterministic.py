@@ -11,7 +11,7 @@ from typing import Any
 from app.common.types import Request
 from app.engine.execution.engine import Engine
 from app.engine.worker_loop import EngineStartError
-from benchmarks.gpu.engine_driver import Outputs, random_prompt, request, run_all
+from benchmarks.engine_driver import Outputs, random_prompt, request, run_all
 from benchmarks.gpu.engines import build_engine
 from benchmarks.gpu.parity import LAYOUTS, smaller
 from benchmarks.gpu.results import Finding, StageContext

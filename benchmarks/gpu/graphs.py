@@ -13,7 +13,7 @@ import msgspec
 
 from app.common.types import Request
 from app.engine.execution.engine import Engine
-from benchmarks.gpu.engine_driver import Outputs, random_prompt, request, run_all
+from benchmarks.engine_driver import Outputs, random_prompt, request, run_all
 from benchmarks.gpu.engines import build_device_engine, can_run_ahead, disable_graphs, without_run_ahead
 from benchmarks.gpu.parity import LAYOUTS, smaller
 from benchmarks.gpu.results import Finding, StageContext, Unsupported

@@ -7,21 +7,19 @@ from collections.abc import Iterator
 from app.common import event_loop
 from benchmarks import load
 from benchmarks.gpu.results import Finding, StageContext
-from benchmarks.http_client import Connection
 from benchmarks.load import LoadResult
 from benchmarks.load_plan import LoadPlan
-from benchmarks.service_process import ServiceProcess, start_service
+from benchmarks.service_process import running, serve_command
 
 
 def run(context: StageContext) -> Iterator[Finding]:
     """Check: no request fails."""
     streams = (2,) if context.tiny else (1, 8, 32, 256)
     flags = ["--weights", str(context.weights), "--device", context.device, "--max-running", str(max(streams))]
-    with start_service([*flags, "--tokens-per-step", str(max(256, 8 * max(streams)))]) as service:
-        seconds = event_loop.run(_ready(service))
-        yield Finding(what="start until ready", value=seconds, unit="s")
+    with running(serve_command(*flags, "--tokens-per-step", str(max(256, 8 * max(streams))))) as service:
+        yield Finding(what="start until ready", value=service.wait_for_route("/health/ready"), unit="s")
         plan = LoadPlan(
-            url=f"http://127.0.0.1:{service.address.port}",
+            url=service.url,
             streams=streams,
             max_tokens=8 if context.tiny else 128,
             requests=4 if context.tiny else None,
@@ -29,11 +27,6 @@ def run(context: StageContext) -> Iterator[Finding]:
             seconds=5.0 if context.tiny else max(1.0, (context.seconds_left - 3) / len(streams)),
         )
         yield from _findings(event_loop.run(load.run(plan)))
-
-
-async def _ready(service: ServiceProcess) -> float:
-    connection = Connection(service.address)
-    return await service.wait_for(connection, "/health/ready")
 
 
 def _findings(result: LoadResult) -> Iterator[Finding]:

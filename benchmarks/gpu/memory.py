@@ -14,7 +14,7 @@ import torch
 
 from app.common.types import BatchPlan
 from app.engine.execution.engine import Engine
-from benchmarks.gpu.engine_driver import Outputs, random_prompt, request, run_until_decoding
+from benchmarks.engine_driver import Outputs, random_prompt, request, run_until_decoding
 from benchmarks.gpu.engines import build_device_engine
 from benchmarks.gpu.results import Finding, StageContext
 from benchmarks.gpu.shapes import shape_of

@@ -19,7 +19,7 @@ from torch import Tensor
 from app.common.types import Request
 from app.engine.sampling.sampler import sample
 from app.engine.sampling.sampler_io import SamplingInput
-from benchmarks.gpu.engine_driver import random_prompt, request, run_all
+from benchmarks.engine_driver import random_prompt, request, run_all
 from benchmarks.gpu.engines import build_device_engine
 from benchmarks.gpu.results import Finding, StageContext
 from benchmarks.gpu.shapes import checkpoint_reader, decoder_of, random_state

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.engine.execution.engine import Engine
-from benchmarks.gpu.engine_driver import cancel_all, random_prompt, request, run_until_decoding
+from benchmarks.engine_driver import cancel_all, random_prompt, request, run_until_decoding
 from benchmarks.gpu.engines import StartupPhases, build_engine
 from benchmarks.gpu.results import Finding, StageContext
 from benchmarks.gpu.roofline import Roofline

@@ -12,12 +12,11 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 
-from benchmarks.machine_info import this_machine
+from benchmarks.common import print_result, this_machine
 from benchmarks.peers import engines, servers
 from benchmarks.peers.peer_pool import Workspace
 from benchmarks.peers.plan import OURS, Options, figures, parse_options
@@ -45,16 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         _servers(workspace, options, model, precision) for model in models for precision in options.server_precisions
     ]
     report = {
-        "benchmark": "peers",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine,
         "threads": options.threads,
         "sizes": sizes,
         "seconds": round(time.monotonic() - started),
         "engine": [block for block in engine if block],
         "server": [block for block in server if block],
     }
-    print(msgspec.json.encode(msgspec.to_builtins(report, str_keys=True)).decode(), flush=True)
+    print_result("peers", **msgspec.to_builtins(report, str_keys=True))
     return 1 if any(OURS in block["missing"] for block in [*engine, *server] if block) else 0
 
 

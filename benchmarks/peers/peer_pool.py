@@ -111,6 +111,12 @@ class Workspace:
         """Random checkpoints, and all models in the peers' formats."""
         return self.folder / "models"
 
+    def log(self, name: str) -> Path:
+        """Log file of a process."""
+        folder = self.folder / "logs"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / f"{name}.log"
+
     def python(self, engine: str) -> Path:
         """Python of the engine's environment, which is created on first use. Raises InstallError."""
         if engine == OURS:
@@ -134,10 +140,8 @@ class Workspace:
         return self._start_process(program, "machine")
 
     def _start_process(self, command: Sequence[str | Path], name: str) -> AdapterProcess:
-        logs = self.folder / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
         environment = {"OMP_NUM_THREADS": str(self.threads), "LLAMA_CPP_LIB_PATH": str(llama_library(self.folder))}
-        return AdapterProcess(command, log=logs / f"{name}.log", environment=environment)
+        return AdapterProcess(command, log=self.log(name), environment=environment)
 
 
 @dataclass(slots=True, kw_only=True)

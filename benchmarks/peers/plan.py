@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from benchmarks.common import available_cores
 from benchmarks.peers.shapes import MODELS
 from model.command_line import OneLineParser
 
@@ -149,7 +149,7 @@ def parse_options(argv: Sequence[str] | None) -> Options:
         metavar="N,N",
         help="batch sizes and numbers of streams, at most 32 (1,8,32)",
     )
-    add("--threads", type=_positive, default=_cores(), help="threads of each engine; default all cores")
+    add("--threads", type=_positive, default=available_cores(), help="threads of each engine; default all cores")
     add("--weights", type=Path, default=_ROOT / "weights", help="weights directory of the model `default`")
     add("--folder", type=Path, default=_ROOT / ".peers", help="folder of environments and models (.peers)")
     return Options(**vars(parser.parse_args(argv)))
@@ -176,7 +176,3 @@ def _numbers(text: str) -> tuple[int, ...]:
     if max(numbers) > 32:
         raise argparse.ArgumentTypeError(f"{max(numbers)} is more than 32, the limit of the engines' configuration")
     return numbers
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

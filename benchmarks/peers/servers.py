@@ -8,27 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
-from urllib.error import URLError
-from urllib.request import urlopen
 
-from app.common.settings import Settings
-from benchmarks.concurrency import LevelProgress, percentile, run_level
+from benchmarks.common import Percentiles, percentiles_ms
+from benchmarks.load import LevelProgress, run_level
 from benchmarks.load_plan import LoadPlan
 from benchmarks.peers.peer_pool import AdapterError, AdapterProcess, PeerPool, Workspace, plain_environment
 from benchmarks.peers.plan import IN_PROCESS_NAMES, OURS, Sizes, schedule
 from benchmarks.peers.provision import ConvertError, InstallError, llama_library
 from benchmarks.peers.shapes import Model
+from benchmarks.service_process import ServiceProcess, ServiceStartError, running, serve_command
 
 _START_SECONDS = 300
-_ROOT = Path(__file__).parent.parent.parent
+_POLL_SECONDS = 0.1
 _DTYPES = {"bf16": "bfloat16", "f32": "float32", "int8": "bfloat16"}
 _STREAMS = 32
 _TEMPERATURE = 0.8
@@ -36,77 +32,37 @@ _SECONDS = 300.0
 
 
 class ServiceError(RuntimeError):
-    """A server that does not start or fails under load; the message is the reason in the table."""
-
-
-@dataclass(frozen=True, slots=True)
-class Service:
-    """A running server."""
-
-    url: str
+    """A server that fails under load; the message is the reason in the table."""
 
 
 @contextmanager
-def our_service(workspace: Workspace, model: Model, precision: str) -> Iterator[Service]:
-    """The whole service with its own defaults. Raises ServiceError."""
-    port = _free_port()
-    command = [sys.executable, "-m", "app", "serve", "--weights", str(model.directory), "--device", "cpu"]
-    flags = ["--dtype", _DTYPES[precision], "--port", str(port), "--threads", str(workspace.threads)]
-    if precision == "int8":
-        if "quantize" not in Settings.model_fields:
-            raise ServiceError("this build does not support --quantize int8")
-        flags += ["--quantize", "int8"]
-    with _start_server([*command, *flags], port, "/health/ready", workspace.folder / "logs/our-service.log") as service:
+def our_service(workspace: Workspace, model: Model, precision: str) -> Iterator[ServiceProcess]:
+    """The whole service with its own defaults. Raises ServiceStartError."""
+    flags: list[str | Path] = ["--weights", model.directory, "--device", "cpu", "--dtype", _DTYPES[precision]]
+    flags += ["--threads", str(workspace.threads), *(["--quantize", "int8"] if precision == "int8" else [])]
+    log = workspace.log("our-service")
+    with running(serve_command(*flags), log=log, environment=plain_environment()) as service:
+        service.wait_for_route("/health/ready", most=_START_SECONDS, poll=_POLL_SECONDS)
         yield service
 
 
 @contextmanager
-def llama_server(workspace: Workspace, model: Model, precision: str) -> Iterator[Service]:
+def llama_server(workspace: Workspace, model: Model, precision: str) -> Iterator[ServiceProcess]:
     """llama-server with as many slots as streams; its cache of old prompts, which costs time here, is off.
 
-    Raises InstallError, ConvertError, ServiceError.
+    Raises InstallError, ConvertError, ServiceStartError.
     """
-    path, port = workspace.converted("llama.cpp", model, precision), _free_port()
-    context = _STREAMS * (-(-workspace.length // 256) * 256)
-    command = [str(llama_library(workspace.folder) / "llama-server"), "--model", str(path), "--port", str(port)]
-    flags = ["--parallel", str(_STREAMS), "--ctx-size", str(context), "--threads", str(workspace.threads)]
-    with _start_server(
-        [*command, *flags, "--cache-ram", "0"], port, "/health", workspace.folder / "logs/llama-server.log"
-    ) as service:
-        yield service
-
-
-@contextmanager
-def _start_server(command: Sequence[str], port: int, route: str, log: Path) -> Iterator[Service]:
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as file:
-        process = subprocess.Popen(command, cwd=_ROOT, env=plain_environment(), stdout=file, stderr=file)
-    try:
-        deadline = time.monotonic() + _START_SECONDS
-        url = f"http://127.0.0.1:{port}"
-        while not _is_ready(url + route):
-            if process.poll() is not None or time.monotonic() > deadline:
-                lines = log.read_text(errors="replace").strip().splitlines() or ["its log is empty"]
-                raise ServiceError(f"it does not start: {lines[-1].strip()[:160]}")
-            time.sleep(0.1)
-        yield Service(url)
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def _is_ready(url: str) -> bool:
-    try:
-        with urlopen(url, timeout=5) as response:  # nosec B310
-            return bool(response.status == 200)
-    except (URLError, OSError):
-        return False
-
-
-def _free_port() -> int:
+    path = workspace.converted("llama.cpp", model, precision)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
-        return port
+    context = _STREAMS * (-(-workspace.length // 256) * 256)
+    command: list[str | Path] = [llama_library(workspace.folder) / "llama-server", "--model", path, "--port", str(port)]
+    command += ["--parallel", str(_STREAMS), "--ctx-size", str(context), "--threads", str(workspace.threads)]
+    command += ["--cache-ram", "0"]
+    log = workspace.log("llama-server")
+    with running(command, url=f"http://127.0.0.1:{port}", log=log, environment=plain_environment()) as service:
+        service.wait_for_route("/health", most=_START_SECONDS, poll=_POLL_SECONDS)
+        yield service
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +99,7 @@ class LoadTarget(Protocol):
 class HttpTarget:
     """A server."""
 
-    service: Service
+    service: ServiceProcess
 
     def sample(self, plan: LoadPlan, number: int) -> Sample:
         (streams,), requests = plan.streams, plan.requests or 0
@@ -154,14 +110,7 @@ class HttpTarget:
             raise ServiceError(f"{level.errors} of {requests} requests failed: {level.first_error}")
         if level.output_tokens != requests * plan.max_tokens:
             raise ServiceError(f"asked for {requests} x {plan.max_tokens} tokens, it gave {level.output_tokens}")
-        first, gap = level.first_token_ms, level.inter_token_ms
-        return Sample(
-            tokens_per_second=level.output_tokens_per_second,
-            first_p50=first.p50 or 0,
-            first_p99=first.p99 or 0,
-            gap_p50=gap.p50 or 0,
-            gap_p99=gap.p99 or 0,
-        )
+        return _sample(level.output_tokens_per_second, level.first_token_ms, level.inter_token_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,14 +127,18 @@ class InProcessTarget:
         )
         if answer["tokens"] != requests * plan.max_tokens:
             raise AdapterError(f"asked for {requests} x {plan.max_tokens} tokens, it gave {answer['tokens']}")
-        first, gaps = sorted(answer["first"]), sorted(answer["gaps"])
-        return Sample(
-            tokens_per_second=answer["tokens"] / answer["seconds"],
-            first_p50=percentile(first, 50) * 1000,
-            first_p99=percentile(first, 99) * 1000,
-            gap_p50=percentile(gaps, 50) * 1000,
-            gap_p99=percentile(gaps, 99) * 1000,
-        )
+        speed = answer["tokens"] / answer["seconds"]
+        return _sample(speed, percentiles_ms(answer["first"]), percentiles_ms(answer["gaps"]))
+
+
+def _sample(tokens_per_second: float, first: Percentiles, gap: Percentiles) -> Sample:
+    return Sample(
+        tokens_per_second=tokens_per_second,
+        first_p50=first.p50 or 0,
+        first_p99=first.p99 or 0,
+        gap_p50=gap.p50 or 0,
+        gap_p99=gap.p99 or 0,
+    )
 
 
 def compare(workspace: Workspace, engines: Sequence[str], model: Model, precision: str, sizes: Sizes) -> ServerResult:
@@ -229,7 +182,7 @@ def _start_services(
     for engine in [engine for engine in (OURS, *engines) if engine in starters]:
         try:
             service = stack.enter_context(starters[engine](workspace, model, precision))
-        except (InstallError, ConvertError, ServiceError) as error:
+        except (InstallError, ConvertError, ServiceStartError) as error:
             missing[engine] = str(error)
         else:
             targets[engine] = HttpTarget(service)

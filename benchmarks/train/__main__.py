@@ -13,16 +13,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import msgspec
 import torch
 
-from benchmarks.machine_info import this_machine
+from benchmarks.common import command_line, print_result
 from benchmarks.train.plain_pytorch import PlainLoop
-from model.command_line import OneLineParser
 from model.device import choose_device, choose_dtype
 from model.nn.transformer import Decoder
 from model.presets import preset
@@ -36,7 +33,7 @@ from model.train.step.trainer import Trainer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = OneLineParser(prog="python -m benchmarks.train", description=__doc__.partition("\n")[0])
+    p = command_line("train", __doc__)
     p.add_argument(
         "--preset", choices=("nano", "small", "base"), default="small", help="shape of the model (%(default)s)"
     )
@@ -64,16 +61,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if _missing_packages():
         print(f"not measured: transformers.Trainer, which needs {_missing_packages()} (pip install 'inkstream[bench]')")
     facts = {
-        "benchmark": "train",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": this_machine(),
         "torch": str(torch.__version__),
         "threads": torch.get_num_threads(),
         **vars(options),
         "device": device.type,
         "dtype": str(dtype).removeprefix("torch."),
     }
-    print(msgspec.json.encode(facts | result | times).decode(), flush=True)
+    print_result("train", **facts, **result, **times)
     return 0
 
 

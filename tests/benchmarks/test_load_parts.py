@@ -6,83 +6,88 @@ import json
 import statistics
 
 import pytest
+from httptools import HttpParserError
 
-from benchmarks.completion_client import Completed, Event, EventParser, Failed, NativeTimeline, OpenAITimeline
-from benchmarks.concurrency import percentile
-from benchmarks.http_client import ChunkedBody, LengthBody, ProtocolError, UntilCloseBody
+from benchmarks.client import Exchange
+from benchmarks.common import percentile
+from benchmarks.completions import Api, Completed, Failed, measure
 from benchmarks.load import main
 from benchmarks.load_plan import LoadPlan
 from benchmarks.prompts import pseudo_prose
 
+STREAM = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def answered(api: Api, *pieces: tuple[float, bytes]) -> Completed | Failed:
+    """Of an exchange whose answer arrives in these pieces, sent at second 1."""
+    exchange = Exchange(b"", api.marker)
+    exchange.sent, exchange.status = 1.0, 200
+    for arrived, piece in pieces:
+        known = len(exchange.arrivals)
+        exchange.on_body(piece)
+        exchange.arrivals[known:] = [arrived] * (len(exchange.arrivals) - known)
+    exchange.end()
+    return measure(exchange)
+
 
 @pytest.mark.parametrize("size", range(1, 40))
 def test_chunks_cut_anywhere_give_the_same_bytes(size: int) -> None:
-    body, wire = ChunkedBody(), b"7\r\nso many\r\nC;x=y\r\n small words\r\n0\r\nTrailer: x\r\n\r\n"
-    assert b"".join(body.feed(wire[at : at + size]) for at in range(0, len(wire), size)) == b"so many small words"
-    assert body.done
+    exchange, wire = Exchange(b""), STREAM + b"7\r\nso many\r\nC;x=y\r\n small words\r\n0\r\nTrailer: x\r\n\r\n"
+    for at in range(0, len(wire), size):
+        exchange.parser.feed_data(wire[at : at + size])
+    assert (exchange.status, exchange.body) == (200, b"so many small words")
+    assert exchange.ended and not exchange.error
 
 
 @pytest.mark.parametrize("size", range(1, 40))
-@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
-def test_events_cut_anywhere_are_the_same_events(size: int, line_end: bytes) -> None:
-    parser, wire = EventParser(), b": ping\n\nid: 1\nevent: a\ndata: x\n\ndata:y\ndata: z\n\n".replace(b"\n", line_end)
-    found = [event for at in range(0, len(wire), size) for event in parser.feed(wire[at : at + size])]
-    assert found == [Event(b"a", b"x"), Event(b"message", b"y\nz")]
+def test_every_token_is_timed_wherever_its_event_is_cut(size: int) -> None:
+    exchange = Exchange(b"")
+    wire = b'event: token\ndata: {"text": "a"}\n\n' * 3 + b"event: done\ndata: {}\n\n"
+    for at in range(0, len(wire), size):
+        exchange.on_body(wire[at : at + size])
+    assert len(exchange.arrivals) == 3
 
 
-@pytest.mark.parametrize("wire", [b"zz\r\n", b"2\r\nabc\r\n", b"0\r\n\r\nmore", b"-1\r\n"])
+@pytest.mark.parametrize("wire", [b"zz\r\n", b"2\r\nabc\r\n", b"0\r\n\r\nHTTP/1.1 200 OK\r\n", b"-1\r\n"])
 def test_a_body_that_breaks_the_framing_is_refused(wire: bytes) -> None:
-    with pytest.raises(ProtocolError):
-        ChunkedBody().feed(wire)
-
-
-@pytest.mark.parametrize("body", [ChunkedBody(), LengthBody(3)])
-def test_a_body_that_ends_too_soon_is_refused(body: ChunkedBody | LengthBody) -> None:
-    with pytest.raises(ProtocolError, match="mid-response"):
-        body.finish()
-
-
-def test_a_body_without_a_length_ends_with_its_connection() -> None:
-    body = UntilCloseBody()
-    assert body.feed(b"ab") == b"ab"
-    body.finish()
-    assert body.done
+    with pytest.raises(HttpParserError):
+        Exchange(b"").parser.feed_data(STREAM + wire)
 
 
 def test_the_first_token_is_the_first_with_text_and_gaps_lie_between_all_token_events() -> None:
-    timeline = NativeTimeline(sent=1.0)
-    for now, text in ((3.0, ""), (7.0, "a"), (15.0, "b c d")):
-        assert timeline.take(Event(b"token", b'{"index": 0, "text": "%b"}' % text.encode()), now) is None
-    outcome = timeline.take(Event(b"done", b'{"usage": {"completion_tokens": 9}}'), 31.0)
-    assert outcome == Completed(first_token=6.0, gaps=[4.0, 8.0], tokens=9)
+    tokens = [
+        (at, b'event: token\ndata: {"text": "%b"}\n\n' % text) for at, text in ((3, b""), (7, b"a"), (15, b"b c"))
+    ]
+    done = (31.0, b'event: done\ndata: {"usage": {"completion_tokens": 9}}\n\n')
+    assert answered(Api.COMPLETE, *tokens, done) == Completed(first_token=6.0, gaps=[4.0, 8.0], tokens=9)
 
 
-def _chunk(text: str, finish: str | None = None, **more: object) -> Event:
+def _chunk(text: str, finish: str | None = None, **more: object) -> bytes:
     choices = [{"index": 0, "text": text, "finish_reason": finish}]
-    return Event(b"message", json.dumps({"choices": choices, **more}).encode())
+    return b"data: %b\n\n" % json.dumps({"choices": choices, **more}).encode()
 
 
-def test_chunks_with_text_are_timed_and_the_last_one_counts() -> None:
-    timeline = OpenAITimeline(sent=1.0)
-    for now, event in ((2.0, _chunk("")), (3.0, _chunk("a")), (7.0, _chunk("b c")), (8.0, _chunk("", "length"))):
-        assert timeline.take(event, now) is None
-    usage = Event(b"message", b'{"choices": [], "usage": {"completion_tokens": 9}}')
-    assert timeline.take(usage, 9.0) is None
-    assert timeline.take(Event(b"message", b"[DONE]"), 9.5) == Completed(first_token=2.0, gaps=[4.0], tokens=9)
+DONE = b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("space", [b" ", b""])
+def test_chunks_with_text_are_timed_and_the_last_one_counts(space: bytes) -> None:
+    chunks = [(2.0, _chunk("")), (3.0, _chunk("a")), (7.0, _chunk("b c")), (8.0, _chunk("", "length"))]
+    chunks += [(9.0, b'data: {"choices": [], "usage": {"completion_tokens": 9}}\n\n'), (9.5, DONE)]
+    spaced = [(at, chunk.replace(b'": ', b'":' + space)) for at, chunk in chunks]
+    assert answered(Api.OPENAI, *spaced) == Completed(first_token=2.0, gaps=[4.0], tokens=9)
 
 
 @pytest.mark.parametrize(
-    ("events", "message"),
+    ("body", "message"),
     [
-        ([_chunk("a", "length")], "the stream told no usage, so its tokens cannot be counted"),
-        ([_chunk("a", "error", usage={"completion_tokens": 1})], "the stream ended early: finish_reason error"),
-        ([Event(b"message", b'{"error": {"message": "full"}}')], "full"),
+        (_chunk("a", "length"), "the stream told no usage, so its tokens cannot be counted"),
+        (_chunk("a", "error", usage={"completion_tokens": 1}), "the stream ended early: finish_reason error"),
+        (b'data: {"error": {"message": "full"}}\n\n', "full"),
     ],
 )
-def test_a_stream_of_chunks_that_is_not_whole_is_a_failure(events: list[Event], message: str) -> None:
-    timeline = OpenAITimeline(sent=0.0)
-    outcomes = [timeline.take(event, 1.0) for event in (*events, Event(b"message", b"[DONE]"))]
-    assert next(filter(None, outcomes)) == Failed(message)
+def test_a_stream_of_chunks_that_is_not_whole_is_a_failure(body: bytes, message: str) -> None:
+    assert answered(Api.OPENAI, (1.0, body), (1.0, DONE)) == Failed(message)
 
 
 def test_percentiles_are_those_of_the_standard_library() -> None:

@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine_info import this_machine
+from benchmarks.common import this_machine
 from tests.support.promise_figures import RESULTS, Figure
 
 HERE = Path(__file__).parent

@@ -94,4 +94,4 @@ def test_tokens_refusals_and_ends_are_told_apart() -> None:
 def test_a_stream_that_breaks_off_is_not_good() -> None:
     result = summary(_offered(_break_off, rate=50, seconds=0.2)[0])
     assert result.good == 0
-    assert result.errors == {"the stream ended without done": 5, "closed in mid-answer": 5}
+    assert result.errors == {"the stream ended without done": 5, "the connection closed in mid-response": 5}

@@ -6,18 +6,19 @@ import contextlib
 import fcntl
 import os
 import re
-import signal
 import subprocess
 import sys
 import termios
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from benchmarks.service_process import ServiceProcess, launch
 from tests.support import ROOT
 
 
@@ -26,8 +27,17 @@ class Server:
     """A running service."""
 
     url: str
-    process: subprocess.Popen[str]
-    log: Path
+    service: ServiceProcess
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """The API process."""
+        return self.service.process
+
+    @property
+    def log(self) -> Path:
+        """Its log file."""
+        return self.service.log
 
     def metric(self, name: str) -> float:
         """A gauge or counter; labels belong to the name."""
@@ -38,7 +48,8 @@ class Server:
 
     def told(self) -> str:
         """The whole lines of the log: the last one may be half written."""
-        return _whole_lines(self.log)
+        whole, newline, _ = self.log.read_bytes().rpartition(b"\n")
+        return (whole + newline).decode()
 
     def tells(self, *words: str, since: int = 0) -> bool:
         """Whether all these words appear in the log after `since` characters; a separate thread writes it later."""
@@ -54,7 +65,7 @@ class Server:
         return condition()
 
 
-_STARTED: list[subprocess.Popen[str]] = []
+_STARTED: list[ServiceProcess] = []
 """Every service that start_server() has started and no test has stopped yet."""
 
 
@@ -72,8 +83,8 @@ def own_servers() -> Iterator[None]:
     """Ends, at the end of the block, the services that were started in it and still run."""
     before = list(_STARTED)
     yield
-    for process in [process for process in _STARTED if process not in before]:
-        _kill(process)
+    for service in [service for service in _STARTED if service not in before]:
+        _kill(service)
 
 
 def start_server(
@@ -101,21 +112,21 @@ def start_server(
     # What computes must not depend on what this machine has built before, and no test pays for a build by the way.
     variables["INKSTREAM_KERNELS"] = "torch"
     variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [variables.get("PYTHONPATH")])])
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            [*command, "serve", "--weights", str(weights), "--port", "0", *flags],
-            cwd=ROOT,
-            env=variables,
-            stderr=file,
-            stdout=file,
-            text=True,
-            preexec_fn=None if terminal is None else lambda: _hang_on(terminal),
-        )
-    _STARTED.append(process)
+    service = launch(
+        [*command, "serve", "--weights", str(weights), "--port", "0", *flags],
+        log,
+        environment=variables,
+        prepare=None if terminal is None else partial(_hang_on, terminal),
+    )
+    _STARTED.append(service)
     try:
-        return _ready_server(process, log, wait=wait)
+        service.wait_until_listening()
+        if wait:
+            _wait_until_ready(service)
+        return Server(service.url, service)
     except BaseException:
-        _kill(process)
+        _kill(service)
+        print(log.read_text())
         raise
 
 
@@ -129,31 +140,18 @@ def running_server(folder: Path, weights: Path, *flags: str, **options: Any) -> 
         assert stop_server(server) == 0
 
 
-def _ready_server(process: subprocess.Popen[str], log: Path, *, wait: bool) -> Server:
-    """Returns the server when it listens; with `wait`, when it is ready."""
-    deadline = time.monotonic() + 120
-    while True:
-        has_ended = process.poll() is not None  # looked at first: all that it has said before is in the log
-        if found := re.search(r"listening on (http://[^\s\"]+)", _whole_lines(log)):
-            break
-        assert not has_ended and time.monotonic() < deadline, log.read_text()
-        time.sleep(0.02)
-    server = Server(found.group(1), process, log)
+def _wait_until_ready(service: ServiceProcess) -> None:
+    """Reading the log costs next to nothing; a question each time would cost both sides a tenth of the start."""
     asked_next = 0.0
-    while wait:
-        # Reading the log costs next to nothing; a question each time would cost both sides a tenth of the start.
-        if "ready: " in log.read_text() or time.monotonic() >= asked_next:
-            asked_next = time.monotonic() + 0.5  # for services that log no such thing
-            if _status(server.url) == 200:
-                break
-        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-        time.sleep(0.02)
-    return server
 
+    def is_ready() -> bool:
+        nonlocal asked_next
+        if "ready: " not in service.log.read_text() and time.monotonic() < asked_next:
+            return False
+        asked_next = time.monotonic() + 0.5  # for services that log no such thing
+        return service.status("/health/ready") == 200
 
-def _whole_lines(log: Path) -> str:
-    whole, newline, _ = log.read_bytes().rpartition(b"\n")
-    return (whole + newline).decode()
+    service.wait_for(is_ready, poll=0.02)
 
 
 def _hang_on(terminal: int) -> None:
@@ -165,40 +163,20 @@ def _hang_on(terminal: int) -> None:
 def stop_server(server: Server) -> int:
     """SIGTERM, and the exit code."""
     if server.process.poll() is None:
-        server.process.send_signal(signal.SIGTERM)
+        server.process.terminate()
     try:
         return server.process.wait(timeout=120)
     except subprocess.TimeoutExpired:
-        _kill(server.process)
+        _kill(server.service)
         raise
 
 
-def _kill(process: subprocess.Popen[str]) -> None:
-    """Kills a service with its engines, one of which may be stopped."""
-    if process.poll() is None:
-        children = [child for task in Path(f"/proc/{process.pid}/task").iterdir() for child in _children_of(task)]
-        process.kill()
-        for child in children:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-    process.wait()
-    _STARTED.remove(process)
-
-
-def _children_of(task: Path) -> list[int]:
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread may end while we look
-        return [int(child) for child in (task / "children").read_text().split()]
-    return []
+def _kill(service: ServiceProcess) -> None:
+    service.kill()
+    _STARTED.remove(service)
 
 
 def is_clean(server: Server, seconds: float = 60.0) -> bool:
     """Whether within this time nothing runs, nothing waits, and no cache block is in use."""
     names = ("requests_running", "requests_waiting", "kv_cache_usage_ratio")
     return server.wait_for(lambda: not any(server.metric(name) for name in names), seconds)
-
-
-def _status(url: str) -> int:
-    try:
-        return httpx.get(f"{url}/health/ready").status_code
-    except httpx.TransportError:
-        return 0

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.engine_driver import random_prompt, request
 from benchmarks.gpu import conform, conformance
-from benchmarks.gpu.engine_driver import random_prompt, request
 from benchmarks.gpu.parity import score_output
 from benchmarks.gpu.results import Finding, Outcome, Record, Report, StageContext, file_name
 from benchmarks.gpu.roofline import Roofline

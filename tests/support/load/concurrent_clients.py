@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 
+from benchmarks.service_process import child_pids
 from tests.support.completion_client import parse_events
 from tests.support.servers import Server
 
@@ -147,11 +148,7 @@ def _output_of_chunks(text: str) -> Any:
 
 def children(server: Server) -> list[int]:
     """Processes of the service, except its first."""
-    found = []
-    for task in Path(f"/proc/{server.process.pid}/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
-            found += [int(pid) for pid in (task / "children").read_text().split()]
-    return found
+    return child_pids(server.process.pid)
 
 
 def engine_pid(server: Server) -> int:
@@ -184,16 +181,9 @@ def is_gone(pid: int) -> bool:
 
 def is_ready(server: Server) -> bool:
     """Whether /health/ready is 200; False if the service does not answer."""
-    return _status(f"{server.url}/health/ready") == 200
+    return server.service.status("/health/ready") == 200
 
 
 def is_live(server: Server) -> bool:
     """Whether /health/live is 200."""
-    return _status(f"{server.url}/health/live") == 200
-
-
-def _status(url: str) -> int:
-    try:
-        return httpx.get(url, timeout=60).status_code
-    except httpx.TransportError:
-        return 0
+    return server.service.status("/health/live") == 200

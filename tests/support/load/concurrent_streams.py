@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
-from urllib.parse import urlsplit
 
-from tests.support.http.raw_client import post
+from benchmarks.client import Client, Exchange
 from tests.support.servers import Server
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class StreamRecord:
     """What one client received of its stream."""
 
-    body: bytes = b""
-    at: list[float] = field(default_factory=list)
-    """Arrival times, in monotonic seconds."""
+    body: bytes
+    at: list[float]
+    """Arrival times of tokens, in monotonic seconds."""
 
     @property
     def is_complete(self) -> bool:
@@ -34,25 +34,17 @@ class StreamRecord:
     @property
     def gaps(self) -> list[float]:
         """Seconds between arrivals, of which each is a token or more."""
-        return [b - a for a, b in zip(self.at[1:], self.at[2:], strict=False)]
+        return [b - a for a, b in pairwise(self.at) if b > a]
 
 
 async def read_stream(server: Server, request: dict[str, Any]) -> StreamRecord:
     """Reads one stream to its end."""
-    parts = urlsplit(server.url)
-    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
-    record, pieces = StreamRecord(), []
+    client = Client(server.service.address)
     try:
-        writer.write(post(request, "/complete", "Connection: close"))
-        while piece := await reader.read(65536):
-            record.at.append(time.monotonic())
-            pieces.append(piece)
-    except ConnectionError:
-        pass
+        exchange = await client.run(Exchange(client.address.request("POST", "/complete", json.dumps(request).encode())))
+        return StreamRecord(exchange.body, exchange.arrivals)
     finally:
-        writer.close()
-    record.body = b"".join(pieces)
-    return record
+        client.close()
 
 
 def read_streams(server: Server, request: dict[str, Any], n: int) -> list[StreamRecord]:

@@ -4,8 +4,7 @@ A closed loop waits for answers, and so offers an overloaded service just what i
 is bounded in count and in time. `run(plan)` measures in a process of its own, `started(plan)` lets the test look at the
 service meanwhile, `offer(plan)` is for a test that has an event loop already.
 
-Light, as it shares the cores with what it measures: a protocol without streams or tasks, answers that are looked at
-and not parsed. It knows the end of an answer, three kinds of events (token, done, error), the status and Retry-After.
+Its clients are those of benchmarks/client.py.
 """
 
 from __future__ import annotations
@@ -19,16 +18,17 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
 
 import msgspec
 from msgspec import Struct
 
 from app.common import event_loop
-from benchmarks.concurrency import percentile
+from benchmarks.client import Client, Exchange, parse_address
+from benchmarks.common import percentile
 from tests.support import ROOT
 
-_TOKEN, _DONE, _ERROR = b"event: token\n", b"event: done\n", b"event: error\n"
-_CARRY = max(map(len, (_TOKEN, _DONE, _ERROR))) - 1
 _REFUSED = (429, 503)
 
 
@@ -183,20 +183,27 @@ def run(plan: Plan) -> list[Outcome]:
 
 async def offer(plan: Plan) -> list[Outcome]:
     """The same in this event loop."""
-    address = plan.url.removeprefix("http://").split(":")
-    host, port = address[0], int(address[1])
+    address = parse_address(plan.url)
     count = min(plan.most, int(plan.rate * plan.seconds))
     begin = time.monotonic() + 0.05
-    exchanges: list[_Exchange] = []
-    idle: deque[_Wire] = deque()
+    exchanges: list[Exchange] = []
+    clients: list[Client] = []
+    idle: deque[Client] = deque()
     opening: set[asyncio.Task[None]] = set()
 
-    async def open_and_send(exchange: _Exchange) -> None:
+    async def open_and_send(exchange: Exchange) -> None:
+        client = Client(address)
+        clients.append(client)
         try:
-            _, wire = await asyncio.get_running_loop().create_connection(lambda: _Wire(idle), host, port)
-            wire.send(exchange)
+            await client.open()
         except OSError as error:
-            exchange.finish(time.monotonic(), type(error).__name__)
+            exchange.end(type(error).__name__)
+        else:
+            send(client, exchange)
+
+    def send(client: Client, exchange: Exchange) -> None:
+        exchange.on_end = partial(idle.append, client)
+        client.send(exchange)
 
     for number in range(count):
         due = begin + number / plan.rate
@@ -204,174 +211,54 @@ async def offer(plan: Plan) -> list[Outcome]:
             await asyncio.sleep(wait)
         elif not number % 20:
             await asyncio.sleep(0)  # behind: answers are still read
-        exchange = _Exchange(due, _request(plan, host, number))
+        body = plan.bodies[number % len(plan.bodies)].replace(b"SEED", str(number).encode()) if plan.bodies else b""
+        exchange = Exchange(address.request("POST" if body else "GET", plan.path, body, plan.headers))
         exchanges.append(exchange)
-        while idle and idle[-1].is_closed:
+        while idle and not idle[-1].is_open:
             idle.pop()
         if idle:
-            idle.pop().send(exchange)
+            send(idle.pop(), exchange)
         else:
             task = asyncio.create_task(open_and_send(exchange))
             opening.add(task)
             task.add_done_callback(opening.discard)
     limit = time.monotonic() + plan.patience
     for exchange in exchanges:
-        while not exchange.is_done and time.monotonic() < limit:  # noqa: ASYNC110 - an event for each would cost more
+        while exchange.ended is None and time.monotonic() < limit:  # noqa: ASYNC110 - an event for each would cost more
             await asyncio.sleep(0.02)
-    for exchange in exchanges:
-        if not exchange.is_done:
-            exchange.cut()
-    for wire in idle:
-        wire.close()
+    outcomes = [_outcome(exchange, begin + number / plan.rate) for number, exchange in enumerate(exchanges)]
+    for client in clients:
+        client.close()
     for task in opening:
         task.cancel()
-    return [exchange.outcome() for exchange in exchanges]
+    return outcomes
 
 
-def _request(plan: Plan, host: str, number: int) -> bytes:
-    body = plan.bodies[number % len(plan.bodies)].replace(b"SEED", str(number).encode()) if plan.bodies else b""
-    extra = "".join(f"{name}: {value}\r\n" for name, value in plan.headers)
-    if not body:
-        return f"GET {plan.path} HTTP/1.1\r\nHost: {host}\r\n{extra}\r\n".encode()
-    head = f"POST {plan.path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n{extra}"
-    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+def _outcome(exchange: Exchange, due: float) -> Outcome:
+    retry_after, arrivals = exchange.headers.get("retry-after"), exchange.arrivals
+    return Outcome(
+        due=due,
+        late=exchange.sent - due,
+        status=exchange.status,
+        retry_after=int(retry_after) if retry_after else None,
+        first_byte=exchange.first_byte and exchange.first_byte - due,
+        first_token=arrivals[0] - due if arrivals else None,
+        gaps=tuple(after - before for before, after in pairwise(arrivals) if after > before),
+        tokens=len(arrivals),
+        end=exchange.ended and exchange.ended - due,
+        error=_error(exchange),
+    )
 
 
-class _Exchange:
-    """A request and what has come of it."""
-
-    def __init__(self, due: float, request: bytes) -> None:
-        self.request = request
-        self.is_done = False
-        self.wire: _Wire | None = None
-        self._due = due
-        self._sent = due
-        self._head = b""
-        self._status = 0
-        self._retry_after: int | None = None
-        self._length: int | None = None
-        self._tail = b""
-        self._first_byte: float | None = None
-        self._first_token: float | None = None
-        self._last_token = 0.0
-        self._gaps: list[float] = []
-        self._tokens = 0
-        self._end: float | None = None
-        self._error = ""
-        self._is_done = self._is_stream = False
-
-    def sent(self, now: float) -> None:
-        self._sent = now
-
-    def feed(self, data: bytes, now: float) -> bool:
-        """Takes bytes of the answer; whether it is whole with them."""
-        self._first_byte = self._first_byte or now
-        if not self._status:
-            self._head += data
-            head, found, data = self._head.partition(b"\r\n\r\n")
-            if not found:
-                return False
-            self._read_head(head)
-        if self._length is not None:
-            self._length -= len(data)
-            return self._length <= 0
-        seen = self._tail + data
-        if new := seen.count(_TOKEN):
-            self._note_tokens(new, now)
-        self._is_done |= _DONE in seen
-        if _ERROR in seen:
-            self._error = "error event"
-        self._tail = seen[-_CARRY:]
-        return seen.endswith(b"0\r\n\r\n")
-
-    def finish(self, now: float, error: str = "") -> None:
-        self.is_done, self._end = True, now
-        self._error = error or self._error
-        if self._is_stream and not self._is_done and not self._error:
-            self._error = "the stream ended without done"
-
-    def cut(self) -> None:
-        self.is_done, self._error = True, "cut"
-        if self.wire:
-            self.wire.close()
-
-    def outcome(self) -> Outcome:
-        def since(at: float | None) -> float | None:
-            return None if at is None else at - self._due
-
-        return Outcome(
-            due=self._due,
-            late=self._sent - self._due,
-            status=self._status,
-            retry_after=self._retry_after,
-            first_byte=since(self._first_byte),
-            first_token=since(self._first_token),
-            gaps=tuple(self._gaps),
-            tokens=self._tokens,
-            end=since(self._end),
-            error=self._error,
-        )
-
-    def _read_head(self, head: bytes) -> None:
-        first, *lines = head.split(b"\r\n")
-        self._status = int(first[9:12])
-        for line in lines:
-            name, _, value = line.partition(b":")
-            match name.lower():
-                case b"content-length":
-                    self._length = int(value)
-                case b"retry-after":
-                    self._retry_after = int(value)
-                case b"content-type":
-                    self._is_stream = b"event-stream" in value
-
-    def _note_tokens(self, new: int, now: float) -> None:
-        if self._first_token is None:
-            self._first_token = now
-        else:
-            self._gaps.append(now - self._last_token)
-        self._last_token = now
-        self._tokens += new
-
-
-class _Wire(asyncio.Protocol):
-    """A keep-alive connection with one request at a time."""
-
-    def __init__(self, idle: deque[_Wire]) -> None:
-        self.is_closed = False
-        self._idle = idle
-        self._exchange: _Exchange | None = None
-        self._transport: asyncio.Transport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport  # type: ignore[assignment]
-
-    def send(self, exchange: _Exchange) -> None:
-        assert self._transport
-        if self.is_closed:
-            exchange.finish(time.monotonic(), "closed before it was sent")
-            return
-        self._exchange, exchange.wire = exchange, self
-        exchange.sent(time.monotonic())
-        self._transport.write(exchange.request)
-
-    def close(self) -> None:
-        self.is_closed = True
-        if self._transport:
-            self._transport.abort()
-
-    def data_received(self, data: bytes) -> None:
-        exchange = self._exchange
-        if exchange and exchange.feed(data, time.monotonic()):
-            self._exchange = None
-            exchange.finish(time.monotonic())
-            if not self.is_closed:
-                self._idle.append(self)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.is_closed = True
-        if self._exchange and not self._exchange.is_done:
-            self._exchange.finish(time.monotonic(), type(exc).__name__ if exc else "closed in mid-answer")
+def _error(exchange: Exchange) -> str:
+    if exchange.ended is None:
+        return "cut"
+    is_stream = "event-stream" in exchange.headers.get("content-type", "")
+    if exchange.error or not is_stream:
+        return exchange.error
+    if b"event: error\n" in exchange.body:
+        return "error event"
+    return "" if b"event: done\n" in exchange.body else "the stream ended without done"
 
 
 if __name__ == "__main__":

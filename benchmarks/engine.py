@@ -1,0 +1,285 @@
+"""Steps of the bare engine, without service and pipe: `python -m benchmarks.engine sampling|guided|operations`.
+
+sampling: what a step costs greedily, with temperature 0.8, with every filter, and with every filter, penalty, bias and
+log-probabilities. Four engines run their steps in turn, each time in another order.
+guided: tokens per second without and with a JSON schema, alternately. Compiling the schema, which in the service delays
+only its own request, is reported separately.
+operations: a decode step by operation; native kernels, random weights, 200 tokens of context per row, summed over
+layers.
+
+Figures are medians. The last line of stdout is one JSON object.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import sys
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from app.common.ipc import WorkerConfig
+from app.common.types import BatchPlan, Chunk, Request, SamplingParams
+from app.common.types import Sequence as EngineSequence
+from app.engine.cpu.compute import NativeCompute, ThreadPool
+from app.engine.cpu.library import Library
+from app.engine.cpu.program import BLOCK
+from app.engine.cpu.toolchain.builder import find_or_build
+from app.engine.execution.engine import Engine
+from app.engine.guided.grammar_tracker import GrammarTracker
+from app.engine.startup import build_engine
+from app.engine.worker_loop import BuiltEngine
+from app.guided.grammar import grammar_from
+from benchmarks.common import alternate, command_line, median_of, print_result
+from benchmarks.engine_driver import cancel_all, random_prompt, request, run_all, run_until_decoding
+from benchmarks.peers.shapes import SHAPES
+from model.checkpoint.checkpoint import load, load_config
+from model.config import ModelConfig
+from model.files import one_line
+from model.nn.transformer import Decoder
+from model.presets import preset
+from model.tokenizer.tokenizer import Tokenizer
+
+KERNELS = ("native", "torch")
+_CONTEXT_TOKENS = 200
+_FILTERS: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "typical_p": 0.95, "top_p": 0.95, "min_p": 0.02}
+SAMPLING_MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "plain": {"temperature": 0.8},
+    "filters": _FILTERS,
+    "everything": {
+        **_FILTERS,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.2,
+        "logit_bias": tuple((token, -1.0) for token in range(100, 110)),
+        "logprobs": 5,
+    },
+}
+_PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 2, "maxLength": 40},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "mood": {"enum": ["merry", "sad", "asleep"]},
+        "friends": {"type": "array", "items": {"type": "string", "pattern": "^[A-Z][a-z]{2,12}$"}, "maxItems": 4},
+    },
+    "required": ["name", "age", "mood", "friends"],
+    "additionalProperties": False,
+}
+_SCHEMA = {"type": "array", "items": _PERSON, "minItems": 100}
+"""Longer than the output, so that both runs sample equally many tokens."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    parser = command_line("engine", __doc__)
+    parser.add_argument("--weights", type=Path, default=Path("weights"), help="weights directory (%(default)s)")
+    parser.add_argument("--kernels", choices=KERNELS, default="native", help="kernels (%(default)s)")
+    what = parser.add_subparsers(required=True, metavar="sampling|guided|operations")
+    one = what.add_parser("sampling")
+    one.set_defaults(measure=_sampling)
+    one.add_argument("--quick", action="store_true", help="few steps, as a smoke test")
+    one = what.add_parser("guided")
+    one.set_defaults(measure=_guided)
+    one.add_argument("--streams", type=int, default=8, help="concurrent requests (%(default)s)")
+    one.add_argument("--max-tokens", type=int, default=128, help="tokens per request (%(default)s)")
+    one.add_argument("--repeats", type=int, default=9, help="pairs of runs (%(default)s)")
+    one = what.add_parser("operations")
+    one.set_defaults(measure=_operations)
+    one.add_argument("--shape", choices=("default", *SHAPES), default="default", help="decoder's shape (%(default)s)")
+    one.add_argument("--int8", action="store_true", help="use int8 weights")
+    one.add_argument("--steps", type=int, default=100, help="steps per median (%(default)s)")
+    flags = vars(parser.parse_args(argv))
+    measure = flags.pop("measure")
+    try:
+        result = measure(**flags)
+    except ValueError as error:  # of weights or compiler; the message names which
+        parser.exit(2, one_line(f"error: {error}") + "\n")
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
+    environment = {"torch": str(torch.__version__), "threads": torch.get_num_threads()}
+    print_result(measure.__name__.removeprefix("_"), **environment, **settings, **result)
+    return 0
+
+
+def _engine(weights: Path, kernels: str, *, rows: int, length: int) -> BuiltEngine:
+    """An engine as the service builds it, that prefills all its rows in one step."""
+    least_blocks = -(-load_config(weights).context // BLOCK)
+    return build_engine(
+        WorkerConfig(
+            weights=str(weights),
+            kernels="native" if kernels == "native" else "torch",
+            library=str(find_or_build(None)) if kernels == "native" else None,
+            max_running=rows,
+            tokens_per_step=max(256, rows * length),
+            kv_blocks=max(least_blocks, rows * (-(-length // BLOCK) + 1)),
+        ),
+        read=cache(load),
+    )
+
+
+def _sampling(weights: Path, kernels: str, quick: bool) -> dict[str, Any]:
+    prompt, rounds, steps = (20, 1, 3) if quick else (_CONTEXT_TOKENS, 7, 30)
+    print(f"{'rows':>5}" + "".join(f"{mode:>12}" for mode in SAMPLING_MODES) + "  ms a step")
+    times = []
+    for rows in (1, 3) if quick else (1, 8, 32):
+        built = {mode: _engine(weights, kernels, rows=rows, length=prompt + steps + 3) for mode in SAMPLING_MODES}
+        engines, rng = {mode: each.engine for mode, each in built.items()}, random.Random(rows)
+        vocab = built["greedy"].ready.vocab_size
+        medians = [_sampling_round(engines, rows, prompt, steps, vocab, rng) for _ in range(rounds)]
+        ms = {f"{mode}_ms": median_of(medians, mode) for mode in SAMPLING_MODES}
+        percent = {f"{m}_percent": 100 * (median_of(medians, m, by="greedy") - 1) for m in list(SAMPLING_MODES)[1:]}
+        print(f"{rows:5}" + "".join(f"{value:12.3f}" for value in ms.values()))
+        print(f"{'':17}" + "".join(f"{value:+10.1f} %" for value in percent.values()), flush=True)
+        times.append({"rows": rows, **ms, **percent})
+    return {"prompt": prompt, "rounds": rounds, "steps": steps, "times": times}
+
+
+def _sampling_round(
+    engines: dict[str, Engine], rows: int, prompt: int, steps: int, vocab: int, rng: random.Random
+) -> dict[str, float]:
+    """Median milliseconds of a step, by mode; all modes continue the same new prompts."""
+    seed = rng.random()
+    for mode, engine in engines.items():
+        for row in range(rows):
+            tokens = random_prompt(prompt, vocab, f"{seed} {row}")
+            engine.add(request(f"{row}", tokens, steps + 3, seed=row, **SAMPLING_MODES[mode]))
+        run_until_decoding(engine, rows)
+    milliseconds: dict[str, list[float]] = {mode: [] for mode in engines}
+    for _ in range(steps):
+        for mode in rng.sample(list(engines), len(engines)):
+            start = time.perf_counter()
+            report = engines[mode].step()
+            milliseconds[mode].append((time.perf_counter() - start) * 1000)
+            assert len(report.events) == rows, "a step did not continue every sequence"
+    for engine in engines.values():
+        cancel_all(engine)
+    return {mode: statistics.median(values) for mode, values in milliseconds.items()}
+
+
+def _guided(weights: Path, kernels: str, streams: int, max_tokens: int, repeats: int) -> dict[str, Any]:
+    built = _engine(weights, kernels, rows=streams, length=max_tokens + 4 * BLOCK)
+    engine, tracker = built.engine, built.grammars
+    assert isinstance(tracker, GrammarTracker)
+    tracked: list[float] = []  # seconds of each call
+    for name in ("allowed", "accept_tokens"):
+        setattr(tracker, name, partial(_timed, getattr(tracker, name), tracked))
+    grammar = grammar_from("json_schema", _SCHEMA)
+    assert grammar
+    prompt = tuple(Tokenizer.load(weights).encode("Once upon a time there was"))
+    compiled: list[float] = []
+
+    def run(lark: str) -> float:
+        params = [SamplingParams(temperature=0.8, seed=i) for i in range(streams)]
+        requests = [
+            Request(id=str(i), prompt=prompt, max_tokens=max_tokens, params=params[i], grammar=lark)
+            for i in range(streams)
+        ]
+        if lark:
+            started = time.perf_counter()
+            for compilation in [tracker.prepare(one) for one in requests]:
+                while not compilation.done:
+                    time.sleep(0.0005)
+            compiled.append((time.perf_counter() - started) * 1e3 / streams)
+            tracked.clear()
+        started = time.perf_counter()
+        outputs = run_all(engine, requests)
+        seconds = time.perf_counter() - started
+        assert not outputs.failed, outputs.failed
+        assert sum(len(outputs.tokens(one.id)) for one in requests) == streams * max_tokens
+        return streams * max_tokens / seconds
+
+    per_step: list[float] = []
+
+    def run_guided() -> float:
+        speed = run(grammar.lark)
+        per_step.append(sum(tracked) * 1e3 / max_tokens)
+        return speed
+
+    ways: dict[str, Callable[[], float]] = {"free": partial(run, ""), "guided": run_guided}
+    pairs = alternate(ways, repeats)
+    print(f"{'free':>10}  {'guided':>10}  tokens/s")
+    for pair in pairs:
+        print(f"{pair['free']:10.1f}  {pair['guided']:10.1f}")
+    return {
+        "compile_ms": statistics.median(compiled),
+        "free_tokens_per_second": median_of(pairs, "free"),
+        "guided_tokens_per_second": median_of(pairs, "guided"),
+        "cost_percent": 100 * (1 - median_of(pairs, "guided", by="free")),
+        "guides_ms_per_step": statistics.median(per_step[1:]),
+    }
+
+
+def _timed(call: Callable[..., Any], seconds: list[float], *arguments: Any) -> Any:
+    started = time.perf_counter()
+    result = call(*arguments)
+    seconds.append(time.perf_counter() - started)
+    return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Microseconds of one step by kind of operation, summed over all layers."""
+
+    rows: int
+    step_us: float
+    head_us: float
+    operations_us: dict[str, float]
+
+
+def _operations(weights: Path, kernels: str, shape: str, int8: bool, steps: int) -> dict[str, Any]:
+    del weights, kernels
+    profiles = profile(preset("small") if shape == "default" else SHAPES[shape], steps=steps, int8=int8)
+    print(f"{'us a step':16}" + "".join(f"{f'{each.rows} rows':>12}" for each in profiles))
+    for name in profiles[0].operations_us:
+        print(f"{name:16}" + "".join(f"{each.operations_us[name]:12.1f}" for each in profiles))
+    print(f"{'head':16}" + "".join(f"{each.head_us:12.1f}" for each in profiles))
+    print(f"{'all':16}" + "".join(f"{each.step_us:12.1f}" for each in profiles))
+    return {"profiles": profiles}
+
+
+def profile(config: ModelConfig, *, steps: int, int8: bool = False, rows: Sequence[int] = (1, 8, 32)) -> list[Profile]:
+    """Measures in bfloat16."""
+    decoder = Decoder(config).initialize(0).to(torch.bfloat16).requires_grad_(False)
+    length = min(_CONTEXT_TOKENS, config.context - 1)
+    library = Library(find_or_build())
+    threads = ThreadPool(library, torch.get_num_threads())
+    compute = NativeCompute(library, decoder, threads, blocks=max(rows) * (length // BLOCK + 1), int8=int8)
+    names = compute.program.names
+    profiles = []
+    for n_rows in rows:
+        plan = BatchPlan(tuple(Chunk(_sequence(config, row, length), length, length + 1) for row in range(n_rows)))
+        samples: list[tuple[float, float, array[float]]] = []
+        for _ in range(steps):
+            compute.seconds = array("d", bytes(8 * len(names)))
+            began = time.perf_counter()
+            compute.run(plan)
+            ran = time.perf_counter()
+            compute.logits(range(n_rows))
+            done = time.perf_counter()
+            samples.append((done - began, done - ran, compute.seconds))
+        step, head, operations = zip(*samples, strict=True)
+        by_name = dict.fromkeys(names, 0.0)
+        for name, seconds in zip(names, zip(*operations, strict=True), strict=True):
+            by_name[name] += statistics.median(seconds) * 1e6
+        step_us, head_us = statistics.median(step) * 1e6, statistics.median(head) * 1e6
+        profiles.append(Profile(rows=n_rows, step_us=step_us, head_us=head_us, operations_us=by_name))
+    return profiles
+
+
+def _sequence(config: ModelConfig, row: int, length: int) -> EngineSequence:
+    n_blocks = length // BLOCK + 1
+    one = request(str(row), random_prompt(length + 1, config.vocab_size, row), 1)
+    blocks = list(range(row * n_blocks, (row + 1) * n_blocks))
+    return EngineSequence(request=one, tokens=list(one.prompt), arrival=row, blocks=blocks)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
