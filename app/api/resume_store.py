@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, OrderedDict, deque
 from itertools import islice
-from typing import Protocol
 
 _MAX_DETACHED = 256
 
@@ -39,16 +38,50 @@ class ReplayBuffer:
         return b"".join(islice(self._frames, number - self.first, None))
 
 
-class StoredStream(Protocol):
-    """A stream that ResumeStore can hold."""
+class Subscription:
+    """One connection's subscription to a stream; a newer connection replaces it."""
 
-    name: str
-    owner: str
-    is_finished: bool
+
+class StoredStream:
+    """A stream of numbered frames, of which recent ones can be replayed; one connection at a time reads them."""
+
+    def __init__(self, resume_store: ResumeStore, *, name: str, owner: str, replay_bytes: int) -> None:
+        self.name = name
+        self.owner = owner
+        self.is_finished = False
+        self._resume_store = resume_store
+        self._replay_buffer = ReplayBuffer(replay_bytes)
+        self._subscription: Subscription | None = None
+        resume_store.put(self)
+
+    @property
+    def next_number(self) -> int:
+        """The next frame's number."""
+        return self._replay_buffer.next_number
+
+    def can_replay_from(self, number: int) -> bool:
+        """Whether all frames from this number on can be replayed."""
+        return self._replay_buffer.first <= number <= self.next_number
+
+    def attach(self) -> Subscription:
+        """Subscribes a connection."""
+        self._resume_store.mark_attached(self)
+        self._subscription = Subscription()
+        return self._subscription
+
+    def detach(self, subscription: Subscription) -> None:
+        """Unsubscribes a connection; the client may reconnect within the resume timeout."""
+        if subscription is self._subscription:
+            self._subscription = None
+            self._suspend()
+            self._resume_store.mark_detached(self)
 
     def close(self) -> None:
         """Releases the stream, which can no longer be resumed."""
-        ...
+        self._subscription = None
+
+    def _suspend(self) -> None:
+        """Called when no connection reads the stream any more."""
 
 
 class ResumeStore:

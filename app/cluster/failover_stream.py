@@ -21,7 +21,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from app.api.resume_store import ReplayBuffer
+from app.api.resume_store import ResumeStore, StoredStream, Subscription
 from app.cluster.messages import FullResponse, Head, ReplicaLost
 from app.cluster.retry import ReplicaResponse, RetryingRequest
 from app.http import sse
@@ -260,21 +260,13 @@ class StreamSplicer:
 _HEARTBEAT_SECONDS = 10.0
 
 
-class StreamSubscription:
-    """One connection's subscription to a stream; a newer connection replaces it."""
+class FailoverStream(StoredStream):
+    """A resumable stream across replicas."""
 
-
-class FailoverStream:
-    """A resumable stream across replicas, held in a ResumeStore (app/api/resume_store.py)."""
-
-    def __init__(self, request: RetryingRequest, *, owner: str, replay_bytes: int) -> None:
-        self.name = request.call.request_id
-        self.owner = owner
-        self.is_finished = False
+    def __init__(self, request: RetryingRequest, resume_store: ResumeStore, *, owner: str, replay_bytes: int) -> None:
+        super().__init__(resume_store, name=request.call.request_id, owner=owner, replay_bytes=replay_bytes)
         self._request = request
         self._splicer = StreamSplicer(self.name)
-        self._replay_buffer = ReplayBuffer(replay_bytes)
-        self._subscription: StreamSubscription | None = None
         self._is_cancelled = False
         self._started = time.monotonic()
 
@@ -283,36 +275,11 @@ class FailoverStream:
         """The request id on the current or last replica."""
         return self._request.current_id or self.name
 
-    @property
-    def next_number(self) -> int:
-        """The next frame's number."""
-        return self._replay_buffer.next_number
-
-    def can_replay_from(self, number: int) -> bool:
-        """Whether all frames from this number on can be replayed."""
-        return self._replay_buffer.first <= number <= self.next_number
-
-    def attach(self) -> StreamSubscription:
-        """Subscribes a connection."""
-        self._subscription = StreamSubscription()
-        return self._subscription
-
-    def detach(self, subscription: StreamSubscription) -> bool:
-        """Unsubscribes a connection; True if it was the current one."""
-        if subscription is not self._subscription:
-            return False
-        self._subscription = None
-        return True
-
     def cancel(self) -> bool:
         """Cancels the stream, so that no replica continues it; False if it had already finished."""
         was_running = not (self.is_finished or self._is_cancelled)
         self._is_cancelled = True
         return was_running
-
-    def close(self) -> None:
-        """Releases the stream, which can no longer be resumed."""
-        self._subscription = None
 
     async def reconnect(self) -> ReplicaResponse | None:
         """Starts a replica for a client that reconnected; None if nothing is left to send.
@@ -327,7 +294,7 @@ class FailoverStream:
         return None
 
     def frames(
-        self, subscription: StreamSubscription, response: ReplicaResponse | None, number: int = 0
+        self, subscription: Subscription, response: ReplicaResponse | None, number: int = 0
     ) -> AsyncGenerator[bytes, None]:
         """Yields the frames from `number` on, ending with exactly one `done` or `error`.
 
@@ -336,7 +303,7 @@ class FailoverStream:
         return with_heartbeat(self._frames(subscription, response, number), _HEARTBEAT_SECONDS)
 
     async def _frames(
-        self, subscription: StreamSubscription, response: ReplicaResponse | None, number: int
+        self, subscription: Subscription, response: ReplicaResponse | None, number: int
     ) -> AsyncGenerator[bytes, None]:
         try:
             if number < self.next_number:
@@ -377,7 +344,7 @@ class FailoverStream:
         if self._is_cancelled:
             raise ApiError(503, "the completion was cancelled while no replica was running it", code="cancelled")
 
-    def _on_loss(self, subscription: StreamSubscription) -> bytes:
+    def _on_loss(self, subscription: Subscription) -> bytes:
         if subscription is not self._subscription:  # a newer connection has its own replica
             return b""
         try:

@@ -35,7 +35,6 @@ from app.api.resume_store import ResumeStore
 from app.cluster.failover_stream import (
     EventStream,
     FailoverStream,
-    StreamSubscription,
     best_response,
     discard_response,
     openai_frames,
@@ -250,20 +249,12 @@ class Gateway:
         headers = response_headers(response.head)
         if request.call.path != "/complete":
             return EventStream(openai_frames(request, response), lambda: None, headers, response)
-        stream = FailoverStream(request, owner=_owner(request.call), replay_bytes=self._settings.resume_bytes)
-        self._resume_store.put(stream)
-        subscription = self._attach(stream)
+        limit = self._settings.resume_bytes
+        stream = FailoverStream(request, self._resume_store, owner=_owner(request.call), replay_bytes=limit)
+        subscription = stream.attach()
         return EventStream(
-            stream.frames(subscription, response), partial(self._detach, stream, subscription), headers, response
+            stream.frames(subscription, response), partial(stream.detach, subscription), headers, response
         )
-
-    def _attach(self, stream: FailoverStream) -> StreamSubscription:
-        self._resume_store.mark_attached(stream)
-        return stream.attach()
-
-    def _detach(self, stream: FailoverStream, subscription: StreamSubscription) -> None:
-        if stream.detach(subscription):
-            self._resume_store.mark_detached(stream)
 
     async def _resume(self, call: Call, name: str) -> Response:
         """Resumes a stream. A replica checks the credentials first: it gets a resume of an id that no replica has."""
@@ -280,13 +271,13 @@ class Gateway:
             )
         if not stream.can_replay_from(number):
             raise ApiError(404, f"event {number} is no longer available: send the request again", code="events_gone")
-        subscription = self._attach(stream)
+        subscription = stream.attach()
         try:
             response = await stream.reconnect()
         except BaseException:  # an error, or the client disconnected again: it may reconnect
-            self._detach(stream, subscription)
+            stream.detach(subscription)
             raise
-        detach, headers = partial(self._detach, stream, subscription), {"X-Request-Id": call.request_id}
+        detach, headers = partial(stream.detach, subscription), {"X-Request-Id": call.request_id}
         return EventStream(stream.frames(subscription, response, number), detach, headers, response)
 
     async def _cancel(self, call: Call, name: str) -> Response:

@@ -13,6 +13,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from app.access.api_keys import add_key, new_key, stored
+from app.api.resume_store import ResumeStore
 from app.cluster import asgi_adapter
 from app.cluster import gateway as front_module
 from app.cluster.failover_stream import FailoverStream, with_heartbeat
@@ -228,7 +229,8 @@ def test_a_newer_connection_takes_a_stream_over_and_the_older_one_does_no_harm()
     async def visits() -> None:
         call = Call(request_id="r", method="POST", path="/complete", query=b"", headers=(), body=b"{}")
         asking = RetryingRequest(replicas, call, RetryCounters(), max_retries=0, accept_timeout=60)
-        stream = FailoverStream(asking, owner="o", replay_bytes=1000)
+        store = ResumeStore(0)  # a stream that no connection reads is gone at once
+        stream = FailoverStream(asking, store, owner="o", replay_bytes=1000)
         old = stream.attach()
         old_frames = stream.frames(old, await asking.send())
         assert "event: start" in (await anext(old_frames)).decode()
@@ -237,10 +239,12 @@ def test_a_newer_connection_takes_a_stream_over_and_the_older_one_does_no_harm()
         seen = [await anext(new_frames), await anext(new_frames)]
         late.set()
         assert [frame async for frame in old_frames] == []
-        assert not stream.detach(old)
+        stream.detach(old)
+        assert store.find("r", "o") is stream
         seen += [frame async for frame in new_frames]
         assert text_of(parse_events(b"".join(seen).decode())) == "Once upon a time"
-        assert stream.detach(new)
+        stream.detach(new)
+        assert store.find("r", "o") is None
         assert replicas.closed == 2
 
     asyncio.run(visits())

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from starlette.types import Message
 
+from app.api.resume_store import ResumeStore
 from app.cluster.failover_stream import FailoverStream
 from app.cluster.gateway import Gateway
 from app.cluster.messages import Call, FullResponse, Head
@@ -33,7 +34,7 @@ def stream_of(replicas: Played, max_retries: int = 0) -> tuple[FailoverStream, R
     """One stream without its front."""
     call = Call(request_id="r", method="POST", path="/complete", query=b"", headers=(), body=b"{}")
     asking = RetryingRequest(replicas, call, RetryCounters(), max_retries=max_retries, accept_timeout=60)
-    return FailoverStream(asking, owner="o", replay_bytes=1000), asking
+    return FailoverStream(asking, ResumeStore(60), owner="o", replay_bytes=1000), asking
 
 
 async def events_of(*frames: AsyncGenerator[bytes, None]) -> list[Any]:

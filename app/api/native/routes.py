@@ -17,7 +17,7 @@ from app.api import schemas
 from app.api.dependencies import MetricsDep, ResumeStoreDep, ServiceDep, TenantDep, body_schema, owner_of, read_body
 from app.api.openapi import declared
 from app.api.request_handle import RequestHandle
-from app.api.resume_store import ReplayBuffer, ResumeStore
+from app.api.resume_store import ResumeStore, StoredStream, Subscription
 from app.api.schemas import CompletionFields, Prompts, TokenIds
 from app.common.event_loop import TimeSlice
 from app.generation.request import CompletionEvent, Delta, Finished, GenerationRequest, Heartbeat, Queued, Started
@@ -29,12 +29,8 @@ from app.http.response_model import ResponseModel, json_response
 _WEIGHTS_CLOSED = "the weights of this stream are no longer served: send the request again"
 
 
-class Subscription:
-    """One connection's subscription to a stream; a newer connection replaces it."""
-
-
-class ResumableStream:
-    """A completion with numbered frames, of which recent ones can be replayed; one connection at a time reads them."""
+class ResumableStream(StoredStream):
+    """A completion whose client may reconnect."""
 
     def __init__(
         self,
@@ -45,18 +41,13 @@ class ResumableStream:
         extra: Mapping[str, Any],
         replay_bytes: int,
     ) -> None:
-        self.name = handle.name
+        super().__init__(resume_store, name=handle.name, owner=owner, replay_bytes=replay_bytes)
         self.headers = handle.headers
-        self.owner = owner
         self._handle = handle
-        self._resume_store = resume_store
         self._extra = extra
         self._receipt = schemas.Receipt.of(handle.admitted)
-        self._replay_buffer = ReplayBuffer(replay_bytes)
         self._finished: dict[int, Finished] = {}
-        self.is_finished = self._is_suspended = False
-        self._subscription: Subscription | None = None
-        resume_store.put(self)
+        self._is_suspended = False
 
     def attach(self) -> Subscription:
         """Subscribes a connection. Raises Unavailable or ApiError if the completion cannot be resumed."""
@@ -66,21 +57,17 @@ class ResumableStream:
             self._handle.service.require_open()  # the engine may be restarting: the stream waits for it
             self._handle.resume()
         self._is_suspended = False
-        self._resume_store.mark_attached(self)
-        self._subscription = Subscription()
+        subscription = super().attach()
         self._handle.session.stream.wake()
-        return self._subscription
+        return subscription
 
-    def detach(self, subscription: Subscription) -> None:
-        """Unsubscribes: suspends the completion at once; the client may reconnect within the resume timeout."""
-        if subscription is self._subscription:
-            self._subscription = None
-            if self.is_finished:
-                self._handle.close()
-            else:
-                self._is_suspended = self._handle.session.stream.is_open
-                self._handle.suspend()
-            self._resume_store.mark_detached(self)
+    def _suspend(self) -> None:
+        """Suspends the completion at once."""
+        if self.is_finished:
+            self._handle.close()
+        else:
+            self._is_suspended = self._handle.session.stream.is_open
+            self._handle.suspend()
 
     def cancel(self) -> bool:
         """Cancels the completion and notifies its reader; False if it had already finished."""
@@ -97,15 +84,6 @@ class ResumableStream:
     def close(self) -> None:
         """Releases the completion; the stream can no longer be resumed."""
         self._handle.close()
-
-    @property
-    def next_number(self) -> int:
-        """The next frame's number."""
-        return self._replay_buffer.next_number
-
-    def can_replay_from(self, number: int) -> bool:
-        """Whether all frames from this number on can be replayed."""
-        return self._replay_buffer.first <= number <= self._replay_buffer.next_number
 
     async def frames(self, subscription: Subscription, number: int = 0) -> AsyncIterator[bytes]:
         """The event stream from frame `number` on; ends with exactly one `done` or `error`."""
