@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
+from benchmarks.common import Range, range_of
 from benchmarks.peers.engines import EngineResult
 from benchmarks.peers.plan import OURS
 from benchmarks.peers.servers import Sample, ServerResult
@@ -15,25 +15,10 @@ _NAME_WIDTH = 21
 _CELL_WIDTH = 33
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
-    """Summary of the rounds."""
-
-    median: float
-    least: float
-    most: float
-    rounds: int
-
-
-def summarize(samples: Sequence[float]) -> Summary:
-    """Summarizes at least one sample."""
-    return Summary(median=statistics.median(samples), least=min(samples), most=max(samples), rounds=len(samples))
-
-
-def ratio(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Summary | None:
+def ratio(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Range | None:
     """`ours` divided by `theirs`, round by round, so that a slow moment affects both; None without a common round."""
     pairs = [ours[number] / theirs[number] for number in ours if theirs.get(number)]
-    return summarize(pairs) if pairs else None
+    return range_of(pairs) if pairs else None
 
 
 def engine_table(result: EngineResult) -> str:
@@ -99,7 +84,7 @@ def ratios(speeds: Mapping[str, Mapping[int, float]]) -> dict[str, float]:
 def _cell(speeds: Mapping[str, Mapping[int, float]], engine: str, fastest: float | None) -> str:
     if not speeds.get(engine):
         return ""
-    summary = summarize(list(speeds[engine].values()))
+    summary = range_of(list(speeds[engine].values()))
     text = f"{summary.median:,.0f} [{summary.least:,.0f}-{summary.most:,.0f}]"
     quotient = ratios(speeds).get(engine)
     text += " " * 7 if quotient is None else f" {quotient:5.2f}x"
@@ -111,4 +96,4 @@ def _speeds(samples: Mapping[int, Sample]) -> dict[int, float]:
 
 
 def _pair(p50: Sequence[float], p99: Sequence[float]) -> str:
-    return f"{summarize(p50).median:.2f} / {summarize(p99).median:.2f}"
+    return f"{statistics.median(p50):.2f} / {statistics.median(p99):.2f}"

@@ -8,19 +8,12 @@ from importlib.metadata import version
 
 import ctranslate2
 
-from benchmarks.peers.adapters.protocol import (
-    AdapterOptions,
-    DecodeResult,
-    ServeLoad,
-    ServeResult,
-    UnsupportedError,
-    run,
-)
+from benchmarks.peers.adapters.protocol import Adapter, AdapterOptions, DecodeResult, UnsupportedError, run
 
 _TYPES = {"bf16": "bfloat16", "f32": "float32", "int8": "int8_float32"}
 
 
-class CTranslate2Adapter:
+class CTranslate2Adapter(Adapter):
     """CTranslate2 takes and returns tokens as text, by the vocabulary file next to the model."""
 
     def __init__(self, options: AdapterOptions) -> None:
@@ -44,9 +37,6 @@ class CTranslate2Adapter:
 
     def prefill(self, prompt: list[int]) -> float:
         return self._generate([prompt], 1)[0]
-
-    def serve(self, load: ServeLoad) -> ServeResult:
-        raise UnsupportedError(f"CTranslate2 has no server to compare with at {load.streams} streams")
 
     def _generate(self, prompts: list[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
         token_texts = [[self._names[token] for token in prompt] for prompt in prompts]

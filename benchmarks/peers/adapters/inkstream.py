@@ -12,6 +12,7 @@ from app.common.types import Request, SamplingParams
 from app.engine.startup import build_engine
 from app.engine.worker_loop import EngineStartError
 from benchmarks.peers.adapters.protocol import (
+    Adapter,
     AdapterOptions,
     DecodeResult,
     ServeLoad,
@@ -25,7 +26,7 @@ _DTYPES = {"bf16": "bfloat16", "f32": "float32", "int8": "bfloat16"}
 _BLOCK = 16
 
 
-class InkstreamAdapter:
+class InkstreamAdapter(Adapter):
     """inkstream's engine. Prompts differ from call to call, so that the prefix cache does not help."""
 
     def __init__(self, options: AdapterOptions) -> None:

@@ -10,14 +10,7 @@ from importlib.metadata import version
 import llama_cpp
 import numpy as np
 
-from benchmarks.peers.adapters.protocol import (
-    AdapterOptions,
-    DecodeResult,
-    ServeLoad,
-    ServeResult,
-    UnsupportedError,
-    run,
-)
+from benchmarks.peers.adapters.protocol import Adapter, AdapterOptions, DecodeResult, UnsupportedError, run
 
 _BATCH = 2048
 _PHYSICAL = 512
@@ -83,7 +76,7 @@ class Context:
         return list(logits.argmax(axis=1).tolist())
 
 
-class LlamaCppAdapter:
+class LlamaCppAdapter(Adapter):
     """One model, with a context for each number of rows, created on first use."""
 
     def __init__(self, options: AdapterOptions) -> None:
@@ -118,9 +111,6 @@ class LlamaCppAdapter:
         started = time.perf_counter()
         context.read(prompt, 0)
         return time.perf_counter() - started
-
-    def serve(self, load: ServeLoad) -> ServeResult:
-        raise UnsupportedError(f"llama-server is measured instead, at {load.streams} streams")
 
     def _context(self, rows: int) -> Context:
         if rows not in self._contexts:

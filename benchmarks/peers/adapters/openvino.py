@@ -11,7 +11,7 @@ import openvino as ov
 from openvino_genai import ContinuousBatchingPipeline, GenerationConfig, SchedulerConfig
 from openvino_genai.py_openvino_genai import GenerationHandle
 
-from benchmarks.peers.adapters.protocol import AdapterOptions, DecodeResult, ServeLoad, ServeResult, run
+from benchmarks.peers.adapters.protocol import Adapter, AdapterOptions, DecodeResult, ServeLoad, ServeResult, run
 
 # int8 weights run with OpenVINO's defaults: activations quantized in groups, 8-bit KV cache.
 _HINTS = {
@@ -21,7 +21,7 @@ _HINTS = {
 }
 
 
-class OpenVINOAdapter:
+class OpenVINOAdapter(Adapter):
     """One pipeline without prefix cache."""
 
     def __init__(self, options: AdapterOptions) -> None:

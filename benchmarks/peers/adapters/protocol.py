@@ -9,11 +9,12 @@ import argparse
 import json
 import os
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Any, Protocol
+from typing import Any
 
 
 class UnsupportedError(Exception):
@@ -61,20 +62,24 @@ class ServeResult:
     gaps: list[float] = field(default_factory=list)
 
 
-class Adapter(Protocol):
+class Adapter(ABC):
     """One engine with one model."""
 
+    @abstractmethod
     def facts(self) -> dict[str, str]:
         """Versions and settings for the report."""
 
+    @abstractmethod
     def decode(self, prompts: list[list[int]], tokens: int) -> DecodeResult:
         """Generates exactly `tokens` greedy tokens for all prompts in one batch."""
 
+    @abstractmethod
     def prefill(self, prompt: list[int]) -> float:
         """Seconds until the first token."""
 
     def serve(self, load: ServeLoad) -> ServeResult:
         """Takes a server's load in this process. Raises UnsupportedError if the engine cannot."""
+        raise UnsupportedError(f"it takes no load of {load.streams} streams in its process")
 
 
 def run(create: Callable[[AdapterOptions], Adapter]) -> None:

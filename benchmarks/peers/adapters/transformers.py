@@ -9,14 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
-from benchmarks.peers.adapters.protocol import (
-    AdapterOptions,
-    DecodeResult,
-    ServeLoad,
-    ServeResult,
-    UnsupportedError,
-    run,
-)
+from benchmarks.peers.adapters.protocol import Adapter, AdapterOptions, DecodeResult, UnsupportedError, run
 
 _DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 
@@ -35,7 +28,7 @@ class StepTimer(BaseStreamer):
         pass
 
 
-class TransformersAdapter:
+class TransformersAdapter(Adapter):
     """One model."""
 
     def __init__(self, options: AdapterOptions) -> None:
@@ -57,9 +50,6 @@ class TransformersAdapter:
     def prefill(self, prompt: list[int]) -> float:
         times, _ = self._generate([prompt], 1)
         return times[1] - times[0]
-
-    def serve(self, load: ServeLoad) -> ServeResult:
-        raise UnsupportedError(f"transformers has no server to compare with at {load.streams} streams")
 
     def _generate(self, prompts: list[list[int]], tokens: int) -> tuple[list[float], list[list[int]]]:
         ids = torch.tensor(prompts)

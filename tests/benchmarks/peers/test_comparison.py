@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.common import range_of
 from benchmarks.peers.adapters.gguf_names import convert_layout, gguf_name
 from benchmarks.peers.adapters.protocol import prompts_of
 from benchmarks.peers.engines import EngineResult, limits_of
 from benchmarks.peers.plan import Sizes, common_prefix_length, figures, length_error, parse_options, schedule
-from benchmarks.peers.report import engine_table, ratio, ratios, server_table, summarize
+from benchmarks.peers.report import engine_table, ratio, ratios, server_table
 from benchmarks.peers.servers import Sample, ServerResult
 from benchmarks.peers.shapes import SHAPES, random_decoder, write_random
 from benchmarks.prompts import pseudo_prose
@@ -63,7 +64,7 @@ def test_agreement_counts_the_tokens_before_the_first_difference() -> None:
 
 def test_ratios_are_taken_round_by_round() -> None:
     found = ratio({0: 10.0, 1: 100.0, 2: 30.0, 4: 7.0}, {0: 5.0, 1: 50.0, 2: 10.0, 3: 1.0})
-    assert found == summarize([2.0, 2.0, 3.0])
+    assert found == range_of([2.0, 2.0, 3.0])
     assert ratio({0: 1.0}, {1: 1.0}) is None
 
 

@@ -15,8 +15,8 @@ from benchmarks.peers.servers import InProcessTarget
 SIDE = """
 import time
 from benchmarks.peers.adapters.protocol import DecodeResult as Generated, ServeResult as Loaded, run
-from benchmarks.peers.adapters.protocol import UnsupportedError
-class Fake:
+from benchmarks.peers.adapters.protocol import Adapter, UnsupportedError
+class Fake(Adapter):
     def __init__(self, task):
         print("chatter of a library")
         if task.precision == "int8":
