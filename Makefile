@@ -11,7 +11,7 @@
 #   make ray                                    the service on two local Ray nodes that are broken under load (minutes)
 #   make container [FRESH=1]                    the image, built and tried on real containers (root on Debian; takes long)
 #   make promises [ONLY="r10 s08"]              the tests of promises at full size, then RELIABILITY.md
-#   make mutants [ONLY="scheduler text"]        do the tests of a module notice a change in one place of it? (an hour)
+#   make mutants [ONLY="scheduler text"]        do the tests of a module notice a change in one place of it? (hours)
 #   make redteam [ARGS="--seconds 300 --seed 7"] attacks on the service from outside (docs/security-testing.md)
 #   make install TORCH=torch==2.12.0            another torch than the pinned one
 #   make install PIP_ARGS="--index-url URL"     an index of CPU builds, an offline folder (--no-index --find-links DIR)
@@ -119,7 +119,7 @@ lock: install
 promises: install
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.promises.run $(ONLY) $(ARGS)
 
-# Changes one place at a time in a copy of the tree: do the tests of that module notice? An hour for all subjects.
+# Changes one place at a time in a copy of the tree: do the tests of that module notice? All subjects take an hour or two.
 mutants: install
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.tools.mutants $(ONLY) $(ARGS)
 

@@ -17,7 +17,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,14 +97,9 @@ def stage(serve_module: Services, tmp_path_factory: pytest.TempPathFactory) -> _
     return _Stage(serve_module(*_FLAGS, fake_ms=8, environment=faults.environment, logs_tracebacks=True), faults)
 
 
-@contextmanager
-def _slow_from(faults: Faults, step: int) -> Iterator[None]:
+def _slow_from(stage: _Stage, step: int) -> AbstractContextManager[None]:
     """The first steps take as long as ever, all others a quarter of a second: what is under way then stays that."""
-    faults.arm("engine.forward", "sleep", seconds=0.25, after=step)
-    try:
-        yield
-    finally:
-        faults.disarm("engine.forward")
+    return stage.faults.armed("engine.forward", "sleep", seconds=0.25, after=step)
 
 
 @contextmanager
@@ -128,7 +123,7 @@ def _broken_engine(break_it: Callable[[_Stage], None]) -> Callable[[_Stage], lis
     def meet(stage: _Stage) -> list[bool]:
         expected, before = _undisturbed(stage), stage.server.metric("replayed_requests_total")
         # All four are there to be broken for half a minute, however late this is.
-        with _slow_from(stage.faults, 20), _under_way(stage.server, _asks()) as answers:
+        with _slow_from(stage, 20), _under_way(stage.server, _asks()) as answers:
             break_it(stage)
             stage.faults.disarm("engine.forward")
         assert stage.server.wait_for(lambda: is_ready(stage.server), 30)
@@ -166,7 +161,7 @@ def _half_a_character(stage: _Stage) -> list[bool]:
 
 def _deadline(stage: _Stage) -> list[bool]:
     text = _undisturbed(stage).text
-    with _slow_from(stage.faults, 60):
+    with _slow_from(stage, 60):
         outcomes = [_outcome(answer) for answer in visit(stage.server, _asks(deadline_ms=3000))]
     assert all(outcome.text for outcome in outcomes)
     # The last character may have been cut in its middle.

@@ -10,7 +10,7 @@ import pty
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import httpx
@@ -162,14 +162,9 @@ def test_mixed_answers_would_be_found() -> None:
     assert mixed([*fine, Answer("b", "p", "xxxx")])
 
 
-@contextmanager
-def _slow(faults: Faults) -> Iterator[None]:
+def _slow(faults: Faults) -> AbstractContextManager[None]:
     """Steps of half a second: a stream that has started is still there when other weights are loaded."""
-    faults.arm("engine.forward", "sleep", seconds=0.5, after=5)
-    try:
-        yield
-    finally:
-        faults.disarm("engine.forward")
+    return faults.armed("engine.forward", "sleep", seconds=0.5, after=5)
 
 
 def _across_a_switch(server: Server, link: Path, to: Path, faults: Faults, *, is_cut: bool) -> list[Event]:

@@ -102,12 +102,8 @@ def test_bodies_that_are_parsed_as_they_come_are_noticed(
     """Positive control."""
     victim = _victim(client)
     alone = min(victim() for _ in range(5))
-    faults.arm("loop_share.unlimited", "yes")
-    try:
-        with running(replace(on_the_loop, requests=[_REFUSED], clients=8)):
-            assert victim() > _FLOOR * alone
-    finally:
-        faults.disarm("loop_share.unlimited")
+    with faults.armed("loop_share.unlimited", "remove"), running(replace(on_the_loop, requests=[_REFUSED], clients=8)):
+        assert victim() > _FLOOR * alone
 
 
 _STREAMS = ("/complete", {"prompt": "Hello", "n": 16, "logprobs": 20, "max_tokens": 200, "ignore_eos": True})
@@ -171,12 +167,8 @@ def test_one_bound_for_the_texts_of_all_tenants_is_noticed(
     client: httpx.Client, server: Server, ring: Keyring, faults: Faults
 ) -> None:
     """Positive control."""
-    faults.arm("tenant_queue.fifo", "yes")
-    try:
-        with running(_texts(server, ring), warm_up=2):
-            assert _tokenize_a_megabyte(client) == 503
-    finally:
-        faults.disarm("tenant_queue.fifo")
+    with faults.armed("tenant_queue.fifo", "remove"), running(_texts(server, ring), warm_up=2):
+        assert _tokenize_a_megabyte(client) == 503
 
 
 def _tokenize_a_megabyte(client: httpx.Client) -> int:

@@ -124,9 +124,5 @@ def test_one_worker_in_order_of_arrival_is_noticed(
     """Positive control."""
     _, victim, load = scene
     alone = min(victim() for _ in range(5))
-    faults.arm("tenant_queue.fifo", "yes")
-    try:
-        with running(load):
-            assert victim() > _FLOOR * alone
-    finally:
-        faults.disarm("tenant_queue.fifo")
+    with faults.armed("tenant_queue.fifo", "remove"), running(load):
+        assert victim() > _FLOOR * alone

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,15 @@ class Faults:
         new = self.folder / f".{point}"
         new.write_text(json.dumps({"do": do, **order}))
         new.replace(self.folder / point)
+
+    @contextmanager
+    def armed(self, point: str, do: str, **order: Any) -> Iterator[None]:
+        """arm() for a block."""
+        self.arm(point, do, **order)
+        try:
+            yield
+        finally:
+            self.disarm(point)
 
     def disarm(self, point: str) -> None:
         """Nothing happens there any more."""
