@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from itertools import chain
 from typing import Any, Generic, Literal, TypeVar, get_args
 
 import msgspec
@@ -96,7 +97,7 @@ class LazyString:
 
 
 def encode_lazily(value: Any) -> Iterator[bytes]:
-    """The JSON of a value, whose lazy arrays and strings are computed while this is read."""
+    """The JSON of a value, whose lazy arrays and strings are computed while this is read; keeps no reference to it."""
     lazy: list[LazyArray[Any] | LazyString] = []
 
     def defer(item: LazyArray[Any] | LazyString) -> msgspec.Raw:
@@ -104,7 +105,4 @@ def encode_lazily(value: Any) -> Iterator[bytes]:
         return msgspec.Raw(b"\0")  # JSON itself never has this byte
 
     first, *others = msgspec.json.encode(value, enc_hook=defer).split(b"\0")
-    yield first
-    for item, text in zip(lazy, others, strict=True):
-        yield from item.encoded()
-        yield text
+    return chain([first], *[chain(item.encoded(), [text]) for item, text in zip(lazy, others, strict=True)])
