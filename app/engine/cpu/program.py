@@ -1,20 +1,20 @@
 """Translates a decoder into a list of native operations, and packs its matrices.
 
-Registers are numbered as in source/steps.h, kinds as in source/interface.h, norms and activations as in
-source/elementwise.h.
+Registers are numbered as in source/steps.h, kinds as in source/interface.h, norms as in source/elementwise.h, which
+numbers activations as model/config.py lists them.
 """
 
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from app.engine.cpu.library import HugepageAllocator, Library, Matrix, Operation, Shape
 from app.engine.quantization.int8_weights import quantize
-from model.config import ModelConfig
+from model.config import Activation, ModelConfig
 from model.nn.decoder_program import BlockOperation, Kind, Register, decoder_program
 from model.nn.transformer import Decoder
 
@@ -23,7 +23,7 @@ PANEL = 2 * LANES
 BLOCK = 16
 """Tokens of a cache block, as many as a vector has lanes."""
 _NORMS = {"none": 0, "rmsnorm": 1, "layernorm": 2}
-_ACTIVATIONS = {"relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
+_ACTIVATIONS = {name: number for number, name in enumerate(get_args(Activation), 1)}
 
 
 def padded_head_dim(config: ModelConfig) -> int:

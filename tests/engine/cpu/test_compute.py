@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from app.engine.cpu.toolchain.cpu_target import X86_LEVELS, this_level
 from app.engine.cpu.toolchain.library_cache import BuildRecipe
 from app.engine.quantization.int8_weights import quantize, round_weights
 from app.engine.sampling.sampler_io import SamplingInput
+from model.config import Activation
 from model.nn.attention import CausalAttend
 from model.nn.transformer import Decoder
 from tests.support.model.tiny_models import kernels, native_compute, tiny_config, tiny_decoder
@@ -39,6 +40,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "odd sizes": {"head_dim": 20, "width": 50, "mlp_width": 33, "n_heads": 6, "vocab_size": 99},
     "post-norm": {"norm": "layernorm", "norm_position": "post", "final_norm": False, "activation": "relu"},
     "window and cap": {"sliding_window": 20, "logit_soft_cap": 5.0, "tied_head": False, "head_bias": True},
+    **{name: {"activation": name} for name in get_args(Activation)},
 }
 
 

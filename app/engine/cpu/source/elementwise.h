@@ -7,6 +7,7 @@
 
 namespace ink {
 
+// In the order of Activation in model/config.py.
 enum Activation : int32_t { kNone, kRelu, kGelu, kGeluTanh, kSilu };
 
 // 1 - erfc by Abramowitz and Stegun 7.1.26, error below 1.5e-7.
