@@ -102,7 +102,7 @@ class SandboxedProcess:
         return self._starting
 
     async def call(self, request: bytes, max_bytes: int) -> bytes:
-        """The child's response. Raises SandboxKilled, _Died, EngineFailed, after which the child is stopped."""
+        """The child's response. Raises SandboxKilled, _ChildExited, EngineFailed, after which the child is stopped."""
         await asyncio.shield(self.start())
         process = self._process
         if process is None:

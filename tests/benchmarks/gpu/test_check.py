@@ -18,6 +18,7 @@ from benchmarks.gpu.results import Finding, StageContext
 from benchmarks.gpu.stages import NAMES, STAGES, choose
 from benchmarks.gpu.subprocess_stage import run_in_subprocess
 from tests.support import ROOT
+from tests.support.processes import has_exited
 
 pytestmark = pytest.mark.slow
 
@@ -111,19 +112,11 @@ def test_a_stage_dies_with_what_it_has_started(tmp_path: Path, monkeypatch: pyte
     body = "import subprocess; open(bench.folder / 'pid', 'w').write(str(subprocess.Popen(['sleep', '600']).pid))"
     name = _stage_of(tmp_path, monkeypatch, "stage_starts", body)
     assert run_in_subprocess(name, _bench(tmp_path, 60), lambda _: None, tmp_path / "log").status == "done"
-    pid, deadline = (tmp_path / "pid").read_text(), time.monotonic() + 60
+    pid, deadline = int((tmp_path / "pid").read_text()), time.monotonic() + 60
     # A killed process ends once it gets a core.
-    while not (has_exited := _has_exited(pid)) and time.monotonic() < deadline:
+    while not has_exited(pid) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert has_exited
-
-
-def _has_exited(pid: str) -> bool:
-    """A process stays a zombie until its parent reaps it."""
-    try:
-        return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
+    assert has_exited(pid)
 
 
 def test_wheels_of_a_folder_are_there_for_this_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

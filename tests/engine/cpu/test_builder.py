@@ -15,6 +15,7 @@ from app.engine.cpu.toolchain.builder import build, find, find_compiler, find_or
 from app.engine.cpu.toolchain.cpu_target import X86_LEVELS, BuildError, CompilerNotFound, this_level
 from app.engine.cpu.toolchain.library_cache import MAX_OLD_LIBRARIES, BuildRecipe, cache_directory, read_metadata
 from tests.support.fake_compiler import FakeCompiler, compiled, fake_compiler
+from tests.support.processes import has_exited
 
 STUB = '#include "value.h"\nextern "C" int ink_abi() { return VALUE; }'
 
@@ -44,13 +45,6 @@ def _use(monkeypatch: pytest.MonkeyPatch, folder: Path, product: Path, before: s
     fake = fake_compiler(folder, product, before=before)
     monkeypatch.setenv("CXX", str(fake.path))
     return fake
-
-
-def _has_exited(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 def _leftovers(folder: Path) -> set[str]:
@@ -230,7 +224,7 @@ def test_a_compiler_that_takes_too_long_is_ended_with_all_its_children(
             build(BuildRecipe(level=this_level()), cache_dir, seconds=float(seconds))
         if len(fake.pids) == 2:
             break
-    assert len(fake.pids) == 2 and all(map(_has_exited, fake.pids))
+    assert len(fake.pids) == 2 and all(map(has_exited, fake.pids))
     assert _leftovers(cache_dir) == set()
 
 
