@@ -14,6 +14,7 @@ import pytest
 
 from app.engine.cpu.toolchain.cpu_target import this_level
 from app.engine.cpu.toolchain.library_cache import BuildRecipe
+from benchmarks.service_process import ServiceStartError
 from tests.support.completion_client import whole
 from tests.support.fake_compiler import FakeCompiler, fake_compiler
 from tests.support.load.concurrent_clients import engine_pid
@@ -126,7 +127,7 @@ def test_native_kernels_that_are_asked_for_in_vain_end_the_start_at_once(
     tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "/nonexistent")
-    with pytest.raises(AssertionError, match="error: --kernels native is not possible: CXX names '/nonexistent'"):
+    with pytest.raises(ServiceStartError, match="error: --kernels native is not possible: CXX names '/nonexistent'"):
         start_server(tmp_path, weights, "--kernels", "native", "--cache-dir", str(tmp_path / "cache"))
 
 
