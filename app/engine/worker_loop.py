@@ -2,6 +2,7 @@
 
 A closed pipe means that the API process has exited, so this process exits too.
 
+GrammarCompileQueue holds guided requests until their grammars are compiled, so that the steps of others continue.
 The watchdog sends heartbeats while the engine loads, and writes stack traces when it hangs.
 """
 
@@ -16,12 +17,13 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from msgspec.structs import replace
 
@@ -30,12 +32,13 @@ from app.common.fault_injection import fault
 from app.common.ipc import Cancel, Down, Fatal, FrameReceiver, Phase, Ready, Submit, Up, WorkerConfig, encode_frame
 from app.common.logs import open_nonblocking
 from app.common.operating_system import die_with_parent
-from app.common.types import RequestStarted, StepReport
+from app.common.types import Request, RequestFailed, RequestStarted, StepReport
 from app.engine.cpu.toolchain.library_cache import cache_directory
 from app.engine.execution.engine import Engine
-from app.engine.guided.grammar_compile_queue import GrammarCompileQueue, GrammarCompiler
+from app.engine.guided.grammar_workers import Job
 from model.files import reading_from
 
+_log = logging.getLogger("inkstream")
 _TRACE_FRACTION = 0.8
 """Fraction of the silence limit after which the stack traces are written, before the process is killed."""
 
@@ -80,6 +83,122 @@ def heartbeat(send_beat: Callable[[], None], seconds: float) -> Iterator[None]:
         thread.join()
 
 
+_NOT_COMPILED = (
+    "the guide of this request could not be compiled; the server's log gives the reason under the request's id"
+)
+_COMPILE_POLL_SECONDS = 0.002
+
+
+class GrammarCompiler(Protocol):
+    """Compiles grammars of requests; GrammarTracker implements it."""
+
+    @property
+    def n_prepared(self) -> int:
+        """Number of grammars that are kept for requests that have not started."""
+        ...
+
+    def prepare(self, request: Request) -> Job:
+        """Starts to compile a request's grammar."""
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """Drops a request's grammar, if it has one."""
+        ...
+
+    def take_work(self) -> tuple[tuple[str, float], ...]:
+        """Returns CPU seconds by request, for StepReport.work."""
+        ...
+
+
+@dataclass(slots=True)
+class _GuidedRequest:
+    request: Request
+    job: Job | None = None
+    """None until there is capacity to compile the grammar."""
+
+
+class GrammarCompileQueue:
+    """First come, first served within a cache namespace; namespaces do not wait for one another."""
+
+    def __init__(self, grammars: GrammarCompiler, *, max_prepared: int) -> None:
+        """At most `max_prepared` compiled grammars are kept for requests that have not started."""
+        self._grammars = grammars
+        self._max_prepared = max_prepared
+        self._queues: dict[str, deque[_GuidedRequest]] = {}
+        self._failed: list[RequestFailed] = []
+
+    @property
+    def n_waiting(self) -> int:
+        """Number of requests in this queue."""
+        return sum(map(len, self._queues.values()))
+
+    def wait_seconds(self, otherwise: float) -> float:
+        """How long the engine may sleep: only briefly while a grammar is being compiled."""
+        return min(otherwise, _COMPILE_POLL_SECONDS) if self._queues else otherwise
+
+    def add(self, request: Request) -> None:
+        """Adds a request."""
+        self._queues.setdefault(request.cache_namespace, deque()).append(_GuidedRequest(request))
+        self._compile()
+
+    def pop_ready(self) -> list[Request]:
+        """Removes and returns the requests whose grammars are compiled."""
+        if not self._queues:
+            return []
+        ready = []
+        for queue in self._queues.values():
+            while queue and queue[0].job and queue[0].job.done:
+                request, error = queue[0].request, queue[0].job.error
+                queue.popleft()
+                if error:
+                    _log.error("compiling the grammar of request %s failed", request.id, exc_info=error)
+                    self._failed.append(RequestFailed(request.id, _NOT_COMPILED))
+                    self._grammars.forget(request.id)
+                else:
+                    ready.append(request)
+        self._compile()
+        return ready
+
+    def take_failed(self) -> tuple[RequestFailed, ...]:
+        """Returns and resets the requests whose grammars could not be compiled because of an internal error."""
+        failed, self._failed = tuple(self._failed), []
+        return failed
+
+    def take_work(self) -> tuple[tuple[str, float], ...]:
+        """CPU seconds by request, for StepReport.work."""
+        return self._grammars.take_work()
+
+    def release_finished(self, report: StepReport) -> None:
+        """Drops the grammars of requests that have ended."""
+        for request_id in [e.request_id for e in report.events if e.finish] + [f.request_id for f in report.failed]:
+            self._grammars.forget(request_id)
+
+    def cancel(self, request_id: str) -> None:
+        """Drops a request and its grammar, if there are any."""
+        for queue in self._queues.values():
+            for entry in [entry for entry in queue if entry.request.id == request_id]:
+                queue.remove(entry)
+        self._grammars.forget(request_id)
+        self._compile()
+
+    def _compile(self) -> None:
+        """Starts to compile as many grammars as there is capacity for, round robin among namespaces."""
+        self._queues = {namespace: queue for namespace, queue in self._queues.items() if queue}
+        waiting = {namespace: deque(e for e in queue if not e.job) for namespace, queue in self._queues.items()}
+        while any(waiting.values()):
+            for namespace, queue in waiting.items():
+                if queue and self._grammars.n_prepared >= self._max_prepared - self._reserved(namespace):
+                    queue.clear()
+                if queue:
+                    entry = queue.popleft()
+                    entry.job = self._grammars.prepare(entry.request)
+
+    def _reserved(self, namespace: str) -> int:
+        """Capacity that a namespace leaves to others: the last eighth, if it already has a grammar here."""
+        has_grammar = any(entry.job for entry in self._queues[namespace])
+        return self._max_prepared // 8 if namespace and has_grammar else 0
+
+
 _TRITON_CACHE_VARIABLE = "TRITON_CACHE_DIR"
 
 
@@ -106,8 +225,6 @@ class BuiltEngine:
     grammars: GrammarCompiler
     ready: Ready
 
-
-_log = logging.getLogger("inkstream")
 
 _SWITCH_SECONDS = 0.0005
 """Switch interval: how long a grammar thread that runs Python code may keep the GIL from the steps."""

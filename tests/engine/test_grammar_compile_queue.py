@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from app.common.types import Request
-from app.engine.guided.grammar_compile_queue import GrammarCompileQueue
 from app.engine.guided.grammar_workers import Job
+from app.engine.worker_loop import GrammarCompileQueue
 
 
 class ManualTracker:
