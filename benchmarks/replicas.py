@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     first, second = median_of(rounds, "one"), median_of(rounds, "several")
-    ratio = median_of(rounds, "several", by="one")
+    ratio = round(median_of(rounds, "several", by="one"), 3)
     print(
         f"{options.streams} streams: {first:.0f} tokens/s with one engine, "
         f"{second:.0f} with {options.replicas}: {ratio:.2f} times"
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rounds=options.rounds,
         one_tokens_per_second=round(first, 1),
         several_tokens_per_second=round(second, 1),
-        speed_up=round(ratio, 3),
+        speed_up=ratio,
     )
     return 0
 
