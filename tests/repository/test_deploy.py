@@ -25,7 +25,7 @@ def _read(path: str) -> Any:
 
 
 def _pod() -> Any:
-    return _read("deploy/kubernetes/deployment.yaml")["spec"]["template"]["spec"]
+    return _read("deploy/kubernetes/base/deployment.yaml")["spec"]["template"]["spec"]
 
 
 def _container() -> Any:
@@ -59,7 +59,7 @@ def test_a_pod_has_no_rights() -> None:
         "capabilities": {"drop": ["ALL"]},
     }
     assert pod["automountServiceAccountToken"] is False
-    assert _read("deploy/kubernetes/network.yaml")["spec"]["egress"] == []
+    assert _read("deploy/kubernetes/base/network.yaml")["spec"]["egress"] == []
 
 
 def test_probes_ask_routes_that_need_no_key_and_liveness_does_not_ask_the_engine() -> None:
@@ -73,7 +73,7 @@ def test_probes_ask_routes_that_need_no_key_and_liveness_does_not_ask_the_engine
     assert container["ports"] == [{"name": "http", "containerPort": Settings().port}]
 
 
-@pytest.mark.parametrize("file", ["deployment.yaml", "gpu/deployment.yaml"])
+@pytest.mark.parametrize("file", ["base/deployment.yaml", "gpu/deployment.yaml"])
 def test_every_variable_of_a_pod_is_a_setting(file: str) -> None:
     (container,) = _read(f"deploy/kubernetes/{file}")["spec"]["template"]["spec"]["containers"]
     assert container["name"] == _container()["name"]
@@ -83,7 +83,7 @@ def test_every_variable_of_a_pod_is_a_setting(file: str) -> None:
 
 def test_kubernetes_sets_no_variable_of_ours() -> None:
     """A Service called inkstream would be INKSTREAM_PORT=tcp://..., in place of a number."""
-    assert _read("deploy/kubernetes/service.yaml")["metadata"]["name"] == "inkstream"
+    assert _read("deploy/kubernetes/base/service.yaml")["metadata"]["name"] == "inkstream"
     assert _pod()["enableServiceLinks"] is False
 
 
@@ -96,23 +96,27 @@ def test_the_keys_are_a_folder_with_a_file_for_the_group() -> None:
 
 def test_everything_selects_the_same_pods() -> None:
     labels = {"app.kubernetes.io/name": "inkstream"}
-    deployment = _read("deploy/kubernetes/deployment.yaml")["spec"]
+    deployment = _read("deploy/kubernetes/base/deployment.yaml")["spec"]
     assert deployment["template"]["metadata"]["labels"] == deployment["selector"]["matchLabels"] == labels
-    assert _read("deploy/kubernetes/service.yaml")["spec"]["selector"] == labels
-    assert _read("deploy/kubernetes/disruption.yaml")["spec"]["selector"]["matchLabels"] == labels
-    assert _read("deploy/kubernetes/network.yaml")["spec"]["podSelector"]["matchLabels"] == labels
-    target = _read("deploy/kubernetes/autoscaler.yaml")["spec"]["scaleTargetRef"]
+    assert _read("deploy/kubernetes/base/service.yaml")["spec"]["selector"] == labels
+    assert _read("deploy/kubernetes/base/disruption.yaml")["spec"]["selector"]["matchLabels"] == labels
+    assert _read("deploy/kubernetes/base/network.yaml")["spec"]["podSelector"]["matchLabels"] == labels
+    target = _read("deploy/kubernetes/base/autoscaler.yaml")["spec"]["scaleTargetRef"]
     assert (target["kind"], target["name"]) == ("Deployment", "inkstream")
 
 
-def test_every_manifest_is_applied_and_validated() -> None:
-    files = {path.name for path in KUBERNETES.glob("*.yaml")} - {"kustomization.yaml"}
-    assert set(_read("deploy/kubernetes/kustomization.yaml")["resources"]) == files
-    (line,) = re.findall(
-        r"^MANIFESTS := \$\(addprefix deploy/kubernetes/,(.*)\)$", (ROOT / "Makefile").read_text(), re.M
-    )
-    assert set(line.split()) == files
-    assert "replicas" not in _read("deploy/kubernetes/deployment.yaml")["spec"], "they are the autoscaler's"
+def test_every_manifest_is_applied() -> None:
+    """`make manifests` renders and validates what the overlays apply."""
+    files = {path.name for path in (KUBERNETES / "base").glob("*.yaml")} - {"kustomization.yaml"}
+    base = _read("deploy/kubernetes/base/kustomization.yaml")
+    assert set(base["resources"]) == files and "images" not in base, "the image is the overlay's to name"
+    assert "replicas" not in _read("deploy/kubernetes/base/deployment.yaml")["spec"], "they are the autoscaler's"
+
+
+def test_the_ingress_waits_longer_than_a_request_may_take() -> None:
+    notes = _read("deploy/kubernetes/examples/ingress.yaml")["metadata"]["annotations"]
+    assert int(notes["nginx.ingress.kubernetes.io/proxy-read-timeout"]) > Settings().request_timeout
+    assert notes["nginx.ingress.kubernetes.io/proxy-buffering"] == "off"
 
 
 def test_every_metric_that_is_looked_at_is_there(server: Server) -> None:
@@ -124,7 +128,7 @@ def test_every_metric_that_is_looked_at_is_there(server: Server) -> None:
     assert shown == there
     only_with_several_engines = {"inkstream_replica_ready"}  # tests/engine_client/test_two_engines.py asks for it
     assert _metrics((ROOT / "deploy/prometheus/alerts.yml").read_text()) - only_with_several_engines <= there
-    (scaled,) = _read("deploy/kubernetes/autoscaler.yaml")["spec"]["metrics"]
+    (scaled,) = _read("deploy/kubernetes/base/autoscaler.yaml")["spec"]["metrics"]
     assert scaled["pods"]["metric"]["name"] == QUEUE in there
     assert f"seriesQuery: '{QUEUE}{{" in (ROOT / "docs/deploy.md").read_text()
 

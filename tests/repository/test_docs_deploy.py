@@ -13,7 +13,7 @@ NOT_RUN = {
     "docker build --tag inkstream .": "buildah builds the same Dockerfile",
     "docker compose --file docker-compose.yml --file compose.gpu.yaml up --build --wait": "no GPU",
     "kubectl create secret generic inkstream-keys --from-file=keys.json=keys/keys.json": "no cluster",
-    "kubectl apply -k deploy/kubernetes": "no cluster",
+    "kubectl apply -k deploy/kubernetes/cpu": "no cluster",
     "kubectl rollout status deployment/inkstream": "no cluster",
     "kubectl apply -k deploy/kubernetes/gpu": "no cluster",
 }

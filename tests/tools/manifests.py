@@ -1,0 +1,121 @@
+"""Renders deploy/kubernetes as a cluster would get it, and checks the result: make manifests.
+
+kustomize builds every overlay. What it renders must fit the schemas of three Kubernetes versions, name the right image,
+and a rollout on GPUs needs no spare one. kubernetes-validate refuses unknown fields; @kubernetes-models, which has the
+schema of PodMonitor, checks types and required fields only.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "deploy/kubernetes"
+VERSIONS = ("1.30", "1.33", "1.37")
+IMAGES = {"cpu": "inkstream:latest", "gpu": "inkstream:cuda"}
+_POD_MONITOR = """
+import { PodMonitor } from "@kubernetes-models/prometheus-operator/monitoring.coreos.com/v1/PodMonitor";
+new PodMonitor(JSON.parse(process.argv[1])).validate();
+"""
+_TOOLS = ROOT / ".manifests"
+
+
+class ManifestError(Exception):
+    """A manifest that a cluster would refuse, or that does not say what it should."""
+
+
+def rendered(overlay: Path) -> list[dict[str, Any]]:
+    """The resources of an overlay. Raises ManifestError if kustomize cannot build it."""
+    done = subprocess.run(["kustomize", "build", str(overlay)], capture_output=True, text=True)
+    if done.returncode:
+        raise ManifestError(f"{overlay.name}: {done.stderr.strip()}")
+    return list(yaml.safe_load_all(done.stdout))
+
+
+def validate(resource: dict[str, Any]) -> None:
+    """Raises ManifestError where a Kubernetes version does not know a field, or a required one is missing."""
+    if resource["kind"] == "PodMonitor":
+        command = ["node", "--input-type=module", "--eval", _POD_MONITOR, json.dumps(resource)]
+        done = subprocess.run(command, cwd=_TOOLS, capture_output=True, text=True)
+        if done.returncode:
+            raise ManifestError(f"PodMonitor: {done.stderr.strip()}")
+        return
+    for version in VERSIONS:
+        try:
+            kubernetes_validate.validate(resource, version, strict=True)
+        except kubernetes_validate.ValidationError as error:
+            raise ManifestError(f"{resource['kind']}, Kubernetes {version}: {error.message}") from error
+
+
+def check_deployment(overlay: str, resources: list[dict[str, Any]]) -> None:
+    """Raises ManifestError if pods have the wrong image, or if a rollout needs a spare GPU."""
+    (deployment,) = (one["spec"] for one in resources if one["kind"] == "Deployment")
+    (container,) = deployment["template"]["spec"]["containers"]
+    if container["image"] != IMAGES[overlay]:
+        raise ManifestError(f"{overlay}: the image is {container['image']}, not {IMAGES[overlay]}")
+    has_gpu = "nvidia.com/gpu" in container["resources"]["limits"]
+    surge = deployment["strategy"]["rollingUpdate"]["maxSurge"]
+    if has_gpu != (overlay == "gpu") or surge != int(not has_gpu):
+        raise ManifestError(f"{overlay}: a GPU: {has_gpu}, maxSurge: {surge}")
+
+
+def check_a_registry_in_the_base() -> None:
+    """Raises ManifestError if an image that a user sets in base/ reaches the pods with a GPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "kubernetes"
+        shutil.copytree(FOLDER, copy)
+        base = copy / "base/kustomization.yaml"
+        base.write_text(base.read_text() + "images: [{name: inkstream, newName: registry.example/ink, newTag: cpu}]\n")
+        check_deployment("gpu", rendered(copy / "gpu"))
+
+
+def refused(resource: dict[str, Any]) -> bool:
+    """The control: whether a resource whose selector is a number is refused, also where a kind has no selector."""
+    try:
+        validate({**resource, "spec": {**resource["spec"], "selector": 0}})
+    except ManifestError:
+        return True
+    return False
+
+
+def checked() -> Iterator[str]:
+    """A line for each overlay and example. Raises ManifestError."""
+    for name in IMAGES:
+        resources = rendered(FOLDER / name)
+        for resource in resources:
+            validate(resource)
+        check_deployment(name, resources)
+        yield f"{name}: {len(resources)} resources fit Kubernetes {', '.join(VERSIONS)}"
+    check_a_registry_in_the_base()
+    examples = [yaml.safe_load(path.read_text()) for path in sorted(FOLDER.glob("examples/*.yaml"))]
+    for resource in examples:
+        validate(resource)
+        yield f"example: {resource['kind']}"
+    for resource in [*resources, *examples]:
+        if not refused(resource):
+            raise ManifestError(f"control: a wrong selector of {resource['kind']} is not noticed")
+
+
+def main() -> int:
+    """Prints what was checked; exit status 1 with the first fault."""
+    try:
+        for line in checked():
+            print(line)
+    except ManifestError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
