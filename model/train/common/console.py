@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import signal
 import sys
 import time
@@ -79,11 +80,27 @@ def interpreter_path() -> str:
     return str(executable.relative_to(directory) if executable.is_relative_to(directory) else executable)
 
 
+ERASE_LINE = "\r\x1b[J"
+"""To the end of the screen: a narrower window may have wrapped the line."""
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether an open stream is a terminal."""
+    try:
+        return stream is not None and stream.isatty()
+    except ValueError:  # closed
+        return False
+
+
 def _print(text: str, stream: TextIO) -> None:
-    """Replaces characters that the stream cannot encode with "?": printing a sample must not fail a run."""
+    """Prints in place of the progress bar, if there is one; the next redraw puts it below.
+
+    Replaces characters that the stream cannot encode with "?": printing a sample must not fail a run.
+    """
     encoding = getattr(stream, "encoding", None) or "utf-8"
+    erase = ERASE_LINE if is_terminal(stream) and os.environ.get("TERM", "dumb") != "dumb" else ""
     with contextlib.suppress(OSError, RuntimeError):
-        print(text.encode(encoding, errors="replace").decode(encoding), file=stream, flush=True)
+        print(erase + text.encode(encoding, errors="replace").decode(encoding), file=stream, flush=True)
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

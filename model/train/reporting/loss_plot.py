@@ -7,7 +7,7 @@ dark setting, on the plot's own background.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
@@ -20,21 +20,17 @@ Point = tuple[float, float]
 
 _WIDTH, _HEIGHT = 860, 480
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 28, 92, 62
-_MAX_POINTS = 400
-_MAX_EPOCHS = 20
 _MAX_TICKS = 8
-_MIN_TICKS = 3
 _STYLE = """
 text { font: 13px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #57606a; }
 .title { font-size: 18px; font-weight: 600; fill: #1f2328; }
 .ground { fill: #ffffff; } .grid { stroke: #eaedf0; } .axis { stroke: #8c959f; }
-.epoch { stroke: #8c959f; stroke-dasharray: 2 5; }
 polyline, .key { fill: none; stroke-linejoin: round; stroke-linecap: round; stroke-width: 2.25; }
 .training { stroke: #2a78d6; } .noise { stroke: #2a78d6; stroke-width: 1; opacity: .3; }
 .held-out { stroke: #d9480f; } .dot { fill: #d9480f; stroke: #ffffff; stroke-width: 1.5; }
 @media (prefers-color-scheme: dark) {
 text { fill: #9198a1; } .title { fill: #f0f6fc; }
-.ground { fill: #0d1117; } .grid { stroke: #21262d; } .axis, .epoch { stroke: #656c76; }
+.ground { fill: #0d1117; } .grid { stroke: #21262d; } .axis { stroke: #656c76; }
 .training, .noise { stroke: #58a6ff; } .held-out { stroke: #ff9a5c; } .dot { fill: #ff9a5c; stroke: #0d1117; }
 }"""
 
@@ -70,11 +66,11 @@ def loss_curve(records: Sequence[Record], *, title: str, measured: str) -> str |
 
     title: short description of the model. measured: name of the evaluated text ("held-out" or "training").
     """
-    noise = _means(_points(records, "bits_per_byte"))
+    noise = _points(records, "bits_per_byte")
     if not noise:
         return None
     training = _smoothed(noise)
-    held_out, whole = _means(_points(records, "held_out")), _points(records, "held_out_whole")[-1:]
+    held_out, whole = _points(records, "held_out"), _points(records, "held_out_whole")[-1:]
     values = [bits for _, bits in (*training, *held_out, *whole)]
     newest = records[-1]
     frame = _Frame(most_tokens=max(newest["tokens"], 1), low=0.97 * min(values), high=1.03 * max(values))
@@ -89,18 +85,17 @@ def loss_curve(records: Sequence[Record], *, title: str, measured: str) -> str |
         _text(28, 38, f"Bits per byte: {summary}", css="title"),
         _text(28, 61, f"{title}; {format_count(newest['tokens'])} tokens, {newest['epoch']:.2f} epochs"),
         *_axes(frame),
-        *_epochs(frame, newest),
         frame.line(noise, "noise"),
         frame.line(training, "training"),
         frame.line(held_out, "held-out"),
-        frame.dots(held_out, 2.5 if len(held_out) > 40 else 3.5) + frame.dots(whole, 5.5),
-        *_legend(measured, held_out=bool(held_out), whole=bool(whole)),
+        frame.dots(held_out, 3.5) + frame.dots(whole, 5.5),
+        *_legend({"training": "training, smoothed"} | ({"held-out": measured} if held_out else {})),
         "</svg>\n",
     ]
     return "\n".join(part for part in parts if part)
 
 
-def linear_ticks(low: float, high: float) -> list[float]:
+def round_ticks(low: float, high: float) -> list[float]:
     """A few multiples of 1, 2 or 5 times a power of ten within [low, high]."""
     if not high > low:
         return [low]
@@ -110,16 +105,6 @@ def linear_ticks(low: float, high: float) -> list[float]:
         if last - first < _MAX_TICKS:
             break
     return [i * step for i in range(first, last + 1)]
-
-
-def log_ticks(low: float, high: float) -> list[float]:
-    """A readable number of round values within [low, high] of a logarithmic axis."""
-    powers = [10.0**power for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
-    for mantissas in ((1, 2, 5), (1,)):
-        ticks = [m * power for power in powers for m in mantissas if low <= m * power <= high]
-        if _MIN_TICKS <= len(ticks) <= _MAX_TICKS:
-            return ticks
-    return linear_ticks(low, high)
 
 
 def tick_label(value: float, ticks: list[float]) -> str:
@@ -137,14 +122,6 @@ def _points(records: Sequence[Record], key: str) -> list[Point]:
     return list({r["tokens"]: (r["tokens"], r[key]) for r in records if (r.get(key) or 0.0) > 0.0}.values())
 
 
-def _means(points: list[Point]) -> list[Point]:
-    """Averages neighboring points down to at most _MAX_POINTS."""
-    size = math.ceil(len(points) / _MAX_POINTS) if points else 1
-    parts = [points[i : i + size] for i in range(0, len(points), size)]
-    # A mean takes the position of its last point, so that the curve ends where the run does.
-    return [(part[-1][0], math.fsum(bits for _, bits in part) / len(part)) for part in parts]
-
-
 def _smoothed(points: list[Point]) -> list[Point]:
     """Moving average over equally many neighbors on both sides, fewer toward the ends."""
     widest = len(points) // 40
@@ -158,7 +135,7 @@ def _smoothed(points: list[Point]) -> list[Point]:
 
 def _axes(frame: _Frame) -> Iterator[str]:
     right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
-    across, up = linear_ticks(0, frame.most_tokens), log_ticks(frame.low, frame.high)
+    across, up = round_ticks(0, frame.most_tokens), round_ticks(frame.low, frame.high)
     for bits in up:
         y = frame.y(bits)
         yield f'<line class="grid" x1="{_LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>'
@@ -174,24 +151,12 @@ def _axes(frame: _Frame) -> Iterator[str]:
     yield f'<text class="y-label" text-anchor="middle" transform="translate(24 {middle}) rotate(-90)">{label}</text>'
 
 
-def _epochs(frame: _Frame, newest: Record) -> Iterator[str]:
-    """A mark at the start of each epoch."""
-    for epoch in range(1, math.ceil(newest["epoch"]) if newest["epoch"] <= _MAX_EPOCHS else 1):
-        x = frame.x(newest["tokens"] * epoch / newest["epoch"])
-        yield f'<line class="epoch" x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{_HEIGHT - _BOTTOM}"/>'
-
-
-def _legend(measured: str, *, held_out: bool, whole: bool) -> Iterator[str]:
-    keys = [("training", "training, smoothed"), *[("held-out", measured)] * held_out]
-    x, y, height = _WIDTH - _RIGHT - 190, _TOP + 6, 26 * (len(keys) + whole)
-    yield f'<rect class="ground" x="{x}" y="{y}" width="190" height="{height}"/>'
-    for i, (css, label) in enumerate(keys):
-        middle = y + 13 + 26 * i
-        yield f'<line class="key {css}" x1="{x + 10}" y1="{middle}" x2="{x + 38}" y2="{middle}"/>'
-        yield _text(x + 48, middle + 4.5, label, css="legend")
-    if whole:
-        yield f'<circle class="dot" cx="{x + 24}" cy="{y + height - 13}" r="5.5"/>'
-        yield _text(x + 48, y + height - 8.5, f"{measured}, all of it", css="legend")
+def _legend(labels: Mapping[str, str]) -> Iterator[str]:
+    x = _WIDTH - _RIGHT - 190
+    for i, (css, label) in enumerate(labels.items()):
+        y = _TOP + 19 + 26 * i
+        yield f'<line class="key {css}" x1="{x + 10}" y1="{y}" x2="{x + 38}" y2="{y}"/>'
+        yield _text(x + 48, y + 4.5, label, css="legend")
 
 
 def _text(x: float, y: float, label: str, *, anchor: str = "start", css: str = "words") -> str:

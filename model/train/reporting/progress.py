@@ -8,11 +8,11 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TextIO, cast
+from typing import TextIO
 
-from model.train.common.console import duration, print_stdout, short
+from model.train.common.console import ERASE_LINE, duration, is_terminal, print_stdout, short
 
 _WIDEST_BAR = 30
 _NARROWEST_BAR = 5
@@ -119,10 +119,10 @@ def plain_line(status: Status) -> str:
     )
 
 
-def bar_line(status: Status, width: int, *, filled: str, empty: str) -> tuple[str, str, str]:
+def bar_line(status: Status, width: int) -> tuple[str, str, str]:
     """Progress line for a terminal: (text left of the bar, bar, text right of it), at most `width` columns in total.
 
-    Omits the least important figures first if the terminal is narrow. filled, empty: one-column characters of the bar.
+    Omits the least important figures first if the terminal is narrow.
     """
     p, held_out = status.progress, status.held_out
     ranked = [  # in display order; figures with lower numbers are omitted first
@@ -143,145 +143,33 @@ def bar_line(status: Status, width: int, *, filled: str, empty: str) -> tuple[st
         parts.remove(min(parts))
     columns = max(0, min(free_columns, _WIDEST_BAR)) // 5 * 5  # keeps the bar's width stable as figures change length
     done = math.floor(columns * p.fraction)
-    return percent[:width], filled * done + empty * (columns - done), text
+    return percent[:width], "#" * done + "." * (columns - done), text
 
 
 def _mfu(status: Status) -> str:
     return "n/a" if status.mfu is None else f"{100 * status.mfu:.0f} %"
 
 
-# After each redraw the cursor is at the start of the line: text echoed by a signal or printed by C code goes there
-# instead of after the line, and erasing to the end of the screen also removes what a narrower window has wrapped.
-
-Draw = Callable[[int], tuple[str, str, str]]
-"""Columns -> (left of the bar, the bar, right of it)."""
-
-_ERASE = "\r\x1b[J"
 _BLUE, _PLAIN = "\x1b[34m", "\x1b[0m"
-_SECONDS = 0.1
-
-
-class ProgressBar:
-    """Context manager that draws a progress bar; output to the same terminal goes above it."""
-
-    def __init__(self, terminal: TextIO) -> None:
-        self.terminal = terminal
-        self._streams: list[tuple[str, TextIO]] = []
-        self._is_drawn, self._line_is_open, self._last = False, False, 0.0
-
-    def __enter__(self) -> ProgressBar:
-        for name in ("stdout", "stderr"):
-            stream: TextIO | None = getattr(sys, name)
-            if _is_terminal(stream):
-                assert stream is not None
-                self._streams.append((name, stream))
-                setattr(sys, name, cast(TextIO, _StreamAbove(stream, self)))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.erase()
-        for name, stream in self._streams:
-            setattr(sys, name, stream)
-        self._streams.clear()
-
-    def draw(self, line: Draw) -> None:
-        """Redraws at most ten times a second, and never over an unfinished line of other output."""
-        now = time.monotonic()
-        if now - self._last < _SECONDS or self._line_is_open or not _is_foreground(self.terminal):
-            return
-        self._last = now
-        try:
-            width = os.get_terminal_size(self.terminal.fileno()).columns - 1
-        except (OSError, ValueError):  # the terminal was closed: the run continues
-            return
-        left, bar, right = line(width)
-        self._write(f"{_ERASE}{left}{_BLUE}{bar}{_PLAIN}{right}\r")
-        self._is_drawn = True
-
-    def erase(self) -> None:
-        """Clears the line; the next draw() is not delayed."""
-        if self._is_drawn and _is_foreground(self.terminal):
-            self._write(_ERASE)
-        self._is_drawn, self._last = False, 0.0
-
-    def write_above(self, stream: TextIO, text: str) -> int:
-        """Prints in place of the line; the next draw() puts it below."""
-        self.erase()
-        self._line_is_open = not text.endswith("\n") if text else self._line_is_open
-        return stream.write(text)
-
-    def _write(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            self.terminal.write(text)
-            self.terminal.flush()
-
-
-class _StreamAbove:
-    """A stream whose writes go above the bar."""
-
-    def __init__(self, stream: TextIO, bar: ProgressBar) -> None:
-        self._stream, self._bar = stream, bar
-
-    def write(self, text: str) -> int:
-        return self._bar.write_above(self._stream, text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-def find_terminal() -> TextIO | None:
-    """The terminal to draw a bar on; None for plain lines: no terminal, TERM=dumb, or NO_COLOR is set."""
-    if os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":
-        return None
-    return next((stream for stream in (sys.stderr, sys.stdout) if _is_terminal(stream)), None)
-
-
-def blocks(terminal: TextIO) -> tuple[str, str]:
-    """(filled, empty) characters of a bar, as far as the terminal's encoding supports them."""
-    try:
-        "\u2588\u2591".encode(terminal.encoding or "ascii")
-    except UnicodeError:
-        return "#", "."
-    return "\u2588", "\u2591"
-
-
-def _is_terminal(stream: TextIO | None) -> bool:
-    try:
-        return stream is not None and stream.isatty()
-    except ValueError:  # closed
-        return False
-
-
-def _is_foreground(terminal: TextIO) -> bool:
-    """Whether this process is in the terminal's foreground: a background run draws nothing."""
-    if not hasattr(os, "tcgetpgrp"):
-        return True
-    try:
-        return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
-    except (OSError, ValueError):  # not our controlling terminal
-        return True
+_REDRAW_SECONDS = 0.1
 
 
 class Console:
-    """Context manager that shows progress as a bar or as plain lines, and erases the bar on exit."""
+    """Context manager that shows progress: a bar on a terminal, plain lines elsewhere. Erases the bar on exit."""
 
     def __init__(self, *, every: float) -> None:
         """every: seconds between plain lines."""
-        self._every, self._last_printed = every, time.monotonic()
+        self._every, self._last_printed, self._last_drawn = every, time.monotonic(), 0.0
         self._newest: Status | None = None
-        terminal = find_terminal()
-        self._bar = None if terminal is None else ProgressBar(terminal)
-        self._filled, self._empty = ("#", ".") if terminal is None else blocks(terminal)
-        self._is_plain = self._bar is None or not (sys.stdout and sys.stdout.isatty())
+        self._terminal = find_terminal()
+        self._is_plain = self._terminal is None or not is_terminal(sys.stdout)
 
     def __enter__(self) -> Console:
-        if self._bar:
-            self._bar.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bar:
-            self._bar.__exit__()
+        if self._terminal:
+            self._write(self._terminal, ERASE_LINE)
             if self._newest:
                 print_stdout(plain_line(self._newest))
 
@@ -294,7 +182,32 @@ class Console:
             print_stdout(plain_line(status))
 
     def redraw(self, status: Status) -> None:
-        """Updates only the bar, with more information on a step already shown."""
-        self._newest = status
-        if self._bar:
-            self._bar.draw(lambda width: bar_line(status, width, filled=self._filled, empty=self._empty))
+        """Updates only the bar, at most ten times a second."""
+        self._newest, now = status, time.monotonic()
+        if self._terminal and now - self._last_drawn >= _REDRAW_SECONDS:
+            self._last_drawn = now
+            with contextlib.suppress(OSError, ValueError):  # the terminal was closed: the run continues
+                left, bar, right = bar_line(status, os.get_terminal_size(self._terminal.fileno()).columns - 1)
+                # The cursor stays at the start of the line: what a signal or C code prints goes there.
+                self._write(self._terminal, f"{ERASE_LINE}{left}{_BLUE}{bar}{_PLAIN}{right}\r")
+
+    def _write(self, terminal: TextIO, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            if _is_foreground(terminal):
+                terminal.write(text)
+                terminal.flush()
+
+
+def find_terminal() -> TextIO | None:
+    """The terminal to draw a bar on; None for plain lines: no terminal, TERM=dumb, or NO_COLOR is set."""
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":
+        return None
+    return next((stream for stream in (sys.stderr, sys.stdout) if is_terminal(stream)), None)
+
+
+def _is_foreground(terminal: TextIO) -> bool:
+    """Whether this process is in the terminal's foreground: a background run draws nothing."""
+    try:
+        return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except (OSError, ValueError):  # not our controlling terminal
+        return True

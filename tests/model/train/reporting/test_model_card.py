@@ -10,7 +10,6 @@ import pytest
 import torch
 import yaml
 
-from model.config import ModelConfig
 from model.tokenizer.tokenizer import Tokenizer
 from model.train.common.sample import DEFAULT_SAMPLING, GREEDY_SAMPLING, Sample, SamplingSettings
 from model.train.data.batch import batch_of_windows
@@ -18,7 +17,6 @@ from model.train.reporting.model_card import RunFacts, model_card, shorten_names
 from model.train.reporting.report import closing_summary, opening_summary
 from model.train.setup.dataset import Dataset
 from model.train.step.schedule import Limits
-from tests.model.train.reporting.test_loss_plot import draw, records
 from tests.support.model.tiny_models import TEXT, tiny_config
 
 FACTS = RunFacts(
@@ -44,72 +42,46 @@ FACTS = RunFacts(
 SAMPLES = [Sample(prompt="Once", full_text="Once upon\n\n# a *time*")]
 
 
-def card(
-    facts: RunFacts = FACTS,
-    config: ModelConfig | None = None,
-    drawing: SamplingSettings = DEFAULT_SAMPLING,
-    family: str = "llama",
+def _card(
+    facts: RunFacts = FACTS, sampling: SamplingSettings = DEFAULT_SAMPLING, family: str = "llama"
 ) -> tuple[dict[str, Any], str]:
     """(the head, what follows it)."""
-    text = model_card(
-        config or tiny_config(), 4_740_352, facts, SAMPLES, sampling=drawing, sha256="f00d", family=family
-    )
+    text = model_card(tiny_config(), 4_740_352, facts, SAMPLES, sampling=sampling, sha256="f00d", family=family)
     nothing, head, body = text.split("---\n", 2)
     assert not nothing
     return yaml.safe_load(head), body
 
 
-def test_the_head_says_what_the_hub_asks() -> None:
-    head, _ = card()
-    assert head == {
-        "license": "cc0-1.0",
-        "language": "en",
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["inkstream", "llama"],
-    }
-
-
-def test_license_and_language_are_never_made_up_and_norwegian_is_no_truth_value() -> None:
-    head, _ = card(replace(FACTS, license=None, language=None))
-    assert "license" not in head and "language" not in head
-    assert card(replace(FACTS, language="no"))[0]["language"] == "no"
-
-
-@pytest.mark.parametrize(("family", "library"), [("gpt2", "transformers"), ("inkstream", "inkstream")])
-def test_a_shape_that_transformers_does_not_have_is_not_said_to_be_its(family: str, library: str) -> None:
-    head, body = card(family=family)
-    assert head["library_name"] == library
+@pytest.mark.parametrize(
+    ("family", "library"), [("llama", "transformers"), ("gpt2", "transformers"), ("inkstream", "inkstream")]
+)
+def test_the_head_says_what_the_hub_asks_and_no_more_than_is_known(family: str, library: str) -> None:
+    head, body = _card(family=family)
+    tags = ["inkstream", family] if family != "inkstream" else ["inkstream"]
+    known = {"library_name": library, "pipeline_tag": "text-generation", "tags": tags}
+    assert head == {"license": "cc0-1.0", "language": "en", **known}
     assert ("from transformers" in body) == (library == "transformers")
+    assert _card(replace(FACTS, license=None, language=None), family=family)[0] == known
+    assert _card(replace(FACTS, language="no"))[0]["language"] == "no", "and no truth value"
 
 
-def test_every_figure_of_the_run_stands_there_once() -> None:
-    _, body = card()
+def test_the_body_has_every_figure_once_and_samples_as_they_came() -> None:
+    _, body = _card(replace(FACTS, about="These are the books of a person."))
     for row in (
         "| held-out bits per byte | **1.4158** |",
         r"| never seen: emma\_\*.txt | 1.4812 bits per byte |",
-        "| never seen: kim.txt | 1.5000 bits per byte |",
         "| corpus | books; 7250 documents, 29307208 training and 181836 held-out tokens |",
         "| tokens seen | 23,429,120 (0.80 epochs) in 2860 steps |",
         "| time and device | 1h 50m on AMD EPYC, 2 threads, 3,550 tokens/s |",
         "| SHA-256 of model.safetensors | `f00d` |",
+        "These are the books of a person.",
+        "> Once upon  \n>\n> \\# a \\*time\\*  \n",
+        "temperature 0.8, top_p 0.95 and repetition_penalty 1.05",
+        "knows no facts",
     ):
-        assert body.count(row) == 1
+        assert body.count(row) == 1, row
     assert "](loss.svg)" in body and "](samples.md)" in body and "4.74 M parameters" in body
-
-
-def test_samples_are_quoted_as_they_came_and_say_how_they_were_drawn() -> None:
-    _, body = card()
-    assert "> Once upon  \n>\n> \\# a \\*time\\*  \n" in body
-    assert "temperature 0.8, top_p 0.95 and repetition_penalty 1.05" in body
-    _, body = card(drawing=GREEDY_SAMPLING)
-    assert "The likeliest token each time, not chosen" in body
-
-
-def test_the_card_says_plainly_what_the_model_cannot_do() -> None:
-    _, body = card(replace(FACTS, about="These are the books of a person."))
-    assert "These are the books of a person." in body
-    assert "knows no facts" in body and "follows no instructions" in body.replace("\n", " ")
+    assert "The likeliest token each time, not chosen" in _card(sampling=GREEDY_SAMPLING)[1]
 
 
 def test_folders_of_files_are_hidden_unless_only_they_tell_them_apart() -> None:
@@ -122,25 +94,16 @@ def test_the_last_line_is_the_command_that_serves(tmp_path: Path) -> None:
     out = tmp_path / "my model"
     out.mkdir()
     (out / "model.safetensors").write_bytes(b"x" * 2_500_000)
-    lines = closing_summary(out, FACTS).splitlines()
-    assert lines[0] == "held-out bits per byte 1.4158 after 2860 steps, 1h 50m"
-    assert lines[1] == "unseen emma_*.txt: 1.4812 bits per byte"
-    assert "(2.5 MB)" in lines[-2]
-    assert lines[-1].endswith(f" -m app serve --weights '{out}'")
-
-
-def test_the_picture_that_the_card_shows_is_one_that_github_may_show() -> None:
-    """As an image it may load nothing, run nothing, and must say how large it is."""
-    svg = draw(records(50))
-    assert svg.attrib["viewBox"] and not [e for e in svg.iter() if e.tag.endswith(("script", "image", "foreignObject"))]
+    first, unseen, _, written, serve = closing_summary(out, FACTS).splitlines()
+    assert first == "held-out bits per byte 1.4158 after 2860 steps, 1h 50m"
+    assert unseen == "unseen emma_*.txt: 1.4812 bits per byte"
+    assert "(2.5 MB)" in written and serve.endswith(f" -m app serve --weights '{out}'")
 
 
 @pytest.mark.parametrize(
     ("limits", "plan"),
     [
         (Limits(steps=1000), "1,000 steps, 4.10 M tokens, 2.00 epochs"),
-        (Limits(epochs=0.5), "250 steps, 1.02 M tokens, 0.50 epochs"),
-        (Limits(tokens=409_600), "100 steps, 409,600 tokens, 0.20 epochs"),
         (Limits(minutes=7.5), "7.5 minutes"),
         (Limits(minutes=60, epochs=2, steps=9000), "60 minutes or 1,000 steps, 4.10 M tokens, 2.00 epochs"),
     ],

@@ -9,7 +9,6 @@ import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 
@@ -72,14 +71,9 @@ def test_a_run_that_went_on_has_the_log_of_one_that_was_never_interrupted(tmp_pa
     assert halves == whole
 
 
-def test_a_new_run_begins_a_new_log(tmp_path: Path) -> None:
-    _report(tmp_path, 1, 20)
-    _report(tmp_path, 1, 3)
-    assert [record["step"] for record in _records(tmp_path)] == [1, 2, 3]
-
-
 def test_what_weights_knew_before_they_are_trained_on_is_the_record_of_step_0(tmp_path: Path) -> None:
-    for _ in range(2):  # the second run forgets the first one's
+    _report(tmp_path, 1, 20)
+    for _ in range(2):  # each run forgets the ones before
         with Report(tmp_path, OUTLINE, start_step=0, report_seconds=60) as report:
             report.held_out(0, 3.5)
             report.step(progress(1, of=5000))
@@ -101,19 +95,11 @@ def test_a_long_run_has_about_a_thousand_records_that_miss_no_step(tmp_path: Pat
     assert record["grad_norm"] == 0.5
 
 
-def test_a_log_that_cannot_be_written_is_told_once_and_ends_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "log.jsonl").mkdir()
-    _report(tmp_path, 1, 20)
-    assert capsys.readouterr().err.count("training continues") == 1
-
-
 def test_a_disk_that_was_full_for_a_while_leaves_no_torn_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    journal = MetricsLog(tmp_path / "log.jsonl", OUTLINE, start_step=0, tensorboard=None)
-    journal.add({"step": 1})
+    log = MetricsLog(tmp_path / "log.jsonl", OUTLINE, start_step=0, tensorboard=None)
+    log.add({"step": 1, "held_out": math.nan})
     with monkeypatch.context() as patch:
 
         def full(path: Path, _mode: str) -> None:
@@ -121,14 +107,12 @@ def test_a_disk_that_was_full_for_a_while_leaves_no_torn_record(
             raise OSError(28, "No space left on device")
 
         patch.setattr(Path, "open", full)
-        journal.add({"step": 2})
-    journal.add({"step": 3})
-    assert (tmp_path / "log.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
-
-
-def test_a_number_that_is_not_finite_is_null_in_the_log(tmp_path: Path) -> None:
-    MetricsLog(tmp_path / "log.jsonl", OUTLINE, start_step=0, tensorboard=None).add({"step": 1, "held_out": math.nan})
-    assert read_records(tmp_path / "log.jsonl", start_step=1) == [{"step": 1, "held_out": None}]
+        log.add({"step": 2})
+        log.add({"step": 3})
+    assert capsys.readouterr().err.count("training continues") == 1
+    log.add({"step": 4})
+    records = read_records(tmp_path / "log.jsonl", start_step=4)
+    assert records == [{"step": 1, "held_out": None}, {"step": 2}, {"step": 3}, {"step": 4}]
 
 
 def test_the_pace_is_that_of_the_last_minute() -> None:
@@ -137,9 +121,6 @@ def test_the_pace_is_that_of_the_last_minute() -> None:
         pace.add(progress(step, of=2000, seconds=step / 10 if step <= 900 else 90.0 + step - 900))
     assert pace.tokens_per_second == pytest.approx(100, rel=0.05)
     assert pace.seconds_left == pytest.approx(1000, rel=0.05)
-
-
-def test_nothing_is_said_of_a_pace_that_is_not_known_yet() -> None:
     pace = RateTracker()
     pace.add(progress(1))
     assert (pace.tokens_per_second, pace.seconds_left, pace.loss) == (0.0, None, 2.0)
@@ -162,38 +143,23 @@ def test_without_a_terminal_there_are_plain_lines_at_an_interval(
     assert len(lines) == 5 and lines[-1] == "step 20: held-out bits per byte 1.5000 (subset)"
 
 
-class FakeWriter:
-    """What torch.utils.tensorboard has, as far as it is used."""
-
-    calls: ClassVar[list[tuple[str, float, int]]] = []
-
-    def __init__(self, folder: str, purge_step: int) -> None:
-        self.calls.append((folder, 0.0, purge_step))
-
-    def add_scalar(self, key: str, value: float, step: int) -> None:
-        self.calls.append((key, value, step))
-
-    def flush(self) -> None:
-        """Writes nothing."""
-
-
 def test_tensorboard_is_told_what_the_log_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=FakeWriter))
+    calls: list[tuple[object, ...]] = []
+
+    def writer(folder: str, purge_step: int) -> SimpleNamespace:
+        calls.append((folder, purge_step))
+        return SimpleNamespace(add_scalar=lambda *call: calls.append(call), flush=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=writer))
     board = TensorBoardLog(tmp_path / "tensorboard")
     with Report(tmp_path, OUTLINE, start_step=0, report_seconds=60, tensorboard=board) as report:
         report.step(progress(1))
         report.held_out(1, 1.5)
         report.finish(1.25, [])
-    calls = FakeWriter.calls
-    assert calls[0] == (str(tmp_path / "tensorboard"), 0.0, 1)
+    assert calls[0] == (str(tmp_path / "tensorboard"), 1)
     assert ("loss", 2.0, 1) in calls and ("held_out", 1.5, 1) in calls and calls[-1] == ("held_out_whole", 1.25, 1)
     assert len(set(calls)) == len(calls), "nothing is reported twice"
-    assert not [key for key, _, _ in calls if key == "mfu"], "an unknown value is not plotted"
-
-
-def test_tensorboard_that_is_not_installed_is_said_in_one_line_before_anything_is_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    assert "mfu" not in {call[0] for call in calls}, "an unknown value is not plotted"
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ValueError, match=r"--tensorboard: .*pip install tensorboard"):
         TensorBoardLog(tmp_path)
