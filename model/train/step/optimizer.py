@@ -31,8 +31,7 @@ def step_stacked(optimizers: Sequence[Muon]) -> None:
     """
     by_shape = defaultdict[torch.Size, list[Muon]](list)
     for optimizer in optimizers:
-        if _matrix(optimizer).grad is not None:
-            by_shape[_matrix(optimizer).shape].append(optimizer)
+        by_shape[_matrix(optimizer).shape].append(optimizer)
     for group in by_shape.values():
         _step_group(group)
 

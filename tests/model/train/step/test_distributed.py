@@ -6,13 +6,10 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -21,8 +18,7 @@ import torch
 from model.train.data.batch import Batch
 from model.train.data.sources import DataError
 from model.train.step.distributed import ProcessGroup, join
-from tests.support import ROOT
-from tests.support.model.training_runs import EXACT, SMALL, TINY, state_of, train, weights_of
+from tests.support.model.training_runs import EXACT, TINY, state_of, train, weights_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")]
 FLAGS = [*TINY, *EXACT, "--warm-up", "2", "--micro-windows", "1", "--ema", "0.9", "--optimizer", "adamw"]
@@ -122,79 +118,27 @@ def test_who_is_left_alone_ends_in_one_line(tmp_path: Path, text: Path) -> None:
     assert second.complained().count("\n") == 1
 
 
-def test_a_fault_of_all_ranks_is_told_once(tmp_path: Path, text: Path) -> None:
-    out = tmp_path / "out"
-    ranks = _start(text, out, "--steps", "40", "--lr", "1e30")
-    assert [rank.ended() for rank in ranks] == [3, 3]
-    assert [rank.complained().count("\n") for rank in ranks] == [1, 0]
-
-
-@pytest.mark.parametrize("flags", [["--windows", "5"], ["--vocab-size", "60000"]])
-def test_bad_input_is_told_once(tmp_path: Path, text: Path, flags: list[str]) -> None:
-    """The first is found by all ranks at once, the second by the first one in its turn."""
-    ranks = _start(text, tmp_path / "out", "--steps", "4", *flags)
-    assert [rank.ended() for rank in ranks] == [2, 2], [rank.complained() for rank in ranks]
+@pytest.mark.parametrize(
+    ("flags", "code", "words"),
+    [
+        (["--steps", "40", "--lr", "1e30"], 3, "there is no snapshot yet"),
+        (["--steps", "4", "--windows", "5"], 2, "--windows 5"),  # found by all ranks at once
+        (["--steps", "4", "--vocab-size", "60000"], 2, "--vocab-size"),  # found by each in its turn
+    ],
+)
+def test_what_goes_wrong_in_all_ranks_is_told_once(
+    tmp_path: Path, text: Path, flags: list[str], code: int, words: str
+) -> None:
+    ranks = _start(text, tmp_path / "out", *flags)
+    assert [rank.ended() for rank in ranks] == [code, code], [rank.complained() for rank in ranks]
     stderr = "".join(rank.complained() for rank in ranks)
-    assert stderr.count("\n") == 1 and flags[0] in stderr
+    assert stderr.count("\n") == 1 and words in stderr
 
 
 def test_sizes_are_told_once(tmp_path: Path, text: Path) -> None:
     ranks = _start(text, tmp_path / "out", "--steps", "4", "--dry-run")
     assert [rank.ended() for rank in ranks] == [0, 0], [rank.complained() for rank in ranks]
     assert ["parameters" in rank.printed() for rank in ranks] == [True, False]
-
-
-class FakeStore:
-    """An in-process store whose reads never wait for a missing key."""
-
-    def __init__(self) -> None:
-        self.written: Counter[str] = Counter()
-        self.patience: list[timedelta] = []
-
-    def set(self, key: str, _value: str) -> None:
-        self.written[key] += 1
-
-    def wait(self, keys: list[str], limit: timedelta) -> None:
-        assert all(self.written[key] for key in keys)
-        self.patience.append(limit)
-
-    def add(self, key: str, value: int) -> int:
-        self.written[key] += value
-        return self.written[key]
-
-
-def test_who_waits_for_its_turn_may_wait_for_longer_than_for_numbers() -> None:
-    """The first rank may tokenise for hours, where a backend gives its exchanges minutes."""
-    store = FakeStore()
-    first, second = (ProcessGroup(rank=number, size=2, store=store) for number in range(2))
-    assert first.main_process_first(lambda: "made") == "made"
-    with pytest.raises(DataError):
-        first.main_process_first(_refuse)  # the others find the same, and do not wait for ever
-    assert second.main_process_first(lambda: "found") == "found"
-    with pytest.raises(DataError):
-        second.main_process_first(_refuse)
-    assert min(store.patience) >= timedelta(days=1)
-    assert [rank.claims_message("no such file") for rank in (second, first)] == [True, False]
-
-
-def _refuse() -> None:
-    raise DataError("no such file")
-
-
-def test_torchrun_starts_and_ends_them(tmp_path: Path, text: Path, nightly: bool) -> None:
-    """The launcher itself, whose SIGTERM becomes one to each rank; three times the import of torch."""
-    if not nightly:
-        pytest.skip("--nightly")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    command = [*launcher, "model.train", "--data", str(text), "--out", str(tmp_path / "out"), *SMALL, *FLAGS]
-    limits = ["--max-minutes", "5", "--save-seconds", "0.001"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([*command, *limits], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
-    _wait_for_snapshot(tmp_path / "out")
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
-    assert errors.count("everything is saved") == 1
-    assert state_of(tmp_path / "out")[0] > 0
 
 
 def test_ranks_share_rows_without_losing_one() -> None:
@@ -212,28 +156,3 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(DataError, match="process 2 finds 1 GPUs here"):
         join({"WORLD_SIZE": "2", "LOCAL_RANK": "1"}, device="auto")
-
-
-def test_waiting_reads_what_was_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU only begins to exchange: who does not read the result has not waited."""
-    read: list[str] = []
-
-    class Late(float):
-        def __float__(self) -> float:
-            read.append("read")
-            return 0.0
-
-    monkeypatch.setattr("model.train.step.distributed.dist.all_reduce", lambda *_: None)
-    monkeypatch.setattr("model.train.step.distributed.torch.tensor", lambda *_, **__: [Late(), 0])
-    ProcessGroup(rank=1, size=2).barrier()
-    assert read == ["read"]
-
-
-def test_one_process_alone_exchanges_nothing() -> None:
-    alone = join({}, device="cpu")
-    assert alone.is_main and alone.size == 1
-    assert alone.all_reduce_max(2.5, 15) == (2.5, 15)
-    assert alone.main_process_first(lambda: "done") == "done"
-    tensor = torch.ones(2)
-    alone.all_reduce_sum([tensor])
-    assert tensor.tolist() == [1.0, 1.0]

@@ -1,18 +1,25 @@
-"""Gradients of one step: the same for any micro-batch size, halved when memory runs out."""
+"""One step: gradients for any micro-batch size and number of threads, averaged and best weights."""
 
 from __future__ import annotations
+
+import contextlib
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from model.nn.transformer import Decoder
+from model.presets import preset, reshaped
 from model.train.data.batch import Batch, batch_of_windows
 from model.train.data.sources import DataError
+from model.train.loop import Loop
 from model.train.step.distributed import ProcessGroup
 from model.train.step.objective import Objective
 from model.train.step.optimizer import ParameterUpdates
-from model.train.step.trainer import Trainer
+from model.train.step.trainer import BestWeights, Trainer, WeightAverage, select_prefix
 from tests.support.model.tiny_models import tiny_decoder
+from tests.support.model.training_runs import EXACT, TINY, same, state_of, train, weights_of
 
 BATCH = batch_of_windows(torch.randint(300, (6, 17), generator=torch.Generator().manual_seed(1)))
 
@@ -50,6 +57,25 @@ def test_what_is_computed_at_once_decides_nothing_but_rounding() -> None:
         assert torch.allclose(_gradient(_learner(rows)), whole, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["nano", "gpt"])
+def test_threads_learn_what_one_does_and_the_same_bits_every_time(name: str) -> None:
+    n_threads_before = torch.get_num_threads()
+    config = reshaped(preset(name), n_layers=1, width=64, n_heads=2)
+    batch = batch_of_windows(torch.randint(0, config.vocab_size, (4, 17), generator=torch.Generator().manual_seed(4)))
+    found = []
+    for n_threads, dtype in ((1, torch.float32), (2, torch.float32), (2, torch.bfloat16), (2, torch.bfloat16)):
+        torch.set_num_threads(n_threads)
+        decoder = Decoder(config).initialize(3)
+        optimiser = ParameterUpdates(decoder, "muon", matrix_lr=0.02, other_lr=0.004, weight_decay=0.05)
+        objective = Objective(decoder, torch.device("cpu"), dtype)
+        Trainer(objective, optimiser, ema=0.0, ranks=ProcessGroup(), micro_windows=1).gradients(batch)
+        found.append([p.grad for p in decoder.parameters()])
+    torch.set_num_threads(n_threads_before)
+    for one, two, narrow, again in zip(*found, strict=True):
+        torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-6)
+        assert torch.equal(narrow, again)
+
+
 def test_half_as_many_rows_are_taken_where_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = _gradient(_learner(2))
     learner = _learner(None)
@@ -75,3 +101,78 @@ def test_a_snapshot_says_how_many_rows_unless_a_flag_does() -> None:
         learner = _learner(flag)
         learner.restore_micro_windows(kept)
         assert learner.micro_windows == then
+
+
+def _filled(value: float) -> torch.nn.Module:
+    decoder = tiny_decoder()
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.fill_(value)
+    return decoder
+
+
+def test_an_average_follows_its_formula() -> None:
+    decoder = _filled(1.0)
+    average = WeightAverage(decoder, 0.5)
+    expected = 1.0
+    for step, value in ((1, 2.0), (2, 4.0), (30, 8.0)):
+        with torch.no_grad():
+            decoder.embedding.fill_(value)
+        average.update(step)
+        decay = min(0.5, (1 + step) / (10 + step))
+        expected = decay * expected + (1 - decay) * value
+    assert torch.allclose(average.tensors()["embedding"], torch.tensor(expected))
+    assert average.tensors()["embedding"].dtype == torch.float32
+
+
+def test_looking_at_the_average_gives_the_weights_back_bit_for_bit() -> None:
+    decoder = tiny_decoder(dtype=torch.bfloat16)
+    before = {name: p.detach().clone() for name, p in decoder.named_parameters()}
+    average = WeightAverage(decoder, 0.9)
+    average.tensors()["embedding"].add_(1.0)
+    with contextlib.suppress(KeyboardInterrupt), average.swapped_in():
+        assert not torch.equal(decoder.embedding, before["embedding"])
+        raise KeyboardInterrupt
+    assert same(before, dict(decoder.named_parameters()))
+
+
+def test_the_best_weights_are_a_copy_and_the_first_of_equal_ones() -> None:
+    decoder, best = _filled(1.0), BestWeights()
+    best.keep_if_best(decoder, 5, 2.0)
+    with torch.no_grad():
+        decoder.embedding.fill_(7.0)
+    best.keep_if_best(decoder, 10, 2.0)
+    best.keep_if_best(decoder, 15, float("nan"))
+    assert (best.step, best.bits) == (5, 2.0)
+    best.copy_to(decoder)
+    assert bool((decoder.embedding == 1.0).all())
+
+
+@pytest.mark.slow
+def test_an_average_is_exported_and_does_not_touch_what_is_learnt(tmp_path: Path, text: Path) -> None:
+    flags = [*TINY, *EXACT, "--steps", "6", "--warm-up", "1"]
+    assert train(text, tmp_path / "off", *flags) == 0
+    assert train(text, tmp_path / "on", *flags, "--ema", "0.9", "--keep", "last") == 0
+    (_, off), (_, on) = state_of(tmp_path / "off"), state_of(tmp_path / "on")
+    assert same(select_prefix("decoder", off), select_prefix("decoder", on))
+    averages, exported = select_prefix("ema", on), weights_of(tmp_path / "on")
+    assert torch.equal(averages["embedding"], exported["model.embed_tokens.weight"])
+    assert not torch.equal(averages["embedding"], on["decoder.embedding"])
+    assert "average of the last steps (decay 0.9) after the last step" in (tmp_path / "on/README.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_best_measurement_is_exported_where_the_run_got_worse(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Loop, "bits_per_byte", lambda loop, _: abs(loop.step - 4) + 1.0)
+    flags = [*TINY, *EXACT, "--steps", "6", "--warm-up", "1"]
+    assert train(text, tmp_path / "best", *flags) == 0
+    assert train(text, tmp_path / "last", *flags, "--keep", "last") == 0
+    _, state = state_of(tmp_path / "best")
+    name = "model.embed_tokens.weight"
+    best, last = weights_of(tmp_path / "best")[name], weights_of(tmp_path / "last")[name]
+    assert torch.equal(best, state["best.embedding"]) and not torch.equal(best, last)
+    assert torch.equal(last, state["decoder.embedding"])
+    assert "after step 4 of 6, the fewest held-out bits" in (tmp_path / "best/README.md").read_text()
+    assert "weights after the last step" in (tmp_path / "last/README.md").read_text()

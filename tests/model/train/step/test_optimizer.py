@@ -1,0 +1,95 @@
+"""Updates have the bits of torch's optimizers whatever the threads; stacked Muon moves a matrix as torch's does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Muon
+
+from model.nn.transformer import Decoder
+from model.presets import preset, reshaped
+from model.train.step.optimizer import ParameterUpdates, step_stacked
+
+_SHAPES = ((24, 24), (24, 24), (48, 24), (24, 48), (24, 48), (40, 24))
+_SETTINGS = {"lr": 0.02, "weight_decay": 0.05, "momentum": 0.95}
+
+
+def _matrices() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(shape, generator=generator).requires_grad_() for shape in _SHAPES]
+
+
+def _gradients_of(matrices: list[Tensor], step: int) -> None:
+    for i, matrix in enumerate(matrices):
+        generator = torch.Generator().manual_seed(100 * step + i)
+        matrix.grad = torch.randn(matrix.shape, generator=generator) * 10.0**-i
+
+
+def test_stacked_steps_follow_torchs_own() -> None:
+    plain, stacked = _matrices(), _matrices()
+    start = [matrix.detach().clone() for matrix in plain]
+    reference = Muon(plain, **_SETTINGS)
+    optimizers = [Muon([matrix], **_SETTINGS) for matrix in stacked]
+    for step in range(4):
+        _gradients_of(plain, step)
+        _gradients_of(stacked, step)
+        reference.step()
+        step_stacked(optimizers)
+    for one, two, before, optimizer in zip(plain, stacked, start, optimizers, strict=True):
+        moved = (one - before).norm()
+        assert moved > 0.1
+        assert (two - one).norm() < 0.01 * moved, tuple(one.shape)
+        assert torch.allclose(optimizer.state[two]["momentum_buffer"], reference.state[one]["momentum_buffer"])
+        assert two.grad is None
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+def test_an_update_has_the_bits_of_torchs_own_whatever_the_threads(kind: Literal["muon", "adamw"]) -> None:
+    """More numbers in a matrix than torch sums up on one thread where it has more."""
+    config = reshaped(preset("nano"), n_layers=2, width=256, n_heads=4)
+    generator = torch.Generator().manual_seed(5)
+    gradients = [torch.randn(p.shape, generator=generator) for p in Decoder(config).parameters()]
+    found = []
+    for n_threads in (1, 2, 3):
+        torch.set_num_threads(n_threads)
+        decoder = Decoder(config).initialize(3)
+        optimiser = ParameterUpdates(decoder, kind, matrix_lr=0.02, other_lr=0.004, weight_decay=0.05)
+        for _ in range(2):
+            _give(decoder, gradients)
+            optimiser.step(0.5)
+        found.append(list(decoder.parameters()))
+    torch.set_num_threads(1)
+    decoder = Decoder(config).initialize(3)
+    for part in _of_torch(decoder, kind):
+        for _ in range(2):
+            _give(decoder, gradients)
+            part.step()
+    for plain, *ours in zip(decoder.parameters(), *found, strict=True):
+        assert all(torch.equal(one, plain) for one in ours)
+
+
+def _give(decoder: Decoder, gradients: list[Tensor]) -> None:
+    for parameter, gradient in zip(decoder.parameters(), gradients, strict=True):
+        parameter.grad = gradient.clone()
+
+
+def _of_torch(decoder: Decoder, kind: str) -> list[torch.optim.Optimizer]:
+    matrices = [p for p in decoder.blocks.parameters() if p.ndim == 2]
+    chosen = {id(p) for p in matrices}
+    others = {"params": [p for p in decoder.parameters() if id(p) not in chosen], "weight_decay": 0.0}
+    if kind == "adamw":
+        decayed = {"params": matrices, "weight_decay": 0.05}
+        return [torch.optim.AdamW([others, decayed], lr=0.002, betas=(0.9, 0.95), fused=True)]
+    muon = torch.optim.Muon(matrices, lr=0.01, weight_decay=0.05, momentum=0.95)
+    return [muon, torch.optim.AdamW([others], lr=0.002, betas=(0.9, 0.95), fused=True)]
