@@ -1,0 +1,251 @@
+"""A run that a fault, a full disk or a signal ends: good weights are kept, no others are saved, one line says so."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.checkpoint.checkpoint import load_config
+from model.files import CheckpointError
+from model.train.loop import Loop
+from model.train.step.trainer import Trainer
+from model.train.training_checkpoint import load_snapshot, newest_snapshot
+from tests.support import ROOT
+from tests.support.disk_faults import SPACE, Operations, no_space, watched
+from tests.support.model.training_runs import (
+    EXACT,
+    SMALL,
+    TINY,
+    at_micro_batch,
+    same,
+    signal_after,
+    state_of,
+    train,
+    train_until,
+    weights_of,
+)
+
+pytestmark = pytest.mark.slow
+
+
+def _nan(loss: Tensor) -> Tensor:
+    return loss * float("nan")
+
+
+def _bad_gradient(loss: Tensor) -> None:
+    loss.register_hook(lambda gradient: gradient * float("inf"))
+
+
+@pytest.mark.parametrize("fault", [_nan, _bad_gradient])
+def test_a_fault_ends_with_three_and_the_snapshot_of_before_is_named(
+    tmp_path: Path, text: Path, fault: object, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, flags = tmp_path / "out", [*TINY, *EXACT, "--steps", "5", "--save-seconds", "0.0001"]
+    train_until(2, text, tmp_path / "two", *flags)
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        at_micro_batch(3, patch, fault)  # type: ignore[arg-type]
+        assert train(text, out, *flags) == 3
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "in step 3" in error
+    assert f"the last good snapshot is {out}/.training/step-00000002" in error
+    assert "--lr" in error and "--matrix-lr" in error and "--warm-up" in error
+    step, tensors = state_of(out)
+    assert step == 2 and same(tensors, state_of(tmp_path / "two")[1])
+    assert not (out / "model.safetensors").exists()
+    assert train(text, out, *flags, "--resume") == 0
+
+
+def test_weights_that_an_update_spoilt_are_not_saved(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, update = tmp_path / "out", Trainer.update
+
+    def spoil(learner: Trainer, step: int, lr_factor: float) -> None:
+        update(learner, step, lr_factor)
+        if step == 1:
+            with torch.no_grad():
+                learner.decoder.embedding[7, 3] = float("nan")  # a token that no text has
+
+    monkeypatch.setattr(Trainer, "update", spoil)
+    assert train(text, out, *TINY, "--steps", "5", "--save-seconds", "0.0001") == 3
+    assert "step-00000001" in capsys.readouterr().err
+    assert state_of(out)[0] == 1
+
+
+def test_a_result_that_cannot_be_measured_is_not_written(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Loop, "bits_per_byte_of", lambda *_: float("nan"))
+    assert train(text, tmp_path / "out", *TINY, "--steps", "1") == 3
+    assert "held-out loss became nan" in capsys.readouterr().err
+    assert not (tmp_path / "out/model.safetensors").exists()
+
+
+def _full(*_: object) -> None:
+    raise CheckpointError("cannot be written (No space left on device)")
+
+
+def test_a_run_goes_on_without_room_for_snapshots_and_says_so(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("model.train.loop.save_snapshot", _full)
+    out = tmp_path / "out"
+    assert train(text, out, *TINY, "--steps", "3", "--save-seconds", "0.0001") == 0
+    warnings = capsys.readouterr().err.splitlines()
+    assert len(warnings) == 4 and warnings[0].startswith("warning: no snapshot of step 1, there is none yet: ")
+    assert warnings[-1].endswith("No space left on device); training continues")
+    assert load_config(out).width == 32
+
+
+def test_a_signal_without_room_for_a_snapshot_names_the_one_that_stands(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, flags = tmp_path / "out", [*TINY, *EXACT, "--steps", "4"]
+    train_until(2, text, out, *flags)
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr("model.train.loop.save_snapshot", _full)
+        signal_after(3, patch)
+        assert train(text, out, *flags, "--resume") == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert f"no snapshot of step 3, {out}/.training/step-00000002 remains the latest" in errors[0]
+    assert train(text, out, *flags, "--resume") == 0
+    assert state_of(out)[0] == 4
+
+
+def test_a_reader_of_the_output_that_goes_away_ends_no_run(tmp_path: Path, text: Path) -> None:
+    """... | head, or a log on a full disk."""
+    command = [sys.executable, "-m", "model.train", "--data", str(text), "--out", str(tmp_path / "out")]
+    process = subprocess.Popen(
+        [*command, *SMALL, *TINY, "--steps", "2", "--report-seconds", "0.001"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout
+    process.stdout.close()
+    _, errors = process.communicate(timeout=100)
+    assert (process.returncode, errors) == (0, "")
+    assert load_config(tmp_path / "out").width == 32
+
+
+@pytest.mark.parametrize("share", [0.2, 0.4, 0.8])
+def test_a_disk_full_from_any_operation_on_ends_in_a_result_or_in_one_line(
+    tmp_path: Path, text: Path, share: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags, counting = [*TINY, "--steps", "2", "--save-seconds", "0.0001"], Operations()
+    with watched(counting):
+        assert train(text, tmp_path / "dry", *flags) == 0
+    capsys.readouterr()
+    out, needing = tmp_path / "out", [number for number, what in enumerate(counting.seen) if what != "rmtree"]
+    at = needing[int(share * len(needing))]
+    with watched(Operations(no_space, at, SPACE)):
+        code = train(text, out, *flags)
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert (code, len(errors)) in ((0, 0), (2, 1))
+    assert newest_snapshot(out / ".training") is None or load_snapshot(out / ".training")
+    assert train(text, out, *flags, "--resume") == 0
+
+
+@contextmanager
+def _ctrl_c_counts() -> Iterator[None]:
+    """A suite that was started in the background ignores it, and one under nohup a closed terminal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    for number, handler in zip((signal.SIGINT, signal.SIGHUP), before, strict=True):
+        signal.signal(number, handler)
+
+
+def test_a_signal_saves_and_names_the_command_that_goes_on(tmp_path: Path, text: Path) -> None:
+    command = [sys.executable, "-m", "model.train", "--data", str(text), "--out", str(tmp_path / "out"), *SMALL]
+    flags = ["--max-minutes", "5", "--report-seconds", "0.1", "--overwrite"]
+    process = subprocess.Popen([*command, *flags], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout
+    while "loss" not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert errors.rstrip().endswith("--resume")
+    assert "--overwrite" not in errors
+    found = load_snapshot(tmp_path / "out/.training")
+    assert found and found[0].step > 0
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_within_an_accumulation_saves_the_last_whole_step(
+    tmp_path: Path, text: Path, number: signal.Signals, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 4 micro-batches a step: the third one of step 3 is the last that is computed."""
+    flags, computed = [*TINY, *EXACT, "--micro-windows", "1", "--steps", "5"], []
+    train_until(2, text, tmp_path / "two", *flags)
+    assert train(text, tmp_path / "whole", *flags) == 0
+
+    def interrupt(_loss: Tensor) -> None:
+        signal.raise_signal(number)
+
+    with monkeypatch.context() as patch, _ctrl_c_counts():
+        at_micro_batch(11, patch, interrupt)
+        at_micro_batch(12, patch, computed.append)
+        assert train(text, tmp_path / "out", *flags) == code
+    assert not computed
+    step, tensors = state_of(tmp_path / "out")
+    assert step == 2 and same(tensors, state_of(tmp_path / "two")[1])
+    assert train(text, tmp_path / "out", *flags, "--resume") == 0
+    assert same(weights_of(tmp_path / "out"), weights_of(tmp_path / "whole"))
+
+
+def test_a_signal_while_the_result_is_measured_loses_nothing(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, flags, measure = tmp_path / "out", [*TINY, *EXACT, "--steps", "3"], Loop.bits_per_byte_of
+    before = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "bits_per_byte_of", lambda *run: (signal.raise_signal(signal.SIGTERM), measure(*run))[1])
+        assert train(text, out, *flags) == 143
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert state_of(out)[0] == 3 and not (out / "model.safetensors").exists()
+    assert train(text, out, *flags, "--resume") == 0
+    assert (out / "model.safetensors").exists()
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    program = (
+        "import signal, sys\n"
+        "from model.train.common.console import StopRequest\n"
+        "with StopRequest().handle_signals():\n"
+        "    signal.raise_signal(signal.SIGTERM)\n"
+        "    print('alive', flush=True)\n"
+        "    signal.raise_signal(signal.SIGTERM)\n"
+        "    print('still alive', flush=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("alive\n", -signal.SIGTERM)
+    assert "exit immediately" in done.stderr
+
+
+def test_ctrl_c_while_torch_is_imported_is_quiet(tmp_path: Path) -> None:
+    """A stand-in for torch, in the middle of whose import it comes."""
+    (tmp_path / "torch").mkdir()
+    interrupt = "import signal; signal.raise_signal(signal.SIGINT); print('was not heard')"
+    (tmp_path / "torch/__init__.py").write_text(interrupt)
+    program = (
+        "import runpy, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "sys.argv = ['model.train', '--data', 'x', '--out', 'y', '--steps', '1']\n"
+        "runpy.run_module('model.train', run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr, done.returncode) == ("", "", 130)
