@@ -1,4 +1,4 @@
-"""Every preset of the notebooks trains by the project's own script: from text, from lines, from pairs."""
+"""Every preset of the notebooks trains by the project's own script, from text, lines or pairs, and is served."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from model.checkpoint.checkpoint import load
 from model.checkpoint.model_summary import shape_lines
 from model.config import ConfigError
 from model.nn.reference import generate
-from model.presets import preset, reshaped
+from model.presets import ARCHS, PRESET_NAMES, SIZES, preset, reshaped
 from model.tokenizer.tokenizer import Tokenizer
 from model.train.__main__ import main
 from model.train.loop import Loop
 from model.train.run import Run
 from model.train.setup.options import parse, shape
+from tests.support.completion_client import stream, text_of, whole
 from tests.support.model.tiny_models import TEXT
 from tests.support.model.training_runs import EXACT, shorten_samples
+from tests.support.servers import start_server, stop_server
 
 pytestmark = pytest.mark.slow
 
@@ -86,14 +88,32 @@ def test_each_preset_learns_is_saved_and_comes_back(
     assert all(f"| {what} | {text} |" in card for what, text in shape_lines(run.shape)) and "llama" not in card
 
 
+@pytest.mark.parametrize(
+    ("name", "form"), [("textbook", "text"), ("standalone", "text"), ("gpt", "text"), ("cross", "pairs")]
+)
+def test_a_trained_preset_streams_what_it_answers_in_one_piece(
+    tmp_path: Path, data: dict[str, list[str]], name: str, form: str
+) -> None:
+    out = tmp_path / "out"
+    assert main(["--preset", name, "--out", str(out), *data[form], *TINY, *EXACT, "--steps", "30"]) == 0
+    server = start_server(tmp_path, out, "--dtype", "float32")
+    try:
+        given = {"source": "1 2 3"} if form == "pairs" else {"prompt": "Once upon a time", "ignore_eos": True}
+        body = {**given, "max_tokens": 14, "seed": 3}
+        answer = whole(server.url, **body)
+        assert form == "pairs" or answer["usage"]["completion_tokens"] == 14
+        assert text_of(stream(server.url, **body)) == answer["choices"][0]["text"]
+    finally:
+        assert stop_server(server) == 0
+
+
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_toy_answers_both_questions_with_no_flag_but_its_data(
     tmp_path: Path, data: dict[str, list[str]], seed: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    run = Run(parse(["--preset", "toy", *data["lines"], "--out", str(out), "--seed", str(seed)]), "")
-    run.train()
-    tokenizer = run.dataset.tokenizer
+    assert main(["--preset", "toy", *data["lines"], "--out", str(out), "--seed", str(seed)]) == 0
+    tokenizer = Tokenizer.load(out)
     for dtype in (torch.float32, torch.bfloat16):
         decoder = load(out, device=torch.device("cpu"), dtype=dtype).decoder
         for question in ("what is statquest <EOS>", "statquest is what <EOS>"):
@@ -131,8 +151,6 @@ def test_pairs_need_no_flag_but_their_file_be_it_ever_so_small(
     size = Tokenizer.load(tmp_path / "out").vocab_size
     assert f"a vocabulary of {size}, the maximum for this text; held-out: none" in capsys.readouterr().out
     assert 257 < size < 300
-    assert main([*flags, "--overwrite", "--vocab-size", str(size)]) == 0
-    assert "supports" not in capsys.readouterr().out
     assert main([*flags, "--overwrite", "--vocab-size", str(size + 1)]) == 2
     assert f"supports only {size} tokens" in capsys.readouterr().err
 
@@ -146,39 +164,6 @@ def test_a_model_of_lines_says_one_from_an_empty_prompt(tmp_path: Path) -> None:
     tokenizer = run.dataset.tokenizer
     generated = generate(run.decoder, tokenizer.encode(""), 12, eos_ids=(0,))
     assert tokenizer.decode(generated).strip() in lines
-
-
-@pytest.mark.parametrize(
-    ("name", "flags", "content", "words"),
-    [
-        ("cross", ["--pairs"], "1 2\t2 1\n1 2 3\n", "line 2: a pair is a source, one tab and a target"),
-        ("cross", ["--pairs"], "1 2\t2 1\t\n", "line 1: a pair is"),
-        ("cross", ["--pairs"], "1 2\t2 1\n \t1\n", "line 2: the source is empty"),
-        ("cross", ["--pairs"], "1 2\t2 1\n" + "1 " * 17 + "\t1\n", "line 2: the source has 17 tokens"),
-        ("cross", ["--pairs"], "1 2\t2 1\n1\t" + "1 " * 15 + "\n", "line 2: the target with its start and end has 17"),
-        ("cross", ["--per-line", "--pairs"], "1\t1\n", "--per-line needs --data"),
-        ("cross", ["--data"], "1\t1\n", "use --pairs FILE.tsv"),
-        ("gpt", ["--pairs"], "1\t1\n", "use --data, or --preset cross"),
-        ("toy", ["--data"], "a b\n\n" + "a " * 16 + "\n", "line 3: the line with its end has 17 tokens"),
-        ("toy", ["--data"], "a b\n<EOS>\n", "line 2: there is no text before the end token"),
-        ("toy", ["--end-token", "a b", "--data"], "a b\n", "--end-token must be one word"),
-        ("toy", ["--vocab-size", "2", "--data"], "a b\n", "--vocab-size must be at least 3"),
-        ("gpt", ["--per-line", "--straighten", "0.5", "--data"], "a b\n", "--straighten needs running text"),
-        ("small", ["--heads", "4", "--kv-heads", "3", "--data"], "a b\n", "not divisible by 3 key/value heads"),
-        ("small", ["--width", "12", "--heads", "4", "--data"], "a b\n", "must be even"),
-        ("gpt", ["--end-token", "The", "--vocab-size", "300", "--data"], TEXT * 2, "also a token of the text"),
-    ],
-)
-def test_what_cannot_be_learnt_is_one_clear_line(
-    tmp_path: Path, name: str, flags: list[str], content: str, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "input.tsv"
-    path.write_text(content)
-    context = WORDS if name in ("cross", "toy") else []
-    assert main(["--preset", name, *context, *flags, str(path), "--out", str(tmp_path / "out"), "--steps", "1"]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert words in error
 
 
 def test_shape_flags_keep_the_proportions_of_the_preset() -> None:
@@ -195,19 +180,14 @@ def test_shape_flags_keep_the_proportions_of_the_preset() -> None:
         reshaped(small, width=250)
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("small", ["5 layers x 256", "4 heads, 2 kv heads, head_dim 64", "rmsnorm", "rotary", "704, silu, gated"]),
-        ("textbook", ["position post, without final norm", "sinusoidal", "2048, relu, not gated", "times 22.6"]),
-        ("standalone", ["learned", "scale 1/sqrt(width)", "bias: output"]),
-        (
-            "toy",
-            ["1 layers x 2", "1 heads, 1 kv heads, head_dim 2", "norm none", "feed-forward none", "no output proj"],
-        ),
-        ("cross", ["3 layers x 256", "encoder of 3 layers with cross-attention"]),
-    ],
-)
-def test_a_shape_is_told_in_the_words_of_the_field(name: str, words: list[str]) -> None:
-    summary = "; ".join(" ".join(line) for line in shape_lines(preset(name)))
-    assert all(part in summary for part in words), summary
+def test_every_size_comes_in_every_layout_with_its_own_depth_and_width() -> None:
+    for name in SIZES:
+        llama, gpt, textbook = (preset(name, arch) for arch in ARCHS)
+        assert len({(c.n_layers, c.width, c.n_heads, c.vocab_size, c.context) for c in (llama, gpt, textbook)}) == 1
+        assert llama == preset(name)
+        assert (gpt.norm_position, gpt.positions, gpt.activation) == ("pre", "learned", "gelu")
+        assert (textbook.norm_position, textbook.positions, textbook.activation) == ("post", "sinusoidal", "relu")
+    assert set(SIZES) < set(PRESET_NAMES)
+    described = {name: "; ".join(" ".join(line) for line in shape_lines(preset(name))) for name in PRESET_NAMES}
+    assert "5 layers x 256, " in described["small"] and "4 heads, 2 kv heads, head_dim 64" in described["small"]
+    assert "encoder of 3 layers with cross-attention" in described["cross"]
