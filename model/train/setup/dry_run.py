@@ -113,20 +113,9 @@ def estimate_dataset_size(options: argparse.Namespace, context: int, tokenizer: 
 
 _ACTIVATION_FACTOR = 2
 """Gradients of activations and temporaries of a layer take about as much memory again."""
-_PARTS = {
-    "embedding": "embedding",
-    "position_embedding": "embedding",
-    "attention": "attention",
-    "cross": "attention",
-    "mlp": "feed-forward",
-    "untied_head": "head",
-    "head_bias": "head",
-}
-_OTHER = "norms"
 _TOKENS_PER_PARAMETER = 5
 """Minimum training tokens per parameter. 20 are compute-optimal (arXiv:2203.15556), but a model slightly too large
-costs
-less than one slightly too small: `small` reached 1.46 held-out bits per byte with 2."""
+costs less than one slightly too small: `small` reached 1.46 held-out bits per byte with 2."""
 _MAX_EPOCHS = 8
 """Useful epochs: up to 4 are as good as new text, beyond 16 there is little gain (arXiv:2305.16264)."""
 
@@ -188,8 +177,7 @@ def forecast(options: argparse.Namespace) -> None:
     with torch.device("meta"):
         decoder = Decoder(config)
     need = sizes(decoder, options.optimizer, ema=options.ema, export_dtype=options.export_dtype)
-    listed = ", ".join(f"{name} {describe_size(n)}" for name, n in parts(decoder).items())
-    _print("parameters", f"{describe_size(decoder.n_params)}: {listed}")
+    _print("parameters", describe_size(decoder.n_params))
     _print("text", dataset_size.description)
     on_disk, free = need.on_disk + dataset_size.stored, free_bytes(Path(options.out))
     files = _format_sizes(tokens=dataset_size.stored, snapshots=2 * need.snapshot, result=need.result)
@@ -217,15 +205,6 @@ def count_steps(options: argparse.Namespace, dataset_size: DatasetSize, step_sec
     epochs, tokens = rows / dataset_size.per_epoch, rows * dataset_size.row_tokens
     share = limits(options).done(step=1, epochs=epochs, tokens=tokens, seconds=step_seconds)
     return math.ceil(1 / share - 1e-6)
-
-
-def parts(decoder: Decoder) -> dict[str, int]:
-    """Parameters by component, the norms last."""
-    found = dict.fromkeys((*_PARTS.values(), _OTHER), 0)
-    for name, parameter in decoder.named_parameters():
-        first, *_, third = [*name.split("."), "", ""][:3]
-        found[_PARTS.get(third if first.endswith("blocks") else first, _OTHER)] += parameter.numel()
-    return {name: n for name, n in found.items() if n}
 
 
 def _with_preset(options: argparse.Namespace, name: str) -> argparse.Namespace:
