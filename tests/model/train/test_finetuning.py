@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,11 @@ from model.files import write_files
 from model.nn.reference import generate, logits
 from model.tokenizer.tokenizer import Tokenizer
 from model.train.__main__ import main
-from model.train.data.batch import StepOrder
 from model.train.data.token_cache import separator
 from tests.support.model import sample_tokenizers
 from tests.support.model.hub_checkpoints import family_name, their_logits, their_model
 from tests.support.model.tiny_models import TEXT, tiny_weights
+from tests.support.model.training_runs import same, signal_after
 
 pytestmark = pytest.mark.slow
 
@@ -126,12 +125,7 @@ def test_a_run_goes_on_bit_for_bit_although_the_directory_it_began_from_is_gone(
     flags = ["--steps", "6", "--save-seconds", "1000"]
     assert _train(ours, text, tmp_path / "whole", *flags) == 0
     with pytest.MonkeyPatch.context() as patch:
-        batch = StepOrder.batch
-        patch.setattr(
-            StepOrder,
-            "batch",
-            lambda order, step: (step == 3 and signal.raise_signal(signal.SIGTERM), batch(order, step))[1],
-        )
+        signal_after(3, patch)
         assert _train(ours, text, tmp_path / "halves", *flags) == 143
     shutil.rmtree(ours)
     capsys.readouterr()
@@ -139,19 +133,12 @@ def test_a_run_goes_on_bit_for_bit_although_the_directory_it_began_from_is_gone(
     assert "started with --init: pass it again" in capsys.readouterr().err
     assert _train(tmp_path / "another", text, tmp_path / "halves", *flags, "--resume") == 2
     assert f"had --init {ours}" in capsys.readouterr().err
-    assert _train(ours, text, tmp_path / "halves", *flags, "--resume") == 0
-    files = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "halves")]
-    assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
-
-
-def test_a_run_from_nothing_does_not_go_on_from_weights(
-    tmp_path: Path, text: Path, ours: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
     shape = ["--preset", "nano", "--vocab-size", "300", "--layers", "1"]
-    assert main(["--data", str(text), "--out", str(tmp_path / "out"), *shape, *QUICK, "--steps", "1"]) == 0
-    capsys.readouterr()
-    assert _train(ours, text, tmp_path / "out", "--steps", "2", "--resume") == 2
+    assert main(["--data", str(text), "--out", str(tmp_path / "new"), *shape, *QUICK, "--steps", "1"]) == 0
+    assert _train(ours, text, tmp_path / "new", "--steps", "2", "--resume") == 2
     assert "started without --init: omit it" in capsys.readouterr().err
+    assert _train(ours, text, tmp_path / "halves", *flags, "--resume") == 0
+    assert same(*(load_file(tmp_path / name / "model.safetensors") for name in ("whole", "halves")))
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
@@ -206,64 +193,38 @@ def test_lines_too_are_ended_as_the_model_ends_a_text(tmp_path: Path, ours: Path
     assert line[-1] == 0 and tokenizer.decode(line) == " sang"
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--context", "257"], "from 2 to the 256 positions that the model in"),
-        (["--context", "1"], "from 2 to the 256 positions"),
-        (["--pairs", "x.tsv"], "has no encoder"),
-        (["--init", "nowhere"], "nowhere: no such directory"),
-    ],
-)
-def test_what_the_model_cannot_do_is_one_clear_line(
-    tmp_path: Path, text: Path, ours: Path, flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert _train(ours, text, tmp_path / "out", *flags) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and words in error
+def _change(base: Path, name: str = "config.json", **changes: object) -> None:
+    raw = json.loads((base / name).read_text()) if (base / name).exists() else {}
+    (base / name).write_text(json.dumps(raw | changes))
 
 
-def _pickled(base: Path) -> None:
-    (base / "model.safetensors").rename(base / "pytorch_model.bin")
-
-
-def _quantised(base: Path) -> None:
-    raw = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps({**raw, "quantization_config": {"quant_method": "gptq"}}))
-
-
-def _endless(base: Path) -> None:
-    raw = json.loads((base / "config.json").read_text())
-    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": 5000}))
-    assert raw["vocab_size"] < 5000
-
-
-def _changed(base: Path) -> None:
-    tensors = load_file(base / "model.safetensors")
-    tensors["model.norm.weight"] += 1
-    save_file(tensors, base / "model.safetensors")
+def _changed_weights(base: Path) -> None:
     write_files(base, {"manifest.json": manifest_file({"model.safetensors": b"another"})})
 
 
 @pytest.mark.parametrize(
-    ("break_it", "words"),
+    ("break_it", "flags", "words"),
     [
-        (lambda base: (base / "tokenizer.json").unlink(), "tokenizer.json: no such file"),
-        (lambda base: sample_tokenizers.save(sample_tokenizers.gpt2(), base), None),
-        (lambda base: shutil.copy(base / "config.json", base / "tokenizer.json"), "tokenizer.json: not a tokenizer"),
-        (_pickled, "pytorch_model.bin is not read"),
-        (_quantised, "quantized weights"),
-        (_endless, "eos_token_id 5000"),
-        (_changed, "differs from manifest.json"),
+        (None, "--context 257", "from 2 to the 256 positions that the model in"),
+        (None, "--context 1", "from 2 to the 256 positions"),
+        (None, "--pairs x.tsv", "has no encoder"),
+        (None, "--init nowhere", "nowhere: no such directory"),
+        (lambda base: (base / "tokenizer.json").unlink(), "", "tokenizer.json: no such file"),
+        (lambda base: shutil.copy(base / "config.json", base / "tokenizer.json"), "", "not a tokenizer"),
+        (lambda base: shutil.move(base / "model.safetensors", base / "ckpt.bin"), "", "ckpt.bin is not read"),
+        (lambda base: _change(base, quantization_config={"quant_method": "gptq"}), "", "quantized weights"),
+        (lambda base: _change(base, "generation_config.json", eos_token_id=5000), "", "eos_token_id 5000"),
+        (_changed_weights, "", "differs from manifest.json"),
     ],
-)
-def test_a_directory_that_is_no_model_is_refused(
-    tmp_path: Path, text: Path, ours: Path, break_it: Any, words: str | None, capsys: pytest.CaptureFixture[str]
+)  # fmt: skip
+def test_what_is_no_model_or_cannot_be_learnt_is_one_clear_line(
+    tmp_path: Path, text: Path, ours: Path, break_it: Any, flags: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    break_it(ours)
-    assert _train(ours, text, tmp_path / "out", "--steps", "1") == (2 if words else 0)
+    if break_it:
+        break_it(ours)
+    assert _train(ours, text, tmp_path / "out", "--steps", "1", *flags.split()) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == (1 if words else 0) and (words or "") in error
+    assert error.count("\n") == 1 and words in error
 
 
 def _bits(printed: str) -> float:

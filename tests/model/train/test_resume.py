@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.files import CheckpointError
 from model.train.__main__ import main
 from model.train.training_checkpoint import Position, load_snapshot, save_snapshot
 from tests.support.model.tiny_models import TEXT
@@ -63,19 +62,12 @@ def test_ten_steps_resumed_for_ten_more_equal_twenty_bit_for_bit(tmp_path: Path,
     assert same(weights_of(tmp_path / "whole"), weights_of(tmp_path / "halves"))
 
 
-def test_where_there_is_nothing_to_go_on_from_that_is_told(
-    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train(text, tmp_path / "out", *TINY, "--steps", "1", "--resume") == 0
-    assert "note: there is no snapshot to resume from; the run starts over" in capsys.readouterr().out
-
-
 def test_a_run_that_stands_there_is_neither_lost_nor_continued_by_accident(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    train_until(2, text, out, *TINY, "--steps", "4")
-    capsys.readouterr()
+    train_until(2, text, out, *TINY, "--steps", "4", "--resume")
+    assert "note: there is no snapshot to resume from; the run starts over" in capsys.readouterr().out
     assert train(text, out, *TINY, "--steps", "4") == 2
     assert "--resume" in capsys.readouterr().err
     assert train(text, out, *TINY, "--steps", "4", "--resume", "--context", "16") == 2
@@ -83,6 +75,8 @@ def test_a_run_that_stands_there_is_neither_lost_nor_continued_by_accident(
     text.write_text(TEXT * 4)
     assert train(text, out, *TINY, "--steps", "4", "--resume") == 2
     assert "other data" in capsys.readouterr().err
+    train_until(1, text, out, *TINY, "--steps", "4", "--overwrite")
+    assert state_of(out)[0] == 1
 
 
 def test_a_run_goes_on_only_with_the_flags_that_it_had(
@@ -103,15 +97,6 @@ def test_a_run_goes_on_only_with_the_flags_that_it_had(
     assert train(text, out, *flags, "--resume") == 0
 
 
-def test_overwriting_forgets_the_old_run(tmp_path: Path, text: Path) -> None:
-    out = tmp_path / "out"
-    assert train(text, out, *TINY, "--steps", "6") == 0
-    train_until(2, text, out, *TINY, "--steps", "4", "--overwrite")
-    found = load_snapshot(out / ".training")
-    assert found
-    assert found[0].step == 2
-
-
 def test_a_run_may_be_made_longer_and_its_bits_differ_by_rounding_only(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,49 +110,44 @@ def test_a_run_may_be_made_longer_and_its_bits_differ_by_rounding_only(
     assert state_of(out)[0] == 4
 
 
-def test_a_snapshot_of_a_later_version_is_named_as_such(
+def test_the_newest_readable_snapshot_wins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def save(step: int) -> None:
+        save_snapshot(tmp_path, Position(step=step, seconds=1.0, digest="d", shape="s", flags={}), {"x": torch.ones(1)})
+
+    save(1)
+    older = (tmp_path / "step-00000001").rename(tmp_path / "kept")
+    save(2)
+    older.rename(tmp_path / "step-00000001")
+    (tmp_path / "step-00000002/state.safetensors").write_bytes(b"torn")
+    (tmp_path / ".step-00000003").mkdir()
+    found = load_snapshot(tmp_path)
+    assert found and found[0].step == 1
+    assert "damaged" in capsys.readouterr().out
+    save(2)
+    found = load_snapshot(tmp_path)
+    assert found and found[0].step == 2, "a damaged snapshot is replaced by a good one of the same step"
+
+
+@pytest.mark.parametrize("content", ["[]", "7", '{"format": 2, "steps": 1}', "{"])
+def test_a_damaged_position_is_passed_over(tmp_path: Path, content: str) -> None:
+    save_snapshot(tmp_path, Position(step=1, seconds=1.0, digest="d", shape="s", flags={}), {"x": torch.ones(1)})
+    (tmp_path / "step-00000001/position.json").write_text(content)
+    assert load_snapshot(tmp_path) is None
+
+
+def test_a_snapshot_of_another_version_is_named_as_such(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     train_until(2, text, out, "--steps", "4", *TINY)
     path = out / ".training/step-00000002/position.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}))
-    capsys.readouterr()
-    assert train(text, out, "--steps", "4", *TINY, "--resume") == 2
-    error = capsys.readouterr().err
-    assert "has format 99" in error and "--overwrite" in error and error.count("\n") == 1
-
-
-def test_the_newest_readable_snapshot_wins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def position(step: int) -> Position:
-        return Position(step=step, seconds=1.0, digest="d", shape="s", flags={})
-
-    save_snapshot(tmp_path, position(1), {"x": torch.ones(1)})
-    older = tmp_path / "kept"
-    (tmp_path / "step-00000001").rename(older)
-    save_snapshot(tmp_path, position(2), {"x": torch.ones(1)})
-    older.rename(tmp_path / "step-00000001")
-    (tmp_path / "step-00000002/state.safetensors").write_bytes(b"torn")
-    (tmp_path / ".step-00000003").mkdir()
-    found = load_snapshot(tmp_path)
-    assert found
-    assert found[0].step == 1
-    assert "damaged" in capsys.readouterr().out
-    save_snapshot(tmp_path, position(2), {"x": torch.zeros(1)})
-    found = load_snapshot(tmp_path)
-    assert found
-    assert found[0].step == 2, "a damaged snapshot is replaced by a good one of the same step"
-
-
-@pytest.mark.parametrize("content", ["[]", "7", "{}", '{"step": 1}', '{"format": 2, "steps": 1}', "{"])
-def test_a_damaged_position_is_passed_over(tmp_path: Path, content: str) -> None:
-    save_snapshot(tmp_path, Position(step=1, seconds=1.0, digest="d", shape="s", flags={}), {"x": torch.ones(1)})
-    (tmp_path / "step-00000001/position.json").write_text(content)
-    if content in ("{}", '{"step": 1}'):  # whole, but of another version
-        with pytest.raises(CheckpointError, match="has format 1"):
-            load_snapshot(tmp_path)
-    else:
-        assert load_snapshot(tmp_path) is None
+    position = json.loads(path.read_text())
+    for number in (99, 1):
+        path.write_text(json.dumps(position | {"format": number}))
+        capsys.readouterr()
+        assert train(text, out, "--steps", "4", *TINY, "--resume") == 2
+        error = capsys.readouterr().err
+        assert f"has format {number}" in error and "--overwrite" in error and error.count("\n") == 1
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
