@@ -6,9 +6,7 @@ import gzip
 import io
 import json
 import os
-import re
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from model.tokenizer.tokenizer import SEPARATOR, Tokenizer
-from model.train.__main__ import main
-from model.train.common.console import Ticker
+from model.tokenizer.tokenizer import SEPARATOR
 from model.train.data.batch import StepOrder
 from model.train.data.corpus import Corpus, Document, document_key, prepare, split_documents
 from model.train.data.sources import DataError, Sources
@@ -48,11 +44,8 @@ def test_files_folders_patterns_and_compressed_files_are_read(tmp_path: Path) ->
     assert _documents(tmp_path) == everything
     assert _documents(tmp_path / "*.txt", tmp_path / "b.jsonl") == everything[:4]
     assert _documents(*[tmp_path / "a.txt"] * 2) == everything[:2] * 2
-
-
-def test_standard_input_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"From a pipe.")))
-    assert _documents("-") == ["From a pipe."]
+    (tmp_path / "b.jsonl").write_text(json.dumps({"body": "a\u2028b"}, ensure_ascii=False))
+    assert _documents(tmp_path / "b.jsonl", text_key="body") == ["a\u2028b"]
 
 
 def test_held_out_documents_are_never_trained_on_not_even_as_copies(tmp_path: Path) -> None:
@@ -69,35 +62,31 @@ def test_held_out_documents_are_never_trained_on_not_even_as_copies(tmp_path: Pa
         assert f"Document {number} says" not in train
 
 
-def test_a_single_document_gives_up_its_end(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text(TEXT)
-    corpus = _prepare([tmp_path], tmp_path / "cache")
-    text = TEXT.strip("\n")
-    assert corpus.tokenizer.decode(corpus.train.tolist()) + corpus.tokenizer.decode(corpus.held_out.tolist()) == text
-    assert len(corpus.held_out) > 1
+def _split(texts: list[bytes], share: float) -> tuple[list[bytes], list[bytes]]:
+    return split_documents([Document(text, document_key(text)) for text in texts], share)
 
 
 def test_few_documents_give_up_the_end_of_all_their_text() -> None:
     """The last chapter may be a page: 29 chapters were once measured on 65 tokens of it."""
     texts = [*(f"chapter {i} \u2019".encode() * 100 for i in range(27)), b"the last but one " * 60, b"the end"]
-    documents = [Document(text, document_key(text)) for text in (*texts, texts[-1], texts[26])]
-    held_out, train = split_documents([*documents[:-2], documents[-2]], 0.01)
+    held_out, train = _split(texts, 0.01)
     assert 0.05 * sum(map(len, texts)) - 3 <= sum(map(len, held_out)) <= 0.05 * sum(map(len, texts))
     assert held_out[-2:] == texts[-2:] and train[-1] + held_out[0] == texts[26] and train[:-1] == texts[:26]
     assert all(text.decode() for text in (*held_out, *train))
-    held_out, train = split_documents(documents, 0.01)  # one of the chapters comes once more
+    held_out, train = _split([*texts, texts[-1], texts[26]], 0.01)  # two of the chapters come once more
     assert held_out[-1] == texts[-1] and texts[26] not in train
+    book = TEXT.encode()
+    for copies in (1, 3):
+        (held_out,), train = _split([book] * copies, 0.01)
+        assert b"".join(train) + held_out == book and len(held_out) > 1, "copies do not show its end"
     with pytest.raises(DataError, match="too short"):
-        split_documents(documents[-1:] and [Document(b"x", b"k")] * 3, 0.01)
+        _split([b"x"] * 3, 0.01)
 
 
-def test_copies_of_a_single_document_do_not_show_its_held_out_end(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text(" ".join(f"\u201cword {i}\u201d\u2026" for i in range(1000)))
-    corpus = _prepare([tmp_path / "a.txt"] * 3, tmp_path / "cache", straighten=0.5)
-    train = corpus.tokenizer.decode(corpus.train.tolist())
-    numbers = re.findall(r"word (\d+)\b", corpus.tokenizer.decode(corpus.held_out.tolist()))
-    assert len(numbers) > 30
-    assert not any(f"word {number}" in train for number in numbers)
+def test_a_larger_share_holds_out_more_and_the_same_documents_too() -> None:
+    small, large = (set(_split([f"Document {i}.".encode() for i in range(1000)], share)[0]) for share in (0.01, 0.1))
+    assert small < large
+    assert 70 <= len(large) <= 130
 
 
 def test_straightened_documents_have_ascii_quotes_and_copies_differ(tmp_path: Path) -> None:
@@ -109,19 +98,6 @@ def test_straightened_documents_have_ascii_quotes_and_copies_differ(tmp_path: Pa
         )
         copies = corpus.tokenizer.decode(corpus.train.tolist())
         assert copies.count("\u201c") // 18 == curly
-
-
-def test_the_cache_is_used_for_the_same_input_and_not_for_another(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text(TEXT)
-    cache = tmp_path / "cache"
-    first = _prepare([tmp_path / "a.txt"], cache)
-    (made,) = cache.iterdir()
-    stamp = (made / "train.bin").stat().st_mtime_ns
-    assert _prepare([tmp_path / "a.txt"], cache).digest == first.digest
-    assert (made / "train.bin").stat().st_mtime_ns == stamp
-    (tmp_path / "a.txt").write_text(TEXT + "More.")
-    assert _prepare([tmp_path / "a.txt"], cache).digest != first.digest
-    assert len(list(cache.iterdir())) == 2
 
 
 def test_the_order_is_a_function_of_seed_and_step_and_an_epoch_sees_everything_once() -> None:
@@ -136,16 +112,6 @@ def test_the_order_is_a_function_of_seed_and_step_and_an_epoch_sees_everything_o
     assert not np.array_equal(StepOrder(tokens, length=10, windows=7, seed=2).batch(0), batches[0])
 
 
-def test_too_little_text_for_a_window_is_refused() -> None:
-    with pytest.raises(DataError, match="too few"):
-        StepOrder(np.arange(12, dtype=np.uint16), length=10, windows=1, seed=1)
-
-
-def test_json_lines_with_line_separators_inside_stay_whole(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a\u2028b"}, ensure_ascii=False))
-    assert _documents(tmp_path) == ["a\u2028b"]
-
-
 def test_what_is_held_out_and_what_a_run_is_known_by_never_change(tmp_path: Path) -> None:
     """Runs on a user's disk must resume with the next version."""
     documents = [f"Document {i} says \u201chello\u201d." for i in range(400)]
@@ -154,15 +120,6 @@ def test_what_is_held_out_and_what_a_run_is_known_by_never_change(tmp_path: Path
     held_out = corpus.tokenizer.decode(corpus.held_out.tolist())
     assert [int(part.split()[0]) for part in held_out.split("Document ")[1:]] == [75, 102, 158, 378]
     assert corpus.digest == "bd984c072f50a6b32b497627f7692f4b6feb3010eb3c00860c91e185f0cce065"
-
-
-def test_a_larger_share_holds_out_more_and_the_same_documents_too() -> None:
-    documents = [Document(text, document_key(text)) for text in (f"Document {i}.".encode() for i in range(1000))]
-    small, large = (set(split_documents(documents, share)[0]) for share in (0.01, 0.1))
-    assert small < large
-    assert 70 <= len(large) <= 130
-    few = documents[:3]
-    assert [len(split_documents(few, share)[0][0]) for share in (0.01, 0.3)] == [1, 9]
 
 
 @pytest.mark.parametrize(
@@ -191,18 +148,15 @@ def test_what_a_run_writes_what_is_hidden_and_circles_of_folders_are_no_data(tmp
     assert _documents(tmp_path) == ["a.txt", "deep/er/d.md", "out/README.md"]
 
 
-def test_a_pipe_is_read_as_a_file_is(tmp_path: Path) -> None:
+def test_pipes_are_read_as_files_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"From standard input.")))
+    assert _documents("-") == ["From standard input."]
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     writer = threading.Thread(target=lambda: pipe.write_text("One.\n\n\nTwo."))
     writer.start()
     assert _documents(pipe) == ["One.", "Two."]
     writer.join()
-
-
-def test_another_key_of_json_lines(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"body": "One."}\n')
-    assert _documents(tmp_path, text_key="body") == ["One."]
 
 
 @pytest.mark.parametrize("text", [TEXT * 5, "word " * 3000, "a \n\n  b! \t c.\n" * 900, "x" * 9999, "日本語" * 3333])
@@ -218,35 +172,39 @@ def test_pieces_of_a_long_text_have_the_tokens_of_the_whole(text: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["train.bin", "held_out.bin", "tokenizer.json", "manifest.json"])
-@pytest.mark.parametrize("damage", [lambda content: content[:-7], lambda content: bytes(len(content))])
+@pytest.mark.parametrize("damage", [None, lambda content: content[:-7], lambda content: bytes(len(content))])
 def test_damaged_tokens_are_made_anew(
-    tmp_path: Path, name: str, damage: Callable[[bytes], bytes], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, name: str, damage: Callable[[bytes], bytes] | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, cache = tmp_path / "a.txt", tmp_path / "cache"
     path.write_text(TEXT)
     _prepare([path], cache)
     (folder,) = cache.iterdir()
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
-    (folder / name).write_bytes(damage(before[name]))
+    (folder / name).unlink()
+    if damage:
+        (folder / name).write_bytes(damage(before[name]))
     _prepare([path], cache)
-    assert "are damaged; tokenizing again" in capsys.readouterr().err
+    assert ("are damaged; tokenizing again" in capsys.readouterr().err) == (
+        name != "manifest.json" or damage is not None
+    )
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
 
 
-def test_a_cache_that_is_not_whole_is_made_anew_and_old_ones_go(tmp_path: Path) -> None:
+def test_the_cache_is_used_for_the_same_input_and_old_ones_go(tmp_path: Path) -> None:
     path, cache = tmp_path / "a.txt", tmp_path / "cache"
     path.write_text(TEXT)
     first = _prepare([path], cache)
     (folder,) = cache.iterdir()
-    whole = (folder / "train.bin").read_bytes()
-    (folder / "train.bin").unlink()
+    stamp = (folder / "train.bin").stat().st_mtime_ns
+    assert _prepare([path], cache).digest == first.digest
+    assert (folder / "train.bin").stat().st_mtime_ns == stamp
     (cache / ".tokens-torn").mkdir()
     (cache / "step-00000001").mkdir()
-    assert _prepare([path], cache).digest == first.digest
-    assert (folder / "train.bin").read_bytes() == whole
     for i in range(4):
         path.write_text(TEXT + str(i))
         last = _prepare([path], cache)
+        assert last.digest != first.digest
     names = {path.name for path in cache.iterdir()}
     assert len(names) == 3 and {"step-00000001", last.digest[:16]} <= names
 
@@ -270,29 +228,6 @@ def test_unseen_texts_are_kept_by_file_and_are_no_part_of_what_is_learnt(tmp_pat
         file.write("c " * 300)
     with pytest.raises(DataError, match=r"c\.txt: 2 of its 2 documents are also in --data"):
         prepare(sources, tmp_path / "cache", vocabulary=VOCABULARY, straighten=0.0, unseen=unseen)
-
-
-def test_slow_reading_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    now = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    ticker = Ticker()
-    lines = []
-    for now in (101.0, 102.9, 103.0, 104.0, 107.9, 108.0):
-        ticker.tick(f"at {now}")
-        lines += capsys.readouterr().err.splitlines()
-    assert lines == ["at 103.0", "at 108.0"]
-
-
-def test_little_text_gets_a_smaller_vocabulary_than_the_preset_has_and_is_told_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "a.txt").write_text(TEXT)
-    flags = ["--data", str(tmp_path / "a.txt"), "--preset", "nano", "--context", "16", "--steps", "1"]
-    flags += ["--windows", "1", "--layers", "1", "--width", "32", "--heads", "2", "--kv-heads", "1"]
-    assert main([*flags, "--out", str(tmp_path / "out"), "--device", "cpu"]) == 0
-    size = Tokenizer.load(tmp_path / "out").vocab_size
-    assert 257 < size < 1024
-    assert f"a vocabulary of {size}, the maximum for this text" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("n_tokens", [2, 9, 10, 11, 100, 101, 4097, 5000])

@@ -11,7 +11,6 @@ import torch
 
 from model.config import ModelConfig
 from model.presets import preset, reshaped
-from model.train.common.sample import Prompt, join_prompt
 from model.train.data.batch import IGNORE_INDEX, Example, evenly_spaced, pad_batch, shuffled_batches
 from model.train.data.corpus import held_out_rows
 from model.train.data.examples import examples_of_lines, examples_of_pairs
@@ -105,11 +104,6 @@ def test_a_glance_is_of_all_texts_and_not_of_the_first_ones() -> None:
 
     assert glance(0) == [0] and glance(4) == [0, 3] and glance(6) == [0, 2, 4]
     assert glance(12) == glance(math.inf) == [0, 1, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize("answer", ["ba", " ba"])
-def test_a_pair_is_shown_with_one_space_around_its_arrow(answer: str) -> None:
-    assert join_prompt(Prompt(text="ab", tokens=[END], source=[1]), answer) == "ab -> ba"
 
 
 def test_rows_are_held_out_only_where_there_are_enough() -> None:
