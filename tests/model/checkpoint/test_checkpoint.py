@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from model.checkpoint.checkpoint import load, weights_files
-from model.files import CheckpointError, write_files
+from model.checkpoint.checkpoint import load
+from model.files import CheckpointError
 from tests.support.model.tiny_models import tiny_decoder
 
 CPU = torch.device("cpu")
@@ -37,18 +39,6 @@ def test_what_is_saved_loads_bit_for_bit(weights: Path) -> None:
     saved = tiny_decoder().state_dict()
     assert loaded.keys() == saved.keys()
     assert all(torch.equal(loaded[name], saved[name]) for name in saved)
-
-
-def test_an_untied_head_is_kept(tmp_path: Path) -> None:
-    decoder = tiny_decoder()
-    untied = type(decoder)(type(decoder.config)(**_fields(decoder.config) | {"tied_head": False}))
-    with torch.no_grad():
-        for parameter in untied.parameters():
-            parameter.normal_()
-    write_files(tmp_path, weights_files(untied, dtype=torch.float32, eos_id=None, generation={}))
-    checkpoint = load(tmp_path, device=CPU, dtype=torch.float32)
-    assert torch.equal(checkpoint.decoder.state_dict()["untied_head"], untied.state_dict()["untied_head"])
-    assert checkpoint.eos_ids == ()
 
 
 def test_a_head_stored_beside_the_embedding_it_is_tied_to_must_be_the_embedding(directory: Path) -> None:
@@ -76,16 +66,12 @@ def test_what_is_no_directory_is_told(directory: Path, name: str) -> None:
         load(directory / name, device=CPU, dtype=torch.float32)
 
 
-def _fields(config: Any) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in config.__dataclass_fields__}
-
-
 BROKEN: dict[str, tuple[Any, str]] = {
     "missing": (lambda t: t.pop("model.norm.weight"), "1 tensors are missing, the first is model.norm.weight"),
     "extra": (lambda t: t.update(surprise=torch.ones(1)), "not part of the model, the first is surprise"),
     "shape": (lambda t: t.update({"model.norm.weight": torch.ones(3)}), r"shape \[3\], config.json asks for \[64\]"),
     "dtype": (lambda t: t.update({"model.norm.weight": torch.ones(64).long()}), "dtype I64"),
-    "nan": (lambda t: t.update({"model.norm.weight": torch.full((64,), torch.nan)}), "not finite"),
+    "nan": (lambda t: t["model.layers.1.mlp.up_proj.weight"].fill_(torch.nan), r"layers\.1\.mlp\.up_proj.* not finite"),
 }
 
 
@@ -103,13 +89,9 @@ def test_tensors_that_do_not_fit_are_named(directory: Path, kind: str) -> None:
     [
         ({"model_type": "mamba"}, "mamba.*supported: llama"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized weights"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn"),
-        ({"hidden_act": "mish"}, "mish"),
         ({"attention_bias": True}, "q_proj.bias|k_proj.bias"),
         ({"num_attention_heads": 3}, "multiple"),
-        ({"num_attention_heads": 0, "head_dim": None}, "."),
         ({"hidden_size": "big"}, "width"),
-        ({"vocab_size": -1}, "vocab_size"),
         ({"num_hidden_layers": None}, "n_layers"),
         ({"eos_token_id": 999}, "999"),
     ],
@@ -122,7 +104,7 @@ def test_a_config_that_cannot_be_served_is_refused(directory: Path, change: dict
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-@pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000, b"\x00" * 100])
+@pytest.mark.parametrize("content", [None, b"", b"[]", b"\xff\xfe", b"[" * 100_000])
 def test_broken_files_are_named(directory: Path, name: str, content: bytes | None) -> None:
     (directory / name).unlink()
     if content is not None:
@@ -184,3 +166,46 @@ def test_what_older_exporters_stored_besides_is_passed_over(directory: Path) -> 
     tensors["lm_head.weight"] = torch.ones(3, 64)
     save_file(tensors, directory / "model.safetensors")
     _refused(directory, r"lm_head.weight has shape \[3, 64\], config.json asks for \[320, 64\]")
+
+
+def test_one_tensor_of_the_file_is_there_at_a_time_and_made_on_its_device(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a device holds at most one tensor in addition to the decoder."""
+    alive, most, devices = weakref.WeakSet[torch.Tensor](), [0], []
+
+    class CountedFile:
+        def __init__(self, path: Path, *, framework: str, device: str) -> None:
+            self._file = safe_open(path, framework=framework, device="cpu")
+            devices.append(device)
+
+        def __enter__(self) -> CountedFile:
+            self._opened: Any = self._file.__enter__()
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            self._file.__exit__(*error)
+
+        def get_tensor(self, name: str) -> torch.Tensor:
+            tensor: torch.Tensor = self._opened.get_tensor(name).clone()
+            alive.add(tensor)
+            most[0] = max(most[0], len(alive))
+            return tensor
+
+    monkeypatch.setattr("model.checkpoint.checkpoint.safe_open", CountedFile)
+    load(directory, device=CPU, dtype=torch.bfloat16)
+    assert (most, len(alive), devices) == ([1], 0, ["cpu"])
+    with pytest.raises((AssertionError, RuntimeError), match=r"CUDA|cuda"):  # there is none
+        load(directory, device=torch.device("cuda", 1), dtype=torch.float32)
+    assert devices[1:] == ["cuda:1"]
+
+
+def test_numbers_too_large_for_the_format_that_is_asked_for_are_found(directory: Path) -> None:
+    """What counts is what the device computes with."""
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"][0] = 3.4e38  # more than the largest bfloat16
+    save_file(tensors, path, metadata={"format": "pt"})
+    load(directory, device=CPU, dtype=torch.float32)
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight holds numbers that are not finite"):
+        load(directory, device=CPU, dtype=torch.bfloat16)

@@ -15,7 +15,7 @@ from model.checkpoint.golden import GOLDEN_FILE, as_stored, golden_file, verify
 from model.files import CheckpointError
 from model.nn.transformer import Decoder
 from tests.support import ROOT
-from tests.support.model.tiny_models import tiny_config, tiny_decoder
+from tests.support.model.tiny_models import tiny_decoder
 
 PROMPT = [5, 9, 200, 31, 7]
 
@@ -60,12 +60,9 @@ def test_a_config_that_loads_but_is_another_model_is_found_out(directory: Path, 
     ("change", "words"),
     [
         ({"prompt": [1]}, "2 to 64 ids"),
-        ({"prompt": [1] * 65}, "2 to 64 ids"),
         ({"prompt": [1, 320]}, "ids below 320"),
-        ({"prompt": "ab"}, "ids below 320"),
         ({"logprobs": [-1.0]}, "5 ids have 4 logprobs, not 1"),
         ({"logprobs": [-1, -1, -1, None]}, "list of numbers"),
-        ({"logprobs": [-1, -1, -1, 10**400]}, "list of numbers"),
         ({"logprobs": [-1e5] * 4}, "differ by up to"),
     ],
 )
@@ -82,11 +79,6 @@ def test_numbers_are_rounded_as_the_file_rounds_them_and_tables_are_not() -> Non
     assert torch.equal(rounded.embedding, decoder.embedding.bfloat16().float())
     assert torch.equal(rounded.get_buffer("rope_PC"), decoder.get_buffer("rope_PC"))
     assert golden_file(rounded, PROMPT) != golden_file(decoder, PROMPT)
-
-
-def test_an_encoder_reads_the_prompt_too() -> None:
-    decoder = tiny_decoder(tiny_config(n_encoder_layers=1))
-    assert len(json.loads(golden_file(decoder, PROMPT))["logprobs"]) == len(PROMPT) - 1
 
 
 def test_the_default_weights_meet_theirs() -> None:

@@ -53,11 +53,7 @@ def test_hashes_that_are_known_are_not_computed_again_but_count(whole: Path) -> 
     ("content", "words"),
     [
         ({}, "sha256 must be an object"),
-        ({"sha256": []}, "sha256 must be an object"),
         ({"sha256": {"../secret": "0" * 64}}, "is not a file name in its directory"),
-        ({"sha256": {"/etc/passwd": "0" * 64}}, "is not a file name in its directory"),
-        ({"sha256": {"..": "0" * 64}}, "is not a file name in its directory"),
-        ({"sha256": {"": "0" * 64}}, "is not a file name in its directory"),
         ({"sha256": {MANIFEST_FILE: "0" * 64}}, "is not a file name in its directory"),
         ({"sha256": {"config.json": "0" * 63}}, "64 hexadecimal digits"),
         ({"sha256": {"config.json": 5}}, "64 hexadecimal digits"),
