@@ -18,7 +18,7 @@ from model.families.registry import family_of
 from model.files import write_files
 from model.nn.reference import logits
 from model.nn.transformer import Decoder
-from tests.support.model.hub_checkpoints import CASES, family_name, save_theirs, their_logits, their_model
+from tests.support.model.hub_checkpoints import CASES, family_name, save_theirs, their_logits
 from tests.support.model.tiny_models import run_all, tiny_engine
 
 TOLERANCE = 1e-4
@@ -119,16 +119,3 @@ def test_each_switch_is_heard_within_the_tolerance(tmp_path: Path, case: str, ch
     assert change.keys() <= raw.keys()
     path.write_text(json.dumps(raw | change))
     assert (logits(_load(tmp_path), tokens) - right).abs().max() > 5 * TOLERANCE
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("case", ["gpt2-b", "llama-a", "gpt_neox-c"])
-def test_half_precision_crosses_both_ways_without_a_loss(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
-    their_model(case).to(dtype).save_pretrained(tmp_path / "theirs")
-    decoder = _load(tmp_path / "theirs")
-    write_files(tmp_path / "ours", weights_files(decoder, dtype=dtype, eos_id=0, generation={}))
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
-    assert again.dtype == dtype
-    tokens = list(range(99))
-    difference = (logits(decoder, tokens) - their_logits(again.float().eval(), tokens)).abs().max()
-    assert difference < TOLERANCE
