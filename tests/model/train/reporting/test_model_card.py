@@ -7,17 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
-from model.tokenizer.tokenizer import Tokenizer
 from model.train.common.sample import DEFAULT_SAMPLING, GREEDY_SAMPLING, Sample, SamplingSettings
-from model.train.data.batch import batch_of_windows
 from model.train.reporting.model_card import RunFacts, model_card, shorten_names
-from model.train.reporting.report import closing_summary, opening_summary
-from model.train.setup.dataset import Dataset
-from model.train.step.schedule import Limits
-from tests.support.model.tiny_models import TEXT, tiny_config
+from model.train.reporting.report import closing_summary
+from tests.support.model.tiny_models import tiny_config
 
 FACTS = RunFacts(
     command="python -m model.train --data books --out out",
@@ -98,34 +93,3 @@ def test_the_last_line_is_the_command_that_serves(tmp_path: Path) -> None:
     assert first == "held-out bits per byte 1.4158 after 2860 steps, 1h 50m"
     assert unseen == "unseen emma_*.txt: 1.4812 bits per byte"
     assert "(2.5 MB)" in written and serve.endswith(f" -m app serve --weights '{out}'")
-
-
-@pytest.mark.parametrize(
-    ("limits", "plan"),
-    [
-        (Limits(steps=1000), "1,000 steps, 4.10 M tokens, 2.00 epochs"),
-        (Limits(minutes=7.5), "7.5 minutes"),
-        (Limits(minutes=60, epochs=2, steps=9000), "60 minutes or 1,000 steps, 4.10 M tokens, 2.00 epochs"),
-    ],
-)
-def test_a_run_says_first_what_it_will_do(limits: Limits, plan: str) -> None:
-    material = Dataset(
-        tokenizer=Tokenizer.train([TEXT], 300),
-        batch=lambda _: batch_of_windows(torch.zeros(16, 257, dtype=torch.long)),
-        rows=16,
-        per_epoch=8000,
-        row_tokens=256,
-        held_out=[],
-        measured="held-out",
-        corpus="3 documents",
-        prompts=[],
-        unseen={},
-        digest="",
-    )
-    summary = opening_summary(
-        tiny_config(), 4_740_352, material, limits, machine="a machine, bfloat16", step=0
-    ).splitlines()
-    assert summary[0].startswith("model: 4.74 M parameters (2 layers x 64, context 256, vocabulary ")
-    assert summary[0].endswith(" on a machine, bfloat16")
-    assert summary[1:] == ["data:  3 documents", f"plan:  {plan}; 16 rows, about 4,096 tokens a step"]
-    assert opening_summary(tiny_config(), 1, material, limits, machine="", step=9).endswith("; goes on at step 9")

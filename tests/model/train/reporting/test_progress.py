@@ -9,7 +9,6 @@ import os
 import pty
 import re
 import select
-import signal
 import struct
 import sys
 import termios
@@ -22,7 +21,6 @@ from model.train.common.console import duration, print_stderr
 from model.train.reporting.progress import Status, bar_line, plain_line
 from model.train.reporting.report import Report
 from tests.model.train.reporting.test_report import OUTLINE, progress
-from tests.support.model.training_runs import TINY, signal_after, train
 
 FULL = Status(
     progress=progress(2560, of=14_880, seconds=3600.0),
@@ -97,14 +95,7 @@ def test_a_line_has_what_fits_and_makes_nothing_up() -> None:
     unknown = Status(progress=progress(1), loss=2.0, tokens_per_second=0.0, mfu=None, held_out=None, seconds_left=None)
     assert plain_line(unknown) == "step 1 loss 2.0000 tokens 100 epoch 0.10 5.0 % done, ? left"
     assert not [word for word in ("held-out", "tok/s", "MFU") if word in "".join(bar_line(unknown, 140))]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(0, "0s"), (59.4, "59s"), (59.6, "1m"), (3570, "1h 00m"), (7260, "2h 01m"), (None, "?")],
-)
-def test_durations_have_two_units_at_most(seconds: float | None, words: str) -> None:
-    assert duration(seconds) == words
+    assert [duration(seconds) for seconds in (0, 59.4, 59.6, 3570, None)] == ["0s", "59s", "1m", "1h 00m", "?"]
 
 
 def test_the_bar_is_one_line_below_all_output_and_ends_clean(terminal: Terminal, tmp_path: Path) -> None:
@@ -165,18 +156,3 @@ def test_a_run_in_the_background_draws_nothing(
     with _report(tmp_path) as report:
         report.step(progress(1))
         assert terminal.rows() == [""]
-
-
-@pytest.mark.slow
-def test_ctrl_c_leaves_whole_lines_and_no_bar(
-    terminal: Terminal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: Path
-) -> None:
-    terminal.take_over()
-    signal_after(3, monkeypatch, signal.SIGINT)
-    assert train(text, tmp_path / "out", "--steps", "12", *TINY) == 130
-    rows = terminal.rows()
-    assert not [row for row in rows if "tok/s" in row or ".." in row], "the bar is gone"
-    starts = ["model: ", "data: ", "plan: ", "saving, then exiting", "step 3 loss", "interrupted by SIGINT"]
-    shown = [row for row in rows if any(row.startswith(start) for start in starts)]
-    assert [next(s for s in starts if row.startswith(s)) for row in shown] == starts
-    assert "--resume" in rows[-2] and rows[-1] == ""
