@@ -57,30 +57,6 @@ class CausalAttend:
         return masked_positions(torch.arange(self.length, device=device)[:, None], self.length, self.window)
 
 
-class PerHeadAttend:
-    """Reference implementation of CausalAttend: one sequence and one head after another, by the formula. Slow."""
-
-    def __init__(self, length: int, window: int | None = None) -> None:
-        self.length = length
-        self.window = window
-
-    def __call__(self, _layer: int, q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor) -> Tensor:
-        n_heads, n_kv_heads, head_dim = q_THC.shape[1], k_TKC.shape[1], q_THC.shape[2]
-        out_THC = torch.empty_like(q_THC)
-        positions_N1 = torch.arange(self.length, device=q_THC.device)[:, None]
-        for first in range(0, len(q_THC), self.length):
-            sequence = slice(first, first + self.length)
-            for head in range(n_heads):
-                kv_head = head * n_kv_heads // n_heads
-                q_NC, k_NC, v_NC = q_THC[sequence, head], k_TKC[sequence, kv_head], v_TKC[sequence, kv_head]
-                scores_NN = (q_NC @ k_NC.T).float() / head_dim**0.5
-                scores_NN = scores_NN.masked_fill(
-                    masked_positions(positions_N1, self.length, self.window), float("-inf")
-                )
-                out_THC[sequence, head] = scores_NN.softmax(-1).to(v_NC.dtype) @ v_NC
-        return out_THC
-
-
 class EncoderAttend:
     """Bidirectional attention over concatenated padded sources; padding is masked."""
 

@@ -32,7 +32,7 @@ from model.train.setup.finetune import apply_base_defaults, load_base, save_base
 from model.train.setup.options import limits, shape
 from model.train.setup.resources import flops_per_token, peak_flops, require_memory, sizes
 from model.train.step.distributed import ProcessGroup
-from model.train.step.loss_backend import resolve_loss_backend
+from model.train.step.loss_backend import choose_loss_backend
 from model.train.step.objective import Objective
 from model.train.step.optimizer import ParameterUpdates
 from model.train.step.schedule import Schedule
@@ -74,7 +74,7 @@ class Run:
         window, tokenizer = options.context or config.context, self.base.tokenizer if self.base else None
         self.dataset = self.ranks.main_process_first(lambda: build_dataset(options, window, self.work, tokenizer))
         self.shape = config if self.base else replace(config, vocab_size=self.dataset.tokenizer.vocab_size)
-        loss_backend = resolve_loss_backend(
+        loss_backend = choose_loss_backend(
             options.compile, self.device.type, has_encoder=self.shape.n_encoder_layers > 0
         )
         self._require_resources()
@@ -188,7 +188,8 @@ class Run:
         options, dataset = self.options, self.dataset
         rates = {"lr": options.lr} | ({"matrix_lr": options.matrix_lr} if options.optimizer == "muon" else {})
         model = Path(options.init).name if self.base else options.preset
-        peak = peak_flops(self.device, self.objective.dtype)
+        has_peak = self.device.type == "cuda" and self.objective.dtype == torch.bfloat16
+        peak = peak_flops(torch.cuda.get_device_name(self.device)) if has_peak else None
         run_info = RunInfo(
             title=f"{model}, {describe_size(self.decoder.n_params)} parameters",
             measured=dataset.measured,

@@ -20,7 +20,7 @@ from model.device import choose_dtype
 from model.nn.transformer import Decoder
 from model.train.data.batch import Batch, EncoderInputs, batch_of_windows
 from model.train.step.distributed import ProcessGroup
-from model.train.step.loss_backend import resolve_loss_backend
+from model.train.step.loss_backend import choose_loss_backend
 from model.train.step.objective import Objective
 from model.train.step.optimizer import ParameterUpdates
 from model.train.step.trainer import Trainer
@@ -38,10 +38,6 @@ _BFLOAT16_PEAKS = {
 """Part of the device's name -> TFLOP/s."""
 _SLOWER_VARIANTS = {"Laptop", "Mobile", "MIG", "NVL"}
 """Words in the names of slower variants."""
-_MATRIX_SIZE = 512
-_SECONDS = 0.1
-_FEWEST = 5
-"""Minimum number of products to time, even on a busy machine."""
 
 
 def flops_per_token(config: ModelConfig, context: float) -> float:
@@ -58,41 +54,13 @@ def flops_per_token(config: ModelConfig, context: float) -> float:
     return 6.0 * (decoder.n_params - looked_up) + 12.0 * config.n_layers * config.n_heads * config.head_dim * context
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """FLOP/s of `device` in `dtype`, or None if it is unknown.
-
-    GPU: from the data sheet. CPU: measured for a tenth of a second as the fastest matrix product of one thread in
-    cache, times the threads. Measuring all threads together gave a twentieth of that on a busy machine.
-    """
-    if device.type == "cuda":
-        return known_peak(torch.cuda.get_device_name(device)) if dtype == torch.bfloat16 else None
-    return _measured_peak(dtype) if device.type == "cpu" else None
-
-
-def known_peak(name: str) -> float | None:
+def peak_flops(name: str) -> float | None:
     """Dense bfloat16 FLOP/s of the GPU with this name; None if it is not in the table."""
     words = name.replace("-", " ").split()
     if not _SLOWER_VARIANTS.isdisjoint(words):
         return None
     found = [part for part in _BFLOAT16_PEAKS if set(part.split()) <= set(words)]
     return _BFLOAT16_PEAKS[max(found, key=len)] * _TERA if found else None
-
-
-def _measured_peak(dtype: torch.dtype) -> float:
-    n_threads = torch.get_num_threads()
-    left, right = (torch.ones(_MATRIX_SIZE, _MATRIX_SIZE, dtype=dtype) for _ in range(2))
-    times: list[float] = []
-    try:
-        torch.set_num_threads(1)
-        torch.mm(left, right)  # warm-up: without it, kernel creation on a busy machine led to an MFU of 779 %
-        end = time.perf_counter() + _SECONDS
-        while len(times) < _FEWEST or time.perf_counter() < end:
-            start = time.perf_counter()
-            torch.mm(left, right)
-            times.append(time.perf_counter() - start)
-    finally:
-        torch.set_num_threads(n_threads)
-    return n_threads * 2.0 * _MATRIX_SIZE**3 / min(times)
 
 
 _FLOAT = 4
@@ -173,7 +141,7 @@ def measure(shape: ModelConfig, options: argparse.Namespace, device: torch.devic
     decoder = Decoder(shape).initialize(0).to(device)
     rates = {"matrix_lr": options.matrix_lr, "other_lr": options.lr, "weight_decay": options.weight_decay}
     optimizer = ParameterUpdates(decoder, options.optimizer, **rates)
-    loss_backend = resolve_loss_backend(options.compile, device.type, has_encoder=shape.n_encoder_layers > 0)
+    loss_backend = choose_loss_backend(options.compile, device.type, has_encoder=shape.n_encoder_layers > 0)
     objective = Objective(decoder, device, choose_dtype(options.dtype, device), loss_backend)
     trainer = Trainer(objective, optimizer, ema=0.0, ranks=ProcessGroup(), micro_windows=options.micro_windows)
     batch = _noise(shape, options.windows, row_tokens)

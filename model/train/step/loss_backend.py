@@ -34,18 +34,19 @@ class LossBackend:
     """Whether a compiler failure is only a warning."""
 
 
-def choose_loss_backend(mode: CompileMode, device: str, *, missing: str = "", has_encoder: bool = False) -> LossBackend:
-    """The backend for --compile. device: cpu | cuda. missing: what the compiler lacks here. Raises ValueError.
+def choose_loss_backend(mode: CompileMode, device: str, *, has_encoder: bool = False) -> LossBackend:
+    """The backend for --compile on this machine. device: cpu | cuda. Raises ValueError.
 
     Models with an encoder are not compiled: their rows vary in length, and each length would be compiled separately.
     """
-    if mode == "on" and has_encoder:
+    if mode == "off" or (mode == "auto" and (device == "cpu" or has_encoder)):
+        return LossBackend(is_handwritten=device == "cpu")
+    if has_encoder:
         raise ValueError("--compile on: a model with an encoder is not compiled; omit the flag")
-    if mode == "on" and missing:
+    missing = missing_for(device)
+    if missing and mode == "on":
         raise ValueError(f"--compile on needs {missing}, which is missing here; install it, or omit the flag")
-    if mode == "on" or (mode == "auto" and device == "cuda" and not missing and not has_encoder):
-        return LossBackend(backend="inductor", may_fall_back=mode == "auto")
-    return LossBackend(is_handwritten=device == "cpu")
+    return LossBackend() if missing else LossBackend(backend="inductor", may_fall_back=mode == "auto")
 
 
 def missing_for(device: str, environment: Mapping[str, str] = os.environ) -> str:
@@ -59,9 +60,3 @@ def missing_for(device: str, environment: Mapping[str, str] = os.environ) -> str
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
         return "Python's header files (python3-dev)"
     return ""
-
-
-def resolve_loss_backend(mode: CompileMode, device: str, *, has_encoder: bool = False) -> LossBackend:
-    """The backend for --compile on this machine. Raises ValueError."""
-    missing = "" if mode == "off" or (mode, device) == ("auto", "cpu") else missing_for(device)
-    return choose_loss_backend(mode, device, missing=missing, has_encoder=has_encoder)

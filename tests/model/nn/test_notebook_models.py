@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from model.config import ModelConfig
 from model.nn import attention
-from model.nn.attention import CausalAttend, EncoderAttend, MemoryAttend, PerHeadAttend
+from model.nn.attention import CausalAttend, EncoderAttend, MemoryAttend
 from model.nn.transformer import Attention, Block, CrossAttention, Decoder
 from model.presets import preset
 from model.train.step.attention import TrainingAttend
@@ -352,7 +352,7 @@ def test_attentions_of_whole_sequences_are_the_formula(
     expected = torch.cat(
         [formula(*(x[part].float() for x in (q, k, v)), window) for part in (slice(length), slice(length, None))]
     )
-    for attend in (PerHeadAttend(length, window), CausalAttend(length, window), TrainingAttend(length, window)):
+    for attend in (CausalAttend(length, window), TrainingAttend(length, window)):
         torch.testing.assert_close(attend(0, q, k, v).float(), expected, rtol=close, atol=close)
 
 
