@@ -26,6 +26,8 @@ def check_regexes(directory: Path) -> Unproven:
     path = directory / "tokenizer.json"
     try:
         unproven = find_unproven(msgspec.json.decode(read_tokenizer_json(path)))
+    except msgspec.DecodeError as error:  # a number that only an untyped decoder reads
+        raise TokenizerError(f"{path}: not a tokenizer ({error})") from None
     except ValueError as error:
         raise TokenizerError(str(error)) from None
     if not unproven:

@@ -104,7 +104,7 @@ def find_unproven(content: Mapping[str, Any]) -> Unproven:
                     patterns += [] if regex in LINEAR_PATTERNS else [regex]
                 elif not isinstance(literal, str) or len(literal) > _MAX_LITERAL:
                     others.append(f"the {section} searches for a string of more than {_MAX_LITERAL} characters")
-            elif kind not in linear:
+            elif not isinstance(kind, str) or kind not in linear:
                 others.append(f"the {section} has a step of an unknown type")
     model = content.get("model")
     if isinstance(model, dict) and model.get("type") == "WordPiece":

@@ -143,6 +143,7 @@ def test_a_panic_in_this_process_is_an_error_of_the_engine(tmp_path: Path, caplo
     ("content", "words"),
     [
         ({"pre_tokenizer": {"type": "Novel"}}, "unknown type"),
+        ({"pre_tokenizer": {"type": [[]]}}, "unknown type"),
         ({"pre_tokenizer": {"type": "Split", "pattern": {"String": "a" * 65}}}, "more than 64"),
         ({"pre_tokenizer": {"type": "Split", "pattern": "a"}}, "unknown type"),
         ({"normalizer": ["NFC"]}, "unknown type"),
@@ -157,3 +158,7 @@ def test_a_broken_pattern_is_refused(tmp_path: Path) -> None:
     raw = {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(a"}, "behavior": "Isolated", "invert": False}}
     with pytest.raises(TokenizerError, match="fails"):
         check_regexes(save(gpt2(), tmp_path, raw))
+    path = tmp_path / "tokenizer.json"
+    path.write_text(path.read_text().replace('"(a"', "9" * 5000))
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: not a tokenizer"):
+        check_regexes(tmp_path)
