@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from model.train.setup import dry_run
 from model.train.setup.dry_run import (
     TextSample,
     choose_preset,
-    count_steps,
     estimate_dataset_size,
     read_texts,
     resolve_preset,
@@ -113,15 +111,6 @@ def test_the_estimate_of_tokens_is_near_what_the_tokenizer_makes(
     options.context = 32
     material = Run(options, "").dataset
     assert abs(estimate_dataset_size(options, 32).per_epoch - material.per_epoch) < 0.03 * material.per_epoch
-
-
-@pytest.mark.parametrize(
-    ("limits", "steps"),
-    [("--tokens 1000", 8), ("--max-minutes 0.5", 60), ("--max-minutes 0.5 --steps 7 --epochs 2", 7)],
-)
-def test_the_first_limit_reached_ends_a_run(flags: list[str], limits: str, steps: int) -> None:
-    amount = argparse.Namespace(row_tokens=32, per_epoch=100)
-    assert count_steps(parse([*flags, *limits.split()]), amount, step_seconds=0.5) == steps  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -233,19 +233,3 @@ def test_a_second_signal_ends_at_once() -> None:
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.stdout, done.returncode) == ("alive\n", -signal.SIGTERM)
     assert "exit immediately" in done.stderr
-
-
-def test_ctrl_c_while_torch_is_imported_is_quiet(tmp_path: Path) -> None:
-    """A stand-in for torch, in the middle of whose import it comes."""
-    (tmp_path / "torch").mkdir()
-    interrupt = "import signal; signal.raise_signal(signal.SIGINT); print('was not heard')"
-    (tmp_path / "torch/__init__.py").write_text(interrupt)
-    program = (
-        "import runpy, signal, sys\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        f"sys.path.insert(0, {str(tmp_path)!r})\n"
-        "sys.argv = ['model.train', '--data', 'x', '--out', 'y', '--steps', '1']\n"
-        "runpy.run_module('model.train', run_name='__main__')\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.stdout, done.stderr, done.returncode) == ("", "", 130)

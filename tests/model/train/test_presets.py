@@ -155,17 +155,6 @@ def test_pairs_need_no_flag_but_their_file_be_it_ever_so_small(
     assert f"supports only {size} tokens" in capsys.readouterr().err
 
 
-def test_a_model_of_lines_says_one_from_an_empty_prompt(tmp_path: Path) -> None:
-    path, lines = tmp_path / "lines.txt", ["the moon was bright", "the moon was bright and the night was long"]
-    path.write_text("\n".join(lines))
-    flags = ["--preset", "gpt", "--per-line", *WORDS, *TINY, "--data", str(path), "--out", str(tmp_path / "out")]
-    run = Run(parse([*flags, "--steps", "60"]), "")
-    run.train()
-    tokenizer = run.dataset.tokenizer
-    generated = generate(run.decoder, tokenizer.encode(""), 12, eos_ids=(0,))
-    assert tokenizer.decode(generated).strip() in lines
-
-
 def test_shape_flags_keep_the_proportions_of_the_preset() -> None:
     config = shape(parse(["--preset", "textbook", "--data", "x", "--out", "y", "--steps", "1", *TINY]))
     assert (config.n_layers, config.width, config.n_heads, config.n_kv_heads, config.head_dim) == (2, 32, 4, 4, 8)
