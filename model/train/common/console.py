@@ -85,9 +85,9 @@ ERASE_LINE = "\r\x1b[J"
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Whether an open stream is a terminal."""
+    """Whether a stream is an open terminal that can erase a line."""
     try:
-        return stream is not None and stream.isatty()
+        return stream is not None and stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
     except ValueError:  # closed
         return False
 
@@ -98,7 +98,7 @@ def _print(text: str, stream: TextIO) -> None:
     Replaces characters that the stream cannot encode with "?": printing a sample must not fail a run.
     """
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    erase = ERASE_LINE if is_terminal(stream) and os.environ.get("TERM", "dumb") != "dumb" else ""
+    erase = ERASE_LINE if is_terminal(stream) else ""
     with contextlib.suppress(OSError, RuntimeError):
         print(erase + text.encode(encoding, errors="replace").decode(encoding), file=stream, flush=True)
 

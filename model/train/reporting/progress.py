@@ -200,7 +200,7 @@ class Console:
 
 def find_terminal() -> TextIO | None:
     """The terminal to draw a bar on; None for plain lines: no terminal, TERM=dumb, or NO_COLOR is set."""
-    if os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":
+    if os.environ.get("NO_COLOR"):
         return None
     return next((stream for stream in (sys.stderr, sys.stdout) if is_terminal(stream)), None)
 

@@ -40,7 +40,7 @@ def test_shares_are_in_order_and_the_last_is_the_callers(workers: int, shares: l
 
 
 @pytest.mark.parametrize("bad", [0, 2])
-def test_what_a_share_raises_reaches_the_caller_when_all_have_ended(bad: int) -> None:
+def test_what_a_part_raises_reaches_the_caller_when_all_have_ended(bad: int) -> None:
     done = []
 
     def work(share: Sequence[int]) -> None:
@@ -51,21 +51,12 @@ def test_what_a_share_raises_reaches_the_caller_when_all_have_ended(bad: int) ->
     with pytest.raises(RuntimeError, match="no more"):
         map_shares(work, range(3), 3)
     assert sorted(done) == [number for number in range(3) if number != bad]
-    assert torch.get_num_threads() == 3
-
-
-def test_each_item_is_done_once_on_one_thread_and_what_one_raises_reaches_the_caller() -> None:
-    done = []
-
-    def work(item: int) -> None:
-        done.append((item, torch.get_num_threads()))
-        if item == 1:
-            raise RuntimeError("no more")
-
     with pytest.raises(RuntimeError, match="no more"):
-        run_each(work, range(5))
-    assert sorted(done) == [(item, 1) for item in range(5)]
-    assert torch.get_num_threads() == 3
+        run_each(lambda item: work([item]), range(3))
+    assert sorted(done) == sorted(2 * [number for number in range(3) if number != bad])
+    threads = []
+    run_each(lambda _: threads.append(torch.get_num_threads()), range(5))
+    assert threads == [1] * 5 and torch.get_num_threads() == 3
 
 
 _PROGRAM = """

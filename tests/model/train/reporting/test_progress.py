@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from model.train.common.console import duration, print_stderr
+from model.train.common.console import ERASE_LINE, duration, print_stderr
 from model.train.reporting.progress import Status, bar_line, plain_line
 from model.train.reporting.report import Report
 from tests.model.train.reporting.test_report import OUTLINE, progress
@@ -38,7 +38,6 @@ class Terminal:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.master, slave = pty.openpty()
         self.stream, self.patch = os.fdopen(slave, "w", encoding="utf-8"), monkeypatch
-        self._rows, self._column = [""], 0
         monkeypatch.setenv("TERM", "xterm-256color")
         monkeypatch.delenv("NO_COLOR", raising=False)
         monkeypatch.setattr("model.train.reporting.progress._REDRAW_SECONDS", 0.0)
@@ -52,21 +51,12 @@ class Terminal:
     def resize(self, columns: int) -> None:
         fcntl.ioctl(self.stream.fileno(), termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
 
-    def rows(self) -> list[str]:
-        """What it shows: understands \\r, \\n, "erase from here" and colors."""
+    def shown(self) -> list[str]:
+        """What was written since the last call, parted where the line is erased; without colors."""
+        text = ""
         while select.select([self.master], [], [], 0.01)[0]:
-            for part in re.findall(r"\x1b\[\d*[a-zA-Z]|.", os.read(self.master, 1 << 20).decode(), re.DOTALL):
-                if part == "\r":
-                    self._column = 0
-                elif part == "\n":
-                    self._rows.append("")
-                elif part == "\x1b[J":
-                    self._rows[-1] = self._rows[-1][: self._column]
-                elif not part.startswith("\x1b"):
-                    row = self._rows[-1].ljust(self._column)
-                    self._rows[-1] = row[: self._column] + part + row[self._column + 1 :]
-                    self._column += 1
-        return self._rows
+            text += os.read(self.master, 1 << 20).decode()
+        return re.sub(r"\x1b\[\d*m", "", text).split(ERASE_LINE)
 
 
 @pytest.fixture
@@ -104,15 +94,16 @@ def test_the_bar_is_one_line_below_all_output_and_ends_clean(terminal: Terminal,
         for step, columns in zip(range(1, 21), [80, 30, 200, *[80] * 17], strict=True):
             terminal.resize(columns)
             report.step(progress(step))
-            rows = terminal.rows()
-            assert len(rows) == 1 and len(rows[0]) < columns
-        assert "step 20 " in rows[0]
+            before, bar = terminal.shown()
+            assert before == "" and len(bar) <= columns and bar.endswith("\r") and "\n" not in bar
+        assert "step 20 " in bar
         print_stderr("a warning")
+        assert terminal.shown() == ["", "a warning\r\n"]
         report.held_out(20, 1.5)
-        *above, below = terminal.rows()
-        assert above == ["a warning", "step 20: held-out bits per byte 1.5000 (subset)"] and "held-out 1.500 " in below
-    last = terminal.rows()[2:]
-    assert last[0].startswith("step 20 loss 2.0000 held-out 1.5000") and last[1:] == [""]
+        _, message, bar = terminal.shown()
+        assert message == "step 20: held-out bits per byte 1.5000 (subset)\r\n" and "held-out 1.500 " in bar
+    *_, last = terminal.shown()
+    assert last.startswith("step 20 loss 2.0000 held-out 1.5000") and last.endswith("left\r\n")
 
 
 def test_a_terminal_that_has_gone_ends_nothing(terminal: Terminal, tmp_path: Path) -> None:
@@ -131,7 +122,8 @@ def test_there_is_no_bar_where_none_is_wanted(
     monkeypatch.setenv(name, value)
     with _report(tmp_path) as report:
         report.step(progress(1))
-    assert terminal.rows()[0].startswith("step 1 loss") and terminal.rows()[1:] == [""]
+    (line,) = [part for part in terminal.shown() if part]
+    assert line.startswith("step 1 loss") and line.endswith("left\r\n")
 
 
 @pytest.mark.parametrize("redirected", ["stdout", "stderr"])
@@ -143,7 +135,7 @@ def test_a_redirected_stream_has_plain_lines_and_the_other_one_the_bar(
     monkeypatch.setattr(sys, redirected, file)
     with _report(tmp_path) as report:
         report.step(progress(1))
-        assert terminal.rows()[0].startswith("5.0 % ")
+        assert terminal.shown()[1].startswith("5.0 % ")
     plain = "step 1 loss 2.0000" if redirected == "stdout" else ""
     assert file.getvalue().startswith(plain) and "\x1b" not in file.getvalue()
 
@@ -155,4 +147,4 @@ def test_a_run_in_the_background_draws_nothing(
     monkeypatch.setattr(os, "tcgetpgrp", lambda _: os.getpgrp() + 1)
     with _report(tmp_path) as report:
         report.step(progress(1))
-        assert terminal.rows() == [""]
+        assert terminal.shown() == [""]
