@@ -39,7 +39,7 @@ from app.engine.worker_loop import BuiltEngine
 from app.guided.grammar import grammar_from
 from benchmarks.common import alternate, command_line, median_of, print_result
 from benchmarks.engine_driver import cancel_all, random_prompt, request, run_all, run_until_decoding
-from benchmarks.peers.shapes import SHAPES
+from benchmarks.shapes import SHAPES
 from model.checkpoint.checkpoint import load, load_config
 from model.config import ModelConfig
 from model.files import one_line

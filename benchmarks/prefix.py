@@ -29,8 +29,8 @@ import msgspec
 from benchmarks.client import Address, Client, get
 from benchmarks.common import command_line, percentile, print_result
 from benchmarks.completions import Completed, CompletionRequest, Failed, complete
-from benchmarks.peers.shapes import find_model
 from benchmarks.service_process import ServiceStartError, running, serve_command
+from benchmarks.shapes import find_model
 
 _STREAM_PROMPT_TOKENS = 16
 """Tokens in the prompts of the streams."""

@@ -8,6 +8,7 @@ stage or a check failed; 2 if the flags are invalid or there is no GPU; 130 afte
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import platform
@@ -18,12 +19,11 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks.gpu.packages import WheelsError, download_hint, install, missing, version_of
-from benchmarks.gpu.results import Finding, Outcome, Record, Report, StageContext, file_name, line
+from benchmarks.gpu.results import Record, Report, StageContext, file_name, line
 from benchmarks.gpu.stages import ENGINE, HTTP, NAMES, Stage, choose, seconds_for
 from benchmarks.gpu.subprocess_stage import StartMethod, run_in_subprocess
 from model.command_line import OneLineParser
@@ -36,69 +36,32 @@ _NO_GPU = (
 _PACKAGES = ("torch", "triton", "transformers", *ENGINE[1:], *HTTP)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """Parsed command-line flags."""
-
-    stages: tuple[Stage, ...]
-    minutes: float
-    device: str
-    tiny: bool
-    out: Path
-    weights: Path
-    wheels: Path | None
-
-
-def parse_options(argv: Sequence[str] | None) -> Options:
+def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     """Exits with one line and status 2 if the flags are invalid."""
-    parser = _parser()
-    flags = parser.parse_args(argv)
-    only = [name for name in flags.only.split(",") if name]
-    try:
-        stages = choose(only, tiny=flags.tiny)
-    except ValueError as error:
-        parser.error(str(error))
-    if not 0 < flags.minutes <= 600:
-        parser.error("--minutes must be above 0 and at most 600")
-    if flags.device == "cpu" and not flags.tiny:
-        parser.error("--device cpu only tries this script in tiny sizes; add --tiny")
-    if flags.wheels and not flags.wheels.is_dir():
-        parser.error(f"--wheels {flags.wheels}: no such directory")
-    return Options(
-        stages=stages,
-        minutes=flags.minutes,
-        device=flags.device,
-        tiny=flags.tiny,
-        out=flags.out,
-        weights=flags.weights,
-        wheels=flags.wheels,
-    )
-
-
-def _parser() -> OneLineParser:
     parser = OneLineParser(prog="python -m benchmarks.gpu", description="All measurements that need a GPU.")
     add = parser.add_argument
-    wheels, out = os.environ.get("WHEELS"), os.environ.get("OUT")
+    wheels, out = os.environ.get("WHEELS"), Path(os.environ.get("OUT") or _ROOT / "benchmarks/results")
     add("--only", default="", metavar="NAME,NAME", help=f"stages to run, out of {', '.join(NAMES)}")
     add("--minutes", type=float, default=8.0, metavar="M", help="time for all stages (%(default)s)")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only with --tiny (%(default)s)")
     add("--tiny", action="store_true", help="tiny sizes, as a smoke test; their figures mean nothing")
-    add(
-        "--out",
-        type=Path,
-        default=Path(out) if out else _ROOT / "benchmarks/results",
-        metavar="DIR",
-        help="folder of the report (the variable OUT, else benchmarks/results)",
-    )
+    report = "folder of the report (the variable OUT, else benchmarks/results)"
+    add("--out", type=Path, default=out, metavar="DIR", help=report)
     add("--weights", type=Path, default=_ROOT / "weights", metavar="DIR", help="weights directory of the default model")
-    add(
-        "--wheels",
-        type=Path,
-        default=Path(wheels) if wheels else None,
-        metavar="DIR",
-        help="folder of wheels for missing packages (the variable WHEELS)",
-    )
-    return parser
+    packages = "folder of wheels for missing packages (the variable WHEELS)"
+    add("--wheels", type=Path, default=Path(wheels) if wheels else None, metavar="DIR", help=packages)
+    options = parser.parse_args(argv)
+    try:
+        options.stages = choose([name for name in options.only.split(",") if name], tiny=options.tiny)
+    except ValueError as error:
+        parser.error(str(error))
+    if not 0 < options.minutes <= 600:
+        parser.error("--minutes must be above 0 and at most 600")
+    if options.device == "cpu" and not options.tiny:
+        parser.error("--device cpu only tries this script in tiny sizes; add --tiny")
+    if options.wheels and not options.wheels.is_dir():
+        parser.error(f"--wheels {options.wheels}: no such directory")
+    return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -121,7 +84,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = _new_report(options, detected[0])
         for index, stage in enumerate(options.stages):
             seconds = seconds_for(stage, options.stages[index + 1 :], run_deadline - time.monotonic())
-            context = _stage_context(options, stage, folder / stage.name, time.monotonic() + seconds, report)
+            context = StageContext(
+                device=options.device,
+                tiny=options.tiny,
+                weights=options.weights,
+                folder=folder / stage.name,
+                variant=stage.variant,
+                deadline=time.monotonic() + seconds,
+                numbers=report.numbers,
+            )
             _run_stage(stage, context, report, detected[1])
     print(f"\n{report.table()}\n\n{report.path}\n{report.as_json()}", flush=True)
     return 0 if report.is_good else 1
@@ -146,22 +117,21 @@ def _detect_device(device: str, folder: Path) -> tuple[str, StartMethod] | None:
         importlib.import_module("benchmarks.gpu.engines" if not missing(ENGINE) else "torch")
     if device == "cpu":
         return "cpu", "fork"
+    context = StageContext(device=device, tiny=True, weights=folder, folder=folder, deadline=time.monotonic() + 60)
     methods: tuple[StartMethod, ...] = ("fork", "spawn")
     for start in methods:
-        findings: list[Finding] = []
-        context = StageContext(device=device, tiny=True, weights=folder, folder=folder, deadline=time.monotonic() + 60)
-        outcome = run_in_subprocess("benchmarks.gpu.probe", context, findings.append, folder / "probe.log", start)
-        if outcome.status == "done":
-            return str(findings[0].value), start
-        if not shutil.which(
-            "nvidia-smi"
-        ):  # with a driver, loading the modules may have initialized CUDA, which does not survive a fork
+        record = Record(name="probe")
+        run_in_subprocess("benchmarks.gpu.machine.probe", context, record, lambda: None, folder / "probe.log", start)
+        if record.status == "done":
+            return str(record.findings[0].value), start
+        # With a driver, loading the modules may have initialized CUDA, which does not survive a fork.
+        if not shutil.which("nvidia-smi"):
             break
-    print(_NO_GPU.format(problem=outcome.why), file=sys.stderr)
+    print(_NO_GPU.format(problem=record.why), file=sys.stderr)
     return None
 
 
-def _new_report(options: Options, name: str) -> Report:
+def _new_report(options: argparse.Namespace, name: str) -> Report:
     """An empty report; prints which packages are missing."""
     now = datetime.now(UTC)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -174,45 +144,31 @@ def _new_report(options: Options, name: str) -> Report:
         "packages": {package: version_of(package) for package in _PACKAGES},
         "missing": missing(_PACKAGES),
     }
-    if missing(ENGINE):
-        print(f"no engine can be built here without {', '.join(missing(ENGINE))}: {download_hint(missing(ENGINE))}")
-    if missing(HTTP):
-        print(f"no HTTP here without {', '.join(missing(HTTP))}: {download_hint(missing(HTTP))}")
+    for what, names in (("no engine can be built", missing(ENGINE)), ("no HTTP", missing(HTTP))):
+        if names:
+            print(f"{what} here without {', '.join(names)}: {download_hint(names)}")
     print(f"{name}, at most {options.minutes:g} minutes, {len(options.stages)} stages", flush=True)
     return Report(path=options.out / (file_name(name, now.strftime("%Y-%m-%d-%H%M")) + ".json"), facts=facts)
 
 
-def _stage_context(options: Options, stage: Stage, folder: Path, deadline: float, report: Report) -> StageContext:
-    folder.mkdir()
-    return StageContext(
-        device=options.device,
-        tiny=options.tiny,
-        weights=options.weights,
-        folder=folder,
-        variant=stage.variant,
-        deadline=deadline,
-        numbers=report.numbers,
-    )
-
-
 def _run_stage(stage: Stage, context: StageContext, report: Report, start: StartMethod) -> None:
     """Runs one stage; everything is on disk before the next one starts."""
+    context.folder.mkdir()
     record = Record(name=stage.name)
     report.records.append(record)
 
-    def on_finding(finding: Finding) -> None:
-        record.findings.append(finding)
-        print(line(stage.name, finding), flush=True)
+    def on_finding() -> None:
+        print(line(stage.name, record.findings[-1]), flush=True)
         report.write()
 
     if missing_packages := missing(stage.needs):
-        record.outcome = Outcome(status="skipped", seconds=0.0, why=f"needs {', '.join(missing_packages)}")
+        record.status, record.why = "skipped", f"needs {', '.join(missing_packages)}"
     elif not context.seconds_left:
-        record.outcome = Outcome(status="timed out", seconds=0.0, why="no time was left")
+        record.status, record.why = "timed out", "no time was left"
     else:
-        record.outcome = run_in_subprocess(stage.module, context, on_finding, report.path.with_suffix(".log"), start)
-    outcome = record.outcome
-    print(f"{stage.name:>16}  {outcome.status} in {outcome.seconds:.1f} s  {outcome.why}", flush=True)
+        log = report.path.with_suffix(".log")
+        run_in_subprocess(f"benchmarks.gpu.{stage.function}", context, record, on_finding, log, start)
+    print(f"{stage.name:>16}  {record.status} in {record.seconds:.1f} s  {record.why}", flush=True)
     report.write()
 
 

@@ -18,7 +18,7 @@ _MAX_VIOLATIONS = 10
 """Reported violations per check."""
 
 
-def run(context: StageContext) -> Iterator[Finding]:
+def conform(context: StageContext) -> Iterator[Finding]:
     """Runs all checks of all modules; a check that raises has failed, and the rest goes on."""
     names = sorted(found.name for found in pkgutil.iter_modules(conformance.__path__))
     if not names:

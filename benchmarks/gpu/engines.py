@@ -15,12 +15,11 @@ from app.engine import startup
 from app.engine.execution.engine import Engine
 from app.engine.gpu.decoder import PagedDecoder
 from app.engine.gpu.kernels.reference_operations import ReferenceKernels
-from app.engine.gpu.runner import DeviceRunner
 from app.engine.gpu.setup import RunnerConfig, device_runner
 from app.engine.scheduling.block_allocator import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from benchmarks.gpu.results import StageContext
-from benchmarks.gpu.shapes import checkpoint_reader
+from benchmarks.shapes import SHAPES, checkpoint_reader, smaller
 from model.checkpoint.checkpoint import Checkpoint
 from model.config import ModelConfig
 
@@ -48,6 +47,12 @@ class StartupPhases:
         return ", ".join(f"{name} {end - start:.1f} s" for (name, start), (_, end) in pairwise(phases[1:]))
 
 
+def shape_of(context: StageContext, name: str = "") -> ModelConfig:
+    """The shape by name (by default the stage's variant), or a tiny one of the same layout."""
+    shape = SHAPES[{"gpt2": "A"}.get(name or context.variant, name or context.variant)]
+    return smaller(shape) if context.tiny else shape
+
+
 def build_engine(
     context: StageContext,
     shape: ModelConfig | None,
@@ -58,9 +63,10 @@ def build_engine(
 ) -> Engine:
     """An engine on the stage's device, with the default weights if there is no shape. Raises EngineStartError.
 
-    Args:     read: reads the weights; by default random weights of this shape.     cache_tokens: capacity of the KV
-    cache; 0: the engine decides, which on a GPU takes nearly all memory, so that a         process can have only one
-    such engine.
+    Args:
+        read: reads the weights; by default random weights of this shape.
+        cache_tokens: capacity of the KV cache; 0: the engine decides, which on a GPU takes nearly all memory, so that a
+            process can have only one such engine.
     """
     placement = {"device": context.device, "dtype": "float32" if context.device == "cpu" else "bfloat16"}
     cache = {"kv_blocks": -(-cache_tokens // _BLOCK_SIZES[context.device])} if cache_tokens else {}
@@ -77,55 +83,30 @@ def build_engine(
     ).engine
 
 
-def can_run_ahead(engine: Engine) -> bool:
-    """Whether a step can be launched before the last one is complete."""
-    return hasattr(engine.runner, "launch")
-
-
-def without_run_ahead(engine: Engine) -> Engine:
-    """The same engine, idle, which completes each step before it plans the next."""
-    return Engine(engine.scheduler, engine.runner)
-
-
-def disable_graphs(engine: Engine) -> bool:
-    """Runs all further steps operation by operation. Returns whether any were captured."""
-    if not isinstance(engine.runner, DeviceRunner):
-        return False
-    replays = engine.runner.graphs.replays
-    had = bool(replays)
-    replays.clear()
-    return had
-
-
 def build_device_engine(
-    context: StageContext, shape: ModelConfig, read: Callable[..., Checkpoint] | None = None, **options: Any
-) -> Engine:
-    """A GPU engine by build_engine(), or its emulation on a CPU, which has fewer options."""
-    if context.device == "cuda":
-        return build_engine(context, shape, read, **options)
-    return _emulated_engine(shape, read or checkpoint_reader(shape), context, **options)
-
-
-def _emulated_engine(
-    shape: ModelConfig,
-    read: Callable[..., Checkpoint],
     context: StageContext,
+    shape: ModelConfig,
+    read: Callable[..., Checkpoint] | None = None,
     *,
     max_running: int,
     cache_tokens: int,
     tokens_per_step: int = 256,
     prompt_tokens_beside: int | None = None,
-    dtype: str = "float32",
+    dtype: str = "",
 ) -> Engine:
-    decoder = read(context.folder, device=torch.device("cpu"), dtype=getattr(torch, dtype)).decoder
+    """A GPU engine by build_engine(), or its emulation on a CPU."""
+    sizes: dict[str, Any] = {"max_running": max_running, "tokens_per_step": tokens_per_step}
+    read = read or checkpoint_reader(shape)
+    if context.device == "cuda":
+        options = {"prompt_tokens_beside": prompt_tokens_beside, "dtype": dtype}
+        sizes |= {name: value for name, value in options.items() if value}
+        return build_engine(context, shape, read, cache_tokens=cache_tokens, **sizes)
+    number_format = getattr(torch, dtype or "float32")
+    decoder = read(context.folder, device=torch.device("cpu"), dtype=number_format).decoder
     blocks, kernels = -(-cache_tokens // _EMULATED_BLOCK), ReferenceKernels()
-    config = RunnerConfig(
-        max_running=max_running, tokens_per_step=tokens_per_step, context=shape.context, block_size=_EMULATED_BLOCK
-    )
+    config = RunnerConfig(context=shape.context, block_size=_EMULATED_BLOCK, **sizes)
     runner = device_runner(PagedDecoder(decoder, kernels), kernels, config, blocks=blocks)
     runner.warm_up(tokens_per_step)
     runner.capture(lambda work: work)
-    limits = StepLimits(
-        tokens_per_step=tokens_per_step, max_running=max_running, prompt_tokens_with_decodes=prompt_tokens_beside
-    )
+    limits = StepLimits(prompt_tokens_with_decodes=prompt_tokens_beside, **sizes)
     return Engine(Scheduler(limits, BlockPool(blocks, _EMULATED_BLOCK)), runner, runner)

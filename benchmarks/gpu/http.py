@@ -12,7 +12,7 @@ from benchmarks.load_plan import LoadPlan
 from benchmarks.service_process import running, serve_command
 
 
-def run(context: StageContext) -> Iterator[Finding]:
+def http(context: StageContext) -> Iterator[Finding]:
     """Check: no request fails."""
     streams = (2,) if context.tiny else (1, 8, 32, 256)
     flags = ["--weights", str(context.weights), "--device", context.device, "--max-running", str(max(streams))]

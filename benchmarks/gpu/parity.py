@@ -22,49 +22,28 @@ from app.engine.sampling.sampler_io import SamplingInput
 from benchmarks.engine_driver import random_prompt, request, run_all
 from benchmarks.gpu.engines import build_device_engine
 from benchmarks.gpu.results import Finding, StageContext
-from benchmarks.gpu.shapes import checkpoint_reader, decoder_of, random_state
+from benchmarks.shapes import SHAPES, checkpoint_reader, decoder_of, random_state, smaller
 from model.config import ModelConfig
 from model.nn.reference import logits
 from model.nn.transformer import Decoder
 
-_LLAMA = ModelConfig(
-    vocab_size=1024,
-    width=256,
-    n_layers=4,
-    n_heads=4,
-    n_kv_heads=2,
-    head_dim=64,
-    mlp_width=704,
-    context=2048,
-    tied_head=False,
-)
+_SIZES: dict[str, Any] = {
+    "vocab_size": 1024,
+    "width": 256,
+    "n_layers": 4,
+    "n_heads": 4,
+    "head_dim": 64,
+    "mlp_width": 704,
+    "context": 2048,
+}
+_LLAMA = replace(SHAPES["8b"], n_kv_heads=2, rope_theta=10_000.0, **_SIZES)
+_ODD = replace(_LLAMA, n_kv_heads=1, head_dim=128, qk_norm=True, sliding_window=100, logit_soft_cap=30.0)
+_POST_NORM = replace(_LLAMA, norm="layernorm", norm_position="post", final_norm=False, activation="relu", gated=False)
 LAYOUTS = {
     "llama": _LLAMA,
-    "gpt": replace(
-        _LLAMA,
-        n_kv_heads=4,
-        norm="layernorm",
-        norm_bias=True,
-        positions="learned",
-        activation="gelu_tanh",
-        gated=False,
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-    ),
-    "window, caps, head norms": replace(
-        _LLAMA, n_kv_heads=1, head_dim=128, qk_norm=True, sliding_window=100, logit_soft_cap=30.0, embedding_scale=2.0
-    ),
-    "post-norm, sinusoids": replace(
-        _LLAMA,
-        norm="layernorm",
-        norm_position="post",
-        final_norm=False,
-        positions="sinusoidal",
-        activation="relu",
-        gated=False,
-        head_bias=True,
-    ),
+    "gpt": replace(SHAPES["A"], n_kv_heads=4, tied_head=False, **_SIZES),
+    "window, caps, head norms": replace(_ODD, embedding_scale=2.0),
+    "post-norm, sinusoids": replace(_POST_NORM, positions="sinusoidal", head_bias=True),
     "parallel, half turned": replace(_LLAMA, parallel_residual=True, rotary_dim=32, activation="gelu", gated=False),
 }
 _LOGPROB_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}
@@ -115,33 +94,30 @@ def _expected_token(logits_V: Tensor, row: SamplingInput) -> int:
     return sampled.token
 
 
-def run(context: StageContext) -> Iterator[Finding]:
-    """Compares every layout in float32 and in bfloat16."""
-    layouts = dict(list(LAYOUTS.items())[:2]) if context.tiny else LAYOUTS
+def parity(context: StageContext) -> Iterator[Finding]:
+    """Compares every layout in float32 and in bfloat16; all requests at once in one engine."""
+    layouts = {name: smaller(LAYOUTS[name]) for name in ("llama", "gpt")} if context.tiny else LAYOUTS
     for name, shape in layouts.items():
         for dtype in ("float32",) if context.tiny else _LOGPROB_TOLERANCE:
-            yield compare(context, name, smaller(shape) if context.tiny else shape, dtype)
-
-
-def compare(context: StageContext, name: str, shape: ModelConfig, dtype: str) -> Finding:
-    """Runs all requests at once in one engine."""
-    state = random_state(shape, device=torch.device("cpu"), dtype=getattr(torch, dtype))
-    engine = build_device_engine(
-        context,
-        shape,
-        checkpoint_reader(shape, state),
-        dtype=dtype,
-        max_running=16,
-        tokens_per_step=shape.context // 4,
-        cache_tokens=4 * shape.context,
-    )
-    requests = _requests(shape, tiny=context.tiny)
-    outputs = run_all(engine, requests)
-    if outputs.failed:
-        return Finding(what=f"{name}, {dtype}", value="requests failed", ok=False, note=str(outputs.failed)[:200])
-    oracle = decoder_of(shape, {name: tensor.float() for name, tensor in state.items()})
-    scores = [score_output(oracle, r, outputs.tokens(r.id), outputs.logprobs(r.id)) for r in requests]
-    return _finding(f"{name}, {dtype}", requests, scores, dtype)
+            state = random_state(shape, device=torch.device("cpu"), dtype=getattr(torch, dtype))
+            engine = build_device_engine(
+                context,
+                shape,
+                checkpoint_reader(shape, state),
+                dtype=dtype,
+                max_running=16,
+                tokens_per_step=shape.context // 4,
+                cache_tokens=4 * shape.context,
+            )
+            requests = _requests(shape, tiny=context.tiny)
+            outputs = run_all(engine, requests)
+            what = f"{name}, {dtype}"
+            if outputs.failed:
+                yield Finding(what=what, value="requests failed", ok=False, note=str(outputs.failed)[:200])
+                continue
+            oracle = decoder_of(shape, {name: tensor.float() for name, tensor in state.items()})
+            scores = [score_output(oracle, r, outputs.tokens(r.id), outputs.logprobs(r.id)) for r in requests]
+            yield _finding(what, requests, scores, dtype)
 
 
 def _finding(what: str, requests: Sequence[Request], scores: Sequence[OutputScore], dtype: str) -> Finding:
@@ -179,9 +155,3 @@ def _requests(shape: ModelConfig, *, tiny: bool) -> list[Request]:
         for length in lengths
         for mode in ("greedy", "drawn")
     ]
-
-
-def smaller(shape: ModelConfig) -> ModelConfig:
-    """The same layout in a size for a CPU."""
-    heads: dict[str, Any] = {"n_heads": 2, "n_kv_heads": min(2, shape.n_kv_heads), "head_dim": 16}
-    return replace(shape, vocab_size=320, width=32, n_layers=2, mlp_width=48, context=128, **heads)

@@ -51,38 +51,35 @@ class StageContext:
         """Seconds until the deadline; never negative."""
         return max(0.0, self.deadline - time.monotonic())
 
-    def roof(self, what: str) -> float | None:
-        """A peak of the machine as stage `roofs` measured it; None if it did not."""
-        return (self.numbers or {}).get(f"roofs: {what}")
-
 
 class Unsupported(RuntimeError):
     """This engine or machine does not support what the stage measures; not a failure."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """How a stage ended."""
-
-    status: str
-    """done, failed, timed out, skipped."""
-    seconds: float
-    why: str = ""
-
-
 @dataclass(slots=True, kw_only=True)
 class Record:
-    """Results of one stage. Its outcome is None while it runs."""
+    """Results of one stage."""
 
     name: str
     findings: list[Finding] = field(default_factory=list)
-    outcome: Outcome | None = None
+    status: str = "running"
+    """running, done, failed, timed out, skipped."""
+    seconds: float = 0.0
+    why: str = ""
 
     @property
     def is_good(self) -> bool:
         """Whether the stage ended well and all checks hold. A skipped stage is no failure."""
-        ended = self.outcome is not None and self.outcome.status in ("done", "skipped")
-        return ended and all(finding.ok is not False for finding in self.findings)
+        return self.status in ("done", "skipped") and all(finding.ok is not False for finding in self.findings)
+
+    def rows(self) -> Iterator[tuple[str, ...]]:
+        """Rows of the table."""
+        for finding in self.findings:
+            law = {True: "holds", False: "**broken**", None: ""}[finding.ok]
+            value = f"{_number(finding.value)} {finding.unit}".strip()
+            yield self.name, finding.what, value, _percent(finding.share), law, finding.note
+        if self.status not in ("running", "done") or not self.findings:
+            yield self.name, f"**{self.status}**", "", "", "", self.why
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,20 +111,16 @@ class Report:
 
     def as_json(self) -> str:
         """The report as one line of JSON."""
-        stages = [
-            {
-                "name": record.name,
-                **(asdict(record.outcome) if record.outcome else {"status": "running"}),
-                "findings": [_without_empty(asdict(finding)) for finding in record.findings],
-            }
-            for record in self.records
-        ]
+        stages = [asdict(record) for record in self.records]
+        for stage in stages:
+            stage["findings"] = [_without_empty(finding) for finding in stage["findings"]]
         return json.dumps({"benchmark": "gpu", **self.facts, "good": self.is_good, "stages": stages})
 
     def table(self) -> str:
         """The report as a Markdown table."""
-        rows = [_HEAD, *(("---",) * len(_HEAD),), *(row for record in self.records for row in _rows(record))]
-        return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+        rows = [_HEAD, *(("---",) * len(_HEAD),), *(row for record in self.records for row in record.rows())]
+        cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+        return "\n".join("| " + " | ".join(row) + " |" for row in cells)
 
 
 def file_name(device: str, date: str) -> str:
@@ -138,24 +131,9 @@ def file_name(device: str, date: str) -> str:
 def line(name: str, finding: Finding) -> str:
     """One line of console output for a finding."""
     law = {True: "  ok", False: "  BROKEN", None: ""}[finding.ok]
-    share = "" if finding.share is None else f"  {_percent(finding.share)} of the roof"
+    share = f"  {_percent(finding.share)} of the roof" if finding.share is not None else ""
     note = f"  ({finding.note})" if finding.note else ""
     return f"{name:>16}  {finding.what}: {_number(finding.value)} {finding.unit}{share}{law}{note}"
-
-
-def _rows(record: Record) -> Iterator[tuple[str, ...]]:
-    for finding in record.findings:
-        yield (
-            record.name,
-            _cell(finding.what),
-            _cell(f"{_number(finding.value)} {finding.unit}".strip()),
-            "" if finding.share is None else _percent(finding.share),
-            {True: "holds", False: "**broken**", None: ""}[finding.ok],
-            _cell(finding.note),
-        )
-    outcome = record.outcome
-    if outcome and (outcome.status != "done" or not record.findings):
-        yield (record.name, f"**{outcome.status}**", "", "", "", _cell(outcome.why))
 
 
 def _number(value: float | str) -> str:
@@ -167,12 +145,8 @@ def _number(value: float | str) -> str:
     return f"{value:,.0f}" if size >= 100 or value == int(value) else f"{value:.3g}"
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f} %"
 
 
 def _without_empty(values: dict[str, Any]) -> dict[str, Any]:

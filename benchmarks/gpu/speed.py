@@ -1,4 +1,4 @@
-"""Tokens per second of the bare engine: decoding 1, 8, 32 and 256 sequences at once, and prefill.
+"""Speed of the bare engine: decode, prefill, a large batch, 8-bit weights.
 
 Each figure comes with its share of the roofline: the time that the GPU needs to read all matrices and all keys and
 values once, or to multiply, whichever is longer, divided by the measured time.
@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
+from torch.profiler import ProfilerActivity, profile
+
 from app.engine.execution.engine import Engine
+from app.engine.worker_loop import EngineStartError
 from benchmarks.engine_driver import cancel_all, random_prompt, request, run_until_decoding
-from benchmarks.gpu.engines import StartupPhases, build_engine
-from benchmarks.gpu.results import Finding, StageContext
-from benchmarks.gpu.roofline import Roofline
-from benchmarks.gpu.shapes import shape_of
-from benchmarks.gpu.timing import DeviceTimer, kernel_times
+from benchmarks.gpu.engines import StartupPhases, build_engine, shape_of
+from benchmarks.gpu.machine import Roofline, synchronize
+from benchmarks.gpu.results import Finding, StageContext, Unsupported
 from model.checkpoint.checkpoint import load_config
 from model.config import ModelConfig
 
@@ -39,107 +41,182 @@ class Sizes:
     """Numbers of rows whose steps are profiled."""
 
 
-TINY = Sizes(rows=(1, 3), prompt=9, windows=2, seconds=0.0, max_steps=3, prompt_lengths=(20,), profiled=(1,))
+_TINY = Sizes(rows=(1, 3), prompt=9, windows=2, seconds=0.0, max_steps=3, prompt_lengths=(20,), profiled=(1,))
 _PROFILED_MODELS = ("gpt2", "8b")
-SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "top_p": 0.95}
+_MAX_KERNELS = 7
+_LONGEST_NAME = 70
+_RESERVE_SECONDS = 3.0
 
 
-def run(context: StageContext) -> Iterator[Finding]:
-    """Measures decode, the largest batch last, then sampled decode, prefill and kernels."""
-    sizes = TINY if context.tiny else Sizes()
-    shape = None if context.variant == "default" else shape_of(context.variant, tiny=context.tiny)
+def speed(context: StageContext) -> Iterator[Finding]:
+    """Measures decode, the largest batch last, then sampled decode, prefill and kernels. The variant is the model."""
+    sizes = _TINY if context.tiny else Sizes()
+    shape = None if context.variant == "default" else shape_of(context)
+    tokens_per_step = max(*sizes.rows, 64 if context.tiny else 8192)
     phases = StartupPhases()
-    engine = build_engine(
-        context,
-        shape,
-        announce=phases,
-        max_running=max(sizes.rows),
-        tokens_per_step=max(*sizes.rows, 64 if context.tiny else 8192),
-    )
+    engine = build_engine(context, shape, announce=phases, max_running=max(sizes.rows), tokens_per_step=tokens_per_step)
     yield Finding(what="engine built", value=phases.seconds, unit="s", note=str(phases))
-    measured = shape or load_config(context.weights)
-    roofline = Roofline.of(context, measured)
+    bench = _Bench(engine, shape or load_config(context.weights), sizes, context)
     for rows in sizes.rows:
-        yield decode(engine, measured, rows, sizes, roofline)
-    yield decode(engine, measured, sizes.rows[-2], sizes, roofline, **SAMPLED)
+        yield bench.decode(rows)
+    yield bench.decode(sizes.rows[-2], temperature=0.8, top_k=50, top_p=0.95)
     for length in sizes.prompt_lengths:
-        if length < measured.context:
-            yield prefill(engine, measured, length, sizes, roofline)
+        if length < bench.shape.context:
+            yield bench.prefill(length)
     for rows in sizes.profiled if context.variant in _PROFILED_MODELS else ():
-        yield from _kernels(engine, measured, rows, sizes, context.device)
+        yield from bench.kernels(rows)
 
 
-def decode(engine: Engine, shape: ModelConfig, rows: int, sizes: Sizes, roofline: Roofline, **params: Any) -> Finding:
-    """Times windows of pure decode steps; synchronizes before and after each."""
-    timer = DeviceTimer(roofline.device)
-    tokens = _begin(engine, shape, rows, sizes, **params)
-    step_estimate = _window(engine, timer, 3, rows) / 3  # a warm-up, too
-    steps = max(2, min(sizes.max_steps, int(sizes.seconds / max(step_estimate, 1e-6))))
-    steps = min(steps, (tokens - 8) // sizes.windows)
-    seconds = [_window(engine, timer, steps, rows) / steps for _ in range(sizes.windows)]
-    kept = statistics.mean(len(sequence.tokens) for sequence in engine.scheduler.running)
-    cancel_all(engine)
-    step = statistics.median(seconds)
-    least = roofline.least_seconds(tokens=rows, rows=rows, kept=kept)
-    how = "decode, drawn," if params else "decode"
-    return Finding(
-        what=f"{how} x{rows}",
-        value=rows / step,
-        unit="tokens/s",
-        share=least and least / step,
-        note=f"{step * 1000:.3f} ms a step, {min(seconds) * 1000:.3f} to {max(seconds) * 1000:.3f}",
-    )
+def quantized(context: StageContext) -> Iterator[Finding]:
+    """Decode and prefill with 8-bit weights against bfloat16 ones of the same run. The variant is the number format."""
+    sizes = _TINY if context.tiny else Sizes(rows=(1, 8, 32), prompt_lengths=(1000,))
+    shape, phases = shape_of(context, "8b"), StartupPhases()
+    try:
+        engine = build_engine(
+            context,
+            shape,
+            announce=phases,
+            quantize=context.variant,
+            max_running=max(sizes.rows),
+            tokens_per_step=64 if context.tiny else 1024,
+            cache_tokens=max(sizes.rows) * shape.context if context.tiny else 65_536,
+        )
+    except EngineStartError as error:
+        raise Unsupported(str(error)) from None
+    yield Finding(what="engine built", value=phases.seconds, unit="s", note=str(phases))
+    bench = _Bench(engine, replace(shape, context=min(shape.context, 1024)), sizes, context, "int8")
+    for finding in chain(map(bench.decode, sizes.rows), map(bench.prefill, sizes.prompt_lengths)):
+        baseline = (context.numbers or {}).get(f"speed-8b: {finding.what}")
+        assert isinstance(finding.value, float)
+        times = f"{finding.value / baseline:.2f} x bfloat16; " if baseline else ""
+        yield replace(finding, note=times + finding.note)
 
 
-def prefill(engine: Engine, shape: ModelConfig, length: int, sizes: Sizes, roofline: Roofline) -> Finding:
-    """Time from an uncached prompt to its first token."""
-    timer = DeviceTimer(roofline.device)
-    seconds = []
-    for repeat in range(sizes.windows + 1):
-        timer.synchronize()
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    """Measurements of one engine."""
+
+    engine: Engine
+    shape: ModelConfig
+    sizes: Sizes
+    context: StageContext
+    precision: str = "bf16"
+
+    def decode(self, rows: int, **params: Any) -> Finding:
+        """Times windows of pure decode steps; synchronizes before and after each."""
+        sizes, tokens = self.sizes, self._begin(rows, **params)
+        step_estimate = self._window(3, rows) / 3  # a warm-up, too
+        steps = max(2, min(sizes.max_steps, int(sizes.seconds / max(step_estimate, 1e-6))))
+        steps = min(steps, (tokens - 8) // sizes.windows)
+        seconds = [self._window(steps, rows) / steps for _ in range(sizes.windows)]
+        kept = statistics.mean(len(sequence.tokens) for sequence in self.engine.scheduler.running)
+        cancel_all(self.engine)
+        what = f"{'decode, drawn,' if params else 'decode'} x{rows}"
+        return self._finding(what, seconds, "a step", tokens=rows, rows=rows, kept=kept)
+
+    def prefill(self, length: int) -> Finding:
+        """Time from an uncached prompt to its first token."""
+        seconds = []
+        for repeat in range(self.sizes.windows + 1):
+            prompt = random_prompt(length, self.shape.vocab_size, f"read {length} {repeat}")
+            synchronize(self.context.device)
+            start = time.perf_counter()
+            self.engine.add(request(f"read {repeat}", prompt, 1))
+            run_until_decoding(self.engine, 1)
+            seconds.append(time.perf_counter() - start)
+            cancel_all(self.engine)
+        return self._finding(f"prefill {length}", seconds[1:], "to the first token", tokens=length, rows=1, kept=0)
+
+    def kernels(self, rows: int) -> Iterator[Finding]:
+        """Kernel times of decode steps."""
+        self._begin(rows)
+        self._window(3, rows)
+        steps = 2 if self.context.tiny else 10
+        yield from _kernel_times(lambda: self._window(steps, rows), steps, self.context.device, f"decode x{rows}")
+        cancel_all(self.engine)
+
+    def _finding(self, what: str, seconds: list[float], of: str, *, tokens: int, rows: int, kept: float) -> Finding:
+        middle = statistics.median(seconds)
+        roofline = Roofline.of(self.context, self.shape, self.precision)
+        least = roofline.least_seconds(tokens=tokens, rows=rows, kept=kept)
+        spread = f"{min(seconds) * 1000:.3f} to {max(seconds) * 1000:.3f}"
+        note = f"{middle * 1000:.3f} ms {of}, {spread}"
+        share = least and least / middle
+        return Finding(what=what, value=tokens / middle, unit="tokens/s", share=share, note=note)
+
+    def _begin(self, rows: int, **params: Any) -> int:
+        """Starts sequences that only decode from now on. Returns how many tokens each may still generate."""
+        tokens = self.shape.context - self.sizes.prompt - 1
+        for row in range(rows):
+            prompt = random_prompt(self.sizes.prompt, self.shape.vocab_size, f"{rows} {row} {params}")
+            self.engine.add(request(f"decode {row}", prompt, tokens, **params, **({"seed": row} if params else {})))
+        run_until_decoding(self.engine, rows)
+        return tokens
+
+    def _window(self, steps: int, rows: int) -> float:
+        synchronize(self.context.device)
         start = time.perf_counter()
-        engine.add(request(f"read {repeat}", random_prompt(length, shape.vocab_size, f"read {length} {repeat}"), 1))
-        run_until_decoding(engine, 1)
-        seconds.append(time.perf_counter() - start)
-        cancel_all(engine)
-    middle = statistics.median(seconds[1:])
-    least = roofline.least_seconds(tokens=length, rows=1, kept=0)
-    return Finding(
-        what=f"prefill {length}",
-        value=length / middle,
-        unit="tokens/s",
-        share=least and least / middle,
-        note=f"{middle * 1000:.2f} ms to the first token, {_range(seconds[1:])}",
-    )
+        events = sum(len(self.engine.step().events) for _ in range(steps))
+        synchronize(self.context.device)
+        seconds = time.perf_counter() - start
+        assert events == rows * steps, f"{events} tokens in {steps} steps of {rows} sequences"
+        return seconds
 
 
-def _begin(engine: Engine, shape: ModelConfig, rows: int, sizes: Sizes, **params: Any) -> int:
-    """Starts sequences that only decode from now on. Returns how many tokens each may still generate."""
-    tokens = shape.context - sizes.prompt - 1
-    for row in range(rows):
-        prompt = random_prompt(sizes.prompt, shape.vocab_size, f"{rows} {row} {params}")
-        engine.add(request(f"decode {row}", prompt, tokens, **params, **({"seed": row} if params else {})))
-    run_until_decoding(engine, rows)
-    return tokens
+def _kernel_times(work: Callable[[], object], steps: int, device: str, what: str) -> Iterator[Finding]:
+    """Kernel times of `work`, which is called once and runs `steps` steps: the total, then the slowest kernels.
+
+    The profiler itself slows short kernels: read shares from here, and the time of a step from elsewhere.
+    """
+    on_gpu = device == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
+        work()
+        synchronize(device)
+    times = [
+        (event.self_device_time_total if on_gpu else event.self_cpu_time_total, event.count, event.key)
+        for event in profiler.key_averages()
+        if event.device_type.name == device.upper()
+    ]
+    total = sum(duration for duration, _, _ in times) or 1.0
+    launches = sum(count for _, count, _ in times) / steps
+    yield Finding(what=f"{what}: all kernels", value=total / steps, unit="us a step", note=f"{launches:g} launches")
+    for duration, count, name in sorted(times, reverse=True)[:_MAX_KERNELS]:
+        yield Finding(
+            what=f"{what}: {name[:_LONGEST_NAME]}",
+            value=duration / steps,
+            unit="us a step",
+            note=f"{100 * duration / total:.1f} % of all, {count / steps:g} launches",
+        )
 
 
-def _kernels(engine: Engine, shape: ModelConfig, rows: int, sizes: Sizes, device: str) -> Iterator[Finding]:
-    _begin(engine, shape, rows, sizes)
-    _window(engine, DeviceTimer(device), 3, rows)
-    steps = 2 if sizes is TINY else 10
-    yield from kernel_times(lambda: _window(engine, DeviceTimer(device), steps, rows), steps, device, f"decode x{rows}")
-    cancel_all(engine)
-
-
-def _window(engine: Engine, timer: DeviceTimer, steps: int, rows: int) -> float:
-    timer.synchronize()
-    start = time.perf_counter()
-    events = sum(len(engine.step().events) for _ in range(steps))
-    timer.synchronize()
+def batch(context: StageContext) -> Iterator[Finding]:
+    """256 concurrent requests of 1,024 tokens in and 1,024 out. If the time is over first, the note says so."""
+    n_requests, prompt, tokens, per_step = (4, 20, 6, 64) if context.tiny else (256, 1024, 1024, 8192)
+    shape = shape_of(context)
+    engine = build_engine(context, shape, max_running=n_requests, tokens_per_step=per_step, max_context=prompt + tokens)
+    for i in range(n_requests):
+        engine.add(request(str(i), random_prompt(prompt, shape.vocab_size, i), tokens))
+    synchronize(context.device)
+    start, events, steps, first = time.perf_counter(), 0, 0, 0.0
+    while engine.has_work and context.seconds_left > _RESERVE_SECONDS:
+        report = engine.step()
+        assert not report.failed, report.failed
+        events, steps = events + len(report.events), steps + 1
+        first = first or (time.perf_counter() - start if events >= n_requests else 0.0)
+    synchronize(context.device)
     seconds = time.perf_counter() - start
-    assert events == rows * steps, f"{events} tokens in {steps} steps of {rows} sequences"
-    return seconds
-
-
-def _range(seconds: Sequence[float]) -> str:
-    return f"{min(seconds) * 1000:.2f} to {max(seconds) * 1000:.2f}"
+    counters, total, roofline = engine.scheduler.counters, n_requests * tokens, Roofline.of(context, shape)
+    counts = f"{steps} steps, {counters.preemptions} preemptions, {counters.blocks_total} blocks"
+    # Prefilling all prompts in full steps, then decoding with half of the output on average.
+    prefill = roofline.least_seconds(tokens=per_step, rows=1, kept=0)
+    decode = roofline.least_seconds(tokens=n_requests, rows=n_requests, kept=prompt + tokens / 2)
+    least = prefill and decode and prefill * n_requests * prompt / per_step + decode * tokens
+    cut = "" if events == total else f"cut at {events} of {total} tokens; "
+    yield Finding(
+        what=f"{n_requests} x {prompt} in, {tokens} out",
+        value=events / seconds,
+        unit="tokens/s out",
+        share=None if cut else least and least / seconds,
+        note=f"{cut}{seconds:.1f} s; {counts}",
+    )
+    yield Finding(what="as many tokens as requests after", value=first, unit="s")

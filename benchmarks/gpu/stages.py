@@ -12,10 +12,11 @@ HTTP = ("fastapi", "uvicorn", "httptools", "uvloop", "pydantic", "pydantic_setti
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One measurement or check: a module with run(context), a generator of findings; runs in its own process."""
+    """One measurement or check: a generator of findings, called with the context in a process of its own."""
 
     name: str
-    module: str
+    function: str
+    """With its module below benchmarks.gpu."""
     weight: float
     """Share of the time: about the seconds that it gets in a run of eight minutes."""
     needs: tuple[str, ...] = ENGINE
@@ -24,35 +25,30 @@ class Stage:
     """Whether a --tiny run includes it by default."""
 
 
-_RENAMED = {"roofs": "roofline", "hugging": "transformers_baseline"}
-"""Modules named more clearly than their stages, whose names commands and committed reports use."""
-
-
-def _stage(name: str, weight: float, *, variant: str = "", needs: tuple[str, ...] = ENGINE, tiny: bool = True) -> Stage:
-    noun = name.partition("-")[0]
-    module = f"benchmarks.gpu.{_RENAMED.get(noun, noun)}"
-    return Stage(name=name, module=module, weight=weight, needs=needs, variant=variant, tiny=tiny)
+def _stage(name: str, module: str, weight: float, *, needs: tuple[str, ...] = ENGINE, tiny: bool = True) -> Stage:
+    noun, _, variant = name.partition("-")
+    return Stage(name=name, function=f"{module}.{noun}", weight=weight, needs=needs, variant=variant, tiny=tiny)
 
 
 STAGES = (
-    _stage("machine", 10, needs=("torch",)),
-    _stage("roofs", 10, needs=("torch",)),
+    _stage("machine", "machine", 10, needs=("torch",)),
+    _stage("roofs", "machine", 10, needs=("torch",)),
     # Correctness matters more than speed: checks come first.
-    _stage("conform", 70, needs=("torch", "msgspec")),
-    _stage("parity", 45),
-    _stage("graphs", 30),
-    _stage("syncs", 15),
-    _stage("memory", 15),
-    _stage("speed-default", 12, variant="default", tiny=False),
-    _stage("speed-gpt2", 15, variant="gpt2"),
-    _stage("speed-1b", 20, variant="1b", tiny=False),
-    _stage("speed-8b", 50, variant="8b", tiny=False),
-    _stage("batch-8b", 80, variant="8b"),
-    _stage("hugging", 40, needs=("torch", "transformers"), tiny=False),
-    _stage("quantized-int8", 20, variant="int8"),
-    _stage("quantized-fp8", 20, variant="fp8"),
-    _stage("deterministic", 20),
-    _stage("http", 25, needs=(*ENGINE, *HTTP), tiny=False),
+    _stage("conform", "conform", 70, needs=("torch", "msgspec")),
+    _stage("parity", "parity", 45),
+    _stage("graphs", "engine_checks", 30),
+    _stage("syncs", "engine_checks", 15),
+    _stage("memory", "engine_checks", 15),
+    _stage("speed-default", "speed", 12, tiny=False),
+    _stage("speed-gpt2", "speed", 15),
+    _stage("speed-1b", "speed", 20, tiny=False),
+    _stage("speed-8b", "speed", 50, tiny=False),
+    _stage("batch-8b", "speed", 80),
+    _stage("hugging", "transformers_baseline", 40, needs=(*ENGINE, "transformers"), tiny=False),
+    _stage("quantized-int8", "speed", 20),
+    _stage("quantized-fp8", "speed", 20),
+    _stage("deterministic", "engine_checks", 20),
+    _stage("http", "http", 25, needs=(*ENGINE, *HTTP), tiny=False),
 )
 NAMES = tuple(stage.name for stage in STAGES)
 

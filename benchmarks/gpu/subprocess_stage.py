@@ -18,6 +18,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from app.common.operating_system import die_with_parent
-from benchmarks.gpu.results import Finding, Outcome, StageContext, Unsupported
+from benchmarks.gpu.results import Finding, Record, StageContext, Unsupported
 
 StartMethod = Literal["fork", "spawn"]
 GRACE_SECONDS = 3.0
@@ -35,60 +36,65 @@ _EXIT_SECONDS = 20.0
 
 
 def run_in_subprocess(
-    module: str, context: StageContext, on_finding: Callable[[Finding], None], log: Path, start: StartMethod = "fork"
-) -> Outcome:
-    """Runs module.run(context), and calls `on_finding` with each finding at once, also of a stage that fails later."""
+    function: str, context: StageContext, record: Record, on_finding: Callable[[], None], log: Path, start: StartMethod
+) -> None:
+    """Runs a stage's function. Findings are recorded at once, also of a stage that fails later."""
     processes: Any = get_context(start)
     started_at = time.monotonic()
     receiver, sender = processes.Pipe(duplex=False)
-    process = processes.Process(target=_stage_main, args=(module, context, sender, log))
+    process = processes.Process(target=_stage_main, args=(function, context, sender, log))
     with warnings.catch_warnings():
         # Python 3.12 warns about forks of processes with threads; threads of numeric libraries are idle here.
         warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
     sender.close()
     assert process.pid
+
+    def receive() -> tuple[str, str]:
+        while receiver.poll(max(0.0, context.deadline + GRACE_SECONDS - time.monotonic())):
+            try:
+                message: dict[str, Any] = json.loads(receiver.recv_bytes())
+            except EOFError:
+                process.join(_EXIT_SECONDS)
+                return "failed", _exit_reason(process.exitcode)
+            if "status" in message:
+                return message["status"], message["why"]
+            record.findings.append(Finding(**message))
+            on_finding()
+        return "timed out", "killed at the deadline"
+
     try:
-        status, why = _receive(receiver, context.deadline + GRACE_SECONDS, on_finding)
-        if status == "died":
-            process.join(_EXIT_SECONDS)
-            status, why = "failed", _exit_reason(process.exitcode)
+        record.status, record.why = receive()
     finally:
-        _kill_group(process.pid)  # and every process that it has started
+        for kill in (os.killpg, os.kill):  # and every process that it has started
+            with suppress(ProcessLookupError):
+                kill(process.pid, signal.SIGKILL)
         process.join()
         receiver.close()
-    return Outcome(status=status, seconds=round(time.monotonic() - started_at, 1), why=why)
+        record.seconds = round(time.monotonic() - started_at, 1)
 
 
-def _receive(pipe: Connection, deadline: float, on_finding: Callable[[Finding], None]) -> tuple[str, str]:
-    while pipe.poll(max(0.0, deadline - time.monotonic())):
-        try:
-            message: dict[str, Any] = json.loads(pipe.recv_bytes())
-        except EOFError:
-            return "died", ""
-        if "status" in message:
-            return message["status"], message["why"]
-        on_finding(Finding(**message))
-    return "timed out", "killed at the deadline"
-
-
-def _stage_main(module: str, context: StageContext, pipe: Connection, log: Path) -> None:
+def _stage_main(function: str, context: StageContext, pipe: Connection, log: Path) -> None:
     """Exits without cleanup: a broken CUDA context can hang in it."""
     os.setpgid(0, 0)
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _redirect(log, module)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for standard in (1, 2):  # everything that is printed goes to the log, also by native code
+        os.dup2(descriptor, standard)
+    os.write(2, f"\n== {function}\n".encode())
     faulthandler.enable()
     faulthandler.dump_traceback_later(max(0.1, context.seconds_left))  # shows where it hangs before it is killed
-    for message in _stage_messages(module, context):
+    for message in _stage_messages(function, context):
         pipe.send_bytes(json.dumps(message).encode())
     sys.stderr.flush()
     os._exit(0)
 
 
-def _stage_messages(module: str, context: StageContext) -> Iterator[dict[str, Any]]:
+def _stage_messages(function: str, context: StageContext) -> Iterator[dict[str, Any]]:
+    module, _, name = function.rpartition(".")
     try:
-        for finding in importlib.import_module(module).run(context):
+        for finding in getattr(importlib.import_module(module), name)(context):
             yield asdict(finding)
     except Unsupported as error:
         yield {"status": "skipped", "why": str(error)}
@@ -97,14 +103,6 @@ def _stage_messages(module: str, context: StageContext) -> Iterator[dict[str, An
         yield {"status": "failed", "why": _one_line(error)}
     else:
         yield {"status": "done", "why": ""}
-
-
-def _redirect(log: Path, module: str) -> None:
-    """Appends everything that is printed, also by native code, to the log."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.write(2, f"\n== {module}\n".encode())
 
 
 def _one_line(error: BaseException) -> str:
@@ -116,11 +114,3 @@ def _exit_reason(code: int | None) -> str:
     if code is not None and code < 0:
         return f"the process was killed by {signal.Signals(-code).name}; see the log"
     return f"the process ended with {code}; see the log"
-
-
-def _kill_group(pid: int) -> None:
-    for kill in (os.killpg, os.kill):
-        try:
-            kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue

@@ -1,4 +1,4 @@
-"""Compares OpenVINO GenAI, llama.cpp, CTranslate2, transformers: `python -m benchmarks.peers --models default,C`.
+"""Compares OpenVINO GenAI, llama.cpp, transformers: `python -m benchmarks.peers --models default,C`.
 
 Installs peers from PyPI on first use, each into an environment of its own below .peers/. Every engine runs in a process
 of its own with the same number of threads. Engines are measured in turn, A B C, B C A, ...; only one computes at a
@@ -8,20 +8,71 @@ engine or service is missing.
 
 from __future__ import annotations
 
+import argparse
 import signal
 import sys
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 
-from benchmarks.common import print_result, this_machine
-from benchmarks.peers import engines, servers
+from benchmarks.common import available_cores, command_line, print_result, this_machine
+from benchmarks.peers.comparison import Comparison, compare, engine_starts, server_starts
 from benchmarks.peers.peer_pool import Workspace
-from benchmarks.peers.plan import OURS, Options, figures, parse_options
-from benchmarks.peers.report import engine_table, ratios, server_table
-from benchmarks.peers.shapes import Model, find_model
+from benchmarks.peers.plan import OURS, PARTS, PEERS, PRECISIONS, Figure, engine_figures
+from benchmarks.peers.report import ratios, table
+from benchmarks.service_process import ROOT
+from benchmarks.shapes import find_model
+
+_MODELS = ("default", "A", "B", "C")
+_LENGTH = 513
+"""The longest sequence of any measurement: a prefill and its token."""
+
+
+def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Exits with a usage line and status 2 if the flags are invalid."""
+    parser = command_line("peers", __doc__)
+    for flag, choices, default in (
+        ("--models", _MODELS, ("default", "C")),
+        ("--what", PARTS, PARTS),
+        ("--peers", PEERS, PEERS),
+        ("--precisions", PRECISIONS, PRECISIONS),
+        ("--server-precisions", PRECISIONS, ("bf16",)),
+    ):
+        text = f"out of {', '.join(choices)} ({','.join(default)})"
+        parser.add_argument(flag, type=_some_of(choices), default=default, metavar="NAMES", help=text)
+    add = parser.add_argument
+    add("--rounds", type=_positive, default=5, help="rounds; each measures every engine once (%(default)s)")
+    sizes = "batch sizes and numbers of streams, at most 32 (1,8,32)"
+    add("--streams", type=_numbers, default=(1, 8, 32), metavar="N,N", help=sizes)
+    add("--threads", type=_positive, default=available_cores(), help="threads of each engine; default all cores")
+    add("--weights", type=Path, default=ROOT / "weights", help="weights directory of the model `default`")
+    add("--folder", type=Path, default=ROOT / ".peers", help="folder of environments and models (.peers)")
+    return parser.parse_args(argv)
+
+
+def _some_of(choices: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    def parse(text: str) -> tuple[str, ...]:
+        names = tuple(dict.fromkeys(text.split(",")))
+        if unknown := [name for name in names if name not in choices]:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(choices)}")
+        return names
+
+    return parse
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    numbers = tuple(_positive(part) for part in text.split(","))
+    if max(numbers) > 32:
+        raise argparse.ArgumentTypeError(f"{max(numbers)} is more than 32, the limit of the engines' configuration")
+    return numbers
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,47 +80,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     # By default, SIGTERM ends the process without the cleanup that stops services and adapters.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     started = time.monotonic()
-    sizes = options.sizes
-    workspace = Workspace(
-        folder=options.folder.resolve(),
-        threads=options.threads,
-        batch=max(sizes.batches),
-        length=max(sizes.prefill, 2 * sizes.prompt + sizes.tokens) + 1,
-    )
+    folder = options.folder.resolve()
+    workspace = Workspace(folder=folder, threads=options.threads, batch=max(options.streams), length=_LENGTH)
     machine = this_machine()
     print(f"{machine.cpu}, {machine.cores} cores, {machine.system}, Python {machine.python}; {options.threads} threads")
     models = [find_model(name, weights=options.weights, folder=workspace.models) for name in options.models]
-    engine = [_engines(workspace, options, model, precision) for model in models for precision in options.precisions]
-    server = [
-        _servers(workspace, options, model, precision) for model in models for precision in options.server_precisions
-    ]
-    report = {
-        "threads": options.threads,
-        "sizes": sizes,
-        "seconds": round(time.monotonic() - started),
-        "engine": [block for block in engine if block],
-        "server": [block for block in server if block],
-    }
-    print_result("peers", **msgspec.to_builtins(report, str_keys=True))
-    return 1 if any(OURS in block["missing"] for block in [*engine, *server] if block) else 0
+    results: dict[str, list[Comparison]] = {"engine": [], "server": []}
+    for model in models:
+        figures = engine_figures(options.what, options.streams, model.config.context)
+        for precision in options.precisions if figures else ():
+            starts = engine_starts(workspace, options.peers, model, precision)
+            results["engine"].append(compare(model.name, precision, starts, figures, options.rounds))
+            print(table(results["engine"][-1]), flush=True)
+    loads = [Figure(what="load", rows=streams) for streams in options.streams]
+    for model in models if "server" in options.what else ():
+        for precision in options.server_precisions:
+            starts = server_starts(workspace, options.peers, model, precision)
+            results["server"].append(compare(model.name, precision, starts, loads, options.rounds))
+            print(table(results["server"][-1]), flush=True)
+    report = {kind: [_with_ratios(each) for each in comparisons] for kind, comparisons in results.items()}
+    seconds = round(time.monotonic() - started)
+    print_result("peers", threads=options.threads, rounds=options.rounds, seconds=seconds, **report)
+    return 1 if any(OURS in each.missing for comparisons in results.values() for each in comparisons) else 0
 
 
-def _engines(workspace: Workspace, options: Options, model: Model, precision: str) -> dict[str, Any]:
-    wanted = figures(options.what, options.sizes, model.config.context)
-    if not wanted:
-        return {}
-    result = engines.compare(workspace, options.peers, model, precision, wanted, options.rounds)
-    print(engine_table(result), flush=True)
-    ratios_by_title = {title: ratios(speeds) for title, speeds in result.speeds.items()}
-    return {**msgspec.to_builtins(result, str_keys=True), "ratios": ratios_by_title}
-
-
-def _servers(workspace: Workspace, options: Options, model: Model, precision: str) -> dict[str, Any]:
-    if "server" not in options.what:
-        return {}
-    result = servers.compare(workspace, options.peers, model, precision, options.sizes)
-    print(server_table(result), flush=True)
-    return dict(msgspec.to_builtins(result, str_keys=True))
+def _with_ratios(result: Comparison) -> dict[str, object]:
+    by_title = {title: ratios(result.speeds(title)) for title in result.samples}
+    return {**msgspec.to_builtins(result, str_keys=True), "ratios": by_title}
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from importlib.metadata import version
 import llama_cpp
 import numpy as np
 
-from benchmarks.peers.adapters.protocol import Adapter, AdapterOptions, DecodeResult, UnsupportedError, run
+from benchmarks.peers.adapters.protocol import Adapter, AdapterOptions, UnsupportedError, run
 
 _BATCH = 2048
 _PHYSICAL = 512
@@ -87,7 +87,7 @@ class LlamaCppAdapter(Adapter):
         )
         if not self._model:
             raise UnsupportedError(f"llama.cpp cannot load {options.model.name}")
-        self._parse_options = options
+        self._options = options
         self._contexts: dict[int, Context] = {}
 
     def facts(self) -> dict[str, str]:
@@ -95,7 +95,7 @@ class LlamaCppAdapter(Adapter):
         switched_on = [part.partition("=")[0].strip() for part in system.split("|") if part.strip().endswith("= 1")]
         return {"version": version("llama-cpp-python"), "built_for": " ".join(switched_on)}
 
-    def decode(self, prompts: list[list[int]], tokens: int) -> DecodeResult:
+    def decode(self, prompts: list[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
         context = self._context(len(prompts))
         latest = [context.read(prompt, row) for row, prompt in enumerate(prompts)]
         rows = [[token] for token in latest]
@@ -104,7 +104,7 @@ class LlamaCppAdapter(Adapter):
             latest = context.step(latest, position)
             for row, token in zip(rows, latest, strict=True):
                 row.append(token)
-        return DecodeResult(seconds=time.perf_counter() - started, rows=rows)
+        return time.perf_counter() - started, rows
 
     def prefill(self, prompt: list[int]) -> float:
         context = self._context(1)
@@ -114,7 +114,7 @@ class LlamaCppAdapter(Adapter):
 
     def _context(self, rows: int) -> Context:
         if rows not in self._contexts:
-            self._contexts[rows] = Context(self._model, self._parse_options, rows)
+            self._contexts[rows] = Context(self._model, self._options, rows)
         self._contexts[rows].clear()
         return self._contexts[rows]
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
-from benchmarks.peers.adapters.protocol import Adapter, AdapterOptions, DecodeResult, UnsupportedError, run
+from benchmarks.peers.adapters.protocol import Adapter, AdapterOptions, UnsupportedError, run
 
 _DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 
@@ -43,9 +43,9 @@ class TransformersAdapter(Adapter):
         attention = str(self._model.config._attn_implementation)
         return {"version": version("transformers"), "torch": version("torch"), "attention": attention}
 
-    def decode(self, prompts: list[list[int]], tokens: int) -> DecodeResult:
+    def decode(self, prompts: list[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
         times, rows = self._generate(prompts, tokens)
-        return DecodeResult(seconds=times[-1] - times[1], rows=rows)
+        return times[-1] - times[1], rows
 
     def prefill(self, prompt: list[int]) -> float:
         times, _ = self._generate([prompt], 1)

@@ -1,4 +1,4 @@
-"""Converts a weights directory to GGUF: `python -m benchmarks.peers.adapters.write_gguf DIR FILE bf16|f32|int8`.
+"""Converts a weights directory to GGUF: `python -m benchmarks.peers.adapters.write_gguf DIR bf16|f32|int8 FILE`.
 
 llama.cpp's own converter recognizes tokenizers by their checksum, and rejects one that was trained here.
 """
@@ -13,10 +13,8 @@ from typing import Any
 
 import numpy as np
 import safetensors
-from gguf import GGMLQuantizationType, GGUFWriter, TokenType, quants
+from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, TokenType, get_tensor_name_map, quants
 from numpy.typing import NDArray
-
-from benchmarks.peers.adapters.gguf_names import convert_layout, gguf_name
 
 _FORMATS = {
     "bf16": GGMLQuantizationType.BF16,
@@ -25,21 +23,37 @@ _FORMATS = {
 }
 
 
-def main(directory: Path, target: Path, precision: str) -> None:
+def main(directory: Path, precision: str, target: Path) -> None:
     """Norms, biases and positions stay in float32, as in llama.cpp's own converter."""
     config = json.loads((directory / "config.json").read_text())
+    is_gpt2 = config["model_type"] == "gpt2"
     writer = GGUFWriter(target, config["model_type"])
-    (_write_gpt2 if config["model_type"] == "gpt2" else _write_llama)(writer, config)
+    (_write_gpt2 if is_gpt2 else _write_llama)(writer, config)
     _write_tokenizer(writer, json.loads((directory / "tokenizer.json").read_text()))
-    heads = config.get("num_attention_heads", config.get("n_head"))
+    heads = config["n_head"] if is_gpt2 else config["num_attention_heads"]
+    kv_heads = heads if is_gpt2 else config["num_key_value_heads"]
+    layers = config["n_layer"] if is_gpt2 else config["num_hidden_layers"]
+    names = get_tensor_name_map(MODEL_ARCH.GPT2 if is_gpt2 else MODEL_ARCH.LLAMA, layers)
     for name, values in _tensors(directory / "model.safetensors"):
-        values = convert_layout(name, values, heads=heads, kv_heads=config.get("num_key_value_heads", heads))
+        values = convert_layout(name, values, heads=heads, kv_heads=kv_heads)
         kind = _FORMATS[precision] if values.ndim == 2 and "wpe" not in name else GGMLQuantizationType.F32
-        writer.add_tensor(gguf_name(name), quants.quantize(values, kind), raw_dtype=kind)
+        gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert gguf_name, f"llama.cpp has no tensor like {name}"
+        writer.add_tensor(gguf_name, quants.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def convert_layout(name: str, values: NDArray[Any], *, heads: int, kv_heads: int) -> NDArray[Any]:
+    """Transposes GPT-2's matrices, and reorders rows: llama.cpp's RoPE pairs neighbors, Hugging Face's halves."""
+    if values.ndim == 2 and (".attn.c_" in name or ".mlp.c_" in name):
+        return np.ascontiguousarray(values.T)
+    if name.endswith(("self_attn.q_proj.weight", "self_attn.k_proj.weight")):
+        halves = values.reshape(heads if "q_proj" in name else kv_heads, 2, -1, values.shape[1])
+        return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
+    return values
 
 
 def _write_llama(writer: GGUFWriter, config: dict[str, Any]) -> None:
@@ -92,4 +106,4 @@ def _tensors(path: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

@@ -1,0 +1,226 @@
+"""Comparison of engines and servers: one model, one precision, every figure in every round, one at a time.
+
+Bare engines decode and prefill. Servers take a load over HTTP, at /v1/completions; for comparison, bare engines take
+the same load in their own processes. Whatever fails is dropped, with its reason, and the others go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from benchmarks.common import Percentiles, percentiles_ms
+from benchmarks.load import LevelProgress, run_level
+from benchmarks.load_plan import LoadPlan
+from benchmarks.peers.peer_pool import AdapterProcess, Workspace, plain_environment
+from benchmarks.peers.plan import OURS, Figure, common_prefix_length, schedule
+from benchmarks.peers.provision import PeerError, llama_library
+from benchmarks.service_process import ServiceStartError, running, serve_command
+from benchmarks.shapes import Model
+
+_WARM_TOKENS = 8
+_PREFILLS = 3
+"""Prefills per sample, since a single one takes only milliseconds."""
+_START_SECONDS = 300
+_POLL_SECONDS = 0.1
+_DTYPES = {"bf16": "bfloat16", "f32": "float32", "int8": "bfloat16"}
+_STREAMS = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One figure of one engine in one round."""
+
+    tokens_per_second: float
+    first_token_ms: Percentiles | None = None
+    inter_token_ms: Percentiles | None = None
+
+
+Row = list[int]
+"""Greedy tokens of a batch's first row; empty for other figures."""
+Target = Callable[[Figure, int], tuple[Sample, Row]]
+"""Measures a figure in a round; round 0 is the warm-up. Raises PeerError."""
+Start = Callable[[], AbstractContextManager[tuple[dict[str, str], Target]]]
+"""Starts a target, and gives facts about it. Raises PeerError or ServiceStartError."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """One block of the table."""
+
+    model: str
+    precision: str
+    facts: dict[str, dict[str, str]] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    """Why an engine is missing or was dropped."""
+    samples: dict[str, dict[str, dict[int, Sample]]] = field(default_factory=dict)
+    """By title of the figure, engine and round."""
+    same_tokens: dict[str, dict[str, int]] = field(default_factory=dict)
+    """By title and engine: length of the common prefix with inkstream's greedy tokens, the shortest of all rounds."""
+
+    def speeds(self, title: str) -> dict[str, dict[int, float]]:
+        """Tokens per second, by engine and round."""
+        engines = self.samples[title].items()
+        return {engine: {n: sample.tokens_per_second for n, sample in rounds.items()} for engine, rounds in engines}
+
+
+def compare(
+    model: str, precision: str, starts: Mapping[str, Start], figures: Sequence[Figure], rounds: int
+) -> Comparison:
+    """Starts all targets, measures, stops them."""
+    result = Comparison(model=model, precision=precision, samples={figure.title: {} for figure in figures})
+    rows: dict[tuple[str, str, int], Row] = {}
+    with ExitStack() as stack:
+        targets: dict[str, Target] = {}
+        for name, start in starts.items():
+            try:
+                result.facts[name], targets[name] = stack.enter_context(start())
+            except (PeerError, ServiceStartError) as error:
+                result.missing[name] = str(error)
+        for number, figure, name in schedule(list(targets), figures, 1 + rounds):
+            if name not in targets:
+                continue
+            try:
+                sample, row = targets[name](figure, number)
+            except PeerError as error:
+                result.missing[name] = str(error)
+                del targets[name]
+                continue
+            if number:
+                result.samples[figure.title].setdefault(name, {})[number] = sample
+                rows[figure.title, name, number] = row
+    for (title, name, number), row in rows.items():
+        if row and name != OURS and (ours := rows.get((title, OURS, number))):
+            counts = result.same_tokens.setdefault(title, {})
+            counts[name] = min(counts.get(name, len(row)), common_prefix_length(ours, row))
+    return result
+
+
+def engine_starts(workspace: Workspace, engines: Sequence[str], model: Model, precision: str) -> dict[str, Start]:
+    """Bare engines, each in a process of its own."""
+    return {name: partial(_engine, workspace, name, model, precision) for name in (OURS, *engines)}
+
+
+def server_starts(workspace: Workspace, engines: Sequence[str], model: Model, precision: str) -> dict[str, Start]:
+    """Servers, and the engines that take their load in process."""
+    starts: dict[str, Start] = {OURS: partial(_our_service, workspace, model, precision)}
+    if "llama.cpp" in engines:
+        starts["llama.cpp"] = partial(_llama_server, workspace, model, precision)
+    starts["our bare engine"] = partial(_engine, workspace, OURS, model, precision)
+    if "openvino" in engines:
+        starts["openvino in process"] = partial(_engine, workspace, "openvino", model, precision)
+    return starts
+
+
+@contextmanager
+def _engine(workspace: Workspace, name: str, model: Model, precision: str) -> Iterator[tuple[dict[str, str], Target]]:
+    process = workspace.start(name, model, precision)
+    try:
+        yield process.facts(), partial(measure_engine, process, model.config.vocab_size)
+    finally:
+        process.close()
+
+
+def measure_engine(process: AdapterProcess, vocab_size: int, figure: Figure, number: int) -> tuple[Sample, Row]:
+    """Prompts differ between rounds and not between engines."""
+    if figure.what == "load":
+        return _load_in_process(process, figure, number), []
+    prompts = {"vocab_size": vocab_size, "rows": figure.rows, "length": figure.prompt}
+    if figure.what == "prefill":
+        answers = [process.ask("prefill", seed=_PREFILLS * number + i, **prompts) for i in range(_PREFILLS)]
+        return Sample(tokens_per_second=figure.prompt / statistics.median(a["seconds"] for a in answers)), []
+    tokens = figure.tokens if number else min(figure.tokens, _WARM_TOKENS)
+    answer = process.ask("decode", tokens=tokens, seed=number, **prompts)
+    if answer["lengths"] != [tokens] * figure.rows:
+        raise PeerError(f"asked for {figure.rows} x {tokens} tokens, it generated {answer['lengths']}")
+    # The clock runs from the first token of each row on.
+    return Sample(tokens_per_second=figure.rows * (tokens - 1) / answer["seconds"]), answer["ids"]
+
+
+def _load_in_process(process: AdapterProcess, figure: Figure, number: int) -> Sample:
+    plan = _plan(figure)
+    prompts = [plan.prompt(index) for index in _indices(figure, number)]
+    answer = process.ask(
+        "load", streams=figure.rows, prompts=prompts, tokens=plan.max_tokens, temperature=plan.temperature
+    )
+    _check_tokens(figure, answer["tokens"])
+    return Sample(
+        tokens_per_second=answer["tokens"] / answer["seconds"],
+        first_token_ms=percentiles_ms(answer["first"]),
+        inter_token_ms=percentiles_ms(answer["gaps"]),
+    )
+
+
+@contextmanager
+def _our_service(workspace: Workspace, model: Model, precision: str) -> Iterator[tuple[dict[str, str], Target]]:
+    """The whole service with its own defaults."""
+    flags: list[str | Path] = ["--weights", model.directory, "--device", "cpu", "--dtype", _DTYPES[precision]]
+    flags += ["--threads", str(workspace.threads), *(["--quantize", "int8"] if precision == "int8" else [])]
+    with _serving(workspace, serve_command(*flags), "our-service", "/health/ready") as target:
+        yield {}, target
+
+
+@contextmanager
+def _llama_server(workspace: Workspace, model: Model, precision: str) -> Iterator[tuple[dict[str, str], Target]]:
+    """llama-server with as many slots as streams; its cache of old prompts, which costs time here, is off."""
+    _, path = workspace.installed("llama.cpp", model, precision)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    context = _STREAMS * (-(-workspace.length // 256) * 256)
+    command: list[str | Path] = [llama_library(workspace.folder) / "llama-server", "--model", path, "--port", str(port)]
+    command += ["--parallel", str(_STREAMS), "--ctx-size", str(context), "--threads", str(workspace.threads)]
+    command += ["--cache-ram", "0"]
+    with _serving(workspace, command, "llama-server", "/health", f"http://127.0.0.1:{port}") as target:
+        yield {}, target
+
+
+@contextmanager
+def _serving(
+    workspace: Workspace, command: Sequence[str | Path], name: str, health: str, url: str = ""
+) -> Iterator[Target]:
+    with running(command, url=url, log=workspace.log(name), environment=plain_environment()) as service:
+        service.wait_for_route(health, most=_START_SECONDS, poll=_POLL_SECONDS)
+        yield partial(_measure_server, service.url)
+
+
+def _measure_server(url: str, figure: Figure, number: int) -> tuple[Sample, Row]:
+    progress = LevelProgress(streams=figure.rows)
+    asyncio.run(run_level(_plan(figure, url), iter(_indices(figure, number)), progress))
+    level = progress.result()
+    if level.first_error:
+        raise PeerError(f"{level.errors} of {figure.requests} requests failed: {level.first_error}")
+    _check_tokens(figure, level.output_tokens)
+    sample = Sample(
+        tokens_per_second=level.output_tokens_per_second,
+        first_token_ms=level.first_token_ms,
+        inter_token_ms=level.inter_token_ms,
+    )
+    return sample, []
+
+
+def _plan(figure: Figure, url: str = "http://127.0.0.1:8000") -> LoadPlan:
+    return LoadPlan(
+        url=url,
+        streams=(figure.rows,),
+        max_tokens=figure.tokens,
+        temperature=0.8,
+        prompt_words=figure.prompt,
+        seconds=300.0,
+        api="openai",
+    )
+
+
+def _indices(figure: Figure, number: int) -> range:
+    """Prompt numbers of a round. No two rounds share a prompt, so that prefix caches do not help."""
+    return range(number * 1000, number * 1000 + figure.requests)
+
+
+def _check_tokens(figure: Figure, tokens: int) -> None:
+    if tokens != figure.requests * figure.tokens:
+        raise PeerError(f"asked for {figure.requests} x {figure.tokens} tokens, it gave {tokens}")

@@ -1,0 +1,149 @@
+"""The measured models: shapes, random weights in memory or in a directory, and the default weights.
+
+Every matrix preserves the scale of its input, so that the output depends on all of them, and logits are as far apart as
+those of a trained model: with flat ones the next token would depend on the last bit of a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.prompts import pseudo_prose
+from model.checkpoint.checkpoint import Checkpoint, load_config, weights_files
+from model.config import ModelConfig
+from model.families.registry import write_config
+from model.nn.transformer import Decoder
+from model.tokenizer.tokenizer import Tokenizer
+
+_SYLLABLES = [
+    consonant + vowel for consonant in "bcdfghjklmnprstvwz" for vowel in ("a", "e", "i", "o", "u", "ai", "ou")
+]
+_PROSE_PROMPTS = 200
+_SPREAD = 2.5
+"""Approximate standard deviation of the logits."""
+
+
+def _llama(layers: int, width: int, heads: int, kv_heads: int, mlp: int, vocab: int, **more: Any) -> ModelConfig:
+    heads_and_mlp = {"n_heads": heads, "n_kv_heads": kv_heads, "mlp_width": mlp}
+    sizes: dict[str, Any] = {"n_layers": layers, "width": width, **heads_and_mlp, "vocab_size": vocab}
+    return ModelConfig(**{**sizes, "head_dim": 64, "context": 1024, **more})
+
+
+SHAPES = {
+    # GPT-2 small: 124 M parameters.
+    "A": replace(
+        _llama(12, 768, 12, 12, 3072, 50_257),
+        norm="layernorm",
+        norm_bias=True,
+        positions="learned",
+        activation="gelu_tanh",
+        gated=False,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+    ),
+    # 135 M parameters: bound by memory bandwidth.
+    "B": _llama(30, 576, 9, 3, 1536, 49_152),
+    # 15.7 M parameters: fits in the last-level cache; bound by arithmetic.
+    "C": _llama(8, 384, 6, 2, 1024, 8192),
+    # 1.1 B.
+    "1b": _llama(22, 2048, 32, 4, 5632, 32_000, context=4096, tied_head=False),
+    # 8.0 B: 16 GB in bfloat16.
+    "8b": _llama(32, 4096, 32, 8, 14_336, 128_256, head_dim=128, context=8192, rope_theta=500_000.0, tied_head=False),
+}
+
+
+def smaller(config: ModelConfig) -> ModelConfig:
+    """The same layout in a size for a CPU."""
+    kv_heads = 4 if config.n_kv_heads == config.n_heads else 2
+    config = replace(config, n_layers=2, n_heads=4, n_kv_heads=kv_heads, head_dim=16)
+    return replace(config, width=64, mlp_width=96, vocab_size=320, context=192)
+
+
+def transformers_config(config: ModelConfig, dtype: str) -> Any:
+    """The same shape as transformers' configuration."""
+    raw = write_config(config, dtype, None)
+    return import_module("transformers").AutoConfig.for_model(raw.pop("model_type"), **raw)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A weights directory that all engines can convert."""
+
+    name: str
+    directory: Path
+    config: ModelConfig
+
+
+def find_model(name: str, *, weights: Path, folder: Path) -> Model:
+    """The model called `name`; a random one is written into `folder` first."""
+    directory = weights if name == "default" else folder / name
+    if name != "default" and not (directory / "config.json").exists():
+        write_random(SHAPES[name], directory)
+    return Model(name=name, directory=directory.resolve(), config=load_config(directory))
+
+
+def write_random(config: ModelConfig, directory: Path) -> None:
+    """Always the same weights. Writes config.json last: a directory that has it is complete."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = Tokenizer.train(_texts(config.vocab_size), config.vocab_size)
+    decoder = decoder_of(config, random_state(config, device=torch.device("cpu"), dtype=torch.bfloat16))
+    files = weights_files(decoder, dtype=torch.bfloat16, eos_id=tokenizer.eos_id, generation={})
+    everything = files | {name: text.encode() for name, text in tokenizer.files().items()}
+    for name in sorted(everything, key=lambda name: name == "config.json"):
+        (directory / name).write_bytes(everything[name])
+
+
+def _texts(vocab_size: int) -> Iterator[str]:
+    """The prompts' prose, often enough to be merged first, then made-up words for the rest of the vocabulary."""
+    yield from (pseudo_prose(index=index, words=100, seed=9) for index in range(_PROSE_PROMPTS))
+    random = Random(0)
+    for _ in range(vocab_size // 8):
+        yield " ".join("".join(random.choices(_SYLLABLES, k=random.randint(2, 5))) for _ in range(16))
+
+
+def checkpoint_reader(config: ModelConfig, state: Mapping[str, Tensor] | None = None) -> Callable[..., Checkpoint]:
+    """Reader of weights for build_engine(): returns these tensors, or else random ones."""
+
+    def read(_directory: Path, *, device: torch.device, dtype: torch.dtype) -> Checkpoint:
+        tensors = random_state(config, device=device, dtype=dtype) if state is None else state
+        decoder = decoder_of(config, {name: tensor.to(device, dtype) for name, tensor in tensors.items()})
+        hashes = {Path("model.safetensors"): f"{0:064x}"}
+        return Checkpoint(
+            decoder=decoder.to(device), family="random", generation={}, eos_ids=(), bos_id=0, hashes=hashes
+        )
+
+    return read
+
+
+def decoder_of(config: ModelConfig, state: Mapping[str, Tensor]) -> Decoder:
+    """A decoder that holds these tensors, without copies."""
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    decoder.load_state_dict(dict(state), assign=True)
+    decoder.make_tables()
+    return decoder.requires_grad_(False).eval()
+
+
+def random_state(config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Always the same on the same device; takes no more memory than the tensors themselves."""
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in Decoder(config).named_parameters()}
+    state = {}
+    for name, shape in shapes.items():
+        mean, deviation = 0.0, 0.1
+        if len(shape) > 1:
+            deviation = _SPREAD * config.width**-0.5 if "embedding" in name or "head" in name else shape[1] ** -0.5
+        elif not name.endswith("bias"):
+            mean = 1.0
+        state[name] = torch.empty(shape, device=device, dtype=dtype).normal_(mean, deviation, generator=generator)
+    return state

@@ -1,1 +1,0 @@
-"""Tests of make gpu-check."""

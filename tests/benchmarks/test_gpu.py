@@ -1,0 +1,226 @@
+"""`make gpu-check`: it runs as a whole without a GPU, a failing stage affects no other, and its arithmetic holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+import torch
+
+from benchmarks.engine_driver import random_prompt, request
+from benchmarks.gpu import conform, conformance
+from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.machine import Roofline
+from benchmarks.gpu.packages import WheelsError, install, missing
+from benchmarks.gpu.parity import score_output
+from benchmarks.gpu.results import Finding, Record, Report, StageContext, file_name
+from benchmarks.gpu.stages import NAMES, STAGES, choose, seconds_for
+from benchmarks.gpu.subprocess_stage import StartMethod, run_in_subprocess
+from benchmarks.shapes import SHAPES, decoder_of, random_state, smaller
+from model.nn.reference import generate, logits
+from tests.support import ROOT
+from tests.support.processes import has_exited
+
+
+def _context(folder: Path, seconds: float = 60) -> StageContext:
+    return StageContext(device="cpu", tiny=True, weights=ROOT, folder=folder, deadline=time.monotonic() + seconds)
+
+
+@pytest.mark.slow
+def test_every_stage_that_a_cpu_can_try_runs_and_its_checks_hold(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--tiny", "--minutes", "20"]
+    command += ["--out", str(tmp_path)]
+    # Reference kernels are enough here; other tests run the real kernels in Triton's interpreter.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert (result["benchmark"], result["device"], result["tiny"], result["good"]) == ("gpu", "cpu", True, True)
+    statuses = {stage["name"]: stage["status"] for stage in result["stages"]}
+    assert statuses == {s.name: "skipped" if s.name == "quantized-fp8" else "done" for s in STAGES if s.tiny}
+    verdicts = [finding["ok"] for stage in result["stages"] for finding in stage["findings"] if "ok" in finding]
+    assert len(verdicts) >= 8 and all(verdicts)
+    (saved,) = tmp_path.glob("gpu-cpu-*.json")
+    assert json.loads(saved.read_text()) == result
+    assert saved.with_suffix(".md").read_text().strip() in done.stdout
+    assert saved.with_suffix(".log").exists()
+
+
+def _run_stage(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str, start: StartMethod = "fork") -> Record:
+    """Runs a stage with two findings and this line between them."""
+    name = f"stage_{abs(hash(body))}"
+    lines = ["import os, signal, subprocess, sys", "from benchmarks.gpu.results import Finding, Unsupported"]
+    lines += ["def run(context):", "    yield Finding(what='first', value=1.0)", f"    {body}"]
+    (folder / f"{name}.py").write_text("\n".join([*lines, "    yield Finding(what='last', value=2.0)"]))
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setattr("benchmarks.gpu.subprocess_stage.GRACE_SECONDS", 0.0)
+    record, context = Record(name="stage"), _context(folder, 3.0 if "pause" in body else 60)
+    run_in_subprocess(f"{name}.run", context, record, lambda: None, folder / "log", start)
+    return record
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("body", "status", "why"),
+    [
+        ("os.write(1, b'said this')", "done", ""),
+        ("raise OSError('no such thing')", "failed", "OSError: no such thing"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "failed", "SIGKILL"),
+        ("os._exit(3)", "failed", "ended with 3"),
+        ("raise Unsupported('an old card')", "skipped", "an old card"),
+        ("while True: signal.pause()", "timed out", "killed"),
+    ],
+)
+def test_a_stage_ends_alone_and_leaves_what_it_had_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, status: str, why: str
+) -> None:
+    record = _run_stage(tmp_path, monkeypatch, body)
+    assert (record.status, why in record.why) == (status, True), record
+    assert [finding.what for finding in record.findings] == ["first", "last"][: 2 if status == "done" else 1]
+    assert ("said this" in (tmp_path / "log").read_text()) == (status == "done")
+
+
+@pytest.mark.slow
+def test_a_stage_can_begin_as_a_fresh_process_and_dies_with_what_it_has_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = "open(context.folder / 'pid', 'w').write(str(subprocess.Popen(['sleep', '600']).pid))"
+    record = _run_stage(tmp_path, monkeypatch, f"assert 'pytest' not in sys.modules; {start}", "spawn")
+    assert (record.status, len(record.findings)) == ("done", 2), record
+    pid, deadline = int((tmp_path / "pid").read_text()), time.monotonic() + 60
+    # A killed process ends once it gets a core.
+    while not has_exited(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert has_exited(pid)
+
+
+@pytest.mark.slow
+def test_wheels_of_a_folder_are_importable_for_this_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheels, site = tmp_path / "wheels", tmp_path / "site"
+    wheels.mkdir()
+    with pytest.raises(WheelsError, match="holds no wheels"):
+        install(wheels, site)
+    with ZipFile(wheels / "brought-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("brought.py", "")
+        wheel.writestr("brought-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: brought\nVersion: 1.0\n")
+        wheel.writestr("brought-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr("brought-1.0.dist-info/RECORD", "")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", "before")
+    assert missing(("brought",)) == ("brought",)
+    install(wheels, site)
+    assert missing(("brought",)) == ()
+    assert os.environ["PYTHONPATH"] == f"{site}{os.pathsep}before"
+
+
+@pytest.mark.slow
+def test_without_a_gpu_one_line_says_what_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("benchmarks.gpu.__main__.signal.signal", lambda *_: None)  # pytest's own handlers stay
+    assert main(["--out", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and "needs a CUDA GPU" in line and "--device cpu --tiny" in line
+
+
+@pytest.mark.parametrize("flags", ["--only nonsense", "--minutes 0", "--device cpu", "--wheels /nowhere"])
+def test_wrong_flags_are_one_line_and_status_2(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(flags.split())
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+
+
+def test_stages_are_chosen_by_name_or_noun_and_share_the_time() -> None:
+    chosen = [stage.name for stage in choose(["speed", "roofs"], tiny=False)]
+    assert chosen == [name for name in NAMES if name == "roofs" or name.startswith("speed-")]
+    remaining = 480.0
+    for i, stage in enumerate(STAGES):  # each stage uses its full share, and every stage gets one
+        share = seconds_for(stage, STAGES[i + 1 :], remaining)
+        assert share == pytest.approx(480.0 * stage.weight / sum(s.weight for s in STAGES))
+        remaining -= share
+
+
+def test_a_report_is_good_until_a_stage_fails_or_a_check_breaks(tmp_path: Path) -> None:
+    record = Record(name="speed")
+    report = Report(path=tmp_path / (file_name("NVIDIA H200", "2026-11-22-1200") + ".json"), facts={}, records=[record])
+    report.write()
+    assert (
+        json.loads((tmp_path / "gpu-nvidia-h200-2026-11-22-1200.json").read_text())["stages"][0]["status"] == "running"
+    )
+    record.findings += [Finding(what="a | b", value=1234.5, unit="tokens/s", share=0.5), Finding(what="c", value="x")]
+    record.status = "done"
+    assert report.is_good
+    assert "| speed | a \\| b | 1,234 tokens/s | 50.0 % |" in report.table()
+    assert report.numbers == {"speed: a | b": 1234.5}
+    record.status = "timed out"
+    assert not report.is_good and "**timed out**" in report.table()
+    record.status = "done"
+    record.findings.append(Finding(what="law", value=0.0, ok=False))
+    assert not report.is_good
+
+
+_CHECKS = """
+def check_sums(device, tiny):
+    yield {"what": "rows", "ok": tiny and device == "cpu", "value": 2, "unit": "ulp"}
+def check_wrong(device, tiny):
+    yield {"what": "one", "ok": False}
+    raise ValueError("and then this")
+"""
+
+
+def test_checks_of_kernels_fail_each_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "norms.py").write_text(_CHECKS)
+    (tmp_path / "absent.py").write_text("import there_is_no_such_package\n")
+    monkeypatch.setattr(conformance, "__path__", [str(tmp_path)])
+    found = {finding.what: finding for finding in conform.conform(_context(tmp_path))}
+    assert found["absent"].ok is None, "what a machine lacks breaks no law"
+    assert (found["norms: sums"].ok, found["norms: sums"].value, found["norms: sums"].note) == (True, 1, "2 ulp")
+    assert found["norms: wrong, one"].ok is False
+    wrong = found["norms: wrong"]
+    assert (wrong.ok, wrong.value, wrong.note) == (False, 0, "then ValueError: and then this")
+
+
+def test_the_oracle_notices_a_wrong_token_and_a_wrong_log_probability() -> None:
+    shape = smaller(SHAPES["8b"])
+    decoder = decoder_of(shape, random_state(shape, device=torch.device("cpu"), dtype=torch.float32))
+    greedy = request("1", random_prompt(9, shape.vocab_size, 1), 5)
+    tokens = tuple(generate(decoder, list(greedy.prompt), 5))
+    logits_TV = logits(decoder, [*greedy.prompt, *tokens])[len(greedy.prompt) - 1 : -1]
+    expected = torch.log_softmax(logits_TV, -1).gather(1, torch.tensor(tokens)[:, None]).squeeze(1).tolist()
+    right = score_output(decoder, greedy, tokens, tuple(expected))
+    assert (right.tokens, right.off, right.gap) == (5, 0, 0.0)
+    assert right.difference < 1e-6
+    wrong = score_output(decoder, greedy, ((tokens[0] + 1) % shape.vocab_size, *tokens[1:]), tuple(expected))
+    assert wrong.off >= 1 and wrong.gap > 1e-3
+    off_by_half = score_output(decoder, greedy, tokens, (expected[0] - 0.5, *expected[1:]))
+    assert off_by_half.difference == pytest.approx(0.5, abs=1e-5)
+    assert not score_output(decoder, greedy, tokens, (None, *expected[1:])).difference < 1e9, (
+        "none at all is no small difference"
+    )
+
+
+def test_a_roof_is_reading_once_or_multiplying_whichever_takes_longer() -> None:
+    shape = smaller(SHAPES["C"])  # width 64, 2 layers, 4 and 2 heads of 16, mlp 96, vocabulary 320
+    body, head, kv = 2 * (64 * 2 * (64 + 32) + 3 * 64 * 96), 320 * 64, 2 * 2 * 2 * 16
+    reading = Roofline(config=shape, bytes_per_second=10.0, operations_per_second=1e9)
+    assert reading.least_seconds(tokens=4, rows=4, kept=5) == 2 * (body + head + 4 * 5 * kv) / 10
+    multiplying = Roofline(config=shape, bytes_per_second=1e9, operations_per_second=10.0, precision="int8")
+    assert multiplying.least_seconds(tokens=50, rows=1, kept=0) == 2 * (body * 50 + head) / 10
+    blind = Roofline(config=shape, bytes_per_second=None, operations_per_second=None)
+    assert blind.least_seconds(tokens=1, rows=1, kept=0) is None
+
+
+def test_random_weights_let_no_token_win_always() -> None:
+    shape = smaller(SHAPES["8b"])
+    state = random_state(shape, device=torch.device("cpu"), dtype=torch.float32)
+    logits_TV = logits(decoder_of(shape, state), list(random_prompt(64, shape.vocab_size, 0)))
+    assert 1.0 < float(logits_TV.std()) < 6.0
+    assert len(set(logits_TV.argmax(-1).tolist())) > 32

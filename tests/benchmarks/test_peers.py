@@ -1,0 +1,216 @@
+"""The comparison with peers: plan, ratios, adapter processes, tables, shapes. Installs and measures no peer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.common import Percentiles, range_of
+from benchmarks.peers.__main__ import main
+from benchmarks.peers.adapters.protocol import prompts_of
+from benchmarks.peers.comparison import Row, Sample, Start, Target, compare, measure_engine
+from benchmarks.peers.peer_pool import AdapterProcess, plain_environment
+from benchmarks.peers.plan import Figure, common_prefix_length, engine_figures, ratio, schedule
+from benchmarks.peers.provision import PeerError, convert_once, install
+from benchmarks.peers.report import ratios, table
+from benchmarks.prompts import pseudo_prose
+from benchmarks.shapes import SHAPES, smaller, write_random
+from model.checkpoint.checkpoint import load
+from model.nn.transformer import Decoder
+from model.tokenizer.tokenizer import Tokenizer
+from tests.support.model.tiny_models import tiny_weights
+
+ADAPTER = """
+from benchmarks.peers.adapters.protocol import SteppedAdapter, UnsupportedError, run
+class Fake(SteppedAdapter):
+    def __init__(self, options):
+        print("chatter of a library")
+        if options.precision == "int8":
+            raise UnsupportedError("no int8 here")
+        if options.precision == "f32":
+            raise OSError("broken\\nin two lines")
+        self.left, self.new = [], []
+    def facts(self):
+        return {"version": "1"}
+    def add(self, prompt, tokens, temperature=0.0, seed=0):
+        if tokens == 13:
+            raise MemoryError("all gone")
+        self.left.append(tokens - (tokens == 5))
+        self.new.append([])
+        return len(self.left) - 1
+    def step(self):
+        for request, left in enumerate(self.left):
+            if left:
+                self.left[request], self.new[request] = left - 1, [*self.new[request], 7]
+    def is_busy(self):
+        return any(self.left)
+    def take(self, request):
+        tokens, self.new[request] = self.new[request], []
+        return tokens
+run(Fake)
+"""
+
+
+@contextmanager
+def adapter(folder: Path, precision: str = "bf16"):  # type: ignore[no-untyped-def]
+    command = [sys.executable, "-c", ADAPTER, "--model=m", "--threads=1", "--batch=2", "--length=8"]
+    process = AdapterProcess([*command, "--precision", precision], log=folder / "log", environment={})
+    try:
+        yield process
+    finally:
+        process.close()
+
+
+def test_an_adapter_answers_one_question_after_the_other_whatever_its_library_prints(tmp_path: Path) -> None:
+    with adapter(tmp_path) as process:
+        assert process.facts() == {"version": "1"}
+        sample, row = measure_engine(process, 50, Figure(what="decode", rows=2, prompt=4, tokens=3), 1)
+        assert (row, sample.tokens_per_second > 0) == ([7, 7, 7], True)
+        assert measure_engine(process, 50, Figure(what="prefill", rows=1, prompt=4), 1)[0].tokens_per_second > 0
+        load, _ = measure_engine(process, 50, Figure(what="load", rows=3, prompt=4, tokens=4), 1)
+        assert load.first_token_ms and load.inter_token_ms and load.inter_token_ms.p50
+        with pytest.raises(PeerError, match="asked for 2 x 5 tokens, it generated"):
+            measure_engine(process, 50, Figure(what="decode", rows=2, tokens=5), 1)
+        with pytest.raises(PeerError, match=r"^MemoryError: all gone$"):
+            measure_engine(process, 50, Figure(what="decode", rows=1, tokens=13), 1)
+        with pytest.raises(PeerError, match="its process ended with 1: "):
+            process.ask("decode")
+    assert "chatter of a library" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize(("precision", "message"), [("int8", "no int8 here"), ("f32", "OSError: broken")])
+def test_an_adapter_that_cannot_load_says_why(tmp_path: Path, precision: str, message: str) -> None:
+    with adapter(tmp_path, precision) as process, pytest.raises(PeerError, match=f"^{message}$"):
+        process.facts()
+
+
+def test_no_engine_is_tuned_by_the_variables_of_this_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuning = {"OMP_WAIT_POLICY", "KMP_BLOCKTIME", "INKSTREAM_KERNELS", "PYTHONPATH"}
+    for name in (*tuning, "LANG"):
+        monkeypatch.setenv(name, "x")
+    assert "LANG" in plain_environment() and not tuning & plain_environment().keys()
+
+
+def test_a_conversion_is_complete_or_absent_and_made_once(tmp_path: Path) -> None:
+    write = [sys.executable, "-c", "import sys; open(sys.argv[2], 'w').write(sys.argv[1])"]
+    target = convert_once(tmp_path / "models/a.bin", [*write, "first"])
+    assert convert_once(target, [*write, "second"]).read_text() == "first"
+    fail = "import sys; open(sys.argv[1], 'w'); sys.exit('SomeError: no such layer')"
+    with pytest.raises(PeerError, match="SomeError: no such layer"):
+        convert_once(tmp_path / "b.bin", [sys.executable, "-c", fail])
+    assert not (tmp_path / "b.bin").exists()
+    (tmp_path / "openvino").write_text("in the way")
+    with pytest.raises(PeerError, match=r"python.* -m venv .*: .*(rror|File exists).*"):
+        install("openvino", tmp_path)
+
+
+def test_each_round_measures_every_engine_once_and_begins_with_another_one() -> None:
+    found = list(schedule(["a", "b", "c"], [1, 8], 4))
+    assert Counter(found) == Counter((r, f, s) for r in range(4) for f in (1, 8) for s in "abc")
+    assert [s for r, f, s in found if f == 8] == [*"abc", *"bca", *"cab", *"abc"]
+    assert not list(schedule([], [1], 3))
+
+
+def test_no_sequence_is_longer_than_the_context() -> None:
+    titles = [figure.title for figure in engine_figures(["engine", "prefill"], [1, 8], 1024)]
+    assert titles == ["decode x1", "decode x8", "prefill 512"]
+    (prefill,) = engine_figures(["prefill"], [1], 512)
+    assert prefill.prompt + prefill.tokens == 512
+
+
+def test_ratios_are_taken_round_by_round_and_agreement_ends_at_the_first_difference() -> None:
+    found = ratio({0: 10.0, 1: 100.0, 2: 30.0, 4: 7.0}, {0: 5.0, 1: 50.0, 2: 10.0, 3: 1.0})
+    assert found == range_of([2.0, 2.0, 3.0])
+    assert ratio({0: 1.0}, {1: 1.0}) is None
+    assert [common_prefix_length([1, 2, 3], other) for other in ([1, 2, 3], [1, 2, 4], [9, 2, 3], [1])] == [3, 2, 0, 3]
+
+
+def test_every_engine_reads_the_same_prompts_and_each_round_other_ones() -> None:
+    first, again, other = (prompts_of(vocab_size=50, rows=8, length=64, seed=seed) for seed in (1, 1, 2))
+    assert first == again != other
+    assert {len(prompt) for prompt in first} == {64} and all(0 < token < 50 for p in first for token in p)
+
+
+def _fake(speeds: list[float], row: Row) -> Start:
+    """A target with these speeds; it fails when they are over."""
+
+    def target(_figure: Figure, number: int) -> tuple[Sample, Row]:
+        if number == len(speeds):
+            raise PeerError("it got tired")
+        half = Percentiles(p50=speeds[number] / 2, p99=9)
+        return Sample(tokens_per_second=speeds[number], first_token_ms=half, inter_token_ms=half), row
+
+    @contextmanager
+    def start():  # type: ignore[no-untyped-def]
+        started: tuple[dict[str, str], Target] = {"version": "1"}, target
+        yield started
+
+    return start
+
+
+def test_a_comparison_drops_what_fails_and_its_table_says_so() -> None:
+    def absent() -> None:
+        raise PeerError("it computes float32 only")
+
+    starts = {"inkstream": _fake([1, 300, 330], [1, 2, 3]), "openvino": _fake([1, 600, 600], [1, 2, 9])}
+    starts |= {"llama.cpp": _fake([1, 150], [1]), "transformers": absent}  # type: ignore[dict-item]
+    result = compare("C", "bf16", starts, [Figure(what="decode", rows=1)], 2)
+    assert ratios(result.speeds("decode x1")) == {"openvino": pytest.approx(0.525), "llama.cpp": 2.0}
+    assert result.same_tokens == {"decode x1": {"openvino": 2, "llama.cpp": 1}}
+    text = table(result)
+    assert "315 [300-330]" in text and "600 [600-600]  0.53x" in text and "157.50 / 9.00" in text
+    assert "not there: it computes float32 only" in text and "not there: it got tired" in text
+
+
+@pytest.mark.parametrize(("name", "millions"), [("A", 124.4), ("B", 134.5), ("C", 15.7), ("1b", 1100), ("8b", 8030)])
+def test_the_shapes_have_the_documented_sizes(name: str, millions: float) -> None:
+    with torch.device("meta"):
+        assert Decoder(SHAPES[name]).n_params / 1e6 == pytest.approx(millions, rel=0.005)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_random_checkpoint_is_complete_and_its_tokenizer_has_as_many_tokens(tmp_path: Path) -> None:
+    write_random(smaller(SHAPES["C"]), tmp_path)
+    loaded = load(tmp_path, device=torch.device("cpu"), dtype=torch.bfloat16).decoder
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.vocab_size == loaded.config.vocab_size == 320
+    assert tokenizer.encode(pseudo_prose(index=1, words=64, seed=0))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("native_library")
+def test_the_last_line_is_one_json_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Our engine and service alone, since no peer is installed."""
+    weights, folder = tiny_weights(tmp_path / "weights", context=1024), tmp_path / "peers"
+    folder.mkdir()
+    (folder / "transformers").write_text("in the way")
+    flags = [
+        "--models",
+        "default",
+        "--precisions",
+        "bf16",
+        "--peers",
+        "transformers",
+        "--rounds",
+        "1",
+        "--streams",
+        "2",
+    ]
+    assert main([*flags, "--weights", str(weights), "--folder", str(folder)]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    (engine,), (server,) = result["engine"], result["server"]
+    assert engine["missing"].keys() == {"transformers"} and engine["samples"].keys() == {"decode x2", "prefill 512"}
+    assert server["samples"]["2 streams"].keys() == {"inkstream", "our bare engine"} and not server["missing"]
+
+
+@pytest.mark.parametrize("flags", [["--models", "D"], ["--peers", "vllm"], ["--rounds", "0"], ["--streams", "1,64"]])
+def test_a_flag_that_means_nothing_is_status_2(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(flags)
+    assert flags[1].rpartition(",")[2] in capsys.readouterr().err
