@@ -1,9 +1,8 @@
-"""Steps of the bare engine, without service and pipe: `python -m benchmarks.engine sampling|guided|operations`.
+"""Steps of the bare engine, without service and pipe: `python -m benchmarks.engine sampling|operations`.
 
-sampling: what a step costs greedily, with temperature 0.8, with every filter, and with every filter, penalty, bias and
-log-probabilities. Four engines run their steps in turn, each time in another order.
-guided: tokens per second without and with a JSON schema, alternately. Compiling the schema, which in the service delays
-only its own request, is reported separately.
+sampling: what a step costs greedily, with temperature 0.8, with every filter, with every filter, penalty, bias and
+log-probabilities, and with temperature 0.8 under a JSON schema, whose compilation is not counted. An engine for each
+runs its steps in turn, each time in another order.
 operations: a decode step by operation; native kernels, random weights, 200 tokens of context per row, summed over
 layers.
 
@@ -17,35 +16,33 @@ import statistics
 import sys
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from app.common.ipc import WorkerConfig
-from app.common.types import BatchPlan, Chunk, Request, SamplingParams
+from app.common.types import BatchPlan, Chunk
 from app.common.types import Sequence as EngineSequence
 from app.engine.cpu.compute import NativeCompute, ThreadPool
 from app.engine.cpu.library import Library
 from app.engine.cpu.program import BLOCK
 from app.engine.cpu.toolchain.builder import find_or_build
-from app.engine.execution.engine import Engine
-from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.startup import build_engine
 from app.engine.worker_loop import BuiltEngine
 from app.guided.grammar import grammar_from
-from benchmarks.common import alternate, command_line, median_of, print_result
-from benchmarks.engine_driver import cancel_all, random_prompt, request, run_all, run_until_decoding
+from benchmarks.common import command_line, median_of, print_result
+from benchmarks.engine_driver import cancel_all, random_prompt, request, run_until_decoding
 from benchmarks.shapes import SHAPES
 from model.checkpoint.checkpoint import load, load_config
 from model.config import ModelConfig
 from model.files import one_line
 from model.nn.transformer import Decoder
 from model.presets import preset
-from model.tokenizer.tokenizer import Tokenizer
 
 KERNELS = ("native", "torch")
 _CONTEXT_TOKENS = 200
@@ -62,6 +59,7 @@ SAMPLING_MODES: dict[str, dict[str, Any]] = {
         "logit_bias": tuple((token, -1.0) for token in range(100, 110)),
         "logprobs": 5,
     },
+    "guided": {"temperature": 0.8},
 }
 _PERSON = {
     "type": "object",
@@ -75,7 +73,7 @@ _PERSON = {
     "additionalProperties": False,
 }
 _SCHEMA = {"type": "array", "items": _PERSON, "minItems": 100}
-"""Longer than the output, so that both runs sample equally many tokens."""
+"""Longer than the output, so that all modes sample equally many tokens."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,15 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line("engine", __doc__)
     parser.add_argument("--weights", type=Path, default=Path("weights"), help="weights directory (%(default)s)")
     parser.add_argument("--kernels", choices=KERNELS, default="native", help="kernels (%(default)s)")
-    what = parser.add_subparsers(required=True, metavar="sampling|guided|operations")
+    what = parser.add_subparsers(required=True, metavar="sampling|operations")
     one = what.add_parser("sampling")
     one.set_defaults(measure=_sampling)
     one.add_argument("--quick", action="store_true", help="few steps, as a smoke test")
-    one = what.add_parser("guided")
-    one.set_defaults(measure=_guided)
-    one.add_argument("--streams", type=int, default=8, help="concurrent requests (%(default)s)")
-    one.add_argument("--max-tokens", type=int, default=128, help="tokens per request (%(default)s)")
-    one.add_argument("--repeats", type=int, default=9, help="pairs of runs (%(default)s)")
     one = what.add_parser("operations")
     one.set_defaults(measure=_operations)
     one.add_argument("--shape", choices=("default", *SHAPES), default="default", help="decoder's shape (%(default)s)")
@@ -131,9 +124,8 @@ def _sampling(weights: Path, kernels: str, quick: bool) -> dict[str, Any]:
     times = []
     for rows in (1, 3) if quick else (1, 8, 32):
         built = {mode: _engine(weights, kernels, rows=rows, length=prompt + steps + 3) for mode in SAMPLING_MODES}
-        engines, rng = {mode: each.engine for mode, each in built.items()}, random.Random(rows)
-        vocab = built["greedy"].ready.vocab_size
-        medians = [_sampling_round(engines, rows, prompt, steps, vocab, rng) for _ in range(rounds)]
+        rng = random.Random(rows)
+        medians = [_sampling_round(built, rows, prompt, steps, rng) for _ in range(rounds)]
         ms = {f"{mode}_ms": median_of(medians, mode) for mode in SAMPLING_MODES}
         percent = {f"{m}_percent": 100 * (median_of(medians, m, by="greedy") - 1) for m in list(SAMPLING_MODES)[1:]}
         print(f"{rows:5}" + "".join(f"{value:12.3f}" for value in ms.values()))
@@ -143,85 +135,36 @@ def _sampling(weights: Path, kernels: str, quick: bool) -> dict[str, Any]:
 
 
 def _sampling_round(
-    engines: dict[str, Engine], rows: int, prompt: int, steps: int, vocab: int, rng: random.Random
+    built: dict[str, BuiltEngine], rows: int, prompt: int, steps: int, rng: random.Random
 ) -> dict[str, float]:
     """Median milliseconds of a step, by mode; all modes continue the same new prompts."""
-    seed = rng.random()
+    seed, engines = rng.random(), {mode: each.engine for mode, each in built.items()}
+    grammar = grammar_from("json_schema", _SCHEMA)
+    assert grammar
     for mode, engine in engines.items():
+        vocab_size, tracker = built[mode].ready.vocab_size, built[mode].grammars
         for row in range(rows):
-            tokens = random_prompt(prompt, vocab, f"{seed} {row}")
-            engine.add(request(f"{row}", tokens, steps + 3, seed=row, **SAMPLING_MODES[mode]))
+            tokens = random_prompt(prompt, vocab_size, f"{seed} {row}")
+            one = request(f"{row}", tokens, steps + 3, seed=row, **SAMPLING_MODES[mode])
+            if mode == "guided" and tracker:
+                one = msgspec.structs.replace(one, grammar=grammar.lark)
+                compilation = tracker.prepare(one)
+                while not compilation.done:
+                    time.sleep(0.0005)
+            engine.add(one)
         run_until_decoding(engine, rows)
     milliseconds: dict[str, list[float]] = {mode: [] for mode in engines}
     for _ in range(steps):
         for mode in rng.sample(list(engines), len(engines)):
-            start = time.perf_counter()
-            report = engines[mode].step()
-            milliseconds[mode].append((time.perf_counter() - start) * 1000)
-            assert len(report.events) == rows, "a step did not continue every sequence"
+            start, n_events = time.perf_counter(), 0
+            while not n_events:
+                n_events = len(engines[mode].step().events)
+            assert n_events == rows or mode == "guided", "a step did not continue every sequence"
+            # A row whose masks have cost too much sits out a step.
+            milliseconds[mode].append((time.perf_counter() - start) * 1000 * rows / n_events)
     for engine in engines.values():
         cancel_all(engine)
     return {mode: statistics.median(values) for mode, values in milliseconds.items()}
-
-
-def _guided(weights: Path, kernels: str, streams: int, max_tokens: int, repeats: int) -> dict[str, Any]:
-    built = _engine(weights, kernels, rows=streams, length=max_tokens + 4 * BLOCK)
-    engine, tracker = built.engine, built.grammars
-    assert isinstance(tracker, GrammarTracker)
-    tracked: list[float] = []  # seconds of each call
-    for name in ("allowed", "accept_tokens"):
-        setattr(tracker, name, partial(_timed, getattr(tracker, name), tracked))
-    grammar = grammar_from("json_schema", _SCHEMA)
-    assert grammar
-    prompt = tuple(Tokenizer.load(weights).encode("Once upon a time there was"))
-    compiled: list[float] = []
-
-    def run(lark: str) -> float:
-        params = [SamplingParams(temperature=0.8, seed=i) for i in range(streams)]
-        requests = [
-            Request(id=str(i), prompt=prompt, max_tokens=max_tokens, params=params[i], grammar=lark)
-            for i in range(streams)
-        ]
-        if lark:
-            started = time.perf_counter()
-            for compilation in [tracker.prepare(one) for one in requests]:
-                while not compilation.done:
-                    time.sleep(0.0005)
-            compiled.append((time.perf_counter() - started) * 1e3 / streams)
-            tracked.clear()
-        started = time.perf_counter()
-        outputs = run_all(engine, requests)
-        seconds = time.perf_counter() - started
-        assert not outputs.failed, outputs.failed
-        assert sum(len(outputs.tokens(one.id)) for one in requests) == streams * max_tokens
-        return streams * max_tokens / seconds
-
-    per_step: list[float] = []
-
-    def run_guided() -> float:
-        speed = run(grammar.lark)
-        per_step.append(sum(tracked) * 1e3 / max_tokens)
-        return speed
-
-    ways: dict[str, Callable[[], float]] = {"free": partial(run, ""), "guided": run_guided}
-    pairs = alternate(ways, repeats)
-    print(f"{'free':>10}  {'guided':>10}  tokens/s")
-    for pair in pairs:
-        print(f"{pair['free']:10.1f}  {pair['guided']:10.1f}")
-    return {
-        "compile_ms": statistics.median(compiled),
-        "free_tokens_per_second": median_of(pairs, "free"),
-        "guided_tokens_per_second": median_of(pairs, "guided"),
-        "cost_percent": 100 * (1 - median_of(pairs, "guided", by="free")),
-        "guides_ms_per_step": statistics.median(per_step[1:]),
-    }
-
-
-def _timed(call: Callable[..., Any], seconds: list[float], *arguments: Any) -> Any:
-    started = time.perf_counter()
-    result = call(*arguments)
-    seconds.append(time.perf_counter() - started)
-    return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

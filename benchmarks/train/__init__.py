@@ -1,1 +1,0 @@
-"""Training speed against plain PyTorch and transformers.Trainer: `python -m benchmarks.train`."""
