@@ -168,10 +168,11 @@ def test_a_report_is_good_until_a_stage_fails_or_a_check_breaks(tmp_path: Path) 
 
 
 _CHECKS = """
+from benchmarks.gpu.results import Finding
 def check_sums(device, tiny):
-    yield {"what": "rows", "ok": tiny and device == "cpu", "value": 2, "unit": "ulp"}
+    yield Finding(what="rows", ok=tiny and device == "cpu", value=2, unit="ulp")
 def check_wrong(device, tiny):
-    yield {"what": "one", "ok": False}
+    yield Finding(what="one", ok=False, value="")
     raise ValueError("and then this")
 """
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from app.engine.gpu.kernels.interface import Kernels
 from app.engine.gpu.kernels.reference_operations import ReferenceKernels
+from benchmarks.gpu.results import Finding
 
-Row = dict[str, Any]
 _MAX_ULPS = {torch.float32: 64, torch.float16: 4, torch.bfloat16: 4}
 """Tolerance in units in the last place, for a GPU's float32 exponentials and sums, and a few roundings."""
 _MAX_SHARE_ROUNDED_OFF = 0.02
@@ -32,28 +31,28 @@ def triton_kernels(**options: int) -> Kernels:
     return kernels
 
 
-def close(what: str, actual: Tensor, expected: Tensor) -> Row:
+def close(what: str, actual: Tensor, expected: Tensor) -> Finding:
     """Compares with a float64 reference; the tolerance is relative to the larger of 1 and the expected number."""
     allowed = _MAX_ULPS[actual.dtype] * torch.finfo(actual.dtype).eps * expected.abs().clamp(min=1.0)
     worst = ((actual.double() - expected).abs() / allowed).max().item() if actual.numel() else 0.0
-    return {"what": what, "ok": worst <= 1.0, "value": worst, "unit": "of what is allowed"}  # NaN is not <= 1
+    return Finding(what=what, ok=worst <= 1.0, value=worst, unit="of what is allowed")  # NaN is not <= 1
 
 
-def rounded(what: str, actual: Tensor, expected: Tensor) -> Row:
+def rounded(what: str, actual: Tensor, expected: Tensor) -> Finding:
     """Checks that most numbers equal the rounded reference, which shows a missing or an extra rounding.
 
     Always holds in float32, where sums differ more than that.
     """
     share = (actual != expected.to(actual.dtype)).double().mean().item()
     ok = actual.dtype == torch.float32 or share <= _MAX_SHARE_ROUNDED_OFF
-    return {"what": f"{what}: rounded", "ok": ok, "value": share, "unit": "of all numbers are not the nearest"}
+    return Finding(what=f"{what}: rounded", ok=ok, value=share, unit="of all numbers are not the nearest")
 
 
-def same_bits(what: str, actual: Tensor, expected: Tensor) -> Row:
+def same_bits(what: str, actual: Tensor, expected: Tensor) -> Finding:
     """Compares bit patterns, so that NaN counts too."""
     kind = _INTEGERS[actual.element_size()]
     differ = int((actual.contiguous().view(kind) != expected.contiguous().view(kind)).sum())
-    return {"what": what, "ok": not differ, "value": differ, "unit": f"of {actual.numel()} numbers differ"}
+    return Finding(what=what, ok=not differ, value=differ, unit=f"of {actual.numel()} numbers differ")
 
 
 @contextmanager

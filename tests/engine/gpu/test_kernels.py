@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from app.engine.gpu.kernels.interface import AttentionSpec, HeadsSpec
-from benchmarks.gpu.conformance import attention, rows, states
+from benchmarks.gpu.conformance import attention, rows
 from benchmarks.gpu.conformance.attention import build
-from benchmarks.gpu.conformance.harness import Row, random, same_bits
+from benchmarks.gpu.conformance.harness import random, same_bits
+from benchmarks.gpu.results import Finding
 from tests.support.gpu.kernel_backends import BOTH, DEVICE, FORMATS, SHAPES, kernels
 
 pytestmark = [
@@ -22,10 +23,10 @@ pytestmark = [
 ]
 
 
-def check_all(found: Iterable[Row]) -> None:
+def check_all(found: Iterable[Finding]) -> None:
     """Every law that was looked at, and there were some."""
     found = list(found)
-    assert found and not [row for row in found if not row["ok"]]
+    assert found and not [each for each in found if not each.ok]
 
 
 @pytest.mark.parametrize("kind", BOTH)
@@ -98,15 +99,15 @@ def test_heads_are_normed_turned_scaled_and_kept(
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize(("count", "n_rows"), [(1, 1), (7, 5), (150, 130)])
 def test_a_decode_step_finds_its_rows_and_leaves_them_a_token_further(count: int, n_rows: int, kind: str) -> None:
-    check_all(states.states(kernels(kind), count, n_rows, 16, 4, DEVICE, randrange(10**6)))
+    check_all(rows.states(kernels(kind), count, n_rows, 16, 4, DEVICE, randrange(10**6)))
 
 
 def test_a_reference_that_misses_one_key_is_found_out() -> None:
     """So that what is allowed is not so much that nothing could fail."""
     scene = build(SHAPES["cap"], torch.float32, DEVICE, 1, 1)
     blind = replace(scene, spec=AttentionSpec(window=515, soft_cap=3.0))
-    assert attention.accuracy("", kernels("torch"), scene, 1)["ok"]
+    assert attention.accuracy("", kernels("torch"), scene, 1).ok
     q, k, v = (x[0] for x in (scene.q, scene.k, scene.v))
     found = torch.cat(blind.attend(kernels("torch"), [(0, 515, 1)], 1))
     expected = attention.attended(q[515], k, v, 515, scene.spec)
-    assert not attention.close("", found, expected[None])["ok"]
+    assert not attention.close("", found, expected[None]).ok

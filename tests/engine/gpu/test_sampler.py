@@ -130,7 +130,7 @@ def test_what_the_words_cannot_say_does_not_fit() -> None:
     assert not layout.fits(Request(id="", prompt=(0,), max_tokens=1, grammar="start: /a/"), 1000)
 
 
-@pytest.mark.parametrize("what", ["instead of", "log-probability", "counted", "left out"])
+@pytest.mark.parametrize("what", ["instead of", "log-probability", "counted", "most likely"])
 def test_a_sampler_that_draws_otherwise_is_found_out(what: str) -> None:
     def lie(logits_SV: Tensor, rows_S: Tensor, positions_S: Tensor, table: SamplingTable, out: SampleOut) -> None:
         kernels("torch").sample(logits_SV, rows_S, positions_S, table, out)
