@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -15,23 +14,6 @@ from benchmarks.client import Address, Client, Exchange
 _SUCCESSFUL_FINISHES = ("length", "stop", None)
 _TEXT_START = 2_000
 """Bytes of a stream in which the first text is looked for first."""
-
-
-class Api(Enum):
-    """The completion endpoint under load."""
-
-    COMPLETE = "complete"
-    OPENAI = "openai"
-
-    @property
-    def path(self) -> str:
-        """The path of the requests."""
-        return "/complete" if self is Api.COMPLETE else "/v1/completions"
-
-    @property
-    def marker(self) -> bytes:
-        """Bytes that occur exactly once in each token's event, and nowhere else, however a server spaces its JSON."""
-        return b"event: token\n" if self is Api.COMPLETE else b'"text":'
 
 
 class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,26 +26,26 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = True
     stream: bool = True
 
+    PATH: ClassVar[str] = "/complete"
+    MARKER: ClassVar[bytes] = b"event: token\n"
+    """Bytes that occur exactly once in each token's event, and nowhere else, however a server spaces its JSON."""
+
     def exchange(self, address: Address) -> Exchange:
         """The request to a server."""
-        api = Api.OPENAI if isinstance(self, OpenAIRequest) else Api.COMPLETE
-        return Exchange(address.request("POST", api.path, msgspec.json.encode(self)), api.marker)
-
-
-class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests a last chunk with the number of tokens."""
-
-    include_usage: bool = True
+        return Exchange(address.request("POST", self.PATH, msgspec.json.encode(self)), self.MARKER)
 
 
 class OpenAIRequest(CompletionRequest, frozen=True, kw_only=True):
     """The body of POST /v1/completions; disables filters that some servers apply by default."""
 
+    PATH: ClassVar[str] = "/v1/completions"
+    MARKER: ClassVar[bytes] = b'"text":'
+
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    stream_options: StreamOptions = msgspec.field(default_factory=StreamOptions)
+    stream_options: dict[str, bool] = msgspec.field(default_factory=lambda: {"include_usage": True})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +58,6 @@ class Completed:
     """Between consecutive token events. An event may carry several tokens; gaps are not weighted."""
     tokens: int
     """`usage.completion_tokens`."""
-    cached: int = 0
-    """Prompt tokens that were in the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +80,7 @@ def measure(exchange: Exchange) -> Completed | Failed:
     if exchange.status != 200:
         return Failed(f"HTTP {exchange.status}: {error_message(body)}")
     try:
-        return _measure_chunks(exchange) if exchange.marker == Api.OPENAI.marker else _measure_events(exchange, body)
+        return _measure_chunks(exchange) if exchange.marker == OpenAIRequest.MARKER else _measure_events(exchange, body)
     except msgspec.MsgspecError as error:
         return Failed(printable(str(error)))
 
@@ -120,8 +100,7 @@ def _measure_events(exchange: Exchange, body: bytes) -> Completed | Failed:
             return Failed(printable(f"the stream ended early: finish_reason {choice.finish_reason}"))
     first = _first_text(body[:_TEXT_START])
     first = _first_text(body) if first is None else first
-    cached = done.usage.prompt_tokens_details.cached_tokens
-    return _completed(exchange.sent, exchange.arrivals, first, done.usage.completion_tokens, cached)
+    return _completed(exchange.sent, exchange.arrivals, first, done.usage.completion_tokens)
 
 
 def _first_text(body: bytes) -> int | None:
@@ -152,15 +131,14 @@ def _measure_chunks(exchange: Exchange) -> Completed | Failed:
         return Failed(printable(f"the stream ended early: finish_reason {finish}"))
     if tokens is None:
         return Failed("the stream told no usage, so its tokens cannot be counted")
-    return _completed(exchange.sent, arrivals, 0 if arrivals else None, tokens, 0)
+    return _completed(exchange.sent, arrivals, 0 if arrivals else None, tokens)
 
 
-def _completed(sent: float, arrivals: list[float], first: int | None, tokens: int, cached: int) -> Completed:
+def _completed(sent: float, arrivals: list[float], first: int | None, tokens: int) -> Completed:
     return Completed(
         first_token=None if first is None else arrivals[first] - sent,
         gaps=[after - before for before, after in pairwise(arrivals)],
         tokens=tokens,
-        cached=cached,
     )
 
 
@@ -183,13 +161,8 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class _Cached(msgspec.Struct, frozen=True):
-    cached_tokens: int = 0
-
-
 class _Usage(msgspec.Struct):
     completion_tokens: int
-    prompt_tokens_details: _Cached = _Cached()
 
 
 class _Done(msgspec.Struct):

@@ -13,30 +13,34 @@ server answers; 130 after Ctrl+C, with the results so far.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count, islice
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from app.common import event_loop
-from benchmarks.client import Exchange, get, keep_busy
+from benchmarks.client import Address, Exchange, get, keep_busy, parse_address
 from benchmarks.common import Machine, Percentiles, json_line, now_text, percentiles_ms, this_machine
-from benchmarks.completions import Completed, Failed, measure
-from benchmarks.load_plan import LoadPlan, parse_options
+from benchmarks.completions import Completed, CompletionRequest, Failed, OpenAIRequest, measure
+from benchmarks.prompts import pseudo_prose
+from model.command_line import OneLineParser
 
-_ANSWER_SECONDS = 5
+APIS = {"complete": CompletionRequest, "openai": OpenAIRequest}
 TABLE_HEAD = (
     "streams  requests  errors  tokens/s  requests/s  first token p50/p99 ms  inter-token p50/p99 ms\n"
     "-------  --------  ------  --------  ----------  ----------------------  ----------------------"
 )
-
-
+_ANSWER_SECONDS = 5
+_KEY = "INKSTREAM_API_KEY"
 _WARM_UP = -1
 """Prompt number of the warm-up, which no counted request uses."""
 
@@ -46,36 +50,166 @@ class UnreachableError(ConnectionError):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parse_options(argv)
-    console = _Console(json_only=options.json_only)
+    plan, is_json_only = parse_options(argv)
+    latest: LoadResult | None = None
+
+    def show(result: LoadResult) -> None:
+        nonlocal latest
+        latest = result
+        if not is_json_only:
+            print(table_row(result.levels[-1]) if result.levels else TABLE_HEAD, flush=True)
+
     try:
-        result = event_loop.run(run(options.plan, on_result=console.show))
+        event_loop.run(run(plan, on_result=show))
     except UnreachableError as error:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        if console.latest is not None:
-            print(_last_line(replace(console.latest, interrupted=True)), flush=True)
+        if latest is not None:
+            print(_last_line(replace(latest, interrupted=True)), flush=True)
         return 130
-    print(_last_line(result), flush=True)
-    return 1 if result.failed else 0
+    assert latest
+    print(_last_line(latest), flush=True)
+    return 1 if latest.failed else 0
 
 
-def _ignore(_: LoadResult) -> None:
-    pass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadPlan:
+    """What the load generator sends. Raises ValueError with a message for the user if a value is invalid."""
+
+    url: str = "http://127.0.0.1:8000"
+    streams: tuple[int, ...] = (1, 8, 32)
+    """Concurrency levels, in order."""
+    requests: int | None = None
+    """Requests per level; None: four per stream, at least 8."""
+    max_tokens: int = 128
+    temperature: float = 1.0
+    seconds: float = 60.0
+    """Hard time limit per level."""
+    prompt_words: int = 64
+    prompts: tuple[str, ...] = ()
+    """Prompts to use in turn, instead of pseudo-prose."""
+    same_prompt: bool = False
+    """Whether every request sends the first prompt, so that it is in the prefix cache."""
+    seed: int = 0
+    """Seed of the pseudo-prose: another seed sends other prompts. Request i always samples with seed i."""
+    allow_remote: bool = False
+    api: str = "complete"
+    """complete: POST /complete. openai: POST /v1/completions, of any server that supports `ignore_eos`."""
+    api_key: str = field(default="", repr=False)
+    """Read from the environment only: arguments of a process are visible to all users, and results are shared."""
+
+    def __post_init__(self) -> None:
+        if not self.address.is_loopback and not self.allow_remote:
+            raise ValueError(f"{self.url} is not a loopback address; add --allow-remote to put load on another machine")
+        if not self.streams or not all(1 <= streams <= 4096 for streams in self.streams):
+            raise ValueError("--streams takes numbers from 1 to 4096, such as 1,8,32")
+        if self.requests is not None and self.requests < max(self.streams):
+            raise ValueError(f"--requests {self.requests} is too few to keep {max(self.streams)} streams busy")
+        if not 1 <= self.max_tokens <= 1_000_000:
+            raise ValueError("--max-tokens must be from 1 to 1000000")
+        if not 1 <= self.prompt_words <= 100_000:
+            raise ValueError("--prompt-words must be from 1 to 100000")
+        if not 0 <= self.temperature <= 10:
+            raise ValueError("--temperature must be from 0 to 10")
+        if self.api not in APIS:
+            raise ValueError(f"--api must be one of {', '.join(APIS)}, not {self.api}")
+        if not self.api_key.isascii() or not self.api_key.isprintable():
+            raise ValueError(f"the variable {_KEY} has characters that no API key has")
+        if not 0 < self.seconds <= 86_400:
+            raise ValueError("--seconds must be above 0 and at most 86400")
+
+    @property
+    def address(self) -> Address:
+        return replace(parse_address(self.url), key=self.api_key)
+
+    def requests_for(self, streams: int) -> int:
+        return self.requests if self.requests is not None else max(8, 4 * streams)
+
+    def prompt(self, index: int) -> str:
+        index = 0 if self.same_prompt else index
+        if self.prompts:
+            return self.prompts[index % len(self.prompts)]
+        return pseudo_prose(index=index, words=self.prompt_words, seed=self.seed)
+
+    def request(self, index: int) -> CompletionRequest:
+        return APIS[self.api](
+            prompt=self.prompt(index), max_tokens=self.max_tokens, temperature=self.temperature, seed=max(index, 0)
+        )
 
 
-async def run(plan: LoadPlan, *, on_result: Callable[[LoadResult], None] = _ignore) -> LoadResult:
+def parse_options(argv: Sequence[str] | None) -> tuple[LoadPlan, bool]:
+    """The plan, and whether to print only JSON. Exits with a usage line and status 2 if the flags are invalid."""
+    parser = _parser()
+    flags = vars(parser.parse_args(argv))
+    is_json_only = flags.pop("json_only")
+    try:
+        return LoadPlan(**flags, api_key=os.environ.get(_KEY, "")), is_json_only
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(prog="inkstream bench", description="Streaming load against a running server.")
+    add, default = parser.add_argument, LoadPlan()
+    add(
+        "--url",
+        default=default.url,
+        help=f"server URL (%(default)s); the API key, if needed, is read from {_KEY}",
+    )
+    add("--streams", type=_numbers, default=default.streams, metavar="N,N", help="concurrency levels (1,8,32)")
+    add("--requests", type=int, metavar="N", help="requests per level (four per stream, at least 8)")
+    add("--max-tokens", type=int, default=default.max_tokens, metavar="N", help="tokens per request (%(default)s)")
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--prompt-words", type=int, default=default.prompt_words, metavar="N", help="words per prompt (%(default)s)")
+    add("--prompts", type=_lines, default=(), metavar="FILE", help="file of prompts to use in turn, one per line")
+    add = parser.add_argument
+    add("--same-prompt", action="store_true", help="always send the same prompt, so that it is in the prefix cache")
+    add(
+        "--temperature",
+        type=float,
+        default=default.temperature,
+        metavar="T",
+        help="temperature; 0 is greedy (%(default)s)",
+    )
+    add("--seconds", type=float, default=default.seconds, metavar="S", help="time limit per level (%(default)s)")
+    add("--seed", type=int, default=default.seed, metavar="N", help="seed of the prompts (%(default)s)")
+    add("--api", choices=APIS, default=default.api, help="openai: /v1/completions, also of other servers (%(default)s)")
+    add("--allow-remote", action="store_true", help="allow a URL that is not on this machine")
+    add("--json-only", action="store_true", help="print only the last line, one JSON object")
+    return parser
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 1,8,32") from None
+
+
+def _lines(name: str) -> tuple[str, ...]:
+    try:
+        lines = Path(name).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        raise argparse.ArgumentTypeError(f"{name} cannot be read as a text file") from None
+    prompts = tuple(line for line in lines if line.strip())
+    if not prompts:
+        raise argparse.ArgumentTypeError(f"{name} holds no prompts; write one per line")
+    return prompts
+
+
+async def run(plan: LoadPlan, *, on_result: Callable[[LoadResult], object] = lambda _: None) -> LoadResult:
     """Carries out the plan, and reports each result so far: at the start, then after each level, even a cut one.
 
     Raises UnreachableError if nothing answers at the plan's URL.
     """
+    settings = {name: value for name, value in asdict(plan).items() if name != "api_key"}
     result = LoadResult(
         date=now_text(),
         url=plan.url,
         machine=this_machine(),
         server=await _fetch_models(plan),
-        settings=_settings(plan),
+        settings=settings | {"prompts": len(plan.prompts)},
     )
     on_result(result)
     await run_level(plan, iter([_WARM_UP]), LevelProgress(streams=1))  # if it fails, counted requests report why
@@ -88,19 +222,6 @@ async def run(plan: LoadPlan, *, on_result: Callable[[LoadResult], None] = _igno
             result = replace(result, levels=(*result.levels, progress.result()))
             on_result(result)
     return result
-
-
-@dataclass(slots=True, kw_only=True)
-class _Console:
-    """Prints a row for each new level, and keeps the result so far for Ctrl+C."""
-
-    json_only: bool
-    latest: LoadResult | None = None
-
-    def show(self, result: LoadResult) -> None:
-        self.latest = result
-        if not self.json_only:
-            print(table_row(result.levels[-1]) if result.levels else TABLE_HEAD, flush=True)
 
 
 async def _fetch_models(plan: LoadPlan) -> Any:
@@ -116,13 +237,6 @@ async def _fetch_models(plan: LoadPlan) -> Any:
     with suppress(msgspec.MsgspecError):
         return msgspec.json.decode(exchange.body)
     return None
-
-
-def _settings(plan: LoadPlan) -> dict[str, Any]:
-    """The plan as JSON settings: the number of prompts instead of their texts, and no API key."""
-    settings = asdict(plan) | {"prompts": len(plan.prompts)}
-    del settings["api_key"]
-    return settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,26 +261,6 @@ class LevelResult:
     """Gaps between `token` events of completed streams. An event may carry several tokens; gaps are not weighted."""
 
 
-def summarize(outcomes: Sequence[Completed | Failed], *, streams: int, started: int, seconds: float) -> LevelResult:
-    completed = [outcome for outcome in outcomes if isinstance(outcome, Completed)]
-    failures = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
-    tokens = sum(outcome.tokens for outcome in completed)
-    return LevelResult(
-        streams=streams,
-        requests=started,
-        completed=len(completed),
-        errors=len(failures),
-        unfinished=started - len(outcomes),
-        first_error=failures[0].message if failures else None,
-        seconds=seconds,
-        output_tokens=tokens,
-        output_tokens_per_second=tokens / seconds,
-        requests_per_second=len(completed) / seconds,
-        first_token_ms=percentiles_ms([c.first_token for c in completed if c.first_token is not None]),
-        inter_token_ms=percentiles_ms([gap for c in completed for gap in c.gaps]),
-    )
-
-
 @dataclass(slots=True, kw_only=True)
 class LevelProgress:
     """Progress of one level, readable at any moment."""
@@ -178,7 +272,23 @@ class LevelProgress:
 
     def result(self) -> LevelResult:
         seconds = time.monotonic() - self.started_at
-        return summarize(self.outcomes, streams=self.streams, started=self.started, seconds=seconds)
+        completed = [outcome for outcome in self.outcomes if isinstance(outcome, Completed)]
+        failures = [outcome for outcome in self.outcomes if isinstance(outcome, Failed)]
+        tokens = sum(outcome.tokens for outcome in completed)
+        return LevelResult(
+            streams=self.streams,
+            requests=self.started,
+            completed=len(completed),
+            errors=len(failures),
+            unfinished=self.started - len(self.outcomes),
+            first_error=failures[0].message if failures else None,
+            seconds=seconds,
+            output_tokens=tokens,
+            output_tokens_per_second=tokens / seconds,
+            requests_per_second=len(completed) / seconds,
+            first_token_ms=percentiles_ms([c.first_token for c in completed if c.first_token is not None]),
+            inter_token_ms=percentiles_ms([gap for c in completed for gap in c.gaps]),
+        )
 
 
 async def run_level(plan: LoadPlan, indices: Iterator[int], progress: LevelProgress) -> None:

@@ -18,7 +18,7 @@ from itertools import count
 
 from benchmarks import load
 from benchmarks.common import alternate, command_line, median_of, print_result
-from benchmarks.load_plan import LoadPlan
+from benchmarks.load import LoadPlan
 from benchmarks.service_process import ServiceProcess, ServiceStartError, running, serve_command
 
 

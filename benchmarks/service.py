@@ -1,8 +1,8 @@
-"""Overhead of the service around the engine: the real service with a fake engine, on loopback.
+"""Speed of the service, and what each token costs its processes in CPU time: `python -m benchmarks.service`.
 
-`python -m benchmarks.service [--weights DIR] [--streams 1,8,32] [--step-ms MS]`. For each API and number of streams:
-CPU microseconds per token of the API process, of the fake engine and of the load generator, tokens per second, time to
-first token, and gaps between reads. Linux only: reads CPU times from /proc. The last line is one JSON object.
+For each API and number of streams: tokens per second, time to first token, gaps between reads, and CPU microseconds per
+token of the API process, of the engine and of this process. Linux only: reads CPU times from /proc. The last line of
+stdout is one JSON object. Exit status: 0; 1 if the service does not start or does not answer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import itertools
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -20,74 +19,47 @@ from pathlib import Path
 from app.common import event_loop
 from benchmarks.client import Exchange, keep_busy
 from benchmarks.common import command_line, percentile, print_result
-from benchmarks.completions import Api, Failed, measure
-from benchmarks.load_plan import LoadPlan
-from benchmarks.service_process import ServiceProcess, ServiceStartError, child_pids, running
+from benchmarks.completions import Failed, measure
+from benchmarks.load import LoadPlan
+from benchmarks.service_process import ServiceProcess, ServiceStartError, child_pids, running, serve_command
 
 _PROMPT_WORDS = 48
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
-    """One API at one number of streams."""
-
-    door: str
-    """The endpoint; results keep this key."""
-    streams: int
-    step_ms: float
-    tokens_per_second: float
-    api_us: float
-    """CPU microseconds of the API process per token."""
-    engine_us: float
-    """CPU microseconds of the fake engine per token: the cost of the engine's end of the pipe, and little else."""
-    load_us: float
-    """CPU microseconds of this process per token."""
-    first_token_ms: float
-    gap_p50_ms: float
-    gap_p99_ms: float
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, or 1 if the service does not start or does not answer."""
+    """Returns the exit status."""
     parser = command_line("service", __doc__)
     add = parser.add_argument
-    add("--weights", default="weights", help="weights directory whose tokenizer is used (%(default)s)")
+    add("--weights", default="weights", help="weights directory (%(default)s)")
     add("--streams", default="1,8,32", help="numbers of streams (%(default)s)")
     add("--doors", default="complete,openai", help="complete, openai, or both")
     add("--tokens", type=int, default=128, help="tokens per request (%(default)s)")
     add("--seconds", type=float, default=3.0, help="seconds per measurement (%(default)s)")
-    add("--step-ms", type=float, help="step time of the fake engine; 0: no pause (0.3 + 0.085 per stream)")
     flags = parser.parse_args(argv)
     costs = []
-    print("door      streams  step ms  tokens/s  us/token: API  engine  load   first token ms   gap p50 / p99 ms")
-    for api, streams in itertools.product(map(Api, flags.doors.split(",")), map(int, flags.streams.split(","))):
-        step_ms = 0.3 + 0.085 * streams if flags.step_ms is None else flags.step_ms
-        try:
-            with running([sys.executable, "-m", "benchmarks.fake_engine", flags.weights, str(step_ms)]) as service:
-                service.wait_for_route("/health/ready")
-                plan = LoadPlan(
-                    url=service.url,
-                    api=api.value,
-                    streams=(streams,),
-                    max_tokens=flags.tokens,
-                    prompt_words=_PROMPT_WORDS,
+    print("door      streams  tokens/s  us/token: API  engine  load   first token ms   gap p50 / p99 ms")
+    try:
+        with running(serve_command("--weights", Path(flags.weights).resolve())) as service:
+            service.wait_for_route("/health/ready")
+            for api, streams in itertools.product(flags.doors.split(","), map(int, flags.streams.split(","))):
+                sizes = {"max_tokens": flags.tokens, "prompt_words": _PROMPT_WORDS}
+                plan = LoadPlan(url=service.url, api=api, streams=(streams,), **sizes)
+                cost = event_loop.run(_measure(service, plan, flags.seconds))
+                costs.append({"door": api, "streams": streams, **cost})
+                print(
+                    f"{api:8}  {streams:7}  {cost['tokens_per_second']:8.0f}  {cost['api_us']:13.1f}  "
+                    f"{cost['engine_us']:6.1f}  {cost['load_us']:4.1f}  {cost['first_token_ms']:15.2f}   "
+                    f"{cost['gap_p50_ms']:7.2f} / {cost['gap_p99_ms']:.2f}",
+                    flush=True,
                 )
-                cost = event_loop.run(_load(service, plan, step_ms, flags.seconds))
-        except (ServiceStartError, OSError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
-        costs.append(cost)
-        print(
-            f"{api.value:8}  {streams:7}  {step_ms:7.2f}  {cost.tokens_per_second:8.0f}  {cost.api_us:13.1f}  "
-            f"{cost.engine_us:6.1f}  {cost.load_us:4.1f}  {cost.first_token_ms:15.2f}   "
-            f"{cost.gap_p50_ms:7.2f} / {cost.gap_p99_ms:.2f}",
-            flush=True,
-        )
+    except (ServiceStartError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     print_result("service", tokens=flags.tokens, costs=costs)
     return 0
 
 
-async def _load(service: ServiceProcess, plan: LoadPlan, step_ms: float, seconds: float) -> Cost:
+async def _measure(service: ServiceProcess, plan: LoadPlan, seconds: float) -> dict[str, float]:
     """Raises OSError if a stream fails or nothing finished."""
     exchanges: list[Exchange] = []
 
@@ -99,8 +71,7 @@ async def _load(service: ServiceProcess, plan: LoadPlan, step_ms: float, seconds
     pid, address = service.process.pid, service.address
     clients = asyncio.create_task(keep_busy(address, plan.streams[0], new_exchanges(), lambda _: None))
     await asyncio.sleep(min(1.0, seconds / 3))  # warm-up: opens every stream, takes every path
-    (engine_pid,) = child_pids(pid)
-    clocks = (partial(_cpu_seconds, pid), partial(_cpu_seconds, engine_pid), time.process_time, time.monotonic)
+    clocks = (partial(_cpu_seconds, [pid]), partial(_cpu_seconds, child_pids(pid)), time.process_time, time.monotonic)
     before = [clock() for clock in clocks]
     await asyncio.sleep(seconds)
     after = [clock() for clock in clocks]
@@ -114,23 +85,20 @@ async def _load(service: ServiceProcess, plan: LoadPlan, step_ms: float, seconds
     if failures or not first or not gaps:
         raise OSError(failures[0] if failures else "no request finished in time; raise --seconds")
     api, engine, load, wall = (late - early for early, late in zip(before, after, strict=True))
-    return Cost(
-        door=plan.api,
-        streams=plan.streams[0],
-        step_ms=step_ms,
-        tokens_per_second=n_tokens / wall,
-        api_us=api / n_tokens * 1e6,
-        engine_us=engine / n_tokens * 1e6,
-        load_us=load / n_tokens * 1e6,
-        first_token_ms=percentile(first, 50) * 1e3,
-        gap_p50_ms=percentile(gaps, 50) * 1e3,
-        gap_p99_ms=percentile(gaps, 99) * 1e3,
-    )
+    return {
+        "tokens_per_second": n_tokens / wall,
+        "api_us": api / n_tokens * 1e6,
+        "engine_us": engine / n_tokens * 1e6,
+        "load_us": load / n_tokens * 1e6,
+        "first_token_ms": percentile(first, 50) * 1e3,
+        "gap_p50_ms": percentile(gaps, 50) * 1e3,
+        "gap_p99_ms": percentile(gaps, 99) * 1e3,
+    }
 
 
-def _cpu_seconds(pid: int) -> float:
+def _cpu_seconds(pids: Sequence[int]) -> float:
     """CPU time of all threads; schedstat counts nanoseconds, /proc/PID/stat only ticks."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
+    tasks = [task for pid in pids for task in Path(f"/proc/{pid}/task").iterdir()]
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 

@@ -11,36 +11,16 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from benchmarks.client import Client
-from benchmarks.common import Range, alternate, command_line, print_result, range_of
+from benchmarks.common import alternate, command_line, print_result, range_of
 from benchmarks.completions import CompletionRequest, Failed, complete
 from benchmarks.service_process import ServiceStartError, running, serve_command
 
 _REQUEST = CompletionRequest(prompt="Once upon a time", max_tokens=4, temperature=0.8, seed=1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartupTimes:
-    """Seconds from the start of the process."""
-
-    live: float
-    ready: float
-    first_token: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartupSummary:
-    """Results of one kind of kernels, in seconds."""
-
-    kernels: str
-    starts: int
-    live: Range
-    ready: Range
-    first_token: Range
+_MOMENTS = ("live", "ready", "first_token")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,24 +39,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ServiceStartError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    summaries = [summarize(kind, [round_[kind] for round_ in rounds]) for kind in kinds]
     print(f"{'kernels':8}{'live s (range)':>24}{'ready s (range)':>24}{'first token s (range)':>24}")
-    for kind in summaries:
-        cells = [f"{s.median:.2f} ({s.least:.2f}-{s.most:.2f})" for s in (kind.live, kind.ready, kind.first_token)]
-        print(f"{kind.kernels:8}" + "".join(f"{cell:>24}" for cell in cells))
+    summaries = []
+    for kind in kinds:
+        ranges = {moment: range_of([round_[kind][moment] for round_ in rounds]) for moment in _MOMENTS}
+        cells = [f"{each.median:.2f} ({each.least:.2f}-{each.most:.2f})" for each in ranges.values()]
+        print(f"{kind:8}" + "".join(f"{cell:>24}" for cell in cells))
+        summaries.append({"kernels": kind, "starts": flags.starts, **ranges})
     print_result("start", kinds=summaries)
     return 0
 
 
-def summarize(kernels: str, starts: Sequence[StartupTimes]) -> StartupSummary:
-    """Medians and ranges of at least one start."""
-    live, ready, first = ([getattr(s, name) for s in starts] for name in ("live", "ready", "first_token"))
-    return StartupSummary(
-        kernels=kernels, starts=len(starts), live=range_of(live), ready=range_of(ready), first_token=range_of(first)
-    )
-
-
-def _measure(weights: Path, kernels: str) -> StartupTimes:
+def _measure(weights: Path, kernels: str) -> dict[str, float]:
     with running(serve_command("--weights", weights, "--kernels", kernels)) as service:
         live = service.wait_for_route("/health/live")
         ready = service.wait_for_route("/health/ready")
@@ -89,7 +63,7 @@ def _measure(weights: Path, kernels: str) -> StartupTimes:
                 raise OSError(outcome.message if isinstance(outcome, Failed) else "the first completion had no text")
             return outcome.first_token
 
-        return StartupTimes(live=live, ready=ready, first_token=ready + asyncio.run(first_completion()))
+        return {"live": live, "ready": ready, "first_token": ready + asyncio.run(first_completion())}
 
 
 if __name__ == "__main__":

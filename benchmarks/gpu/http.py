@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from app.common import event_loop
 from benchmarks import load
 from benchmarks.gpu.results import Finding, StageContext
-from benchmarks.load import LoadResult
-from benchmarks.load_plan import LoadPlan
+from benchmarks.load import LoadPlan, LoadResult
 from benchmarks.service_process import running, serve_command
 
 

@@ -16,8 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.common import Percentiles, percentiles_ms
-from benchmarks.load import LevelProgress, run_level
-from benchmarks.load_plan import LoadPlan
+from benchmarks.load import LevelProgress, LoadPlan, run_level
 from benchmarks.peers.peer_pool import AdapterProcess, Workspace, plain_environment
 from benchmarks.peers.plan import OURS, Figure, common_prefix_length, schedule
 from benchmarks.peers.provision import PeerError, llama_library

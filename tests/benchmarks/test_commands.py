@@ -68,7 +68,7 @@ def test_train_compares_with_the_trainer(run: Run) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads CPU time from /proc")
 def test_service_reports_both_endpoints(weights: str, run: Run) -> None:
-    flags = ["--streams", "3", "--seconds", "0.6", "--tokens", "5", "--step-ms", "1"]
+    flags = ["--streams", "3", "--seconds", "0.6", "--tokens", "5"]
     (head, *table), result = run(service.main, "--weights", weights, *flags)
     assert "us/token" in head and len(table) == 2
     assert (result["benchmark"], [cost["door"] for cost in result["costs"]]) == ("service", ["complete", "openai"])
