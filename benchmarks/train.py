@@ -12,6 +12,8 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -32,12 +34,6 @@ from model.train.step.objective import Objective
 from model.train.step.optimizer import ParameterUpdates
 from model.train.step.trainer import Trainer
 
-try:
-    import accelerate  # type: ignore[import-untyped]  # noqa: F401
-    import transformers
-except ImportError:
-    sys.exit("error: transformers.Trainer needs transformers and accelerate: pip install 'inkstream[bench]'")
-
 _Clocks = tuple[float, float]
 """Wall and CPU seconds."""
 
@@ -51,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--micro-windows", type=int, default=4, help="windows per micro-batch (%(default)s)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     options = parser.parse_args(argv)
+    if not all(map(find_spec, ("transformers", "accelerate"))):
+        parser.error("transformers.Trainer needs transformers and accelerate: pip install 'inkstream[bench]'")
     if min(options.rounds, options.windows, options.micro_windows) < 1:
         parser.error("--rounds, --windows and --micro-windows must be at least 1")
     if options.windows % options.micro_windows:
@@ -76,6 +74,7 @@ def _rounds(
     windows_BN: Tensor, name: str, device: torch.device, dtype: torch.dtype, micro_batch: int, rounds: int
 ) -> list[dict[str, _Clocks]]:
     """Clocks of a step of each, by round."""
+    transformers = import_module("transformers")
     config, batch = preset(name), batch_of_windows(windows_BN)
     decoder = Decoder(config).initialize(1).to(device)
     optimizer = ParameterUpdates(decoder, "muon", matrix_lr=0.02, other_lr=0.004, weight_decay=0.05)
@@ -84,7 +83,7 @@ def _rounds(
     keep_freed_memory()  # the baseline benefits too
     measured: list[dict[str, _Clocks]] = []
 
-    class OurStep(transformers.TrainerCallback):
+    class OurStep(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
         """Takes the clocks of each step of Trainer, and runs one of ours before the next."""
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
