@@ -29,7 +29,7 @@ from model.presets import preset
 from model.train.common.thread_pool import keep_freed_memory
 from model.train.data.batch import batch_of_windows
 from model.train.step.distributed import ProcessGroup
-from model.train.step.loss_backend import resolve_loss_backend
+from model.train.step.loss_backend import choose_loss_backend
 from model.train.step.objective import Objective
 from model.train.step.optimizer import ParameterUpdates
 from model.train.step.trainer import Trainer
@@ -78,7 +78,7 @@ def _rounds(
     config, batch = preset(name), batch_of_windows(windows_BN)
     decoder = Decoder(config).initialize(1).to(device)
     optimizer = ParameterUpdates(decoder, "muon", matrix_lr=0.02, other_lr=0.004, weight_decay=0.05)
-    objective = Objective(decoder, device, dtype, resolve_loss_backend("auto", device.type))
+    objective = Objective(decoder, device, dtype, choose_loss_backend("auto", device.type))
     trainer = Trainer(objective, optimizer, ema=0.0, ranks=ProcessGroup(), micro_windows=micro_batch)
     keep_freed_memory()  # the baseline benefits too
     measured: list[dict[str, _Clocks]] = []
