@@ -19,13 +19,16 @@ from tests.tools.repository_metrics import imported_modules, module_of, package_
 DOCS = ROOT / "docs"
 PAGE = (DOCS / "architecture.md").read_text()
 INDEX = (DOCS / "index.md").read_text()
+FRAMES = {kind.__name__ for kind in (*get_args(Down), *get_args(Up))}
 
 _LINK = r"\[`([\w.]+)`\]\(([\w./-]+)\)"
-_NAME = re.compile(_LINK)
-_CALLS = re.compile(rf"{_LINK} calls {_LINK}(?:, as {_LINK} wires them)?\.")
-_CALLED = re.compile(rf"{_LINK} is called by {_LINK}\.")
-_PIPE = re.compile(rf"{_LINK} sends {_LINK} over the pipe to {_LINK}\.")
-_ASGI = re.compile(rf"{_LINK} forwards over ASGI to {_LINK}, as {_LINK} wires them\.")
+_HANDOFFS = {
+    rf"{_LINK} calls {_LINK}(?:, as {_LINK} wires them)?\.": [(0, 1)],
+    rf"{_LINK} is called by {_LINK}\.": [(1, 0)],
+    rf"{_LINK} sends {_LINK} over the pipe to {_LINK}\.": [(0, 1), (2, 1)],
+    rf"{_LINK} forwards over ASGI to {_LINK}, as {_LINK} wires them\.": [],
+}
+"""Sentence -> which of its names is mentioned in the body of which."""
 
 
 class Link(NamedTuple):
@@ -34,18 +37,13 @@ class Link(NamedTuple):
     name: str
     path: Path
 
-    @classmethod
-    def of(cls, name: str, target: str) -> Link:
-        """Targets are relative to docs/."""
-        return cls(name, (DOCS / target).resolve())
-
 
 class Step(NamedTuple):
     """One of the ten."""
 
     title: str
-    links: frozenset[Link]
-    handoffs: tuple[str, ...]
+    links: list[Link]
+    handoffs: list[str]
 
 
 def _section(title: str) -> str:
@@ -54,17 +52,15 @@ def _section(title: str) -> str:
 
 
 def _links(text: str) -> list[Link]:
-    return [Link.of(*found) for found in _NAME.findall(text)]
+    return [Link(name, (DOCS / target).resolve()) for name, target in re.findall(_LINK, text)]
 
 
 def parse_steps(text: str) -> list[Step]:
     """The numbered sections of a page."""
     steps = []
     for title, body in re.findall(r"^### (\d+\. .+)\n((?:(?!##).*\n)*)", text, re.MULTILINE):
-        paragraphs = [" ".join(paragraph.split()) for paragraph in body.split("\n\n")]
-        handoffs = [text.removeprefix("Hand-over: ") for text in paragraphs if text.startswith("Hand-over: ")]
-        prose = " ".join(text for text in paragraphs if not text.startswith("Hand-over: "))
-        steps.append(Step(title, frozenset(_links(prose)), tuple(handoffs)))
+        prose, *handoffs = " ".join(body.split()).split("Hand-over: ")
+        steps.append(Step(title, _links(prose), [handoff.strip() for handoff in handoffs]))
     return steps
 
 
@@ -99,52 +95,29 @@ def is_defined(link: Link) -> bool:
     return bool(re.search(rf"\w[\w *]* \*?{re.escape(link.name)}\(", link.path.read_text()))
 
 
-def _calls(caller: Link, callee: Link) -> bool:
-    """Whether the body of the caller calls something with the callee's name."""
-    wanted = callee.name.rpartition(".")[2]
-    functions = [node.func for node in ast.walk(_definitions(caller.path)[caller.name]) if isinstance(node, ast.Call)]
-    return wanted in {getattr(function, "attr", getattr(function, "id", "")) for function in functions}
-
-
 def _mentions(link: Link, name: str) -> bool:
-    node = _definitions(link.path)[link.name]
-    return any(isinstance(n, ast.Name) and n.id == name for n in ast.walk(node))
+    """Whether the body of the definition uses something of this name."""
+    nodes = ast.walk(_definitions(link.path)[link.name])
+    return name.rpartition(".")[2] in {getattr(node, "attr", getattr(node, "id", "")) for node in nodes}
 
 
-@cache
-def _modules() -> dict[Path, str]:
-    return {path: module_of(ROOT, path) for path in product_files(ROOT)}
+def _imports(source: Path, target: Path) -> bool:
+    modules = {path: module_of(ROOT, path) for path in product_files(ROOT)}
+    return modules[target] in imported_modules(source, set(modules.values()))
 
 
-def _knows(source: Path, target: Path) -> bool:
-    """Whether a file is the other or imports it."""
-    return source == target or _modules()[target] in imported_modules(source, set(_modules().values()))
-
-
-def _connected(first: Link, second: Link, wiring: list[Link]) -> bool:
-    """Whether the first file imports the second, or the wiring imports both."""
-    if wiring:
-        return all(_knows(wiring[0].path, link.path) for link in (first, second))
-    return _knows(first.path, second.path)
-
-
-def walk(handoff: str) -> tuple[Link, Link] | None:
-    """Where a hand-over begins and ends; None if the code has no such connection."""
+def walk(handoff: str) -> list[Link]:
+    """The two ends of a hand-over; none if the code has no such connection."""
     links = _links(handoff)
-    if not links or not all(is_defined(link) for link in links):
-        return None
-    first, second, *others = links
-    if _PIPE.fullmatch(handoff):
-        frame, second = second, others[0]
-        is_frame = frame.name in {kind.__name__ for kind in (*get_args(Down), *get_args(Up))}
-        good = is_frame and _mentions(first, frame.name) and _mentions(second, frame.name)
-    elif _ASGI.fullmatch(handoff):
-        good = _connected(first, second, others)
-    elif _CALLED.fullmatch(handoff):
-        good = _calls(second, first) and _connected(second, first, others)
-    else:
-        good = bool(_CALLS.fullmatch(handoff)) and _calls(first, second) and _connected(first, second, others)
-    return (first, second) if good else None
+    uses = next((uses for sentence, uses in _HANDOFFS.items() if re.fullmatch(sentence, handoff)), None)
+    if uses is None or not all(map(is_defined, links)):
+        return []
+    is_there = all(_mentions(links[user], links[used].name) for user, used in uses)
+    if "over the pipe" in handoff:
+        return [links[0], links[2]] if is_there and links[1].name in FRAMES else []
+    if "wires them" in handoff:
+        is_there = is_there and all(_imports(links[2].path, link.path) for link in links[:2])
+    return links[:2] if is_there else []
 
 
 def test_there_are_ten_steps_with_names_and_a_hand_over() -> None:
@@ -164,29 +137,20 @@ def test_every_link_leads_to_a_file_or_a_heading() -> None:
         assert target[1:] in headings if target.startswith("#") else (DOCS / target).is_file(), target
 
 
-@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.title)
-def test_each_hand_over_is_in_the_code(step: Step) -> None:
-    for handoff in step.handoffs:
-        ends = walk(handoff)
-        assert ends, handoff
-        assert ends[0].path in {link.path for link in step.links}, f"{step.title} does not tell of {ends[0].name}"
-
-
-def test_each_step_hands_over_to_the_next() -> None:
+def test_each_hand_over_is_in_the_code_and_leads_to_the_next_step() -> None:
+    for step in STEPS:
+        for handoff in step.handoffs:
+            ends = walk(handoff)
+            assert ends, handoff
+            assert ends[0].path in {link.path for link in step.links}, f"{step.title} does not tell of {ends[0].name}"
     for step, following in pairwise(STEPS):
         ends = walk(step.handoffs[-1])
-        assert ends and any(end in following.links for end in ends), f"{step.title} does not lead to {following.title}"
+        assert {*ends} & {*following.links}, f"{step.title} does not lead to {following.title}"
 
 
 SERVICE, POOL = "[`Service._begin`](../app/serving/service.py)", "../app/engine_client/engine_pool.py"
-STEP, CLIENT = "[`Engine.step`](../app/engine/execution/engine.py)", "../app/engine_client/client.py"
-SEND, TAKE = f"[`EngineClient._submit`]({CLIENT})", "[`_WorkerLoop._receive`](../app/engine/worker_loop.py)"
-GATE, WIRING = "[`AuthMiddleware`](../app/http/auth.py)", "[`create_app`](../app/main.py)"
-
-
-def test_a_hand_over_that_is_in_the_code_is_walked() -> None:
-    assert walk(f"{SERVICE} calls [`EnginePool.submit`]({POOL}).")
-    assert walk(f"{SEND} sends [`Submit`](../app/common/ipc.py) over the pipe to {TAKE}.")
+SEND = "[`EngineClient._submit`](../app/engine_client/client.py)"
+TAKE = "[`_WorkerLoop._receive`](../app/engine/worker_loop.py)"
 
 
 @pytest.mark.parametrize(
@@ -194,40 +158,29 @@ def test_a_hand_over_that_is_in_the_code_is_walked() -> None:
     [
         f"{SERVICE} calls [`EnginePool.fail_all`]({POOL}).",  # it does not
         f"{SERVICE} calls [`EnginePool.submits`]({POOL}).",  # no such name
-        f"{SERVICE} calls [`EngineClient.submit`]({CLIENT}).",  # a file that the service does not import
         f"{SERVICE} knows [`EnginePool.submit`]({POOL}).",  # no kind of hand-over
         f"{SEND} sends [`Cancel`](../app/common/ipc.py) over the pipe to {TAKE}.",  # it sends another frame
         f"{SEND} sends [`FrameDecoder`](../app/common/ipc.py) over the pipe to {TAKE}.",  # no frame
-        f"{GATE} forwards over ASGI to {STEP}, as {WIRING} wires them.",  # the wiring does not import the engine
+        f"{TAKE} forwards over ASGI to {SERVICE}, as [`create_app`](../app/main.py) wires them.",
     ],
 )
 def test_a_hand_over_that_is_not_in_the_code_is_found(handoff: str) -> None:
-    assert walk(handoff) is None
+    assert walk(f"{SERVICE} calls [`EnginePool.submit`]({POOL}).")
+    assert not walk(handoff)
 
 
 def test_a_name_that_is_not_there_is_found() -> None:
-    (step,) = parse_steps("### 1. Plan\n\n[`Scheduler.plans`](../app/engine/scheduling/scheduler.py)\n")
-    assert not any(is_defined(link) for link in step.links)
-    assert not is_defined(Link.of("ink_drew", "../app/engine/cpu/source/draw.h"))
-    assert not is_defined(Link.of("Scheduler", "../app/engine/scheduling/schedule.py"))
+    text = "[`ink_drew`](../app/engine/cpu/source/draw.h) [`Scheduler`](../app/engine/scheduling/schedule.py)"
+    assert not any(map(is_defined, _links(text)))
 
 
 def test_the_frames_are_those_of_the_pipe() -> None:
     section = _section("Two processes")
-    down, up = re.findall(r"^\| to the .*? \| (.+) \|$", section, re.MULTILINE)
-    assert set(re.findall(r"`(\w+)`", down)) == {kind.__name__ for kind in get_args(Down)}
-    assert set(re.findall(r"`(\w+)`", up)) == {kind.__name__ for kind in get_args(Up)}
-    drawing = section.partition("```text")[2].partition("```")[0]
-    for kind in (*get_args(Down), *get_args(Up)):
-        assert re.search(rf"\b{kind.__name__}\b", drawing), kind.__name__
-
-
-def _layer_of(package: str, layers: dict[str, int]) -> str:
-    """The package of the drawing that a package belongs to."""
-    while package not in layers:
-        package = package.rpartition(".")[0]
-        assert package, "the drawing of the layers has no place for a package"
-    return package
+    for direction, row in zip(
+        (Down, Up), re.findall(r"^\| to the .*? \| (.+) \|$", section, re.MULTILINE), strict=True
+    ):
+        assert set(re.findall(r"`(\w+)`", row)) == {kind.__name__ for kind in get_args(direction)}
+    assert set(re.findall(r"\w+", section.partition("```text")[2].partition("```")[0])) >= FRAMES
 
 
 def test_the_layers_are_drawn_above_what_they_import() -> None:
@@ -235,15 +188,9 @@ def test_the_layers_are_drawn_above_what_they_import() -> None:
     lines = [re.findall(r"\b(?:app|model)\b[\w.]*", line) for line in drawing.splitlines()]
     layers = {package: row for row, packages in enumerate(lines) for package in packages}
     assert len(layers) == sum(map(len, lines)) > 20
-    for (source, target), imports in package_edges(ROOT).items():
-        above, below = _layer_of(source, layers), _layer_of(target, layers)
-        assert above == below or layers[above] < layers[below], imports
-
-
-def _packages() -> set[str]:
-    """app, model, and two levels of packages below them."""
-    names = {".".join(path.relative_to(ROOT).parent.parts) for path in product_files(ROOT)}
-    return {name for name in names if name.count(".") <= 2}
+    for edge, imports in package_edges(ROOT).items():
+        source, target = (max((p for p in layers if f"{name}.".startswith(f"{p}.")), key=len) for name in edge)
+        assert source == target or layers[source] < layers[target], imports
 
 
 def _rows() -> list[list[str]]:
@@ -251,17 +198,17 @@ def _rows() -> list[list[str]]:
     return [line.split(" | ") for line in lines]
 
 
-def test_the_table_lists_exactly_the_packages_in_order() -> None:
-    listed = [row[0].strip("`") for row in _rows()]
-    assert listed == sorted(_packages())
+def _defined_in(folder: Path) -> set[str]:
+    return {name for path in folder.glob("*.py") for name in _definitions(path)}
 
 
-def test_the_names_of_a_package_are_defined_in_it() -> None:
-    for package, _, names, _ in _rows():
-        folder = ROOT / package.strip("`").replace(".", "/")
-        defined = {name for path in folder.glob("*.py") for name in _definitions(path)}
-        listed = set(re.findall(r"`(\w+)`", names))
-        assert listed and listed <= defined, (package, listed - defined)
+def test_the_table_lists_exactly_the_packages_in_order_and_names_that_they_define() -> None:
+    """app, model, and two levels of packages below them."""
+    names = {".".join(path.relative_to(ROOT).parent.parts) for path in product_files(ROOT)}
+    assert [row[0].strip("`") for row in _rows()] == sorted(name for name in names if name.count(".") <= 2)
+    for package, _, row, _ in _rows():
+        listed = set(re.findall(r"`(\w+)`", row))
+        assert listed and listed <= _defined_in(ROOT / package.strip("`").replace(".", "/")), package
 
 
 def test_every_package_says_its_purpose_its_names_and_its_invariants() -> None:
@@ -269,9 +216,8 @@ def test_every_package_says_its_purpose_its_names_and_its_invariants() -> None:
         text = ast.get_docstring(ast.parse(path.read_text())) or ""
         purpose, names, invariants = re.split(r"\nMain names: |\nInvariants: ", text)
         assert len(purpose) > 20 and len(invariants) > 20, path
-        defined = {name for file in path.parent.glob("*.py") for name in _definitions(file)}
         mentioned = set(re.findall(r"\b[A-Z]\w*[a-z][A-Z]\w*|\b\w+(?=\(\))", names))
-        assert mentioned <= defined, (path, mentioned - defined)
+        assert mentioned <= _defined_in(path.parent), path
 
 
 def test_a_package_may_import_what_the_layers_allow() -> None:
@@ -282,13 +228,10 @@ def test_a_package_may_import_what_the_layers_allow() -> None:
         assert listed.union(*(layers[name] for name in listed)) == layers[package.strip("`")], package
 
 
-def test_the_index_lists_every_page_once_and_no_other() -> None:
+def test_the_index_lists_every_page_once_by_its_kind() -> None:
     listed = re.findall(r"^- \[[^\]]+\]\(([^)]+)\): \S.+\.$", INDEX, re.MULTILINE)
     pages = [name for name in listed if "/" not in name]
     assert sorted(pages) == sorted(path.name for path in DOCS.glob("*.md") if path.name != "index.md")
     assert [name for name in listed if not (DOCS / name).is_file()] == []
     assert len(listed) == len(re.findall(r"\]\(", INDEX)), "a link of the index is not in a line of its own"
-
-
-def test_the_index_has_the_four_kinds_of_pages() -> None:
     assert re.findall(r"^## (.+)$", INDEX, re.MULTILINE) == ["Tutorials", "How-to guides", "Reference", "Explanation"]

@@ -6,8 +6,8 @@ import ast
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
@@ -114,25 +114,24 @@ def _named(package: str, names: set[str]) -> str:
     return found
 
 
-def _imports(path: Path) -> set[str]:
+TREES = {path: ast.parse(path.read_text()) for path in FILES}
+
+
+def _imports(tree: ast.AST) -> set[str]:
     """Modules that a file names in its imports, as written."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.module and not node.level, f"{path}: relative import"
+            assert node.module and not node.level, "relative import"
             found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
     return found
 
 
-def _tops(path: Path) -> set[str]:
-    return {name.partition(".")[0] for name in _imports(path)} - {"__future__"}
-
-
 MODULE_FILES = {module_of(ROOT, path): path for path in FILES}
-GRAPH = {name: _imports(path) for name, path in MODULE_FILES.items()}
-MODULES = set(GRAPH)
+GRAPH = {name: _imports(TREES[path]) for name, path in MODULE_FILES.items()}
+TOPS = {name: {known.partition(".")[0] for known in graph} - {"__future__"} for name, graph in GRAPH.items()}
 PACKAGES = {name: package_of(name, is_package=path.stem == "__init__") for name, path in MODULE_FILES.items()}
 PRODUCT = {name: path for name, path in MODULE_FILES.items() if name.partition(".")[0] in ("app", "model")}
 
@@ -142,7 +141,7 @@ def _closure(module: str) -> set[str]:
     found, todo = set[str](), [module]
     while todo:
         name = todo.pop()
-        if name in MODULES and name not in found:
+        if name in GRAPH and name not in found:
             found.add(name)
             todo += [*GRAPH[name], name.rpartition(".")[0]]
     return found
@@ -161,15 +160,14 @@ def test_folders_import_only_from_layers_below() -> None:
 
 def test_a_gateway_knows_http_and_the_service_of_the_network_only_its_files() -> None:
     """Stricter than the layers, for what a file names itself."""
-    edges = package_edges(ROOT)
-    of_cluster = {target for source, target in edges if source == "app.cluster"}
-    assert of_cluster <= {"app.access", "app.api", "app.api.native", "app.common", "app.http"}
-    service = {source for source, _ in edges if source.startswith("app.") and not source.startswith("app.engine.")}
-    service -= {"app.engine", "app.cli", "app.__main__"}
-    of_model = {target for source, target in edges if source in service and target.split(".")[0] == "model"}
-    assert of_model <= {"model", "model.checkpoint", "model.tokenizer"}
-    of_api = {target for source, target in edges if source.startswith("app.api") and target.split(".")[0] == "model"}
-    assert of_api == {"model.tokenizer"}
+    known = {name: {found for found in GRAPH[name] if found in PRODUCT} for name in PRODUCT}
+    of_cluster = {PACKAGES[found] for name in known if PACKAGES[name] == "app.cluster" for found in known[name]}
+    assert of_cluster <= {"app.access", "app.api", "app.api.native", "app.cluster", "app.common", "app.http"}
+    for name in (name for name in known if name.startswith("app.")):
+        of_model = {PACKAGES[found] for found in known[name] if found.partition(".")[0] == "model"}
+        if not name.startswith(("app.engine.", "app.cli.", "app.__main__")):
+            assert of_model <= {"model", "model.checkpoint", "model.tokenizer"}, name
+        assert not name.startswith("app.api.") or of_model <= {"model.tokenizer"}, name
 
 
 def test_no_two_packages_import_each_other() -> None:
@@ -178,10 +176,8 @@ def test_no_two_packages_import_each_other() -> None:
 
 def test_a_package_imports_nothing_by_itself() -> None:
     """tests/repository/test_architecture.py checks its docstring."""
-    folders = {path.parent for path in PRODUCT.values()}
-    assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
-    for path in (folder / "__init__.py" for folder in folders):
-        assert not _imports(path), path
+    for init in {path.with_name("__init__.py") for path in PRODUCT.values()}:
+        assert init.is_file() and not _imports(TREES[init]), init
 
 
 def test_no_folder_is_crowded_and_no_public_class_has_a_namesake() -> None:
@@ -190,18 +186,15 @@ def test_no_folder_is_crowded_and_no_public_class_has_a_namesake() -> None:
 
 
 def test_folders_use_only_what_they_may_from_outside() -> None:
-    """So the API process has no torch, the scheduler is pure, and Triton, which may be missing, stays in its folder."""
-    for name, path in PRODUCT.items():
-        outside = _tops(path) - sys.stdlib_module_names - {"app", "model"}
-        assert outside <= OUTSIDE[_named(PACKAGES[name], set(OUTSIDE))], path
+    """So the API process has no torch, the scheduler is pure, and Triton, which may be missing, stays in its folder.
+
+    Benchmarks are reached through the verb bench alone.
+    """
+    for name in PRODUCT:
+        outside = TOPS[name] - sys.stdlib_module_names - {"app", "model"}
+        assert outside <= OUTSIDE[_named(PACKAGES[name], set(OUTSIDE))], name
         if PACKAGES[name] in ("app.engine.scheduling", "model") or name.startswith("model."):
-            assert "asyncio" not in _tops(path), path
-
-
-def test_the_product_imports_neither_its_benchmarks_nor_what_deploys_it() -> None:
-    """Except behind the verb bench."""
-    users = {name for name in PRODUCT if {n.partition(".")[0] for n in GRAPH[name]} & {"benchmarks", "deploy", "tests"}}
-    assert users == {"app.__main__"}
+            assert "asyncio" not in TOPS[name], name
 
 
 def test_only_two_files_wire_the_engine() -> None:
@@ -215,7 +208,7 @@ def test_the_builder_of_kernels_needs_only_python_and_what_its_stage_copies() ->
     copied = {ROOT / word for line in re.findall("^COPY (.+)", stage, re.MULTILINE) for word in line.split()[:-1]}
     for name in _closure("app.cli.compile"):
         path = MODULE_FILES[name]
-        assert _tops(path) <= sys.stdlib_module_names | {"app"}, path
+        assert TOPS[name] <= sys.stdlib_module_names | {"app"}, path
         assert {path, *path.parents} & copied, f"{path} is not copied by the stage that compiles kernels"
 
 
@@ -239,70 +232,47 @@ def test_the_loop_of_the_engine_and_helper_processes_start_without_torch(module:
     assert _loads(module) <= {"llguidance"}
 
 
-def test_llguidance_has_one_adapter() -> None:
-    """It may be missing, so only the file that asks first may name it as a module."""
-    assert not [path for path in FILES if "llguidance" in _tops(path)]
-    named = [path for path in FILES if 'import_module("llguidance")' in path.read_text()]
-    assert named == [ROOT / "app/common/llguidance_adapter.py"]
-
-
-def test_triton_and_ray_stay_in_their_folders() -> None:
-    """Triton may be missing: nothing imports a kernel, but app/engine/gpu/triton_loader.py by name once it is there."""
-    kernels = {name for name in MODULES if name.startswith("app.engine.gpu.kernels.triton.")}
+def test_llguidance_triton_and_ray_stay_in_their_places() -> None:
+    """The first two may be missing: an adapter and a loader ask for them by name once they are there."""
+    kernels = {name for name in GRAPH if name.startswith("app.engine.gpu.kernels.triton.")}
     assert not [name for name, known in GRAPH.items() if known & kernels and name not in kernels]
-    for outside, folder in (("triton", "app.engine.gpu.kernels.triton."), ("ray", "deploy.")):
-        users = {name for name, known in GRAPH.items() if any(n.split(".")[0] == outside for n in known)}
-        assert users
-        assert all(name.startswith(folder) for name in users), users
+    named = [name for name, path in MODULE_FILES.items() if 'import_module("llguidance")' in path.read_text()]
+    assert named == ["app.common.llguidance_adapter"]
+    users = {outside: {name for name, tops in TOPS.items() if outside in tops} for outside in ("triton", "ray")}
+    assert users["triton"] and users["triton"] <= kernels
+    assert users["ray"] and all(name.startswith("deploy.") for name in users["ray"])
+    assert not [name for name, tops in TOPS.items() if "llguidance" in tops]
 
 
 def test_imports_have_no_cycle() -> None:
-    edges = {name: sorted((names & MODULES) - {name}) for name, names in GRAPH.items()}
-    done: set[str] = set()
-
-    def visit(name: str, path: tuple[str, ...]) -> None:
-        assert name not in path, f"cycle: {' -> '.join((*path, name))}"
-        if name not in done:
-            for target in edges[name]:
-                visit(target, (*path, name))
-            done.add(name)
-
-    for name in edges:
-        visit(name, ())
+    TopologicalSorter({name: (names & GRAPH.keys()) - {name} for name, names in GRAPH.items()}).prepare()
 
 
 def test_imports_stand_at_the_top() -> None:
     """Except where a process starts, which handles verbs and Ctrl+C before torch is read, and for annotations."""
-    for path in FILES:
-        if path not in (ROOT / "app/__main__.py", ROOT / "app/engine/__main__.py", ROOT / "model/train/__main__.py"):
-            top = ast.parse(path.read_text()).body
-            top = [s for s in top if not (isinstance(s, ast.If) and ast.unparse(s.test) == "TYPE_CHECKING")]
-            inner = [n for statement in top for n in ast.walk(statement) if n is not statement]
-            assert not [n for n in inner if isinstance(n, ast.Import | ast.ImportFrom)], path
+    for name in GRAPH.keys() - {"app.__main__", "app.engine.__main__", "model.train.__main__"}:
+        top = TREES[MODULE_FILES[name]].body
+        top = [s for s in top if not (isinstance(s, ast.If) and ast.unparse(s.test) == "TYPE_CHECKING")]
+        inner = [node for statement in top for node in ast.walk(statement) if node is not statement]
+        assert not [node for node in inner if isinstance(node, ast.Import | ast.ImportFrom)], name
 
 
-def test_files_and_functions_stay_readable() -> None:
-    for path in FILES:
+def test_files_and_functions_stay_readable_and_public_ones_say_what_they_do() -> None:
+    """Methods that implement another library's protocol are documented there."""
+    for path, tree in TREES.items():
         source = path.read_text()
         assert source.isascii(), path
         assert source.count("\n") <= 600, f"{path} has {source.count(chr(10))} lines"
-        tree = ast.parse(source)
         assert not source or ast.get_docstring(tree), f"{path} does not say what it is"
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or 0) - node.lineno + 1
                 assert length <= 60, f"{path}:{node.lineno} {node.name} has {length} lines"
-
-
-def test_every_public_thing_says_what_it_does() -> None:
-    """Methods that implement another library's protocol are documented there."""
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    for path in (p for p in FILES if p.relative_to(ROOT).parts[0] != "benchmarks"):
-        tree = ast.parse(path.read_text())
         owners = [tree, *(n for n in tree.body if isinstance(n, ast.ClassDef) and not n.name.startswith("_"))]
-        for node in (node for owner in owners for node in owner.body):
-            if isinstance(node, kinds) and not node.name.startswith("_") and node.name not in ("forward", "collect"):
-                assert ast.get_docstring(node), f"{path}:{node.lineno} {node.name} has no docstring"
+        for node in (node for owner in owners for node in owner.body if "benchmarks" not in path.parts):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                is_public = not node.name.startswith("_") and node.name not in ("forward", "collect")
+                assert not is_public or ast.get_docstring(node), f"{path}:{node.lineno} {node.name} has no docstring"
 
 
 def test_the_files_that_are_begun_first_are_there_once() -> None:
