@@ -10,17 +10,15 @@ import signal
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 
 from tests.redteam.attack import Attack, Budget, Report, Setting
 from tests.redteam.authentication import Authentication, ForeignStreams
 from tests.redteam.changing_files import BadWeights, CrashDuringCopy, TokenizerRegex, probe_text
 from tests.redteam.connections import Exhaustion, SendingOrder, SlowReaders, SlowSenders
 from tests.redteam.framing import Framing
-from tests.redteam.http_client import MalformedAnswer
 from tests.redteam.json_bodies import JsonBodies
 from tests.redteam.service import (
     REPOSITORY,
@@ -46,31 +44,28 @@ DESCRIPTOR_SLACK = 16
 def main(arguments: list[str] | None = None) -> int:
     """The exit status: 0 where every attack is refused, 1 where one succeeds, 2 for a wrong command, 130 for Ctrl+C."""
     options = parse(arguments)
-    chosen = choose(options.only)
-    print(
-        f"redteam: seed {options.seed}, {options.seconds:g} s, attacks {','.join(a.name for a in chosen)}, {machine()}",
-        flush=True,
-    )
-    signal.signal(signal.SIGTERM, _interrupt)
-    with tempfile.TemporaryDirectory(prefix="redteam-") as directory:
-        launcher = None if options.url else Launcher(Path(directory), options.weights.resolve())
+    names = set(filter(None, options.only.split(","))) or {attack.name for attack in ATTACKS}
+    chosen = [attack for attack in ATTACKS if attack.name in names]
+    machine = f"Python {platform.python_version()}, {platform.machine()}"
+    listed = ",".join(attack.name for attack in chosen)
+    print(f"redteam: seed {options.seed}, {options.seconds:g} s, attacks {listed}, {machine}", flush=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with (
+        tempfile.TemporaryDirectory(prefix="redteam-") as directory,
+        closing(Launcher(Path(directory), options.weights.resolve())) as launcher,
+    ):
         try:
-            target = remote_target(options.url, options.key) if launcher is None else launcher.start()
-            reports = run(
-                chosen, target, launcher, seed=options.seed, seconds=options.seconds, most_tries=options.tries
-            )
+            target = remote_target(options.url, options.key) if options.url else launcher.start()
+            reports = run(chosen, target, None if options.url else launcher, options)
         except ServiceFailed as error:
             print(f"redteam: the service does not start: {error}", file=sys.stderr)
             return 2
         except KeyboardInterrupt:
             print("redteam: interrupted", file=sys.stderr)
             return 130
-        finally:
-            if launcher is not None:
-                launcher.close()
     print(table(reports))
     if options.json:
-        result = {"seed": options.seed, "seconds": options.seconds, "machine": machine()}
+        result = {"seed": options.seed, "seconds": options.seconds, "machine": machine}
         result["reports"] = [{**asdict(report), "verdict": report.verdict} for report in reports]
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     return int(any(report.findings for report in reports))
@@ -82,16 +77,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seconds", type=float, default=120.0, help="time of all attacks together (default: 120)")
     parser.add_argument("--seed", type=int, help="repeats the messages of an earlier run (default: drawn and printed)")
-    parser.add_argument(
-        "--only", default="", metavar="A,B", help="attacks to run: " + ", ".join(a.name for a in ATTACKS)
-    )
+    names = ", ".join(attack.name for attack in ATTACKS)
+    parser.add_argument("--only", default="", metavar="A,B", help=f"attacks to run: {names}")
     parser.add_argument("--tries", type=int, default=1_000_000, metavar="N", help="most tries of each attack")
-    parser.add_argument(
-        "--weights",
-        type=Path,
-        default=REPOSITORY / "weights",
-        help="what the attacked service serves (default: weights)",
-    )
+    parser.add_argument("--weights", type=Path, default=REPOSITORY / "weights", help="what is served (weights)")
     parser.add_argument("--url", help="attack this service; attacks that need files or signals are skipped")
     parser.add_argument("--key", action="append", default=[], help="a key of it; give two for attacks across tenants")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result there")
@@ -100,7 +89,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error("--seconds and --tries must be positive")
     unknown = set(filter(None, options.only.split(","))) - {attack.name for attack in ATTACKS}
     if unknown:
-        parser.error(f"--only: no attack {', '.join(sorted(unknown))}; there are {', '.join(a.name for a in ATTACKS)}")
+        parser.error(f"--only: no attack {', '.join(sorted(unknown))}; there are {names}")
     if options.url:
         try:
             remote_target(options.url, options.key)
@@ -113,22 +102,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def choose(only: str) -> list[type[Attack]]:
-    """The attacks of these names, in their usual order; all of them without names."""
-    names = set(filter(None, only.split(",")))
-    return [attack for attack in ATTACKS if not names or attack.name in names]
-
-
 def run(
-    attacks: list[type[Attack]],
-    target: Target,
-    launcher: Launcher | None,
-    *,
-    seed: int,
-    seconds: float,
-    most_tries: int,
+    attacks: list[type[Attack]], target: Target, launcher: Launcher | None, options: argparse.Namespace
 ) -> list[Report]:
     """One report for each attack, and one for what the service is like afterwards."""
+    seed = options.seed
     canary = f"canary-{random.Random(seed).getrandbits(64):016x}"
     before = condition(target)
     reports = []
@@ -139,27 +117,20 @@ def run(
         if attack.needs_launcher and launcher is None:
             report.skipped = "needs files or signals"
             continue
+        budget = Budget(options.seconds * attack.share / whole)
         setting = Setting(
-            target=target, rng=random.Random(f"{seed}:{attack.name}"), budget=Budget(seconds * attack.share / whole),
-            report=report, canary=canary, launcher=launcher, most_tries=most_tries,
+            target=target, rng=random.Random(f"{seed}:{attack.name}"), budget=budget, report=report, canary=canary,
+            launcher=launcher, most_tries=options.tries,
         )  # fmt: skip
         began = time.monotonic()
         try:
             attack().run(setting)
-        except (OSError, MalformedAnswer, ValueError, LookupError, TypeError, StopIteration) as error:
-            report.add(
-                "high",
-                f"an unexpected answer ended the attack: {type(error).__name__}: {error}",
-                f"--only {attack.name} --seed {seed}",
-            )
+        except (OSError, ValueError, LookupError, TypeError, StopIteration) as error:
+            problem = f"an unexpected answer ended the attack: {type(error).__name__}: {error}"
+            report.add("high", problem, f"--only {attack.name} --seed {seed}")
         _check_service(target, report, canary, seed)
-        print(
-            f"{report.verdict:8} {report.attack} ({time.monotonic() - began:.0f} s): {report.skipped or report.worst}",
-            flush=True,
-        )
-        show(report)
+        show(report, f" ({time.monotonic() - began:.0f} s)")
     reports.append(_afterwards(target, before))
-    print(f"{reports[-1].verdict:8} liveness: {reports[-1].worst}")
     show(reports[-1])
     return reports
 
@@ -182,17 +153,17 @@ def condition(target: Target) -> tuple[list[str], int, int]:
         body = {"prompt": "It was", "max_tokens": 40, "temperature": 0, "stream": False}
         answer = target.call("POST", "/complete", tenant=tenant, body=body)
         texts.append(answer.json()["choices"][0]["text"] if answer.status == 200 else f"status {answer.status}")
-    sizes = (resident_bytes(target.pid), descriptors(target.pid)) if target.is_local else (0, 0)
+    sizes = (resident_bytes(target.pid), descriptors(target.pid)) if target.process else (0, 0)
     return texts, *sizes
 
 
 def _afterwards(target: Target, before: tuple[list[str], int, int]) -> Report:
     report = Report(attack="liveness", tries=2, limit="same texts, memory and descriptors")
-    target.settle(20)
+    target.settle()
     try:
         texts, memory, files = condition(target)
         probe_text(target)
-    except (OSError, MalformedAnswer, ValueError) as error:
+    except (OSError, ValueError) as error:
         report.add("critical", f"no answer after the attacks: {error}", "a plain POST /complete")
         return report
     report.worst = f"{(memory - before[1]) / 2**20:+.0f} MiB, {files - before[2]:+d} descriptors"
@@ -203,13 +174,15 @@ def _afterwards(target: Target, before: tuple[list[str], int, int]) -> Report:
     return report
 
 
-def show(report: Report) -> None:
+def show(report: Report, seconds: str = "") -> None:
     """The findings of an attack, each with what repeats it."""
+    print(f"{report.verdict:8} {report.attack}{seconds}: {report.skipped or report.worst}")
     for finding in report.findings:
-        print(f"  [{finding.severity}] {finding.summary}\n      repro: {finding.repro[:4000]}", flush=True)
+        print(f"  [{finding.severity}] {finding.summary}\n      repro: {finding.repro[:4000]}")
     if report.found > len(report.findings):
         groups = ", ".join(f"{group or 'all'} {count}" for group, count in report.counts.items())
-        print(f"  {report.found} in all: {groups}", flush=True)
+        print(f"  {report.found} in all: {groups}")
+    sys.stdout.flush()
 
 
 def table(reports: list[Report]) -> str:
@@ -217,14 +190,6 @@ def table(reports: list[Report]) -> str:
     rows = ["| attack | tries | worst figure | limit | verdict |", "|---|---|---|---|---|"]
     rows += [f"| {r.attack} | {r.tries} | {r.skipped or r.worst} | {r.limit} | {r.verdict} |" for r in reports]
     return "\n".join(rows)
-
-
-def machine() -> str:
-    return f"Python {platform.python_version()}, {platform.machine()}"
-
-
-def _interrupt(_: int, __: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

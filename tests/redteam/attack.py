@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import ClassVar
 
-from tests.redteam.http_client import MalformedAnswer, percentile
+from tests.redteam.http_client import percentile
 from tests.redteam.service import Launcher, Target
 
 STARVATION_FACTOR = 5.0
@@ -24,7 +24,7 @@ MOST_FINDINGS = 2
 """Findings to report of one group: further ones are the same defect."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """An attack that succeeded, and the least that shows it."""
 
@@ -50,7 +50,7 @@ class Report:
         """Counts a finding and keeps the first ones of each group."""
         self.counts[group] = self.counts.get(group, 0) + 1
         if self.counts[group] <= MOST_FINDINGS and len(self.findings) < 10 * MOST_FINDINGS:
-            self.findings.append(Finding(severity=severity, summary=summary, repro=repro))
+            self.findings.append(Finding(severity, summary, repro))
 
     @property
     def found(self) -> int:
@@ -100,9 +100,11 @@ class Setting:
         assert self.launcher is not None
         return self.launcher
 
-    def tries(self) -> Iterator[int]:
+    def tries(self, budget: Budget | None = None, most: int | None = None) -> Iterator[int]:
         """Counts the report's tries from 0 while there is budget."""
-        while self.budget and self.report.tries < self.most_tries:
+        budget = self.budget if budget is None else budget
+        most = self.most_tries if most is None else most
+        while budget and self.report.tries < most:
             self.report.tries += 1
             yield self.report.tries - 1
 
@@ -148,7 +150,7 @@ class Load:
 
     def _repeat(self, index: int) -> None:
         while os.getppid() != 1:
-            with suppress(OSError, MalformedAnswer, ValueError):
+            with suppress(OSError, ValueError):
                 self._action(index)
             with self._rounds.get_lock():
                 self._rounds.value += 1
@@ -180,35 +182,25 @@ class Slowdown:
 
 
 def measure_slowdown(
-    victim: Callable[[], float],
-    load: Load,
-    *,
-    budget: Budget,
-    share: float = 0.5,
-    baseline: Load | None = None,
+    victim: Callable[[], float], load: Load, *, budget: Budget, baseline: Load | None = None
 ) -> Slowdown:
-    """The victim's seconds without the load (or under an ordinary one), and under it."""
-    alone = _figure(victim, Budget(0.25 * budget.seconds), share, baseline)
+    """The victim's median seconds without the load (or under an ordinary one), and under it."""
+    with baseline or nullcontext():
+        if baseline is not None:
+            time.sleep(0.3)
+        alone = _median(victim, budget.share(0.25), least=3)
     with load:
         time.sleep(min(0.5, 0.1 * budget.seconds))
-        loaded = percentile(_repeat(victim, Budget(min(budget.left(), 0.5 * budget.seconds)), least=1), share)
-    return Slowdown(alone=alone, loaded=loaded)
+        return Slowdown(alone=alone, loaded=_median(victim, budget.share(0.5), least=1))
 
 
-def _figure(victim: Callable[[], float], budget: Budget, share: float, load: Load | None) -> float:
-    with load or nullcontext():
-        if load is not None:
-            time.sleep(0.3)
-        return percentile(_repeat(victim, budget), share)
-
-
-def _repeat(victim: Callable[[], float], budget: Budget, *, least: int = 3) -> list[float]:
-    """One figure for each call; a failed call counts as the seconds that it took."""
+def _median(victim: Callable[[], float], budget: Budget, *, least: int) -> float:
+    """A failed call counts as the seconds that it took."""
     figures: list[float] = []
     while len(figures) < 100 and (budget or len(figures) < least):
         began = time.monotonic()
         try:
             figures.append(victim())
-        except (OSError, MalformedAnswer):
+        except (OSError, ValueError):
             figures.append(time.monotonic() - began)
-    return figures
+    return percentile(figures, 0.5)

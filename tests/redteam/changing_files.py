@@ -9,15 +9,15 @@ import shutil
 import signal
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from threading import Thread
 from typing import Any
 
 from tests.redteam.attack import Attack, Budget, Load, Setting
-from tests.redteam.http_client import MalformedAnswer, call, open_stream, percentile, text_of
+from tests.redteam.http_client import open_stream, percentile, text_of
 from tests.redteam.service import Launcher, ServiceFailed, Target, engine_of
 from tests.redteam.weights_files import KINDS, TensorFile, copied_weights
 
@@ -33,14 +33,12 @@ def probe_text(target: Target) -> str:
 def _reloads(target: Target) -> float:
     """How many reloads have ended, whatever their outcome."""
     text = target.call("GET", "/metrics").body.decode()
-    return sum(
-        float(value) for value in re.findall(r"^inkstream_weights_reloads_total\{[^}]*\} (\S+)$", text, re.MULTILINE)
-    )
+    return sum(map(float, re.findall(r"^inkstream_weights_reloads_total\{[^}]*\} (\S+)$", text, re.MULTILINE)))
 
 
-def _reload(target: Target, *, seconds: float) -> bool:
-    """SIGHUP, and whether the reload ended in time."""
-    before, ends = _reloads(target), time.monotonic() + seconds
+def _reload(target: Target) -> bool:
+    """SIGHUP, and whether the reload ended within 20 seconds."""
+    before, ends = _reloads(target), time.monotonic() + 20
     os.kill(target.pid, signal.SIGHUP)
     while time.monotonic() < ends:
         if _reloads(target) > before:
@@ -60,31 +58,22 @@ class BadWeights(Attack):
         launcher, rng, report = setting.own_launcher, setting.rng, setting.report
         report.limit = "what check refuses is never served"
         first, *others = KINDS  # the first one is the most likely: a directory without golden.json
-        rng.shuffle(others)
+        kinds = [first, *rng.sample(others, len(others))]
         weights_dir = copied_weights(launcher)
-        bad = 0
         with launcher.running(weights=weights_dir) as target:
             expected = probe_text(target)
-            for kind in [first, *others]:
-                if not setting.budget or report.tries >= setting.most_tries:
-                    break
-                report.tries += 1
-                path = copied_weights(launcher)
+            for number in setting.tries(most=min(setting.most_tries, len(kinds))):
+                kind, path = kinds[number], copied_weights(launcher)
                 KINDS[kind](path, rng)
-                problem = self._try(launcher, target, weights_dir, path, expected)
-                bad += bool(problem)
-                if problem:
-                    report.add(
-                        "high",
-                        f"{kind}: {problem}",
-                        f"weights_files.KINDS[{kind!r}]; inkstream check DIR; serve; kill -HUP",
-                    )
+                if problem := self._try(launcher, target, weights_dir, path, expected):
+                    repro = f"weights_files.KINDS[{kind!r}]; inkstream check DIR; serve; kill -HUP"
+                    report.add("high", f"{kind}: {problem}", repro)
                 shutil.rmtree(path)
-        report.worst = f"{bad} of {report.tries} kinds served"
+        report.worst = f"{report.found} of {report.tries} kinds served"
 
     def _try(self, launcher: Launcher, target: Target, weights_dir: Path, path: Path, expected: str) -> str:
         try:
-            checked = launcher.check(path)
+            checked = launcher.run("check", path)
         except subprocess.TimeoutExpired:
             return "check does not end within a minute"
         if checked.returncode < 0 or "Traceback" in checked.stderr:
@@ -105,17 +94,17 @@ class BadWeights(Attack):
         weights_dir.rename(aside)
         shutil.copytree(bad, weights_dir)
         try:
-            if not _reload(target, seconds=20):
+            if not _reload(target):
                 return "no end of the reload within 20 s"
             text = probe_text(target)
-        except (OSError, MalformedAnswer) as error:
+        except (OSError, ValueError) as error:
             text = f"no answer: {error}"
         finally:
             shutil.rmtree(weights_dir)
             aside.rename(weights_dir)
         if text == expected:
             return ""
-        _reload(target, seconds=20)
+        _reload(target)
         return text
 
 
@@ -165,11 +154,8 @@ class TokenizerRegex(Attack):
             self._rewrite(path / "tokenizer.json", case.regex)
             seconds = self._try(launcher, path, case, setting.budget)
             if seconds > self.limit_seconds:
-                report.add(
-                    "high",
-                    f"/health/live waited {seconds:.1f} s for a text",
-                    f"regex {case.regex!r}, text {case.unit!r} x 244..2440 + {case.end!r}",
-                )
+                repro = f"regex {case.regex!r}, text {case.unit!r} x 244..2440 + {case.end!r}"
+                report.add("high", f"/health/live waited {seconds:.1f} s for a text", repro)
             worst = max(worst, seconds)
             shutil.rmtree(path)
         report.worst = f"/health/live {worst * 1e3:.0f} ms"
@@ -185,7 +171,7 @@ class TokenizerRegex(Attack):
     def _try(self, launcher: Launcher, path: Path, case: Backtracking, budget: Budget) -> float:
         """The slowest health check concurrent with adversarial texts; 0 where the tokenizer is refused."""
         with suppress(ServiceFailed, subprocess.TimeoutExpired):
-            if launcher.check(path).returncode:
+            if launcher.run("check", path).returncode:
                 return 0.0
             with launcher.running(weights=path) as target:
                 return self._health_during_texts(target, case, Budget(min(6.0, max(2.0, budget.left()))))
@@ -194,19 +180,15 @@ class TokenizerRegex(Attack):
     @staticmethod
     def _health_during_texts(target: Target, case: Backtracking, budget: Budget) -> float:
         def attack(index: int) -> None:
-            size = (244, 1000, 2440, 30)[index % 4]
-            body, path = (
-                {"prompt": case.text(size), "max_tokens": 1, "stream": False},
-                ("/complete", "/tokenize")[index // 4],
-            )
-            call(target.address, "POST", path, key=target.keys[1], body=body, timeout=20)
+            body = {"prompt": case.text((244, 1000, 2440, 30)[index % 4]), "max_tokens": 1, "stream": False}
+            target.call("POST", ("/complete", "/tokenize")[index // 4], tenant=1, body=body, timeout=20)
 
         waits: list[float] = []
         with Load(attack, 8):
             while budget:
                 began = time.monotonic()
-                with suppress(OSError, MalformedAnswer):
-                    call(target.address, "GET", "/health/live", timeout=5)
+                with suppress(OSError, ValueError):
+                    target.call("GET", "/health/live", tenant=None, timeout=5)
                 waits.append(time.monotonic() - began)
                 time.sleep(0.05)
         return percentile(waits, 0.95)
@@ -221,21 +203,18 @@ class CrashDuringCopy(Attack):
     streams = 4
 
     def run(self, setting: Setting) -> None:
-        launcher, report = setting.own_launcher, setting.report
+        report, rng = setting.report, setting.rng
         report.limit = "every stream byte-identical"
-        lost = 0
         ways = ["in place, whole", "in place, half", "replaced by rename", "removed"]
-        setting.rng.shuffle(ways)
+        rng.shuffle(ways)
         for number in setting.tries():
             how = ways[number % len(ways)]
-            weights_dir = copied_weights(launcher)
-            with suppress(ServiceFailed), launcher.running(weights=weights_dir) as target:
-                problem = self._try(setting.rng, target, weights_dir, how)
-                lost += bool(problem)
-                if problem:
+            weights_dir = copied_weights(setting.own_launcher)
+            with suppress(ServiceFailed), setting.own_launcher.running(weights=weights_dir) as target:
+                if problem := self._try(rng, target, weights_dir, how):
                     repro = f"{self.streams} streams; new model.safetensors {how}; kill -9 ENGINE; no SIGHUP"
                     report.add("high", f"new file {how}, then an engine crash: {problem}", repro)
-        report.worst = f"{lost} of {report.tries} crashes lost something"
+        report.worst = f"{report.found} of {report.tries} crashes lost something"
 
     def _try(self, rng: Random, target: Target, weights_dir: Path, how: str) -> str:
         bodies = [
@@ -243,23 +222,17 @@ class CrashDuringCopy(Attack):
         ]
         expected = [self._read(target, body) for body in bodies]
         probe = probe_text(target)
-        results: list[str] = [""] * self.streams
-        threads = [
-            Thread(target=self._store, args=(results, i, target, body), daemon=True) for i, body in enumerate(bodies)
-        ]
-        for thread in threads:
-            thread.start()
-        time.sleep(rng.uniform(0.01, 0.1))
-        self._change(weights_dir, how, rng)
-        engine = engine_of(target.pid)
-        if engine is None:
-            return "no engine process found"
-        os.kill(engine, signal.SIGKILL)
-        for thread in threads:
-            thread.join(30)
+        with ThreadPoolExecutor(self.streams) as pool:
+            reading = [pool.submit(self._read, target, body) for body in bodies]
+            time.sleep(rng.uniform(0.01, 0.1))
+            self._change(weights_dir, how, rng)
+            engine = engine_of(target.pid)
+            if engine is None:
+                return "no engine process found"
+            os.kill(engine, signal.SIGKILL)
+            same = sum(one.result() == text for one, text in zip(reading, expected, strict=True))
         if not target.is_alive():
             return "the service ended"
-        same = sum(a == b for a, b in zip(results, expected, strict=True))
         if same < self.streams:
             return f"{same} of {self.streams} streams are byte-identical"
         return "" if probe_text(target) == probe else "another text afterwards"
@@ -280,13 +253,10 @@ class CrashDuringCopy(Attack):
             with file.open("r+b") as opened:
                 opened.write(new if how.endswith("whole") else new[: rng.randrange(len(new))])
 
-    def _store(self, results: list[str], index: int, target: Target, body: dict[str, Any]) -> None:
-        try:
-            results[index] = self._read(target, body)
-        except (OSError, ValueError) as error:
-            results[index] = f"broken off: {error}"
-
     @staticmethod
     def _read(target: Target, body: dict[str, Any]) -> str:
-        with open_stream(target.address, body, key=target.keys[0], timeout=40) as (status, events):
-            return f"{status} {text_of(events)}"
+        try:
+            with open_stream(target.address, body, key=target.keys[0], timeout=30) as (status, events):
+                return f"{status} {text_of(events)}"
+        except (OSError, ValueError) as error:
+            return f"broken off: {error}"

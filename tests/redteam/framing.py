@@ -6,11 +6,19 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from random import Random
 
 from tests.redteam.attack import Attack, Setting
-from tests.redteam.http_client import Address, Answer, MalformedAnswer, parse_answers, read_answer, read_until_close
-from tests.redteam.service import as_json
+from tests.redteam.http_client import (
+    Address,
+    Answer,
+    MalformedAnswer,
+    next_answer,
+    parse_answers,
+    read_until_close,
+    request_bytes,
+)
 
 SMUGGLED = b'"object":"list"'
 """Only the answer to the request inside a body contains this: GET /v1/models."""
@@ -48,25 +56,21 @@ class MessageGenerator:
     def next(self) -> Message:
         return self.rng.choice(self._kinds)()
 
-    def inner(self) -> bytes:
-        """A whole request with an answer that gives it away."""
-        lines = ["GET /v1/models HTTP/1.1", "Host: 127.0.0.1", *self._authorization, "", ""]
-        return "\r\n".join(lines).encode()
-
-    def _head(self, first: str, *headers: str, authorized: bool | None = None) -> bytes:
-        lines = [first, "Host: 127.0.0.1"]
-        if self.rng.random() < 0.5 if authorized is None else authorized:
-            lines += self._authorization
-        own = list(headers)
-        self.rng.shuffle(own)
-        return "\r\n".join([*lines, *own, "", ""]).encode("latin-1")
-
-    def _first(self) -> str:
+    def _message(self, kind: str, *headers: str, body: bytes, first: str | None = None, **judged: bool) -> Message:
+        """The headers in any order, with the key or without."""
         method = self.rng.choice(["GET", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"])
-        return f"{method} {self.rng.choice(['/complete', '/tokenize', '/health/live', '/', '/nowhere'])} HTTP/1.1"
+        path = self.rng.choice(["/complete", "/tokenize", "/health/live", "/", "/nowhere"])
+        own = self.rng.sample(headers, len(headers))
+        lines = [first or f"{method} {path} HTTP/1.1", "Host: 127.0.0.1"]
+        lines += self._authorization * self.rng.randrange(2) + own
+        return Message(kind=kind, data="\r\n".join([*lines, "", ""]).encode("latin-1") + body, **judged)
+
+    def _inner(self) -> bytes:
+        """A whole request with an answer that gives it away."""
+        return "\r\n".join(["GET /v1/models HTTP/1.1", "Host: 127.0.0.1", *self._authorization, "", ""]).encode()
 
     def _body(self) -> bytes:
-        return self.rng.choice([b"", b"\r\n", b"0\r\n\r\n", b"x" * self.rng.randrange(200)]) + self.inner()
+        return self.rng.choice([b"", b"\r\n", b"0\r\n\r\n", b"x" * self.rng.randrange(200)]) + self._inner()
 
     def _as_chunks(self, body: bytes) -> bytes:
         out = b""
@@ -79,14 +83,12 @@ class MessageGenerator:
 
     def _plain(self) -> Message:
         body = self._body()
-        return Message(
-            kind="plain", data=self._head(self._first(), f"Content-Length: {len(body)}") + body, must_answer=True
-        )
+        return self._message("plain", f"Content-Length: {len(body)}", body=body, must_answer=True)
 
     def _chunked(self) -> Message:
         encoding = self.rng.choice(["chunked", "Chunked", "CHUNKED", " \tchunked \t"])
-        data = self._head(self._first(), f"Transfer-Encoding: {encoding}") + self._as_chunks(self._body())
-        return Message(kind="chunked", data=data, must_answer=True)
+        body = self._as_chunks(self._body())
+        return self._message("chunked", f"Transfer-Encoding: {encoding}", body=body, must_answer=True)
 
     def _upgrade(self) -> Message:
         protocol = self.rng.choice(["h2c", "websocket", "TLS/1.0", "x", "h2c, websocket", "HTTP/2.0"])
@@ -98,23 +100,22 @@ class MessageGenerator:
             headers += ["Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ=="]
         body = self._body()
         if self.rng.random() < 0.7:
-            data = self._head(self._first(), *headers, f"Content-Length: {len(body)}") + body
+            headers.append(f"Content-Length: {len(body)}")
         else:
-            data = self._head(self._first(), *headers, "Transfer-Encoding: chunked") + self._as_chunks(body)
-        return Message(kind="upgrade", data=data, must_answer=True)
+            headers.append("Transfer-Encoding: chunked")
+            body = self._as_chunks(body)
+        return self._message("upgrade", *headers, body=body, must_answer=True)
 
     def _connect(self) -> Message:
         target = self.rng.choice(["127.0.0.1:80", "/complete", "example.com:443", "*", "http://127.0.0.1/"])
         body = self._body()
-        data = self._head(f"CONNECT {target} HTTP/1.1", f"Content-Length: {len(body)}") + body
-        return Message(kind="connect", data=data)
+        return self._message("connect", f"Content-Length: {len(body)}", first=f"CONNECT {target} HTTP/1.1", body=body)
 
     def _both_lengths(self) -> Message:
         body = self._body()
         chunks = self._as_chunks(body)
-        length = self.rng.choice([0, 1, len(chunks), len(chunks) - len(self.inner()), len(body)])
-        data = self._head(self._first(), f"Content-Length: {length}", "Transfer-Encoding: chunked") + chunks
-        return Message(kind="both lengths", data=data)
+        length = self.rng.choice([0, 1, len(chunks), len(chunks) - len(self._inner()), len(body)])
+        return self._message("both lengths", f"Content-Length: {length}", "Transfer-Encoding: chunked", body=chunks)
 
     def _transfer_encoding(self) -> Message:
         header = self.rng.choice([
@@ -126,12 +127,8 @@ class MessageGenerator:
             "Transfer-Encoding: chun\r\n ked", "Transfer-Encoding: gzip",
             "Transfer-Encoding: cow\r\nTransfer-Encoding: chunked",
         ])  # fmt: skip
-        extra = self.rng.choice([[], [], ["Content-Length: 5"]])
-        return Message(
-            kind="transfer encoding",
-            data=self._head(self._first(), header, *extra) + b"0\r\n\r\n" + self.inner(),
-            must_refuse=True,
-        )
+        headers = [header, "Content-Length: 5"][: self.rng.choice([1, 1, 2])]
+        return self._message("transfer encoding", *headers, body=b"0\r\n\r\n" + self._inner(), must_refuse=True)
 
     def _content_length(self) -> Message:
         body = self._body()
@@ -139,71 +136,59 @@ class MessageGenerator:
         header = self.rng.choice([
             f"Content-Length: +{n}", f"Content-Length: -{n}", f"Content-Length: 0x{n:x}", f"Content-Length: {n} 0",
             "Content-Length:", f"Content-Length: {n};", f"Content-Length: {n}\r\nContent-Length: 0",
-            f"Content-Length: {n}_0",
-            f"Content-Length: 0\r\nContent-Length: {n}", f"Content-Length : {n}", f"Content-Length: {n}, 0",
-            "Content-Length: 1e2",
-            f"Content-Length: {n}.0", f"Content-Length: {2**64 + n}", f"Content-Length:\x0b{n}",
-            f"Content-Length: {n}\x00", f"Content-Length:\r\n {n}", "Content-Length: \xb2", f"Content-Length: {n},",
+            f"Content-Length: {n}_0", f"Content-Length: 0\r\nContent-Length: {n}", f"Content-Length : {n}",
+            f"Content-Length: {n}, 0", "Content-Length: 1e2", f"Content-Length: {n}.0", f"Content-Length: {2**64 + n}",
+            f"Content-Length:\x0b{n}", f"Content-Length: {n}\x00", f"Content-Length:\r\n {n}", "Content-Length: \xb2",
+            f"Content-Length: {n},",
         ])  # fmt: skip
-        return Message(kind="content length", data=self._head(self._first(), header) + body, must_refuse=True)
+        return self._message("content length", header, body=body, must_refuse=True)
 
     def _version(self) -> Message:
         first = self.rng.choice([
             "GET /", "GET / HTTP/0.9", "GET / HTTP/1.2", "GET / HTTP/2.0", "PRI * HTTP/2.0", "GET / http/1.1",
-            "GET / HTTP/11",
-            "GET / HTTP/1.1 x", "GET / HTTP/1.1/", "GET /  x HTTP/1.1", "GET\t/\tHTTP/1.1", "POST / HTTP/1.0",
+            "GET / HTTP/11", "GET / HTTP/1.1 x", "GET / HTTP/1.1/", "GET /  x HTTP/1.1", "GET\t/\tHTTP/1.1",
+            "POST / HTTP/1.0",
         ])  # fmt: skip
-        body = b"0\r\n\r\n" + self.inner()
-        length = [f"Content-Length: {len(body)}"] if self.rng.random() < 0.3 else []
-        return Message(
-            kind="version", data=self._head(first, "Transfer-Encoding: chunked", *length) + body, must_refuse=True
-        )
+        body = b"0\r\n\r\n" + self._inner()
+        headers = ["Transfer-Encoding: chunked", f"Content-Length: {len(body)}"][: self.rng.choice([1, 1, 2])]
+        return self._message("version", *headers, first=first, body=body, must_refuse=True)
 
     def _chunk_size(self) -> Message:
-        body = self.inner()
+        body = self._inner()
         size = f"{len(body):x}"
         line = self.rng.choice([
             f"0x{size}\r\n", f"+{size}\r\n", f"-{size}\r\n", f" {size}\r\n", f"{size}_0\r\n", "\r\n", ";\r\n", "g\r\n",
             f"ffffffffffffffff{size}\r\n", f"1{int(size, 16):016x}\r\n", f"{size}\r\r\n", f"{size}\x00\r\n",
-            f"{size}\x0b\r\n",
-            f"{size};a\x00=b\r\n", f"{size};a\rb\r\n", "0\r\nContent-Length: x y z\r\n : bad\r\n", f"{size}.0\r\n",
+            f"{size}\x0b\r\n", f"{size};a\x00=b\r\n", f"{size};a\rb\r\n", "0\r\nContent-Length: x y z\r\n : bad\r\n",
+            f"{size}.0\r\n",
         ])  # fmt: skip
-        data = (
-            self._head(self._first(), "Transfer-Encoding: chunked") + line.encode("latin-1") + body + b"\r\n0\r\n\r\n"
-        )
-        return Message(kind="chunk size", data=data, must_refuse=True)
+        data = line.encode("latin-1") + body + b"\r\n0\r\n\r\n"
+        return self._message("chunk size", "Transfer-Encoding: chunked", body=data, must_refuse=True)
 
     def _header_syntax(self) -> Message:
         header = self.rng.choice([
             "X: a\r\n b", "X : a", " X: a", "X", ": a", "X: a\x00b", "X: a\rb", "X\x00: a", "X Y: a", "X: a\r\n\tb",
-            "(X): a",
-            "X\x80: a", "Host: 127.0.0.1", "\r: a",
+            "(X): a", "X\x80: a", "Host: 127.0.0.1", "\r: a",
         ])  # fmt: skip
         body = self._body()
-        data = self._head(self._first(), header, f"Content-Length: {len(body)}") + body
-        return Message(kind="header syntax", data=data)
+        return self._message("header syntax", header, f"Content-Length: {len(body)}", body=body)
 
     def _pipeline(self) -> Message:
         messages = [self.rng.choice([self._plain, self._chunked])() for _ in range(self.rng.randint(2, 6))]
-        return Message(
-            kind="pipeline", data=b"".join(m.data for m in messages), requests=len(messages), must_answer=True
-        )
+        data = b"".join(message.data for message in messages)
+        return Message(kind="pipeline", data=data, requests=len(messages), must_answer=True)
 
     def _expect(self) -> Message:
         body = self._body()
         expect = self.rng.choice(["100-continue", "100-Continue", "200-ok", "100-continue, 100-continue", ""])
-        data = self._head(self._first(), f"Content-Length: {len(body)}", f"Expect: {expect}") + body
-        return Message(kind="expect", data=data)
+        return self._message("expect", f"Content-Length: {len(body)}", f"Expect: {expect}", body=body)
 
     def _mutated(self) -> Message:
         """A valid message with a few bytes changed in its head; only the form of the answers can be judged."""
         data = bytearray(self.rng.choice([self._plain, self._chunked, self._upgrade, self._pipeline])().data)
         for _ in range(self.rng.randint(1, 4)):
             at = self.rng.randrange(min(len(data), 300))
-            if self.rng.random() < 0.5:
-                data[at] = self.rng.choice(b"\x00\r\n \t:;,0129afAF\xff")
-            else:
-                data[at:at] = bytes([self.rng.choice(b"\x00\r\n \t:;,0129afAF\xff")])
+            data[at : at + self.rng.randrange(2)] = bytes([self.rng.choice(b"\x00\r\n \t:;,0129afAF\xff")])
         return Message(kind="mutated", data=bytes(data), requests=99)
 
 
@@ -212,13 +197,12 @@ def send_in_pieces(address: Address, data: bytes, rng: Random, *, seconds: float
     cuts = sorted(rng.randrange(len(data) + 1) for _ in range(rng.choice([0, 0, 1, 3, 12])))
     with address.connect(timeout=seconds) as connection:
         with suppress(OSError):
-            for begin, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
+            for begin, end in pairwise([0, *cuts, len(data)]):
                 connection.sendall(data[begin:end])
                 if cuts and rng.random() < 0.3:
                     time.sleep(0.001)
         began = time.monotonic()
-        raw = read_until_close(connection, seconds=seconds)
-        return raw, time.monotonic() - began < seconds * 0.95
+        return read_until_close(connection, seconds=seconds), time.monotonic() - began < seconds * 0.95
 
 
 def judge(message: Message, raw: bytes, closed: bool) -> tuple[str, str] | None:
@@ -239,21 +223,25 @@ def judge(message: Message, raw: bytes, closed: bool) -> tuple[str, str] | None:
         return "critical", f"{len(answers) - 1} answers to {message.requests} requests: {statuses}"
     if message.must_refuse and statuses and statuses[0] < 400:
         return "high", f"ambiguous framing was accepted: {statuses}"
-    says_close = bool(answers) and (answers[-1].header("connection") or "").lower() == "close"
+    says_close = bool(answers) and answers[-1].headers.get("connection", "").lower() == "close"
     if message.must_answer and len(answers) < message.requests + 1 and not says_close:
         end = "closed" if closed else "left open"
         return "medium", f"{len(answers)} of {message.requests + 1} answers to valid requests, then {end}: {statuses}"
     return None
 
 
-def _read_pair(address: Address, first: bytes, second: bytes) -> tuple[Answer | None, Answer | None]:
+def _second_answer(address: Address, first: bytes, second: bytes) -> Answer | None:
     """As a proxy that shares one connection: one answer belongs to each message."""
     with address.connect(timeout=1.5) as connection, suppress(OSError):
+        file = connection.makefile("rb")
         connection.sendall(first)
-        own, rest = read_answer(connection)
+        try:
+            next_answer(file)
+        except TimeoutError:  # the first message waits for more
+            file = connection.makefile("rb")
         connection.sendall(second)
-        return own, read_answer(connection, rest)[0]
-    return None, None
+        return next_answer(file)
+    return None
 
 
 class Framing(Attack):
@@ -263,44 +251,34 @@ class Framing(Attack):
     share = 14.0
 
     def run(self, setting: Setting) -> None:
-        report, rng = setting.report, setting.rng
+        report = setting.report
         report.limit = "one answer a request"
-        generator = MessageGenerator(rng, setting.target.keys[0])
+        generator = MessageGenerator(setting.rng, setting.target.keys[0])
         bad = 0
-        for _ in setting.tries():
+        for number in setting.tries():
+            message = generator.next()
+            data = message.data + LAST
             try:
-                if report.tries % 8 == 0:
-                    problem, repro = self._shared_connection(setting, generator)
+                if number % 8 == 7 and message.kind not in ("mutated", "pipeline"):
+                    problem, data = self._shared_connection(setting, message)
                 else:
-                    problem, repro = self._alone(setting, generator)
+                    seconds = 8.0 if message.must_answer else 0.5
+                    raw, closed = send_in_pieces(setting.target.address, data, setting.rng, seconds=seconds)
+                    problem = judge(message, raw, closed)
             except OSError as error:
-                problem, repro = ("high", f"no connection: {error}"), ""
+                problem = "high", f"no connection: {error}"
             if problem:
                 bad += 1
-                report.add(problem[0], f"{problem[1]} (try {report.tries})", repro, group=problem[1].partition(":")[0])
+                summary = f"{message.kind}: {problem[1]} (try {report.tries})"
+                report.add(problem[0], summary, data.hex(), group=message.kind)
         report.worst = f"{bad} of {report.tries} messages"
 
-    def _alone(self, setting: Setting, generator: MessageGenerator) -> tuple[tuple[str, str] | None, str]:
-        message = generator.next()
-        seconds = 8.0 if message.must_answer else 0.5
-        raw, closed = send_in_pieces(setting.target.address, message.data + LAST, setting.rng, seconds=seconds)
-        problem = judge(message, raw, closed)
-        return problem and (problem[0], f"{message.kind}: {problem[1]}"), (message.data + LAST).hex()
-
-    def _shared_connection(self, setting: Setting, generator: MessageGenerator) -> tuple[tuple[str, str] | None, str]:
+    @staticmethod
+    def _shared_connection(setting: Setting, message: Message) -> tuple[tuple[str, str] | None, bytes]:
         """Tenant A's message, one answer, then tenant B's request: B must not get an answer to A's bytes."""
-        message = generator.next()
-        while message.kind in ("mutated", "pipeline"):
-            message = generator.next()
-        body = as_json({"prompt": setting.canary}).encode()
-        second_key = setting.target.keys[1]
-        victim = b"POST /tokenize HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-        victim += b"" if second_key is None else f"Authorization: Bearer {second_key}\r\n".encode()
-        victim += f"Content-Length: {len(body)}\r\n\r\n".encode() + body
-        _, answer = _read_pair(setting.target.address, message.data, victim)
-        foreign = answer is not None and answer.status < 300 and b'"tokens"' not in answer.body
-        if foreign:
-            return ("critical", f"{message.kind}: tenant B got the answer to tenant A's body"), (
-                message.data + victim
-            ).hex()
-        return None, ""
+        body, key = {"prompt": setting.canary}, setting.target.keys[1]
+        victim = request_bytes("POST", "/tokenize", key=key, body=body)
+        answer = _second_answer(setting.target.address, message.data, victim)
+        is_foreign = answer is not None and answer.status < 300 and b'"tokens"' not in answer.body
+        problem = ("critical", "tenant B got the answer to tenant A's body") if is_foreign else None
+        return problem, message.data + victim

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
+import io
 import json
 import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, BinaryIO
 
 
-class MalformedAnswer(Exception):
+class MalformedAnswer(ValueError):
     """The service sent bytes that are not a sequence of HTTP/1.1 responses."""
 
 
@@ -23,33 +24,21 @@ class Address:
     host: str
     port: int
 
-    def connect(self, *, timeout: float = 10.0, receive_buffer: int = 0) -> socket.socket:
-        """An open connection; a small receive buffer makes a slow reader felt early."""
-        connection = socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET)
-        if receive_buffer:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    def connect(self, *, timeout: float = 10.0) -> socket.socket:
+        """An open connection that sends at once."""
+        connection = socket.create_connection((self.host, self.port), timeout)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.settimeout(timeout)
-        try:
-            connection.connect((self.host, self.port))
-        except OSError:
-            connection.close()
-            raise
         return connection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One final response."""
+    """One final response; `headers` has the first of each name, in lower case."""
 
     status: int
-    headers: tuple[tuple[str, str], ...]
+    headers: dict[str, str]
     body: bytes
     seconds: float = 0.0
-
-    def header(self, name: str) -> str | None:
-        """The first header of that name."""
-        return next((value for key, value in self.headers if key == name.lower()), None)
 
     def json(self) -> Any:
         """The body as JSON; None where it is not JSON."""
@@ -58,21 +47,23 @@ class Answer:
         return None
 
 
+def as_json(value: object) -> str:
+    """A body as one line, to send or for a repro."""
+    return json.dumps(value, ensure_ascii=True, separators=(",", ":"))
+
+
 def request_bytes(
-    method: str,
-    path: str,
-    *,
-    key: str | None = None,
-    body: bytes | None = None,
-    headers: Iterable[str] = (),
+    method: str, path: str, *, key: str | None = None, body: Any = None, headers: Iterable[str] = ()
 ) -> bytes:
-    """A well-formed request; a body comes with its Content-Length and as JSON."""
+    """A well-formed request; a body comes with its Content-Length, bytes as they are and anything else as JSON."""
     lines = [f"{method} {path} HTTP/1.1", "Host: 127.0.0.1"]
     if key is not None:
         lines.append(f"Authorization: Bearer {key}")
+    data = b""
     if body is not None:
-        lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
-    return "\r\n".join([*lines, *headers, "", ""]).encode("latin-1", "replace") + (body or b"")
+        data = body if isinstance(body, bytes) else as_json(body).encode()
+        lines += ["Content-Type: application/json", f"Content-Length: {len(data)}"]
+    return "\r\n".join([*lines, *headers, "", ""]).encode("latin-1", "replace") + data
 
 
 def call(
@@ -85,128 +76,109 @@ def call(
     headers: Iterable[str] = (),
     timeout: float = 30.0,
 ) -> Answer:
-    """One request on a connection of its own; bytes are sent as they are, other bodies as JSON.
+    """One request on a connection of its own.
 
     Raises:
         OSError: no connection, no answer within the timeout, or a reset.
         MalformedAnswer: the answer is not HTTP, or more than one.
     """
-    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    message = request_bytes(method, path, key=key, body=body, headers=[*headers, "Connection: close"])
     began = time.monotonic()
     with address.connect(timeout=timeout) as connection:
         with suppress(BrokenPipeError, ConnectionResetError):  # an early refusal may close before all is sent
-            connection.sendall(request_bytes(method, path, key=key, body=data, headers=[*headers, "Connection: close"]))
+            connection.sendall(message)
         raw = read_until_close(connection, seconds=timeout)
     answers = parse_answers(raw)
     if not answers:
         raise TimeoutError(f"no complete answer in {timeout:.0f} s, only {raw[:80]!r}")
     if len(answers) > 1:
         raise MalformedAnswer(f"{len(answers)} answers to one request")
-    final = answers[0]
-    return Answer(status=final.status, headers=final.headers, body=final.body, seconds=time.monotonic() - began)
+    return replace(answers[0], seconds=time.monotonic() - began)
 
 
 def read_until_close(connection: socket.socket, *, seconds: float, most: int = 64 << 20) -> bytes:
     """What arrives until the service closes, a reset, the time limit, or so many bytes."""
-    parts, size, ends = [], 0, time.monotonic() + seconds
+    raw, ends = bytearray(), time.monotonic() + seconds
     with suppress(OSError):
-        while size < most:
+        while len(raw) < most:
             connection.settimeout(max(0.001, ends - time.monotonic()))
             part = connection.recv(1 << 16)
             if not part:
                 break
-            parts.append(part)
-            size += len(part)
-    return b"".join(parts)
-
-
-def read_answer(connection: socket.socket, pending: bytes = b"") -> tuple[Answer | None, bytes]:
-    """The next final response of a connection that stays open, and the bytes behind it; None at its end."""
-    raw = pending
-    while True:
-        with suppress(_Incomplete):
-            answer, rest = _parse_one(raw)
-            if answer.status >= 200:
-                return answer, rest
-            raw = rest
-            continue
-        try:
-            part = connection.recv(1 << 16)
-        except OSError:
-            return None, raw
-        if not part:
-            return None, raw
-        raw += part
+            raw += part
+    return bytes(raw)
 
 
 def parse_answers(raw: bytes) -> list[Answer]:
-    """All final responses in there; an incomplete one at the end is left out.
-
-    Raises:
-        MalformedAnswer: some bytes are not a response.
-    """
-    answers = []
-    while raw:
-        try:
-            answer, raw = _parse_one(raw)
-        except _Incomplete:
-            break
-        if answer.status >= 200:
-            answers.append(answer)
+    """All final responses in there; an incomplete one at the end is left out. Raises MalformedAnswer."""
+    answers, file = [], io.BytesIO(raw)
+    with suppress(ConnectionError):
+        while file.tell() < len(raw):
+            answers.append(next_answer(file))
     return answers
 
 
-class _Incomplete(Exception):
-    """More bytes are needed."""
+def next_answer(file: BinaryIO) -> Answer:
+    """The next final response.
 
-
-def _parse_one(raw: bytes) -> tuple[Answer, bytes]:
-    head, separator, rest = raw.partition(b"\r\n\r\n")
-    if not raw.startswith(b"HTTP/1.1 "[: len(raw)]):
-        raise MalformedAnswer(f"not a status line: {raw[:80]!r}")
-    if not separator:
-        raise _Incomplete
-    first, *lines = head.decode("latin-1").split("\r\n")
-    try:
-        status = int(first.split(" ")[1])
-        headers = tuple((name.lower(), value.strip()) for name, value in (line.split(":", 1) for line in lines))
-    except (ValueError, IndexError):
-        raise MalformedAnswer(f"not a response head: {head[:200]!r}") from None
-    body, rest = _body(status, dict(headers), rest)
-    return Answer(status=status, headers=headers, body=body), rest
-
-
-def _body(status: int, headers: dict[str, str], rest: bytes) -> tuple[bytes, bytes]:
-    if status < 200 or status in (204, 304):
-        return b"", rest
-    if headers.get("transfer-encoding", "").lower() == "chunked":
-        return _chunks(rest)
-    if "content-length" not in headers:
+    Raises:
+        ConnectionError: the bytes end before it does.
+        MalformedAnswer: it is not one.
+    """
+    status, headers = _head(file)
+    while status < 200:
+        status, headers = _head(file)
+    if status in (204, 304):
+        body = b""
+    elif headers.get("transfer-encoding", "").lower() == "chunked":
+        body = b"".join(_chunks(file))
+    elif "content-length" in headers:
+        body = _exactly(file, int(headers["content-length"]))
+    else:
         raise MalformedAnswer("a response that has neither Content-Length nor chunks")
-    length = int(headers["content-length"])
-    if len(rest) < length:
-        raise _Incomplete
-    return rest[:length], rest[length:]
+    return Answer(status=status, headers=headers, body=body)
 
 
-def _chunks(rest: bytes) -> tuple[bytes, bytes]:
-    parts, position = [], 0
-    while True:
-        ends = rest.find(b"\r\n", position)
-        if ends < 0:
-            raise _Incomplete
+def _head(file: BinaryIO) -> tuple[int, dict[str, str]]:
+    version, _, rest = _line(file).partition(" ")
+    if version != "HTTP/1.1" or not rest[:3].isdecimal():
+        raise MalformedAnswer(f"not a status line: {version} {rest}"[:80])
+    headers: dict[str, str] = {}
+    while line := _line(file):
+        name, colon, value = line.partition(":")
+        if not colon:
+            raise MalformedAnswer(f"not a header: {line[:80]!r}")
+        headers.setdefault(name.lower(), value.strip())
+    return int(rest[:3]), headers
+
+
+def _chunks(file: BinaryIO) -> Iterator[bytes]:
+    size = 1
+    while size:
+        line = _line(file)
         try:
-            size = int(rest[position:ends], 16)
+            size = int(line, 16)
         except ValueError:
-            raise MalformedAnswer(f"not a chunk size: {rest[position:ends][:40]!r}") from None
-        position = ends + 2 + size + 2
-        if len(rest) < position:
-            raise _Incomplete
-        if rest[position - 2 : position] != b"\r\n":
+            raise MalformedAnswer(f"not a chunk size: {line[:40]!r}") from None
+        yield _exactly(file, size)
+        if _line(file):
             raise MalformedAnswer("a chunk that is longer than it says")
-        parts.append(rest[ends + 2 : position - 2])
-        if size == 0:
-            return b"".join(parts), rest[position:]
+
+
+def _line(file: BinaryIO) -> str:
+    line = file.readline()
+    if not line.endswith(b"\n"):
+        raise ConnectionError("the bytes end within an answer")
+    if not line.endswith(b"\r\n"):
+        raise MalformedAnswer(f"a line without CR: {line[:80]!r}")
+    return line[:-2].decode("latin-1")
+
+
+def _exactly(file: BinaryIO, size: int) -> bytes:
+    data = file.read(size)
+    if len(data) < size:
+        raise ConnectionError("the bytes end within an answer")
+    return data
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,33 +192,18 @@ class Event:
 
 @contextmanager
 def open_stream(
-    address: Address,
-    body: dict[str, Any],
-    *,
-    key: str | None,
-    timeout: float = 30.0,
-    method: str = "POST",
-    path: str = "/complete",
-    headers: Iterable[str] = (),
+    address: Address, body: dict[str, Any], *, key: str | None, timeout: float = 30.0
 ) -> Iterator[tuple[int, Iterator[Event]]]:
-    """The status and the events of a stream; the end of the block closes the connection."""
-    data = json.dumps(body).encode() if method == "POST" else None
-    with address.connect(timeout=timeout) as connection:
-        connection.sendall(request_bytes(method, path, key=key, body=data, headers=headers))
-        head = b""
-        while b"\r\n\r\n" not in head:
-            part = connection.recv(1 << 16)
-            if not part:
-                raise ConnectionError("closed before the headers ended")
-            head += part
-        status = int(head.split(b" ", 2)[1])
-        yield status, _events(connection, head.partition(b"\r\n\r\n")[2])
+    """The status and the events of POST /complete; the end of the block closes the connection."""
+    with address.connect(timeout=timeout) as connection, connection.makefile("rb") as file:
+        connection.sendall(request_bytes("POST", "/complete", key=key, body=body))
+        yield _head(file)[0], _events(file)
 
 
-def _events(connection: socket.socket, raw: bytes) -> Iterator[Event]:
+def _events(file: BinaryIO) -> Iterator[Event]:
     """Events until `done`, `error` or the end."""
     name, text = "", b""
-    for part in _decoded_chunks(connection, raw):
+    for part in _chunks(file):
         now = time.monotonic()
         *lines, text = (text + part).split(b"\n")
         for line in lines:
@@ -258,25 +215,9 @@ def _events(connection: socket.socket, raw: bytes) -> Iterator[Event]:
                     return
 
 
-def _decoded_chunks(connection: socket.socket, raw: bytes) -> Iterator[bytes]:
-    while True:
-        line, separator, rest = raw.partition(b"\r\n")
-        if separator and (size := int(line, 16)) + 2 <= len(rest):
-            if size == 0:
-                return
-            yield rest[:size]
-            raw = rest[size + 2 :]
-            continue
-        part = connection.recv(1 << 16)
-        if not part:
-            return
-        raw += part
-
-
 def token_gaps(events: Iterable[Event]) -> list[float]:
     """Seconds between token events as the client sees them."""
-    times = [event.at for event in events if event.name == "token"]
-    return [later - earlier for earlier, later in itertools.pairwise(times)]
+    return [later - earlier for earlier, later in pairwise(e.at for e in events if e.name == "token")]
 
 
 def text_of(events: Iterable[Event]) -> str:
@@ -286,6 +227,4 @@ def text_of(events: Iterable[Event]) -> str:
 
 def percentile(values: Sequence[float], share: float) -> float:
     """The nearest-rank percentile; infinity where nothing was measured."""
-    if not values:
-        return float("inf")
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else float("inf")

@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.redteam.attack import Attack, Budget, Setting
 from tests.redteam.http_client import Answer, MalformedAnswer
-from tests.redteam.service import INTERNALS, error_object
+from tests.redteam.service import INTERNALS
 
 ALLOWED = {200, 400, 404, 408, 413, 415, 429, 503, 504}
 PATH_OR_TRACE = re.compile(r"Traceback|File \"/|/site-packages/|\.py\b|0x[0-9a-f]{8,}|<class ")
@@ -59,15 +59,13 @@ class BodyGenerator:
             return self.object(chosen, depth)
         if kind == "array":
             least, most = chosen.get("minItems", 0), min(chosen.get("maxItems", 4), 4)
-            return [
-                self.valid(chosen.get("items", {}), depth + 1) for _ in range(self.rng.randint(least, max(least, most)))
-            ]
+            count = self.rng.randint(least, max(least, most))
+            return [self.valid(chosen.get("items", {}), depth + 1) for _ in range(count)]
         if kind in ("integer", "number"):
             return self.rng.choice(self.numbers(chosen))
         if kind == "string":
-            return self.rng.choice(["a", "Once upon", "\u00e9\U0001f600", "\u0000", " " * 9, "x" * 60])[
-                : chosen.get("maxLength", 60)
-            ]
+            text = self.rng.choice(["a", "Once upon", "\u00e9\U0001f600", "\u0000", " " * 9, "x" * 60])
+            return text[: chosen.get("maxLength", 60)]
         return {"boolean": self.rng.random() < 0.5, "null": None}.get(str(kind), "a")
 
     def numbers(self, schema: dict[str, Any]) -> list[Any]:
@@ -75,10 +73,8 @@ class BodyGenerator:
         low = schema.get("minimum", schema.get("exclusiveMinimum", -5))
         high = schema.get("maximum", schema.get("exclusiveMaximum", low + 1000))
         if schema["type"] == "integer":
-            low, high = (
-                math.ceil(low) + ("exclusiveMinimum" in schema),
-                math.floor(high) - ("exclusiveMaximum" in schema),
-            )
+            low = math.ceil(low) + ("exclusiveMinimum" in schema)
+            high = math.floor(high) - ("exclusiveMaximum" in schema)
             least = max(int(low), -(2**53))  # beyond it a float is no longer exact, and may be refused
             near = self.rng.randint(least, min(int(high), least + 20))
             return [int(low), int(high), near, Raw(f"{near}.0"), Raw(f"{near}e0")]
@@ -97,13 +93,11 @@ class BodyGenerator:
         n = self.rng.choice([10, 1000, 100_000])
         return self.rng.choice([
             Raw("NaN"), Raw("Infinity"), Raw("-Infinity"), Raw("1e999"), Raw("-0.0"), Raw("1E400"), Raw("9" * 5000),
-            Raw("11.0"),
-            Raw('"\\ud800"'), Raw('"\\udfff\\ud800"'), Raw('"\\u0000"'), Raw("[" * n + "]" * n),
+            Raw("11.0"), Raw('"\\ud800"'), Raw('"\\udfff\\ud800"'), Raw('"\\u0000"'), Raw("[" * n + "]" * n),
             Raw('{"a":' * n + "1" + "}" * n),
             2**31, 2**63, -(2**63) - 1, 2**64, 10**30, 0.5, -1, 0, True, None, "", "1", [], {}, [None], [[]], [-1],
-            [2**40],
-            {"a": 1}, "x" * n, ["x"] * min(n, 5000), [0] * n, Raw("1.5e-400"), Raw("1" + "0" * 400), [True, "a", 1.5],
-            Raw("-9" + "9" * 30),
+            [2**40], {"a": 1}, "x" * n, ["x"] * min(n, 5000), [0] * n, Raw("1.5e-400"), Raw("1" + "0" * 400),
+            [True, "a", 1.5], Raw("-9" + "9" * 30),
         ])  # fmt: skip
 
     def text(self, value: Any) -> str:
@@ -183,19 +177,18 @@ class JsonBodies(Attack):
             body["deadline_ms"] = 8000
 
     def _send(self, setting: Setting, method: str, path: str, data: bytes) -> float:
-        repro = (
-            f"{method} {path} {data[:300].hex()}{'...' if len(data) > 300 else ''} ({len(data)} bytes: {data[:80]!r})"
-        )
+        dots = "..." if len(data) > 300 else ""
+        repro = f"{method} {path} {data[:300].hex()}{dots} ({len(data)} bytes: {data[:80]!r})"
         began = time.monotonic()
         try:
             answer = setting.target.call(method, path, body=data, timeout=HANG_SECONDS)
         except (OSError, MalformedAnswer) as error:
             if time.monotonic() - began >= HANG_SECONDS * 0.9 or isinstance(error, MalformedAnswer):
                 setting.report.add("high", f"no answer or a broken one: {error}", repro)
-            return time.monotonic() - began
-        if problem := self._problem(answer):
-            setting.report.add(*problem, repro)
-        return answer.seconds
+        else:
+            if problem := self._problem(answer):
+                setting.report.add(*problem, repro)
+        return time.monotonic() - began
 
     @staticmethod
     def _problem(answer: Answer) -> tuple[str, str] | None:
@@ -203,10 +196,9 @@ class JsonBodies(Attack):
             return "high" if answer.status >= 500 else "low", f"status {answer.status}: {answer.body[:120]!r}"
         if answer.status == 200:
             ends = answer.body.count(b"\nevent: done\n") + answer.body.count(b"\nevent: error\n")
-            is_native = (answer.header("content-type") or "").startswith(
-                "text/event-stream"
-            ) and b"\nevent: start" in answer.body
-            return ("high", f"{ends} terminal events in a stream") if is_native and ends != 1 else None
+            is_stream = answer.headers.get("content-type", "").startswith("text/event-stream")
+            is_wrong = is_stream and b"\nevent: start" in answer.body and ends != 1
+            return ("high", f"{ends} terminal events in a stream") if is_wrong else None
         error = error_object(answer)
         if error is None:
             return "medium", f"an undocumented error: {answer.body[:120]!r}"
@@ -218,36 +210,31 @@ class JsonBodies(Attack):
         """Each number that the schema allows, alone in an otherwise plain body, must not be refused for its value."""
         skipped = {"min_tokens", "best_of", "stop_token_ids", "logit_bias", "created"}
         for method, path, schema in operations:
-            plain = self._plain_body(schema)
             properties = schema.get("properties", {})
-            for name in [n for n in properties if n not in skipped and plain is not None]:
-                numeric = [
-                    a for a in generator.alternatives(properties[name]) if a.get("type") in ("integer", "number")
-                ]
-                for value in [v for a in numeric for v in generator.numbers(a) if budget]:
-                    self._boundary(setting, generator, method, path, {**(plain or {}), name: value}, name)
+            if "prompt" not in properties or not set(schema.get("required", ())) <= {"prompt"}:
+                continue
+            known = {"prompt": "a", "max_tokens": 1, "stream": False}
+            plain = {name: value for name, value in known.items() if name in properties}
+            for name in (name for name in properties if name not in skipped):
+                kinds = [a for a in generator.alternatives(properties[name]) if a.get("type") in ("integer", "number")]
+                for value in (value for kind in kinds for value in generator.numbers(kind) if budget):
+                    self._boundary(setting, method, path, generator.text(plain | {name: value}), name)
 
-    @staticmethod
-    def _plain_body(schema: dict[str, Any]) -> dict[str, Any] | None:
-        known = {"prompt": "a", "max_tokens": 1, "stream": False, "model": None}
-        required = set(schema.get("required", ()))
-        if not required <= {"prompt"} or "prompt" not in schema.get("properties", {}):
-            return None
-        return {n: v for n, v in known.items() if n in schema["properties"] and v is not None}
-
-    def _boundary(
-        self, setting: Setting, generator: BodyGenerator, method: str, path: str, body: dict[str, Any], name: str
-    ) -> None:
+    def _boundary(self, setting: Setting, method: str, path: str, text: str, name: str) -> None:
         setting.report.tries += 1
-        text = generator.text(body)
         answer = setting.target.call(method, path, body=text.encode(), timeout=HANG_SECONDS)
-        error = error_object(answer)
+        error, repro = error_object(answer), f"{method} {path} {text}"
         if problem := self._problem(answer):
-            setting.report.add(*problem, f"{method} {path} {text}")
+            setting.report.add(*problem, repro)
         elif answer.status == 400 and error and error["param"] == name:
-            setting.report.add(
-                "low",
-                f"/openapi.json allows it, the service does not: {error['message'][:120]}",
-                f"{method} {path} {text}",
-                group="11.0 as an integer" if isinstance(body[name], Raw) else f"bounds of {name}",
-            )
+            summary = f"/openapi.json allows it, the service does not: {error['message'][:120]}"
+            setting.report.add("low", summary, repro, group=f"bounds of {name}")
+
+
+def error_object(answer: Answer) -> dict[str, Any] | None:
+    """The error of an answer if it has the documented shape."""
+    body = answer.json()
+    error = body.get("error") if isinstance(body, dict) else None
+    wanted = {"message", "type", "param", "code", "request_id"}
+    is_documented = isinstance(error, dict) and wanted <= set(error) and isinstance(error["message"], str)
+    return error if is_documented else None

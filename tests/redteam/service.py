@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -13,10 +12,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from urllib.parse import urlsplit
 
-from tests.redteam.http_client import Address, Answer, MalformedAnswer, call
+from tests.redteam.http_client import Address, Answer, call
 
 REPOSITORY = Path(__file__).parents[2]
 START_SECONDS = 90.0
@@ -41,12 +40,8 @@ class Target:
     _log_offset: int = 0
 
     @property
-    def is_local(self) -> bool:
-        """Whether files, signals and the log are within reach."""
-        return self.process is not None
-
-    @property
     def pid(self) -> int:
+        """Of a service that we started."""
         assert self.process is not None
         return self.process.pid
 
@@ -58,34 +53,31 @@ class Target:
         """Whether the service answers, and its process runs."""
         if self.process is not None and self.process.poll() is not None:
             return False
-        with suppress(OSError, MalformedAnswer):
-            return call(self.address, "GET", "/health/live", timeout=15).status == 200
+        with suppress(OSError, ValueError):
+            return self.call("GET", "/health/live", tenant=None, timeout=15).status == 200
         return False
 
     def new_log(self) -> str:
         """Log lines since the last call."""
         if self.log is None:
             return ""
-        with self.log.open("rb") as file:
-            file.seek(self._log_offset)
-            text = file.read()
+        text = self.log.read_bytes()[self._log_offset :]
         self._log_offset += len(text)
         return text.decode("utf-8", "replace")
 
-    def settle(self, seconds: float = 20.0) -> bool:
+    def settle(self) -> None:
         """Waits until requests are fast again, so that one attack does not spoil the next one's figures."""
-        ends = time.monotonic() + seconds
+        ends = time.monotonic() + 20
         quick = 0
         while quick < 2 and time.monotonic() < ends:
             quick = quick + 1 if self._is_quick(ends - time.monotonic()) else 0
             time.sleep(0.05)
-        return quick == 2
 
     def _is_quick(self, seconds: float) -> bool:
         began = time.monotonic()
         regex = f"[a-z ]{{1,{time.monotonic_ns() % 900 + 2}}}"
         guided = {"prompt": "a", "max_tokens": 1, "stream": False, "regex": regex}
-        with suppress(OSError, MalformedAnswer):
+        with suppress(OSError, ValueError):
             for tenant in (0, 1):
                 self.call("POST", "/tokenize", tenant=tenant, body={"prompt": "It was. " * 900}, timeout=seconds)
                 self.call("POST", "/complete", tenant=tenant, body=guided, timeout=seconds)
@@ -100,59 +92,34 @@ class Launcher:
     directory: Path
     weights: Path
     _started: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    _logs: list[IO[bytes]] = field(default_factory=list)
 
-    def command(self, *arguments: str) -> list[str]:
-        return [sys.executable, "-m", "app", *arguments]
-
-    def check(self, weights: Path, *, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
-        """`inkstream check` of that directory."""
+    def run(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        """A verb of inkstream that ends within a minute. Raises TimeoutExpired."""
+        command = [sys.executable, "-m", "app", *map(str, arguments)]
         return subprocess.run(
-            self.command("check", str(weights)),
-            cwd=REPOSITORY,
-            env=_environment(),
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
+            command, cwd=REPOSITORY, env=_environment(), capture_output=True, text=True, timeout=60, check=False
         )
 
-    def keys_file(self, *quotas: tuple[str, ...]) -> tuple[Path, list[str]]:
-        """A new file of keys, one for each set of quota flags."""
-        path = self.directory / f"keys-{len(list(self.directory.glob('keys-*')))}.json"
-        keys = []
-        for number, flags in enumerate(quotas):
-            command = self.command("keys", "add", f"tenant-{number}", "--keys-file", str(path), *flags)
-            made = subprocess.run(
-                command, cwd=REPOSITORY, env=_environment(), capture_output=True, text=True, check=True
-            )
-            keys.append(made.stdout.strip())
-        return path, keys
-
     def start(self, *flags: str, weights: Path | None = None, quotas: tuple[tuple[str, ...], ...] = ((), ())) -> Target:
-        """A service that is ready, with a key for each of two tenants.
+        """A service that is ready, with a key for each of two tenants, each with its flags of `keys add`.
 
         Raises:
             ServiceFailed: it ended, or was not ready in time; the text is the end of its log.
         """
         number = len(self._started)
-        path, keys = self.keys_file(*quotas)
-        log = self.directory / f"service-{number}.log"
-        self._logs.append(log.open("wb"))
-        process = subprocess.Popen(
-            self.command(
-                "serve", "--port", "0", "--weights", str(weights or self.weights), "--keys-file", str(path), *flags
-            ),
-            cwd=REPOSITORY,
-            env=_environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=self._logs[-1],
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+        file, log = self.directory / f"keys-{number}.json", self.directory / f"service-{number}.log"
+        first, second = (
+            self.run("keys", "add", f"tenant-{i}", "--keys-file", file, *quota).stdout.strip()
+            for i, quota in enumerate(quotas)
         )
+        command = [sys.executable, "-m", "app", "serve", "--port", "0", "--keys-file", str(file), *flags]
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [*command, "--weights", str(weights or self.weights)], cwd=REPOSITORY, env=_environment(),
+                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
         self._started.append(process)
-        address = _wait_until_ready(process, log)
-        target = Target(address, (keys[0], keys[1]), process, log)
+        target = Target(_wait_until_ready(process, log), (first, second), process, log)
         target.new_log()
         return target
 
@@ -170,8 +137,6 @@ class Launcher:
         """Ends whatever still runs."""
         for process in self._started:
             _end(process)
-        for log in self._logs:
-            log.close()
 
 
 def _environment() -> dict[str, str]:
@@ -181,21 +146,17 @@ def _environment() -> dict[str, str]:
 
 def _wait_until_ready(process: subprocess.Popen[bytes], log: Path) -> Address:
     ends = time.monotonic() + START_SECONDS
-    address: Address | None = None
-    while time.monotonic() < ends:
-        if process.poll() is not None:
-            raise ServiceFailed(f"exit code {process.returncode}: {log.read_text(errors='replace')[-400:]}")
-        if address is None and (
-            found := re.search(r"listening on http://([\d.]+):(\d+)", log.read_text(errors="replace"))
-        ):
+    while process.poll() is None and time.monotonic() < ends:
+        if found := re.search(r"listening on http://([\d.]+):(\d+)", log.read_text(errors="replace")):
             address = Address(host=found[1], port=int(found[2]))
-        if address is not None:
-            with suppress(OSError, MalformedAnswer):
+            with suppress(OSError, ValueError):
                 if call(address, "GET", "/health/ready", timeout=5).status == 200:
                     return address
         time.sleep(0.05)
+    code = process.poll()
     _end(process)
-    raise ServiceFailed(f"not ready in {START_SECONDS:.0f} s: {log.read_text(errors='replace')[-400:]}")
+    reason = f"not ready in {START_SECONDS:.0f} s" if code is None else f"exit code {code}"
+    raise ServiceFailed(f"{reason}: {log.read_text(errors='replace')[-400:]}")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -219,30 +180,21 @@ def remote_target(url: str, keys: list[str]) -> Target:
     return Target(Address(host=parts.hostname, port=parts.port or 80), (first, second))
 
 
-def children_of(pid: int) -> list[int]:
-    """Direct child processes, from /proc."""
-    found: list[int] = []
-    with suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            with suppress(OSError):
-                found += [int(child) for child in (task / "children").read_text().split()]
-    return found
-
-
 def engine_of(pid: int) -> int | None:
-    """The child that computes: the one whose command line names the engine."""
-    for child in children_of(pid):
-        with suppress(OSError):
-            if b"engine" in Path(f"/proc/{child}/cmdline").read_bytes():
-                return child
+    """The child process that computes: the one whose command line names the engine."""
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in children.read_text().split():
+            with suppress(OSError):
+                if b"engine" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    return int(child)
     return None
 
 
 def resident_bytes(pid: int) -> int:
     """Resident memory of the process; 0 if it has ended."""
-    with suppress(OSError, StopIteration):
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) * 1024
+    with suppress(OSError):
+        found = re.search(r"^VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        return int(found[1]) * 1024 if found else 0
     return 0
 
 
@@ -257,18 +209,3 @@ def leaks_in(log: str, secrets: Iterable[str]) -> list[str]:
     """Log lines that show internals or a secret."""
     secrets = [secret for secret in secrets if secret]
     return [line for line in log.splitlines() if INTERNALS.search(line) or any(secret in line for secret in secrets)]
-
-
-def error_object(answer: Answer) -> dict[str, Any] | None:
-    """The error of an answer if it has the documented shape."""
-    body = answer.json()
-    error = body.get("error") if isinstance(body, dict) else None
-    wanted = {"message", "type", "param", "code", "request_id"}
-    if not isinstance(error, dict) or not wanted <= set(error) or not isinstance(error["message"], str):
-        return None
-    return error
-
-
-def as_json(value: object) -> str:
-    """A body as one line, for a repro."""
-    return json.dumps(value, ensure_ascii=True, separators=(",", ":"))

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable
 from random import Random
 from typing import Any, ClassVar
 
-from tests.redteam.attack import Attack, Budget, Load, Setting, measure_slowdown
-from tests.redteam.http_client import call, open_stream, percentile, request_bytes, token_gaps
-from tests.redteam.service import Target, as_json
+from tests.redteam.attack import Attack, Load, Setting, measure_slowdown
+from tests.redteam.http_client import as_json, open_stream, percentile, token_gaps
+from tests.redteam.service import Target
 from tests.redteam.weights_files import copied_weights
 
 VICTIM, ATTACKER = 0, 1
 KNOWN_BOMB = 'start: s\ns: s s s | s s | /[a-z ,.]/ | ""'
+TERMINALS = ("/[a-z ,.]/", "/[a-z ]+/", "/./", "/[^a]/", '"a"', "/[a-z]{1,3}/", "/(.|\\n)/", "/[ a-zA-Z,.;]/")
 VICTIM_SECONDS = 5.0
 """Time-out of the victim; a longer wait is not measured."""
 GRAMMAR_FACTOR = 3.0
@@ -31,11 +33,6 @@ class GrammarGenerator:
         """The request field of a grammar: its name and value."""
         return self.rng.choice([self._grammar, self._grammar, self._grammar, self._regex, self._schema])()
 
-    def _terminal(self) -> str:
-        return self.rng.choice(
-            ["/[a-z ,.]/", "/[a-z ]+/", "/./", "/[^a]/", '"a"', "/[a-z]{1,3}/", "/(.|\\n)/", "/[ a-zA-Z,.;]/"]
-        )
-
     def _grammar(self) -> dict[str, str]:
         if self.rng.random() < 0.1:
             return {"grammar": KNOWN_BOMB}
@@ -43,29 +40,27 @@ class GrammarGenerator:
         rules = []
         for name in names:
             alternatives = [
-                " ".join(self.rng.choice(names) for _ in range(self.rng.randint(2, 5)))
-                for _ in range(self.rng.randint(1, 4))
+                " ".join(self.rng.choices(names, k=self.rng.randint(2, 5))) for _ in range(self.rng.randint(1, 4))
             ]
-            alternatives += [self._terminal() for _ in range(self.rng.randint(1, 3))]
+            alternatives += self.rng.choices(TERMINALS, k=self.rng.randint(1, 3))
             if self.rng.random() < 0.7:
                 alternatives.append('""')
             self.rng.shuffle(alternatives)
             suffix = self.rng.choice(["", "", "", "?", "*", "+"])
             rules.append(f"{name}: " + " | ".join(a if '"' in a else f"({a}){suffix}" for a in alternatives))
-        prefix = self.rng.choice(
-            ["", "", '"a" ', "/[a-z ,]{3,9}/ ", f"/[a-z ,.]{{{self.rng.randint(10, 60)}}}/ ", '("a" | "b")* ']
-        )
+        long = f"/[a-z ,.]{{{self.rng.randint(10, 60)}}}/ "
+        prefix = self.rng.choice(["", "", '"a" ', "/[a-z ,]{3,9}/ ", long, '("a" | "b")* '])
         return {"grammar": "\n".join([f"start: {prefix}s", *rules])}
 
     def _regex(self) -> dict[str, str]:
         n = self.rng.choice([10, 50, 200, 1000, 5000])
-        part = self.rng.choice(
-            ["(a?){N}", "(.*a){N}", "(.{0,N}){0,9}", "[a-z]{0,N}b", "((a|b|c)*d?){N}", ".*[a-f].{N}", "(.?.?){N}"]
-        )
+        part = self.rng.choice([
+            "(a?){N}", "(.*a){N}", "(.{0,N}){0,9}", "[a-z]{0,N}b", "((a|b|c)*d?){N}", ".*[a-f].{N}", "(.?.?){N}",
+        ])  # fmt: skip
         return {"regex": self.rng.choice(["", "[a-z ]{5,20}"]) + part.replace("N", str(n))}
 
-    def _schema(self, depth: int = 0) -> dict[str, str]:
-        return {"json_schema": as_json(self._value(depth))}
+    def _schema(self) -> dict[str, str]:
+        return {"json_schema": as_json(self._value(0))}
 
     def _value(self, depth: int) -> dict[str, Any]:
         if depth > 3:
@@ -86,21 +81,19 @@ def _waited(target: Target, path: str, body: dict[str, Any]) -> float:
     return answer.seconds if answer.status == 200 else VICTIM_SECONDS
 
 
-def _streaming(target: Target, fields: dict[str, Any]) -> Callable[[int], object]:
-    """A load of streams of the attacker; each begins again when it ends."""
-    body = as_json({"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, **fields}).encode()
-    message = request_bytes("POST", "/complete", key=target.keys[ATTACKER], body=body)
+def _attack(target: Target, path: str, body: dict[str, Any]) -> None:
+    target.call("POST", path, tenant=ATTACKER, body=body, timeout=20)
 
-    def action(_: int) -> None:
-        with target.address.connect(timeout=20) as connection:
-            connection.sendall(message)
-            tail = b""
-            while part := connection.recv(1 << 16):
-                tail = tail[-20:] + part
-                if b"event: done" in tail or b"event: error" in tail or b"HTTP/1.1 4" in tail:
-                    return
 
-    return action
+def _streams(target: Target, fields: dict[str, Any], count: int) -> Load:
+    """Streams of the attacker; each begins again when it ends."""
+    body = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, **fields}
+
+    def read(_: int) -> None:
+        with open_stream(target.address, body, key=target.keys[ATTACKER], timeout=20) as (_, events):
+            deque(events, maxlen=0)
+
+    return Load(read, count)
 
 
 class GrammarMasks(Attack):
@@ -112,12 +105,11 @@ class GrammarMasks(Attack):
 
     def run(self, setting: Setting) -> None:
         target, report = setting.target, setting.report
-        generator = GrammarGenerator(setting.rng)
-        bomb = self._worst_of_many(setting, generator, setting.budget.share(0.4))
+        bomb = self._worst_of_many(setting)
         found = measure_slowdown(
             lambda: self._worst_gap(target, 100),
-            Load(_streaming(target, bomb), self.streams),
-            baseline=Load(_streaming(target, {}), self.streams),
+            _streams(target, bomb, self.streams),
+            baseline=_streams(target, {}, self.streams),
             budget=setting.budget.share(0.6),
         )
         limit = max(GRAMMAR_FACTOR * found.alone, found.alone + 0.05)
@@ -133,21 +125,18 @@ class GrammarMasks(Attack):
         with open_stream(target.address, body, key=target.keys[VICTIM], timeout=VICTIM_SECONDS) as (_, events):
             return percentile(token_gaps(events), 0.99)
 
-    def _worst_of_many(self, setting: Setting, generator: GrammarGenerator, budget: Budget) -> dict[str, str]:
-        """Tries grammars concurrent with a short stream of the victim and keeps the one that costs it most."""
-        worst, worst_gap = {"grammar": KNOWN_BOMB}, 0.0
-        while budget and setting.report.tries < setting.most_tries:
-            setting.report.tries += 1
+    def _worst_of_many(self, setting: Setting) -> dict[str, str]:
+        """Tries grammars concurrent with a short stream of the victim; the one that costs it most."""
+        generator, tried = GrammarGenerator(setting.rng), [(0.0, {"grammar": KNOWN_BOMB})]
+        for _ in setting.tries(setting.budget.share(0.4)):
             bomb = generator.next()
-            with Load(_streaming(setting.target, bomb), 2):
+            with _streams(setting.target, bomb, 2):
                 time.sleep(0.1)
                 try:
-                    gap = self._worst_gap(setting.target, 40)
+                    tried.append((self._worst_gap(setting.target, 40), bomb))
                 except OSError:
-                    gap = VICTIM_SECONDS
-            if gap > worst_gap:
-                worst, worst_gap = bomb, gap
-        return worst
+                    tried.append((VICTIM_SECONDS, bomb))
+        return max(tried, key=lambda one: one[0])[1]
 
 
 class GrammarCompilation(Attack):
@@ -163,16 +152,15 @@ class GrammarCompilation(Attack):
 
         def attack(index: int) -> None:
             number = next(numbers)
-            grammar_fields = dict(bombs[(index * 37 + number) % len(bombs)])
-            if "grammar" in grammar_fields:  # a comment makes it another text
-                grammar_fields["grammar"] += f"\n// {number}"
-            elif "regex" in grammar_fields:
-                grammar_fields["regex"] += f"{number}?"
-            body = {"prompt": "a", "max_tokens": 1, "stream": False, **grammar_fields}
-            call(target.address, "POST", "/complete", key=target.keys[ATTACKER], body=body)
+            fields = dict(bombs[(index * 37 + number) % len(bombs)])
+            if "grammar" in fields:  # a comment makes it another text
+                fields["grammar"] += f"\n// {number}"
+            elif "regex" in fields:
+                fields["regex"] += f"{number}?"
+            _attack(target, "/complete", {"prompt": "a", "max_tokens": 1, "stream": False, **fields})
 
         def victim() -> float:
-            regex = f"[a-z ]{{2,{rng.randint(3, 10**6) % 900 + 3}}}"
+            regex = f"[a-z ]{{2,{rng.randint(3, 902)}}}"
             return _waited(target, "/complete", {"prompt": "a", "max_tokens": 2, "stream": False, "regex": regex})
 
         _report_slowdown(setting, "small regex", victim, Load(attack, 20), repro=as_json(bombs[0]))
@@ -185,22 +173,19 @@ class LongTexts(Attack):
     share = 9.0
 
     def run(self, setting: Setting) -> None:
-        target, rng = setting.target, setting.rng
+        target = setting.target
         numbers = itertools.count()
-        texts = [self._text(rng) for _ in range(8)]
-        prompt = "It was a bright cold day in April. " * 186
+        texts = [self._text(setting.rng) for _ in range(8)]
+        victim = {"prompt": "It was a bright cold day in April. " * 186}
 
         def attack(index: int) -> None:
             number = next(numbers)
             body = {"prompt": texts[(index + number) % len(texts)] + str(number)}
-            route = "/tokenize" if index % 2 else "/complete"
-            call(target.address, "POST", route, key=target.keys[ATTACKER], body=body, timeout=20)
-
-        def victim() -> float:
-            return _waited(target, "/tokenize", {"prompt": prompt})
+            _attack(target, "/tokenize" if index % 2 else "/complete", body)
 
         repro = "20 x POST /tokenize " + as_json({"prompt": texts[0][:40] + "... 1,000,000 characters"})
-        _report_slowdown(setting, "text of 6,500 characters", victim, Load(attack, 20), repro=repro)
+        what = "text of 6,500 characters"
+        _report_slowdown(setting, what, lambda: _waited(target, "/tokenize", victim), Load(attack, 20), repro=repro)
 
     @staticmethod
     def _text(rng: Random) -> str:
@@ -226,29 +211,20 @@ class ChatTemplates(Attack):
     needs_launcher = True
 
     def run(self, setting: Setting) -> None:
-        launcher = setting.own_launcher
+        launcher, rng = setting.own_launcher, setting.rng
         weights = copied_weights(launcher, files={"chat_template.jinja": CHAT_TEMPLATE.encode()})
+        route, victim = "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
         with launcher.running(weights=weights) as target:
 
             def attack(_: int) -> None:
-                body = self._conversation(setting.rng)
-                call(target.address, "POST", "/v1/chat/completions", key=target.keys[ATTACKER], body=body, timeout=20)
-
-            def victim() -> float:
-                body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
-                return _waited(target, "/v1/chat/completions", body)
+                count = rng.choice([2000, 5000, 20_000])
+                content = rng.choice(["x", "{{ messages }}", "\u00e9" * 10, "a " * 10])
+                message = {"role": "user", "content": content * (400_000 // count // len(content) or 1)}
+                _attack(target, route, {"messages": [message] * count, "max_tokens": 1})
 
             repro = as_json({"messages": "20,000 x {role: user, content: x}"})
-            _report_slowdown(setting, "chat of one message", victim, Load(attack, 20), repro=repro)
-
-    @staticmethod
-    def _conversation(rng: Random) -> dict[str, Any]:
-        count = rng.choice([2000, 5000, 20_000])
-        content = rng.choice(["x", "{{ messages }}", "\u00e9" * 10, "a " * 10])
-        return {
-            "messages": [{"role": "user", "content": content * (400_000 // count // len(content) or 1)}] * count,
-            "max_tokens": 1,
-        }
+            what = "chat of one message"
+            _report_slowdown(setting, what, lambda: _waited(target, route, victim), Load(attack, 20), repro=repro)
 
 
 COSTLY: dict[str, tuple[str, Callable[[Random], dict[str, Any]]]] = {
@@ -283,42 +259,29 @@ class CostlyRequests(Attack):
 
     def run(self, setting: Setting) -> None:
         target, report = setting.target, setting.report
-        kinds = list(COSTLY)
-        setting.rng.shuffle(kinds)
-        body = {"prompt": "a", "max_tokens": 1, "stream": False}
-
-        def victim() -> float:
-            return _waited(target, "/complete", body)
-
-        def plain(_: int) -> None:
-            call(target.address, "POST", "/complete", key=target.keys[ATTACKER], body=body)
-
-        worst = 0.0
         report.limit = "5 times that with plain requests"
-        for kind in kinds:
-            if not setting.budget or report.tries >= setting.most_tries:
-                break
-            path, fields = COSTLY[kind]
-            bodies = [
-                {"prompt": "a", **fields(setting.rng)} if path == "/complete" else fields(setting.rng) for _ in range(4)
-            ]
-
-            def attack(index: int, path: str = path, bodies: list[dict[str, Any]] = bodies) -> None:
-                call(target.address, "POST", path, key=target.keys[ATTACKER], body=bodies[index % 4], timeout=20)
-
+        body = {"prompt": "a", "max_tokens": 1, "stream": False}
+        kinds = setting.rng.sample(list(COSTLY), len(COSTLY))
+        worst = 0.0
+        for number in setting.tries(most=min(setting.most_tries, len(kinds))):
+            path, fields = COSTLY[kinds[number]]
+            start = {"prompt": "a"} if path == "/complete" else {}
+            load = self._load(target, path, [{**start, **fields(setting.rng)} for _ in range(4)])
+            plain = self._load(target, "/complete", [body])
             budget = setting.budget.share(1 / len(kinds))
-            found = measure_slowdown(
-                victim, Load(attack, self.threads), budget=budget, baseline=Load(plain, self.threads)
-            )
-            report.tries += 1
+            found = measure_slowdown(lambda: _waited(target, "/complete", body), load, budget=budget, baseline=plain)
+            figure = f"{found.loaded * 1e3:.0f} ms, with plain requests {found.alone * 1e3:.0f} ms"
             if found.is_excessive:
-                figure = f"{found.loaded * 1e3:.0f} ms, with plain requests {found.alone * 1e3:.0f} ms"
-                repro = f"{self.threads} x POST {path} {as_json(bodies[0])[:300]}"
-                report.add("medium", f"{kind}: a token of another key takes {figure}", repro, group=kind)
+                repro = f"{self.threads} x POST {path} {as_json({**start, **fields(setting.rng)})[:300]}"
+                summary = f"{kinds[number]}: a token of another key takes {figure}"
+                report.add("medium", summary, repro, group=kinds[number])
             if found.loaded / found.limit > worst:
                 worst = found.loaded / found.limit
-                report.worst = f"{kind}: {found.loaded * 1e3:.0f} ms, with plain requests {found.alone * 1e3:.0f} ms"
+                report.worst = f"{kinds[number]}: {figure}"
             target.settle()
+
+    def _load(self, target: Target, path: str, bodies: list[dict[str, Any]]) -> Load:
+        return Load(lambda index: _attack(target, path, bodies[index % len(bodies)]), self.threads)
 
 
 def _report_slowdown(setting: Setting, what: str, victim: Callable[[], float], load: Load, *, repro: str) -> None:

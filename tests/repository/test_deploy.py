@@ -1,4 +1,4 @@
-"""What deploy/ and the compose files say agrees with the service: its settings, routes and metrics."""
+"""What deploy/, the compose files and docs/deploy.md say agrees with the service and with what runs them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 import yaml
 
 from app.api.health import router
 from app.common.settings import Settings
+from tests.container.engine import commands
 from tests.support import ROOT
 from tests.support.servers import Server
 
@@ -37,13 +37,10 @@ def _variables(container: Any) -> dict[str, str]:
     return {one["name"]: one.get("value", "") for one in container["env"]}
 
 
-def test_a_pod_has_time_to_drain() -> None:
+def test_what_is_stopped_has_time_to_drain() -> None:
     """The pause before SIGTERM counts; a few seconds more, for the processes to end."""
     (_, pause) = _container()["lifecycle"]["preStop"]["exec"]["command"]
     assert _pod()["terminationGracePeriodSeconds"] > int(pause) + Settings().drain_timeout + 5
-
-
-def test_compose_gives_nginx_no_less_time_than_the_service() -> None:
     services = _read("docker-compose.yml")["services"]
     assert services["nginx"]["stop_grace_period"] == services["inkstream"]["stop_grace_period"]
     assert services["nginx"]["stop_signal"] == "SIGQUIT"
@@ -73,16 +70,13 @@ def test_probes_ask_routes_that_need_no_key_and_liveness_does_not_ask_the_engine
     assert container["ports"] == [{"name": "http", "containerPort": Settings().port}]
 
 
-@pytest.mark.parametrize("file", ["base/deployment.yaml", "gpu/deployment.yaml"])
-def test_every_variable_of_a_pod_is_a_setting(file: str) -> None:
-    (container,) = _read(f"deploy/kubernetes/{file}")["spec"]["template"]["spec"]["containers"]
-    assert container["name"] == _container()["name"]
-    for name in _variables(container):
-        assert name == "NAMESPACE" or name.removeprefix("INKSTREAM_").lower() in Settings.model_fields
-
-
-def test_kubernetes_sets_no_variable_of_ours() -> None:
+def test_every_variable_of_a_pod_is_a_setting_and_kubernetes_sets_none() -> None:
     """A Service called inkstream would be INKSTREAM_PORT=tcp://..., in place of a number."""
+    for file in ("base/deployment.yaml", "gpu/deployment.yaml"):
+        (container,) = _read(f"deploy/kubernetes/{file}")["spec"]["template"]["spec"]["containers"]
+        assert container["name"] == _container()["name"]
+        for name in _variables(container):
+            assert name == "NAMESPACE" or name.removeprefix("INKSTREAM_").lower() in Settings.model_fields
     assert _read("deploy/kubernetes/base/service.yaml")["metadata"]["name"] == "inkstream"
     assert _pod()["enableServiceLinks"] is False
 
@@ -96,10 +90,9 @@ def test_the_keys_are_a_folder_with_a_file_for_the_group() -> None:
 
 def test_everything_selects_the_same_pods() -> None:
     labels = {"app.kubernetes.io/name": "inkstream"}
-    deployment = _read("deploy/kubernetes/base/deployment.yaml")["spec"]
-    assert deployment["template"]["metadata"]["labels"] == deployment["selector"]["matchLabels"] == labels
-    assert _read("deploy/kubernetes/base/service.yaml")["spec"]["selector"] == labels
-    assert _read("deploy/kubernetes/base/disruption.yaml")["spec"]["selector"]["matchLabels"] == labels
+    specs = {name: _read(f"deploy/kubernetes/base/{name}.yaml")["spec"] for name in ("deployment", "service", "disruption")}
+    assert specs["deployment"]["template"]["metadata"]["labels"] == labels == specs["service"]["selector"]
+    assert specs["deployment"]["selector"]["matchLabels"] == specs["disruption"]["selector"]["matchLabels"] == labels
     assert _read("deploy/kubernetes/base/network.yaml")["spec"]["podSelector"]["matchLabels"] == labels
     target = _read("deploy/kubernetes/base/autoscaler.yaml")["spec"]["scaleTargetRef"]
     assert (target["kind"], target["name"]) == ("Deployment", "inkstream")
@@ -111,9 +104,6 @@ def test_every_manifest_is_applied() -> None:
     base = _read("deploy/kubernetes/base/kustomization.yaml")
     assert set(base["resources"]) == files and "images" not in base, "the image is the overlay's to name"
     assert "replicas" not in _read("deploy/kubernetes/base/deployment.yaml")["spec"], "they are the autoscaler's"
-
-
-def test_the_ingress_waits_longer_than_a_request_may_take() -> None:
     notes = _read("deploy/kubernetes/examples/ingress.yaml")["metadata"]["annotations"]
     assert int(notes["nginx.ingress.kubernetes.io/proxy-read-timeout"]) > Settings().request_timeout
     assert notes["nginx.ingress.kubernetes.io/proxy-buffering"] == "off"
@@ -137,18 +127,15 @@ def _metrics(queries: str) -> set[str]:
     return {name.removesuffix("_bucket") for name in re.findall(r"\b(inkstream_\w+)", queries)}
 
 
-def test_grafana_finds_its_dashboard_and_prometheus() -> None:
+def test_grafana_prometheus_and_nginx_go_where_the_service_is() -> None:
     grafana = _read("docker-compose.yml")["services"]["grafana"]
     (source,) = _read("deploy/grafana/provisioning/datasources/prometheus.yaml")["datasources"]
     (provider,) = _read("deploy/grafana/provisioning/dashboards/inkstream.yaml")["providers"]
     assert f"./deploy/grafana/dashboards:{provider['options']['path']}:ro" in grafana["volumes"]
-    board = json.loads((ROOT / "deploy/grafana/dashboards/inkstream.json").read_text())
-    assert {panel["datasource"]["uid"] for panel in board["panels"]} == {source["uid"]}
-    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+    panels = json.loads((ROOT / "deploy/grafana/dashboards/inkstream.json").read_text())["panels"]
+    assert {panel["datasource"]["uid"] for panel in panels} == {source["uid"]}
+    assert len({panel["id"] for panel in panels}) == len(panels)
     assert source["url"] == "http://prometheus:9090"
-
-
-def test_prometheus_and_nginx_go_where_the_service_is() -> None:
     (job,) = _read("deploy/prometheus/prometheus.yml")["scrape_configs"]
     assert job["static_configs"] == [{"targets": [f"inkstream:{Settings().port}"]}]
     nginx = (ROOT / "deploy/nginx/inkstream.conf").read_text()
@@ -180,3 +167,24 @@ def test_what_is_compiled_for_a_gpu_outlives_the_container() -> None:
     assert _variables(container)["INKSTREAM_CACHE_DIR"] == directory
     assert container["volumeMounts"] == [{"name": "cache", "mountPath": directory}]
     assert [volume["name"] for volume in pod["volumes"]] == ["cache"]
+
+
+NOT_RUN = {
+    "docker build --tag inkstream .": "buildah builds the same Dockerfile",
+    "docker compose --file docker-compose.yml --file compose.gpu.yaml up --build --wait": "no GPU",
+    "kubectl create secret generic inkstream-keys --from-file=keys.json=keys/keys.json": "no cluster",
+    "kubectl apply -k deploy/kubernetes": "no cluster",
+    "kubectl rollout status deployment/inkstream": "no cluster",
+    "kubectl apply -k deploy/kubernetes/gpu": "no cluster",
+}
+
+
+def test_every_command_of_the_page_is_run_on_containers_or_has_a_reason_not_to_be() -> None:
+    """By tests/container/checks.py, in calls of run()."""
+    page = (ROOT / "docs/deploy.md").read_text()
+    checks = (ROOT / "tests/container/checks.py").read_text()
+    (start,) = (line for line in commands(page) if line.startswith("docker run "))
+    assert "run(start)" in checks
+    run = {*re.findall(r'\brun\("([^"]+)"\)', checks), start}
+    assert run | NOT_RUN.keys() == set(commands(page))
+    assert not run & NOT_RUN.keys()

@@ -46,14 +46,11 @@ def test_each_kind_of_change_is_made_and_annotations_and_assertions_stay() -> No
     assert all("assert size is not None and size > 0" in mutant.source for mutant in mutants(SOURCE))
 
 
-def test_a_sample_is_the_same_for_the_same_seed() -> None:
-    assert sampled(SOURCE, 5, "a") == sampled(SOURCE, 5, "a") != sampled(SOURCE, 5, "b")
-    assert len(sampled(SOURCE, 99, "a")) == len(mutants(SOURCE))
-
-
-def test_every_subject_has_its_modules_and_tests() -> None:
+def test_a_sample_is_the_same_for_the_same_seed_and_every_subject_is_there() -> None:
     for subject in SUBJECTS.values():
         assert all((ROOT / path).exists() for path in (*subject.modules, *subject.tests))
+    assert sampled(SOURCE, 5, "a") == sampled(SOURCE, 5, "a") != sampled(SOURCE, 5, "b")
+    assert len(sampled(SOURCE, 99, "a")) == len(mutants(SOURCE))
 
 
 @pytest.mark.slow

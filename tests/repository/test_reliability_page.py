@@ -74,18 +74,12 @@ def test_every_promise_has_its_row_even_without_a_figure() -> None:
     assert page.count("has no test yet") == len(PROMISES) - 1 - len(WITHOUT_A_TEST)
 
 
-def test_a_figure_of_full_size_stays_until_there_is_another_one() -> None:
-    full, ci = _kept(size="full", value=1), _kept(value=2)
-    assert merge([full], [ci]) == [full]
-    assert merge([ci], [full]) == [full]
+def test_a_figure_stays_until_its_test_ran_again_at_its_size() -> None:
+    full, ci, renamed = _kept(size="full", value=1), _kept(value=2), _kept(what="another")
+    assert merge([full], [ci]) == merge([ci], [full]) == [full]
     assert merge([full], [_kept(size="full", value=3)]) == [_kept(size="full", value=3)]
-    assert merge([ci], [_kept(value=4)]) == [_kept(value=4)]
-
-
-def test_a_test_that_ran_again_loses_the_figures_that_it_has_no_more() -> None:
-    renamed = _kept(what="another")
-    assert merge([_kept()], [renamed]) == [renamed]
-    assert merge([_kept()], [_kept(test="tests/x.py::test_other", what="b")])[0] == _kept()
+    assert merge([ci], [renamed]) == [renamed]
+    assert merge([ci], [_kept(test="tests/x.py::test_other", what="b")])[0] == ci
 
 
 def test_what_a_test_writes_down_is_read_even_when_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
