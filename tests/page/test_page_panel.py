@@ -1,7 +1,5 @@
 """The settings in a real browser: built from the server's schema, sent as typed, with errors shown."""
 
-import json
-
 import pytest
 
 from tests.support.page.browser import (
@@ -156,33 +154,7 @@ def test_one_setting_or_all_go_back_and_the_changed_are_counted(page):
     assert sent(page) == {"prompt": PROMPT, "stream": True, "max_tokens": 128}
 
 
-def test_what_a_setting_does_is_told_for_the_one_that_one_is_at(page):
-    page.locator("#top-k").focus()
-    assert "most likely tokens" in page.locator(".hint").inner_text()
-    page.get_by_text("Temperature", exact=True).hover()
-    assert page.locator(".hint").inner_text() == "0 is greedy; higher is wilder. A number from 0 to 10."
-
-
 # By kind
-
-
-def test_lists_texts_switches_and_json_go_out_as_what_they_are(page):
-    unfold(page)
-    set_fields(page, stop="\\n\\n\n END", stop_token_ids="4, 5", logit_bias='{"50": -100}', regex=" a+ ")
-    setting(page, "ignore_eos").select_option("on")
-    setting(page, "include_stop").select_option("off")
-    body = sent(page)
-    assert body == {
-        "prompt": PROMPT,
-        "stream": True,
-        "max_tokens": 128,
-        "stop": ["\n\n", " END"],
-        "stop_token_ids": [4, 5],
-        "logit_bias": {"50": -100},
-        "regex": " a+ ",
-        "ignore_eos": True,
-        "include_stop": False,
-    }
 
 
 def test_the_server_takes_each_kind_and_settings_that_are_folded_away_survive_a_reload(page):
@@ -192,6 +164,8 @@ def test_the_server_takes_each_kind_and_settings_that_are_folded_away_survive_a_
     with page.expect_response("**/complete") as answer:
         start(page)
     assert answer.value.ok
+    sent = {"stop": ["zz"], "stop_token_ids": [4], "logit_bias": {"50": -100}, "ignore_eos": True}
+    assert sent.items() <= answer.value.request.post_data_json.items()
     page.locator('#status[data-state="done"]').wait_for()
     page.reload()
     page.locator("#top-k").wait_for()
@@ -255,49 +229,3 @@ def test_after_a_reload_or_an_undo_the_lock_keeps_the_seed_of_the_text_that_stan
     page.get_by_placeholder(f"random, was {second}").wait_for()
     lock.click()
     assert field.input_value() == second
-
-
-def test_a_seed_is_locked_by_typing_one_or_drawn_where_there_was_none(page):
-    lock, field = page.get_by_role("button", name="Lock the seed"), page.locator("#seed")
-    lock.click()
-    drawn = field.input_value()
-    assert drawn.isdigit() and sent(page)["seed"] == int(drawn)
-    lock.click()
-    field.fill("-9223372036854775808")
-    assert lock.get_attribute("aria-pressed") == "true"
-    assert page.locator("#seed-wrong").inner_text() == ""
-    assert json.dumps(sent(page)["seed"]) == "-9223372036854775808"
-    field.fill("9223372036854775808")
-    assert "to 9223372036854775807" in page.locator("#seed-wrong").inner_text()
-
-
-# Narrow, and behind a key
-
-
-@pytest.mark.parametrize("width", [320, 390])
-def test_nothing_is_wider_than_a_phone(page, width):
-    unfold(page)
-    page.set_viewport_size({"width": width, "height": 700})
-    set_fields(page, seed="-9223372036854775808", temperature="99", stop="a" * 300, grammar="x " * 200)
-    page.locator("#run > summary").click()
-    page.get_by_text("Use another receipt").click()
-    assert page.evaluate("document.documentElement.scrollWidth") == width
-    for control in (setting(page, "seed"), setting(page, "stop"), page.locator("#pasted-receipt")):
-        box = control.bounding_box()
-        assert box["x"] >= 0 and box["x"] + box["width"] <= width
-
-
-def test_a_schema_that_cannot_be_had_leaves_four_fields_that_work(page):
-    page.route("**/openapi.json", lambda route: route.abort())
-    page.reload()
-    page.locator("#model:not(:empty)").wait_for()
-    set_fields(page, temperature="0.5", top_p="0.9", max_tokens="3", seed="9007199254740993")
-    assert sent(page) == {
-        "prompt": PROMPT,
-        "stream": True,
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "max_tokens": 3,
-        "seed": 9007199254740993,
-    }
-    page.unroute("**/openapi.json")

@@ -3,7 +3,6 @@
 A picture that is blank, or wider than its window, fails.
 """
 
-import base64
 import os
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from tests.support.page.token_view import WORDS, stream, token
 
 FOLDER = Path(os.environ.get("INKSTREAM_SCREENSHOTS") or ROOT / "build/screenshots")
 WIDE, NARROW = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
-FEWEST_COLOURS = 40  # text has some hundred, since its edges are smoothed
 STORY = (
     "The lighthouse had been dark for three winters when Mara came down the cliff path with her father's keys in her"
     " pocket. The iron door had swollen in its frame."
@@ -63,28 +61,6 @@ def fail(page):
     wait_for(page, "error")
 
 
-def colours(page, picture):
-    """How many there are in it."""
-    return page.evaluate(
-        """async (data) => {
-            const bytes = Uint8Array.from(atob(data), (letter) => letter.charCodeAt(0));
-            const picture = await createImageBitmap(new Blob([bytes], { type: "image/png" }));
-            const pen = new OffscreenCanvas(picture.width, picture.height).getContext("2d");
-            pen.drawImage(picture, 0, 0);
-            const points = pen.getImageData(0, 0, picture.width, picture.height).data;
-            return new Set(new Uint32Array(points.buffer)).size;
-        }""",
-        base64.b64encode(picture).decode(),
-    )
-
-
-def test_a_blank_picture_has_one_colour(browser):
-    """The control."""
-    blank = browser.new_page()
-    assert colours(blank, blank.screenshot()) == 1
-    blank.close()
-
-
 @pytest.mark.parametrize(("scheme", "window"), [("light", WIDE), ("dark", WIDE), ("light", NARROW)])
 @pytest.mark.parametrize("show", [write, branch, stand_side_by_side, look_into, fail])
 def test_a_picture_is_neither_blank_nor_too_wide(page, show, scheme, window):
@@ -97,5 +73,5 @@ def test_a_picture_is_neither_blank_nor_too_wide(page, show, scheme, window):
     picture = page.screenshot(caret="hide")
     FOLDER.mkdir(parents=True, exist_ok=True)
     (FOLDER / f"{show.__name__}-{scheme}-{window['width']}.png").write_bytes(picture)
-    assert colours(page, picture) >= FEWEST_COLOURS
+    assert len(picture) > 4 * len(page.context.new_page().screenshot()), "blank"
     assert page.evaluate("() => document.documentElement.scrollWidth") <= window["width"]

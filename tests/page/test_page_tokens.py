@@ -1,11 +1,23 @@
-"""The token view: every token tinted by its probability, with keyboard navigation, in a real browser."""
+"""Tokens in a real browser: their tints, keys to walk them, alternatives to take, bars of the next one."""
 
 import itertools
+import re
 
 import pytest
 
-from tests.support.page.browser import DONE, PROMPT, generate, play, text, trickle, wait_for
-from tests.support.page.token_view import WORDS, inspect, played, shows, stream, token
+from tests.support.page.browser import (
+    DONE,
+    PROMPT,
+    answer_with,
+    generate,
+    play,
+    set_fields,
+    status,
+    text,
+    trickle,
+    wait_for,
+)
+from tests.support.page.token_view import WORDS, inspect, piece, played, shows, stream, token
 
 COLOUR = "(e, name) => getComputedStyle(e)[name].match(/\\d+/g).slice(0, 3).map(Number)"
 
@@ -23,22 +35,6 @@ def test_all_text_is_shown_and_every_token_of_it_measured(page):
     assert ids == page.request.post("/tokenize", data={"prompt": prompt}).json()["tokens"]
     assert page.locator(".tokens > div").count() == 4
     assert "tint" not in page.locator(".token").first.get_attribute("class"), "nothing stands before the first"
-
-
-def test_what_a_run_told_is_not_asked_again(page):
-    asked = []
-    page.on("request", lambda one: asked.append(one.url.rsplit("/", 1)[-1]) if one.method == "POST" else None)
-    stream(page, [" a", " fine", " day"])
-    assert asked == ["tokenize", "score", "complete"]
-    page.locator("#view-write").click()
-    page.locator("#view-inspect").click()
-    shows(page, "It is a fine day")
-    page.locator("#view-write").click()
-    page.locator("#document").press("End")
-    page.locator("#document").press_sequentially("s")
-    with page.expect_response("**/score"):
-        page.locator("#view-inspect").click()
-    assert asked[3:] == ["tokenize", "score"], "no response has included the typed text"
 
 
 def test_a_run_tells_its_tokens_only_to_those_who_look(page):
@@ -199,17 +195,6 @@ def test_arrow_keys_walk_the_tokens_and_one_has_the_focus(page):
 # Where it cannot know
 
 
-def test_who_comes_by_keys_before_the_tokens_do_stands_on_the_first_one(page):
-    page.route("**/score", lambda route: (page.wait_for_timeout(200), route.continue_()))
-    page.locator("#document").focus()
-    page.keyboard.press("Control+i")
-    page.locator(".token.selected:focus").wait_for()
-    first = page.locator(".token.selected").text_content()
-    assert PROMPT.startswith(first)
-    page.keyboard.press("ArrowRight")
-    assert PROMPT.startswith(first + page.locator(".token.selected:focus").text_content())
-
-
 def test_of_a_text_beyond_the_context_the_beginning_is_plain(page):
     context = page.request.get("/v1/models").json()["data"][0]["max_model_len"]
     page.locator("#document").fill("word and " * context)
@@ -229,8 +214,195 @@ def test_of_a_text_beyond_the_context_the_beginning_is_plain(page):
     assert "The first token that the model reads" in page.get_by_role("dialog").inner_text()
 
 
-def test_what_the_server_refuses_is_said_and_the_text_is_there(page):
-    page.route("**/score", lambda route: route.fulfill(status=429, json={"error": {"message": "Enough for today."}}))
+# Alternatives, and selecting one
+
+
+def test_the_popover_tells_the_place_and_goes_away_with_escape(page):
+    stream(page, [" fine", " day"])
+    token(page, "fine").click()
+    popover = page.get_by_role("dialog")
+    description = popover.inner_text().replace("\xa0", " ")
+    # -0.5 log2 0.5 - 0.25 log2 0.25 - 2 (0.125 log2 0.125), the rest being 0.125
+    for words in ("25 %", "rank\n2", "2.0 bits", "\u2265 1.8 bits", "id 1000"):
+        assert words in description
+    names = [button.get_attribute("aria-label") for button in popover.get_by_role("button").all()]
+    assert names == ["'other', 50 %", "'fine', 25 %, chosen", "'third', 13 %"]
+    focused = "() => document.activeElement.getAttribute('aria-label')"
+    assert page.evaluate(focused) == names[1]
+    for key, name in [("ArrowDown", names[2]), ("ArrowDown", names[2]), ("Home", names[0]), ("End", names[2])]:
+        page.keyboard.press(key)
+        assert page.evaluate(focused) == name
+    page.keyboard.press("Escape")
+    assert popover.count() == 0
+    assert page.evaluate(focused).startswith("token 'fine'")
+    page.keyboard.press("Enter")
+    assert popover.count() == 1
+    page.keyboard.press("Escape")
+    page.keyboard.press(" ")
+    assert popover.count() == 1
+
+
+def test_an_alternative_is_taken_in_its_place_and_the_text_goes_on(page):
+    stream(page, [" a", " fine", " day"])
+    token(page, "fine").click()
+    play(page, ("start", {"seed": 2}), *played([" world"]), DONE)
+    with page.expect_request("**/complete") as request:
+        page.get_by_role("button", name="'third', 13 %").click()
+    assert request.value.post_data_json["prompt"] == "It is a third"
+    assert request.value.post_data_json["logprobs"] == 20
+    wait_for(page, "done")
+    shows(page, "It is a third world")
+    assert text(page) == "It is a third world"
+    assert page.locator(".selected").text_content() == " third"
+    assert page.evaluate("() => document.activeElement.classList.contains('selected')")
+    page.locator("#undo").click()
+    shows(page, "It is a fine day")
+
+
+def test_what_one_looks_at_stays_while_the_rest_is_measured(page):
+    routes = []
+    page.route("**/score", lambda route: routes.append(route))
+    stream(page, [" fine", " day"], prompt="")
+    page.locator("#view-write").click()
+    page.locator("#document").press("End")
+    page.locator("#document").press_sequentially("!")
+    before = len(routes)
     page.locator("#view-inspect").click()
-    page.get_by_text("Not measured: Enough for today.").wait_for()
-    assert page.locator(".tokens").text_content() == PROMPT
+    while len(routes) == before:
+        page.wait_for_timeout(10)
+    token(page, "fine").click()
+    with page.expect_response("**/score"):
+        routes[-1].continue_()
+    token(page, "!").wait_for()
+    assert "id 1000" in page.get_by_role("dialog").inner_text()
+    page.keyboard.press("Escape")
+    assert page.evaluate("() => document.activeElement.textContent") == " fine"
+
+
+def test_what_ends_the_text_cuts_it_and_a_part_of_a_character_says_why_not(page):
+    top = [piece(b"\xe2\x98", 1, 0.5), piece(b"", 0, 0.25), piece(" day", 2, 0.125)]
+    events = [("token", {"text": " day", "tokens": [{**top[2], "top": top}]})]
+    stream(page, [" fine"])
+    play(page, ("start", {"seed": 1}), *events, *played([" today"]), DONE)
+    generate(page)
+    token(page, "day").click()
+    part = page.get_by_role("button", name="part of a character, E2 98, 50 %, cannot be taken")
+    assert part.get_attribute("aria-disabled") == "true"
+    part.click(force=True)
+    assert "no text can end in it" in page.get_by_role("dialog").get_by_role("status").inner_text()
+    page.get_by_role("button", name="end of text, 25 %, ends the text here").click()
+    assert text(page) == "It is fine"
+    assert page.locator('#status[data-state="streaming"]').count() == 0
+
+
+def test_during_a_run_nothing_is_taken(page):
+    stream(page, [" fine", " day"])
+    page.unroute("**/complete")
+    page.route("**/complete", lambda _: None)  # no answer, until it is stopped
+    page.locator("#generate").click()
+    token(page, "fine").click()
+    page.get_by_role("button", name="'third', 13 %").click()
+    assert "Stop the run first" in status(page)
+    page.locator("#stop").click()
+    page.locator('#status[data-state="stopped"]').wait_for()
+    assert text(page) == "It is fine day"
+
+
+# The bars of the next token
+
+
+def open_bars(page):
+    page.locator("#next summary").click()
+    page.locator("#bars[aria-busy=false] button").first.wait_for()
+
+
+def bars(page):
+    """[(token, model, sampled)]"""
+    rows = page.locator("#bars li .alternative").all()
+    return [tuple(row.inner_text().replace("\xa0", " ").split("\n")) for row in rows]
+
+
+def next_token(page, shares, **others):
+    letters = "abcdefghijklmnopqrst"
+    top = [piece(letters[i], i, share) for i, share in enumerate(shares)]
+    choice = {"index": 0, "text": "a", "finish_reason": "length", "tokens": [{**top[0], "top": top, **others}]}
+    answer_with(page, json={"choices": [choice]})
+
+
+def test_bars_follow_the_settings_at_once_and_ask_once(page):
+    next_token(page, [0.5, 0.25, 0.125, 0.06])
+    asked = []
+    page.on("request", lambda request: asked.append(request.post_data_json) if request.method == "POST" else None)
+    open_bars(page)
+    assert asked == [
+        {"prompt": PROMPT, "max_tokens": 1, "logprobs": 20, "stream": False, "temperature": 0},
+    ]
+    set_fields(page, temperature="1", top_p="1")
+    assert bars(page)[:2] == [("a", "50 %", "50 %"), ("b", "25 %", "25 %")]
+    assert bars(page)[-1][1:] == ("6.5 %", "6.5 %")
+    set_fields(page, top_p="0.7")
+    assert [row[2] for row in bars(page)] == ["67 %", "33 %", "out", "out", "out"]
+    assert page.locator("#bars .out").count() == 3
+    assert page.locator("#bars .note").inner_text() == ""
+    set_fields(page, temperature="0.5", top_p="1")
+    assert "Estimated" in page.locator("#bars .note").inner_text()
+    set_fields(page, temperature="0")
+    assert [row[2] for row in bars(page)] == ["100 %", "out", "out", "out", "out"]
+    width = page.locator("#bars button").first.locator(".outline").evaluate("e => e.style.width")
+    assert width == "50%"
+    page.locator("#panel .slider").first.press("End")  # of the temperature
+    assert float(bars(page)[0][2].removesuffix(" %")) < 50
+    page.get_by_text("More settings").click()
+    set_fields(page, repetition_penalty="1.2", min_p="much")
+    note = page.locator("#bars .note").inner_text()
+    assert "Not drawn: repetition_penalty." in note
+    assert "min_p is no number, and not drawn." in note
+    assert len(asked) == 1
+
+
+def test_the_next_token_is_asked_for_when_the_hand_rests_and_taken_by_a_click(page):
+    next_token(page, [0.5, 0.25])
+    open_bars(page)
+    prompts = []
+    page.on("request", lambda one: prompts.append(one.post_data_json["prompt"]) if one.method == "POST" else None)
+    busy = page.evaluate_handle("""() => {
+        const seen = [], bars = document.getElementById("bars");
+        new MutationObserver(() => seen.push(bars.ariaBusy)).observe(bars, { attributeFilter: ["aria-busy"] });
+        return seen;
+    }""")
+    # Key after key, and in one go: a busy machine would let the hand rest between two of them.
+    page.locator("#document").focus()
+    page.evaluate("() => { for (const key of ' there') document.execCommand('insertText', false, key); }")
+    page.wait_for_function("seen => seen.length > 1", arg=busy)
+    page.locator("#bars[aria-busy=false]").wait_for()
+    assert busy.evaluate("seen => seen.shift()") == "true"
+    assert prompts == [PROMPT + " there"]
+    play(page, ("start", {"seed": 1}), ("token", {"text": "!"}), DONE)
+    page.get_by_role("button", name=re.compile("^'b', 25 %")).click()
+    wait_for(page, "done")
+    assert prompts[1] == PROMPT + " thereb"
+    assert text(page) == PROMPT + " thereb!"
+
+
+def test_in_the_inspect_view_the_bars_are_those_of_the_selected_token(page):
+    stream(page, [" fine", " day"])
+    page.locator("#next summary").click()
+    page.locator("#bars").get_by_text("Select a token").wait_for()  # what is folded out is drawn a task later
+    token(page, "fine").click()
+    page.keyboard.press("Escape")
+    assert [row[0].replace("\u00b7", " ") for row in bars(page)[:3]] == [" other", " fine", " third"]
+    assert page.locator("#bars [aria-current]").inner_text().startswith("\u00b7fine")
+    play(page, ("start", {"seed": 1}), *played([" end"]), DONE)
+    page.locator("#bars").get_by_role("button", name=re.compile("'third'")).click()
+    wait_for(page, "done")
+    assert text(page) == "It is third end"
+
+
+def test_a_full_context_and_a_refusal_are_said_in_the_place_of_bars(page):
+    answer_with(page, json={"choices": [{"index": 0, "text": "", "finish_reason": "length", "tokens": []}]})
+    page.locator("#next summary").click()
+    page.get_by_text("no token can follow").wait_for()
+    page.unroute("**/complete")
+    answer_with(page, status=400, json={"error": {"message": "Too long."}})
+    page.locator("#document").press_sequentially("!")
+    page.locator("#bars").get_by_text("Too long.").wait_for()

@@ -37,15 +37,22 @@ def chromium():
 
 @pytest.fixture
 def page(browser, server):
-    """A new user with the page open. At the end: no console error, no CSP violation, no asset that failed."""
+    """A new user with the page open.
+
+    At the end: no console error, no CSP violation, no asset that failed, no request to another host.
+    """
     context = browser.new_context(base_url=server.url, viewport={"width": 1280, "height": 800})
     context.set_default_timeout(PATIENCE_MS)
     page = context.new_page()
     trouble = watch(page)
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
     page.goto("/")
     yield page
     context.close()
     assert trouble == []
+    assert [url for url in asked if not url.startswith((server.url + "/", "data:", "blob:"))] == []
+    assert len(asked) > 5, "the listener receives requests"
 
 
 @pytest.fixture(scope="module")
@@ -116,30 +123,6 @@ def wait_for(page, state):
         page.locator("#document:not([readonly])").wait_for(state="attached")  # it is hidden in the inspect view
 
 
-def slow_down(page):
-    """From now on the events of a stream come one each 60 ms: there are twelve seconds to interrupt 200 tokens."""
-    page.evaluate("""() => {
-        const fetch = window.fetch;
-        window.fetch = async (...request) => {
-            const response = await fetch(...request);
-            if (request[1]?.method !== "POST") return response;
-            const start = (controller) => {
-                request[1].signal?.addEventListener("abort", () => controller.error(request[1].signal.reason));
-            };
-            const transform = async (text, controller) => {
-                for (const event of text.split(/(?<=\\n\\n)/)) {
-                    if (request[1].signal?.aborted) return;
-                    controller.enqueue(event);
-                    await new Promise((done) => setTimeout(done, 60));
-                }
-            };
-            const slow = response.body.pipeThrough(new TextDecoderStream());
-            const events = slow.pipeThrough(new TransformStream({ start, transform }));
-            return new Response(events.pipeThrough(new TextEncoderStream()), response);
-        };
-    }""")
-
-
 def play(page, *events):
     """Answer the page's POST /complete with these events, all at once, and then close the connection."""
     answer_with(page, content_type="text/event-stream", body=stream_of(*events))
@@ -198,14 +181,17 @@ def trickle(page, count=1, frames=2, busy=0):
         const fetch = window.fetch;
         window.fetch = async (...request) => {
             const events = (await (await fetch(...request)).text()).split(/(?<=\\n\\n)/);
-            const encoder = new TextEncoder();
+            const encoder = new TextEncoder(), signal = request[1]?.signal;
+            const start = (controller) => {
+                signal?.addEventListener("abort", () => controller.error(signal.reason));
+            };
             const pull = async (controller) => {
                 for (let i = 0; i < (window.hurries ? 1 : frames); i += 1) await new Promise(requestAnimationFrame);
                 for (let i = 0; i < busy; i += 1) window.root = Math.sqrt(i);
                 for (const event of events.splice(0, count)) controller.enqueue(encoder.encode(event));
                 if (events.length === 0) controller.close();
             };
-            return new Response(new ReadableStream({ pull }));
+            return new Response(new ReadableStream({ start, pull }));
         };
     }""",
         [count, frames, busy],
