@@ -19,6 +19,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.support import ROOT
 from tests.support.servers import Server, start_server, stop_server
@@ -45,8 +46,7 @@ class Client:
         return ENVIRONMENTS / self.name
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class Outcome(NamedTuple):
     """How a client fared."""
 
     client: Client
@@ -124,8 +124,7 @@ class Services:
 
     def __exit__(self, *_: object) -> None:
         for flags, server in self._running.items():
-            code = stop_server(server)
-            log = server.log.read_text()
+            code, log = stop_server(server), server.log.read_text()
             if code or "Traceback" in log or " ERROR " in log:
                 self.complaints += f"{flags}: exit code {code}\n{log[-4000:]}\n"
         self._folder.cleanup()
@@ -158,7 +157,7 @@ def run(client: Client, services: Services, weights: Path) -> Outcome:
             checks += line.startswith(("ok ", "FAIL "))
             failed += line.startswith("FAIL ")
     passed = process.returncode == 0 and checks > 0 and not failed
-    return Outcome(client=client, passed=passed, checks=checks, failed=failed, seconds=time.monotonic() - started)
+    return Outcome(client, passed, checks, failed, time.monotonic() - started)
 
 
 def table(outcomes: Sequence[Outcome]) -> str:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
 
 import httpx
 import openai
@@ -21,6 +22,21 @@ client = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
 MODEL = client.models.list().data[0].id
 
 
+def complete(**fields: Any) -> Any:
+    """A completion, or a stream of one."""
+    return client.completions.create(**{"model": MODEL, "prompt": PROMPT, **fields})
+
+
+def text(**fields: Any) -> str:
+    """The text of a completion of one choice."""
+    return complete(**fields).choices[0].text
+
+
+def streamed(**fields: Any) -> str:
+    """The same, in pieces."""
+    return "".join(chunk.choices[0].text for chunk in complete(**fields, stream=True))
+
+
 def check_the_model_is_listed_and_found() -> None:
     assert client.models.retrieve(MODEL).id == MODEL
     with raises(openai.NotFoundError, "nowhere"):
@@ -28,7 +44,7 @@ def check_the_model_is_listed_and_found() -> None:
 
 
 def check_a_plain_completion() -> None:
-    answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=8, temperature=0)
+    answer = complete(max_tokens=8, temperature=0)
     assert answer.id.startswith("cmpl-") and answer.object == "text_completion" and answer.model == MODEL
     assert abs(answer.created - time.time()) < 60
     assert answer.choices[0].text and answer.choices[0].finish_reason == "length" and not answer.choices[0].logprobs
@@ -37,14 +53,14 @@ def check_a_plain_completion() -> None:
 
 
 def check_the_default_is_sixteen_tokens() -> None:
-    answer = client.completions.create(model=MODEL, prompt=PROMPT, extra_body={"ignore_eos": True})
+    answer = complete(extra_body={"ignore_eos": True})
     assert answer.usage.completion_tokens == 16
 
 
 def check_a_stream_is_the_plain_text_in_pieces() -> None:
-    request = {"model": MODEL, "prompt": PROMPT, "max_tokens": 40, "seed": 7}
-    plain = client.completions.create(**request)
-    chunks = list(client.completions.create(**request, stream=True))
+    request = {"max_tokens": 40, "seed": 7}
+    plain = complete(**request)
+    chunks = list(complete(**request, stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks) == plain.choices[0].text
     assert len({(chunk.id, chunk.created, chunk.model) for chunk in chunks}) == 1
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
@@ -56,14 +72,14 @@ def check_a_stream_is_the_plain_text_in_pieces() -> None:
 async def check_an_asynchronous_stream() -> None:
     async with openai.AsyncOpenAI(base_url=f"{URL}/v1", api_key="none") as aclient:
         stream = await aclient.completions.create(model=MODEL, prompt=PROMPT, max_tokens=12, seed=7, stream=True)
-        text = "".join([chunk.choices[0].text async for chunk in stream])
-    assert text == client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=12, seed=7).choices[0].text
+        pieces = [chunk.choices[0].text async for chunk in stream]
+    assert "".join(pieces) == text(max_tokens=12, seed=7)
 
 
 def check_the_usage_of_a_stream_comes_last() -> None:
-    request = {"model": MODEL, "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
-    chunks = list(client.completions.create(**request, stream=True, stream_options={"include_usage": True}))
-    assert chunks[-1].choices == [] and chunks[-1].usage == client.completions.create(**request).usage.model_copy(
+    request = {"max_tokens": 8, "temperature": 0}
+    chunks = list(complete(**request, stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1].choices == [] and chunks[-1].usage == complete(**request).usage.model_copy(
         update={"prompt_tokens_details": chunks[-1].usage.prompt_tokens_details}
     )
     assert not any(chunk.usage for chunk in chunks[:-1])
@@ -71,43 +87,39 @@ def check_the_usage_of_a_stream_comes_last() -> None:
 
 def check_continuous_usage_counts_up() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    chunks = list(
-        client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=8, stream=True, stream_options=options)
-    )
+    chunks = list(complete(max_tokens=8, stream=True, stream_options=options))
     counts = [chunk.usage.completion_tokens for chunk in chunks]
     assert counts == sorted(counts) and counts[-1] <= 8 and counts[0] >= 1
 
 
 def check_several_choices_of_several_prompts_keep_their_order() -> None:
     prompts = [PROMPT, "The moon", "It was"]
-    answer = client.completions.create(model=MODEL, prompt=prompts, n=2, max_tokens=6, seed=3, echo=True)
+    answer = complete(prompt=prompts, n=2, max_tokens=6, seed=3, echo=True)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3, 4, 5]
     for choice in answer.choices:
         assert choice.text.startswith(prompts[choice.index // 2])
     assert answer.usage.completion_tokens <= 36
-    texts: dict[int, str] = {}
-    for chunk in client.completions.create(
-        model=MODEL, prompt=prompts, n=2, max_tokens=6, seed=3, echo=True, stream=True
-    ):
+    texts = [""] * 6
+    for chunk in complete(prompt=prompts, n=2, max_tokens=6, seed=3, echo=True, stream=True):
         for choice in chunk.choices:
-            texts[choice.index] = texts.get(choice.index, "") + choice.text
-    assert [texts[choice.index] for choice in answer.choices] == [choice.text for choice in answer.choices]
+            texts[choice.index] += choice.text
+    assert texts == [choice.text for choice in answer.choices]
 
 
 def check_the_best_of_several() -> None:
-    request = {"model": MODEL, "prompt": PROMPT, "max_tokens": 6, "seed": 3}
-    answer = client.completions.create(**request, n=1, best_of=3)
+    request = {"max_tokens": 6, "seed": 3}
+    answer = complete(**request, n=1, best_of=3)
     assert len(answer.choices) == 1
-    assert answer.choices[0].text in {choice.text for choice in client.completions.create(**request, n=3).choices}
+    assert answer.choices[0].text in {choice.text for choice in complete(**request, n=3).choices}
     with raises(openai.BadRequestError, "best_of"):
-        client.completions.create(**request, n=3, best_of=2)
+        complete(**request, n=3, best_of=2)
     with raises(openai.BadRequestError, "best_of"):
-        client.completions.create(**request, best_of=3, stream=True)
+        complete(**request, best_of=3, stream=True)
 
 
 def check_log_probabilities_in_the_shape_of_old() -> None:
-    request = {"model": MODEL, "prompt": PROMPT, "max_tokens": 10, "temperature": 0, "logprobs": 3}
-    choice = client.completions.create(**request).choices[0]
+    request = {"max_tokens": 10, "temperature": 0, "logprobs": 3}
+    choice = complete(**request).choices[0]
     logprobs = choice.logprobs
     assert (
         len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs) == len(logprobs.text_offset)
@@ -115,7 +127,7 @@ def check_log_probabilities_in_the_shape_of_old() -> None:
     assert "".join(logprobs.tokens) == choice.text and logprobs.text_offset[0] == 0
     for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
         assert logprob <= 0 and top[token] == logprob == max(top.values()) and len(top) <= 4
-    parts = [chunk.choices[0] for chunk in client.completions.create(**request, stream=True)]
+    parts = [chunk.choices[0] for chunk in complete(**request, stream=True)]
     for field in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
         streamed = [x for part in parts if part.logprobs for x in getattr(part.logprobs, field)]
         assert streamed == getattr(logprobs, field), field
@@ -123,7 +135,7 @@ def check_log_probabilities_in_the_shape_of_old() -> None:
 
 
 def check_an_echo_tells_the_prompt_and_its_log_probabilities() -> None:
-    answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=2, temperature=0, logprobs=2, echo=True)
+    answer = complete(max_tokens=2, temperature=0, logprobs=2, echo=True)
     choice, logprobs = answer.choices[0], answer.choices[0].logprobs
     n = answer.usage.total_tokens
     assert choice.text.startswith(PROMPT) and "".join(logprobs.tokens) == choice.text
@@ -133,88 +145,72 @@ def check_an_echo_tells_the_prompt_and_its_log_probabilities() -> None:
     assert [choice.text[i:].startswith(t) for i, t in zip(logprobs.text_offset, logprobs.tokens, strict=True)] == [
         True
     ] * n
-    scored = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=0, logprobs=2, echo=True).choices[0]
+    scored = complete(max_tokens=0, logprobs=2, echo=True).choices[0]
     assert scored.text == PROMPT and scored.logprobs.token_logprobs == logprobs.token_logprobs[:-2]
 
 
 def check_prompts_may_be_token_ids() -> None:
-    request = {"model": MODEL, "max_tokens": 4, "temperature": 0, "echo": True}
+    request = {"max_tokens": 4, "temperature": 0, "echo": True}
     one, two = ([5, 6, 7], [8, 9])
-    texts = [client.completions.create(**request, prompt=ids).choices[0].text for ids in (one, two)]
-    assert [choice.text for choice in client.completions.create(**request, prompt=[one, two]).choices] == texts
-    assert client.completions.create(model=MODEL, prompt=[one, two], max_tokens=1).usage.prompt_tokens == 5
+    texts = [complete(**request, prompt=ids).choices[0].text for ids in (one, two)]
+    assert [choice.text for choice in complete(**request, prompt=[one, two]).choices] == texts
+    assert complete(prompt=[one, two], max_tokens=1).usage.prompt_tokens == 5
 
 
 def check_a_stop_ends_the_text_before_it() -> None:
-    request = {"model": MODEL, "prompt": PROMPT, "max_tokens": 30, "temperature": 0}
-    text = client.completions.create(**request).choices[0].text
-    stop = text[len(text) // 2 :][:3]
-    choice = client.completions.create(**request, stop=[stop, "never in this text"]).choices[0]
-    assert choice.text == text[: text.index(stop)] and choice.finish_reason == "stop"
-    chunks = client.completions.create(**request, stop=stop, stream=True)
-    assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
+    request = {"max_tokens": 30, "temperature": 0}
+    whole = text(**request)
+    stop = whole[len(whole) // 2 :][:3]
+    choice = complete(**request, stop=[stop, "never in this text"]).choices[0]
+    assert choice.text == whole[: whole.index(stop)] and choice.finish_reason == "stop"
+    assert streamed(**request, stop=stop) == choice.text
 
 
 def check_a_bias_decides() -> None:
-    answer = client.completions.create(
-        model=MODEL, prompt=PROMPT, max_tokens=3, temperature=0, logit_bias={"42": 100}, logprobs=0
-    )
+    answer = complete(max_tokens=3, temperature=0, logit_bias={"42": 100}, logprobs=0)
     assert len(set(answer.choices[0].logprobs.tokens)) == 1
 
 
 def check_a_schema_is_followed_streamed_or_not() -> None:
-    schema = {
-        "type": "object",
-        "properties": {"age": {"enum": [7, 8]}},
-        "required": ["age"],
-        "additionalProperties": False,
-    }
+    schema = {"type": "object", "properties": {"age": {"enum": [7, 8]}}, "required": ["age"]}
+    schema["additionalProperties"] = False
     shape = {"type": "json_schema", "json_schema": {"name": "fox", "schema": schema}}
-    request = {"model": MODEL, "prompt": PROMPT, "max_tokens": 60, "seed": 3, "extra_body": {"response_format": shape}}
-    text = client.completions.create(**request).choices[0].text
-    assert json.loads(text)["age"] in (7, 8)
-    assert "".join(chunk.choices[0].text for chunk in client.completions.create(**request, stream=True)) == text
+    request = {"max_tokens": 60, "seed": 3, "extra_body": {"response_format": shape}}
+    assert json.loads(text(**request))["age"] in (7, 8)
+    assert streamed(**request) == text(**request)
 
 
 def check_what_is_not_known_is_named() -> None:
-    answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=1, extra_body={"mirostat": 2})
+    answer = complete(max_tokens=1, extra_body={"mirostat": 2})
     assert "mirostat" in str(answer.model_extra["warnings"])
 
 
 def check_every_null_is_a_default() -> None:
     nulls = ("best_of", "echo", "frequency_penalty", "logit_bias", "logprobs", "max_tokens", "n", "presence_penalty")
     nulls += ("seed", "stop", "stream", "stream_options", "suffix", "temperature", "top_p", "user")
-    answer = client.completions.create(model=MODEL, prompt=PROMPT, extra_body=dict.fromkeys(nulls))
+    answer = complete(extra_body=dict.fromkeys(nulls))
     assert 1 <= answer.usage.completion_tokens <= 16
-    assert client.completions.create(model=MODEL, prompt=None, max_tokens=2).choices
+    assert complete(prompt=None, max_tokens=2).choices
 
 
 def check_what_a_benchmark_sends() -> None:
     extra = {"repetition_penalty": 1.0, "ignore_eos": True, "min_tokens": 5, "top_k": -1, "best_of": 1}
-    request = {
-        "model": MODEL,
-        "prompt": PROMPT,
-        "max_tokens": 5,
-        "temperature": 0.0,
-        "logprobs": None,
-        "extra_body": extra,
-    }
-    options = {"include_usage": True}
-    chunks = list(client.completions.create(**request, stream=True, stream_options=options))
+    request = {"max_tokens": 5, "temperature": 0.0, "logprobs": None, "extra_body": extra}
+    chunks = list(complete(**request, stream=True, stream_options={"include_usage": True}))
     assert chunks[-1].usage.completion_tokens == 5
 
 
 def check_what_is_wrong_is_a_bad_request() -> None:
     for wrong in ({"temperature": -1}, {"n": 0}, {"logprobs": 99}, {"max_tokens": "many"}, {"stop": [""]}):
         with raises(openai.BadRequestError, next(iter(wrong))) as caught:
-            client.completions.create(model=MODEL, prompt=PROMPT, **wrong)
+            complete(**wrong)
         assert caught[0].param == next(iter(wrong)) and caught[0].type == "invalid_request_error"
         assert caught[0].request_id == caught[0].body["request_id"]
     with raises(openai.BadRequestError) as caught:
-        client.completions.create(model=MODEL, prompt="word " * 9000)
+        complete(prompt="word " * 9000)
     assert caught[0].code == "context_length_exceeded"
     with raises(openai.BadRequestError):
-        client.completions.create(model=MODEL, prompt=PROMPT, temperature=-1, stream=True)
+        complete(temperature=-1, stream=True)
     with raises(openai.NotFoundError, "nowhere"):
         client.completions.create(model="nowhere", prompt=PROMPT)
 
@@ -232,9 +228,9 @@ def check_the_raw_response_names_the_request() -> None:
 
 
 def check_a_client_may_leave_its_stream() -> None:
-    with client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=200, stream=True) as stream:
+    with complete(max_tokens=200, stream=True) as stream:
         next(iter(stream))
-    assert client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=1).choices
+    assert complete(max_tokens=1).choices
 
 
 def check_a_full_service_refuses_and_is_tried_again() -> None:
@@ -245,9 +241,8 @@ def check_a_full_service_refuses_and_is_tried_again() -> None:
             refused.completions.create(**request, max_tokens=1)
         assert caught[0].status_code == 503 and caught[0].type == "unavailable_error"
         assert 1 <= int(caught[0].response.headers["retry-after"]) <= 120
-        http_client = httpx.Client(
-            event_hooks={"response": [lambda answer: end() if answer.status_code == 503 else None]}
-        )
+        hooks = {"response": [lambda answer: end() if answer.status_code == 503 else None]}
+        http_client = httpx.Client(event_hooks=hooks)
         patient = openai.OpenAI(base_url=f"{BUSY}/v1", api_key="none", max_retries=4, http_client=http_client)
         raw = patient.completions.with_raw_response.create(**request, max_tokens=1)
         assert raw.parse().choices and raw.retries_taken >= 1
@@ -265,13 +260,8 @@ def check_a_quota_is_tried_again_when_it_says() -> None:
 def busy_streams() -> Iterator[Callable[[], object]]:
     """The busy service has one request running and one waiting; gives what ends both."""
     filling = openai.OpenAI(base_url=f"{BUSY}/v1", api_key="none", max_retries=0)
-    request = {
-        "model": MODEL,
-        "prompt": PROMPT,
-        "max_tokens": 100_000,
-        "stream": True,
-        "extra_body": {"ignore_eos": True},
-    }
+    request = {"model": MODEL, "prompt": PROMPT, "max_tokens": 100_000, "extra_body": {"ignore_eos": True}}
+    request["stream"] = True
     first = filling.completions.create(**request)
     next(iter(first))
     # A stream that waits has no first chunk: its headers come, so it is admitted.

@@ -1,19 +1,10 @@
-"""How easy it is to find the way in this repository, in numbers: python -m tests.tools.repository_metrics [ROOT].
-
-Counts product files (app and model), the largest flat folder, pairs of packages that import each other in both
-directions, and public classes that share their name. ROOT may be another checkout, so that two states can be compared.
-"""
+"""What imports what in the product (app and model), its flat folders, and public classes that share their name."""
 
 from __future__ import annotations
 
 import ast
-import statistics
-import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from pathlib import Path
-
-from tests.support import ROOT
 
 PRODUCT = ("app", "model")
 
@@ -77,33 +68,6 @@ def colliding_classes(root: Path) -> dict[str, list[str]]:
     return {name: found for name, found in sorted(files.items()) if len(found) > 1}
 
 
-def colliding_files(root: Path) -> dict[str, int]:
-    """File name -> how many files have it, where there are several."""
-    names = Counter(path.stem for path in product_files(root) if not path.stem.startswith("__"))
-    return {name: times for name, times in sorted(names.items()) if times > 1}
-
-
 def folder_sizes(root: Path) -> Counter[str]:
     """Folder -> its modules, without __init__.py and __main__.py."""
     return Counter(str(path.parent.relative_to(root)) for path in product_files(root) if not path.stem.startswith("__"))
-
-
-def report(root: Path) -> Iterator[str]:
-    """The lines to print."""
-    files = product_files(root)
-    lines = [path.read_text().count("\n") for path in files]
-    yield f"product files: {len(files)} ({sum(lines)} lines, median {statistics.median(lines):g})"
-    yield f"product files without __init__ and __main__: {sum(folder_sizes(root).values())}"
-    short = [path for path, n in zip(files, lines, strict=True) if n < 30 and not path.stem.startswith("__")]
-    yield f"product files under 30 lines: {len(short)}"
-    yield "largest flat folders: " + ", ".join(f"{name} {n}" for name, n in folder_sizes(root).most_common(5))
-    pairs = two_way_pairs(root)
-    yield f"two-way package pairs: {len(pairs)}" + "".join(f"\n  {a} <-> {b}" for a, b in pairs)
-    classes = colliding_classes(root)
-    yield f"colliding public class names: {len(classes)}"
-    yield from (f"  {name}: {', '.join(found)}" for name, found in classes.items())
-    yield f"colliding file names: {len(colliding_files(root))} ({', '.join(colliding_files(root))})"
-
-
-if __name__ == "__main__":
-    print(*report(Path(sys.argv[1]) if sys.argv[1:] else ROOT), sep="\n")
