@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers import GPT2LMHeadModel
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from app.cli.check import main as check
 from model.checkpoint.checkpoint import load
@@ -38,65 +37,30 @@ CHARACTERS = "\n !,.:EMORabcdefghijklmnopqrstuvwxyz\u00e9\u2014\U0001f98a"
 CONTEXT = 48
 
 
-class NanoBlock(nn.Module):
-    def __init__(self, width: int, heads: int, bias: bool) -> None:
-        super().__init__()
-        self.heads = heads
-        self.ln_1, self.ln_2 = nn.LayerNorm(width, bias=bias), nn.LayerNorm(width, bias=bias)
-        linear = {"c_attn": nn.Linear(width, 3 * width, bias), "c_proj": nn.Linear(width, width, bias)}
-        self.attn = nn.ModuleDict(linear)
-        self.mlp = nn.ModuleDict(
-            {"c_fc": nn.Linear(width, 4 * width, bias), "c_proj": nn.Linear(4 * width, width, bias)}
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.attn.c_attn(self.ln_1(x)).chunk(3, -1)
-        )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + self.attn.c_proj(y)
-        return x + self.mlp.c_proj(F.gelu(self.mlp.c_fc(self.ln_2(x))))
-
-
-class NanoGPT(nn.Module):
-    """With the names of karpathy/nanoGPT."""
-
-    def __init__(self, bias: bool) -> None:
-        super().__init__()
-        size = len(CHARACTERS)
-        self.args = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": CONTEXT, "bias": bias, "vocab_size": size}
-        self.transformer = nn.ModuleDict(
-            {
-                "wte": nn.Embedding(size, 32),
-                "wpe": nn.Embedding(CONTEXT, 32),
-                "h": nn.ModuleList(NanoBlock(32, 4, bias) for _ in range(2)),
-                "ln_f": nn.LayerNorm(32, bias=bias),
-            }
-        )
-        self.lm_head = nn.Linear(32, size, bias=False)
-        self.transformer.wte.weight = self.lm_head.weight
-        for parameter in self.parameters():
-            nn.init.normal_(parameter, 0.0, 0.5)
-
-    def forward(self, tokens_BN: Tensor) -> Tensor:
-        x = self.transformer.wte(tokens_BN) + self.transformer.wpe(torch.arange(tokens_BN.shape[1]))
-        for block in self.transformer.h:
-            x = block(x)
-        return self.lm_head(self.transformer.ln_f(x))
-
-
 @pytest.fixture(scope="module", params=[True, False], ids=["bias", "no bias"])
-def nano(request: pytest.FixtureRequest) -> NanoGPT:
+def nano(request: pytest.FixtureRequest) -> GPT2LMHeadModel:
+    """What karpathy/nanoGPT computes: a GPT-2 with the exact GELU, some without biases."""
     torch.manual_seed(0)
-    return NanoGPT(request.param).requires_grad_(False).eval()
+    sizes = {"n_positions": CONTEXT, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=len(CHARACTERS), activation_function="gelu", **sizes))
+    for name, parameter in model.requires_grad_(False).named_parameters():
+        nn.init.normal_(parameter, 0.0, 0.0 if name.endswith(".bias") and not request.param else 0.5)
+    return model.eval()
 
 
 @pytest.fixture
-def checkpoint(nano: NanoGPT, tmp_path: Path) -> Path:
-    """What nanoGPT saves, torch.compile and the mask of older versions included."""
-    state = {f"_orig_mod.{name}": tensor for name, tensor in nano.state_dict().items()}
+def checkpoint(nano: GPT2LMHeadModel, tmp_path: Path) -> Path:
+    """What nanoGPT saves: linear layers the other way round, torch.compile and the mask of older versions included."""
+    bias = bool(nano.transformer.ln_f.bias.any())
+    state = {
+        f"_orig_mod.{name}": tensor.T.contiguous() if ".c_" in name and tensor.ndim == 2 else tensor
+        for name, tensor in nano.state_dict().items()
+        if bias or not name.endswith(".bias")
+    }
     state["_orig_mod.transformer.h.0.attn.bias"] = torch.ones(1, 1, CONTEXT, CONTEXT).tril()
-    torch.save({"model": state, "model_args": nano.args, "iter_num": 1}, tmp_path / "ckpt.pt")
+    size = len(CHARACTERS)
+    args = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": CONTEXT, "bias": bias, "vocab_size": size}
+    torch.save({"model": state, "model_args": args, "iter_num": 1}, tmp_path / "ckpt.pt")
     return tmp_path / "ckpt.pt"
 
 
@@ -115,36 +79,38 @@ def brought(directory: Path) -> Decoder:
 
 @pytest.mark.parametrize("script", ["export.py", "gpt.py"])
 def test_a_nanogpt_brought_by_the_script_has_the_logits_it_was_trained_with(
-    nano: NanoGPT, checkpoint: Path, script: str, tmp_path: Path
+    nano: GPT2LMHeadModel, checkpoint: Path, script: str, tmp_path: Path
 ) -> None:
     run_script(script, checkpoint, tmp_path / "brought")
     for length in (1, 7, CONTEXT):
         tokens_N = torch.randint(len(CHARACTERS), (length,))
         assert torch.allclose(
-            logits(brought(tmp_path / "brought"), tokens_N.tolist()), nano(tokens_N[None])[0], atol=1e-4
+            logits(brought(tmp_path / "brought"), tokens_N.tolist()), nano(tokens_N[None]).logits[0], atol=1e-4
         )
 
 
-def test_an_untied_head_is_brought_too(nano: NanoGPT, checkpoint: Path, tmp_path: Path) -> None:
+def test_an_untied_head_is_brought_too(nano: GPT2LMHeadModel, checkpoint: Path, tmp_path: Path) -> None:
     saved = torch.load(checkpoint, weights_only=True)
     saved["model"]["_orig_mod.lm_head.weight"] = 2 * nano.lm_head.weight
     torch.save(saved, checkpoint)
     run_script("export.py", checkpoint, tmp_path / "brought")
     tokens_N = torch.arange(9)
-    assert torch.allclose(logits(brought(tmp_path / "brought"), [*range(9)]), 2 * nano(tokens_N[None])[0], atol=1e-4)
+    assert torch.allclose(
+        logits(brought(tmp_path / "brought"), [*range(9)]), 2 * nano(tokens_N[None]).logits[0], atol=1e-4
+    )
 
 
-def test_transformers_loads_the_gpt2_layout_too(nano: NanoGPT, checkpoint: Path, tmp_path: Path) -> None:
+def test_transformers_loads_the_gpt2_layout_too(nano: GPT2LMHeadModel, checkpoint: Path, tmp_path: Path) -> None:
     run_script("gpt.py", checkpoint, tmp_path / "brought")
     theirs = GPT2LMHeadModel.from_pretrained(tmp_path / "brought").eval()
     tokens_BN = torch.randint(len(CHARACTERS), (2, CONTEXT))
     with torch.inference_mode():
-        assert torch.allclose(theirs(tokens_BN).logits, nano(tokens_BN), atol=1e-4)
+        assert torch.allclose(theirs(tokens_BN).logits, nano(tokens_BN).logits, atol=1e-4)
 
 
 @pytest.mark.parametrize("nano", [False], indirect=True)
 def test_a_nanogpt_of_characters_is_checked_and_served(
-    nano: NanoGPT, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    nano: GPT2LMHeadModel, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "brought"
     run_script("export.py", checkpoint, folder)
@@ -155,7 +121,7 @@ def test_a_nanogpt_of_characters_is_checked_and_served(
     prompt = "ROMEO:\n\u00e9\u2014\U0001f98a, "
     tokens = [CHARACTERS.index(character) for character in prompt]
     for _ in range(20):
-        tokens.append(int(nano(torch.tensor([tokens]))[0, -1].argmax()))
+        tokens.append(int(nano(torch.tensor([tokens])).logits[0, -1].argmax()))
     server = start_server(tmp_path, folder, "--dtype", "float32")
     try:
         (answer,) = whole(server.url, prompt=f"#{prompt}", max_tokens=20, temperature=0)["choices"]

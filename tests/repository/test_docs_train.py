@@ -15,7 +15,6 @@ import pytest
 
 from app.__main__ import main as inkstream
 from model.presets import SIZES
-from model.train.__main__ import main as train
 from model.train.setup.options import parse
 from tests.support import ROOT
 from tests.support.model.tiny_models import TEXT, tiny_weights
@@ -132,15 +131,3 @@ def test_the_sizes_are_those_of_the_table_in_the_readme() -> None:
     for name in SIZES:
         (size,) = re.findall(rf"^\| `{name}` \| ([\d.]+ M), ", PAGE, re.MULTILINE)
         assert re.search(rf"^\| `{name}` \|.*\| {size} \|", README, re.MULTILINE), name
-
-
-@pytest.mark.parametrize("flags", [["--vocab-size", "5000"], ["--context", "100000"]])
-def test_what_goes_wrong_says_what_the_page_says(
-    tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "text.txt").write_text(TEXT)
-    command = ["--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out"), "--preset", "nano", "--steps", "1"]
-    assert train([*command, *flags]) == 2
-    error = capsys.readouterr().err
-    (shown,) = [words for words in ("the text supports only", "tokens of training text are too few") if words in error]
-    assert f"`{shown}" in PAGE

@@ -134,9 +134,12 @@ def _defined(module: str) -> frozenset[str] | None:
 
 
 def missing_modules(text: str) -> list[str]:
-    """Dotted names below app, model, benchmarks and tests: their modules exist, and have what is named of them."""
+    """Dotted names below app, model, benchmarks and tests, and what a program in a string imports from there."""
     wrong = []
-    for name in re.findall(r"(?<![\w./-])((?:app|model|benchmarks|tests)(?:\.[A-Za-z_]\w*)+)", text):
+    names = re.findall(r"(?<![\w./-])((?:app|model|benchmarks|tests)(?:\.[A-Za-z_]\w*)+)", text)
+    for module, imported in re.findall(r"\bfrom ((?:app|model|benchmarks|tests)(?:\.\w+)*) import \(?([\w, ]+)", text):
+        names += [f"{module}.{one.split(' as ')[0].strip()}" for one in imported.split(",") if one.strip()]
+    for name in names:
         parts = name.split(".")
         n = next((n for n in range(len(parts), 1, -1) if _defined(".".join(parts[:n])) is not None), 1)
         if n < len(parts) and not name.startswith(DOTTED) and parts[n] not in (_defined(".".join(parts[:n])) or ()):
@@ -210,21 +213,6 @@ def _is_checked(kind: str, name: str) -> bool:
     return True
 
 
-def missing_imports(text: str) -> list[str]:
-    """What `from app.x import y` names, in a line of any text: programs in strings and docs are read by no linter."""
-    wrong = []
-    for module, names in re.findall(r"\bfrom ((?:app|model|benchmarks|tests)(?:\.\w+)*) import \(?([\w, ]+)", text):
-        wanted = [name.split(" as ")[0].strip() for name in names.split(",")]
-        wrong += [f"{module}.{name}" for name in wanted if name and name not in (_defined(module) or ())]
-    return wrong
-
-
-def test_what_is_imported_exists_also_in_strings_and_docs() -> None:
-    texts = {name: (ROOT / name).read_text() for name in _files() if Path(name).suffix in READ and name != HERE}
-    assert {name: missing_imports(text) for name, text in texts.items() if missing_imports(text)} == {}
-    assert missing_imports("'from app.common import logs, lugs'") == ["app.common.lugs"]
-
-
 @pytest.mark.parametrize("kind", CHECKS)
 def test_what_is_mentioned_exists(kind: str) -> None:
     wrong = [
@@ -244,6 +232,7 @@ def test_what_is_mentioned_exists(kind: str) -> None:
         ("files", "startup.py, but not startap.py", ["startap.py"]),
         ("modules", "python -m app.engine.wurker, app.engine.startup", ["app.engine.wurker"]),
         ("modules", "app.common.types.Request, app.common.types.Nothing", ["app.common.types.Nothing"]),
+        ("modules", "'from app.common import logs, lugs'", ["app.common.lugs"]),
         ("flags", "`--weights` and --wights", ["--wights"]),
         ("flags", "a --gone--> b", []),
         ("variables", "INKSTREAM_WEIGHTS, INKSTREAM_WIGHTS", ["INKSTREAM_WIGHTS"]),

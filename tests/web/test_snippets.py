@@ -113,7 +113,7 @@ def test_any_text_arrives_to_the_letter_and_no_program_runs_a_part_of_it(recordi
         "temperature": "0.7",
         "seed": "9223372036854775807",
         "stop": "\\n\n'$x'",
-        "logit_bias": '{"5": -100,\n "6": 1e1}',
+        "logit_bias": '{"5": -100,\n "6": 1e1, "__proto__": {"a": null}, "true": true, "x": [false, "null", -0.5e-3]}',
         "regex": NASTY.replace("\x00", ""),
     }
     expected = {
@@ -122,7 +122,7 @@ def test_any_text_arrives_to_the_letter_and_no_program_runs_a_part_of_it(recordi
         "temperature": 0.7,
         "seed": 9223372036854775807,
         "stop": ["\n", "'$x'"],
-        "logit_bias": {"5": -100, "6": 10.0},
+        "logit_bias": json.loads(typed["logit_bias"]),
         "regex": typed["regex"],
     }
     for language, program in written(recording.url, NASTY, typed, keyed=True).items():
@@ -143,13 +143,6 @@ def test_a_service_without_keys_is_sent_none(recording: Recorder, tmp_path: Path
         assert json.loads(recording.bodies[-1]) == {"prompt": "Once", "stream": True}
 
 
-def test_names_and_words_of_other_languages_stay_data(recording: Recorder, tmp_path: Path) -> None:
-    bias = '{"__proto__": {"a": null}, "true": true, "x": [false, "null", -0.5e-3]}'
-    for language, program in written(recording.url, "Once", {"logit_bias": bias}).items():
-        assert run(language, program, tmp_path).returncode == 0, program
-        assert json.loads(recording.bodies[-1])["logit_bias"] == json.loads(bias), language
-
-
 def test_a_refusal_is_shown_and_nothing_else(recording: Recorder, tmp_path: Path) -> None:
     recording.answer = json.dumps({"error": {"message": "temperature: too hot"}})
     for status, answer in [(400, recording.answer), (200, f"event: error\ndata: {recording.answer}\n\n")]:
@@ -168,20 +161,7 @@ def test_a_long_text_is_no_argument_of_a_program(recording: Recorder, tmp_path: 
         assert json.loads(recording.bodies[-1])["prompt"] == prompt, language
 
 
-def test_the_real_service_writes_the_same_text_for_each(server: Server, tmp_path: Path) -> None:
-    settings = {"seed": 5, "max_tokens": 12}
-    url = f"{server.url}/complete"
-    body = {"prompt": "It's \"on", "stream": False, **settings}
-    text = httpx.post(url, json=body, timeout=60).json()["choices"][0]["text"]
-    programs = written(url, "It's \"on", {name: str(value) for name, value in settings.items()})
-    for language in ("python", "node"):
-        assert plain(run(language, programs[language], tmp_path).stdout) == plain(text), language
-    events = run("curl", programs["curl"], tmp_path).stdout.splitlines()
-    tokens = [json.loads(line.removeprefix("data: ")) for line in events if line.startswith("data: ")]
-    assert "".join(token.get("text", "") for token in tokens) == text
-
-
-def test_several_continuations_come_apart(server: Server, tmp_path: Path) -> None:
+def test_the_real_service_writes_the_same_texts_for_each(server: Server, tmp_path: Path) -> None:
     url, body = f"{server.url}/complete", {"prompt": "Once", "stream": False, "seed": 5, "max_tokens": 4, "n": 2}
     texts = [choice["text"] for choice in httpx.post(url, json=body, timeout=60).json()["choices"]]
     programs = written(url, "Once", {"seed": "5", "max_tokens": "4", "n": "2"})
