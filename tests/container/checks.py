@@ -33,11 +33,12 @@ from tests.container.engine import (
     status,
     wait_for,
 )
-from tests.container.streams import BODY, ConcurrentStreams, Stream, visit_until_refused
+from tests.support.concurrent_readers import ConcurrentReaders, Reader
 
 SERVICE = Container("inkstream_inkstream_1")
 FRONT = Container("inkstream_nginx_1")
 FIGURES: dict[str, Any] = {}
+BODY = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, "seed": 7, "n": 16}
 
 
 def starts_and_is_healthy() -> str:
@@ -70,8 +71,8 @@ def has_no_rights() -> str:
 
 def computes_with_native_kernels() -> str:
     """The image contains the native kernels; torch computes nothing."""
-    receipt = httpx.post(f"{DIRECT}/complete", json={**BODY, "max_tokens": 4, "stream": False}, timeout=60).json()
-    kernels = json.dumps(receipt)
+    body = {**BODY, "max_tokens": 4, "n": 1, "stream": False}
+    kernels = json.dumps(httpx.post(f"{DIRECT}/complete", json=body, timeout=60).json())
     assert "native" in kernels, kernels
     return "the receipt names them"
 
@@ -80,10 +81,10 @@ def streams_through_nginx() -> str:
     """Tokens come one by one, not at the end."""
     run("docker compose --profile nginx up --wait")
     wait_for(lambda: is_ready(NGINX))
-    direct, proxied = Stream(), Stream()
+    direct, proxied = Reader(BODY), Reader(BODY)
     for url, stream in ((DIRECT, direct), (NGINX, proxied)):
-        stream.read(url, n=16)
-        assert stream.last == "done" and stream.at[-1] - stream.at[0] > 0.5 * stream.at[-1], "all in one piece"
+        stream.read(url)
+        assert stream.end == "done" and stream.at[-1] - stream.at[0] > 0.5 * stream.at[-1], "all in one piece"
     assert proxied.texts == direct.texts
     return f"first token after {direct.at[0]:.3f} s directly, {proxied.at[0]:.3f} s through nginx"
 
@@ -121,14 +122,22 @@ def nginx_costs_little() -> str:
     )
 
 
+def _four_streams() -> ConcurrentReaders:
+    """Of sixteen texts each: they take some seconds."""
+    return ConcurrentReaders(NGINX, [Reader({**BODY, "seed": seed}) for seed in range(4)])
+
+
 def an_engine_that_is_killed_comes_back() -> str:
     """Under streams, which notice nothing but a pause."""
-    texts = ConcurrentStreams(NGINX).texts()
+    undisturbed = _four_streams()
+    undisturbed.join()
     (before,) = SERVICE.engines()
-    streams = ConcurrentStreams(NGINX)
+    streams = _four_streams()
     wait_for(lambda: streams.tokens > 100)
     os.kill(before, signal.SIGKILL)
-    assert streams.texts() == texts, "the texts are others"
+    streams.join()
+    for stream, expected in zip(streams.readers, undisturbed.readers, strict=True):
+        assert stream.end == "done" and stream.texts == expected.texts, "the texts are others"
     assert (metric("engine_restarts_total"), metric("replayed_requests_total") > 0) == (1, True)
     pause = streams.longest_pause()
     assert pause > 0.3, "no engine starts as quickly as that: nothing was interrupted"
@@ -153,12 +162,21 @@ def is_watched() -> str:
     return f"{len(queries)} queries of the dashboard, {len(rules)} alerts"
 
 
+def _visit_until_refused(visits: list[Reader]) -> None:
+    """One stream after the other; the last is one that did not end with `done`."""
+    end = "done"
+    while end == "done":
+        visits.append(stream := Reader(BODY))
+        stream.read(NGINX)
+        end = stream.end
+
+
 def drains_when_it_is_stopped() -> str:
     """Clients connect one after the other all the time: each stream is whole, or was refused before its first token."""
-    whole = Stream()
-    whole.read(NGINX, n=16)
-    visits: list[Stream] = []
-    clients = [threading.Thread(target=visit_until_refused, args=[NGINX, visits]) for _ in range(4)]
+    whole = Reader(BODY)
+    whole.read(NGINX)
+    visits: list[Reader] = []
+    clients = [threading.Thread(target=_visit_until_refused, args=[visits]) for _ in range(4)]
     for client in clients:
         client.start()
     wait_for(lambda: sum(len(stream.at) for stream in visits) > 100)
@@ -169,9 +187,9 @@ def drains_when_it_is_stopped() -> str:
         client.join()
     state = SERVICE.facts()["State"]
     assert (state["ExitCode"], state["OOMKilled"]) == (0, False), state
-    refused = [stream for stream in visits if stream.last != "done"]
-    assert len(refused) == 4 and not any(stream.texts for stream in refused), [stream.last for stream in refused]
-    assert all(stream.texts == whole.texts for stream in visits if stream.last == "done")
+    refused = [stream for stream in visits if stream.end != "done"]
+    assert len(refused) == 4 and not any(stream.texts for stream in refused), [stream.end for stream in refused]
+    assert all(stream.texts == whole.texts for stream in visits if stream.end == "done")
     FIGURES["drain_s"] = round(took, 2)
     return f"stopped in {took:.1f} s, exit 0; of {len(visits)} streams none was cut, the last 4 refused"
 

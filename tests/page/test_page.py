@@ -10,7 +10,7 @@ from tests.support.page.browser import (
     PROMPT,
     answer_with,
     as_textarea,
-    cut_streams,
+    cut_stream,
     generate,
     play,
     set_fields,
@@ -188,7 +188,7 @@ def test_a_text_longer_than_the_context_is_cut_only_when_asked(page, server):
 def test_a_stream_survives_a_connection_that_breaks(page, server, long_seed):
     """The server's own stream, cut after some events; the rest comes by GET /complete/{id}/events."""
     set_fields(page, seed=long_seed, max_tokens=60)
-    cut_streams(page, after=12)
+    cut_stream(page, after=12)
     said = watch_status(page)
     with page.expect_response("**/events") as resumed:
         start(page)

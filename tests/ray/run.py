@@ -6,6 +6,7 @@ control: without resends the same kill must lose requests, or all of this could 
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -13,11 +14,19 @@ from dataclasses import dataclass
 
 import httpx
 
+from app.http.sse import Event, EventParser
 from tests.ray.cluster import URL, TwoNodes, samples, servers, settings_of_the_test, wait_until
-from tests.ray.visitors import BODY, Clients, Visit
 from tests.support import ROOT
+from tests.support.concurrent_readers import ConcurrentReaders, Reader
 
-_MOST_SECONDS = 180.0
+BODY = {"prompt": "Once upon a time", "max_tokens": 80, "ignore_eos": True}
+
+
+def _clients() -> ConcurrentReaders:
+    """Of every kind, each with a seed of its own."""
+    paths = ["/complete"] * 14 + ["/v1/completions"] * 4 + ["/complete"] * 6
+    bodies = [{**BODY, "seed": seed, "stream": seed < 18} for seed in range(len(paths))]
+    return ConcurrentReaders(URL, [Reader(body, path) for body, path in zip(bodies, paths, strict=True)])
 
 
 @dataclass(slots=True)
@@ -42,25 +51,26 @@ class Row:
 def visit_while(breaking: Callable[[], None], what: str, texts: dict[int, str]) -> Row:
     """Breaks something while concurrent clients read. Raises AssertionError where a text differs."""
     before = {name: _count(name) for name in ("resent", "replayed")}
-    began, clients = time.monotonic(), Clients(URL)
+    began, clients = time.monotonic(), _clients()
     wait_until(lambda: clients.streaming >= 6, 60, "no stream has started")
     breaking()
     broken = time.monotonic()
-    clients.join(_MOST_SECONDS)
-    row = Row(what, len(clients.visits), seconds=time.monotonic() - began)
+    clients.join()
+    row = Row(what, len(clients.readers), seconds=time.monotonic() - began)
     row.resent, row.replayed = (_count(name) - before[name] for name in ("resent", "replayed"))
-    for visit in clients.visits:
+    for visit in clients.readers:
         _judge(visit, row, texts, broken)
     return row
 
 
-def _judge(visit: Visit, row: Row, texts: dict[int, str], broken: float) -> None:
-    waited = visit.first_text is None or visit.first_text > broken
+def _judge(visit: Reader, row: Row, texts: dict[int, str], broken: float) -> None:
+    waited = not visit.at or visit.began + visit.at[0] > broken
     row.waiting += waited
-    assert texts.get(visit.seed, visit.text).startswith(visit.text), f"another text: {visit}"
+    seed, text = visit.body["seed"], visit.texts.get(0, "")
+    assert texts.get(seed, text).startswith(text), f"another text: {visit}"
     assert visit.numbers == list(range(len(visit.numbers))), f"events are missing: {visit}"
     if visit.end == "done":
-        assert visit.text == texts.setdefault(visit.seed, visit.text), f"half a text: {visit}"
+        assert text == texts.setdefault(seed, text), f"half a text: {visit}"
         row.whole += 1
         return
     row.errors += visit.end == "error"
@@ -75,21 +85,20 @@ def _count(name: str) -> float:
 
 def disconnect_and_resume(texts: dict[int, str]) -> None:
     """A client's connection breaks: nothing is computed for it until it reconnects for the rest."""
-    text, last = "", ""
+    events: list[Event] = []
     with httpx.stream("POST", f"{URL}/complete", json={**BODY, "seed": 0}, timeout=60) as response:
-        for line in response.iter_lines():
-            last = line.removeprefix("id: ") if line.startswith("id: ") else last
-            if line.startswith('data: {"index"'):
-                text += httpx.Response(200, content=line[6:]).json()["text"]
-                if len(text) > 20:
-                    break
+        parser = EventParser()
+        for data in response.iter_bytes():
+            events += parser.feed(data)
+            if len(events) > 8:
+                break
     wait_until(lambda: sum(samples("requests_running").values()) == 0, 10, "a canceled request still runs")
-    name = last.rpartition(":")[0]
-    rest = httpx.get(f"{URL}/complete/{name}/events", headers={"Last-Event-ID": last}, timeout=60).text
-    for line in rest.splitlines():
-        if line.startswith('data: {"index"'):
-            text += httpx.Response(200, content=line[6:]).json()["text"]
-    assert text == texts[0], "another text after a break"
+    last = [event.id for event in events if event.id][-1]
+    rest = httpx.get(
+        f"{URL}/complete/{last.rpartition(':')[0]}/events", headers={"Last-Event-ID": last}, timeout=60
+    ).content
+    tokens = [event for event in (*events, *EventParser().feed(rest)) if event.name == "token"]
+    assert "".join(json.loads(event.data)["text"] for event in tokens) == texts[0], "another text after a break"
 
 
 def check(nodes: TwoNodes) -> list[Row]:

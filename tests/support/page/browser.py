@@ -22,17 +22,13 @@ PATIENCE_MS = 120_000
 @pytest.fixture(scope="module")
 def browser():
     sync_api = pytest.importorskip("playwright.sync_api", reason="make install brings playwright")
-    path = chromium()
+    path = shutil.which("chromium-headless-shell") or shutil.which("chromium")
+    if not path:
+        pytest.skip("no `chromium` on PATH (Debian: apt-get install chromium)")
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=ARGS, timeout=PATIENCE_MS)
         yield browser
         browser.close()
-
-
-def chromium():
-    """The path of a browser to test with; skips the test where there is none."""
-    found = shutil.which("chromium-headless-shell") or shutil.which("chromium")
-    return found or pytest.skip("no `chromium` on PATH (Debian: apt-get install chromium)")
 
 
 @pytest.fixture
@@ -141,33 +137,14 @@ def watch_status(page):
     }""")
 
 
-def cut_streams(page, after):
-    """The page's first POST /complete breaks off after so many events, however many come in one piece.
+def cut_stream(page, after):
+    """The page's next POST /complete ends after so many events of the server's own; what follows goes its way."""
 
-    What follows goes its way.
-    """
-    page.evaluate(
-        """(after) => {
-        const fetch = window.fetch;
-        window.fetch = async (...request) => {
-            const response = await fetch(...request);
-            if (request[1]?.method !== "POST") return response;
-            window.fetch = fetch;
-            const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-            let received = "";
-            while (received.split("\\n\\n").length <= after) received += (await reader.read()).value;
-            reader.cancel();
-            const events = received.split("\\n\\n").slice(0, after);
-            const pieces = [new TextEncoder().encode(events.join("\\n\\n") + "\\n\\n")];
-            const pull = (controller) => {
-                if (pieces.length) controller.enqueue(pieces.pop());
-                else controller.error(new TypeError("network error"));
-            };
-            return new Response(new ReadableStream({ pull }, { highWaterMark: 0 }));
-        };
-    }""",
-        after,
-    )
+    def cut(route):
+        events = route.fetch().text().split("\n\n")[:after]
+        route.fulfill(content_type="text/event-stream", body="".join(f"{event}\n\n" for event in events))
+
+    page.route("**/complete", cut, times=1)
 
 
 def trickle(page, count=1, frames=2, busy=0):
