@@ -15,11 +15,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tests.redteam.attack import Attack, Budget, Report, Setting
-from tests.redteam.authentication import Authentication, ForeignStreams
-from tests.redteam.changing_files import BadWeights, CrashDuringCopy, TokenizerRegex, probe_text
-from tests.redteam.connections import Exhaustion, SendingOrder, SlowReaders, SlowSenders
-from tests.redteam.framing import Framing
-from tests.redteam.json_bodies import JsonBodies
+from tests.redteam.authentication import authentication, foreign_streams
+from tests.redteam.changing_files import bad_weights, crash_during_copy, probe_text, tokenizer_regex
+from tests.redteam.connections import exhaustion, sending_order, slow_readers, slow_senders
+from tests.redteam.framing import framing
+from tests.redteam.json_bodies import json_bodies
 from tests.redteam.service import (
     REPOSITORY,
     Launcher,
@@ -30,12 +30,12 @@ from tests.redteam.service import (
     remote_target,
     resident_bytes,
 )
-from tests.redteam.starvation import ChatTemplates, CostlyRequests, GrammarCompilation, GrammarMasks, LongTexts
+from tests.redteam.starvation import chat_templates, costly_requests, grammar_compilation, grammar_masks, long_texts
 
-ATTACKS: tuple[type[Attack], ...] = (
-    Framing, JsonBodies, Authentication, ForeignStreams, SendingOrder, Exhaustion, CostlyRequests, LongTexts,
-    GrammarCompilation, GrammarMasks, ChatTemplates, SlowReaders, SlowSenders, TokenizerRegex, CrashDuringCopy,
-    BadWeights,
+ATTACKS = (
+    framing, json_bodies, authentication, foreign_streams, sending_order, exhaustion, costly_requests, long_texts,
+    grammar_compilation, grammar_masks, chat_templates, slow_readers, slow_senders, tokenizer_regex, crash_during_copy,
+    bad_weights,
 )  # fmt: skip
 MEMORY_SLACK = 128 << 20
 DESCRIPTOR_SLACK = 16
@@ -102,9 +102,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def run(
-    attacks: list[type[Attack]], target: Target, launcher: Launcher | None, options: argparse.Namespace
-) -> list[Report]:
+def run(attacks: list[Attack], target: Target, launcher: Launcher | None, options: argparse.Namespace) -> list[Report]:
     """One report for each attack, and one for what the service is like afterwards."""
     seed = options.seed
     canary = f"canary-{random.Random(seed).getrandbits(64):016x}"
@@ -124,7 +122,7 @@ def run(
         )  # fmt: skip
         began = time.monotonic()
         try:
-            attack().run(setting)
+            attack.run(setting)
         except (OSError, ValueError, LookupError, TypeError, StopIteration) as error:
             problem = f"an unexpected answer ended the attack: {type(error).__name__}: {error}"
             report.add("high", problem, f"--only {attack.name} --seed {seed}")

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from random import Random
-from typing import ClassVar
 
 from tests.redteam.http_client import percentile
 from tests.redteam.service import Launcher, Target
@@ -109,17 +108,21 @@ class Setting:
             yield self.report.tries - 1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Attack:
     """One class of attacks; `run` fills the report until the budget is spent."""
 
-    name: ClassVar[str]
-    share: ClassVar[float] = 10.0
+    name: str
+    share: float
     """Seconds of a run of two minutes."""
-    needs_launcher: ClassVar[bool] = False
+    needs_launcher: bool
     """Whether the attack needs files or signals of a service that the suite starts."""
+    run: Callable[[Setting], None]
 
-    def run(self, setting: Setting) -> None:
-        raise NotImplementedError
+
+def attack(name: str, *, share: float, needs_launcher: bool = False) -> Callable[[Callable[[Setting], None]], Attack]:
+    """Makes an attack of a function."""
+    return lambda run: Attack(name=name, share=share, needs_launcher=needs_launcher, run=run)
 
 
 class Load:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
 
-from tests.redteam.attack import Attack, Setting
+from tests.redteam.attack import Setting, attack
 from tests.redteam.http_client import (
     Address,
     Answer,
@@ -244,41 +244,37 @@ def _second_answer(address: Address, first: bytes, second: bytes) -> Answer | No
     return None
 
 
-class Framing(Attack):
+@attack("framing", share=14.0)
+def framing(setting: Setting) -> None:
     """One request, one answer, whatever the framing; and no tenant gets the answer to another one's bytes."""
+    report = setting.report
+    report.limit = "one answer a request"
+    generator = MessageGenerator(setting.rng, setting.target.keys[0])
+    bad = 0
+    for number in setting.tries():
+        message = generator.next()
+        data = message.data + LAST
+        try:
+            if number % 8 == 7 and message.kind not in ("mutated", "pipeline"):
+                problem, data = _shared_connection(setting, message)
+            else:
+                seconds = 8.0 if message.must_answer else 0.5
+                raw, closed = send_in_pieces(setting.target.address, data, setting.rng, seconds=seconds)
+                problem = judge(message, raw, closed)
+        except OSError as error:
+            problem = "high", f"no connection: {error}"
+        if problem:
+            bad += 1
+            summary = f"{message.kind}: {problem[1]} (try {report.tries})"
+            report.add(problem[0], summary, data.hex(), group=message.kind)
+    report.worst = f"{bad} of {report.tries} messages"
 
-    name = "framing"
-    share = 14.0
 
-    def run(self, setting: Setting) -> None:
-        report = setting.report
-        report.limit = "one answer a request"
-        generator = MessageGenerator(setting.rng, setting.target.keys[0])
-        bad = 0
-        for number in setting.tries():
-            message = generator.next()
-            data = message.data + LAST
-            try:
-                if number % 8 == 7 and message.kind not in ("mutated", "pipeline"):
-                    problem, data = self._shared_connection(setting, message)
-                else:
-                    seconds = 8.0 if message.must_answer else 0.5
-                    raw, closed = send_in_pieces(setting.target.address, data, setting.rng, seconds=seconds)
-                    problem = judge(message, raw, closed)
-            except OSError as error:
-                problem = "high", f"no connection: {error}"
-            if problem:
-                bad += 1
-                summary = f"{message.kind}: {problem[1]} (try {report.tries})"
-                report.add(problem[0], summary, data.hex(), group=message.kind)
-        report.worst = f"{bad} of {report.tries} messages"
-
-    @staticmethod
-    def _shared_connection(setting: Setting, message: Message) -> tuple[tuple[str, str] | None, bytes]:
-        """Tenant A's message, one answer, then tenant B's request: B must not get an answer to A's bytes."""
-        body, key = {"prompt": setting.canary}, setting.target.keys[1]
-        victim = request_bytes("POST", "/tokenize", key=key, body=body)
-        answer = _second_answer(setting.target.address, message.data, victim)
-        is_foreign = answer is not None and answer.status < 300 and b'"tokens"' not in answer.body
-        problem = ("critical", "tenant B got the answer to tenant A's body") if is_foreign else None
-        return problem, message.data + victim
+def _shared_connection(setting: Setting, message: Message) -> tuple[tuple[str, str] | None, bytes]:
+    """Tenant A's message, one answer, then tenant B's request: B must not get an answer to A's bytes."""
+    body, key = {"prompt": setting.canary}, setting.target.keys[1]
+    victim = request_bytes("POST", "/tokenize", key=key, body=body)
+    answer = _second_answer(setting.target.address, message.data, victim)
+    is_foreign = answer is not None and answer.status < 300 and b'"tokens"' not in answer.body
+    problem = ("critical", "tenant B got the answer to tenant A's body") if is_foreign else None
+    return problem, message.data + victim

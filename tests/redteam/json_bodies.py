@@ -9,7 +9,7 @@ import time
 from random import Random
 from typing import Any
 
-from tests.redteam.attack import Attack, Budget, Setting
+from tests.redteam.attack import Budget, Setting, attack
 from tests.redteam.http_client import Answer, MalformedAnswer
 from tests.redteam.service import INTERNALS
 
@@ -133,102 +133,101 @@ class BodyGenerator:
         return text.encode()
 
 
-class JsonBodies(Attack):
+@attack("json-bodies", share=14.0)
+def json_bodies(setting: Setting) -> None:
     """No body gets a 5xx other than 503 and 504, an undocumented error, or no answer; valid numbers are accepted."""
+    target, rng, report = setting.target, setting.rng, setting.report
+    report.limit = "documented answers only"
+    document = target.call("GET", "/openapi.json").json()
+    generator = BodyGenerator(rng, document)
+    operations = list(_operations(document, generator))
+    _boundaries(setting, generator, operations, setting.budget.share(0.5))
+    slowest = 0.0
+    for _ in setting.tries():
+        method, path, schema = rng.choice(operations)
+        body = generator.object(schema)
+        properties = list(schema.get("properties", {}))
+        _keep_short(body, properties)
+        is_valid = rng.random() < 0.3
+        data = generator.text(body).encode() if is_valid else generator.spoiled(body, properties)
+        slowest = max(slowest, _send(setting, method, path, data))
+    report.worst = f"{report.found} bad answers, slowest {slowest:.2f} s"
 
-    name = "json-bodies"
-    share = 14.0
 
-    def run(self, setting: Setting) -> None:
-        target, rng, report = setting.target, setting.rng, setting.report
-        report.limit = "documented answers only"
-        document = target.call("GET", "/openapi.json").json()
-        generator = BodyGenerator(rng, document)
-        operations = list(self._operations(document, generator))
-        self._boundaries(setting, generator, operations, setting.budget.share(0.5))
-        slowest = 0.0
-        for _ in setting.tries():
-            method, path, schema = rng.choice(operations)
-            body = generator.object(schema)
-            properties = list(schema.get("properties", {}))
-            self._keep_short(body, properties)
-            is_valid = rng.random() < 0.3
-            data = generator.text(body).encode() if is_valid else generator.spoiled(body, properties)
-            slowest = max(slowest, self._send(setting, method, path, data))
-        report.worst = f"{report.found} bad answers, slowest {slowest:.2f} s"
+def _operations(document: dict[str, Any], generator: BodyGenerator) -> Any:
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            content = operation.get("requestBody", {}).get("content", {}) if isinstance(operation, dict) else {}
+            for described in content.values():
+                for schema in generator.alternatives(described["schema"]):
+                    yield method.upper(), path, schema
 
-    @staticmethod
-    def _operations(document: dict[str, Any], generator: BodyGenerator) -> Any:
-        for path, methods in document["paths"].items():
-            for method, operation in methods.items():
-                content = operation.get("requestBody", {}).get("content", {}) if isinstance(operation, dict) else {}
-                for described in content.values():
-                    for schema in generator.alternatives(described["schema"]):
-                        yield method.upper(), path, schema
 
-    @staticmethod
-    def _keep_short(body: dict[str, Any], properties: list[str]) -> None:
-        """So that a valid body does not run for minutes."""
-        if "max_tokens" in properties:
-            body["max_tokens"] = 2
-            body.pop("max_completion_tokens", None)
-        body.pop("min_tokens", None)
-        if "deadline_ms" in properties:
-            body["deadline_ms"] = 8000
+def _keep_short(body: dict[str, Any], properties: list[str]) -> None:
+    """So that a valid body does not run for minutes."""
+    if "max_tokens" in properties:
+        body["max_tokens"] = 2
+        body.pop("max_completion_tokens", None)
+    body.pop("min_tokens", None)
+    if "deadline_ms" in properties:
+        body["deadline_ms"] = 8000
 
-    def _send(self, setting: Setting, method: str, path: str, data: bytes) -> float:
-        dots = "..." if len(data) > 300 else ""
-        repro = f"{method} {path} {data[:300].hex()}{dots} ({len(data)} bytes: {data[:80]!r})"
-        began = time.monotonic()
-        try:
-            answer = setting.target.call(method, path, body=data, timeout=HANG_SECONDS)
-        except (OSError, MalformedAnswer) as error:
-            if time.monotonic() - began >= HANG_SECONDS * 0.9 or isinstance(error, MalformedAnswer):
-                setting.report.add("high", f"no answer or a broken one: {error}", repro)
-        else:
-            if problem := self._problem(answer):
-                setting.report.add(*problem, repro)
-        return time.monotonic() - began
 
-    @staticmethod
-    def _problem(answer: Answer) -> tuple[str, str] | None:
-        if answer.status not in ALLOWED:
-            return "high" if answer.status >= 500 else "low", f"status {answer.status}: {answer.body[:120]!r}"
-        if answer.status == 200:
-            ends = answer.body.count(b"\nevent: done\n") + answer.body.count(b"\nevent: error\n")
-            is_stream = answer.headers.get("content-type", "").startswith("text/event-stream")
-            is_wrong = is_stream and b"\nevent: start" in answer.body and ends != 1
-            return ("high", f"{ends} terminal events in a stream") if is_wrong else None
-        error = error_object(answer)
-        if error is None:
-            return "medium", f"an undocumented error: {answer.body[:120]!r}"
-        if INTERNALS.search(error["message"]) or PATH_OR_TRACE.search(error["message"]) or len(error["message"]) > 1000:
-            return "medium", f"an error with internals: {error['message'][:160]!r}"
-        return None
-
-    def _boundaries(self, setting: Setting, generator: BodyGenerator, operations: list[Any], budget: Budget) -> None:
-        """Each number that the schema allows, alone in an otherwise plain body, must not be refused for its value."""
-        skipped = {"min_tokens", "best_of", "stop_token_ids", "logit_bias", "created"}
-        for method, path, schema in operations:
-            properties = schema.get("properties", {})
-            if "prompt" not in properties or not set(schema.get("required", ())) <= {"prompt"}:
-                continue
-            known = {"prompt": "a", "max_tokens": 1, "stream": False}
-            plain = {name: value for name, value in known.items() if name in properties}
-            for name in (name for name in properties if name not in skipped):
-                kinds = [a for a in generator.alternatives(properties[name]) if a.get("type") in ("integer", "number")]
-                for value in (value for kind in kinds for value in generator.numbers(kind) if budget):
-                    self._boundary(setting, method, path, generator.text(plain | {name: value}), name)
-
-    def _boundary(self, setting: Setting, method: str, path: str, text: str, name: str) -> None:
-        setting.report.tries += 1
-        answer = setting.target.call(method, path, body=text.encode(), timeout=HANG_SECONDS)
-        error, repro = error_object(answer), f"{method} {path} {text}"
-        if problem := self._problem(answer):
+def _send(setting: Setting, method: str, path: str, data: bytes) -> float:
+    dots = "..." if len(data) > 300 else ""
+    repro = f"{method} {path} {data[:300].hex()}{dots} ({len(data)} bytes: {data[:80]!r})"
+    began = time.monotonic()
+    try:
+        answer = setting.target.call(method, path, body=data, timeout=HANG_SECONDS)
+    except (OSError, MalformedAnswer) as error:
+        if time.monotonic() - began >= HANG_SECONDS * 0.9 or isinstance(error, MalformedAnswer):
+            setting.report.add("high", f"no answer or a broken one: {error}", repro)
+    else:
+        if problem := _problem(answer):
             setting.report.add(*problem, repro)
-        elif answer.status == 400 and error and error["param"] == name:
-            summary = f"/openapi.json allows it, the service does not: {error['message'][:120]}"
-            setting.report.add("low", summary, repro, group=f"bounds of {name}")
+    return time.monotonic() - began
+
+
+def _problem(answer: Answer) -> tuple[str, str] | None:
+    if answer.status not in ALLOWED:
+        return "high" if answer.status >= 500 else "low", f"status {answer.status}: {answer.body[:120]!r}"
+    if answer.status == 200:
+        ends = answer.body.count(b"\nevent: done\n") + answer.body.count(b"\nevent: error\n")
+        is_stream = answer.headers.get("content-type", "").startswith("text/event-stream")
+        is_wrong = is_stream and b"\nevent: start" in answer.body and ends != 1
+        return ("high", f"{ends} terminal events in a stream") if is_wrong else None
+    error = error_object(answer)
+    if error is None:
+        return "medium", f"an undocumented error: {answer.body[:120]!r}"
+    if INTERNALS.search(error["message"]) or PATH_OR_TRACE.search(error["message"]) or len(error["message"]) > 1000:
+        return "medium", f"an error with internals: {error['message'][:160]!r}"
+    return None
+
+
+def _boundaries(setting: Setting, generator: BodyGenerator, operations: list[Any], budget: Budget) -> None:
+    """Each number that the schema allows, alone in an otherwise plain body, must not be refused for its value."""
+    skipped = {"min_tokens", "best_of", "stop_token_ids", "logit_bias", "created"}
+    for method, path, schema in operations:
+        properties = schema.get("properties", {})
+        if "prompt" not in properties or not set(schema.get("required", ())) <= {"prompt"}:
+            continue
+        known = {"prompt": "a", "max_tokens": 1, "stream": False}
+        plain = {name: value for name, value in known.items() if name in properties}
+        for name in (name for name in properties if name not in skipped):
+            kinds = [a for a in generator.alternatives(properties[name]) if a.get("type") in ("integer", "number")]
+            for value in (value for kind in kinds for value in generator.numbers(kind) if budget):
+                _boundary(setting, method, path, generator.text(plain | {name: value}), name)
+
+
+def _boundary(setting: Setting, method: str, path: str, text: str, name: str) -> None:
+    setting.report.tries += 1
+    answer = setting.target.call(method, path, body=text.encode(), timeout=HANG_SECONDS)
+    error, repro = error_object(answer), f"{method} {path} {text}"
+    if problem := _problem(answer):
+        setting.report.add(*problem, repro)
+    elif answer.status == 400 and error and error["param"] == name:
+        summary = f"/openapi.json allows it, the service does not: {error['message'][:120]}"
+        setting.report.add("low", summary, repro, group=f"bounds of {name}")
 
 
 def error_object(answer: Answer) -> dict[str, Any] | None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
 from collections.abc import Callable
 from random import Random
-from typing import Any, ClassVar
+from typing import Any
 
-from tests.redteam.attack import Attack, Load, Setting, measure_slowdown
-from tests.redteam.http_client import as_json, open_stream, percentile, token_gaps
+from tests.redteam.attack import Load, Setting, attack, measure_slowdown
+from tests.redteam.http_client import as_json, open_stream, percentile, request_bytes, token_gaps
 from tests.redteam.service import Target
 from tests.redteam.weights_files import copied_weights
 
 VICTIM, ATTACKER = 0, 1
+STREAMS, THREADS = 31, 8
 KNOWN_BOMB = 'start: s\ns: s s s | s s | /[a-z ,.]/ | ""'
 TERMINALS = ("/[a-z ,.]/", "/[a-z ]+/", "/./", "/[^a]/", '"a"', "/[a-z]{1,3}/", "/(.|\\n)/", "/[ a-zA-Z,.;]/")
 VICTIM_SECONDS = 5.0
@@ -81,120 +81,112 @@ def _waited(target: Target, path: str, body: dict[str, Any]) -> float:
     return answer.seconds if answer.status == 200 else VICTIM_SECONDS
 
 
-def _attack(target: Target, path: str, body: dict[str, Any]) -> None:
+def _send(target: Target, path: str, body: dict[str, Any]) -> None:
     target.call("POST", path, tenant=ATTACKER, body=body, timeout=20)
 
 
 def _streams(target: Target, fields: dict[str, Any], count: int) -> Load:
     """Streams of the attacker; each begins again when it ends."""
     body = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, **fields}
+    message = request_bytes("POST", "/complete", key=target.keys[ATTACKER], body=body)
 
     def read(_: int) -> None:
-        with open_stream(target.address, body, key=target.keys[ATTACKER], timeout=20) as (_, events):
-            deque(events, maxlen=0)
+        with target.address.connect(timeout=20) as connection, connection.makefile("rb") as file:
+            connection.sendall(message)
+            while line := file.readline():
+                if line.startswith((b"event: done", b"event: error", b"HTTP/1.1 4", b"HTTP/1.1 5")):
+                    return
 
     return Load(read, count)
 
 
-class GrammarMasks(Attack):
+@attack("grammar-masks", share=16.0)
+def grammar_masks(setting: Setting) -> None:
     """Grammars whose masks take long, inside the step that all streams share."""
-
-    name = "grammar-masks"
-    share = 16.0
-    streams: ClassVar[int] = 31
-
-    def run(self, setting: Setting) -> None:
-        target, report = setting.target, setting.report
-        bomb = self._worst_of_many(setting)
-        found = measure_slowdown(
-            lambda: self._worst_gap(target, 100),
-            _streams(target, bomb, self.streams),
-            baseline=_streams(target, {}, self.streams),
-            budget=setting.budget.share(0.6),
-        )
-        limit = max(GRAMMAR_FACTOR * found.alone, found.alone + 0.05)
-        report.worst = f"p99 gap {found.loaded * 1e3:.0f} ms, with plain streams {found.alone * 1e3:.0f} ms"
-        report.limit = f"{limit * 1e3:.0f} ms"
-        if found.loaded > limit:
-            report.add("high", f"{self.streams} guided streams of another key: {report.worst}", as_json(bomb))
-
-    @staticmethod
-    def _worst_gap(target: Target, tokens: int) -> float:
-        """The 99th percentile of the seconds between tokens of one plain stream of the victim."""
-        body = {"prompt": "The old house", "max_tokens": tokens, "ignore_eos": True, "seed": 3}
-        with open_stream(target.address, body, key=target.keys[VICTIM], timeout=VICTIM_SECONDS) as (_, events):
-            return percentile(token_gaps(events), 0.99)
-
-    def _worst_of_many(self, setting: Setting) -> dict[str, str]:
-        """Tries grammars concurrent with a short stream of the victim; the one that costs it most."""
-        generator, tried = GrammarGenerator(setting.rng), [(0.0, {"grammar": KNOWN_BOMB})]
-        for _ in setting.tries(setting.budget.share(0.4)):
-            bomb = generator.next()
-            with _streams(setting.target, bomb, 2):
-                time.sleep(0.1)
-                try:
-                    tried.append((self._worst_gap(setting.target, 40), bomb))
-                except OSError:
-                    tried.append((VICTIM_SECONDS, bomb))
-        return max(tried, key=lambda one: one[0])[1]
+    target, report = setting.target, setting.report
+    bomb = _worst_of_many(setting)
+    found = measure_slowdown(
+        lambda: _worst_gap(target, 100),
+        _streams(target, bomb, STREAMS),
+        baseline=_streams(target, {}, STREAMS),
+        budget=setting.budget.share(0.6),
+    )
+    limit = max(GRAMMAR_FACTOR * found.alone, found.alone + 0.05)
+    report.worst = f"p99 gap {found.loaded * 1e3:.0f} ms, with plain streams {found.alone * 1e3:.0f} ms"
+    report.limit = f"{limit * 1e3:.0f} ms"
+    if found.loaded > limit:
+        report.add("high", f"{STREAMS} guided streams of another key: {report.worst}", as_json(bomb))
 
 
-class GrammarCompilation(Attack):
+def _worst_gap(target: Target, tokens: int) -> float:
+    """The 99th percentile of the seconds between tokens of one plain stream of the victim."""
+    body = {"prompt": "The old house", "max_tokens": tokens, "ignore_eos": True, "seed": 3}
+    with open_stream(target.address, body, key=target.keys[VICTIM], timeout=VICTIM_SECONDS) as (_, events):
+        return percentile(token_gaps(events), 0.99)
+
+
+def _worst_of_many(setting: Setting) -> dict[str, str]:
+    """Tries grammars concurrent with a short stream of the victim; the one that costs it most."""
+    generator, tried = GrammarGenerator(setting.rng), [(0.0, {"grammar": KNOWN_BOMB})]
+    for _ in setting.tries(setting.budget.share(0.4)):
+        bomb = generator.next()
+        with _streams(setting.target, bomb, 2):
+            time.sleep(0.1)
+            try:
+                tried.append((_worst_gap(setting.target, 40), bomb))
+            except OSError:
+                tried.append((VICTIM_SECONDS, bomb))
+    return max(tried, key=lambda one: one[0])[1]
+
+
+@attack("guide-compilation", share=9.0)
+def grammar_compilation(setting: Setting) -> None:
     """Costly regexes, schemas and grammars, each a new one, concurrent with another key's small ones."""
+    generator, target, rng = GrammarGenerator(setting.rng), setting.target, setting.rng
+    numbers = itertools.count()
+    bombs = [generator.next() for _ in range(400)]
 
-    name = "guide-compilation"
-    share = 9.0
+    def send(index: int) -> None:
+        number = next(numbers)
+        fields = dict(bombs[(index * 37 + number) % len(bombs)])
+        if "grammar" in fields:  # a comment makes it another text
+            fields["grammar"] += f"\n// {number}"
+        elif "regex" in fields:
+            fields["regex"] += f"{number}?"
+        _send(target, "/complete", {"prompt": "a", "max_tokens": 1, "stream": False, **fields})
 
-    def run(self, setting: Setting) -> None:
-        generator, target, rng = GrammarGenerator(setting.rng), setting.target, setting.rng
-        numbers = itertools.count()
-        bombs = [generator.next() for _ in range(400)]
+    def victim() -> float:
+        regex = f"[a-z ]{{2,{rng.randint(3, 902)}}}"
+        return _waited(target, "/complete", {"prompt": "a", "max_tokens": 2, "stream": False, "regex": regex})
 
-        def attack(index: int) -> None:
-            number = next(numbers)
-            fields = dict(bombs[(index * 37 + number) % len(bombs)])
-            if "grammar" in fields:  # a comment makes it another text
-                fields["grammar"] += f"\n// {number}"
-            elif "regex" in fields:
-                fields["regex"] += f"{number}?"
-            _attack(target, "/complete", {"prompt": "a", "max_tokens": 1, "stream": False, **fields})
-
-        def victim() -> float:
-            regex = f"[a-z ]{{2,{rng.randint(3, 902)}}}"
-            return _waited(target, "/complete", {"prompt": "a", "max_tokens": 2, "stream": False, "regex": regex})
-
-        _report_slowdown(setting, "small regex", victim, Load(attack, 20), repro=as_json(bombs[0]))
+    _report_slowdown(setting, "small regex", victim, Load(send, 20), repro=as_json(bombs[0]))
 
 
-class LongTexts(Attack):
+@attack("long-texts", share=9.0)
+def long_texts(setting: Setting) -> None:
     """Texts of a megabyte to be tokenized, concurrent with another key's text of a few thousand characters."""
+    target = setting.target
+    numbers = itertools.count()
+    texts = [_text(setting.rng) for _ in range(8)]
+    victim = {"prompt": "It was a bright cold day in April. " * 186}
 
-    name = "long-texts"
-    share = 9.0
+    def send(index: int) -> None:
+        number = next(numbers)
+        body = {"prompt": texts[(index + number) % len(texts)] + str(number)}
+        _send(target, "/tokenize" if index % 2 else "/complete", body)
 
-    def run(self, setting: Setting) -> None:
-        target = setting.target
-        numbers = itertools.count()
-        texts = [self._text(setting.rng) for _ in range(8)]
-        victim = {"prompt": "It was a bright cold day in April. " * 186}
+    repro = "20 x POST /tokenize " + as_json({"prompt": texts[0][:40] + "... 1,000,000 characters"})
+    what = "text of 6,500 characters"
+    _report_slowdown(setting, what, lambda: _waited(target, "/tokenize", victim), Load(send, 20), repro=repro)
 
-        def attack(index: int) -> None:
-            number = next(numbers)
-            body = {"prompt": texts[(index + number) % len(texts)] + str(number)}
-            _attack(target, "/tokenize" if index % 2 else "/complete", body)
 
-        repro = "20 x POST /tokenize " + as_json({"prompt": texts[0][:40] + "... 1,000,000 characters"})
-        what = "text of 6,500 characters"
-        _report_slowdown(setting, what, lambda: _waited(target, "/tokenize", victim), Load(attack, 20), repro=repro)
-
-    @staticmethod
-    def _text(rng: Random) -> str:
-        size = 1_000_000
-        unit = rng.choice([
-            "a", " ", "ab", "1", "\n", "the quick brown fox ", "".join(chr(rng.randint(33, 126)) for _ in range(997)),
-            "".join(rng.choice("abcdefghij \n") for _ in range(9973)),
-        ])  # fmt: skip
-        return (unit * (size // len(unit) + 1))[:size]
+def _text(rng: Random) -> str:
+    size = 1_000_000
+    unit = rng.choice([
+        "a", " ", "ab", "1", "\n", "the quick brown fox ", "".join(chr(rng.randint(33, 126)) for _ in range(997)),
+        "".join(rng.choice("abcdefghij \n") for _ in range(9973)),
+    ])  # fmt: skip
+    return (unit * (size // len(unit) + 1))[:size]
 
 
 CHAT_TEMPLATE = (
@@ -203,28 +195,23 @@ CHAT_TEMPLATE = (
 )
 
 
-class ChatTemplates(Attack):
+@attack("chat-templates", share=10.0, needs_launcher=True)
+def chat_templates(setting: Setting) -> None:
     """Conversations of thousands of messages, concurrent with another key's short one."""
+    launcher, rng = setting.own_launcher, setting.rng
+    weights = copied_weights(launcher, files={"chat_template.jinja": CHAT_TEMPLATE.encode()})
+    route, victim = "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+    with launcher.running(weights=weights) as target:
 
-    name = "chat-templates"
-    share = 10.0
-    needs_launcher = True
+        def send(_: int) -> None:
+            count = rng.choice([2000, 5000, 20_000])
+            content = rng.choice(["x", "{{ messages }}", "\u00e9" * 10, "a " * 10])
+            message = {"role": "user", "content": content * (400_000 // count // len(content) or 1)}
+            _send(target, route, {"messages": [message] * count, "max_tokens": 1})
 
-    def run(self, setting: Setting) -> None:
-        launcher, rng = setting.own_launcher, setting.rng
-        weights = copied_weights(launcher, files={"chat_template.jinja": CHAT_TEMPLATE.encode()})
-        route, victim = "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
-        with launcher.running(weights=weights) as target:
-
-            def attack(_: int) -> None:
-                count = rng.choice([2000, 5000, 20_000])
-                content = rng.choice(["x", "{{ messages }}", "\u00e9" * 10, "a " * 10])
-                message = {"role": "user", "content": content * (400_000 // count // len(content) or 1)}
-                _attack(target, route, {"messages": [message] * count, "max_tokens": 1})
-
-            repro = as_json({"messages": "20,000 x {role: user, content: x}"})
-            what = "chat of one message"
-            _report_slowdown(setting, what, lambda: _waited(target, route, victim), Load(attack, 20), repro=repro)
+        repro = as_json({"messages": "20,000 x {role: user, content: x}"})
+        what = "chat of one message"
+        _report_slowdown(setting, what, lambda: _waited(target, route, victim), Load(send, 20), repro=repro)
 
 
 COSTLY: dict[str, tuple[str, Callable[[Random], dict[str, Any]]]] = {
@@ -250,38 +237,34 @@ COSTLY: dict[str, tuple[str, Callable[[Random], dict[str, Any]]]] = {
 """Valid and invalid requests that cost more than they look: a route, and the fields of a body."""
 
 
-class CostlyRequests(Attack):
+@attack("costly-requests", share=12.0)
+def costly_requests(setting: Setting) -> None:
     """Each kind of costly request of one key, concurrent with another key's shortest completion."""
+    target, report = setting.target, setting.report
+    report.limit = "5 times that with plain requests"
+    body = {"prompt": "a", "max_tokens": 1, "stream": False}
+    kinds = setting.rng.sample(list(COSTLY), len(COSTLY))
+    worst = 0.0
+    for number in setting.tries(most=min(setting.most_tries, len(kinds))):
+        path, fields = COSTLY[kinds[number]]
+        start = {"prompt": "a"} if path == "/complete" else {}
+        load = _load(target, path, [{**start, **fields(setting.rng)} for _ in range(4)])
+        plain = _load(target, "/complete", [body])
+        budget = setting.budget.share(1 / len(kinds))
+        found = measure_slowdown(lambda: _waited(target, "/complete", body), load, budget=budget, baseline=plain)
+        figure = f"{found.loaded * 1e3:.0f} ms, with plain requests {found.alone * 1e3:.0f} ms"
+        if found.is_excessive:
+            repro = f"{THREADS} x POST {path} {as_json({**start, **fields(setting.rng)})[:300]}"
+            summary = f"{kinds[number]}: a token of another key takes {figure}"
+            report.add("medium", summary, repro, group=kinds[number])
+        if found.loaded / found.limit > worst:
+            worst = found.loaded / found.limit
+            report.worst = f"{kinds[number]}: {figure}"
+        target.settle()
 
-    name = "costly-requests"
-    share = 12.0
-    threads: ClassVar[int] = 8
 
-    def run(self, setting: Setting) -> None:
-        target, report = setting.target, setting.report
-        report.limit = "5 times that with plain requests"
-        body = {"prompt": "a", "max_tokens": 1, "stream": False}
-        kinds = setting.rng.sample(list(COSTLY), len(COSTLY))
-        worst = 0.0
-        for number in setting.tries(most=min(setting.most_tries, len(kinds))):
-            path, fields = COSTLY[kinds[number]]
-            start = {"prompt": "a"} if path == "/complete" else {}
-            load = self._load(target, path, [{**start, **fields(setting.rng)} for _ in range(4)])
-            plain = self._load(target, "/complete", [body])
-            budget = setting.budget.share(1 / len(kinds))
-            found = measure_slowdown(lambda: _waited(target, "/complete", body), load, budget=budget, baseline=plain)
-            figure = f"{found.loaded * 1e3:.0f} ms, with plain requests {found.alone * 1e3:.0f} ms"
-            if found.is_excessive:
-                repro = f"{self.threads} x POST {path} {as_json({**start, **fields(setting.rng)})[:300]}"
-                summary = f"{kinds[number]}: a token of another key takes {figure}"
-                report.add("medium", summary, repro, group=kinds[number])
-            if found.loaded / found.limit > worst:
-                worst = found.loaded / found.limit
-                report.worst = f"{kinds[number]}: {figure}"
-            target.settle()
-
-    def _load(self, target: Target, path: str, bodies: list[dict[str, Any]]) -> Load:
-        return Load(lambda index: _attack(target, path, bodies[index % len(bodies)]), self.threads)
+def _load(target: Target, path: str, bodies: list[dict[str, Any]]) -> Load:
+    return Load(lambda index: _send(target, path, bodies[index % len(bodies)]), THREADS)
 
 
 def _report_slowdown(setting: Setting, what: str, victim: Callable[[], float], load: Load, *, repro: str) -> None:
