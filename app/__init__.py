@@ -3,7 +3,7 @@
 Main names: main.create_app() wires settings, engines, service and routes into an ASGI application; server.serve() runs
 it in a process with uvicorn.
 Invariants: The API process never imports torch. Packages import only from layers below them, as
-tests/repository/test_import_rules.py says.
+docs/architecture.md says.
 """
 
 VERSION = "0.1.0"

@@ -12,7 +12,7 @@ from typing import NamedTuple, get_args
 import pytest
 
 from app.common.ipc import Down, Up
-from tests.repository.test_import_rules import _layers
+from tests.repository.test_import_rules import package_rows
 from tests.support import ROOT
 from tests.tools.repository_metrics import imported_modules, module_of, package_edges, product_files
 
@@ -193,20 +193,14 @@ def test_the_layers_are_drawn_above_what_they_import() -> None:
         assert source == target or layers[source] < layers[target], imports
 
 
-def _rows() -> list[list[str]]:
-    lines = re.findall(r"^\| (`(?:app|model)[\w.]*` \| .+) \|$", _section("Packages"), re.MULTILINE)
-    return [line.split(" | ") for line in lines]
-
-
 def _defined_in(folder: Path) -> set[str]:
     return {name for path in folder.glob("*.py") for name in _definitions(path)}
 
 
 def test_the_table_lists_exactly_the_packages_in_order_and_names_that_they_define() -> None:
-    """app, model, and two levels of packages below them."""
     names = {".".join(path.relative_to(ROOT).parent.parts) for path in product_files(ROOT)}
-    assert [row[0].strip("`") for row in _rows()] == sorted(name for name in names if name.count(".") <= 2)
-    for package, _, row, _ in _rows():
+    assert [row[0].strip("`") for row in package_rows()] == sorted(names)
+    for package, _, row, _ in package_rows():
         listed = set(re.findall(r"`(\w+)`", row))
         assert listed and listed <= _defined_in(ROOT / package.strip("`").replace(".", "/")), package
 
@@ -218,14 +212,6 @@ def test_every_package_says_its_purpose_its_names_and_its_invariants() -> None:
         assert len(purpose) > 20 and len(invariants) > 20, path
         mentioned = set(re.findall(r"\b[A-Z]\w*[a-z][A-Z]\w*|\b\w+(?=\(\))", names))
         assert mentioned <= _defined_in(path.parent), path
-
-
-def test_a_package_may_import_what_the_layers_allow() -> None:
-    layers = _layers()
-    for package, _, _, allowed in _rows():
-        names = re.findall(r"`([\w.]+)`", allowed)
-        listed = {name if name.split(".")[0] in ("app", "model") else f"app.{name}" for name in names}
-        assert listed.union(*(layers[name] for name in listed)) == layers[package.strip("`")], package
 
 
 def test_the_index_lists_every_page_once_by_its_kind() -> None:

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
-from itertools import pairwise
 
 import pytest
 
@@ -23,44 +22,6 @@ from tests.tools.repository_metrics import (
 )
 
 FILES = sorted(p for folder in ("app", "model", "benchmarks", "deploy") for p in (ROOT / folder).rglob("*.py"))
-
-# a -> b: b, and all that stands to the right of it in any line, may import a. Folders are written without "app."; a
-# name stands for the folders in it that are not named themselves, and "app" for app/main.py and app/server.py alone.
-LAYERS = """
-model -> model.tokenizer -> model.checkpoint
-model -> model.nn -> model.families -> model.checkpoint
-model.checkpoint -> model.train.common -> model.train.data -> model.train.step -> model.train.setup
-model.train.setup -> model.train.reporting -> model.train -> __main__
-
-common -> engine.cpu.toolchain
-model -> engine.cpu.toolchain -> engine.cpu -> engine
-common -> engine.sampling -> engine.scheduling -> engine.execution -> engine.checks -> engine
-model.nn -> engine.quantization -> engine.cpu
-model.nn -> engine.memory -> engine.execution
-common -> engine.memory
-model.checkpoint -> engine.checks
-engine.sampling -> engine.cpu
-engine.sampling -> engine.guided -> engine.gpu
-engine.quantization -> engine.gpu.kernels
-engine.sampling -> engine.gpu.kernels -> engine.gpu.kernels.triton
-engine.gpu.kernels -> engine.gpu
-engine.cpu.toolchain -> engine.gpu
-engine.execution -> engine.gpu -> engine
-
-common -> access -> http -> api
-model -> access -> sandbox -> tokenization -> generation
-common -> engine_client -> generation -> serving
-model.checkpoint -> chat
-model.tokenizer -> guided
-model.tokenizer -> tokenization
-sandbox -> guided -> serving
-sandbox -> chat -> serving
-engine.cpu.toolchain -> serving
-serving -> api -> api.native -> app -> cli -> __main__
-api -> api.openai -> app
-api.native -> cluster
-engine -> cli
-"""
 
 # What each folder imports that is neither ours nor in the standard library. torch is the engine's and the network's.
 OUTSIDE = {
@@ -90,19 +51,24 @@ OUTSIDE = {
 }
 
 
+def package_rows() -> list[list[str]]:
+    """The table of packages in docs/architecture.md: name, purpose, main names, direct neighbors that it may import."""
+    rows = re.findall(r"^\| (`(?:app|model)[\w.]*` \| .+) \|$", (ROOT / "docs/architecture.md").read_text(), re.M)
+    return [row.split(" | ") for row in rows]
+
+
 def _layers() -> dict[str, set[str]]:
-    """Folder -> the folders that it may import."""
-    direct: dict[str, set[str]] = {}
-    for line in filter(None, LAYERS.splitlines()):
-        names = [name if re.match(r"(app|model)\b", name) else f"app.{name}" for name in line.split(" -> ")]
-        direct.setdefault(names[0], set())
-        for below, above in pairwise(names):
-            direct.setdefault(above, set()).add(below)
+    """Folder -> the folders that it may import; a folder that is not named belongs to the one around it."""
+    allowed = {package.strip("`"): re.findall(r"`([\w.]+)`", names) for package, _, _, names in package_rows()}
+    layers = {
+        package: {name if re.match(r"(app|model)\b", name) else f"app.{name}" for name in names}
+        for package, names in {**allowed, "app.__main__": ["cli", "model.train"]}.items()
+    }
     while True:
-        wider = {name: below.union(*(direct[other] for other in below)) for name, below in direct.items()}
-        if wider == direct:
-            return direct
-        direct = wider
+        wider = {name: below.union(*(layers[other] for other in below)) for name, below in layers.items()}
+        if wider == layers:
+            return layers
+        layers = wider
 
 
 def _named(package: str, names: set[str]) -> str:
@@ -149,7 +115,7 @@ def _closure(module: str) -> set[str]:
 
 def test_folders_import_only_from_layers_below() -> None:
     layers = _layers()
-    assert [name for name, below in layers.items() if name in below] == [], "LAYERS has a cycle"
+    assert [name for name, below in layers.items() if name in below] == [], "the table has a cycle"
     wrong = []
     for (source, target), lines in package_edges(ROOT).items():
         above, below = _named(source, set(layers)), _named(target, set(layers))
