@@ -90,7 +90,8 @@ def test_the_keys_are_a_folder_with_a_file_for_the_group() -> None:
 
 def test_everything_selects_the_same_pods() -> None:
     labels = {"app.kubernetes.io/name": "inkstream"}
-    specs = {name: _read(f"deploy/kubernetes/base/{name}.yaml")["spec"] for name in ("deployment", "service", "disruption")}
+    names = ("deployment", "service", "disruption")
+    specs = {name: _read(f"deploy/kubernetes/base/{name}.yaml")["spec"] for name in names}
     assert specs["deployment"]["template"]["metadata"]["labels"] == labels == specs["service"]["selector"]
     assert specs["deployment"]["selector"]["matchLabels"] == specs["disruption"]["selector"]["matchLabels"] == labels
     assert _read("deploy/kubernetes/base/network.yaml")["spec"]["podSelector"]["matchLabels"] == labels
@@ -173,7 +174,7 @@ NOT_RUN = {
     "docker build --tag inkstream .": "buildah builds the same Dockerfile",
     "docker compose --file docker-compose.yml --file compose.gpu.yaml up --build --wait": "no GPU",
     "kubectl create secret generic inkstream-keys --from-file=keys.json=keys/keys.json": "no cluster",
-    "kubectl apply -k deploy/kubernetes": "no cluster",
+    "kubectl apply -k deploy/kubernetes/cpu": "no cluster",
     "kubectl rollout status deployment/inkstream": "no cluster",
     "kubectl apply -k deploy/kubernetes/gpu": "no cluster",
 }
