@@ -66,7 +66,7 @@ class _Tokens:
 def _limits(vocab_size: int) -> Any:
     """Limits the cost of one mask to about 5 ms with a small vocabulary, at most 12 ms, and 40 MB of memory.
 
-    42 grammars from real use (tests/support/engine/grammar_corpus.py) need at most 200 items in a row, 10,000 units of
+    Grammars from real use (tests/support/engine/grammar_corpus.py) need at most 200 items in a row, 10,000 units of
     fuel and 5,000 lexer states; and 400 items in a step with 4,096 tokens, 0.06 per token with 100,000.
     """
     return _llguidance.LLParserLimits(

@@ -16,42 +16,31 @@ def _spin(seconds: float) -> None:
         pass
 
 
-def _wait(pool: GrammarWorkers, *jobs: Job) -> None:
-    pool.wait(jobs, 60)
-    assert all(job.done for job in jobs)
-
-
 class _Order:
     """Jobs that note the order in which they ran, in a pool whose threads are busy until open()."""
 
-    def __init__(self, threads: int = 3) -> None:
-        self.pool = GrammarWorkers(threads)
+    def __init__(self) -> None:
+        self.pool = GrammarWorkers(3)
         self.ran: list[str] = []
         self.jobs: list[Job] = []
         self._gate = threading.Event()
-        self._lock = threading.Lock()
-        for number in range(threads):
+        for number in range(3):
             self._add(f"busy {number}", self._gate.wait)
         while any(not job.has_started for job in self.jobs):
             time.sleep(0.001)
 
-    def add(self, name: str, seconds: float = 0.0, *, is_long: bool = False) -> Job:
+    def add(self, name: str, seconds: float = 0.0) -> Job:
         """A job of the key before the slash."""
-
-        def work() -> None:
-            with self._lock:
-                self.ran.append(name)
-            _spin(seconds)
-
-        return self._add(name.partition("/")[0], work, is_long=is_long)
+        return self._add(name.partition("/")[0], lambda: (self.ran.append(name), _spin(seconds)))
 
     def open(self) -> list[str]:
         self._gate.set()
-        _wait(self.pool, *self.jobs)
+        self.pool.wait(self.jobs, 60)
+        assert all(job.done for job in self.jobs)
         return self.ran
 
-    def _add(self, tenant: str, work: Callable[[], object], *, is_long: bool = False) -> Job:
-        job = Job(tenant, lambda: (work(), None)[1], is_long=is_long)
+    def _add(self, tenant: str, work: Callable[[], object]) -> Job:
+        job = Job(tenant, lambda: (work(), None)[1])
         self.jobs.append(job)
         self.pool.submit(job)
         return job
@@ -61,19 +50,10 @@ def test_the_key_that_has_used_the_least_time_goes_first() -> None:
     order = _Order()
     for number in range(30):
         order.add(f"x/{number}", 0.01)
-    for number in range(3):
-        order.add(f"y/{number}")
-    ran = order.open()
-    assert max(ran.index(f"y/{number}") for number in range(3)) < 12, ran
-
-
-def test_without_turns_the_second_key_would_come_last() -> None:
-    """Positive control: the same jobs of one key."""
-    order = _Order()
-    for number in range(30):
-        order.add(f"x/{number}", 0.01)
+    order.add("y/1")
     order.add("x/last")
-    assert order.open().index("x/last") > 25
+    ran = order.open()
+    assert ran.index("y/1") < 12 and ran.index("x/last") > 25, ran
 
 
 def _most_at_once(count: int, tenant: Callable[[int], str], *, is_long: bool) -> int:
@@ -91,7 +71,7 @@ def _most_at_once(count: int, tenant: Callable[[int], str], *, is_long: bool) ->
     jobs = [Job(tenant(number), work, is_long=is_long) for number in range(count)]
     for job in jobs:
         pool.submit(job)
-    _wait(pool, *jobs)
+    pool.wait(jobs, 60)
     return most
 
 
@@ -101,20 +81,15 @@ def test_one_key_never_takes_the_last_thread_nor_compiles_the_last_two() -> None
     assert _most_at_once(12, str, is_long=False) == 4, "positive control"
 
 
-def test_a_cancelled_job_never_runs_and_one_that_runs_cannot_be_cancelled() -> None:
+def test_a_job_that_no_thread_has_started_can_be_cancelled_or_run_by_the_caller() -> None:
     order = _Order()
-    dropped, kept = order.add("x/dropped"), order.add("x/kept")
+    dropped, here = order.add("x/dropped"), order.add("x/here")
+    order.add("x/kept")
     assert order.pool.cancel(dropped) and not order.pool.cancel(order.jobs[0])
     order.jobs.remove(dropped)
-    assert order.open() == ["x/kept"] and kept.done
-
-
-def test_the_caller_can_run_a_job_that_no_thread_has_started() -> None:
-    order = _Order()
-    job = order.add("x/here")
-    order.pool.run_here(job)
-    assert job.done and order.ran == ["x/here"]
-    assert order.open() == ["x/here"], "once"
+    order.pool.run_here(here)
+    assert here.done and order.ran == ["x/here"]
+    assert order.open() == ["x/here", "x/kept"]
 
 
 def test_what_a_job_raises_is_kept_and_the_thread_goes_on() -> None:
@@ -126,5 +101,5 @@ def test_what_a_job_raises_is_kept_and_the_thread_goes_on() -> None:
     failed, fine = [Job("x", fail) for _ in range(9)], Job("x", lambda: None)
     for job in (*failed, fine):
         pool.submit(job)
-    _wait(pool, *failed, fine)
-    assert all(isinstance(job.error, KeyboardInterrupt) for job in failed) and fine.error is None
+    pool.wait([*failed, fine], 60)
+    assert all(isinstance(job.error, KeyboardInterrupt) for job in failed) and fine.done and fine.error is None

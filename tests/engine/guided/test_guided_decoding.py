@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from app.common.types import BatchPlan, FinishReason, Request, SampledEvent, SamplingParams
@@ -25,7 +26,6 @@ from model.nn.transformer import Decoder
 from model.tokenizer.tokenizer import Tokenizer
 from tests.support.armed_faults import arm_this_process
 from tests.support.engine.grammar_corpus import BOMBS, LEGITIMATE
-from tests.support.engine.random_schemas import random_schema, whole
 from tests.support.model.sample_tokenizers import KINDS
 from tests.support.model.tiny_models import TEXT, VOCAB, run_all, tiny_config, tiny_decoder, tiny_engine
 
@@ -127,20 +127,6 @@ def _text(events: Sequence[SampledEvent]) -> str:
     return b"".join(TOKENIZER.token_bytes(event.token) for event in events if event.token is not None).decode()
 
 
-@pytest.mark.usefixtures("one_thread")
-def test_every_text_that_ended_parses_and_fits_its_schema() -> None:
-    """200 random schemas, decoded by a model that knows no JSON."""
-    rng = random.Random(1)
-    made = [random_schema(rng) for _ in range(200)]
-    requests = _requests([_grammar(json_schema=whole(schema)) for schema, _ in made])
-    events = run_all(tiny_engine(_decoder(), blocks=700, guides=_tracker()), requests)
-    ended = [i for i, request in enumerate(requests) if events[request.id][-1].finish is FinishReason.STOP]
-    assert len(ended) > 190
-    for i in ended:
-        text = _text(events[f"r{i}"])
-        assert made[i][1](json.loads(text)), (made[i][0], text)
-
-
 MIXED = [
     _grammar(
         json_schema={"type": "array", "items": {"type": "integer", "maximum": 9999}, "minItems": 8, "maxItems": 20}
@@ -153,15 +139,6 @@ MIXED = [
 
 def _alone(requests: Sequence[Request]) -> dict[str, list[SampledEvent]]:
     return {r.id: run_all(tiny_engine(_decoder(), guides=_tracker()), [r])[r.id] for r in requests}
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_guided_requests_get_in_a_batch_what_they_get_alone_also_after_preemption() -> None:
-    requests = _requests(MIXED * 4, max_tokens=50)
-    engine = tiny_engine(_decoder(), blocks=30, guides=_tracker(most=3))
-    result = run_all(engine, requests)
-    assert engine.scheduler.preemptions > 0, "the cache was meant to be too small"
-    assert result == _alone(requests)
 
 
 class _LateTracker(GrammarTracker):
@@ -192,7 +169,7 @@ class _LateTracker(GrammarTracker):
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("seed", range(3))
-def test_late_masks_change_no_token(seed: int) -> None:
+def test_guided_requests_get_in_a_batch_what_they_get_alone_although_masks_are_late(seed: int) -> None:
     """Known before the step or noticed in it, also after preemption."""
     requests, tracker = _requests(MIXED * 4, max_tokens=50), _LateTracker(random.Random(seed))
     engine = tiny_engine(_decoder(), blocks=13, guides=tracker)
@@ -222,23 +199,6 @@ def test_while_all_requests_wait_for_masks_the_engine_takes_new_ones_and_cancels
     assert engine.scheduler.pool.counts.active == 0
 
 
-@pytest.mark.slow
-def test_a_request_over_its_budget_fails_alone_with_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_tracker, "_REQUEST_SECONDS", 0.001)
-    monkeypatch.setattr(grammar_tracker, "_TOKEN_SECONDS", 0.0)
-    engine = tiny_engine(_decoder(), guides=_tracker())
-    grammar = BOMBS["ambiguous words"].value
-    engine.add(Request(id="costly", prompt=(1,), max_tokens=200, grammar=grammar))
-    good = Request(id="good", prompt=(2,), max_tokens=30)
-    engine.add(good)
-    reports = [engine.step() for _ in iter(lambda: engine.has_work, False)]
-    (failed,) = [failure for report in reports for failure in report.failed]
-    assert failed.request_id == "costly" and failed.is_user_error
-    assert "of CPU time" in failed.message and "make it simpler" in failed.message
-    tokens = [event for report in reports for event in report.events if event.request_id == "good"]
-    assert tokens == run_all(tiny_engine(_decoder()), [good])["good"]
-
-
 def test_the_time_of_grammars_is_reported_by_request_once() -> None:
     tracker = _tracker()
     engine = tiny_engine(_decoder(), guides=tracker)
@@ -252,19 +212,27 @@ def test_the_time_of_grammars_is_reported_by_request_once() -> None:
     assert tracker.take_work() == ()
 
 
-@pytest.mark.parametrize("name", LEGITIMATE)
-def test_grammars_of_real_use_are_followed_for_300_tokens(name: str) -> None:
-    """With texts at random, which is the worst that a model may write."""
-    grammar = grammar_from(*LEGITIMATE[name])
-    assert grammar
-    tracker, rng = _tracker(), random.Random(1)
-    request = Request(id="r", prompt=(0,), max_tokens=300, grammar=grammar.lark)
+def _followed(tracker: GrammarTracker, grammar: str, max_tokens: int) -> tuple[list[int], SampledToken]:
+    """A text at random, which is the worst that a model may write, and how it ended."""
+    rng, request = random.Random(1), Request(id="r", prompt=(0,), max_tokens=max_tokens, grammar=grammar)
     sequence = EngineSequence(request=request, tokens=[0], arrival=0)
     while isinstance(allowed_W := _allowed(tracker, sequence), Tensor):
         token = rng.choice(sorted(_ids(allowed_W)))
         tracker.accept_tokens([sequence], [SampledToken(token)])
         sequence.tokens.append(token)
     assert isinstance(allowed_W, SampledToken) and not allowed_W.failure
+    return sequence.tokens[1:], allowed_W
+
+
+@pytest.mark.parametrize("name", LEGITIMATE)
+def test_grammars_of_real_use_are_followed_for_300_tokens(name: str) -> None:
+    field, value = LEGITIMATE[name]
+    tokens, end = _followed(_tracker(), _grammar(**{field: value}), 300)
+    text = TOKENIZER.decode(tokens)
+    if end.finish is FinishReason.STOP and field == "regex":
+        assert re.fullmatch(value, text)
+    if end.finish is FinishReason.STOP and field == "json_schema":
+        json.loads(text)
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -301,55 +269,47 @@ def test_a_guided_request_submitted_again_goes_on_as_before() -> None:
         before = run_all(tiny_engine(_decoder(), guides=_tracker()), [request])[request.id]
         cut = len(before) // 2
         generated = tuple(event.token for event in before[:cut] if event.token is not None)
-        again = Request(
-            id=request.id,
-            prompt=request.prompt,
-            max_tokens=request.max_tokens,
-            params=request.params,
-            stop_ids=request.stop_ids,
-            grammar=request.grammar,
-            generated=generated,
-        )
+        again = replace(request, generated=generated)
         assert run_all(tiny_engine(_decoder(), guides=_tracker()), [again])[request.id] == before[cut:]
 
 
-def test_without_an_end_token_the_text_ends_with_its_last_token() -> None:
-    request = Request(id="r", prompt=(1,), max_tokens=50, grammar=_grammar(regex="[ab]{3}"))
+@pytest.mark.parametrize(
+    ("regex", "tokens", "finish"), [("[ab]{3}", 3, FinishReason.STOP), ("[ab]*", 20, FinishReason.LENGTH)]
+)
+def test_without_an_end_token_a_text_goes_on_until_nothing_may_follow_or_the_tokens_are_used_up(
+    regex: str, tokens: int, finish: FinishReason
+) -> None:
+    request = Request(id="r", prompt=(1,), max_tokens=20, grammar=_grammar(regex=regex))
     events = run_all(tiny_engine(_decoder(), guides=_tracker()), [request])["r"]
-    assert re.fullmatch("[ab]{3}", _text(events))
-    assert events[-1].finish is FinishReason.STOP
-
-
-def test_ignoring_the_end_goes_on_until_nothing_may_follow_or_the_tokens_are_used_up() -> None:
-    request = Request(id="r", prompt=(1,), max_tokens=20, grammar=_grammar(regex="[ab]*"))
-    events = run_all(tiny_engine(_decoder(), guides=_tracker()), [request])["r"]
-    assert [event.token is None for event in events] == [False] * 20 + [True]
-    assert events[-1].finish is FinishReason.LENGTH
-    assert set(_text(events)) <= {"a", "b"}
+    assert [event.token is None for event in events] == [False] * tokens + [True]
+    assert (events[-1].finish, re.fullmatch(regex, _text(events)) is not None) == (finish, True)
 
 
 @pytest.mark.parametrize(
-    ("grammar", "message"),
+    ("grammar", "seconds", "message"),
     [
-        (_grammar(regex="\u00e9+"), "none of this model's tokens"),
-        (_grammar(regex="a\u00e9"), "none of this model's tokens"),
-        ("start: nothing", "too complex"),
-        (_grammar(json_schema={"type": "object", "properties": {f"p{i}": {} for i in range(400)}}), "too complex"),
+        (_grammar(regex="\u00e9+"), 0.5, "none of this model's tokens"),
+        (_grammar(regex="a\u00e9"), 0.5, "none of this model's tokens"),
+        ("start: nothing", 0.5, "too complex"),
+        (_grammar(json_schema={"type": "object", "properties": {f"p{i}": {} for i in range(400)}}), 0.5, "too complex"),
+        (BOMBS["ambiguous words"].value, 0.001, "of CPU time"),
     ],
 )
-def test_a_guide_that_cannot_be_followed_fails_its_request_alone(grammar: str, message: str) -> None:
+def test_a_guide_that_cannot_be_followed_fails_its_request_alone(
+    grammar: str, seconds: float, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that takes more than its share of time."""
+    monkeypatch.setattr(grammar_tracker, "_REQUEST_SECONDS", seconds)
+    monkeypatch.setattr(grammar_tracker, "_TOKEN_SECONDS", 0.0)
     bytes_of = [b"" if "\u00e9".encode()[:1] in data else data for data in TOKENIZER.bytes_of]
     engine = tiny_engine(_decoder(), blocks=200, guides=_tracker(bytes_of))
     engine.add(Request(id="bad", prompt=(1,), max_tokens=400, grammar=grammar))
     good = Request(id="good", prompt=(2,), max_tokens=30)
     engine.add(good)
-    failed, tokens = [], []
-    while engine.has_work:
-        report = engine.step()
-        failed += report.failed
-        tokens += [event for event in report.events if event.request_id == "good"]
-    assert [failure.request_id for failure in failed] == ["bad"]
-    assert message in failed[0].message
+    reports = [engine.step() for _ in iter(lambda: engine.has_work, False)]
+    (failed,) = [failure for report in reports for failure in report.failed]
+    assert failed.request_id == "bad" and failed.is_user_error and message in failed.message
+    tokens = [event for report in reports for event in report.events if event.request_id == "good"]
     assert tokens == run_all(tiny_engine(_decoder()), [good])["good"]
     assert engine.scheduler.pool.counts.active == 0
 
@@ -383,79 +343,14 @@ def test_no_more_matchers_are_kept_than_were_allowed() -> None:
     assert _kept(tracker) == 4
 
 
-def test_without_a_guide_the_same_model_writes_no_json() -> None:
-    """Positive control."""
-    events = run_all(tiny_engine(_decoder(), guides=_tracker()), _requests([""] * 10, max_tokens=50))
-    for tokens in events.values():
-        with pytest.raises(ValueError, match=r"line 1 column 1|Extra data|codec"):
-            json.loads(_text(tokens))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_tokenizer_writes_what_the_guide_says(kind: str) -> None:
     """Words of a vocabulary of words begin with a space; the text of special tokens is never drawn."""
     tokenizer = Tokenizer(KINDS[kind][0]())
     regex = "(?: [a-z]{1,9}){3,5}" if kind.startswith("words") else "[a-z ]{9,20}"
-    tracker, rng = _tracker(tokenizer.bytes_of, tokenizer.vocab_size + 5), random.Random(0)
-    request = Request(id="r", prompt=(0,), max_tokens=99, grammar=_grammar(regex=regex))
-    sequence = EngineSequence(request=request, tokens=[0], arrival=0)
-    while isinstance(allowed_W := _allowed(tracker, sequence), Tensor):
-        allowed = _ids(allowed_W)
-        assert all(tokenizer.token_bytes(token) for token in allowed)
-        token = rng.choice(sorted(allowed))
-        tracker.accept_tokens([sequence], [SampledToken(token)])
-        sequence.tokens.append(token)
-    assert re.fullmatch(regex, tokenizer.decode(sequence.tokens[1:]))
-
-
-@pytest.mark.parametrize("others", ["a guided one", "an unguided one"])
-def test_while_tenants_share_the_engine_rows_sit_out_whose_masks_cost_more_than_a_step_may_spend(others: str) -> None:
-    tracker, workers = _tracker(most=16), _ManualWorkers()
-    tracker._workers = workers  # type: ignore[assignment]
-    crowd = [_sequence(f"crowd {i}", "crowd") for i in range(6)]
-    other = _sequence("other", "other", guided=others == "a guided one")
-    _start(tracker, workers, [*crowd, other], mask_seconds=0.0003)
-    tracker.allowed([*crowd, other])
-    tracker.accept_tokens([*crowd, other], [SampledToken(_A)] * 7)
-    assert tracker.must_wait(crowd) == [True] * 6
-    assert tracker.must_wait([other]) == [False], "its mask is cheap enough for the step"
-    # A step without the crowd changes nothing: its rows only sit out.
-    tracker.allowed([other])
-    assert tracker.must_wait(crowd) == [True] * 6
-    workers.run_queued()
-    assert tracker.must_wait(crowd) == [False] * 6
-
-
-def test_a_shared_step_takes_rows_of_a_costly_tenant_in_turns_up_to_the_cost_of_their_masks() -> None:
-    tracker, workers = _tracker(most=16), _ManualWorkers()
-    tracker._workers = workers  # type: ignore[assignment]
-    crowd, other = [_sequence(f"crowd {i}", "crowd") for i in range(6)], _sequence("other", "other")
-    _start(tracker, workers, crowd, mask_seconds=0.0004)
-    assert tracker.must_wait(crowd) == [False] * 6, "a tenant alone shares its steps with no other tenant"
-    tracker.allowed([other])
-    turns = []
-    for _ in range(4):
-        step = [sequence for sequence, waits in zip(crowd, tracker.must_wait(crowd), strict=True) if not waits]
-        tracker.allowed([*step, other])
-        turns.append([crowd.index(sequence) for sequence in step])
-    assert turns == [[0, 1, 2], [3, 4, 5], [0, 1, 2], [3, 4, 5]], "three masks of 0.4 ms reach the limit of 1 ms"
-
-
-def test_a_mask_that_was_left_to_a_step_is_computed_when_its_row_sits_out() -> None:
-    """Otherwise the row would wait for a mask that no thread computes."""
-    tracker, workers = _tracker(most=16), _ManualWorkers()
-    tracker._workers = workers  # type: ignore[assignment]
-    crowd = [_sequence(f"crowd {i}", "crowd") for i in range(3)]
-    _start(tracker, workers, crowd)
-    tracker.accept_tokens(crowd, [SampledToken(_A)] * 3)
-    assert not workers.queued, "a tenant alone computes cheap masks in its steps"
-    other = _sequence("other", "other", guided=False)
-    for state in tracker._states.values():
-        state.mask_seconds = 0.0009
-    tracker.allowed([*crowd[:1], other])
-    assert tracker.must_wait(crowd)[2]
-    workers.run_queued()
-    assert not tracker.must_wait(crowd[2:])[0]
+    tokens, _ = _followed(_tracker(tokenizer.bytes_of, tokenizer.vocab_size + 5), _grammar(regex=regex), 99)
+    assert all(map(tokenizer.token_bytes, tokens))
+    assert re.fullmatch(regex, tokenizer.decode(tokens))
 
 
 _A = TOKENIZER.encode("a")[0]
@@ -475,45 +370,76 @@ class _ManualWorkers:
 
     def run_queued(self) -> None:
         while self.queued:
-            self._run(self.queued.pop())
+            self.run_here(self.queued.pop())
 
     def run_here(self, job: Job) -> None:
-        self._run(job)
+        job.work()
+        job.done = True
 
     def cancel(self, _job: Job) -> bool:
         return True
 
     def wait(self, _jobs: object, _seconds: float) -> None: ...
 
-    def _run(self, job: Job) -> None:
-        job.work()
-        job.done = True
+
+def _sequence(name: str, namespace: str, grammar: str = "start: /a*/") -> EngineSequence:
+    request = Request(id=name, prompt=(1,), max_tokens=9, grammar=grammar, cache_namespace=namespace)
+    return EngineSequence(request=request, tokens=[1], arrival=0)
 
 
-def _sequence(name: str, namespace: str, *, guided: bool = True) -> EngineSequence:
-    grammar = grammar_from("regex", "a*") if guided else None
-    request = Request(
-        id=name,
-        prompt=tuple(TOKENIZER.encode("x")),
-        max_tokens=9,
-        params=SamplingParams(seed=0),
-        grammar=grammar.lark if grammar else "",
-        cache_namespace=namespace,
-    )
-    return EngineSequence(request=request, tokens=[*request.prompt], arrival=0)
-
-
-def _start(
-    tracker: GrammarTracker, workers: _ManualWorkers, sequences: Sequence[EngineSequence], mask_seconds: float = 0.0
-) -> None:
-    """First masks, as if they had taken `mask_seconds` of CPU each."""
-    for sequence in sequences:
+def _shared(count: int, *others: EngineSequence, mask_seconds: float) -> tuple[Any, Any, list[EngineSequence]]:
+    """Rows of one tenant that have their first masks, as if each had taken so much CPU; the tracker is of all rows."""
+    workers, crowd = _ManualWorkers(), [_sequence(f"crowd {i}", "crowd") for i in range(count)]
+    tracker = GrammarTracker(lambda: TOKENIZER.bytes_of, vocab_size=VOCAB, max_states=16, workers=workers)  # type: ignore[arg-type]
+    for sequence in (*crowd, *others):
         if sequence.request.grammar:
             tracker.prepare(sequence.request)
     workers.run_queued()
-    tracker.allowed(sequences)
+    tracker.allowed([*crowd, *others])
     for state in tracker._states.values():
         state.is_slow, state.mask_seconds = False, mask_seconds
+    return tracker, workers, crowd
+
+
+@pytest.mark.parametrize("grammar", ["start: /a*/", ""])
+def test_while_tenants_share_the_engine_rows_sit_out_whose_masks_cost_more_than_a_step_may_spend(grammar: str) -> None:
+    other = _sequence("other", "other", grammar)
+    tracker, workers, crowd = _shared(6, other, mask_seconds=0.0003)
+    tracker.allowed([*crowd, other])
+    tracker.accept_tokens([*crowd, other], [SampledToken(_A)] * 7)
+    assert tracker.must_wait(crowd) == [True] * 6
+    assert tracker.must_wait([other]) == [False], "its mask is cheap enough for the step"
+    # A step without the crowd changes nothing: its rows only sit out.
+    tracker.allowed([other])
+    assert tracker.must_wait(crowd) == [True] * 6
+    workers.run_queued()
+    assert tracker.must_wait(crowd) == [False] * 6
+
+
+def test_a_shared_step_takes_rows_of_a_costly_tenant_in_turns_up_to_the_cost_of_their_masks() -> None:
+    tracker, _, crowd = _shared(6, mask_seconds=0.0004)
+    other = _sequence("other", "other")
+    assert tracker.must_wait(crowd) == [False] * 6, "a tenant alone shares its steps with no other tenant"
+    tracker.allowed([other])
+    turns = []
+    for _ in range(4):
+        step = [sequence for sequence, waits in zip(crowd, tracker.must_wait(crowd), strict=True) if not waits]
+        tracker.allowed([*step, other])
+        turns.append([crowd.index(sequence) for sequence in step])
+    assert turns == [[0, 1, 2], [3, 4, 5], [0, 1, 2], [3, 4, 5]], "three masks of 0.4 ms reach the limit of 1 ms"
+
+
+def test_a_mask_that_was_left_to_a_step_is_computed_when_its_row_sits_out() -> None:
+    """Otherwise the row would wait for a mask that no thread computes."""
+    tracker, workers, crowd = _shared(3, mask_seconds=0.0)
+    tracker.accept_tokens(crowd, [SampledToken(_A)] * 3)
+    assert not workers.queued, "a tenant alone computes cheap masks in its steps"
+    for state in tracker._states.values():
+        state.mask_seconds = 0.0009
+    tracker.allowed([*crowd[:1], _sequence("other", "other", "")])
+    assert tracker.must_wait(crowd)[2]
+    workers.run_queued()
+    assert not tracker.must_wait(crowd[2:])[0]
 
 
 def test_masks_of_tenants_are_computed_in_turns() -> None:

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from itertools import compress
 
 from app.common.types import BatchPlan, Chunk, Sequence
-from app.engine.execution.engine import Engine, StepRunner
-from app.engine.sampling.sampler_io import StepResult
+from app.engine.execution.engine import StepRunner
+from app.engine.sampling.sampler_io import MASK_NOT_READY, StepResult
 from app.engine.scheduling.block_allocator import BlockPool
-from app.engine.scheduling.scheduler import Scheduler, StepLimits
 
 
 class WatchedPool(BlockPool):
@@ -65,9 +64,8 @@ class Delayed:
         assert not any(_reads_drawn(chunk) for chunk in plan.chunks), "reads a token that no step has sampled"
         self.before_run(plan)
         self.begun.append(plan)
-        drawing = [chunk.sequence.request.id for chunk in plan.chunks if chunk.samples]
         result = self.runner.run(plan)
-        self.draws.update(drawing)
+        self.draws.update(name for name, token in result.sampled.items() if token is not MASK_NOT_READY)
         return result
 
     def launchable(self, plan: BatchPlan) -> bool:
@@ -106,13 +104,6 @@ class Delayed:
         drawing = [chunk.sequence for chunk in compress(flight.plan.chunks, flight.samples)]
         self._drawn = {sequence: result.sampled[sequence.request.id].token or 0 for sequence in drawing}
         return result
-
-
-def engine_ahead(runner: StepRunner, limits: StepLimits, *, blocks: int, block_size: int) -> tuple[Engine, Delayed]:
-    """An engine that is one step ahead of this runner."""
-    pool = WatchedPool(blocks, block_size)
-    device = Delayed(runner, pool)
-    return Engine(Scheduler(limits, pool), device, device), device
 
 
 def _reads_drawn(chunk: Chunk) -> bool:

@@ -6,12 +6,8 @@ It reads through the block table, so that a block that is shared wrongly, releas
 from __future__ import annotations
 
 import hashlib
-import random
-from typing import Any
 
-import msgspec
-
-from app.common.types import BatchPlan, Chunk, Request, SampledEvent, SamplingParams, Sequence, StepReport, TokenScore
+from app.common.types import BatchPlan, Chunk, Request, SampledEvent, Sequence, StepReport, TokenScore
 from app.engine.sampling.sampler_io import MASK_NOT_READY, SampledToken, StepResult
 from app.engine.scheduling.block_allocator import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
@@ -75,45 +71,30 @@ class SimulatedDevice:
         return SampledToken(int.from_bytes(seen[:4], "big") % VOCAB)
 
 
-def step(
-    scheduler: Scheduler, device: SimulatedDevice, bad: str = "", lateness: random.Random | None = None
-) -> tuple[BatchPlan, StepReport]:
-    """One step, with the blocks checked after it; the output of `bad` is not finite.
-
-    With `lateness`, the masks of guided requests are late at random: known when the step is planned, or not.
-    """
-    for sequence in scheduler.running:
-        sequence.waits_for_mask = bool(sequence.request.grammar and lateness and lateness.random() < 0.2)
+def step(scheduler: Scheduler, device: SimulatedDevice) -> tuple[BatchPlan, StepReport]:
+    """One step, with the blocks checked after it."""
     plan = scheduler.plan()
-    assert plan.chunks or any(s.waits_for_mask for s in scheduler.running), "a step without progress"
-    assert not any(chunk.sequence.waits_for_mask for chunk in plan.chunks)
+    assert plan.chunks, "a step without progress"
     assert sum(c.stop - c.start for c in plan.chunks) <= scheduler.limits.tokens_per_step
-    guided = [chunk.sequence.request.id for chunk in plan.chunks if chunk.sequence.request.grammar]
-    late = frozenset(name for name in guided if lateness and lateness.random() < 0.2)
-    return plan, finish(scheduler, device, plan, bad=bad, late=late)
-
-
-def finish(
-    scheduler: Scheduler,
-    device: SimulatedDevice,
-    plan: BatchPlan,
-    *,
-    bad: str = "",
-    late: frozenset[str] = frozenset(),
-) -> StepReport:
-    """Runs and commits a plan."""
-    report = scheduler.commit(plan, device.run(plan, bad=bad, late=late))
+    report = scheduler.commit(plan, device.run(plan))
     assert not scheduler.violations()
-    return report
+    return plan, report
 
 
 class Delivered:
     """Output that clients received: events in order, each prompt token's score once and before all events."""
 
     def __init__(self, requests: list[Request]) -> None:
-        self.events = {request.id: list[SampledEvent]() for request in requests}
-        self.scores = {request.id: [float(n) for n in range(request.scored)] for request in requests}
+        self.events: dict[str, list[SampledEvent]] = {}
+        self.scores: dict[str, list[float]] = {}
         self.finished: set[str] = set()
+        for request in requests:
+            self.expect(request)
+
+    def expect(self, request: Request) -> None:
+        """A further request."""
+        self.events[request.id] = []
+        self.scores[request.id] = [float(n) for n in range(request.scored)]
 
     def take(self, report: StepReport) -> None:
         for score in report.scores:
@@ -144,40 +125,3 @@ def alone(request: Request) -> Delivered:
     while scheduler.has_work:
         delivered.take(step(scheduler, device)[1])
     return delivered
-
-
-def random_requests(rng: random.Random, longest: int, common: list[int]) -> list[Request]:
-    """Requests of all kinds, in the order of arrival; half of them start with `common`."""
-    leaders = [_random_request(rng, f"r{i}", longest, common) for i in range(rng.randint(1, 5))]
-    return [request for leader in leaders for request in (leader, *_followers(rng, leader))]
-
-
-def _random_request(rng: random.Random, name: str, longest: int, common: list[int]) -> Request:
-    prompt = (common if rng.random() < 0.5 else []) + [rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 10))]
-    prompt = prompt[: longest - 1]
-    return Request(
-        id=name,
-        prompt=tuple(prompt),
-        max_tokens=rng.randint(0, longest - len(prompt)),
-        stop_ids=(EOS,) if rng.random() < 0.7 else (),
-        cache_namespace=rng.choice(["", "", "another key"]),
-        grammar=rng.choice(["", "", "any"]),
-        prompt_logprobs=rng.choice([None, 0]),
-        scored=rng.choice([0, 0, rng.randint(0, len(prompt))]),
-    )
-
-
-def _followers(rng: random.Random, leader: Request) -> list[Request]:
-    """Behind their leader in the order of arrival; rarely one of another prompt, which must not take anything over."""
-    count = rng.choice([0, 0, 1, 2, 4])
-    made = []
-    for i in range(1, count + 1):
-        changes: dict[str, Any] = {"id": f"{leader.id}/{i}", "leader": leader.id, "params": SamplingParams(seed=i)}
-        if rng.random() < 0.9:
-            changes["prompt_logprobs"] = None
-        if rng.random() < 0.1:
-            changes["cache_namespace"] = "a third key"
-        if rng.random() < 0.1:
-            changes["prompt"] = tuple(reversed(leader.prompt))
-        made.append(msgspec.structs.replace(leader, **changes))
-    return made
