@@ -16,7 +16,7 @@ from app.engine.cpu.sampler import NativeSampler
 from app.engine.sampling.sampler import Draw, uniforms
 from app.engine.sampling.sampler import sample as torch_sample
 from app.engine.sampling.sampler_io import SampledToken, SamplingInput
-from tests.engine.sampling.test_philox import VECTORS
+from tests.engine.sampling.test_sampler import VECTORS
 from tests.support.engine import sampling_oracle
 from tests.support.engine.native_sampler import native_sample
 

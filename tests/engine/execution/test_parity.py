@@ -1,18 +1,22 @@
-"""The law of the engine: alone = batched = chunked = cached = preempted = submitted again, bit for bit."""
+"""The law of the engine for rich requests, forks, scored prompts, head layouts and encoders; and its oracle."""
 
 from __future__ import annotations
 
 import random
+from functools import partial
+from itertools import cycle
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
-from app.common.types import Request, RequestStarted, SampledEvent, SamplingParams
+from app.common.types import Request, SamplingParams
 from app.engine.sampling.sampler import sample
 from app.engine.sampling.sampler_io import SamplingInput
-from model.nn.reference import generate
-from model.nn.transformer import Decoder
+from model.nn.reference import generate, logits
+from tests.support.engine.mixed_requests import serve
+from tests.support.engine.parity import alone, expect_parity
 from tests.support.model.tiny_models import round_weights_for, run_all, tiny_config, tiny_decoder, tiny_engine
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -47,64 +51,54 @@ def _requests(count: int, seed: int, *, longest: int = 150) -> list[Request]:
     return made
 
 
-def _alone(decoder: Decoder, requests: list[Request]) -> dict[str, list[SampledEvent]]:
-    """Each request on a fresh engine of its own, prompt in one piece."""
-    return {r.id: run_all(tiny_engine(decoder, tokens_per_step=512), [r])[r.id] for r in requests}
+def _forks() -> list[Request]:
+    """Up to four continuations of prompts that end blocks of 16 early, late and exactly."""
+    rng = random.Random(1)
+    made = []
+    for i, length in enumerate((1, 2, 16, 17, 31, 33, 64, 75)):
+        prompt = tuple(rng.randrange(1, 320) for _ in range(length))
+        params = SamplingParams(temperature=1.0, seed=rng.getrandbits(63), logprobs=3)
+        lead = Request(id=f"p{length}", prompt=prompt, max_tokens=rng.randint(10, 30), params=params)
+        made.append(lead)
+        for choice in range(1, 1 + i % 4):
+            own = msgspec.structs.replace(params, choice=choice)
+            made.append(msgspec.structs.replace(lead, id=f"{lead.id}/{choice}", leader=lead.id, params=own))
+    return made
+
+
+def _scored() -> list[Request]:
+    """A third asks for no log-probabilities, and some for nothing else."""
+    kinds = cycle([(None, 35), (0, 0), (1, 35), (5, 35), (20, 30), (None, 1)])
+    pairs = zip(_requests(16, seed=4, longest=110), kinds, strict=False)
+    return [msgspec.structs.replace(request, prompt_logprobs=n, max_tokens=most) for request, (n, most) in pairs]
+
+
+CASES = {"rich": (partial(_requests, 20, seed=1), 12), "forks": (_forks, 7), "scored": (_scored, 10)}
+"""Requests, and a number of blocks that is too small for them."""
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_batch_gives_every_request_what_it_gets_alone(dtype: torch.dtype) -> None:
-    decoder, requests = tiny_decoder(dtype=dtype), _requests(24, seed=1)
-    assert run_all(tiny_engine(decoder, blocks=400), requests) == _alone(decoder, requests)
+@pytest.mark.parametrize("case", CASES)
+def test_how_the_work_is_done_changes_no_bit(case: str, dtype: torch.dtype) -> None:
+    make, tight = CASES[case]
+    requests = make()
+    outcomes = expect_parity(tiny_decoder(dtype=dtype), requests, tight=tight)
+    for request in requests:
+        assert len(outcomes[request.id].scores) == (len(request.prompt) - 1) * (request.prompt_logprobs is not None)
 
 
-@pytest.mark.parametrize("tokens_per_step", [4, 7, 33])
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_prompts_in_pieces_change_no_bit(dtype: torch.dtype, tokens_per_step: int) -> None:
-    decoder, requests = tiny_decoder(dtype=dtype), _requests(6, seed=2)
-    engine = tiny_engine(decoder, blocks=200, tokens_per_step=tokens_per_step, max_running=4)
-    assert run_all(engine, requests) == _alone(decoder, requests)
+def test_the_law_holds_for_other_head_layouts_and_long_contexts(
+    dtype: torch.dtype, shape: tuple[int, int, int, int]
+) -> None:
+    heads, kv_heads, head_dim, width = shape
+    config = tiny_config(n_heads=heads, n_kv_heads=kv_heads, head_dim=head_dim, width=width, context=1024, n_layers=1)
+    decoder, requests = tiny_decoder(config, dtype=dtype), _requests(5, seed=6, longest=1000)
+    assert serve(tiny_engine(decoder, blocks=300, tokens_per_step=97), requests) == alone(decoder, requests)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_cached_prompts_change_no_bit(dtype: torch.dtype) -> None:
-    decoder, requests = tiny_decoder(dtype=dtype), _requests(8, seed=3)
-    engine = tiny_engine(decoder, blocks=400)
-    first = run_all(engine, requests)
-    engine.add(requests[1])
-    started: list[RequestStarted] = []
-    engine.step(started.extend)
-    engine.cancel(requests[1].id)
-    assert started[0].cached_tokens >= 64, "the second round was meant to hit the cache"
-    assert run_all(engine, requests) == first == _alone(decoder, requests)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_preemption_changes_no_bit(dtype: torch.dtype) -> None:
-    decoder, requests = tiny_decoder(dtype=dtype), _requests(16, seed=4)
-    engine = tiny_engine(decoder, blocks=22)
-    result = run_all(engine, requests)
-    assert engine.scheduler.preemptions > 0, "the cache was meant to be too small"
-    assert result == _alone(decoder, requests)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_request_submitted_again_with_its_tokens_goes_on_as_before(dtype: torch.dtype) -> None:
-    decoder = tiny_decoder(dtype=dtype)
-    for request in _requests(6, seed=5):
-        whole = run_all(tiny_engine(decoder), [request])[request.id]
-        cut = len(whole) // 2
-        again = Request(
-            id=request.id,
-            prompt=request.prompt,
-            max_tokens=request.max_tokens,
-            params=request.params,
-            generated=tuple(event.token for event in whole[:cut] if event.token is not None),
-        )
-        assert run_all(tiny_engine(decoder), [again])[request.id] == whole[cut:]
-
-
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_engine_draws_the_tokens_of_the_oracle(seed: int, way: str) -> None:
     """Against reference.generate, which attends by another formula: equal tokens, not equal bits, in float32."""
     decoder, requests = tiny_decoder(seed=seed), _requests(6, seed=seed)
@@ -124,14 +118,18 @@ def test_the_engine_draws_the_tokens_of_the_oracle(seed: int, way: str) -> None:
         assert [event.token for event in engine_tokens[request.id]] == expected
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_law_holds_for_other_head_layouts_and_long_contexts(
-    dtype: torch.dtype, shape: tuple[int, int, int, int]
-) -> None:
-    heads, kv_heads, head_dim, width = shape
-    config = tiny_config(n_heads=heads, n_kv_heads=kv_heads, head_dim=head_dim, width=width, context=1024, n_layers=1)
-    decoder = tiny_decoder(config, dtype=dtype)
-    requests = _requests(5, seed=6, longest=1000)
-    alone = {r.id: run_all(tiny_engine(decoder, tokens_per_step=1024), [r])[r.id] for r in requests}
-    assert run_all(tiny_engine(decoder, blocks=300, tokens_per_step=97), requests) == alone
+def test_scores_are_those_of_the_reference_in_pieces_of_any_size(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, requests = tiny_decoder(), _scored()
+    round_weights_for(way, decoder)
+    outcomes = serve(tiny_engine(decoder, blocks=200, tokens_per_step=40), requests)
+    for rows in (1, 3):
+        monkeypatch.setattr("app.engine.execution.runner._PIECE_BYTES", 4 * 320 * rows)
+        assert serve(tiny_engine(decoder, blocks=200, tokens_per_step=40), requests) == outcomes
+    for request in (r for r in requests if r.prompt_logprobs is not None):
+        expected = logits(decoder, list(request.prompt)).log_softmax(-1)
+        for index, (own, top) in enumerate(outcomes[request.id].scores, start=1):
+            assert own == pytest.approx(expected[index - 1, request.prompt[index]].item(), abs=1e-4)
+            assert [value for _, value in top] == pytest.approx(
+                expected[index - 1].topk(request.prompt_logprobs or 0).values.tolist(), abs=1e-4
+            )
+            assert dict(top).get(request.prompt[index], own) == own, "one number, whichever way it is reported"

@@ -1,4 +1,4 @@
-"""Batch invariance for every switch of ModelConfig: alone = batched = chunked = cached = preempted, bit for bit."""
+"""The law of the engine for every switch of ModelConfig, and its oracle."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from app.common.types import Request, SampledEvent, SamplingParams
+from app.common.types import Request, SamplingParams
 from model.config import ConfigError, ModelConfig, RopeScaling
 from model.nn.layers import ACTIVATIONS
 from model.nn.reference import generate
-from model.nn.transformer import Decoder
+from tests.support.engine.mixed_requests import serve
+from tests.support.engine.parity import alone, expect_parity
 from tests.support.model.tiny_models import VOCAB, round_weights_for, run_all, tiny_config, tiny_decoder, tiny_engine
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -66,7 +67,7 @@ def _config(seed: int) -> ModelConfig:
     raise AssertionError
 
 
-def _requests(vocab: int, *, greedy: bool) -> list[Request]:
+def _requests(vocab: int, *, greedy: bool = False) -> list[Request]:
     """Prompts of many lengths, half of them with a common beginning."""
     rng = random.Random(vocab)
     common = [rng.randrange(vocab) for _ in range(35)]
@@ -79,24 +80,13 @@ def _requests(vocab: int, *, greedy: bool) -> list[Request]:
     return made
 
 
-def _alone(decoder: Decoder, requests: list[Request]) -> dict[str, list[SampledEvent]]:
-    return {r.id: run_all(tiny_engine(decoder, tokens_per_step=512), [r])[r.id] for r in requests}
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_no_company_changes_a_bit(seed: int, dtype: torch.dtype) -> None:
+def test_how_the_work_is_done_changes_no_bit(seed: int, dtype: torch.dtype) -> None:
     decoder = tiny_decoder(_config(seed), seed=seed, dtype=dtype)
-    requests = _requests(decoder.config.vocab_size, greedy=False)
-    alone = _alone(decoder, requests)
-    assert all(event.token is not None for events in alone.values() for event in events)
-    assert len({event.token for events in alone.values() for event in events}) > 3, "too dull to tell anything"
-    roomy, tight = tiny_engine(decoder, blocks=150), tiny_engine(decoder, blocks=9, tokens_per_step=37)
-    assert run_all(roomy, requests) == alone, "batched"
-    assert run_all(roomy, requests) == alone, "cached"
-    assert run_all(tiny_engine(decoder, blocks=150, tokens_per_step=7, max_running=3), requests) == alone, "chunked"
-    assert run_all(tight, requests) == alone, "preempted"
-    assert tight.scheduler.preemptions > 0, "the cache was meant to be too small"
+    outcomes = expect_parity(decoder, _requests(decoder.config.vocab_size), tight=9)
+    tokens = [event.token for outcome in outcomes.values() for event in outcome.events]
+    assert None not in tokens and len(set(tokens)) > 3, "too dull to tell anything"
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -143,8 +133,5 @@ def test_a_row_of_an_activation_does_not_know_its_place(width: int, dtype: torch
 def test_the_law_holds_with_three_threads(dtype: torch.dtype) -> None:
     """A step of many tokens is shared out to threads, and a third of it ends anywhere."""
     torch.set_num_threads(3)
-    decoder = tiny_decoder(tiny_config(mlp_width=700, width=128, n_layers=1), dtype=dtype)
-    requests = _requests(VOCAB, greedy=False)
-    together = run_all(tiny_engine(decoder, blocks=200, tokens_per_step=512), requests)
-    for request in requests:
-        assert together[request.id] == run_all(tiny_engine(decoder, tokens_per_step=512), [request])[request.id]
+    decoder, requests = tiny_decoder(tiny_config(mlp_width=700, width=128, n_layers=1), dtype=dtype), _requests(VOCAB)
+    assert serve(tiny_engine(decoder, blocks=200, tokens_per_step=512), requests) == alone(decoder, requests)

@@ -1,4 +1,4 @@
-"""The sampler: the distribution it draws from, its filters and ties, and what it reports."""
+"""The sampler: its filters, penalties and random numbers by hand-made cases; test_sampler_oracle.py generates more."""
 
 from __future__ import annotations
 
@@ -12,10 +12,22 @@ import torch
 
 from app.common.types import SamplingParams
 from app.engine.sampling.logits_processors import FILTERS, STAGE_NAMES, apply_stages
-from app.engine.sampling.sampler import TorchSampler, row_parameters
+from app.engine.sampling.sampler import Draw, TorchSampler, philox, row_parameters, top_logprobs, uniforms
 from app.engine.sampling.sampler import sample as sample_together
-from app.engine.sampling.sampler_io import SamplingInput
+from app.engine.sampling.sampler_io import SampledToken, SamplingInput
 from tests.support.engine.native_sampler import Sample
+
+LOGITS = torch.tensor([3.0, 2.0, 1.0, -1.0])
+# Known answers of philox4x32-10 from the Random123 distribution: counter, key, result.
+VECTORS = [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
 
 
 def _row(params: SamplingParams, position: int = 0) -> SamplingInput:
@@ -27,20 +39,6 @@ def _draw(sample: Sample, logits: torch.Tensor, params: SamplingParams, position
     token = sample(logits[None], [_row(params, position)])[0].token
     assert token is not None
     return token
-
-
-def test_greedy_ties_go_to_the_lowest_id(sample: Sample) -> None:
-    assert _draw(sample, torch.tensor([0.0, 3.0, 3.0, 3.0]), SamplingParams(temperature=0)) == 1
-
-
-def test_draws_follow_the_softmax(sample: Sample) -> None:
-    logits, n = torch.tensor([2.0, 1.0, 0.0, -1.0]), 40_000
-    rows = [_row(SamplingParams(seed=1, temperature=0.7), position) for position in range(n)]
-    counts = torch.zeros(4)
-    for drawn in sample(logits.expand(n, -1), rows):
-        assert drawn.token is not None
-        counts[drawn.token] += 1
-    assert torch.allclose(counts / n, (logits / 0.7).softmax(-1), atol=0.01)
 
 
 @pytest.mark.parametrize(
@@ -71,18 +69,6 @@ def test_filters_keep_what_they_should(sample: Sample, params: dict[str, float],
     logits = torch.tensor([0.5, 0.25, 0.15, 0.10]).log()
     seen = {_draw(sample, logits, SamplingParams(seed=3, **params), position) for position in range(400)}  # type: ignore[arg-type]
     assert seen == allowed
-
-
-@pytest.mark.parametrize("params", [{"top_k": 1}, {"top_p": 0.0}])
-def test_top_one_is_greedy_also_where_tokens_tie(sample: Sample, params: dict[str, Any]) -> None:
-    logits = torch.tensor([0.0, 2.0, 2.0])
-    assert {_draw(sample, logits, SamplingParams(seed=1, **params), position) for position in range(50)} == {1}
-
-
-def test_tokens_that_tie_at_a_filters_edge_stay_together(sample: Sample) -> None:
-    logits = torch.tensor([1.0, 0.0, 0.0, -9.0])
-    for params in (SamplingParams(top_k=2, seed=1), SamplingParams(top_p=0.6, seed=1)):
-        assert {_draw(sample, logits, params, position) for position in range(300)} == {0, 1, 2}
 
 
 def test_a_nucleus_wider_than_the_first_try_is_exact(sample: Sample) -> None:
@@ -118,66 +104,58 @@ def test_vocabularies_of_many_sizes_keep_the_law_of_rows(sample: Sample) -> None
         assert together == [sample(logits[i : i + 1], rows[i : i + 1])[0] for i in range(len(rows))]
 
 
-def test_logprobs_are_the_models_own_and_the_chosen_one_equals_its_entry(sample: Sample) -> None:
-    logits = torch.randn(1, 100)
-    params = SamplingParams(temperature=5.0, top_k=3, logprobs=20, seed=9)
-    (drawn,) = sample(logits, [_row(params)])
-    expected = logits[0].log_softmax(-1)
-    assert drawn.logprob == pytest.approx(float(expected[drawn.token]), abs=1e-6)
-    assert dict(drawn.top)[drawn.token or 0] == drawn.logprob
-    assert [value for _, value in drawn.top] == sorted((value for _, value in drawn.top), reverse=True)
-    assert len(drawn.top) == 20
-
-
-def test_of_tokens_equally_likely_the_lowest_ids_are_reported(sample: Sample) -> None:
-    for vocab, others in ((10, 3), (300, 30), (3000, 3000)):
-        logits = torch.zeros(2, vocab)
-        logits[:, :others] = -1.0
-        logits[:, 2] = 5.0
-        best = [2, *range(others, vocab), *(i for i in range(others) if i != 2)]
-        for count in (1, 2, 20):
-            rows = [_row(SamplingParams(temperature=0, logprobs=count)), _row(SamplingParams(logprobs=7))]
-            drawn, _ = sample(logits, rows)
-            assert [token for token, _ in drawn.top] == best[:count]
-
-
-def test_tokens_and_neighbours_that_ask_for_more_change_no_report(sample: Sample) -> None:
-    logits = torch.randn(2, 500).bfloat16()
-    few, many = _row(SamplingParams(logprobs=3, seed=1)), _row(SamplingParams(logprobs=20, seed=2))
-    assert sample(logits, [few, many])[0] == sample(logits[:1], [few])[0]
-    assert sample(logits, [few, _row(SamplingParams())])[0] == sample(logits[:1], [few])[0]
-    assert sample(logits, [few, many])[0].top == sample(logits, [many, many])[0].top[:3]
-
-
 @pytest.mark.parametrize(
-    "wrong",
+    ("tokens", "n_prompt", "params", "best"),
     [
-        {"temperature": -1.0},
-        {"temperature": math.nan},
-        {"temperature": math.inf},
-        {"temperature": 10.1},
-        {"top_k": -1},
-        {"top_p": 1.1},
-        {"min_p": -0.1},
-        {"seed": 2**63},
-        {"logprobs": 21},
-        {"typical_p": 0.0},
-        {"typical_p": 1.1},
-        {"repetition_penalty": 0.0},
-        {"repetition_penalty": math.inf},
-        {"presence_penalty": 2.1},
-        {"frequency_penalty": -2.1},
-        {"logit_bias": ((1, 101.0),)},
-        {"logit_bias": ((-1, 0.0),)},
-        {"logit_bias": ((1, 1.0), (1, 2.0))},
-        {"logit_bias": tuple((i, 0.0) for i in range(301))},
-        {"min_tokens": -1},
-        {"choice": -1},
+        # repetition_penalty: prompt and output, once however often; 3 / 1.6 < 2, 3 / 1.4 > 2.
+        ([0], 1, {"repetition_penalty": 1.6}, 1),
+        ([0], 0, {"repetition_penalty": 1.6}, 1),
+        ([0, 0, 0], 1, {"repetition_penalty": 1.4}, 0),
+        ([1], 1, {"repetition_penalty": 0.5}, 1),
+        # presence_penalty: generated tokens only, once.
+        ([0], 1, {"presence_penalty": 2.0}, 0),
+        ([1, 0], 1, {"presence_penalty": 1.1}, 1),
+        ([1, 0, 0, 0], 1, {"presence_penalty": 0.9}, 0),
+        # frequency_penalty: generated tokens only, each time; 3 - 3 * 0.4 < 2 < 3 - 2 * 0.4.
+        ([0, 0, 0], 3, {"frequency_penalty": 2.0}, 0),
+        ([0, 0, 0], 1, {"frequency_penalty": 0.4}, 0),
+        ([1, 0, 0, 0], 1, {"frequency_penalty": 0.4}, 1),
+        ([3, 2, 2], 0, {"frequency_penalty": -2.0}, 2),
+        # logit_bias; ids beyond the vocabulary change nothing.
+        ([], 0, {"logit_bias": ((3, 5.0), (9, 100.0), (2**62, 1.0))}, 3),
+        ([], 0, {"logit_bias": ((0, -100.0), (1, -100.0))}, 2),
+        # The order: the bias first, then the penalty on what it made, (3 + 3) / 2 < 2 + 1.5.
+        ([0], 1, {"logit_bias": ((0, 3.0), (1, 1.5)), "repetition_penalty": 2.0}, 1),
+        # repetition before presence: 3 / 2 - 1 < 1; the other way round it would be (3 - 1) / 2 = 1, and the lowest id.
+        ([1, 0], 0, {"repetition_penalty": 2.0, "presence_penalty": 1.0}, 2),
     ],
 )
-def test_parameters_outside_their_range_cannot_be_made(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        SamplingParams(**wrong)
+def test_biases_and_penalties_follow_their_formulas(
+    sample: Sample, tokens: list[int], n_prompt: int, params: dict[str, Any], best: int
+) -> None:
+    row = SamplingInput(SamplingParams(temperature=0, **params), tokens, n_prompt)
+    assert sample(LOGITS[None], [row])[0].token == best
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_guide_that_allows_nothing_gives_no_token_and_hurts_no_other_row(sample: Sample, temperature: float) -> None:
+    params, nothing = SamplingParams(temperature=temperature, logprobs=1, typical_p=0.5), torch.tensor([0]).int()
+    rows = [SamplingInput(params, [], 0), SamplingInput(params, [], 0, (), nothing)]
+    assert sample(LOGITS.expand(2, -1), rows) == [sample(LOGITS[None], rows[:1])[0], SampledToken(None)]
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [2, 7, 99, 320, 4099])
+def test_the_most_likely_tokens_are_those_of_a_full_sort(vocab: int, dtype: torch.dtype) -> None:
+    """In bfloat16 many are equal, also across the edge of those that are shown."""
+    logits = (4 * torch.randn(40, vocab, generator=torch.Generator().manual_seed(vocab))).to(dtype)
+    chosen = torch.arange(40) % vocab
+    for count in (0, 1, 5, 20):
+        for row, (own, top) in enumerate(top_logprobs(logits, chosen, [count] * 40)):
+            logprobs = logits[row].float().log_softmax(-1).tolist()
+            best = sorted(enumerate(logprobs), key=lambda pair: (-pair[1], pair[0]))
+            assert (list(top), own) == (best[:count], logprobs[chosen[row]])
 
 
 def test_rows_are_filtered_alike_whether_the_host_may_wait_or_not() -> None:
@@ -218,3 +196,38 @@ def test_rows_are_drawn_piece_by_piece_as_together(monkeypatch: pytest.MonkeyPat
     for size in (1, 4 * vocab * 3):
         monkeypatch.setattr("app.engine.sampling.sampler._PIECE_BYTES", size)
         assert TorchSampler().sample(logits_SV, rows) == whole
+
+
+def _side_by_side(words: tuple[int, ...]) -> int:
+    return sum(word << 64 * lane for lane, word in enumerate(words))
+
+
+def test_philox_gives_the_published_numbers_in_every_lane() -> None:
+    counters, keys, results = (list(zip(*column, strict=True)) for column in zip(*VECTORS, strict=True))
+    counter, key = tuple(map(_side_by_side, counters)), tuple(map(_side_by_side, keys))
+    assert philox(counter, key, lanes=3) == tuple(map(_side_by_side, results))  # type: ignore[arg-type]
+
+
+def test_uniform_numbers_are_uniform() -> None:
+    numbers = torch.tensor(uniforms(Draw(7, position) for position in range(20_000)), dtype=torch.float64)
+    assert float(numbers.min()) >= 0
+    assert float(numbers.max()) < 1
+    assert abs(float(numbers.mean()) - 0.5) < 0.01
+    assert abs(float(numbers.var()) - 1 / 12) < 0.01
+
+
+def test_each_seed_choice_and_position_has_a_number_of_its_own_in_any_company() -> None:
+    seeds = [0, 1, -1, 2**31, 2**32, 2**63 - 1, -(2**63)]
+    draws = [
+        Draw(seed, position, choice) for seed in seeds for position in (0, 1, 2**20, 2**33) for choice in (0, 1, 15)
+    ]
+    together = uniforms(draws)
+    assert len(set(together)) == len(draws)
+    assert together == [number for draw in draws for number in uniforms([draw])]
+    assert uniforms([]) == []
+
+
+def test_a_number_is_of_53_bits_of_seed_choice_and_position() -> None:
+    """Counter (position, 0, choice, 0), key (low seed word, high seed word), 53 bits of the first two words."""
+    first, second, _, _ = philox((5, 0, 3, 0), (9, 1))
+    assert uniforms([Draw(2**32 + 9, 5, 3)]) == [((first >> 5) * 2**26 + (second >> 6)) / 2**53]

@@ -122,10 +122,25 @@ def _check(sample: Sample, logits_SV: Tensor, rows: list[SamplingInput], tally: 
         assert drawn.logprob is not None and math.isfinite(drawn.logprob) and drawn.logprob <= 0
         assert dict(drawn.top).get(drawn.token, drawn.logprob) == drawn.logprob
         assert list(drawn.top) == sorted(drawn.top, key=lambda pair: (-pair[1], pair[0]))
+        _check_logprobs(drawn, row, logits)
         tally.rows += 1
         tally.guided += row.allowed is not None
         tally.tokens.add(drawn.token)
         _compare(drawn.token, sampling_oracle.adjusted(logits, row), row, tally)
+
+
+def _check_logprobs(drawn: SampledToken, row: SamplingInput, logits: list[float]) -> None:
+    """The model's own, whatever was added to the logits before the draw; the lower id first among equals."""
+    exact = torch.tensor(logits, dtype=torch.float64).log_softmax(-1).tolist()
+    assert len(drawn.top) == min(row.params.logprobs or 0, len(logits))
+    for token, logprob in ((drawn.token, drawn.logprob), *drawn.top):
+        assert logprob == pytest.approx(exact[token or 0], rel=1e-4, abs=1e-4)
+    if not drawn.top:
+        return
+    last = drawn.top[-1][0]
+    for token in {*range(len(logits))} - {*dict(drawn.top)}:
+        is_equal = logits[token] == logits[last]
+        assert token > last if is_equal else exact[token] <= exact[last] + 1e-4 * (1 + abs(exact[last]))
 
 
 def _compare(token: int, logits: list[float], row: SamplingInput, tally: Tally) -> None:

@@ -1,0 +1,55 @@
+"""The law of the engine: alone = batched = cached = chunked = preempted = submitted again = one step ahead, in bits."""
+
+from __future__ import annotations
+
+import msgspec
+
+from app.common.types import Request
+from app.engine.execution.engine import Engine
+from app.engine.scheduling.scheduler import Scheduler, StepLimits
+from model.nn.transformer import Decoder
+from tests.support.engine.delayed_runner import Delayed, WatchedPool
+from tests.support.engine.mixed_requests import Outcome, serve
+from tests.support.model.tiny_models import tiny_engine
+
+
+def alone(decoder: Decoder, requests: list[Request]) -> dict[str, Outcome]:
+    """What each request gets on a fresh engine of its own, its prompt in one piece."""
+    outcomes = {r.id: serve(tiny_engine(decoder, tokens_per_step=1024), [r])[r.id] for r in requests}
+    assert not any(outcome.failures for outcome in outcomes.values())
+    return outcomes
+
+
+def expect_parity(decoder: Decoder, requests: list[Request], *, tight: int) -> dict[str, Outcome]:
+    """Checks the law, also with as few blocks as `tight`, which must be too few; returns what the requests get."""
+    expected = alone(decoder, requests)
+    roomy, small = tiny_engine(decoder, blocks=400), tiny_engine(decoder, blocks=tight, tokens_per_step=97)
+    assert serve(roomy, requests) == expected, "batched"
+    assert roomy.scheduler.pool.counts.cached > 0, "the second round was meant to hit the cache"
+    assert serve(roomy, requests) == expected, "cached"
+    assert serve(tiny_engine(decoder, blocks=400, tokens_per_step=7, max_running=4), requests) == expected, "chunked"
+    assert serve(small, requests) == expected, "preempted"
+    assert small.scheduler.preemptions > 0, "the cache was meant to be too small"
+    again = [_submitted_again(request, expected[request.id]) for request in requests]
+    rest = {r.id: Outcome(expected[r.id].events[len(r.generated) :], expected[r.id].scores[r.scored :]) for r in again}
+    assert serve(roomy, again) == rest, "submitted again"
+    ahead, device = engine_ahead(decoder)
+    assert serve(ahead, requests) == expected, "one step ahead"
+    assert device.n_launched > 5, "the engine was meant to be ahead"
+    return expected
+
+
+def engine_ahead(decoder: Decoder) -> tuple[Engine, Delayed]:
+    """An engine that is one step ahead of a real model."""
+    pool = WatchedPool(400, 16)
+    device = Delayed(tiny_engine(decoder, blocks=400, max_running=16).runner, pool)
+    limits = StepLimits(tokens_per_step=64, max_running=16)
+    return Engine(Scheduler(limits, pool), device, device), device
+
+
+def _submitted_again(request: Request, outcome: Outcome) -> Request:
+    """With half of what it got; with no token yet, with half of its scores."""
+    tokens = tuple(event.token for event in outcome.events if event.token is not None)
+    generated = tokens[: len(tokens) // 2]
+    scored = len(outcome.scores) if generated else len(outcome.scores) // 2
+    return msgspec.structs.replace(request, generated=generated, scored=scored)
