@@ -1,8 +1,10 @@
-"""What an engine reports while it starts, and its errors when memory is missing."""
+"""What an engine reports while it starts, what it does not import, and its errors when memory is missing."""
 
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from app.engine.backends import TorchBackend
 from app.engine.startup import build_engine
 from app.engine.worker_loop import EngineStartError
 from tests.engine.memory.test_device_errors import accelerator_error
+from tests.support import ROOT
 from tests.support.model.tiny_models import tiny_weights
 
 
@@ -38,56 +41,70 @@ def test_the_phases_are_told_in_their_order_and_where_the_memory_goes(
     assert ready.blocks_total > 0
 
 
-def _lacks(*_given: object, **_named: object) -> Any:
-    raise torch.OutOfMemoryError("CUDA out of memory.")
+def _raising(*errors: BaseException) -> Callable[..., Any]:
+    """Raises the last of `errors`, in whose context the one before it was raised."""
+
+    def start(*_given: object, **_named: object) -> Any:
+        error, *context = errors[::-1]
+        error.__context__ = context[0] if context else None
+        raise error
+
+    return start
 
 
-def _breaks_off(*_given: object, **_named: object) -> Any:
-    """As a capture does in which memory is missing."""
-    try:
-        _lacks()
-    finally:
-        raise accelerator_error(901, "operation failed due to a previous error during capture")
+_LACKS = torch.OutOfMemoryError("CUDA out of memory.")
+_BREAKS = accelerator_error(901, "operation failed due to a previous error during capture")
 
 
-def _ends_a_capture(*_given: object, **_named: object) -> Any:
-    raise accelerator_error(901, "operation failed due to a previous error during capture")
+@pytest.mark.parametrize(
+    ("errors", "changes", "message"),
+    [
+        ([_LACKS], {}, r"a cache of \d+ blocks .* give a smaller --gpu-memory-utilization or --max-running$"),
+        ([_LACKS], {"kv_blocks": 32}, "give a smaller --kv-blocks or --max-running$"),
+        ([_LACKS, _BREAKS], {}, "--gpu-memory-utilization or --max-running$"),
+        ([_BREAKS], {}, r"--max-running; or --kernels torch, .* during capture\)$"),
+        (
+            [],
+            {"quantize": "fp8"},
+            "^--quantize fp8 requires a GPU, and the device is cpu: ",
+        ),
+    ],
+)
+def test_a_start_that_would_fail_again_and_again_says_what_to_change(
+    errors: list[BaseException], changes: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TorchBackend, "start", _raising(*errors))
+    with pytest.raises(EngineStartError, match=message):
+        build_engine(_config(tmp_path, **changes))
 
 
-def _fails_otherwise(*_given: object, **_named: object) -> Any:
-    raise accelerator_error(700, "an illegal memory access was encountered")
-
-
-def test_weights_that_find_no_memory_are_a_matter_of_configuration(tmp_path: Path) -> None:
-    """It would be missing again and again: no crash that another start could mend."""
+def test_weights_that_find_no_memory_are_a_matter_of_configuration_and_a_lost_device_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(EngineStartError, match="the weights do not fit"):
-        build_engine(_config(tmp_path), read=_lacks)
-
-
-@pytest.mark.parametrize("lacks", [_lacks, _breaks_off])
-def test_a_start_that_finds_no_memory_beside_the_cache_says_which_number_to_change(
-    lacks: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(TorchBackend, "start", lacks)
-    for changes, flag in (({}, "--gpu-memory-utilization"), ({"kv_blocks": 32}, "--kv-blocks")):
-        with pytest.raises(
-            EngineStartError, match=rf"a cache of \d+ blocks .* give a smaller {flag} or --max-running$"
-        ):
-            build_engine(_config(tmp_path, **changes))
-
-
-def test_a_capture_that_breaks_off_is_refused_with_all_that_may_help(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every other start would end there, too."""
-    monkeypatch.setattr(TorchBackend, "start", _ends_a_capture)
-    with pytest.raises(EngineStartError, match=r"--max-running; or --kernels torch, .* during capture\)$"):
-        build_engine(_config(tmp_path))
-
-
-def test_a_start_that_fails_otherwise_is_not_called_a_want_of_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(TorchBackend, "start", _fails_otherwise)
+        build_engine(_config(tmp_path), read=_raising(_LACKS))
+    lost = accelerator_error(700, "an illegal memory access was encountered")
+    monkeypatch.setattr(TorchBackend, "start", _raising(lost))
     with pytest.raises(torch.AcceleratorError, match="illegal memory"):
         build_engine(_config(tmp_path))
+
+
+PROGRAM = """
+import pathlib, sys, torch
+from tests.support.model.tiny_models import tiny_engine
+from model.checkpoint.checkpoint import load
+for directory in sys.argv[1:]:
+    decoder = load(pathlib.Path(directory), device=torch.device("cpu"), dtype=torch.float32).decoder
+    tiny_engine(decoder).runner.warm_up(8)
+print([name for name in ("sympy", "torch._dynamo") if name in sys.modules])
+"""
+
+
+@pytest.mark.slow
+def test_loading_and_the_first_steps_do_not_make_torch_import_its_compiler(tmp_path: Path) -> None:
+    """To compute on the meta device would: 820 modules, a second of CPU, 70 MiB."""
+    kinds = ("rotary", "sinusoidal", "learned")
+    directories = [str(tiny_weights(tmp_path / kind, positions=kind)) for kind in kinds]
+    command = [sys.executable, "-c", PROGRAM, *directories]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "[]", "")

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import nextafter
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
 from app.common.ipc import WorkerConfig
-from app.common.types import Chunk, TokenScore
+from app.common.types import TokenScore
 from app.engine.checks.batch_invariance_check import BatchVarianceError, DeviceUnderTest, check_batch_invariance
 from app.engine.execution.engine import Engine
 from app.engine.execution.runner import Runner, TorchExecutor
@@ -63,9 +65,6 @@ def test_a_model_with_an_encoder_and_a_short_context_is_tried_too() -> None:
     check_batch_invariance(_device(tiny_config(context=4)))
 
 
-Break = Callable[[Tensor], Tensor]
-
-
 def _by_row(logits_SV: Tensor) -> Tensor:
     """The row's index in the step leaks: a row depends on the rows before it."""
     logits_SV[:, ::2] += 1e-3 * torch.arange(len(logits_SV))[:, None]
@@ -81,15 +80,39 @@ def _beyond_all(logits_SV: Tensor) -> Tensor:
     return logits_SV.fill_(float("nan"))
 
 
-def _break_compute(monkeypatch: pytest.MonkeyPatch, break_it: Break) -> None:
-    whole = TorchExecutor.logits
-    monkeypatch.setattr(TorchExecutor, "logits", lambda self, rows: break_it(whole(self, rows)))
+def _last_bit(scores: dict[str, tuple[TokenScore, ...] | None]) -> dict[str, tuple[TokenScore, ...] | None]:
+    return {name: tuple((nextafter(own, 0), top) for own, top in each or ()) for name, each in scores.items()}
 
 
-@pytest.mark.parametrize("break_it", [_by_row, _by_number])
-def test_rows_that_see_their_neighbours_are_found_out(break_it: Break, monkeypatch: pytest.MonkeyPatch) -> None:
-    _break_compute(monkeypatch, break_it)
-    message = r"cannot be guaranteed .*: computed .*, the prompt of \d+ tokens gives another .* and alone .*without it"
+def _other_token(drawn: dict[str, SampledToken]) -> dict[str, SampledToken]:
+    """Where logits are right and tokens are not."""
+    return drawn if len(drawn) < 3 else {name: replace(each, token=5) for name, each in drawn.items()}
+
+
+def _break(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, break_it: Callable[[Any], Any]) -> None:
+    whole = getattr(owner, name)
+
+    def broken(self: Any, rows: Sequence[Any]) -> Any:
+        result = whole(self, rows)
+        return result if name == "_score" and len(rows) < 3 else break_it(result)
+
+    monkeypatch.setattr(owner, name, broken)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "break_it", "message"),
+    [
+        (TorchExecutor, "logits", _by_row, r"cannot be guaranteed .* another result.* and alone .*; start without it"),
+        (TorchExecutor, "logits", _by_number, r"cannot be guaranteed .*: computed .*, the prompt of \d+ tokens gives"),
+        (TorchExecutor, "logits", _beyond_all, "cannot be verified on this device"),
+        (Runner, "_score", _last_bit, "the log-probability of its token 2 is"),
+        (Runner, "_draw", _other_token, r"token 1 after it is 5 \(.*\) and alone \d+"),
+    ],
+)
+def test_rows_that_see_their_neighbours_are_found_out(
+    owner: type, name: str, break_it: Callable[[Any], Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _break(monkeypatch, owner, name, break_it)
     with pytest.raises(BatchVarianceError, match=message):
         check_batch_invariance(_device())
 
@@ -113,63 +136,14 @@ def test_every_way_is_compared(index: int, way: str) -> None:
         check_batch_invariance(replace(device, make_engine=make))
 
 
-def test_a_score_that_is_off_by_its_last_bit_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Runner._score
-
-    def shifted(self: Runner, chunks: list[Chunk]) -> dict[str, tuple[TokenScore, ...] | None]:
-        scores = whole(self, chunks)
-        if len(chunks) < 3:
-            return scores
-        return {name: tuple((nextafter(own, 0), top) for own, top in each or ()) for name, each in scores.items()}
-
-    monkeypatch.setattr(Runner, "_score", shifted)
-    with pytest.raises(BatchVarianceError, match="the log-probability of its token 2 is"):
-        check_batch_invariance(_device())
-
-
-def test_a_draw_that_hangs_on_its_neighbours_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where logits are right and tokens are not."""
-    whole = Runner._draw
-
-    def shifted(self: Runner, chunks: list[Chunk]) -> dict[str, SampledToken]:
-        drawn = whole(self, chunks)
-        return drawn if len(drawn) < 3 else {name: replace(each, token=5) for name, each in drawn.items()}
-
-    monkeypatch.setattr(Runner, "_draw", shifted)
-    with pytest.raises(BatchVarianceError, match=r"token 1 after it is 5 \(.*\) and alone \d+"):
-        check_batch_invariance(_device())
-
-
-def test_logits_that_are_not_finite_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    _break_compute(monkeypatch, _beyond_all)
-    with pytest.raises(BatchVarianceError, match="cannot be verified on this device"):
-        check_batch_invariance(_device())
-
-
-def _config(weights: Path, **changes: object) -> WorkerConfig:
-    config = WorkerConfig(weights=str(weights), device="cpu", dtype="float32", kernels="torch", threads=1, kv_blocks=32)
-    return WorkerConfig(**{name: getattr(config, name) for name in config.__struct_fields__} | changes)  # type: ignore[arg-type]
-
-
-def test_the_engine_tells_of_the_trial_where_it_is_asked_for(weights: Path) -> None:
-    logged: list[str] = []
-    assembled = build_engine(_config(weights, deterministic=True), logged.append)
-    assert any(each.startswith("batch invariance verified") for each in logged)
-    assert assembled.ready.numerics == "torch-float32", "a CPU computes no otherwise"
-    assert not assembled.engine.has_work and assembled.engine.scheduler.counters.blocks_active == 0
-
-
 def test_the_engine_does_not_start_where_the_promise_cannot_be_kept(
     weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _break_compute(monkeypatch, _by_row)
-    build_engine(_config(weights))
+    config = WorkerConfig(weights=str(weights), device="cpu", dtype="float32", kernels="torch", threads=1, kv_blocks=32)
+    logged: list[str] = []
+    build_engine(msgspec.structs.replace(config, deterministic=True), logged.append)
+    assert any(each.startswith("batch invariance verified") for each in logged)
+    _break(monkeypatch, TorchExecutor, "logits", _by_row)
+    build_engine(config)
     with pytest.raises(EngineStartError, match=r"^--deterministic cannot be guaranteed on this device: "):
-        build_engine(_config(weights, deterministic=True))
-
-
-def test_the_engine_refuses_fp8_on_a_cpu(weights: Path) -> None:
-    with pytest.raises(
-        EngineStartError, match=r"^--quantize fp8 requires a GPU, and the device is cpu: use --quantize int8 or none$"
-    ):
-        build_engine(_config(weights, quantize="fp8"))
+        build_engine(msgspec.structs.replace(config, deterministic=True))

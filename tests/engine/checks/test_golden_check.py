@@ -8,20 +8,15 @@ import shutil
 from pathlib import Path
 
 import pytest
-from torch import dtype as torch_dtype
-from torch import float32
 
 from app.common.ipc import WorkerConfig
 from app.common.types import Request, RequestStarted
 from app.engine.checks.golden_check import check_finite_logits, check_golden, trial_prompts
-from app.engine.execution.engine import Engine
 from app.engine.startup import build_engine
 from app.engine.worker_loop import EngineStartError
-from model.checkpoint.checkpoint import weights_files
 from model.checkpoint.golden import GOLDEN_FILE, golden_file
 from model.checkpoint.manifest import MANIFEST_FILE, manifest_file
-from model.config import ModelConfig
-from model.files import CheckpointError, write_files
+from model.files import CheckpointError
 from tests.support.model.bad_weights import bad_weights, good_weights
 from tests.support.model.tiny_models import tiny_config, tiny_decoder, tiny_engine
 
@@ -75,41 +70,34 @@ def test_another_model_is_found_out_in_every_number_format(directory: Path, numb
         build_engine(_config(directory, number))
 
 
-def test_a_set_that_is_not_whole_is_refused(directory: Path) -> None:
+def test_a_set_that_is_not_whole_is_refused(directory: Path, weights: Path) -> None:
     files = {path.name: path.read_bytes() for path in directory.iterdir()}
     (directory / MANIFEST_FILE).write_bytes(manifest_file(files))
     assert _announced(_config(directory, "float32"))[-1].endswith(f", {MANIFEST_FILE} passed")
+    assert _announced(_config(weights, "float32"))[-1] == f"no {GOLDEN_FILE}"
     (directory / "generation_config.json").write_text("{}")
     with pytest.raises(EngineStartError, match=r"generation_config\.json: differs from manifest\.json"):
         build_engine(_config(directory, "float32"))
 
 
-def test_weights_without_the_file_are_served(weights: Path) -> None:
-    assert _announced(_config(weights, "float32"))[-1] == f"no {GOLDEN_FILE}"
-
-
-def _prove(tmp_path: Path, shape: ModelConfig, context: int, numbers: torch_dtype = float32) -> tuple[str, Engine]:
-    decoder = tiny_decoder(shape, dtype=numbers)
-    (tmp_path / GOLDEN_FILE).write_bytes(golden_file(tiny_decoder(shape), PROMPT))
+@pytest.mark.parametrize(
+    ("n_encoder_layers", "context", "result"),
+    [(0, 256, "passed"), (1, 256, "passed"), (0, 20, "passed"), (0, 1, "max-context"), (1, 20, "max-context")],
+)
+def test_a_check_leaves_the_engine_idle_and_its_cache_to_itself(
+    tmp_path: Path, n_encoder_layers: int, context: int, result: str
+) -> None:
+    """A short context takes as much of the prompt as fits, but an encoder needs all of it."""
+    shape = tiny_config(n_encoder_layers=n_encoder_layers)
+    decoder = tiny_decoder(shape)
     engine = tiny_engine(decoder)
-    return check_golden(engine, tmp_path, shape, context=context, number_format="float32"), engine
-
-
-def test_a_model_with_an_encoder_proves_itself_too(tmp_path: Path) -> None:
-    assert " passed, " in _prove(tmp_path, tiny_config(n_encoder_layers=1), 256)[0]
-
-
-def test_a_short_context_takes_as_much_of_the_prompt_as_fits(tmp_path: Path) -> None:
-    assert " passed, " in _prove(tmp_path, tiny_config(), 20)[0]
-    assert _prove(tmp_path, tiny_config(), 1)[0].endswith("longer than --max-context")
-    assert _prove(tmp_path, tiny_config(n_encoder_layers=1), 20)[0].endswith("longer than --max-context")
-
-
-def test_the_engine_is_as_idle_as_before_and_keeps_the_proof_to_itself(tmp_path: Path) -> None:
-    _, engine = _prove(tmp_path, tiny_config(), 256)
+    (tmp_path / GOLDEN_FILE).write_bytes(golden_file(decoder, PROMPT))
+    check_finite_logits(engine, tmp_path, shape, context=context, number_format="float32", start_id=0)
+    assert result in check_golden(engine, tmp_path, shape, context=context, number_format="float32")
     assert not engine.has_work and not engine.scheduler.violations()
     assert engine.scheduler.counters.blocks_active == 0
-    engine.add(Request(id="the same text", prompt=tuple(PROMPT), max_tokens=1))
+    source = tuple(PROMPT) if n_encoder_layers else ()
+    engine.add(Request(id="the same text", prompt=tuple(PROMPT), max_tokens=1, source=source))
     started: list[RequestStarted] = []
     engine.step(started.extend)
     assert [one.cached_tokens for one in started] == [0]
@@ -140,30 +128,9 @@ def test_weights_that_explode_are_refused_in_every_number_format(
     assert ("serve them with --dtype float32" in str(refusal.value)) == (number != "float32")
 
 
-def test_a_number_too_large_for_the_served_format_is_refused_with_advice(directory: Path) -> None:
-    decoder = tiny_decoder(tiny_config(tied_head=False))
-    decoder.embedding[5] = 3.4e38  # of a token that is in no trial prompt
-    write_files(directory, weights_files(decoder, dtype=float32, eos_id=0, generation={}))
-    (directory / GOLDEN_FILE).unlink()
-    assert build_engine(_config(directory, "float32"))
-    with pytest.raises(EngineStartError, match=r"not finite in bfloat16; .*--dtype float32"):
-        build_engine(_config(directory, "bfloat16"))
-
-
 @pytest.mark.parametrize(("vocab_size", "length", "start_id"), [(320, 24, 7), (3, 24, None), (320, 1, 0), (1, 2, 0)])
 def test_trial_prompts_are_ids_from_all_over_the_vocabulary(vocab_size: int, length: int, start_id: int | None) -> None:
     start, spread = trial_prompts(vocab_size, length=length, start_id=start_id)
     assert start == (start_id or 0,) and len(spread) == length
     assert all(0 <= token < vocab_size for token in spread)
     assert spread[0] == 0 and (length == 1 or spread[-1] == vocab_size - 1)
-
-
-@pytest.mark.parametrize(("n_encoder_layers", "context"), [(0, 256), (0, 2), (0, 1), (1, 256), (1, 1)])
-def test_a_trial_leaves_the_engine_idle_and_its_cache_to_itself(
-    tmp_path: Path, n_encoder_layers: int, context: int
-) -> None:
-    shape = tiny_config(n_encoder_layers=n_encoder_layers)
-    engine = tiny_engine(tiny_decoder(shape))
-    check_finite_logits(engine, tmp_path, shape, context=context, number_format="float32", start_id=0)
-    assert not engine.has_work and not engine.scheduler.violations()
-    assert engine.scheduler.counters.blocks_active == 0
