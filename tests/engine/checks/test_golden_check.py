@@ -11,7 +11,7 @@ import pytest
 
 from app.common.ipc import WorkerConfig
 from app.common.types import Request, RequestStarted
-from app.engine.checks.golden_check import check_finite_logits, check_golden, trial_prompts
+from app.engine.checks.golden_check import check_finite_logits, check_golden
 from app.engine.startup import build_engine
 from app.engine.worker_loop import EngineStartError
 from model.checkpoint.golden import GOLDEN_FILE, golden_file
@@ -126,11 +126,3 @@ def test_weights_that_explode_are_refused_in_every_number_format(
     with pytest.raises(EngineStartError, match=rf"model\.safetensors: .* are not finite in {number}") as refusal:
         build_engine(_config(exploding, number, kernels, library))
     assert ("serve them with --dtype float32" in str(refusal.value)) == (number != "float32")
-
-
-@pytest.mark.parametrize(("vocab_size", "length", "start_id"), [(320, 24, 7), (3, 24, None), (320, 1, 0), (1, 2, 0)])
-def test_trial_prompts_are_ids_from_all_over_the_vocabulary(vocab_size: int, length: int, start_id: int | None) -> None:
-    start, spread = trial_prompts(vocab_size, length=length, start_id=start_id)
-    assert start == (start_id or 0,) and len(spread) == length
-    assert all(0 <= token < vocab_size for token in spread)
-    assert spread[0] == 0 and (length == 1 or spread[-1] == vocab_size - 1)

@@ -14,6 +14,7 @@ from torch import Tensor
 from app.common.types import Request, SamplingParams
 from app.engine.sampling.sampler import sample
 from app.engine.sampling.sampler_io import SamplingInput
+from model.config import ModelConfig
 from model.nn.reference import generate, logits
 from tests.support.engine.mixed_requests import serve
 from tests.support.engine.parity import alone, expect_parity
@@ -23,6 +24,11 @@ DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(6, 2, 64, 192), (8, 1, 32, 128), (3, 3, 32, 96), (8, 2, 128, 256), (4, 2, 64, 2048)]
 """Query heads, kv heads, head_dim, width; the last one sums over more numbers than a single bfloat16 row bears."""
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("way", "two_threads")]
+
+
+def _config(shape: tuple[int, int, int, int]) -> ModelConfig:
+    heads, kv_heads, head_dim, width = shape
+    return tiny_config(n_heads=heads, n_kv_heads=kv_heads, head_dim=head_dim, width=width, context=1024, n_layers=1)
 
 
 def _requests(count: int, seed: int, *, longest: int = 150) -> list[Request]:
@@ -92,16 +98,15 @@ def test_how_the_work_is_done_changes_no_bit(case: str, dtype: torch.dtype) -> N
 def test_the_law_holds_for_other_head_layouts_and_long_contexts(
     dtype: torch.dtype, shape: tuple[int, int, int, int]
 ) -> None:
-    heads, kv_heads, head_dim, width = shape
-    config = tiny_config(n_heads=heads, n_kv_heads=kv_heads, head_dim=head_dim, width=width, context=1024, n_layers=1)
-    decoder, requests = tiny_decoder(config, dtype=dtype), _requests(5, seed=6, longest=1000)
+    decoder, requests = tiny_decoder(_config(shape), dtype=dtype), _requests(5, seed=6, longest=1000)
     assert serve(tiny_engine(decoder, blocks=300, tokens_per_step=97), requests) == alone(decoder, requests)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_the_engine_draws_the_tokens_of_the_oracle(seed: int, way: str) -> None:
+@pytest.mark.parametrize("shape", [None, *SHAPES])
+def test_the_engine_draws_the_tokens_of_the_oracle(shape: tuple[int, int, int, int] | None, way: str) -> None:
     """Against reference.generate, which attends by another formula: equal tokens, not equal bits, in float32."""
-    decoder, requests = tiny_decoder(seed=seed), _requests(6, seed=seed)
+    decoder = tiny_decoder(_config(shape) if shape else None)
+    requests = _requests(6, seed=0) if shape is None else _requests(2, seed=0, longest=700)
     round_weights_for(way, decoder)
     engine_tokens = run_all(tiny_engine(decoder, blocks=200), requests)
     for request in requests:

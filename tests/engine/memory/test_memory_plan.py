@@ -22,7 +22,7 @@ from app.engine.memory.memory_plan import (
     step_peak,
 )
 from app.engine.scheduling.scheduler import StepLimits
-from tests.support.model.tiny_models import tiny_config, tiny_decoder, tiny_engine
+from tests.support.model.tiny_models import tiny_config, tiny_decoder
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 M = 1 << 20
@@ -212,14 +212,6 @@ def test_the_largest_step_is_as_large_as_the_limits_let_it_be(tokens: int, rows:
     assert [(c.start, c.stop) for c in costly.chunks] == [(c.start, c.stop) for c in plan.chunks]
     assert all(chunk.sequence.request.grammar for chunk in costly.chunks)
     assert [bool(chunk.scores) for chunk in costly.chunks] == [lengths[0] > 2] + [False] * (rows - 1)
-
-
-def test_an_engine_computes_the_largest_step_and_touches_no_requests_cache() -> None:
-    engine = tiny_engine(tiny_decoder(), blocks=4)
-    before = engine.runner.compute._cache.data[:, :, :4].clone()  # type: ignore[attr-defined]
-    plan = largest_step(StepLimits(tokens_per_step=24, max_running=4), 64)
-    assert len(engine.runner.run(plan).sampled) == 4
-    assert torch.equal(engine.runner.compute._cache.data[:, :, :4], before)  # type: ignore[attr-defined]
 
 
 def test_the_plan_of_a_cpu_keeps_its_half(monkeypatch: pytest.MonkeyPatch) -> None:

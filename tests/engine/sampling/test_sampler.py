@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import random
 from typing import Any
 
 import pytest
 import torch
 
 from app.common.types import SamplingParams
-from app.engine.sampling.logits_processors import FILTERS, STAGE_NAMES, apply_stages
-from app.engine.sampling.sampler import Draw, TorchSampler, philox, row_parameters, top_logprobs, uniforms
+from app.engine.sampling.sampler import Draw, TorchSampler, philox, top_logprobs, uniforms
 from app.engine.sampling.sampler import sample as sample_together
 from app.engine.sampling.sampler_io import SampledToken, SamplingInput
 from tests.support.engine.native_sampler import Sample
@@ -158,34 +155,6 @@ def test_the_most_likely_tokens_are_those_of_a_full_sort(vocab: int, dtype: torc
             assert (list(top), own) == (best[:count], logprobs[chosen[row]])
 
 
-def test_rows_are_filtered_alike_whether_the_host_may_wait_or_not() -> None:
-    """Short rows are sorted, longer ones only where their top tokens do not suffice; on a device all are."""
-    rng, shares = random.Random(0), [5e-324, 1e-300, 0.2, 0.5, 0.9, 1.0]
-    for seed in range(150):
-        generator = torch.Generator().manual_seed(seed)
-        logits_SX = (torch.randn(4, 564, generator=generator) * rng.choice([0.3, 3.0])).round(decimals=1)
-        logits_SX[:, 64:].clamp_(max=rng.choice([-1.0, 9.0]))
-        rows = [
-            _row(
-                SamplingParams(
-                    temperature=rng.choice([1e-300, 0.5, 1.0, 5.0]),
-                    top_k=rng.choice([0, 1, 5, 50]),
-                    top_p=rng.choice([0.0, *shares]),
-                    typical_p=rng.choice(shares),
-                    min_p=rng.choice([0.0, 0.1, 1.0]),
-                )
-            )
-            for _ in range(4)
-        ]
-        parameters = dataclasses.replace(row_parameters(rows, 564, "cpu"), stages=STAGE_NAMES)
-        waiting, static = (
-            apply_stages(logits_SX, dataclasses.replace(parameters, may_wait=may_wait), FILTERS).weights_SV
-            for may_wait in (True, False)
-        )
-        assert torch.equal(waiting, static), rows
-        assert (waiting > 0).any(-1).all()
-
-
 def test_rows_are_drawn_piece_by_piece_as_together(monkeypatch: pytest.MonkeyPatch) -> None:
     vocab = 500
     logits_SV = torch.randn(7, vocab, generator=torch.Generator().manual_seed(4)) * 3
@@ -206,14 +175,6 @@ def test_philox_gives_the_published_numbers_in_every_lane() -> None:
     counters, keys, results = (list(zip(*column, strict=True)) for column in zip(*VECTORS, strict=True))
     counter, key = tuple(map(_side_by_side, counters)), tuple(map(_side_by_side, keys))
     assert philox(counter, key, lanes=3) == tuple(map(_side_by_side, results))  # type: ignore[arg-type]
-
-
-def test_uniform_numbers_are_uniform() -> None:
-    numbers = torch.tensor(uniforms(Draw(7, position) for position in range(20_000)), dtype=torch.float64)
-    assert float(numbers.min()) >= 0
-    assert float(numbers.max()) < 1
-    assert abs(float(numbers.mean()) - 0.5) < 0.01
-    assert abs(float(numbers.var()) - 1 / 12) < 0.01
 
 
 def test_each_seed_choice_and_position_has_a_number_of_its_own_in_any_company() -> None:

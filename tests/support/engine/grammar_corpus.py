@@ -36,12 +36,6 @@ _TREE = {
     "$ref": "#/$defs/node",
 }
 _PERSON = _object(name=_STRING, age={"type": "integer", "minimum": 0, "maximum": 150}, email={"type": "string"})
-_TOOLS = {
-    "anyOf": [
-        _object(name={"const": f"tool_{i}"}, arguments=_object(**{f"argument_{j}": _STRING for j in range(1 + i % 4)}))
-        for i in range(40)
-    ]
-}
 _AST = {
     "$defs": {
         "expression": {
@@ -61,16 +55,6 @@ _AST = {
     "$ref": "#/$defs/expression",
 }
 
-_JSON = r"""
-start: value
-value: object | array | STRING | NUMBER | "true" | "false" | "null"
-object: "{" WS (pair ("," WS pair)*)? "}"
-pair: STRING ":" WS value
-array: "[" (value ("," WS value)*)? "]"
-STRING: /"([^"\\\x00-\x1f]|\\["\\\/bfnrt]|\\u[0-9a-fA-F]{4})*"/
-NUMBER: /-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/
-WS: /[ \n]?/
-"""
 _ARITHMETIC = r"""
 start: sum
 sum: product | sum ("+" | "-") product
@@ -103,7 +87,6 @@ NUMBER: /[0-9]+(\.[0-9]+)?/
 TEXT: /'[^'\n]*'/
 """
 _URL = r"https?://[a-z0-9-]+(\.[a-z0-9-]+){1,4}(:[0-9]{2,5})?(/[A-Za-z0-9._~%-]*)*(\?[a-z]+=[a-z0-9]*(&[a-z]+=[a-z0-9]*)*)?"
-_WORDS = [f"{a}{b}{c}" for a in ("red", "blue", "green", "gray", "pink") for b in "aeiou" for c in "bcdfghjklmnpqrst"]
 
 LEGITIMATE = {
     "yes or no": Guided("regex", "yes|no"),
@@ -111,28 +94,16 @@ LEGITIMATE = {
     "url": Guided("regex", _URL),
     "long text": Guided("regex", r"(.|\n){1,2000}"),
     "unicode words": Guided("regex", r"\w{2,30}( \w{2,30}){0,40}"),
-    "hundreds of words": Guided("regex", "|".join(_WORDS)),
     "any JSON": Guided("json_schema", True),
     "person": Guided("json_schema", _PERSON),
     "tree": Guided("json_schema", _TREE),
     "expression tree": Guided("json_schema", _AST),
-    "tool calls": Guided("json_schema", _array(_TOOLS)),
     "optional fields": Guided(
         "json_schema", {"type": "object", "properties": {f"field_{i}": _STRING for i in range(40)}}
-    ),
-    "formats": Guided(
-        "json_schema",
-        _object(
-            at={"type": "string", "format": "date-time"},
-            id={"type": "string", "format": "uuid"},
-            mail={"type": "string", "format": "email"},
-            host={"type": "string", "format": "hostname"},
-        ),
     ),
     "bounds": Guided(
         "json_schema", _array({"type": "number", "minimum": -17.5, "maximum": 1234.5}, minItems=2, maxItems=50)
     ),
-    "JSON grammar": Guided("grammar", _JSON),
     "arithmetic": Guided("grammar", _ARITHMETIC),
     "ambiguous arithmetic": Guided("grammar", _AMBIGUOUS_ARITHMETIC),
     "SQL": Guided("grammar", _SQL),
