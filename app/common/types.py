@@ -325,3 +325,34 @@ class BatchPlan:
     """Blocks to zero first: they have a new owner, and their old values may not be finite."""
     copies: tuple[tuple[int, int], ...] = ()
     """(from, to): blocks to copy after that and before the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """Result of sampling one row of logits; `token` is None if the logits were not finite."""
+
+    token: int | None
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    is_undecided: bool = False
+    """This may be the last token of a grammar: the sequence's next row shows how its text ends."""
+    finish: FinishReason | None = None
+    """The text ended with the previous token, and no further token was sampled."""
+    failure: str = ""
+    """User-facing reason why there is no token, if the model is not the cause."""
+
+
+MASK_NOT_READY = SampledToken(None)
+"""No token was sampled because the mask of the row's grammar is not ready: a later step computes the row again."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Results of a step by request id."""
+
+    sampled: Mapping[str, SampledToken] = field(default_factory=dict)
+    """For each request whose chunk samples."""
+    scores: Mapping[str, tuple[TokenScore, ...] | None] = field(default_factory=dict)
+    """For each request whose chunk scores prompt tokens; None if the logits were not finite."""
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """Error messages of requests that could not be computed even alone; they have no other result."""

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from app.common.types import Request
+from app.engine.sampling.parameters import SamplingInput
 from app.engine.sampling.sampler import sample
-from app.engine.sampling.sampler_io import SamplingInput
 from benchmarks.engine_driver import random_prompt, request, run_all
 from benchmarks.gpu.engines import build_device_engine
 from benchmarks.gpu.results import Finding, StageContext

@@ -13,9 +13,8 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
-from app.common.types import BatchPlan, Request, SamplingParams, Sequence, StepReport
+from app.common.types import BatchPlan, Request, SamplingParams, Sequence, StepReport, StepResult
 from app.engine.execution.engine import Engine, FaultIsolation
-from app.engine.sampling.sampler_io import StepResult
 from app.engine.scheduling.block_allocator import BlockAllocator
 from app.engine.scheduling.scheduler import Scheduler
 from tests.support.engine.scheduler_simulation import EOS, VOCAB, Delivered, SimulatedDevice, alone, make_scheduler

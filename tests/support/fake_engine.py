@@ -15,10 +15,9 @@ from pathlib import Path
 
 from app.common.fault_injection import fault
 from app.common.ipc import Ready, WorkerConfig
-from app.common.types import BatchPlan, Request, TokenScore
+from app.common.types import BatchPlan, Request, SampledToken, StepResult, TokenScore
 from app.engine.execution.engine import Engine
 from app.engine.guided.grammar_workers import GrammarWorkers, Job
-from app.engine.sampling.sampler_io import SampledToken, StepResult
 from app.engine.scheduling.block_allocator import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from app.engine.worker_loop import BuiltEngine, run

@@ -42,9 +42,7 @@ _SCHEDULING = ("tests/engine/scheduling", f"{_PROMISES}/test_r27_state_machine.p
 SUBJECTS = {
     "scheduler": Subject((f"{_ENGINE}/scheduling/scheduler.py",), _SCHEDULING),
     "allocator": Subject((f"{_ENGINE}/scheduling/block_allocator.py",), _SCHEDULING),
-    "sampler": Subject(
-        (f"{_ENGINE}/sampling/sampler.py", f"{_ENGINE}/sampling/logits_processors.py"), ("tests/engine/sampling",)
-    ),
+    "sampler": Subject((f"{_ENGINE}/sampling/sampler.py",), ("tests/engine/sampling",)),
     "text": Subject(
         ("app/generation/detokenizer.py", "app/generation/output_choice.py"),
         ("tests/generation", "tests/api/test_fast_paths.py"),

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from app.common.types import SamplingParams
-from app.engine.sampling.logits_processors import FILTERS, apply_stages
-from app.engine.sampling.sampler import row_parameters
-from app.engine.sampling.sampler_io import SamplingInput
+from app.engine.sampling.parameters import SamplingInput
+from app.engine.sampling.sampler import FILTERS, apply_stages, row_parameters
 from tests.support.nodejs import NODE
 
 _SCRIPT = Path(__file__).with_name("sampled.mjs")

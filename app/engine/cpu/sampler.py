@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from app.common.types import SamplingParams, TokenScore
+from app.common.types import SampledToken, SamplingParams, TokenScore
 from app.engine.cpu.compute import ThreadPool
-from app.engine.sampling.sampler_io import SampledToken, SamplingInput
+from app.engine.sampling.parameters import SamplingInput
 
 _TOP = 20
 """Most likely tokens reported for a row, at most: INK_TOP."""

@@ -23,9 +23,18 @@ from collections.abc import Sequence as Items
 from typing import Any, NamedTuple, Protocol
 
 from app.common.logs import trace_of
-from app.common.types import BatchPlan, Chunk, Request, RequestStarted, Sequence, StepReport, TokenScore
+from app.common.types import (
+    BatchPlan,
+    Chunk,
+    Request,
+    RequestStarted,
+    SampledToken,
+    Sequence,
+    StepReport,
+    StepResult,
+    TokenScore,
+)
 from app.engine.memory.device_errors import is_out_of_memory, lost_device
-from app.engine.sampling.sampler_io import SampledToken, StepResult
 from app.engine.scheduling.block_allocator import without_ended
 from app.engine.scheduling.scheduler import BlockLeakCheck, Scheduler
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from app.common.fault_injection import fault
-from app.common.types import BatchPlan, Chunk, Request, Sequence, TokenScore
+from app.common.types import BatchPlan, Chunk, Request, SampledToken, Sequence, StepResult, TokenScore
 from app.engine.execution.engine import AsyncStepRunner, StepRunner
 from app.engine.execution.warmup_batches import dummies
 from app.engine.memory.encoder_cache import EncoderCache
 from app.engine.memory.kv_cache import KVCache, PagedAttend, group_chunks, linear_rows
-from app.engine.sampling.sampler_io import SampledToken, SamplingInput, StepResult
+from app.engine.sampling.parameters import SamplingInput
 from model.config import ModelConfig
 from model.nn.layers import cache_attributes
 from model.nn.transformer import Decoder

@@ -12,8 +12,7 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from app.common.types import BatchPlan, Chunk, Request, SamplingParams, Sequence
-from app.engine.sampling.sampler_io import SampledToken
+from app.common.types import BatchPlan, Chunk, Request, SampledToken, SamplingParams, Sequence
 from app.engine.scheduling.scheduler import StepLimits
 
 _TYPICAL: dict[str, Any] = {"params": SamplingParams(temperature=0.8, top_p=0.9, logprobs=1)}

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from app.common.fault_injection import fault
-from app.common.types import BatchPlan, Chunk, Sequence
+from app.common.types import BatchPlan, Chunk, Sequence, StepResult
 from app.engine.execution.runner import MaskProvider, Runner, Sampler
 from app.engine.execution.warmup_batches import dummies
 from app.engine.gpu.graphs import Capture, DecodeGraphs
 from app.engine.gpu.resident_batch import Download, StepInputs, Upload, lay_out, splits
 from app.engine.gpu.step import StepProgram, pack_samples, unpack_samples
-from app.engine.sampling.sampler_io import StepResult
 from model.config import ModelConfig
 
 _TOKEN_MULTIPLE = 8

@@ -11,12 +11,12 @@ from collections.abc import Sequence as Items
 import torch
 from torch import Tensor
 
+from app.common.types import SampledToken
 from app.engine.gpu.decoder import PagedDecoder
 from app.engine.gpu.kernels.interface import AttentionBatch, Kernels
 from app.engine.gpu.kernels.reference_operations import cache_slots
 from app.engine.gpu.kernels.sampling_state import TOP, SampleOut
 from app.engine.gpu.resident_batch import ResidentBatch, StepInputs
-from app.engine.sampling.sampler_io import SampledToken
 
 # Shape legend: S sampled rows, N most likely tokens of each, X numbers of a row: token, its log-probability, N ids, N
 # log-probabilities; floats are stored as their bits.

@@ -26,9 +26,8 @@ from torch import Tensor
 
 from app.common.fault_injection import fault
 from app.common.llguidance_adapter import GrammarVocabulary
-from app.common.types import FinishReason, Request, Sequence
+from app.common.types import MASK_NOT_READY, FinishReason, Request, SampledToken, Sequence
 from app.engine.guided.grammar_workers import GrammarWorkers, Job
-from app.engine.sampling.sampler_io import MASK_NOT_READY, SampledToken
 
 _SLOW_SECONDS = 0.001
 """A mask that takes longer on the CPU will be late: steps leave the request out until its next mask is ready."""

@@ -18,13 +18,13 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from app.common.types import MAX_BIASES, Request, SamplingParams
-from app.engine.sampling.sampler_io import SamplingInput
 
 TEMPERATURE, TOP_P, MIN_P, TYPICAL_P, REPETITION, PRESENCE, FREQUENCY = range(7)
 """Indices of the float64 values, which take two words each."""
@@ -44,6 +44,36 @@ MIN_TEMPERATURE = 1e-30
 _HEADER = struct.Struct("=7dq8i")
 _SECTION = struct.Struct(f"={MAX_STOPS + MAX_BIASES}i")
 assert _HEADER.size == 4 * STOPS and WORDS % 2 == 0
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingInput:
+    """A request's parameters, its tokens so far, and the tokens that its grammar allows next."""
+
+    params: SamplingParams
+    tokens: Items[int]
+    """Prompt and generated tokens, all of them ids of the vocabulary; their number is the position of the new token."""
+    n_prompt: int
+    stop_ids: Items[int] = ()
+    """Tokens that end the text: not sampled before min_tokens are generated."""
+    allowed: Tensor | None = None
+    """The grammar's bitmask, int32 [ceil(V / 32)]: bit i of word j is token 32 j + i. None allows every token."""
+
+    @property
+    def position(self) -> int:
+        """Position of the new token in its sequence."""
+        return len(self.tokens)
+
+    @property
+    def generated(self) -> Items[int]:
+        """Tokens after the prompt."""
+        return self.tokens[self.n_prompt :]
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the filters leave only the most likely token, the lowest id among equals."""
+        p = self.params
+        return p.temperature == 0 or p.top_k == 1 or (p.top_p == 0 and p.typical_p == 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -120,13 +120,10 @@ class BlockPool:
                     self._free.append(block)
 
     def invalidate(self, blocks: Iterable[int]) -> None:
-        """Removes the hashes of blocks, so that find() no longer returns them."""
+        """Removes the hashes of blocks that have references, so that find() no longer returns them."""
         for block in blocks:
             if (block_hash := self._hash_of.pop(block, None)) is not None:
                 del self._block_of[block_hash]
-            if block in self._cached:
-                del self._cached[block]
-                self._free.append(block)
 
     def violations(self, owners: Iterable[Items[int]]) -> list[str]:
         """Violations of the invariant, given every sequence's blocks; empty if there are none."""
@@ -239,11 +236,11 @@ class BlockAllocator:
 
     def missing(self, sequence: Sequence) -> int:
         """Number of blocks that the sequence's pending tokens need beyond those it has."""
-        return self.pool.needed(max(len(sequence.tokens), sequence.num_scheduled + 1)) - len(sequence.blocks)
+        return max(0, self.pool.needed(max(len(sequence.tokens), sequence.num_scheduled + 1)) - len(sequence.blocks))
 
     def extend(self, sequence: Sequence) -> None:
         """Allocates the missing() blocks; the caller ensures that enough are available."""
-        sequence.blocks += self._allocate(max(0, self.missing(sequence)))
+        sequence.blocks += self._allocate(self.missing(sequence))
 
     def register_prefix(self, sequence: Sequence) -> None:
         """Registers the blocks that have become full in the prefix cache."""

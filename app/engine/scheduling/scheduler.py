@@ -31,17 +31,21 @@ from dataclasses import dataclass
 from itertools import chain
 
 from app.common.types import (
+    MASK_NOT_READY,
     BatchPlan,
     Chunk,
     Counters,
+    FinishReason,
     PromptScores,
     Request,
     RequestFailed,
     RequestStarted,
+    SampledEvent,
+    SampledToken,
     Sequence,
     StepReport,
+    StepResult,
 )
-from app.engine.sampling.sampler_io import MASK_NOT_READY, StepResult, append_token
 from app.engine.scheduling.block_allocator import BlockAllocator, BlockPool, StepsInFlight
 
 
@@ -156,7 +160,7 @@ class Scheduler:
     def plan_ahead(self) -> BatchPlan | None:
         """Plans the step after those in flight; None if there is nothing to compute or too few blocks are free."""
         decodes = [s for s in self.running if _is_decode(s) and not self._is_skipped_ahead(s)]
-        if sum(max(0, self._allocator.missing(s)) for s in decodes) > self.pool.available:
+        if sum(map(self._allocator.missing, decodes)) > self.pool.available:
             return None
         for sequence in decodes:
             self._allocator.extend(sequence)
@@ -196,7 +200,7 @@ class Scheduler:
                 scores.append(PromptScores(request_id, positions.start, scored))
                 sequence.num_scored += len(scored)
             if sampled:
-                events.append(append_token(sequence, sampled))
+                events.append(_append_token(sequence, sampled))
                 if events[-1].finish:
                     self._end(sequence)
         return StepReport(events=tuple(events), scores=tuple(scores), failed=tuple(failed), counters=self.counters)
@@ -309,6 +313,23 @@ class Scheduler:
     def _remove(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._allocator.release(sequence)
+
+
+def _append_token(sequence: Sequence, sampled: SampledToken) -> SampledEvent:
+    """Appends the token to the sequence, unless none was requested or sampled; returns the event to report."""
+    index, request = sequence.num_generated, sequence.request
+    if request.max_tokens == 0:
+        return SampledEvent(request.id, 0, None, finish=FinishReason.LENGTH)
+    if sampled.finish:
+        return SampledEvent(request.id, index, None, finish=sampled.finish)
+    assert sampled.token is not None
+    sequence.tokens.append(sampled.token)
+    finish = None
+    if sampled.token in request.stop_ids:
+        finish = FinishReason.STOP
+    elif sequence.num_generated >= request.max_tokens and not sampled.is_undecided:
+        finish = FinishReason.LENGTH
+    return SampledEvent(request.id, index, sampled.token, sampled.logprob, sampled.top, finish)
 
 
 def _add_prefill_chunks(budget: int, prefilling: list[Sequence], chunks: list[Chunk]) -> int:

@@ -17,15 +17,13 @@ from random import Random
 import torch
 from torch import Tensor
 
-from app.common.types import Request
+from app.common.types import Request, SampledToken
 from app.engine.gpu.kernels.reference_operations import ReferenceKernels
 from app.engine.gpu.kernels.sampling_state import SampleOut, SamplingTable
 from app.engine.gpu.linears import VOCAB_MULTIPLE
 from app.engine.gpu.step import pack_samples, unpack_samples
-from app.engine.sampling.logits_processors import ADJUSTMENTS, FILTERS, apply_stages
-from app.engine.sampling.parameters import fits, is_counted, pack_request
-from app.engine.sampling.sampler import Draw, row_parameters, sample, uniforms
-from app.engine.sampling.sampler_io import SampledToken, SamplingInput
+from app.engine.sampling.parameters import SamplingInput, fits, is_counted, pack_request
+from app.engine.sampling.sampler import ADJUSTMENTS, FILTERS, Draw, apply_stages, row_parameters, sample, uniforms
 from benchmarks.gpu.conformance.harness import triton_kernels
 from benchmarks.gpu.conformance.sampling_cases import Case, chance, edges
 from benchmarks.gpu.results import Finding

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from app.common.types import SamplingParams
-from app.engine.sampling.sampler_io import SamplingInput
+from app.engine.sampling.parameters import SamplingInput
 
 FULL = SamplingParams(
     temperature=0.9,

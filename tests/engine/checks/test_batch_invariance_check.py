@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from app.common.ipc import WorkerConfig
-from app.common.types import TokenScore
+from app.common.types import SampledToken, TokenScore
 from app.engine.checks.batch_invariance_check import BatchVarianceError, DeviceUnderTest, check_batch_invariance
 from app.engine.execution.engine import Engine
 from app.engine.execution.runner import Runner, TorchExecutor
-from app.engine.sampling.sampler_io import SampledToken
 from app.engine.scheduling.block_allocator import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from app.engine.startup import build_engine

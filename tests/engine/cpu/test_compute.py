@@ -19,7 +19,7 @@ from app.engine.cpu.toolchain.builder import build
 from app.engine.cpu.toolchain.cpu_target import X86_LEVELS, this_level
 from app.engine.cpu.toolchain.library_cache import BuildRecipe
 from app.engine.quantization.int8_weights import quantize, round_weights
-from app.engine.sampling.sampler_io import SamplingInput
+from app.engine.sampling.parameters import SamplingInput
 from model.config import Activation
 from model.nn.attention import CausalAttend
 from model.nn.transformer import Decoder

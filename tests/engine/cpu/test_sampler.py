@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from app.common.types import SamplingParams
+from app.common.types import SampledToken, SamplingParams
 from app.engine.cpu.sampler import NativeSampler
+from app.engine.sampling.parameters import SamplingInput
 from app.engine.sampling.sampler import Draw, uniforms
 from app.engine.sampling.sampler import sample as torch_sample
-from app.engine.sampling.sampler_io import SampledToken, SamplingInput
 from tests.engine.sampling.test_sampler import VECTORS
 from tests.support.engine import sampling_oracle
 from tests.support.engine.native_sampler import native_sample

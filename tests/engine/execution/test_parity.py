@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from app.common.types import Request, SamplingParams
+from app.engine.sampling.parameters import SamplingInput
 from app.engine.sampling.sampler import sample
-from app.engine.sampling.sampler_io import SamplingInput
 from model.config import ModelConfig
 from model.nn.reference import generate, logits
 from tests.support.engine.mixed_requests import serve

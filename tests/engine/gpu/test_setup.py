@@ -23,8 +23,8 @@ from app.engine.gpu.setup import _GRAPH_BYTES, TritonBackend
 from app.engine.gpu.step import pack_samples
 from app.engine.gpu.triton_loader import check_triton
 from app.engine.memory.memory_plan import CacheShape
+from app.engine.sampling.parameters import SamplingInput
 from app.engine.sampling.sampler import sample
-from app.engine.sampling.sampler_io import SamplingInput
 from app.engine.scheduling.scheduler import StepLimits
 from tests.support.gpu.emulated_engine import tiny_device_runner
 from tests.support.gpu.kernel_backends import needs_triton

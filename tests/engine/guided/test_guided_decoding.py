@@ -15,12 +15,19 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from app.common.types import BatchPlan, FinishReason, Request, SampledEvent, SamplingParams
+from app.common.types import (
+    MASK_NOT_READY,
+    BatchPlan,
+    FinishReason,
+    Request,
+    SampledEvent,
+    SampledToken,
+    SamplingParams,
+)
 from app.common.types import Sequence as EngineSequence
 from app.engine.guided import grammar_tracker
 from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.guided.grammar_workers import Job
-from app.engine.sampling.sampler_io import MASK_NOT_READY, SampledToken
 from app.guided.grammar import grammar_from
 from model.nn.transformer import Decoder
 from model.tokenizer.tokenizer import Tokenizer

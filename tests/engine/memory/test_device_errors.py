@@ -9,10 +9,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from app.common.types import BatchPlan, Chunk, Request, Sequence
+from app.common.types import BatchPlan, Chunk, Request, Sequence, StepResult
 from app.engine.execution.engine import FaultIsolation
 from app.engine.memory.device_errors import broken_capture, is_out_of_memory, lacked_device_memory, lost_device
-from app.engine.sampling.sampler_io import StepResult
 
 HELP = """
 Search for `cudaError...' in https://docs.nvidia.com/cuda/cuda-runtime-api/ for more information.

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from app.common.types import SamplingParams
+from app.common.types import SampledToken, SamplingParams
+from app.engine.sampling.parameters import SamplingInput
 from app.engine.sampling.sampler import Draw, TorchSampler, philox, top_logprobs, uniforms
 from app.engine.sampling.sampler import sample as sample_together
-from app.engine.sampling.sampler_io import SampledToken, SamplingInput
 from tests.support.engine.native_sampler import Sample
 
 LOGITS = torch.tensor([3.0, 2.0, 1.0, -1.0])

@@ -15,10 +15,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from app.common.types import SamplingParams
-from app.engine.sampling.logits_processors import FILTERS, apply_stages
-from app.engine.sampling.sampler import Draw, row_parameters, uniforms
-from app.engine.sampling.sampler_io import SampledToken, SamplingInput
+from app.common.types import SampledToken, SamplingParams
+from app.engine.sampling.parameters import SamplingInput
+from app.engine.sampling.sampler import FILTERS, Draw, apply_stages, row_parameters, uniforms
 from benchmarks.gpu.conformance.sampler import draw
 from benchmarks.gpu.conformance.sampling_cases import Case as BatchCase
 from tests.support.engine import sampling_oracle

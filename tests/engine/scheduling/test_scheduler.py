@@ -136,6 +136,21 @@ def test_a_leader_that_is_gone_or_of_another_prompt_has_no_followers(change: dic
     assert len(_steps(scheduler, 1)[0].chunks) == 2, "nothing to wait for"
 
 
+@pytest.mark.parametrize(("prompt", "cleared"), [(19, 5), (6, 0)])
+def test_what_may_not_be_finite_is_cleared_once_for_its_next_owner(prompt: int, cleared: int) -> None:
+    """Nothing is known yet of a sequence that leaves before its first draw."""
+    scheduler, device = make_scheduler(16, 4, 8, 4), SimulatedDevice(4)
+    scheduler.add(_request("left", prompt, max_tokens=3))
+    (plan,) = _steps(scheduler, 1, device)
+    blocks = [*plan.chunks[0].sequence.blocks]
+    scheduler.cancel("left")
+    for namespace in ("a", "b"):
+        scheduler.add(_request(f"of {namespace}", 64, max_tokens=0, cache_namespace=namespace))
+        plans = _steps(scheduler, 8, device)
+        assert sorted(block for plan in plans for block in plan.clear) == sorted(blocks[:cleared])
+        cleared = 0
+
+
 def test_the_block_that_was_released_first_is_evicted_first() -> None:
     pool = BlockPool(2, 16)
     for name in (b"old", b"new"):

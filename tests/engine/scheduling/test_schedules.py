@@ -13,10 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from app.common.types import BatchPlan, FinishReason, Request, RequestStarted, SamplingParams, StepReport
+from app.common.types import BatchPlan, FinishReason, Request, RequestStarted, SamplingParams, StepReport, StepResult
 from app.common.types import Sequence as EngineSequence
 from app.engine.execution.engine import Engine
-from app.engine.sampling.sampler_io import StepResult
 from app.engine.scheduling.block_allocator import BlockPool, StepsInFlight
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from tests.support.engine.delayed_runner import Delayed, WatchedPool

@@ -11,9 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import compress
 
-from app.common.types import BatchPlan, Chunk, Sequence
+from app.common.types import MASK_NOT_READY, BatchPlan, Chunk, Sequence, StepResult
 from app.engine.execution.engine import StepRunner
-from app.engine.sampling.sampler_io import MASK_NOT_READY, StepResult
 from app.engine.scheduling.block_allocator import BlockPool
 
 

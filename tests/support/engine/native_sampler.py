@@ -13,8 +13,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+from app.common.types import SampledToken
 from app.engine.cpu.sampler import NativeSampler
-from app.engine.sampling.sampler_io import SampledToken, SamplingInput
+from app.engine.sampling.parameters import SamplingInput
 from tests.support import ROOT
 
 Sample = Callable[[Tensor, Items[SamplingInput]], list[SampledToken]]

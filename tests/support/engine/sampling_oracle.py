@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from app.common.types import SamplingParams
-from app.engine.sampling.parameters import MIN_TEMPERATURE
-from app.engine.sampling.sampler_io import SamplingInput
+from app.engine.sampling.parameters import MIN_TEMPERATURE, SamplingInput
 
 _CLOSE = 1e-4
 _F32_MAX = torch.finfo(torch.float32).max

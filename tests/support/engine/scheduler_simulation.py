@@ -7,8 +7,18 @@ from __future__ import annotations
 
 import hashlib
 
-from app.common.types import BatchPlan, Chunk, Request, SampledEvent, Sequence, StepReport, TokenScore
-from app.engine.sampling.sampler_io import MASK_NOT_READY, SampledToken, StepResult
+from app.common.types import (
+    MASK_NOT_READY,
+    BatchPlan,
+    Chunk,
+    Request,
+    SampledEvent,
+    SampledToken,
+    Sequence,
+    StepReport,
+    StepResult,
+    TokenScore,
+)
 from app.engine.scheduling.block_allocator import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from app.common.types import SamplingParams
-from app.engine.sampling.logits_processors import ADJUSTMENTS, apply_stages
-from app.engine.sampling.sampler import row_parameters
-from app.engine.sampling.sampler_io import SamplingInput
+from app.engine.sampling.parameters import SamplingInput
+from app.engine.sampling.sampler import ADJUSTMENTS, apply_stages, row_parameters
 from model.nn.transformer import Decoder
 from model.tokenizer.tokenizer import Tokenizer
 from model.train.common.sample import (
