@@ -14,12 +14,9 @@ from app.common.ipc import Ready, WorkerConfig
 from app.common.startup_timer import LOADING_WEIGHTS, PLANNING_MEMORY, PROVING
 from app.common.types import sampling_defaults
 from app.engine.backends import ChosenBackend, choose_backend
-from app.engine.checks.batch_invariance_check import DeviceUnderTest, check_batch_invariance
-from app.engine.checks.golden_check import check_finite_logits, check_golden
 from app.engine.cpu.program import BLOCK, padded_head_dim
 from app.engine.cpu.toolchain.backend_selection import Libraries, SelectedBackend, select_backend
 from app.engine.execution.engine import Engine
-from app.engine.execution.runner import BackendRunners
 from app.engine.gpu.linears import check_quantize, describe_unquantized
 from app.engine.gpu.setup import TritonBackend
 from app.engine.guided.grammar_tracker import GrammarTracker
@@ -35,6 +32,7 @@ from app.engine.memory.memory_plan import (
 )
 from app.engine.scheduling.block_allocator import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
+from app.engine.startup_checks import check_batch_invariance, check_finite_logits, check_golden
 from app.engine.worker_loop import BuiltEngine, EngineStartError
 from model.checkpoint.checkpoint import Checkpoint, load
 from model.checkpoint.manifest import MANIFEST_FILE, check_manifest
@@ -95,15 +93,20 @@ def build_engine(
         f"a cache of {blocks} blocks leaves too little memory for the steps: give a smaller {flag} or --max-running"
     ):
         runners = chosen.backend.start(blocks, grammars, announce)
-    pool = BlockPool(blocks, cache_shape.block_size)
-    ready = _ready(checkpoint, cache_shape, defaults, device, pool, chosen, config, waits=selected.waits_for_build)
-    engine = Engine(
-        Scheduler(limits, pool, checkpoint.version), *runners, release=memory_releaser(device), masks=grammars
+
+        def make_engine(limits: StepLimits) -> Engine:
+            scheduler = Scheduler(limits, BlockPool(blocks, cache_shape.block_size), checkpoint.version)
+            return Engine(scheduler, *runners, release=memory_releaser(device), masks=grammars)
+
+        engine = make_engine(limits)
+        announce(PROVING)
+        if config.deterministic:
+            shape = checkpoint.decoder.config
+            announce(check_batch_invariance(make_engine, limits, shape, context=cache_shape.context))
+        announce(_check_weights(engine, config, checkpoint, cache_shape))
+    ready = _ready(
+        checkpoint, cache_shape, defaults, device, engine.scheduler.pool, chosen, config, waits=selected.waits_for_build
     )
-    announce(PROVING)
-    if config.deterministic:
-        announce(_check_batch_invariance(runners, limits, cache_shape, blocks))
-    announce(_check_weights(engine, config, checkpoint, cache_shape))
     return BuiltEngine(engine, grammars, ready)
 
 
@@ -128,17 +131,14 @@ def _as_start_error(too_large: str) -> Iterator[None]:
 def _limits(config: WorkerConfig, device: torch.device) -> StepLimits:
     is_cpu = device.type == "cpu"
     return StepLimits(
-        tokens_per_step=config.tokens_per_step or max(config.max_running, _tokens_per_step(config, device)),
+        # A GPU needs several hundred rows to be compute-bound; with constant shapes every step pays for all rows.
+        tokens_per_step=config.tokens_per_step
+        or max(config.max_running, 256 if is_cpu or config.deterministic else 2048),
         max_running=config.max_running,
         # On a CPU a row takes as long in a chunk of 32 as of 256: larger chunks would only delay streams.
         prompt_tokens_with_decodes=config.prompt_tokens_beside or (32 if is_cpu else None),
         prompt_tokens_shared=_SHARED_PROMPT_TOKENS if is_cpu and not config.tokens_per_step else None,
     )
-
-
-def _tokens_per_step(config: WorkerConfig, device: torch.device) -> int:
-    """A GPU needs several hundred rows to be compute-bound; with constant shapes every step pays for all rows."""
-    return 256 if device.type == "cpu" or config.deterministic else 2048
 
 
 def _numerics(config: WorkerConfig, chosen: ChosenBackend, dtype: torch.dtype) -> str:
@@ -161,34 +161,14 @@ def _device(config: WorkerConfig) -> torch.device:
 
 
 def _check_weights(engine: Engine, config: WorkerConfig, checkpoint: Checkpoint, cache_shape: CacheShape) -> str:
-    """Checks manifest, finite logits and golden answers; returns the result for the log. Raises EngineStartError."""
-    directory, shape = Path(config.weights), checkpoint.decoder.config
+    """Checks manifest, finite logits and golden answers; returns the result for the log. Raises ValueError."""
+    directory, shape, context = Path(config.weights), checkpoint.decoder.config, cache_shape.context
     number_format = config.quantize if config.quantize != "none" else _name(cache_shape.dtype)
-    try:
-        is_whole = check_manifest(directory, checkpoint.hashes)
-        start_id = _start_id(checkpoint)
-        check_finite_logits(
-            engine, directory, shape, context=cache_shape.context, number_format=number_format, start_id=start_id
-        )
-        golden = check_golden(engine, directory, shape, context=cache_shape.context, number_format=number_format)
-    except ValueError as error:
-        raise EngineStartError(str(error)) from None
+    is_whole = check_manifest(directory, checkpoint.hashes)
+    start_id = _start_id(checkpoint)
+    check_finite_logits(engine, directory, shape, context=context, number_format=number_format, start_id=start_id)
+    golden = check_golden(engine, directory, shape, context=context, number_format=number_format)
     return f"{golden}, {MANIFEST_FILE} passed" if is_whole else golden
-
-
-def _check_batch_invariance(runners: BackendRunners, limits: StepLimits, cache_shape: CacheShape, blocks: int) -> str:
-    """Verifies batch invariance; returns the result for the log. Raises EngineStartError."""
-    device = DeviceUnderTest(
-        make_engine=lambda most: Engine(Scheduler(most, BlockPool(blocks, cache_shape.block_size)), *runners),
-        limits=limits,
-        context=cache_shape.context,
-        vocab_size=cache_shape.shape.vocab_size,
-        has_encoder=cache_shape.shape.n_encoder_layers > 0,
-    )
-    try:
-        return check_batch_invariance(device)
-    except ValueError as error:
-        raise EngineStartError(str(error)) from None
 
 
 def _cache_shape(

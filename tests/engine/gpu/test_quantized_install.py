@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.engine.checks.golden_check import check_golden
 from app.engine.gpu.linears import Quantize, describe_unquantized, quantize_decoder
 from app.engine.quantization.int8_weights import round_weights
+from app.engine.startup_checks import check_golden
 from model.checkpoint.golden import GOLDEN_FILE, golden_file
 from model.config import ModelConfig
 from model.files import CheckpointError

@@ -1,21 +1,33 @@
-"""The golden check: an engine verifies golden.json before its first request, in any number format."""
+"""Checks before the first request: golden.json and finite logits in any number format; batch invariance."""
 
 from __future__ import annotations
 
 import json
 import random
 import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import nextafter
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+import torch
+from torch import Tensor
 
 from app.common.ipc import WorkerConfig
-from app.common.types import Request, RequestStarted
-from app.engine.checks.golden_check import check_finite_logits, check_golden
+from app.common.types import Request, RequestStarted, SampledToken, TokenScore
+from app.engine.execution.engine import Engine
+from app.engine.execution.runner import Runner, TorchExecutor
+from app.engine.scheduling.block_allocator import BlockPool
+from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from app.engine.startup import build_engine
+from app.engine.startup_checks import BatchVarianceError, check_batch_invariance, check_finite_logits, check_golden
 from app.engine.worker_loop import EngineStartError
 from model.checkpoint.golden import GOLDEN_FILE, golden_file
 from model.checkpoint.manifest import MANIFEST_FILE, manifest_file
+from model.config import ModelConfig
 from model.files import CheckpointError
 from tests.support.model.bad_weights import bad_weights, good_weights
 from tests.support.model.tiny_models import tiny_config, tiny_decoder, tiny_engine
@@ -126,3 +138,110 @@ def test_weights_that_explode_are_refused_in_every_number_format(
     with pytest.raises(EngineStartError, match=rf"model\.safetensors: .* are not finite in {number}") as refusal:
         build_engine(_config(exploding, number, kernels, library))
     assert ("serve them with --dtype float32" in str(refusal.value)) == (number != "float32")
+
+
+LIMITS = StepLimits(tokens_per_step=128, max_running=12, prompt_tokens_with_decodes=32)
+
+
+def _check(
+    shape: ModelConfig | None = None, limits: StepLimits = LIMITS, *, other: int | None = None
+) -> list[StepLimits]:
+    """Returns the limits of the engines that the check made; that of index `other` has other weights."""
+    shape, given = shape or tiny_config(), list[StepLimits]()
+    runners = [tiny_engine(tiny_decoder(shape, seed=seed), max_running=limits.max_running).runner for seed in range(2)]
+
+    def make(most: StepLimits) -> Engine:
+        given.append(most)
+        return Engine(Scheduler(most, BlockPool(64, 16)), runners[len(given) - 1 == other])
+
+    result = check_batch_invariance(make, limits, shape, context=shape.context)
+    assert result.startswith("batch invariance verified: ")
+    return given
+
+
+@pytest.mark.parametrize("limits", [LIMITS, replace(LIMITS, max_running=1), replace(LIMITS, tokens_per_step=12)])
+def test_the_kernels_of_a_cpu_pass_within_the_limits_of_the_engine(limits: StepLimits, way: str) -> None:
+    given = _check(limits=limits)
+    assert all(most.max_running <= limits.max_running for most in given), way
+    assert all(most.tokens_per_step <= limits.tokens_per_step for most in given)
+
+
+@pytest.mark.parametrize("change", [{"n_encoder_layers": 1}, {"context": 4}])
+def test_a_model_with_an_encoder_and_a_short_context_is_tried_too(change: dict[str, int]) -> None:
+    _check(tiny_config(**change))
+
+
+def _by_row(logits_SV: Tensor) -> Tensor:
+    """The row's index in the step leaks: a row depends on the rows before it."""
+    logits_SV[:, ::2] += 1e-3 * torch.arange(len(logits_SV))[:, None]
+    return logits_SV
+
+
+def _by_number(logits_SV: Tensor) -> Tensor:
+    """One last bit, and only where there are many rows: another tile of a library's product."""
+    return logits_SV if len(logits_SV) < 8 else logits_SV * torch.tensor(1 + 2**-23)
+
+
+def _beyond_all(logits_SV: Tensor) -> Tensor:
+    return logits_SV.fill_(float("nan"))
+
+
+def _last_bit(scores: dict[str, tuple[TokenScore, ...] | None]) -> dict[str, tuple[TokenScore, ...] | None]:
+    return {name: tuple((nextafter(own, 0), top) for own, top in each or ()) for name, each in scores.items()}
+
+
+def _other_token(drawn: dict[str, SampledToken]) -> dict[str, SampledToken]:
+    """Where logits are right and tokens are not."""
+    return drawn if len(drawn) < 3 else {name: replace(each, token=5) for name, each in drawn.items()}
+
+
+def _break(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, break_it: Callable[[Any], Any]) -> None:
+    whole = getattr(owner, name)
+
+    def broken(self: Any, rows: Sequence[Any]) -> Any:
+        result = whole(self, rows)
+        return result if name == "_score" and len(rows) < 3 else break_it(result)
+
+    monkeypatch.setattr(owner, name, broken)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "break_it", "message"),
+    [
+        (TorchExecutor, "logits", _by_row, r"cannot be guaranteed .* another result.* and alone .*; start without it"),
+        (TorchExecutor, "logits", _by_number, r"cannot be guaranteed .*: computed .*, the prompt of \d+ tokens gives"),
+        (TorchExecutor, "logits", _beyond_all, "cannot be verified on this device"),
+        (Runner, "_score", _last_bit, "the log-probability of its token 2 is"),
+        (Runner, "_draw", _other_token, r"token 1 after it is 5 \(.*\) and alone \d+"),
+    ],
+)
+def test_rows_that_see_their_neighbours_are_found_out(
+    owner: type, name: str, break_it: Callable[[Any], Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _break(monkeypatch, owner, name, break_it)
+    with pytest.raises(BatchVarianceError, match=message):
+        _check()
+
+
+@pytest.mark.parametrize(
+    ("index", "way"),
+    [(4, "together with others"), (5, "in another order"), (6, "in small chunks"), (7, "in a batch of 12")],
+)
+def test_every_way_is_compared(index: int, way: str) -> None:
+    """Four prompts are computed alone, each by an engine of its own; one engine behind them has other weights."""
+    message = f"device: computed {way}, the prompt of 3 tokens gives another result"
+    with pytest.raises(BatchVarianceError, match=message):
+        _check(other=index)
+
+
+def test_the_engine_does_not_start_where_the_promise_cannot_be_kept(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = WorkerConfig(weights=str(weights), device="cpu", dtype="float32", kernels="torch", threads=1, kv_blocks=32)
+    logged: list[str] = []
+    build_engine(msgspec.structs.replace(config, deterministic=True), logged.append)
+    assert any(each.startswith("batch invariance verified") for each in logged)
+    _break(monkeypatch, TorchExecutor, "logits", _by_row)
+    build_engine(config)
+    with pytest.raises(EngineStartError, match=r"^--deterministic cannot be guaranteed on this device: "):
+        build_engine(msgspec.structs.replace(config, deterministic=True))
