@@ -107,7 +107,10 @@ class Shape(Structure):
 
     _fields_ = (
         *((name, c_int32) for name in ("is_bf16", "n_registers", "query_heads", "kv_heads", "head_width", "window")),
-        *((name, c_int32) for name in ("rotary_half", "width", "n_operations", "n_blocks", "final_norm", "unused")),
+        *(
+            (name, c_int32)
+            for name in ("rotary_half", "width", "n_operations", "n_blocks", "final_norm", "padded_head")
+        ),
         *((name, c_float) for name in ("attention_scale", "embedding_scale", "soft_cap", "eps")),
         ("rope_table", c_void_p),
         ("position_embeddings", c_void_p),

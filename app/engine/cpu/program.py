@@ -83,6 +83,7 @@ class Program:
             width=c.width,
             n_operations=len(operations),
             final_norm=_NORMS[c.norm] if c.final_norm else 0,
+            padded_head=padded_head_dim(c),
             attention_scale=(c.head_dim if c.attention_scale == "head_dim" else c.width) ** -0.5,
             embedding_scale=c.embedding_scale,
             soft_cap=c.logit_soft_cap or 0.0,

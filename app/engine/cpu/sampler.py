@@ -6,7 +6,6 @@ samples in every step. The two samplers may differ in the last bits of a sum, so
 
 from __future__ import annotations
 
-import struct
 from array import array
 from collections.abc import Sequence as Items
 from ctypes import CDLL, c_char, c_int64, c_void_p
@@ -15,26 +14,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from app.common.types import SampledToken, SamplingParams, TokenScore
+from app.common.types import SampledToken, TokenScore
 from app.engine.cpu.compute import ThreadPool
-from app.engine.sampling.parameters import SamplingInput
+from app.engine.sampling.parameters import SamplingInput, is_counted, pack_header
 
 _TOP = 20
 """Most likely tokens reported for a row, at most: INK_TOP."""
-_PARAMS = struct.Struct("=7d6q")
-_ROW_FIELDS = 7
 
 
 @dataclass(frozen=True, slots=True)
 class _PackedParams:
-    """InkParams of a request, packed."""
+    """InkParams of a request, and all that its address depends on."""
 
-    params: SamplingParams
-    address: int
-    memory: array[int]
-    reads_tokens: bool
-    """Whether the request has penalties, which depend on its earlier tokens."""
-    min_tokens: int
+    words: array[int]
+    owners: tuple[object, object]
+    """Parameters and stop ids of the request: while they exist, no others have their identities."""
+    is_counted: bool
     n_top: int
     """Most likely tokens to report; -1 if no log-probabilities are requested."""
 
@@ -44,27 +39,44 @@ class NativeSampler:
 
     def __init__(self, library: CDLL, vocab: int, *, pool: ThreadPool | None = None) -> None:
         """pool: the library's threads, which must outlive the sampler; None samples in the calling thread."""
-        for name in ("ink_params_bytes", "ink_row_bytes", "ink_scratch_bytes"):
-            getattr(library, name).restype = c_int64
-        sizes = (library.ink_params_bytes(), library.ink_row_bytes())
-        assert sizes == (_PARAMS.size, 8 * _ROW_FIELDS), f"the library has other structures: {sizes}"
-        library.ink_scratch_bytes.argtypes = [c_int64, c_int64]
-        library.ink_sample.argtypes = [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 5]
-        library.ink_logprobs.argtypes = [c_void_p, c_void_p, c_void_p, *[c_int64] * 4, *[c_void_p] * 4]
+        library.ink_scratch_bytes.restype, library.ink_scratch_bytes.argtypes = c_int64, [c_int64, c_int64]
+        library.ink_sample.argtypes = [*[c_void_p] * 3, *[c_int64] * 3, *[c_void_p] * 2]
+        library.ink_logprobs.argtypes = [*[c_void_p] * 3, *[c_int64] * 4, c_void_p]
         library.ink_sample.restype = library.ink_logprobs.restype = None
         self.vocab = vocab
         self._sample, self._logprobs_of = library.ink_sample, library.ink_logprobs
         self._pool = pool
         self._handle = pool.handle if pool else None
         self._scratch = (c_char * library.ink_scratch_bytes(pool.count if pool else 1, vocab))()
-        self._params_cache: dict[int, _PackedParams] = {}
+        self._params_cache: dict[tuple[int, int, int], _PackedParams] = {}
         self._outputs = _Outputs(0)
 
     def sample(self, logits_SV: Tensor, rows: Items[SamplingInput]) -> list[SampledToken]:
         """See app/engine/sampling/sampler.py; for logits on the CPU."""
         logits_SV = _contiguous_float32(logits_SV)
         assert logits_SV.shape == (len(rows), self.vocab)
-        return self.draw(logits_SV.data_ptr(), rows, logits_SV.stride(0))
+        packed: dict[tuple[int, int, int], _PackedParams] = {}
+        keepalive: list[object] = []
+        fields = array("q")
+        top_counts = []
+        for row in rows:
+            key = (id(row.params), row.n_prompt, id(row.stop_ids))
+            params = self._params_cache.get(key)
+            if params is None:
+                params = self._params_cache[key] = _pack(row, self.vocab)
+            packed[key] = params
+            top_counts.append(params.n_top)
+            tokens = _address_of(row.tokens, keepalive) if params.is_counted else 0
+            allowed = 0 if row.allowed is None else _mask_address(row.allowed, self.vocab, keepalive)
+            fields.extend((params.words.buffer_info()[0], tokens, len(row.tokens), allowed))
+        # Drop the parameters of requests that do not sample in this step.
+        self._params_cache = packed
+        outputs = self._outputs_for(len(rows))
+        shape = (logits_SV.stride(0), self.vocab, len(rows), fields.buffer_info()[0])
+        self._sample(self._handle, self._scratch, logits_SV.data_ptr(), *shape, outputs.address)
+        if max(top_counts, default=-1) < 0:
+            return [SampledToken(token if token >= 0 else None) for token in outputs.tokens[: len(rows)]]
+        return [outputs.sampled_token(row, n_top) for row, n_top in enumerate(top_counts)]
 
     def top_logprobs(self, logits_XV: Tensor, chosen: Items[int], count: int) -> list[TokenScore]:
         """See app/engine/sampling/sampler.py; for rows of finite logits on the CPU that all request `count` tokens."""
@@ -72,50 +84,10 @@ class NativeSampler:
         assert logits_XV.shape == (len(chosen), self.vocab)
         outputs = self._outputs_for(len(chosen))
         outputs.tokens[: len(chosen)] = array("q", chosen)
-        n_top = min(count, self.vocab, _TOP)
+        n_top = min(count, self.vocab)
         shape = (logits_XV.stride(0), self.vocab, len(chosen), n_top)
-        self._logprobs_of(self._handle, self._scratch, logits_XV.data_ptr(), *shape, *outputs.addresses)
+        self._logprobs_of(self._handle, self._scratch, logits_XV.data_ptr(), *shape, outputs.address)
         return [outputs.score(row, n_top) for row in range(len(chosen))]
-
-    def draw(self, address: int, rows: Items[SamplingInput], stride: int | None = None) -> list[SampledToken]:
-        """Samples from logits [rows, vocab] in float32 at `address`; rows are `stride` numbers apart."""
-        vocab = self.vocab
-        packed: dict[int, _PackedParams] = {}
-        keepalive: list[object] = []
-        fields = array("q")
-        top_counts = []
-        for row in rows:
-            params = row.params
-            packed_params = self._params_cache.get(id(params))
-            if packed_params is None or packed_params.params is not params:
-                packed_params = self._params_cache[id(params)] = _pack(params)
-            packed[id(params)] = packed_params
-            top_counts.append(packed_params.n_top)
-            tokens, n_prompt = row.tokens, row.n_prompt
-            length = len(tokens)
-            start = _address_of(tokens, keepalive) if packed_params.reads_tokens else 0
-            stops, n_stops = 0, 0
-            if length - n_prompt < packed_params.min_tokens and row.stop_ids:
-                stops, n_stops = _address_of(row.stop_ids, keepalive), len(row.stop_ids)
-            allowed = 0 if row.allowed is None else _mask_address(row.allowed, vocab, keepalive)
-            fields.extend((packed_params.address, start, length, n_prompt, stops, n_stops, allowed))
-        # Drop the parameters of requests that do not sample in this step.
-        self._params_cache = packed
-        outputs = self._outputs_for(len(top_counts))
-        shape = (vocab if stride is None else stride, vocab, len(top_counts), fields.buffer_info()[0])
-        self._sample(self._handle, self._scratch, address, *shape, *outputs.addresses)
-        if max(top_counts, default=-1) < 0:
-            return [SampledToken(token if token >= 0 else None) for token in outputs.tokens[: len(top_counts)]]
-        counts = [min(n, vocab, _TOP) for n in top_counts]
-        pairs = enumerate(zip(outputs.tokens, counts, strict=False))
-        return [
-            SampledToken(None)
-            if token < 0
-            else SampledToken(token)
-            if n < 0
-            else SampledToken(token, *outputs.score(row, n))
-            for row, (token, n) in pairs
-        ]
 
     def _outputs_for(self, rows: int) -> _Outputs:
         if rows > self._outputs.rows:
@@ -124,7 +96,7 @@ class NativeSampler:
 
 
 class _Outputs:
-    """Output arrays of the library for up to `rows` rows."""
+    """InkSamples: output arrays of the library for up to `rows` rows."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
@@ -133,7 +105,15 @@ class _Outputs:
         self._top_ids = array("q", bytes(8 * rows * _TOP))
         self._top_logprobs = array("d", bytes(8 * rows * _TOP))
         each = (self.tokens, self._logprobs, self._top_ids, self._top_logprobs)
-        self.addresses = tuple(memory.buffer_info()[0] for memory in each)
+        self._addresses = array("q", [memory.buffer_info()[0] for memory in each])
+        self.address = self._addresses.buffer_info()[0]
+
+    def sampled_token(self, row: int, n_top: int) -> SampledToken:
+        """The row's token, with log-probabilities unless n_top is -1."""
+        token = self.tokens[row]
+        if token < 0 or n_top < 0:
+            return SampledToken(token if token >= 0 else None)
+        return SampledToken(token, *self.score(row, n_top))
 
     def score(self, row: int, count: int) -> TokenScore:
         """The sampled token's log-probability, and the `count` most likely tokens."""
@@ -143,17 +123,15 @@ class _Outputs:
         return self._logprobs[row], tuple(zip(self._top_ids[part], self._top_logprobs[part], strict=True))
 
 
-def _pack(p: SamplingParams) -> _PackedParams:
-    n_top = -1 if p.logprobs is None else p.logprobs
-    probabilities = (p.temperature, p.typical_p, p.top_p, p.min_p)
-    penalties = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
-    numbers = (p.top_k, p.seed, p.choice, p.min_tokens, n_top, len(p.logit_bias))
-    memory = array("q", _PARAMS.pack(*probabilities, *penalties, *numbers))
-    # The library ignores ids beyond the vocabulary, so an id beyond 64 bits may be clamped.
-    memory.extend(min(token, 2**63 - 1) for token, _ in p.logit_bias)
-    memory.frombytes(array("d", [bias for _, bias in p.logit_bias]).tobytes())
-    is_penalized = p.repetition_penalty != 1 or bool(p.presence_penalty or p.frequency_penalty)
-    return _PackedParams(p, memory.buffer_info()[0], memory, is_penalized, p.min_tokens, n_top)
+def _pack(row: SamplingInput, vocab: int) -> _PackedParams:
+    p = row.params
+    biases = [(token, bias) for token, bias in p.logit_bias if token < vocab]
+    stops = [token for token in row.stop_ids if token < vocab]
+    words = array("i", pack_header(row, len(biases), len(stops)))
+    words.frombytes(array("d", [bias for _, bias in biases]).tobytes())
+    words.extend([*(token for token, _ in biases), *stops])
+    n_top = -1 if p.logprobs is None else min(p.logprobs, vocab)
+    return _PackedParams(words, (p, row.stop_ids), is_counted(p), n_top)
 
 
 def _address_of(tokens: Items[int], keepalive: list[object]) -> int:

@@ -34,10 +34,6 @@ void probe_exp(const float* x, float* y, int64_t n) {
 double probe_uniform(int64_t seed, int64_t choice, int64_t position) {
     return ink::uniform(seed, choice, position);
 }
-void probe_philox(uint32_t* counter, const uint32_t* key) {
-    const ink::Words4 words = ink::philox({counter[0], counter[1], counter[2], counter[3]}, key[0], key[1]);
-    std::copy(words.begin(), words.end(), counter);
-}
 }
 """
 

@@ -16,13 +16,6 @@ constexpr int kQueryRows = 6, kBlocksAtOnce = 4;
 constexpr int kQueryRows = 2, kBlocksAtOnce = 2;
 #endif
 
-struct Heads {
-    int queries, kv, width, padded;  // padded: width in whole vectors
-    int window;                      // 0: no window
-    float scale;
-    long block_numbers() const { return long(kBlock) * padded; }
-};
-
 // The blocks of one sequence in one layer, for one kv head.
 template <class W>
 struct Blocks {
@@ -38,23 +31,23 @@ INK_INLINE void convert_store(const Floats& x, bf16* to) { store(&to->bits, to_b
 
 // Stores one token's key and value of one head in its slot, both padded with zeros to whole vectors.
 template <class W>
-void store_kv(const Heads& h, const float* k, const float* v, typename W::Number* keys, typename W::Number* values,
+void store_kv(const InkShape& h, const float* k, const float* v, typename W::Number* keys, typename W::Number* values,
               int slot) {
     typename W::Number converted[kLanes];
-    for (int c = 0; c < h.padded; c += kLanes) {
+    for (int c = 0; c < h.padded_head; c += kLanes) {
         convert_store(load(k + c), converted);
         for (int i = 0; i < kLanes; i += W::kStep)
             std::memcpy(keys + ((c + i) / W::kStep * kBlock + slot) * W::kStep, converted + i,
                         W::kStep * sizeof *converted);
         convert_store(load(v + c), converted);
-        typename W::Number* column = values + (slot / W::kStep * h.padded + c) * W::kStep + slot % W::kStep;
+        typename W::Number* column = values + (slot / W::kStep * h.padded_head + c) * W::kStep + slot % W::kStep;
         for (int i = 0; i < kLanes; i++) column[i * W::kStep] = converted[i];
     }
 }
 
 // scores [R][n_blocks * 16] of R query rows, from block `first` on.
 template <class W, int R>
-void compute_scores(const Heads& h, const Blocks<W>& blocks, const typename W::Number* const* queries, int first,
+void compute_scores(const InkShape& h, const Blocks<W>& blocks, const typename W::Number* const* queries, int first,
                     int n_blocks, float* scores, long stride) {
     for (int b = 0; b < n_blocks; b += kBlocksAtOnce) {
         const char *keys[kBlocksAtOnce], *next[kBlocksAtOnce];
@@ -63,7 +56,7 @@ void compute_scores(const Heads& h, const Blocks<W>& blocks, const typename W::N
             next[i] = reinterpret_cast<const char*>(blocks.key(first + std::min(b + i + kBlocksAtOnce, n_blocks - 1)));
         }
         Floats sums[R][kBlocksAtOnce] = {};
-        for (int s = 0; s < h.padded / W::kStep; s++) {
+        for (int s = 0; s < h.padded_head / W::kStep; s++) {
             typename W::Operand k[kBlocksAtOnce];
             for (int i = 0; i < kBlocksAtOnce; i++) {
                 k[i] = W::weights(keys[i] + s * W::kBytes);
@@ -78,7 +71,7 @@ void compute_scores(const Heads& h, const Blocks<W>& blocks, const typename W::N
         }
         for (int r = 0; r < R; r++)
             for (int i = 0; i < kBlocksAtOnce && b + i < n_blocks; i++)
-                store(scores + r * stride + (b + i) * kBlock, sums[r][i] * h.scale);
+                store(scores + r * stride + (b + i) * kBlock, sums[r][i] * h.attention_scale);
     }
 }
 
@@ -110,7 +103,7 @@ float softmax(float* scores, int length, int start, int position, int window, Nu
 
 // outputs += weights [R][length] times values, P vectors of the head from `column` on.
 template <class W, int R, int P>
-void accumulate_values(const Heads& h, const Blocks<W>& blocks, const typename W::Number* weights, long stride,
+void accumulate_values(const InkShape& h, const Blocks<W>& blocks, const typename W::Number* weights, long stride,
                        int first, int n_blocks, int column, const float* totals,
                        typename W::Number* const* outputs) {
     Floats sums[R][P] = {};
@@ -122,7 +115,7 @@ void accumulate_values(const Heads& h, const Blocks<W>& blocks, const typename W
         for (int s = 0; s < kBlock / W::kStep; s++) {
             typename W::Operand v[P];
             for (int i = 0; i < P; i++) {
-                const long offset = (long(s) * h.padded + i * kLanes) * (W::kBytes / kLanes);
+                const long offset = (long(s) * h.padded_head + i * kLanes) * (W::kBytes / kLanes);
                 v[i] = W::weights(values + offset);
                 __builtin_prefetch(next + offset);
             }
@@ -136,7 +129,7 @@ void accumulate_values(const Heads& h, const Blocks<W>& blocks, const typename W
     }
     for (int r = 0; r < R; r++)
         for (int i = 0; i < P; i++) {
-            const int at = column + i * kLanes, left = std::min(kLanes, h.width - at);
+            const int at = column + i * kLanes, left = std::min(kLanes, h.head_width - at);
             typename W::Number out[kLanes];
             convert_store(sums[r][i] / totals[r], out);
             if (left > 0) std::memcpy(outputs[r] + at, out, left * sizeof *out);
@@ -145,7 +138,7 @@ void accumulate_values(const Heads& h, const Blocks<W>& blocks, const typename W
 
 // R query rows of one kv head at `positions`. scratch: 2 * R * (keys in whole blocks) floats.
 template <class W, int R>
-void attend(const Heads& h, const Blocks<W>& blocks, const typename W::Number* const* queries, const int* positions,
+void attend(const InkShape& h, const Blocks<W>& blocks, const typename W::Number* const* queries, const int* positions,
             typename W::Number* const* outputs, float* scratch) {
     using Number = typename W::Number;
     const int last = *std::max_element(positions, positions + R), least = *std::min_element(positions, positions + R);
@@ -158,9 +151,9 @@ void attend(const Heads& h, const Blocks<W>& blocks, const typename W::Number* c
         totals[r] = softmax(scratch + long(r) * length, length, first * kBlock, positions[r], h.window,
                            weights + long(r) * length);
     int column = 0;
-    for (; column + 4 * kLanes <= h.padded; column += 4 * kLanes)
+    for (; column + 4 * kLanes <= h.padded_head; column += 4 * kLanes)
         accumulate_values<W, R, 4>(h, blocks, weights, length, first, n_blocks, column, totals, outputs);
-    for (; column < h.padded; column += kLanes)
+    for (; column < h.padded_head; column += kLanes)
         accumulate_values<W, R, 1>(h, blocks, weights, length, first, n_blocks, column, totals, outputs);
 }
 

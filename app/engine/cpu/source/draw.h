@@ -28,7 +28,7 @@ inline void sample_row(Scratch& scratch, const float* raw, const InkRow& row, co
     LogSoftmax softmax{};
     if (p.logprobs >= 0) {
         softmax = log_softmax_of_row(scratch);
-        const int64_t count = std::min({p.logprobs, INK_TOP, scratch.vocab});
+        const int64_t count = std::min({int64_t(p.logprobs), INK_TOP, scratch.vocab});
         write_top_logprobs(scratch, softmax, count, out.top_ids + index * INK_TOP, out.top_logprobs + index * INK_TOP);
     }
     if (needs_adjustment(row)) adjust_logits(scratch, row);
@@ -65,37 +65,31 @@ inline void for_each_row(Pool* pool, char* memory, int64_t rows, int64_t vocab, 
 
 extern "C" {
 
-// Sizes of the structures above, for callers that fill them from another language.
-int64_t ink_params_bytes() { return sizeof(InkParams); }
-int64_t ink_row_bytes() { return sizeof(InkRow); }
-
 // Bytes of memory that ink_sample() needs for so many threads: all zero at first, not written by the caller afterwards.
 int64_t ink_scratch_bytes(int64_t threads, int64_t vocab) { return threads * scratch_bytes(vocab); }
 
 // Samples one token for each row of float32 logits, `stride` numbers apart. pool: null samples in the calling thread.
 void ink_sample(void* pool, void* memory, const float* logits, int64_t stride, int64_t vocab, int64_t n_rows,
-                const InkRow* rows, int64_t* tokens, double* logprobs, int64_t* top_ids, double* top_logprobs) {
-    const InkSamples out{tokens, logprobs, top_ids, top_logprobs};
+                const InkRow* rows, const InkSamples* out) {
     const auto sample = [&](int row, Scratch& scratch) {
-        sample_row(scratch, logits + row * stride, rows[row], out, row);
+        sample_row(scratch, logits + row * stride, rows[row], *out, row);
     };
     for_each_row(static_cast<Pool*>(pool), static_cast<char*>(memory), n_rows, vocab, sample);
 }
 
-// Log-probabilities of given tokens, one for each row of logits, and of the `count` most likely tokens of the row (at
-// most INK_TOP and the vocabulary size). A row with logits that are not finite gets no log-probabilities and token -1.
+// Log-probabilities of the given out.tokens, one for each row of logits, and of the `count` most likely tokens of the
+// row (at most INK_TOP and the vocabulary size). A row with logits that are not finite gets only token -1.
 void ink_logprobs(void* pool, void* memory, const float* logits, int64_t stride, int64_t vocab, int64_t n_rows,
-                  int64_t count, int64_t* tokens, double* logprobs, int64_t* top_ids, double* top_logprobs) {
+                  int64_t count, const InkSamples* out) {
     const auto score = [&](int row, Scratch& scratch) {
         const float* raw = logits + row * stride;
-        const bool is_token = tokens[row] >= 0 && tokens[row] < vocab;
-        if (!scratch.load_row(raw) || !is_token) {
-            tokens[row] = -1;
+        if (!scratch.load_row(raw)) {
+            out->tokens[row] = -1;
             return;
         }
         const LogSoftmax softmax = log_softmax_of_row(scratch);
-        logprobs[row] = softmax.of(raw[tokens[row]]);
-        write_top_logprobs(scratch, softmax, count, top_ids + row * INK_TOP, top_logprobs + row * INK_TOP);
+        out->logprobs[row] = softmax.of(raw[out->tokens[row]]);
+        write_top_logprobs(scratch, softmax, count, out->top_ids + row * INK_TOP, out->top_logprobs + row * INK_TOP);
     };
     for_each_row(static_cast<Pool*>(pool), static_cast<char*>(memory), n_rows, vocab, score);
 }

@@ -32,7 +32,7 @@ struct InkShape {
     int32_t query_heads, kv_heads, head_width, window;
     int32_t rotary_half, width;       // rotary_half: half of the numbers of a head that are rotated, 0 for none
     int32_t n_operations, n_blocks;
-    int32_t final_norm, unused;
+    int32_t final_norm, padded_head;  // padded_head: head_width in whole vectors
     float attention_scale, embedding_scale, soft_cap, eps;
     const float *rope_table, *position_embeddings;  // [context, 2 * rotary_half]; [context, width] or null
     const InkMatrix *embedding, *head;

@@ -5,31 +5,36 @@
 
 namespace ink {
 
-// Parameters that stay the same in every step of a request. `biases` token ids and then as many bias values follow it.
+// Parameters of a request: the first words of app/engine/sampling/parameters.py, then all of its biases and ids.
 struct InkParams {
-    double temperature, typical_p, top_p, min_p, repetition, presence, frequency;
-    int64_t top_k, seed, choice, min_tokens;
-    int64_t logprobs;  // most likely tokens to report; -1: no log-probabilities at all
-    int64_t biases;
+    double temperature, top_p, min_p, typical_p, repetition, presence, frequency;
+    int64_t seed;
+    int32_t choice, top_k, prompt, min_tokens;  // prompt: number of its tokens
+    int32_t logprobs;                           // most likely tokens to report; -1: no log-probabilities at all
+    int32_t flags, n_biases, n_stops;
+
+    const double* biases() const { return reinterpret_cast<const double*>(this + 1); }
+    const int32_t* bias_ids() const { return reinterpret_cast<const int32_t*>(biases() + n_biases); }
+    const int32_t* stops() const { return bias_ids() + n_biases; }
 };
 
-// Inputs of a row in one step.
+static_assert(sizeof(InkParams) == 24 * 4, "STOPS words");
+enum Flag : int32_t { GREEDY = 1, COUNTED = 2 };
+
+// Inputs of a row in one step. All token ids are of the vocabulary.
 struct InkRow {
     const InkParams* params;
-    const int64_t* tokens;  // prompt and output; read only if there are penalties
-    int64_t length;         // number of tokens; also the position of the new token
-    int64_t prompt;         // number of prompt tokens
-    const int64_t* stops;   // stop tokens; read only before min_tokens
-    int64_t stops_length;
+    const int64_t* tokens;    // prompt and output; read only if there are penalties
+    int64_t length;           // number of tokens; also the position of the new token
     const uint32_t* allowed;  // the grammar's mask, a bit for each token; null allows all
 };
 
-INK_INLINE bool is_penalized(const InkParams& p) { return p.repetition != 1 || p.presence != 0 || p.frequency != 0; }
-
-INK_INLINE bool is_too_early(const InkRow& row) { return row.length - row.prompt < row.params->min_tokens; }
+INK_INLINE bool bans_stop_tokens(const InkRow& row) {
+    return row.params->n_stops && row.length - row.params->prompt < row.params->min_tokens;
+}
 
 INK_INLINE bool needs_adjustment(const InkRow& row) {
-    return row.params->biases || is_penalized(*row.params) || row.allowed || (is_too_early(row) && row.stops_length);
+    return row.params->n_biases || row.params->flags & COUNTED || row.allowed || bans_stop_tokens(row);
 }
 
 INK_INLINE float clamp_to_float(double value) {
@@ -42,10 +47,7 @@ INK_INLINE void set_logit(Scratch& scratch, int64_t token, double value) {
 }
 
 inline void add_biases(Scratch& scratch, const InkParams& p) {
-    const int64_t* token = reinterpret_cast<const int64_t*>(&p + 1);
-    const double* bias = reinterpret_cast<const double*>(token + p.biases);
-    for (int64_t i = 0; i < p.biases; i++)
-        if (token[i] >= 0 && token[i] < scratch.vocab) set_logit(scratch, token[i], scratch.x[token[i]] + bias[i]);
+    for (int i = 0; i < p.n_biases; i++) set_logit(scratch, p.bias_ids()[i], scratch.x[p.bias_ids()[i]] + p.biases()[i]);
 }
 
 // CTRL's repetition penalty: applied once to each token of prompt and output.
@@ -53,22 +55,19 @@ inline void penalize_repetition(Scratch& scratch, const InkRow& row) {
     const double r = row.params->repetition;
     for (int64_t i = 0; i < row.length; i++) {
         const int64_t token = row.tokens[i];
-        if (token < 0 || token >= scratch.vocab || scratch.counts[token]++) continue;
+        if (scratch.counts[token]++) continue;
         const double logit = scratch.x[token];
         set_logit(scratch, token, logit > 0 ? logit / r : logit * r);
     }
-    for (int64_t i = 0; i < row.length; i++)
-        if (row.tokens[i] >= 0 && row.tokens[i] < scratch.vocab) scratch.counts[row.tokens[i]] = 0;
+    for (int64_t i = 0; i < row.length; i++) scratch.counts[row.tokens[i]] = 0;
 }
 
 // OpenAI's presence and frequency penalties, by how often a token was generated.
 inline void penalize_presence(Scratch& scratch, const InkRow& row) {
-    const auto is_token = [&](int64_t token) { return token >= 0 && token < scratch.vocab; };
-    for (int64_t i = row.prompt; i < row.length; i++)
-        if (is_token(row.tokens[i])) scratch.counts[row.tokens[i]]++;
-    for (int64_t i = row.prompt; i < row.length; i++) {
+    for (int64_t i = row.params->prompt; i < row.length; i++) scratch.counts[row.tokens[i]]++;
+    for (int64_t i = row.params->prompt; i < row.length; i++) {
         const int64_t token = row.tokens[i];
-        if (!is_token(token) || !scratch.counts[token]) continue;
+        if (!scratch.counts[token]) continue;
         const double penalty = row.params->frequency * scratch.counts[token] + row.params->presence;
         set_logit(scratch, token, scratch.x[token] - penalty);
         scratch.counts[token] = 0;
@@ -93,20 +92,19 @@ inline void apply_mask(Scratch& scratch, const uint32_t* allowed) {
     std::fill(scratch.dirty, scratch.dirty + scratch.blocks, 1);
 }
 
-// Bans stop tokens before min_tokens, unless no other token is allowed.
-inline void ban_stop_tokens(Scratch& scratch, const InkRow& row) {
+// Bans stop tokens, unless no other token is allowed.
+inline void ban_stop_tokens(Scratch& scratch, const InkParams& p) {
     const auto each = [&](auto change) {
-        for (int64_t i = 0; i < row.stops_length; i++)
-            if (row.stops[i] >= 0 && row.stops[i] < scratch.vocab) {
-                change(row.stops[i]);
-                scratch.dirty[row.stops[i] / BLOCK] = 1;
-            }
+        for (int i = 0; i < p.n_stops; i++) {
+            change(p.stops()[i]);
+            scratch.dirty[p.stops()[i] / BLOCK] = 1;
+        }
         update_dirty_blocks(scratch);
     };
     // The weights are not computed yet, so scratch.w can save the logits.
-    each([&](int64_t token) { scratch.w[token] = scratch.x[token]; });
-    each([&](int64_t token) { scratch.x[token] = NEG_INF; });
-    if (scratch.best() == NEG_INF) each([&](int64_t token) { scratch.x[token] = scratch.w[token]; });
+    each([&](int32_t token) { scratch.w[token] = scratch.x[token]; });
+    each([&](int32_t token) { scratch.x[token] = NEG_INF; });
+    if (scratch.best() == NEG_INF) each([&](int32_t token) { scratch.x[token] = scratch.w[token]; });
 }
 
 inline void adjust_logits(Scratch& scratch, const InkRow& row) {
@@ -116,7 +114,7 @@ inline void adjust_logits(Scratch& scratch, const InkRow& row) {
     if (p.presence != 0 || p.frequency != 0) penalize_presence(scratch, row);
     if (row.allowed) apply_mask(scratch, row.allowed);
     update_dirty_blocks(scratch);
-    if (is_too_early(row)) ban_stop_tokens(scratch, row);
+    if (bans_stop_tokens(row)) ban_stop_tokens(scratch, p);
 }
 
 }  // namespace ink

@@ -8,9 +8,6 @@
 
 namespace ink {
 
-// Lower temperatures are raised to this one, which float32 can still distinguish from 0.
-constexpr double COLDEST = 1e-30;
-
 inline int64_t argmax_token(const Scratch& scratch, float best) {
     int64_t block = 0;
     while (scratch.block_max[block] != best) block++;
@@ -111,8 +108,8 @@ inline int64_t sample_filtered(Scratch& scratch, const InkParams& p, Scale scale
 
 // best: the largest logit, finite. number: in [0, 1).
 inline int64_t sample_token(Scratch& scratch, const InkParams& p, float best, double number) {
-    if (p.temperature == 0 || p.top_k == 1 || (p.top_p == 0 && p.typical_p == 1)) return argmax_token(scratch, best);
-    const Scale scale{best, static_cast<float>(1 / std::max(p.temperature, COLDEST))};
+    if (p.flags & GREEDY) return argmax_token(scratch, best);
+    const Scale scale{best, static_cast<float>(1 / p.temperature)};
     // With top_p 0 only the most likely token is left: the one with the lowest id if several tie.
     if (p.top_p == 0) number = 0;
     if ((p.top_k && p.top_k < scratch.vocab) || p.typical_p < 1 || p.top_p < 1 || p.min_p > 0)

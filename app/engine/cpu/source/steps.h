@@ -40,10 +40,8 @@ class Decoder : public Executor {
 
   public:
     Decoder(const InkShape& shape, Pool& pool) : shape_(shape), pool_(pool), scratch_(pool.size()) {
-        heads_ = {shape.query_heads, shape.kv_heads, shape.head_width, 0, shape.window, shape.attention_scale};
-        heads_.padded = (shape.head_width + kLanes - 1) / kLanes * kLanes;
         registers_.resize(shape.n_registers);
-        padded_.assign(pool.size(), std::vector<float>(2 * heads_.padded, 0.0f));
+        padded_.assign(pool.size(), std::vector<float>(2 * shape.padded_head, 0.0f));
     }
 
     void run(const InkStep& step) override {
@@ -210,7 +208,7 @@ class Decoder : public Executor {
 
     Number* cache(int layer, int kind, int block, int head) {
         const long index = ((long(layer) * 2 + kind) * shape_.n_blocks + block) * shape_.kv_heads + head;
-        return static_cast<Number*>(shape_.cache) + index * heads_.block_numbers();
+        return static_cast<Number*>(shape_.cache) + index * kBlock * shape_.padded_head;
     }
 
     // Norms and rotates the heads; writes queries to their register, keys and values to the cache.
@@ -227,21 +225,21 @@ class Decoder : public Executor {
         }
         std::vector<float>& buffer = padded_[thread];
         for (int head = 0; head < shape_.query_heads; head++)
-            for (int c = 0; c < heads_.padded; c += kLanes)
+            for (int c = 0; c < shape_.padded_head; c += kLanes)
                 convert_store(load(padded(q + head * width, buffer, 0) + c),
-                              numbers(kQueries, row) + head * heads_.padded + c);
+                              numbers(kQueries, row) + head * shape_.padded_head + c);
         const float* k = q + shape_.query_heads * width;
         const int block = table[position / kBlock];
         for (int head = 0; head < shape_.kv_heads; head++)
-            store_kv<W>(heads_, padded(k + head * width, buffer, 0),
+            store_kv<W>(shape_, padded(k + head * width, buffer, 0),
                         padded(k + (shape_.kv_heads + head) * width, buffer, 1),
                         cache(op.layer, 0, block, head), cache(op.layer, 1, block, head), position % kBlock);
     }
 
     // The numbers of one head, padded with zeros to whole vectors.
     const float* padded(const float* head, std::vector<float>& buffer, int index) {
-        if (heads_.padded == shape_.head_width) return head;
-        float* to = buffer.data() + index * heads_.padded;
+        if (shape_.padded_head == shape_.head_width) return head;
+        float* to = buffer.data() + index * shape_.padded_head;
         return std::copy(head, head + shape_.head_width, to), to;
     }
 
@@ -267,14 +265,14 @@ class Decoder : public Executor {
         int positions[kQueryRows];
         for (int i = 0; i < task.count; i++) {
             const int row = task.row + (task.first + i) / group, query = head * group + (task.first + i) % group;
-            queries[i] = numbers(kQueries, row) + long(query) * heads_.padded;
+            queries[i] = numbers(kQueries, row) + long(query) * shape_.padded_head;
             outputs[i] = numbers(op.out, row) + long(query) * shape_.head_width;
             positions[i] = rows_[row].position;
         }
-        const long stride = shape_.kv_heads * heads_.block_numbers();
+        const long stride = shape_.kv_heads * kBlock * shape_.padded_head;
         const Blocks<W> blocks = {cache(op.layer, 0, 0, head), cache(op.layer, 1, 0, head), rows_[task.row].table, stride};
         with_constant<kQueryRows>(task.count, [&](auto rows) {
-            attend<W, rows.value>(heads_, blocks, queries, positions, outputs, scratch);
+            attend<W, rows.value>(shape_, blocks, queries, positions, outputs, scratch);
         });
     }
 
@@ -295,7 +293,6 @@ class Decoder : public Executor {
 
     const InkShape shape_;
     Pool& pool_;
-    Heads heads_;
     int longest_ = 0;
     std::vector<std::vector<char>> registers_;
     std::vector<std::vector<float>> scratch_, padded_;  // of each thread
