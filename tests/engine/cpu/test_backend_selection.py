@@ -17,12 +17,7 @@ from app.engine.cpu.toolchain.builder import find_or_build
 from app.engine.cpu.toolchain.cpu_target import UnsupportedCpu, this_level
 from model.config import ModelConfig
 from tests.support.fake_compiler import compiled, fake_compiler
-
-MODEL = ModelConfig(vocab_size=64, width=32, n_layers=1, n_heads=2, n_kv_heads=2, head_dim=16, mlp_width=64, context=32)
-READER = ModelConfig(
-    vocab_size=64, width=32, n_layers=1, n_heads=2, n_kv_heads=2, head_dim=16, mlp_width=64, context=32,
-    n_encoder_layers=1,
-)  # fmt: skip
+from tests.support.model.tiny_models import tiny_config
 
 
 @pytest.fixture
@@ -37,12 +32,14 @@ def _choose(
     kernels: Kernels,
     libraries: Libraries,
     *,
-    model: ModelConfig = MODEL,
+    model: ModelConfig | None = None,
     device: str = "cpu",
     dtype: str = "bfloat16",
     phases: list[str] | None = None,
 ) -> SelectedBackend:
-    return select_backend(kernels, dtype, device, model, libraries, (phases if phases is not None else []).append)
+    return select_backend(
+        kernels, dtype, device, model or tiny_config(), libraries, (phases if phases is not None else []).append
+    )
 
 
 def test_torch_never_looks_at_a_library(cache_dir: Path) -> None:
@@ -79,14 +76,16 @@ def test_what_a_service_began_with_is_built_again_where_it_is_gone(
 def test_native_builds_and_says_so(cache_dir: Path) -> None:
     phases: list[str] = []
     choice = _choose("native", Libraries(cache_dir=cache_dir), phases=phases)
-    assert choice.library == find_or_build(cache_dir)
-    assert _choose("native", Libraries(found=choice.library, cache_dir=cache_dir), phases=phases) == choice
-    assert phases == ["building native kernels"]
+    assert (choice.library, phases) == (find_or_build(cache_dir), ["building native kernels"])
 
 
 @pytest.mark.parametrize(
     ("odd", "words"),
-    [({"device": "cuda"}, "CPUs only"), ({"dtype": "float16"}, "not in float16"), ({"model": READER}, "encoder")],
+    [
+        ({"device": "cuda"}, "CPUs only"),
+        ({"dtype": "float16"}, "not in float16"),
+        ({"model": tiny_config(n_encoder_layers=1)}, "encoder"),
+    ],
 )
 def test_what_the_kernels_do_not_compute_torch_does(cache_dir: Path, odd: dict[str, str], words: str) -> None:
     choice = _choose("auto", Libraries(found=find_or_build(cache_dir), cache_dir=cache_dir), **odd)  # type: ignore[arg-type]
@@ -109,31 +108,27 @@ def test_a_cpu_without_a_level_computes_with_torch(cache_dir: Path, monkeypatch:
         check_native_available("native", "auto", Libraries())
 
 
-@pytest.mark.parametrize(
-    ("code", "words"), [("int other() { return 1; }", "does not load"), ("int ink_abi() { return 99; }", "99")]
-)
 def test_a_library_that_does_not_load_leaves_it_to_torch(
-    tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch, code: str, words: str
+    tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It loaded when it was built: the system has changed since, or the disk is mounted noexec now."""
-    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, compiled(tmp_path, f'extern "C" {code}')).path))
+    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, compiled(tmp_path, "int other() { return 1; }")).path))
     monkeypatch.setattr("app.engine.cpu.toolchain.builder._check_library", lambda *_: None)
     libraries = Libraries(found=find_or_build(cache_dir), cache_dir=cache_dir)
     choice = _choose("auto", libraries)
-    assert choice.library is None and words in choice.reason
-    with pytest.raises(ValueError, match=words):
+    assert choice.library is None and "does not load" in choice.reason
+    with pytest.raises(ValueError, match="does not load"):
         _choose("native", libraries)
 
 
 def test_native_is_refused_before_the_model_loads_where_that_can_be_known(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_native_available("native", "cpu", Libraries())
     library = find_or_build(cache_dir)
     with pytest.raises(ValueError, match="CPUs only"):
         check_native_available("native", "cuda", Libraries(found=library))
+    check_native_available("native", "cpu", Libraries())
     monkeypatch.setenv("CXX", "/nonexistent")
     check_native_available("native", "cpu", Libraries(found=library))
-    check_native_available("auto", "cpu", Libraries())
     with pytest.raises(ValueError, match="CXX names"):
         check_native_available("native", "cpu", Libraries())

@@ -62,18 +62,12 @@ def test_the_machines_own_compiler_makes_a_library_that_loads(source: Path, cach
     assert note["flags"] == list(wanted.flags) and note["compiler"] == find_compiler().version
 
 
-def test_what_is_built_is_not_built_again(source: Path, cache_dir: Path, compiler: FakeCompiler) -> None:
-    wanted = BuildRecipe(level=this_level(), source=source)
-    assert build(wanted, cache_dir) == build(wanted, cache_dir) == cache_dir / wanted.name
-    assert len(compiler.pids) == 1
-
-
-def test_it_is_found_without_a_compiler(
+def test_what_is_built_is_found_without_a_compiler(
     cache_dir: Path, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = find_or_build(cache_dir)
     monkeypatch.setenv("CXX", "/nonexistent")
-    assert find(cache_dir) == find_or_build(cache_dir) == library
+    assert build(BuildRecipe(level=this_level()), cache_dir) == find(cache_dir) == find_or_build(cache_dir) == library
     assert len(compiler.pids) == 1
 
 
@@ -112,13 +106,12 @@ def _flip(library: Path) -> None:
     library.write_bytes(content)
 
 
+def _link(library: Path) -> None:
+    library.symlink_to(library.rename(library.with_suffix(".elsewhere")))
+
+
 def _note(library: Path) -> Path:
     return library.with_name(f"{library.name}.json")
-
-
-def _link(library: Path) -> None:
-    library.rename(library.with_suffix(".elsewhere"))
-    library.symlink_to(library.with_suffix(".elsewhere"))
 
 
 DAMAGE = {
@@ -127,7 +120,6 @@ DAMAGE = {
     "all of it": lambda library: library.unlink(),
     "the note": lambda library: _note(library).unlink(),
     "the note's text": lambda library: _note(library).write_text('{"sha256": '),
-    "the note's shape": lambda library: _note(library).write_text('["sha256"]'),
     "others may write it": lambda library: library.chmod(0o664),
     "others may write the note": lambda library: _note(library).chmod(0o646),
     "a link": _link,
@@ -156,13 +148,11 @@ def test_what_belongs_to_another_user_is_not_loaded(cache_dir: Path, whose: str)
 
 @pytest.mark.usefixtures("compiler")
 def test_a_directory_that_others_can_write_is_neither_read_nor_written(cache_dir: Path) -> None:
-    library = find_or_build(cache_dir)
+    find_or_build(cache_dir)
     cache_dir.chmod(0o777)
     assert find(cache_dir) is None
     with pytest.raises(BuildError, match="writable by others"):
         find_or_build(cache_dir)
-    cache_dir.chmod(0o755)
-    assert find(cache_dir) == library
 
 
 @pytest.mark.parametrize(
@@ -185,33 +175,21 @@ def test_a_failed_build_tells_its_first_error_and_leaves_nothing(
     assert _leftovers(cache_dir) == set()
 
 
-@pytest.mark.usefixtures("stub_library")
-def test_a_real_error_is_told_with_its_line(source: Path, cache_dir: Path) -> None:
-    (source / "value.h").write_text("\n#error this is not C++\n")
-    with pytest.raises(BuildError, match=r"value\.h:2.*this is not C\+\+"):
-        build(BuildRecipe(level=this_level(), source=source), cache_dir)
-    assert _leftovers(cache_dir) == set()
-
-
 @pytest.mark.parametrize(
-    ("code", "words"), [("int other() { return 1; }", "does not load.*ink_abi"), ("int ink_abi() { return 99; }", "99")]
+    ("code", "words"),
+    [
+        ('extern "C" int other() { return 1; }', "does not load.*ink_abi"),
+        ('extern "C" int ink_abi() { return 99; }', "99"),
+        ('#include <csignal>\nstatic int now = raise(SIGILL); extern "C" int ink_abi() { return now; }', "by signal 4"),
+    ],
 )
-def test_a_library_that_would_not_work_is_not_kept(
+def test_a_library_that_would_not_work_or_crashes_is_not_kept(
     tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch, code: str, words: str
 ) -> None:
-    _use(monkeypatch, tmp_path, compiled(tmp_path, f'extern "C" {code}'), "")
+    _use(monkeypatch, tmp_path, compiled(tmp_path, code), "")
     with pytest.raises(BuildError, match=words):
         find_or_build(cache_dir)
     assert _leftovers(cache_dir) == set()
-
-
-def test_one_that_crashes_when_it_is_loaded_does_not_end_the_process(
-    tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    crash = '#include <csignal>\nstatic int now = raise(SIGILL); extern "C" int ink_abi() { return now; }'
-    _use(monkeypatch, tmp_path, compiled(tmp_path, crash), "")
-    with pytest.raises(BuildError, match="killed by signal 4"):
-        find_or_build(cache_dir)
 
 
 def test_a_compiler_that_takes_too_long_is_ended_with_all_its_children(
