@@ -11,7 +11,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from app.engine.gpu.kernels.interface import AttentionBatch, AttentionSpec, HeadsSpec, Kernels, NormSpec
+from app.engine.gpu.kernels.interface import AttentionBatch, HeadsSpec, Kernels, NormSpec
 from app.engine.gpu.linears import padded_lm_head
 from model.nn.decoder_program import BlockOperation, Kind, Register, decoder_program
 from model.nn.layers import LayerNorm, RMSNorm, cache_attributes
@@ -71,7 +71,7 @@ class PagedDecoder:
             case Kind.NORM:
                 return _norm_spec(module)
             case Kind.ATTENTION:
-                return AttentionSpec(window=config.sliding_window)
+                return config.sliding_window
             case Kind.ROPE_CACHE:
                 return HeadsSpec(
                     n_heads=config.n_heads,

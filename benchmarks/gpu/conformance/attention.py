@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from app.engine.gpu.kernels.interface import SPLIT, AttentionBatch, AttentionSpec, Kernels
+from app.engine.gpu.kernels.interface import SPLIT, AttentionBatch, Kernels
 from benchmarks.gpu.conformance.harness import close, kernels_under_test, poisoned, random, same_bits
 from benchmarks.gpu.results import Finding
 
@@ -37,12 +37,11 @@ class Shape:
     lengths: tuple[int, ...]
     """Length of each sequence."""
     window: int | None = None
-    soft_cap: float | None = None
     shared_blocks: int = 0
     """Number of first blocks that are those of sequence 0."""
 
     def __str__(self) -> str:
-        more = f", window {self.window}" * bool(self.window) + f", cap {self.soft_cap}" * bool(self.soft_cap)
+        more = f", window {self.window}" * bool(self.window)
         heads = f"{self.n_heads}/{self.n_kv_heads} heads of {self.head_dim}"
         return f"{heads}, blocks of {self.block_size}, {len(self.lengths)} to {max(self.lengths)}{more}"
 
@@ -52,7 +51,7 @@ class AttentionScene:
     """Sequences with their queries, keys and values, and the paged KV cache."""
 
     shape: Shape
-    spec: AttentionSpec
+    window: int | None
     q: list[Tensor]
     """[L, H, C] of each sequence."""
     k: list[Tensor]
@@ -88,7 +87,7 @@ class AttentionScene:
             max_splits=-(-last // SPLIT) + spare_splits,
         )
         with poisoned():
-            out_THC = kernels.attention(torch.cat(parts), self.cache, batch, self.spec)
+            out_THC = kernels.attention(torch.cat(parts), self.cache, batch, self.window)
         assert out_THC[0].isnan().all(), "the kernel wrote to a token without a tile"
         return [out_THC[start : start + piece[2]] for start, piece in zip(starts, pieces, strict=True)]
 
@@ -112,8 +111,9 @@ def build(shape: Shape, dtype: torch.dtype, device: str, seed: int, tail: int) -
     rng.shuffle(rows)
     table_RB = torch.full((len(rows), len(tables[0])), cache.shape[1] - 1, dtype=torch.int32, device=device)
     table_RB[rows[: len(tables)]] = torch.tensor(tables, dtype=torch.int32, device=device)
-    spec = AttentionSpec(window=shape.window, soft_cap=shape.soft_cap)
-    return AttentionScene(shape=shape, spec=spec, q=q, k=k, v=v, cache=cache, table_RB=table_RB, rows=rows, rng=rng)
+    return AttentionScene(
+        shape=shape, window=shape.window, q=q, k=k, v=v, cache=cache, table_RB=table_RB, rows=rows, rng=rng
+    )
 
 
 def _filled(
@@ -143,9 +143,9 @@ _LARGE = (
     Shape(n_heads=32, n_kv_heads=8, head_dim=128, block_size=64, lengths=(4096, 1, 513, 512, 511, 64, 65, 9000)),
     Shape(n_heads=28, n_kv_heads=4, head_dim=128, block_size=16, lengths=(1300, 40, 1025), shared_blocks=2),
     Shape(n_heads=8, n_kv_heads=8, head_dim=64, block_size=128, lengths=(700, 2000), window=600),
-    Shape(n_heads=16, n_kv_heads=2, head_dim=256, block_size=64, lengths=(1100, 3), soft_cap=50.0, window=1000),
+    Shape(n_heads=16, n_kv_heads=2, head_dim=256, block_size=64, lengths=(1100, 3), window=1000),
     Shape(n_heads=6, n_kv_heads=2, head_dim=80, block_size=32, lengths=(900, 17)),
-    Shape(n_heads=12, n_kv_heads=12, head_dim=96, block_size=64, lengths=(600, 100), soft_cap=30.0),
+    Shape(n_heads=12, n_kv_heads=12, head_dim=96, block_size=64, lengths=(600, 100)),
     Shape(n_heads=3, n_kv_heads=1, head_dim=32, block_size=48, lengths=(1600, 5)),
 )
 _SMALL = (Shape(n_heads=4, n_kv_heads=2, head_dim=40, block_size=16, lengths=(70, 9)),)
@@ -173,21 +173,19 @@ def accuracy(what: str, kernels: Kernels, scene: AttentionScene, tail: int, tile
     pieces = ends(scene, tail)
     actual = torch.cat(scene.attend(kernels, pieces, tile_tokens))
     expected = [
-        attended(scene.q[i][position], scene.k[i], scene.v[i], position, scene.spec)
+        attended(scene.q[i][position], scene.k[i], scene.v[i], position, scene.window)
         for i, first, count in pieces
         for position in range(first, first + count)
     ]
     return close(what, actual, torch.stack(expected))
 
 
-def attended(q_HC: Tensor, k_LKC: Tensor, v_LKC: Tensor, position: int, spec: AttentionSpec) -> Tensor:
+def attended(q_HC: Tensor, k_LKC: Tensor, v_LKC: Tensor, position: int, window: int | None) -> Tensor:
     """Slow reference in float64: output [H, C] of the token at `position` of a sequence."""
-    first = 0 if spec.window is None else max(0, position - spec.window + 1)
+    first = 0 if window is None else max(0, position - window + 1)
     group = q_HC.shape[0] // k_LKC.shape[1]
     k_LHC, v_LHC = (x[first : position + 1].double().repeat_interleave(group, dim=1) for x in (k_LKC, v_LKC))
     scores_HL = (q_HC.double() * k_LHC).sum(-1).T / math.sqrt(q_HC.shape[1])
-    if spec.soft_cap is not None:
-        scores_HL = spec.soft_cap * torch.tanh(scores_HL / spec.soft_cap)
     odds_HL = torch.exp(scores_HL - scores_HL.amax(-1, keepdim=True))
     return (odds_HL.T[:, :, None] * v_LHC).sum(0) / odds_HL.sum(-1)[:, None]
 

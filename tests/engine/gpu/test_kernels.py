@@ -9,7 +9,7 @@ from random import randrange
 import pytest
 import torch
 
-from app.engine.gpu.kernels.interface import AttentionSpec, HeadsSpec
+from app.engine.gpu.kernels.interface import HeadsSpec
 from benchmarks.gpu.conformance import attention, rows
 from benchmarks.gpu.conformance.attention import build
 from benchmarks.gpu.conformance.harness import random, same_bits
@@ -47,7 +47,7 @@ def test_attention_to_a_long_past_in_a_short_format_is_no_further_off(dtype: tor
 
 
 @pytest.mark.parametrize("kind", BOTH)
-@pytest.mark.parametrize("name", ["prefill", "window", "cap"])
+@pytest.mark.parametrize("name", ["prefill", "window", "wide"])
 def test_a_row_has_the_same_bits_alone_in_a_batch_in_chunks_and_in_any_number_of_programs(name: str, kind: str) -> None:
     seed = randrange(10**6)
     others = (kernels(kind), kernels(kind, partial_bytes=0))
@@ -104,10 +104,10 @@ def test_a_decode_step_finds_its_rows_and_leaves_them_a_token_further(count: int
 
 def test_a_reference_that_misses_one_key_is_found_out() -> None:
     """So that what is allowed is not so much that nothing could fail."""
-    scene = build(SHAPES["cap"], torch.float32, DEVICE, 1, 1)
-    blind = replace(scene, spec=AttentionSpec(window=515, soft_cap=3.0))
+    scene = build(SHAPES["wide"], torch.float32, DEVICE, 1, 1)
+    blind = replace(scene, window=515)
     assert attention.accuracy("", kernels("torch"), scene, 1).ok
     q, k, v = (x[0] for x in (scene.q, scene.k, scene.v))
     found = torch.cat(blind.attend(kernels("torch"), [(0, 515, 1)], 1))
-    expected = attention.attended(q[515], k, v, 515, scene.spec)
+    expected = attention.attended(q[515], k, v, 515, None)
     assert not attention.close("", found, expected[None]).ok

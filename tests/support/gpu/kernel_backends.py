@@ -31,7 +31,7 @@ SHAPES = {
     "prefill": Shape(n_heads=6, n_kv_heads=2, head_dim=32, block_size=16, lengths=(21, 40, 1)),
     "shared": Shape(n_heads=2, n_kv_heads=2, head_dim=64, block_size=48, lengths=(100, 60), shared_blocks=1),
     "window": Shape(n_heads=4, n_kv_heads=1, head_dim=80, block_size=32, lengths=(130, 12), window=33),
-    "cap": Shape(n_heads=8, n_kv_heads=1, head_dim=96, block_size=64, lengths=(516,), soft_cap=3.0),
+    "wide": Shape(n_heads=8, n_kv_heads=1, head_dim=96, block_size=64, lengths=(516,)),
     "long": Shape(n_heads=3, n_kv_heads=1, head_dim=256, block_size=128, lengths=(1100, 512, 513, 1)),
     "late": Shape(n_heads=2, n_kv_heads=1, head_dim=24, block_size=64, lengths=(1111, 1112, 30), window=600),
 }

@@ -54,16 +54,6 @@ class HeadsSpec:
     q_factor: float = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionSpec:
-    """Masking and soft cap of attention scores, which are always divided by sqrt(head_dim) first."""
-
-    window: int | None = None
-    """A token attends to itself and the window - 1 tokens before it."""
-    soft_cap: float | None = None
-    """Scores become cap * tanh(scores / cap)."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionBatch:
     """Query tokens of a step, in tiles of consecutive tokens of one sequence. All tensors are int32, on the device."""
@@ -139,10 +129,11 @@ class Kernels(Protocol):
         """
         ...
 
-    def attention(self, q_THC: Tensor, layer_cache: Tensor, batch: AttentionBatch, spec: AttentionSpec, /) -> Tensor:
+    def attention(self, q_THC: Tensor, layer_cache: Tensor, batch: AttentionBatch, window: int | None, /) -> Tensor:
         """Computes softmax(q k^T / sqrt(C)) v of each token over its own sequence up to itself.
 
-        Overwrites q_THC and returns it; tokens that belong to no tile stay unchanged.
+        window: a token attends to itself and the window - 1 tokens before it. Overwrites q_THC and returns it; tokens
+        that belong to no tile stay unchanged.
         """
         ...
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from app.engine.gpu.kernels.interface import (
     SPLIT,
     AttentionBatch,
-    AttentionSpec,
     HeadsSpec,
     NormSpec,
     RowLookup,
@@ -35,16 +34,14 @@ from model.nn.layers import rotate
 # chunk. Shape legend: as in interface.py; N tokens of a tile, G = H / K, L positions.
 
 
-def attention(q_THC: Tensor, layer_cache: Tensor, batch: AttentionBatch, spec: AttentionSpec) -> Tensor:
+def attention(q_THC: Tensor, layer_cache: Tensor, batch: AttentionBatch, window: int | None) -> Tensor:
     """See Kernels.attention."""
     n_kv_heads, head_dim = layer_cache.shape[3:]
     tokens_XN, positions_XN, valid_XN = _tile_tokens(batch, len(q_THC))
-    k_XLKC, v_XLKC, visible_XL = _keys_and_values(layer_cache, batch, spec.window)
+    k_XLKC, v_XLKC, visible_XL = _keys_and_values(layer_cache, batch, window)
     q_XNKGC = q_THC.double()[tokens_XN.clamp(max=len(q_THC) - 1)].unflatten(2, (n_kv_heads, -1))
     scores_XKGNL = torch.einsum("xnkgc,xlkc->xkgnl", q_XNKGC, k_XLKC) * head_dim**-0.5
-    if spec.soft_cap is not None:
-        scores_XKGNL = spec.soft_cap * torch.tanh(scores_XKGNL / spec.soft_cap)
-    visible_XNL = _visible(positions_XN, visible_XL, spec.window) & valid_XN[:, :, None]
+    visible_XNL = _visible(positions_XN, visible_XL, window) & valid_XN[:, :, None]
     scores_XKGNL = scores_XKGNL.masked_fill(~visible_XNL[:, None, None], float("-inf"))
     weights_XKGNL = scores_XKGNL.softmax(-1).nan_to_num(0.0)  # padding tokens attend to nothing
     out_XNKGC = torch.einsum("xkgnl,xlkc->xnkgc", weights_XKGNL, v_XLKC)

@@ -28,7 +28,6 @@ from app.engine.gpu.kernels.interface import (
     SHARED_BYTES,
     SPLIT,
     AttentionBatch,
-    AttentionSpec,
     attention_launch,
     padded_dim,
 )
@@ -93,7 +92,7 @@ def merge_kernel(
 
 
 def merge_partials(
-    values_YTHC: Tensor, statistics_YTH2: Tensor, out_THC: Tensor, batch: AttentionBatch, spec: AttentionSpec
+    values_YTHC: Tensor, statistics_YTH2: Tensor, out_THC: Tensor, batch: AttentionBatch, window: int
 ) -> None:
     """Merges into out_THC, for every token of a tile. Statistics: maximum (base 2) and sum of each split."""
     n_tokens, n_heads, head_dim = out_THC.shape
@@ -110,7 +109,7 @@ def merge_partials(
         HEAD_DIM=head_dim,
         PADDED=padded_dim(head_dim),
         TILE_TOKENS=batch.tile_tokens,
-        WINDOW=spec.window or 0,
+        WINDOW=window,
         SPLIT=SPLIT,
         HEADS=HEADS,
         **ROW_LAUNCH.options,
@@ -130,13 +129,9 @@ def _slots(table_ptr, block, position_L, BLOCK: tl.constexpr, POSITIONS: tl.cons
 
 
 @triton.jit
-def _scores(
-    q_RC, k_LC, key_position_L, valid_L, position_R, scale, soft_cap, HAS_CAP: tl.constexpr, WINDOW: tl.constexpr
-):
+def _scores(q_RC, k_LC, key_position_L, valid_L, position_R, scale, WINDOW: tl.constexpr):
     """Scores to the base 2, -inf where masked."""
     scores_RL = tl.dot(q_RC, tl.trans(k_LC), input_precision="ieee") * scale
-    if HAS_CAP:
-        scores_RL = soft_cap * (1.0 - 2.0 / (tl.exp2(2.0 * 1.4426950408889634 * scores_RL) + 1.0))
     visible_RL = valid_L[None, :] & (key_position_L[None, :] <= position_R[:, None])
     if WINDOW:
         visible_RL = visible_RL & (key_position_L[None, :] > position_R[:, None] - WINDOW)
@@ -145,9 +140,9 @@ def _scores(
 
 @triton.jit
 def _split(
-    q_RC, position_R, table_ptr, k_ptr, value_offset, split, start, stop, scale, soft_cap,
-    SLOT: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_CAP: tl.constexpr, WINDOW: tl.constexpr,
-    SPLIT: tl.constexpr, POSITIONS: tl.constexpr,
+    q_RC, position_R, table_ptr, k_ptr, value_offset, split, start, stop, scale,
+    SLOT: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr,
+    POSITIONS: tl.constexpr,
 ):  # fmt: skip
     """(maximum [R], sum [R], values [R, C]) of the rows over one split. start, stop: positions visible to any row."""
     max_R = tl.full((q_RC.shape[0],), float("-inf"), tl.float32)
@@ -167,7 +162,7 @@ def _split(
         valid_LC = valid_L[:, None] & (column_C < HEAD_DIM)[None, :]
         k_LC = tl.load(k_ptr + offset_LC, mask=valid_LC, other=0.0)
         v_LC = tl.load(k_ptr + value_offset + offset_LC, mask=valid_LC, other=0.0)
-        scores_RL = _scores(q_RC, k_LC, key_position_L, valid_L, position_R, scale, soft_cap, HAS_CAP, WINDOW)
+        scores_RL = _scores(q_RC, k_LC, key_position_L, valid_L, position_R, scale, WINDOW)
         new_max_R = tl.maximum(max_R, tl.max(scores_RL, axis=1))
         safe_max_R = tl.where(new_max_R == float("-inf"), 0.0, new_max_R)
         weights_RL = tl.exp2(scores_RL - safe_max_R[:, None])
@@ -182,9 +177,9 @@ def _split(
 @triton.jit(do_not_specialize=["n_tokens"])
 def attention_kernel(
     q_ptr, cache_ptr, table_ptr, row_ptr, start_ptr, position_ptr, length_ptr, values_ptr, statistics_ptr,
-    value_offset, n_tokens, scale, soft_cap,
+    value_offset, n_tokens, scale,
     N_HEADS: tl.constexpr, N_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr,
-    BLOCK: tl.constexpr, TABLE: tl.constexpr, TILE_TOKENS: tl.constexpr, HAS_CAP: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr, TABLE: tl.constexpr, TILE_TOKENS: tl.constexpr, WINDOW: tl.constexpr,
     ROWS: tl.constexpr, SPLIT: tl.constexpr, POSITIONS: tl.constexpr, PARALLEL_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Some rows of a tile with one kv head: all splits into q, or (PARALLEL_SPLITS) one into values and statistics."""
@@ -210,8 +205,8 @@ def attention_kernel(
     k_ptr = cache_ptr + kv_head * HEAD_DIM
     if PARALLEL_SPLITS:
         max_R, sum_R, out_RC = _split(
-            q_RC, position_R, rows_ptr, k_ptr, value_offset, tl.program_id(2), start, stop, scale, soft_cap,
-            N_KV_HEADS * HEAD_DIM, BLOCK, HEAD_DIM, HAS_CAP, WINDOW, SPLIT, POSITIONS,
+            q_RC, position_R, rows_ptr, k_ptr, value_offset, tl.program_id(2), start, stop, scale,
+            N_KV_HEADS * HEAD_DIM, BLOCK, HEAD_DIM, WINDOW, SPLIT, POSITIONS,
         )  # fmt: skip
         index_R += tl.program_id(2).to(tl.int64) * n_tokens * N_HEADS
         tl.store(statistics_ptr + 2 * index_R, max_R, mask=valid_R)
@@ -222,8 +217,8 @@ def attention_kernel(
         out_RC = tl.zeros((ROWS, PADDED), tl.float32)
         for split in range(start // SPLIT, tl.cdiv(stop, SPLIT)):
             other_max_R, other_sum_R, other_out_RC = _split(
-                q_RC, position_R, rows_ptr, k_ptr, value_offset, split, start, stop, scale, soft_cap,
-                N_KV_HEADS * HEAD_DIM, BLOCK, HEAD_DIM, HAS_CAP, WINDOW, SPLIT, POSITIONS,
+                q_RC, position_R, rows_ptr, k_ptr, value_offset, split, start, stop, scale,
+                N_KV_HEADS * HEAD_DIM, BLOCK, HEAD_DIM, WINDOW, SPLIT, POSITIONS,
             )  # fmt: skip
             max_R, sum_R, out_RC = merge_softmax(max_R, sum_R, out_RC, other_max_R, other_sum_R, other_out_RC)
         out_RC = normalize(out_RC, sum_R).to(q_RC.dtype)
@@ -234,7 +229,7 @@ def attention(
     q_THC: Tensor,
     layer_cache: Tensor,
     batch: AttentionBatch,
-    spec: AttentionSpec,
+    window: int | None,
     partial_bytes: int = PARTIAL_BYTES,
     shared_bytes: int = SHARED_BYTES,
 ) -> Tensor:
@@ -250,20 +245,17 @@ def attention(
         q_THC.new_empty(n_partials * is_parallel * size, dtype=torch.float32) for size in (head_dim, 2)
     )
     parts = triton.cdiv(batch.tile_tokens * (n_heads // n_kv_heads), ROWS)
-    scale, soft_cap = head_dim**-0.5, spec.soft_cap
     attention_kernel[(len(batch.tile_row_X) * parts, n_kv_heads, batch.max_splits if is_parallel else 1)](
         q_THC, layer_cache, batch.block_table_RB,
         batch.tile_row_X, batch.tile_start_X, batch.tile_position_X, batch.tile_length_X,
         values_YTHC, statistics_YTH2,
-        layer_cache.stride(0), n_tokens,
-        scale * _LOG2_E if soft_cap is None else scale / soft_cap,
-        0.0 if soft_cap is None else soft_cap * _LOG2_E,
+        layer_cache.stride(0), n_tokens, head_dim**-0.5 * _LOG2_E,
         N_HEADS=n_heads, N_KV_HEADS=n_kv_heads, HEAD_DIM=head_dim, PADDED=padded_dim(head_dim),
         BLOCK=layer_cache.shape[2], TABLE=batch.block_table_RB.shape[1], TILE_TOKENS=batch.tile_tokens,
-        HAS_CAP=soft_cap is not None, WINDOW=spec.window or 0, ROWS=ROWS, SPLIT=SPLIT, POSITIONS=POSITIONS,
+        WINDOW=window or 0, ROWS=ROWS, SPLIT=SPLIT, POSITIONS=POSITIONS,
         PARALLEL_SPLITS=is_parallel,
         **attention_launch(padded_dim(head_dim), q_THC.element_size(), shared_bytes).options,
     )  # fmt: skip
     if is_parallel:
-        merge_partials(values_YTHC, statistics_YTH2, q_THC, batch, spec)
+        merge_partials(values_YTHC, statistics_YTH2, q_THC, batch, window or 0)
     return q_THC

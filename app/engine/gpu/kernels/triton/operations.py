@@ -16,7 +16,6 @@ from app.engine.gpu.kernels.interface import (
     ROW_LAUNCH,
     SHARED_BYTES,
     AttentionBatch,
-    AttentionSpec,
     HeadsSpec,
     NormSpec,
     RowLookup,
@@ -361,6 +360,6 @@ class TritonKernels:
         self._shared_bytes = shared_bytes
         """Shared memory limit of a program."""
 
-    def attention(self, q_THC: Tensor, layer_cache: Tensor, batch: AttentionBatch, spec: AttentionSpec) -> Tensor:
+    def attention(self, q_THC: Tensor, layer_cache: Tensor, batch: AttentionBatch, window: int | None) -> Tensor:
         """See Kernels.attention."""
-        return attention(q_THC, layer_cache, batch, spec, self._partial_bytes, self._shared_bytes)
+        return attention(q_THC, layer_cache, batch, window, self._partial_bytes, self._shared_bytes)
