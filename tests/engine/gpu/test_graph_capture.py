@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,84 +17,56 @@ from tests.support.gpu.emulated_engine import tiny_device_runner
 from tests.support.model.tiny_models import tiny_decoder
 
 
-class FakeCuda:
-    """Stands in for torch.cuda: notes what is asked of it. What is raised inside a capture ends with another error."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def graph_pool_handle(self) -> tuple[int, int]:
-        return 0, 1
-
-    def Stream(self) -> _Stream:  # noqa: N802 - torch's name
-        return _Stream("side", self.calls)
-
-    def current_stream(self) -> _Stream:
-        return _Stream("main", self.calls)
-
-    def stream(self, stream: _Stream) -> _Noted:
-        return _Noted(stream.name, self.calls)
-
-    def CUDAGraph(self) -> Any:  # noqa: N802 - torch's name
-        class Graph:
-            def replay(graph) -> None:  # noqa: N805
-                self.calls.append("replay")
-
-        return Graph()
-
-    def graph(self, _graph: object, *, pool: tuple[int, int], stream: _Stream) -> _Noted:
-        assert pool == (0, 1)
-        return _Noted(f"capture on {stream.name}", self.calls)
-
-
-class _Stream:
-    def __init__(self, name: str, calls: list[str]) -> None:
-        self.name, self._calls = name, calls
-
-    def wait_stream(self, other: _Stream) -> None:
-        self._calls.append(f"{self.name} waits for {other.name}")
-
-
-class _Noted:
-    def __init__(self, what: str, calls: list[str]) -> None:
-        self._what, self._calls = what, calls
-
-    def __enter__(self) -> None:
-        self._calls.append(self._what)
-
-    def __exit__(self, kind: type[BaseException] | None, _error: object, _trace: TracebackType | None) -> None:
-        if kind and self._what.startswith("capture"):
-            raise accelerator_error(901, "operation failed due to a previous error during capture")
-
-
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    fake = FakeCuda()
-    for name in ("graph_pool_handle", "Stream", "current_stream", "stream", "CUDAGraph", "graph"):
-        monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
-    return fake
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is asked of torch.cuda. What is raised inside a capture ends with another error."""
+    calls: list[str] = []
+
+    @contextmanager
+    def entered(what: str) -> Iterator[None]:
+        calls.append(what)
+        try:
+            yield
+        except Exception:
+            if what.startswith("capture"):
+                raise accelerator_error(901, "operation failed due to a previous error during capture")  # noqa: B904
+            raise
+
+    def stream(name: str) -> SimpleNamespace:
+        return SimpleNamespace(name=name, wait_stream=lambda other: calls.append(f"{name} waits for {other.name}"))
+
+    fakes: dict[str, Callable[..., Any]] = {
+        "graph_pool_handle": lambda: (0, 1),
+        "Stream": lambda: stream("side"),
+        "current_stream": lambda: stream("main"),
+        "stream": lambda on: entered(on.name),
+        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: calls.append("replay")),
+        "graph": lambda _graph, pool, stream: entered(f"capture on {stream.name} in {pool}"),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    return calls
 
 
-def test_what_is_captured_was_done_before_on_the_same_stream(cuda: FakeCuda) -> None:
+def test_what_is_captured_was_done_before_on_the_same_stream(calls: list[str]) -> None:
     """Kernels are compiled and workspaces made by then, which a capture must not."""
-    replay = CudaCapture()(lambda: cuda.calls.append("work"))
+    replay = CudaCapture()(lambda: calls.append("work"))
     replay()
     warmup = ["side waits for main", "side", "work", "main waits for side"]
-    assert cuda.calls == [*warmup, "capture on side", "work", "replay"]
+    assert calls == [*warmup, "capture on side in (0, 1)", "work", "replay"]
 
 
 def _failing(at: int, error: Exception) -> Callable[[], None]:
-    calls = []
+    errors = iter([*[None] * (at - 1), error])
 
     def work() -> None:
-        calls.append(1)
-        if len(calls) == at:
-            raise error
+        if raised := next(errors):
+            raise raised
 
     return work
 
 
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.usefixtures("calls")
 @pytest.mark.parametrize("at", [1, 2])
 def test_memory_that_a_capture_lacks_is_told_by_whatever_it_raises(at: int) -> None:
     with pytest.raises(RuntimeError) as caught:
@@ -102,7 +75,7 @@ def test_memory_that_a_capture_lacks_is_told_by_whatever_it_raises(at: int) -> N
     assert bool(broken_capture(caught.value)) == (at == 2)
 
 
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.usefixtures("calls")
 def test_a_capture_that_ends_without_a_reason_is_told_apart() -> None:
     with pytest.raises(torch.AcceleratorError) as caught:
         CudaCapture()(_failing(2, accelerator_error(901, "operation failed due to a previous error during capture")))

@@ -1,4 +1,4 @@
-"""Program that compiles every kernel for sm_90 without a GPU and prints the results as JSON.
+"""Program that compiles every kernel for sm_90 without a GPU, as it is launched, and prints the results as JSON.
 
 In a process with TRITON_INTERPRET=1 nothing is compiled, so the tests start this one without it.
 """
@@ -8,169 +8,111 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from typing import Any
 
+import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from torch import Tensor
+from triton.runtime.jit import JITFunction
 
-from app.engine.gpu.kernels.interface import (
-    COLUMNS,
-    HEADS,
-    LOOKUP_ROWS,
-    POSITIONS,
-    ROW_LAUNCH,
-    ROWS,
-    attention_launch,
-    norm_launch,
-    padded_dim,
-)
-from app.engine.gpu.kernels.reference_operations import FP8_MAX
-from app.engine.gpu.kernels.sampling_state import TOP
-from app.engine.gpu.kernels.triton import quantized_products
-from app.engine.gpu.kernels.triton.attention import attention_kernel, merge_kernel
-from app.engine.gpu.kernels.triton.operations import (
-    advance_kernel,
-    gate_kernel,
-    look_up_kernel,
-    norm_kernel,
-    split_heads_kernel,
-)
-from app.engine.gpu.kernels.triton.quantized_products import quantize_row_kernel, warps
-from app.engine.gpu.kernels.triton.sampler import WARPS, SamplerTiling, adjust_kernel, logprobs_kernel, sample_kernel
-from app.engine.sampling.parameters import COUNTED
+from app.engine.gpu.kernels.interface import AttentionBatch, HeadsSpec, NormSpec, RowState
+from app.engine.gpu.kernels.sampling_state import SampleOut, SamplingTable
+from app.engine.gpu.kernels.triton.operations import TritonKernels
+from app.engine.gpu.kernels.triton.quantized_products import int8_product, quantize_fp8_rows
+from app.engine.quantization.int8_weights import Quantized
+from model.config import Activation
+from tests.support.gpu.launch_kernels import Driver
 
-TARGET = GPUTarget("cuda", 90, 32)
-VOCAB = 128_256
-TYPES = {
-    **dict.fromkeys(("n_tokens", "n_rows", "x_stride", "stride", "V", "tiles"), "i32"),
-    **dict.fromkeys(("eps", "q_factor", "scale", "soft_cap"), "fp32"),
-    **dict.fromkeys(("table_ptr", "row_ptr", "start_ptr", "position_ptr", "length_ptr", "slot_ptr"), "*i32"),
-    **dict.fromkeys(("values_ptr", "statistics_ptr", "rope_ptr", "scales_ptr"), "*fp32"),
-    "value_offset": "i64",
-}
-SAMPLING_INTEGERS = ("rows", "positions", "words", "counts", "best_id", "scratch", "tokens", "top_ids")
-SAMPLING_FLOATS = ("x", "w", "best", "raw_best", "groups", "raw_groups", "scratch_w", "logprob", "top_logprobs")
-SAMPLING_TYPES = {
-    **{f"{name}_ptr": "*i32" for name in SAMPLING_INTEGERS},
-    **{f"{name}_ptr": "*fp32" for name in SAMPLING_FLOATS},
-    **{f"{name}_ptr": "*fp64" for name in ("numbers", "raw_sum", "sums")},
-}
-# Every pointer that torch hands out is aligned, and so is a layer's half of the cache; sizes are those of usual models.
-ALIGNED = ("value_offset", "n_rows", "x_stride", "V")
+BF16, FP16, FP32, INT32 = torch.bfloat16, torch.float16, torch.float32, torch.int32
+KERNELS = TritonKernels()
 
 
-def compiled(
-    kernel: Any, options: dict[str, Any], number: str, types: dict[str, str] | None = None, **sizes: Any
-) -> Any:
-    """The kernel for these sizes, with numbers of the format `number` behind all pointers that are in no table."""
-    names, known = kernel.arg_names, TYPES | (types or {})
-    signature = {name: "constexpr" if name in sizes else known.get(name, f"*{number}") for name in names}
-    aligned = [i for i, name in enumerate(names) if name.endswith("_ptr") or name in ALIGNED]
-    attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
-    constants = {name: sizes[name] for name in names if name in sizes}
-    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=TARGET, options=options)
+def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    """Kernels are compiled for the shape and the format of a tensor; there are no numbers."""
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def attention(number: str, head_dim: int, *, parallel: bool, tile_tokens: int, **changes: Any) -> Any:
-    """Kernel for 32 query and 8 kv heads."""
-    constants = {
-        "N_HEADS": 32, "N_KV_HEADS": 8, "HEAD_DIM": head_dim, "PADDED": padded_dim(head_dim), "BLOCK": 64, "TABLE": 512,
-        "TILE_TOKENS": tile_tokens, "HAS_CAP": False, "WINDOW": 0, "ROWS": ROWS, "SPLIT": 512, "POSITIONS": POSITIONS,
-        "PARALLEL_SPLITS": parallel, **changes,
-    }  # fmt: skip
-    item_size = 4 if number == "fp32" else 2
-    return compiled(attention_kernel, attention_launch(padded_dim(head_dim), item_size).options, number, **constants)
+def ints(*shape: int) -> Tensor:
+    """Integers of the kernels."""
+    return empty(*shape, dtype=INT32)
 
 
-def heads(number: str, head_dim: int, *, half: int, norm: bool) -> Any:
-    """Kernel for 32 query and 8 kv heads."""
-    sizes = {"N_HEADS": 32, "N_KV_HEADS": 8, "HEAD_DIM": head_dim, "PADDED": padded_dim(head_dim), "HALF": half}
-    return compiled(
-        split_heads_kernel, ROW_LAUNCH.options, number, HAS_Q_NORM=norm, HAS_K_NORM=norm, HEADS=HEADS, **sizes
+def attention(dtype: torch.dtype, head_dim: int, *, splits: int, tile: int, block: int = 64, window: int = 0) -> None:
+    """Of 32 query and 8 kv heads; with more than one split, also the merge."""
+    batch = AttentionBatch(
+        block_table_RB=ints(9, 512),
+        **{f"tile_{name}_X": ints(8) for name in ("row", "start", "position", "length")},
+        tile_tokens=tile,
+        max_splits=splits,
     )
+    cache = empty(2, 9, block, 8, head_dim, dtype=dtype)
+    KERNELS.attention(empty(8 * tile, 32, head_dim, dtype=dtype), cache, batch, window)
 
 
-def merge(number: str, head_dim: int, window: int) -> Any:
-    """Kernel for 32 heads."""
-    sizes = {"N_HEADS": 32, "HEAD_DIM": head_dim, "PADDED": padded_dim(head_dim), "TILE_TOKENS": 1, "SPLIT": 512}
-    return compiled(merge_kernel, ROW_LAUNCH.options, number, WINDOW=window, HEADS=HEADS, **sizes)
+def heads(dtype: torch.dtype, head_dim: int, *, rotated: int, norm: Tensor | None) -> None:
+    """Of 32 query and 8 kv heads."""
+    spec = HeadsSpec(n_heads=32, n_kv_heads=8, head_dim=head_dim, turned_dim=rotated, q_norm=norm, k_norm=norm)
+    rope_PC = empty(99, rotated, dtype=FP32) if rotated else None
+    cache = empty(2, 9, 64, 8, head_dim, dtype=dtype)
+    KERNELS.split_heads(empty(8, 48 * head_dim, dtype=dtype), spec, ints(8), rope_PC, cache, ints(8))
 
 
-def norm(number: str, kind: str, width: int, **has: bool) -> Any:
-    """Over `width` numbers."""
-    padded = triton.next_power_of_2(width)
-    return compiled(norm_kernel, norm_launch(width).options, number, WIDTH=width, PADDED=padded, KIND=kind, **has)
+def norm(dtype: torch.dtype, kind: Any, width: int, *, has_bias: bool = False) -> None:
+    """Of x + delta."""
+    x_TD, weight_D = empty(8, width, dtype=dtype), empty(width, dtype=dtype)
+    weights = {} if kind == "none" else {"weight": weight_D, "bias": weight_D if has_bias else None}
+    KERNELS.add_norm(x_TD, x_TD, NormSpec(kind=kind, **weights))
 
 
-def gate(number: str, kind: str, *, gated: bool) -> Any:
+def gate(kind: Activation) -> None:
     """Over 14,336 numbers."""
-    return compiled(gate_kernel, ROW_LAUNCH.options, number, WIDTH=14336, KIND=kind, GATED=gated, COLUMNS=COLUMNS)
+    is_gated = kind == "silu"
+    KERNELS.gate(empty(8, 14_336 * (1 + is_gated)), kind, is_gated)
 
 
-def sampling(number: str) -> dict[str, Any]:
-    """As they are launched for a large vocabulary, with logits in the format `number`."""
-    cut = SamplerTiling.of(VOCAB)
-    tiles = triton.next_power_of_2(triton.cdiv(VOCAB, cut.tile))
-    sizes = {"B": cut.tile, "G": cut.groups, "C": cut.scratch, "T": tiles, "K": TOP, "COUNTED": COUNTED}
-    options = {"num_warps": WARPS}
-    return {
-        f"sampling {kernel.__name__}": compiled(kernel, options, number, SAMPLING_TYPES, **sizes)
-        for kernel in (adjust_kernel, sample_kernel, logprobs_kernel)
-    }
+def sampling() -> None:
+    """For a large vocabulary."""
+    table = SamplingTable(9, 128_256, "meta")
+    KERNELS.sample(empty(8, 128_256), ints(8), ints(8), table, SampleOut.empty(8, "meta"))
 
 
-def product(n_tokens: int, *, has_bias: bool) -> Any:
-    """By int8, of 4,096 columns and steps of so many tokens."""
-    block_t, stages = quantized_products.tile(n_tokens)
-    sizes = {"BLOCK_T": block_t, "BLOCK_N": quantized_products.BLOCK_N, "BLOCK_K": quantized_products.BLOCK_K}
-    options = {"num_warps": quantized_products.WARPS, "num_stages": stages, "enable_fp_fusion": False}
-    types = {"numbers_ptr": "*i8"}
-    return compiled(
-        quantized_products.int8_product_kernel, options, "bf16", types, N_COLUMNS=4096, HAS_BIAS=has_bias, **sizes
-    )
+def rows() -> None:
+    """Of 256 sequences of up to 32,768 positions."""
+    state = RowState(ints(257, 512), ints(257), ints(257), 64)
+    KERNELS.look_up(ints(8), state)
+    KERNELS.advance(ints(8), ints(8), ints(8), state)
 
 
-def rounding(width: int) -> Any:
-    """Quantization to fp8, in rows of this width."""
-    sizes = {"N_COLUMNS": width, "PADDED": triton.next_power_of_2(width), "FP8_MAX": FP8_MAX}
-    return compiled(quantize_row_kernel, {"num_warps": warps(width)}, "bf16", {"numbers_ptr": "*fp8e4nv"}, **sizes)
+def product(n_tokens: int, bias_N: Tensor | None) -> None:
+    """By int8, of 4,096 columns and rows."""
+    weight = Quantized(empty(4096, 4096, dtype=torch.int8), empty(4096, dtype=FP32))
+    int8_product(empty(n_tokens, 4096), weight, bias_N)
 
 
-def rows() -> dict[str, Any]:
-    """Kernel for 256 sequences of up to 32,768 positions."""
-    types = {f"{name}_ptr": "*i32" for name in ("rows", "lengths", "tokens", "token", "out")}
-    look_up, advance = (
-        compiled(kernel, ROW_LAUNCH.options, "i32", types, PADDING_ROW=256, LOOKUP_ROWS=LOOKUP_ROWS, **sizes)
-        for kernel, sizes in ((look_up_kernel, {"TABLE": 512, "BLOCK": 64}), (advance_kernel, {}))
-    )
-    return {"rows looked up": look_up, "rows advanced": advance}
-
-
-def every_kernel() -> dict[str, Any]:
-    """A few variants of each, which between them take every branch."""
-    every = {"HAS_DELTA": True, "HAS_WEIGHT": True, "HAS_BIAS": True}
-    return {
-        "attention prefill": attention("bf16", 128, parallel=False, tile_tokens=64),
-        "attention decode": attention("bf16", 128, parallel=True, tile_tokens=1),
-        "attention short": attention("bf16", 128, parallel=False, tile_tokens=1),
-        "attention window": attention("fp16", 256, parallel=False, tile_tokens=64, HAS_CAP=True, WINDOW=4096, BLOCK=16),
-        "attention float32": attention("fp32", 80, parallel=True, tile_tokens=16, BLOCK=32),
-        "merge": merge("bf16", 128, 0),
-        "merge window": merge("fp16", 80, 1000),
-        "heads": heads("bf16", 128, half=64, norm=True),
-        "heads plain": heads("fp16", 80, half=0, norm=False),
-        "norm rms": norm("bf16", "rmsnorm", 4096, **every | {"HAS_BIAS": False}),
-        "norm layer": norm("fp32", "layernorm", 5000, **every),
-        "norm none": norm("bf16", "none", 64, HAS_DELTA=True, HAS_WEIGHT=False, HAS_BIAS=False),
-        **{f"gate {kind}": gate("bf16", kind, gated=kind == "silu") for kind in ("relu", "gelu", "gelu_tanh", "silu")},
-        **sampling("bf16"),
-        **rows(),
-        "int8 decode": product(1, has_bias=False),
-        "int8 prefill": product(512, has_bias=True),
-        "fp8 rows": rounding(4096),
-    }
+LAUNCHES: dict[str, Callable[[], object]] = {
+    "prefill": lambda: attention(BF16, 128, splits=1, tile=64),
+    "decode": lambda: attention(BF16, 128, splits=64, tile=1),
+    "short": lambda: attention(BF16, 128, splits=1, tile=1),
+    "window": lambda: attention(FP16, 256, splits=1, tile=64, block=16, window=4096),
+    "split window": lambda: attention(FP16, 80, splits=64, tile=1, window=1000),
+    "float32": lambda: attention(FP32, 80, splits=64, tile=16, block=32),
+    "heads": lambda: heads(BF16, 128, rotated=128, norm=empty(128)),
+    "plain heads": lambda: heads(FP16, 80, rotated=0, norm=None),
+    "rms": lambda: norm(BF16, "rmsnorm", 4096),
+    "layer": lambda: norm(FP32, "layernorm", 5000, has_bias=True),
+    "none": lambda: norm(BF16, "none", 64),
+    "relu": lambda: gate("relu"),
+    "gelu": lambda: gate("gelu"),
+    "gelu_tanh": lambda: gate("gelu_tanh"),
+    "silu": lambda: gate("silu"),
+    "sampling": sampling,
+    "rows": rows,
+    "int8 decode": lambda: product(1, None),
+    "int8 prefill": lambda: product(512, empty(4096)),
+    "fp8": lambda: quantize_fp8_rows(empty(8, 4096)),
+}
+"""A few variants of each kernel, which between them take every branch; sizes are those of usual models."""
 
 
 def facts(kernel: Any) -> dict[str, Any]:
@@ -192,5 +134,21 @@ def facts(kernel: Any) -> dict[str, Any]:
     }
 
 
+def main() -> dict[str, Any]:
+    """Facts of each kernel, by the name of its launch and its own."""
+    found: dict[str, Any] = {}
+    run = JITFunction.run
+    triton.runtime.driver.set_active(Driver())
+    for name, launch in LAUNCHES.items():
+
+        def compile_alone(kernel: Any, *args: Any, warmup: bool, **options: Any) -> None:
+            del warmup
+            found[f"{name} {kernel.__name__}"] = facts(run(kernel, *args, warmup=True, **options))  # noqa: B023
+
+        JITFunction.run = compile_alone
+        launch()
+    return found
+
+
 if __name__ == "__main__":
-    json.dump({name: facts(kernel) for name, kernel in every_kernel().items()}, sys.stdout, indent=1)
+    json.dump(main(), sys.stdout, indent=1)
