@@ -1,8 +1,15 @@
-"""Matrix products in int8 and fp8: close to the exact ones, batch invariant, refused where unsupported."""
+"""Matrix products in int8 and fp8, and the padded LM head: close to the exact ones, batch invariant, freed, refused.
+
+Kernels against their references run in Triton's interpreter, or on a GPU if there is one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,10 +18,28 @@ from torch import Tensor
 
 from app.engine.gpu.kernels import reference_operations
 from app.engine.gpu.kernels.reference_operations import dequantized_product
-from app.engine.gpu.linears import Quantize, check_quantize, quantized_product
+from app.engine.gpu.linears import (
+    Quantize,
+    check_quantize,
+    describe_unquantized,
+    padded_lm_head,
+    quantize_decoder,
+    quantized_product,
+)
 from app.engine.gpu.triton_loader import REFERENCE_KERNELS, quantized_kernels
-from app.engine.quantization.int8_weights import quantize
+from app.engine.quantization.int8_weights import Quantized, quantize, round_weights
+from model.checkpoint.golden import GOLDEN_FILE, golden_file
+from model.config import ModelConfig
+from model.files import CheckpointError
+from model.nn.layers import product
+from model.nn.reference import logits
+from model.nn.transformer import Decoder
+from tests.support.gpu.kernel_backends import DEVICE, needs_triton
+from tests.support.model.tiny_models import tiny_config, tiny_decoder, tiny_engine
 
+TRITON = "app.engine.gpu.kernels.triton.quantized_products"
+PROMPT, ODD = [(7 * i) % 319 + 1 for i in range(40)], 333
+UNTIED = tiny_config(tied_head=False, head_bias=True, qkv_bias=True, out_bias=True, mlp_bias=True, logit_soft_cap=30.0)
 KINDS: list[Quantize] = ["int8", "fp8"]
 MEAN_ERROR = {"int8": 0.015, "fp8": 0.06}
 """Of outputs, as a share of their mean size: e4m3 has 3 bits of mantissa, so that a number is off by 2 to 3 %."""
@@ -26,9 +51,9 @@ def _normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> 
 
 
 def _product(weight: Tensor, bias: Tensor | None, kind: Quantize) -> Callable[[Tensor], Tensor]:
-    product = quantized_product(weight, bias, kind)
-    assert product
-    return lambda x: product(x, weight, bias)
+    quantized = quantized_product(weight, bias, kind)
+    assert quantized
+    return lambda x: quantized(x, weight, bias)
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -40,14 +65,6 @@ def test_every_kind_is_near_the_exact_product(kind: Quantize, has_bias: bool) ->
     assert (out.shape, out.dtype) == (exact.shape, torch.bfloat16)
     error = (out.float() - exact).abs().mean() / exact.abs().mean()
     assert 0 < error < MEAN_ERROR[kind]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_takes_the_weight_over(kind: Quantize) -> None:
-    weight = _normal(32, 32)
-    _product(weight, None, kind)
-    assert weight.untyped_storage().nbytes() <= 4 and weight.isnan().all(), "the numbers are there twice"
-    assert weight.shape == (32, 32)
 
 
 @pytest.mark.parametrize(("shape", "kind"), [((40, 64), "fp8"), ((64, 40), "fp8"), ((64, 64), "none")])
@@ -91,12 +108,17 @@ def test_a_row_that_is_not_finite_spoils_itself_alone(bad: float) -> None:
     assert torch.isfinite(out[[0, 2]]).all()
 
 
-def test_a_weight_is_rounded_piece_by_piece_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = _normal(50, 64)
-    whole = reference_operations.quantize_fp8_weight(weight)
+def test_what_is_done_piece_by_piece_gives_the_same_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp8 rounds a weight in pieces, and the reference of int8 widens it in pieces."""
+    weight, x, bias = _normal(50, 64), _normal(3, 64, seed=1), _normal(50, seed=2)
+
+    def both() -> tuple[Tensor, ...]:
+        fp8 = reference_operations.quantize_fp8_weight(weight)
+        return fp8.numbers.float(), fp8.scales_X1, dequantized_product(x, quantize(weight), bias).float()
+
+    whole = both()
     monkeypatch.setattr(reference_operations, "_CHUNK_NUMBERS", 64 * 7)
-    pieces = reference_operations.quantize_fp8_weight(weight)
-    assert all(torch.equal(a.float(), b.float()) for a, b in zip(whole, pieces, strict=True))
+    assert all(torch.allclose(a, b, rtol=2**-7) for a, b in zip(both(), whole, strict=True))
 
 
 @pytest.mark.parametrize("is_public", [True, False])
@@ -117,27 +139,141 @@ def test_the_products_of_torch_take_what_they_are_given(is_public: bool, monkeyp
         assert torch.allclose(torchs.float(), ours, rtol=2**-7, atol=1e-2)
 
 
-def test_fp8_is_refused_where_it_cannot_be() -> None:
-    bfloat16 = torch.bfloat16
-    check_quantize("fp8", "cuda", bfloat16, (8, 9))
-    check_quantize("fp8", "cuda", bfloat16, (12, 0))
-    check_quantize("int8", "cpu", torch.float32)
-    for device, dtype, capability, reason in [
-        ("cpu", bfloat16, None, "requires a GPU, and the device is cpu: use --quantize int8 or none"),
-        ("cuda", bfloat16, (8, 6), r"capability 8\.9 or newer .* has 8\.6: use --quantize int8 or none"),
+@pytest.mark.parametrize(
+    ("device", "dtype", "capability", "reason"),
+    [
+        ("cpu", torch.bfloat16, None, "requires a GPU, and the device is cpu: use --quantize int8 or none"),
+        ("cuda", torch.bfloat16, (8, 6), r"capability 8\.9 or newer .* has 8\.6: use --quantize int8 or none"),
         ("cuda", torch.float32, (9, 0), "computes in bfloat16: use --dtype bfloat16 or auto"),
-    ]:
-        with pytest.raises(ValueError, match=f"^--quantize fp8 {reason}|{reason}$"):
-            check_quantize("fp8", device, dtype, capability)
+    ],
+)
+def test_fp8_is_refused_where_it_cannot_be(
+    device: str, dtype: torch.dtype, capability: tuple[int, int] | None, reason: str
+) -> None:
+    check_quantize("fp8", "cuda", torch.bfloat16, (8, 9))
+    check_quantize("int8", device, dtype, capability)
+    with pytest.raises(ValueError, match=reason):
+        check_quantize("fp8", device, dtype, capability)
 
 
-def test_the_twin_of_int8_widens_piece_by_piece_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, x, bias = quantize(_normal(50, 64)), _normal(3, 64, seed=1), _normal(50, seed=2)
-    whole = dequantized_product(x, weight, bias)
-    monkeypatch.setattr(reference_operations, "_CHUNK_NUMBERS", 64 * 16)
-    assert torch.allclose(dequantized_product(x, weight, bias).float(), whole.float(), rtol=2**-7)
-
-
-def test_without_a_gpu_the_twins_compute() -> None:
+@needs_triton
+def test_kernels_of_triton_are_for_a_gpu_that_computes_in_a_short_format() -> None:
     assert quantized_kernels(torch.device("cpu"), torch.bfloat16) is REFERENCE_KERNELS
     assert quantized_kernels(torch.device("cuda"), torch.float32) is REFERENCE_KERNELS
+    kernels, triton = quantized_kernels(torch.device("cuda"), torch.bfloat16), import_module(TRITON)
+    assert (kernels.int8_product, kernels.fp8_rows) == (triton.int8_product, triton.quantize_fp8_rows)
+
+
+@needs_triton
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("tokens", "rows", "columns"), [(1, 70, 96), (16, 64, 128), (17, 130, 200), (3, 8, 272)])
+def test_the_int8_kernel_gives_what_its_reference_gives(tokens: int, rows: int, columns: int, has_bias: bool) -> None:
+    float32 = {"dtype": torch.float32}
+    x, weight = _normal(tokens, columns, **float32).to(DEVICE), quantize(_normal(rows, columns, **float32).to(DEVICE))
+    bias = _normal(rows, seed=2, **float32).to(DEVICE) if has_bias else None
+    out = import_module(TRITON).int8_product(x, weight, bias)
+    assert torch.allclose(out, dequantized_product(x, weight, bias), rtol=1e-5, atol=1e-4)
+
+
+@needs_triton
+def test_every_token_of_every_tile_is_computed_from_its_own_row() -> None:
+    """Exact sums, so that a differing bit means a misplaced number; rows of x may be strided."""
+    kernel, float32 = import_module(TRITON), torch.float32
+    numbers = _normal(130, 200, seed=1, dtype=float32).mul(3).round().to(torch.int8).to(DEVICE)
+    weight = Quantized(numbers, torch.full((130,), 0.5, device=DEVICE))
+    wide = _normal(70, 300, dtype=float32).mul(3).round().to(DEVICE)
+    together = kernel.int8_product(wide[:, :200], weight, None)
+    assert torch.equal(together, wide[:, :200] @ numbers.float().t() * 0.5)
+    for few in (1, 16, 17):
+        assert torch.equal(kernel.int8_product(wide[:few, :200], weight, None), together[:few])
+    assert [kernel.tile(n)[0] for n in (1, 16, 17, 100_000)] == [16, 16, 64, 64]
+
+
+@needs_triton
+@pytest.mark.parametrize("columns", [64, 200])
+def test_a_row_is_scaled_by_itself_to_the_bits_of_its_reference(columns: int) -> None:
+    """The interpreter loses a carry when it rounds to e4m3, so the kernel is asked for what is to be rounded."""
+    wide = _normal(5, 300, dtype=torch.float32) * torch.tensor([1.0, 1e-6, 1e6, 0.0, 3.0])[:, None]
+    wide[4, 7] = float("nan")
+    wide = wide.to(DEVICE)
+    numbers, scales = wide.new_empty(5, columns), wide.new_empty(5, 1)
+    kernel, sizes = import_module(TRITON).quantize_row_kernel, {"N_COLUMNS": columns, "PADDED": 256}
+    kernel[(5,)](wide, numbers, scales, 300, FP8_MAX=reference_operations.FP8_MAX, **sizes)
+    reference = reference_operations.quantize_fp8_rows(wide[:, :columns])
+    assert torch.equal(scales[:4], reference.scales_X1[:4])
+    assert torch.equal(numbers[:4].to(reference_operations.FP8_DTYPE).float(), reference.numbers[:4].float())
+    assert numbers[4, 7].isnan(), "a number that is none must not look like one"
+
+
+def _quantized(shape: ModelConfig, kind: Quantize, dtype: torch.dtype = torch.float32) -> Decoder:
+    decoder = tiny_decoder(shape, dtype=dtype)
+    quantize_decoder(decoder, kind)
+    return decoder
+
+
+@pytest.mark.parametrize("shape", [tiny_config(), UNTIED, tiny_config(n_encoder_layers=1)])
+def test_a_decoder_in_int8_is_one_of_rounded_weights(shape: ModelConfig) -> None:
+    rounded = tiny_decoder(shape)
+    embedding = rounded.embedding
+    round_weights(rounded)
+    rounded.embedding = embedding  # on a GPU it stays
+    source = PROMPT if shape.n_encoder_layers else None
+    ours = logits(_quantized(shape, "int8"), PROMPT, source=source)
+    assert torch.allclose(ours, logits(rounded, PROMPT, source=source), rtol=1e-3, atol=2e-3)
+    assert not torch.allclose(ours, logits(tiny_decoder(shape), PROMPT, source=source), rtol=1e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_quantized_is_freed_and_still_counted(kind: Quantize) -> None:
+    decoder = _quantized(tiny_config(tied_head=False), kind)
+    kept = {name: each for name, each in decoder.named_parameters() if each.untyped_storage().nbytes() > 4}
+    assert [name for name, each in kept.items() if each.ndim == 2] == ["embedding"]
+    assert all(each.isnan().all() for name, each in decoder.named_parameters() if name not in kept)
+    assert decoder.n_params == tiny_decoder(tiny_config(tied_head=False)).n_params
+
+
+def test_the_log_hears_of_matrices_that_fp8_cannot_take() -> None:
+    odd = tiny_decoder(tiny_config(mlp_width=168))
+    assert describe_unquantized(odd, "fp8") == (
+        "2 of 8 matrices are not quantized: fp8 requires multiples of 16, and their sizes are 64 x 168"
+    )
+    assert describe_unquantized(odd, "int8") is None and describe_unquantized(tiny_decoder(), "fp8") is None
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_fp8_meets_the_golden_file_and_another_model_does_not(tmp_path: Path, is_same: bool) -> None:
+    (tmp_path / GOLDEN_FILE).write_bytes(golden_file(tiny_decoder(), PROMPT))
+    shape = tiny_config() if is_same else tiny_config(norm_eps=5.0)
+    engine = tiny_engine(_quantized(shape, "fp8", torch.bfloat16))
+    with nullcontext() if is_same else pytest.raises(CheckpointError, match=r"golden\.json: .* differ by a mean of \d"):
+        assert "passed" in check_golden(engine, tmp_path, tiny_config(), context=256, number_format="fp8")
+
+
+@pytest.mark.parametrize(
+    "shape", [tiny_config(vocab_size=ODD), replace(UNTIED, vocab_size=ODD)], ids=["tied", "untied"]
+)
+def test_the_padded_head_gives_the_models_logits_in_aligned_rows_of_the_one_matrix(shape: ModelConfig) -> None:
+    decoder = tiny_decoder(shape)
+    hidden_SD = torch.randn(3, decoder.config.width, generator=torch.Generator().manual_seed(0))
+    wanted_SV, embedding = decoder.head(hidden_SD), decoder.embedding.detach().clone()
+    head = padded_lm_head(decoder)
+    for logits_SV in (head(hidden_SD), decoder.head(hidden_SD)):
+        assert logits_SV.shape == (3, ODD) and torch.allclose(logits_SV, wanted_SV, rtol=1e-5, atol=1e-5)
+    assert shape is UNTIED or not shape.tied_head or head(hidden_SD).stride() == (384, 1)
+    assert torch.equal(decoder.embedding, embedding)
+    matrix = decoder.embedding if decoder.untied_head is None else decoder.untied_head
+    assert matrix.shape == (ODD, decoder.config.width) and matrix.is_contiguous()
+    assert matrix.untyped_storage().nbytes() == 384 * decoder.config.width * 4
+    matrix.data.zero_()
+    bias_V = torch.zeros(ODD) if decoder.head_bias is None else decoder.head_bias
+    assert torch.equal(head(hidden_SD[:1]), decoder.cap_logits(bias_V)[None]), "it is the one used"
+
+
+def test_a_head_that_is_aligned_or_quantized_stays_where_it_is() -> None:
+    aligned = tiny_decoder()
+    address = aligned.embedding.data_ptr()
+    assert padded_lm_head(aligned) == aligned.head and aligned.embedding.data_ptr() == address
+    kinds: dict[Quantize, bool] = {"int8": True, "fp8": False}  # fp8 takes no odd number of rows
+    for kind, is_quantized in kinds.items():
+        decoder = _quantized(replace(UNTIED, vocab_size=ODD), kind)
+        assert (padded_lm_head(decoder) == decoder.head) == is_quantized == (decoder.head_product is not product)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from msgspec.structs import replace
-from torch import Tensor
 
 from app.common.types import BatchPlan, Chunk, Request, SampledEvent, Sequence, TokenScore
 from app.engine.execution.engine import Engine
 from app.engine.execution.warmup_batches import dummies
-from app.engine.gpu.graphs import DecodeGraphs
+from app.engine.gpu.graphs import CudaCapture, DecodeGraphs
 from app.engine.gpu.resident_batch import Download, ResidentBatch
-from app.engine.gpu.runner import DeviceRunner, Shapes
+from app.engine.gpu.runner import DeviceRunner
 from app.engine.gpu.step import StepProgram
+from app.engine.gpu.triton_loader import triton_kernels
 from app.engine.guided.grammar_tracker import GrammarTracker
 from app.guided.grammar import grammar_from
 from tests.engine.execution.test_parity import _requests
@@ -23,6 +25,7 @@ from tests.engine.execution.test_parity_switches import _config
 from tests.engine.execution.test_parity_switches import _requests as _few_requests
 from tests.support.gpu.emulated_engine import tiny_device_engine, tiny_device_runner
 from tests.support.gpu.emulated_graph import Watch, record
+from tests.support.gpu.kernel_backends import DEVICE, needs_triton
 from tests.support.model.tiny_models import run_all, tiny_decoder, tiny_engine
 
 pytestmark = pytest.mark.slow
@@ -76,6 +79,36 @@ def test_a_captured_step_reads_nothing_on_the_host_and_draws_the_same(depth: int
     assert len(replayed) > 50
 
 
+@needs_triton
+def test_triton_draws_the_tokens_of_the_torch_way() -> None:
+    requests = [replace(r, prompt=r.prompt[-30:], max_tokens=min(5, r.max_tokens)) for r in _requests(3, seed=1)]
+    wanted = run_all(tiny_engine(tiny_decoder()), requests)
+    found = triton_kernels()
+    assert found and found.numerics.startswith("triton-3.")
+    decoder = tiny_decoder().to(DEVICE)
+    engine = tiny_device_engine(decoder, max_running=2, tokens_per_step=40, kernels=found.kernels)
+    for name, events in run_all(engine, requests).items():
+        assert [event.token for event in events] == [event.token for event in wanted[name]]
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="takes a GPU, where torch raises at what waits")
+def test_cuda_is_not_waited_for_while_steps_are_launched() -> None:
+    """Captured decode steps and steps with prompts alike: what waits is collect()."""
+    found = triton_kernels()
+    assert found
+    runner = tiny_device_runner(tiny_decoder().to(DEVICE), max_running=8, kernels=found.kernels)
+    runner.warm_up(128)
+    runner.capture(CudaCapture())
+    for plan in (dummies(3, 1), dummies(2, 30), dummies(8, 1)):
+        with warnings.catch_warnings(action="ignore"):  # of the mode itself, once
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            flight = runner.launch(plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert len(runner.collect(flight).sampled) == len(plan.chunks)
+
+
 def test_a_launch_waits_for_nothing() -> None:
     runner = tiny_device_runner(tiny_decoder(), max_running=8)
     for plan in (dummies(3, 1), dummies(2, 30), dummies(8, 1)):
@@ -86,24 +119,16 @@ def test_a_launch_waits_for_nothing() -> None:
 
 def test_a_step_that_draws_nothing_is_waited_for_like_any(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else all pieces of a long prompt would be launched at once, and a newcomer would stand behind the last."""
-    waited = []
-
-    class Noted(Download):
-        def wait(self) -> Tensor:
-            waited.append(1)
-            return super().wait()
-
-    monkeypatch.setattr("app.engine.gpu.runner.Download", Noted)
+    waited, wait = [], Download.wait
+    monkeypatch.setattr(Download, "wait", lambda self: (waited.append(1), wait(self))[1])
     runner = tiny_device_runner(tiny_decoder(), max_running=2)
     (sequence,) = _sequences(1)
     sequence.tokens = [3] * 12
-    for start in (0, 4):
-        assert runner.collect(runner.launch(BatchPlan((Chunk(sequence, start, start + 4),)))).sampled == {}
-    assert len(waited) == 2
-    request = replace(sequence.request, grammar="any", prompt=(3,) * 12)
-    guided = Sequence(request=request, tokens=[3] * 12, arrival=1, blocks=[1])
-    assert runner.run(BatchPlan((Chunk(guided, 0, 4),))).sampled == {} and len(waited) == 3
-    assert len(runner.collect(runner.launch(BatchPlan((Chunk(sequence, 8, 12),)))).sampled) == 1
+    guided = Sequence(request=replace(sequence.request, grammar="any"), tokens=[3] * 12, arrival=1, blocks=[1])
+    for part in (Chunk(sequence, 0, 4), Chunk(sequence, 4, 8), Chunk(guided, 0, 4)):
+        assert runner.run(BatchPlan((part,))).sampled == {}
+    assert len(waited) == 3
+    assert len(runner.run(BatchPlan((Chunk(sequence, 8, 12),))).sampled) == 1
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -196,11 +221,6 @@ def test_a_trial_row_has_room_beside_as_many_as_may_run() -> None:
     assert runner.run(dummies(1, 1)).sampled["dummy 0"].token is not None
     running[0].tokens.append(7)
     assert runner.run(BatchPlan((Chunk(running[0], 1, 2),))).sampled["r0"].token is not None
-
-
-def test_shapes_that_must_not_change_do_not_however_few_tokens_there_are() -> None:
-    assert {Shapes(tile_tokens=16, tokens=100).padded(count) for count in (1, 96, 97, 100)} == {100}
-    assert [Shapes(tile_tokens=16).padded(count) for count in (1, 8, 9)] == [8, 8, 16]
 
 
 def test_a_sequence_that_gave_way_is_told_anew() -> None:

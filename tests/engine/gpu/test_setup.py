@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import weakref
 from collections.abc import Callable
@@ -15,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from app.common.types import SamplingParams
 from app.engine.backends import TorchBackend
-from app.engine.execution.warmup_batches import PermissiveGrammars, costliest_step, dummies
-from app.engine.gpu.kernels.interface import PARTIAL_BYTES, AttentionBatch, AttentionSpec
+from app.engine.execution.warmup_batches import PermissiveGrammars, costliest_step
+from app.engine.gpu.kernels.interface import PARTIAL_BYTES
 from app.engine.gpu.kernels.reference_operations import ReferenceKernels
 from app.engine.gpu.resident_batch import StepInputs, Upload
 from app.engine.gpu.setup import _GRAPH_BYTES, TritonBackend
@@ -31,10 +32,9 @@ from tests.support.gpu.kernel_backends import needs_triton
 from tests.support.model.tiny_models import tiny_config, tiny_decoder
 
 
-@pytest.mark.parametrize("lengths", [(3, 0, 17, 4, 1), (1,) * 9, (4, 8, 16)])
-def test_sections_of_an_upload_begin_where_16_bytes_do(lengths: tuple[int, ...]) -> None:
+def test_sections_of_an_upload_begin_where_16_bytes_do() -> None:
     """Triton compiles a kernel for each set of its pointers that do: for one set, and not for 16 while serving."""
-    upload = Upload()
+    upload, lengths = Upload(), (3, 0, 17, 4, 1, 1, 8)
     sections = [upload.add(range(length)) for length in lengths]
     numbers_X = upload.send(torch.device("cpu"))
     for section, length in zip(sections, lengths, strict=True):
@@ -42,28 +42,10 @@ def test_sections_of_an_upload_begin_where_16_bytes_do(lengths: tuple[int, ...])
         assert section.start * numbers_X.element_size() % 16 == 0
 
 
-class _Noting(ReferenceKernels):
-    """Computes no attention, and notes which of its variants was wanted: Triton has one for each of these pairs."""
-
-    def __init__(self) -> None:
-        self.seen: set[tuple[int, bool]] = set()
-
-    def attention(self, q_THC: Tensor, _layer_cache: Tensor, batch: AttentionBatch, _spec: AttentionSpec) -> Tensor:
-        self.seen.add((batch.tile_tokens, batch.max_splits > 1))
-        return torch.zeros_like(q_THC)
-
-
-@pytest.mark.parametrize("context", [96, 1200])
-def test_after_the_warm_up_no_step_needs_another_variant_of_attention(context: int) -> None:
-    kernels = _Noting()
-    runner = tiny_device_runner(tiny_decoder(tiny_config(context=context)), kernels=kernels, max_running=2)
-    runner.warm_up(128)
-    warmed = {*kernels.seen}
-    tails = [dummies(1, context, start=context - length) for length in (1, 20)]
-    for plan in (dummies(1, 50), *tails, dummies(2, 1)):
-        runner.run(plan)
-    assert kernels.seen == warmed
-    assert warmed == {(tokens, is_split) for tokens in (1, 32) for is_split in (False, context > 512)}
+def _backend(context: int = 64, **limits: int) -> TritonBackend:
+    config, limits = tiny_config(context=context), {"tokens_per_step": 32, "max_running": 2, **limits}
+    shape = CacheShape(shape=config, context=context, block_size=16, max_running=4, dtype=torch.float32)
+    return TritonBackend(tiny_decoder(config), ReferenceKernels(), shape, StepLimits(**limits), deterministic=False)
 
 
 class _Making(TorchDispatchMode):
@@ -97,39 +79,26 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[_Making]:
 
 def test_rows_that_stay_are_measured_with_the_largest_step_and_once(measured: list[_Making]) -> None:
     """In addition to weights and cache: token counts of a large vocabulary are not small."""
-    config = tiny_config()
-    cache_shape = CacheShape(shape=config, context=64, block_size=16, max_running=2, dtype=torch.float32)
-    limits = StepLimits(tokens_per_step=32, max_running=2)
-    parts = TritonBackend(tiny_decoder(config), _Noting(), cache_shape, limits, deterministic=False)
-    assert (parts.activations(), parts.graph_bytes() > 7) == (7, True)
-    counts = torch.Size((limits.max_running + 1, config.vocab_size))
+    assert _backend().peaks().activations == 7
+    counts = torch.Size((3, tiny_config().vocab_size))
     assert [("zeros", counts) in making.made for making in measured] == [True, False]
 
 
 @pytest.mark.usefixtures("measured")
 def test_splits_that_lie_beside_one_another_are_counted_where_there_may_be_some() -> None:
     """Counted, not measured: neither the longest sequences nor the most rows have the most splits."""
-    sizes = []
-    for context in (512, 513):
-        config = tiny_config(context=context)
-        cache_shape = CacheShape(shape=config, context=context, block_size=16, max_running=2, dtype=torch.float32)
-        limits = StepLimits(tokens_per_step=32, max_running=2)
-        parts = TritonBackend(tiny_decoder(config), _Noting(), cache_shape, limits, deterministic=False)
-        sizes.append((parts.activations(), parts.graph_bytes()))
-    step, graphs = (after - before for before, after in zip(*sizes, strict=True))
-    assert (step, graphs) == (PARTIAL_BYTES, PARTIAL_BYTES + 2 * _GRAPH_BYTES), "and two steps are captured once more"
+    one, two = (_backend(context).peaks() for context in (512, 513))
+    assert two.activations - one.activations == PARTIAL_BYTES
+    assert two.graphs - one.graphs == PARTIAL_BYTES + 2 * _GRAPH_BYTES, "and two steps are captured once more"
 
 
 @pytest.mark.parametrize("kind", ["device", "torch"])
 def test_what_is_measured_holds_the_costliest_draws_of_the_host(kind: str, measured: list[_Making]) -> None:
     """Masks, sorts of whole rows, and scores: of 256 rows and 128,000 tokens that is gigabytes, in no launched step."""
-    config = tiny_config()
-    cache_shape = CacheShape(shape=config, context=64, block_size=16, max_running=4, dtype=torch.float32)
-    limits = StepLimits(tokens_per_step=64, max_running=40)
-    if kind == "device":
-        TritonBackend(tiny_decoder(config), _Noting(), cache_shape, limits, deterministic=False).activations()
-    else:
-        TorchBackend(tiny_decoder(config), cache_shape, limits).peaks()
+    config, limits = tiny_config(context=64), StepLimits(tokens_per_step=64, max_running=40)
+    shape = CacheShape(shape=config, context=64, block_size=16, max_running=4, dtype=torch.float32)
+    device = _backend(tokens_per_step=64, max_running=40)
+    (device if kind == "device" else TorchBackend(tiny_decoder(config), shape, limits)).peaks()
     drawn, made = (40, config.vocab_size), measured[0].made
     assert {("where", drawn), ("sort", drawn)} <= made
     assert ("log_softmax", drawn) in made, "log-probabilities of the rows that ask"
@@ -180,14 +149,10 @@ def test_no_wish_of_a_request_takes_more_than_the_costliest_draw(rows: int) -> N
     most = peak_bytes(
         [SamplingInput(r.params, [0] * 64, len(r.prompt), r.stop_ids, allowed if r.grammar else None) for r in requests]
     )
-    for sampling in SAMPLING:
-        for temperature in (1.0, 10.0):
-            params = SamplingParams(temperature=temperature, **sampling)
-            row, plain = (
-                SamplingInput(params, [0] * 64, 32, (2,), allowed),
-                SamplingInput(SamplingParams(temperature=0), [0], 1),
-            )
-            assert peak_bytes([row] * rows) <= most and peak_bytes([row] * (rows - 1) + [plain]) <= most, sampling
+    plain = SamplingInput(SamplingParams(temperature=0), [0], 1)
+    for sampling, temperature in itertools.product(SAMPLING, (1.0, 10.0)):
+        row = SamplingInput(SamplingParams(temperature=temperature, **sampling), [0] * 64, 32, (2,), allowed)
+        assert peak_bytes([row] * rows) <= most and peak_bytes([row] * (rows - 1) + [plain]) <= most, sampling
 
 
 @needs_triton
@@ -214,7 +179,7 @@ class _Strangers(TorchDispatchMode):
 def test_no_tensor_of_the_host_has_a_part_in_a_step(deterministic: bool) -> None:
     """The host would wait for its transfer, which a captured step does not allow. meta is a device like any other."""
     decoder = tiny_decoder().to("meta")
-    steps = tiny_device_runner(decoder, kernels=_Noting(), max_running=4, deterministic=deterministic).graphs.steps
+    steps = tiny_device_runner(decoder, max_running=4, deterministic=deterministic).graphs.steps
     tokens_T, tiles_X, draws_S = (torch.zeros(n, dtype=torch.int32, device="meta") for n in (128, 4, 4))
     with torch.inference_mode(), _Strangers():  # type: ignore[no-untyped-call]
         steps.decode(3, 1)
