@@ -15,7 +15,7 @@ from app.engine import startup
 from app.engine.execution.engine import Engine
 from app.engine.gpu.decoder import PagedDecoder
 from app.engine.gpu.kernels.reference_operations import ReferenceKernels
-from app.engine.gpu.setup import RunnerConfig, device_runner
+from app.engine.gpu.setup import device_runner
 from app.engine.scheduling.block_allocator import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from benchmarks.gpu.results import StageContext
@@ -104,9 +104,9 @@ def build_device_engine(
     number_format = getattr(torch, dtype or "float32")
     decoder = read(context.folder, device=torch.device("cpu"), dtype=number_format).decoder
     blocks, kernels = -(-cache_tokens // _EMULATED_BLOCK), ReferenceKernels()
-    config = RunnerConfig(context=shape.context, block_size=_EMULATED_BLOCK, **sizes)
-    runner = device_runner(PagedDecoder(decoder, kernels), kernels, config, blocks=blocks)
+    limits = StepLimits(prompt_tokens_with_decodes=prompt_tokens_beside, **sizes)
+    paged = PagedDecoder(decoder, kernels)
+    runner = device_runner(paged, kernels, limits, blocks=blocks, block_size=_EMULATED_BLOCK, context=shape.context)
     runner.warm_up(tokens_per_step)
     runner.capture(lambda work: work)
-    limits = StepLimits(prompt_tokens_with_decodes=prompt_tokens_beside, **sizes)
     return Engine(Scheduler(limits, BlockPool(blocks, _EMULATED_BLOCK)), runner, runner)

@@ -47,7 +47,7 @@ class CudaCapture:
             work()
         return graph.replay
 
-    def run_on_stream(self, work: Callable[[], None]) -> None:
+    def run_on_stream(self, work: Callable[[], object]) -> None:
         """Runs `work` on the capture stream, ordered after earlier and before later work of the current stream."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):

@@ -164,6 +164,12 @@ class ResidentUpdates:
     lengths: dict[int, int] = field(default_factory=dict)
     tokens: dict[int, int] = field(default_factory=dict)
 
+    def sections(self) -> tuple[Iterable[int], ...]:
+        """The sections of an upload that ResidentBatch.apply() takes."""
+        histories = (self.history, self.history_rows, self.history_generated)
+        pairs = (self.lengths.keys(), self.lengths.values(), self.tokens.keys(), self.tokens.values())
+        return (self.loaded_rows, self.words, *histories, self.table_indices, self.table_blocks, *pairs)
+
 
 class ResidentBatch:
     """Device state of up to `count` sequences. The last row is for padding."""
@@ -209,23 +215,6 @@ class ResidentBatch:
             if resident := self._resident_rows.pop(sequence, None):
                 self._free.append(resident.row)
 
-    def add_to_upload(self, updates: ResidentUpdates, upload: Upload) -> list[slice]:
-        """Appends the updates to the step's upload and returns their sections."""
-        sections = (
-            updates.loaded_rows,
-            updates.words,
-            updates.history,
-            updates.history_rows,
-            updates.history_generated,
-            updates.table_indices,
-            updates.table_blocks,
-            updates.lengths.keys(),
-            updates.lengths.values(),
-            updates.tokens.keys(),
-            updates.tokens.values(),
-        )
-        return [upload.add(section) for section in sections]
-
     def apply(self, numbers_X: Tensor, sections: list[slice]) -> None:
         """Applies the uploaded updates on the device."""
         loaded_rows, words, history, owners, generated, table_indices, blocks, *rest = (
@@ -270,22 +259,18 @@ class ResidentBatch:
         return resident.row
 
     def _load(self, sequence: Sequence, resident: _ResidentRow | None, updates: ResidentUpdates) -> _ResidentRow:
-        row = resident.row if resident else self._free.pop()
-        resident = self._resident_rows[sequence] = _ResidentRow(row=row, blocks=sequence.blocks)
+        request, row = sequence.request, resident.row if resident else self._free.pop()
         if not sequence.blocks:  # without blocks, the sequence writes to the padding block
             first = row * self.block_table_RB.shape[1]
             updates.table_indices.extend(range(first, first + self.block_table_RB.shape[1]))
             updates.table_blocks.extend([self._padding_block] * self.block_table_RB.shape[1])
-        if self.can_sample(sequence.request):  # otherwise the host samples
-            self._load_sampling(sequence, row, updates)
-        return resident
-
-    def _load_sampling(self, sequence: Sequence, row: int, updates: ResidentUpdates) -> None:
-        request = sequence.request
-        updates.loaded_rows.append(row)
-        updates.words.extend(pack_request(request, self.table.vocab_size))
-        if is_counted(request.params):
+        if self.can_sample(request):  # otherwise the host samples
+            updates.loaded_rows.append(row)
+            updates.words.extend(pack_request(request, self.table.vocab_size))
+        if self.can_sample(request) and is_counted(request.params):
+            prompt, length = len(request.prompt), len(sequence.tokens)
             updates.history.extend(sequence.tokens)
-            updates.history_rows.extend([row] * len(sequence.tokens))
-            prompt = len(request.prompt)
-            updates.history_generated.extend([0] * prompt + [1] * (len(sequence.tokens) - prompt))
+            updates.history_rows.extend([row] * length)
+            updates.history_generated.extend([0] * prompt + [1] * (length - prompt))
+        resident = self._resident_rows[sequence] = _ResidentRow(row=row, blocks=sequence.blocks)
+        return resident

@@ -119,9 +119,9 @@ class DeviceRunner:
             inputs, longest = _upload_step(self.graphs, self._shapes, plan)
             self._steps.run_mixed(inputs, tile_tokens=self._shapes.tile_tokens, splits=splits(longest))
             return
-        rows, staged = _StepUpload.of(self._steps, plan)
-        count = self.graphs.bucket(len(rows))
-        section = staged.upload.add([*rows, *[self._resident.padding_row] * (count - len(rows))])
+        staged = _StepUpload(self._steps, plan)
+        count = self.graphs.bucket(len(plan.chunks))
+        section = staged.upload.add([*staged.rows, *[self._resident.padding_row] * (count - len(plan.chunks))])
         numbers_X = staged.send()
         self._steps.rows_S[:count].copy_(numbers_X[section])
         self.graphs.run(count, splits(max(chunk.stop for chunk in plan.chunks)))
@@ -151,37 +151,31 @@ class HostCompute:
 
 
 class _StepUpload:
-    """The single host-to-device copy of a step."""
+    """The single host-to-device copy of a step: updates of blocks and rows, and what is added to `upload`."""
 
-    def __init__(self, steps: StepProgram, plan: BatchPlan, sections: list[slice], upload: Upload) -> None:
-        self.upload = upload
+    def __init__(self, steps: StepProgram, plan: BatchPlan) -> None:
+        self.upload = Upload()
         self._steps = steps
-        self._sections = sections
+        self.rows, updates = steps.resident.assign_rows(plan.chunks)
+        self._updates = [self.upload.add(section) for section in updates.sections()]
         columns = (plan.clear, *([pair[side] for pair in plan.copies] for side in (0, 1)))
-        self._blocks = [upload.add(column) for column in columns]
-
-    @classmethod
-    def of(cls, steps: StepProgram, plan: BatchPlan) -> tuple[list[int], _StepUpload]:
-        """The rows of the plan's chunks, and the upload that they need."""
-        upload = Upload()
-        rows, updates = steps.resident.assign_rows(plan.chunks)
-        return rows, cls(steps, plan, steps.resident.add_to_upload(updates, upload), upload)
+        self._blocks = [self.upload.add(column) for column in columns]
 
     def send(self) -> Tensor:
-        """Sends all sections, and applies the updates of blocks and rows. Returns the sections on the device."""
+        """Sends all sections, and applies the updates. Returns the sections on the device."""
         numbers_X = self.upload.send(self._steps.cache.device)
         self._steps.prepare(*(numbers_X[section] for section in self._blocks))
-        self._steps.resident.apply(numbers_X, self._sections)
+        self._steps.resident.apply(numbers_X, self._updates)
         return numbers_X
 
 
 def _upload_step(graphs: DecodeGraphs, shapes: Shapes, plan: BatchPlan) -> tuple[StepInputs[Tensor], int]:
     """Uploads a step with prompts. Returns its inputs on the device, and the length of its longest sequence."""
-    rows, staged = _StepUpload.of(graphs.steps, plan)
+    staged = _StepUpload(graphs.steps, plan)
     n_samples = sum(chunk.samples for chunk in plan.chunks)
     layout = lay_out(
         plan.chunks,
-        rows,
+        staged.rows,
         tile_tokens=shapes.tile_tokens,
         padding_row=graphs.steps.resident.padding_row,
         tokens=shapes.padded(sum(chunk.stop - chunk.start for chunk in plan.chunks)),

@@ -7,13 +7,12 @@ captures the decode steps. It runs on any device, so that tests need no GPU.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from app.common.startup_timer import CAPTURING_GRAPHS, WARMING_UP
-from app.engine.execution.runner import BackendRunners, MaskProvider, Sampler
+from app.engine.execution.runner import BackendRunners, MaskProvider
 from app.engine.execution.warmup_batches import PermissiveGrammars, costliest_step, dummies, largest_step
 from app.engine.gpu.decoder import PagedDecoder
 from app.engine.gpu.graphs import CudaCapture, DecodeGraphs
@@ -33,50 +32,39 @@ _TILE_ROWS = 64
 _MIN_TILE_TOKENS = 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerConfig:
-    """Limits that a runner is built for."""
-
-    max_running: int
-    tokens_per_step: int
-    context: int
-    block_size: int
-    deterministic: bool = False
-    """Every step has the same shapes, so that no library selects a different algorithm because of other rows."""
-
-
 def device_runner(
     decoder: PagedDecoder,
     kernels: Kernels,
-    runner_config: RunnerConfig,
+    limits: StepLimits,
     *,
     blocks: int,
-    sampler: Sampler | None = None,
+    block_size: int,
+    context: int,
+    deterministic: bool = False,
     grammars: MaskProvider | None = None,
 ) -> DeviceRunner:
-    """Builds the runner with a cache of `blocks` blocks and one padding block."""
-    config, max_running, embedding = decoder.config, runner_config.max_running, decoder.embedding
+    """Builds the runner with a cache of `blocks` blocks and one padding block.
+
+    deterministic: every step has the same shapes, so that no library selects a different algorithm because of other
+    rows.
+    """
+    config, max_running, embedding = decoder.config, limits.max_running, decoder.embedding
     table = SamplingTable(max_running + 1, config.vocab_size, embedding.device)
     resident = ResidentBatch(
-        count=max_running,
-        context=runner_config.context,
-        block_size=runner_config.block_size,
-        padding_block=blocks,
-        table=table,
+        count=max_running, context=context, block_size=block_size, padding_block=blocks, table=table
     )
     # Slots before heads: the layout that other libraries' kernels use too.
-    shape = (config.n_layers, 2, blocks + 1, runner_config.block_size, config.n_kv_heads, config.head_dim)
+    shape = (config.n_layers, 2, blocks + 1, block_size, config.n_kv_heads, config.head_dim)
     cache = torch.zeros(shape, dtype=embedding.dtype, device=embedding.device)
-    tokens = runner_config.tokens_per_step if runner_config.deterministic else 0
-    steps = StepProgram(decoder, kernels, cache, resident, max_rows=max_running, tokens=tokens)
-    buckets = (max_running,) if runner_config.deterministic else decode_buckets(max_running)
-    graphs = DecodeGraphs(steps, buckets=buckets, max_splits=splits(runner_config.context))
     shapes = Shapes(
         tile_tokens=max(_MIN_TILE_TOKENS, _TILE_ROWS // (config.n_heads // config.n_kv_heads)),
-        tokens=tokens,
-        head_rows=max_running if runner_config.deterministic else 0,
+        tokens=limits.tokens_per_step if deterministic else 0,
+        head_rows=max_running if deterministic else 0,
     )
-    return DeviceRunner(graphs, shapes, sampler=sampler or TorchSampler(), grammars=grammars)
+    steps = StepProgram(decoder, kernels, cache, resident, max_rows=max_running, tokens=shapes.tokens)
+    buckets = (max_running,) if deterministic else decode_buckets(max_running)
+    graphs = DecodeGraphs(steps, buckets=buckets, max_splits=splits(context))
+    return DeviceRunner(graphs, shapes, sampler=TorchSampler(), grammars=grammars)
 
 
 _GRAPH_BYTES = 4 << 20
@@ -93,69 +81,49 @@ class TritonBackend:
         self, decoder: Decoder, kernels: Kernels, cache_shape: CacheShape, limits: StepLimits, *, deterministic: bool
     ) -> None:
         self._decoder = PagedDecoder(decoder, kernels)
-        self._kernels = kernels
-        self._cache_shape, self._limits = cache_shape, limits
+        self._limits, self._context = limits, cache_shape.context
         self._device = decoder.embedding.device
         self._capture = CudaCapture() if self._device.type == "cuda" else None
-        self._config = RunnerConfig(
-            max_running=limits.max_running,
-            tokens_per_step=limits.tokens_per_step,
-            context=cache_shape.context,
+        self._runner = partial(
+            device_runner,
+            self._decoder,
+            kernels,
+            limits,
             block_size=cache_shape.block_size,
+            context=cache_shape.context,
             deterministic=deterministic,
         )
 
-    def activations(self) -> int:
-        """Bytes of the largest step, including resident rows. Raises ValueError if there is too little memory.
+    def peaks(self) -> MemoryPeaks:
+        """Measures the largest steps with an empty cache. Raises ValueError if there is too little memory.
 
-        Measures the largest step that samples on the device, and the largest one that samples on the host, with
-        torch's copies of the logits. The longest sequences process their splits sequentially; somewhat shorter ones may
-        process them in parallel, which takes extra workspace.
+        These are the largest step that samples on the device, and the largest one that samples on the host, with
+        torch's copies of the logits. The longest sequences process their splits sequentially, somewhat shorter ones in
+        parallel, and with the most rows there may be too many for that. So both numbers include the limit of that
+        workspace. Captured steps share a pool as large as the largest of them.
         """
-        limits, context = self._limits, self._cache_shape.context
-        steps = [largest(limits, context) for largest in (largest_step, costliest_step)]
+        steps = [largest(self._limits, self._context) for largest in (largest_step, costliest_step)]
 
-        def work() -> None:
-            runner = self._runner(0, PermissiveGrammars(self._decoder.config.vocab_size))
+        def compute_largest() -> None:
+            runner = self._runner(blocks=0, grammars=PermissiveGrammars(self._decoder.config.vocab_size))
             for step in steps:
                 runner.run(step)
 
-        return step_peak(work, self._device) + self._partial_bytes
-
-    def graph_bytes(self) -> int:
-        """Bytes that captured steps will keep: their shared pool is as large as the largest of them.
-
-        Which step has the most parallel splits is not computed: with the most rows there may be too many to run in
-        parallel. So the estimate adds the limit of that workspace.
-        """
-        runner = self._runner(0)
-        step = dummies(self._limits.max_running, 1)
-
-        def work() -> None:
-            runner.run(step)
-
+        partial_bytes = PARTIAL_BYTES if self._context > SPLIT else 0
+        activations = step_peak(compute_largest, self._device) + partial_bytes
+        runner = self._runner(blocks=0)
+        decode = partial(runner.run, dummies(self._limits.max_running, 1))
         # Libraries allocate a workspace on the capture stream.
-        once = partial(self._capture.run_on_stream, work) if self._capture else work
-        return step_peak(once, self._device) + self._partial_bytes + runner.graphs.count * _GRAPH_BYTES
-
-    def peaks(self) -> MemoryPeaks:
-        """Measures the largest steps with an empty cache. Raises ValueError."""
-        return MemoryPeaks(self.activations(), self.graph_bytes())
+        once = partial(self._capture.run_on_stream, decode) if self._capture else decode
+        graphs = step_peak(once, self._device) + partial_bytes + runner.graphs.count * _GRAPH_BYTES
+        return MemoryPeaks(activations, graphs)
 
     def start(self, blocks: int, grammars: GrammarTracker, announce: Callable[[str], None]) -> BackendRunners:
         """See Backend.start. Compiles all kernels, and captures decode steps if the device is a GPU."""
         announce(WARMING_UP)
-        runner = self._runner(blocks, grammars)
+        runner = self._runner(blocks=blocks, grammars=grammars)
         runner.warm_up(self._limits.tokens_per_step)
         announce(CAPTURING_GRAPHS)
         if self._capture:
             runner.capture(self._capture)
         return BackendRunners(runner, runner)
-
-    @property
-    def _partial_bytes(self) -> int:
-        """Largest workspace of attention in addition to its output."""
-        return PARTIAL_BYTES if self._cache_shape.context > SPLIT else 0
-
-    def _runner(self, blocks: int, grammars: MaskProvider | None = None) -> DeviceRunner:
-        return device_runner(self._decoder, self._kernels, self._config, blocks=blocks, grammars=grammars)

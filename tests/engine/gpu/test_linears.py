@@ -28,6 +28,7 @@ from app.engine.gpu.linears import (
 )
 from app.engine.gpu.triton_loader import REFERENCE_KERNELS, quantized_kernels
 from app.engine.quantization.int8_weights import Quantized, quantize, round_weights
+from app.engine.startup_checks import check_golden
 from model.checkpoint.golden import GOLDEN_FILE, golden_file
 from model.config import ModelConfig
 from model.files import CheckpointError

@@ -10,13 +10,11 @@ from app.engine.gpu.graphs import Capture
 from app.engine.gpu.kernels.interface import Kernels
 from app.engine.gpu.kernels.reference_operations import ReferenceKernels
 from app.engine.gpu.runner import DeviceRunner
-from app.engine.gpu.setup import RunnerConfig, device_runner
+from app.engine.gpu.setup import device_runner
 from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.scheduling.block_allocator import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from model.nn.transformer import Decoder
-
-DEFAULT_LIMITS = {"tokens_per_step": 128, "max_running": 32, "blocks": 64}
 
 
 def tiny_device_runner(
@@ -32,24 +30,25 @@ def tiny_device_runner(
 ) -> DeviceRunner:
     """Around `decoder`, whose weights it shares."""
     kernels = kernels or ReferenceKernels()
-    config = RunnerConfig(
-        max_running=max_running,
-        tokens_per_step=tokens_per_step,
-        context=decoder.config.context,
+    return device_runner(
+        PagedDecoder(decoder, kernels),
+        kernels,
+        StepLimits(tokens_per_step=tokens_per_step, max_running=max_running),
+        blocks=blocks,
         block_size=block_size,
+        context=decoder.config.context,
         deterministic=deterministic,
+        grammars=guides,
     )
-    paged = PagedDecoder(decoder, kernels)
-    return device_runner(paged, kernels, config, blocks=blocks, grammars=guides)
 
 
 def tiny_device_engine(decoder: Decoder, *, depth: int = 1, capture: Capture | None = None, **overrides: Any) -> Engine:
     """An engine around tiny_device_runner(), a step ahead where depth is 1."""
-    runner = tiny_device_runner(decoder, **overrides)
-    tokens, running, blocks = (overrides.get(name, most) for name, most in DEFAULT_LIMITS.items())
-    runner.warm_up(tokens)
+    sizes = {"tokens_per_step": 128, "max_running": 32, "blocks": 64, **overrides}
+    runner = tiny_device_runner(decoder, **sizes)
+    runner.warm_up(sizes["tokens_per_step"])
     if capture:
         runner.capture(capture)
-    limits = StepLimits(tokens_per_step=tokens, max_running=running)
-    scheduler = Scheduler(limits, BlockPool(blocks, overrides.get("block_size", 16)))
-    return Engine(scheduler, runner, runner if depth else None, masks=overrides.get("guides"))
+    limits = StepLimits(tokens_per_step=sizes["tokens_per_step"], max_running=sizes["max_running"])
+    scheduler = Scheduler(limits, BlockPool(sizes["blocks"], sizes.get("block_size", 16)))
+    return Engine(scheduler, runner, runner if depth else None, masks=sizes.get("guides"))
