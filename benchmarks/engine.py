@@ -29,7 +29,7 @@ from app.common.ipc import WorkerConfig
 from app.common.types import BatchPlan, Chunk
 from app.common.types import Sequence as EngineSequence
 from app.engine.cpu.compute import NativeCompute, ThreadPool
-from app.engine.cpu.library import Library
+from app.engine.cpu.library import load_library
 from app.engine.cpu.program import BLOCK
 from app.engine.cpu.toolchain.builder import find_or_build
 from app.engine.startup import build_engine
@@ -192,7 +192,7 @@ def profile(config: ModelConfig, *, steps: int, int8: bool = False, rows: Sequen
     """Measures in bfloat16."""
     decoder = Decoder(config).initialize(0).to(torch.bfloat16).requires_grad_(False)
     length = min(_CONTEXT_TOKENS, config.context - 1)
-    library = Library(find_or_build())
+    library = load_library(find_or_build())
     threads = ThreadPool(library, torch.get_num_threads())
     compute = NativeCompute(library, decoder, threads, blocks=max(rows) * (length // BLOCK + 1), int8=int8)
     names = compute.program.names

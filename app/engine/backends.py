@@ -10,7 +10,7 @@ import torch
 
 from app.common.startup_timer import WARMING_UP
 from app.engine.cpu.compute import NativeCompute, ThreadPool
-from app.engine.cpu.library import Library
+from app.engine.cpu.library import load_library
 from app.engine.cpu.sampler import NativeSampler
 from app.engine.cpu.toolchain.backend_selection import SelectedBackend
 from app.engine.execution.runner import BackendRunners, Runner, StepExecutor, TorchExecutor
@@ -47,14 +47,14 @@ class CppBackend:
     """Runs on a CPU with the kernels of `library`."""
 
     def __init__(self, library: Path, decoder: Decoder, max_running: int, *, int8: bool) -> None:
-        self._library, self._decoder, self._max_running, self._int8 = Library(library), decoder, max_running, int8
+        self._library, self._decoder, self._max_running, self._int8 = load_library(library), decoder, max_running, int8
 
     def start(self, blocks: int, grammars: GrammarTracker, announce: Announce) -> BackendRunners:
         """See Backend.start."""
         announce(WARMING_UP)
         threads = ThreadPool(self._library, torch.get_num_threads())
         compute = NativeCompute(self._library, self._decoder, threads, blocks=blocks, int8=self._int8)
-        sampler = NativeSampler(self._library.loaded, self._decoder.config.vocab_size, pool=threads)
+        sampler = NativeSampler(self._library, self._decoder.config.vocab_size, pool=threads)
         return _warmed_up(Runner(compute, sampler=sampler, grammars=grammars), self._max_running)
 
 

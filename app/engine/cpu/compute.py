@@ -9,13 +9,14 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence as Items
+from ctypes import CDLL
 from weakref import finalize
 
 import torch
 from torch import Tensor
 
 from app.common.types import BatchPlan, Chunk
-from app.engine.cpu.library import Library, Step, zeros
+from app.engine.cpu.library import Step, zeros
 from app.engine.cpu.program import BLOCK, Program, padded_head_dim
 from model.nn.transformer import Decoder
 
@@ -26,12 +27,12 @@ _SPINS = 2000
 class ThreadPool:
     """Threads of the native kernels; closed when the object is garbage collected. Raises ValueError."""
 
-    def __init__(self, library: Library, count: int) -> None:
+    def __init__(self, library: CDLL, count: int) -> None:
         self.count = count
-        self.handle: int = library.open_pool(count, _SPINS) or 0
+        self.handle: int = library.ink_open_pool(count, _SPINS) or 0
         if not self.handle:
             raise ValueError(f"the system cannot start {count} threads for this process: set a smaller --threads")
-        finalize(self, library.close_pool, self.handle)
+        finalize(self, library.ink_close_pool, self.handle)
 
 
 class NativeCompute:
@@ -41,17 +42,15 @@ class NativeCompute:
     block is padding.
     """
 
-    def __init__(
-        self, library: Library, decoder: Decoder, pool: ThreadPool, *, blocks: int, int8: bool = False
-    ) -> None:
+    def __init__(self, library: CDLL, decoder: Decoder, pool: ThreadPool, *, blocks: int, int8: bool = False) -> None:
         self.config = decoder.config
         self._library, self._pool = library, pool
         self.program = program = Program(library, decoder, int8=int8)
         shape = (self.config.n_layers, 2, blocks + 1, self.config.n_kv_heads, BLOCK * padded_head_dim(self.config))
         self._cache = zeros(shape, program.dtype)
         self._padding_block = blocks
-        self._executor = library.open(program.shape(self._cache), pool.handle)
-        finalize(self, library.close, self._executor)
+        self._executor = library.ink_open(program.shape(self._cache), pool.handle)
+        finalize(self, library.ink_close, self._executor)
         self._logits = torch.empty(0, program.logits_columns)
         self.seconds: array[float] | None = None
         """Profile: one entry for each operation of `program`, which adds its duration; None turns profiling off."""
@@ -74,7 +73,7 @@ class NativeCompute:
             tables.extend(table)
         addresses = (numbers.buffer_info()[0] for numbers in (tokens, chunks, tables))
         step = Step(len(tokens), len(plan.chunks), *addresses, self.seconds and self.seconds.buffer_info()[0])
-        self._library.run(self._executor, ctypes.byref(step))
+        self._library.ink_run(self._executor, ctypes.byref(step))
         return plan.chunks
 
     def logits(self, rows: Items[int]) -> Tensor:
@@ -82,5 +81,7 @@ class NativeCompute:
         if len(rows) > len(self._logits):
             self._logits = torch.empty(len(rows), self._logits.shape[1])
         columns, row_indices = self._logits.shape[1], array("i", rows)
-        self._library.head(self._executor, row_indices.buffer_info()[0], len(rows), self._logits.data_ptr(), columns)
+        self._library.ink_head(
+            self._executor, row_indices.buffer_info()[0], len(rows), self._logits.data_ptr(), columns
+        )
         return self._logits[: len(rows), : self.config.vocab_size]

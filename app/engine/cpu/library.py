@@ -8,8 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-from collections.abc import Callable
-from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_long, c_void_p
+from ctypes import CDLL, POINTER, Structure, c_float, c_int, c_int32, c_long, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -74,13 +73,8 @@ class Matrix(Structure):
     """Mirrors InkMatrix."""
 
     _fields_ = (
-        ("packed", c_void_p),
-        ("bias", c_void_p),
-        ("scale", c_void_p),
-        ("outputs", c_int32),
-        ("steps", c_int32),
-        ("is_int8", c_int32),
-        ("unused", c_int32),
+        *((name, c_void_p) for name in ("packed", "bias", "scale")),
+        *((name, c_int32) for name in ("outputs", "steps", "is_int8", "unused")),
     )
 
 
@@ -88,13 +82,7 @@ class Operation(Structure):
     """Mirrors InkOperation."""
 
     _fields_ = (
-        ("kind", c_int32),
-        ("source", c_int32),
-        ("target", c_int32),
-        ("flag", c_int32),
-        ("layer", c_int32),
-        ("columns", c_int32),
-        ("gated", c_int32),
+        *((name, c_int32) for name in ("kind", "source", "target", "flag", "layer", "columns", "gated")),
         ("eps", c_float),
         ("matrix", POINTER(Matrix)),
         ("weight", c_void_p),
@@ -112,15 +100,9 @@ class Shape(Structure):
             for name in ("rotary_half", "width", "n_operations", "n_blocks", "final_norm", "padded_head")
         ),
         *((name, c_float) for name in ("attention_scale", "embedding_scale", "soft_cap", "eps")),
-        ("rope_table", c_void_p),
-        ("position_embeddings", c_void_p),
-        ("embedding", POINTER(Matrix)),
-        ("head", POINTER(Matrix)),
-        ("final_weight", c_void_p),
-        ("final_bias", c_void_p),
-        ("cache", c_void_p),
-        ("register_columns", c_void_p),
-        ("operations", c_void_p),
+        *((name, c_void_p) for name in ("rope_table", "position_embeddings")),
+        *((name, POINTER(Matrix)) for name in ("embedding", "head")),
+        *((name, c_void_p) for name in ("final_weight", "final_bias", "cache", "register_columns", "operations")),
     )
 
 
@@ -128,57 +110,40 @@ class Step(Structure):
     """Mirrors InkStep."""
 
     _fields_ = (
-        ("n_rows", c_int32),
-        ("n_chunks", c_int32),
-        ("tokens", c_void_p),
-        ("chunks", c_void_p),
-        ("tables", c_void_p),
-        ("seconds", c_void_p),
+        *((name, c_int32) for name in ("n_rows", "n_chunks")),
+        *((name, c_void_p) for name in ("tokens", "chunks", "tables", "seconds")),
     )
 
 
-Function = Callable[..., Any]
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "abi": (c_int, ()),
-    "sizes": (c_int, ()),
-    "open_pool": (c_void_p, (c_int, c_int)),
-    "close_pool": (None, (c_void_p,)),
-    "packed_bytes": (c_long, (c_int, c_int, c_int, c_int)),
-    "pack": (None, (c_void_p, c_int, c_int, c_int, c_int, c_int, c_int, c_void_p)),
-    "open": (c_void_p, (POINTER(Shape), c_void_p)),
-    "close": (None, (c_void_p,)),
-    "run": (None, (c_void_p, POINTER(Step))),
-    "head": (None, (c_void_p, c_void_p, c_int, c_void_p, c_long)),
+    "ink_abi": (c_int, ()),
+    "ink_sizes": (c_int, ()),
+    "ink_open_pool": (c_void_p, (c_int, c_int)),
+    "ink_close_pool": (None, (c_void_p,)),
+    "ink_packed_bytes": (c_long, (c_int, c_int, c_int, c_int)),
+    "ink_pack": (None, (c_void_p, c_int, c_int, c_int, c_int, c_int, c_int, c_void_p)),
+    "ink_open": (c_void_p, (POINTER(Shape), c_void_p)),
+    "ink_close": (None, (c_void_p,)),
+    "ink_run": (None, (c_void_p, POINTER(Step))),
+    "ink_head": (None, (c_void_p, c_void_p, c_int, c_void_p, c_long)),
 }
+"""Result and arguments of each; those of the sampler are in app/engine/cpu/sampler.py."""
 
 
 class LibraryError(ValueError):
     """The file is not a library with the expected interface."""
 
 
-class Library:
-    """Functions of one compiled library. Raises LibraryError."""
-
-    abi: Function
-    sizes: Function
-    open_pool: Function
-    close_pool: Function
-    packed_bytes: Function
-    pack: Function
-    open: Function
-    close: Function
-    run: Function
-    head: Function
-
-    def __init__(self, path: Path) -> None:
-        try:
-            self.loaded = ctypes.CDLL(str(path))
-            for name, (result, arguments) in _FUNCTIONS.items():
-                function = getattr(self.loaded, f"ink_{name}")
-                function.restype, function.argtypes = result, arguments
-                setattr(self, name, function)
-        except (OSError, AttributeError) as error:
-            raise LibraryError(f"{path}: cannot be loaded ({error})") from None
-        expected_sizes = sum(ctypes.sizeof(each) * 1000**i for i, each in enumerate((Matrix, Operation, Shape)))
-        if (self.abi(), self.sizes()) != (ABI, expected_sizes):
-            raise LibraryError(f"{path}: has a different interface, because it was built from other sources")
+def load_library(path: Path) -> CDLL:
+    """Loads compiled kernels and checks their interface. Raises LibraryError."""
+    try:
+        library = CDLL(str(path))
+        for name, (result, arguments) in _FUNCTIONS.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError) as error:
+        raise LibraryError(f"{path}: cannot be loaded ({error})") from None
+    expected_sizes = sum(ctypes.sizeof(each) * 1000**i for i, each in enumerate((Matrix, Operation, Shape)))
+    if (library.ink_abi(), library.ink_sizes()) != (ABI, expected_sizes):
+        raise LibraryError(f"{path}: has a different interface, because it was built from other sources")
+    return library

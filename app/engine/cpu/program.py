@@ -12,7 +12,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from app.engine.cpu.library import HugepageAllocator, Library, Matrix, Operation, Shape
+from app.engine.cpu.library import HugepageAllocator, Matrix, Operation, Shape
 from app.engine.quantization.int8_weights import quantize
 from model.config import Activation, ModelConfig
 from model.nn.decoder_program import BlockOperation, Kind, Register, decoder_program
@@ -34,7 +34,7 @@ def padded_head_dim(config: ModelConfig) -> int:
 class Program:
     """Packed weights and operations of one decoder. Keep it alive: the kernels hold pointers into it."""
 
-    def __init__(self, library: Library, decoder: Decoder, *, int8: bool = False) -> None:
+    def __init__(self, library: ctypes.CDLL, decoder: Decoder, *, int8: bool = False) -> None:
         self.config, self._library = decoder.config, library
         self.dtype = decoder.embedding.dtype
         self._int8 = int8
@@ -88,8 +88,10 @@ class Program:
             embedding_scale=c.embedding_scale,
             soft_cap=c.logit_soft_cap or 0.0,
             eps=c.norm_eps,
-            rope_table=self._float32_address(decoder.get_buffer("rope_PC")) if c.positions == "rotary" else 0,
-            position_embeddings=self._position_embeddings(decoder),
+            rope_table=self._float32_address(decoder._buffers["rope_PC"]),
+            position_embeddings=self._float32_address(
+                decoder._buffers["sinusoids_PD"] if decoder.position_embedding is None else decoder.position_embedding
+            ),
             embedding=ctypes.pointer(self.embedding),
             head=ctypes.pointer(self.head),
             final_weight=weight,
@@ -123,7 +125,7 @@ class Program:
                     fields = {"flag": _ACTIVATIONS[self.config.activation], "gated": self.config.gated}
                 fields["matrix"] = ctypes.pointer(self._matrix(module.weight, module.bias, gate_rows=gate_rows))
             case Kind.ROPE_CACHE:
-                norms = (0 if x is None else self._float32_address(x.weight) for x in (module.q_norm, module.k_norm))
+                norms = (self._float32_address(getattr(x, "weight", None)) for x in (module.q_norm, module.k_norm))
                 fields = {"layer": module.layer} | dict(zip(("weight", "bias"), norms, strict=True))
             case Kind.ATTENTION:
                 fields = {"layer": module.layer}
@@ -133,37 +135,31 @@ class Program:
         self._operations.append(Operation(kind=kind, source=source, target=target, eps=eps, **fields))
 
     def _norm_addresses(self, norm: Any) -> tuple[int, int]:
-        bias = getattr(norm, "bias", None)
-        return self._padded_address(norm.weight), 0 if bias is None else self._padded_address(bias)
+        weight, bias = (
+            None if numbers is None else torch.nn.functional.pad(numbers, (0, -len(numbers) % LANES))
+            for numbers in (norm.weight, getattr(norm, "bias", None))
+        )
+        return self._float32_address(weight), self._float32_address(bias)
 
     def _matrix(self, weight: Tensor, bias: Tensor | None, *, gate_rows: int = 0) -> Matrix:
         n_rows, k = weight.shape
         numbers, scales = quantize(weight) if self._int8 else (weight.detach().contiguous(), None)
         panels = -(-gate_rows // LANES) if gate_rows else -(-n_rows // PANEL)
         is_bf16 = self.dtype == torch.bfloat16
-        address = self._allocator.allocate(self._library.packed_bytes(panels, k, is_bf16, self._int8))
-        self._library.pack(numbers.data_ptr(), n_rows, k, gate_rows, panels, is_bf16, self._int8, address)
-        packed_rows = _packed_rows(n_rows, gate_rows, panels)
+        address = self._allocator.allocate(self._library.ink_packed_bytes(panels, k, is_bf16, self._int8))
+        self._library.ink_pack(numbers.data_ptr(), n_rows, k, gate_rows, panels, is_bf16, self._int8, address)
+        packed_rows, zero = _packed_rows(n_rows, gate_rows, panels), torch.zeros(1)
         bias_address, scale_address = (
-            0 if each is None else self._float32_address(_gather(each, packed_rows)) for each in (bias, scales)
+            self._float32_address(None if each is None else torch.cat((each.detach().float(), zero))[packed_rows])
+            for each in (bias, scales)
         )
         steps = -(-k // (2 if is_bf16 else 1))
         return Matrix(address, bias_address, scale_address, panels * PANEL, steps, self._int8)
 
-    def _position_embeddings(self, decoder: Decoder) -> int:
-        match self.config.positions:
-            case "learned":
-                assert decoder.position_embedding is not None
-                return self._float32_address(decoder.position_embedding)
-            case "sinusoidal":
-                return self._float32_address(decoder.get_buffer("sinusoids_PD"))
-        return 0
-
-    def _padded_address(self, numbers: Tensor) -> int:
-        return self._float32_address(torch.nn.functional.pad(numbers, (0, -len(numbers) % LANES)))
-
-    def _float32_address(self, numbers: Tensor) -> int:
-        """Returns the address of a float32 copy that lives as long as the program."""
+    def _float32_address(self, numbers: Tensor | None) -> int:
+        """Returns the address of a float32 copy that lives as long as the program; 0 for None."""
+        if numbers is None:
+            return 0
         self._keepalive.append(numbers.detach().float().contiguous())
         address: int = self._keepalive[-1].data_ptr()
         return address
@@ -175,10 +171,6 @@ def _packed_rows(n_rows: int, gate_rows: int, panels: int) -> list[int]:
         return [row if row < n_rows else -1 for row in range(panels * PANEL)]
     outputs = [(panel * LANES + lane, half) for panel in range(panels) for half in (0, 1) for lane in range(LANES)]
     return [row + half * gate_rows if row < gate_rows else -1 for row, half in outputs]
-
-
-def _gather(numbers: Tensor, rows: list[int]) -> Tensor:
-    return torch.cat((numbers.detach().float(), torch.zeros(1)))[rows]
 
 
 def _round_up(size: int, unit: int) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from app.common.types import BatchPlan, Chunk, Request, SamplingParams, Sequence
 from app.engine.cpu.compute import NativeCompute, ThreadPool
-from app.engine.cpu.library import HugepageAllocator, Library, LibraryError, zeros
+from app.engine.cpu.library import HugepageAllocator, LibraryError, load_library, zeros
 from app.engine.cpu.sampler import NativeSampler
 from app.engine.cpu.toolchain.builder import build
 from app.engine.cpu.toolchain.cpu_target import X86_LEVELS, this_level
@@ -159,7 +159,7 @@ def test_blocks_are_cleared_and_copied_before_a_step() -> None:
 def test_every_level_computes_the_same_bits(tmp_path: Path) -> None:
     """avx2 is the variant for machines without AVX-512: two registers a vector, pairs of bfloat16 split."""
     assert this_level() in X86_LEVELS, "this test knows the levels of x86-64 only"
-    library = Library(build(BuildRecipe(level=X86_LEVELS[-1]), tmp_path))
+    library = load_library(build(BuildRecipe(level=X86_LEVELS[-1]), tmp_path))
     ways = itertools.product(("odd sizes", "gpt_neox"), (torch.float32, torch.bfloat16), (False, True))
     for shape, dtype, int8 in ways:
         decoder = tiny_decoder(tiny_config(**SHAPES[shape]), dtype=dtype)
@@ -175,15 +175,15 @@ def test_every_level_computes_the_same_bits(tmp_path: Path) -> None:
 def test_a_sampler_keeps_the_threads_that_it_draws_with() -> None:
     logits_SV = torch.randn(4, 20_000)  # enough for the threads to be woken
     rows = [SamplingInput(SamplingParams(seed=seed), [1], 1) for seed in range(4)]
-    shared = NativeSampler(kernels().loaded, 20_000, pool=ThreadPool(kernels(), 2))
-    assert shared.sample(logits_SV, rows) == NativeSampler(kernels().loaded, 20_000).sample(logits_SV, rows)
+    shared = NativeSampler(kernels(), 20_000, pool=ThreadPool(kernels(), 2))
+    assert shared.sample(logits_SV, rows) == NativeSampler(kernels(), 20_000).sample(logits_SV, rows)
 
 
 def test_a_file_that_is_no_library_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "not.so"
     path.write_bytes(b"nothing")
     with pytest.raises(LibraryError, match=r"not\.so: cannot be loaded"):
-        Library(path)
+        load_library(path)
 
 
 def test_memory_is_zeroed_private_and_in_cache_lines_that_do_not_overlap() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
+from ctypes import CDLL
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from app.common.types import Request, SampledEvent
 from app.engine.cpu.compute import NativeCompute, ThreadPool
-from app.engine.cpu.library import Library
+from app.engine.cpu.library import load_library
 from app.engine.cpu.program import BLOCK
 from app.engine.cpu.sampler import NativeSampler
 from app.engine.cpu.toolchain.builder import find_or_build
@@ -84,7 +85,7 @@ def tiny_engine(
     if WAY.get() != "torch" and can_be_native(decoder):
         assert block_size == BLOCK
         compute: StepExecutor = native_compute(decoder, blocks, int8=WAY.get() == "int8")
-        sampler = NativeSampler(kernels().loaded, decoder.config.vocab_size)
+        sampler = NativeSampler(kernels(), decoder.config.vocab_size)
         return Engine(scheduler, Runner(compute, sampler=sampler, grammars=guides), masks=guides)
     dtype, device = decoder.embedding.dtype, decoder.embedding.device
     cache = KVCache(decoder.config, blocks=blocks, block_size=block_size, dtype=dtype, device=device)
@@ -114,9 +115,9 @@ def native_compute(decoder: Decoder, blocks: int, *, int8: bool = False, threads
 
 
 @cache
-def kernels() -> Library:
+def kernels() -> CDLL:
     """The library for this machine, built where it is not there; raises BuildError where it cannot be."""
-    return Library(find_or_build())
+    return load_library(find_or_build())
 
 
 def run_all(engine: Engine, requests: list[Request], *, max_steps: int = 20_000) -> dict[str, list[SampledEvent]]:
