@@ -1,13 +1,20 @@
-"""Crash recovery: two crashes identify a poisoned request, and no other request is ever refused."""
+"""Two crashes identify a poisoned request, no other one is refused, and an engine that keeps crashing is given up."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine_client.crash_recovery import TOKENS_TO_CLEAR, CrashRecovery
+from app.engine_client.crash_recovery import (
+    MAX_FORGIVEN,
+    TOKENS_TO_CLEAR,
+    WINDOW_SECONDS,
+    CrashRecovery,
+    RestartPolicy,
+)
 
 
 class _Simulation:
@@ -34,7 +41,15 @@ class _Simulation:
         self._queue = [one for one in self._queue if one != name]
         self._running.pop(name, None)
 
-    def step(self) -> None:
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            self._step()
+
+    def clear(self) -> None:
+        """All that are in flight make progress: one suspect after the other, as far as there are slots."""
+        self.step((len(self.open) + 1) * (TOKENS_TO_CLEAR + 1))
+
+    def _step(self) -> None:
         for name in self._queue[: self._slots - len(self._running)]:
             self._queue.remove(name)
             self._running[name] = 0
@@ -86,8 +101,7 @@ def test_only_the_poisoned_request_is_refused_after_two_crashes(
     for name in names:
         if name != victim:
             simulation.submit(name)
-    for _ in range(late):
-        simulation.step()
+    simulation.step(late)
     simulation.submit(victim)
     for _ in range(200):
         simulation.step()
@@ -114,59 +128,65 @@ def test_crashes_from_outside_with_progress_between_them_refuse_no_request(data:
             simulation.disconnect(disconnected)
             del simulation.progress[disconnected]
         elif deed == "kill":
+            simulation.clear()
             simulation.crash()
-            # Every request that was in flight runs again and makes its steps, as far as there are slots.
-            for _ in range((len(simulation.open) + 1) * (TOKENS_TO_CLEAR + 1)):
-                simulation.step()
-    for _ in range((len(simulation.open) + 1) * (TOKENS_TO_CLEAR + 1)):
-        simulation.step()
+    simulation.clear()
     assert not simulation.refused
     assert not simulation.recovery.n_suspects or slots < len(simulation.open)
 
 
-def test_suspects_go_one_by_one_in_order() -> None:
-    recovery, progress = CrashRecovery(), dict.fromkeys(["a", "b", "c"], 0)
+def test_suspects_go_one_by_one_in_order_and_keep_their_count_under_another_id() -> None:
+    recovery, progress = CrashRecovery(), dict.fromkeys(["a", "b", "c", "c~2"], 0)
 
-    def sent() -> list[str]:
-        names = []
+    def sent() -> str | None:
         recovery.update_trial(progress.__getitem__)
-        while name := recovery.pop_next(progress.__getitem__):
-            names.append(name)
-        return names
+        return recovery.pop_next(progress.__getitem__)
 
-    for name in progress:
+    for name in ("a", "b", "c"):
         recovery.add(name, 0)
-    assert recovery.n_in_flight == 3 and not sent()
-    assert recovery.on_crash(progress.__getitem__) == []
+    assert sent() is None and recovery.on_crash(progress.__getitem__) == []
     assert (recovery.n_in_flight, recovery.n_suspects) == (0, 3)
-    assert sent() == ["a"]
+    assert sent() == "a"
     progress["a"] += TOKENS_TO_CLEAR - 1
-    assert sent() == []
+    assert sent() is None
     progress["a"] += 1
-    assert sent() == ["b"]
-    recovery.remove("b")
-    assert sent() == ["c"], "a cancelled suspect lets the next one go"
-    progress["c"] += TOKENS_TO_CLEAR
-    assert sent() == [] and recovery.n_suspects == 0
+    assert sent() == "b"
+    crash_count = recovery.crash_count("c")
+    for name in ("b", "c"):
+        recovery.remove(name)
+    recovery.add_suspect("c~2", crash_count)
+    assert sent() == "c~2", "a cancelled suspect lets the next one go"
+    assert recovery.on_crash(progress.__getitem__) == ["c~2"]
 
 
-def test_a_suspect_that_was_not_sent_again_is_not_in_flight() -> None:
-    recovery = CrashRecovery()
-    for name in ("first", "second"):
-        recovery.add(name, 0)
-    assert recovery.on_crash(lambda _: 0) == []
-    assert recovery.pop_next(lambda _: 0) == "first"
-    assert recovery.on_crash(lambda _: 0) == ["first"]
-    recovery.remove("first")
-    assert recovery.pop_next(lambda _: 0) == "second"
+_BAD_REQUEST = "cr"
+"""Two crashes of one request; the engine that the first one ended had answered the canary request."""
 
 
-def test_who_comes_back_under_another_id_is_still_a_suspect() -> None:
-    recovery = CrashRecovery()
-    recovery.add("r", 0)
-    recovery.on_crash(lambda _: 0)
-    crash_count = recovery.crash_count("r")
-    recovery.remove("r")
-    recovery.add_suspect("r~2", crash_count)
-    assert recovery.pop_next(lambda _: 0) == "r~2"
-    assert recovery.on_crash(lambda _: 0) == ["r~2"]
+@pytest.mark.parametrize(
+    ("crashes", "pause", "stops_at"),
+    [
+        ("...", 1.0, 2),
+        ("d..", 1.0, 2),
+        ("d" * 50, 1.0, None),
+        ("d." * 20, 1.0, None),
+        ("." * 20, WINDOW_SECONDS / 2, None),
+        ("...", WINDOW_SECONDS / 2 - 1, 2),
+        ("dr" * 5 * MAX_FORGIVEN, 1.0, None),  # tokens for any client forgive all
+        ("drrr", 1.0, 3),  # it refuses whatever it is sent
+        (".r.r", 1.0, 3),  # it cannot even answer the canary request
+        (".r" + _BAD_REQUEST * (MAX_FORGIVEN - 1), 0.5, None),
+        (".r" + _BAD_REQUEST * MAX_FORGIVEN, 0.5, 2 * MAX_FORGIVEN + 1),  # it answers nothing else
+        (".r" + _BAD_REQUEST * 50, WINDOW_SECONDS / MAX_FORGIVEN, None),
+    ],
+)
+def test_an_engine_is_given_up_once_it_crashes_without_serving_any_client(
+    crashes: str, pause: float, stops_at: int | None
+) -> None:
+    """A crash: d after tokens for clients, c after a canary answer, r when a request is refused for it, or none."""
+    policy = RestartPolicy()
+    verdicts = [
+        policy.record(number * pause, delivered=one == "d", is_refused=one == "r", canary_answered=one == "c")
+        for number, one in enumerate(crashes)
+    ]
+    assert next((number for number, is_over in enumerate(verdicts) if is_over), None) == stops_at

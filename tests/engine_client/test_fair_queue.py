@@ -26,7 +26,7 @@ def _start(queue: FairQueue, name: str, now: float, *, has_backlog: bool = True)
     queue.on_report([RequestStarted(name, 0)], now, has_backlog=has_backlog)
 
 
-def test_texts_that_are_being_read_count_as_waiting() -> None:
+def test_prompts_that_are_being_tokenized_count_as_waiting() -> None:
     queue = _queue(requests=3, tokens=100)
     with queue.reserved("", 2, 60, 0.0):
         with pytest.raises(QueueFull, match="2 requests wait"), queue.reserved("", 2, 1, 0.0):
@@ -36,27 +36,15 @@ def test_texts_that_are_being_read_count_as_waiting() -> None:
         with pytest.raises(QueueFull):
             queue.check([_request("a", prompt=41)], 0.0)
         queue.check([_request("a", prompt=40)], 0.0)
-    assert not queue._subqueues
-    with queue.reserved("", 3, 1000, 0.0):  # the only one may be longer than the bound
-        pass
-
-
-def test_what_never_fits_is_an_invalid_request() -> None:
-    with pytest.raises(InvalidRequest, match="at most 3 at once"), _queue(requests=3).reserved("", 4, 4, 0.0):
-        pass
-
-
-def test_a_reservation_ends_in_every_case() -> None:
-    queue = _queue(requests=1)
-    with pytest.raises(RuntimeError), queue.reserved("", 1, 10, 0.0):
+    with pytest.raises(RuntimeError), queue.reserved("", 3, 1000, 0.0):  # the only one may be longer than the bound
         raise RuntimeError
-    queue.check([_request("a")], 0.0)
+    assert not queue._subqueues
+    with pytest.raises(InvalidRequest, match="at most 3 at once"), queue.reserved("", 4, 4, 0.0):
+        pass
 
 
-def test_no_caller_fills_the_queue_alone_where_callers_are_told_apart() -> None:
-    queue = _queue(requests=64)
-
-    def fill(namespace: str) -> int:
+def test_without_keys_one_client_may_fill_the_queue_and_with_keys_none_can() -> None:
+    def fill(queue: FairQueue, namespace: str) -> int:
         for i in range(100):
             try:
                 queue.check([_request(f"{namespace}{i}", namespace)], 0.0)
@@ -65,20 +53,9 @@ def test_no_caller_fills_the_queue_alone_where_callers_are_told_apart() -> None:
             queue.add(_request(f"{namespace}{i}", namespace))
         raise AssertionError("no bound")
 
-    assert fill("ann") == 56
-    assert fill("bob") == 7
-    assert fill("cyd") == 1
-    assert _queue_filled_without_tenants() == 64
-
-
-def _queue_filled_without_tenants() -> int:
     queue = _queue(requests=64)
-    for i in range(64):
-        queue.check([_request(str(i))], 0.0)
-        queue.add(_request(str(i)))
-    with pytest.raises(QueueFull):
-        queue.check([_request("more")], 0.0)
-    return len(queue._entries)
+    assert [fill(queue, namespace) for namespace in ("ann", "bob", "cyd")] == [56, 7, 1]
+    assert fill(_queue(requests=64), "") == 64
 
 
 def test_a_request_that_would_begin_too_late_is_refused_at_once() -> None:
@@ -139,12 +116,6 @@ def test_tenants_take_turns_and_go_on_where_they_stopped() -> None:
     assert queue.take(lambda _: 0) == ("a1", 0)
     queue.add(_request("b2", "b"))
     assert _taken(queue) == "b1 c1 a2 b2 c2 a3"
-
-
-def test_who_leaves_takes_no_turn_from_others_of_its_tenant() -> None:
-    queue = _queue_of("a1", "a2", "b1")
-    queue.remove("a1")
-    assert _taken(queue) == "a2 b1"
 
 
 def test_who_comes_back_is_first_of_its_tenant() -> None:

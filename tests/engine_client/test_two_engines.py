@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from tests.support.armed_faults import Faults
 from tests.support.load.concurrent_clients import Ask, crowd, engine_pids, is_ready, visit
 from tests.support.load.steady_load import SteadyLoad, mixed
 from tests.support.model.bad_weights import good_weights
+from tests.support.processes import is_stopped
 from tests.support.servers import Server, is_clean, start_server, stop_server
 
 pytestmark = pytest.mark.slow
@@ -34,12 +34,7 @@ def _of(server: Server, index: int, what: str) -> float:
 
 def _stopped(server: Server) -> list[int]:
     """Engines that stand still."""
-    found = []
-    for pid in engine_pids(server):
-        with suppress(FileNotFoundError, ProcessLookupError):
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
-                found.append(pid)
-    return found
+    return [pid for pid in engine_pids(server) if is_stopped(pid)]
 
 
 @pytest.fixture
@@ -62,7 +57,8 @@ def test_a_crash_of_one_engine_is_a_pause_for_its_streams_and_nothing_for_the_ot
 ) -> None:
     requests = [*_streams(5, max_tokens=300), Ask(body={**_TEXT, "prompt": "f" * 40, "seed": 5, "max_tokens": 301})]
     expected = [answer.told() for answer in visit(pair, requests)]
-    faults.arm("fake.load", "stop", times=1)
+    # It does not share free memory: all others have taken theirs, and a part of the rest may be too little to start.
+    faults.arm("fake.load", "stop", times=1, match="concurrent_loaders=0")
     faults.arm("engine.step", "stop", after=100, times=1, match="max_tokens=301,")
     with crowd(pair, requests) as answers:
         assert pair.wait_for(lambda: bool(_stopped(pair)))
@@ -83,17 +79,6 @@ def test_a_crash_of_one_engine_is_a_pause_for_its_streams_and_nothing_for_the_ot
     assert [answer.told() for answer in answers] == expected
     assert pair.metric("replayed_requests_total") == 3
     assert is_clean(pair)
-
-
-def test_a_request_that_kills_its_engine_is_refused_and_never_meets_the_other(pair: Server, faults: Faults) -> None:
-    requests = _streams(12, max_tokens=100)
-    expected = [answer.told() for answer in visit(pair, requests)]
-    faults.arm("engine.step", "kill", match="max_tokens=99,")
-    poison = Ask(body={**_TEXT, "prompt": "poison", "max_tokens": 99, "seed": 1})
-    answers = visit(pair, [*requests[:3], poison, *requests[3:]])
-    assert answers.pop(3).told()["end"]["error"]["code"] == "engine_failed"
-    assert [answer.told() for answer in answers] == expected
-    assert pair.metric("engine_restarts_total") == 2
 
 
 def test_new_weights_are_taken_over_by_all_engines_or_by_none(tmp_path: Path, faults: Faults) -> None:
@@ -122,14 +107,6 @@ def test_new_weights_are_taken_over_by_all_engines_or_by_none(tmp_path: Path, fa
         assert len({answer.version for answer in load.answers[-4:]}) == 1
     finally:
         assert stop_server(server) == 0
-
-
-def test_a_drain_waits_for_the_streams_of_all_engines(pair: Server) -> None:
-    with crowd(pair, _streams(6, max_tokens=200)) as answers:
-        assert pair.wait_for(lambda: all(answer.n_events > 3 for answer in answers))
-        pair.process.send_signal(signal.SIGTERM)
-    assert all(b"event: done" in answer.body for answer in answers)
-    assert pair.process.wait(60) == 0
 
 
 def test_two_real_engines_say_what_one_says(tmp_path: Path, weights: Path, server: Server, faults: Faults) -> None:

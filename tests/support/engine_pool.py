@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
 from app.common.ipc import Cancel, Down, Ready, Submit, WorkerConfig
@@ -12,7 +12,7 @@ from app.engine_client.client import EngineClient
 from app.engine_client.engine_pool import EnginePool
 from app.engine_client.fair_queue import FairQueue, QueueLimits
 from app.engine_client.supervisor import EngineStopped, WeightsFiles, read_directory
-from app.engine_client.token_stream import TokenStream
+from app.engine_client.token_stream import Arrival, TokenStream
 
 
 def ready_message(**changes: Any) -> Ready:
@@ -22,8 +22,14 @@ def ready_message(**changes: Any) -> Ready:
     return Ready(**{**facts, **changes})
 
 
-def _next_token(tokens: list[int]) -> int:
-    return hash(tuple(tokens)) % 1000
+Top = tuple[tuple[int, float], ...]
+
+
+def _hash(tokens: Iterable[int], state: int = 0) -> int:
+    """Hash of all tokens so far; the next token follows from it."""
+    for token in tokens:
+        state = hash((state, token))
+    return state
 
 
 class FakeSupervisor:
@@ -37,9 +43,12 @@ class FakeSupervisor:
         self.report_age = self.progress_age = 0.0
         self.start_seconds: dict[str, float] = {}
         self.frames: list[Down] = []
-        self.waiting: dict[str, list[int]] = {}
-        self.running: dict[str, list[int]] = {}
-        self.requests: dict[str, Request] = {}
+        self.waiting: dict[str, Request] = {}
+        self.running: dict[str, Request] = {}
+        self._progress: dict[str, tuple[int, int]] = {}
+        """Of running requests: the number of tokens generated, and the hash of all tokens."""
+        self.top: Top = ()
+        """Top log-probabilities that come with each token."""
         self.seen: list[str] = []
         """Requests that came, in order; those that came back after a crash are there again."""
         self.deadly = ""
@@ -61,8 +70,8 @@ class FakeSupervisor:
     def crash(self) -> None:
         self.ready, self.restarts = None, self.restarts + 1
         self.frames.clear()
-        for requests in (self.waiting, self.running, self.requests):
-            requests.clear()
+        self.waiting.clear()
+        self.running.clear()
         self.client.on_crash()
 
     def give_up(self, reason: EngineStopped) -> None:
@@ -71,38 +80,43 @@ class FakeSupervisor:
 
     abandon = give_up
 
+    @property
+    def is_busy(self) -> bool:
+        return self.ready is not None and bool(self.frames or self.waiting or self.running)
+
     def step(self) -> None:
         """Reads its pipe, and gives a token to each request that has a slot."""
         if self.ready is None:
             return
-        started, events = [], []
         for frame in self.frames:
             if isinstance(frame, Submit):
-                name = frame.request.id
-                self.requests[name] = frame.request
-                self.waiting[name] = [*frame.request.prompt, *frame.request.generated]
-                self.seen.append(name)
+                self.waiting[frame.request.id] = frame.request
+                self.seen.append(frame.request.id)
             elif isinstance(frame, Cancel):
                 self.waiting.pop(frame.request_id, None)
                 self.running.pop(frame.request_id, None)
         self.frames.clear()
+        started = []
         while self.waiting and len(self.running) < self.slots:
             name = next(iter(self.waiting))
-            self.running[name] = self.waiting.pop(name)
+            self.running[name] = request = self.waiting.pop(name)
+            self._progress[name] = len(request.generated), _hash((*request.prompt, *request.generated))
             started.append(RequestStarted(name, 0))
         if self.deadly in self.running:
             self.client.on_report(StepReport(started=tuple(started), counters=self.counters))
             self.crash()
             return
-        for name, tokens in list(self.running.items()):
-            request = self.requests[name]
-            tokens.append(_next_token(tokens))
-            written = len(tokens) - len(request.prompt)
-            finish = FinishReason.LENGTH if written == request.max_tokens else None
-            events.append(SampledEvent(name, written - 1, tokens[-1], finish=finish))
-            if finish:
-                del self.running[name]
+        events = [self._sample(request) for request in list(self.running.values())]
         self.client.on_report(StepReport(events=tuple(events), started=tuple(started), counters=self.counters, at=1.0))
+
+    def _sample(self, request: Request) -> SampledEvent:
+        index, state = self._progress[request.id]
+        token = state % 1000
+        self._progress[request.id] = index + 1, _hash([token], state)
+        finish = FinishReason.LENGTH if index + 1 == request.max_tokens else None
+        if finish:
+            del self.running[request.id]
+        return SampledEvent(request.id, index, token, -0.5 if self.top else None, self.top, finish)
 
     @property
     def counters(self) -> Counters:
@@ -123,19 +137,10 @@ class PoolHarness:
         if load:
             self.pool.start()
 
-    def submit(
-        self, prompt: tuple[int, ...], n: int = 1, max_tokens: int = 12, cache_namespace: str = ""
-    ) -> TokenStream:
-        number = len(self.streams)
-        names = [f"r{number}/{i}" for i in range(n)]
+    def submit(self, prompt: tuple[int, ...], n: int = 1, max_tokens: int = 12, **fields: Any) -> TokenStream:
+        names = [f"r{len(self.streams)}/{i}" for i in range(n)]
         requests = [
-            Request(
-                id=name,
-                prompt=prompt,
-                max_tokens=max_tokens,
-                leader=names[0] if i else None,
-                cache_namespace=cache_namespace,
-            )
+            Request(id=name, prompt=prompt, max_tokens=max_tokens, leader=names[0] if i else None, **fields)
             for i, name in enumerate(names)
         ]
         self.streams.append(self.pool.submit(requests))
@@ -146,32 +151,45 @@ class PoolHarness:
             for engine in self.engines:
                 engine.step()
 
+    def run(self) -> int:
+        """Steps until no engine has work; returns how many."""
+        for steps in range(100_000):
+            if not any(engine.is_busy for engine in self.engines):
+                return steps
+            self.step()
+        raise AssertionError("it does not come to an end")
+
     async def texts(self, streams: list[TokenStream] | None = None) -> list[list[int] | str]:
         """Run all streams to their end; return the tokens, or the name of the error, of each."""
-        for _ in range(2000):
-            if not any(stream.is_open for stream in self.streams):
-                break
-            self.step()
-        else:
-            raise AssertionError("it does not come to an end")
-        return [await read_text(stream) for stream in streams or self.streams]
+        self.run()
+        return [await self.text(stream) for stream in streams or self.streams]
+
+    async def text(self, stream: TokenStream) -> list[int] | str:
+        arrivals = await self.read(stream)
+        errors = [type(a.item).__name__ for a in arrivals if isinstance(a.item, Exception)]
+        return errors[0] if errors else tokens_of(arrivals)
+
+    async def read(self, stream: TokenStream) -> list[Arrival]:
+        """All that has arrived and is still to come."""
+        arrivals: list[Arrival] = []
+        self.run()
+        while stream.is_open or stream._arrivals:
+            arrivals += await asyncio.wait_for(stream.receive(), 60)
+            self.run()
+        return arrivals
 
 
-async def read_text(stream: TokenStream) -> list[int] | str:
-    arrivals = await asyncio.wait_for(stream.receive(), 60)
-    errors = [type(a.item).__name__ for a in arrivals if isinstance(a.item, Exception)]
-    tokens = [a.item for a in arrivals if isinstance(a.item, SampledEvent) and a.choice == 0]
-    assert [token.index for token in tokens] == list(range(len(tokens))), "each token once, in order"
-    return errors[0] if errors else [token.token for token in tokens if token.token is not None]
+def tokens_of(arrivals: Iterable[Arrival], choice: int = 0) -> list[int]:
+    """The tokens of a sequence, each once and in order."""
+    events = [a.item for a in arrivals if isinstance(a.item, SampledEvent) and a.choice == choice]
+    assert [event.index for event in events] == list(range(len(events)))
+    return [event.token for event in events if event.token is not None]
 
 
 def alone(stream: TokenStream) -> list[int]:
     """The tokens of a stream that no crash or pause interrupts."""
-    tokens = list(stream.requests[0].prompt)
+    state, tokens = _hash(stream.requests[0].prompt), list[int]()
     for _ in range(stream.requests[0].max_tokens):
-        tokens.append(_next_token(tokens))
-    return tokens[len(stream.requests[0].prompt) :]
-
-
-def in_loop(scenario: Callable[[], Any]) -> None:
-    asyncio.run(scenario())
+        tokens.append(state % 1000)
+        state = _hash(tokens[-1:], state)
+    return tokens

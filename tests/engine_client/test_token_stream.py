@@ -1,0 +1,193 @@
+"""Suspended streams: suspended once their buffer is full, resumed when it was read, with the same text."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from app.common.errors import EngineFailed, NotReady
+from app.common.types import PromptScores, Request, SampledEvent, StepReport
+from app.engine_client.supervisor import EngineStopped
+from app.engine_client.token_stream import MAX_BUFFERED, Cancelled, TokenStream
+from app.generation.session import GenerationSession, SessionTimes, Timeouts
+from tests.support.async_test import async_test
+from tests.support.engine_pool import PoolHarness, Top, alone, tokens_of
+
+TOP = tuple((token, -1.0) for token in range(20))
+
+
+class _Harness(PoolHarness):
+    """One engine that runs all requests at once."""
+
+    def __init__(self, *, capacity: int = 16, top: Top = ()) -> None:
+        super().__init__(1, slots=16, capacity=capacity)
+        (self.engine,) = self.engines
+        self.engine.top = top
+
+    def submit_long(self, n: int = 1, max_tokens: int = 3 * MAX_BUFFERED) -> TokenStream:
+        return self.submit((1, 2, 3), n, max_tokens)
+
+    def suspended(self, n: int = 1) -> TokenStream:
+        stream = self.submit_long(n)
+        self.run()
+        assert stream.n_suspensions == 1 and not self.engine.running
+        return stream
+
+    @property
+    def n_submitted(self) -> int:
+        self.run()
+        return len(self.engine.seen)
+
+
+@pytest.mark.parametrize(("n", "top"), [(1, ()), (3, ()), (16, TOP)])
+@async_test
+async def test_an_unread_stream_is_suspended_and_resumes_when_it_is_read(n: int, top: Top) -> None:
+    harness = _Harness(capacity=n, top=top)
+    stream = harness.submit_long(n, 900 if top else 3 * MAX_BUFFERED)
+    harness.run()
+    weight = sum(1 + len(a.item.top) for a in stream._arrivals if isinstance(a.item, SampledEvent))
+    assert MAX_BUFFERED < weight <= MAX_BUFFERED + 1 + len(top)
+    assert stream.n_suspensions == 1 and stream.is_open and not harness.engine.running
+    arrivals = await harness.read(stream)
+    assert [tokens_of(arrivals, choice) for choice in range(n)] == [alone(stream)] * n
+    assert stream.n_suspensions >= 2
+    assert not harness.pool._suspended and not harness.pool.engines[0].load
+
+
+@async_test
+async def test_a_stream_whose_reader_waits_is_never_suspended() -> None:
+    """However much arrives before the event loop lets it run."""
+    harness = _Harness(top=TOP)
+    stream = harness.submit_long(16, 900)
+    reader = asyncio.create_task(stream.receive())
+    await asyncio.sleep(0)
+    harness.run()
+    assert stream.n_suspensions == 0 and not stream.is_open
+    assert tokens_of(await reader) == alone(stream)
+
+
+@async_test
+async def test_a_client_that_leaves_a_suspended_stream_and_comes_back_is_submitted_once() -> None:
+    harness = _Harness()
+    stream = harness.suspended(3)
+    stream.pause()
+    assert not harness.pool._suspended and harness.n_submitted == 3
+    arrivals = await stream.receive()
+    assert harness.n_submitted == 3, "it stays paused"
+    harness.pool.resume(stream)
+    harness.step()
+    assert len(harness.engine.seen) == 3 + 3
+    arrivals += await harness.read(stream)
+    assert [tokens_of(arrivals, choice) for choice in range(3)] == [alone(stream)] * 3
+
+
+@async_test
+async def test_a_stream_that_is_suspended_again_at_once_makes_progress() -> None:
+    """Resumed with a full buffer by a client that does not read either: a token more each time."""
+    harness = _Harness()
+    stream = harness.suspended()
+    for count in range(2, 5):
+        stream.pause()
+        harness.pool.resume(stream)
+        harness.run()
+        assert stream.n_suspensions == count
+        assert len(tokens_of(stream._arrivals)) == MAX_BUFFERED + count
+
+
+@async_test
+async def test_a_crash_does_not_touch_a_suspended_stream() -> None:
+    harness = _Harness()
+    stream = harness.suspended()
+    for _ in range(3):
+        harness.engine.crash()
+        harness.engine.load()
+        assert harness.n_submitted == 1 and harness.pool.engines[0].replayed == 0
+    harness.engine.crash()
+    arrivals = await stream.receive()
+    assert harness.n_submitted == 1, "it waits for the engine, as all others do"
+    harness.engine.load()
+    arrivals += await harness.read(stream)
+    assert tokens_of(arrivals) == alone(stream)
+
+
+@pytest.mark.parametrize(
+    ("end", "error"),
+    [
+        (lambda harness, _: harness.pool.fail_all(NotReady("draining", 5)), NotReady),
+        (lambda harness, _: harness.engine.give_up(EngineStopped("gone", 1)), EngineFailed),
+        (lambda _, stream: stream.cancel(), Cancelled),
+    ],
+)
+@async_test
+async def test_suspended_streams_end_with_what_ends_the_others(
+    end: Callable[[_Harness, TokenStream], None], error: type[Exception]
+) -> None:
+    harness = _Harness()
+    stream = harness.suspended(3)
+    end(harness, stream)
+    arrivals = await stream.receive()
+    assert [type(a.item) for a in arrivals[-3:]] == [error] * 3
+    assert not stream.is_open and harness.n_submitted == 3 and not harness.pool._suspended
+
+
+@async_test
+async def test_what_a_client_no_longer_wants_is_not_submitted_again() -> None:
+    harness = _Harness()
+    stream = harness.suspended(3)
+    stream.cancel_sequence(1)
+    await stream.receive()
+    assert harness.n_submitted == 3 + 2
+    stream.close()
+    await stream.receive()
+    assert harness.n_submitted == 3 + 2
+    assert not harness.engine.running and not harness.pool._suspended
+
+
+@async_test
+async def test_a_suspended_stream_needs_no_capacity_in_a_queue_that_is_full_by_now() -> None:
+    harness = _Harness(capacity=1)
+    stream = harness.suspended()
+    with harness.pool.queue.reserved("", 1, 1, 0.0):
+        await stream.receive()
+    harness.step()
+    assert list(harness.engine.running) == ["r0/0~2"] and stream.queue_position is None
+
+
+@async_test
+async def test_unread_prompt_scores_resume_where_they_stopped() -> None:
+    harness = _Harness()
+    prompt = tuple(range(1, 2001))
+    leader = Request(id="r0", prompt=prompt, max_tokens=2, prompt_logprobs=20)
+    stream = harness.pool.submit([leader, Request(id="r1", prompt=prompt, max_tokens=2, leader="r0")])
+    client, scores = harness.pool.engines[0], ((-1.0, TOP),) * 100
+    for start in (1, 101, 201):  # the last one was sent before the engine received that the stream is suspended
+        client.on_report(StepReport(scores=(PromptScores("r0", start, scores),)))
+    assert stream.n_suspensions == 1
+    assert len([a for a in await stream.receive() if isinstance(a.item, PromptScores)]) == 2
+    renewed = [stream.request(name) for name in stream.open_ids]
+    assert [(one.id, one.scored, one.leader) for one in renewed] == [("r0~2", 200, None), ("r1~2", 0, "r0~2")]
+
+
+@async_test
+async def test_the_time_a_reader_took_is_no_gap_between_tokens_and_no_turn_to_wait_for() -> None:
+    class Silent:
+        """Stands for an OutputChoice that shows nothing."""
+
+        ended = echo = None
+        n_tokens = 1
+
+        def add(self, _event: SampledEvent) -> list[Any]:
+            return []
+
+    harness = _Harness()
+    stream = harness.suspended()
+    timeouts = Timeouts(deadline=1000, queue=0.0, heartbeat=1000)
+    session = GenerationSession(stream, [Silent()], timeouts, SessionTimes())  # type: ignore[list-item]
+    await session.wait_event()
+    harness.step()
+    await session.wait_event()
+    assert len(session.inter_token_latencies) == MAX_BUFFERED
+    assert stream.queue_position is None, "no queue timeout ends it"
