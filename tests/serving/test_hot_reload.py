@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -26,11 +23,10 @@ from app.http.errors import ApiError
 from app.serving.hot_reload import HotReload
 from app.serving.model_instance import ModelInstance
 from app.serving.service import Service
-from app.serving.weights_snapshot import take_fingerprint, what_is_missing, without_links
+from app.serving.weights_snapshot import take_fingerprint, without_links
 from app.tokenization.text_encoder import TokenizerPool
 from model.checkpoint.manifest import MANIFEST_FILE, manifest_file
 from model.files import write_files
-from tests.support import ROOT
 from tests.support.async_test import async_test
 from tests.support.completion_client import chunks, whole
 from tests.support.servers import Server
@@ -108,12 +104,6 @@ class House:
 
 
 @asynccontextmanager
-async def _house(weights: Path, **options: float) -> AsyncIterator[House]:
-    async with _serving(House(weights, **options)) as house:
-        yield house
-
-
-@asynccontextmanager
 async def _serving(house: House) -> AsyncIterator[House]:
     """Serves its first weights; its tasks end with it, and so does every engine."""
     house.service.instance.start()
@@ -154,7 +144,7 @@ def directory(tmp_path: Path, weights: Path) -> Path:
 
 @async_test
 async def test_new_requests_get_the_new_weights_and_the_old_ones_end_with_their_last_answer(directory: Path) -> None:
-    async with _house(directory) as house:
+    async with _serving(House(directory)) as house:
         old = house.service.instance
         old.acquire()
         engine = await _new_engine(house)
@@ -182,7 +172,7 @@ async def test_new_requests_get_the_new_weights_and_the_old_ones_end_with_their_
 async def test_whatever_is_wrong_with_new_weights_the_old_ones_stay(
     directory: Path, fault: Callable[[FakeEngine], None], words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with _house(directory) as house:
+    async with _serving(House(directory)) as house:
         old = house.service.instance
         fault(await _new_engine(house))
         await _until(lambda: house.running == [0])
@@ -200,7 +190,7 @@ async def test_an_unexpected_error_refuses_one_load_and_no_later_one(
     def broken() -> ModelInstance:
         raise RuntimeError("of a kind that no check of weights raises")
 
-    async with _house(directory) as house:
+    async with _serving(House(directory)) as house:
         house._make, make = broken, house._make  # type: ignore[method-assign]
         house.reloader.request_reload()
         await _until(lambda: house.noted == ["refused"])
@@ -212,7 +202,7 @@ async def test_an_unexpected_error_refuses_one_load_and_no_later_one(
 
 @async_test
 async def test_files_that_change_while_they_are_loaded_are_refused(directory: Path) -> None:
-    async with _house(directory) as house:
+    async with _serving(House(directory)) as house:
         engine = await _new_engine(house)
         (directory / "generation_config.json").write_text('{"temperature": 0.5}')
         engine.finish()
@@ -222,7 +212,7 @@ async def test_files_that_change_while_they_are_loaded_are_refused(directory: Pa
 
 @async_test
 async def test_however_often_it_is_asked_while_it_loads_it_loads_once_more(directory: Path) -> None:
-    async with _house(directory) as house:
+    async with _serving(House(directory)) as house:
         engine = await _new_engine(house)
         for _ in range(5):
             house.reloader.request_reload()
@@ -236,7 +226,7 @@ async def test_however_often_it_is_asked_while_it_loads_it_loads_once_more(direc
 
 @async_test
 async def test_there_are_never_more_than_two_engines(directory: Path) -> None:
-    async with _house(directory) as house:
+    async with _serving(House(directory)) as house:
         old = house.service.instance
         old.acquire()
         (await _new_engine(house)).finish()
@@ -250,7 +240,7 @@ async def test_there_are_never_more_than_two_engines(directory: Path) -> None:
 
 @async_test
 async def test_an_answer_that_never_ends_does_not_keep_old_weights_for_ever(directory: Path) -> None:
-    async with _house(directory, drain=0.1) as house:
+    async with _serving(House(directory, drain=0.1)) as house:
         old = house.service.instance
         old.acquire()
         (await _new_engine(house)).finish()
@@ -260,32 +250,16 @@ async def test_an_answer_that_never_ends_does_not_keep_old_weights_for_ever(dire
 
 
 @async_test
-async def test_the_end_of_an_old_engine_does_not_end_the_service_and_that_of_the_new_one_does(
-    directory: Path,
-) -> None:
-    async with _house(directory) as house:
-        stopped = asyncio.create_task(house.service.wait_stopped())
-        house.service.instance.acquire()
-        (await _new_engine(house)).finish()
-        await _until(lambda: house.noted == ["switched"])
-        house.engines[0].give_up("it crashed three times")
-        await asyncio.sleep(0.1)
-        assert not stopped.done()
-        house.engines[1].give_up("so did this one")
-        assert str(await stopped) == "so did this one"
-
-
-@async_test
 async def test_a_service_that_ends_while_it_loads_leaves_no_engine(directory: Path) -> None:
-    async with _house(directory) as house:
+    async with _serving(House(directory)) as house:
         await _new_engine(house)
         assert house.running == [0, 1]
-        # _house asserts that none runs
+        # _serving asserts that none runs
 
 
 @async_test
 async def test_a_draining_service_gives_a_load_up(directory: Path) -> None:
-    async with _house(directory) as house:
+    async with _serving(House(directory)) as house:
         await _new_engine(house)
         house.service.draining = True
         await _until(lambda: house.running == [0])
@@ -316,29 +290,18 @@ async def test_asking_while_the_first_weights_load_waits_for_them(directory: Pat
 
 
 @async_test
-async def test_a_set_that_stays_unfinished_is_read_and_told_of_once(
+async def test_a_watched_directory_is_loaded_when_it_is_whole_and_quiet(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "inkstream")
-    async with _house(directory, watch=0.05) as house:
-        write_files(directory, {MANIFEST_FILE: manifest_file({"config.json": b"another one"})})
-        await _until(lambda: "not complete yet" in caplog.text)
-        await asyncio.sleep(0.5)
-        whole = {"config.json": (directory / "config.json").read_bytes()}
-        write_files(directory, {MANIFEST_FILE: manifest_file(whole)})
-        await _until(lambda: len(house.engines) == 2)
-    assert caplog.text.count("not complete yet") == 1
-
-
-@async_test
-async def test_a_watched_directory_is_loaded_when_it_is_whole_and_quiet(directory: Path) -> None:
     files = {path.name: path.read_bytes() for path in directory.iterdir()}  # noqa: ASYNC240
     write_files(directory, {MANIFEST_FILE: manifest_file(files)})
-    async with _house(directory, watch=0.05) as house:
+    async with _serving(House(directory, watch=0.05)) as house:
         changed = {**files, "generation_config.json": b"{}"}
         (directory / "generation_config.json").write_bytes(b"{}")
         await asyncio.sleep(0.5)
         assert len(house.engines) == 1, "half of a set was loaded"
+        assert caplog.text.count("not complete yet") == 1, "it is neither read nor logged again"
         write_files(directory, {MANIFEST_FILE: manifest_file(changed)})
         await _until(lambda: len(house.engines) == 2)
         house.engines[1].give_up("they are bad")
@@ -352,7 +315,7 @@ async def test_a_link_that_leads_elsewhere_is_a_change_and_old_weights_keep_thei
     other = Path(shutil.copytree(directory, directory.with_name("other")))
     link = directory.with_name("current")
     link.symlink_to(directory.name)
-    async with _house(link, watch=0.05) as house:
+    async with _serving(House(link, watch=0.05)) as house:
         old = house.service.instance
         assert (old.weights, old.model_name) == (directory, "mine")
         new = link.with_name("next")
@@ -378,37 +341,13 @@ def test_a_look_sees_replaced_files_and_ignores_unrelated_ones(directory: Path) 
     assert take_fingerprint(directory / "nothing").files == ()
 
 
-def test_what_is_missing_is_told(directory: Path) -> None:
-    assert what_is_missing(directory) == ""
-    (directory / MANIFEST_FILE).write_text(json.dumps({"sha256": {"config.json": "0" * 64}}))
-    assert "differs from manifest.json" in what_is_missing(directory)
-    (directory / "tokenizer.json").unlink()
-    assert "tokenizer.json: no such file" in what_is_missing(directory)
-    assert "no such directory" in what_is_missing(directory / "nothing")
-
-
-def test_a_path_without_links_stays_as_it_was_given(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(directory.parent)
-    assert without_links(Path("mine")) == Path("mine")
-    Path("link").symlink_to("mine")
-    assert without_links(Path("link")) == directory.resolve()
-
-
-def test_a_process_in_its_own_session_has_no_terminal() -> None:
-    program = "import sys; from app.common.operating_system import has_terminal; sys.exit(has_terminal())"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, start_new_session=True, check=False)
-    assert done.returncode == 0
-
-
 def test_every_answer_names_its_weights(server: Server) -> None:
     version = httpx.get(f"{server.url}/v1/models").json()["data"][0]["weights_version"]
+    fox: dict[str, Any] = {"prompt": "fox", "max_tokens": 2}
     requests: list[tuple[str, str, dict[str, Any] | None]] = [
-        ("POST", "/complete", {"prompt": "fox", "max_tokens": 2}),
-        ("POST", "/complete", {"prompt": "fox", "max_tokens": 2, "stream": False}),
-        ("POST", "/v1/completions", {"prompt": "fox", "max_tokens": 2}),
-        ("POST", "/v1/completions", {"prompt": "fox", "max_tokens": 2, "stream": True}),
-        ("POST", "/score", {"prompt": "fox"}),
-        ("POST", "/tokenize", {"prompt": "fox"}),
+        *(("POST", "/complete", {**fox, "stream": streamed}) for streamed in (True, False)),
+        *(("POST", "/v1/completions", {**fox, "stream": streamed}) for streamed in (True, False)),
+        *(("POST", path, {"prompt": "fox"}) for path in ("/score", "/tokenize")),
         ("POST", "/detokenize", {"tokens": [70]}),
         ("GET", "/tokenizer_info", None),
     ]

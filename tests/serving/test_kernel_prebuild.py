@@ -75,41 +75,37 @@ def test_a_service_without_kernels_builds_them_for_the_next_and_computes_with_to
         assert _numerics(server) == {"torch-bfloat16"}, "an engine that comes back computes as the one before it"
 
 
-def test_a_build_ends_with_the_service_and_leaves_nothing(tmp_path: Path, weights: Path, slow: FakeCompiler) -> None:
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_build_ends_with_the_service_and_leaves_nothing(
+    tmp_path: Path, weights: Path, slow: FakeCompiler, is_killed: bool
+) -> None:
     cache = tmp_path / "cache"
     server = start_server(tmp_path, weights, "--kernels", "auto", "--cache-dir", str(cache))
     _wait_for(lambda: slow.pids, server)
-    assert stop_server(server) == 0
+    if is_killed:
+        server.process.kill()
+        server.process.wait()
+    else:
+        assert stop_server(server) == 0
     _wait_for(lambda: all(map(has_exited, slow.pids)) and _leftovers(cache) == [], server)
     assert "Traceback" not in server.log.read_text()
 
 
-def test_a_build_ends_with_a_service_that_is_killed(tmp_path: Path, weights: Path, slow: FakeCompiler) -> None:
-    cache = tmp_path / "cache"
-    server = start_server(tmp_path, weights, "--kernels", "auto", "--cache-dir", str(cache))
-    _wait_for(lambda: slow.pids, server)
-    server.process.kill()
-    server.process.wait()
-    _wait_for(lambda: all(map(has_exited, slow.pids)) and _leftovers(cache) == [], server)
+def _broken_compiler(folder: Path, library: Path) -> str:
+    return str(fake_compiler(folder, library, before='echo "a.h:1: error: bad" >&2; exit 1').path)
 
 
-def test_a_failed_build_is_one_line_in_the_log(
-    tmp_path: Path, weights: Path, stub_library: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_kernels_that_cannot_be_built_are_one_line_in_the_log(
+    tmp_path: Path, weights: Path, stub_library: Path, monkeypatch: pytest.MonkeyPatch, is_missing: bool
 ) -> None:
-    fake = fake_compiler(tmp_path, stub_library, before='echo "a.h:1: error: bad" >&2; exit 1')
-    monkeypatch.setenv("CXX", str(fake.path))
+    compiler = "/nonexistent" if is_missing else _broken_compiler(tmp_path, stub_library)
+    monkeypatch.setenv("CXX", compiler)
     with running_server(tmp_path, weights, "--kernels", "auto", "--cache-dir", str(tmp_path / "cache")) as server:
-        failure = f'native kernels could not be built, using torch: {fake.path} failed: a.h:1: error: bad"}}\n'
-        _wait_for_log(server, failure)
+        failure = f'native kernels could not be built, using torch: {compiler} failed: a.h:1: error: bad"}}\n'
+        missing = f"native kernels would be faster: CXX names '{compiler}'"
+        _wait_for_log(server, missing if is_missing else failure)
         assert _numerics(server) == {"torch-bfloat16"}
-
-
-def test_without_a_compiler_the_log_says_what_would_help(
-    tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CXX", "/nonexistent")
-    with running_server(tmp_path, weights, "--kernels", "auto", "--cache-dir", str(tmp_path / "cache")) as server:
-        _wait_for_log(server, "native kernels would be faster: CXX names '/nonexistent'")
 
 
 def test_kernels_that_are_there_compute_and_nothing_is_built(
@@ -123,22 +119,12 @@ def test_kernels_that_are_there_compute_and_nothing_is_built(
     assert BUILDING not in server.log.read_text() and not slow.pids
 
 
-def test_native_kernels_that_are_asked_for_in_vain_end_the_start_at_once(
-    tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_native_kernels_that_are_asked_for_in_vain_end_the_start(
+    tmp_path: Path, weights: Path, stub_library: Path, monkeypatch: pytest.MonkeyPatch, is_missing: bool
 ) -> None:
-    monkeypatch.setenv("CXX", "/nonexistent")
-    with pytest.raises(ServiceStartError, match="error: --kernels native is not possible: CXX names '/nonexistent'"):
+    monkeypatch.setenv("CXX", "/nonexistent" if is_missing else _broken_compiler(tmp_path, stub_library))
+    with pytest.raises(ServiceStartError, match="error: --kernels native is not possible: ") as raised:
         start_server(tmp_path, weights, "--kernels", "native", "--cache-dir", str(tmp_path / "cache"))
-
-
-def test_native_kernels_that_cannot_be_built_end_the_service(
-    tmp_path: Path, weights: Path, stub_library: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake = fake_compiler(tmp_path, stub_library, before='echo "a.h:1: error: bad" >&2; exit 1')
-    monkeypatch.setenv("CXX", str(fake.path))
-    flags = ("--kernels", "native", "--cache-dir", str(tmp_path / "cache"))
-    server = start_server(tmp_path, weights, *flags, wait=False)
-    assert server.process.wait(300) == 2
-    last = server.log.read_text().strip().splitlines()[-1]
-    assert last.startswith("error: --kernels native is not possible: ") and "a.h:1: error: bad" in last
-    assert "Traceback" not in server.log.read_text()
+    reason = "CXX names '/nonexistent'" if is_missing else "a.h:1: error: bad"
+    assert reason in str(raised.value) and "Traceback" not in str(raised.value)
