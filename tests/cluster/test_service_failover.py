@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,15 @@ import pytest
 from fastapi import FastAPI
 
 from app.cluster import asgi_adapter
-from app.cluster.gateway import Gateway
 from app.cluster.messages import Call
 from app.common.errors import NotReady
 from app.common.settings import Settings
 from app.engine_client.client import EngineClient
 from app.main import create_app
+from tests.support.async_test import async_test
 from tests.support.completion_client import parse_events, text_of
 from tests.support.model.tiny_models import tiny_weights
-from tests.support.scripted_replicas import Mortal
+from tests.support.scripted_replicas import Mortal, client_of
 
 pytestmark = pytest.mark.slow
 
@@ -47,55 +48,55 @@ async def _until_ready(app: FastAPI) -> None:
 
 
 async def _send(app: FastAPI, deaths: Sequence[int], path: str, method: str = "POST", **request: Any) -> httpx.Response:
-    front = Gateway(Settings(), Mortal(app, deaths), max_retries=9)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=front), base_url="http://localhost") as client:
+    async with client_of(Mortal(app, deaths), max_retries=9) as client:
         return await client.request(method, path, **request)
 
 
-def test_wherever_a_replica_is_lost_the_answer_is_that_of_one(settings: Settings) -> None:
+@asynccontextmanager
+async def _running(settings: Settings) -> AsyncGenerator[FastAPI, None]:
+    app = create_app(settings)
+    async with app.router.lifespan_context(app):
+        await _until_ready(app)
+        yield app
+
+
+@async_test
+async def test_wherever_a_replica_is_lost_the_answer_is_that_of_one(settings: Settings) -> None:
     """Streams with token details and several choices, a seed chosen by the service, answers without streaming."""
 
-    async def visits() -> None:
-        app = create_app(settings)
-        async with app.router.lifespan_context(app):
-            await _until_ready(app)
-            detailed = {**BODY, "seed": 5, "n": 2, "logprobs": 1}
-            expected = (await _send(app, [], "/complete", json={**detailed, "stream": False})).json()["choices"]
-            for deaths in ([1], [2], [3], [9], [5, 20], [30, 2, 12]):
-                events = parse_events((await _send(app, deaths, "/complete", json=detailed)).text)
-                assert [event.name for event in events].count("start") == 1
-                tokens = [event.data for event in events if event.name == "token"]
-                for choice in expected:
-                    mine = [data for data in tokens if data["index"] == choice["index"]]
-                    assert "".join(data["text"] for data in mine) == choice["text"]
-                    assert [token for data in mine for token in data["tokens"]] == choice["tokens"]
-            random = parse_events((await _send(app, [12, 4], "/complete", json=BODY)).text)
-            whole = {**BODY, "seed": random[0].data["seed"], "stream": False}
-            whole_output = (await _send(app, [0, 1, 2], "/complete", json=whole)).json()
-            assert text_of(random) == whole_output["choices"][0]["text"]
-            assert (random[-1].name, random[-1].data["receipt"]["seed"]) == ("done", whole["seed"])
-
-    asyncio.run(visits())
+    async with _running(settings) as app:
+        detailed = {**BODY, "seed": 5, "n": 2, "logprobs": 1}
+        expected = (await _send(app, [], "/complete", json={**detailed, "stream": False})).json()["choices"]
+        for deaths in ([1], [2], [3], [9], [5, 20], [30, 2, 12]):
+            events = parse_events((await _send(app, deaths, "/complete", json=detailed)).text)
+            assert [event.name for event in events].count("start") == 1
+            tokens = [event.data for event in events if event.name == "token"]
+            for choice in expected:
+                mine = [data for data in tokens if data["index"] == choice["index"]]
+                assert "".join(data["text"] for data in mine) == choice["text"]
+                assert [token for data in mine for token in data["tokens"]] == choice["tokens"]
+        random = parse_events((await _send(app, [12, 4], "/complete", json=BODY)).text)
+        whole = {**BODY, "seed": random[0].data["seed"], "stream": False}
+        whole_output = (await _send(app, [0, 1, 2], "/complete", json=whole)).json()
+        assert text_of(random) == whole_output["choices"][0]["text"]
+        assert (random[-1].name, random[-1].data["receipt"]["seed"]) == ("done", whole["seed"])
 
 
-def test_pages_and_errors_are_the_services_own(settings: Settings) -> None:
-    async def visits() -> None:
-        app = create_app(settings)
-        async with app.router.lifespan_context(app):
-            await _until_ready(app)
-            for path, status in (("/", 200), ("/docs", 200), ("/v1/models", 200), ("/health", 200), ("/no", 404)):
-                assert (await _send(app, [], path, "GET")).status_code == status
-            refused = await _send(app, [], "/complete", json={**BODY, "max_token": 1})
-            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unknown_field")
-            assert refused.headers["x-request-id"] == refused.json()["error"]["request_id"]
-            unknown = await _send(app, [], "/complete/req-1", "DELETE")
-            assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "unknown_request")
-            assert 'inkstream_requests_running{server="a"} 0.0' in (await _send(app, [], "/metrics", "GET")).text
-
-    asyncio.run(visits())
+@async_test
+async def test_pages_and_errors_are_the_services_own(settings: Settings) -> None:
+    async with _running(settings) as app:
+        for path, status in (("/", 200), ("/docs", 200), ("/v1/models", 200), ("/health", 200), ("/no", 404)):
+            assert (await _send(app, [], path, "GET")).status_code == status
+        refused = await _send(app, [], "/complete", json={**BODY, "max_token": 1})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unknown_field")
+        assert refused.headers["x-request-id"] == refused.json()["error"]["request_id"]
+        unknown = await _send(app, [], "/complete/req-1", "DELETE")
+        assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "unknown_request")
+        assert 'inkstream_requests_running{server="a"} 0.0' in (await _send(app, [], "/metrics", "GET")).text
 
 
-def test_whenever_a_question_is_cancelled_the_replica_lets_go_of_it(settings: Settings) -> None:
+@async_test
+async def test_whenever_a_question_is_cancelled_the_replica_lets_go_of_it(settings: Settings) -> None:
     """Be it in the very moment in which it was admitted; after as many turns of the event loop as there may be."""
 
     async def visit(app: FastAPI, turns: int) -> None:
@@ -109,12 +110,7 @@ def test_whenever_a_question_is_cancelled_the_replica_lets_go_of_it(settings: Se
         await asyncio.gather(asking, return_exceptions=True)
         assert not app.state.service.engine.engines[0].load, f"after {turns} turns"
 
-    async def visits() -> None:
-        app = create_app(settings)
-        async with app.router.lifespan_context(app):
-            await _until_ready(app)
-            await visit(app, 1000)
-            for turns in range(60):
-                await visit(app, turns)
-
-    asyncio.run(visits())
+    async with _running(settings) as app:
+        await visit(app, 1000)
+        for turns in range(60):
+            await visit(app, turns)

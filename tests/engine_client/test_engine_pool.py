@@ -192,8 +192,8 @@ async def test_a_prefix_comes_back_to_its_engine() -> None:
     assert sorted(stream.engine for stream in first) == [0, 1, 2]
     await harness.texts()
     for turn in range(1, 4):
-        again = [harness.submit((*(who,) * 16, *range(turn * 8)), n=2) for who in range(3)]
-        assert [stream.engine for stream in again] == [stream.engine for stream in first]
+        again = [harness.submit((*(who,) * 16, *range(turn * 8)), n=2) for who in (2, 0, 1)]
+        assert [stream.engine for stream in again] == [first[who].engine for who in (2, 0, 1)]
         await harness.texts(again)
 
 
@@ -269,8 +269,22 @@ async def test_an_engine_that_is_given_up_leaves_all_it_had_to_the_others() -> N
     harness.engines[1].give_up(EngineStopped("so did this one", 1))
     assert await harness.text(stream) == "EngineFailed"
     assert str(await asyncio.wait_for(harness.pool.wait_stopped(), 60)) == "so did this one"
-    with pytest.raises(NotReady):
-        harness.submit((1,))
+    for again in (lambda: harness.submit((1,)), lambda: harness.pool.resume(stream)):
+        with pytest.raises(NotReady):
+            again()
+
+
+@async_test
+async def test_a_suspect_that_leaves_and_comes_back_is_still_one() -> None:
+    harness = PoolHarness(1)
+    stream = harness.submit((1,) * 8)
+    for _ in range(2):
+        stream.pause()
+        harness.pool.resume(stream)
+        harness.step()
+        harness.engines[0].crash()
+        harness.engines[0].load()
+    assert await harness.text(stream) == "EngineFailed"
 
 
 @async_test
@@ -496,6 +510,14 @@ def test_the_router_keeps_the_bound_and_takes_the_longest_prefix_within_it(seed:
     allowed = [one for one, load in loads.items() if load == min(loads.values()) or load + adding <= bound]
     best = max(allowed, key=lambda one: (router.n_cached(one, hashes), -loads[one], -used[one]))
     assert (used[chosen], chosen in allowed) == (used[best], True)
+
+
+def test_without_cached_blocks_engines_take_turns() -> None:
+    router = PrefixRouter(3)
+    for turn in range(6):
+        chosen = router.choose([], dict.fromkeys(range(3), 0), 1)
+        router.record(chosen, [], 10)
+        assert chosen == turn % 3
 
 
 @given(st.integers(0, 2**32), st.integers(1, 30))

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
+import httpx
 from starlette.types import ASGIApp
 
 from app.cluster import asgi_adapter
+from app.cluster.gateway import Gateway
 from app.cluster.messages import Accepted, Call, FullResponse, Head, ReplicaLost, ResponsePart
+from app.common.settings import Settings
 
 EVENTS = Head(200, ((b"content-type", b"text/event-stream; charset=utf-8"), (b"x-request-id", b"r")))
 JSON = Head(200, ((b"content-type", b"application/json"),))
@@ -90,6 +93,29 @@ async def _come(one: FullResponse | type[Lost | Silent]) -> FullResponse:
         await asyncio.Event().wait()
     assert isinstance(one, FullResponse)
     return one
+
+
+@asynccontextmanager
+async def client_of(
+    replicas: Played | Mortal, *, max_retries: int = 0, **settings: Any
+) -> AsyncGenerator[httpx.AsyncClient, None]:
+    """A client of a gateway in this process. Every replica must have been let go by the end of the block."""
+    gateway = Gateway(Settings(**settings), replicas, max_retries=max_retries)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=gateway), base_url="http://localhost") as client:
+        yield client
+    if isinstance(replicas, Played):
+        # At once, not at the next garbage collection: a replica would compute until then.
+        assert replicas.closed == len(replicas.calls)
+        assert all(task.done() for task in replicas.tasks)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Others have their turns until it holds."""
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError
 
 
 def taken(*parts: Scripted) -> list[Scripted]:

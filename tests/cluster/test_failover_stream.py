@@ -1,0 +1,179 @@
+"""A stream that several replicas produced equals the text of one, however each splits it, and whoever reads it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.api.resume_store import ResumeStore
+from app.cluster.failover_stream import Divergence, FailoverStream, StreamSplicer, with_heartbeat
+from app.cluster.messages import Call
+from app.cluster.retry import RetryCounters, RetryingRequest
+from app.http.sse import Event, EventParser
+from tests.support.async_test import async_test
+from tests.support.completion_client import parse_events, text_of
+from tests.support.scripted_replicas import EVENTS, START, Lost, Played, done, event, taken, token, until
+
+TEXT = "Once upon a time there was a king"
+STARTED = (EVENTS, event("start", **START))
+
+
+def output_of(splicer: StreamSplicer, *blocks: bytes) -> str:
+    """What the client gets of all this."""
+    return b"".join(splicer.take(one) for one in EventParser().feed(b"".join(blocks))).decode()
+
+
+def pieces(sequence: Any, offsets: set[int]) -> list[Any]:
+    """The text or the tokens, cut at these offsets."""
+    return [sequence[begin:end] for begin, end in pairwise([0, *sorted(offsets), len(sequence)])]
+
+
+@given(
+    st.lists(st.tuples(st.sets(st.integers(1, len(TEXT) - 1)), st.integers(0, 40)), min_size=1, max_size=3),
+    st.sets(st.integers(1, len(TEXT) - 1)),
+)
+def test_the_text_is_whole_and_its_events_are_numbered_without_a_gap(
+    lost: list[tuple[set[int], int]], last: set[int]
+) -> None:
+    splicer, sent = StreamSplicer("r"), ""
+    for cut, delivered in lost:
+        splicer.restart()
+        sent += output_of(splicer, event("start", **START), *[token(text) for text in pieces(TEXT, cut)][:delivered])
+    splicer.restart()
+    sent += output_of(splicer, event("start", **START), *[token(text) for text in pieces(TEXT, last)], done())
+    events = parse_events(sent)
+    assert text_of(events) == TEXT
+    assert [event.name for event in events if event.name != "token"] == ["start", "done"]
+    assert [event.id for event in events] == [f"r:{number}" for number in range(len(events))]
+    assert splicer.is_done
+
+
+@given(first=st.sets(st.integers(1, 5)), second=st.sets(st.integers(1, 5)), delivered=st.integers(0, 6))
+def test_each_token_is_sent_once_where_tokens_are_asked_for(first: set[int], second: set[int], delivered: int) -> None:
+    """Also tokens without a text of their own, such as half a character; of two choices in turn."""
+    tokens = [{"id": number, "text": text} for number, text in enumerate(["a", "", "bc", "", "d", "e"])]
+
+    def events(cut: set[int]) -> list[bytes]:
+        return [
+            event("token", index=index, text="".join(t["text"] for t in group), tokens=group)
+            for group in pieces(tokens, cut)
+            for index in (0, 1)
+        ]
+
+    splicer = StreamSplicer("r")
+    sent = output_of(splicer, event("start", **START), *events(first)[:delivered])
+    splicer.restart()
+    parsed = parse_events(sent + output_of(splicer, event("start", **START), *events(second), done(0, 1)))
+    for index in (0, 1):
+        own = [one.data for one in parsed if one.name == "token" and one.data["index"] == index]
+        assert [t for data in own for t in data["tokens"]] == tokens
+        assert "".join(data["text"] for data in own) == "abcde"
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        [event("start", **{**START, "weights_version": "other"})],
+        [event("start", **{**START, "settings": {"temperature": 1}})],
+        [event("start", **START), token("Once upin")],
+        [event("start", **START), token("Once"), done()],
+    ],
+    ids=["weights", "settings", "text", "shorter"],
+)
+def test_another_text_is_noticed(again: list[bytes]) -> None:
+    splicer = StreamSplicer("r")
+    output_of(splicer, event("start", **START), token("Once upon"))
+    splicer.restart()
+    with pytest.raises(Divergence):
+        output_of(splicer, *again)
+
+
+@pytest.mark.parametrize("reason", ["cancelled", "timeout"])
+def test_what_ends_a_text_from_outside_may_end_it_sooner(reason: str) -> None:
+    splicer = StreamSplicer("r")
+    output_of(splicer, event("start", **START), token("Once upon"))
+    splicer.restart()
+    assert output_of(splicer, event("queue", position=1, eta_ms=5)) == ": ping\n\n", "the client runs already"
+    end = output_of(splicer, event("start", **START), token("On"), done(0, finish_reason=reason))
+    assert '"finish_reason": "' + reason in end
+
+
+def _stream_of(replicas: Played, max_retries: int = 0, seconds: float = 60) -> tuple[FailoverStream, RetryingRequest]:
+    """One stream without its gateway."""
+    call = Call(request_id="r", method="POST", path="/complete", query=b"", headers=(), body=b"{}")
+    request = RetryingRequest(replicas, call, RetryCounters(), max_retries=max_retries, accept_timeout=60)
+    return FailoverStream(request, ResumeStore(seconds), owner="o", replay_bytes=1000), request
+
+
+async def _events(frames: AsyncGenerator[bytes, None], before: Sequence[bytes] = ()) -> list[Any]:
+    return parse_events(b"".join([*before, *[piece async for piece in frames]]).decode())
+
+
+@pytest.mark.parametrize("ending", [[token("Once upon a time"), done()], [Lost]], ids=["goes on", "is lost"])
+@async_test
+async def test_a_newer_connection_takes_a_stream_over_and_the_older_one_does_no_harm(ending: list[Any]) -> None:
+    late = asyncio.Event()
+    again = taken(*STARTED, token("Once upon "), token("a time"), done())
+    replicas = Played(taken(*STARTED, late, *ending), again)
+    stream, request = _stream_of(replicas, seconds=0)  # a stream that no connection reads is gone at once
+    old_frames = stream.frames(old := stream.attach(), await request.send())
+    assert "event: start" in (await anext(old_frames)).decode()
+    new_frames = stream.frames(new := stream.attach(), None)
+    seen = [await anext(new_frames), await anext(new_frames)]
+    late.set()
+    assert [frame async for frame in old_frames] == []
+    stream.detach(old)
+    assert stream._resume_store.find("r", "o") is stream
+    assert text_of(await _events(new_frames, seen)) == "Once upon a time"
+    stream.detach(new)
+    assert stream._resume_store.find("r", "o") is None
+    assert replicas.closed == 2
+
+
+@async_test
+async def test_a_stream_that_is_stopped_on_its_way_to_another_replica_ends() -> None:
+    """Neither the lost replica nor the one that has not started knows the stream."""
+    late = asyncio.Event()
+    replicas = Played(taken(*STARTED, Lost), taken(late, *STARTED, token("Once"), done()))
+    stream, request = _stream_of(replicas, max_retries=1)
+    frames = stream.frames(stream.attach(), await request.send())
+    await anext(frames)
+    rest = asyncio.ensure_future(_events(frames))
+    await until(lambda: len(replicas.calls) == 2)
+    assert stream.cancel()
+    late.set()
+    (end,) = await rest
+    assert (end.name, end.data["error"]["code"]) == ("error", "cancelled")
+    assert replicas.closed == 2
+
+
+@async_test
+async def test_a_silence_is_filled() -> None:
+    resume, frames = asyncio.Event(), list[bytes]()
+
+    async def slow() -> Any:
+        yield b"a"
+        await resume.wait()
+        yield b"b"
+
+    async for frame in with_heartbeat(slow(), 0.01):
+        frames.append(frame)
+        if len(frames) == 4:
+            resume.set()
+    assert frames[0] == b"a" and frames[-1] == b"b"
+    assert set(frames[1:-1]) == {b": ping\n\n"}
+
+
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+def test_events_cut_anywhere_are_the_same_events(line_end: bytes) -> None:
+    wire = b": ping\n\nid: 1\nevent: a\ndata: x\n\ndata:y\ndata: z\n\n".replace(b"\n", line_end)
+    for size in range(1, 40):
+        parser = EventParser()
+        found = [event for at in range(0, len(wire), size) for event in parser.feed(wire[at : at + size])]
+        assert found == [Event("", b": ping"), Event("a", b"x", "1"), Event("message", b"y\nz")]
