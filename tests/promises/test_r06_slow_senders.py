@@ -7,6 +7,7 @@ import contextlib
 import random
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -15,7 +16,6 @@ import httpx
 import pytest
 
 from tests.support.http.raw_client import get, post
-from tests.support.load.concurrent_streams import Background
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, start_server, stop_server
 
@@ -82,7 +82,8 @@ class _Seen:
 def _measure_under_attack(server: Server, n: int) -> _Seen:
     cut = 'connections_cut_total{reason="write_stalled"}'
     began, before, answered = time.monotonic(), server.metric(cut), []
-    with Background(lambda: asyncio.run(_attack_all(server, n))) as attack:
+    with ThreadPoolExecutor(1) as pool:
+        attack = pool.submit(asyncio.run, _attack_all(server, n))
         while time.monotonic() - began < 15:
             answered.append(_ask(server))
             time.sleep(0.02)
@@ -90,7 +91,7 @@ def _measure_under_attack(server: Server, n: int) -> _Seen:
             if server.metric(cut) == before + n // 3:
                 break
         slow_read = time.monotonic() - began
-    late = {kind: max(attack.result[kind]) - DEADLINE for kind in ("headers", "body")}
+    late = {kind: max(attack.result()[kind]) - DEADLINE for kind in ("headers", "body")}
     return _Seen({**late, "read": slow_read - 2 * DEADLINE}, answered)
 
 

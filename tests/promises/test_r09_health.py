@@ -18,7 +18,8 @@ from typing import Any
 import httpx
 
 from tests.support.armed_faults import Faults
-from tests.support.load.concurrent_clients import Ask, crowd, engine_pid, is_gone, is_live, is_ready, visit
+from tests.support.load.concurrent_clients import Ask, crowd, engine_pid, is_live, is_ready, visit
+from tests.support.processes import has_exited
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server
 from tests.support.services import Services
@@ -96,7 +97,7 @@ def _hung(server: Server, faults: Faults, hang: Callable[[Server, Faults], None]
         faults.disarm("engine.idle")
         faults.disarm("engine.step")
         assert server.wait_for(lambda: is_ready(server), 60), server.log.read_text()
-        assert is_gone(hung) and engine_pid(server) != hung
+        assert has_exited(hung) and engine_pid(server) != hung
     assert [answer.told() for answer in answers] == expected, "a hang is a pause"
     assert server.tells("ready: ", since=since)  # and so all that was said before it
     return _Found(seconds, server.metric("engine_restarts_total") - restarts, server.told()[since:])

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.armed_faults import Faults
 from tests.support.http.raw_client import connect, error_of, get, post, read_all, read_answer, status_of
-from tests.support.load.concurrent_streams import Background, read_streams
+from tests.support.load.concurrent_clients import crowd, seeded
 from tests.support.processes import family, living
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, stop_server
@@ -53,7 +53,7 @@ def _drained(serve: Services, folder: Path, number: signal.Signals, n: int) -> _
     faults, flags = _slow(folder), ("--max-running", "200", "--drain-timeout", "60")
     server = serve(*flags, fake_ms=STEP_MS, environment=faults.environment)
     pids = family(server.process.pid)
-    with connect(server) as kept_alive, Background(read_streams, server, _request(1), n) as streams:
+    with connect(server) as kept_alive, crowd(server, seeded(_request(1), n)) as streams:
         kept_alive.sendall(get())
         assert status_of(read_answer(kept_alive)) == 200
         assert _running(server, n)
@@ -71,7 +71,7 @@ def _drained(serve: Services, folder: Path, number: signal.Signals, n: int) -> _
     assert int(ready.headers["retry-after"]) >= 1 and int(refused.headers["retry-after"]) >= 1
     assert refused.json()["error"]["type"] == "unavailable_error"
     assert refused.headers["connection"] == "close"
-    complete = [stream.is_complete and stream.n_tokens > 0 for stream in streams.result]
+    complete = [stream.is_complete and stream.n_tokens > 0 for stream in streams]
     assert server.process.wait(60) == 0
     server.wait_for(lambda: not living(pids))
     return _Drained(not_ready_after, sum(complete), len(pids), len(living(pids)))
@@ -100,10 +100,10 @@ def test_streams_that_take_longer_are_told(serve: Services, promise: Promise) ->
     flags = ("--max-running", "200", "--drain-timeout", "0.5")
     server = serve(*flags, fake_ms=STEP_MS)
     pids = family(server.process.pid)
-    with Background(read_streams, server, _request(20), n) as streams:
+    with crowd(server, seeded(_request(20), n)) as streams:
         assert _running(server, n)
         server.process.send_signal(signal.SIGTERM)
-    reported = [s.body.count(b"event: error") == 1 and b"shutting down" in s.body for s in streams.result]
+    reported = [s.body.count(b"event: error") == 1 and b"shutting down" in s.body for s in streams]
     assert server.process.wait(60) == 0
     assert server.wait_for(lambda: not living(pids))
     promise.all_of("R11", "streams told at the drain time-out", sum(reported), n)
@@ -133,7 +133,7 @@ def test_a_stuck_reader_does_not_hold_the_end_up(serve: Services, promise: Promi
 def test_a_second_signal_ends_at_once_with_exit_code_one(serve: Services, promise: Promise) -> None:
     server = serve("--drain-timeout", "60", fake_ms=STEP_MS)
     pids = family(server.process.pid)
-    with Background(read_streams, server, _request(30), 5):
+    with crowd(server, seeded(_request(30), 5)):
         assert _running(server, 5)
         server.process.send_signal(signal.SIGTERM)
         assert server.tells("ending")
@@ -151,29 +151,29 @@ def test_a_second_signal_ends_at_once_with_exit_code_one(serve: Services, promis
 def test_a_kill_of_the_service_would_be_seen(serve: Services) -> None:
     """The control: streams that are cut do not count as complete."""
     server = serve(fake_ms=STEP_MS)
-    with Background(read_streams, server, _request(10), 5) as streams:
+    with crowd(server, seeded(_request(10), 5)) as streams:
         assert _running(server, 5)
         os.kill(server.process.pid, signal.SIGKILL)
         server.process.wait()
-    assert not any(stream.is_complete for stream in streams.result)
+    assert not any(stream.is_complete for stream in streams)
 
 
 def test_a_request_that_came_before_the_signal_and_waits_is_served(serve: Services, tmp_path: Path) -> None:
     faults = _slow(tmp_path)
     server = serve("--max-running", "1", fake_ms=STEP_MS, environment=faults.environment)
-    with Background(read_streams, server, _request(0.5), 4) as streams:
+    with crowd(server, seeded(_request(0.5), 4)) as streams:
         assert _running(server, 4)
         server.process.send_signal(signal.SIGTERM)
         assert server.tells("ending")
         faults.disarm("engine.step")
     assert server.process.wait(60) == 0
-    assert all(stream.is_complete for stream in streams.result)
+    assert all(stream.is_complete for stream in streams)
 
 
 def test_errors_of_the_drain_have_the_one_shape(serve: Services, tmp_path: Path) -> None:
     faults = _slow(tmp_path)
     server = serve(fake_ms=STEP_MS, environment=faults.environment)
-    with Background(read_streams, server, _request(0.5), 1), connect(server) as early:
+    with crowd(server, seeded(_request(0.5), 1)), connect(server) as early:
         assert _running(server, 1)
         server.process.send_signal(signal.SIGTERM)
         assert server.tells("ending")

@@ -19,7 +19,8 @@ import pytest
 
 from tests.support.armed_faults import Faults
 from tests.support.fake_compiler import FakeCompiler, fake_compiler
-from tests.support.load.concurrent_clients import Ask, children, crowd, engine_pid, engine_pids, is_gone, visit
+from tests.support.load.concurrent_clients import Ask, children, crowd, engine_pid, engine_pids, visit
+from tests.support.processes import has_exited
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server
 from tests.support.services import Services
@@ -75,7 +76,7 @@ def test_it_starts_again_after_kill_9_of_everything(
         server = start()
         same = [answer.told() for answer in visit(server, _ASKS)] == expected
         clean = not any(scratch.iterdir()) and _files(weights) == before
-        good += same and clean and server.wait_for(lambda pids=pids: all(map(is_gone, pids)))  # type: ignore[misc]
+        good += same and clean and server.wait_for(lambda pids=pids: all(map(has_exited, pids)))  # type: ignore[misc]
     promise.all_of("R12", "starts after kill -9 of everything under load", good, rounds)
 
 
@@ -108,7 +109,7 @@ def test_the_engine_dies_with_a_killed_service_whatever_it_does(
         assert server.wait_for(lambda: not faults.is_armed(point)), "it does not do it"
         server.process.kill()
     server.process.wait()
-    assert server.wait_for(lambda: is_gone(engine), 3)
+    assert server.wait_for(lambda: has_exited(engine), 3)
 
 
 def test_the_processes_that_check_guides_die_with_a_killed_service(serve: Services) -> None:
@@ -119,7 +120,7 @@ def test_the_processes_that_check_guides_die_with_a_killed_service(serve: Servic
     os.kill(checker[0], signal.SIGSTOP)  # a second one may be starting
     server.process.kill()
     server.process.wait()
-    assert server.wait_for(lambda: all(map(is_gone, pids)), 10)
+    assert server.wait_for(lambda: all(map(has_exited, pids)), 10)
 
 
 @pytest.fixture
@@ -139,7 +140,7 @@ def test_the_engines_own_build_of_kernels_dies_with_a_killed_service(
     pids = [*children(server), *slow.pids]
     server.process.kill()
     server.process.wait()
-    assert server.wait_for(lambda: all(map(is_gone, pids)), 10)
+    assert server.wait_for(lambda: all(map(has_exited, pids)), 10)
 
 
 def _wait_long(server: Server, condition: Callable[[], bool]) -> None:

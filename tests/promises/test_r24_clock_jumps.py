@@ -12,7 +12,7 @@ import pytest
 
 from tests.support import ROOT
 from tests.support.http.raw_client import connect, error_of, get, post, read_answer, seconds_until_close, status_of
-from tests.support.load.concurrent_streams import Background, read_streams
+from tests.support.load.concurrent_clients import crowd, seeded
 from tests.support.model.tiny_models import tiny_weights
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server
@@ -58,10 +58,7 @@ def _across(server: Server, clock: Path, before: int, jump: int) -> list[bool]:
     """What is right of five things that a jump meets half-way; the first is measured with the clock on the wall."""
     clock.write_text(f"{before:+d}")
     request = {"prompt": "a", "max_tokens": 600, "ignore_eos": True}
-    with (
-        connect(server) as idle,
-        Background(read_streams, server, request, 8) as streams,
-    ):
+    with connect(server) as idle, crowd(server, seeded(request, 8)) as streams:
         idle.sendall(get())
         read_answer(idle)
         are_under_way = server.wait_for(lambda: server.metric("requests_running") == 8)
@@ -71,13 +68,14 @@ def _across(server: Server, clock: Path, before: int, jump: int) -> list[bool]:
             seconds, said = seconds_until_close(slow)
         assert server.wait_for(lambda: abs(_shift(server) - jump) < 60), "the clock was meant to jump"
         idle.sendall(post({"prompt": "b", "max_tokens": 2, "stream": False}))
-        return [
-            HEAD - 0.2 < seconds < HEAD + 1 and error_of(said)["code"] == "head_timeout",
-            status_of(read_answer(idle)) == 200,
-            are_under_way and all(stream.is_complete and stream.n_tokens for stream in streams.result),
-            server.metric("engine_restarts_total") == 0,
-            httpx.get(f"{server.url}/health/ready").status_code == 200,
-        ]
+        is_answered = status_of(read_answer(idle)) == 200
+    return [
+        HEAD - 0.2 < seconds < HEAD + 1 and error_of(said)["code"] == "head_timeout",
+        is_answered,
+        are_under_way and all(stream.is_complete and stream.n_tokens for stream in streams),
+        server.metric("engine_restarts_total") == 0,
+        httpx.get(f"{server.url}/health/ready").status_code == 200,
+    ]
 
 
 def _wall_clocks(path: Path) -> list[int]:

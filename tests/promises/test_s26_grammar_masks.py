@@ -84,7 +84,9 @@ class _Service:
         outcomes, file = Counter[str](), self.folder / f"outcomes-{time.monotonic_ns()}"
         requests = [("/complete", body) for body in bodies]
         attacker = self.ring.keys["attacker"]
-        load = Load(url=self.server.url, key=attacker, requests=requests, clients=len(bodies), pause=0.1, outcomes=file)
+        load = Load(
+            url=self.server.url, key=attacker, requests=requests, clients=len(bodies), pause=0.1, outcomes=str(file)
+        )
         with running(load, warm_up=1.0):  # the trial runs are over, and every request is in the engine
             yield outcomes
         outcomes.update(file.read_text().splitlines() if file.exists() else [])

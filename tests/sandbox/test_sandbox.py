@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 from app.access.tenant_queue import Busy, WorkAccount
 from app.sandbox.sandbox import SandboxKilled, SandboxPool
 from tests.support import ROOT
+from tests.support.async_test import async_test
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +29,10 @@ class Pool(SandboxPool):
     def __init__(self, seconds: float = 60.0) -> None:
         super().__init__("tests.support.sandbox_echo", seconds=seconds, max_jobs=6)
 
+    async def aclose(self) -> None:
+        """For contextlib.aclosing()."""
+        await self.close()
+
     async def put(self, question: bytes, tenant: str = "", **options: Any) -> bytes:
         """The answer for this tenant."""
         return await self.call(question, WorkAccount(tenant), **options)
@@ -38,19 +43,9 @@ class Pool(SandboxPool):
             child._seconds = seconds
 
 
-def _with(use: Callable[[Pool], Awaitable[None]], seconds: float = 60.0) -> None:
-    async def run() -> None:
-        pool = Pool(seconds)
-        try:
-            await use(pool)
-        finally:
-            await pool.close()
-
-    asyncio.run(run())
-
-
-def test_one_child_answers_question_after_question_of_any_size() -> None:
-    async def use(pool: Pool) -> None:
+@async_test
+async def test_one_child_answers_question_after_question_of_any_size() -> None:
+    async with aclosing(Pool()) as pool:
         assert not pool.pids
         for question in (b"", b"a", b"b" * 300_000):
             assert await pool.put(question) == question
@@ -60,11 +55,10 @@ def test_one_child_answers_question_after_question_of_any_size() -> None:
         assert pool.pids[0] == first
         assert b"INKSTREAM" not in await pool.put(b"environment")
 
-    _with(use)
 
-
-def test_a_question_that_never_ends_is_killed_and_the_next_one_answered() -> None:
-    async def use(pool: Pool) -> None:
+@async_test
+async def test_a_question_that_never_ends_is_killed_and_the_next_one_answered() -> None:
+    async with aclosing(Pool()) as pool:
         await pool.put(b"hello")
         first = pool.pids[0]
         pool.allow(0.5)
@@ -76,49 +70,43 @@ def test_a_question_that_never_ends_is_killed_and_the_next_one_answered() -> Non
         assert await pool.put(b"hello") == b"hello"
         assert first not in pool.pids
 
-    _with(use)
-
 
 @pytest.mark.parametrize("question", [b"exit 3", b"grow 100001"])
-def test_a_child_that_dies_or_says_too_much_gives_no_answer(question: bytes) -> None:
-    async def use(pool: Pool) -> None:
+@async_test
+async def test_a_child_that_dies_or_says_too_much_gives_no_answer(question: bytes) -> None:
+    async with aclosing(Pool()) as pool:
         with pytest.raises(SandboxKilled):
             await pool.put(question, max_bytes=100_000)
         assert await pool.put(b"grow 100000", max_bytes=100_000) == b"x" * 100_000
 
-    _with(use)
 
-
-def test_a_child_gets_no_more_memory_and_writes_no_files(tmp_path: Path) -> None:
-    async def use(pool: Pool) -> None:
+@async_test
+async def test_a_child_gets_no_more_memory_and_writes_no_files(tmp_path: Path) -> None:
+    async with aclosing(Pool()) as pool:
         assert await pool.put(b"hold 50000000") == b"50000000"
         assert await pool.put(b"hold 300000000") == b"MemoryError"
         assert await pool.put(f"write {tmp_path}/x".encode()) == b"OSError"
 
-    _with(use)
 
-
-def test_an_abandoned_answer_is_not_taken_for_the_next_one() -> None:
-    async def use(pool: Pool) -> None:
+@async_test
+async def test_an_abandoned_answer_is_not_taken_for_the_next_one() -> None:
+    async with aclosing(Pool()) as pool:
         await pool.put(b"hello")
         asking = asyncio.create_task(pool.put(b"sleep 10"))
         await asyncio.sleep(0.05)
         asking.cancel()
         assert await pool.put(b"next") == b"next"
 
-    _with(use)
 
-
-def test_no_more_questions_wait_than_may() -> None:
-    async def use(pool: Pool) -> None:
+@async_test
+async def test_no_more_questions_wait_than_may() -> None:
+    async with aclosing(Pool()) as pool:
         open_ones = [asyncio.create_task(pool.put(b"sleep 0.2")) for _ in range(3)]
         await asyncio.sleep(0)
         with pytest.raises(Busy):
             await pool.put(b"hello")
         await asyncio.gather(*open_ones)
         assert await pool.put(b"hello") == b"hello"
-
-    _with(use)
 
 
 def test_a_child_ends_with_its_parent_or_shortly_after() -> None:

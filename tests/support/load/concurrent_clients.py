@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import httpx
-
+from benchmarks.client import Address, Client, Exchange
 from benchmarks.service_process import child_pids
 from tests.support.completion_client import parse_events
 from tests.support.servers import Server
 
+_LONGEST = 600.0
+"""Seconds after which clients give up."""
 _VOLATILE = {"id", "created", "timings", "request_id", "cached_tokens", "prompt_tokens_details"}
 
 
@@ -28,21 +31,53 @@ class Ask:
     body: dict[str, Any]
 
 
-@dataclass(slots=True)
-class Answer:
-    """The answer received so far."""
+def seeded(body: dict[str, Any], n: int) -> list[Ask]:
+    """The same completion with seeds from 0."""
+    return [Ask(body={**body, "seed": seed}) for seed in range(n)]
 
-    status: int = 0
-    name: str = ""
-    """X-Request-Id."""
-    body: bytearray = field(default_factory=bytearray)
-    error: str = ""
-    """The client library's error if the connection broke."""
+
+class Answer(Exchange):
+    """The answer received so far. The test reads it in its thread while it arrives in another one."""
+
+    __slots__ = ("_received",)
+
+    def reset(self) -> None:
+        super().reset()
+        self._received = bytearray()
+
+    def on_body(self, piece: bytes) -> None:
+        self._received += piece
+        super().on_body(piece)
+
+    @property
+    def body(self) -> bytes:
+        """The body so far, without its framing."""
+        return bytes(self._received)
+
+    @property
+    def name(self) -> str:
+        """X-Request-Id."""
+        return self.headers.get("x-request-id", "")
 
     @property
     def n_events(self) -> int:
         """Events of a stream so far."""
         return self.body.count(b"\n\n")
+
+    @property
+    def n_tokens(self) -> int:
+        """Events with tokens so far."""
+        return len(self.arrivals)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the stream ended with `done`, exactly once."""
+        return self.body.count(b"event: done") == 1 and b"event: error" not in self.body
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between arrivals, of which each is a token or more."""
+        return [after - before for before, after in pairwise(self.arrivals) if after > before]
 
     def told(self) -> Any:
         """Output without the fields that differ from run to run; checks the form strictly."""
@@ -64,9 +99,9 @@ def crowd(
     pause: seconds that a client waits after each read. disconnect: all clients disconnect when this event is set,
     which the end of the block does too.
     """
-    answers = [Answer() for _ in asks]
-    work = _until(disconnect, _visit(server.url, asks, answers, pause))
-    thread = threading.Thread(target=asyncio.run, args=(work,))
+    address = server.service.address
+    answers = [Answer(address.request("POST", ask.path, json.dumps(ask.body).encode())) for ask in asks]
+    thread = threading.Thread(target=asyncio.run, args=(_visit(address, answers, pause, disconnect),))
     thread.start()
     try:
         yield answers
@@ -83,32 +118,33 @@ def visit(server: Server, asks: Sequence[Ask]) -> list[Answer]:
     return answers
 
 
-async def _until(disconnect: threading.Event | None, work: Coroutine[Any, Any, None]) -> None:
-    task = asyncio.create_task(work)
-    while disconnect and not task.done() and not disconnect.is_set():
-        await asyncio.wait([task], timeout=0.01)
-    if disconnect:
-        task.cancel()
+class _PausingClient(Client):
+    """Waits after each read."""
+
+    def __init__(self, address: Address, pause: float) -> None:
+        super().__init__(address)
+        self._pause = pause
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._pause and (transport := cast(asyncio.Transport | None, self._transport)):
+            transport.pause_reading()
+            asyncio.get_running_loop().call_later(self._pause, transport.resume_reading)
+
+
+async def _visit(address: Address, answers: list[Answer], pause: float, disconnect: threading.Event | None) -> None:
+    clients = [_PausingClient(address, pause) for _ in answers]
+    work = asyncio.gather(*(client.run(answer) for client, answer in zip(clients, answers, strict=True)))
+    deadline = time.monotonic() + _LONGEST
+    while not (work.done() or (disconnect and disconnect.is_set()) or time.monotonic() > deadline):
+        await asyncio.wait([work], timeout=0.01 if disconnect else 1.0)
+    for client in clients:
+        client.close()
+    for answer in answers:
+        answer.end("disconnected")
+    work.cancel()
     with suppress(asyncio.CancelledError):
-        await task
-
-
-async def _visit(url: str, asks: Sequence[Ask], answers: list[Answer], pause: float) -> None:
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
-        await asyncio.gather(*(_ask(client, ask, answer, pause) for ask, answer in zip(asks, answers, strict=True)))
-
-
-async def _ask(client: httpx.AsyncClient, ask: Ask, answer: Answer, pause: float) -> None:
-    try:
-        async with client.stream("POST", ask.path, json=ask.body) as response:
-            answer.status, answer.name = response.status_code, response.headers.get("x-request-id", "")
-            async for part in response.aiter_raw():
-                answer.body += part
-                if pause:
-                    await asyncio.sleep(pause)
-    except httpx.TransportError as error:
-        answer.error = repr(error)
+        await work
 
 
 def _same(value: Any) -> Any:
@@ -169,14 +205,6 @@ def _command(pid: int) -> bytes:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
         return b""
-
-
-def is_gone(pid: int) -> bool:
-    """Whether a process has ended, zombies included."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
 
 
 def is_ready(server: Server) -> bool:

@@ -1,28 +1,29 @@
 """Two tenants of one service: latency of a victim's requests alone, and concurrent with an attacker's load.
 
-As a program, it is the attacker: `-m tests.support.load.noisy_neighbor URL KEY CLIENTS PAUSE [FILE]` reads JSON
-[[path, body], ...] from standard input and sends them, each client one after another, until it is killed. FILE gets a
-line for each response: its status, and the message of an error.
+As a program, it is the attacker: it reads a Load from standard input, and works until it is killed.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import http.client
 import itertools
 import json
 import os
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
-from tests.support import ROOT
+import msgspec
+from msgspec import Struct
+
+from app.common import event_loop
+from benchmarks.client import Client, Exchange, parse_address
+from tests.support.load.open_loop import spawn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +40,8 @@ class Cost:
         return self.concurrent / self.alone
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """The attacker's requests; each client sends all of them over and over, and begins with another one."""
+class Load(Struct, frozen=True, kw_only=True):
+    """The attacker's requests, in turn; a client sends its next one when it has read the answer to its last."""
 
     url: str
     key: str
@@ -49,7 +49,7 @@ class Load:
     clients: int
     pause: float = 0.0
     """Seconds between two requests of a client."""
-    outcomes: Path | None = None
+    outcomes: str = ""
     """File to which a line for each response is appended: its status, and the message of an error."""
 
 
@@ -77,14 +77,10 @@ def _wait_until_quiet(victim: Callable[[], float], alone: float, seconds: float 
 @contextlib.contextmanager
 def running(load: Load, warm_up: float = 0.5) -> Iterator[None]:
     """The attacker, as a process of its own."""
-    command = [sys.executable, "-m", "tests.support.load.noisy_neighbor", load.url, load.key, str(load.clients)]
-    command += [str(load.pause), *([str(load.outcomes)] if load.outcomes else [])]
-    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdin and process.stdout
+    process = spawn("tests.support.load.noisy_neighbor", load, subprocess.PIPE)
+    assert process.stdout
     try:
-        process.stdin.write(json.dumps(load.requests))
-        process.stdin.close()
-        assert process.stdout.readline() == "sent\n"
+        assert process.stdout.readline() == b"sent\n"
         time.sleep(warm_up)
         yield
         assert process.poll() is None
@@ -94,37 +90,34 @@ def running(load: Load, warm_up: float = 0.5) -> Iterator[None]:
         process.stdout.close()
 
 
-def _attack(url: str, key: str, requests: Sequence[tuple[str, bytes]], pause: float, outcomes: int | None) -> None:
-    address = url.removeprefix("http://")
-    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    connection = http.client.HTTPConnection(address, timeout=300)
-    for i, (path, body) in enumerate(itertools.cycle(requests)):
-        try:
-            connection.request("POST", path, body, headers)
-            if not i:
-                os.write(1, b"sent\n")
-            response = connection.getresponse()
-            end = b""
-            while part := response.read(1 << 16):
-                end = part
-            if outcomes is not None:
-                message = "" if response.status == 200 else json.loads(end)["error"]["message"]
-                os.write(outcomes, f"{response.status} {message}\n".encode())
+class _Discarded(Exchange):
+    """Keeps the last piece of its answer only: the attacker must not use the cores that the victim is measured on."""
+
+    def on_body(self, piece: bytes) -> None:
+        self._pieces = [piece]
+
+
+async def _attack(load: Load) -> None:
+    address = replace(parse_address(load.url), key=load.key)
+    wires = itertools.cycle([address.request("POST", path, json.dumps(body).encode()) for path, body in load.requests])
+    file = os.open(load.outcomes, os.O_WRONLY | os.O_APPEND | os.O_CREAT) if load.outcomes else None
+
+    async def client() -> None:
+        connection = Client(address)
+        while True:
+            exchange = await connection.run(_Discarded(next(wires)))
+            if file is not None and exchange.status:
+                message = "" if exchange.status == 200 else json.loads(exchange.body)["error"]["message"]
+                os.write(file, f"{exchange.status} {message}\n".encode())
             # A client that ignores Retry-After, but is no flood.
-            time.sleep(max(pause, 0.05 if response.status == 503 else 0.0))
-        except OSError:
-            connection.close()
+            await asyncio.sleep(max(load.pause, 0.05 if exchange.status in (0, 503) else 0.0))
 
-
-def _main(url: str, key: str, clients: int, pause: float, outcomes: str | None = None) -> None:
-    sent = [(path, json.dumps(body).encode()) for path, body in json.loads(sys.stdin.read())]
-    file = os.open(outcomes, os.O_WRONLY | os.O_APPEND | os.O_CREAT) if outcomes else None
-    for client in range(clients):
-        first = client % len(sent)
-        arguments = (url, key, sent[first:] + sent[:first], pause, file)
-        threading.Thread(target=_attack, args=arguments).start()
-    threading.Event().wait()
+    async with asyncio.TaskGroup() as group:
+        for _ in range(load.clients):
+            group.create_task(client())
+        await asyncio.sleep(0.1)
+        os.write(1, b"sent\n")
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:3], int(sys.argv[3]), float(sys.argv[4]), *sys.argv[5:])
+    event_loop.run(_attack(msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Load)))

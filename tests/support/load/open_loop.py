@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
+from typing import IO
 
 import msgspec
 from msgspec import Struct
@@ -133,25 +134,28 @@ def summary(outcomes: Sequence[Outcome]) -> Summary:
     )
 
 
+def spawn(module: str, plan: Struct, stdout: int | IO[bytes]) -> subprocess.Popen[bytes]:
+    """Starts a load generator, which reads its plan from standard input."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path}
+    command = [sys.executable, "-P", "-m", module]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=stdout, env=environment)
+    assert process.stdin
+    process.stdin.write(msgspec.msgpack.encode(plan))
+    process.stdin.close()
+    process.stdin = None
+    return process
+
+
 class Load:
     """A generator in a process of its own."""
 
     def __init__(self, plan: Plan) -> None:
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.seconds = plan.seconds
         self._longest = plan.seconds + plan.patience + 120  # it starts and sends late where others have the cores
         # Not a pipe: the test reads nothing while it watches the service, and uvloop's processes write only what fits.
         self._results = tempfile.TemporaryFile()  # noqa: SIM115 - stop() closes it
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tests.support.load.open_loop"],
-            stdin=subprocess.PIPE,
-            stdout=self._results,
-            env={**os.environ, "PYTHONPATH": path},
-        )
-        assert self._process.stdin
-        self._process.stdin.write(msgspec.msgpack.encode(plan))
-        self._process.stdin.close()
-        self._process.stdin = None
+        self._process = spawn("tests.support.load.open_loop", plan, self._results)
 
     def stop(self) -> None:
         """Ends it at once; any number of times."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 from collections import defaultdict
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import httpx
 
@@ -21,6 +23,17 @@ class Answer(NamedTuple):
     """The beginning of the weights' SHA-256 that the answer names."""
     prompt: str
     text: str
+
+
+_VERSION = re.compile(r'"(?:weights_version|system_fingerprint)": ?"(\w+)')
+
+
+def _text(answer: str) -> str:
+    if answer.startswith("{"):
+        return str(json.loads(answer)["choices"][0]["text"])
+    events = parse_events(answer)
+    assert events[-1].name == "done", events[-1]
+    return text_of(events)
 
 
 class SteadyLoad:
@@ -52,33 +65,20 @@ class SteadyLoad:
             thread.join(timeout=60)
 
     def _work(self, index: int) -> None:
-        ask = (self._native_stream, self._native_whole, self._openai_whole)[index % 3]
+        path, is_streamed = (("/complete", True), ("/complete", False), ("/v1/completions", False))[index % 3]
         prompt = PROMPTS[index % len(PROMPTS)]
+        body = {**self._body, "prompt": prompt, "stream": is_streamed}
         with httpx.Client(base_url=self._url, timeout=60) as client:
             while not self._stop.is_set():
                 try:
-                    version, text = ask(client, {**self._body, "prompt": prompt})
-                    self.answers.append(Answer(version[:16], prompt, text))
+                    answer = client.post(path, json=body).raise_for_status().text
+                    # Every place that names the weights must name the same ones.
+                    (version,) = {name[:16] for name in _VERSION.findall(answer)}
+                    self.answers.append(Answer(version, prompt, _text(answer)))
                     self._stop.wait(self._pause)
                 except Exception as error:
                     self.failures.append(f"{type(error).__name__}: {error}")
                     self._stop.wait(0.05)
-
-    def _native_stream(self, client: httpx.Client, body: dict[str, Any]) -> tuple[str, str]:
-        response = client.post("/complete", json=body).raise_for_status()
-        events = parse_events(response.text)
-        version = next(event for event in events if event.name == "start").data["weights_version"]
-        assert events[-1].name == "done", events[-1]
-        assert events[-1].data["receipt"]["weights_version"] == version
-        return version, text_of(events)
-
-    def _native_whole(self, client: httpx.Client, body: dict[str, Any]) -> tuple[str, str]:
-        answer = client.post("/complete", json={**body, "stream": False}).raise_for_status().json()
-        return answer["receipt"]["weights_version"], answer["choices"][0]["text"]
-
-    def _openai_whole(self, client: httpx.Client, body: dict[str, Any]) -> tuple[str, str]:
-        answer = client.post("/v1/completions", json=body).raise_for_status().json()
-        return answer["system_fingerprint"], answer["choices"][0]["text"]
 
     def _watch_health(self) -> None:
         with httpx.Client(base_url=self._url, timeout=60) as client:
