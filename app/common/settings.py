@@ -13,168 +13,105 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
 class Settings(BaseSettings):
-    """Frozen. Each field is a flag (--kv-blocks) and a variable (INKSTREAM_KV_BLOCKS)."""
+    """Frozen. Each field is a flag (--kv-blocks) and a variable (INKSTREAM_KV_BLOCKS); its docstring is the help."""
 
-    model_config = SettingsConfigDict(env_prefix="INKSTREAM_", frozen=True, extra="forbid")
+    model_config = SettingsConfigDict(
+        env_prefix="INKSTREAM_", frozen=True, extra="forbid", use_attribute_docstrings=True
+    )
 
-    weights: Path = Field(Path("weights"), description="Weights directory (Hugging Face layout).")
-    watch: float = Field(
-        0.0,
-        ge=0,
-        le=3600,
-        description="Seconds between checks for new weights in that directory; 0 reloads only on SIGHUP.",
-    )
-    host: str = Field("127.0.0.1", description="Address to listen on; any but a loopback address requires API keys.")
-    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
-    keys_file: Path | None = Field(
-        None, description="File with API keys (inkstream keys add NAME); None serves every request without a key."
-    )
-    insecure_no_auth: bool = Field(False, description="Allow any address without API keys.")
-    allowed_hosts: str = Field(
-        "",
-        description="Host names to accept, separated by commas; IP addresses, localhost and names without a dot are "
-        "always accepted.",
-    )
-    allow_origin: str = Field(
-        "",
-        description="Origins whose pages may use the service (CORS), separated by commas: "
-        "https://a.example,https://b.example",
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="Device that runs the model; auto uses a GPU if there is one."
-    )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="Number format of weights and KV cache; auto is bfloat16 if the device supports it."
-    )
-    kernels: Literal["auto", "native", "torch"] = Field(
-        "auto",
-        description="Compute backend: auto uses native kernels on a CPU once they are built, Triton kernels on a GPU, "
-        "and torch otherwise.",
-    )
-    quantize: Literal["none", "int8", "fp8"] = Field(
-        "none",
-        description="int8 stores weights as 8-bit integers: half the memory, faster with few streams; fp8 also "
-        "computes in 8 bits, on GPUs that support it.",
-    )
-    deterministic: bool = Field(
-        False,
-        description="Compute steps of one shape on a GPU, and check at startup that a request's result does not "
-        "depend on the other requests in its batch.",
-    )
-    cache_dir: Path | None = Field(
-        None,
-        description="Directory of compiled kernels; None is inkstream in XDG_CACHE_HOME, by default ~/.cache.",
-    )
-    replicas: int = Field(
-        1,
-        ge=1,
-        le=64,
-        description="Engine processes: each has a GPU of its own, or an equal share of the CPU threads.",
-    )
-    threads: int = Field(
-        0,
-        ge=0,
-        le=1024,
-        description="CPU threads of all engines together; 0 uses every core allowed by affinity and cgroup limits.",
-    )
-    gpu_memory_utilization: float = Field(
-        0.9,
-        gt=0,
-        le=1,
-        description="Share of a GPU's memory that an engine may use; the KV cache gets what the model leaves.",
-    )
-    kv_blocks: int = Field(
-        0,
-        ge=0,
-        le=2**31 - 1,
-        description="Blocks in each engine's KV cache; 0 is as many as --max-running requests can fill, on a GPU all "
-        "memory that is left.",
-    )
-    max_context: int = Field(
-        0, ge=0, le=2**31 - 1, description="Longest sequence in tokens; 0 is the model's own context length."
-    )
-    max_running: int = Field(32, ge=1, le=1024, description="Most requests that an engine runs at once.")
-    tokens_per_step: int = Field(
-        0,
-        ge=0,
-        le=65536,
-        description="Most tokens in one step; longer prompts are computed in chunks. 0 is 2048 on a GPU without "
-        "--deterministic, else 256; on a CPU with API keys 0 also allows at most 64 prompt tokens in a step.",
-    )
-    prompt_tokens_beside: int = Field(
-        0,
-        ge=0,
-        le=65536,
-        description="Most prompt tokens in a step that also decodes, or 4 for each decoding request if that is more; "
-        "0 is 32 on a CPU, and as many as fit on a GPU.",
-    )
-    max_waiting: int = Field(1024, ge=1, le=1_000_000, description="Longest queue in requests; more get 503.")
-    max_waiting_tokens: int = Field(1_000_000, ge=1, description="Longest queue in prompt tokens; more get 503.")
-    max_body_bytes: int = Field(1 << 20, ge=1024, le=1 << 30, description="Largest request body; larger ones get 413.")
-    max_header_bytes: int = Field(
-        16384, ge=1024, le=1 << 20, description="Largest headers of a request in total; larger ones get 431."
-    )
-    max_headers: int = Field(100, ge=8, le=10_000, description="Most header fields of a request; more get 431.")
-    max_url_bytes: int = Field(8192, ge=256, le=1 << 16, description="Longest URL; longer ones get 414.")
-    max_connections: int = Field(
-        4096,
-        ge=1,
-        le=1_000_000,
-        description="Most open connections, or fewer if the limit of open files requires; more get 503.",
-    )
-    max_connections_per_address: int = Field(
-        0,
-        ge=0,
-        le=1_000_000,
-        description="Most open connections from one address; 0 is half of --max-connections. A proxy is one address.",
-    )
-    head_timeout: float = Field(
-        10.0, gt=0, le=3600, description="Seconds to receive the headers of a request, from its first byte; then 408."
-    )
-    body_timeout: float = Field(30.0, gt=0, le=3600, description="Seconds to receive the body of a request; then 408.")
-    write_timeout: float = Field(
-        30.0, gt=0, le=3600, description="Seconds that a client may stop reading before its connection is closed."
-    )
-    keep_alive_timeout: float = Field(
-        75.0, gt=0, le=3600, description="Seconds that a connection may be idle between two requests."
-    )
-    request_timeout: float = Field(
-        600.0,
-        gt=0,
-        le=86400,
-        description="Seconds a response may take in total; a request can ask for less by deadline_ms.",
-    )
-    queue_timeout: float = Field(
-        120.0, gt=0, le=86400, description="Seconds a request may wait in the queue before it gets 503."
-    )
-    resume_seconds: float = Field(
-        60.0,
-        ge=0,
-        le=3600,
-        description="Seconds during which a client can resume a broken stream; 0 disables resuming.",
-    )
-    resume_bytes: int = Field(
-        1 << 18,
-        ge=0,
-        le=1 << 30,
-        description="Bytes of events kept for each stream, to send again when a client resumes it.",
-    )
-    drain_timeout: float = Field(
-        30.0, ge=0, le=3600, description="Seconds that open streams may take to finish after SIGTERM."
-    )
-    engine_silence: float = Field(
-        30.0, ge=1, le=3600, description="Seconds without a report or progress from an engine until it is restarted."
-    )
-    guide_seconds: float = Field(
-        2.0,
-        gt=0,
-        le=60,
-        description="Seconds that a regex, schema or grammar may take to compile; longer ones get 400.",
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Lowest level that is logged.")
-    log_format: Literal["auto", "text", "json"] = Field(
-        "auto", description="Format of log lines; auto is text on a terminal and JSON elsewhere."
-    )
+    weights: Path = Path("weights")
+    """Weights directory (Hugging Face layout)."""
+    watch: float = Field(0.0, ge=0, le=3600)
+    """Seconds between checks for new weights in that directory; 0 reloads only on SIGHUP."""
+    host: str = "127.0.0.1"
+    """Address to listen on; any but a loopback address requires API keys."""
+    port: int = Field(8000, ge=0, le=65535)
+    """Port to listen on; 0 takes a free one."""
+    keys_file: Path | None = None
+    """File with API keys (inkstream keys add NAME); None serves every request without a key."""
+    insecure_no_auth: bool = False
+    """Allow any address without API keys."""
+    allowed_hosts: str = ""
+    """Host names to accept, separated by commas; IP addresses, localhost and names without a dot are always
+    accepted."""
+    allow_origin: str = ""
+    """Origins whose pages may use the service (CORS), separated by commas: https://a.example,https://b.example"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device that runs the model; auto uses a GPU if there is one."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Number format of weights and KV cache; auto is bfloat16 if the device supports it."""
+    kernels: Literal["auto", "native", "torch"] = "auto"
+    """Compute backend: auto uses native kernels on a CPU once they are built, Triton kernels on a GPU, and torch
+    otherwise."""
+    quantize: Literal["none", "int8", "fp8"] = "none"
+    """int8 stores weights as 8-bit integers: half the memory, faster with few streams; fp8 also computes in 8 bits, on
+    GPUs that support it."""
+    deterministic: bool = False
+    """Compute steps of one shape on a GPU, and check at startup that a request's result does not depend on the other
+    requests in its batch."""
+    cache_dir: Path | None = None
+    """Directory of compiled kernels; None is inkstream in XDG_CACHE_HOME, by default ~/.cache."""
+    replicas: int = Field(1, ge=1, le=64)
+    """Engine processes: each has a GPU of its own, or an equal share of the CPU threads."""
+    threads: int = Field(0, ge=0, le=1024)
+    """CPU threads of all engines together; 0 uses every core allowed by affinity and cgroup limits."""
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    """Share of a GPU's memory that an engine may use; the KV cache gets what the model leaves."""
+    kv_blocks: int = Field(0, ge=0, le=2**31 - 1)
+    """Blocks in each engine's KV cache; 0 is as many as --max-running requests can fill, on a GPU all memory that is
+    left."""
+    max_context: int = Field(0, ge=0, le=2**31 - 1)
+    """Longest sequence in tokens; 0 is the model's own context length."""
+    max_running: int = Field(32, ge=1, le=1024)
+    """Most requests that an engine runs at once."""
+    tokens_per_step: int = Field(0, ge=0, le=65536)
+    """Most tokens in one step; longer prompts are computed in chunks. 0 is 2048 on a GPU without --deterministic, else
+    256; on a CPU with API keys 0 also allows at most 64 prompt tokens in a step."""
+    prompt_tokens_beside: int = Field(0, ge=0, le=65536)
+    """Most prompt tokens in a step that also decodes, or 4 for each decoding request if that is more; 0 is 32 on a CPU,
+    and as many as fit on a GPU."""
+    max_waiting: int = Field(1024, ge=1, le=1_000_000)
+    """Longest queue in requests; more get 503."""
+    max_waiting_tokens: int = Field(1_000_000, ge=1)
+    """Longest queue in prompt tokens; more get 503."""
+    max_body_bytes: int = Field(1 << 20, ge=1024, le=1 << 30)
+    """Largest request body; larger ones get 413."""
+    max_header_bytes: int = Field(16384, ge=1024, le=1 << 20)
+    """Largest headers of a request in total; larger ones get 431."""
+    max_headers: int = Field(100, ge=8, le=10_000)
+    """Most header fields of a request; more get 431."""
+    max_url_bytes: int = Field(8192, ge=256, le=1 << 16)
+    """Longest URL; longer ones get 414."""
+    max_connections: int = Field(4096, ge=1, le=1_000_000)
+    """Most open connections, or fewer if the limit of open files requires; more get 503."""
+    max_connections_per_address: int = Field(0, ge=0, le=1_000_000)
+    """Most open connections from one address; 0 is half of --max-connections. A proxy is one address."""
+    head_timeout: float = Field(10.0, gt=0, le=3600)
+    """Seconds to receive the headers of a request, from its first byte; then 408."""
+    body_timeout: float = Field(30.0, gt=0, le=3600)
+    """Seconds to receive the body of a request; then 408."""
+    write_timeout: float = Field(30.0, gt=0, le=3600)
+    """Seconds that a client may stop reading before its connection is closed."""
+    keep_alive_timeout: float = Field(75.0, gt=0, le=3600)
+    """Seconds that a connection may be idle between two requests."""
+    request_timeout: float = Field(600.0, gt=0, le=86400)
+    """Seconds a response may take in total; a request can ask for less by deadline_ms."""
+    queue_timeout: float = Field(120.0, gt=0, le=86400)
+    """Seconds a request may wait in the queue before it gets 503."""
+    resume_seconds: float = Field(60.0, ge=0, le=3600)
+    """Seconds during which a client can resume a broken stream; 0 disables resuming."""
+    resume_bytes: int = Field(1 << 18, ge=0, le=1 << 30)
+    """Bytes of events kept for each stream, to send again when a client resumes it."""
+    drain_timeout: float = Field(30.0, ge=0, le=3600)
+    """Seconds that open streams may take to finish after SIGTERM."""
+    engine_silence: float = Field(30.0, ge=1, le=3600)
+    """Seconds without a report or progress from an engine until it is restarted."""
+    guide_seconds: float = Field(2.0, gt=0, le=60)
+    """Seconds that a regex, schema or grammar may take to compile; longer ones get 400."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lowest level that is logged."""
+    log_format: Literal["auto", "text", "json"] = "auto"
+    """Format of log lines; auto is text on a terminal and JSON elsewhere."""
 
     @field_validator("host")
     @classmethod

@@ -28,7 +28,8 @@ def settings_table() -> str:
     """The table in docs/settings.md."""
     rows = ["| flag | default | meaning |", "|---|---|---|"]
     for name, field in Settings.model_fields.items():
-        rows.append(f"| `--{name.replace('_', '-')}` | {field.default} | {field.description} |")
+        meaning = " ".join((field.description or "").split())
+        rows.append(f"| `--{name.replace('_', '-')}` | {field.default} | {meaning} |")
     return "\n".join(rows)
 
 
