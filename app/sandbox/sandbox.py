@@ -1,8 +1,8 @@
 """Sandboxed child processes with time and memory limits for untrusted work.
 
-A request can make a template or a grammar run forever, and a thread cannot be killed. A child sets its own limits and
-handles one request after another (app/sandbox/sandbox_child.py); a child that does not respond in time is killed and
-replaced.
+A request can make a template, a grammar or a tokenizer run forever, and a thread cannot be killed. A child sets its own
+limits and handles one request after another (app/sandbox/sandbox_child.py); a child that does not respond in time is
+killed and replaced.
 """
 
 from __future__ import annotations
@@ -10,10 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import subprocess
 import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from app.access.tenant_queue import TenantQueue, Turn, WorkAccount
+from app.access.tenant_queue import TenantQueue, WorkAccount
 from app.common.errors import EngineFailed
 from app.sandbox.sandbox_child import LENGTH
 
@@ -28,10 +32,6 @@ class SandboxKilled(Exception):
     """The child was killed; the message says which limit it exceeded."""
 
 
-class _ChildExited(Exception):
-    """The child exited during a request."""
-
-
 class SandboxPool:
     """Children that run `python -m MODULE`, started on the first request. Owned by the event loop.
 
@@ -40,157 +40,155 @@ class SandboxPool:
 
     def __init__(self, module: str, *arguments: str, seconds: float, max_jobs: int = 32) -> None:
         """`seconds` limits one response; `max_jobs` limits the pending requests."""
-        # -P and an explicit path, so that a folder named app in the working directory is not imported.
-        command = (sys.executable, "-P", "-m", module, str(seconds), *arguments)
-        self._children = [SandboxedProcess(command, seconds) for _ in range(_WORKERS)]
+        self._command = (module, str(seconds), *arguments)
+        self._seconds = seconds
+        self._children: dict[int, SandboxedProcess] = {}  # by worker
+        self._started: dict[int, asyncio.Future[None]] = {}
         self._queue = TenantQueue(_WORKERS, max_jobs=max_jobs, max_size=_MAX_BYTES)
-        self._replacements: set[asyncio.Task[None]] = set()
+        # For each worker a thread that waits for its child, and one that has not noticed that its child was killed.
+        self._threads = ThreadPoolExecutor(2 * _WORKERS, "sandbox")
+        self._is_closed = False
 
     @property
     def pids(self) -> list[int]:
         """Ids of the running children."""
-        return [child.pid for child in self._children if child.pid is not None]
+        return [child.pid for child in self._children.values() if child.is_running]
 
     async def call(self, request: bytes, account: WorkAccount, max_bytes: int = _MAX_BYTES) -> bytes:
         """A child's response of at most `max_bytes`. Raises SandboxKilled, Busy, EngineFailed."""
         with self._queue.admitted(account, len(request)):
             if not self.pids:  # the start of the first child is charged to no tenant
-                await asyncio.shield(self._children[0].start())
+                await asyncio.shield(self._start(0))
             turn = await self._queue.acquire(account, len(request))
-            child = self._children[turn.worker]
-            for spare in self._children:
-                spare.start()
             try:
-                return await _call_with_retry(child, request, max_bytes)
+                for worker in range(_WORKERS):
+                    self._start(worker)
+                for _ in range(2):  # something else may have killed the child; a second death is caused by the request
+                    if (response := await self._call(turn.worker, request, max_bytes)) is not None:
+                        return response
+                raise SandboxKilled("took too much memory")
             finally:
-                if child.pid is None:
-                    task = asyncio.create_task(_replace(child, turn))
-                    self._replacements.add(task)
-                    task.add_done_callback(self._replacements.discard)
-                else:
+                if (started := self._start(turn.worker)).done():
                     turn.end()
+                else:  # a child that does not start is reported by the next request
+                    started.add_done_callback(lambda _: turn.end())
 
     async def close(self) -> None:
         """Stops the children; idempotent. Pending requests fail."""
+        self._is_closed = True
         self._queue.close()
-        for task in self._replacements:
-            task.cancel()
-        await asyncio.gather(*(child.close() for child in self._children))
-        await asyncio.gather(*self._replacements, return_exceptions=True)
+        for child in self._children.values():
+            child.kill()
+        self._threads.shutdown(wait=False)
+
+    def _start(self, worker: int) -> asyncio.Future[None]:
+        """Starts the worker's child unless it runs. Done when it accepts requests; fails with EngineFailed."""
+        loop = asyncio.get_running_loop()
+        child = self._children.get(worker)
+        if self._is_closed:
+            self._started[worker] = loop.create_future()
+            self._started[worker].set_exception(EngineFailed(f"the process of {self._command[0]} was closed"))
+        elif child is None or not child.is_running:
+            if child:
+                child.kill()  # closes its pipes
+            self._children[worker] = child = SandboxedProcess(self._command)
+            self._started[worker] = loop.run_in_executor(self._threads, child.wait_ready)
+        else:
+            return self._started[worker]
+        self._started[worker].add_done_callback(lambda future: future.cancelled() or future.exception())
+        return self._started[worker]
+
+    async def _call(self, worker: int, request: bytes, max_bytes: int) -> bytes | None:
+        """The response; None if the child died, or said too much."""
+        await asyncio.shield(self._start(worker))
+        child = self._children[worker]
+        work = asyncio.get_running_loop().run_in_executor(self._threads, child.call, request, self._seconds, max_bytes)
+        try:
+            return await work
+        except TimeoutError:
+            raise SandboxKilled(f"took more than {self._seconds:g} seconds") from None
+        except BaseException:  # cancelled: this response would be taken for the next request's
+            child.kill()
+            raise
 
 
 class SandboxedProcess:
-    """One child, which handles one request at a time."""
+    """One child, which handles one request at a time. Its methods block the thread that calls them, and no other."""
 
-    def __init__(self, command: tuple[str, ...], seconds: float) -> None:
-        self._command = command
-        self._seconds = seconds
-        self._process: asyncio.subprocess.Process | None = None
-        self._starting: asyncio.Task[None] | None = None
-        self._is_closed = False
-
-    @property
-    def pid(self) -> int | None:
-        """Process id of the child, while it runs."""
-        return self._process.pid if self._process and self._process.returncode is None else None
-
-    def start(self) -> asyncio.Task[None]:
-        """Starts the child unless it runs; the task is done when it accepts requests, and fails with EngineFailed."""
-        if self._starting is None or (self._starting.done() and self.pid is None):
-            self._starting = asyncio.create_task(self._start())
-            self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())  # may have no waiter
-        return self._starting
-
-    async def call(self, request: bytes, max_bytes: int) -> bytes:
-        """The child's response. Raises SandboxKilled, _ChildExited, EngineFailed, after which the child is stopped."""
-        await asyncio.shield(self.start())
-        process = self._process
-        if process is None:
-            raise _ChildExited
-        assert process.stdin and process.stdout
-        try:
-            process.stdin.write(LENGTH.pack(len(request)) + request)
-            async with asyncio.timeout(self._seconds):
-                await process.stdin.drain()
-                return await _frame(process.stdout, max_bytes)
-        except TimeoutError:
-            await self._kill(process)
-            raise SandboxKilled(f"took more than {self._seconds:g} seconds") from None
-        except ValueError:
-            await self._kill(process)
-            raise SandboxKilled("took too much memory") from None
-        except (OSError, asyncio.IncompleteReadError):
-            await self._kill(process)
-            raise _ChildExited from None
-        except BaseException:  # cancelled: this response would be taken for the next request's
-            await self._kill(process)
-            raise
-
-    async def close(self) -> None:
-        """Stops the child; idempotent. A pending request fails."""
-        self._is_closed = True
-        if self._starting:
-            self._starting.cancel()
-            await asyncio.gather(self._starting, return_exceptions=True)
-        if self._process:
-            await self._kill(self._process)
-
-    async def _kill(self, process: asyncio.subprocess.Process) -> None:
-        if self._process is process:
-            self._process = None
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        assert process.stdin
-        process.stdin.close()
-        await process.wait()
-
-    async def _start(self) -> None:
-        if self._process:
-            await self._kill(self._process)
-        if self._is_closed:
-            raise EngineFailed(f"the process of {self._command[3]} was closed")
+    def __init__(self, command: Sequence[str]) -> None:
+        """Spawns `python -m COMMAND`; it accepts requests when wait_ready() returns."""
         path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {name: value for name, value in os.environ.items() if not name.startswith("INKSTREAM_")}
-        pipe = asyncio.subprocess.PIPE
-        self._process = process = await asyncio.create_subprocess_exec(
-            *self._command,
-            stdin=pipe,
-            stdout=pipe,
-            stderr=asyncio.subprocess.DEVNULL,
-            env={**environment, "PYTHONPATH": path},
+        self._name = command[0]
+        self._process = subprocess.Popen(
+            # -P and an explicit path, so that a folder named app in the working directory is not imported.
+            [sys.executable, "-P", "-m", *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**environment, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},
             start_new_session=True,  # Ctrl+C on the terminal must only reach the parent
         )
-        assert process.stdout
+        self.pid = self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the child has not ended."""
+        return self._process.poll() is None
+
+    def wait_ready(self) -> None:
+        """Waits until its imports are done. Raises EngineFailed."""
+        with contextlib.suppress(TimeoutError):
+            if self._with_timeout(_START_SECONDS, lambda: self._read(0)) is not None:
+                return
+        raise EngineFailed(f"the process of {self._name} does not start")
+
+    def call(self, request: bytes, seconds: float, max_bytes: int) -> bytes | None:
+        """The response; None if the child died, or said too much. Raises TimeoutError. No child survives an error."""
+
+        def exchange() -> bytes | None:
+            assert self._process.stdin
+            self._process.stdin.write(LENGTH.pack(len(request)) + request)
+            self._process.stdin.flush()
+            return self._read(max_bytes)
+
+        return self._with_timeout(seconds, exchange)
+
+    def kill(self) -> None:
+        """Kills the process; idempotent."""
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdin and self._process.stdout
+        with contextlib.suppress(OSError):  # unread data in the pipe
+            self._process.stdin.close()
+        self._process.stdout.close()
+
+    def _with_timeout(self, seconds: float, exchange: Callable[[], bytes | None]) -> bytes | None:
+        has_timed_out, response = threading.Event(), None
+
+        def end() -> None:
+            has_timed_out.set()
+            self._process.kill()
+
+        timer = threading.Timer(seconds, end)
+        timer.daemon = True
+        timer.start()
         try:
-            async with asyncio.timeout(_START_SECONDS):
-                await _frame(process.stdout, 0)  # its imports are done
-        except (OSError, asyncio.IncompleteReadError) as error:
-            await self._kill(process)
-            raise EngineFailed(f"the process of {self._command[3]} does not start") from error
-        except BaseException:
-            await self._kill(process)
-            raise
+            response = exchange()
+        except (OSError, ValueError):  # the pipe is broken or closed
+            pass
+        finally:
+            timer.cancel()
+            if response is None:
+                self.kill()
+        if has_timed_out.is_set():
+            raise TimeoutError
+        return response
 
-
-async def _call_with_retry(child: SandboxedProcess, request: bytes, max_bytes: int) -> bytes:
-    with contextlib.suppress(_ChildExited):
-        return await child.call(request, max_bytes)
-    # Something else may have killed it: retry the same request on a new child.
-    with contextlib.suppress(_ChildExited):
-        return await child.call(request, max_bytes)
-    raise SandboxKilled("took too much memory")
-
-
-async def _replace(child: SandboxedProcess, turn: Turn) -> None:
-    try:
-        with contextlib.suppress(EngineFailed):  # the next request reports it
-            await asyncio.shield(child.start())
-    finally:
-        turn.end()
-
-
-async def _frame(reader: asyncio.StreamReader, max_bytes: int) -> bytes:
-    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-    if length > max_bytes:
-        raise ValueError("the response is too long")
-    return await reader.readexactly(length)
+    def _read(self, max_bytes: int) -> bytes | None:
+        assert self._process.stdout
+        header = self._process.stdout.read(LENGTH.size)
+        if len(header) < LENGTH.size or (length := LENGTH.unpack(header)[0]) > max_bytes:
+            return None
+        content = self._process.stdout.read(length)
+        return content if len(content) == length else None

@@ -6,26 +6,19 @@ A call into the tokenizers library cannot be interrupted, and it may hold the GI
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import subprocess
-import sys
 import threading
 from array import array
-from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from app.common.errors import EngineFailed
-from app.sandbox.sandbox_child import LENGTH
+from app.sandbox.sandbox import SandboxedProcess
 from model.files import snapshot_files
 from model.tokenizer.token_spans import CompactSpans, Spans
 
-_ROOT = Path(__file__).parents[2]
-_START_SECONDS = 30.0
 _MAX_IDLE = 2
 """Idle children that are kept; more run only while more threads call."""
 _MAX_RESPONSE_BYTES = 64 << 20
@@ -66,10 +59,10 @@ class TokenizerSandbox:
     def __init__(self, weights: Path, purpose: Literal["encode", "attack"] = "encode") -> None:
         # Children that start later still read the snapshot that is in use now (model/files.py).
         files = json.dumps(dict(snapshot_files(weights)))
-        self._command = [sys.executable, "-P", "-m", "app.tokenization.tokenizer_worker", str(weights), purpose, files]
+        self._command = ("app.tokenization.tokenizer_worker", str(weights), purpose, files)
         self._lock = threading.Lock()
-        self._idle: list[_Child] = []
-        self._all: set[_Child] = set()
+        self._idle: list[SandboxedProcess] = []
+        self._all: set[SandboxedProcess] = set()
         self._is_closed = False
 
     def encode(self, text: str, *, is_plain: bool = False, seconds: float) -> list[int]:
@@ -106,11 +99,11 @@ class TokenizerSandbox:
         for _ in range(2):  # something else may have killed the child; a second death is caused by the request
             child = self._acquire()
             try:
-                response = child.call(content, seconds)
-            except BaseException:
-                self._release(child, is_usable=False)
-                raise
-            self._release(child, is_usable=response is not None)
+                response = child.call(content, seconds, _MAX_RESPONSE_BYTES)
+            except TimeoutError:
+                raise TooSlow(f"takes more than {seconds:.1f} s") from None
+            finally:
+                self._release(child)
             if response is not None:
                 reply = msgspec.msgpack.decode(response, type=TokenizerReply)
                 if reply.problem:
@@ -118,95 +111,28 @@ class TokenizerSandbox:
                 return reply
         raise TooSlow("takes too much memory")
 
-    def _acquire(self) -> _Child:
+    def _acquire(self) -> SandboxedProcess:
         with self._lock:
             if self._is_closed:
                 raise EngineFailed("the tokenizer's process was closed")
             if self._idle:
                 return self._idle.pop()
-        child = _Child(self._command)
-        with self._lock:
+            child = SandboxedProcess(self._command)
             self._all.add(child)
-            if self._is_closed:
-                child.kill()
+        try:
+            child.wait_ready()
+        except BaseException:
+            self._release(child)
+            raise
         return child
 
-    def _release(self, child: _Child, *, is_usable: bool) -> None:
+    def _release(self, child: SandboxedProcess) -> None:
         with self._lock:
-            if is_usable and len(self._idle) < _MAX_IDLE and not self._is_closed:
+            if child.is_running and len(self._idle) < _MAX_IDLE and not self._is_closed:
                 self._idle.append(child)
                 return
             self._all.discard(child)
         child.kill()
-
-
-class _Child:
-    """One process, which handles one request at a time."""
-
-    def __init__(self, command: list[str]) -> None:
-        path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("INKSTREAM_")}
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**environment, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},
-            start_new_session=True,  # Ctrl+C on the terminal must not end it
-        )
-        self.pid = self._process.pid
-        if self._with_timeout(_START_SECONDS, self._read) is None:
-            self.kill()
-            raise EngineFailed("the tokenizer's process does not start")
-
-    def call(self, request: bytes, seconds: float) -> bytes | None:
-        """The response; None if the child died. Raises TooSlow."""
-
-        def exchange() -> bytes | None:
-            assert self._process.stdin
-            self._process.stdin.write(LENGTH.pack(len(request)) + request)
-            self._process.stdin.flush()
-            return self._read()
-
-        return self._with_timeout(seconds, exchange)
-
-    def kill(self) -> None:
-        """Kills the process; idempotent."""
-        self._process.kill()
-        self._process.wait()
-        assert self._process.stdin and self._process.stdout
-        with contextlib.suppress(OSError):  # unread data in the pipe
-            self._process.stdin.close()
-        self._process.stdout.close()
-
-    def _with_timeout(self, seconds: float, exchange: Callable[[], bytes | None]) -> bytes | None:
-        has_timed_out = False
-
-        def end() -> None:
-            nonlocal has_timed_out
-            has_timed_out = True
-            self._process.kill()
-
-        timer = threading.Timer(seconds, end)
-        timer.daemon = True
-        timer.start()
-        try:
-            response = exchange()
-        except (OSError, ValueError):  # the pipe is broken or closed
-            response = None
-        finally:
-            timer.cancel()
-        if has_timed_out:
-            raise TooSlow(f"takes more than {seconds:.1f} s")
-        return response
-
-    def _read(self) -> bytes | None:
-        assert self._process.stdout
-        header = self._process.stdout.read(LENGTH.size)
-        if len(header) < LENGTH.size or (length := LENGTH.unpack(header)[0]) > _MAX_RESPONSE_BYTES:
-            return None
-        content = self._process.stdout.read(length)
-        return content if len(content) == length else None
 
 
 def _numbers(content: bytes) -> array[int]:

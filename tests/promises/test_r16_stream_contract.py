@@ -241,6 +241,13 @@ def test_the_end_of_the_service_is_an_error_of_the_same_form(tmp_path: Path, wei
     promise.all_of("R16", "answers of 2 doors x 2 modes that keep their form: the service ends", sum(good), 4)
 
 
+def _received(body: bytes) -> Answer:
+    answer = Answer(b"")
+    answer.status = 200
+    answer.on_body(body)
+    return answer
+
+
 def test_the_check_of_the_form_finds_what_breaks_it() -> None:
     """The positive control."""
     event = b'id: r:%d\nevent: %s\ndata: {"index": 0, "text": "a", "choices": [{"finish_reason": "stop"}]}\n\n'
@@ -254,8 +261,8 @@ def test_the_check_of_the_form_finds_what_breaks_it() -> None:
         b'data: {"choices": [{"index": 0, "text": "a", "finish_reason": null}]}\n\ndata: [DONE]\n\n',
         b'data: {"choices": \n\ndata: [DONE]\n\n',
     ]
-    good = Answer(200, "r", bytearray(event % (0, b"token") + event % (1, b"done")))
-    assert _outcome(good) == _Outcome("a", "stop", None)
+    good = event % (0, b"token") + event % (1, b"done")
+    assert _outcome(_received(good)) == _Outcome("a", "stop", None)
     for body in bad:
         with pytest.raises((AssertionError, ValueError)):
-            _outcome(Answer(200, "r", bytearray(body)))
+            _outcome(_received(body))
