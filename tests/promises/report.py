@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import this_machine
-from tests.support.promise_figures import RESULTS, Figure
+from tests.support.promise_figures import RESULTS, Figure, number_of
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -59,8 +59,7 @@ def files_of_promises(folder: Path = HERE) -> dict[str, list[Path]]:
     """Promise -> the files that test it."""
     found: dict[str, list[Path]] = {}
     for path in sorted(folder.glob("test_[rs][0-9][0-9]_*.py")):
-        _, number, _ = path.stem.split("_", 2)
-        found.setdefault(f"{number[0].upper()}{int(number[1:])}", []).append(path)
+        found.setdefault(number_of(path), []).append(path)
     return found
 
 

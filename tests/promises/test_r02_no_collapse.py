@@ -84,11 +84,11 @@ def test_goodput_stays_at_ten_times_the_load_and_quiet_comes_back(
         return _Overloaded(peak, _goodput(overload, since=1), _seconds_until_calm(server, quiet), len(overload))
 
     found = promise.measured(measure, lambda found: 0 < 0.8 * found.peak <= found.goodput and found.calm_after <= 5)
-    promise.at_least("R2", "goodput at 10x load", found.goodput / found.peak, target=0.9, floor=0.8, n=found.n)
+    promise.at_least("goodput at 10x load", found.goodput / found.peak, target=0.9, floor=0.8, n=found.n)
     if promise.full:
         more = _offer(server, 50, seconds)
-        promise.at_least("R2", "goodput at 50x load", _goodput(more, since=1) / found.peak, target=0.7, n=len(more))
-    promise.at_most("R2", "until p50 is back", found.calm_after, target=5, unit="s", n=found.n)
+        promise.at_least("goodput at 50x load", _goodput(more, since=1) / found.peak, target=0.7, n=len(more))
+    promise.at_most("until p50 is back", found.calm_after, target=5, unit="s", n=found.n)
     assert stop_server(server) == 0
 
 
@@ -101,28 +101,6 @@ def test_a_queue_without_bound_collapses(tmp_path: Path, weights: Path, promise:
         late = _goodput(outcomes, since=seconds * 3 / 4) / _CAPACITY
         assert not any(o.is_refused for o in outcomes)
         assert late < 0.3, late
-    finally:
-        server.process.kill()
-        server.process.wait()
-
-
-def _share_of_useful(outcomes: list[Outcome], since: float) -> float:
-    """Of what the engine can write, at the pace that it wrote at: the share that came whole and in time."""
-    writing = [o.end - o.first_token for o in outcomes if o.is_good and o.end and o.first_token and o.end <= _PATIENCE]
-    return _goodput(outcomes, since) * sum(writing) / len(writing) / _SLOTS if writing else 0.0
-
-
-def test_requests_that_could_not_write_much_are_refused(tmp_path: Path, weights: Path, promise: Promise) -> None:
-    """A long queue and short deadlines: a request that would begin after half of its time is refused at once."""
-    server = _start(tmp_path, weights, *_UNBOUNDED)
-    try:
-        body = _BODY[:-1] + b', "deadline_ms": 3000}'
-        plan = Plan(url=server.url, bodies=(body,), rate=10 * _CAPACITY, seconds=7.5, patience=_PATIENCE + 1)
-        outcomes = promise.measured(lambda: open_loop.run(plan), lambda found: _share_of_useful(found, since=5) > 0.5)
-        assert sum(o.is_refused for o in outcomes) > len(outcomes) / 2
-        assert {o.retry_after is not None and 1 <= o.retry_after <= 120 for o in outcomes if o.is_refused} == {True}
-        # Requests of the first second arrived before a throughput was measured; they are done by then.
-        assert _share_of_useful(outcomes, since=5) > 0.5
     finally:
         server.process.kill()
         server.process.wait()

@@ -141,11 +141,11 @@ def test_clients_that_leave_in_every_state_and_way_leave_nothing_behind(server: 
     blocks, all_free = promise.measured(measure, lambda found: max(found) <= _SECONDS)
     n = streams + plain
     promise.at_most(
-        "R4", "blocks and places free after the last client left", blocks, target=1, floor=_SECONDS, unit="s", n=n
+        "blocks and places free after the last client left", blocks, target=1, floor=_SECONDS, unit="s", n=n
     )
-    promise.at_most("R4", "tasks, threads, descriptors back", all_free, target=1, floor=_SECONDS, unit="s", n=n)
+    promise.at_most("tasks, threads, descriptors back", all_free, target=1, floor=_SECONDS, unit="s", n=n)
     again = _texts(server, 100)
-    promise.all_of("R4", "greedy texts as before", sum(a == b for a, b in zip(texts, again, strict=True)), len(texts))
+    promise.all_of("greedy texts as before", sum(a == b for a, b in zip(texts, again, strict=True)), len(texts))
     assert stop_server(server) == 0
     assert "Traceback" not in server.log.read_text()
 

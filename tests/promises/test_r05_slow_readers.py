@@ -102,9 +102,9 @@ def test_stalled_readers_cost_others_nothing_and_little_memory(serve: Services, 
     slower = promise.measured(measure, lambda slower: slower <= SLOWER)
     held, blocks = max(each.memory for each in seen), max(each.blocks for each in seen)
     what = "p99 between tokens beside stalled readers, of that alone"
-    promise.at_most("R5", what, slower, target=1.1, floor=SLOWER, unit="x", n=n)
-    promise.at_most("R5", "memory of a stalled reader", held / 1024, target=256, unit="KiB", n=n)
-    promise.at_most("R5", "cache blocks held by stalled readers", blocks, target=0, unit="", n=n)
+    promise.at_most(what, slower, target=1.1, floor=SLOWER, unit="x", n=n)
+    promise.at_most("memory of a stalled reader", held / 1024, target=256, unit="KiB", n=n)
+    promise.at_most("cache blocks held by stalled readers", blocks, target=0, unit="", n=n)
 
 
 def _seconds_until_cut(server: Server, n: int) -> float:
@@ -125,7 +125,7 @@ def test_stalled_readers_are_cut(serve: Services, promise: Promise) -> None:
     limit = WRITE_TIMEOUT + 2
     seconds = promise.measured(lambda: _seconds_until_cut(server, n), lambda seconds: seconds < limit)
     assert seconds < limit
-    promise.all_of("R5", "stalled readers closed on time", n, n)
+    promise.all_of("stalled readers closed on time", n, n)
 
 
 def _memory_of(server: Server, n: int, body: dict[str, Any]) -> float:
@@ -144,9 +144,7 @@ def test_stalled_readers_of_much_take_little_memory(
     flags = ("--max-running", str(n * 16), "--write-timeout", "600", "--kv-blocks", "40000")
     server = serve(*flags, fake_ms=1)
     held = _memory_of(server, n, body)
-    promise.at_most(
-        "R5", f"memory of a stalled reader of {kind}", held, target=2048, floor=MOST_MEMORY, unit="KiB", n=n
-    )
+    promise.at_most(f"memory of a stalled reader of {kind}", held, target=2048, floor=MOST_MEMORY, unit="KiB", n=n)
 
 
 def test_without_a_bound_they_would_take_all_that_they_asked_for(serve: Services, tmp_path: Path) -> None:

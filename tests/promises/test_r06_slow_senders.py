@@ -110,12 +110,12 @@ def test_slow_clients_are_cut_at_the_deadline_and_others_are_served(
         found = promise.measured(measure, lambda found: found.worst <= LATE)
         for kind in ("headers", "body"):
             what = f"slow {kind}: cut after the deadline"
-            promise.at_most("R6", what, found.late[kind], target=0.3, floor=LATE, unit="s", n=n // 3)
+            promise.at_most(what, found.late[kind], target=0.3, floor=LATE, unit="s", n=n // 3)
         # The clock starts once the kernels' buffers are full, and a moment with a KiB read is a good one.
         what = "slow read: cut after the deadline"
-        promise.at_most("R6", what, found.late["read"], target=0.3, floor=2 * LATE, unit="s", n=n // 3)
+        promise.at_most(what, found.late["read"], target=0.3, floor=2 * LATE, unit="s", n=n // 3)
         answered = [answer for each in seen for answer in each.answered]
-        promise.all_of("R6", "normal requests served beside slow ones", sum(answered), len(answered))
+        promise.all_of("normal requests served beside slow ones", sum(answered), len(answered))
         assert server.wait_for(lambda: server.metric("connections") <= 1)
     finally:
         assert stop_server(server) == 0

@@ -124,8 +124,8 @@ def test_six_ways_to_hang_are_found_and_the_engine_comes_back(
     assert "Timeout (" in log and "_hold_gil" in log, "the log says where it hung, also with the GIL held"
     seconds = [one.seconds for one in found.values()]
     good = sum(one <= _SILENCE + 1 for one in seconds)
-    promise.all_of("R9", "ways to hang that are found within watchdog + 1 s", good, len(_HANGS))
-    promise.at_most("R9", "slowest to be found", max(seconds), target=_SILENCE + 1, n=len(_HANGS), unit="s")
+    promise.all_of("ways to hang that are found within watchdog + 1 s", good, len(_HANGS))
+    promise.at_most("slowest to be found", max(seconds), target=_SILENCE + 1, n=len(_HANGS), unit="s")
 
 
 def test_without_the_watchdog_a_hang_is_not_found(serve: Services) -> None:
@@ -162,7 +162,7 @@ def test_no_load_makes_health_flip(serve: Services, promise: Promise) -> None:
     # An engine that others keep from any core for a second is silent: not by this load.
     flips, looks, restarts = promise.measured(lambda: _flips(server, seconds), lambda found: found[0] == found[2] == 0)
     assert restarts == 0, server.log.read_text()
-    promise.at_most("R9", f"false flips in {seconds} s at ten times the load", flips, target=0, n=looks)
+    promise.at_most(f"false flips in {seconds} s at ten times the load", flips, target=0, n=looks)
 
 
 def _flips(server: Server, seconds: float) -> tuple[int, int, float]:
@@ -192,11 +192,3 @@ def _ask(lane: int, number: int) -> Ask:
     prompt = "fox " * (600 if number % 10 == 0 else 5)
     extra: Sequence[tuple[str, Any]] = [("seed", number), ("max_tokens", 20 + 10 * lane)]
     return Ask(body={"prompt": prompt, "ignore_eos": True, **dict(extra)})
-
-
-def test_the_log_names_the_signal_that_ended_an_engine(serve: Services) -> None:
-    server = serve(fake_ms=5)
-    os.kill(engine_pid(server), signal.SIGSEGV)
-    assert server.tells("was ended by SIGSEGV")
-    assert server.tells("Fatal Python error"), "and where it was then"
-    assert server.wait_for(lambda: is_ready(server), 60)

@@ -50,7 +50,7 @@ def test_a_save_killed_at_any_operation(tmp_path: Path, promise: Promise) -> Non
         clean = [path.name for path in folder.iterdir()] == ["step-00000003"]
         good += kept == (2 if renamed else 1) and clean
         print(number, what, kept, clean)
-    promise.all_of("R12", "saves killed at each operation: newest good snapshot loads", good, len(counting.seen))
+    promise.all_of("saves killed at each operation: newest good snapshot loads", good, len(counting.seen))
 
 
 def test_a_file_cut_short_is_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,4 +100,4 @@ def test_training_killed_while_it_saves_goes_on_from_the_newest(tmp_path: Path, 
         found = load_snapshot(work)
         good += found is not None and found[0].step == named[-1] > last
         last = named[-1]
-    promise.all_of("R12", "model.train killed while it saves: goes on from the newest snapshot", good, n)
+    promise.all_of("model.train killed while it saves: goes on from the newest snapshot", good, n)

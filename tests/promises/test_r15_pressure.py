@@ -52,8 +52,8 @@ def test_64_clients_share_blocks_for_four_in_simulation(promise: Promise) -> Non
         n += len(requests)
         preemptions += scheduler.preemptions
     assert preemptions > n / 4, "there was meant to be pressure"
-    promise.at_most("R15", "preemptions of one sequence, in simulation", worst, target=MOST, n=n)
-    promise.all_of("R15", "texts as without pressure, in simulation", good, n)
+    promise.at_most("preemptions of one sequence, in simulation", worst, target=MOST, n=n)
+    promise.all_of("texts as without pressure, in simulation", good, n)
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -76,9 +76,9 @@ def test_64_texts_of_a_real_model_share_blocks_for_four(way: str, promise: Promi
                 events[event.request_id].append(event)
             worst = max([worst, *(s.preemptions for s in [*runs.scheduler.running, *runs.scheduler.waiting])])
     assert roomy.scheduler.preemptions == 0 and engine.scheduler.preemptions > 10
-    promise.at_most("R15", f"preemptions of one sequence ({way})", worst, target=MOST, n=CLIENTS)
+    promise.at_most(f"preemptions of one sequence ({way})", worst, target=MOST, n=CLIENTS)
     good = sum(found[r.id] == expected[r.id] for r in requests)
-    promise.all_of("R15", f"texts as without pressure ({way})", good, CLIENTS)
+    promise.all_of(f"texts as without pressure ({way})", good, CLIENTS)
 
 
 def test_64_clients_over_http_share_blocks_for_four(promise: Promise, tmp_path: Path, weights: Path) -> None:
@@ -98,7 +98,7 @@ def test_64_clients_over_http_share_blocks_for_four(promise: Promise, tmp_path: 
         assert stop_server(server) == 0
     assert preemptions > 10, "there was meant to be pressure"
     good = sum(one == other for one, other in zip(*texts, strict=True))
-    promise.all_of("R15", "answers over HTTP as without pressure", good, CLIENTS)
+    promise.all_of("answers over HTTP as without pressure", good, CLIENTS)
 
 
 def _all_at_once(server: Server, faults: Faults, bodies: list[dict[str, object]]) -> list[str]:

@@ -218,7 +218,7 @@ _FAULTS: dict[str, Callable[[_Stage], list[bool]]] = {
 
 @pytest.mark.parametrize("fault", _FAULTS)
 def test_every_answer_keeps_its_form(stage: _Stage, promise: Promise, fault: str) -> None:
-    promise.all_of("R16", f"answers of 2 doors x 2 modes that keep their form: {fault}", sum(_FAULTS[fault](stage)), 4)
+    promise.all_of(f"answers of 2 doors x 2 modes that keep their form: {fault}", sum(_FAULTS[fault](stage)), 4)
     assert is_clean(stage.server, 30.0)
 
 
@@ -229,7 +229,7 @@ def test_a_turn_that_does_not_come_is_an_error_of_the_same_form(serve: Services,
     with crowd(server, [Ask(body={**_BODY, "max_tokens": 8000})], disconnect=disconnect) as first:
         assert server.wait_for(lambda: first[0].n_events > 1)
         good = _is_error(visit(server, _asks()), "unavailable_error")
-    promise.all_of("R16", "answers of 2 doors x 2 modes that keep their form: no turn in time", sum(good), 4)
+    promise.all_of("answers of 2 doors x 2 modes that keep their form: no turn in time", sum(good), 4)
 
 
 def test_the_end_of_the_service_is_an_error_of_the_same_form(tmp_path: Path, weights: Path, promise: Promise) -> None:
@@ -238,7 +238,7 @@ def test_the_end_of_the_service_is_an_error_of_the_same_form(tmp_path: Path, wei
         server.process.send_signal(signal.SIGTERM)
     good = _is_error(answers, "unavailable_error")
     assert server.process.wait(60) == 0
-    promise.all_of("R16", "answers of 2 doors x 2 modes that keep their form: the service ends", sum(good), 4)
+    promise.all_of("answers of 2 doors x 2 modes that keep their form: the service ends", sum(good), 4)
 
 
 def _received(body: bytes) -> Answer:

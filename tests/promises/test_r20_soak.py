@@ -202,11 +202,9 @@ def test_nothing_grows_under_a_mix_of_requests(serve: Services, tmp_path: Path, 
     n = sum(clients.done.values())
     assert len(clients.done) == 6 and n > 5 * seconds
     target, floor = (1.0, 4.0) if promise.full else (CI_FLOOR, CI_FLOOR)
-    promise.at_most(
-        "R20", "RSS slope of both processes", _slope(samples), target=target, floor=floor, n=n, unit="MiB/h"
-    )
+    promise.at_most("RSS slope of both processes", _slope(samples), target=target, floor=floor, n=n, unit="MiB/h")
     for what in COUNTED:
-        promise.at_most("R20", f"growth of {what}", _growth(samples, what), target=0, n=n)
+        promise.at_most(f"growth of {what}", _growth(samples, what), target=0, n=n)
 
 
 def test_a_planted_leak_is_found_out(serve: Services, tmp_path: Path) -> None:

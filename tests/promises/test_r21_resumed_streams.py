@@ -103,7 +103,7 @@ def test_streams_cut_anywhere_are_whole_in_the_end(server: Server, promise: Prom
     streams = asyncio.run(_cut_all(server, plan))
     good = sum(_is_whole(one, text_of(expected[seed])) for (seed, _), one in zip(plan, streams, strict=True))
     assert is_clean(server, 30.0)
-    promise.all_of("R21", "cut streams that are whole in the end", good, n_cuts)
+    promise.all_of("cut streams that are whole in the end", good, n_cuts)
 
 
 def test_a_check_that_counts_gaps_and_repetitions_finds_them(server: Server) -> None:
@@ -135,4 +135,4 @@ def test_a_stream_that_lost_client_and_engine_goes_on(server: Server, promise: P
                 assert server.wait_for(lambda: is_ready(server), 30)
         return good
 
-    promise.all_of("R21", "streams whole that lost client and engine", asyncio.run(visit()), n)
+    promise.all_of("streams whole that lost client and engine", asyncio.run(visit()), n)

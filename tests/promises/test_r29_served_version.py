@@ -184,7 +184,7 @@ def test_streams_survive_a_kill_at_every_moment_of_a_copy(
         before = _model(server)
         _reload(server)
         assert _model(server) != before
-    promise.all_of("R29", f"answers as undisturbed, kills during a copy {way}", same, n * len(asks))
+    promise.all_of(f"answers as undisturbed, kills during a copy {way}", same, n * len(asks))
 
 
 @pytest.mark.parametrize("way", ["in place", "removed first"])
@@ -232,4 +232,4 @@ def test_real_engines_guides_and_chats_stay_with_the_served_version(
         before = _model(server)
         server.process.send_signal(signal.SIGHUP)
         assert server.wait_for(lambda before=before: _model(server) != before), server.told()
-    promise.all_of("R29", "answers as before the copy, all helper processes killed behind it", same, n * len(asks))
+    promise.all_of("answers as before the copy, all helper processes killed behind it", same, n * len(asks))

@@ -109,7 +109,7 @@ def test_slow_readers_of_large_answers_take_little_memory(serve: Services, promi
     )
     print(kind, held, megabytes)
     assert megabytes > 6, "it was meant to be a large answer"
-    promise.at_most("R30", f"memory of a slow reader ({kind})", held, target=MOST_MEMORY, unit="KiB", n=n)
+    promise.at_most(f"memory of a slow reader ({kind})", held, target=MOST_MEMORY, unit="KiB", n=n)
     assert server.wait_for(lambda: server.metric("connections") <= 1, 60)
 
 
@@ -146,14 +146,14 @@ def test_a_quota_is_held_until_the_last_byte_or_the_deadline(serve: Services, tm
         time.sleep(1)
         for kind in kinds:
             statuses = [short(kind) for _ in range(3)]
-            promise.all_of("R30", f"requests beyond a key's concurrency that get 429 ({kind})", statuses.count(429), 3)
+            promise.all_of(f"requests beyond a key's concurrency that get 429 ({kind})", statuses.count(429), 3)
         began = time.monotonic()
         assert server.wait_for(lambda: cut() == 8, 60)
         late = time.monotonic() - began
         for kind in kinds:
             freed = server.wait_for(lambda kind=kind: short(kind) == 200, 10)
             ended = 4 if freed and late < 30 else 0
-            promise.all_of("R30", f"slow readers ended by the deadline ({kind})", ended, 4)
+            promise.all_of(f"slow readers ended by the deadline ({kind})", ended, 4)
     assert "without completing" not in server.log.read_text()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import os
 import stat
 import subprocess
 import sys
@@ -19,7 +18,6 @@ import pytest
 
 from app.access import api_keys as keys_module
 from app.access.api_keys import MAX_KEYS, ApiKeys, KeyFileError, add_key, new_key, read_keys, revoke_key, stored
-from app.access.rate_limiter import RateLimits
 from tests.support import ROOT
 from tests.support.keyed_server import Keyring, bearer, exchange, log_lines, raw, run_keys, status_of
 from tests.support.promise_figures import Promise
@@ -92,23 +90,6 @@ def test_a_key_that_could_not_be_printed_is_not_stored(ring: Keyring, output: st
     assert [key.name for key in read_keys(ring.file)] == ["alice"]
 
 
-def test_a_key_whose_reader_has_left_is_none(ring: Keyring) -> None:
-    ours, theirs = os.pipe()
-    os.close(ours)
-    command = [sys.executable, "-m", "app", "keys", "add", "bob", "--keys-file", str(ring.file)]
-    result = subprocess.run(
-        command, cwd=ROOT, stdout=theirs, stderr=subprocess.PIPE, text=True, timeout=60, check=False
-    )
-    os.close(theirs)
-    assert result.returncode == 1 and "was revoked" in result.stderr and result.stderr.count("\n") == 1
-    assert read_keys(ring.file) == ()
-
-
-def test_without_a_file_it_asks_for_one() -> None:
-    result = run_keys("list")
-    assert result.returncode == 2 and "INKSTREAM_KEYS_FILE" in result.stderr
-
-
 def test_two_that_add_at_once_lose_nothing(ring: Keyring, promise: Promise) -> None:
     n = promise.size(8, 40)
     program = "import sys; from app.cli.keys import main; sys.exit(main(sys.argv[1:]))"
@@ -123,7 +104,7 @@ def test_two_that_add_at_once_lose_nothing(ring: Keyring, promise: Promise) -> N
     made = [process.communicate(timeout=60)[0].decode().strip() for process in processes]
     keys = ApiKeys(ring.file)
     kept = sum(keys.tenant_of(key.encode()) is not None for key in made)
-    promise.all_of("S2", "keys added at the same time that are kept", kept, n)
+    promise.all_of("keys added at the same time that are kept", kept, n)
     assert len(set(made)) == n and [p.name for p in ring.file.parent.iterdir()] == ["keys.json"], (
         "nothing is left behind"
     )
@@ -137,7 +118,7 @@ def test_added_and_revoked_keys_count_within_seconds(served: Server, ring: Keyri
         return max(added, _seconds_until(served, key, 401))
 
     late = max(promise.measured(latest, lambda seconds: seconds <= 3) for _ in range(2))
-    promise.at_most("S2", "seconds until a key is known or revoked", late, target=1.5, floor=3, unit="s", n=4)
+    promise.at_most("seconds until a key is known or revoked", late, target=1.5, floor=3, unit="s", n=4)
 
 
 def _seconds_until(server: Server, key: str, status: int) -> float:
@@ -166,12 +147,6 @@ def test_a_damaged_file_keeps_the_old_keys_and_is_told_once(served: Server, ring
     assert _status(served, "ink-other") == 401
 
 
-def test_revoking_the_last_key_denies_every_request(served: Server, ring: Keyring) -> None:
-    key = ring.revoke("alice")
-    assert served.wait_for(lambda: _status(served, key) == 401)
-    assert httpx.get(f"{served.url}/v1/models").status_code == 401
-
-
 def test_a_key_in_a_url_is_no_key(served: Server, ring: Keyring) -> None:
     key = ring.keys["alice"]
     for query in (f"api_key={key}", f"key={key}", f"token={key}", f"Authorization=Bearer%20{key}"):
@@ -180,19 +155,6 @@ def test_a_key_in_a_url_is_no_key(served: Server, ring: Keyring) -> None:
     assert status_of(exchange(served.url, user)) in (400, 401)
     for header in (f"X-Api-Key: {key}", f"Cookie: key={key}", f"Proxy-Authorization: Bearer {key}", f"Api-Key: {key}"):
         assert status_of(exchange(served.url, raw("GET", "/v1/models", "Host: localhost", header))) == 401
-
-
-def test_clients_of_the_command_line_send_a_key_and_never_print_it(served: Server, ring: Keyring) -> None:
-    key = ring.keys["alice"]
-    bench = ["bench", "--url", served.url, "--streams", "2", "--requests", "4", "--max-tokens", "4"]
-    complete = ["complete", "x", "--url", served.url, "--max-tokens", "2"]
-    for arguments in (bench, complete):
-        for given, code in ((key, 0), ("ink-other", 1)):
-            environment = {**os.environ, "INKSTREAM_API_KEY": given}
-            command = [sys.executable, "-m", "app", *arguments]
-            result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=60, check=False)
-            assert result.returncode == code, (arguments, result)
-            assert given.encode() not in result.stdout + result.stderr
 
 
 def test_every_key_is_compared_whichever_it_is(ring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,19 +174,6 @@ def test_every_key_is_compared_whichever_it_is(ring: Keyring, monkeypatch: pytes
         found = keys.tenant_of(key.encode())
         assert (found and found.name) == name
         assert len(compared) == 20 and all(len(a) == len(b) == 32 for a, b in compared)
-
-
-def test_a_caller_is_made_of_the_key_alone(ring: Keyring) -> None:
-    key = ring.add("alice", requests_per_minute=5, tokens_per_minute=6, concurrency=7)
-    other = ring.add("other")
-    tenant = ApiKeys(ring.file).tenant_of(key.encode())
-    assert tenant and tenant.name == "alice"
-    assert tenant.limits == RateLimits(requests_per_minute=5, tokens_per_minute=6, concurrency=7)
-    again = ApiKeys(ring.file).tenant_of(key.encode())
-    assert again and again.cache_namespace == tenant.cache_namespace, "the same after a restart"
-    namespaces = {tenant.cache_namespace, ApiKeys(ring.file).tenant_of(other.encode()).cache_namespace}  # type: ignore[union-attr]
-    assert len(namespaces) == 2 and all(len(namespace) == 64 for namespace in namespaces)
-    assert tenant.cache_namespace not in ring.file.read_text()
 
 
 def test_a_key_ends_when_its_days_are_over(ring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ def test_a_thousand_waiting_requests_of_one_key_do_not_keep_another_waiting(serv
         return loaded.p99 / max(alone.p99, 0.02), loaded.n
 
     ratio, n = promise.measured(measure, lambda found: found[0] <= 3)
-    promise.at_most("S4", "first-token p99 beside another key's 1,000, against alone", ratio, target=3, floor=3, n=n)
+    promise.at_most("first-token p99 beside another key's 1,000, against alone", ratio, target=3, floor=3, n=n)
 
 
 def test_without_keys_everybody_waits_in_one_line(server: Server) -> None:
@@ -103,7 +103,7 @@ def test_requests_at_a_time_are_never_more_than_the_key_may_have(server: Server,
             most = max(most, server.metric("requests_running") + server.metric("requests_waiting"))
         summary = open_loop.summary(load.outcomes())
     assert set(summary.statuses) == {200, 429} and summary.good >= 12
-    promise.at_most("S4", "requests at a time of a key that may have 12", most, target=12, n=summary.offered)
+    promise.at_most("requests at a time of a key that may have 12", most, target=12, n=summary.offered)
 
 
 def test_routes_that_draw_nothing_count_as_requests_too(server: Server) -> None:

@@ -43,7 +43,7 @@ HOSTILE = [
 def test_no_script_of_the_page_writes_markup(promise: Promise) -> None:
     scripts = sorted(WEB.rglob("*.js"))
     clean = [path for path in scripts if not WRITES_MARKUP.search(path.read_text())]
-    promise.all_of("S11", "scripts of the page that write text only", len(clean), len(scripts))
+    promise.all_of("scripts of the page that write text only", len(clean), len(scripts))
     assert len(scripts) > 5
     for page in WEB.glob("*.html"):
         text = page.read_text()
@@ -116,7 +116,7 @@ def test_hostile_text_is_text(page: Any, promise: Promise) -> None:
         assert page.locator("#document").input_value() == text
         scripts = "document.scripts.length === 1 && document.images.length === 0"
         harmless += page.evaluate(f"() => window.pwned === undefined && {scripts}")
-    promise.all_of("S11", "hostile texts shown as text", harmless, len(HOSTILE))
+    promise.all_of("hostile texts shown as text", harmless, len(HOSTILE))
     assert not [url for url in asked if "evil.example" in url]
 
 

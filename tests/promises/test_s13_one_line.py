@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import socket
 import threading
@@ -13,9 +12,9 @@ import httpx
 import pytest
 
 from tests.support.armed_faults import Faults
-from tests.support.keyed_server import Keyring, exchange, line_of, log_lines, raw, request_lines
+from tests.support.keyed_server import Keyring, line_of, log_lines, raw, request_lines
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server, stop_server
+from tests.support.servers import Server
 from tests.support.services import Services
 
 FIELDS = {"time", "level", "message", "request_id", "method", "route", "status", "key", "outcome", "duration_ms"}
@@ -79,7 +78,7 @@ def test_every_end_of_a_request_has_its_line(logged: tuple[Server, Keyring], pro
         assert line.keys() == (FIELDS | MORE if outcome == "length" else FIELDS), line
         assert 0 < line["duration_ms"] < 60_000
         logged_requests += 1
-    promise.all_of("S13", "ends of requests with one line of JSON", logged_requests, len(cases))
+    promise.all_of("ends of requests with one line of JSON", logged_requests, len(cases))
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.2])
@@ -100,19 +99,6 @@ def test_a_body_that_breaks_off_in_nonsense_is_one_line_with_the_id_of_its_answe
     (line,) = request_lines(server)[before:]
     assert (line["request_id"], line["route"], line["key"]) == (name, "/complete", "alice")
     assert (line["status"], line["outcome"]) == (400, "bad_request") and answer.startswith("HTTP/1.1 400 ")
-
-
-def test_the_numbers_are_those_of_the_answer(logged: tuple[Server, Keyring]) -> None:
-    server, ring = logged
-    body = {"prompt": "Once upon a time", "max_tokens": 7, "n": 2, "stream": False}
-    answer = httpx.post(f"{server.url}/complete", headers=ring.headers("alice"), json=body, timeout=30)
-    line, whole = line_of(server, answer), answer.json()
-    for name in ("prompt_tokens", "completion_tokens"):
-        assert line[name] == whole["usage"][name]
-    for name in ("queue_ms", "first_token_ms"):
-        assert line[name] == whole["timings"][name]
-    assert line["duration_ms"] >= line["first_token_ms"] >= line["queue_ms"] >= 0
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line["time"])
 
 
 def test_a_client_that_leaves_and_comes_back_makes_two_lines(logged: tuple[Server, Keyring], faults: Faults) -> None:
@@ -149,32 +135,4 @@ def test_a_thousand_at_once_are_a_thousand_lines(logged: tuple[Server, Keyring],
     time.sleep(0.2)  # time for one line too many
     lines = request_lines(server)[before:]
     assert len({line["request_id"] for line in lines}) == len(lines)
-    promise.all_of("S13", "requests at once with one line each", len(lines), n)
-
-
-def test_no_client_can_write_a_line(logged: tuple[Server, Keyring]) -> None:
-    server, ring = logged
-    key = f"Authorization: Bearer {ring.keys['alice']}"
-    forged = '{"time": "x", "message": "request", "status": 200}'
-    before = len(log_lines(server))
-    sent = [
-        raw("GET", f"/x%0a{forged.replace(' ', '%20')}", "Host: localhost", key),
-        raw("GET", "/x", "Host: localhost", key, f"User-Agent: a\x0b{forged}"),
-        raw(f"GET{forged.split()[0]}", "/x", "Host: localhost", key),
-    ]
-    for request in sent:
-        exchange(server.url, request)
-    line_of(server, httpx.get(f"{server.url}/v1/models", headers=ring.headers("alice")))  # all before it are written
-    assert all(line.get("status") != 200 for line in log_lines(server)[before:-1])
-    assert forged not in server.log.read_text()
-
-
-@pytest.mark.parametrize(("flags", "is_json"), [((), True), (("--log-format", "text"), False)])
-def test_what_is_no_terminal_gets_json_unless_told(serve: Services, flags: tuple[str, ...], is_json: bool) -> None:
-    server = serve(*flags, fake_ms=1)
-    answer = httpx.post(f"{server.url}/complete", json={"prompt": "x", "max_tokens": 1})
-    assert stop_server(server) == 0
-    for line in server.log.read_text().splitlines():
-        assert line.startswith("{") is is_json, line
-    (line,) = [line for line in server.log.read_text().splitlines() if answer.headers["x-request-id"] in line]
-    assert json.loads(line)["outcome"] == "length" if is_json else "route=/complete status=200 outcome=length" in line
+    promise.all_of("requests at once with one line each", len(lines), n)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import httpx
@@ -41,38 +40,5 @@ def test_no_key_finds_what_another_has_sent(shared: tuple[Server, Keyring], prom
             across += _cached(server, ring, other, prompt, user="alice", request_id=f"alice-{i}")
         same += _cached(server, ring, "alice", prompt) > 0 and _cached(server, ring, "bob", prompt) > 0
         tried += 1
-    promise.at_most("S14", "cached tokens found under another key", across, target=0, n=2 * tried)
-    promise.all_of("S14", "prompts found again under their own key", same, tried)
-
-
-def test_a_caller_cannot_choose_its_salt(shared: tuple[Server, Keyring]) -> None:
-    server, ring = shared
-    for field in ("salt", "cache_salt", "prefix_salt"):
-        body = {"prompt": "x", "max_tokens": 1, "stream": False, field: "alice"}
-        answer = httpx.post(f"{server.url}/complete", headers=ring.headers("bob"), json=body)
-        assert answer.status_code == 400 and answer.json()["error"]["code"] == "unknown_field"
-        answer = httpx.post(f"{server.url}/v1/completions", headers=ring.headers("bob"), json=body)
-        assert field in json.dumps(answer.json().get("warnings"))
-
-
-def test_streams_belong_to_the_key_that_began_them(shared: tuple[Server, Keyring]) -> None:
-    server, ring = shared
-    body = {"prompt": "x", "max_tokens": 3}
-    began = httpx.post(f"{server.url}/complete", headers=ring.headers("alice"), json=body, timeout=60)
-    name = began.headers["x-request-id"]
-    url = f"{server.url}/complete/{name}"
-    for headers, status in ((ring.headers("bob"), 404), ({}, 401)):
-        assert httpx.get(f"{url}/events", headers=headers).status_code == status
-        assert httpx.delete(url, headers=headers).status_code == status
-    unknown = httpx.get(f"{server.url}/complete/req-unknown/events", headers=ring.headers("bob")).json()["error"]
-    foreign = httpx.get(f"{url}/events", headers=ring.headers("bob")).json()["error"]
-    assert {**unknown, "request_id": 0} == {**foreign, "request_id": 0}, "a foreign stream looks like none"
-    mine = httpx.get(f"{url}/events", headers=ring.headers("alice"))
-    assert mine.text == began.text
-    # A new key of the same name is another tenant.
-    old = ring.revoke("carol")
-    ring.add("carol")
-    assert server.wait_for(
-        lambda: httpx.get(f"{server.url}/v1/models", headers=ring.headers("carol")).status_code == 200
-    )
-    assert old != ring.keys["carol"]
+    promise.at_most("cached tokens found under another key", across, target=0, n=2 * tried)
+    promise.all_of("prompts found again under their own key", same, tried)

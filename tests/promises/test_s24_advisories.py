@@ -2,7 +2,7 @@
 
 Keys by path prefix (vLLM #58144, #42594, #43426) are in test_s01, a comparison that takes longer for a better guess
 (vLLM CVE-2025-59425) in test_s02, a form that posts JSON (FastAPI CVE-2021-32677) in test_s09, DNS rebinding (Ollama
-CVE-2024-28224) in test_s10, log injection (uvicorn CVE-2020-7694) in test_s12 and test_s13, the timing of a prefix
+CVE-2024-28224) in test_s10, log injection (uvicorn CVE-2020-7694) in test_s12, the timing of a prefix
 cache that tenants share (vLLM CVE-2025-46570) in test_s14, frames and weights that are unpickled (vLLM CVE-2024-11041,
 CVE-2025-30165, CVE-2025-32444, CVE-2025-24357) in test_s15.
 
@@ -12,6 +12,8 @@ multipart forms, WebSockets, h11.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import re
 import shutil
@@ -49,26 +51,8 @@ def target(serve_module: Services, tmp_path_factory: pytest.TempPathFactory, wei
 
 
 def _post(server: Server, path: str = "/complete", **fields: Any) -> httpx.Response:
-    return httpx.post(f"{server.url}{path}", json={**TEXT, **fields}, timeout=60)
-
-
-def _refused(server: Server, **fields: Any) -> None:
-    for path in ENDPOINTS:
-        answer = _post(server, path, **fields)
-        assert answer.status_code == 400, (path, str(fields)[:100], answer.text[:300])
-
-
-def _answered_or_refused(server: Server, *endpoints: str, **fields: Any) -> None:
-    for path in endpoints or ENDPOINTS:
-        answer = _post(server, path, **fields)
-        assert answer.status_code in (200, 400), (path, str(fields)[:100], answer.text[:300])
-
-
-def _content(server: Server, content: bytes | str, statuses: tuple[int, ...] = (400,)) -> None:
-    headers = {"Content-Type": "application/json"}
-    for path in (*ENDPOINTS, "/v1/chat/completions", "/score", "/tokenize", "/detokenize"):
-        answer = httpx.post(f"{server.url}{path}", content=content, headers=headers, timeout=60)
-        assert answer.status_code in statuses, (path, content[:50], answer.text[:300])
+    body = {**TEXT, **fields} if path in ENDPOINTS else fields
+    return httpx.post(f"{server.url}{path}", json=body, timeout=60)
 
 
 def _within(seconds: float, check: Callable[[], object]) -> None:
@@ -82,146 +66,135 @@ def _within(seconds: float, check: Callable[[], object]) -> None:
     assert any(measure() < seconds for _ in range(3))
 
 
-def _ids_outside(server: Server) -> None:
-    for token in (320, 99999, 2**31 - 1, 2**31, 2**63, -1):
-        _refused(server, logit_bias={str(token): 5})
-        _refused(server, prompt=[5, token])
-    _refused(server, logit_bias={"AI": -100})
-    for token in (320, 99999, 2**31 - 1):
-        _answered_or_refused(server, stop_token_ids=[token])
+def _answers(
+    *cases: dict[str, Any],
+    statuses: tuple[int, ...] = (200, 400),
+    paths: tuple[str, ...] = ENDPOINTS,
+    seconds: float = 60,
+) -> Check:
+    """Each of these requests gets one of these statuses, in time."""
+
+    def ask(server: Server, path: str, fields: dict[str, Any]) -> None:
+        answer = _post(server, path, **fields)
+        assert answer.status_code in statuses, (path, str(fields)[:100], answer.text[:300])
+
+    def check(server: Server) -> None:
+        for path, fields in itertools.product(paths, cases):
+            _within(seconds, functools.partial(ask, server, path, fields))
+
+    return check
 
 
-def _odd_parameters(server: Server) -> None:
-    for name, values in {
-        "temperature": (5e-324, 1e-308, 1e-30, 10, 10.001, -0.0),
-        "repetition_penalty": (5e-324, 1e-308, 1e308, 0, -1),
-        "top_p": (5e-324, 1 - 1e-16, 0, 1.0000001),
-        "typical_p": (5e-324, 1, 0),
-        "min_p": (5e-324, 1),
-        "top_k": (-1, 0, 1, 2**31 - 1, -2, 2**31),
-        "seed": (-(2**63), 2**63 - 1, 2**63),
-        "presence_penalty": (-2, 2, 2.001),
-        "min_tokens": (0, 3, 4, 2**31),
-        "truncate_prompt_tokens": (0, 1, 2**31 - 1),
-        "deadline_ms": (0, 600_000, 600_001),
-        "logprobs": (0, 20, 21, -1),
-    }.items():
-        for value in values:
-            _answered_or_refused(server, "/complete", max_tokens=1, **{name: value})
-    _answered_or_refused(
-        server, temperature=1e-308, repetition_penalty=1e308, logit_bias={str(i): 100 for i in range(300)}
-    )
-    _answered_or_refused(server, logit_bias={str(i): -100 for i in range(300)}, min_tokens=3, top_k=1, top_p=0, min_p=1)
+def _values(name: str, *values: Any) -> list[dict[str, Any]]:
+    return [{name: value} for value in values]
 
 
-def _prompt_logprobs(server: Server) -> None:
-    """[tokens, vocabulary] of log-probabilities never stands in memory at once."""
-    prompt = list(range(5, 205))
-    _answered_or_refused(server, prompt=[prompt] * 4, echo=True, logprobs=20, max_tokens=0)
-    answer = httpx.post(f"{server.url}/score", json={"prompt": [prompt] * 4, "logprobs": 20}, timeout=60)
-    assert answer.status_code == 200
+def _all_of(*checks: Check) -> Check:
+    def check(server: Server) -> None:
+        for each in checks:
+            each(server)
+
+    return check
 
 
-def _wide(server: Server) -> None:
-    for n in (17, 10**6, 2**31, 10**30):
-        _within(5, lambda n=n: _refused(server, n=n))
-        assert _post(server, "/v1/completions", best_of=n).status_code == 400
-    assert _post(server, prompt=["x"] * 1025).status_code == 400
-    assert _post(server, prompt=["x"] * 1024, n=16).status_code in (400, 503)
-
-
-def _invalid_grammars(server: Server) -> None:
-    for field in (
-        {"regex": "("},
-        {"regex": "[z-a]"},
-        {"regex": "\\"},
-        {"regex": "a{5,2}"},
-        {"regex": "(?<=a)b"},
-        {"regex": "\\p{Nope}"},
-        {"json_schema": {"type": "nonsense"}},
-        {"json_schema": {"type": "string", "pattern": "("}},
-        {"json_schema": "{"},
-        {"json_schema": {"properties": []}},
-        {"json_schema": {"$ref": "#/a"}},
-        {"json_schema": {"type": {}}},
-        {"grammar": "start:"},
-        {"grammar": ""},
-        {"grammar": "start: start"},
-        {"grammar": 'start: "a" | missing'},
-    ):
-        _answered_or_refused(server, **field)
-
-
-def _endless_grammars(server: Server) -> None:
-    nested: dict[str, Any] = {}
-    for _ in range(200):
-        nested = {"type": "array", "items": nested}
-    rules = "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(60))
-    for field in (
-        {"regex": "((a{1,1000}){1,1000}){1,1000}"},
-        {"regex": "(a|a)*" * 500},
-        {"regex": "(" * 5000 + ")" * 5000},
-        {"json_schema": nested},
-        {"grammar": f'start: r0\n{rules}\nr60: "a"'},
-        {"grammar": 'start: ("a" | start)*'},
-    ):
-        _within(20, lambda field=field: _answered_or_refused(server, **field))
+_OUTSIDE = (320, 99999, 2**31 - 1)
+_BEYOND = (*_OUTSIDE, 2**31, 2**63, -1)
+_LOGIT_BIAS = [{"logit_bias": {str(token): 5}} for token in _BEYOND]
+_ids_outside = _all_of(
+    _answers(
+        *_LOGIT_BIAS, {"logit_bias": {"AI": -100}}, *_values("prompt", *([5, t] for t in _BEYOND)), statuses=(400,)
+    ),
+    _answers(*_values("stop_token_ids", *([token] for token in _OUTSIDE))),
+)
+_ODD = {
+    "temperature": (5e-324, 1e-308, 1e-30, 10, 10.001, -0.0),
+    "repetition_penalty": (5e-324, 1e-308, 1e308, 0, -1),
+    "top_p": (5e-324, 1 - 1e-16, 0, 1.0000001),
+    "typical_p": (5e-324, 1, 0),
+    "min_p": (5e-324, 1),
+    "top_k": (-1, 0, 1, 2**31 - 1, -2, 2**31),
+    "seed": (-(2**63), 2**63 - 1, 2**63),
+    "presence_penalty": (-2, 2, 2.001),
+    "min_tokens": (0, 3, 4, 2**31),
+    "truncate_prompt_tokens": (0, 1, 2**31 - 1),
+    "deadline_ms": (0, 600_000, 600_001),
+    "logprobs": (0, 20, 21, -1),
+}
+_UP, _DOWN = ({str(i): bias for i in range(300)} for bias in (100, -100))
+_odd_parameters = _all_of(
+    _answers(*(case for name, values in _ODD.items() for case in _values(name, *values)), paths=("/complete",)),
+    _answers({"temperature": 1e-308, "repetition_penalty": 1e308, "logit_bias": _UP}),
+    _answers({"logit_bias": _DOWN, "min_tokens": 3, "top_k": 1, "top_p": 0, "min_p": 1}),
+)
+_IDS = [list(range(5, 205))] * 4
+_prompt_logprobs = _all_of(  # [tokens, vocabulary] of log-probabilities never stands in memory at once
+    _answers({"prompt": _IDS, "echo": True, "logprobs": 20, "max_tokens": 0}),
+    _answers({"prompt": _IDS, "logprobs": 20}, paths=("/score",), statuses=(200,)),
+)
+_MANY = (17, 10**6, 2**31, 10**30)
+_wide = _all_of(
+    _answers(*_values("n", *_MANY), statuses=(400,), seconds=5),
+    _answers(*_values("best_of", *_MANY), statuses=(400,), paths=("/v1/completions",)),
+    _answers({"prompt": ["x"] * 1025}, statuses=(400,), paths=("/complete",)),
+    _answers({"prompt": ["x"] * 1024, "n": 16}, statuses=(400, 503), paths=("/complete",)),
+)
+_invalid_grammars = _answers(
+    *_values("regex", "(", "[z-a]", "\\", "a{5,2}", "(?<=a)b", "\\p{Nope}"),
+    *_values("json_schema", {"type": "nonsense"}, {"type": "string", "pattern": "("}, "{", {"properties": []}),
+    *_values("json_schema", {"$ref": "#/a"}, {"type": {}}),
+    *_values("grammar", "start:", "", "start: start", 'start: "a" | missing'),
+)
+_NESTED: dict[str, Any] = functools.reduce(lambda inner, _: {"type": "array", "items": inner}, range(200), {})
+_RULES = "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(60))
+_endless_grammars = _answers(
+    *_values("regex", "((a{1,1000}){1,1000}){1,1000}", "(a|a)*" * 500, "(" * 5000 + ")" * 5000),
+    *_values("grammar", f'start: r0\n{_RULES}\nr60: "a"', 'start: ("a" | start)*'),
+    {"json_schema": _NESTED},
+    seconds=20,
+)
+_NO_JSON = [
+    b'{"prompt": "\\ud800", "max_tokens": 1}',
+    *(b'{"prompt": "x", "temperature": %b}' % number for number in (b"NaN", b"1e999", b"Infinity")),
+    b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}",
+    *(b"[" * 100_000, b'{"prompt":' * 50_000, b'{"prompt": "\xff\xfe"}', b'{"prompt": "x"}{}', b'{"prompt": "x",}'),
+    *(b"", b"null", b"1", b'"x"', b"[]", b'\xef\xbb\xbf{"prompt": "x"', b'{"prompt": "x\x00"}'),
+    b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+    b'{"json_schema": ' + b'{"a":' * 5000 + b"1" + b"}" * 5000 + b', "prompt": "x"}',
+]
+_ODD_TEXTS = (
+    "\x00",
+    "\ufffe\uffff",
+    "\U0010ffff" * 50,
+    "a\u0300" * 100,
+    "\u202e\u2066",
+    "\r\n\x85\u2028",
+    "\ufdfa" * 30,
+)
 
 
 def _odd_json(server: Server) -> None:
-    for content in (
-        b'{"prompt": "\\ud800", "max_tokens": 1}',
-        b'{"prompt": "x", "max_tokens": NaN}',
-        b'{"prompt": "x", "temperature": 1e999}',
-        b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}",
-        b'{"prompt": "x", "temperature": Infinity}',
-        b"[" * 100_000,
-        b'{"prompt":' * 50_000,
-        b'{"prompt": "\xff\xfe"}',
-        b'{"prompt": "x"}{}',
-        b'{"prompt": "x",}',
-        b"",
-        b"null",
-        b"1",
-        b'"x"',
-        b"[]",
-        b'\xef\xbb\xbf{"prompt": "x"',
-        b'{"prompt": "x\x00"}',
-        b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}",
-        b'{"json_schema": ' + b'{"a":' * 5000 + b"1" + b"}" * 5000 + b', "prompt": "x"}',
-    ):
-        _content(server, content)
-    for prompt in (
-        "\x00",
-        "\ufffe\uffff",
-        "\U0010ffff" * 50,
-        "a\u0300" * 100,
-        "\u202e\u2066",
-        "\r\n\x85\u2028",
-        "\ufdfa" * 30,
-    ):
-        _answered_or_refused(server, prompt=prompt)
+    for path in (*ENDPOINTS, "/v1/chat/completions", "/score", "/tokenize", "/detokenize"):
+        for content in _NO_JSON:
+            headers = {"Content-Type": "application/json"}
+            answer = httpx.post(f"{server.url}{path}", content=content, headers=headers, timeout=60)
+            assert answer.status_code == 400, (path, content[:50], answer.text[:300])
+    _answers(*_values("prompt", *_ODD_TEXTS))(server)
 
 
 def _long_prompts(server: Server) -> None:
-    for _ in range(5):
-        for path in (*ENDPOINTS, "/score"):
-            fields = {"prompt": "x " * 5000} if path == "/score" else {**TEXT, "prompt": "x " * 5000}
-            answer = httpx.post(f"{server.url}{path}", json=fields, timeout=60)
-            assert answer.json()["error"]["code"] == "context_length_exceeded"
+    for path in (*ENDPOINTS, "/score") * 5:
+        answer = _post(server, path, prompt="x " * 5000)
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 
-def _empty_prompts(server: Server) -> None:
-    for prompt in ("", [], [""], [[]], ["", "x"], None):
-        _answered_or_refused(server, prompt=prompt)
-    _answered_or_refused(server, echo=True, max_tokens=0, logprobs=1)
-    _answered_or_refused(server, prompt="", echo=True, max_tokens=0, logprobs=1)
+_SCORED = {"echo": True, "max_tokens": 0, "logprobs": 1}
+_empty_prompts = _answers(*_values("prompt", "", [], [""], [[]], ["", "x"], None), _SCORED, {**_SCORED, "prompt": ""})
 
 
 def _template_of_a_client(server: Server) -> None:
     """A template comes with the weights, never with a request."""
     chat = {"messages": [{"role": "user", "content": PAYLOAD}], "max_tokens": 1}
-    plain = httpx.post(f"{server.url}/v1/chat/completions", json=chat, timeout=60)
+    plain = _post(server, "/v1/chat/completions", **chat)
     assert plain.status_code == 200
     endless = "{% for i in range(10**9) %}{% for j in range(10**9) %}x{% endfor %}{% endfor %}"
     for field, value in (
@@ -232,8 +205,8 @@ def _template_of_a_client(server: Server) -> None:
         ("documents", [{"text": endless}]),
     ):
         asked = {**chat, field: value}
-        _within(5, lambda asked=asked: httpx.post(f"{server.url}/v1/chat/completions", json=asked, timeout=60))
-        answer = httpx.post(f"{server.url}/v1/chat/completions", json=asked, timeout=60)
+        _within(5, functools.partial(_post, server, "/v1/chat/completions", **asked))
+        answer = _post(server, "/v1/chat/completions", **asked)
         assert answer.status_code in (200, 400), answer.text
         if answer.status_code == 200:  # not used, and the answer says so
             assert field in json.dumps(answer.json()["warnings"])
@@ -248,23 +221,19 @@ def _template_of_the_weights(_server: Server) -> None:
 
 def _ranges(server: Server) -> None:
     for spec in (",".join(f"{i}-{i}" for i in range(0, 6000, 2))[:7000], "9" * 7000, "-" * 7000, "0-" + ",0-" * 2000):
-        _within(2, lambda spec=spec: exchange(server.url, raw("GET", "/web/style.css", HOST, f"Range: bytes={spec}")))
+        request = raw("GET", "/web/style.css", HOST, f"Range: bytes={spec}")
+        _within(2, functools.partial(exchange, server.url, request))
 
 
 def _content_types(server: Server) -> None:
-    for kind in (
-        'application/x-www-form-urlencoded; !="' + "\\" * 6000,
-        "multipart/form-data; boundary=" + "x" * 6000,
-        "a" * 7000,
-    ):
-        answer = b""
+    form = 'application/x-www-form-urlencoded; !="' + "\\" * 6000
 
-        def ask(kind: str = kind) -> None:
-            nonlocal answer
-            answer = exchange(server.url, raw("POST", "/complete", HOST, f"Content-Type: {kind}", body=b"x=1"))
-
-        _within(2, ask)
+    def ask(kind: str) -> None:
+        answer = exchange(server.url, raw("POST", "/complete", HOST, f"Content-Type: {kind}", body=b"x=1"))
         assert status_of(answer) in (400, 415, 431), answer
+
+    for kind in (form, "multipart/form-data; boundary=" + "x" * 6000, "a" * 7000):
+        _within(2, functools.partial(ask, kind))
 
 
 def _paths_outside(server: Server) -> None:
@@ -282,28 +251,20 @@ def _split_headers(server: Server) -> None:
     for target in ("/%0d%0aSet-Cookie:%20a=b", "/web/%0d%0aSet-Cookie:%20a=b", "/v1/models/%0d%0aSet-Cookie:%20a=b"):
         answer = exchange(server.url, raw("GET", target, HOST, "Last-Event-ID: x\tSet-Cookie: a=b"))
         assert b"set-cookie" not in answer.lower().partition(b"\r\n\r\n")[0]
-    for name in ("user", "request_id"):
-        for value in ("a\r\nSet-Cookie: a=b", "a\nb", "a b", "\x00", "a" * 65, "../a", "<b>"):
-            _refused(server, **{name: value})
+    values = ("a\r\nSet-Cookie: a=b", "a\nb", "a b", "\x00", "a" * 65, "../a", "<b>")
+    _answers(*_values("user", *values), *_values("request_id", *values), statuses=(400,))(server)
 
 
 def _smuggled(server: Server) -> None:
     """A connection must not contain a request that a proxy in front of the service has not seen."""
     body = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
     heads = (
-        ["Content-Length: 6", "Transfer-Encoding: chunked"],
-        ["Transfer-Encoding: chunked", "Content-Length: 6"],
+        *(["Content-Length: 6", "Transfer-Encoding: chunked"], ["Transfer-Encoding: chunked", "Content-Length: 6"]),
         [f"Content-Length: {len(body)}", "Content-Length: 0"],
-        ["Content-Length: 0, 44"],
-        ["Content-Length: +44"],
-        ["Content-Length: 0x2c"],
-        ["Content-Length: -1"],
-        ["Transfer-Encoding: chunked, identity"],
-        ["Transfer-Encoding: xchunked"],
+        *([f"Content-Length: {length}"] for length in ("0, 44", "+44", "0x2c", "-1")),
+        *(["Transfer-Encoding: chunked, identity"], ["Transfer-Encoding: xchunked"]),
         ["Transfer-Encoding: chunked", "Transfer-Encoding: identity"],
-        ["Transfer-Encoding : chunked"],
-        ["Content-Length : 44"],
-        ["Transfer-Encoding:\x0bchunked"],
+        *(["Transfer-Encoding : chunked"], ["Content-Length : 44"], ["Transfer-Encoding:\x0bchunked"]),
     )
     for lines in heads:
         before = len(request_lines(server))
@@ -341,7 +302,7 @@ def test_an_advisory_does_not_apply(target: Server, advisory: str, promise: Prom
     assert target.process.poll() is None and target.metric("engine_restarts_total") == 0, "nothing had to start again"
     assert _post(target).status_code == 200
     assert not re.search(r'"level": "(error|critical)"', target.log.read_text())
-    promise.all_of("S24", advisory.partition(":")[0], 1, 1)
+    promise.all_of(advisory.partition(":")[0], 1, 1)
 
 
 def test_the_prefix_cache_uses_a_collision_resistant_hash() -> None:

@@ -170,9 +170,9 @@ def test_a_stream_while_31_grammar_bombs_of_another_key_run(service: _Service, p
         n = sum(found.outcomes.values())
         bombs = f"bombs {start + 1} to {min(start + _AT_ONCE, len(names))}"
         what = f"p99 between tokens while 31 {bombs} of another key run, against 31 plain requests"
-        promise.at_most("S26", what, found.to_plain, target=2, floor=3, n=n)
+        promise.at_most(what, found.to_plain, target=2, floor=3, n=n)
         what = f"p99 between tokens while 31 {bombs} of another key run, against alone"
-        promise.at_most("S26", what, found.to_alone, target=2, floor=3, n=n)
+        promise.at_most(what, found.to_alone, target=2, floor=3, n=n)
     assert is_alive(service.server)
     assert service.server.wait_for(lambda: service.metric("kv_cache_usage_ratio") == 0), "blocks are leaked"
 
@@ -207,12 +207,7 @@ def test_an_ordinary_guided_stream_beside_31_grammar_bombs_of_another_key(servic
 
     ratio = promise.measured(measure, lambda ratio: ratio <= 3)
     promise.at_most(
-        "S26",
-        "time of a guided stream beside 31 grammar bombs, against beside 31 plain",
-        ratio,
-        target=3,
-        floor=5,
-        n=100,
+        "time of a guided stream beside 31 grammar bombs, against beside 31 plain", ratio, target=3, floor=5, n=100
     )
 
 

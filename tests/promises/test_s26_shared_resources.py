@@ -80,7 +80,7 @@ def _measured(promise: Promise, what: str, victim: Callable[[], float], load: Lo
 
     found = promise.measured(measure, lambda found: found.ratio <= _TARGET)
     print(what, found)
-    promise.at_most("S26", what, found.ratio, target=_TARGET, floor=_FLOOR, n=found.n)
+    promise.at_most(what, found.ratio, target=_TARGET, floor=_FLOOR, n=found.n)
 
 
 @pytest.fixture
@@ -157,9 +157,9 @@ def test_a_tenant_that_fills_the_memory_for_texts_leaves_space_to_others(
         tries = promise.size(2, 20)
         statuses = [_tokenize_a_megabyte(client) for _ in range(tries)]
         grown = memory(server.process.pid) - before
-    promise.all_of("S26", "megabyte texts read while another tenant fills the queue", statuses.count(200), tries)
+    promise.all_of("megabyte texts read while another tenant fills the queue", statuses.count(200), tries)
     promise.at_most(
-        "S26", "memory of one tenant's megabyte texts", grown / 2**20, target=256, floor=512, unit="MiB", n=40
+        "memory of one tenant's megabyte texts", grown / 2**20, target=256, floor=512, unit="MiB", n=40
     )  # fmt: skip
 
 

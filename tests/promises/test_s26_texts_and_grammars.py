@@ -113,7 +113,7 @@ def test_another_tenants_work_costs_little(scene: tuple[str, Callable[[], float]
     found = promise.measured(measure, lambda found: found.ratio <= _TARGET)
     print(what, found)
     promise.at_most(
-        "S26", f"{what} concurrent with another tenant's, against alone", found.ratio,
+        f"{what} concurrent with another tenant's, against alone", found.ratio,
         target=_TARGET, floor=_FLOOR, n=found.n,
     )  # fmt: skip
 

@@ -73,7 +73,7 @@ def test_check_and_start_refuse_a_catastrophic_pattern(
         refused += done.returncode == 2 and "tokenizer.json: the regular expression" in errors[0]
         assert "registry" not in done.stderr
     name = "slow" if pattern == SLOW else "beyond the limit of retries"
-    promise.all_of("S27", f"verbs that refuse a catastrophic pattern ({name})", refused, 2)
+    promise.all_of(f"verbs that refuse a catastrophic pattern ({name})", refused, 2)
 
 
 def _ask(server: Server, path: str, text: str) -> tuple[int, str]:
@@ -120,8 +120,8 @@ def test_texts_that_a_pattern_cannot_bear_leave_the_loop_live(
     assert json.loads(_ask(server, "/tokenize", "hello you")[1])["count"] > 0
     assert "panicked" not in server.log.read_text() and "Traceback" not in server.log.read_text()
     what = "GET /health/live p99 beside 2,440-character texts of catastrophic patterns"
-    promise.at_most("S27", what, health.p99, target=0.05, floor=0.1, unit="s", n=health.n)
-    promise.all_of("S27", "such texts that get a clear 400", len(refused), len(answers))
+    promise.at_most(what, health.p99, target=0.05, floor=0.1, unit="s", n=health.n)
+    promise.all_of("such texts that get a clear 400", len(refused), len(answers))
 
 
 def test_a_service_that_trusts_every_pattern_is_noticed(serve: Services, tmp_path: Path, weights: Path) -> None:
@@ -153,13 +153,11 @@ def test_known_patterns_take_linear_time_whatever_the_text(promise: Promise) -> 
     growth = max(long_times[p] / max(short_times[p], 5e-4) / (long / 2440) for p in LINEAR_PATTERNS)
     n = len(LINEAR_PATTERNS)
     what = "CPU for 2,440 adversarial characters, worst of the known patterns"
-    promise.at_most("S27", what, max(short_times.values()), target=0.02, floor=0.05, unit="s", n=n)
+    promise.at_most(what, max(short_times.values()), target=0.02, floor=0.05, unit="s", n=n)
     what = "growth of that to a long text, of linear"
-    promise.at_most("S27", what, growth, target=4, floor=8, unit="x", n=n)
+    promise.at_most(what, growth, target=4, floor=8, unit="x", n=n)
     per_mebibyte = max(long_times.values()) * (1 << 20) / long
-    promise.at_most(
-        "S27", "CPU for such a mebibyte, off the event loop", per_mebibyte, target=4, floor=12, unit="s", n=n
-    )
+    promise.at_most("CPU for such a mebibyte, off the event loop", per_mebibyte, target=4, floor=12, unit="s", n=n)
 
 
 def test_a_quadratic_pattern_among_them_would_be_noticed() -> None:

@@ -85,9 +85,9 @@ def test_a_figure_stays_until_its_test_ran_again_at_its_size() -> None:
 def test_what_a_test_writes_down_is_read_even_when_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.support.promise_figures.RESULTS", tmp_path)
     with pytest.raises(AssertionError, match="the floor is 12"):
-        Promise("a.py::test_a", full=False).at_most("R1", "waiting", 13, target=10, floor=12, n=3)
+        Promise("test_r01_a.py::test_a", full=False).at_most("waiting", 13, target=10, floor=12, n=3)
     (kept,) = read_new(tmp_path)
-    assert (kept.figure.value, kept.figure.size, kept.figure.test) == (13, "ci", "a.py::test_a")
+    assert (kept.figure.value, kept.figure.size, kept.figure.test) == (13, "ci", "test_r01_a.py::test_a")
 
 
 def test_a_promise_that_there_is_not_is_refused() -> None:

@@ -48,8 +48,14 @@ class Figure:
         return self.value <= bound if self.better == "low" else self.value >= bound
 
 
+def number_of(path: Path) -> str:
+    """The promise that a file tests: R1 of test_r01_bounded_queue.py."""
+    number = path.stem.split("_")[1]
+    return f"{number[0].upper()}{int(number[1:])}"
+
+
 class Promise:
-    """The fixture `promise`: one for each test."""
+    """The fixture `promise`: one for each test, of the promise that the name of its file begins with."""
 
     def __init__(self, test: str, *, full: bool) -> None:
         self.full = full
@@ -72,14 +78,13 @@ class Promise:
             time.sleep(pause)
         return measure()
 
-    def all_of(self, promise: str, what: str, good: int, n: int) -> None:
+    def all_of(self, what: str, good: int, n: int) -> None:
         """`good` of `n` must be all of them."""
-        self.at_least(promise, what, good, target=n, n=n, unit=f"of {n}")
+        self.at_least(what, good, target=n, n=n, unit=f"of {n}")
 
     def _note(
         self,
         better: Literal["low", "high"],
-        promise: str,
         what: str,
         value: float,
         *,
@@ -90,6 +95,7 @@ class Promise:
     ) -> None:
         floor = target if floor is None else floor
         assert n > 0, "nothing was tried"
+        promise = number_of(Path(self._test.partition("::")[0]))
         figure = Figure(
             promise=promise,
             what=what,
