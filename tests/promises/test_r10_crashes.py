@@ -10,12 +10,9 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from app.engine_client.crash_recovery import TOKENS_TO_CLEAR
@@ -23,7 +20,8 @@ from tests.support.armed_faults import Faults
 from tests.support.load.concurrent_clients import Answer, Ask, crowd, engine_pid, is_ready, visit
 from tests.support.model.tiny_models import tiny_weights
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server, is_clean, start_server, stop_server
+from tests.support.servers import Server, is_clean
+from tests.support.services import Services
 
 _TEXT: dict[str, Any] = {"prompt": "Once upon a time", "ignore_eos": True, "temperature": 1.0}
 
@@ -102,124 +100,108 @@ def _disturbed(server: Server, asks: list[Ask], kills: int) -> tuple[list[Answer
     return answers, killed
 
 
-def test_streams_go_on_after_every_kill(tmp_path: Path, weights: Path, promise: Promise) -> None:
+def _count_identical(server: Server, asks: list[Ask], kills: int, *, at_once: int) -> tuple[int, int]:
+    """Answers that are as undisturbed in rounds of at most so many kills, and all answers."""
+    expected, killed, same, n = _outputs(visit(server, asks)), 0, 0, 0
+    while killed < kills:
+        answers, times = _disturbed(server, asks, min(at_once, kills - killed))
+        same, killed, n = same + _count_same(answers, expected), killed + times, n + len(asks)
+    assert server.metric("engine_restarts_total") == killed
+    return same, n
+
+
+def test_streams_go_on_after_every_kill(serve: Services, promise: Promise) -> None:
     """32 streams of the fake engine, which starts in a moment, so that it can be killed often."""
-    asks, kills = _streams(32, max_tokens=250), promise.size(3, 20)
-    server = start_server(tmp_path, weights, fake_ms=10)
-    try:
-        expected = _outputs(visit(server, asks))
-        killed = same = rounds = 0
-        while killed < kills:
-            answers, times = _disturbed(server, asks, min(4, kills - killed))
-            same, killed, rounds = same + _count_same(answers, expected), killed + times, rounds + 1
-        assert server.metric("engine_restarts_total") == killed
-        assert server.metric("replayed_requests_total") > killed
-        promise.all_of("streams byte-identical through kill -9 of a fake engine", same, 32 * rounds)
-    finally:
-        assert stop_server(server) == 0
+    kills, server = promise.size(3, 20), serve(fake_ms=10)
+    same, n = _count_identical(server, _streams(32, max_tokens=250), kills, at_once=4)
+    assert server.metric("replayed_requests_total") > kills
+    promise.all_of("streams byte-identical through kill -9 of a fake engine", same, n)
 
 
 @pytest.mark.parametrize("kernels", ["torch", "native"])
 def test_requests_of_every_kind_go_on_after_a_kill(
-    tmp_path: Path, promise: Promise, kernels: str, request: pytest.FixtureRequest
+    serve: Services, tmp_path: Path, promise: Promise, kernels: str, request: pytest.FixtureRequest
 ) -> None:
     """A real model in float32: n, echo, log-probabilities, grammars, best_of, scores, streamed and whole, both APIs."""
     flags = ["--dtype", "float32", "--prompt-tokens-beside", "16"]
     if kernels == "native":
         library: Path = request.getfixturevalue("native_library")
         flags += ["--kernels", "native", "--cache-dir", str(library.parent)]
-    asks, kills = _mixed(100), promise.size(1, 20)
-    server = start_server(tmp_path, tiny_weights(tmp_path / "tiny", context=2048), *flags)
-    try:
-        expected = _outputs(visit(server, asks))
-        killed = same = rounds = 0
-        while killed < kills:
-            answers, times = _disturbed(server, asks, min(2, kills - killed))
-            same, killed, rounds = same + _count_same(answers, expected), killed + times, rounds + 1
-        promise.all_of(f"requests of every kind identical through kill -9, {kernels}", same, 32 * rounds)
-    finally:
-        assert stop_server(server) == 0
+    server = serve(*flags, weights=tiny_weights(tmp_path / "tiny", context=2048))
+    same, n = _count_identical(server, _mixed(100), promise.size(1, 20), at_once=2)
+    promise.all_of(f"requests of every kind identical through kill -9, {kernels}", same, n)
 
 
 @pytest.mark.parametrize("point", ["engine.step", "engine.submit"])
 def test_a_request_that_kills_the_engine_is_the_only_one_refused(
-    tmp_path: Path, weights: Path, promise: Promise, point: str
+    serve: Services, tmp_path: Path, promise: Promise, point: str
 ) -> None:
     """The request fails when it is computed, or already when it is read; 31 others are unaffected."""
     faults, asks = Faults(tmp_path / "faults"), _streams(31, max_tokens=120)
-    server = start_server(tmp_path, weights, fake_ms=5, environment=faults.environment)
-    try:
-        expected = _outputs(visit(server, asks))
-        faults.arm(point, "kill", match="max_tokens=119,")
-        faults.arm("engine.forward", "sleep", seconds=0.05)  # a request after the crash would be refused
-        poison = Ask(body={**_TEXT, "max_tokens": 119, "seed": 1})
-        with crowd(server, asks) as answers:
-            assert server.wait_for(lambda: all(answer.n_events > 3 for answer in answers), 60)
-            with crowd(server, [poison]) as poisoned:
-                assert server.wait_for(lambda: server.metric("engine_restarts_total") > 0)
-                faults.disarm("engine.forward")
-        refused = poisoned[0].told()["end"]["error"]
-        assert refused["code"] == "engine_failed" and "crashed twice" in refused["message"]
-        promise.all_of(f"others identical beside a poisoned request ({point})", _count_same(answers, expected), 31)
-        assert server.metric("engine_restarts_total") == 2
-        for _ in range(2):  # whole, and again: it ends itself, not the service
-            assert server.wait_for(lambda: is_ready(server), 60)
-            (answer,) = visit(server, [Ask(body={**poison.body, "stream": False})])
-            assert answer.status == 500 and answer.told()["error"]["code"] == "engine_failed"
-            assert server.wait_for(lambda: is_ready(server), 60)
-            assert _count_same(visit(server, asks[:1]), expected[:1]) == 1
-    finally:
-        assert stop_server(server) == 0
+    server = serve(fake_ms=5, environment=faults.environment, logs_tracebacks=True)
+    expected = _outputs(visit(server, asks))
+    faults.arm(point, "kill", match="max_tokens=119,")
+    faults.arm("engine.forward", "sleep", seconds=0.05)  # a request after the crash would be refused
+    poison = Ask(body={**_TEXT, "max_tokens": 119, "seed": 1})
+    with crowd(server, asks) as answers:
+        assert server.wait_for(lambda: all(answer.n_events > 3 for answer in answers), 60)
+        with crowd(server, [poison]) as poisoned:
+            assert server.wait_for(lambda: server.metric("engine_restarts_total") > 0)
+            faults.disarm("engine.forward")
+    refused = poisoned[0].told()["end"]["error"]
+    assert refused["code"] == "engine_failed" and "crashed twice" in refused["message"]
+    promise.all_of(f"others identical beside a poisoned request ({point})", _count_same(answers, expected), 31)
+    assert server.metric("engine_restarts_total") == 2
+    for _ in range(2):  # whole, and again: it ends itself, not the service
+        assert server.wait_for(lambda: is_ready(server), 60)
+        (answer,) = visit(server, [Ask(body={**poison.body, "stream": False})])
+        assert answer.status == 500 and answer.told()["error"]["code"] == "engine_failed"
+        assert server.wait_for(lambda: is_ready(server), 60)
+        assert _count_same(visit(server, asks[:1]), expected[:1]) == 1
 
 
 @pytest.mark.parametrize("engines", [1, 2])
 def test_requests_that_kill_the_engine_do_not_end_an_otherwise_idle_service(
-    tmp_path: Path, weights: Path, promise: Promise, engines: int
+    serve: Services, tmp_path: Path, promise: Promise, engines: int
 ) -> None:
     """After each the engine shows by a text of ours that it works; so no engine is given up, either."""
     faults, flags = Faults(tmp_path / "faults"), ("--replicas", str(engines))
-    server = start_server(tmp_path, weights, *flags, fake_ms=5, environment=faults.environment)
-    try:
-        faults.arm("engine.step", "kill", match="max_tokens=119,")
-        for number in range(3):
-            assert server.wait_for(lambda: server.metric("requests_suspect") == 0 and is_ready(server), 60)
-            (answer,) = visit(server, [Ask(body={**_TEXT, "max_tokens": 119, "seed": number})])
-            assert answer.told()["end"]["error"]["code"] == "engine_failed"
-        assert server.wait_for(lambda: is_ready(server), 60)
-        (answer,) = visit(server, _streams(1, max_tokens=5))
-        assert b"event: done" in answer.body
-        promise.all_of(f"poisoned requests in a row outlived, {engines} engines", 3, 3)
-        assert server.metric("engine_restarts_total") == 6 and is_clean(server, 30)
-        assert "given up" not in server.log.read_text()
-    finally:
-        assert stop_server(server) == 0
+    server = serve(*flags, fake_ms=5, environment=faults.environment, logs_tracebacks=True)
+    faults.arm("engine.step", "kill", match="max_tokens=119,")
+    for number in range(3):
+        assert server.wait_for(lambda: server.metric("requests_suspect") == 0 and is_ready(server), 60)
+        (answer,) = visit(server, [Ask(body={**_TEXT, "max_tokens": 119, "seed": number})])
+        assert answer.told()["end"]["error"]["code"] == "engine_failed"
+    assert server.wait_for(lambda: is_ready(server), 60)
+    (answer,) = visit(server, _streams(1, max_tokens=5))
+    assert b"event: done" in answer.body
+    promise.all_of(f"poisoned requests in a row outlived, {engines} engines", 3, 3)
+    assert server.metric("engine_restarts_total") == 6 and is_clean(server, 30)
+    assert "given up" not in server.log.read_text()
 
 
-def test_a_lost_device_pauses_all_and_blames_no_request(tmp_path: Path, weights: Path, promise: Promise) -> None:
+def test_a_lost_device_pauses_all_and_blames_no_request(serve: Services, tmp_path: Path, promise: Promise) -> None:
     """After such an error of CUDA every call fails: no row is tried, and the next engine has what was open."""
     faults, asks = Faults(tmp_path / "faults"), _streams(16, max_tokens=120)
-    server = start_server(tmp_path, weights, fake_ms=5, environment=faults.environment)
-    try:
-        expected = _outputs(visit(server, asks))
-        faults.arm("engine.step", "sleep", seconds=0.05)  # a request after the crash would be refused
-        with crowd(server, asks) as answers:
-            assert server.wait_for(lambda: all(answer.n_events > 3 for answer in answers), 60)
-            faults.arm("engine.forward", "lose device", times=1)
-            faults.disarm("engine.step")
-        same = _count_same(answers, expected)
-        promise.all_of("streams identical through a device that is lost", same, len(asks))
-        assert server.metric("engine_restarts_total") == 1 and not faults.is_armed("engine.forward")
-        log = server.log.read_text()
-        assert "the device is lost: an illegal memory access was encountered" in log
-        assert "failed in the engine" not in log, "a row that is tried alone would be blamed"
-    finally:
-        assert stop_server(server) == 0
+    server = serve(fake_ms=5, environment=faults.environment, logs_tracebacks=True)
+    expected = _outputs(visit(server, asks))
+    faults.arm("engine.step", "sleep", seconds=0.05)  # a request after the crash would be refused
+    with crowd(server, asks) as answers:
+        assert server.wait_for(lambda: all(answer.n_events > 3 for answer in answers), 60)
+        faults.arm("engine.forward", "lose device", times=1)
+        faults.disarm("engine.step")
+    same = _count_same(answers, expected)
+    promise.all_of("streams identical through a device that is lost", same, len(asks))
+    assert server.metric("engine_restarts_total") == 1 and not faults.is_armed("engine.forward")
+    log = server.log.read_text()
+    assert "the device is lost: an illegal memory access was encountered" in log
+    assert "failed in the engine" not in log, "a row that is tried alone would be blamed"
 
 
-def test_a_crash_loop_ends_the_service(tmp_path: Path, weights: Path, promise: Promise) -> None:
+def test_a_crash_loop_ends_the_service(serve: Services, tmp_path: Path, promise: Promise) -> None:
     """An engine that dies at every step, for any request: streams get an error, and the exit code is not 0."""
     faults = Faults(tmp_path / "faults")
-    server = start_server(tmp_path, weights, fake_ms=5, environment=faults.environment)
+    server = serve(fake_ms=5, environment=faults.environment, logs_tracebacks=True)
     with crowd(server, _streams(8, max_tokens=8000)) as answers:  # 40 s, if they were let
         assert server.wait_for(lambda: all(answer.n_events > 3 for answer in answers))
         faults.arm("engine.step", "exit", code=3)
@@ -232,12 +214,12 @@ def test_a_crash_loop_ends_the_service(tmp_path: Path, weights: Path, promise: P
     promise.all_of("a crash loop ends the process non-zero", int(code != 0), 1)
 
 
-def test_a_service_that_ends_while_its_engine_restarts_ends(tmp_path: Path, weights: Path) -> None:
+def test_a_service_that_ends_while_its_engine_restarts_ends(serve: Services, tmp_path: Path) -> None:
     """Once with an engine that comes back in time, once with one that does not."""
     faults = Faults(tmp_path / "faults")
     for comes_back in (True, False):
         drain, max_tokens = ("60", 400) if comes_back else ("1", 8000)
-        server = start_server(tmp_path, weights, "--drain-timeout", drain, fake_ms=5, environment=faults.environment)
+        server = serve("--drain-timeout", drain, fake_ms=5, environment=faults.environment, logs_tracebacks=True)
         with crowd(server, _streams(4, max_tokens=max_tokens)) as answers:
             assert server.wait_for(lambda: all(answer.n_events > 3 for answer in answers))
             if not comes_back:
@@ -248,42 +230,3 @@ def test_a_service_that_ends_while_its_engine_restarts_ends(tmp_path: Path, weig
         assert all(words in answer.body.decode() for answer in answers)
         assert server.process.wait(60) == 0
         faults.disarm("engine.load")
-
-
-def test_clients_may_leave_cancel_resume_and_wait_while_the_engine_restarts(tmp_path: Path, weights: Path) -> None:
-    faults = Faults(tmp_path / "faults")
-    server = start_server(tmp_path, weights, "--max-running", "5", fake_ms=10, environment=faults.environment)
-    try:
-        asks = _streams(5, max_tokens=300)
-        late = Ask(body={**_TEXT, "max_tokens": 300, "deadline_ms": 2000})
-        expected = _outputs(visit(server, asks))
-        with crowd(server, [*asks[:3], late]) as answers, _started(server, asks[0]) as leaver:
-            parts = leaver.iter_raw()  # an unreferenced iterator would close the response
-            next(parts)
-            assert server.wait_for(lambda: all(answer.n_events > 5 for answer in answers))
-            faults.arm("engine.step", "sleep", seconds=0.1)  # until the engine is killed the texts hardly go on
-            with crowd(server, asks[3:]) as waiting:
-                assert server.wait_for(lambda: all(answer.n_events for answer in waiting))
-                faults.arm("engine.load", "sleep", seconds=3, times=1)
-                _kill(server)
-                faults.disarm("engine.step")
-                leaver.close()
-                refused = httpx.post(f"{server.url}/complete", json=_TEXT, timeout=60)
-                assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
-                assert httpx.delete(f"{server.url}/complete/{answers[0].name}", timeout=60).status_code == 200
-                resumed = httpx.get(f"{server.url}/complete/{answers[1].name}/events", timeout=60)
-        assert answers[0].told()["end"]["choices"][0]["finish_reason"] == "cancelled"
-        assert answers[3].told()["end"]["choices"][0]["finish_reason"] == "timeout"
-        answers[1].body = bytearray(resumed.content)
-        assert _count_same([*answers[1:3], *waiting], expected[1:]) == 4
-        queue_events = [answer.body.count(b"event: queue") for answer in waiting]
-        assert min(queue_events) >= 3, "a waiting request gets its queue position, also while there is no engine"
-        assert is_clean(server, 30)
-    finally:
-        assert stop_server(server) == 0
-
-
-@contextmanager
-def _started(server: Server, ask: Ask) -> Iterator[httpx.Response]:
-    with httpx.stream("POST", f"{server.url}{ask.path}", json=ask.body, timeout=60) as response:
-        yield response

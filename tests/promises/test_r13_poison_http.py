@@ -5,15 +5,12 @@ Nine places, each in an event stream, in a whole answer and in a stream of /v1/c
 
 from __future__ import annotations
 
-import asyncio
-import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 
@@ -21,7 +18,7 @@ from model.checkpoint.checkpoint import weights_files
 from model.files import write_files
 from model.tokenizer.tokenizer import Tokenizer
 from tests.support.armed_faults import Faults
-from tests.support.completion_client import parse_events
+from tests.support.load.concurrent_clients import Answer, Ask, visit
 from tests.support.model.tiny_models import TEXT, VOCAB, tiny_config, tiny_decoder
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, start_server, stop_server
@@ -83,51 +80,16 @@ def _body(index: int, rng: random.Random, words: list[str]) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a client makes of an answer; `output` is all of it but ids and times."""
-
-    output: tuple[str, ...]
-    error: dict[str, Any] | None
+def _all_at_once(server: Server, bodies: list[dict[str, Any]], mode: str) -> list[Answer]:
+    path = "/v1/completions" if mode == "chunks" else "/complete"
+    return visit(server, [Ask(path=path, body={**body, "stream": mode != "whole"}) for body in bodies])
 
 
-def _all_at_once(url: str, bodies: list[dict[str, Any]], mode: str) -> list[Answer]:
-    async def ask_all() -> list[Answer]:
-        limits = httpx.Limits(max_connections=N)
-        async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
-            return await asyncio.gather(*(_ask(client, body, mode) for body in bodies))
-
-    return asyncio.run(ask_all())
-
-
-async def _ask(client: httpx.AsyncClient, body: dict[str, Any], mode: str) -> Answer:
-    route = "/v1/completions" if mode == "chunks" else "/complete"
-    response = await client.post(route, json={**body, "stream": mode != "whole"})
-    if response.status_code != 200:
-        return Answer((str(response.status_code),), response.json()["error"])
-    if mode == "events":
-        return _of_events(response.text)
-    if mode == "chunks":
-        return _of_chunks(response.text)
-    return Answer((json.dumps(response.json()["choices"]),), None)
-
-
-def _of_events(body: str) -> Answer:
-    events = parse_events(body)
-    assert [e.name for e in events if e.name in ("done", "error")] == [events[-1].name], "not one end, at the end"
-    texts = [e.data["text"] + json.dumps(e.data.get("tokens")) for e in events if e.name == "token"]
-    if events[-1].name == "error":
-        return Answer(tuple(texts), events[-1].data["error"])
-    return Answer((*texts, json.dumps(events[-1].data["choices"])), None)
-
-
-def _of_chunks(body: str) -> Answer:
-    *blocks, done, rest = body.split("\n\n")
-    assert (done, rest) == ("data: [DONE]", "")
-    parts = [json.loads(block.removeprefix("data: ")) for block in blocks]
-    errors = [part["error"] for part in parts if "error" in part]
-    assert len(errors) <= 1 and (not errors or "error" in parts[-1])
-    return Answer(tuple(json.dumps(part["choices"]) for part in parts if "choices" in part), *errors or [None])
+def _error(output: Any) -> dict[str, Any] | None:
+    """Of an event, a chunk or a whole answer; without the request's id, which is its answer's name."""
+    errors = output.get("errors") or [output.get("end", output).get("error")]
+    assert len(errors) == 1
+    return errors[0]
 
 
 def _arm(faults: Faults, case: str, mode: str) -> str:
@@ -154,30 +116,30 @@ def _arm(faults: Faults, case: str, mode: str) -> str:
 @pytest.mark.parametrize("mode", MODES)
 def test_31_of_32_clients_do_not_notice_a_poisoned_one(service: Service, mode: str, promise: Promise) -> None:
     server, bodies, good = service.server, _bodies(), 0
-    before = _all_at_once(server.url, bodies, mode)
-    assert not [answer.error for answer in before if answer.error]
+    before = [answer.told() for answer in _all_at_once(server, bodies, mode)]
+    assert not any(map(_error, before))
     for case in CASES:
         written = len(server.told())
         point = _arm(service.faults, case, mode)
         sent = bodies
         if case == "NaN row":
             sent = [{**b, "prompt": [*VICTIMS_IDS, POISON, 5]} if b.get("user") == "victim" else b for b in bodies]
-        after = _all_at_once(server.url, sent, mode)
+        answers = _all_at_once(server, sent, mode)
         service.faults.disarm(point or "nothing")
-        victim, error = after[VICTIM], after[VICTIM].error
-        assert error and set(error) == {"message", "type", "param", "code", "request_id"}, (case, victim)
+        after = [answer.told() for answer in answers]
+        error = _error(after[VICTIM])
+        assert error and set(error) == {"message", "type", "param", "code"}, (case, after[VICTIM])
         assert error["type"] == "server_error", case
         if case != "NaN row":  # which is not a programming error, so it has no traceback in the log
-            assert server.tells(error["request_id"], "InjectedFault", since=written), case
-        if mode == "events":
-            assert victim.output in (("500",), before[VICTIM].output[: len(victim.output)]), case
-        good += all(one == other for i, (one, other) in enumerate(zip(before, after, strict=True)) if i != VICTIM)
+            assert server.tells(answers[VICTIM].name, "InjectedFault", since=written), case
+            begun = {kind: after[VICTIM].get(kind, {}).get(0, []) for kind in ("texts", "tokens")}
+            assert all(before[VICTIM][kind][0][: len(part)] == part for kind, part in begun.items() if part), case
+        good += [*after[:VICTIM], *after[VICTIM + 1 :]] == [*before[:VICTIM], *before[VICTIM + 1 :]]
         assert server.wait_for(lambda: server.metric("kv_cache_usage_ratio") == 0), f"{case}: leaked blocks"
         assert server.wait_for(lambda: server.metric("requests_running") == 0)
         assert server.metric("block_violations_total") == 0
     assert server.metric("engine_restarts_total") == 0
-    what = f"places where only the poisoned one of 32 clients fails ({mode})"
-    promise.all_of(what, good, len(CASES))
+    promise.all_of(f"places where only the poisoned one of 32 clients fails ({mode})", good, len(CASES))
 
 
 def test_a_guide_whose_compilation_raises_fails_its_request_alone(service: Service, promise: Promise) -> None:
@@ -185,13 +147,12 @@ def test_a_guide_whose_compilation_raises_fails_its_request_alone(service: Servi
     server, bodies = service.server, _bodies()
     bodies[VICTIM] = {"prompt": "A number:", "max_tokens": 9, "seed": 1, "user": "victim", "regex": "[0-9]{4}"}
     bodies[3] = {**bodies[VICTIM], "user": "u3", "regex": "[a-z]{4}"}
-    before = _all_at_once(server.url, bodies, "events")
-    service.faults.arm("engine.guide", "raise", match="[0-9]{4}")
-    after = _all_at_once(server.url, bodies, "events")
-    service.faults.disarm("engine.guide")
-    error = after[VICTIM].error
+    before = _all_at_once(server, bodies, "events")
+    with service.faults.armed("engine.guide", "raise", match="[0-9]{4}"):
+        after = _all_at_once(server, bodies, "events")
+    error = _error(after[VICTIM].told())
     assert error and error["type"] == "server_error" and "guide" in error["message"]
-    assert server.tells(error["request_id"])
-    good = sum(one == other for i, (one, other) in enumerate(zip(before, after, strict=True)) if i != VICTIM)
+    assert server.tells(after[VICTIM].name)
+    pairs = [(one, other) for i, (one, other) in enumerate(zip(before, after, strict=True)) if i != VICTIM]
     assert server.metric("engine_restarts_total") == 0
-    promise.all_of("answers beside one whose guide raises", good, N - 1)
+    promise.all_of("answers beside one whose guide raises", sum(a.told() == b.told() for a, b in pairs), N - 1)

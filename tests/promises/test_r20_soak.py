@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import pytest
-
 from tests.support import ROOT
 from tests.support.processes import children, memory, open_files
 from tests.support.promise_figures import Promise
@@ -214,11 +212,3 @@ def test_a_planted_leak_is_found_out(serve: Services, tmp_path: Path) -> None:
     samples, _ = _soak(server, tasks, warm_up=0.5, seconds=4, n_samples=4)
     assert _slope(samples) > 2 * CI_FLOOR
     assert _growth(samples, "fds") > 5 and _growth(samples, "tasks") > 5
-
-
-@pytest.mark.parametrize("what", COUNTED)
-def test_a_slow_leak_of_few_is_seen_through_what_comes_and_goes(what: str) -> None:
-    wave = [0, 3, 1, 5, 0, 2, 4, 0]
-    flat = [Sample(at=i, rss_mib=(9.0,), fds=w, threads=w, tasks=w) for i, w in enumerate(wave)]
-    rising = [Sample(at=i, rss_mib=(9.0,), fds=w + i, threads=w + i, tasks=w + i) for i, w in enumerate(wave)]
-    assert _growth(flat, what) == 0 and _growth(rising, what) > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,7 +14,6 @@ import pytest
 
 from tests.support.completion_client import parse_events, text_of
 from tests.support.http.nginx import needs_nginx, running_nginx
-from tests.support.http.raw_client import post
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server
 from tests.support.services import Services
@@ -77,17 +75,6 @@ def test_the_first_byte_comes_at_once_and_tokens_one_by_one(serve: Services, tmp
         promise.at_most("first token through nginx, later than without", later, target=0.2, unit="s", n=5)
         for path in ("/", "/docs", "/v1/models"):
             assert httpx.get(f"{url}{path}").status_code == 200
-
-
-@pytest.mark.timed
-def test_a_client_that_leaves_nginx_is_noticed(serve: Services, tmp_path: Path) -> None:
-    server = serve(fake_ms=5)
-    with _nginx(tmp_path, server) as url:
-        for stream in (True, False):
-            with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as client:
-                client.sendall(post({**SHORT, "max_tokens": 8000, "stream": stream}))
-                assert server.wait_for(lambda: server.metric("requests_running") == 1)
-            assert server.wait_for(lambda: server.metric("requests_running") == 0, 2)
 
 
 def test_a_silence_longer_than_the_read_time_out_is_survived(

@@ -19,7 +19,6 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Mount, Route
 
 from app.common.settings import Settings
-from app.http.auth import AuthMiddleware
 from app.main import create_app
 from tests.support.keyed_server import Keyring, bearer, exchange, raw, request_lines, status_of
 from tests.support.promise_figures import Promise
@@ -173,16 +172,3 @@ def test_the_key_is_asked_for_before_the_body_is_read(keyed: Server) -> None:
     announced = raw("POST", "/complete", "Host: localhost", "Content-Type: application/json", "Content-Length: 1000000")
     answer = exchange(keyed.url, announced.replace(b"Connection: close\r\n", b""), seconds=20)
     assert status_of(answer) == 401
-
-
-def test_without_the_gate_the_check_above_fails(ring: Keyring, tmp_path: Path) -> None:
-    """The control: the same application without authentication accepts an anonymous client."""
-    app = _app(ring, tmp_path)
-    app.user_middleware = [m for m in app.user_middleware if m.cls is not AuthMiddleware]
-    app.add_api_route("/secret", lambda: SECRET)
-
-    async def ask(path: str) -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as client:
-            return await client.get(path)
-
-    assert SECRET in asyncio.run(ask("/secret")).text
