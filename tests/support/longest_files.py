@@ -9,7 +9,6 @@ LONGEST = (
     "serving/test_process_lifecycle.py",
     "promises/test_r19_new_weights.py",
     "api/test_resumed_streams.py",
-    "model/train/test_served_presets.py",
     "model/train/test_presets.py",
     "engine/sampling/test_sampler_oracle.py",
     "page/test_page.py",
