@@ -22,7 +22,7 @@ from model.train.common.output_dir import require_disk_space
 from model.train.common.sample import DEFAULT_SAMPLING, GREEDY_SAMPLING, generate_samples
 from model.train.data.sources import DataError
 from model.train.loop import QUICK_EVAL_TARGETS, Loop
-from model.train.reporting.metrics_log import TensorBoardLog
+from model.train.reporting.metrics_log import tensorboard_writer
 from model.train.reporting.model_card import RunFacts, read_about, shorten_names, write_result
 from model.train.reporting.progress import RunInfo
 from model.train.reporting.report import Report, closing_summary, opening_summary
@@ -63,7 +63,7 @@ class Run:
         self.out = Path(options.out)
         self.work = self.out / ".training"
         self.about = read_about(options.about)
-        self.tensorboard = TensorBoardLog(self.out / "tensorboard") if options.tensorboard else None
+        self.tensorboard = tensorboard_writer() if options.tensorboard else None
         self.sampling = GREEDY_SAMPLING if options.greedy else DEFAULT_SAMPLING
         self.resumes = self._should_resume()
         self.device = choose_device(options.device)

@@ -21,30 +21,15 @@ from model.train.reporting.progress import RunInfo, Status
 _NOT_PLOTTED = ("step", "fraction")
 
 
-class TensorBoardLog:
-    """Writes event files to a folder, for tensorboard --logdir DIR."""
-
-    def __init__(self, folder: Path) -> None:
-        """Raises DataError if TensorBoard is not installed."""
-        try:  # not at module level: optional, and slow to import
-            self._writer_class: Any = import_module("torch.utils.tensorboard").SummaryWriter
-        except ImportError:
-            raise DataError(
-                "--tensorboard: the package tensorboard is not installed; install it (pip install tensorboard) or "
-                "omit the flag, log.jsonl and loss.svg are written anyway"
-            ) from None
-        self._folder = folder
-
-    def start(self, step: int) -> None:
-        """Removes records of later steps, which a resumed run recomputes."""
-        self._writer = self._writer_class(str(self._folder), purge_step=step + 1)
-
-    def add(self, record: Mapping[str, Any]) -> None:
-        """Adds a record of the log, or a part of one. Call start() first."""
-        for key, value in record.items():
-            if key not in _NOT_PLOTTED and value is not None:
-                self._writer.add_scalar(key, value, record["step"])
-        self._writer.flush()
+def tensorboard_writer() -> Any:
+    """The class that writes event files for tensorboard --logdir DIR. Raises DataError if it is not installed."""
+    try:  # not at module level: optional, and slow to import
+        return import_module("torch.utils.tensorboard").SummaryWriter
+    except ImportError:
+        raise DataError(
+            "--tensorboard: the package tensorboard is not installed; install it (pip install tensorboard) or "
+            "omit the flag, log.jsonl and loss.svg are written anyway"
+        ) from None
 
 
 Record = dict[str, Any]
@@ -55,9 +40,12 @@ _RECORDS = 1000
 class MetricsLog:
     """Records of each step in memory and in a file; a failed write is reported once and does not end the run."""
 
-    def __init__(self, path: Path, run_info: RunInfo, *, start_step: int, tensorboard: TensorBoardLog | None) -> None:
-        """start_step: see read_records(). tensorboard: receives the same records."""
-        self.path, self.tensorboard, self._run_info = path, tensorboard, run_info
+    def __init__(self, path: Path, run_info: RunInfo, *, start_step: int, tensorboard: Any = None) -> None:
+        """start_step: see read_records(). tensorboard: tensorboard_writer(), to write the same there."""
+        self.path, self._run_info = path, run_info
+        # Records of later steps are removed, which a resumed run computes again.
+        folder = str(path.parent / "tensorboard")
+        self._tensorboard = tensorboard(folder, purge_step=start_step + 1) if tensorboard else None
         self.records = read_records(path, start_step=start_step)
         self._mark = _mark(self.records[-1]["fraction"]) if self.records and self.records[-1]["step"] else -1
         self._losses: list[float] = []
@@ -110,9 +98,12 @@ class MetricsLog:
         self._losses.clear()
         self._norms.clear()
 
-    def _log_to_tensorboard(self, record: Record) -> None:
-        if self.tensorboard:
-            self.tensorboard.add(record)
+    def _log_to_tensorboard(self, record: Mapping[str, Any]) -> None:
+        if self._tensorboard:
+            for key, value in record.items():
+                if key not in _NOT_PLOTTED and value is not None:
+                    self._tensorboard.add_scalar(key, value, record["step"])
+            self._tensorboard.flush()
 
     def _write(self) -> None:
         may_append, self._can_append = self._can_append, False  # until the line is written

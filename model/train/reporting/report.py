@@ -9,13 +9,14 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from model.checkpoint.model_summary import describe_size, shape_lines
 from model.config import ModelConfig
 from model.train.common.console import duration, format_count, interpreter_path, print_stdout, write_extra
 from model.train.common.sample import Sample
 from model.train.reporting.loss_plot import loss_curve
-from model.train.reporting.metrics_log import MetricsLog, TensorBoardLog
+from model.train.reporting.metrics_log import MetricsLog
 from model.train.reporting.model_card import RunFacts
 from model.train.reporting.progress import Console, Progress, RateTracker, RunInfo, Status
 from model.train.reporting.samples import SampleLog
@@ -74,10 +75,10 @@ class Report:
         *,
         start_step: int,
         report_seconds: float,
-        tensorboard: TensorBoardLog | None = None,
+        tensorboard: Any = None,
     ) -> None:
-        """start_step: step of the snapshot that the run resumes from, or 0. tensorboard: receives the log's records."""
-        self.run_info, self.tensorboard, self.start_step = run_info, tensorboard, start_step
+        """start_step: step of the snapshot that the run resumes from, or 0. tensorboard: see MetricsLog."""
+        self.run_info = run_info
         self._curve = out / "loss.svg"
         self._metrics_log = MetricsLog(out / "log.jsonl", run_info, start_step=start_step, tensorboard=tensorboard)
         store = out / ".training" / "samples.jsonl"
@@ -89,8 +90,6 @@ class Report:
 
     def __enter__(self) -> Report:
         self._console.__enter__()
-        if self.tensorboard:
-            self.tensorboard.start(self.start_step)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from model.train.reporting.metrics_log import MetricsLog, TensorBoardLog, read_records
+from model.train.reporting.metrics_log import MetricsLog, read_records, tensorboard_writer
 from model.train.reporting.progress import Progress, RateTracker, RunInfo
 from model.train.reporting.report import Report
 from tests.support import ROOT
@@ -98,7 +98,7 @@ def test_a_long_run_has_about_a_thousand_records_that_miss_no_step(tmp_path: Pat
 def test_a_disk_that_was_full_for_a_while_leaves_no_torn_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log = MetricsLog(tmp_path / "log.jsonl", OUTLINE, start_step=0, tensorboard=None)
+    log = MetricsLog(tmp_path / "log.jsonl", OUTLINE, start_step=0)
     log.add({"step": 1, "held_out": math.nan})
     with monkeypatch.context() as patch:
 
@@ -151,8 +151,7 @@ def test_tensorboard_is_told_what_the_log_is(tmp_path: Path, monkeypatch: pytest
         return SimpleNamespace(add_scalar=lambda *call: calls.append(call), flush=lambda: None)
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=writer))
-    board = TensorBoardLog(tmp_path / "tensorboard")
-    with Report(tmp_path, OUTLINE, start_step=0, report_seconds=60, tensorboard=board) as report:
+    with Report(tmp_path, OUTLINE, start_step=0, report_seconds=60, tensorboard=tensorboard_writer()) as report:
         report.step(progress(1))
         report.held_out(1, 1.5)
         report.finish(1.25, [])
@@ -162,4 +161,4 @@ def test_tensorboard_is_told_what_the_log_is(tmp_path: Path, monkeypatch: pytest
     assert "mfu" not in {call[0] for call in calls}, "an unknown value is not plotted"
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ValueError, match=r"--tensorboard: .*pip install tensorboard"):
-        TensorBoardLog(tmp_path)
+        tensorboard_writer()
