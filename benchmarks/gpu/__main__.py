@@ -17,8 +17,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -71,7 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # with tiny sizes a second thread would only spin
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     run_deadline = time.monotonic() + 60 * options.minutes
-    with _temporary_folder() as folder:
+    # A stage may leave files that cannot be deleted.
+    with tempfile.TemporaryDirectory(prefix="gpu-check-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
         try:
             if options.wheels:
                 install(options.wheels, folder / "site")
@@ -96,16 +98,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             _run_stage(stage, context, report, detected[1])
     print(f"\n{report.table()}\n\n{report.path}\n{report.as_json()}", flush=True)
     return 0 if report.is_good else 1
-
-
-@contextmanager
-def _temporary_folder() -> Iterator[Path]:
-    """A temporary folder that is removed on exit, even if a stage left files that cannot be deleted."""
-    folder = Path(tempfile.mkdtemp(prefix="gpu-check-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _detect_device(device: str, folder: Path) -> tuple[str, StartMethod] | None:

@@ -10,14 +10,14 @@ import statistics
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from httptools import HttpParserError
 
 from benchmarks.client import Exchange
-from benchmarks.common import percentile
+from benchmarks.common import alternate, median_of, percentile
 from benchmarks.completions import Completed, CompletionRequest, Failed, OpenAIRequest, measure
 from benchmarks.load import LoadPlan, LoadResult, main, run
 from benchmarks.prompts import pseudo_prose
@@ -124,6 +124,7 @@ def test_tokens_are_those_of_the_usage_and_the_warm_up_is_not_counted() -> None:
     (level,) = load(server).levels
     assert (level.streams, level.requests, level.completed, level.errors, level.unfinished) == (2, 4, 4, 0, 0)
     assert (level.output_tokens, len(server.bodies)) == (4 * 6, 4 + 1)
+    assert server.connections == 1 + 1 + 2  # the model list, the warm-up, and one for each stream
     assert level.output_tokens_per_second == pytest.approx(24 / level.seconds)
 
 
@@ -166,12 +167,6 @@ def test_the_same_prompt_is_sent_always_if_asked() -> None:
     server = FakeServer(answer_well)
     load(server, same_prompt=True)
     assert len({body["prompt"] for body in server.bodies}) == 1
-
-
-def test_each_stream_keeps_its_connection() -> None:
-    server = FakeServer(answer_well)
-    load(server, requests=12)
-    assert server.connections == 1 + 1 + 2  # the model list, the warm-up, the two streams
 
 
 def test_a_server_that_says_close_gets_a_new_connection_for_each_request() -> None:
@@ -278,9 +273,6 @@ def test_ctrl_c_prints_what_there_is_and_ends_with_130() -> None:
     assert returncode == 130
 
 
-STREAM = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-
-
 def answered(api: type[CompletionRequest], *pieces: tuple[float, bytes]) -> Completed | Failed:
     """Of an exchange whose answer arrives in these pieces, sent at second 1."""
     exchange = Exchange(b"", api.MARKER)
@@ -294,27 +286,12 @@ def answered(api: type[CompletionRequest], *pieces: tuple[float, bytes]) -> Comp
 
 
 @pytest.mark.parametrize("size", range(1, 40))
-def test_chunks_cut_anywhere_give_the_same_bytes(size: int) -> None:
-    exchange, wire = Exchange(b""), STREAM + b"7\r\nso many\r\nC;x=y\r\n small words\r\n0\r\nTrailer: x\r\n\r\n"
-    for at in range(0, len(wire), size):
-        exchange.parser.feed_data(wire[at : at + size])
-    assert (exchange.status, exchange.body) == (200, b"so many small words")
-    assert exchange.ended and not exchange.error
-
-
-@pytest.mark.parametrize("size", range(1, 40))
 def test_every_token_is_timed_wherever_its_event_is_cut(size: int) -> None:
     exchange = Exchange(b"")
     wire = b'event: token\ndata: {"text": "a"}\n\n' * 3 + b"event: done\ndata: {}\n\n"
     for at in range(0, len(wire), size):
         exchange.on_body(wire[at : at + size])
     assert len(exchange.arrivals) == 3
-
-
-@pytest.mark.parametrize("wire", [b"zz\r\n", b"2\r\nabc\r\n", b"0\r\n\r\nHTTP/1.1 200 OK\r\n", b"-1\r\n"])
-def test_a_body_that_breaks_the_framing_is_refused(wire: bytes) -> None:
-    with pytest.raises(HttpParserError):
-        Exchange(b"").parser.feed_data(STREAM + wire)
 
 
 def test_the_first_token_is_the_first_with_text_and_gaps_lie_between_all_token_events() -> None:
@@ -357,6 +334,19 @@ def test_percentiles_are_those_of_the_standard_library() -> None:
     values = [0.5, 1.0, 4.0, 4.5, 9.0, 20.0, 21.0]
     cuts = statistics.quantiles(values, n=100, method="inclusive")
     assert [percentile(values, p) for p in range(1, 100)] == pytest.approx(cuts)
+
+
+def test_measurements_alternate_and_the_first_round_warms_up() -> None:
+    order: list[str] = []
+
+    def measure_one(name: str) -> float:
+        order.append(name)
+        return float(len(order))
+
+    rounds = alternate({name: partial(measure_one, name) for name in "abc"}, 2)
+    assert order == [*"abc", *"bca", *"cab"]
+    assert rounds == [{"b": 4, "c": 5, "a": 6}, {"c": 7, "a": 8, "b": 9}]
+    assert (median_of(rounds, "a"), median_of(rounds, "a", by="b")) == (7, (6 / 4 + 8 / 9) / 2)
 
 
 def test_no_two_prompts_begin_with_the_same_words() -> None:

@@ -1,4 +1,4 @@
-"""Attention against a slow reference, and batch invariance: alone, batched, chunked, with any number of programs.
+"""Attention against the reference kernels, and batch invariance: alone, batched, chunked, with any number of programs.
 
 Sequences lie in a paged KV cache. Everything that no token may read is NaN: other blocks, positions after a sequence's
 last token or before the attention window, and what its block table says after its last block. Shape legend: as in
@@ -7,7 +7,6 @@ app/engine/gpu/kernels/interface.py; H query heads, C head_dim, L positions of a
 
 from __future__ import annotations
 
-import math
 import random as python_random
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from app.engine.gpu.kernels.interface import SPLIT, AttentionBatch, Kernels
+from app.engine.gpu.kernels.reference_operations import ReferenceKernels
 from benchmarks.gpu.conformance.harness import close, kernels_under_test, poisoned, random, same_bits
 from benchmarks.gpu.results import Finding
 
@@ -169,25 +169,10 @@ def check_attention(device: str, tiny: bool) -> Iterator[Finding]:
 
 
 def accuracy(what: str, kernels: Kernels, scene: AttentionScene, tail: int, tile_tokens: int = 16) -> Finding:
-    """Compares the last `tail` tokens of every sequence, computed in one step, with the reference."""
+    """Compares the last `tail` tokens of every sequence, computed in one step, with the reference kernels."""
     pieces = ends(scene, tail)
-    actual = torch.cat(scene.attend(kernels, pieces, tile_tokens))
-    expected = [
-        attended(scene.q[i][position], scene.k[i], scene.v[i], position, scene.window)
-        for i, first, count in pieces
-        for position in range(first, first + count)
-    ]
-    return close(what, actual, torch.stack(expected))
-
-
-def attended(q_HC: Tensor, k_LKC: Tensor, v_LKC: Tensor, position: int, window: int | None) -> Tensor:
-    """Slow reference in float64: output [H, C] of the token at `position` of a sequence."""
-    first = 0 if window is None else max(0, position - window + 1)
-    group = q_HC.shape[0] // k_LKC.shape[1]
-    k_LHC, v_LHC = (x[first : position + 1].double().repeat_interleave(group, dim=1) for x in (k_LKC, v_LKC))
-    scores_HL = (q_HC.double() * k_LHC).sum(-1).T / math.sqrt(q_HC.shape[1])
-    odds_HL = torch.exp(scores_HL - scores_HL.amax(-1, keepdim=True))
-    return (odds_HL.T[:, :, None] * v_LHC).sum(0) / odds_HL.sum(-1)[:, None]
+    expected = torch.cat(scene.attend(ReferenceKernels(), pieces, tile_tokens))
+    return close(what, torch.cat(scene.attend(kernels, pieces, tile_tokens)), expected)
 
 
 def law(what: str, others: tuple[Kernels, ...], scene: AttentionScene, tail: int) -> Iterator[Finding]:

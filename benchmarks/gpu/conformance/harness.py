@@ -32,9 +32,10 @@ def triton_kernels(**options: int) -> Kernels:
 
 
 def close(what: str, actual: Tensor, expected: Tensor) -> Finding:
-    """Compares with a float64 reference; the tolerance is relative to the larger of 1 and the expected number."""
-    allowed = _MAX_ULPS[actual.dtype] * torch.finfo(actual.dtype).eps * expected.abs().clamp(min=1.0)
-    worst = ((actual.double() - expected).abs() / allowed).max().item() if actual.numel() else 0.0
+    """Compares with a reference; the tolerance is relative to the larger of 1 and the expected number."""
+    exact = expected.double()
+    allowed = _MAX_ULPS[actual.dtype] * torch.finfo(actual.dtype).eps * exact.abs().clamp(min=1.0)
+    worst = ((actual.double() - exact).abs() / allowed).max().item() if actual.numel() else 0.0
     return Finding(what=what, ok=worst <= 1.0, value=worst, unit="of what is allowed")  # NaN is not <= 1
 
 
@@ -43,7 +44,7 @@ def rounded(what: str, actual: Tensor, expected: Tensor) -> Finding:
 
     Always holds in float32, where sums differ more than that.
     """
-    share = (actual != expected.to(actual.dtype)).double().mean().item()
+    share = (actual != expected).double().mean().item()
     ok = actual.dtype == torch.float32 or share <= _MAX_SHARE_ROUNDED_OFF
     return Finding(what=f"{what}: rounded", ok=ok, value=share, unit="of all numbers are not the nearest")
 

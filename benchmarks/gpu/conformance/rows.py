@@ -1,16 +1,14 @@
-"""Row operations of a step (norms, heads, activations, state) against slow references, and alone against batched.
-
-The references compute one token at a time in float64, and round where app/engine/gpu/kernels/interface.py says so.
+"""Row operations of a step (norms, heads, activations, state) against the reference kernels, and alone against batched.
 
 Shape legend: as in app/engine/gpu/kernels/interface.py.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from random import Random
 from typing import get_args
 
@@ -18,10 +16,12 @@ import torch
 from torch import Tensor
 
 from app.engine.gpu.kernels.interface import HeadsSpec, Kernels, NormSpec, RowState
+from app.engine.gpu.kernels.reference_operations import ReferenceKernels
 from benchmarks.gpu.conformance.harness import close, kernels_under_test, poisoned, random, rounded, same_bits
 from benchmarks.gpu.results import Finding
 from model.config import Activation, Norm
 
+Outputs = dict[str, Tensor]
 _FORMATS = (torch.bfloat16, torch.float16, torch.float32)
 _LARGE_WIDTHS = ((1, 4096), (64, 8192), (300, 768), (7, 5120), (5, 100), (2, 16384))
 _LARGE_STATES = ((256, 256, 64, 2048), (500, 129, 16, 300), (8, 1, 32, 5))
@@ -75,42 +75,27 @@ def norms(kernels: Kernels, n_tokens: int, width: int, dtype: torch.dtype, devic
     x_TD, delta_TD, parts_XD = (random((n, width), dtype, device, seed + n) for n in (n_tokens, n_tokens, 2))
     delta_TD = delta_TD * 3 + 1
     for kind in get_args(Norm):
-        for delta, weight, bias in (
-            (delta_TD, parts_XD[0], None),
-            (None, parts_XD[0], parts_XD[1]),
-            (delta_TD, None, None),
-        ):
+        for delta, weight, bias in ((delta_TD, parts_XD[0], None), (None, *parts_XD), (delta_TD, None, None)):
             norm = NormSpec(kind=kind, weight=weight, bias=bias if kind == "layernorm" else None)
-            what = f"{kind}, {n_tokens} of {width}, {dtype}, seed {seed}"
-            with poisoned():
-                sum_TD, normed_TD = kernels.add_norm(x_TD, delta, norm)
-                last_TD, last_normed_TD = kernels.add_norm(x_TD[-1:], None if delta is None else delta[-1:], norm)
-            yield same_bits(f"{what}: sum", sum_TD, x_TD if delta is None else x_TD + delta)
-            expected_TD = torch.stack([normed(x_D, norm) for x_D in sum_TD])
-            yield close(what, normed_TD, expected_TD)
-            yield rounded(what, normed_TD, expected_TD)
-            yield same_bits(
-                f"{what}: alone", torch.cat((last_TD, last_normed_TD)), torch.cat((sum_TD[-1:], normed_TD[-1:]))
-            )
+
+            def add_norm(kernels: Kernels, rows: slice, delta: Tensor | None = delta, norm: NormSpec = norm) -> Outputs:
+                sum_TD, normed_TD = kernels.add_norm(x_TD[rows], None if delta is None else delta[rows], norm)
+                return {"sum": sum_TD, "norm": normed_TD}
+
+            yield from _compare(f"{kind}, {n_tokens} of {width}, {dtype}, seed {seed}", kernels, add_norm)
 
 
 def gates(kernels: Kernels, n_tokens: int, width: int, dtype: torch.dtype, device: str, seed: int) -> Iterator[Finding]:
     """Every activation, gated and not."""
     hidden_TX = 3 * random((n_tokens, 2 * width), dtype, device, seed)
-    for activation in get_args(Activation):
-        for gated in (True, False):
-            gate_TF, up_TF = hidden_TX.chunk(2, dim=-1) if gated else (hidden_TX, None)
-            expected_TF = activated(gate_TF, activation)
-            if up_TF is not None:
-                expected_TF = expected_TF.to(dtype).double() * up_TF.double()
-            what = f"{activation}, gated {gated}, {n_tokens} of {width}, {dtype}, seed {seed}"
-            with poisoned():
-                out_TF = kernels.gate(hidden_TX, activation, gated)
-                last_TF = kernels.gate(hidden_TX[-1:], activation, gated)
-            yield close(what, out_TF, expected_TF)
-            if activation != "gelu":  # 1 + erf has few significant digits near zero
-                yield rounded(what, out_TF, expected_TF)
-            yield same_bits(f"{what}: alone", last_TF, out_TF[-1:])
+    for activation, gated in product(get_args(Activation), (True, False)):
+
+        def gate(kernels: Kernels, rows: slice, activation: Activation = activation, gated: bool = gated) -> Outputs:
+            return {"gate": kernels.gate(hidden_TX[rows], activation, gated)}
+
+        what = f"{activation}, gated {gated}, {n_tokens} of {width}, {dtype}, seed {seed}"
+        # 1 + erf has few significant digits near zero.
+        yield from _compare(what, kernels, gate, is_exact=activation != "gelu")
 
 
 def heads(
@@ -122,53 +107,35 @@ def heads(
     angles_PF = 3 * random((50, spec.turned_dim // 2), torch.float32, "cpu", seed + 1)
     rope_PC = torch.cat((angles_PF.cos(), angles_PF.sin()), dim=-1).to(device)
     generator = torch.Generator().manual_seed(seed)
-    positions_T = torch.randint(50, (n_tokens,), generator=generator, dtype=torch.int32)
-    slots_T = torch.randperm(2 * n_tokens, generator=generator, dtype=torch.int32)[:n_tokens]
-    slots_T[1::3] = -1
+    positions_T = torch.randint(50, (n_tokens,), generator=generator, dtype=torch.int32).to(device)
+    slots_T = torch.randperm(2 * n_tokens, generator=generator, dtype=torch.int32)[:n_tokens].to(device)
+    slots_T[:-1][1::3] = -1
     for rope, variant in ((rope_PC, spec), (None, replace(spec, q_norm=None))):
+
+        def split(kernels: Kernels, rows: slice, rope: Tensor | None = rope, spec: HeadsSpec = variant) -> Outputs:
+            """Queries, and what was written to a cache in blocks of 16, whose last block is for padding rows."""
+            n_blocks, slots = 2 * n_tokens // 16 + 2, slots_T[rows]
+            cache = qkv_TX.new_full((2, n_blocks, 16, spec.n_kv_heads, spec.head_dim), float("nan"))
+            q_THC = kernels.split_heads(qkv_TX[rows], spec, positions_T[rows], rope, cache, slots)
+            kept = cache.flatten(1, 2)[:, slots[slots >= 0].long()]
+            assert int(cache.isfinite().sum()) == kept.numel(), "the kernel wrote to other slots"
+            return {"q": q_THC, "k and v": kept.transpose(0, 1)}
+
         what = f"{spec.n_heads}/{spec.n_kv_heads} heads of {spec.head_dim}, {rope is not None=}, {dtype}, seed {seed}"
-        cache, last_cache = (_empty_cache(qkv_TX, spec) for _ in range(2))
-        with poisoned():
-            actual = kernels.split_heads(qkv_TX, variant, positions_T.to(device), rope, cache, slots_T.to(device))
-            last = kernels.split_heads(
-                qkv_TX[-1:], variant, positions_T[-1:].to(device), rope, last_cache, slots_T[-1:].to(device)
-            )
-        expected, expected_cache = _expected(qkv_TX, variant, positions_T.tolist(), rope, slots_T.tolist(), cache)
-        yield close(f"{what}: q", actual, expected)
-        yield rounded(f"{what}: q", actual, expected)
-        written = ~expected_cache.isnan()
-        yield close(f"{what}: cache", cache[written], expected_cache[written])
-        yield rounded(f"{what}: cache", cache[written], expected_cache[written])
-        is_untouched = bool(cache[~written].isnan().all())
-        yield Finding(what=f"{what}: nothing else is written", value="", ok=is_untouched)
-        yield same_bits(f"{what}: alone", last, actual[-1:])
-        slot = int(slots_T[-1])
-        if slot >= 0:
-            yield same_bits(f"{what}: kept alone", last_cache.flatten(1, 2)[:, slot], cache.flatten(1, 2)[:, slot])
+        yield from _compare(what, kernels, split)
 
 
-def _empty_cache(qkv_TX: Tensor, spec: HeadsSpec) -> Tensor:
-    """A layer's cache in blocks of 16, with twice the needed slots; its last block is for padding rows."""
-    n_blocks = 2 * len(qkv_TX) // 16 + 2
-    return qkv_TX.new_full((2, n_blocks, 16, spec.n_kv_heads, spec.head_dim), float("nan"))
-
-
-def _expected(
-    qkv_TX: Tensor, spec: HeadsSpec, positions: list[int], rope_PC: Tensor | None, slots: list[int], like: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Expected queries [T, H, C] and cache, in float64."""
-    cache = torch.full_like(like, float("nan"), dtype=torch.float64).flatten(1, 2)
-    queries = []
-    for qkv_X, position, slot in zip(qkv_TX, positions, slots, strict=True):
-        half = spec.turned_dim // 2
-        angles = None if rope_PC is None else (rope_PC[position, :half], rope_PC[position, half:])
-        heads_by_kind = qkv_X.unflatten(0, (-1, spec.head_dim)).split((spec.n_heads, spec.n_kv_heads, spec.n_kv_heads))
-        turned = [prepared(x_C, spec.q_norm, spec, angles, spec.q_factor) for x_C in heads_by_kind[0]]
-        queries.append(torch.stack(turned))
-        if slot >= 0:
-            keys = [prepared(x_C, spec.k_norm, spec, angles, 1.0) for x_C in heads_by_kind[1]]
-            cache[0, slot], cache[1, slot] = torch.stack(keys), heads_by_kind[2].double()
-    return torch.stack(queries), cache.view(like.shape)
+def _compare(
+    what: str, kernels: Kernels, run: Callable[[Kernels, slice], Outputs], *, is_exact: bool = True
+) -> Iterator[Finding]:
+    """Kernels against the reference, and the last row alone against batched."""
+    with poisoned():
+        found, alone = run(kernels, slice(None)), run(kernels, slice(-1, None))
+    for name, expected in run(ReferenceKernels(), slice(None)).items():
+        yield close(f"{what}: {name}", found[name], expected)
+        if is_exact:
+            yield rounded(f"{what}: {name}", found[name], expected)
+        yield same_bits(f"{what}: {name} alone", alone[name], found[name][-1:])
 
 
 def states(
@@ -199,48 +166,6 @@ def states(
 
 def _integers(numbers: object, device: str) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int32, device=device)
-
-
-def normed(x_D: Tensor, norm: NormSpec) -> Tensor:
-    """Slow reference of one row, in float64."""
-    wide_D = x_D.double()
-    if norm.kind == "none":
-        return wide_D
-    if norm.kind == "layernorm":
-        wide_D = wide_D - wide_D.mean()
-    wide_D = wide_D / torch.sqrt(wide_D.square().mean() + norm.eps)
-    if norm.weight is not None:
-        wide_D = wide_D * norm.weight.double()
-    return wide_D if norm.bias is None else wide_D + norm.bias.double()
-
-
-def prepared(
-    x_C: Tensor, weight_C: Tensor | None, spec: HeadsSpec, angles_F: tuple[Tensor, Tensor] | None, factor: float
-) -> Tensor:
-    """One head of one token: normalized, rotated, and scaled; each result rounded."""
-    dtype = x_C.dtype
-    if weight_C is not None:
-        x_C = normed(x_C, NormSpec(kind="rmsnorm", weight=weight_C, eps=spec.eps)).to(dtype)
-    if angles_F is not None:
-        cos_F, sin_F = (angle_F.double() for angle_F in angles_F)
-        half = len(cos_F)
-        a_F, b_F = x_C[:half].double(), x_C[half : 2 * half].double()
-        x_C = torch.cat((a_F * cos_F - b_F * sin_F, b_F * cos_F + a_F * sin_F, x_C[2 * half :].double())).to(dtype)
-    return x_C.double() * factor
-
-
-def activated(x: Tensor, activation: Activation) -> Tensor:
-    """Elementwise activation."""
-    wide = x.double()
-    match activation:
-        case "relu":
-            return wide.clamp(min=0)
-        case "gelu":
-            return 0.5 * wide * (1 + torch.erf(wide / math.sqrt(2)))
-        case "gelu_tanh":
-            return 0.5 * wide * (1 + torch.tanh(math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)))
-        case "silu":
-            return wide / (1 + torch.exp(-wide))
 
 
 def _seed() -> int:
