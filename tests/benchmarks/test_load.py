@@ -14,12 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import pytest
 
 from benchmarks.client import Exchange
 from benchmarks.common import alternate, median_of, percentile
 from benchmarks.completions import Completed, CompletionRequest, Failed, OpenAIRequest, measure
-from benchmarks.load import LoadPlan, LoadResult, main, run
+from benchmarks.load import LoadPlan, LoadResult, main, parse_options, run
 from benchmarks.prompts import pseudo_prose
 from tests.support import ROOT
 
@@ -138,22 +139,10 @@ def test_each_request_asks_for_exactly_max_tokens_with_its_number_as_seed() -> N
     assert counted == [{"max_tokens": 6, "temperature": 0.5, "ignore_eos": True, "stream": True}] * 16
 
 
-async def answer_in_chunks(writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
-    assert body["stream_options"] == {"include_usage": True}
-    data = [{"choices": [{"text": text, "finish_reason": None}]} for text in ("a b", " c")]
-    data += [{"choices": [{"text": "", "finish_reason": "length"}]}]
-    data += [{"choices": [], "usage": {"completion_tokens": 6}}]
-    wire = b"".join(b"data: %b\n\n" % text for text in [*(json.dumps(d).encode() for d in data), b"[DONE]"])
-    writer.write(HEAD + chunks(wire, 11))
-
-
 def test_other_servers_are_asked_with_every_filter_switched_off() -> None:
-    server = FakeServer(answer_in_chunks)
-    (level,) = load(server, api="openai", max_tokens=6, temperature=0.5).levels
-    assert (level.completed, level.errors, level.output_tokens) == (4, 0, 4 * 6)
-    body = server.bodies[-1]
-    assert (body["max_tokens"], body["temperature"], body["ignore_eos"]) == (6, 0.5, True)
-    assert (body["top_k"], body["top_p"], body["min_p"]) == (0, 1, 0)
+    body = msgspec.to_builtins(LoadPlan(api="openai", max_tokens=6, temperature=0.5).request(3))
+    assert (body["max_tokens"], body["temperature"], body["ignore_eos"], body["seed"]) == (6, 0.5, True, 3)
+    assert (body["top_k"], body["top_p"], body["min_p"], body["stream_options"]) == (0, 1, 0, {"include_usage": True})
 
 
 def test_a_connection_that_closed_behind_a_stream_is_opened_again() -> None:
@@ -161,12 +150,6 @@ def test_a_connection_that_closed_behind_a_stream_is_opened_again() -> None:
     server = FakeServer(answer_with(HEAD + chunks(events(*TOKENS, DONE))))
     (level,) = load(server, requests=12).levels
     assert (level.completed, level.errors) == (12, 0)
-
-
-def test_the_same_prompt_is_sent_always_if_asked() -> None:
-    server = FakeServer(answer_well)
-    load(server, same_prompt=True)
-    assert len({body["prompt"] for body in server.bodies}) == 1
 
 
 def test_a_server_that_says_close_gets_a_new_connection_for_each_request() -> None:
@@ -240,11 +223,12 @@ def test_json_only_prints_one_line_and_a_failed_request_is_status_1(capsys: pyte
     assert json.loads(line)["levels"][0]["first_error"] == "HTTP 503: full"
 
 
-def test_prompts_of_a_file_are_used_in_turn(tmp_path: Path) -> None:
-    server, file = FakeServer(answer_well), tmp_path / "prompts.txt"
-    file.write_text("one\n\ntwo\n", encoding="utf-8")
-    assert bench(server, "--streams", "1", "--requests", "3", "--prompts", str(file), "--json-only") == 0
-    assert [body["prompt"] for body in server.bodies[1:]] == ["one", "two", "one"]
+def test_prompts_of_a_file_are_used_in_turn_and_one_prompt_always_if_asked(tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("one\n\ntwo\n", encoding="utf-8")
+    plan, is_json_only = parse_options(["--prompts", str(tmp_path / "prompts.txt")])
+    assert ([plan.prompt(i) for i in range(3)], is_json_only) == (["one", "two", "one"], False)
+    same = LoadPlan(same_prompt=True)
+    assert same.prompt(7) == same.prompt(0)
 
 
 def test_ctrl_c_prints_what_there_is_and_ends_with_130() -> None:

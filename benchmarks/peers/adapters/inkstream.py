@@ -9,6 +9,7 @@ from app.common.types import Request, SamplingParams
 from app.engine.startup import build_engine
 from app.engine.worker_loop import EngineStartError
 from benchmarks.peers.adapters.protocol import AdapterOptions, SteppedAdapter, UnsupportedError, run
+from model.checkpoint.checkpoint import load_config
 from model.tokenizer.tokenizer import Tokenizer
 
 _DTYPES = {"bf16": "bfloat16", "f32": "float32", "int8": "bfloat16"}
@@ -29,7 +30,7 @@ class InkstreamAdapter(SteppedAdapter):
             max_running=options.batch,
             # Every prompt is prefilled in one step, so that all rows take their first decode step together.
             tokens_per_step=options.batch * 64 + 1024,
-            kv_blocks=options.batch * (options.length // _BLOCK + 2),
+            kv_blocks=max(load_config(options.model).context, options.batch * (options.length + 2 * _BLOCK)) // _BLOCK,
         )
         try:
             assembled = build_engine(config)

@@ -38,6 +38,7 @@ class TransformersAdapter(Adapter):
         # A local directory, not a name to download.
         model = AutoModelForCausalLM.from_pretrained(options.model, dtype=_DTYPES[options.precision])  # nosec B615
         self._model = model.eval()
+        self._model.generation_config = GenerationConfig()  # its own would add a repetition penalty
 
     def facts(self) -> dict[str, str]:
         attention = str(self._model.config._attn_implementation)
