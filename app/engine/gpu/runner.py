@@ -31,9 +31,9 @@ class Shapes:
 
     tile_tokens: int
     """Query tokens of an attention tile in steps with prompts."""
-    tokens: int = 0
+    tokens: int
     """Tokens of every step, if a row's bits must not depend on other rows; 0: no fixed number."""
-    head_rows: int = 0
+    head_rows: int
     """Rows of every call of the LM head, likewise."""
 
     def padded(self, count: int) -> int:

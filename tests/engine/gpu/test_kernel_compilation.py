@@ -64,10 +64,10 @@ def test_attention_takes_no_more_memory_than_is_reckoned_with(compiled: dict[str
 def test_attention_is_launched_with_as_many_stages_as_fit(shared_bytes: int) -> None:
     """99 KiB: Ada, and Ampere's small ones; 163: A100. What fits nowhere is not for these kernels."""
     for head_dim, item_size in itertools.product((12, 64, 128, 192, 256, 512), (2, 4)):
-        stages = attention_launch(padded_dim(head_dim), item_size, shared_bytes).num_stages
+        stages = attention_launch(padded_dim(head_dim), item_size, shared_bytes)["num_stages"]
         fits = attention_bytes(padded_dim(head_dim), item_size, stages) <= shared_bytes
         assert fits == attention_fits(head_dim, item_size, shared_bytes)
-    assert attention_launch(128, 2).num_stages == 3 and attention_launch(256, 2).num_stages == 2
+    assert attention_launch(128, 2)["num_stages"] == 3 and attention_launch(256, 2)["num_stages"] == 2
     assert attention_fits(128, 2, shared_bytes) and not attention_fits(512, 4, shared_bytes)
 
 

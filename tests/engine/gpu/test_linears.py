@@ -122,21 +122,13 @@ def test_what_is_done_piece_by_piece_gives_the_same_as_a_whole(monkeypatch: pyte
     assert all(torch.allclose(a, b, rtol=2**-7) for a, b in zip(both(), whole, strict=True))
 
 
-@pytest.mark.parametrize("is_public", [True, False])
-def test_the_products_of_torch_take_what_they_are_given(is_public: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch has both for CPUs too, with the same arguments: the layouts that a GPU is given are tried here."""
-    if is_public and not hasattr(F, "scaled_mm"):
-        pytest.skip("this torch has no public name for it")
-    if not is_public:
-        monkeypatch.delattr(F, "scaled_mm", raising=False)
-    x, weight, bias = (
-        reference_operations.quantize_fp8_rows(_normal(5, 64)),
-        reference_operations.quantize_fp8_weight(_normal(48, 64, seed=1)),
-        _normal(48, seed=2),
-    )
-    for each in (bias, None):
-        ours = reference_operations.fp8_product(x, weight, each, torch.float32)
-        torchs = reference_operations.scaled_product(x, weight, each, torch.bfloat16)
+def test_the_product_of_torch_takes_what_it_is_given() -> None:
+    """torch has it for CPUs too, with the same arguments: the layouts that a GPU is given are tried here."""
+    x = reference_operations.quantize_fp8_rows(_normal(5, 64))
+    weight = reference_operations.quantize_fp8_weight(_normal(48, 64, seed=1))
+    for bias in (_normal(48, seed=2), None):
+        ours = reference_operations.fp8_product(x, weight, bias, torch.float32)
+        torchs = reference_operations.scaled_product(x, weight, bias, torch.bfloat16)
         assert torch.allclose(torchs.float(), ours, rtol=2**-7, atol=1e-2)
 
 

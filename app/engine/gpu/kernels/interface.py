@@ -170,20 +170,15 @@ COLUMNS = 1024
 """Columns of a row per program, in gate_kernel."""
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """Launch options: warps of a program and pipeline stages of its loads."""
-
-    num_warps: int
-    num_stages: int
-
-    @property
-    def options(self) -> dict[str, int | bool]:
-        """Keyword arguments of a launch."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": False}
+Launch = dict[str, int]
+"""Launch options: warps of a program, and pipeline stages of its loads."""
 
 
-ROW_LAUNCH = Launch(num_warps=4, num_stages=1)
+def _launch(num_warps: int, num_stages: int = 1) -> Launch:
+    return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
+
+
+ROW_LAUNCH = _launch(4)
 """For kernels without a loop over loads."""
 
 
@@ -192,7 +187,7 @@ def attention_launch(padded_dim: int, item_size: int, shared_bytes: int = SHARED
     is_narrow = item_size < 4 and padded_dim <= 128
     max_stages = 1 if item_size == 4 else 3 if is_narrow else 2
     fitting = [n for n in range(1, max_stages + 1) if attention_bytes(padded_dim, item_size, n) <= shared_bytes]
-    return Launch(num_warps=4 if is_narrow else 8, num_stages=max(fitting, default=1))
+    return _launch(4 if is_narrow else 8, max(fitting, default=1))
 
 
 def attention_fits(head_dim: int, item_size: int, shared_bytes: int) -> bool:
@@ -207,7 +202,7 @@ def attention_bytes(padded_dim: int, item_size: int, stages: int) -> int:
 
 def norm_launch(width: int) -> Launch:
     """Launch options with 8 to 16 numbers of a row per thread, up to 512 threads."""
-    return Launch(num_warps=min(max(power_of_two(width) // 512, 1), 16), num_stages=1)
+    return _launch(min(max(power_of_two(width) // 512, 1), 16))
 
 
 def power_of_two(count: int) -> int:

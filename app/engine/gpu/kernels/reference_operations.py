@@ -277,12 +277,9 @@ def fp8_product(x: Fp8Matrix, weight: Fp8Matrix, bias_N: Tensor | None, dtype: t
 
 
 def scaled_product(x: Fp8Matrix, weight: Fp8Matrix, bias_N: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """torch's scaled product: the public function if this version has it, else the private one before it."""
-    numbers_KN, scales_1N = weight.numbers.t(), weight.scales_X1.t()
-    if not hasattr(F, "scaled_mm"):
-        return torch._scaled_mm(x.numbers, numbers_KN, x.scales_X1, scales_1N, bias=bias_N, out_dtype=dtype)
-    by_row = F.ScalingType.RowWise
-    return F.scaled_mm(x.numbers, numbers_KN, x.scales_X1, by_row, scales_1N, by_row, bias=bias_N, output_dtype=dtype)
+    """torch's scaled product."""
+    by_row, weight_KN, scales_1N = F.ScalingType.RowWise, weight.numbers.t(), weight.scales_X1.t()
+    return F.scaled_mm(x.numbers, weight_KN, x.scales_X1, by_row, scales_1N, by_row, bias=bias_N, output_dtype=dtype)
 
 
 def _dequantize(quantized: Fp8Matrix) -> Tensor:

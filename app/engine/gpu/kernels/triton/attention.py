@@ -112,7 +112,7 @@ def merge_partials(
         WINDOW=window,
         SPLIT=SPLIT,
         HEADS=HEADS,
-        **ROW_LAUNCH.options,
+        **ROW_LAUNCH,
     )
 
 
@@ -254,7 +254,7 @@ def attention(
         BLOCK=layer_cache.shape[2], TABLE=batch.block_table_RB.shape[1], TILE_TOKENS=batch.tile_tokens,
         WINDOW=window or 0, ROWS=ROWS, SPLIT=SPLIT, POSITIONS=POSITIONS,
         PARALLEL_SPLITS=is_parallel,
-        **attention_launch(padded_dim(head_dim), q_THC.element_size(), shared_bytes).options,
+        **attention_launch(padded_dim(head_dim), q_THC.element_size(), shared_bytes),
     )  # fmt: skip
     if is_parallel:
         merge_partials(values_YTHC, statistics_YTH2, q_THC, batch, window or 0)

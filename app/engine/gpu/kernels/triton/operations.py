@@ -91,7 +91,7 @@ def add_norm(x_TD: Tensor, delta_TD: Tensor | None, norm: NormSpec) -> tuple[Ten
         HAS_DELTA=delta_TD is not None,
         HAS_WEIGHT=norm.weight is not None,
         HAS_BIAS=norm.bias is not None,
-        **norm_launch(width).options,
+        **norm_launch(width),
     )
     return sum_TD, normed_TD
 
@@ -134,9 +134,7 @@ def gate(hidden_TX: Tensor, activation: Activation, gated: bool) -> Tensor:
     n_tokens, width = hidden_TX.shape[0], hidden_TX.shape[1] // (2 if gated else 1)
     out_TF = torch.empty(n_tokens, width, dtype=hidden_TX.dtype, device=hidden_TX.device)
     grid = (n_tokens, triton.cdiv(width, COLUMNS))
-    gate_kernel[grid](
-        hidden_TX, out_TF, WIDTH=width, KIND=activation, GATED=gated, COLUMNS=COLUMNS, **ROW_LAUNCH.options
-    )
+    gate_kernel[grid](hidden_TX, out_TF, WIDTH=width, KIND=activation, GATED=gated, COLUMNS=COLUMNS, **ROW_LAUNCH)
     return out_TF
 
 
@@ -277,7 +275,7 @@ def split_heads(
         HAS_Q_NORM=spec.q_norm is not None,
         HAS_K_NORM=spec.k_norm is not None,
         HEADS=HEADS,
-        **ROW_LAUNCH.options,
+        **ROW_LAUNCH,
     )
     return q_THC
 
@@ -330,7 +328,7 @@ def look_up(rows_S: Tensor, state: RowState) -> RowLookup:
     look_up_kernel[(triton.cdiv(n_rows, LOOKUP_ROWS),)](
         rows_S, state.block_table_RB, state.kv_length_R, state.last_token_R, out_XS, n_rows, out_XS.stride(0),
         PADDING_ROW=len(state.kv_length_R) - 1, TABLE=state.block_table_RB.shape[1], BLOCK=state.block_size,
-        LOOKUP_ROWS=LOOKUP_ROWS, **ROW_LAUNCH.options,
+        LOOKUP_ROWS=LOOKUP_ROWS, **ROW_LAUNCH,
     )  # fmt: skip
     return RowLookup(*out_XS[:, :n_rows].unbind())
 
@@ -340,7 +338,7 @@ def advance(rows_S: Tensor, lengths_S: Tensor, tokens_S: Tensor, state: RowState
     n_rows = len(rows_S)
     advance_kernel[(triton.cdiv(n_rows, LOOKUP_ROWS),)](
         rows_S, lengths_S, tokens_S, state.kv_length_R, state.last_token_R, n_rows,
-        PADDING_ROW=len(state.kv_length_R) - 1, LOOKUP_ROWS=LOOKUP_ROWS, **ROW_LAUNCH.options,
+        PADDING_ROW=len(state.kv_length_R) - 1, LOOKUP_ROWS=LOOKUP_ROWS, **ROW_LAUNCH,
     )  # fmt: skip
 
 
