@@ -40,7 +40,7 @@ async def build_for_next_start(engine: EnginePool, cache_dir: Path | None) -> No
     if not ready.waits_for_build:
         return
     try:
-        compiler_commands(os.environ)
+        compiler_commands()
     except BuildError as error:
         _log.info("using torch, native kernels would be faster: %s", error)
         return

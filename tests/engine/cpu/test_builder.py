@@ -12,7 +12,7 @@ import pytest
 
 from app.engine.cpu.toolchain import library_cache
 from app.engine.cpu.toolchain.builder import build, find, find_compiler, find_or_build
-from app.engine.cpu.toolchain.cpu_target import X86_LEVELS, BuildError, CompilerNotFound, this_level
+from app.engine.cpu.toolchain.cpu_target import X86_LEVELS, BuildError, this_level
 from app.engine.cpu.toolchain.library_cache import MAX_OLD_LIBRARIES, BuildRecipe, cache_directory, read_metadata
 from tests.support.fake_compiler import FakeCompiler, compiled, fake_compiler
 from tests.support.processes import has_exited
@@ -60,15 +60,6 @@ def test_the_machines_own_compiler_makes_a_library_that_loads(source: Path, cach
     note = read_metadata(library)
     assert note and note["bytes"] == library.stat().st_size
     assert note["flags"] == list(wanted.flags) and note["compiler"] == find_compiler().version
-
-
-def test_what_is_built_is_found_without_a_compiler(
-    cache_dir: Path, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    library = find_or_build(cache_dir)
-    monkeypatch.setenv("CXX", "/nonexistent")
-    assert build(BuildRecipe(level=this_level()), cache_dir) == find(cache_dir) == find_or_build(cache_dir) == library
-    assert len(compiler.pids) == 1
 
 
 def test_one_that_came_with_the_installation_is_found_after_the_caches(
@@ -221,17 +212,6 @@ def test_a_disk_that_is_full_or_cannot_be_written_is_named(
         find_or_build(cache_dir)
     assert _leftovers(cache_dir) == set()
     assert len(compiler.pids) == 1
-
-
-def test_without_a_compiler_the_packages_are_named(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("PATH", "/nonexistent")
-    with pytest.raises(CompilerNotFound, match=r"apt install g\+\+"):
-        find_or_build(cache_dir)
-    monkeypatch.setenv("CXX", "no-such-compiler -O2")
-    with pytest.raises(CompilerNotFound, match="CXX names 'no-such-compiler -O2'"):
-        find_or_build(cache_dir)
-    assert not cache_dir.exists()
 
 
 def test_a_compiler_that_does_not_answer_is_passed_over(

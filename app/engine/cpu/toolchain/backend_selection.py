@@ -8,7 +8,6 @@ native    -                                   the library, built if necessary; f
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +97,7 @@ def check_native_available(kernels: Kernels, device: str, libraries: Libraries) 
             raise KernelsUnavailable(_ONLY_CPU)
         this_level()
         if libraries.found is None:
-            compiler_commands(os.environ)
+            compiler_commands()
     except ValueError as error:
         raise _unavailable_error(error) from None
 

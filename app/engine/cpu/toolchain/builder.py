@@ -11,10 +11,10 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from app.engine.cpu.toolchain.cpu_target import (
     X86_LEVELS,
@@ -43,38 +43,34 @@ _HOW_TO_INSTALL = "install one (Debian: apt install g++; Fedora: dnf install gcc
 _MAX_MESSAGE_LENGTH = 300
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compiler:
+class Compiler(NamedTuple):
     """A compiler that reports its version."""
 
     command: tuple[str, ...]
     version: str
 
 
-def compiler_commands(environment: Mapping[str, str]) -> list[tuple[str, ...]]:
+def compiler_commands() -> list[tuple[str, ...]]:
     """The compiler that $CXX names, else every compiler on the PATH, best first. Raises CompilerNotFound."""
-    path = environment.get("PATH")
-    if requested := environment.get("CXX", "").strip():
+    if requested := os.environ.get("CXX", "").strip():
         try:
             arguments = shlex.split(requested)
         except ValueError:
             arguments = []
-        if not arguments or shutil.which(arguments[0], path=path) is None:
+        if not arguments or shutil.which(arguments[0]) is None:
             raise CompilerNotFound(
                 f"CXX names {requested!r}, which does not exist: unset CXX, or set it to a C++ compiler"
             )
         return [tuple(arguments)]
-    found: list[tuple[str, ...]] = [
-        (path_to_compiler,) for name in _COMPILERS if (path_to_compiler := shutil.which(name, path=path))
-    ]
+    found = [path for name in _COMPILERS if (path := shutil.which(name))]
     if not found:
         raise CompilerNotFound(f"there is no C++ compiler on this machine: {_HOW_TO_INSTALL}")
-    return found
+    return [(path,) for path in found]
 
 
-def find_compiler(environment: Mapping[str, str] | None = None) -> Compiler:
+def find_compiler() -> Compiler:
     """The first compiler that reports its version. Raises CompilerNotFound."""
-    commands = compiler_commands(os.environ if environment is None else environment)
+    commands = compiler_commands()
     for command in commands:
         # macOS has a c++ stub that only reports that no compiler is installed.
         with contextlib.suppress(BuildError):
