@@ -10,7 +10,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from app.common.types import BatchPlan, Chunk, Request, SampledEvent, Sequence, TokenScore
+from app.common.types import BatchPlan, Chunk, Request, SampledEvent, Sequence, StepReport, TokenScore
 from app.engine.execution.engine import Engine
 from app.engine.execution.warmup_batches import dummies
 from app.engine.gpu.graphs import CudaCapture, DecodeGraphs
@@ -139,12 +139,13 @@ def test_every_kind_of_decoder_says_what_it_says_in_torch(seed: int) -> None:
     _assert_same_texts(run_all(tiny_device_engine(decoder, blocks=200), requests), wanted)
 
 
-def test_guides_and_scored_prompts_take_their_turn_among_launched_steps() -> None:
+def test_guides_and_scored_prompts_take_their_turn_among_launched_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """They need the host, and so does every step that they are in; no request's text changes."""
     decoder, requests = tiny_decoder(), _mixed()
     wanted, scores = _run_all_scored(tiny_engine(decoder, blocks=200, guides=_grammar_tracker()), requests)
     engine = tiny_device_engine(decoder, blocks=200, guides=_grammar_tracker())
-    launched = _count_launches(engine)
+    launched, launch = [], DeviceRunner.launch
+    monkeypatch.setattr(DeviceRunner, "launch", lambda self, plan: (launched.append(1), launch(self, plan))[1])
     replayed, replayed_scores = _run_all_scored(engine, requests)
     _assert_same_texts(replayed, wanted)
     assert launched and replayed_scores.keys() == scores.keys()
@@ -254,19 +255,6 @@ def _sequences(count: int) -> list[Sequence]:
     return [Sequence(request=r, tokens=[3], arrival=i, blocks=[i]) for i, r in enumerate(requests)]
 
 
-def _count_launches(engine: Engine) -> list[int]:
-    runner, counted = engine.runner, []
-    assert isinstance(runner, DeviceRunner)
-    launch = runner.launch
-
-    def counting(plan: BatchPlan) -> Any:
-        counted.append(len(plan.chunks))
-        return launch(plan)
-
-    runner.launch = counting  # type: ignore[method-assign]
-    return counted
-
-
 def _mixed() -> list[Request]:
     """Plain, forked, guided and prompt-scored requests, and one whose stop ids exceed a row's capacity."""
     grammar = grammar_from("regex", "[ab]{3,9}")
@@ -288,15 +276,14 @@ def _grammar_tracker() -> GrammarTracker:
 
 def _run_all_scored(engine: Engine, requests: list[Request]) -> tuple[Events, dict[str, list[TokenScore]]]:
     """Texts, and the scores of prompts."""
-    for request in requests:
-        engine.add(request)
-    events: Events = {request.id: [] for request in requests}
     scores: dict[str, list[TokenScore]] = {}
-    while engine.has_work:
-        report = engine.step()
-        assert not report.failed and not engine.scheduler.violations()
-        for event in report.events:
-            events[event.request_id].append(event)
+    step = engine.step
+
+    def scored() -> StepReport:
+        report = step()
         for part in report.scores:
             scores.setdefault(part.request_id, []).extend(part.tokens)
-    return events, scores
+        return report
+
+    engine.step = scored  # type: ignore[method-assign]
+    return run_all(engine, requests), scores

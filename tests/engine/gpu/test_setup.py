@@ -48,28 +48,32 @@ def _backend(context: int = 64, **limits: int) -> TritonBackend:
     return TritonBackend(tiny_decoder(config), ReferenceKernels(), shape, StepLimits(**limits), deterministic=False)
 
 
-class _Making(TorchDispatchMode):
-    """Notes the operations, each with the shape of what it makes."""
+class _Observed(TorchDispatchMode):
+    """Calls `look` with each operation, the tensors that it takes, and those that it makes."""
 
-    def __init__(self) -> None:
+    def __init__(self, look: Callable[[Any, list[Tensor], list[Tensor]], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.made: set[tuple[str, torch.Size]] = set()
+        self._look = look
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.made |= {(func.overloadpacket.__name__, x.shape) for x in tree_leaves(out) if isinstance(x, Tensor)}
+        self._look(func, *([x for x in tree_leaves(each) if isinstance(x, Tensor)] for each in ((args, kwargs), out)))
         return out
 
 
+Made = set[tuple[str, torch.Size]]
+
+
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> list[_Making]:
-    """What was done while a peak was measured, peak by peak."""
-    measured: list[_Making] = []
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[Made]:
+    """Operations with the shapes of what they made while a peak was measured, peak by peak."""
+    measured: list[Made] = []
 
     def peak(compute_once: Callable[[], object], *_: object) -> int:
-        with _Making() as making:
+        made: Made = set()
+        with _Observed(lambda func, _, new: made.update((func.overloadpacket.__name__, x.shape) for x in new)):
             compute_once()
-        measured.append(making)
+        measured.append(made)
         return 7
 
     for user in ("gpu.setup", "backends"):
@@ -77,11 +81,11 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[_Making]:
     return measured
 
 
-def test_rows_that_stay_are_measured_with_the_largest_step_and_once(measured: list[_Making]) -> None:
+def test_rows_that_stay_are_measured_with_the_largest_step_and_once(measured: list[Made]) -> None:
     """In addition to weights and cache: token counts of a large vocabulary are not small."""
     assert _backend().peaks().activations == 7
     counts = torch.Size((3, tiny_config().vocab_size))
-    assert [("zeros", counts) in making.made for making in measured] == [True, False]
+    assert [("zeros", counts) in made for made in measured] == [True, False]
 
 
 @pytest.mark.usefixtures("measured")
@@ -93,34 +97,33 @@ def test_splits_that_lie_beside_one_another_are_counted_where_there_may_be_some(
 
 
 @pytest.mark.parametrize("kind", ["device", "torch"])
-def test_what_is_measured_holds_the_costliest_draws_of_the_host(kind: str, measured: list[_Making]) -> None:
+def test_what_is_measured_holds_the_costliest_draws_of_the_host(kind: str, measured: list[Made]) -> None:
     """Masks, sorts of whole rows, and scores: of 256 rows and 128,000 tokens that is gigabytes, in no launched step."""
     config, limits = tiny_config(context=64), StepLimits(tokens_per_step=64, max_running=40)
     shape = CacheShape(shape=config, context=64, block_size=16, max_running=4, dtype=torch.float32)
     device = _backend(tokens_per_step=64, max_running=40)
     (device if kind == "device" else TorchBackend(tiny_decoder(config), shape, limits)).peaks()
-    drawn, made = (40, config.vocab_size), measured[0].made
+    drawn, made = (40, config.vocab_size), measured[0]
     assert {("where", drawn), ("sort", drawn)} <= made
     assert ("log_softmax", drawn) in made, "log-probabilities of the rows that ask"
     assert any(name == "log_softmax" and shape[0] != 40 for name, shape in made), "scores of a prompt"
 
 
-class _Holding(TorchDispatchMode):
-    """Counts the bytes of all tensors that are made, and the most of them at once."""
+def _peak_bytes(compute_once: Callable[[], object]) -> int:
+    """The most bytes of tensors that are there at once."""
+    sizes: dict[int, int] = {}
+    peaks = [0]
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._sizes: dict[int, int] = {}
-        self.most = 0
+    def count(_func: Any, _given: list[Tensor], new: list[Tensor]) -> None:
+        for storage in (x.untyped_storage() for x in new):
+            if (name := storage._cdata) not in sizes:
+                sizes[name] = storage.nbytes()
+                weakref.finalize(storage, sizes.pop, name, None)
+        peaks.append(sum(sizes.values()))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for storage in (x.untyped_storage() for x in tree_leaves(out) if isinstance(x, Tensor)):
-            if (name := storage._cdata) not in self._sizes:
-                self._sizes[name] = storage.nbytes()
-                weakref.finalize(storage, self._sizes.pop, name, None)
-        self.most = max(self.most, sum(self._sizes.values()))
-        return out
+    with torch.inference_mode(), _Observed(count):
+        compute_once()
+    return max(peaks)
 
 
 SAMPLING: list[dict[str, Any]] = [
@@ -141,9 +144,7 @@ def test_no_wish_of_a_request_takes_more_than_the_costliest_draw(rows: int) -> N
     (allowed,) = PermissiveGrammars(vocab).allowed([plan.chunks[0].sequence])
 
     def peak_bytes(asking: list[SamplingInput]) -> int:
-        with torch.inference_mode(), _Holding() as holding:
-            sample(logits_SV, asking)
-        return holding.most
+        return _peak_bytes(lambda: sample(logits_SV, asking))
 
     requests = [chunk.sequence.request for chunk in plan.chunks]
     most = peak_bytes(
@@ -165,23 +166,17 @@ def test_a_triton_without_a_compiler_is_refused_at_the_start_with_what_it_lacks(
     check_triton(lambda: None)
 
 
-class _Strangers(TorchDispatchMode):
-    """Raises where an operation takes or makes a tensor of the host."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
-        assert all(tensor.is_meta for tensor in tensors), func
-        return out
-
-
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_no_tensor_of_the_host_has_a_part_in_a_step(deterministic: bool) -> None:
     """The host would wait for its transfer, which a captured step does not allow. meta is a device like any other."""
     decoder = tiny_decoder().to("meta")
     steps = tiny_device_runner(decoder, max_running=4, deterministic=deterministic).graphs.steps
     tokens_T, tiles_X, draws_S = (torch.zeros(n, dtype=torch.int32, device="meta") for n in (128, 4, 4))
-    with torch.inference_mode(), _Strangers():  # type: ignore[no-untyped-call]
+
+    def is_on_device(func: Any, given: list[Tensor], new: list[Tensor]) -> None:
+        assert all(tensor.is_meta for tensor in (*given, *new)), func
+
+    with torch.inference_mode(), _Observed(is_on_device):
         steps.decode(3, 1)
         steps.run_mixed(StepInputs._make([*[tokens_T] * 3, *[tiles_X] * 4, *[draws_S] * 2]), tile_tokens=32, splits=1)
         steps.prepare(tiles_X, draws_S, draws_S)
