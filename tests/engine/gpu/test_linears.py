@@ -68,13 +68,6 @@ def test_every_kind_is_near_the_exact_product(kind: Quantize, has_bias: bool) ->
     assert 0 < error < MEAN_ERROR[kind]
 
 
-@pytest.mark.parametrize(("shape", "kind"), [((40, 64), "fp8"), ((64, 40), "fp8"), ((64, 64), "none")])
-def test_a_matrix_that_is_not_quantized_stays_as_it_is(shape: tuple[int, int], kind: Quantize) -> None:
-    weight = _normal(*shape)
-    assert quantized_product(weight, None, kind) is None
-    assert torch.equal(weight, _normal(*shape))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_does_not_see_the_others(kind: Quantize) -> None:
     """Whole numbers below 8 and a scale that is a power of two: every sum is exact, in whatever order."""

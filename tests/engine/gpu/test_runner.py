@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from app.common.types import BatchPlan, Chunk, Request, SampledEvent, Sequence, StepReport, TokenScore
 from app.engine.execution.engine import Engine
 from app.engine.execution.warmup_batches import dummies
-from app.engine.gpu.graphs import CudaCapture, DecodeGraphs
+from app.engine.gpu.graphs import CudaCapture
 from app.engine.gpu.resident_batch import Download, ResidentBatch
 from app.engine.gpu.runner import DeviceRunner
 from app.engine.gpu.step import StepProgram
@@ -235,19 +235,6 @@ def test_a_sequence_that_gave_way_is_told_anew() -> None:
     sequence.tokens.append(8)
     _, changes = rows.assign_rows([Chunk(sequence, 2, 3)])
     assert changes.loaded_rows and list(changes.table_blocks) == [5], "although it goes on where it was"
-
-
-def test_a_longer_sequence_takes_a_graph_of_more_splits() -> None:
-    steps = tiny_device_runner(tiny_decoder(), max_running=2).graphs.steps
-    graphs, launched = DecodeGraphs(steps, buckets=(1, 2), max_splits=40), []
-
-    def noted(work: Any) -> Callable[[], None]:
-        return lambda: launched.append(work.args)
-
-    graphs.capture(noted)
-    for count, splits in ((1, 1), (2, 16), (2, 17), (1, 40)):
-        graphs.run(count, splits)
-    assert launched == [(1, 1), (2, 16), (2, 40), (1, 40)] and graphs.count == 6
 
 
 def _sequences(count: int) -> list[Sequence]:
