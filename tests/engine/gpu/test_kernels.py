@@ -5,14 +5,16 @@ What the reference kernels compute is what torch's decoder computes: tests/engin
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from random import randrange
+from typing import Any
 
 import pytest
 import torch
 
-from app.engine.gpu.kernels.interface import HeadsSpec
+from app.engine.gpu.kernels.interface import HeadsSpec, Kernels
 from benchmarks.gpu.conformance import attention, rows
 from benchmarks.gpu.conformance.attention import build
 from benchmarks.gpu.conformance.harness import random, same_bits
@@ -69,36 +71,28 @@ def test_splits_taken_in_turn_and_beside_one_another_give_the_same_bits(name: st
     check_all(same_bits(name, other, first) for other in others)
 
 
-@pytest.mark.parametrize("kind", BOTH)
-@pytest.mark.parametrize("dtype", FORMATS, ids=str)
-def test_sums_and_norms_are_what_the_reference_kernels_say_alone_and_batched(dtype: torch.dtype, kind: str) -> None:
-    check_all(rows.norms(kernels(kind), 3, 100, dtype, DEVICE, randrange(10**6)))
+def _heads(kernels: Kernels, dtype: torch.dtype, seed: int, **sizes: Any) -> Iterable[Finding]:
+    """Normed, rotated, scaled and written to the cache."""
+    q_norm, k_norm = random((2, sizes["head_dim"]), dtype, DEVICE, seed)
+    spec = HeadsSpec(n_heads=6, n_kv_heads=2, q_norm=q_norm, k_norm=k_norm, **sizes)
+    return rows.heads(kernels, spec, 4, dtype, DEVICE, seed)
+
+
+OPERATIONS: dict[str, Callable[[Kernels, torch.dtype, int], Iterable[Finding]]] = {
+    "norms": lambda kernels, dtype, seed: rows.norms(kernels, 3, 100, dtype, DEVICE, seed),
+    "gates": lambda kernels, dtype, seed: rows.gates(kernels, 2, 1030, dtype, DEVICE, seed),
+    "heads": partial(_heads, head_dim=32, turned_dim=32),
+    "odd heads": partial(_heads, head_dim=40, turned_dim=12, q_factor=0.7),
+}
 
 
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
-def test_activations_are_what_the_reference_kernels_say_alone_and_batched(dtype: torch.dtype, kind: str) -> None:
-    check_all(rows.gates(kernels(kind), 2, 1030, dtype, DEVICE, randrange(10**6)))
-
-
-@pytest.mark.parametrize("kind", BOTH)
-@pytest.mark.parametrize(("head_dim", "turned", "factor"), [(32, 32, 1.0), (40, 12, 0.7)])
-@pytest.mark.parametrize("dtype", FORMATS, ids=str)
-def test_heads_are_normed_turned_scaled_and_kept(
-    head_dim: int, turned: int, factor: float, dtype: torch.dtype, kind: str
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_is_what_the_slow_reference_says_alone_and_batched(
+    name: str, dtype: torch.dtype, kind: str
 ) -> None:
-    seed = randrange(10**6)
-    q_norm, k_norm = random((2, head_dim), dtype, DEVICE, seed)
-    spec = HeadsSpec(
-        n_heads=6,
-        n_kv_heads=2,
-        head_dim=head_dim,
-        turned_dim=turned,
-        q_norm=q_norm,
-        k_norm=k_norm,
-        q_factor=factor,
-    )
-    check_all(rows.heads(kernels(kind), spec, 4, dtype, DEVICE, seed))
+    check_all(OPERATIONS[name](kernels(kind), dtype, randrange(10**6)))
 
 
 @pytest.mark.parametrize("kind", BOTH)
