@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import torch
 
@@ -20,12 +19,8 @@ _SPLIT_LEVELS = (1, 16)
 kernel; programs for more than 8,192 positions (16 splits) would mostly exit at once."""
 
 
-class Capture(Protocol):
-    """Captures the operations of `work` on tensors with fixed addresses."""
-
-    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Returns a function that replays the operations on the tensors' current contents."""
-        ...
+Capture = Callable[[Callable[[], None]], Callable[[], None]]
+"""Captures operations on tensors with fixed addresses; returns a function that replays them on the current contents."""
 
 
 class CudaCapture:

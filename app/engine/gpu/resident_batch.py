@@ -159,16 +159,15 @@ class ResidentUpdates:
     history: array[int] = field(default_factory=lambda: array("i"))
     history_rows: array[int] = field(default_factory=lambda: array("i"))
     history_generated: array[int] = field(default_factory=lambda: array("i"))
-    table_indices: array[int] = field(default_factory=lambda: array("i"))
-    table_blocks: array[int] = field(default_factory=lambda: array("i"))
+    blocks: dict[int, int] = field(default_factory=dict)
+    """By index in the flattened block table."""
     lengths: dict[int, int] = field(default_factory=dict)
     tokens: dict[int, int] = field(default_factory=dict)
 
     def sections(self) -> tuple[Iterable[int], ...]:
         """The sections of an upload that ResidentBatch.apply() takes."""
-        histories = (self.history, self.history_rows, self.history_generated)
-        pairs = (self.lengths.keys(), self.lengths.values(), self.tokens.keys(), self.tokens.values())
-        return (self.loaded_rows, self.words, *histories, self.table_indices, self.table_blocks, *pairs)
+        pairs = (part for each in (self.blocks, self.lengths, self.tokens) for part in (each.keys(), each.values()))
+        return (self.loaded_rows, self.words, self.history, self.history_rows, self.history_generated, *pairs)
 
 
 class ResidentBatch:
@@ -177,20 +176,15 @@ class ResidentBatch:
     def __init__(self, *, count: int, context: int, block_size: int, padding_block: int, table: SamplingTable) -> None:
         self.padding_row = count
         self.context = context
-        self.block_size = block_size
         self.table = table
         device, table_blocks = table.words_RW.device, -(-context // block_size)
         self._padding_block = padding_block
-        self.block_table_RB = torch.full((count + 1, table_blocks), padding_block, dtype=torch.int32, device=device)
-        self.kv_length_R = torch.zeros(count + 1, dtype=torch.int32, device=device)
-        self.last_token_R = torch.zeros(count + 1, dtype=torch.int32, device=device)
+        block_table_RB = torch.full((count + 1, table_blocks), padding_block, dtype=torch.int32, device=device)
+        kv_length_R, last_token_R = (torch.zeros(count + 1, dtype=torch.int32, device=device) for _ in range(2))
+        self.state = RowState(block_table_RB, kv_length_R, last_token_R, block_size)
+        """Row state that a decode step reads and updates."""
         self._resident_rows: dict[Sequence, _ResidentRow] = {}
         self._free = list(range(count))
-
-    @property
-    def state(self) -> RowState:
-        """Row state that a decode step reads and updates."""
-        return RowState(self.block_table_RB, self.kv_length_R, self.last_token_R, self.block_size)
 
     def is_resident(self, sequence: Sequence) -> bool:
         """Whether the sequence has a row."""
@@ -217,16 +211,13 @@ class ResidentBatch:
 
     def apply(self, numbers_X: Tensor, sections: list[slice]) -> None:
         """Applies the uploaded updates on the device."""
-        loaded_rows, words, history, owners, generated, table_indices, blocks, *rest = (
-            numbers_X[section] for section in sections
-        )
+        loaded_rows, words, history, owners, generated, *pairs = (numbers_X[section] for section in sections)
         if len(loaded_rows):
             self.table.load(loaded_rows, words.view(len(loaded_rows), -1), history, owners, generated)
-        if len(table_indices):
-            self.block_table_RB.view(-1).index_copy_(0, table_indices.long(), blocks)
-        for target_R, rows_N, values_N in ((self.kv_length_R, *rest[:2]), (self.last_token_R, *rest[2:])):
-            if len(rows_N):
-                target_R.index_copy_(0, rows_N.long(), values_N)
+        targets = (self.state.block_table_RB.view(-1), self.state.kv_length_R, self.state.last_token_R)
+        for target_X, index_N, values_N in zip(targets, pairs[::2], pairs[1::2], strict=True):
+            if len(index_N):
+                target_X.index_copy_(0, index_N.long(), values_N)
 
     def _evict_rows(self, count: int, present: set[Sequence]) -> None:
         """Frees rows for `count` new sequences: first those of sequences that do not run, then any not in this step.
@@ -245,10 +236,8 @@ class ResidentBatch:
             resident = self._load(sequence, resident, updates)
             updates.lengths[resident.row] = chunk.start
         if len(sequence.blocks) > resident.n_blocks:
-            first = resident.row * self.block_table_RB.shape[1] + resident.n_blocks
-            added = sequence.blocks[resident.n_blocks :]
-            updates.table_indices.extend(range(first, first + len(added)))
-            updates.table_blocks.extend(added)
+            first = resident.row * self.state.block_table_RB.shape[1]
+            updates.blocks.update(enumerate(sequence.blocks[resident.n_blocks :], first + resident.n_blocks))
             resident.n_blocks = len(sequence.blocks)
         if not chunk.samples:
             updates.lengths[resident.row] = chunk.stop  # otherwise the device advances the length when it samples
@@ -261,9 +250,8 @@ class ResidentBatch:
     def _load(self, sequence: Sequence, resident: _ResidentRow | None, updates: ResidentUpdates) -> _ResidentRow:
         request, row = sequence.request, resident.row if resident else self._free.pop()
         if not sequence.blocks:  # without blocks, the sequence writes to the padding block
-            first = row * self.block_table_RB.shape[1]
-            updates.table_indices.extend(range(first, first + self.block_table_RB.shape[1]))
-            updates.table_blocks.extend([self._padding_block] * self.block_table_RB.shape[1])
+            size = self.state.block_table_RB.shape[1]
+            updates.blocks.update(dict.fromkeys(range(row * size, (row + 1) * size), self._padding_block))
         if self.can_sample(request):  # otherwise the host samples
             updates.loaded_rows.append(row)
             updates.words.extend(pack_request(request, self.table.vocab_size))

@@ -88,7 +88,7 @@ class StepProgram:
         rows_S = self.rows_S[:count]
         lookup = self._kernels.look_up(rows_S, self.resident.state)
         batch = AttentionBatch(
-            block_table_RB=self.resident.block_table_RB,
+            block_table_RB=self.resident.state.block_table_RB,
             tile_row_X=lookup.tile_rows_S,
             tile_start_X=self._order_S[:count],
             tile_position_X=lookup.positions_S,
@@ -112,9 +112,9 @@ class StepProgram:
 
     def forward(self, inputs: StepInputs[Tensor], *, tile_tokens: int, splits: int) -> None:
         """run_mixed() without sampling."""
-        resident = self.resident
+        state = self.resident.state
         batch = AttentionBatch(
-            block_table_RB=resident.block_table_RB,
+            block_table_RB=state.block_table_RB,
             tile_row_X=inputs.tile_row_X,
             tile_start_X=inputs.tile_start_X,
             tile_position_X=inputs.tile_position_X,
@@ -122,8 +122,8 @@ class StepProgram:
             tile_tokens=tile_tokens,
             max_splits=splits,
         )
-        tokens_T = inputs.tokens_T.where(inputs.tokens_T >= 0, resident.last_token_R[inputs.rows_T.long()])
-        slots_T = cache_slots(inputs.rows_T, inputs.positions_T, resident.state)
+        tokens_T = inputs.tokens_T.where(inputs.tokens_T >= 0, state.last_token_R[inputs.rows_T.long()])
+        slots_T = cache_slots(inputs.rows_T, inputs.positions_T, state)
         self._hidden_TD = self.decoder(self.cache, tokens_T, inputs.positions_T, slots_T, batch)
 
     def logits(self, indices_S: Tensor) -> Tensor:

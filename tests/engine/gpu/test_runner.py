@@ -234,7 +234,7 @@ def test_a_sequence_that_gave_way_is_told_anew() -> None:
     sequence.blocks = [5]
     sequence.tokens.append(8)
     _, changes = rows.assign_rows([Chunk(sequence, 2, 3)])
-    assert changes.loaded_rows and list(changes.table_blocks) == [5], "although it goes on where it was"
+    assert changes.loaded_rows and list(changes.blocks.values()) == [5], "although it goes on where it was"
 
 
 def _sequences(count: int) -> list[Sequence]:
