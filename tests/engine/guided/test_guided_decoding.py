@@ -383,7 +383,8 @@ class _ManualWorkers:
         job.work()
         job.done = True
 
-    def cancel(self, _job: Job) -> bool:
+    def cancel(self, job: Job) -> bool:
+        self.queued = [each for each in self.queued if each is not job]
         return True
 
     def wait(self, _jobs: object, _seconds: float) -> None: ...
@@ -441,12 +442,29 @@ def test_a_mask_that_was_left_to_a_step_is_computed_when_its_row_sits_out() -> N
     tracker, workers, crowd = _shared(3, mask_seconds=0.0)
     tracker.accept_tokens(crowd, [SampledToken(_A)] * 3)
     assert not workers.queued, "a tenant alone computes cheap masks in its steps"
+    assert isinstance(tracker.allowed(crowd[1:2])[0], Tensor)
     for state in tracker._states.values():
         state.mask_seconds = 0.0009
     tracker.allowed([*crowd[:1], _sequence("other", "other", "")])
     assert tracker.must_wait(crowd)[2]
     workers.run_queued()
     assert not tracker.must_wait(crowd[2:])[0]
+
+
+def test_the_time_of_a_request_is_limited_by_its_tokens_and_reported_when_it_adds_up() -> None:
+    tracker, workers, crowd = _shared(2, mask_seconds=0.0)
+    states = [tracker._states[sequence.request.id] for sequence in crowd]
+    states[0].consumed = 250
+    assert [state.budget for state in states] == pytest.approx([1.0, 0.5])
+    states[0].seconds = states[0].reported = 1.0
+    reported = []
+    for seconds in (0.02, 0.005, 0.006):
+        states[0].seconds += seconds
+        reported.append([round(more, 3) for name, more in tracker.take_work() if name == "crowd 0"])
+    assert reported == [[0.02], [], [0.011]]
+    tracker.prepare(replace(crowd[0].request, id="late"))
+    tracker.forget("late")
+    assert not workers.queued, "the job of a request that is gone never runs"
 
 
 def test_masks_of_tenants_are_computed_in_turns() -> None:
