@@ -21,7 +21,6 @@ from app.engine.gpu.linears import check_quantize, describe_unquantized
 from app.engine.gpu.setup import TritonBackend
 from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.memory.device_errors import broken_capture, lacked_device_memory
-from app.engine.memory.device_memory import memory_releaser
 from app.engine.memory.memory_plan import (
     CacheShape,
     MemoryPeaks,
@@ -29,6 +28,7 @@ from app.engine.memory.memory_plan import (
     blocks_on_gpu,
     choose_context,
     format_table,
+    memory_releaser,
 )
 from app.engine.scheduling.block_allocator import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits

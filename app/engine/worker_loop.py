@@ -243,7 +243,7 @@ def run(descriptor: int, build_engine: BuildEngine) -> int:
         signal.signal(number, signal.SIG_IGN)
     pipe = socket.socket(fileno=descriptor)
     inbox = FrameReceiver(pipe)
-    send = _Sender(pipe)
+    send = _sender(pipe)
     try:
         config = _first_frame(inbox)
         if inbox.is_closed:  # the parent died before die_with_parent() was called
@@ -254,10 +254,9 @@ def run(descriptor: int, build_engine: BuildEngine) -> int:
         with heartbeat(lambda: send(StepReport()), config.heartbeat_seconds), files:
             fault("engine.load")
             built = build_engine(config, lambda phase: send(Phase(phase)))
-        grammars = built.grammars
         send(built.ready)
         sys.setswitchinterval(_SWITCH_SECONDS)
-        grammar_queue = GrammarCompileQueue(grammars, max_prepared=config.max_running)
+        grammar_queue = GrammarCompileQueue(built.grammars, max_prepared=config.max_running)
         hang_trace = HangTrace(config.silence_seconds, crash_log)
         _WorkerLoop(built.engine, grammar_queue, inbox, send).run(config.heartbeat_seconds, hang_trace)
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -273,17 +272,16 @@ def run(descriptor: int, build_engine: BuildEngine) -> int:
         pipe.close()  # tells the API process at once, even if torch hangs on a lost device while Python exits
 
 
-class _Sender:
-    """Writes whole frames to the pipe; while the engine loads, two threads send."""
+def _sender(pipe: socket.socket) -> Send:
+    """Returns a function that writes whole frames to the pipe; while the engine loads, two threads send."""
+    lock = Lock()
 
-    def __init__(self, pipe: socket.socket) -> None:
-        self._pipe = pipe
-        self._lock = Lock()
-
-    def __call__(self, message: Up) -> None:
+    def send(message: Up) -> None:
         frame = encode_frame(message)
-        with self._lock:
-            self._pipe.sendall(frame)
+        with lock:
+            pipe.sendall(frame)
+
+    return send
 
 
 class _WorkerLoop:
@@ -335,17 +333,14 @@ class _WorkerLoop:
         self._report(StepReport(started=started, counters=self._engine.scheduler.counters))
 
     def _report(self, step: StepReport) -> None:
-        counters = replace(step.counters, waiting=step.counters.waiting + self._grammar_queue.n_waiting)
-        num_computed = sum(sequence.num_computed for sequence in self._engine.scheduler.running)
-        self._send(
-            replace(
-                step,
-                at=time.monotonic(),
-                counters=counters,
-                num_computed=num_computed,
-                work=self._grammar_queue.take_work(),
-            )
+        report = replace(
+            step,
+            at=time.monotonic(),
+            counters=replace(step.counters, waiting=step.counters.waiting + self._grammar_queue.n_waiting),
+            num_computed=sum(sequence.num_computed for sequence in self._engine.scheduler.running),
+            work=self._grammar_queue.take_work(),
         )
+        self._send(report)
 
 
 def _first_frame(inbox: FrameReceiver) -> WorkerConfig:

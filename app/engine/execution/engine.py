@@ -218,7 +218,7 @@ class Engine:
     ) -> None:
         """`ahead` is the same runner if it can launch steps. Without `masks`, masks are always ready.
 
-        `release` frees the memory that a failed step held (app/engine/memory/device_memory.py).
+        `release` frees the memory that a failed step held (app/engine/memory/memory_plan.py).
         """
         self.scheduler = scheduler
         self.runner = runner
@@ -246,14 +246,19 @@ class Engine:
 
         If all requests wait for masks, it waits briefly for one of them instead.
         """
-        first, self._next = self._next or self._start(self._plan(), announce), None
+        if self._next is None:
+            self._mark_pending_masks()
+            self._next = self._start(self.scheduler.plan(), announce)
+        first, self._next = self._next, None
         if not first.plan.chunks:
             assert self._masks, "the plan is empty, but no sequence waits for a mask"
             self._masks.wait(_MASK_WAIT_SECONDS)
             return StepReport(counters=self.scheduler.counters)
         # Launch the next step before the result of this one is ready, so that the device never idles.
-        if first.handle is not None and (plan := self._plan_ahead()):
-            self._next = self._start(plan, announce)
+        if first.handle is not None:
+            self._mark_pending_masks()
+            if plan := self.scheduler.plan_ahead():
+                self._next = self._start(plan, announce)
         report = self.scheduler.commit(first.plan, self._finish(first))
         self._leak_check.after_step()
         return report
@@ -261,14 +266,6 @@ class Engine:
     def on_idle(self) -> None:
         """Runs the idle-time checks; called when there is no work."""
         self._leak_check.on_idle()
-
-    def _plan(self) -> BatchPlan:
-        self._mark_pending_masks()
-        return self.scheduler.plan()
-
-    def _plan_ahead(self) -> BatchPlan | None:
-        self._mark_pending_masks()
-        return self.scheduler.plan_ahead()
 
     def _mark_pending_masks(self) -> None:
         """Marks the sequences that the next step leaves out: their masks are late or cost too much."""

@@ -15,26 +15,20 @@ _NO_MEMORY_CODE = 2
 _HARMLESS_CODES = frozenset({1, _NO_MEMORY_CODE, 9, 98, 209, 218, 222, 701, 720, 801, *range(900, 912)})
 """Refused before any work ran (arguments, launch sizes, captures). Every other code counts as sticky."""
 _CAPTURE_CODES = frozenset(range(900, 909))
-_CAPTURE_MESSAGES = frozenset(
-    {
-        "operation not permitted when stream is capturing",
-        "operation failed due to a previous error during capture",
-    }
-)
-_HARMLESS_MESSAGES = _CAPTURE_MESSAGES | frozenset(
-    {
-        "invalid argument",
-        "out of memory",
-        "invalid configuration argument",
-        "invalid device function",
-        "no kernel image is available for execution on the device",
-        "too many resources requested for launch",
-        "operation not supported",
-    }
-)
-"""The same errors as text: from Triton, and from torch before it had AcceleratorError."""
+_CODES = {
+    "invalid argument": 1,
+    "out of memory": _NO_MEMORY_CODE,
+    "invalid configuration argument": 9,
+    "invalid device function": 98,
+    "no kernel image is available for execution on the device": 209,
+    "too many resources requested for launch": 701,
+    "operation not supported": 801,
+    "operation not permitted when stream is capturing": 900,
+    "operation failed due to a previous error during capture": 901,
+}
+"""Codes of errors that have only a text: those of Triton."""
 _LIBRARY_PREFIXES = ("CUBLAS_STATUS_", "CUSOLVER_STATUS_", "CUSPARSE_STATUS_", "CUDNN_STATUS_")
-"""NVIDIA's libraries fail for either reason: freeing memory before the next attempt (device_memory.py) shows which."""
+"""NVIDIA's libraries fail for either reason: freeing memory before the next attempt (memory_plan.py) shows which."""
 _MAX_CHARACTERS = 120
 
 
@@ -43,9 +37,7 @@ def lost_device(error: BaseException) -> str | None:
     message = _cuda_message(error)
     if message is None or message.startswith(_LIBRARY_PREFIXES):
         return None
-    code = getattr(error, "error_code", None)
-    is_harmless = code in _HARMLESS_CODES if isinstance(code, int) else message in _HARMLESS_MESSAGES
-    return None if is_harmless else message
+    return None if _code(error, message) in _HARMLESS_CODES else message
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -70,12 +62,13 @@ def broken_capture(error: BaseException) -> str | None:
     causes = [*_error_chain(error)]
     if any(lost_device(cause) for cause in causes):
         return None
-    return next((_cuda_message(cause) for cause in causes if _breaks_a_capture(cause)), None)
+    messages = ((cause, _cuda_message(cause)) for cause in causes)
+    return next((message for cause, message in messages if message and _code(cause, message) in _CAPTURE_CODES), None)
 
 
-def _breaks_a_capture(error: BaseException) -> bool:
-    message, code = _cuda_message(error), getattr(error, "error_code", None)
-    return message is not None and (code in _CAPTURE_CODES if isinstance(code, int) else message in _CAPTURE_MESSAGES)
+def _code(error: BaseException, message: str) -> int | None:
+    code = getattr(error, "error_code", None)
+    return code if isinstance(code, int) else _CODES.get(message)
 
 
 def _error_chain(error: BaseException) -> Iterator[BaseException]:
@@ -92,8 +85,7 @@ def _is_out_of_device_memory(error: BaseException) -> bool:
     message = _cuda_message(error)
     if message is None:
         return False
-    has_code = getattr(error, "error_code", None) == _NO_MEMORY_CODE
-    return has_code or message.startswith(("out of memory", "CUBLAS_STATUS_ALLOC_FAILED"))
+    return _code(error, message) == _NO_MEMORY_CODE or message.startswith("CUBLAS_STATUS_ALLOC_FAILED")
 
 
 def _cuda_message(error: BaseException) -> str | None:

@@ -1,26 +1,30 @@
-"""Plans an engine's memory: the size of the KV cache on CPU and GPU, and the table for the log.
+"""Plans an engine's memory: what is in use, what a step needs, the size of the KV cache, and the table for the log.
 
 total
 +-- share (--gpu-memory-utilization) ------------------------------+-- kept free --+
 | weights | activations of the largest step | graphs | cache       |               |
 +-- less if other processes and CUDA itself use more than the part kept free ------+
+
+The numbers come from torch.cuda, or from a fake in tests.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from app.engine.memory.device_errors import lacked_device_memory
-from app.engine.memory.device_memory import MemoryMeter, activation_peak, memory_usage, weight_bytes
 from app.engine.memory.encoder_cache import source_tokens
 from model.config import ModelConfig
 from model.device import free_memory
 from model.nn.transformer import Decoder
 
+MemoryMeter = Any
+"""The functions of torch.cuda that measure and free memory, or a fake."""
 _SPARE_SHARE = 64
 """A 64th of the memory stays free: kernels are loaded on first use, and torch's allocator fragments memory."""
 
@@ -98,16 +102,6 @@ class MemoryPlan:
             if replace(self, utilization=hundredths / 100).cache_budget >= max(1, cache):
                 return hundredths / 100
         return None
-
-
-def cpu_rows(*, free: int, weights: int, cache: int) -> tuple[PlanRow, ...]:
-    """Rows of a CPU's plan, as far as it is known before the first step."""
-    return (
-        PlanRow("free memory", free),
-        PlanRow("weights", weights, "already loaded"),
-        PlanRow("activations", None),
-        PlanRow("cache", cache, "at most half of the free memory"),
-    )
 
 
 def format_table(rows: Sequence[PlanRow]) -> list[str]:
@@ -250,9 +244,13 @@ def blocks_on_cpu(cache_shape: CacheShape, decoder: Decoder, *, requested: int, 
     """Sizes the cache within half of the free memory, which `engines` engines share. Raises ValueError."""
     free = free_memory(torch.device("cpu"))
     number = cache_shape.blocks(requested, free, engines)
-    return BlockBudget(
-        number, cpu_rows(free=free, weights=weight_bytes(decoder), cache=cache_shape.cache_bytes(number))
+    rows = (
+        PlanRow("free memory", free),
+        PlanRow("weights", sum(x.nbytes for x in (*decoder.parameters(), *decoder.buffers())), "already loaded"),
+        PlanRow("activations", None),
+        PlanRow("cache", cache_shape.cache_bytes(number), "at most half of the free memory"),
     )
+    return BlockBudget(number, rows)
 
 
 def blocks_on_gpu(
@@ -268,28 +266,57 @@ def blocks_on_gpu(
 
     To be called while the weights are the only tensors, after those of the measurement were freed.
     """
-    total, weights, other = memory_usage(device, meter)
+    gc.collect()
+    meter.empty_cache()
+    free, total = meter.mem_get_info(device)
+    weights = meter.memory_allocated(device)
     plan = MemoryPlan(
         total=total,
         utilization=utilization,
         weights=weights,
         activations=peaks.activations,
         graphs=peaks.graphs,
-        other=other,
+        other=max(0, total - free - weights),
     )
     number = cache_shape.blocks_on_gpu(requested, plan)
     return BlockBudget(number, replace(plan, cache=cache_shape.cache_bytes(number)).rows)
 
 
 def step_peak(compute_once: Callable[[], object], device: torch.device, meter: MemoryMeter = torch.cuda) -> int:
-    """Bytes that the largest step (execution/warmup_batches.py) needs on a GPU. Raises ValueError without enough."""
+    """Bytes of a GPU that the largest step (execution/warmup_batches.py) needs in addition to the memory in use.
+
+    They include memory that it keeps permanently (workspaces of libraries), and the gaps between tensors, which are
+    unavailable to others all the same. Raises ValueError if there are not enough.
+    """
+    meter.empty_cache()
+    allocated, reserved = meter.memory_allocated(device), meter.memory_reserved(device)
+    meter.reset_peak_memory_stats(device)
     try:
-        return activation_peak(compute_once, device, meter)
+        compute_once()
+        meter.synchronize(device)
     except Exception as error:
         if not lacked_device_memory(error):
             raise
         free = meter.mem_get_info(device)[0]
+    else:
+        peak: int = max(meter.max_memory_allocated(device) - allocated, meter.max_memory_reserved(device) - reserved)
+        meter.empty_cache()
+        return peak
     raise ValueError(
         f"the largest step takes more memory than the {mib(free)} left by the weights: give a smaller "
         "--tokens-per-step, --max-running or --max-context"
     )
+
+
+def memory_releaser(device: torch.device, meter: MemoryMeter = torch.cuda) -> Callable[[], None]:
+    """Returns a function that frees the memory which a failed step held, so that the next step can use it.
+
+    If the device is lost, the function raises CUDA's error: no further step can succeed, whatever the last one raised.
+    """
+
+    def release() -> None:
+        gc.collect()  # reference cycles may keep an error's frames alive, and these the step's tensors
+        meter.synchronize(device)
+        meter.empty_cache()
+
+    return release if device.type == "cuda" else lambda: None

@@ -90,11 +90,6 @@ def leader_of(request: Request, older: Iterable[Sequence]) -> Sequence | None:
     return leader if same else None
 
 
-def _waits_for_leader(sequence: Sequence) -> bool:
-    leader = sequence.active_leader
-    return leader is not None and not leader.has_prompt
-
-
 NOT_FINITE = "the model's output for this request is not finite"
 
 
@@ -259,10 +254,11 @@ class Scheduler:
         left = budget
         for sequence in list(self.waiting):
             is_excepted = not sequence.preemptions and sequence.request.cache_namespace in except_namespaces
-            if is_excepted or _waits_for_leader(sequence):
+            leader = sequence.active_leader
+            if is_excepted or (leader and not leader.has_prompt):
                 continue
             # The encoder processes the whole source in this step, unless it already has for the leader.
-            source_tokens = 0 if sequence.active_leader else len(sequence.request.source)
+            source_tokens = 0 if leader else len(sequence.request.source)
             if left <= 0 or len(self.running) >= self.limits.max_running or not self._admit(sequence):
                 break
             self.waiting.remove(sequence)

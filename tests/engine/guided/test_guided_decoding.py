@@ -33,6 +33,7 @@ from model.nn.transformer import Decoder
 from model.tokenizer.tokenizer import Tokenizer
 from tests.support.armed_faults import arm_this_process
 from tests.support.engine.grammar_corpus import BOMBS, LEGITIMATE
+from tests.support.engine.parity import expect_parity
 from tests.support.model.sample_tokenizers import KINDS
 from tests.support.model.tiny_models import TEXT, VOCAB, run_all, tiny_config, tiny_decoder, tiny_engine
 
@@ -144,44 +145,12 @@ MIXED = [
 ]
 
 
-def _alone(requests: Sequence[Request]) -> dict[str, list[SampledEvent]]:
-    return {r.id: run_all(tiny_engine(_decoder(), guides=_tracker()), [r])[r.id] for r in requests}
-
-
-class _LateTracker(GrammarTracker):
-    """Masks that are late at random."""
-
-    def __init__(self, rng: random.Random) -> None:
-        super().__init__(lambda: TOKENIZER.bytes_of, vocab_size=VOCAB, max_states=3)
-        self._rng = rng
-        self.n_late = 0
-
-    def allowed(self, sequences: Sequence[EngineSequence]) -> list[Tensor | SampledToken | None]:
-        late = [self._rng.random() < 0.3 for _ in sequences]
-        on_time = [sequence for sequence, is_late in zip(sequences, late, strict=True) if not is_late]
-        masks = iter(super().allowed(on_time))
-        self.n_late += sum(late)
-        return [
-            MASK_NOT_READY if is_late and sequence.request.grammar else None if is_late else next(masks)
-            for sequence, is_late in zip(sequences, late, strict=True)
-        ]
-
-    def must_wait(self, sequences: Sequence[EngineSequence]) -> list[bool]:
-        guided = [bool(sequence.request.grammar) for sequence in sequences]
-        return [
-            waits or (is_guided and self._rng.random() < 0.3)
-            for waits, is_guided in zip(super().must_wait(sequences), guided, strict=True)
-        ]
-
-
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("seed", range(3))
-def test_guided_requests_get_in_a_batch_what_they_get_alone_although_masks_are_late(seed: int) -> None:
-    """Known before the step or noticed in it, also after preemption."""
-    requests, tracker = _requests(MIXED * 4, max_tokens=50), _LateTracker(random.Random(seed))
-    engine = tiny_engine(_decoder(), blocks=13, guides=tracker)
-    assert run_all(engine, requests) == _alone(requests)
-    assert tracker.n_late > 100 and engine.scheduler.preemptions
+@pytest.mark.parametrize("step_seconds", [0.002, 0.0])
+def test_how_the_work_is_done_changes_no_token(step_seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where every mask is late, and no step waits for it."""
+    monkeypatch.setattr(grammar_tracker, "_STEP_SECONDS", step_seconds)
+    expect_parity(_decoder(), _requests(MIXED * 4, max_tokens=50), tight=13, guides=lambda: _tracker(most=3))
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -268,16 +237,6 @@ def test_a_guide_is_compiled_once_also_after_preemption_and_for_a_step_that_is_c
     run_all(engine, requests)
     assert engine.scheduler.preemptions > 3 and engine.isolation.retried_steps > 10
     assert sorted(compiled) == sorted(request.id for request in requests if request.grammar)
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_a_guided_request_submitted_again_goes_on_as_before() -> None:
-    for request in _requests(MIXED, max_tokens=30):
-        before = run_all(tiny_engine(_decoder(), guides=_tracker()), [request])[request.id]
-        cut = len(before) // 2
-        generated = tuple(event.token for event in before[:cut] if event.token is not None)
-        again = replace(request, generated=generated)
-        assert run_all(tiny_engine(_decoder(), guides=_tracker()), [again])[request.id] == before[cut:]
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,7 @@ from app.common.types import BatchPlan, Chunk, Request, Sequence, StepResult
 from app.engine.execution.engine import FaultIsolation
 from app.engine.memory.device_errors import broken_capture, is_out_of_memory, lacked_device_memory, lost_device
 
-HELP = """
-Search for `cudaError...' in https://docs.nvidia.com/cuda/cuda-runtime-api/ for more information.
-CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
-For debugging consider passing CUDA_LAUNCH_BLOCKING=1
-Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
-"""
+HELP = "\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
 STAYING = {
     214: "uncorrectable ECC error encountered",
     700: "an illegal memory access was encountered",
