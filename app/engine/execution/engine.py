@@ -36,7 +36,7 @@ from app.common.types import (
 )
 from app.engine.memory.device_errors import is_out_of_memory, lost_device
 from app.engine.scheduling.block_allocator import without_ended
-from app.engine.scheduling.scheduler import BlockLeakCheck, Scheduler
+from app.engine.scheduling.scheduler import Scheduler
 
 _log = logging.getLogger("inkstream")
 _FAILED = "the engine could not compute this request; the server's log gives the reason under the request's id"
@@ -110,11 +110,6 @@ class FaultIsolation:
             _log.warning("%d steps could not be launched ahead, the last after %s", self.failed_launches, problem)
         return None
 
-    def collect(self, handle: StepHandle) -> StepResult:
-        """Waits for a launched step and returns its result."""
-        assert self._ahead is not None, "no step was launched"
-        return self._ahead.collect(handle)
-
     def run(self, plan: BatchPlan) -> StepResult:
         """Runs a step; requests that cannot be computed even alone are in `failed` of the result."""
         try:
@@ -185,6 +180,11 @@ _MASK_WAIT_SECONDS = 0.002
 """How long the engine waits for masks at a time while it has nothing else to compute."""
 
 
+_MIN_STEPS, _BLOCKS_PER_STEP = 1000, 10
+"""Steps between two checks of the blocks: at least 1,000, and one for each ten blocks; checking ten blocks takes a
+microsecond, and all of them after every step would take more than a small model's step."""
+
+
 class PendingMasks(Protocol):
     """Readiness of grammar masks; app/engine/guided/grammar_tracker.py implements it."""
 
@@ -223,10 +223,11 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self.isolation = FaultIsolation(runner, ahead, release=release)
-        self._is_ahead = ahead is not None
+        self._ahead = ahead
         self._masks = masks
         self._next: _NextStep | None = None
-        self._leak_check = BlockLeakCheck(scheduler)
+        self._unchecked_steps = 0
+        self._check_interval = max(_MIN_STEPS, scheduler.pool.total // _BLOCKS_PER_STEP)
 
     @property
     def has_work(self) -> bool:
@@ -260,12 +261,16 @@ class Engine:
             if plan := self.scheduler.plan_ahead():
                 self._next = self._start(plan, announce)
         report = self.scheduler.commit(first.plan, self._finish(first))
-        self._leak_check.after_step()
+        self._unchecked_steps += 1
+        if self._unchecked_steps >= self._check_interval:
+            self.on_idle()
         return report
 
     def on_idle(self) -> None:
-        """Runs the idle-time checks; called when there is no work."""
-        self._leak_check.on_idle()
+        """Checks the accounting of cache blocks if there was a step since the last check."""
+        if self._unchecked_steps:
+            self._unchecked_steps = 0
+            self.scheduler.check_blocks()
 
     def _mark_pending_masks(self) -> None:
         """Marks the sequences that the next step leaves out: their masks are late or cost too much."""
@@ -277,16 +282,16 @@ class Engine:
     def _start(self, plan: BatchPlan, announce: Announce) -> _NextStep:
         if plan.started:
             announce(plan.started)
-        if not self._is_ahead or not plan.chunks:
+        if not self._ahead or not plan.chunks:
             return _NextStep(plan, None)
         handle = self.isolation.launch(plan)
         self.scheduler.mark_launched(plan)
         return _NextStep(plan, handle)
 
     def _finish(self, step: _NextStep) -> StepResult:
-        if step.handle is not None:
-            return self.isolation.collect(step.handle)
-        if not self._is_ahead:
+        if step.handle is not None and self._ahead:
+            return self._ahead.collect(step.handle)
+        if not self._ahead:
             return self.isolation.run(step.plan)
         plan = without_ended(step.plan)
         return self.isolation.run(plan) if plan.chunks else StepResult()

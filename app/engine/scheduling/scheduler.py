@@ -16,10 +16,6 @@ computed one extra token, which is discarded.
 
 The fair queue of the API process decides which request is next. Only a few wait here, by arrival, and preempted ones
 before them.
-
-StepLimits bounds a step.
-BlockLeakCheck verifies the accounting of cache blocks in production: periodically, because checking every block after
-every step would cost more than a small model's step, and once when the engine becomes idle.
 """
 
 from __future__ import annotations
@@ -90,6 +86,7 @@ def leader_of(request: Request, older: Iterable[Sequence]) -> Sequence | None:
     return leader if same else None
 
 
+_log = logging.getLogger("inkstream")
 NOT_FINITE = "the model's output for this request is not finite"
 
 
@@ -204,6 +201,12 @@ class Scheduler:
         """Violated invariants of the block accounting; tests check them after every step."""
         owned = (sequence.blocks for sequence in [*self.running, *self.waiting])
         return self.pool.violations(chain(owned, self._in_flight.deferred))
+
+    def check_blocks(self) -> None:
+        """Counts and logs violations, and changes nothing else."""
+        if found := self.violations():
+            self.block_violations += 1
+            _log.error("cache block accounting is wrong (%d violations): %s", len(found), "; ".join(found[:3]))
 
     def _plan_decodes(self) -> list[Chunk]:
         chunks = []
@@ -360,36 +363,3 @@ def _is_decode(sequence: Sequence) -> bool:
 
 def _decode(sequence: Sequence) -> Chunk:
     return Chunk(sequence, sequence.num_scheduled, sequence.num_scheduled + 1)
-
-
-_log = logging.getLogger("inkstream")
-_MIN_STEPS, _BLOCKS_PER_STEP = 1000, 10
-"""Steps between two checks: at least 1,000, and one for each ten blocks; checking ten blocks takes a microsecond."""
-
-
-class BlockLeakCheck:
-    """Counts violations in the scheduler's `block_violations`; changes nothing else."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._steps = 0
-        self._interval = max(_MIN_STEPS, scheduler.pool.total // _BLOCKS_PER_STEP)
-
-    def after_step(self) -> None:
-        """Counts a step, and checks the blocks if the interval has passed."""
-        self._steps += 1
-        if self._steps >= self._interval:
-            self._check()
-
-    def on_idle(self) -> None:
-        """Checks the blocks if there was a step since the last check."""
-        if self._steps:
-            self._check()
-
-    def _check(self) -> None:
-        self._steps = 0
-        if violations := self._scheduler.violations():
-            self._scheduler.block_violations += 1
-            _log.error(
-                "cache block accounting is wrong (%d violations): %s", len(violations), "; ".join(violations[:3])
-            )
