@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 
@@ -44,14 +44,6 @@ Machine: {machines}.
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
-    """A figure and where it was measured."""
-
-    figure: Figure
-    machine: str
-
-
 def files_of_promises(folder: Path = HERE) -> dict[str, list[Path]]:
     """Promise -> the files that test it."""
     found: dict[str, list[Path]] = {}
@@ -66,45 +58,37 @@ def sentence(path: Path) -> str:
     return re.sub(r"^[RS]\d+: ", "", re.split(r"(?<=\.) (?=[A-Z])", paragraph)[0])
 
 
-def read_kept(path: Path = KEPT) -> list[Kept]:
+def read_kept() -> list[Figure]:
     """The figures kept so far."""
-    if not path.exists():
-        return []
-    entries = json.loads(path.read_text())
-    return [Kept(machine=entry.pop("machine"), figure=Figure(**entry)) for entry in entries]
+    return [Figure(**entry) for entry in json.loads(KEPT.read_text())]
 
 
-def merge(kept: list[Kept], new: list[Kept]) -> list[Kept]:
+def merge(kept: list[Figure], new: list[Figure]) -> list[Figure]:
     """`new` over `kept`: full sizes stay against CI sizes; a test that ran again loses the figures it has no more."""
-    ran = {(k.figure.test, k.figure.size) for k in new}
-
-    def is_replaced(old: Kept) -> bool:
-        return any((old.figure.test, size) in ran for size in {old.figure.size, "full"})
-
-    left = [old for old in kept if not is_replaced(old)]
-    full = {(k.figure.promise, k.figure.what) for k in [*left, *new] if k.figure.size == "full"}
-    fresh = [k for k in new if k.figure.size == "full" or (k.figure.promise, k.figure.what) not in full]
+    ran = {(figure.test, figure.size) for figure in new}
+    left = [old for old in kept if (old.test, old.size) not in ran and (old.test, "full") not in ran]
+    full = {(figure.promise, figure.what) for figure in [*left, *new] if figure.size == "full"}
+    fresh = [figure for figure in new if figure.size == "full" or (figure.promise, figure.what) not in full]
     return sorted([*left, *fresh], key=_order)
 
 
-def read_new(folder: Path = RESULTS) -> list[Kept]:
+def read_new(folder: Path = RESULTS) -> list[Figure]:
     """The figures that the tests wrote, on this machine."""
     machine = this_machine()
     where = f"{machine.cores} cores of {machine.cpu}, Python {machine.python}"
-    return [Kept(figure=Figure(**json.loads(p.read_text())), machine=where) for p in sorted(folder.glob("*.json"))]
+    return [Figure(**json.loads(path.read_text()) | {"machine": where}) for path in sorted(folder.glob("*.json"))]
 
 
-def render(kept: list[Kept], files: dict[str, list[Path]]) -> str:
+def render(kept: list[Figure], files: dict[str, list[Path]]) -> str:
     """The page."""
-    machines = sorted({k.machine for k in kept}) or ["none yet"]
+    machines = sorted({figure.machine for figure in kept}) or ["none yet"]
     head = _HEAD.format(summary=_summary(kept), machines="; ".join(machines))
-    figures = {number: list(of) for number, of in groupby(sorted(kept, key=_order), lambda k: k.figure.promise)}
+    figures = {number: list(of) for number, of in groupby(sorted(kept, key=_order), lambda figure: figure.promise)}
     lines = [line for number in PROMISES for line in _rows(number, files.get(number, []), figures.get(number, []))]
     return head + "\n".join(lines) + "\n"
 
 
-def _summary(kept: list[Kept]) -> str:
-    figures = [k.figure for k in kept]
+def _summary(figures: list[Figure]) -> str:
     measured = {figure.promise for figure in figures}
     short = [f for f in figures if not f.reaches(f.target)]
     low = [f for f in short if not f.reaches(f.floor)]
@@ -115,17 +99,17 @@ def _summary(kept: list[Kept]) -> str:
     )
 
 
-def _rows(number: str, files: list[Path], kept: list[Kept]) -> list[str]:
+def _rows(number: str, files: list[Path], figures: list[Figure]) -> list[str]:
     """One promise: a row for each figure, or one that says why there is none."""
     if not files:
         return [f"| {number} | has no test yet | | | | | | | |"]
     words = " ".join(_cell(sentence(path)) for path in files)
     links = ", ".join(f"[{path.stem}](tests/promises/{path.name})" for path in files)
     promise = f"{words} ({links})"
-    if not kept:
+    if not figures:
         return [f"| {number} | {promise} | no figure was written down yet | | | | | | |"]
     rows = []
-    for i, figure in enumerate(k.figure for k in kept):
+    for i, figure in enumerate(figures):
         first = f"{number} | {promise}" if i == 0 else f"{number} | "
         floor = "=" if figure.floor == figure.target else _bound(figure, figure.floor)
         rows.append(
@@ -152,18 +136,12 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def _order(kept: Kept) -> tuple[int, str, str]:
-    figure = kept.figure
+def _order(figure: Figure) -> tuple[int, str, str]:
     return PROMISES.index(figure.promise), figure.test, figure.what
 
 
-def write(kept: list[Kept]) -> None:
+def write(kept: list[Figure]) -> None:
     """results.json, a figure a line, and RELIABILITY.md."""
-    lines = (json.dumps({**asdict(k.figure), "machine": k.machine}) for k in kept)
+    lines = (json.dumps(asdict(figure)) for figure in kept)
     KEPT.write_text("[\n" + ",\n".join(lines) + "\n]\n")
     PAGE.write_text(render(kept, files_of_promises()))
-
-
-def is_number(text: str) -> bool:
-    """Whether a name has the form of make promises ONLY=: r10, S8."""
-    return bool(re.fullmatch(r"[rRsS]\d+", text)) and f"{text[0].upper()}{int(text[1:])}" in PROMISES

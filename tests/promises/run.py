@@ -31,16 +31,15 @@ def main() -> int:
     if options.report:
         report.write(report.merge(report.read_kept(), report.read_new()))
         return 0
-    files = report.files_of_promises()
-    if unknown := [name for name in options.only if not report.is_number(name)]:
+    asked = {f"{name[:1].upper()}{name[1:].lstrip('0')}": name for name in options.only}
+    if unknown := [name for number, name in asked.items() if number not in report.PROMISES]:
         print(f"error: there is no promise {unknown[0]}: they are {', '.join(report.PROMISES)}", file=sys.stderr)
         return 2
-    asked = [f"{name[0].upper()}{int(name[1:])}" for name in options.only] or [p for p in report.PROMISES if p in files]
     for leftover in RESULTS.glob("*.json"):
         leftover.unlink()
-    failed = [
-        path.name for number in asked for path in files.get(number, []) if not _run(path, full=not options.ci_size)
-    ]
+    files = report.files_of_promises()
+    paths = [path for number in asked or report.PROMISES for path in files.get(number, [])]
+    failed = [path.name for path in paths if not _run(path, full=not options.ci_size)]
     report.write(report.merge(report.read_kept(), report.read_new()))
     result = f"Failed: {', '.join(failed)}" if failed else "All passed."
     print(f"RELIABILITY.md is written. {result}")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,7 +13,8 @@ import pytest
 from tests.support.load import open_loop
 from tests.support.load.open_loop import Plan
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server, start_server, stop_server
+from tests.support.servers import Server
+from tests.support.services import Services
 
 _SLOTS, _TOKENS, _STEP, _QUEUE = 4, 160, 0.005, 12
 _CAPACITY = _SLOTS / (_TOKENS * _STEP)
@@ -24,21 +23,13 @@ _CAPACITY = _SLOTS / (_TOKENS * _STEP)
 Few, so that ten times as many do not overload the cores: the queue should be the bottleneck.
 """
 _BODY = json.dumps({"prompt": "Once upon a time", "max_tokens": _TOKENS, "ignore_eos": True}).encode()
-_QUOTAS = {"ann": {"requests_per_minute": 5}, "bob": {"tokens_per_minute": 3000}, "cyd": {"concurrency": 1}}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[Server]:
+def server(serve_module: Services) -> Server:
     """Four texts at a time, twelve that wait."""
-    running = start_server(
-        tmp_path_factory.mktemp("r1"),
-        weights,
-        *("--max-running", str(_SLOTS), "--max-waiting", str(_QUEUE), "--max-waiting-tokens", "20000"),
-        fake_ms=_STEP * 1e3,
-        environment={"CALLERS": json.dumps(_QUOTAS)},
-    )
-    yield running
-    assert stop_server(running) == 0
+    flags = ("--max-running", str(_SLOTS), "--max-waiting", str(_QUEUE), "--max-waiting-tokens", "20000")
+    return serve_module(*flags, fake_ms=_STEP * 1e3)
 
 
 def _deepest(server: Server, load: open_loop.Load) -> tuple[float, int]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
 from tests.support.load import open_loop
 from tests.support.load.open_loop import Outcome, Plan
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server, start_server, stop_server
+from tests.support.servers import Server
+from tests.support.services import Services
 
 _SLOTS, _TOKENS, _STEP = 4, 60, 0.005
 _CAPACITY = _SLOTS / (_TOKENS * _STEP)
@@ -23,12 +23,8 @@ The request admitted last waits for two rounds of texts and for its own, which i
 should: a machine may be three times as slow and still answers in time.
 """
 _BODY = json.dumps({"prompt": "Once upon a time", "max_tokens": _TOKENS, "ignore_eos": True}).encode()
-_BOUNDED = ("--max-waiting", "8")
-_UNBOUNDED = ("--max-waiting", "1000000", "--queue-timeout", "86400", "--max-connections", "10000")
-
-
-def _start(folder: Path, weights: Path, *flags: str) -> Server:
-    return start_server(folder, weights, "--max-running", str(_SLOTS), *flags, fake_ms=_STEP * 1e3)
+_BOUNDED = ("--max-running", str(_SLOTS), "--max-waiting", "8")
+_UNBOUNDED = (*_BOUNDED[:2], "--max-waiting", "1000000", "--queue-timeout", "86400", "--max-connections", "10000")
 
 
 def _offer(server: Server, times: float, seconds: float) -> list[Outcome]:
@@ -71,10 +67,8 @@ def _seconds_until_calm(server: Server, quiet: float) -> float:
 
 
 @pytest.mark.timed
-def test_goodput_stays_at_ten_times_the_load_and_quiet_comes_back(
-    tmp_path: Path, weights: Path, promise: Promise
-) -> None:
-    server = _start(tmp_path, weights, *_BOUNDED)
+def test_goodput_stays_at_ten_times_the_load_and_quiet_comes_back(serve: Services, promise: Promise) -> None:
+    server = serve(*_BOUNDED, fake_ms=_STEP * 1e3)
     seconds = promise.size(3, 30)
 
     def measure() -> _Overloaded:
@@ -89,18 +83,12 @@ def test_goodput_stays_at_ten_times_the_load_and_quiet_comes_back(
         more = _offer(server, 50, seconds)
         promise.at_least("goodput at 50x load", _goodput(more, since=1) / found.peak, target=0.7, n=len(more))
     promise.at_most("until p50 is back", found.calm_after, target=5, unit="s", n=found.n)
-    assert stop_server(server) == 0
 
 
-def test_a_queue_without_bound_collapses(tmp_path: Path, weights: Path, promise: Promise) -> None:
+def test_a_queue_without_bound_collapses(serve: Services, promise: Promise) -> None:
     """Positive control: the same load, with an unbounded queue."""
-    server = _start(tmp_path, weights, *_UNBOUNDED)
-    try:
-        seconds = promise.size(6, 20)
-        outcomes = _offer(server, 10, seconds)
-        late = _goodput(outcomes, since=seconds * 3 / 4) / _CAPACITY
-        assert not any(o.is_refused for o in outcomes)
-        assert late < 0.3, late
-    finally:
-        server.process.kill()
-        server.process.wait()
+    server, seconds = serve(*_UNBOUNDED, fake_ms=_STEP * 1e3, is_killed=True), promise.size(6, 20)
+    outcomes = _offer(server, 10, seconds)
+    late = _goodput(outcomes, since=seconds * 3 / 4) / _CAPACITY
+    assert not any(o.is_refused for o in outcomes)
+    assert late < 0.3, late

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,6 @@ _SHORT: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 3, "ignore
 _SECONDS = 2.0
 
 
-def _fin(connection: socket.socket) -> None:
-    connection.close()
-
-
 def _reset(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
@@ -44,23 +39,14 @@ def _half_close(connection: socket.socket) -> None:
     connection.close()
 
 
-_WAYS: tuple[Callable[[socket.socket], None], ...] = (_fin, _reset, _half_close)
+_WAYS: tuple[Callable[[socket.socket], None], ...] = (socket.socket.close, _reset, _half_close)
 _STATES = ("body", "submitted", "queued", "prefilling", "decoding", "end")
 
 
-@dataclass(frozen=True, slots=True)
-class _Footprint:
-    """Resources that a service has open, except memory."""
-
-    threads: int
-    descriptors: int
-    tasks: float
-
-
-def _footprint(server: Server) -> _Footprint:
+def _footprint(server: Server) -> tuple[float, ...]:
+    """Threads, descriptors and tasks."""
     folder = Path(f"/proc/{server.process.pid}")
-    threads, descriptors = (len(list((folder / name).iterdir())) for name in ("task", "fd"))
-    return _Footprint(threads, descriptors, server.metric("event_loop_tasks"))
+    return *(len(list((folder / name).iterdir())) for name in ("task", "fd")), server.metric("event_loop_tasks")
 
 
 def _connect(server: Server, body: dict[str, Any], *, part: float = 1.0) -> socket.socket:
@@ -110,12 +96,6 @@ def _texts(server: Server, n: int) -> list[str]:
 
 
 @pytest.fixture
-def faults(tmp_path: Path) -> Faults:
-    """What the service's faults are armed by."""
-    return Faults(tmp_path / "faults")
-
-
-@pytest.fixture
 def server(serve: Services, faults: Faults) -> Server:
     """A service without resumable streams: a disconnect cancels the request."""
     flags = ("--max-running", "16", "--max-waiting", "4096", "--resume-seconds", "0")
@@ -135,7 +115,7 @@ def test_clients_that_leave_in_every_state_and_way_leave_nothing_behind(server: 
         left = time.monotonic()
         assert is_clean(server)
         blocks = time.monotonic() - left
-        assert server.wait_for(lambda: _grown(before, _footprint(server)) == []), (before, _footprint(server))
+        assert server.wait_for(lambda: not _has_grown(before, _footprint(server))), (before, _footprint(server))
         return blocks, time.monotonic() - left
 
     blocks, all_free = promise.measured(measure, lambda found: max(found) <= _SECONDS)
@@ -146,22 +126,20 @@ def test_clients_that_leave_in_every_state_and_way_leave_nothing_behind(server: 
     promise.at_most("tasks, threads, descriptors back", all_free, target=1, floor=_SECONDS, unit="s", n=n)
     again = _texts(server, 100)
     promise.all_of("greedy texts as before", sum(a == b for a, b in zip(texts, again, strict=True)), len(texts))
-    assert stop_server(server) == 0
-    assert "Traceback" not in server.log.read_text()
+    assert stop_server(server) == 0 and "Traceback" not in server.log.read_text()
 
 
-def _at_rest(server: Server) -> _Footprint:
+def _at_rest(server: Server) -> tuple[float, ...]:
     """The least of several samples: the cleanup of a disconnected client may still be under way."""
     looks = []
     for _ in range(6):
         looks.append(_footprint(server))
         time.sleep(0.05)
-    return _Footprint(*(min(getattr(look, name) for look in looks) for name in ("threads", "descriptors", "tasks")))
+    return tuple(map(min, zip(*looks, strict=True)))
 
 
-def _grown(before: _Footprint, now: _Footprint) -> list[str]:
-    names = ("threads", "descriptors", "tasks")
-    return [name for name in names if getattr(now, name) > getattr(before, name)]
+def _has_grown(before: tuple[float, ...], now: tuple[float, ...]) -> bool:
+    return any(more > less for less, more in zip(before, now, strict=True))
 
 
 def test_a_service_that_forgets_to_free_is_noticed(server: Server, faults: Faults) -> None:

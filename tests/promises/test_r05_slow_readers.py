@@ -11,7 +11,6 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,18 +63,8 @@ def _p99_gap(server: Server) -> float:
     return gaps[int(len(gaps) * 0.99)]
 
 
-@dataclass(frozen=True, slots=True)
-class _WhileStalled:
-    """Measurements of other streams, and of the service, while readers stalled."""
-
-    slower: float
-    """p99 gap between other streams' tokens, relative to that without stalled readers."""
-    memory: float
-    """Bytes per stalled reader."""
-    blocks: float
-
-
-def _measure_while_stalled(server: Server, n: int) -> _WhileStalled:
+def _measure_while_stalled(server: Server, n: int) -> tuple[float, float, float]:
+    """p99 gap of other streams' tokens, relative to that without stalled readers; bytes and blocks that these hold."""
     before, alone = memory(server.process.pid), min(_p99_gap(server) for _ in range(2))
     with _stalled(server, n):
         assert server.metric("connections") >= n, "they were meant to be there while others read"
@@ -83,7 +72,7 @@ def _measure_while_stalled(server: Server, n: int) -> _WhileStalled:
         loaded = min(_p99_gap(server) for _ in range(2))
         assert server.metric("connections") > n, "the stalled readers were disconnected while the others were read"
     assert server.wait_for(lambda: server.metric("connections") <= 1, 60)
-    return _WhileStalled(loaded / alone, held, blocks)
+    return loaded / alone, held, blocks
 
 
 @pytest.mark.timed
@@ -91,16 +80,16 @@ def test_stalled_readers_cost_others_nothing_and_little_memory(serve: Services, 
     n = promise.size(60, 200)
     flags = ("--max-running", str(n + N_NORMAL), "--write-timeout", "600", "--kv-blocks", "40000")
     server = serve(*flags, fake_ms=5)
-    seen: list[_WhileStalled] = []
+    seen: list[tuple[float, float, float]] = []
 
     def measure() -> float:
         seen.append(_measure_while_stalled(server, n))
-        return seen[-1].slower
+        return seen[-1][0]
 
     visit(server, seeded({**STALLED, "max_tokens": 300}, n))  # what a service of this size takes for itself
     visit(server, seeded(NORMAL, N_NORMAL))
     slower = promise.measured(measure, lambda slower: slower <= SLOWER)
-    held, blocks = max(each.memory for each in seen), max(each.blocks for each in seen)
+    _, held, blocks = map(max, zip(*seen, strict=True))
     what = "p99 between tokens beside stalled readers, of that alone"
     promise.at_most(what, slower, target=1.1, floor=SLOWER, unit="x", n=n)
     promise.at_most("memory of a stalled reader", held / 1024, target=256, unit="KiB", n=n)

@@ -1,4 +1,12 @@
-"""R6: Clients that send or read very slowly are disconnected at their deadline, and other clients are not delayed."""
+"""R6: Clients that send or read very slowly are disconnected at their deadline, connections that send nothing, or half
+a request head, are closed to make room, and other clients are not delayed.
+
+A connection that is being answered, or whose body arrives, is never closed for that.
+
+Behind nginx, which is one address to the service, nginx closes silent and idle connections in the same way, but not
+those with half a head: beyond worker_connections they keep others out until client_header_timeout. Its limit_conn
+bounds the requests of one client.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +15,7 @@ import contextlib
 import random
 import socket
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +24,13 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from tests.support.http.raw_client import get, post
+from tests.support import ROOT
+from tests.support.http.nginx import needs_nginx, running_nginx
+from tests.support.http.raw_client import STREAM, get, post, read_all, status_of
+from tests.support.http.socket_queues import has_read_all
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server, start_server, stop_server
+from tests.support.servers import Server
+from tests.support.services import Services
 
 DEADLINE, LATE = 1.5, 1.0
 FLAGS = [f"--{name}-timeout={DEADLINE}" for name in ("head", "body", "write")]
@@ -95,36 +108,30 @@ def _measure_under_attack(server: Server, n: int) -> _Seen:
     return _Seen({**late, "read": slow_read - 2 * DEADLINE}, answered)
 
 
-def test_slow_clients_are_cut_at_the_deadline_and_others_are_served(
-    tmp_path: Path, weights: Path, promise: Promise
-) -> None:
+def test_slow_clients_are_cut_at_the_deadline_and_others_are_served(serve: Services, promise: Promise) -> None:
     n = promise.size(90, 501)
-    server = start_server(tmp_path, weights, *FLAGS, "--max-running", "200", fake_ms=1)
-    try:
-        seen: list[_Seen] = []
+    server = serve(*FLAGS, "--max-running", "200", fake_ms=1)
+    seen: list[_Seen] = []
 
-        def measure() -> _Seen:
-            seen.append(_measure_under_attack(server, n))
-            return seen[-1]
+    def measure() -> _Seen:
+        seen.append(_measure_under_attack(server, n))
+        return seen[-1]
 
-        found = promise.measured(measure, lambda found: found.worst <= LATE)
-        for kind in ("headers", "body"):
-            what = f"slow {kind}: cut after the deadline"
-            promise.at_most(what, found.late[kind], target=0.3, floor=LATE, unit="s", n=n // 3)
-        # The clock starts once the kernels' buffers are full, and a moment with a KiB read is a good one.
-        what = "slow read: cut after the deadline"
-        promise.at_most(what, found.late["read"], target=0.3, floor=2 * LATE, unit="s", n=n // 3)
-        answered = [answer for each in seen for answer in each.answered]
-        promise.all_of("normal requests served beside slow ones", sum(answered), len(answered))
-        assert server.wait_for(lambda: server.metric("connections") <= 1)
-    finally:
-        assert stop_server(server) == 0
-    assert "Traceback" not in server.log.read_text()
+    found = promise.measured(measure, lambda found: found.worst <= LATE)
+    for kind in ("headers", "body"):
+        what = f"slow {kind}: cut after the deadline"
+        promise.at_most(what, found.late[kind], target=0.3, floor=LATE, unit="s", n=n // 3)
+    # The clock starts once the kernels' buffers are full, and a moment with a KiB read is a good one.
+    what = "slow read: cut after the deadline"
+    promise.at_most(what, found.late["read"], target=0.3, floor=2 * LATE, unit="s", n=n // 3)
+    answered = [answer for each in seen for answer in each.answered]
+    promise.all_of("normal requests served beside slow ones", sum(answered), len(answered))
+    assert server.wait_for(lambda: server.metric("connections") <= 1)
 
 
-def test_without_a_deadline_they_would_stay(tmp_path: Path, weights: Path) -> None:
+def test_without_a_deadline_they_would_stay(serve: Services) -> None:
     """The control."""
-    server = start_server(tmp_path, weights, "--head-timeout=60", "--body-timeout=60", fake_ms=1)
+    server = serve("--head-timeout=60", "--body-timeout=60", fake_ms=1)
 
     async def attack() -> float:
         async with asyncio.timeout(DEADLINE + LATE + 0.5):
@@ -135,8 +142,92 @@ def test_without_a_deadline_they_would_stay(tmp_path: Path, weights: Path) -> No
             )
             return done.pop().result()
 
+    with pytest.raises(TimeoutError):
+        asyncio.run(attack())
+
+
+MOST, OF_ONE = 40, 20
+HALF_HEAD, HALF_BODY = get()[:-2], post({"prompt": "a" * 100})[:-50]
+CROWDS = {"silent": b"", "half a head": HALF_HEAD, "idle": get()}
+
+
+@pytest.fixture(scope="module")
+def small(serve_module: Services) -> Server:
+    """A service that lets few in."""
+    return serve_module(f"--max-connections={MOST}", f"--max-connections-per-address={OF_ONE}", fake_ms=1)
+
+
+@pytest.fixture
+def connections(small: Server) -> Iterator[list[socket.socket]]:
+    """Connections; the fixture closes them and waits until the service has dropped them."""
+    connections: list[socket.socket] = []
+    yield connections
+    for connection in connections:
+        connection.close()
+    assert small.wait_for(lambda: small.metric("connections") <= 1)
+
+
+def _dial(url: str, address: str, data: bytes = b"") -> socket.socket:
+    port = int(url.rpartition(":")[2])
+    connection = socket.create_connection(("127.0.0.1", port), 60, source_address=(address, 0))
+    connection.sendall(data)
+    return connection
+
+
+def _status(url: str, address: str) -> int:
+    body = {"prompt": "a", "max_tokens": 2, "stream": False}
+    with _dial(url, address, post(body, "/complete", "Connection: close")) as connection:
+        return status_of(read_all(connection))
+
+
+def _is_open(connection: socket.socket) -> bool:
+    connection.setblocking(False)
     try:
-        with pytest.raises(TimeoutError):
-            asyncio.run(attack())
-    finally:
-        assert stop_server(server) == 0
+        return bool(connection.recv(65536))
+    except BlockingIOError:
+        return True
+    except ConnectionError:
+        return False
+
+
+@pytest.mark.parametrize("kind", CROWDS)
+@pytest.mark.parametrize("times", [1, 5])
+def test_a_crowd_keeps_no_other_client_out(
+    small: Server, connections: list[socket.socket], promise: Promise, kind: str, times: int
+) -> None:
+    for _ in range(OF_ONE * times):
+        connections += [_dial(small.url, address, CROWDS[kind]) for address in ("127.0.0.2", "127.0.0.3")]
+    assert small.wait_for(lambda: has_read_all(small))
+    answers = [_status(small.url, address) for address in ("127.0.0.9", "127.0.0.2", "127.0.0.3") for _ in range(5)]
+    promise.all_of(f"requests answered beside a crowd that is {kind}", answers.count(200), len(answers))
+
+
+@pytest.mark.parametrize("data", [HALF_BODY, post({**STREAM, "max_tokens": 8000})], ids=["body", "answer"])
+def test_who_has_a_request_is_not_sent_off(small: Server, connections: list[socket.socket], data: bytes) -> None:
+    """The reverse: where no connection is idle, the service evicts none, and existing connections stay."""
+    connections += [_dial(small.url, address, data) for _ in range(OF_ONE) for address in ("127.0.0.2", "127.0.0.3")]
+    assert small.wait_for(lambda: has_read_all(small))  # until then they are as silent as any
+    assert [_status(small.url, address) for address in ("127.0.0.9", "127.0.0.2")] == [503, 503]
+    assert all(_is_open(connection) for connection in connections)
+
+
+@needs_nginx
+def test_behind_nginx_one_client_cannot_take_all_connections(
+    small: Server, connections: list[socket.socket], tmp_path: Path
+) -> None:
+    """deploy/nginx/inkstream.conf, with lower limits."""
+    text = (ROOT / "deploy/nginx/inkstream.conf").read_text()
+    for old, new in {
+        "inkstream:8000": small.url.removeprefix("http://"),
+        "listen 8080": "listen 127.0.0.1:PORT",
+        "inkstream_clients 1024": "inkstream_clients 5",
+    }.items():
+        assert old in text
+        text = text.replace(old, new)
+    with running_nginx(tmp_path, text, f"worker_connections {MOST};") as url:
+        connections += [_dial(url, "127.0.0.2", HALF_BODY) for _ in range(5)]
+        assert small.wait_for(lambda: _status(url, "127.0.0.2") == 503)
+        assert _status(url, "127.0.0.9") == 200
+        for data in (b"", get("/health/live")):
+            connections += [_dial(url, "127.0.0.3", data) for _ in range(2 * MOST)]
+            assert _status(url, "127.0.0.9") == 200

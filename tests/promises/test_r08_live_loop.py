@@ -6,7 +6,6 @@ import json
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -27,12 +26,6 @@ _LONG: dict[str, Any] = {
     "stream": False,
 }
 _STREAM = json.dumps({"prompt": "Hello", "max_tokens": 200, "ignore_eos": True, "seed": 0}).encode()
-
-
-@pytest.fixture
-def faults(tmp_path: Path) -> Faults:
-    """Arms the service's faults."""
-    return Faults(tmp_path / "faults")
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,19 +31,13 @@ _ASKS = [
 ]
 
 
-def _stop(server: Server, faults: Faults) -> None:
-    del faults
-    os.kill(engine_pid(server), signal.SIGSTOP)
-
-
-def _empty_steps(server: Server, faults: Faults) -> None:
-    del server
+def _empty_steps(_server: Server, faults: Faults) -> None:
     faults.arm("engine.step", "sleep", seconds=0.005)
     faults.arm("engine.idle", "nothing")
 
 
-def _deed(do: str, **order: Any) -> Callable[[Server, Faults], None]:
-    return lambda _server, faults: faults.arm("engine.step", do, times=1, **order)
+def _deed(do: str) -> Callable[[Server, Faults], None]:
+    return lambda _server, faults: faults.arm("engine.step", do, times=1)
 
 
 _HANGS: dict[str, Callable[[Server, Faults], None]] = {
@@ -51,11 +45,9 @@ _HANGS: dict[str, Callable[[Server, Faults], None]] = {
     "returns": _deed("exit"),
     "sleeps": _deed("sleep"),
     "holds the GIL": _deed("hold gil"),
-    "is stopped": _stop,
+    "is stopped": lambda server, _faults: os.kill(engine_pid(server), signal.SIGSTOP),
     "makes empty steps": _empty_steps,
 }
-
-
 _SILENT = ("sleeps", "holds the GIL", "is stopped")
 
 
@@ -189,6 +181,5 @@ def _load(server: Server, lane: int, deadline: float) -> None:
 
 
 def _ask(lane: int, number: int) -> Ask:
-    prompt = "fox " * (600 if number % 10 == 0 else 5)
-    extra: Sequence[tuple[str, Any]] = [("seed", number), ("max_tokens", 20 + 10 * lane)]
-    return Ask(body={"prompt": prompt, "ignore_eos": True, **dict(extra)})
+    prompt, max_tokens = "fox " * (600 if number % 10 == 0 else 5), 20 + 10 * lane
+    return Ask(body={"prompt": prompt, "ignore_eos": True, "seed": number, "max_tokens": max_tokens})

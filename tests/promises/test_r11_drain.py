@@ -50,7 +50,8 @@ class _Drained:
 
 
 def _drained(serve: Services, folder: Path, number: signal.Signals, n: int) -> _Drained:
-    faults, flags = _slow(folder), ("--max-running", "200", "--drain-timeout", "60")
+    # A quarter of them waits when the signal comes.
+    faults, flags = _slow(folder), ("--max-running", str(n * 3 // 4), "--drain-timeout", "60")
     server = serve(*flags, fake_ms=STEP_MS, environment=faults.environment)
     pids = family(server.process.pid)
     with connect(server) as kept_alive, crowd(server, seeded(_request(1), n)) as streams:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import pytest
@@ -18,7 +17,8 @@ from tests.support.armed_faults import Faults
 from tests.support.engine.scheduler_simulation import Delivered, SimulatedDevice, alone, make_scheduler, step
 from tests.support.model.tiny_models import tiny_decoder, tiny_engine
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server, start_server, stop_server
+from tests.support.servers import Server
+from tests.support.services import Services
 
 CLIENTS, LENGTH, BLOCK = 64, 64, 16
 MOST = 4
@@ -81,21 +81,19 @@ def test_64_texts_of_a_real_model_share_blocks_for_four(way: str, promise: Promi
     promise.all_of(f"texts as without pressure ({way})", good, CLIENTS)
 
 
-def test_64_clients_over_http_share_blocks_for_four(promise: Promise, tmp_path: Path, weights: Path) -> None:
+def test_64_clients_over_http_share_blocks_for_four(promise: Promise, serve: Services, faults: Faults) -> None:
     bodies: list[dict[str, object]] = [
         {"prompt": [40 + i, *range(50, 50 + i % 9)], "max_tokens": LENGTH - 1 - i % 9, "seed": i, "user": f"u{i}"}
         for i in range(CLIENTS)
     ]
     flags = ("--max-context", str(LENGTH), "--kv-blocks")
     texts = []
-    faults = Faults(tmp_path / "faults")
     for blocks in (str(CLIENTS * LENGTH), str(4 * LENGTH // BLOCK)):
-        server = start_server(tmp_path, weights, *flags, blocks, fake_ms=1, environment=faults.environment)
+        server = serve(*flags, blocks, fake_ms=1, environment=faults.environment)
         texts.append(_all_at_once(server, faults, bodies))
         preemptions = server.metric("preemptions_total")
         assert server.metric("block_violations_total") == 0
         assert server.wait_for(lambda running=server: running.metric("kv_cache_usage_ratio") == 0)  # type: ignore[misc]
-        assert stop_server(server) == 0
     assert preemptions > 10, "there was meant to be pressure"
     good = sum(one == other for one, other in zip(*texts, strict=True))
     promise.all_of("answers over HTTP as without pressure", good, CLIENTS)

@@ -19,7 +19,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ from tests.support.armed_faults import Faults
 from tests.support.completion_client import parse_events
 from tests.support.load.concurrent_clients import Answer, Ask, crowd, engine_pid, is_ready, visit
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server, is_clean, start_server
+from tests.support.servers import Server, is_clean
 from tests.support.services import Services
 
 _BODY: dict[str, Any] = {"prompt": "Once", "max_tokens": 120, "temperature": 1.0, "seed": 3}
@@ -48,10 +47,11 @@ class _Outcome:
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """A service that may be broken."""
+    """A service that may be broken, and what starts others."""
 
     server: Server
     faults: Faults
+    serve: Services
 
 
 def _asks(**extra: Any) -> list[Ask]:
@@ -90,11 +90,10 @@ def _is_error(answers: list[Answer], kind: str) -> list[bool]:
 
 
 @pytest.fixture(scope="module")
-def stage(serve_module: Services, tmp_path_factory: pytest.TempPathFactory) -> _Stage:
+def stage(serve_module: Services, faults: Faults) -> _Stage:
     """A fake engine whose requests take most of a second; what one fault did to it is over before the next."""
-    folder = tmp_path_factory.mktemp("stage")
-    faults = Faults(folder / "faults")
-    return _Stage(serve_module(*_FLAGS, fake_ms=8, environment=faults.environment, logs_tracebacks=True), faults)
+    server = serve_module(*_FLAGS, fake_ms=8, environment=faults.environment, logs_tracebacks=True)
+    return _Stage(server, faults, serve_module)
 
 
 def _slow_from(stage: _Stage, step: int) -> AbstractContextManager[None]:
@@ -202,6 +201,21 @@ def _disconnected(stage: _Stage) -> list[bool]:
     return good
 
 
+def _no_turn(stage: _Stage) -> list[bool]:
+    server, disconnect = stage.serve("--max-running", "1", "--queue-timeout", "1", fake_ms=8), threading.Event()
+    with crowd(server, [Ask(body={**_BODY, "max_tokens": 8000})], disconnect=disconnect) as first:
+        assert server.wait_for(lambda: first[0].n_events > 1)
+        return _is_error(visit(server, _asks()), "unavailable_error")
+
+
+def _end_of_the_service(stage: _Stage) -> list[bool]:
+    server = stage.serve("--drain-timeout", "0.5", fake_ms=8)
+    with _under_way(server, _asks(max_tokens=8000)) as answers:
+        server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(60) == 0
+    return _is_error(answers, "unavailable_error")
+
+
 _FAULTS: dict[str, Callable[[_Stage], list[bool]]] = {
     "the engine is killed": _broken_engine(lambda s: os.kill(engine_pid(s.server), signal.SIGKILL)),
     "the engine raises": _broken_engine(lambda s: s.faults.arm("engine.step", "raise", times=1)),
@@ -213,6 +227,8 @@ _FAULTS: dict[str, Callable[[_Stage], list[bool]]] = {
     "output that is not finite": _not_finite,
     "a request that kills every engine": _poisoned,
     "the client has gone": _disconnected,
+    "no turn in time": _no_turn,
+    "the service ends": _end_of_the_service,
 }
 
 
@@ -220,25 +236,6 @@ _FAULTS: dict[str, Callable[[_Stage], list[bool]]] = {
 def test_every_answer_keeps_its_form(stage: _Stage, promise: Promise, fault: str) -> None:
     promise.all_of(f"answers of 2 doors x 2 modes that keep their form: {fault}", sum(_FAULTS[fault](stage)), 4)
     assert is_clean(stage.server, 30.0)
-
-
-def test_a_turn_that_does_not_come_is_an_error_of_the_same_form(serve: Services, promise: Promise) -> None:
-    flags = ("--max-running", "1", "--queue-timeout", "1")
-    server = serve(*flags, fake_ms=8)
-    disconnect = threading.Event()
-    with crowd(server, [Ask(body={**_BODY, "max_tokens": 8000})], disconnect=disconnect) as first:
-        assert server.wait_for(lambda: first[0].n_events > 1)
-        good = _is_error(visit(server, _asks()), "unavailable_error")
-    promise.all_of("answers of 2 doors x 2 modes that keep their form: no turn in time", sum(good), 4)
-
-
-def test_the_end_of_the_service_is_an_error_of_the_same_form(tmp_path: Path, weights: Path, promise: Promise) -> None:
-    server = start_server(tmp_path, weights, "--drain-timeout", "0.5", fake_ms=8)
-    with _under_way(server, _asks(max_tokens=8000)) as answers:
-        server.process.send_signal(signal.SIGTERM)
-    good = _is_error(answers, "unavailable_error")
-    assert server.process.wait(60) == 0
-    promise.all_of("answers of 2 doors x 2 modes that keep their form: the service ends", sum(good), 4)
 
 
 def _received(body: bytes) -> Answer:

@@ -40,6 +40,12 @@ def _engines(server: Server) -> list[int]:
     return children(server.process.pid)
 
 
+@pytest.fixture
+def ways(tmp_path: Path) -> list[Path]:
+    """Two weights directories."""
+    return [good_weights(tmp_path / name, seed) for seed, name in enumerate(("one", "two"))]
+
+
 def _reload(server: Server, link: Path, target: Path, outcome: str) -> bool:
     """Asks for other weights; whether it came to this outcome."""
     point(link, target)
@@ -99,8 +105,10 @@ def test_the_reason_is_found_without_a_service_too(
     assert BAD[kind][1] in said and said.count("\n") == 1
 
 
-def test_an_engine_that_is_killed_while_it_loads_is_not_missed(tmp_path: Path, promise: Promise) -> None:
-    good, other = good_weights(tmp_path / "good", 0), good_weights(tmp_path / "other", 1)
+def test_an_engine_that_is_killed_while_it_loads_is_not_missed(
+    tmp_path: Path, ways: list[Path], promise: Promise
+) -> None:
+    good, other = ways
     faults = Faults(tmp_path / "faults")
     with _service(tmp_path, good, fake_ms=1, faults=faults) as (server, link):
         first = _engines(server)
@@ -128,8 +136,7 @@ def test_an_engine_that_is_killed_while_it_loads_is_not_missed(tmp_path: Path, p
     )
 
 
-def test_good_weights_are_switched_under_load(tmp_path: Path, promise: Promise) -> None:
-    ways = [good_weights(tmp_path / name, seed) for seed, name in enumerate(("one", "two"))]
+def test_good_weights_are_switched_under_load(tmp_path: Path, ways: list[Path], promise: Promise) -> None:
     switches = promise.size(6, 30)
     sizes = []
     with _service(tmp_path, ways[0], fake_ms=5) as (server, link):
@@ -182,8 +189,9 @@ def _across_a_switch(server: Server, link: Path, to: Path, faults: Faults, *, is
     return parse_events(httpx.get(f"{server.url}/complete/{name}/events", timeout=60).text)
 
 
-def test_a_stream_ends_with_the_weights_it_began_with_also_when_it_is_resumed(tmp_path: Path, promise: Promise) -> None:
-    ways = [good_weights(tmp_path / name, seed) for seed, name in enumerate(("one", "two"))]
+def test_a_stream_ends_with_the_weights_it_began_with_also_when_it_is_resumed(
+    tmp_path: Path, ways: list[Path], promise: Promise
+) -> None:
     faults = Faults(tmp_path / "faults")
     with _service(tmp_path, ways[0], fake_ms=10, faults=faults) as (server, link):
         good, n, texts = 0, promise.size(4, 20), [_undisturbed(server)]
@@ -196,10 +204,11 @@ def test_a_stream_ends_with_the_weights_it_began_with_also_when_it_is_resumed(tm
         promise.all_of("streams that a switch met half-way, as without it", good, n)
 
 
-def test_old_engines_that_stay_and_streams_that_go_on_with_the_new_one_would_be_found(tmp_path: Path) -> None:
+def test_old_engines_that_stay_and_streams_that_go_on_with_the_new_one_would_be_found(
+    tmp_path: Path, ways: list[Path]
+) -> None:
     """The controls of the tests around: faults in the service, which their checks must see."""
     faults = Faults(tmp_path / "faults")
-    ways = [good_weights(tmp_path / name, seed) for seed, name in enumerate(("one", "two"))]
     with _service(tmp_path, ways[0], fake_ms=10, faults=faults) as (server, link):
         undisturbed = _undisturbed(server)
         faults.arm("job.other_engine", "mix")

@@ -82,21 +82,18 @@ class Clients:
         head = b"POST /complete HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nConnection: close\r\n"
         return head + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
-    async def _normal(self) -> None:
-        await self._read_all(self._request(self._rng.randint(1, 30), b"true"))
-
-    async def _whole(self) -> None:
-        await self._read_all(self._request(self._rng.randint(1, 30), b"false"))
-
-    async def _burst(self) -> None:
-        await asyncio.gather(*(self._normal() for _ in range(16)))
-
-    async def _read_all(self, content: bytes) -> None:
-        reader, writer = await self._send(content)
+    async def _normal(self, stream: bytes = b"true") -> None:
+        reader, writer = await self._send(self._request(self._rng.randint(1, 30), stream))
         try:
             assert await reader.read()
         finally:
             writer.close()
+
+    async def _whole(self) -> None:
+        await self._normal(b"false")
+
+    async def _burst(self) -> None:
+        await asyncio.gather(*(self._normal() for _ in range(16)))
 
     async def _abort(self) -> None:
         """Leaves before, or somewhere in, the answer; half of them with a reset."""
@@ -125,13 +122,8 @@ def _sample(server: Server, tasks: Path, began: float) -> Sample:
     # The first look often precedes the end of the task and connection that reported the clean state.
     looks = [(_count_tasks(server, tasks), sum(map(open_files, pids)), sum(map(_threads, pids))) for _ in range(3)]
     n_tasks, fds, threads = map(min, zip(*looks, strict=True))
-    return Sample(
-        at=time.monotonic() - began,
-        rss_mib=tuple(memory(pid) / 2**20 for pid in pids),
-        fds=fds,
-        threads=threads,
-        tasks=n_tasks,
-    )
+    rss_mib = tuple(memory(pid) / 2**20 for pid in pids)
+    return Sample(at=time.monotonic() - began, rss_mib=rss_mib, fds=fds, threads=threads, tasks=n_tasks)
 
 
 def _threads(pid: int) -> int:

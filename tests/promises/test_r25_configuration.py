@@ -120,30 +120,35 @@ def cases(weights: Path) -> list[Case]:
             if field.annotation is bool:
                 found.append(([*rest, f"{flag(name)}={value}"], {}, flag(name)))
             else:
-                found.append(
-                    ([*rest, flag(name), value] if value[:1] != "-" else [*rest, f"{flag(name)}={value}"], {}, shown)
-                )
+                given = [f"{flag(name)}={value}"] if value.startswith("-") else [flag(name), value]
+                found.append(([*rest, *given], {}, shown))
             found.append((rest, {f"INKSTREAM_{name.upper()}": value}, shown))
         if field.annotation is not bool:
             found.append(([*rest, flag(name)], {}, flag(name)))  # without its value
-    found.append(([*good, "--nonsense"], {}, "--nonsense"))
-    found.append(([*good, "--por", "1"], {}, "--por"))
-    found.append(([*good, "weights"], {}, "weights"))
-    found.append(
-        (good, {"INKSTREAM_KV_BLOKS": "1"}, "INKSTREAM_KV_BLOKS is not a setting: did you mean INKSTREAM_KV_BLOCKS?")
+    near = "INKSTREAM_KV_BLOKS is not a setting: did you mean INKSTREAM_KV_BLOCKS?"
+    far = "INKSTREAM_QQ is not a setting: inkstream serve --help lists the settings"
+    small = ["--max-running", "64", "--tokens-per-step", "32"]
+    return [
+        *found,
+        ([*good, "--nonsense"], {}, "--nonsense"),
+        ([*good, "--por", "1"], {}, "--por"),
+        ([*good, "weights"], {}, "weights"),
+        (good, {"INKSTREAM_KV_BLOKS": "1"}, near),
+        (good, {"INKSTREAM_QQ": "1"}, far),
+        ([*good, *small], {}, "--tokens-per-step 32 is below --max-running 64"),
+        ([*good, "--host", "a..b", "--insecure-no-auth"], {}, "a..b"),
+        ([*good, "--host", "\udcff", "--insecure-no-auth"], {}, "--host"),
+        ([*good, "--kernels", "native", "--device", "cuda"], {}, "native"),
+    ]
+
+
+def _outcomes(asked: list[Case]) -> list[list[Any]]:
+    command, given = [sys.executable, "-c", PROGRAM], json.dumps([case[:2] for case in asked])
+    done = subprocess.run(
+        command, input=given, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=300, check=False
     )
-    hint = "INKSTREAM_QQ is not a setting: inkstream serve --help lists the settings"
-    found.append((good, {"INKSTREAM_QQ": "1"}, hint))
-    found.append(
-        (
-            [*good, "--max-running", "64", "--tokens-per-step", "32"],
-            {},
-            "--tokens-per-step 32 is below --max-running 64",
-        )
-    )
-    found.append(([*good, "--host", "a..b", "--insecure-no-auth"], {}, "a..b"))
-    found.append(([*good, "--host", "\udcff", "--insecure-no-auth"], {}, "--host"))
-    found.append(([*good, "--kernels", "native", "--device", "cuda"], {}, "native"))
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: list[list[Any]] = json.loads(done.stdout)
     return found
 
 
@@ -164,17 +169,11 @@ def _what_is_wrong(case: Case, outcome: list[Any]) -> str:
 def test_every_wrong_setting_is_one_line_before_the_port_is_bound(weights: Path, promise: Promise) -> None:
     asked = cases(weights)
     assert len(asked) > 8 * len(Settings.model_fields)
-    given = json.dumps([case[:2] for case in asked])
-    command = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(
-        command, input=given, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=300, check=False
+    problems = [_what_is_wrong(case, outcome) for case, outcome in zip(asked, _outcomes(asked), strict=True)]
+    print(*filter(None, problems), sep="\n")
+    promise.all_of(
+        "wrong settings refused with exit code 2 and one line, no port bound", problems.count(""), len(problems)
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    wrong = [problem for case, outcome in zip(asked, json.loads(done.stdout), strict=True)
-             if (problem := _what_is_wrong(case, outcome))]  # fmt: skip
-    print(*wrong, sep="\n")
-    n = len(asked)
-    promise.all_of("wrong settings refused with exit code 2 and one line, no port bound", n - len(wrong), n)
 
 
 def test_a_process_with_a_wrong_setting_ends_in_time(weights: Path, promise: Promise) -> None:
@@ -200,11 +199,6 @@ def _seconds(case: Case) -> float:
 def test_a_start_that_goes_on_is_found_out(weights: Path) -> None:
     """Control: right settings are no error, and what is printed is looked at."""
     good = ["--weights", str(weights), "--port", "0"]
-    given = json.dumps([[good, {}], [[*good, "--host", "localhost"], {}]])
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], input=given, cwd=ROOT, env=_environment(), capture_output=True, text=True,
-        timeout=60, check=True,
-    )  # fmt: skip
-    for code, text, bound, seconds in json.loads(done.stdout):
+    for code, text, bound, seconds in _outcomes([(good, {}, ""), ([*good, "--host", "localhost"], {}, "")]):
         assert (code, bound) == ("started", 1)
         assert _what_is_wrong((good, {}, ""), [code, text, bound, seconds])

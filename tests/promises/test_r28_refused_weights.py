@@ -8,7 +8,6 @@ fake engine.
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -24,7 +23,7 @@ from tests.support import ROOT
 from tests.support.armed_faults import Faults
 from tests.support.model.bad_weights import BAD, KV_BLOCKS, bad_weights, good_weights
 from tests.support.promise_figures import Promise
-from tests.support.reloads import point, refusals
+from tests.support.reloads import has_reloaded, point, refusals
 from tests.support.servers import Server
 from tests.support.services import Services
 
@@ -42,11 +41,6 @@ def _start(weights: Path) -> tuple[int, str]:
     environment = {**os.environ, **_ONE_THREAD, "INKSTREAM_KERNELS": "torch"}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
     return ended.returncode, (ended.stderr or ended.stdout).splitlines()[-1]
-
-
-def _reload(server: Server, link: Path, target: Path) -> None:
-    point(link, target)
-    server.process.send_signal(signal.SIGHUP)
 
 
 def _statuses(server: Server, count: int, **changes: Any) -> set[int]:
@@ -73,7 +67,8 @@ def test_check_start_and_reload_refuse_the_same_weights(
         assert words in said and said.count("\n") == 1, kind
         code, last = _start(bad)
         assert code == 2 and last.startswith("error: ") and words in last and str(bad) in last, (kind, code, last)
-        _reload(server, link, bad)
+        point(link, bad)
+        assert has_reloaded(server, "refused"), kind
         assert server.wait_for(lambda index=index: len(refusals(server)) > index), kind
         assert words in refusals(server)[-1], kind
         answer = httpx.post(f"{server.url}/complete", json=_BODY)
@@ -102,7 +97,8 @@ def test_weights_that_were_not_tried_fail_every_request_and_health_says_so(
     answer = _ready(server)
     assert answer.json()["phase"] == "failing" and "server's side" in answer.json()["reason"]
     assert int(answer.headers["Retry-After"]) >= 1
-    _reload(server, link, good)
+    point(link, good)
+    assert has_reloaded(server)
     assert server.wait_for(lambda: _ready(server).status_code == 200)
     assert _statuses(server, 1) == {200}
     promise.at_most("seconds from the eighth failure in a row to 503", seconds, target=1, floor=5,

@@ -11,6 +11,7 @@ import os
 import random
 import shutil
 import signal
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import httpx
 import pytest
 
 from tests.support.armed_faults import Faults
-from tests.support.load.concurrent_clients import Answer, Ask, children, crowd, engine_pid, is_ready, visit
+from tests.support.load.concurrent_clients import Ask, children, crowd, engine_pid, is_ready, visit
 from tests.support.model.bad_weights import good_weights
 from tests.support.promise_figures import Promise
 from tests.support.reloads import has_reloaded
@@ -116,23 +117,27 @@ WAYS: dict[str, Copy] = {
 }
 
 
-def _moments(way: Copy, tmp_path: Path, sets: list[Path]) -> int:
-    """How many steps the copy has."""
-    weights = tmp_path / "counted"
-    shutil.copytree(sets[0], weights)
-    return sum(1 for _ in way(sets[1], weights))
-
-
-def _sets(folder: Path) -> list[Path]:
+@pytest.fixture
+def sets(tmp_path: Path) -> list[Path]:
     """Two whole sets of files, which differ in their chat template, too."""
-    sets = [good_weights(folder / name, seed) for seed, name in enumerate(("one", "two"))]
+    sets = [good_weights(tmp_path / name, seed) for seed, name in enumerate(("one", "two"))]
     for index, directory in enumerate(sets):
         (directory / "chat_template.jinja").write_text(_TEMPLATE + "x" * index)
     return sets
 
 
-def _outputs(answers: list[Answer]) -> list[Any]:
-    return [answer.told() for answer in answers]
+@pytest.fixture
+def directory(tmp_path: Path, sets: list[Path]) -> Path:
+    """What the service serves."""
+    return Path(shutil.copytree(sets[0], tmp_path / "weights"))
+
+
+def _told(server: Server, asks: list[Ask]) -> list[Any]:
+    return [answer.told() for answer in visit(server, asks)]
+
+
+def _count_same(found: list[Any], expected: list[Any]) -> int:
+    return sum(one == other for one, other in zip(found, expected, strict=True))
 
 
 def _model(server: Server) -> str:
@@ -140,8 +145,10 @@ def _model(server: Server) -> str:
 
 
 def _reload(server: Server) -> None:
+    before = _model(server)
     assert has_reloaded(server), server.told()
     assert server.wait_for(lambda: len(children(server)) == 1)
+    assert _model(server) != before
 
 
 def _kill(server: Server, pids: list[int]) -> None:
@@ -159,56 +166,47 @@ def _kill_during(server: Server, copy: Iterator[None], steps: int, asks: list[As
         for _ in range(steps):
             next(copy, None)
         _kill(server, [engine_pid(server)])
-        for _ in copy:
-            pass
-    return _outputs(answers)
+        deque(copy, maxlen=0)
+    return [answer.told() for answer in answers]
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_streams_survive_a_kill_at_every_moment_of_a_copy(
-    serve: Services, tmp_path: Path, way: str, promise: Promise
+    serve: Services, tmp_path: Path, sets: list[Path], directory: Path, way: str, promise: Promise
 ) -> None:
-    sets, asks = _sets(tmp_path), _asks(max_tokens=promise.size(100, 200))
-    weights = tmp_path / "weights"
-    shutil.copytree(sets[0], weights)
-    moments = _moments(WAYS[way], tmp_path, sets)
+    asks, copy = _asks(max_tokens=promise.size(100, 200)), WAYS[way]
+    moments = sum(1 for _ in copy(sets[1], Path(shutil.copytree(sets[0], tmp_path / "counted"))))
     n = promise.size(2 if way == "in place" else 1, max(20, moments))
     rng, same = random.Random(f"{way}/29"), 0
-    server = serve(weights=weights, environment=_ENVIRONMENT, fake_ms=5)
+    server = serve(weights=directory, environment=_ENVIRONMENT, fake_ms=5)
     for attempt in range(n):
-        expected = _outputs(visit(server, asks))
+        expected = _told(server, asks)
         steps = 1 + (attempt % moments if promise.full else rng.randrange(moments))
-        found = _kill_during(server, WAYS[way](sets[(attempt + 1) % 2], weights), steps, asks)
-        same += sum(one == other for one, other in zip(found, expected, strict=True))
+        found = _kill_during(server, copy(sets[(attempt + 1) % 2], directory), steps, asks)
+        same += _count_same(found, expected)
         assert same == (attempt + 1) * len(asks), (steps, server.log.read_text()[-3000:])
-        before = _model(server)
         _reload(server)
-        assert _model(server) != before
     promise.all_of(f"answers as undisturbed, kills during a copy {way}", same, n * len(asks))
 
 
 @pytest.mark.parametrize("way", ["in place", "removed first"])
-def test_without_a_snapshot_the_service_ends(serve: Services, tmp_path: Path, way: str) -> None:
+def test_without_a_snapshot_the_service_ends(
+    serve: Services, faults: Faults, sets: list[Path], directory: Path, way: str
+) -> None:
     """The control: the engine starts from whatever is in the directory by then."""
-    sets, faults = _sets(tmp_path), Faults(tmp_path / "faults")
-    weights = tmp_path / "weights"
-    shutil.copytree(sets[0], weights)
     faults.arm("weights.no_snapshot", "skip")
     environment = {**_ENVIRONMENT, **faults.removing("weights.no_snapshot")}
-    server = serve(weights=weights, environment=environment, fake_ms=5)
-    for _ in WAYS[way](sets[1], weights):
-        pass
+    server = serve(weights=directory, environment=environment, fake_ms=5)
+    deque(WAYS[way](sets[1], directory), maxlen=0)
     os.kill(engine_pid(server), signal.SIGKILL)
     assert server.process.wait(timeout=60) == 1
     assert "holds other weights than the engine that ended had" in server.log.read_text()
 
 
 def test_real_engines_guides_and_chats_stay_with_the_served_version(
-    serve: Services, tmp_path: Path, promise: Promise
+    serve: Services, sets: list[Path], directory: Path, promise: Promise
 ) -> None:
     """All helper processes are killed after the copy, too: grammar validators read the tokenizer again."""
-    sets, weights = _sets(tmp_path), tmp_path / "weights"
-    shutil.copytree(sets[0], weights)
     common: dict[str, Any] = {"temperature": 0, "max_tokens": 40, "seed": 1}
     chat = {"messages": [{"role": "user", "content": "The fox"}], "temperature": 0, "max_tokens": 20, "seed": 1}
     asks = [
@@ -216,19 +214,15 @@ def test_real_engines_guides_and_chats_stay_with_the_served_version(
         Ask(body={**common, "prompt": "The fox", "regex": "[a-z ]{20,30}", "stream": False}),
         Ask(path="/v1/chat/completions", body=chat),
     ]
-    n = promise.size(1, 20)
     flags = ("--dtype", "float32", "--threads", "1", "--kv-blocks", "64")
-    server = serve(*flags, weights=weights, environment=_ENVIRONMENT)
-    same = 0
+    server, n, same = serve(*flags, weights=directory, environment=_ENVIRONMENT), promise.size(1, 20), 0
     for attempt in range(n):
-        expected = _outputs(visit(server, asks))
-        for _ in _replaced_in_place(sets[(attempt + 1) % 2], weights):
-            pass
-        (weights / "tokenizer.json").write_text("{}")
+        expected, new = _told(server, asks), sets[(attempt + 1) % 2]
+        deque(_replaced_in_place(new, directory), maxlen=0)
+        (directory / "tokenizer.json").write_text("{}")
         _kill(server, children(server))
-        found = _outputs(visit(server, asks))
-        same += sum(one == other for one, other in zip(found, expected, strict=True))
-        shutil.copyfile(sets[(attempt + 1) % 2] / "tokenizer.json", weights / "tokenizer.json")
+        same += _count_same(_told(server, asks), expected)
+        shutil.copyfile(new / "tokenizer.json", directory / "tokenizer.json")
         before = _model(server)
         server.process.send_signal(signal.SIGHUP)
         assert server.wait_for(lambda before=before: _model(server) != before), server.told()

@@ -93,21 +93,14 @@ def test_a_key_that_could_not_be_printed_is_not_stored(ring: Keyring, output: st
 def test_two_that_add_at_once_lose_nothing(ring: Keyring, promise: Promise) -> None:
     n = promise.size(8, 40)
     program = "import sys; from app.cli.keys import main; sys.exit(main(sys.argv[1:]))"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, "add", f"key-{i}", "--keys-file", str(ring.file)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-        )
-        for i in range(n)
-    ]
+    command = [sys.executable, "-c", program, "add", "--keys-file", str(ring.file)]
+    processes = [subprocess.Popen([*command, f"key-{i}"], cwd=ROOT, stdout=subprocess.PIPE) for i in range(n)]
     made = [process.communicate(timeout=60)[0].decode().strip() for process in processes]
     keys = ApiKeys(ring.file)
     kept = sum(keys.tenant_of(key.encode()) is not None for key in made)
     promise.all_of("keys added at the same time that are kept", kept, n)
-    assert len(set(made)) == n and [p.name for p in ring.file.parent.iterdir()] == ["keys.json"], (
-        "nothing is left behind"
-    )
+    assert len(set(made)) == n
+    assert [path.name for path in ring.file.parent.iterdir()] == ["keys.json"], "nothing is left behind"
 
 
 def test_added_and_revoked_keys_count_within_seconds(served: Server, ring: Keyring, promise: Promise) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from pathlib import Path
 
 import httpx
 import msgspec
@@ -15,7 +13,8 @@ import pytest
 from tests.support.load import open_loop
 from tests.support.load.open_loop import Plan
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server, start_server
+from tests.support.servers import Server
+from tests.support.services import Services
 
 _SLOTS, _STEP = 16, 0.005
 _TENANTS = {name: {} for name in ("flood", "light")} | {
@@ -29,18 +28,10 @@ _RATE = 8.0
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[Server]:
-    """Three tenants."""
-    running = start_server(
-        tmp_path_factory.mktemp("s4"),
-        weights,
-        *("--max-running", str(_SLOTS), "--max-waiting", "2048"),
-        fake_ms=_STEP * 1e3,
-        environment={"CALLERS": json.dumps(_TENANTS)},
-    )
-    yield running
-    running.process.kill()
-    running.process.wait()
+def server(serve_module: Services) -> Server:
+    """Four tenants."""
+    flags, environment = ("--max-running", str(_SLOTS), "--max-waiting", "2048"), {"CALLERS": json.dumps(_TENANTS)}
+    return serve_module(*flags, fake_ms=_STEP * 1e3, environment=environment, is_killed=True)
 
 
 def _visit(server: Server, seconds: float, name: str) -> list[float]:

@@ -40,7 +40,7 @@ def _say(server: Server, data: bytes) -> bytes:
 def _headers(size: int) -> bytes:
     """A GET whose headers have `size` bytes as the service counts them: name, value, and four more each."""
     lines = ["Connection: close"]
-    left = size - len("Host: x\r\n") - len("Connection: close\r\n") - 1 * 0 - len("X-A: \r\n")
+    left = size - len("Host: x\r\n") - len("Connection: close\r\n") - len("X-A: \r\n")
     return get("/health/live", *lines, f"X-A: {'x' * left}")
 
 

@@ -83,21 +83,19 @@ def test_every_file_of_the_page_comes_with_the_policy(served: tuple[Server, Keyr
 
 
 @pytest.fixture
-def page(browser: Any, served: tuple[Server, Keyring]) -> Iterator[Any]:
-    """A page that has a key already."""
-    server, ring = served
-    context = browser.new_context(base_url=server.url)
+def context(browser: Any, served: tuple[Server, Keyring]) -> Iterator[Any]:
+    """Tabs of one browser."""
+    context = browser.new_context(base_url=served[0].url)
     context.set_default_timeout(30_000)
-    context.add_init_script(f"sessionStorage.setItem('inkstream.key', {ring.keys['alice']!r})")
-    page = context.new_page()
-    page.goto("/")
-    yield page
+    yield context
     context.close()
 
 
-def test_hostile_text_is_text(page: Any, promise: Promise) -> None:
+def test_hostile_text_is_text(context: Any, served: tuple[Server, Keyring], promise: Promise) -> None:
     """Markup as generated text, model name, error message, and stored state after a reload."""
-    asked: list[str] = []
+    context.add_init_script(f"sessionStorage.setItem('inkstream.key', {served[1].keys['alice']!r})")
+    page, asked = context.new_page(), list[str]()
+    page.goto("/")
     bodies: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     page.route("**/complete", lambda route: route.fulfill(content_type="text/event-stream", body=bodies[-1]))
@@ -120,10 +118,8 @@ def test_hostile_text_is_text(page: Any, promise: Promise) -> None:
     assert not [url for url in asked if "evil.example" in url]
 
 
-def test_a_page_that_asks_for_a_key_sends_it_and_never_shows_it(browser: Any, served: tuple[Server, Keyring]) -> None:
-    server, ring = served
-    context = browser.new_context(base_url=server.url)
-    context.set_default_timeout(30_000)
+def test_a_page_that_asks_for_a_key_sends_it_and_never_shows_it(context: Any, served: tuple[Server, Keyring]) -> None:
+    _, ring = served
     page, asked = context.new_page(), []
     page.on("request", lambda request: asked.append(request))
     page.goto("/")
@@ -149,4 +145,3 @@ def test_a_page_that_asks_for_a_key_sends_it_and_never_shows_it(browser: Any, se
     other = context.new_page()  # another tab knows nothing of it
     other.goto("/")
     other.locator("#key-form").wait_for(state="visible")
-    context.close()

@@ -11,7 +11,6 @@ import secrets
 import socket
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,18 +84,11 @@ def _send(server: Server, ring: Keyring, canary: Canaries) -> None:
             headers = {**alice, "Content-Type": "application/json"}
             httpx.post(f"{server.url}{path}", headers=headers, content=content, timeout=60)
     chat = {"messages": [{"role": new(), "content": new()}]}
-    for path, body in (
-        ("/v1/chat/completions", chat),
-        ("/score", {"prompt": [5], "user": new() + "!"}),
-        ("/tokenize", {"prompt": new()}),
-    ):
+    score, tokenize = {"prompt": [5], "user": new() + "!"}, {"prompt": new()}
+    for path, body in (("/v1/chat/completions", chat), ("/score", score), ("/tokenize", tokenize)):
         httpx.post(f"{server.url}{path}", headers=alice, json=body, timeout=60)
-    for target in (
-        f"/{new()}",
-        f"/v1/models/{new()}?{new()}={new()}",
-        f"/complete/{new()}/events?after={new()}",
-        f"/web/{new()}",
-    ):
+    events = f"/complete/{new()}/events?after={new()}"
+    for target in (f"/{new()}", f"/v1/models/{new()}?{new()}={new()}", events, f"/web/{new()}"):
         httpx.get(f"{server.url}{target}", headers={**alice, "Last-Event-ID": f"{new()}:1"})
     httpx.delete(f"{server.url}/complete/{new()}", headers=alice)
     key = f"Authorization: Bearer {ring.keys['alice']}"
@@ -161,23 +153,13 @@ def test_no_canary_is_found_where_it_was_not_sent(watched: tuple[Server, Keyring
     assert not found
 
 
-@pytest.fixture
-def own_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Reverts what logs.set_up() changes in this process's logging."""
-    root, hooks = logging.getLogger(), (sys.excepthook, threading.excepthook)
-    handlers, level = root.handlers[:], root.level
+@pytest.mark.parametrize("how", ["text", "json"])
+def test_exceptions_are_told_without_their_messages(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, how: logs.Format
+) -> None:
+    canary = secrets.token_hex(8)
     for name in ("httpx", "httpcore"):  # the client that asks
         monkeypatch.setattr(logging.getLogger(name), "disabled", True)
-    yield
-    root.handlers[:], (sys.excepthook, threading.excepthook) = handlers, hooks
-    root.setLevel(level)
-    logging.captureWarnings(False)
-
-
-@pytest.mark.usefixtures("own_log")
-@pytest.mark.parametrize("how", ["text", "json"])
-def test_exceptions_are_told_without_their_messages(capsys: pytest.CaptureFixture[str], how: logs.Format) -> None:
-    canary = secrets.token_hex(8)
     logs.set_up("debug", how)
 
     class PanicException(BaseException):
@@ -219,7 +201,6 @@ def test_exceptions_are_told_without_their_messages(capsys: pytest.CaptureFixtur
     assert answer.json()["error"]["request_id"] in logged
 
 
-@pytest.mark.usefixtures("own_log")
 @pytest.mark.parametrize("how", ["text", "json"])
 def test_control_characters_never_reach_a_log_as_they_are(capsys: pytest.CaptureFixture[str], how: logs.Format) -> None:
     logs.set_up("info", how)

@@ -6,7 +6,8 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -33,43 +34,29 @@ def logged(
 
 def test_every_end_of_a_request_has_its_line(logged: tuple[Server, Keyring], promise: Promise) -> None:
     server, ring = logged
-    alice, post, text = ring.headers("alice"), httpx.post, {"prompt": "x", "max_tokens": 3}
-    complete, url = f"{server.url}/complete", server.url
-    cases: list[tuple[Callable[[], httpx.Response], str | None, int, str]] = [
-        (lambda: post(complete, headers=alice, json=text), "/complete", 200, "length"),
-        (lambda: post(complete, headers=alice, json={**text, "stream": False}), "/complete", 200, "length"),
-        (lambda: post(f"{url}/v1/completions", headers=alice, json=text), "/v1/completions", 200, "length"),
-        (lambda: post(f"{url}/score", headers=alice, json={"prompt": "x"}), "/score", 200, "length"),
-        (lambda: post(complete, headers=alice, json={**text, "top_p": 2}), "/complete", 400, "invalid_request_error"),
-        (
-            lambda: post(complete, headers=alice, content="{", params={"a": "b"}),
-            "/complete",
-            415,
-            "invalid_request_error",
-        ),
-        (lambda: post(complete, headers=alice, json={"prompt": "x" * (1 << 20)}), "/complete", 413, "body_too_large"),
-        (
-            lambda: post(complete, headers=alice, json={"prompt": "x" * 90000}),
-            "/complete",
-            400,
-            "context_length_exceeded",
-        ),
-        (lambda: post(complete, json=text), None, 401, "missing_api_key"),
-        (lambda: httpx.get(f"{url}/nothing", headers=alice), None, 404, "not_found_error"),
-        (
-            lambda: httpx.get(f"{url}/v1/models/other", headers=alice),
-            "/v1/models/{model_id:path}",
-            404,
-            "model_not_found",
-        ),
-        (lambda: httpx.patch(complete, headers=alice), "/complete", 405, "invalid_request_error"),
-        (lambda: httpx.get(f"{url}/health", headers={"Host": "evil.example"}), None, 421, "unknown_host"),
-        (lambda: httpx.get(f"{url}/health/live"), "/health/live", 200, "ok"),
-        (lambda: httpx.get(f"{url}/metrics", headers=alice), "/metrics", 200, "ok"),
+    alice, text = ring.headers("alice"), {"prompt": "x", "max_tokens": 3}
+    key, wrong = {"headers": alice}, "invalid_request_error"
+    long, short = {**key, "json": {"prompt": "x" * 90000}}, {**key, "json": text}
+    cases: list[tuple[str, str, dict[str, Any], str | None, int, str]] = [
+        ("POST", "/complete", short, "/complete", 200, "length"),
+        ("POST", "/complete", {**key, "json": {**text, "stream": False}}, "/complete", 200, "length"),
+        ("POST", "/v1/completions", short, "/v1/completions", 200, "length"),
+        ("POST", "/score", {**key, "json": {"prompt": "x"}}, "/score", 200, "length"),
+        ("POST", "/complete", {**key, "json": {**text, "top_p": 2}}, "/complete", 400, wrong),
+        ("POST", "/complete?a=b", {**key, "content": "{"}, "/complete", 415, wrong),
+        ("POST", "/complete", {**key, "json": {"prompt": "x" * (1 << 20)}}, "/complete", 413, "body_too_large"),
+        ("POST", "/complete", long, "/complete", 400, "context_length_exceeded"),
+        ("POST", "/complete", {"json": text}, None, 401, "missing_api_key"),
+        ("GET", "/nothing", key, None, 404, "not_found_error"),
+        ("GET", "/v1/models/other", key, "/v1/models/{model_id:path}", 404, "model_not_found"),
+        ("PATCH", "/complete", key, "/complete", 405, wrong),
+        ("GET", "/health", {"headers": {"Host": "evil.example"}}, None, 421, "unknown_host"),
+        ("GET", "/health/live", {}, "/health/live", 200, "ok"),
+        ("GET", "/metrics", key, "/metrics", 200, "ok"),
     ]
     logged_requests = 0
-    for ask, route, status, outcome in cases:
-        answer = ask()
+    for method, path, sent, route, status, outcome in cases:
+        answer = httpx.request(method, f"{server.url}{path}", timeout=60, **sent)
         line = line_of(server, answer)
         assert (answer.status_code, line["status"], line["outcome"]) == (status, status, outcome), line
         assert line["route"] == route and line["key"] == (

@@ -13,7 +13,8 @@ import pytest
 from tests.support import ROOT
 from tests.support.completion_client import stream, whole
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server, start_server, stop_server
+from tests.support.servers import Server
+from tests.support.services import Services
 
 FILES = sorted(path for folder in ("app", "model") for path in (ROOT / folder).rglob("*.py"))
 MODULES = {
@@ -97,12 +98,12 @@ def test_the_look_at_files_finds_each_of_them(source: str) -> None:
     assert harmful_nodes(source)
 
 
-def _start(folder: Path, weights: Path, sabotage: str = "pass") -> tuple[Server, Path]:
+def _start(serve: Services, folder: Path, sabotage: str = "pass") -> tuple[Server, Path]:
     hook, log = folder / "hook", folder / "audit"
     hook.mkdir()
     (hook / "sitecustomize.py").write_text(HOOK)
     environment = {"PYTHONPATH": str(hook), "AUDIT_LOG": str(log), "AUDIT_ROOT": str(ROOT)}
-    return start_server(folder, weights, environment=environment, sabotage=sabotage), log
+    return serve(environment=environment, sabotage=sabotage), log
 
 
 def _ask(server: Server, words: str) -> None:
@@ -120,16 +121,13 @@ def _has_loaded(log: Path, processes: int) -> bool:
     return before.count('"armed"') >= processes and log.read_text() == before
 
 
-def test_no_process_runs_data_while_it_loads_and_answers(tmp_path: Path, weights: Path, promise: Promise) -> None:
-    server, log = _start(tmp_path, weights)
-    try:
-        _ask(server, "The moon")  # msgspec reads the annotations of its structs when it first needs them
-        assert server.wait_for(lambda: _has_loaded(log, 4)), "a second grammar validator starts after the first one"
-        before = log.read_text().count("\n")
-        _ask(server, "eval('1') {{ 7*7 }} ${x} __import__('os')")
-        events = [json.loads(line) for line in log.read_text().splitlines()]
-    finally:
-        assert stop_server(server) == 0
+def test_no_process_runs_data_while_it_loads_and_answers(serve: Services, tmp_path: Path, promise: Promise) -> None:
+    server, log = _start(serve, tmp_path)
+    _ask(server, "The moon")  # msgspec reads the annotations of its structs when it first needs them
+    assert server.wait_for(lambda: _has_loaded(log, 4)), "a second grammar validator starts after the first one"
+    before = log.read_text().count("\n")
+    _ask(server, "eval('1') {{ 7*7 }} ${x} __import__('os')")
+    events = [json.loads(line) for line in log.read_text().splitlines()]
     processes = {event["pid"] for event in events if event["event"] == "armed"}
     assert server.process.pid in processes and len(processes) >= 4, "API, engine, and two grammar validators"
     seen = [event for event in events if event["event"] != "armed"]
@@ -140,12 +138,9 @@ def test_no_process_runs_data_while_it_loads_and_answers(tmp_path: Path, weights
     promise.at_most("texts compiled or executed while answering", len(events) - before, target=0, n=4)
 
 
-def test_a_service_that_unpickles_and_evaluates_is_found_out(tmp_path: Path, weights: Path) -> None:
-    server, log = _start(tmp_path, weights, HARM)
-    try:
-        _ask(server, "x")
-    finally:
-        assert stop_server(server) == 0
+def test_a_service_that_unpickles_and_evaluates_is_found_out(serve: Services, tmp_path: Path) -> None:
+    server, log = _start(serve, tmp_path, HARM)
+    _ask(server, "x")
     events = [json.loads(line) for line in log.read_text().splitlines()]
     kinds = {event["event"] for event in events if any(w in event.get("what", "") for w in ("PurePosixPath", "1 + 1"))}
     assert {"pickle.find_class", "compile"} <= kinds

@@ -40,20 +40,11 @@ def _each(is_followed: Callable[[dict[str, Any]], bool]) -> Callable[[str], bool
     return lambda compose: all(map(is_followed, _services(compose)))
 
 
-def _published_on_loopback(service: dict[str, Any]) -> bool:
-    return all(str(port).startswith("127.0.0.1:") for port in service.get("ports", []))
-
-
 def _mounts_are_read_only(compose: str) -> bool:
     """But for a volume that has a name of its own: nothing of the machine's."""
     volumes = re.findall(r"^\s*#?\s+- (\S+:/\S+)$", compose, re.M)  # also those that a comment says to uncomment
     named = [f"{name}:/" for name in yaml.safe_load(compose)["volumes"]]
     return "docker.sock" not in compose and all(v.endswith(":ro") or v.startswith(tuple(named)) for v in volumes)
-
-
-def _user(service: dict[str, Any]) -> int:
-    """The image's own in ours."""
-    return int(str(service.get("user", "10001:10001")).partition(":")[0])
 
 
 FILE_RULES: dict[str, Callable[[str], bool]] = {
@@ -81,9 +72,11 @@ COMPOSE_RULES: dict[str, Callable[[str], bool]] = {
     "no new privileges": _each(lambda service: service.get("security_opt") == ["no-new-privileges:true"]),
     "not privileged": _each(lambda service: not _RIGHTS & service.keys()),
     "a number of processes": _each(lambda service: 0 < service.get("pids_limit", 0) <= 1024),
-    "no user is root": _each(lambda service: _user(service) > 0),
+    "no user is root": _each(lambda service: bool(re.match(r"[1-9]\d*(:|$)", str(service.get("user", 10001))))),
     "the image's user is ours": lambda text: "user" not in _services(text)[0],
-    "published on loopback": _each(_published_on_loopback),
+    "published on loopback": _each(
+        lambda service: all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
+    ),
     "mounts are read-only": _mounts_are_read_only,
     "time to drain": lambda text: int(_services(text)[0]["stop_grace_period"].removesuffix("s")) > 32,
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 import time
 from collections import Counter
@@ -18,23 +17,18 @@ import pytest
 from tests.support import ROOT
 from tests.support.armed_faults import Faults
 from tests.support.engine.grammar_corpus import BOMBS, Guided
-from tests.support.keyed_server import Keyring, is_alive, keyed_server
+from tests.support.keyed_server import Keyring, is_alive
 from tests.support.load.noisy_neighbor import Load, running
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server
+from tests.support.services import Services
 
 pytest.importorskip("llguidance")
 
 _AT_ONCE = 31
 _WORST = (
-    "ambiguous words",
-    "ambiguous behind 40",
-    "ambiguous behind 120",
-    "three hundred names behind 60",
-    "hundred names of one thing",
-    "palindromes",
-    "ambiguous sums",
-    "the n-th from the end, 60",
+    *("ambiguous words", "ambiguous behind 40", "ambiguous behind 120", "three hundred names behind 60"),
+    *("hundred names of one thing", "palindromes", "ambiguous sums", "the n-th from the end, 60"),
 )
 """Those that pass the trial run and cost the most: they run as long as they may, or end behind their prefix."""
 _ORDINARY = Guided("json_schema", {"type": "array", "items": {"type": "string", "maxLength": 20}, "minItems": 90})
@@ -43,20 +37,12 @@ _ORDINARY = Guided("json_schema", {"type": "array", "items": {"type": "string", 
 class _Service:
     """A service around the weights of the repository, with keys for a victim and an attacker."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.faults, self.ring = Faults(folder / "faults"), Keyring.of(folder / "keys.json", "victim", "attacker")
-        environment = self.faults.removing("engine.masks_in_step")
-        self.server: Server = keyed_server(
-            folder, ROOT / "weights", self.ring, "--max-running", "40", environment=environment
-        )
+    def __init__(self, folder: Path, server: Server, ring: Keyring, faults: Faults) -> None:
+        self.folder, self.server, self.ring, self.faults = folder, server, ring, faults
 
     def metric(self, name: str) -> float:
         """A gauge of the service."""
-        text = httpx.get(f"{self.server.url}/metrics", headers=self.ring.headers("victim"), timeout=60).text
-        found = re.search(rf"^inkstream_{name} (\S+)$", text, re.MULTILINE)
-        assert found, text
-        return float(found[1])
+        return self.server.metric(name, self.ring.headers("victim"))
 
     def tokens_left(self, name: str, fields: dict[str, object]) -> int:
         """Of a key's quota, after a request of 200 tokens."""
@@ -113,12 +99,14 @@ def _p99(gaps: list[float]) -> float:
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Service]:
-    service = _Service(tmp_path_factory.mktemp("s26-masks"))
+def service(
+    serve_module: Services, tmp_path_factory: pytest.TempPathFactory, ring: Keyring, faults: Faults
+) -> _Service:
+    environment, weights = faults.removing("engine.masks_in_step"), ROOT / "weights"
+    server = serve_module("--max-running", "40", ring=ring, weights=weights, environment=environment, is_killed=True)
+    service = _Service(tmp_path_factory.mktemp("s26-masks"), server, ring, faults)
     service.gaps(20)
-    yield service
-    service.server.process.kill()
-    service.server.process.wait()
+    return service
 
 
 @dataclass(slots=True)

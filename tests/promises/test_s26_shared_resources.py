@@ -1,9 +1,15 @@
-"""S26: One tenant's load on the event loop, IPC, engine steps or memory costs another at most three times of alone."""
+"""S26: One tenant's load on the event loop, IPC, engine steps, memory, grammars or chats costs another at most three
+times of alone.
+"""
 
 from __future__ import annotations
 
+import itertools
+import shutil
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,13 +26,29 @@ from tests.support.services import Services
 
 _TARGET, _FLOOR = 3, 5
 _BYTES = (1 << 20) - 200
+_MEGABYTE = "Once upon a time there was a fox. " * 30_000
+_PROMPT = "The quick brown fox jumps over the lazy dog. " * 145  # 6,525 characters
+_TEMPLATE = """{% for message in messages %}
+{% for i in range(message.content | length) %}{% for j in range(100) %}{% endfor %}{% endfor %}
+{{ message.content[:20] }}{% endfor %}"""
+_LENGTHS = itertools.count(1)
+"""Of the victim's grammars, which are all new to the service."""
+_BOMBS = [
+    {"anyOf": [{"type": "integer", "multipleOf": prime} for prime in (a, b, c)]}
+    for a, b, c in ((999983, 999979, 999961), (999979, 999953, 999931), (999961, 999917, 999907))
+]
+"""JSON schemas for multiples of large primes: their automaton needs as many states as the product of the primes."""
 
 
 @pytest.fixture(scope="module")
-def server(serve_module: Services, ring: Keyring, faults: Faults) -> Server:
-    """The fake engine."""
-    environment = faults.removing("loop_share.unlimited", "tenant_queue.fifo")
-    return serve_module(ring=ring, fake_ms=5, environment=environment, is_killed=True)
+def server(
+    serve_module: Services, tmp_path_factory: pytest.TempPathFactory, weights: Path, ring: Keyring, faults: Faults
+) -> Server:
+    """The fake engine, and a chat template whose time grows with the message."""
+    folder = Path(shutil.copytree(weights, tmp_path_factory.mktemp("s26") / "weights"))
+    (folder / "chat_template.jinja").write_text(_TEMPLATE)
+    environment, flags = faults.removing("loop_share.unlimited", "tenant_queue.fifo"), ("--guide-seconds", "1")
+    return serve_module(*flags, ring=ring, weights=folder, fake_ms=5, environment=environment, is_killed=True)
 
 
 @pytest.fixture(scope="module")
@@ -35,16 +57,16 @@ def real_server(serve_module: Services, ring: Keyring) -> Server:
     return serve_module(ring=ring, is_killed=True)
 
 
+def _seconds(client: httpx.Client, path: str, **body: Any) -> float:
+    started = time.perf_counter()
+    response = client.post(path, json={"stream": False, **body})
+    assert response.status_code == 200, response.text
+    return time.perf_counter() - started
+
+
 def _victim(client: httpx.Client, **body: Any) -> Callable[[], float]:
     """Seconds of one short completion."""
-
-    def send() -> float:
-        started = time.perf_counter()
-        response = client.post("/complete", json={"prompt": "Hello", "max_tokens": 8, "stream": False, **body})
-        assert response.status_code == 200, response.text
-        return time.perf_counter() - started
-
-    return send
+    return lambda: _seconds(client, "/complete", **{"prompt": "Hello", "max_tokens": 8, **body})
 
 
 @pytest.fixture
@@ -74,9 +96,17 @@ def _bodies() -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
-def _measured(promise: Promise, what: str, victim: Callable[[], float], load: Load) -> None:
+def _measured(
+    promise: Promise,
+    what: str,
+    victim: Callable[[], float],
+    load: Load,
+    *,
+    rounds: int = 1,
+    each: tuple[int, int] = (8, 40),
+) -> None:
     def measure() -> Cost:
-        return cost(victim, load, rounds=promise.size(1, 5), each=promise.size(8, 40))
+        return cost(victim, load, rounds=promise.size(rounds, 5), each=promise.size(*each))
 
     found = promise.measured(measure, lambda found: found.ratio <= _TARGET)
     print(what, found)
@@ -174,3 +204,50 @@ def test_one_bound_for_the_texts_of_all_tenants_is_noticed(
 def _tokenize_a_megabyte(client: httpx.Client) -> int:
     with client.stream("POST", "/tokenize", json={"prompt": "fox " * (_BYTES // 4)}) as response:
         return response.status_code
+
+
+@pytest.fixture(params=["texts", "grammars", "chats"])
+def scene(
+    request: pytest.FixtureRequest, client: httpx.Client, server: Server, ring: Keyring
+) -> tuple[str, Callable[[], float], Load]:
+    """A kind of work, the victim's normal request of it, and the attacker's costly ones."""
+
+    def load(clients: int, path: str, *bodies: dict[str, Any]) -> Load:
+        requests = [(path, body) for body in bodies]
+        return Load(url=server.url, key=ring.keys["attacker"], requests=requests, clients=clients)
+
+    short: dict[str, Any] = {"max_tokens": 4}
+    match request.param:
+        case "texts":
+            victim = partial(_seconds, client, "/complete", prompt=_PROMPT, **short)
+            return "6,500-character prompt", victim, load(20, "/tokenize", {"prompt": _MEGABYTE})
+        case "grammars":
+            bombs = [
+                {**short, "prompt": "a", "stream": False, "json_schema": {**bomb, "title": f"{i}"}}
+                for i in range(200)
+                for bomb in _BOMBS
+            ]
+
+            def guided() -> float:
+                return _seconds(client, "/complete", prompt="a", regex=f"[ab]{{{next(_LENGTHS)}}}c", **short)
+
+            return "guided request", guided, load(4, "/complete", *bombs)
+    slow = {"messages": [{"role": "user", "content": "x" * 15_000}], "max_tokens": 1}
+    victim = partial(_seconds, client, "/v1/chat/completions", messages=[{"role": "user", "content": "Hello"}], **short)
+    return "chat", victim, load(8, "/v1/chat/completions", slow)
+
+
+@pytest.mark.timed
+def test_another_tenants_work_costs_little(scene: tuple[str, Callable[[], float], Load], promise: Promise) -> None:
+    what, victim, load = scene
+    _measured(promise, f"{what} concurrent with another tenant's, against alone", victim, load, rounds=2, each=(5, 20))
+
+
+def test_one_worker_in_order_of_arrival_is_noticed(
+    scene: tuple[str, Callable[[], float], Load], faults: Faults
+) -> None:
+    """Positive control."""
+    _, victim, load = scene
+    alone = min(victim() for _ in range(5))
+    with faults.armed("tenant_queue.fifo", "remove"), running(load):
+        assert victim() > _FLOOR * alone

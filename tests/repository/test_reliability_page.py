@@ -13,7 +13,6 @@ from tests.promises.report import (
     KEPT,
     PAGE,
     PROMISES,
-    Kept,
     files_of_promises,
     merge,
     read_kept,
@@ -30,8 +29,8 @@ FIGURE = Figure(
 )  # fmt: skip
 
 
-def _kept(**changes: object) -> Kept:
-    return Kept(figure=replace(FIGURE, **changes), machine="2 cores of X")  # type: ignore[arg-type]
+def _kept(**changes: object) -> Figure:
+    return replace(FIGURE, **changes)  # type: ignore[arg-type]
 
 
 def test_the_page_is_what_is_made_of_the_results() -> None:
@@ -49,10 +48,8 @@ def test_every_promise_has_a_test_that_says_it_in_a_sentence() -> None:
 
 def test_what_is_kept_comes_from_tests_that_there_are() -> None:
     for kept in read_kept():
-        name, _, test = kept.figure.test.partition("::")
-        assert f"def {test}(" in (ROOT / name).read_text(), (
-            f"{kept.figure.test} is gone: make promises, or drop its figure"
-        )
+        name, _, test = kept.test.partition("::")
+        assert f"def {test}(" in (ROOT / name).read_text(), f"{kept.test} is gone: make promises, or drop its figure"
 
 
 def test_a_figure_that_misses_is_marked() -> None:
@@ -85,7 +82,7 @@ def test_what_a_test_writes_down_is_read_even_when_it_fails(tmp_path: Path, monk
     with pytest.raises(AssertionError, match="the floor is 12"):
         Promise("test_r01_a.py::test_a", full=False).at_most("waiting", 13, target=10, floor=12, n=3)
     (kept,) = read_new(tmp_path)
-    assert (kept.figure.value, kept.figure.size, kept.figure.test) == (13, "ci", "test_r01_a.py::test_a")
+    assert (kept.value, kept.size, kept.test) == (13, "ci", "test_r01_a.py::test_a")
 
 
 def test_a_promise_that_there_is_not_is_refused() -> None:

@@ -42,6 +42,8 @@ class Figure:
     """"ci" or "full"."""
     test: str
     date: str
+    machine: str = ""
+    """Cores, CPU and Python; the report adds it."""
 
     def reaches(self, bound: float) -> bool:
         """Whether the figure is on the good side of a bound."""

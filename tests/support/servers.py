@@ -39,9 +39,9 @@ class Server:
         """Its log file."""
         return self.service.log
 
-    def metric(self, name: str) -> float:
-        """A gauge or counter; labels belong to the name."""
-        text = httpx.get(f"{self.url}/metrics", timeout=60).text
+    def metric(self, name: str, headers: Mapping[str, str] | None = None) -> float:
+        """A gauge or counter; labels belong to the name. `headers` are for a service with keys."""
+        text = httpx.get(f"{self.url}/metrics", headers=headers, timeout=60).text
         found = re.search(rf"^inkstream_{re.escape(name)} (\S+)$", text, re.MULTILINE)
         assert found, f"no metric {name}"
         return float(found.group(1))
