@@ -68,28 +68,16 @@ def _edited(edit: Callable[[TensorFile, Random], None]) -> Callable[[Path, Rando
     return change
 
 
-def _filled(value: float, share: float) -> Callable[[Path, Random], None]:
-    """Fills a share of the tensors with one number: finite, and far outside what a model learns."""
+def _filled(value: float, share: float = 1.0, *, names: str = "", values: int | None = None) -> Callable[..., None]:
+    """Writes one number over a share of the tensors with such names, or over their first values.
+
+    1e30 is finite, and far outside what a model learns: in norms alone it makes every activation overflow.
+    """
 
     def edit(tensors: TensorFile, rng: Random) -> None:
-        names = tensors.names()
-        for name in rng.sample(names, max(1, int(share * len(names)))):
-            tensors.fill(name, tensors.number(name, value))
-
-    return _edited(edit)
-
-
-@_edited
-def _exploding_norms(tensors: TensorFile, _: Random) -> None:
-    """Every number is finite and every activation overflows."""
-    for name in [name for name in tensors.names() if "norm" in name]:
-        tensors.fill(name, tensors.number(name, 1e30))
-
-
-def _one_number(value: float) -> Callable[[Path, Random], None]:
-    def edit(tensors: TensorFile, rng: Random) -> None:
-        name = rng.choice(tensors.names())
-        tensors.fill(name, tensors.number(name, value), values=1)
+        found = [name for name in tensors.names() if names in name]
+        for name in rng.sample(found, max(1, int(share * len(found)))):
+            tensors.fill(name, tensors.number(name, value), values=values)
 
     return _edited(edit)
 
@@ -120,35 +108,34 @@ def _truncate(path: Path, rng: Random) -> None:
 
 def _config(path: Path, rng: Random) -> None:
     config = json.loads((path / "config.json").read_text())
-    name = rng.choice(
-        ["hidden_size", "num_hidden_layers", "vocab_size", "num_key_value_heads", "intermediate_size", "head_dim"]
-    )
+    heads = ["num_key_value_heads", "head_dim"]
+    name = rng.choice(["hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size", *heads])
     config[name] = rng.choice([0, -1, 7, 2**31, 2**63, 1e9, "384", None, [1]])
     (path / "config.json").write_text(json.dumps(config))
 
 
 def _index(path: Path, rng: Random) -> None:
     """Shards that lead out of the directory."""
+    names = TensorFile(path / "model.safetensors").names()
     (path / "model.safetensors").rename(path / "model-00001-of-00001.safetensors")
-    names = TensorFile(path / "model-00001-of-00001.safetensors").names()
     shard = rng.choice(["../../../../etc/passwd", "/dev/zero", "/proc/self/mem", "", "a\x00b", "/dev/stdin", "."])
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, shard)}))
 
 
 def _hostile_json(path: Path, rng: Random) -> None:
-    name = rng.choice(["config.json", "tokenizer.json", "generation_config.json", "tokenizer_config.json"])
-    content = rng.choice(
-        ["[" * 100_000, '{"a":' * 50_000, "", "null", "[]", "NaN", '{"a": 1e99999}', "9" * 5000, "\x00", '"\\ud800"']
-    )
-    (path / name).write_text(content)
+    name = rng.choice(["config", "tokenizer", "generation_config", "tokenizer_config"])
+    content = rng.choice([
+        "[" * 100_000, '{"a":' * 50_000, "", "null", "[]", "NaN", '{"a": 1e99999}', "9" * 5000, "\x00", '"\\ud800"',
+    ])  # fmt: skip
+    (path / f"{name}.json").write_text(content)
 
 
 KINDS: dict[str, Callable[[Path, Random], None]] = {
-    "exploding: every norm 1e30": _exploding_norms,
+    "exploding: every norm 1e30": _filled(1e30, names="norm"),
     "exploding: a few tensors 3e38": _filled(3e38, 0.15),
-    "exploding: every tensor 1e30": _filled(1e30, 1.0),
-    "one NaN": _one_number(float("nan")),
-    "one infinity": _one_number(float("inf")),
+    "exploding: every tensor 1e30": _filled(1e30),
+    "one NaN": _filled(float("nan"), 0.0, values=1),
+    "one infinity": _filled(float("inf"), 0.0, values=1),
     "transposed shape": _transpose,
     "wrong offsets": _offsets,
     "wrong dtype": _dtype,
@@ -156,5 +143,5 @@ KINDS: dict[str, Callable[[Path, Random], None]] = {
     "hostile config": _config,
     "hostile index": _index,
     "hostile JSON": _hostile_json,
-    "all zeros": _filled(0.0, 1.0),
+    "all zeros": _filled(0.0),
 }
