@@ -60,12 +60,6 @@ def _files() -> tuple[str, ...]:
     return tuple(name for name in listed if name and (ROOT / name).is_file() and not (ROOT / name).is_symlink())
 
 
-@cache
-def _names() -> frozenset[str]:
-    """Basenames of all files."""
-    return frozenset(Path(name).name for name in _files())
-
-
 def _texts(name: str, kind: str) -> Iterator[tuple[int, str]]:
     """Prose of a file with the lines it stands in: comments and strings of Python, all of anything else.
 
@@ -100,15 +94,10 @@ def _exists(path: str, folder: Path) -> bool:
 def missing_paths(text: str, folder: Path) -> list[str]:
     """Missing files among the paths in `text` that start with a folder of this repository or have a suffix it uses."""
     found = re.findall(r"(?<![\w.$@/{}<>~*-])((?:\.\./)?(?:[\w*-][\w.*-]*/)+[\w.*-]*)(?![{<])", text)
+    found += re.findall(r"(?<![\w./*{}<>$%+-])([\w-]+\.(?:py|md|cpp|h))\b(?![/(\w-])", text)
     paths = [path.rstrip(".") for path in found]
     ours = [p for p in paths if p.split("/")[0] in FOLDERS or re.search(rf"\.({SUFFIXES})$", p)]
     return [p for p in ours if p.rstrip("/") not in KNOWN and not _exists(p, folder)]
-
-
-def missing_files(text: str) -> list[str]:
-    """Names of sources and pages without a folder: one file at least has each of them."""
-    found = re.findall(r"(?<![\w./*{}<>$%+-])([\w-]+\.(?:py|md|cpp|h))\b(?![/(\w-])", text)
-    return [name for name in found if name not in _names() | KNOWN]
 
 
 @cache
@@ -195,7 +184,6 @@ def missing_targets(text: str) -> list[str]:
 
 CHECKS: dict[str, Callable[[str, Path], list[str]]] = {
     "paths": missing_paths,
-    "files": lambda text, _: missing_files(text),
     "modules": lambda text, _: missing_modules(text),
     "flags": lambda text, _: missing_flags(text),
     "variables": lambda text, _: missing_variables(text),
@@ -229,7 +217,7 @@ def test_what_is_mentioned_exists(kind: str) -> None:
     [
         ("paths", "see app/nowhere.py, docs/ and app/engine/gone/", ["app/nowhere.py", "app/engine/gone/"]),
         ("paths", "engine/startup.py, source/draw.h, app/*.py and engine/absent.py", ["engine/absent.py"]),
-        ("files", "startup.py, but not startap.py", ["startap.py"]),
+        ("paths", "startup.py, but not startap.py", ["startap.py"]),
         ("modules", "python -m app.engine.wurker, app.engine.startup", ["app.engine.wurker"]),
         ("modules", "app.common.types.Request, app.common.types.Nothing", ["app.common.types.Nothing"]),
         ("modules", "'from app.common import logs, lugs'", ["app.common.lugs"]),
