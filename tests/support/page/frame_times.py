@@ -7,28 +7,27 @@ scripts, style, layout, and recording what is to be painted.
 
 import json
 import statistics
+from bisect import bisect_left, bisect_right
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 CATEGORIES = ["devtools.timeline", "disabled-by-default-devtools.timeline"]
 DRAWN = "FireAnimationFrame"  # of each frame that has work the page asked for
 
 
+@dataclass
 class Frames:
     """`costs` in ms, one for each frame, in the order of time; filled when the measurement ends."""
 
-    def __init__(self):
-        self.costs = []
+    costs: list[float] = field(default_factory=list)
 
     @property
     def median(self):
         return statistics.median(self.costs)
 
-    @property
-    def p95(self):
-        return statistics.quantiles(self.costs, n=20)[-1]
-
     def __str__(self):
-        return f"{len(self.costs)} frames, median {self.median:.1f} ms, 95th percentile {self.p95:.1f} ms of CPU"
+        p95 = statistics.quantiles(self.costs, n=20)[-1]
+        return f"{len(self.costs)} frames, median {self.median:.1f} ms, 95th percentile {p95:.1f} ms of CPU"
 
 
 @contextmanager
@@ -52,7 +51,7 @@ def costs(events):
     found, cost = [], 0.0
     for task in sorted(tasks, key=lambda task: task["ts"]):
         cost += task.get("tdur", task["dur"]) / 1000  # some tasks have no CPU time
-        if _contains_frame(starts, task):
+        if bisect_left(starts, task["ts"]) < bisect_right(starts, task["ts"] + task["dur"]):
             found.append(cost)
             cost = 0.0
     return found[1:]  # what was before the first one is no frame's
@@ -60,10 +59,3 @@ def costs(events):
 
 def _thread(event):
     return event["pid"], event["tid"]
-
-
-def _contains_frame(starts, task):
-    """Is one of these moments within the task? They are in order: those before the task are dropped."""
-    while starts and starts[0] < task["ts"]:
-        starts.pop(0)
-    return bool(starts) and starts[0] <= task["ts"] + task["dur"]
