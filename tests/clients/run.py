@@ -16,8 +16,10 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,12 +75,10 @@ def main(argv: Sequence[str]) -> int:
     chosen = [clients[name] for name in options.names or light]
     for client in chosen:
         install(client)
-    with Services(options.weights) as services:
-        outcomes = [run(client, services, options.weights) for client in chosen]
-    print(table(outcomes))
-    if services.complaints:
-        print(f"the service logged:\n{services.complaints}")
-    return 0 if all(outcome.passed for outcome in outcomes) and not services.complaints else 1
+    with services(options.weights) as url:
+        outcomes = [run(client, url, options.weights) for client in chosen]
+        print(table(outcomes))
+    return 0 if all(outcome.passed for outcome in outcomes) else 1
 
 
 def read_clients() -> dict[str, Client]:
@@ -110,35 +110,31 @@ def install(client: Client) -> None:
     stamp.write_text(made_of)
 
 
-class Services:
-    """The services that run, one for each set of flags, started when a client wants it. Ends them all."""
+@contextmanager
+def services(weights: Path) -> Iterator[Callable[[str], str]]:
+    """The address of a service with such flags, started when a client wants it.
 
-    def __init__(self, weights: Path) -> None:
-        self.complaints = ""
-        self._weights = weights
-        self._running: dict[str, Server] = {}
+    Ends them all; raises AssertionError with the log of one that failed or complained.
+    """
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
 
-    def __enter__(self) -> Services:
-        self._folder = tempfile.TemporaryDirectory()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for flags, server in self._running.items():
-            code, log = stop_server(server), server.log.read_text()
-            if code or "Traceback" in log or " ERROR " in log:
-                self.complaints += f"{flags}: exit code {code}\n{log[-4000:]}\n"
-        self._folder.cleanup()
-
-    def url(self, flags: str) -> str:
-        """The address of the service with these flags."""
-        if flags not in self._running:
+        @cache
+        def url(flags: str) -> str:
             fake, _, others = flags.rpartition(" ms a step: ")
             step = float(fake) if fake else None
-            self._running[flags] = start_server(Path(self._folder.name), self._weights, *others.split(), fake_ms=step)
-        return self._running[flags].url
+            server = start_server(Path(folder), weights, *others.split(), fake_ms=step)
+            stack.callback(_stop, server)
+            return server.url
+
+        yield url
 
 
-def run(client: Client, services: Services, weights: Path) -> Outcome:
+def _stop(server: Server) -> None:
+    code, log = stop_server(server), server.log.read_text()
+    assert code == 0 and "Traceback" not in log and " ERROR " not in log, f"exit code {code}\n{log[-4000:]}"
+
+
+def run(client: Client, url: Callable[[str], str], weights: Path) -> Outcome:
     """The client's script, in its environment; what it prints is printed."""
     print(f"\n== {client.name}", flush=True)
     environment = {**os.environ, "PYTHONPATH": "", "CLIENT_WEIGHTS": str(weights), "CLIENT_ORACLE": sys.executable}
@@ -147,7 +143,7 @@ def run(client: Client, services: Services, weights: Path) -> Outcome:
     if client.npm:
         # Node looks for packages from where the script lies.
         command = ["node", shutil.copy(script, client.folder)]
-    urls = [services.url(flags) for flags in client.services]
+    urls = [url(flags) for flags in client.services]
     started = time.monotonic()
     checks = failed = 0
     with subprocess.Popen([*command, *urls], stdout=subprocess.PIPE, text=True, env=environment) as process:
