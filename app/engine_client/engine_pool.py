@@ -127,7 +127,7 @@ class EnginePool:
         self._loaded, self._stopped_event = asyncio.Event(), asyncio.Event()
         self._stopped: EngineStopped | None = None
         for engine in engines:
-            engine.pool_events = self
+            engine.pool = self
 
     @property
     def ready(self) -> Ready | None:

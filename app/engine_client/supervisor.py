@@ -1,7 +1,6 @@
 """Supervisor: starts the engine process, monitors it, kills it when it hangs, and restarts it.
 
-loading --Ready--> ready --exited, silent or stuck--> loading ... after too many crashes
-(app/engine_client/crash_recovery.py): stopped
+loading --Ready--> ready --exited, silent or stuck--> loading ... after too many crashes (RestartPolicy): stopped
 
 EngineProcess is one such process and its pipe: spawn, send and receive frames, terminate.
 """
@@ -25,8 +24,6 @@ from msgspec.structs import replace
 from app.common.ipc import Down, Fatal, FrameDecoder, Phase, Ready, Up, WorkerConfig, decode_up, encode_frame
 from app.common.startup_timer import StartupTimer, format_phases
 from app.common.types import StepReport
-from app.engine_client.crash_recovery import MAX_CRASHES, TOKENS_TO_CLEAR, RestartPolicy
-from app.engine_client.token_stream import TokenSource
 
 # -P and an explicit path: a folder called app in the working directory must not be imported.
 WORKER = (sys.executable, "-P", "-m", "app.engine")
@@ -146,30 +143,46 @@ class EngineStopped(Exception):
         self.exit_code = exit_code
 
 
-class PoolEvents(TokenSource, Protocol):
-    """The engine pool, as its engines see it. `index` is that of the engine."""
-
-    def on_ready(self, index: int) -> None:
-        """The engine has loaded; it is abandoned if it differs from the others."""
-        ...
-
-    def on_capacity(self) -> None:
-        """The engine may have capacity for waiting requests."""
-        ...
-
-    def on_report(self, report: StepReport, ended: Sequence[str]) -> None:
-        """The engine has completed a step, after which these requests have ended."""
-        ...
-
-    def on_crash(self, index: int) -> None:
-        """The engine process has exited and will be restarted."""
-        ...
-
-    def on_stopped(self, index: int, reason: EngineStopped) -> None:
-        """The engine will not be restarted."""
-        ...
+MAX_CRASHES, WINDOW_SECONDS = 3, 600.0
+MAX_FORGIVEN = 8
 
 
+class RestartPolicy:
+    """Counts consecutive crashes between which no engine delivered anything to a client.
+
+    A request that crashes the engine causes a second crash before it is refused. That second crash is not counted, and
+    if the next engine then answers the canary request, neither is the first: bad requests do not end the service, but
+    an engine that never works does. So does an engine that answers only canary requests: while no client gets anything,
+    eight refused requests in ten minutes are forgiven, the ninth is not.
+    """
+
+    def __init__(self) -> None:
+        self._crashes: list[float] = []
+        self._forgiven: list[float] = []
+        self._can_forgive = True
+        """Whether an engine has delivered anything since the last forgiven crash."""
+
+    def record(self, now: float, *, delivered: bool, is_refused: bool, canary_answered: bool = False) -> bool:
+        """Returns whether to stop restarting. `delivered`: two or more steps since the last crash had tokens or scores.
+
+        is_refused: a request is refused for its second crash. canary_answered: the engine answered the canary request.
+        """
+        if delivered:
+            self._forgiven = []
+        self._forgiven = [at for at in self._forgiven if now - at < WINDOW_SECONDS]
+        if delivered or (canary_answered and len(self._forgiven) < MAX_FORGIVEN):
+            self._crashes, self._can_forgive = [], True
+        if is_refused and self._can_forgive:
+            self._forgiven.append(now)
+            self._can_forgive = False
+            return False
+        self._crashes = [*self._crashes, now][-MAX_CRASHES:]
+        return len(self._crashes) == MAX_CRASHES and now - self._crashes[0] < WINDOW_SECONDS
+
+
+TOKENS_TO_CLEAR = 2
+"""Tokens of a request, generated or scored since it was sent, that show that it does not crash the engine. After one
+alone, no decode step has run yet."""
 _log = logging.getLogger("inkstream")
 _OTHER_WEIGHTS = "{}: holds other weights than the engine that ended had: restart the service to serve them"
 _STARTING_SILENCE, _LOADING_SILENCE = 180.0, 60.0
@@ -190,28 +203,22 @@ class Listener(Protocol):
     @property
     def expects_progress(self) -> bool:
         """Whether the engine has work, and so must make progress."""
-        ...
 
     @property
     def is_running_canary(self) -> bool:
         """Whether the engine runs only the canary request."""
-        ...
 
     def on_report(self, report: StepReport) -> None:
         """The engine has completed a step."""
-        ...
 
     def on_ready(self) -> None:
         """The engine accepts requests."""
-        ...
 
     def on_crash(self) -> bool:
         """The engine has crashed. Returns whether a request is refused because of it."""
-        ...
 
     def on_stopped(self, reason: EngineStopped) -> None:
         """The engine will not be restarted."""
-        ...
 
 
 class Supervisor:

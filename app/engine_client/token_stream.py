@@ -43,19 +43,15 @@ class TokenSource(Protocol):
 
     def cancel(self, request_ids: Sequence[str]) -> None:
         """Cancels these requests; unknown ids are ignored."""
-        ...
 
     def position(self, request_id: str) -> int | None:
         """How many requests wait ahead of this one; None if it does not wait."""
-        ...
 
     def suspend(self, stream: TokenStream) -> None:
         """Cancels the open requests of the stream until resume_suspended()."""
-        ...
 
     def resume_suspended(self, stream: TokenStream) -> None:
         """Submits the open requests of a suspended stream again."""
-        ...
 
 
 class TokenStream:

@@ -1,5 +1,7 @@
 """The service, independent of HTTP: settings, the current model instance, and admission of requests.
 
+AdmissionControl checks the tenant's rate limits and the queue's capacity.
+
 FailureMonitor detects that the service fails every request, and reports it through /health/ready:
 
 healthy --the last FAILURES requests all failed with server errors--> suspected --the canary fails--> failing
@@ -15,25 +17,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from app.access.rate_limiter import Reservation, Tenant
+from app.access.rate_limiter import RateLimiter, Reservation, Tenant
 from app.access.tenant_queue import LoopShare, WorkAccount
-from app.common.errors import DeadlineExceeded, EngineError, EngineFailed, InvalidRequest, NotReady
+from app.common.errors import DeadlineExceeded, EngineError, EngineFailed, InvalidRequest, NotReady, Unavailable
 from app.common.ipc import Ready
 from app.common.settings import Settings
-from app.common.types import SamplingParams
+from app.common.types import Request, SamplingParams
 from app.engine_client.engine_pool import EnginePool
+from app.engine_client.fair_queue import FairQueue
 from app.engine_client.supervisor import EngineStopped
-from app.generation.prompt_encoder import PromptEncoder
-from app.generation.request import GenerationRequest
+from app.generation.prompt_encoder import PromptEncoder, tail_length
+from app.generation.request import GenerationRequest, Prompt
 from app.generation.session import BuiltRequests, GenerationSession, SessionTimes, Timeouts
 from app.guided.grammar import MAX_BYTES, grammar_from
 from app.guided.validator import GrammarValidator
-from app.serving.admission import AdmissionControl
 from app.serving.model_instance import ModelInstance
 from app.tokenization.text_encoder import TokenizerPool
 from model.tokenizer.tokenizer import Tokenizer, TokenizerError
@@ -92,6 +95,99 @@ class FailureMonitor:
                 self.problem = _PROBLEM
                 _log.error("not ready: the last %d answers failed, and so does a canary request", self._failures)
             await asyncio.sleep(self._recheck_seconds)
+
+
+# Admission before tokenization uses cheap estimates, because tokenizing a megabyte of text takes half a second; the
+# exact numbers are checked afterwards.
+
+_DECAY = 0.9
+_PRIOR_CHARACTERS_PER_TOKEN = 3.0
+
+
+class AdmissionControl:
+    """Admits requests; owned by the event loop."""
+
+    def __init__(self) -> None:
+        self._rate_limiter = RateLimiter()
+        self._characters, self._tokens = _PRIOR_CHARACTERS_PER_TOKEN * 1000, 1000.0
+        """Characters and tokens of recent texts."""
+
+    @contextmanager
+    def reserve_tokens(
+        self, request: GenerationRequest, tenant: Tenant, tokenizer: Tokenizer, context: int
+    ) -> Iterator[Reservation]:
+        """Reserves the request's estimated tokens of its tenant's limits; refunded if it is not admitted.
+
+        Raises InvalidRequest if it can never fit, RateLimitExceeded if it does not fit now.
+        """
+        max_sampled = request.n_sampled * request.max_tokens
+        min_tokens = sum(min(context, _min_tokens(prompt, tokenizer) + max_sampled) for prompt in request.prompts)
+        reservation = self._rate_limiter.reserve(tenant, min_tokens, time.monotonic())
+        try:
+            yield reservation
+        except Unavailable:
+            reservation.cancel()
+            raise
+        except BaseException:
+            reservation.end(0)
+            raise
+
+    @contextmanager
+    def count_request(self, tenant: Tenant) -> Iterator[WorkAccount]:
+        """Counts a request that generates nothing against the request limits. Raises RateLimitExceeded."""
+        reservation = self._rate_limiter.reserve(tenant, 0, time.monotonic())
+        try:
+            yield WorkAccount(tenant.cache_namespace, reservation)
+        finally:
+            reservation.end(0)
+
+    @contextmanager
+    def prepare(self, tenant: Tenant) -> Iterator[WorkAccount]:
+        """Host work before reserve_tokens(), which counts the request; if the work fails, the request is counted here.
+
+        Raises RateLimitExceeded.
+        """
+        with self.count_request(tenant) as account:
+            yield account
+            account.reservation.cancel()
+
+    @contextmanager
+    def reserve_queue(
+        self, request: GenerationRequest, tenant: Tenant, timeouts: Timeouts, queue: FairQueue
+    ) -> Iterator[None]:
+        """Reserves capacity in `queue` during tokenization; refuses a request whose deadline would pass in the queue.
+
+        Raises QueueFull, and InvalidRequest if it can never fit into the queue.
+        """
+        max_wait = min(timeouts.queue, timeouts.deadline / 2)
+        others = [text for text in (request.source, request.suffix) if text]
+        texts = [*request.prompts, *others]
+        max_characters = None if request.truncate_prompt_tokens is None else tail_length(request.truncate_prompt_tokens)
+        tokens = sum(self._estimate_tokens(text, max_characters) for text in texts)
+        requests = len(request.prompts) * request.n_sampled
+        with queue.reserved(tenant.cache_namespace, requests, tokens, time.monotonic(), max_wait):
+            yield
+
+    def charge(self, reservation: Reservation, request: GenerationRequest, engine_requests: Sequence[Request]) -> None:
+        """Replaces the estimate by the exact number of tokens. Raises InvalidRequest, RateLimitExceeded."""
+        leaders = [leader for leader in engine_requests if leader.leader is None]
+        prompt_tokens = sum(len(leader.prompt) + len(leader.source) for leader in leaders)
+        max_sampled = sum(each.max_tokens for each in engine_requests)
+        reservation.charge(prompt_tokens + max_sampled, time.monotonic())
+        if all(isinstance(prompt, str) for prompt in request.prompts) and request.truncate_prompt_tokens is None:
+            self._characters = self._characters * _DECAY + sum(map(len, request.prompts))
+            self._tokens = self._tokens * _DECAY + sum(len(leader.prompt) for leader in leaders)
+
+    def _estimate_tokens(self, prompt: Prompt, max_characters: int | None) -> int:
+        """Estimated tokens of a prompt, from the characters per token of recent texts."""
+        if not isinstance(prompt, str):
+            return len(prompt)
+        length = len(prompt) if max_characters is None else min(len(prompt), max_characters)
+        return round(length * self._tokens / self._characters)
+
+
+def _min_tokens(prompt: Prompt, tokenizer: Tokenizer) -> int:
+    return tokenizer.least_tokens(prompt) if isinstance(prompt, str) else len(prompt)
 
 
 _CANARY = "the canary"

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from app.engine_client.crash_recovery import TOKENS_TO_CLEAR
+from app.engine_client.supervisor import TOKENS_TO_CLEAR
 from tests.support.armed_faults import Faults
 from tests.support.load.concurrent_clients import Answer, Ask, crowd, engine_pid, is_ready, visit
 from tests.support.model.tiny_models import tiny_weights

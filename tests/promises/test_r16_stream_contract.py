@@ -25,7 +25,7 @@ import pytest
 
 from tests.support.armed_faults import Faults
 from tests.support.completion_client import parse_events
-from tests.support.load.concurrent_clients import Answer, Ask, crowd, engine_pid, is_ready, visit
+from tests.support.load.concurrent_clients import Answer, Ask, crowd, engine_pid, is_ready, received, visit
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, is_clean
 from tests.support.services import Services
@@ -238,13 +238,6 @@ def test_every_answer_keeps_its_form(stage: _Stage, promise: Promise, fault: str
     assert is_clean(stage.server, 30.0)
 
 
-def _received(body: bytes) -> Answer:
-    answer = Answer(b"")
-    answer.status = 200
-    answer.on_body(body)
-    return answer
-
-
 def test_the_check_of_the_form_finds_what_breaks_it() -> None:
     """The positive control."""
     event = b'id: r:%d\nevent: %s\ndata: {"index": 0, "text": "a", "choices": [{"finish_reason": "stop"}]}\n\n'
@@ -259,7 +252,7 @@ def test_the_check_of_the_form_finds_what_breaks_it() -> None:
         b'data: {"choices": \n\ndata: [DONE]\n\n',
     ]
     good = event % (0, b"token") + event % (1, b"done")
-    assert _outcome(_received(good)) == _Outcome("a", "stop", None)
+    assert _outcome(received(good)) == _Outcome("a", "stop", None)
     for body in bad:
         with pytest.raises((AssertionError, ValueError)):
-            _outcome(_received(body))
+            _outcome(received(body))

@@ -90,6 +90,14 @@ class Answer(Exchange):
         return _output_of_chunks(text)
 
 
+def received(body: bytes) -> Answer:
+    """An answer with this body and status 200, from elsewhere."""
+    answer = Answer(b"")
+    answer.status = 200
+    answer.on_body(body)
+    return answer
+
+
 @contextmanager
 def crowd(
     server: Server, asks: Sequence[Ask], *, pause: float = 0.0, disconnect: threading.Event | None = None
