@@ -75,7 +75,7 @@ class StopMatcher:
         """Start of the earliest match and its stop string, the longest of those that start there."""
         best, found = len(buffer), None
         for stop in self._stops:
-            start = buffer.find(stop)
+            start = buffer.find(stop, 0, best + len(stop) - 1 if found else len(buffer))
             if start != -1 and start < best:
                 best, found = start, stop
         return best, found

@@ -162,22 +162,6 @@ def test_who_is_away_has_what_was_not_taken_and_who_comes_back_pays_like_any_oth
         again.resume(1, 61.0)
 
 
-def test_what_a_request_uses_is_known_while_it_runs_and_again_after_its_client_came_back() -> None:
-    limiter, tenant = RateLimiter(), _tenant(tokens_per_minute=100, concurrency=5)
-    reservation = limiter.reserve(tenant, 50, 0.0)
-    account = limiter._accounts["ann"]
-    for used in (30, 20):
-        reservation.record_usage(used)
-        assert account.tokens.used == used
-    reservation.pause(20)
-    reservation.record_usage(5)
-    assert (account.tokens.used, account.running) == (20, 0), "it does not run"
-    reservation.resume(40, 1.0)
-    reservation.record_usage(10)
-    reservation.end(10)
-    assert (account.tokens.used, account.running) == (30, 0)
-
-
 def test_host_work_beyond_the_free_share_costs_a_token_a_millisecond() -> None:
     limiter, tenant = RateLimiter(), _tenant(tokens_per_minute=1000)
     cheap = limiter.reserve(tenant, 10, 0.0)
