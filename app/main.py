@@ -30,7 +30,7 @@ from app.engine.cpu.toolchain.library_cache import cache_directory
 from app.engine_client.client import EngineClient
 from app.engine_client.engine_pool import EnginePool
 from app.engine_client.fair_queue import FairQueue, QueueLimits
-from app.http import errors
+from app.http import request_log
 from app.http.auth import AuthMiddleware, public_routes
 from app.http.connection_limits import ConnectionLimits, HttpLimits, ensure_file_limit, monitor_descriptors
 from app.http.host_filter import CorsMiddleware, HostFilter
@@ -98,7 +98,7 @@ def create_app(settings: Settings, engine: Callable[[Settings], EnginePool] | No
     )
     _add_middleware(app, settings)
     app.state.connections = connections = ConnectionLimits(_connection_limits(settings))
-    errors.install(app)
+    request_log.install(app)
     for module in (routes, openai_routes, score):
         app.include_router(module.router, tags=["completion"])
     for module in (tokens, health, static_pages):

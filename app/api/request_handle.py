@@ -32,10 +32,9 @@ from app.engine_client.engine_pool import EnginePool
 from app.generation.request import Delta, Finished, GenerationRequest, TokenTable
 from app.generation.session import GenerationSession
 from app.http import sse
-from app.http.access_record import record_of
 from app.http.errors import ApiError, from_engine
-from app.http.json_stream import JsonStream
-from app.http.response_model import ResponseModel
+from app.http.request_log import record_of
+from app.http.response_model import JsonStream, ResponseModel
 from app.serving.model_instance import ModelInstance
 from app.serving.service import Admitted, Service
 

@@ -27,8 +27,7 @@ from app.api.openapi import declared
 from app.api.schemas import ContextLength, ModelName, TokenIds, VocabularySize
 from app.common.errors import InvalidRequest
 from app.common.event_loop import TimeSlice
-from app.http.json_stream import JsonStream
-from app.http.response_model import LazyArray, LazyString, ResponseModel, json_response
+from app.http.response_model import JsonStream, LazyArray, LazyString, ResponseModel, json_response
 from model.tokenizer.tokenizer import Tokenizer
 
 _STRICT = ConfigDict(extra="forbid", strict=True)

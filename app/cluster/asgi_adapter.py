@@ -11,7 +11,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Scope
 
 from app.cluster.messages import Accepted, Call, FullResponse, Head, ResponsePart
-from app.http.access_record import AccessRecord
+from app.http.request_log import AccessRecord
 
 
 async def stream_response(app: ASGIApp, call: Call, replica: str) -> AsyncGenerator[ResponsePart, None]:

@@ -45,10 +45,10 @@ from app.cluster.messages import Call, FullResponse, ReplicaLost, Replicas
 from app.cluster.retry import ReplicaResponse, RetryCounters, RetryingRequest
 from app.common.settings import Settings
 from app.http import sse
-from app.http.access_record import AccessRecord
 from app.http.auth import AuthMiddleware, public_routes
 from app.http.errors import ApiError
 from app.http.host_filter import CorsMiddleware
+from app.http.request_log import AccessRecord
 
 
 class _MergedPages(Collector):

@@ -11,8 +11,8 @@ from dataclasses import replace
 from prometheus_client import CollectorRegistry, Counter
 
 from app.cluster.messages import Accepted, Call, Head, ReplicaLost, Replicas, ResponsePart
-from app.http.access_record import new_request_id
 from app.http.errors import ApiError
+from app.http.request_log import new_request_id
 
 _log = logging.getLogger("inkstream.relay")
 

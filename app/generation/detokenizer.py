@@ -1,9 +1,20 @@
-"""Incremental detokenizer and stop string matcher."""
+"""Incremental detokenizer: from the tokens of one choice to its text, with echo, stop strings and log-probabilities."""
 
 from __future__ import annotations
 
 import codecs
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from app.common.fault_injection import fault
+from app.common.types import FinishReason, PromptScores, Request, SampledEvent
+from app.generation.request import Delta, Finished, TokenDetail, Top
+from model.tokenizer.tokenizer import Tokenizer
+
+_TOKENS_PER_DELTA = 8
+"""Tokens per Delta of the echo: encoding thousands of them with their alternatives at once takes seconds."""
 
 
 class StreamDecoder:
@@ -40,8 +51,7 @@ class StopMatcher:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = sorted(stops, key=len, reverse=True)
-        self._max_length = max(map(len, stops), default=0)
+        self._stops = stops
         self._pending_text = ""
         self.matched: str | None = None
         """The stop string that ended the text."""
@@ -73,17 +83,186 @@ class StopMatcher:
 
     def _find(self, buffer: str) -> tuple[int, str | None]:
         """Start of the earliest match and its stop string, the longest of those that start there."""
-        best, found = len(buffer), None
-        for stop in self._stops:
-            start = buffer.find(stop, 0, best + len(stop) - 1 if found else len(buffer))
-            if start != -1 and start < best:
-                best, found = start, stop
-        return best, found
+        found = ((start, -len(stop), stop) for stop in self._stops if (start := buffer.find(stop)) != -1)
+        start, _, match = min(found, default=(len(buffer), 0, None))
+        return start, match
 
     def _pending(self, buffer: str) -> int:
         """Start of the longest suffix that is a proper prefix of a stop string."""
-        for start in range(max(0, len(buffer) - self._max_length + 1), len(buffer)):
-            tail = buffer[start:]
-            if any(len(tail) < len(stop) and stop.startswith(tail) for stop in self._stops):
-                return start
-        return len(buffer)
+        held = (size for stop in self._stops for size in range(1, len(stop)) if buffer.endswith(stop[:size]))
+        return len(buffer) - max(held, default=0)
+
+
+class PromptEcho:
+    """Collects the log-probabilities of the prompt's tokens, if requested."""
+
+    def __init__(self, text: str, ids: tuple[int, ...], tokenizer: Tokenizer, *, is_scored: bool) -> None:
+        self.text = text
+        self._ids = ids
+        self._tokenizer = tokenizer
+        self._is_scored = is_scored
+        self._scores: list[tuple[float | None, Top]] = [(None, ())]
+        self._pieces: list[tuple[str, tuple[TokenDetail, ...]]] = []
+
+    def add(self, scores: PromptScores) -> None:
+        """Adds the log-probabilities of the next tokens."""
+        self._scores += scores.tokens
+
+    def deltas(self, index: int) -> list[Delta]:
+        """The echoed prompt for choice `index`, with the tokens that were scored before the request ended."""
+        if not self._pieces:
+            self._pieces = self._cut(self._details()) if self._is_scored else [(self.text, ())]
+        return [Delta(index, text, tokens) for text, tokens in self._pieces]
+
+    def _details(self) -> list[TokenDetail]:
+        decoder, offset, details = StreamDecoder(), 0, []
+        for token, (logprob, top) in zip(self._ids, self._scores, strict=False):
+            data = self._tokenizer.token_bytes(token)
+            details.append(TokenDetail(token, logprob, top, offset + decoder.broken_by(data)))
+            offset += len(decoder.feed(data))
+        return details
+
+    def _cut(self, details: list[TokenDetail]) -> list[tuple[str, tuple[TokenDetail, ...]]]:
+        starts = range(0, len(details), _TOKENS_PER_DELTA)
+        ends = [min(details[start].offset, len(self.text)) for start in starts]
+        bounds = [0, *ends[1:], len(self.text)]
+        return [
+            (self.text[begin:end], tuple(details[start : start + _TOKENS_PER_DELTA]))
+            for start, (begin, end) in zip(starts, pairwise(bounds), strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class TextRules:
+    """A request's text-level rules: echo, stop strings, log-probabilities."""
+
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False
+    min_tokens: int = 0
+    eos_ids: frozenset[int] = frozenset()
+    """Tokens that end the text, and are never shown."""
+
+
+class OutputChoice:
+    """Turns a sequence's token events into text deltas. Emits nothing after `ended` is set."""
+
+    def __init__(
+        self, index: int, request: Request, tokenizer: Tokenizer, rules: TextRules, echo: PromptEcho | None = None
+    ) -> None:
+        self.index = index
+        self.echo = echo
+        """The prompt, if it must still be sent before the text."""
+        self.n_tokens = 0
+        self.logprob_sum = 0.0
+        self.ended: Finished | None = None
+        self._request = request
+        self._tokenizer = tokenizer
+        self._rules = rules
+        self._decoder = StreamDecoder()
+        # A prompt of special tokens only has no text, so the completion is the start of the text.
+        has_no_text = not any(tokenizer.token_bytes(token) for token in request.prompt)
+        self._strips_space = has_no_text and tokenizer.strips_first_space
+        self._matcher = StopMatcher(rules.stops)
+        self._base = len(echo.text) if echo else 0
+        self._decoded = self._sent = 0
+        self._pending_tokens: deque[tuple[int, TokenDetail]] = deque()  # (end of its text, token)
+
+    @property
+    def mean_logprob(self) -> float:
+        """Mean log-probability of the sampled tokens, if the engine reported them; best_of ranks by it."""
+        return self.logprob_sum / max(1, self.n_tokens)
+
+    def add(self, event: SampledEvent) -> list[Delta]:
+        """Adds a token; returns the text that it completes, and the finish if it is the last."""
+        if self._is_plain and event.token is not None and event.logprob is None and event.finish is None:
+            return self._add_plain(event.token)
+        deltas = self._take_echo()
+        text = self._matched(self._decode(event))
+        deltas += self._delta(text, final=False)
+        if self._matcher.matched is not None:
+            deltas += self._end_at_stop(self._matcher.matched)
+        elif event.finish:
+            deltas += self.finish(str(event.finish), self._stop_reason(event))
+        return deltas
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the text needs no echo, no stop strings and no log-probabilities."""
+        return not (self._rules.stops or self._strips_space or self.echo)
+
+    def _add_plain(self, token: int) -> list[Delta]:
+        """Fast path of add() for nearly all tokens."""
+        self.n_tokens += 1
+        text = self._decoder.feed(self._tokenizer.token_bytes(token))
+        self._decoded += len(text)
+        self._sent += len(text)
+        return [Delta(self.index, text)] if text else []
+
+    def finish(self, finish_reason: str, stop_reason: str | int | None = None) -> list[Delta]:
+        """Finishes the choice now; returns the text that was held back."""
+        deltas = self._take_echo()
+        deltas += self._delta(self._matcher.feed(self._decoder.flush()) + self._matcher.flush(), final=False)
+        if self._matcher.matched is not None:
+            return [*deltas, *self._end_at_stop(self._matcher.matched)]
+        self.ended = Finished(self.index, finish_reason, stop_reason)
+        return [*deltas, *self._delta("", final=True)]
+
+    def _end_at_stop(self, stop: str) -> list[Delta]:
+        self.ended = Finished(self.index, "stop", stop)
+        return self._delta(stop if self._rules.include_stop else "", final=True)
+
+    def _take_echo(self) -> list[Delta]:
+        """The echoed prompt on the first call, then nothing."""
+        echo, self.echo = self.echo, None
+        return echo.deltas(self.index) if echo else []
+
+    def _matched(self, text: str) -> str:
+        fault("text.stop", self._request)
+        # Stop strings are ignored before min_tokens: release everything that was held back.
+        return text if self.n_tokens <= self._rules.min_tokens else self._matcher.feed(text)
+
+    def _stop_reason(self, event: SampledEvent) -> int | None:
+        is_client_stop = event.finish is FinishReason.STOP and event.token not in self._rules.eos_ids
+        return event.token if is_client_stop and event.token in self._request.stop_ids else None
+
+    def _decode(self, event: SampledEvent) -> str:
+        fault("text.decode", self._request)  # not in _add_plain(), where it would slow down nearly all tokens
+        if event.token is None:
+            return ""
+        self.n_tokens += 1
+        data = self._bytes(event)
+        if self._strips_space and data:
+            data, self._strips_space = data.removeprefix(b" "), False
+        first = self._decoded + self._decoder.broken_by(data)
+        text = self._decoder.feed(data)
+        if event.logprob is not None:
+            self.logprob_sum += event.logprob
+            detail = TokenDetail(event.token, event.logprob, event.top, self._base + first)
+            self._pending_tokens.append((self._decoded + len(text), detail))
+        self._decoded += len(text)
+        return text
+
+    def _bytes(self, event: SampledEvent) -> bytes:
+        """The token's bytes; a token that ends the text has none."""
+        assert event.token is not None
+        ends = event.finish is FinishReason.STOP and event.token in self._request.stop_ids
+        hidden = ends and not (self._rules.include_stop and event.token not in self._rules.eos_ids)
+        return b"" if hidden else self._tokenizer.token_bytes(event.token)
+
+    def _delta(self, text: str, *, final: bool) -> list[Delta]:
+        """A Delta, if there is text or a token to send.
+
+        Tokens are held back until their text is sent, including those that only start a character; tokens after a stop
+        string are never shown.
+        """
+        self._sent += len(text)
+        is_everything = final and self._matcher.matched is None
+        ready = []
+        while self._pending_tokens:
+            end, detail = self._pending_tokens[0]
+            first = detail.offset - self._base
+            if not (is_everything or (first < self._sent and (final or end <= self._sent))):
+                break
+            ready.append(detail)
+            self._pending_tokens.popleft()
+        return [Delta(self.index, text, tuple(ready))] if text or ready else []

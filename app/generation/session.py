@@ -19,7 +19,7 @@ from app.common.event_loop import LazyTimer
 from app.common.ipc import Ready
 from app.common.types import Request, RequestStarted, SampledEvent, SamplingParams
 from app.engine_client.token_stream import Arrival, Cancelled, TokenStream
-from app.generation.output_choice import OutputChoice, PromptEcho, TextRules
+from app.generation.detokenizer import OutputChoice, PromptEcho, TextRules
 from app.generation.prompt_encoder import EncodedPrompt
 from app.generation.request import CompletionEvent, GenerationRequest, Heartbeat, Queued, Started
 from model.tokenizer.tokenizer import Tokenizer

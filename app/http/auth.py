@@ -16,8 +16,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.access.api_keys import ApiKeys
 from app.access.rate_limiter import ANONYMOUS, Tenant
-from app.http.access_record import record_of
-from app.http.errors import ApiError, respond
+from app.http.errors import ApiError
+from app.http.request_log import record_of, respond
 
 _PUBLIC_ATTRIBUTE = "inkstream_is_public"
 _SCOPE_KEY = "inkstream_tenant"

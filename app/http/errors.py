@@ -7,13 +7,9 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from msgspec import to_builtins
 from pydantic import Field, ValidationError
-from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Match
 
 from app.common.errors import (
     ContextLengthExceeded,
@@ -24,11 +20,9 @@ from app.common.errors import (
     RateLimitExceeded,
     Unavailable,
 )
-from app.http.access_record import record_of
 from app.http.response_model import ResponseModel
 
 _MAX_DETAILS = 100
-_METHODS = ("GET", "HEAD", "POST", "DELETE")
 _NAME_RULE = "may have up to 64 letters, digits, _ and -"
 _PATTERNS = {"logit_bias": 'keys must be token ids, such as "50"', "user": _NAME_RULE, "request_id": _NAME_RULE}
 _TYPES = {
@@ -153,56 +147,3 @@ def _details(error: ValidationError) -> list[Mapping[str, Any]]:
         return [*error.errors(include_url=False, include_context=False, include_input=False)]
     text = error.json(include_url=False, include_context=False, include_input=False)
     return [json.JSONDecoder().raw_decode(text, 1)[0]]
-
-
-def install(app: FastAPI) -> None:
-    """Installs handlers that turn every exception of a route into the common format."""
-    app.add_exception_handler(ApiError, _on_api_error)
-    app.add_exception_handler(EngineError, _on_engine_error)
-    app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_exception_handler(RequestValidationError, _on_framework_validation)
-
-
-def respond(request: Request, error: ApiError) -> Response:
-    """The error as a response, which the request log reports."""
-    record = record_of(request)
-    record.outcome = error.code or error.type
-    return error.response(record.request_id)
-
-
-async def _on_api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return respond(request, error)
-
-
-async def _on_engine_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, EngineError)
-    return respond(request, from_engine(error))
-
-
-async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """Starlette's HTTP exceptions: unknown route, wrong method."""
-    assert isinstance(error, HTTPException)
-    headers = dict(error.headers or {})
-    if error.status_code == 404:
-        return respond(request, ApiError(404, f"there is no route {request.scope['path'][:100]}", headers=headers))
-    if error.status_code == 405:
-        allowed = _allowed(request)
-        message = f"{request.method[:20]} is not allowed here; use {allowed}"
-        return respond(request, ApiError(405, message, headers={**headers, "Allow": allowed}))
-    return respond(request, ApiError(error.status_code, str(error.detail)[:200], headers=headers))
-
-
-def _allowed(request: Request) -> str:
-    """The methods of this path. Starlette reports only those of the first matching route: for a page, HEAD."""
-    scope, routes = dict(request.scope), request.app.routes
-    allowed = (m for m in _METHODS if any(r.matches(scope | {"method": m})[0] is Match.FULL for r in routes))
-    return ", ".join(allowed) or "another method"
-
-
-async def _on_framework_validation(request: Request, error: Exception) -> Response:
-    """FastAPI's validation of path and query parameters."""
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    name = str(first["loc"][-1])[:60]
-    return respond(request, ApiError(400, f"{name}: {first['msg']}"[:200], param=name))

@@ -16,7 +16,8 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.http.errors import ApiError, respond
+from app.http.errors import ApiError
+from app.http.request_log import respond
 
 TARGET_HOST_KEY = "inkstream_target"
 """Scope key of the host in an absolute-form URL (RFC 9112, 3.2.2), if there is one."""

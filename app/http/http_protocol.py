@@ -28,11 +28,16 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from app.http.connection_limits import ConnectionLimits, ReceivePhase
-from app.http.early_errors import RejectConnection, response_bytes
+from app.http.connection_limits import (
+    ConnectionFlowControl,
+    ConnectionLimits,
+    ConnectionTimeouts,
+    ReceivePhase,
+    RequestLimits,
+)
 from app.http.errors import ApiError
-from app.http.flow_control import ConnectionFlowControl, ConnectionTimeouts, RequestLimits
 from app.http.host_filter import TARGET_HOST_KEY
+from app.http.request_log import RejectConnection, early_response
 
 UVICORN_INTERNALS = {
     "uvicorn.protocols.http.httptools_impl.HttpToolsProtocol": (
@@ -364,7 +369,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _send_error(self, error: ApiError) -> None:
         scope = cast(Scope, self.cycle.scope) if self._is_busy else None
-        self.transport.write(response_bytes(error, scope, self.server_state.default_headers))
+        self.transport.write(early_response(error, scope, self.server_state.default_headers))
         if self._is_busy:  # the application sees a disconnect, and its next receive() writes no 100 Continue
             self.cycle.disconnected = True
             self.cycle.waiting_for_100_continue = False

@@ -1,21 +1,71 @@
-"""Request log: assigns each request an id (X-Request-Id) before anything can fail, and writes one line at its end."""
+"""Request log: assigns each request an id (X-Request-Id) before anything can fail, and writes one line at its end.
+
+Every exception becomes a response in the common error format here, because the line reports it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from fastapi import Request
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from app.http.access_record import AccessRecord
-from app.http.errors import ApiError, respond
+from app.common.errors import EngineError
+from app.http.errors import ApiError, from_engine
 
+_SCOPE_KEY = "inkstream_record"
+_RETRY_AFTER_SECONDS = "2"
+_ALLOWED_METHODS = ("GET", "HEAD", "POST", "DELETE")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", None})
 """None: the head of the request did not arrive."""
 _log = logging.getLogger("inkstream.request")
+
+
+@dataclass(slots=True)
+class AccessRecord:
+    """Filled while the request is handled; its owner is RequestLogMiddleware."""
+
+    request_id: str
+    status: int = 0
+    """0 until a response starts."""
+    key: str | None = None
+    """Name of the tenant's API key."""
+    outcome: str | None = None
+    """How the request ended: a finish_reason, or the type or code of an error."""
+    log_fields: Callable[[], Mapping[str, Any]] | None = None
+    """Called at the end: counts and milliseconds of a completion, and its outcome."""
+    early_error: tuple[int, str] | None = None
+    """Status and code of an error that the connection sent itself; the application only saw a disconnect."""
+
+    @classmethod
+    def get_or_create(cls, scope: Scope) -> AccessRecord:
+        """Returns the record of this scope, or stores a new one with a new request id."""
+        if _SCOPE_KEY not in scope:
+            scope[_SCOPE_KEY] = cls(new_request_id())
+        record: AccessRecord = scope[_SCOPE_KEY]
+        return record
+
+
+def new_request_id() -> str:
+    """An unguessable request id."""
+    return f"req-{secrets.token_hex(12)}"
+
+
+def record_of(request: Request) -> AccessRecord:
+    """The record of this request."""
+    record: AccessRecord = request.scope[_SCOPE_KEY]
+    return record
 
 
 class RequestLogMiddleware:
@@ -53,18 +103,6 @@ class RequestLogMiddleware:
             _log_request(scope, record, (time.monotonic() - started) * 1e3)
 
 
-def record_early_error(scope: Scope | None, status: int, outcome: str) -> str:
-    """Records a request that was rejected before it was completely read; returns its id.
-
-    scope: that of the request, if the application has seen it and will log it; otherwise this function logs it.
-    """
-    record = AccessRecord.get_or_create({} if scope is None else scope)
-    record.early_error = status, outcome
-    if scope is None:
-        _log_request({"method": None}, record, 0.0)
-    return record.request_id
-
-
 def _log_request(scope: Scope, record: AccessRecord, duration_ms: float) -> None:
     """Writes the log line, which contains no client input except the route and the method."""
     if not _log.isEnabledFor(logging.INFO):
@@ -87,3 +125,90 @@ def _log_request(scope: Scope, record: AccessRecord, duration_ms: float) -> None
     if record.early_error:
         fields["status"], fields["outcome"] = record.early_error
     _log.info("request", extra={"fields": fields})
+
+
+def early_response(error: ApiError, scope: Scope | None, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """The complete response to a request that was rejected before it was read; `headers` come first; closes.
+
+    scope: that of the request, if the application has seen it and will log it; otherwise this function logs it.
+    """
+    record = AccessRecord.get_or_create({} if scope is None else scope)
+    record.early_error = error.status, error.code or error.type
+    if scope is None:
+        _log_request({"method": None}, record, 0.0)
+    response = error.response(record.request_id)
+    all_headers = [*headers, *response.raw_headers, (b"x-content-type-options", b"nosniff"), (b"connection", b"close")]
+    lines = [b"%s: %s\r\n" % header for header in all_headers]
+    return b"".join([STATUS_LINE[error.status], *lines, b"\r\n", response.body])
+
+
+class RejectConnection:
+    """ASGI wrapper for connections beyond the limits: answers health probes, rejects everything else with a 503."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._reject = RequestLogMiddleware(_reject)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # An orchestrator whose probe gets no response would restart a service that is only busy.
+        is_probe = scope["path"].startswith("/health") and scope["method"] in ("GET", "HEAD")
+        await (self._app if is_probe else self._reject)(scope, receive, send)
+
+
+async def _reject(scope: Scope, receive: Receive, send: Send) -> None:
+    message = "too many connections: close those that you do not need, and try again in a moment"
+    error = ApiError(503, message, code="too_many_connections", headers={"Retry-After": _RETRY_AFTER_SECONDS})
+    await respond(Request(scope), error)(scope, receive, send)
+
+
+def install(app: FastAPI) -> None:
+    """Installs handlers that turn every exception of a route into the common format."""
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(EngineError, _on_engine_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(RequestValidationError, _on_framework_validation)
+
+
+def respond(request: Request, error: ApiError) -> Response:
+    """The error as a response, which the request log reports."""
+    record = record_of(request)
+    record.outcome = error.code or error.type
+    return error.response(record.request_id)
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return respond(request, error)
+
+
+async def _on_engine_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, EngineError)
+    return respond(request, from_engine(error))
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """Starlette's HTTP exceptions: unknown route, wrong method."""
+    assert isinstance(error, HTTPException)
+    headers = dict(error.headers or {})
+    if error.status_code == 404:
+        return respond(request, ApiError(404, f"there is no route {request.scope['path'][:100]}", headers=headers))
+    if error.status_code == 405:
+        allowed = _allowed(request)
+        message = f"{request.method[:20]} is not allowed here; use {allowed}"
+        return respond(request, ApiError(405, message, headers={**headers, "Allow": allowed}))
+    return respond(request, ApiError(error.status_code, str(error.detail)[:200], headers=headers))
+
+
+def _allowed(request: Request) -> str:
+    """The methods of this path. Starlette reports only those of the first matching route: for a page, HEAD."""
+    scope, routes = dict(request.scope), request.app.routes
+    allowed = (m for m in _ALLOWED_METHODS if any(r.matches(scope | {"method": m})[0] is Match.FULL for r in routes))
+    return ", ".join(allowed) or "another method"
+
+
+async def _on_framework_validation(request: Request, error: Exception) -> Response:
+    """FastAPI's validation of path and query parameters."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    name = str(first["loc"][-1])[:60]
+    return respond(request, ApiError(400, f"{name}: {first['msg']}"[:200], param=name))

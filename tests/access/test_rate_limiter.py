@@ -112,6 +112,19 @@ def test_requests_at_a_time_are_released_at_the_end_and_while_the_client_is_away
     assert limiter._accounts["ann"].running == 0
 
 
+def test_recorded_usage_gives_the_rest_back_while_the_request_still_counts_as_running() -> None:
+    limiter, tenant = RateLimiter(), _tenant(tokens_per_minute=100, concurrency=2)
+    sending = limiter.reserve(tenant, 90, 0.0)
+    for _ in range(2):
+        sending.record_usage(40)
+    limiter.reserve(tenant, 60, 0.0)
+    with pytest.raises(RateLimitExceeded, match="2 requests at a time"):
+        limiter.reserve(tenant, 0, 0.0)
+    sending.end(40)
+    with pytest.raises(RateLimitExceeded, match="0 are left"):
+        limiter.reserve(tenant, 1, 0.0)
+
+
 def test_a_request_that_the_service_refused_counts_as_nothing() -> None:
     limiter, tenant = RateLimiter(), _tenant(requests_per_minute=1, tokens_per_minute=10, concurrency=1)
     for _ in range(10):

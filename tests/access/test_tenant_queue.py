@@ -154,6 +154,22 @@ def test_size_is_bounded_like_jobs_and_a_first_job_always_fits() -> None:
         pass
 
 
+def test_a_refusal_says_when_the_jobs_of_this_tenant_may_be_done() -> None:
+    async def scenario() -> None:
+        queue, account = _queue(workers=1), WorkAccount("a")
+        (await queue.acquire(account, 10)).end(50.0)
+        for size, wait in ((3, 15), (500, 60)):  # 3 of 50 s for each 10.9; never more than a minute
+            with (
+                queue.admitted(account, size),
+                pytest.raises(Busy, match=f"in {wait} s") as busy,
+                queue.admitted(account, 1000),
+            ):
+                pass
+            assert busy.value.retry_after == wait
+
+    _run(scenario())
+
+
 def test_a_turn_is_charged_to_the_lease_and_frees_its_worker_once() -> None:
     async def scenario() -> None:
         limiter = RateLimiter()

@@ -18,12 +18,11 @@ from app.api.metrics import _InterTokenLatency
 from app.api.openai.responder import Responder
 from app.api.openai.routes import _ChatResponder, _CompletionsResponder
 from app.api.openai.schemas import StreamOptions
-from app.api.resume_store import ReplayBuffer
 from app.api.schemas import TokenEvent, Usage
 from app.common.event_loop import LazyTimer
 from app.common.ipc import Cancel, FrameDecoder, FrameReceiver, decode_down, decode_up, encode_frame
 from app.common.types import Counters, FinishReason, Request, RequestStarted, SampledEvent, StepReport
-from app.generation.output_choice import OutputChoice, TextRules
+from app.generation.detokenizer import OutputChoice, TextRules
 from app.http import sse
 from tests.support.async_test import async_test
 
@@ -119,13 +118,6 @@ def test_the_inbox_gives_what_there_is_and_ends_with_its_pipe() -> None:
             assert inbox.receive(5.0) == [Cancel("b")] == [decode_down(encode_frame(Cancel("b"))[4:])]
         with pytest.raises(EOFError):
             inbox.receive(5.0)
-
-
-def test_a_journal_gives_its_frames_from_any_that_it_keeps() -> None:
-    journal = ReplayBuffer(limit=6)
-    assert [journal.append(frame) for frame in (b"ab", b"cd", b"ef", b"gh")] == [b"ab", b"cd", b"ef", b"gh"]
-    assert (journal.first, journal.next_number) == (1, 4)
-    assert [journal.since(number) for number in (1, 3, 4)] == [b"cdefgh", b"gh", b""]
 
 
 def test_gaps_are_counted_where_prometheus_counts_them() -> None:

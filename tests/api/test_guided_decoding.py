@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,6 @@ SCHEMA = {
     "additionalProperties": False,
 }
 BODY: dict[str, Any] = {"prompt": "Once", "max_tokens": 200, "seed": 3}
-SLOW = {"anyOf": [{"type": "integer", "multipleOf": prime} for prime in (999983, 999979, 999961)]}
-
-
-def _refused(server: Server, path: str = "/complete", **body: Any) -> dict[str, Any]:
-    response = httpx.post(f"{server.url}{path}", json=BODY | body, timeout=60)
-    assert response.status_code == 400, response.text
-    error: dict[str, Any] = response.json()["error"]
-    return error
 
 
 def test_every_choice_and_the_stream_follow_the_schema(server: Server) -> None:
@@ -69,30 +60,3 @@ def test_openais_response_format_is_the_same_guide(server: Server) -> None:
     response = httpx.post(f"{server.url}/v1/completions", json=BODY | {"response_format": wanted}, timeout=60)
     assert response.status_code == 200, response.text
     assert set(json.loads(response.json()["choices"][0]["text"])) == {"mood", "age"}
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("regex", "a(b", "unclosed group"),
-        ("json_schema", {"type": "foo"}, "Invalid type: foo"),
-        ("grammar", "start: nothing", 'unknown name: "nothing"'),
-    ],
-)
-def test_what_cannot_be_followed_is_a_400_that_names_the_field(
-    server: Server, field: str, value: Any, message: str
-) -> None:
-    error = _refused(server, **{field: value})
-    assert (error["type"], error["param"]) == ("invalid_request_error", field)
-    assert message in error["message"]
-
-
-def test_a_bomb_is_refused_while_other_streams_go_on(server: Server) -> None:
-    texts: list[str] = []
-    body = {"prompt": "Once", "max_tokens": 250, "ignore_eos": True, "seed": 1}
-    other = threading.Thread(target=lambda: texts.append(text_of(stream(server.url, **body))))
-    other.start()
-    error = _refused(server, json_schema=SLOW)
-    other.join()
-    assert "make it simpler" in error["message"]
-    assert texts == [whole(server.url, **body)["choices"][0]["text"]]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.support.completion_client import parse_events, stream, text_of, whole
+from tests.support.completion_client import parse_events, stream, whole
 from tests.support.servers import Server, is_clean, running_server
 
 pytestmark = pytest.mark.slow
@@ -43,27 +42,6 @@ def test_headers_tell_proxies_to_keep_their_hands_off(server: Server) -> None:
     assert response.headers["x-request-id"] == parse_events(response.text)[0].data["id"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_thirty_two_clients_at_once_get_what_each_gets_alone(tmp_path: Path, weights: Path, dtype: str) -> None:
-    with running_server(tmp_path, weights, "--dtype", dtype, "--threads", "2") as server:
-        _compare_alone_and_together(server)
-
-
-def _compare_alone_and_together(server: Server) -> None:
-    bodies = [{"prompt": f"Client {i} " * (1 + i % 9), "seed": i, "max_tokens": 40, "top_p": 0.9} for i in range(32)]
-    alone = [whole(server.url, **body)["choices"] for body in bodies]
-    with ThreadPoolExecutor(32) as pool:
-        together = list(pool.map(lambda body: whole(server.url, **body)["choices"], bodies))
-    assert together == alone
-    assert len({choices[0]["text"] for choices in alone}) > 16, "the texts were meant to differ"
-
-
-def test_the_seed_that_was_used_is_returned_and_gives_the_text_again(server: Server) -> None:
-    first = stream(server.url, prompt="The moon", max_tokens=25)
-    again = stream(server.url, prompt="The moon", max_tokens=25, seed=first[0].data["seed"])
-    assert text_of(first) == text_of(again)
-
-
 def test_token_details_carry_bytes_and_ordered_alternatives(server: Server) -> None:
     answer = whole(server.url, prompt="The fox", max_tokens=30, seed=3, logprobs=5, ignore_eos=True)
     tokens = answer["choices"][0]["tokens"]
@@ -75,53 +53,6 @@ def test_token_details_carry_bytes_and_ordered_alternatives(server: Server) -> N
         assert token["logprob"] <= values[0]
     data = b"".join(bytes(token["bytes"]) for token in tokens)
     assert answer["choices"][0]["text"] == data.decode("utf-8", errors="replace")
-
-
-def test_tokens_of_a_stop_string_are_not_shown_not_even_half_characters(server: Server) -> None:
-    """The fox is four byte tokens to a tokenizer that never merged it."""
-    body = {"prompt": "The fox", "max_tokens": 60, "seed": 3, "ignore_eos": True, "logprobs": 0}
-    (choice,) = whole(server.url, **body)["choices"]
-    text, pieces = choice["text"], [token["text"] for token in choice["tokens"]]
-    starts = [len("".join(pieces[:i])) for i in range(len(pieces))]
-    # A token that stands nowhere before: all of it is hidden.
-    stop = next(p for p, start in zip(pieces, starts, strict=True) if start > 10 and text.find(p) == start)
-    answer = whole(server.url, **body, stop=stop)
-    choice = answer["choices"][0]
-    assert (choice["stop_reason"], choice["text"]) == (stop, text[: text.index(stop)])
-    shown = b"".join(bytes(token["bytes"]) for token in choice["tokens"])
-    assert shown.decode("utf-8", errors="replace").startswith(choice["text"])
-    assert len(choice["tokens"]) < answer["usage"]["completion_tokens"]
-
-
-def test_a_second_request_finds_its_prompt_in_the_cache(server: Server) -> None:
-    body = {"prompt": "A prompt that no other test sends, long enough for blocks. " * 4, "max_tokens": 5, "seed": 1}
-    first, second = whole(server.url, **body), whole(server.url, **body)
-    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= 16
-    assert second["choices"] == first["choices"]
-
-
-def test_no_tokens_asked_for_gives_no_text(server: Server) -> None:
-    answer = whole(server.url, prompt="x", max_tokens=0)
-    assert answer["choices"][0] == {
-        "index": 0, "text": "", "finish_reason": "length", "stop_reason": None, "tokens": None,
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("prompt", ["", []])
-def test_an_empty_prompt_starts_from_nothing(server: Server, prompt: Any) -> None:
-    assert whole(server.url, prompt=prompt, max_tokens=5, seed=1)["usage"]["prompt_tokens"] == 1
-
-
-def test_ids_are_taken_as_they_are(server: Server) -> None:
-    answer = whole(server.url, prompt=[65, 66, 67], max_tokens=2, seed=1)
-    assert answer["usage"]["prompt_tokens"] == 3
-
-
-def test_max_tokens_beyond_the_context_are_clamped_to_it(server: Server) -> None:
-    answer = whole(server.url, prompt="Hi", max_tokens=100_000, ignore_eos=True, seed=1)
-    assert answer["usage"]["total_tokens"] == 256
-    assert answer["choices"][0]["finish_reason"] == "length"
 
 
 def test_a_cancelled_stream_ends_with_cancelled(tmp_path: Path, weights: Path) -> None:

@@ -1,8 +1,10 @@
-"""Eviction from a full resume store; tests/api/test_resumed_streams.py covers the rest of it."""
+"""Resume store: time-outs, eviction, replayed frames; tests/api/test_resumed_streams.py covers the rest of it."""
 
 from __future__ import annotations
 
-from app.api.resume_store import ResumeStore
+import asyncio
+
+from app.api.resume_store import ReplayBuffer, ResumeStore
 from tests.support.async_test import async_test
 
 
@@ -41,3 +43,27 @@ async def test_streams_that_were_read_to_their_end_make_room_first() -> None:
     _disconnect(store, more)
     assert not any(one.is_closed for one in more), "the oldest go where all broke off"
     assert all(one.is_closed for one in broken)
+
+
+@async_test
+async def test_a_stream_is_closed_after_its_time_unless_its_client_is_back() -> None:
+    store = ResumeStore(0.02)
+    away, back = (DisconnectedStream(name, "a") for name in ("away", "back"))
+    _disconnect(store, [away, back])
+    store.mark_attached(back)
+    assert store.find("away", "a") is away and store.find("away", "b") is None
+    await asyncio.sleep(0.1)
+    assert (away.is_closed, back.is_closed) == (True, False)
+    assert store.find("away", "a") is None and store.find("back", "a") is back
+    store.clear()
+    assert back.is_closed and store.find("back", "a") is None
+    at_once = DisconnectedStream("c")
+    _disconnect(ResumeStore(0.0), [at_once])
+    assert at_once.is_closed
+
+
+def test_a_journal_gives_its_frames_from_any_that_it_keeps() -> None:
+    journal = ReplayBuffer(limit=6)
+    assert [journal.append(frame) for frame in (b"ab", b"cd", b"ef", b"gh")] == [b"ab", b"cd", b"ef", b"gh"]
+    assert (journal.first, journal.next_number) == (1, 4)
+    assert [journal.since(number) for number in (1, 3, 4)] == [b"cdefgh", b"gh", b""]

@@ -64,19 +64,6 @@ def _resume(server: Server, name: str, headers: dict[str, str] | None = None, **
     return httpx.get(f"{server.url}/complete/{name}/events", headers=headers, params=query, timeout=60)
 
 
-@pytest.mark.parametrize("count", [1, 2, 40, 300])
-def test_a_stream_that_broke_off_goes_on_as_if_it_had_not(long_server: Server, count: int) -> None:
-    expected = text_of(stream(long_server.url, **LONG))
-    seen = _first_events(long_server, count, **LONG)
-    name = seen[0].data["id"]
-    rest = parse_events(_resume(long_server, name, {"Last-Event-ID": seen[-1].id}).text)
-    numbers = [int(event.id.rpartition(":")[2]) for event in [*seen, *rest]]
-    assert numbers == list(range(len(numbers)))
-    assert text_of([*seen, *rest]) == expected
-    assert rest[-1].name == "done"
-    assert rest[-1].data["usage"]["completion_tokens"] == 600
-
-
 def test_it_can_break_off_again_and_again_with_several_choices(long_server: Server) -> None:
     body = {**LONG, "n": 3, "max_tokens": 400, "stop": ["zq"], "logprobs": 2}
     expected = stream(long_server.url, **body)
@@ -100,13 +87,6 @@ def test_a_client_that_is_away_holds_nothing_in_the_engine(long_server: Server) 
     assert is_clean(long_server, 30.0)
     assert httpx.delete(f"{long_server.url}/complete/{name}").status_code == 200, "it has not ended"
     assert _resume(long_server, name, after=4).status_code == 200
-
-
-def test_a_finished_stream_gives_its_end_again(long_server: Server) -> None:
-    events = stream(long_server.url, **{**LONG, "max_tokens": 20})
-    name = events[0].data["id"]
-    assert parse_events(_resume(long_server, name, after=10).text) == events[11:]
-    assert parse_events(_resume(long_server, name).text) == events
 
 
 def test_a_second_connection_takes_a_running_stream_over(long_server: Server, faults: Faults) -> None:
@@ -185,28 +165,6 @@ def test_only_so_many_bytes_of_a_stream_are_kept(tmp_path: Path, weights: Path) 
         events = stream(server.url, **{**LONG, "max_tokens": 200})
         refused = _resume(server, events[0].data["id"], after=0)
         assert refused.json()["error"]["code"] == "events_gone"
-
-
-def test_a_deadline_ends_the_text_where_it_stands(long_server: Server) -> None:
-    for deadline_ms in (400, 5000):  # a machine that is busy may have no token for so long
-        started = time.monotonic()
-        events = stream(long_server.url, **ENDLESS, deadline_ms=deadline_ms)
-        late = time.monotonic() - started - deadline_ms / 1000
-        if events[-1].name == "done" and late < 2.6:
-            break
-    assert late < 2.6
-    assert events[-1].data["choices"][0]["finish_reason"] == "timeout"
-    assert 0 < events[-1].data["usage"]["completion_tokens"] < ENDLESS["max_tokens"] / 2
-    assert is_clean(long_server, 30.0)
-
-
-def test_a_cancelled_stream_holds_nothing_in_the_engine(long_server: Server) -> None:
-    with httpx.stream("POST", f"{long_server.url}/complete", json=ENDLESS, timeout=60) as response:
-        parts = response.iter_text()
-        next(parts)
-        name = response.headers["x-request-id"]
-        assert httpx.delete(f"{long_server.url}/complete/{name}").status_code == 200
-        assert is_clean(long_server, 30.0)
 
 
 def test_waiting_begins_anew_when_a_stream_is_resumed(tmp_path: Path, weights: Path) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,7 +17,6 @@ from tests.support.servers import Server, is_clean, start_server, stop_server
 pytestmark = pytest.mark.slow
 
 LONG: dict[str, Any] = {"prompt": "Once upon a time", "temperature": 1.0, "seed": 5, "ignore_eos": True}
-TEXT: dict[str, Any] = {**LONG, "prompt": "Once " * 20, "max_tokens": 7900}
 CHOICES: dict[str, Any] = {**LONG, "n": 3, "logprobs": 20, "max_tokens": 260}
 ECHO: dict[str, Any] = {**LONG, "prompt": "Once upon a time " * 30, "n": 2, "echo": True, "logprobs": 20}
 ECHO |= {"max_tokens": 300}
@@ -119,21 +115,3 @@ def test_a_held_stream_is_cancelled_or_resumed_as_any_other(suspending_server: S
         events = parse_events(httpx.get(f"{url}/events", timeout=60).text)
         _assert_same(events, expected)
     assert is_clean(suspending_server)
-
-
-def test_an_engine_that_dies_meanwhile_is_no_matter(tmp_path: Path, weights: Path) -> None:
-    """FE; a plain text, which is suspended after some four thousand tokens."""
-    server = start_server(tmp_path, weights, "--drain-timeout", "1", fake_ms=0)
-    try:
-        expected = stream(server.url, **TEXT)
-        with _resting(server, TEXT) as connection:
-            children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-            os.kill(int(children[0]), signal.SIGKILL)
-            assert server.wait_for(lambda: server.metric("engine_restarts_total") == 1)
-            assert server.wait_for(lambda: server.metric("engine_ready") == 1)
-            _assert_same(_events(_rest_of(connection)), expected)
-        assert server.metric("replayed_requests_total") == 0
-        with _resting(server, TEXT):
-            assert stop_server(server) == 0
-    finally:
-        stop_server(server)

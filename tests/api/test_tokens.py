@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -162,15 +159,3 @@ async def test_long_work_waits_for_its_turn_and_short_work_does_not() -> None:
     await asyncio.gather(*long_ones)
     texts.close()
     assert done == ["short", "a", "b"]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="nice values of threads are Linux's")
-@async_test
-async def test_the_event_loop_comes_before_long_work_where_both_want_a_core() -> None:
-    def nice() -> int:
-        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-    before, texts = nice(), TokenizerPool()
-    assert await texts.run(10, nice, WorkAccount()) == before
-    assert await texts.run(10**6, nice, WorkAccount()) == before + 5
-    texts.close()

@@ -78,12 +78,6 @@ def test_it_tells_what_it_built_and_check_whether_a_start_would_use_it(tmp_path:
     assert len(compiler.pids) == 1
 
 
-def test_the_variable_names_the_directory_too(tmp_path: Path, compiler: FakeCompiler) -> None:
-    environment = {**os.environ, "INKSTREAM_CACHE_DIR": str(tmp_path / "named"), "CXX": str(compiler.path)}
-    subprocess.run([sys.executable, "-m", "app", "compile"], cwd=ROOT, env=environment, check=True, timeout=60)
-    assert BuildRecipe(level=this_level()).name in _leftovers(tmp_path / "named")
-
-
 def test_without_a_compiler_it_names_the_package_and_quietly_says_nothing(tmp_path: Path) -> None:
     code, out, errors = _run(tmp_path / "cache", PATH="/nonexistent", CXX="")
     assert (code, out) == (2, "")
@@ -104,18 +98,6 @@ def test_a_compiler_that_takes_longer_than_it_may_is_ended(tmp_path: Path, slow:
     message = f"error: {slow.path} took more than 0.5 seconds; inkstream compile --time-limit gives it more\n"
     assert (code, errors) == (1, message)
     assert _leftovers(tmp_path / "cache") == []
-
-
-@pytest.mark.parametrize("limit", ["0", "-1", "nan", "inf", "soon"])
-def test_a_time_that_is_none_is_refused(tmp_path: Path, limit: str) -> None:
-    code, _, errors = _run(tmp_path / "cache", f"--time-limit={limit}")
-    assert code == 2 and f"above 0 and up to 86400, not '{limit}'" in errors
-
-
-def test_quietly_it_says_only_that_a_build_begins(tmp_path: Path, compiler: FakeCompiler) -> None:
-    code, out, errors = _run(tmp_path / "cache", "--quiet", CXX=str(compiler.path))
-    assert (code, errors) == (0, "") and out.count("\n") == 1 and "building native kernels" in out
-    assert _run(tmp_path / "cache", "--quiet", CXX=str(compiler.path)) == (0, "", "")
 
 
 def test_two_at_once_compile_once(tmp_path: Path, stub_library: Path) -> None:

@@ -259,18 +259,6 @@ def test_several_texts_stand_one_behind_the_other(played: Played, run: Run) -> N
     assert played.seen == [{"prompt": "x", "n": 3}]
 
 
-def test_every_flag_reaches_the_service(server: Server, run: Run) -> None:
-    """Includes fields that only a grammar, a penalty or a bias reveals, and two continuations of one prompt."""
-    flags = "--n 2 --seed 3 --max-tokens 6 --typical-p 0.9 --frequency-penalty 0.5 --logit-bias 70=-100 --echo --user u"
-    fields = {"n": 2, "seed": 3, "max_tokens": 6, "typical_p": 0.9, "frequency_penalty": 0.5, "echo": True, "user": "u"}
-    expected = whole(server.url, prompt="The moon", logit_bias={"70": -100}, **fields)
-    first, second = (choice["text"] for choice in expected["choices"])
-    code, text, error = run("The moon", "--url", server.url, *flags.split())
-    assert (code, text, error) == (0, f"[1 of 2]\n{first}\n\n[2 of 2]\n{second}\n", "")
-    code, text, _ = run("The moon", "--url", server.url, *flags.split(), "--json")
-    assert json.loads(text)["receipt"] == expected["receipt"]
-
-
 def test_what_goes_wrong_in_the_middle_is_said_behind_the_text(played: Played, run: Run) -> None:
     token = ("token", {"index": 0, "text": "half"})
     played.plays(token, ("error", {"error": {"message": "the engine failed"}}))
@@ -285,18 +273,6 @@ def test_what_goes_wrong_in_the_middle_is_said_behind_the_text(played: Played, r
     assert run("a", "--url", played.url)[:2] == (1, "half\n")
     code, text, error = run("a", "--url", played.url, "--json")
     assert (code, text, "connection was lost" in error) == (1, "", True)
-
-
-def test_a_refusal_says_when_to_come_back(played: Played, run: Run) -> None:
-    played.answers(503, {"error": {"message": "the queue is full"}}, retry_after="7")
-    assert run("a", "--url", played.url) == (1, "", "error: the queue is full (retry in 7 s)\n")
-
-
-def test_an_error_for_a_missing_key_says_where_the_key_goes(played: Played, run: Run) -> None:
-    played.answers(401, {"error": {"message": "missing API key: send the header"}})
-    code, _, error = run("a", "--url", played.url)
-    assert (code, error.count("\n")) == (1, 1)
-    assert error.endswith("; for this command, set the variable INKSTREAM_API_KEY or --api-key\n")
 
 
 @pytest.mark.parametrize("more", [(), ("--json",)])
@@ -336,13 +312,6 @@ def test_a_text_does_not_steer_the_terminal(played: Played, run: Run, monkeypatc
     monkeypatch.setattr(sys, "stdout", screen)
     run("a", "--url", played.url)
     assert screen.buffer.getvalue().decode() == "a\t\ufffd[2J\ufffd\u00e9\n\n"  # type: ignore[attr-defined]
-
-
-def test_what_is_no_utf8_is_not_sent(played: Played, run: Run) -> None:
-    for arguments, stdin in (((), b"\xff"), (("a\udcff",), b"")):
-        code, _, error = run(*arguments, "--url", played.url, stdin=stdin)
-        assert (code, "UTF-8" in error) == (2, True)
-    assert played.seen == []
 
 
 def test_a_reader_that_leaves_and_ctrl_c_end_it_silently(played: Played) -> None:

@@ -42,12 +42,6 @@ def test_check_prints_the_facts_of_a_good_directory(weights: Path) -> None:
         assert fact in result.stdout, fact
 
 
-def test_check_names_file_and_reason_of_a_bad_one(tmp_path: Path) -> None:
-    result = _run("check", str(tmp_path / "nothing"))
-    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
-    assert "no such directory" in result.stderr
-
-
 def test_bench_loads_a_running_service(server: Server) -> None:
     result = _run("bench", "--url", server.url, "--streams", "2", "--max-tokens", "8", "--prompt-words", "5")
     assert result.returncode == 0, result.stderr
@@ -98,14 +92,6 @@ def test_wrong_arguments_are_told_in_one_line(arguments: tuple[str, ...]) -> Non
     result = _run(*arguments)
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert result.stderr.startswith("error: ") and "--help" in result.stderr
-
-
-def test_an_empty_host_is_said_to_be_empty() -> None:
-    result = _run("serve", "--host", "")
-    assert result.returncode == 2
-    assert (
-        result.stderr.startswith("error: --host (INKSTREAM_HOST): must not be empty") and result.stderr.count("\n") == 1
-    )
 
 
 @pytest.mark.parametrize("verb", ["serve", "complete"])

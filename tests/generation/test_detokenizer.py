@@ -56,8 +56,3 @@ def test_only_what_may_still_become_a_stop_is_held_back(text: str, cuts: list[in
             withheld = seen.removeprefix(sent)
             assert withheld in ("", "a", "ab", "abb")
             assert not any(seen.endswith(longer) for longer in ("a", "ab", "abb") if len(longer) > len(withheld))
-
-
-def test_nothing_comes_out_behind_a_stop() -> None:
-    matcher = StopMatcher(["."])
-    assert (matcher.feed("One. Two"), matcher.feed("Three"), matcher.flush()) == ("One", "", "")

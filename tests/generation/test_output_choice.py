@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.common.types import FinishReason, PromptScores, Request, SampledEvent
-from app.generation.output_choice import OutputChoice, PromptEcho, TextRules
+from app.generation.detokenizer import OutputChoice, PromptEcho, TextRules
 from app.generation.request import Delta
 
 PIECES = [b"a", b"b", b"ab", b" ", b"\n", b"stop", b"st", b"op", "\u00e9".encode(), "\U0001f98a".encode(), b"\xf0\x9f",

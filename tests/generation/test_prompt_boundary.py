@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from app.common.types import FinishReason, Request, SampledEvent
-from app.generation.output_choice import OutputChoice, TextRules
+from app.generation.detokenizer import OutputChoice, TextRules
 from model.tokenizer.tokenizer import Tokenizer
 from tests.support.model.sample_tokenizers import KINDS, save
 

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -20,7 +16,6 @@ from app.common.errors import EngineFailed, InvalidRequest
 from app.guided.grammar import grammar_from
 from app.guided.validator import MAX_JOBS, GrammarValidator
 from app.guided.validator_worker import explain
-from tests.support import ROOT
 from tests.support.async_test import async_test
 from tests.support.processes import has_exited
 
@@ -113,15 +108,6 @@ async def _check_patiently(checker: GrammarValidator, letter: str) -> None:
 
 
 @async_test
-async def test_a_process_that_was_killed_is_not_held_against_the_guide(weights: Path) -> None:
-    async with _validator(weights) as checker:
-        await _check(checker, regex="a")
-        os.kill(_pid(checker), signal.SIGKILL)
-        await asyncio.sleep(0.2)
-        await _check(checker, regex="b")
-
-
-@async_test
 async def test_what_was_said_is_remembered_and_costs_nothing_again(weights: Path) -> None:
     checker = GrammarValidator(weights, seconds=60)
     await _check(checker, regex="a")
@@ -184,34 +170,6 @@ async def test_requests_of_one_tenant_for_one_grammar_share_a_question_and_leave
         await checker.close()
 
 
-async def _wait_for_two(checker: GrammarValidator) -> None:
-    async with asyncio.timeout(60):
-        while len(checker.pids) < 2:  # noqa: ASYNC110 - no event reports it
-            await asyncio.sleep(0.01)
-
-
-@async_test
-async def test_a_second_process_waits_ready_and_a_killed_one_comes_back_unasked(weights: Path) -> None:
-    async with _validator(weights) as checker:
-        await _check(checker, regex="a")
-        await _wait_for_two(checker)
-        victim = _pid(checker)
-        os.kill(victim, signal.SIGKILL)
-        await _check(checker, regex="b")
-        await _wait_for_two(checker)
-        assert victim not in checker.pids
-
-
-@async_test
-async def test_an_abandoned_check_leaves_no_answer_to_the_next(weights: Path) -> None:
-    async with _validator(weights) as checker:
-        await _check(checker, regex="a")
-        slow = asyncio.create_task(_check(checker, json_schema=SLOW))
-        await asyncio.sleep(0.05)
-        slow.cancel()
-        assert await _problem(checker, regex="(") == "regex: unclosed group"
-
-
 @async_test
 async def test_a_guide_that_takes_more_memory_than_allowed_ends_the_process_and_nothing_else(weights: Path) -> None:
     async with _validator(weights) as checker:
@@ -238,26 +196,6 @@ async def test_only_so_many_guides_wait(weights: Path) -> None:
     answers = await asyncio.gather(*checks, return_exceptions=True)
     await checker.close()
     assert [type(answer) for answer in answers] == [type(None)] * (MAX_JOBS // 2) + [Busy] * 8
-
-
-def test_the_process_goes_with_its_parent(weights: Path) -> None:
-    program = (
-        "import asyncio, os, sys; from pathlib import Path\n"
-        "from app.guided.grammar import Grammar; from app.guided.validator import GrammarValidator\n"
-        "from app.access.tenant_queue import WorkAccount\n"
-        "async def main():\n"
-        "    checker = GrammarValidator(Path(sys.argv[1]), seconds=20)\n"
-        "    await checker.check(Grammar('start: \"a\"', 'grammar'), WorkAccount())\n"
-        "    print(checker.pids[0], flush=True)\n"
-        "    os._exit(0)\n"
-        "asyncio.run(main())"
-    )
-    command = [sys.executable, "-c", program, str(weights)]
-    pid = int(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
-    deadline = time.monotonic() + 60
-    while not has_exited(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert has_exited(pid)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,6 @@ import uvloop
 
 from app.http.http_protocol import HttpProtocol
 from tests.support.http.framing_harness import LIMITS, Harness, Served
-from tests.support.http.raw_client import connect, read_all
-from tests.support.servers import Server
 
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 HEAD = b"POST /complete HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n"
@@ -112,16 +110,3 @@ def test_the_interim_answer_is_sent_where_it_is_of_use(
     result = _serve(packets, reads_at_once=reads_at_once)
     assert result.output.count(INTERIM) == interim
     assert set(result.statuses) == {200} and not result.log
-
-
-@pytest.mark.parametrize("pieces", [(CHUNKED + BAD_CHUNK,), (CHUNKED, BAD_CHUNK), (CHUNKED,), (LENGTH + b"he",)])
-def test_a_running_service_logs_no_traceback(server: Server, pieces: tuple[bytes, ...]) -> None:
-    with connect(server) as connection:
-        for piece in pieces:
-            connection.sendall(piece.replace(b"\r\n\r\n", b"\r\nContent-Type: application/json\r\n\r\n", 1))
-            if piece is not pieces[-1]:
-                assert connection.recv(len(INTERIM)) == INTERIM
-        connection.shutdown(1)
-        output = read_all(connection)
-    assert output.count(b"HTTP/1.1 400") == (BAD_CHUNK in b"".join(pieces))
-    assert "Traceback" not in server.log.read_text()

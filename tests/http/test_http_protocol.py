@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import httpx
 import pytest
 import uvloop
 
 from app.http.http_protocol import HttpProtocol
-from tests.support import ROOT
 from tests.support.http.framing_harness import Harness
 from tests.support.http.raw_client import connect, error_of, post, read_all, status_of
 from tests.support.servers import Server
@@ -59,15 +52,6 @@ def test_rubbish_behind_a_request_does_not_cost_its_answer(server: Server) -> No
     assert output.count(b"HTTP/1.1 ") == 1 and status_of(output) == 200
 
 
-def test_trailers_do_not_become_headers(server: Server) -> None:
-    body = b"POST /complete HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
-    with connect(server) as connection:
-        connection.sendall(body + b"2\r\n{}\r\n")
-        time.sleep(0.05)
-        connection.sendall(b"0\r\nContent-Type: application/json\r\n\r\n")
-        assert status_of(read_all(connection)) == 415
-
-
 def test_a_compressed_body_is_refused_before_it_is_read(server: Server) -> None:
     def send_body(coding: str) -> bytes:
         with connect(server) as connection:
@@ -79,20 +63,6 @@ def test_a_compressed_body_is_refused_before_it_is_read(server: Server) -> None:
     assert (status_of(refused), "Content-Encoding" in error_of(refused)["message"]) == (415, True)
     assert b"accept-encoding: identity" in refused.lower()
     assert status_of(send_body("identity")) == 200
-
-
-@pytest.mark.parametrize("after", [0, 0.05, 0.1, 0.2, 0.4])
-def test_ctrl_c_in_the_imports_leaves_no_traceback(tmp_path: Path, weights: Path, after: float) -> None:
-    command = [sys.executable, "-m", "app", "serve", "--port", "0", "--weights", str(weights)]
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(command, cwd=ROOT, stderr=log, stdout=log, start_new_session=True)
-        # The first moments are Python's own; pydantic is what makes an error of its own of a Ctrl+C.
-        while "_pydantic_core" not in Path(f"/proc/{process.pid}/maps").read_text():
-            time.sleep(0.002)
-        time.sleep(after)
-        os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(60) in (0, 130)
-    assert "Traceback" not in (tmp_path / "log").read_text()
 
 
 def test_a_request_hears_of_a_disconnect_while_another_one_waits_behind_it() -> None:
@@ -113,10 +83,3 @@ def test_a_request_hears_of_a_disconnect_while_another_one_waits_behind_it() -> 
         return [bool(received and received.is_complete) for received in result.requests]
 
     assert uvloop.run(run()) == [False], "one request was started, and it received the disconnect"
-
-
-@pytest.mark.parametrize(("before", "statuses"), [(b"", [431]), (b"GET /a HTTP/1.1\r\nHost: x\r\n\r\n", [200])])
-def test_a_head_without_an_end_is_not_buffered_even_in_one_packet(before: bytes, statuses: list[int]) -> None:
-    with Harness() as harness:
-        result = uvloop.run(harness.serve((before + b"GET / HTTP/1.1\r\nX: " + b"x" * 100_000,)))
-    assert (result.statuses, result.is_closed, result.log) == (statuses, True, [])

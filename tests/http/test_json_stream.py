@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from app.common.event_loop import TimeSlice
-from app.http.json_stream import JsonStream
-from app.http.response_model import LazyArray
+from app.http.response_model import JsonStream, LazyArray
 
 
 def _sent(numbers: int, *, disconnects: bool = False) -> tuple[list[dict[str, Any]], list[int]]:

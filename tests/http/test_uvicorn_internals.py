@@ -19,7 +19,7 @@ import uvicorn
 
 from app import server
 from app.common import event_loop
-from app.http import flow_control
+from app.http import connection_limits
 from app.http.http_protocol import UVICORN_INTERNALS, HttpProtocol
 from tests.support import ROOT
 
@@ -38,7 +38,7 @@ USERS = {
         (HttpProtocol, "self.cycle", "self._running", "cycle")
     ],
     "uvicorn.protocols.http.flow_control.FlowControl": [
-        (flow_control.ConnectionFlowControl, "self", "super()"),
+        (connection_limits.ConnectionFlowControl, "self", "super()"),
         (HttpProtocol, "self.flow"),
         (server._Server, "connection.flow"),
     ],
@@ -47,7 +47,6 @@ USERS = {
     "uvicorn.server.ServerState": [(HttpProtocol, "self.server_state"), (server._Server, "self.server_state")],
     "httptools.HttpRequestParser": [(HttpProtocol, "self.parser")],
 }
-PARSER_CALLBACKS = ["on_message_begin", "on_url", "on_header", "on_headers_complete", "on_body", "on_message_complete"]
 
 
 def _members(owner: Any) -> set[str]:
@@ -91,43 +90,6 @@ def test_the_code_is_the_one_that_we_read(name: str) -> None:
     digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
     assert digest == DIGESTS[name], (
         f"{name} has changed (uvicorn {uvicorn.__version__}, httptools {httptools.__version__}): read what changed in "
-        "the members that UVICORN_INTERNALS names, check app/http/http_protocol.py, app/http/flow_control.py and "
+        "the members that UVICORN_INTERNALS names, check app/http/http_protocol.py, app/http/connection_limits.py and "
         f"app/server.py against it, then record the digest {digest}"
     )
-
-
-class _Events:
-    def __init__(self, *, failing: str = "") -> None:
-        self.calls: list[str] = []
-        self._failing = failing
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in PARSER_CALLBACKS:
-            raise AttributeError(name)
-
-        def called(*_: bytes) -> None:
-            self.calls.append(name)
-            if name == self._failing:
-                raise LookupError(name)
-
-        return called
-
-
-def test_httptools_stops_behind_the_head_of_an_offer_and_names_the_position() -> None:
-    head, body = b"POST / HTTP/1.1\r\nConnection: upgrade\r\nUpgrade: x\r\nContent-Length: 2\r\n\r\n", b"ab"
-    events = _Events()
-    parser = httptools.HttpRequestParser(events)
-    parser.set_dangerous_leniencies(lenient_data_after_close=True)
-    with pytest.raises(httptools.HttpParserUpgrade) as offer:
-        parser.feed_data(head + body)
-    assert offer.value.args == (len(head),)
-    assert events.calls == [*PARSER_CALLBACKS[:2], *["on_header"] * 3, "on_headers_complete", "on_message_complete"]
-    assert (parser.get_method(), parser.get_http_version(), parser.should_upgrade()) == (b"POST", "1.1", True)
-
-
-@pytest.mark.parametrize("failing", PARSER_CALLBACKS)
-def test_httptools_reports_what_a_callback_raised_as_the_context(failing: str) -> None:
-    parser = httptools.HttpRequestParser(_Events(failing=failing))
-    with pytest.raises(httptools.HttpParserError) as error:
-        parser.feed_data(b"POST / HTTP/1.1\r\nContent-Length: 2\r\n\r\nab")
-    assert isinstance(error.value.__context__, LookupError)

@@ -44,7 +44,7 @@ SUBJECTS = {
     "allocator": Subject((f"{_ENGINE}/scheduling/block_allocator.py",), _SCHEDULING),
     "sampler": Subject((f"{_ENGINE}/sampling/sampler.py",), ("tests/engine/sampling",)),
     "text": Subject(
-        ("app/generation/detokenizer.py", "app/generation/output_choice.py"),
+        ("app/generation/detokenizer.py",),
         ("tests/generation", "tests/api/test_fast_paths.py"),
     ),
     "quotas": Subject(

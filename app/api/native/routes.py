@@ -22,8 +22,8 @@ from app.api.schemas import CompletionFields, Prompts, TokenIds
 from app.common.event_loop import TimeSlice
 from app.generation.request import CompletionEvent, Delta, Finished, GenerationRequest, Heartbeat, Queued, Started
 from app.http import sse
-from app.http.access_record import record_of
 from app.http.errors import ApiError
+from app.http.request_log import record_of
 from app.http.response_model import ResponseModel, json_response
 
 _WEIGHTS_CLOSED = "the weights of this stream are no longer served: send the request again"

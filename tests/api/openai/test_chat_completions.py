@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.support.model.tiny_models import tiny_weights
-from tests.support.servers import Server, running_server, start_server, stop_server
+from tests.support.servers import Server, start_server, stop_server
 
 pytestmark = pytest.mark.slow
 
@@ -95,11 +94,3 @@ def test_the_whole_context_is_the_limit_where_none_is_asked_for(chat_server: Ser
     usage = _post(chat_server, **body).json()["usage"]
     assert usage["total_tokens"] == 256
     assert _post(chat_server, **body, max_completion_tokens=3).json()["usage"]["completion_tokens"] == 3
-
-
-def test_the_template_file_is_read_from_the_weights(tmp_path: Path) -> None:
-    weights = tiny_weights(tmp_path / "tiny")
-    (weights / "chat_template.jinja").write_text("{{ raise_exception('only pairs') }}")
-    with running_server(tmp_path, weights) as server:
-        response = _post(server, **SOME)
-        assert response.status_code == 400 and "only pairs" in response.json()["error"]["message"]
