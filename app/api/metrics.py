@@ -235,15 +235,12 @@ class _ConnectionState(Collector):
         self._connections = connections
 
     def collect(self) -> Iterator[Metric]:
-        yield GaugeMetricFamily("inkstream_connections", "Open connections.", self._connections.count)
+        yield _gauge("connections", "Open connections.", self._connections.count)
         cut = CounterMetricFamily(
             "inkstream_connections_cut", "Connections that were rejected or aborted.", labels=["reason"]
         )
         for reason, count in self._connections.cut_by_reason.items():
             cut.add_metric([reason], count)
         yield cut
-        yield CounterMetricFamily(
-            "inkstream_log_lines_dropped",
-            "Log lines dropped because they were not read as fast as they were written.",
-            logs.dropped(),
-        )
+        dropped = "Log lines dropped because they were not read as fast as they were written."
+        yield _counter("log_lines_dropped", dropped, logs.dropped())

@@ -53,9 +53,7 @@ class ChatTemplate:
         file = read_chat_template(weights)
         return None if file is None else cls(file)
 
-    async def render(
-        self, messages: Sequence[Mapping[str, Any]], account: WorkAccount, *, add_generation_prompt: bool = True
-    ) -> str:
+    async def render(self, messages: Sequence[Mapping[str, Any]], account: WorkAccount) -> str:
         """Renders the prompt. Raises InvalidRequest, and Busy if too many chats are waiting."""
         # As in transformers: templates test whether a field is defined, so drop nulls.
         given = [{name: value for name, value in message.items() if value is not None} for message in messages]
@@ -64,7 +62,7 @@ class ChatTemplate:
             "messages": given,
             "tools": None,
             "documents": None,
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": True,
         }
         try:
             request = msgspec.msgpack.encode(RenderJob(source=self.source, variables=variables))

@@ -163,8 +163,8 @@ async def _reject(scope: Scope, receive: Receive, send: Send) -> None:
 
 def install(app: FastAPI) -> None:
     """Installs handlers that turn every exception of a route into the common format."""
-    app.add_exception_handler(ApiError, _on_api_error)
-    app.add_exception_handler(EngineError, _on_engine_error)
+    app.add_exception_handler(ApiError, _on_error)
+    app.add_exception_handler(EngineError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_framework_validation)
 
@@ -176,14 +176,9 @@ def respond(request: Request, error: ApiError) -> Response:
     return error.response(record.request_id)
 
 
-async def _on_api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return respond(request, error)
-
-
-async def _on_engine_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, EngineError)
-    return respond(request, from_engine(error))
+async def _on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError | EngineError)
+    return respond(request, error if isinstance(error, ApiError) else from_engine(error))
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -13,11 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.access.tenant_queue import WorkAccount
-from app.generation.prompt_encoder import PromptEncoder
-from app.generation.request import GenerationRequest
-from app.tokenization.text_encoder import TextEncoder, TokenizerPool
-from model.tokenizer.tokenizer import Tokenizer
 from tests.support.servers import Server
 
 KEYS = {"message", "type", "param", "code", "request_id"}
@@ -177,19 +169,3 @@ def test_no_json_object_gets_a_5xx(server: Server, fields: dict[str, Any]) -> No
         _error(response, 400)
     elif fields.get("stream") is not False:
         assert "event: done" in response.text
-
-
-@pytest.mark.parametrize("text", ["Once upon a time there was a fox. ", "a", "\u00e9\u4e2d ", "  \n", "x1 y22,"])
-@pytest.mark.parametrize("limit", [1, 10, 300])
-def test_the_end_of_a_long_prompt_is_the_same_whether_all_of_it_is_read_or_not(
-    weights: Path, text: str, limit: int
-) -> None:
-    tokenizer = Tokenizer.load(weights)
-    prompt = text * (40_000 // len(text))
-    ready = SimpleNamespace(context=8192, vocab_size=tokenizer.vocab_size, start_id=0)
-    reader = PromptEncoder(ready, TextEncoder(tokenizer), TokenizerPool(), WorkAccount())  # type: ignore[arg-type]
-    (read,) = asyncio.run(reader.encode_prompts(GenerationRequest(prompts=[prompt], truncate_prompt_tokens=limit)))
-    assert read.truncated and len(read.ids) == limit
-    assert prompt.encode().endswith(tokenizer.decode_with_specials(read.ids))
-    if " " in text:
-        assert list(read.ids) == tokenizer.encode(prompt)[-limit:]

@@ -70,9 +70,3 @@ def test_echo_of_the_native_door_tells_the_same(server: Server) -> None:
     body = {"prompt": TEXTS[0], "echo": True, "logprobs": 3, "max_tokens": 0, "stream": False}
     choice = httpx.post(f"{server.url}/complete", json=body).json()["choices"][0]
     assert choice["tokens"] == score["tokens"] and choice["text"] == TEXTS[0]
-
-
-@pytest.mark.parametrize("body", [{}, {"prompt": 5}, {"prompt": "a", "logprobs": 21}, {"prompt": "a", "n": 2}])
-def test_bad_bodies_are_refused(server: Server, body: dict[str, Any]) -> None:
-    response = httpx.post(f"{server.url}/score", json=body)
-    assert response.status_code == 400 and response.json()["error"]["message"]

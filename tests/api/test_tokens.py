@@ -84,11 +84,6 @@ def test_texts_longer_than_the_context_come_in_pieces_as_well(server: Server) ->
     assert _post(server, "/detokenize", tokens=answer["tokens"] * 5)["prompt"] == text * 5
 
 
-def test_nothing_is_no_tokens_and_no_text(server: Server) -> None:
-    assert _post(server, "/tokenize", prompt="") == {"count": 0, "max_model_len": 256, "tokens": [], "pieces": []}
-    assert _post(server, "/detokenize", tokens=[]) == {"prompt": "", "pieces": []}
-
-
 @pytest.mark.parametrize(
     ("path", "body", "param", "message"),
     [

@@ -108,17 +108,6 @@ async def _check_patiently(checker: GrammarValidator, letter: str) -> None:
 
 
 @async_test
-async def test_what_was_said_is_remembered_and_costs_nothing_again(weights: Path) -> None:
-    checker = GrammarValidator(weights, seconds=60)
-    await _check(checker, regex="a")
-    await _problem(checker, regex="(")
-    await checker.close()
-    await _check(checker, regex="a")
-    await _problem(checker, regex="(")
-    assert not checker.pids
-
-
-@async_test
 async def test_a_grammar_that_was_killed_is_refused_unseen_for_every_tenant(weights: Path) -> None:
     checker = GrammarValidator(weights, seconds=0.3)
     assert "took more than" in await _problem(checker, tenant="a", json_schema=SLOW)

@@ -1,4 +1,4 @@
-"""`suffix`: prompt and suffix are placed between the fill-in-the-middle tokens of the model."""
+"""Prompt encoder: fill-in-the-middle, and truncation that reads only the end of a long prompt."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMES = [
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
 ]
 READY: dict[str, Any] = {
-    "context": 64, "vocab_size": 400, "n_params": 1, "dtype": "float32", "device": "cpu", "weights_version": "",
+    "context": 512, "vocab_size": 400, "n_params": 1, "dtype": "float32", "device": "cpu", "weights_version": "",
     "eos_ids": (), "start_id": 0, "sampling_defaults": {}, "blocks_total": 1, "block_size": 16, "has_encoder": False,
     "numerics": "torch", "numerics_reason": "", "waits_for_build": False,
 }  # fmt: skip
@@ -71,7 +71,7 @@ def test_what_cannot_be_filled_in_is_refused(tmp_path: Path) -> None:
         _read(able, prompts=[[5]], suffix="b")
     with pytest.raises(InvalidRequest, match="cannot be combined"):
         _read(able, prompts=["a"], suffix="b", truncate_prompt_tokens=5)
-    with pytest.raises(InvalidRequest, match="at most 64"):
+    with pytest.raises(InvalidRequest, match="at most 512"):
         _read(able, prompts=["a"], suffix="b" * 2000)
 
 
@@ -88,3 +88,17 @@ def test_a_served_model_fills_in(tmp_path: Path) -> None:
         assert len(answer["receipt"]["suffix_sha256"]) == 64
         ids = Tokenizer.load(weights).encode_many(["the fox", " moon"])
         assert answer["usage"]["prompt_tokens"] == len(ids[0]) + len(ids[1]) + 3
+
+
+@pytest.mark.parametrize("text", ["Once upon a time there was a fox. ", "a", "\u00e9\u4e2d ", "  \n", "x1 y22,"])
+@pytest.mark.parametrize("limit", [1, 10, 300])
+def test_the_end_of_a_long_prompt_is_the_same_whether_all_of_it_is_read_or_not(
+    weights: Path, text: str, limit: int
+) -> None:
+    tokenizer = Tokenizer.load(weights)
+    prompt = text * (40_000 // len(text))
+    (read,) = _read(tokenizer, prompts=[prompt], truncate_prompt_tokens=limit)
+    assert read.truncated and len(read.ids) == limit
+    assert prompt.encode().endswith(tokenizer.decode_with_specials(read.ids))
+    if " " in text:
+        assert list(read.ids) == tokenizer.encode(prompt)[-limit:]
