@@ -14,9 +14,8 @@ from app.common.types import Request, SamplingParams
 from model.config import ConfigError, ModelConfig, RopeScaling
 from model.nn.layers import ACTIVATIONS
 from model.nn.reference import generate
-from tests.support.engine.mixed_requests import serve
-from tests.support.engine.parity import alone, expect_parity
-from tests.support.model.tiny_models import VOCAB, round_weights_for, run_all, tiny_config, tiny_decoder, tiny_engine
+from tests.support.engine.parity import expect_parity
+from tests.support.model.tiny_models import round_weights_for, run_all, tiny_config, tiny_decoder, tiny_engine
 
 DTYPES = [torch.float32, torch.bfloat16]
 SEEDS = range(12)
@@ -127,11 +126,3 @@ def test_a_row_of_an_activation_does_not_know_its_place(width: int, dtype: torch
             fours = torch.cat([function(part) for part in whole_TF.split(4)])
             for rows in (8, 20, 100, 1000):
                 assert torch.equal(function(whole_TF[:rows]), fours[:rows]), (name, rows)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_law_holds_with_three_threads(dtype: torch.dtype) -> None:
-    """A step of many tokens is shared out to threads, and a third of it ends anywhere."""
-    torch.set_num_threads(3)
-    decoder, requests = tiny_decoder(tiny_config(mlp_width=700, width=128, n_layers=1), dtype=dtype), _requests(VOCAB)
-    assert serve(tiny_engine(decoder, blocks=200, tokens_per_step=512), requests) == alone(decoder, requests)
