@@ -345,3 +345,14 @@ def test_a_fork_of_a_leader_that_writes_at_that_moment_copies_nothing() -> None:
     world.faulty.bad = "r/0"
     world.run()
     assert world.failed == {"r/0"}
+
+
+def test_what_the_last_row_of_a_cancelled_request_wrote_is_cleared_for_the_next_owner() -> None:
+    world = World(_request("a"), _request("gone", 6, first=20), blocks=6)
+    world.step()
+    world.faulty.bad = "gone"
+    world.cancel("gone")
+    world.step()
+    world.faulty.bad = ""
+    world.add(_request("next", 14, first=40, max_tokens=2))
+    world.run()
