@@ -68,6 +68,12 @@ def test_filters_keep_what_they_should(sample: Sample, params: dict[str, float],
     assert seen == allowed
 
 
+@pytest.mark.parametrize("params", [{"top_k": 1}, {"top_p": 0.0}, {"top_p": 0.0, "typical_p": 0.99}])
+def test_top_one_is_greedy_also_where_tokens_tie(sample: Sample, params: dict[str, Any]) -> None:
+    logits = torch.tensor([0.0, 2.0, 2.0])
+    assert {_draw(sample, logits, SamplingParams(seed=1, **params), position) for position in range(50)} == {1}
+
+
 def test_a_nucleus_wider_than_the_first_try_is_exact(sample: Sample) -> None:
     logits = torch.zeros(3000)
     logits[:1000] = 1.0
@@ -139,6 +145,12 @@ def test_a_guide_that_allows_nothing_gives_no_token_and_hurts_no_other_row(sampl
     params, nothing = SamplingParams(temperature=temperature, logprobs=1, typical_p=0.5), torch.tensor([0]).int()
     rows = [SamplingInput(params, [], 0), SamplingInput(params, [], 0, (), nothing)]
     assert sample(LOGITS.expand(2, -1), rows) == [sample(LOGITS[None], rows[:1])[0], SampledToken(None)]
+
+
+def test_tokens_that_end_the_text_wait_for_min_tokens_and_ids_beyond_the_vocabulary_do_nothing(sample: Sample) -> None:
+    params = SamplingParams(temperature=0, min_tokens=2, logit_bias=((4, 100.0),))
+    rows = [SamplingInput(params, [3, 3, *[0] * n], 2, (0, 2, 4)) for n in range(4)]
+    assert [drawn.token for drawn in sample(LOGITS.expand(4, -1), rows)] == [1, 1, 0, 0]
 
 
 @pytest.mark.usefixtures("one_thread")
