@@ -170,6 +170,8 @@ async def _serve(
     server = _Server(config)
     loop = asyncio.get_running_loop()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
+        if signal.getsignal(signal_number) is signal.SIG_IGN:
+            continue  # a script started the service in the background: its Ctrl+C is not meant for it
         event_loop.on_signal(loop, signal_number, functools.partial(_on_signal, server))
     event_loop.on_signal(loop, signal.SIGHUP, functools.partial(_on_sighup, server, app, has_terminal()))
     host, port = listener.getsockname()[:2]

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import shutil
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -81,6 +82,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Registers the markers, and forbids services in a fast run."""
     config.addinivalue_line("markers", "timed: holds seconds against a floor, and is run when all others have ended")
     config.addinivalue_line("markers", "slow: starts a service, a compiler or a training run, or takes seconds")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script started the tests in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # and what they start would inherit it
     if config.getoption("--fast"):
         forbid_servers("this test starts a service: mark it slow, so that make test-fast leaves it out")
 

@@ -42,6 +42,16 @@ def test_sigterm_to_the_whole_process_group_is_a_drain_too(tmp_path: Path, weigh
     assert server.process.wait(60) == 0
 
 
+def test_a_sigint_that_was_ignored_at_the_start_stays_ignored(tmp_path: Path, weights: Path) -> None:
+    """A script starts what it puts in the background so: Ctrl+C is for the script alone."""
+    sabotage = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
+    server = start_server(tmp_path, weights, sabotage=sabotage)
+    server.process.send_signal(signal.SIGINT)
+    assert whole(server.url, prompt="Once", max_tokens=2)["choices"], "the signal was handled before this request"
+    assert server.process.poll() is None and httpx.get(f"{server.url}/health/ready").status_code == 200
+    assert stop_server(server) == 0
+
+
 def test_an_engine_that_cannot_be_started_ends_the_service(tmp_path: Path, weights: Path) -> None:
     sabotage = (
         "import app.engine_client.client as c; c.EngineClient.__init__.__kwdefaults__['command'] = ('/nonexistent',)"
