@@ -43,19 +43,22 @@ def _check_headers(request: Request) -> None:
 
 
 async def _read_limited(request: Request, limit: int) -> bytearray:
-    too_large = ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > limit:
-        raise too_large
+        raise _too_large(limit)
     body = bytearray()
     try:
         async for chunk in request.stream():
             body += chunk
             if len(body) > limit:
-                raise too_large
+                raise _too_large(limit)
     except ClientDisconnect:
         raise ApiError(400, "the connection closed before the end of the body") from None
     return body
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
 
 
 def _count(body: bytes | bytearray) -> int:

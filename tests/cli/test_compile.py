@@ -87,12 +87,6 @@ def test_without_a_compiler_it_names_the_package_and_quietly_says_nothing(tmp_pa
     assert _run(tmp_path / "cache", "--quiet", PATH="/nonexistent", CXX="") == (2, "", "")
 
 
-def test_a_failed_build_is_one_line_and_exit_code_one(tmp_path: Path, stub_library: Path) -> None:
-    fake = fake_compiler(tmp_path, stub_library, before='echo "a.h:1: error: bad" >&2; exit 1')
-    code, _, errors = _run(tmp_path / "cache", "--quiet", CXX=str(fake.path))
-    assert (code, errors) == (1, f"error: {fake.path} failed: a.h:1: error: bad\n")
-
-
 def test_a_compiler_that_takes_longer_than_it_may_is_ended(tmp_path: Path, slow: FakeCompiler) -> None:
     code, _, errors = _run(tmp_path / "cache", "--quiet", "--time-limit", "0.5", CXX=str(slow.path))
     message = f"error: {slow.path} took more than 0.5 seconds; inkstream compile --time-limit gives it more\n"
