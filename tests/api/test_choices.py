@@ -58,6 +58,7 @@ def test_one_bad_prompt_of_a_batch_is_named_and_nothing_runs(server: Server) -> 
 def test_receipts_give_the_same_texts_under_load_too(server: Server) -> None:
     kinds: list[dict[str, Any]] = [
         {"prompt": "Once", "n": 3, "typical_p": 0.9, "frequency_penalty": 0.3},
+        {"prompt": "Once", "top_k": 40, "logit_bias": {"5": -3.5}, "presence_penalty": 0.5},
         {"prompt": ["The moon", "An owl"], "top_p": 0.8, "min_p": 0.05, "logprobs": 2, "echo": True},
         {"prompt": [5, 6, 7], "repetition_penalty": 1.3, "stop": ["e"], "include_stop": True},
         {"prompt": "Two", "regex": "[a-z ]{5,20}", "n": 2},
