@@ -21,24 +21,8 @@ from app.engine.gpu.resident_batch import Download, StepInputs, Upload, lay_out,
 from app.engine.gpu.step import StepProgram, pack_samples, unpack_samples
 from model.config import ModelConfig
 
-_TOKEN_MULTIPLE = 8
-"""The tokens of a step are padded to a multiple of this number."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shapes:
-    """Shapes of the steps."""
-
-    tile_tokens: int
-    """Query tokens of an attention tile in steps with prompts."""
-    tokens: int
-    """Tokens of every step, if a row's bits must not depend on other rows; 0: no fixed number."""
-    head_rows: int
-    """Rows of every call of the LM head, likewise."""
-
-    def padded(self, count: int) -> int:
-        """Number of tokens that a step of `count` tokens is padded to."""
-        return self.tokens or -(-count // _TOKEN_MULTIPLE) * _TOKEN_MULTIPLE
+_MULTIPLE = 8
+"""Tokens of a step, and rows of the LM head, are padded to a multiple of this number, if their number is not fixed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +38,11 @@ class InFlightStep:
 class DeviceRunner:
     """Runner of the asynchronous engine (app/engine/execution/engine.py), on one stream of one device."""
 
-    def __init__(
-        self, graphs: DecodeGraphs, shapes: Shapes, *, sampler: Sampler, grammars: MaskProvider | None = None
-    ) -> None:
+    def __init__(self, graphs: DecodeGraphs, *, sampler: Sampler, grammars: MaskProvider | None = None) -> None:
         self.graphs = graphs
         self._steps = graphs.steps
         self._resident = graphs.steps.resident
-        self._shapes = shapes
-        self._host = Runner(HostCompute(graphs, shapes), sampler=sampler, grammars=grammars)
+        self._host = Runner(HostCompute(graphs), sampler=sampler, grammars=grammars)
 
     def launchable(self, plan: BatchPlan) -> bool:
         """Whether the device can sample this step without the host."""
@@ -116,34 +97,32 @@ class DeviceRunner:
 
     def _start(self, plan: BatchPlan) -> None:
         if not all(chunk.samples and chunk.stop == chunk.start + 1 for chunk in plan.chunks):
-            inputs, longest = _upload_step(self.graphs, self._shapes, plan)
-            self._steps.run_mixed(inputs, tile_tokens=self._shapes.tile_tokens, splits=splits(longest))
+            self._steps.run_mixed(_upload_step(self.graphs, plan), _splits(plan))
             return
         staged = _StepUpload(self._steps, plan)
         count = self.graphs.bucket(len(plan.chunks))
         section = staged.upload.add([*staged.rows, *[self._resident.padding_row] * (count - len(plan.chunks))])
         numbers_X = staged.send()
         self._steps.rows_S[:count].copy_(numbers_X[section])
-        self.graphs.run(count, splits(max(chunk.stop for chunk in plan.chunks)))
+        self.graphs.run(count, _splits(plan))
 
 
 class HostCompute:
     """A `StepExecutor` (app/engine/execution/runner.py): the forward alone, for steps that the host draws in."""
 
-    def __init__(self, graphs: DecodeGraphs, shapes: Shapes) -> None:
+    def __init__(self, graphs: DecodeGraphs) -> None:
         self.config: ModelConfig = graphs.steps.decoder.config
         self._graphs = graphs
-        self._shapes = shapes
 
     def run(self, plan: BatchPlan) -> Items[Chunk]:
         """Runs the forward pass; rows are in the order of the plan."""
-        inputs, longest = _upload_step(self._graphs, self._shapes, plan)
-        self._graphs.steps.forward(inputs, tile_tokens=self._shapes.tile_tokens, splits=splits(longest))
+        self._graphs.steps.forward(_upload_step(self._graphs, plan), _splits(plan))
         return plan.chunks
 
     def logits(self, rows: Items[int]) -> Tensor:
         """Logits [rows, V], in the number format of the weights."""
-        steps, size = self._graphs.steps, self._shapes.head_rows or -(-len(rows) // _TOKEN_MULTIPLE) * _TOKEN_MULTIPLE
+        steps = self._graphs.steps
+        size = len(steps.rows_S) if steps.tokens else _round_up(len(rows))
         padded = [*rows, *[rows[-1]] * (-len(rows) % size)]
         indices_X = torch.tensor(padded, device=steps.cache.device)
         logits_XV = torch.cat([steps.logits(indices_S) for indices_S in indices_X.split(size)])
@@ -169,18 +148,27 @@ class _StepUpload:
         return numbers_X
 
 
-def _upload_step(graphs: DecodeGraphs, shapes: Shapes, plan: BatchPlan) -> tuple[StepInputs[Tensor], int]:
-    """Uploads a step with prompts. Returns its inputs on the device, and the length of its longest sequence."""
-    staged = _StepUpload(graphs.steps, plan)
+def _upload_step(graphs: DecodeGraphs, plan: BatchPlan) -> StepInputs[Tensor]:
+    """Uploads a step with prompts. Returns its inputs on the device."""
+    steps, staged = graphs.steps, _StepUpload(graphs.steps, plan)
     n_samples = sum(chunk.samples for chunk in plan.chunks)
     layout = lay_out(
         plan.chunks,
         staged.rows,
-        tile_tokens=shapes.tile_tokens,
-        padding_row=graphs.steps.resident.padding_row,
-        tokens=shapes.padded(sum(chunk.stop - chunk.start for chunk in plan.chunks)),
+        tile_tokens=steps.tile_tokens,
+        padding_row=steps.resident.padding_row,
+        tokens=steps.tokens or _round_up(sum(chunk.stop - chunk.start for chunk in plan.chunks)),
         n_samples=graphs.bucket(n_samples) if n_samples else 0,
     )
     sections = [staged.upload.add(section) for section in layout]
     numbers_X = staged.send()
-    return StepInputs(*(numbers_X[section] for section in sections)), max(chunk.stop for chunk in plan.chunks)
+    return StepInputs(*(numbers_X[section] for section in sections))
+
+
+def _splits(plan: BatchPlan) -> int:
+    """Number of attention splits of the longest sequence."""
+    return splits(max(chunk.stop for chunk in plan.chunks))
+
+
+def _round_up(count: int) -> int:
+    return -(-count // _MULTIPLE) * _MULTIPLE

@@ -19,17 +19,13 @@ from app.engine.gpu.graphs import CudaCapture, DecodeGraphs
 from app.engine.gpu.kernels.interface import PARTIAL_BYTES, SPLIT, Kernels
 from app.engine.gpu.kernels.sampling_state import SamplingTable
 from app.engine.gpu.resident_batch import ResidentBatch, decode_buckets, splits
-from app.engine.gpu.runner import DeviceRunner, Shapes
+from app.engine.gpu.runner import DeviceRunner
 from app.engine.gpu.step import StepProgram
 from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.memory.memory_plan import CacheShape, MemoryPeaks, step_peak
 from app.engine.sampling.sampler import TorchSampler
 from app.engine.scheduling.scheduler import StepLimits
 from model.nn.transformer import Decoder
-
-_TILE_ROWS = 64
-"""Query rows (tokens times heads that share keys) of one attention program."""
-_MIN_TILE_TOKENS = 16
 
 
 def device_runner(
@@ -56,15 +52,11 @@ def device_runner(
     # Slots before heads: the layout that other libraries' kernels use too.
     shape = (config.n_layers, 2, blocks + 1, block_size, config.n_kv_heads, config.head_dim)
     cache = torch.zeros(shape, dtype=embedding.dtype, device=embedding.device)
-    shapes = Shapes(
-        tile_tokens=max(_MIN_TILE_TOKENS, _TILE_ROWS // (config.n_heads // config.n_kv_heads)),
-        tokens=limits.tokens_per_step if deterministic else 0,
-        head_rows=max_running if deterministic else 0,
-    )
-    steps = StepProgram(decoder, kernels, cache, resident, max_rows=max_running, tokens=shapes.tokens)
+    tokens = limits.tokens_per_step if deterministic else 0
+    steps = StepProgram(decoder, kernels, cache, resident, max_rows=max_running, tokens=tokens)
     buckets = (max_running,) if deterministic else decode_buckets(max_running)
     graphs = DecodeGraphs(steps, buckets=buckets, max_splits=splits(context))
-    return DeviceRunner(graphs, shapes, sampler=TorchSampler(), grammars=grammars)
+    return DeviceRunner(graphs, sampler=TorchSampler(), grammars=grammars)
 
 
 _GRAPH_BYTES = 4 << 20

@@ -49,6 +49,11 @@ def unpack_samples(numbers_SX: Tensor, counts: Items[int | None]) -> list[Sample
     return samples
 
 
+_TILE_ROWS = 64
+"""Query rows (tokens times heads that share keys) of one attention program."""
+_MIN_TILE_TOKENS = 16
+
+
 class StepProgram:
     """Runs steps. The only writer of the KV cache and of the resident rows."""
 
@@ -63,6 +68,10 @@ class StepProgram:
         tokens: int = 0,
     ) -> None:
         """max_rows: largest decode step. tokens: number that every step is padded to, if shapes are fixed; else 0."""
+        config = decoder.config
+        self.tokens = tokens
+        self.tile_tokens = max(_MIN_TILE_TOKENS, _TILE_ROWS // (config.n_heads // config.n_kv_heads))
+        """Query tokens of an attention tile in steps with prompts."""
         self.decoder = decoder
         self.resident = resident
         self.cache = cache
@@ -71,7 +80,6 @@ class StepProgram:
         self.out = SampleOut.empty(max_rows, cache.device)
         """Samples of the last step."""
         self._kernels = kernels
-        self._tokens = tokens
         self._order_S = torch.arange(max_rows, dtype=torch.int32, device=cache.device)
         self._ones_S = torch.ones_like(self._order_S)
         self._hidden_TD = torch.empty(0, device=cache.device)
@@ -103,14 +111,14 @@ class StepProgram:
         self._hidden_TD = self.decoder(self.cache, tokens_T, positions_T, slots_T, batch)
         self._sample(self._hidden_TD[:count], rows_S, lookup.positions_S)
 
-    def run_mixed(self, inputs: StepInputs[Tensor], *, tile_tokens: int, splits: int) -> None:
+    def run_mixed(self, inputs: StepInputs[Tensor], splits: int) -> None:
         """Runs a step with prompts; samples for the chunks that reach the end of their sequence."""
-        self.forward(inputs, tile_tokens=tile_tokens, splits=splits)
+        self.forward(inputs, splits)
         if len(inputs.ends_S):
             ends_S = inputs.ends_S.long()
             self._sample(self._hidden_TD[ends_S], inputs.end_rows_S, inputs.positions_T[ends_S])
 
-    def forward(self, inputs: StepInputs[Tensor], *, tile_tokens: int, splits: int) -> None:
+    def forward(self, inputs: StepInputs[Tensor], splits: int) -> None:
         """run_mixed() without sampling."""
         state = self.resident.state
         batch = AttentionBatch(
@@ -119,7 +127,7 @@ class StepProgram:
             tile_start_X=inputs.tile_start_X,
             tile_position_X=inputs.tile_position_X,
             tile_length_X=inputs.tile_length_X,
-            tile_tokens=tile_tokens,
+            tile_tokens=self.tile_tokens,
             max_splits=splits,
         )
         tokens_T = inputs.tokens_T.where(inputs.tokens_T >= 0, state.last_token_R[inputs.rows_T.long()])
@@ -137,5 +145,5 @@ class StepProgram:
         self._kernels.advance(rows_S, next_S, out.tokens_S, self.resident.state)
 
     def _padded(self, numbers_S: Tensor, filler: int) -> Tensor:
-        extra = self._tokens - len(numbers_S)
+        extra = self.tokens - len(numbers_S)
         return numbers_S if extra <= 0 else torch.cat((numbers_S, numbers_S.new_full((extra,), filler)))

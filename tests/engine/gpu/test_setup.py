@@ -178,7 +178,7 @@ def test_no_tensor_of_the_host_has_a_part_in_a_step(deterministic: bool) -> None
 
     with torch.inference_mode(), _Observed(is_on_device):
         steps.decode(3, 1)
-        steps.run_mixed(StepInputs._make([*[tokens_T] * 3, *[tiles_X] * 4, *[draws_S] * 2]), tile_tokens=32, splits=1)
+        steps.run_mixed(StepInputs._make([*[tokens_T] * 3, *[tiles_X] * 4, *[draws_S] * 2]), splits=1)
         steps.prepare(tiles_X, draws_S, draws_S)
         words, upload = steps.resident.table.words_RW.shape[1], Upload()
         sections = [upload.add(range(size)) for size in (1, words, *[5] * 3, *[3] * 2, *[2] * 4)]
