@@ -167,6 +167,26 @@ def test_where_shapes_do_not_change_no_company_changes_a_bit() -> None:
     assert crowded.scheduler.preemptions > 0
 
 
+@pytest.mark.parametrize(("is_fixed", "shapes"), [(True, {(100, 4)}), (False, {(8, 1), (16, 1), (56, 1)})])
+def test_steps_have_few_shapes_or_one(
+    is_fixed: bool, shapes: set[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens and samples: a library may choose another algorithm for another number of rows."""
+    seen, forward = set(), StepProgram.forward
+
+    def noted(steps: StepProgram, inputs: Any, splits: int) -> None:
+        seen.add((len(inputs.tokens_T), len(inputs.ends_S)))
+        forward(steps, inputs, splits)
+
+    monkeypatch.setattr(StepProgram, "forward", noted)
+    runner = tiny_device_runner(tiny_decoder(), max_running=4, tokens_per_step=100, deterministic=is_fixed)
+    for length in (2, 8, 9, 50):
+        plan = dummies(1, length)
+        runner.run(plan)
+        runner._resident.release_rows(chunk.sequence for chunk in plan.chunks)
+    assert seen == shapes
+
+
 def test_a_launch_that_fails_leaves_nothing_behind(texts: Events, monkeypatch: pytest.MonkeyPatch) -> None:
     """For any point at which it stops: rows that the host believed uploaded are uploaded again."""
     engine = tiny_device_engine(tiny_decoder(), blocks=400)
