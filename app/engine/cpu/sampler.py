@@ -26,9 +26,9 @@ _TOP = 20
 class _PackedParams:
     """InkParams of a request, and all that its address depends on."""
 
-    words: array[int]
-    owners: tuple[object, object]
-    """Parameters and stop ids of the request: while they exist, no others have their identities."""
+    address: int
+    keepalive: tuple[object, ...]
+    """The words at `address`; parameters and stop ids of the request: no others have their identities meanwhile."""
     is_counted: bool
     n_top: int
     """Most likely tokens to report; -1 if no log-probabilities are requested."""
@@ -68,7 +68,7 @@ class NativeSampler:
             top_counts.append(params.n_top)
             tokens = _address_of(row.tokens, keepalive) if params.is_counted else 0
             allowed = 0 if row.allowed is None else _mask_address(row.allowed, self.vocab, keepalive)
-            fields.extend((params.words.buffer_info()[0], tokens, len(row.tokens), allowed))
+            fields.extend((params.address, tokens, len(row.tokens), allowed))
         # Drop the parameters of requests that do not sample in this step.
         self._params_cache = packed
         outputs = self._outputs_for(len(rows))
@@ -131,7 +131,7 @@ def _pack(row: SamplingInput, vocab: int) -> _PackedParams:
     words.frombytes(array("d", [bias for _, bias in biases]).tobytes())
     words.extend([*(token for token, _ in biases), *stops])
     n_top = -1 if p.logprobs is None else min(p.logprobs, vocab)
-    return _PackedParams(words, (p, row.stop_ids), is_counted(p), n_top)
+    return _PackedParams(words.buffer_info()[0], (words, p, row.stop_ids), is_counted(p), n_top)
 
 
 def _address_of(tokens: Items[int], keepalive: list[object]) -> int:
