@@ -6,6 +6,7 @@ import { flush, load, remember } from "./memory.js";
 import { Notebook } from "./notebook.js";
 import { complete, CompletionError } from "./request/completion.js";
 import { Panel } from "./request/panel.js";
+import { Reach } from "./request/reach.js";
 import { Service } from "./service.js";
 import { Status } from "./status.js";
 import { Announcer } from "./text/announcer.js";
@@ -18,13 +19,13 @@ import { nextToken, score, tokenize } from "./tokens/questions.js";
 import { Reading } from "./tokens/reading.js";
 
 const FIRST_TEXT = "Once upon a time";
-const ALIKE = 200; // characters at the beginning by which a text is known again
 const KEPT = [
   "", // all of it
   "The browser's storage is full: it keeps the text, not its history.",
   "The browser stores nothing here: copy the text before you close the page.",
 ];
 const $ = (id) => document.getElementById(id);
+const hasKeyboard = matchMedia("(hover: hover)").matches; // on a phone, a focused field would open one over the page
 
 const numbers = {
   firstToken: $("first-token"),
@@ -34,10 +35,12 @@ const numbers = {
   seed: $("used-seed"),
 };
 const status = new Status($("status"), $("remedy"), numbers);
+const state = load();
+const reach = new Reach(state?.reach);
 const panel = new Panel($("panel"), { onchange: changedSettings });
 const sheet = new Sheet(
   { scroller: $("paper"), area: $("document"), mirror: $("mirror") },
-  { ontype: (text) => typed(text) },
+  { ontype: typed },
 );
 const announcer = new Announcer($("announcer"));
 const branches = new Branches($("branches"), { onselect: (id) => notebook.go(id) });
@@ -49,21 +52,21 @@ const columns = new Columns($("columns"), {
 });
 const reading = new Reading(
   { inspect: $("inspect"), scroller: $("paper"), note: $("reading-note"), next: $("next"), bars: $("bars") },
-  { tokenize, score, next: (prompt, signal) => nextToken(prompt, signal, { source: panel.typed.source, ...reach() }) },
+  { tokenize, score, next: (prompt, signal) => nextToken(prompt, signal, { source: panel.typed.source, ...within(prompt) }) },
   { onpick: pick, onerror: (error) => service.failed(error) },
 );
 const service = new Service(
   { model: $("model"), weights: $("weights"), form: $("key-form"), key: $("key") },
-  { known, described, keyed, refused: (sentence) => status.failed(sentence) },
+  { known, described, keyed, unknown, refused: (sentence) => status.failed(sentence) },
 );
-let agreed = null; // the beginning of a long text of which the model may read the end
+let isConnecting = true; // the status line says so, or why the model's facts could not be read
 let drafts = []; // the nodes of the tree that the last run made
 const notebook = new Notebook(send, { changed, began, received, wrote, ended }, recall());
 const failing = (message) => status.failed(message);
 const exchange = new Exchange({
   notebook,
   panel,
-  reach,
+  reach: () => within(notebook.text),
   elements: { exits: $("exits"), receipt: $("receipt") },
   failed: failing,
 });
@@ -79,6 +82,7 @@ function send(prompt, typed, signal) {
 
 function changed() {
   columns.close();
+  offer(false);
   sheet.show(notebook.text, notebook.written);
   branches.show(notebook.tree.runs());
   reading.show(notebook);
@@ -87,12 +91,14 @@ function changed() {
 }
 
 function began(count) {
-  sheet.open();
+  sheet.open({ withEnd: count === 1 });
   branches.hold(true);
   if (count > 1) columns.open(count, lastSentence(notebook.text));
   else columns.close();
   reading.show(notebook);
+  isConnecting = false; // from here on the line tells of the run
   status.sent();
+  offer(false);
   refresh();
 }
 
@@ -120,11 +126,12 @@ function wrote(index, unit, text) {
     reading.append(unit, text);
     announcer.stream(text);
   }
-  status.token();
+  status.token(index);
 }
 
 function finished(data) {
   status.done(data);
+  if (!columns.isOpen && status.isFull && !reach.covers(notebook.text)) offer(true);
   if (columns.isOpen) for (const { index, finish_reason: reason } of data.choices) columns.finish(index, reason);
 }
 
@@ -146,13 +153,15 @@ function ended({ error, stopped, nodes }) {
 function failed(error) {
   status.failed(error.message);
   service.failed(error);
-  if (error.detail?.code === "context_length_exceeded") offerTheEnd();
+  if (error.detail?.code === "context_length_exceeded") offer(true);
   if (!(error instanceof CompletionError)) console.error(error); // a bug of the page, not a server error
 }
 
 // Events of the service
 
 function known(facts) {
+  if (isConnecting) status.show("idle", "Ready");
+  isConnecting = false;
   status.context = facts.max_model_len;
   exchange.modelFacts = facts;
   reading.vocabulary = facts.n_vocab;
@@ -161,7 +170,16 @@ function known(facts) {
 
 function described(parameters, facts) {
   panel.build(parameters, facts.sampling_defaults);
+  if (facts.has_encoder && !panel.typed.source) panel.open("source", { withFocus: hasKeyboard }); // it is required
   showSeed();
+}
+
+// The page works on: the next run shows whether the service is back.
+function unknown(error) {
+  isConnecting = true;
+  if (error.retryAfter) status.waits({ seconds: error.retryAfter, message: error.message });
+  else if (error.status === 401) status.show("idle", "Enter the key of this service.");
+  else status.failed(error.message);
 }
 
 // Shows the seed of the current text, so that the user can lock it, also after a reload or on another branch.
@@ -171,14 +189,15 @@ function showSeed() {
 }
 
 function keyed() {
-  status.show("idle", "Idle");
+  status.show("idle", "Connecting");
   sheet.focus();
 }
 
 // Actions of the user
 
-function typed(text) {
-  notebook.type(text);
+function typed(text, isStep) {
+  notebook.type(text, isStep);
+  offer(false);
   sheet.paint(notebook.text, notebook.written);
   reading.show(notebook);
   refresh();
@@ -189,7 +208,7 @@ function typed(text) {
 function request() {
   const { typed } = panel;
   const tokens = reading.isOpen ? "20" : Number(typed.n) > 1 ? "0" : "";
-  return { logprobs: tokens, ...reach(), ...typed };
+  return { logprobs: tokens, ...within(notebook.text), ...typed };
 }
 
 function generate() {
@@ -198,7 +217,8 @@ function generate() {
 
 function regenerate() {
   if (!notebook.canRegenerate) return;
-  const { typed: before = {}, finish } = notebook.tree.lastRun.facts; // one that was stopped has more to come
+  const { typed, finish, seed } = notebook.tree.lastRun.facts; // one that was stopped has more to come
+  const before = { ...typed, seed };
   const isSame = Object.entries(panel.typed).every(([name, text]) => (before[name] ?? "") === text);
   if (finish && panel.typed.seed && isSame) {
     status.show("idle", "The seed is locked, so the text would be the same. Unlock it, or change a setting.");
@@ -253,7 +273,7 @@ function stored(index) {
 function states() {
   const settings = panel.typed;
   const alone = new Tree({ text: notebook.text, units: notebook.units });
-  return [notebook.soFar, alone].map(({ data }) => ({ tree: data, settings }));
+  return [notebook.soFar, alone].map(({ data }) => ({ tree: data, settings, reach: reach.data }));
 }
 
 // A running generation ends with the page; its output so far is stored.
@@ -263,7 +283,6 @@ function pageHidden() {
 }
 
 function recall() {
-  const state = load();
   try {
     panel.fill(state.settings);
     return Tree.from(state.tree);
@@ -272,18 +291,21 @@ function recall() {
   }
 }
 
-// Asks once before truncating a text that is longer than the context.
-function offerTheEnd() {
+// Offers to go on from the end of a text that is longer than the context, once for this text or always.
+function offer(isOffered) {
+  $("always-word").hidden = !isOffered && !reach.always;
+  $("always").checked = reach.always;
+  if (!isOffered) return status.withdraw();
   status.offer(`Go on from the end of it: its last ${promptBudget()} tokens`, () => {
-    agreed = notebook.text.slice(0, ALIKE);
+    reach.agree(notebook.text);
     $("generate").focus(); // the button disappears, and its focus with it
     generate();
   });
 }
 
-// The request field that truncates the prompt, if the user agreed to that for this text.
-function reach() {
-  return agreed !== null && notebook.text.startsWith(agreed) ? { truncate_prompt_tokens: String(promptBudget()) } : {};
+// The request field that truncates this prompt, if the user agreed to that.
+function within(prompt) {
+  return reach.fields(prompt, promptBudget());
 }
 
 // Context tokens left for the prompt, at least half of the context.
@@ -296,7 +318,7 @@ changed();
 sheet.toEnd();
 service.introduce();
 if (/Mac|iP/.test(navigator.platform)) $("generate-key").textContent = "\u2318 Enter";
-if (matchMedia("(hover: hover)").matches) sheet.focus(); // on a phone it would open the keyboard
+if (hasKeyboard) sheet.focus();
 
 const actions = {
   generate,
@@ -306,6 +328,10 @@ const actions = {
   redo: () => notebook.redo(),
 };
 for (const [id, action] of Object.entries(actions)) $(id).addEventListener("click", action);
+$("always").addEventListener("change", ({ target }) => {
+  reach.always = target.checked;
+  refresh();
+});
 $("view-write").addEventListener("click", () => look(false));
 $("view-inspect").addEventListener("click", () => look(true));
 listen({ ...actions, look: () => look() }, () => notebook.running);

@@ -1,11 +1,12 @@
 // The life of the document: generate, stop, undo, redo, regenerate, pick another token, take a branch. Holds the text
 // and its history, runs one request at a time, and notifies its view of changes.
 
-import { Manuscript } from "./text/manuscript.js";
+import { difference, Manuscript } from "./text/manuscript.js";
 import { Tree } from "./text/tree.js";
 
 const MOST_CHOICES = 16; // of a request, in any server
 const PAUSE = 1500; // ms between two keys that belong to one step of undo
+const SENTENCE_END = /[.!?\u2026\u3002]["'\u201d\u2019)\]]*\s$|\n$/; // closes a step, too
 
 export class Notebook {
   #complete;
@@ -13,7 +14,7 @@ export class Notebook {
   #tree;
   #manuscript;
   #run = null; // the current run: { abort, before, drafts, facts, picked }
-  #typedAt = -Infinity;
+  #typedAt = -Infinity; // -Infinity: the next key begins a step
 
   /**
    * `complete(prompt, typed, signal)`: see request/completion.js. `view` receives events:
@@ -57,12 +58,14 @@ export class Notebook {
     return !this.running && (this.#tree.lastRun?.parent ?? null) !== null; // where it began may be forgotten
   }
 
-  /** The user changed the text. */
-  type(text) {
+  /** The user changed the text. `isStep`: at one go, such as by pasting; else by a key, which may join the keys before. */
+  type(text, isStep = false) {
     const now = performance.now();
+    const { start, added } = difference(this.text, text);
     this.#manuscript.rewrite(text);
-    this.#tree.type(this.#manuscript.state, now - this.#typedAt < PAUSE);
-    this.#typedAt = now;
+    this.#tree.type(this.#manuscript.state, !isStep && now - this.#typedAt < PAUSE);
+    const isEnd = isStep || (added > 0 && SENTENCE_END.test(text.slice(0, start + added)));
+    this.#typedAt = isEnd ? -Infinity : now;
   }
 
   /** Another text altogether, as a step that can be undone. */

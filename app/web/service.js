@@ -14,7 +14,7 @@ export class Service {
 
   /**
    * `elements`: { model, weights, form, key }. `view` receives known(facts), described(parameters, facts)
-   * the request's parameters, keyed() a key was entered, and refused(sentence).
+   * the request's parameters, unknown(error) neither could be read, keyed() a key was entered, and refused(sentence).
    */
   constructor(elements, view) {
     [this.#elements, this.#view] = [elements, view];
@@ -30,6 +30,7 @@ export class Service {
     } catch (error) {
       // While the weights load the server says how long; otherwise the first run shows the model or the error.
       this.failed(error);
+      this.#view.unknown(error);
       if (error.status === 401 && "Authorization" in authorization()) this.#wrong(error.message);
       if (error.retryAfter) setTimeout(() => this.introduce(), error.retryAfter * 1000);
     }

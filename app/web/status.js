@@ -12,6 +12,7 @@ export class Status {
   #first = 0; // when the first and the latest token arrived, ms on the clock of performance.now()
   #latest = 0;
   #count = 0;
+  #counts = []; // of each continuation
   #rate = null; // tokens per second, once the server has measured it
   #read = null; // tokens of the prompt
   #cut = false; // the beginning of a long prompt was left out
@@ -45,9 +46,14 @@ export class Status {
     this.#remedy.hidden = false;
   }
 
+  withdraw() {
+    this.#remedy.hidden = true;
+  }
+
   sent() {
     this.#sent = performance.now();
     this.#first = this.#latest = this.#count = 0;
+    this.#counts = [];
     this.#rate = this.#seed = this.#read = null;
     this.show("waiting", FIRST);
     this.#paint();
@@ -75,10 +81,12 @@ export class Status {
     this.#paint();
   }
 
-  token() {
+  /** A token of the continuation with this index has come. */
+  token(index = 0) {
     this.#latest = performance.now();
     if (this.#count === 0) this.#first = this.#latest;
     this.#count += 1;
+    this.#counts[index] = (this.#counts[index] ?? 0) + 1;
     this.show("streaming", "Streaming");
     this.#frame ||= requestAnimationFrame(() => this.#paint());
   }
@@ -86,6 +94,7 @@ export class Status {
   done({ choices, usage, timings }) {
     // Better than our own count: a token that ended inside a code point had no event of its own.
     this.#count = usage?.completion_tokens ?? this.#count;
+    if (choices.length === 1) this.#counts = [this.#count];
     // And than our own clock, which sees tokens in the bundles that the network delivers.
     this.#rate = timings?.tokens_per_second ?? null;
     const reasons = [...new Set(choices.map((choice) => choice.finish_reason))].join(", ");
@@ -110,13 +119,18 @@ export class Status {
     firstToken.textContent = this.#first ? `${Math.round(this.#first - this.#sent)} ms` : NONE;
     rate.textContent = rateText(this.#rate ?? this.#ownRate());
     count.textContent = String(this.#count);
-    context.textContent = this.#used();
+    context.textContent = this.#used === null || this.#context === null ? NONE : `${this.#used} of ${this.#context}`;
     seed.textContent = this.#seed ?? NONE;
   }
 
-  #used() {
-    if (this.#read === null || this.#context === null) return NONE;
-    return `${this.#read + this.#count} of ${this.#context}`;
+  /** Whether the model can see no more than what it has read and written. */
+  get isFull() {
+    return this.#context !== null && this.#used >= this.#context;
+  }
+
+  // Tokens that the model sees, of the longest continuation: each has the context for itself.
+  get #used() {
+    return this.#read === null ? null : this.#read + Math.max(0, ...this.#counts);
   }
 
   #ownRate() {

@@ -183,7 +183,7 @@ def test_two_continuations_stand_beside_each_other_with_the_end_of_the_text_abov
     for _ in range(5):
         abreast.keyboard.press("Tab")
         reached.append(abreast.evaluate("() => document.activeElement.ariaLabel ?? document.activeElement.textContent"))
-    ways = [f"{what} {i}" for i in (1, 2) for what in ("Continuation", "Take continuation")]
+    ways = [f"{what} {i}" for i in (1, 2) for what in ("Continuation", "Take this")]
     assert reached == [*ways, "Take none"]
 
 
@@ -192,7 +192,7 @@ def test_one_is_taken_and_the_other_stays_a_branch(abreast, how):
     if how == "key":
         abreast.keyboard.press("2")
     else:
-        abreast.get_by_role("button", name="Take continuation 2").click()
+        abreast.get_by_role("button", name="Take this 2").click()
     assert text(abreast) == f"{PROMPT} a girl."
     assert continuations(abreast).is_hidden()
     assert abreast.evaluate("() => document.activeElement.id") == "document"

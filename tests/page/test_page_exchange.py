@@ -214,7 +214,7 @@ def test_a_receipt_that_one_was_sent_gives_its_settings_and_seed(page):
     page.locator("#pasted-receipt").fill(json.dumps(RECEIPT))
     use.click()
     status_of(page, "#receipt").filter(has_text="The settings and the seed are those of the receipt.").wait_for()
-    said = status_of(page, "#receipt").inner_text()
+    said = status_of(page, "#receipt form").inner_text()
     assert "another text than this one" in said and "weights here are others" in said and "native-int8" in said
     play(page, *run_of())
     with page.expect_request("**/complete") as request:

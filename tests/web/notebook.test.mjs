@@ -140,3 +140,14 @@ test("n drafts are branches next to the text, and one is taken", async () => {
   book.undo();
   assert.equal(book.text, "Once");
 });
+
+test("pasting is a step of its own, and the end of a sentence or a line ends one", () => {
+  const { book } = notebook();
+  for (const text of ["Once u", "Once up. ", "Once up. H"]) book.type(text);
+  book.type("Once up. He pasted this", true);
+  for (const text of ["Once up. He pasted this t", "Once up. He pasted this t\n", "Once up. He pasted this t\nx"]) book.type(text);
+  const steps = [];
+  for (; book.canUndo; book.undo()) steps.push(book.text);
+  const pasted = "Once up. He pasted this";
+  assert.deepEqual(steps, [`${pasted} t\nx`, `${pasted} t\n`, pasted, "Once up. H", "Once up. "]);
+});

@@ -113,3 +113,16 @@ test("too many nodes: the oldest ends go, never what one stands on, and every pa
   assert.ok(steps >= 290, "the line that one stands on outlives its side branches");
   Tree.from(tree.data);
 });
+
+test("a run that takes another token in the middle of a run is drawn as its sibling; undo still follows time", () => {
+  const tree = grown();
+  const first = tree.current.id;
+  const other = tree.commit("run", state("Once upon a time there was a knight", [[4, 35]])).id;
+  const [root, , second] = tree.runs();
+  assert.deepEqual([second.id, second.parent, second.words], [other, root.id, "knight"]);
+  assert.deepEqual(tree.runs().map(({ here }) => here), [true, false, true]);
+  assert.equal(tree.undo().id, first);
+  tree.redo();
+  tree.commit("run", state("Twice", []));
+  assert.equal(tree.runs().at(-1).parent, other, "a text that begins like none of them stays where it came from");
+});

@@ -1,7 +1,9 @@
 // A button with a menu: opened by a click, Enter, Space or an arrow key; arrows, Home and End go through it, Escape and
-// a click elsewhere close it.
+// a click elsewhere close it. The list is a popover, which nothing else on the page can cover.
 
 import { element, put } from "../elements.js";
+
+const GAP = 4; // px between the button and its list, and around that
 
 export class Menu {
   #button;
@@ -14,18 +16,20 @@ export class Menu {
     this.#button = put(element("button"), label);
     this.#button.type = "button";
     this.#button.setAttribute("aria-haspopup", "menu");
+    this.#list.popover = "manual";
     this.#list.setAttribute("role", "menu");
     this.#list.setAttribute("aria-label", label);
     for (const [value, words] of Object.entries(items)) this.#list.append(this.#item(value, words));
     this.element = put(element("div"), this.#button, this.#list);
     this.element.className = "menu";
     root.append(this.element);
-    this.#button.addEventListener("click", () => (this.#list.hidden ? this.#open() : this.#leave()));
+    this.#button.addEventListener("click", () => (this.#isOpen ? this.#leave() : this.#open()));
     // Safari gives no focus to a button that is clicked: the list would lose it, and be gone before the click.
     this.element.addEventListener("mousedown", (event) => event.preventDefault());
     this.element.addEventListener("keydown", (event) => this.#pressed(event));
     this.element.addEventListener("focusout", ({ relatedTarget: to }) => this.element.contains(to) || this.#close());
-    this.#close();
+    for (const event of ["scroll", "resize"]) addEventListener(event, () => this.#place(), { capture: true, passive: true });
+    this.#button.setAttribute("aria-expanded", "false");
   }
 
   #item(value, words) {
@@ -40,10 +44,15 @@ export class Menu {
     return item;
   }
 
+  get #isOpen() {
+    return this.#list.matches(":popover-open");
+  }
+
   #open(place = 0) {
-    this.#list.hidden = false;
+    this.#list.showPopover();
+    this.#place();
     this.#button.setAttribute("aria-expanded", "true");
-    [...this.#list.children].at(place).focus();
+    [...this.#list.children].at(place).focus({ preventScroll: true });
   }
 
   #leave() {
@@ -51,8 +60,18 @@ export class Menu {
     this.#close();
   }
 
+  // Below its button, or above it where there is no room.
+  #place() {
+    if (!this.#isOpen) return;
+    const { left, top, bottom } = this.#button.getBoundingClientRect();
+    const { offsetWidth: width, offsetHeight: height } = this.#list;
+    const isBelow = bottom + GAP + height <= innerHeight;
+    this.#list.style.left = `${Math.max(Math.min(left, innerWidth - width - GAP), GAP)}px`;
+    this.#list.style.top = `${Math.max(isBelow ? bottom + GAP : top - GAP - height, GAP)}px`;
+  }
+
   #close() {
-    this.#list.hidden = true;
+    if (this.#isOpen) this.#list.hidePopover();
     this.#button.setAttribute("aria-expanded", "false");
   }
 
@@ -60,9 +79,9 @@ export class Menu {
     const items = [...this.#list.children];
     const at = items.indexOf(document.activeElement);
     const go = { ArrowDown: at + 1, ArrowUp: at < 0 ? -1 : at - 1, Home: 0, End: -1 }[event.key];
-    if (event.key === "Escape" && !this.#list.hidden) this.#leave();
+    if (event.key === "Escape" && this.#isOpen) this.#leave();
     else if (go === undefined) return;
-    else if (this.#list.hidden) this.#open(go);
+    else if (!this.#isOpen) this.#open(go);
     else items.at(go % items.length).focus();
     event.preventDefault();
     event.stopPropagation(); // Escape stops a run, but not from here

@@ -90,8 +90,11 @@ export class Panel {
     this.#changed();
   }
 
-  focus(name) {
-    this.#fields.find((field) => field.name === name)?.focus();
+  /** Unfolds the settings as far as it takes to see this one. */
+  open(name, { withFocus }) {
+    const field = this.#fields.find((one) => one.name === name);
+    if (field && this.#more.contains(field.element)) this.#folded.open = true;
+    if (withFocus) field?.focus();
   }
 
   /** Shows in every field that is left empty what the server puts in its place; for the seed, the one it drew. */

@@ -12,7 +12,8 @@ export class Receipt {
   #none = element("p", NONE);
   #buttons = element("div");
   #replay = button("Replay");
-  #told = element("p");
+  #told = element("p"); // what became of copying and replaying
+  #taken = element("p"); // and of the pasted receipt, next to its button
   #pasted = element("textarea");
   #handlers;
 
@@ -28,8 +29,10 @@ export class Receipt {
     this.#buttons.className = "exits";
     this.#rows.className = "receipt";
     this.#none.className = "told";
-    this.#told.className = "told";
-    this.#told.setAttribute("role", "status");
+    for (const told of [this.#told, this.#taken]) {
+      told.className = "told";
+      told.setAttribute("role", "status");
+    }
     put(root, this.#none, put(this.#buttons, copying, this.#replay), this.#told, this.#rows, this.#form());
     this.show(null);
   }
@@ -51,13 +54,14 @@ export class Receipt {
   async #again() {
     if (this.#replay.textContent === "Stop") return this.#handlers.stop();
     this.#replay.textContent = "Stop";
-    await this.#tell("Replaying", () => this.#handlers.replay());
+    await this.#tell(this.#told, "Replaying", () => this.#handlers.replay());
     this.#replay.textContent = "Replay";
   }
 
-  async #tell(meanwhile, sentence) {
+  // Says what `sentence()` resolves to, or why it failed, in `place`.
+  async #tell(place, meanwhile, sentence) {
     const receipt = this.#receipt;
-    const tell = (words) => this.#receipt === receipt && (this.#told.textContent = words); // not beside another run's
+    const tell = (words) => this.#receipt === receipt && (place.textContent = words); // not beside another run's
     tell(meanwhile);
     try {
       tell(await sentence());
@@ -73,10 +77,10 @@ export class Receipt {
     label.htmlFor = this.#pasted.id;
     const take = button("Use its settings");
     take.type = "submit";
-    const form = put(element("form"), label, this.#pasted, take);
+    const form = put(element("form"), label, this.#pasted, take, this.#taken);
     form.addEventListener("submit", (event) => {
       event.preventDefault();
-      this.#tell("", () => this.#handlers.take(readReceipt(this.#pasted.value)));
+      this.#tell(this.#taken, "", () => this.#handlers.take(readReceipt(this.#pasted.value)));
     });
     const folded = put(element("details"), element("summary", "Use another receipt"), form);
     folded.className = "paste";

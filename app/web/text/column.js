@@ -22,7 +22,7 @@ export class Column {
     this.#box.setAttribute("aria-label", `Continuation ${number}`);
     put(this.#button, "Take this ", element("kbd", String(number)));
     this.#button.type = "button";
-    this.#button.setAttribute("aria-label", `Take continuation ${number}`);
+    this.#button.setAttribute("aria-label", `Take this ${number}`); // a phone shows no number
     this.#button.setAttribute("aria-keyshortcuts", String(number));
     this.#button.setAttribute("aria-disabled", "true");
     this.#button.addEventListener("click", ontake);

@@ -25,12 +25,37 @@ export class Mirror {
     for (const line of more) this.#write(this.#root.appendChild(element("div")), line);
   }
 
+  /** Where the character at this offset of the text stands in the window, as a DOMRect; null in an empty text. */
+  place(offset) {
+    let rest = offset;
+    for (const block of this.#root.children) {
+      const { length } = block.textContent;
+      if (rest <= length) return rectAt(block, rest);
+      rest -= length + 1; // its line end
+    }
+    return this.#root.lastElementChild?.getBoundingClientRect() ?? null;
+  }
+
   #write(block, text) {
     if (text === "") return;
     const last = block.lastElementChild;
     if (last?.className === "written") last.lastChild.appendData(text);
     else block.append(span("written", text));
   }
+}
+
+function rectAt(block, offset) {
+  let rest = offset;
+  for (const { firstChild: text } of block.children) {
+    if (rest <= text.length) {
+      const range = document.createRange();
+      range.setStart(text, rest);
+      range.collapse(true);
+      return [...range.getClientRects()].at(-1) ?? block.getBoundingClientRect();
+    }
+    rest -= text.length;
+  }
+  return block.getBoundingClientRect();
 }
 
 function paintLine(block, parts) {

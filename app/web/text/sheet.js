@@ -8,6 +8,7 @@ import { Mirror } from "./mirror.js";
 
 const NEAR = 24; // px: so close to the bottom counts as being there
 const LAG = 500; // ms that the textarea may be behind the mirror
+const AT_ONE_GO = /^(insertFrom|insertReplacement|deleteByCut|deleteByDrag|history)/; // values of InputEvent.inputType
 
 export class Sheet {
   #scroller;
@@ -20,10 +21,10 @@ export class Sheet {
   #height = 0; // of the scroller, when it was last laid out
   #caretAtEnd = false;
 
-  /** `ontype(text)` is called when the user changed the text. */
+  /** `ontype(text, isStep)` is called when the user changed the text, by a key or, `isStep`, at one go. */
   constructor({ scroller, area, mirror }, { ontype }) {
     [this.#scroller, this.#area, this.#mirror] = [scroller, area, new Mirror(mirror)];
-    area.addEventListener("input", () => ontype(area.value));
+    area.addEventListener("input", ({ inputType }) => ontype(area.value, AT_ONE_GO.test(inputType)));
     new ResizeObserver(() => this.#resized()).observe(scroller);
   }
 
@@ -35,11 +36,11 @@ export class Sheet {
   show(text, written) {
     this.#forget();
     const { start, removed, added } = difference(this.#area.value, text);
-    if (removed || added) {
-      this.#area.value = text;
-      this.#area.setSelectionRange(start + added, start + added);
-    }
     this.paint(text, written);
+    if (!removed && !added) return;
+    this.#area.value = text;
+    this.#area.setSelectionRange(start + added, start + added);
+    this.#reveal(start + added);
   }
 
   /** The mirror alone: the text stands in the textarea already. */
@@ -49,12 +50,19 @@ export class Sheet {
 
   toEnd() {
     this.#caretToEnd();
-    this.#follow();
+    this.follow();
   }
 
-  /** From here to close() the text belongs to the stream: what the user types would land in its middle. */
-  open() {
+  /** Scrolls to the end of the text. */
+  follow() {
+    this.#scroller.scrollTop = 1e9; // as far as it goes
+  }
+
+  /** From here to close() the text belongs to the stream: what the user types would land in its middle. `withEnd`: one
+      who was writing elsewhere sees the end, where it comes. */
+  open({ withEnd }) {
     this.#caretAtEnd = this.#area.selectionStart === this.#area.value.length;
+    if (withEnd && !this.#caretAtEnd) this.follow();
     this.#area.readOnly = true;
     this.#writtenAt = -Infinity; // what comes first is written at once: there may be a placeholder
   }
@@ -80,6 +88,16 @@ export class Sheet {
     if (this.#caretAtEnd && selectionStart === selectionEnd) this.#caretToEnd();
   }
 
+  // Scrolls as little as it takes to see the line of this place with the lines around it.
+  #reveal(offset) {
+    const line = this.#mirror.place(offset);
+    if (!line || !this.#area.offsetParent) return; // another view of the text stands in its place
+    const { top, bottom } = this.#scroller.getBoundingClientRect();
+    const around = Math.min(2 * line.height, (bottom - top) / 3);
+    if (line.top - around < top) this.#scroller.scrollTop += line.top - around - top;
+    else if (line.bottom + around > bottom) this.#scroller.scrollTop += line.bottom + around - bottom;
+  }
+
   #forget() {
     cancelAnimationFrame(this.#frame);
     [this.#unseen, this.#unwritten, this.#frame] = ["", "", 0];
@@ -92,23 +110,19 @@ export class Sheet {
     if (this.#unseen !== "") this.#mirror.append(this.#unseen);
     [this.#unseen, this.#frame] = ["", 0];
     if (performance.now() - this.#writtenAt >= lag) this.#write();
-    if (following) this.#follow();
+    if (following) this.follow();
   }
 
   // The same where the sheet gets lower: what came under it, or a phone's keyboard, does not hide the end. Not while
   // another view of the text stands in its place.
   #resized() {
-    if (this.#area.offsetParent && this.#atEnd(this.#height)) this.#follow();
+    if (this.#area.offsetParent && this.#atEnd(this.#height)) this.follow();
     this.#height = this.#scroller.clientHeight;
   }
 
   #atEnd(height) {
     const { scrollTop, scrollHeight } = this.#scroller;
     return scrollHeight - scrollTop - height < NEAR;
-  }
-
-  #follow() {
-    this.#scroller.scrollTop = 1e9; // as far as it goes
   }
 
   #write() {

@@ -81,17 +81,29 @@ export class Tree {
     return node ?? null;
   }
 
-  /** What a reader wants to see of it: the runs, and the root. [{ id, parent, next, words, facts, current, here }],
-      `next` being the run where redo() leads. */
+  /**
+   * The runs and the root, as a reader sees them: a run hangs where its text parts from the others', so that one that
+   * takes another token in the middle of a run is its sibling. [{ id, parent, next, words, facts, current, here }], `next`
+   * being the run where redo() leads. (Undo follows time instead, and leads back to what was there before.)
+   */
   runs() {
-    const here = new Set(this.#path(this.#current));
     const shown = (node) => node.kind === "run" || node.parent === null;
     const nearest = (node) => (!node || shown(node) ? node : nearest(this.node(node.parent)));
     const ahead = (node) => (!node || node.kind === "run" ? node : ahead(this.node(node.latest)));
+    const above = (node) => nearest(this.node(node.parent));
+    const fork = (node) => {
+      let parent = above(node);
+      while (parent && !node.state.text.startsWith(parent.state.text)) parent = above(parent);
+      return parent ?? above(node);
+    };
+    const runs = [...this.#nodes.values()].filter(shown);
+    const parents = new Map(runs.map((node) => [node, fork(node)]));
     const current = nearest(this.#current);
-    return [...this.#nodes.values()].filter(shown).map((node) => ({
+    const here = new Set();
+    for (let node = current; node; node = parents.get(node)) here.add(node);
+    return runs.map((node) => ({
       id: node.id,
-      parent: nearest(this.node(node.parent))?.id ?? null,
+      parent: parents.get(node)?.id ?? null,
       next: ahead(this.node(node.latest))?.id ?? null,
       words: this.#words(node),
       facts: node.facts,
@@ -148,10 +160,13 @@ export class Tree {
     return path;
   }
 
+  // The first words that the step before did not have, whole ones where it changed the middle of a word.
   #words(node) {
     const before = this.node(node.parent)?.state.text ?? "";
-    const text = node.state.text.startsWith(before) ? node.state.text.slice(before.length) : node.state.text;
-    const words = text.trim().split(/\s+/);
+    const { text } = node.state;
+    let { start } = difference(before, text);
+    if (start < before.length) while (start > 0 && /\S/.test(text[start - 1])) start--;
+    const words = text.slice(start).trim().split(/\s+/);
     return words.slice(0, WORDS).join(" ") + (words.length > WORDS ? " \u2026" : "");
   }
 

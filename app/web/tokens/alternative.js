@@ -25,6 +25,7 @@ export class Alternative {
   #token;
   #said = element("span"); // the model's share, and what sampling makes of it
   #made = element("span");
+  #name = element("span"); // all of it in words, for a screen reader
   #outline = element("span");
   #fill = element("span");
   #button = element("button");
@@ -42,8 +43,11 @@ export class Alternative {
     this.#button.className = "alternative";
     if (chosen) this.#button.setAttribute("aria-current", "true");
     if (obstacle(token)) this.#button.setAttribute("aria-disabled", "true");
+    this.#name.className = "unseen";
     this.#button.title = isSilent(token) ? "Ends the text here" : obstacle(token);
-    put(this.#button, label(token), track, this.#said, this.#made);
+    const seen = [label(token), track, this.#said, this.#made];
+    for (const part of seen) part.setAttribute("aria-hidden", "true");
+    put(this.#button, this.#name, ...seen);
   }
 
   get element() {
@@ -63,7 +67,7 @@ export class Alternative {
     this.#button.classList.toggle("out", left === 0);
     const sampled = left === null ? [] : [left === 0 ? "cut off" : `${percent(left)} after sampling`];
     const said = [spoken(this.#token), percent(model), ...sampled, ...this.#remarks()];
-    this.#button.setAttribute("aria-label", said.join(", ").replaceAll("\u00a0", " "));
+    this.#name.textContent = said.join(", ").replaceAll("\u00a0", " ");
   }
 
   #remarks() {

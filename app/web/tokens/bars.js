@@ -76,11 +76,13 @@ export class Bars {
     const { shares, rest, exact } = sampled(this.#top, this.#vocabulary, values);
     const left = new Map(this.#top.map((token, index) => [token, shares[index]]));
     const models = this.#alternatives.map((one) => probability(one.token));
-    const full = scale(Math.max(...models, ...shares));
-    this.#alternatives.forEach((one, at) => one.show({ model: models[at], left: left.get(one.token), full }));
-    this.#drawHead(full);
+    const made = this.#alternatives.map((one) => left.get(one.token));
     for (const one of this.#alternatives) left.delete(one.token);
-    this.#drawRest([...left], rest, full);
+    const others = this.#others([...left], rest);
+    const full = scale(Math.max(...models, ...made, others.model, others.share));
+    this.#alternatives.forEach((one, at) => one.show({ model: models[at], left: made[at], full }));
+    this.#drawHead(full);
+    this.#drawRest(others, full);
     const told = percent(1 - restOf(this.#top));
     const estimate = `Estimated: the ${this.#top.length} best hold ${told}, the rest is taken to fall off as words do.`;
     this.#note.textContent = [...doubts, ...(exact ? [] : [estimate])].join(" ");
@@ -92,17 +94,22 @@ export class Bars {
   }
 
   // All that have no bar of their own: `known` [[token, share]] of those that were told, and those that were not.
-  #drawRest(known, rest, full) {
-    const others = this.#vocabulary - this.#alternatives.length;
-    const model = known.reduce((sum, [token]) => sum + probability(token), restOf(this.#top));
-    const share = known.reduce((sum, [, left]) => sum + left, rest.share);
-    const count = known.filter(([, left]) => left > 0).length + rest.count;
-    this.#rest.hidden = others <= 0;
+  #others(known, rest) {
+    return {
+      others: Math.max(this.#vocabulary - this.#alternatives.length, 0),
+      model: known.reduce((sum, [token]) => sum + probability(token), restOf(this.#top)),
+      share: known.reduce((sum, [, left]) => sum + left, rest.share),
+      count: known.filter(([, left]) => left > 0).length + rest.count,
+    };
+  }
+
+  #drawRest({ others, model, share, count }, full) {
+    this.#rest.hidden = others === 0;
     const parts = ["label", "track", "share", "share made"].map((name) => Object.assign(element("span"), { className: name }));
     parts[0].append(count > 0 && count < others ? `${count} of ${others} others` : `${others} others`);
     for (const [name, width] of [["outline", model], ["fill", share]]) {
       const bar = Object.assign(element("span"), { className: name });
-      bar.style.width = `${Math.min((100 * width) / full, 100)}%`;
+      bar.style.width = `${(100 * width) / full}%`;
       parts[1].append(bar);
     }
     parts[2].append(percent(model));
@@ -125,10 +132,11 @@ export class Bars {
     return { values, doubts };
   }
 
+  // What the weights set by themselves holds always, and is no news.
   #isSet(name) {
-    const text = String(this.#typed[name]?.trim() || (this.#resolved[name] ?? "")).trim();
-    const isNeutral = text === "" || OTHERS[name].some((neutral) => text === neutral || Number(text) === Number(neutral));
-    return !isNeutral;
+    const text = this.#typed[name]?.trim() ?? "";
+    const rests = text === "" || text === String(this.#resolved[name] ?? "");
+    return !rests && !OTHERS[name].some((neutral) => text === neutral || Number(text) === Number(neutral));
   }
 
   #clicked({ target }) {

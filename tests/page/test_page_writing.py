@@ -1,0 +1,267 @@
+"""What a writer needs of the page: long texts, the caret, undo, other scripts, paper, a phone; in a real browser."""
+
+import httpx
+import pytest
+
+from tests.support.page.browser import DONE, generate, play, set_fields, setting, start, status, text, wait_for
+
+LINES = "".join(f"Line {number} of a text that is longer than the window.\n" for number in range(120))
+
+
+def play_run(page, words="", *, read=5, count=1, seed=7):
+    choices = [{"index": 0, "finish_reason": "length", "stop_reason": None}]
+    tokens = [("token", {"text": words})] if words else []
+    done = ("done", {"choices": choices, "usage": {"completion_tokens": count}})
+    play(page, ("start", {"seed": seed, "prompt_tokens": read}), *tokens, done)
+    generate(page)
+
+
+def context_of(server):
+    return httpx.get(f"{server.url}/v1/models").json()["data"][0]["max_model_len"]
+
+
+def sent_by(page, act):
+    with page.expect_request("**/complete") as request:
+        act()
+    return request.value.post_data_json
+
+
+def fill(page, words):
+    page.locator("#document").fill(words)
+
+
+def is_seen(page, script):
+    """Whether the rectangle that the script returns lies within the sheet's window."""
+    return page.evaluate(f"""() => {{
+        const paper = document.getElementById("paper").getBoundingClientRect();
+        const box = ({script})();
+        return box.top >= paper.top && box.bottom <= paper.bottom;
+    }}""")
+
+
+LAST_LINE = "() => document.getElementById('mirror').lastElementChild.getBoundingClientRect()"
+FIRST_LINE = "() => document.getElementById('mirror').firstElementChild.getBoundingClientRect()"
+
+
+# A text as long as the context
+
+
+def test_a_text_that_fills_the_context_is_continued_from_its_end_also_after_a_reload(page, server):
+    context = context_of(server)
+    page.wait_for_function("() => document.getElementById('status').textContent === 'Ready'")
+    play_run(page, read=context, count=0)
+    remedy = page.get_by_role("button", name="Go on from the end")
+    assert remedy.is_visible(), status(page)
+    assert "truncate_prompt_tokens" in sent_by(page, remedy.click)
+    wait_for(page, "done")
+    assert remedy.is_hidden(), "the user agreed"
+    page.reload()
+    page.wait_for_function("() => document.getElementById('status').textContent === 'Ready'")
+    assert "truncate_prompt_tokens" in sent_by(page, lambda: start(page))
+
+
+def test_a_run_that_leaves_room_or_another_text_offers_nothing(page, server):
+    context = context_of(server)
+    remedy = page.get_by_role("button", name="Go on from the end")
+    page.wait_for_function("() => document.getElementById('status').textContent === 'Ready'")
+    play_run(page, " more", read=context - 2, count=1)
+    assert remedy.is_hidden()
+    play_run(page, " more", read=context - 1, count=1)
+    assert remedy.is_visible()
+    page.locator("#undo").click()
+    assert remedy.is_hidden()
+
+
+def test_always_goes_on_from_the_end_of_every_text_until_it_is_unchecked(page, server):
+    page.wait_for_function("() => document.getElementById('status').textContent === 'Ready'")
+    play_run(page, read=context_of(server), count=0)
+    page.get_by_label("Always go on from the end").check()
+    fill(page, "Another text")
+    assert "truncate_prompt_tokens" in sent_by(page, lambda: generate(page))
+    page.get_by_label("Always go on from the end").uncheck()
+    assert "truncate_prompt_tokens" not in sent_by(page, lambda: generate(page))
+
+
+def test_the_context_is_that_of_the_longest_continuation(page):
+    choices = [{"index": index, "finish_reason": "length"} for index in range(3)]
+    tokens = [("token", {"index": index, "text": " a"}) for index in (0, 0, 0, 1, 2)]
+    usage = {"completion_tokens": 5}
+    play(page, ("start", {"seed": 7, "prompt_tokens": 4}), *tokens, ("done", {"choices": choices, "usage": usage}))
+    set_fields(page, n=3)
+    generate(page)
+    assert page.locator("#context").inner_text().startswith("7 of ")
+
+
+# The view follows what changes
+
+
+def test_new_text_is_seen_also_when_the_caret_stands_elsewhere(page):
+    fill(page, LINES)
+    page.locator("#document").evaluate("(area) => area.setSelectionRange(10, 10)")
+    page.locator("#paper").evaluate("(paper) => paper.scrollTo(0, 0)")
+    assert not is_seen(page, LAST_LINE), "the text is longer than the window"
+    play(page, ("start", {"seed": 7}), ("token", {"text": "the end"}), DONE)
+    page.keyboard.press("Control+Enter")
+    wait_for(page, "done")
+    assert is_seen(page, LAST_LINE)
+
+
+def test_undo_and_redo_scroll_to_the_change(page):
+    fill(page, LINES)
+    page.locator("#document").evaluate("(area) => { area.setSelectionRange(0, 0); area.focus(); }")
+    page.keyboard.insert_text("New. ")
+    for button, position in (("#undo", 1e9), ("#redo", 1e9)):
+        page.locator("#paper").evaluate("(paper, position) => paper.scrollTo(0, position)", position)
+        assert not is_seen(page, FIRST_LINE)
+        page.locator(button).click()
+        assert is_seen(page, FIRST_LINE), button
+
+
+# Steps of undo
+
+
+def test_pasting_is_a_step_of_its_own(page):
+    fill(page, "One")
+    page.locator("#document").press("End")
+    page.keyboard.type(" two")
+    page.evaluate("""() => {
+        const area = document.getElementById("document");
+        area.setRangeText(" three", area.value.length, area.value.length, "end");
+        area.dispatchEvent(new InputEvent("input", { inputType: "insertFromPaste" }));
+    }""")
+    page.keyboard.type(" four")
+    seen = []
+    for _ in range(3):
+        seen.append(text(page))
+        page.locator("#undo").click()
+    assert seen == ["One two three four", "One two three", "One two"]
+
+
+def test_a_locked_seed_with_the_same_settings_is_not_run_again(page):
+    play_run(page, " upon")
+    page.get_by_role("button", name="Lock the seed").click()
+    page.get_by_role("button", name="Regenerate").click()
+    assert status(page).startswith("The seed is locked")
+
+
+# Settings
+
+
+def test_what_gets_the_focus_is_not_under_the_next_token_nor_is_a_menu(page):
+    page.set_viewport_size({"width": 1280, "height": 600})
+    page.locator("#next > summary").click()
+    page.locator("#bars button").first.wait_for()
+    page.locator("#panel summary").click()
+    for control in page.locator("#panel :is(input, select, textarea):visible").all():
+        control.focus()
+        assert control.evaluate("""(one) => {
+            const { left, top, width, height } = one.getBoundingClientRect();
+            const hit = document.elementFromPoint(left + width / 2, top + height / 2);
+            return one.contains(hit) || hit.contains(one);
+        }"""), control.get_attribute("id")
+    page.get_by_role("button", name="Copy as").click()
+    for item in page.get_by_role("menuitem").all():
+        item.click(trial=True, timeout=5000)
+
+
+def describe_the_model(page, **facts):
+    """Adds these to the model's entry in GET /v1/models, and loads the page again."""
+
+    def described(route):
+        answer = route.fetch()
+        models = answer.json()
+        models["data"][0].update(facts)
+        route.fulfill(response=answer, json=models)
+
+    page.route("**/v1/models", described)
+    page.reload()
+
+
+def test_a_model_with_an_encoder_asks_for_its_source(page):
+    describe_the_model(page, has_encoder=True)
+    setting(page, "source").wait_for(state="visible")
+    page.wait_for_function("() => document.activeElement.id === 'setting-source'")
+
+
+def test_why_the_model_cannot_be_read_is_said(page):
+    page.route("**/v1/models", lambda route: route.abort())
+    page.reload()
+    page.locator("#status", has_text="Error: The server cannot be reached.").wait_for()
+
+
+def test_the_error_of_a_pasted_receipt_stands_at_its_button(page):
+    play_run(page, " upon")
+    page.locator("#run > summary").click()
+    page.get_by_text("Use another receipt").click()
+    page.locator("#pasted-receipt").fill("{")
+    page.get_by_role("button", name="Use its settings").click()
+    told = page.locator("#run form [role=status]")
+    told.filter(has_text="receipt").wait_for()
+    button, words = (place.bounding_box() for place in (page.get_by_role("button", name="Use its settings"), told))
+    assert 0 <= words["y"] - button["y"] - button["height"] < 40
+
+
+def test_no_bar_is_longer_than_its_track_and_a_penalty_of_the_weights_is_no_news(page):
+    top = [{"id": id, "text": f" {id}", "bytes": [32, 48 + id], "logprob": -3.0 - id} for id in range(3)]
+    answer = {"choices": [{"tokens": [{**top[0], "top": top}]}]}
+    page.route("**/complete", lambda route: route.fulfill(json=answer))
+    describe_the_model(page, sampling_defaults={"repetition_penalty": 1.2})
+    page.locator("#next > summary").click()
+    widths = "() => [...document.querySelectorAll('#bars .outline, #bars .fill')].map((bar) => parseFloat(bar.style.width))"
+    page.wait_for_function(f"() => ({widths})().length")
+    assert max(page.evaluate(widths)) <= 100
+    assert "0 to 100 %" in page.locator("#bars").inner_text(), "the scale holds the bar of all others"
+    assert "Not drawn" not in page.locator("#bars").inner_text()
+    page.locator("#panel summary").click()
+    set_fields(page, presence_penalty=0.5)
+    page.get_by_text("Not drawn: presence_penalty.").wait_for()
+
+
+# Other scripts, paper, a phone
+
+
+def test_a_line_is_written_from_the_side_of_its_script(page):
+    fill(page, "Hello\n\u05e9\u05dc\u05d5\u05dd")
+    sides = page.evaluate("""() => [...document.querySelectorAll("#mirror > div")].map((line) => {
+        const [box, words] = [line.getBoundingClientRect(), line.firstChild.getBoundingClientRect()];
+        return words.left - box.left < 1 ? "left" : box.right - words.right < 1 ? "right" : "";
+    })""")
+    assert sides == ["left", "right"]
+    assert page.locator("#document").evaluate("(area) => getComputedStyle(area).unicodeBidi") == "plaintext"
+
+
+def test_the_whole_text_is_printed_and_nothing_else(page):
+    fill(page, LINES)
+    page.emulate_media(media="print")
+    assert page.evaluate(f"() => ({LAST_LINE})().bottom <= document.documentElement.scrollHeight")
+    assert page.locator("#paper").evaluate("(paper) => paper.scrollHeight <= paper.clientHeight + 1")
+    for hidden in ("aside", ".actions", ".masthead", "#document"):
+        assert page.locator(hidden).is_hidden(), hidden
+
+
+@pytest.fixture
+def phone(page):
+    page.set_viewport_size({"width": 390, "height": 780})
+    return page
+
+
+def test_on_a_phone_continuations_stand_one_below_the_other_without_a_window_of_their_own(phone):
+    choices = [{"index": index, "finish_reason": "length"} for index in range(3)]
+    tokens = [("token", {"index": index, "text": " word" * 60}) for index in range(3)]
+    play(phone, ("start", {"seed": 7}), *tokens, ("done", {"choices": choices}))
+    set_fields(phone, n=3)
+    generate(phone)
+    columns = phone.locator("#columns")
+    assert columns.evaluate("(one) => one.scrollHeight <= one.clientHeight + 1")
+    phone.get_by_role("button", name="Take this 3").click()
+    assert text(phone).endswith(" word")
+
+
+def test_on_a_phone_the_api_page_is_as_wide_as_the_screen_and_its_words_have_room(phone):
+    phone.goto("/docs")
+    phone.locator("#schemas:not([hidden])").wait_for()
+    for folded in phone.locator("details").all():
+        folded.evaluate("(one) => (one.open = true)")
+    assert phone.evaluate("() => document.documentElement.scrollWidth") <= 390
+    widths = phone.evaluate("() => [...document.querySelectorAll('td:last-child')].map((cell) => cell.clientWidth)")
+    assert widths and min(widths) > 280
