@@ -159,7 +159,7 @@ class Tree:
         for path in root.iterdir():
             if path.name in _COPIED:
                 shutil.copytree(path, self.root / path.name, ignore=shutil.ignore_patterns("__pycache__"))
-            elif path.name not in (".git", "build"):
+            elif path.name not in (".git", ".hypothesis", "build"):
                 (self.root / path.name).symlink_to(path)
 
     def passes(self, tests: Sequence[str], seconds: float) -> bool:
