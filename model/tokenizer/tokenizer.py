@@ -328,12 +328,8 @@ class Tokenizer:
         """Text of `ids` as a continuation (see `strips_first_space`); invalid UTF-8 becomes U+FFFD."""
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
 
-    def decode_with_specials(self, ids: Iterable[int]) -> bytes:
-        """UTF-8 text of `ids` from the start of a text, special tokens by name, such that encode() restores the ids."""
-        return b"".join(self.iter_with_specials(ids))
-
     def iter_with_specials(self, ids: Iterable[int]) -> Iterator[bytes]:
-        """decode_with_specials(), token by token."""
+        """UTF-8 of each token from the start of a text, special ones by name; encode() of the whole restores `ids`."""
         has_started = not self.strips_first_space
         for token in ids:
             if name := self.specials.get(token):

@@ -202,12 +202,14 @@ def test_the_error_of_a_pasted_receipt_stands_at_its_button(page):
 
 
 def test_no_bar_is_longer_than_its_track_and_a_penalty_of_the_weights_is_no_news(page):
-    top = [{"id": id, "text": f" {id}", "bytes": [32, 48 + id], "logprob": -3.0 - id} for id in range(3)]
+    top = [{"id": n, "text": f" {n}", "bytes": [32, 48 + n], "logprob": -3.0 - n} for n in range(3)]
     answer = {"choices": [{"tokens": [{**top[0], "top": top}]}]}
     page.route("**/complete", lambda route: route.fulfill(json=answer))
     describe_the_model(page, sampling_defaults={"repetition_penalty": 1.2})
     page.locator("#next > summary").click()
-    widths = "() => [...document.querySelectorAll('#bars .outline, #bars .fill')].map((bar) => parseFloat(bar.style.width))"
+    widths = (
+        "() => [...document.querySelectorAll('#bars .outline, #bars .fill')].map((bar) => parseFloat(bar.style.width))"
+    )
     page.wait_for_function(f"() => ({widths})().length")
     assert max(page.evaluate(widths)) <= 100
     assert "0 to 100 %" in page.locator("#bars").inner_text(), "the scale holds the bar of all others"

@@ -57,11 +57,11 @@ def test_the_bytes_of_the_tokens_are_the_text(name: str, text: str) -> None:
     expected = written(name, text)
     assert b"".join(map(ours.token_bytes, ours.encode(text))) == expected.encode()
     assert ours.strips_first_space == (written(name, "a") == " a")
-    assert ours.decode_with_specials(ours.encode_many([text])[0]).decode() == (
+    assert b"".join(ours.iter_with_specials(ours.encode_many([text])[0])).decode() == (
         expected.removeprefix(" ") if ours.strips_first_space else expected
     )
     if name not in ("prefixed", "mistral", "unigram"):
-        assert ours.encode(ours.decode_with_specials(ours.encode(text)).decode()) == ours.encode(text)
+        assert ours.encode(b"".join(ours.iter_with_specials(ours.encode(text))).decode()) == ours.encode(text)
 
 
 @pytest.mark.parametrize("name", KINDS)
