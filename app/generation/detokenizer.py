@@ -51,7 +51,8 @@ class StopMatcher:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = stops
+        self._stops = sorted(stops, key=len, reverse=True)
+        self._max_length = max(map(len, stops), default=0)
         self._pending_text = ""
         self.matched: str | None = None
         """The stop string that ended the text."""
@@ -83,14 +84,23 @@ class StopMatcher:
 
     def _find(self, buffer: str) -> tuple[int, str | None]:
         """Start of the earliest match and its stop string, the longest of those that start there."""
-        found = ((start, -len(stop), stop) for stop in self._stops if (start := buffer.find(stop)) != -1)
-        start, _, match = min(found, default=(len(buffer), 0, None))
-        return start, match
+        best, found = len(buffer), None
+        for stop in self._stops:
+            start = buffer.find(stop)
+            if start != -1 and start < best:
+                best, found = start, stop
+        return best, found
 
     def _pending(self, buffer: str) -> int:
-        """Start of the longest suffix that is a proper prefix of a stop string."""
-        held = (size for stop in self._stops for size in range(1, len(stop)) if buffer.endswith(stop[:size]))
-        return len(buffer) - max(held, default=0)
+        """Start of the longest suffix that is a proper prefix of a stop string.
+
+        Asks each start in the buffer, which is short unless it nearly matches, and not each prefix of each stop.
+        """
+        for start in range(max(0, len(buffer) - self._max_length + 1), len(buffer)):
+            tail = buffer[start:]
+            if any(len(tail) < len(stop) and stop.startswith(tail) for stop in self._stops):
+                return start
+        return len(buffer)
 
 
 class PromptEcho:
