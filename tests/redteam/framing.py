@@ -221,7 +221,8 @@ def judge(message: Message, raw: bytes, closed: bool) -> tuple[str, str] | None:
         return "critical", f"the body was answered as a request: {statuses}"
     if len(answers) > message.requests + 1:
         return "critical", f"{len(answers) - 1} answers to {message.requests} requests: {statuses}"
-    if message.must_refuse and statuses and statuses[0] < 400:
+    # A request that needs no body may be answered before the bad part of its framing arrives; nothing may follow.
+    if message.must_refuse and statuses and statuses[0] < 400 and (len(statuses) > 1 or not closed):
         return "high", f"ambiguous framing was accepted: {statuses}"
     says_close = bool(answers) and answers[-1].headers.get("connection", "").lower() == "close"
     if message.must_answer and len(answers) < message.requests + 1 and not says_close:
