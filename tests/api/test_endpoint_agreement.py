@@ -8,6 +8,7 @@ import httpx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.api.schemas import SAMPLING_FIELDS
 from tests.support.completion_client import chunks, parse_events, stream, whole
 from tests.support.servers import Server
 
@@ -81,3 +82,28 @@ def _compare_openai(answer: dict[str, Any], other: dict[str, Any], parts: list[d
             assert [value for piece in pieces if piece["logprobs"] for value in piece["logprobs"][key]] == values
     for key in ("prompt_tokens", "completion_tokens"):
         assert other["usage"][key] == parts[-1]["usage"][key] == answer["usage"][key]
+
+
+NARROWING = {
+    "temperature": 0.5,
+    "top_k": 3,
+    "top_p": 0.5,
+    "min_p": 0.5,
+    "typical_p": 0.3,
+    "repetition_penalty": 3.0,
+    "presence_penalty": 2.0,
+    "frequency_penalty": 2.0,
+}
+
+
+def test_each_sampling_field_changes_the_text_alike_on_both_apis(server: Server) -> None:
+    """A field that is accepted and never reaches the sampler would change nothing."""
+    assert NARROWING.keys() == set(SAMPLING_FIELDS)
+    body = {"prompt": "Once upon", "max_tokens": 30, "temperature": 1.2, "seed": 5, "ignore_eos": True}
+    plain = whole(server.url, **body)["choices"][0]["text"]
+    for name, value in NARROWING.items():
+        changed = body | {name: value}
+        text = whole(server.url, **changed)["choices"][0]["text"]
+        assert text != plain, name
+        response = httpx.post(f"{server.url}/v1/completions", json=changed, timeout=60)
+        assert response.json()["choices"][0]["text"] == text, name

@@ -160,7 +160,8 @@ def test_every_level_computes_the_same_bits(tmp_path: Path) -> None:
     """avx2 is the variant for machines without AVX-512: two registers a vector, pairs of bfloat16 split."""
     assert this_level() in X86_LEVELS, "this test knows the levels of x86-64 only"
     library = load_library(build(BuildRecipe(level=X86_LEVELS[-1]), tmp_path))
-    ways = itertools.product(("odd sizes", "gpt_neox"), (torch.float32, torch.bfloat16), (False, True))
+    shapes = ("odd sizes", "gpt_neox", *get_args(Activation))
+    ways = itertools.product(shapes, (torch.float32, torch.bfloat16), (False, True))
     for shape, dtype, int8 in ways:
         decoder = tiny_decoder(tiny_config(**SHAPES[shape]), dtype=dtype)
         compute = NativeCompute(library, decoder, ThreadPool(library, 2), blocks=8, int8=int8)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from functools import cache
 from itertools import count
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from app.common.types import Request, SamplingParams
-from model.config import ConfigError, ModelConfig, RopeScaling
+from model.config import Activation, ConfigError, ModelConfig, RopeScaling
 from model.nn.layers import ACTIVATIONS
 from model.nn.reference import generate
 from tests.support.engine.parity import expect_parity
@@ -50,7 +50,7 @@ def _config(seed: int) -> ModelConfig:
             "norm": ("rmsnorm", "layernorm", "none")[seed // 2 % 3],
             "norm_position": rng.choice(["pre", "post"]),
             "positions": positions,
-            "activation": ("relu", "gelu", "gelu_tanh", "silu")[seed // 3 % 4],
+            "activation": get_args(Activation)[seed // 3 % len(get_args(Activation))],
             "sliding_window": rng.choice([None, 9, 40]),
             "attention_scale": rng.choice(["head_dim", "width"]),
             "embedding_scale": rng.choice([1.0, 3.3]),
@@ -105,7 +105,12 @@ def test_the_random_decoders_have_every_switch_both_ways() -> None:
     names = ("norm", "positions", "activation", "norm_position", "attention_scale", "head_dim", "tied_head", "qk_norm")
     names += ("parallel_residual", "out_projection", "final_norm", "head_bias", "norm_bias", "gated", "qkv_bias")
     counts = {name: len({getattr(config, name) for config in configs}) for name in names}
-    assert counts == dict.fromkeys(names, 2) | {"norm": 3, "positions": 4, "activation": 4, "head_dim": 5}
+    assert counts == dict.fromkeys(names, 2) | {
+        "norm": 3,
+        "positions": 4,
+        "activation": len(get_args(Activation)),
+        "head_dim": 5,
+    }
     for name in ("sliding_window", "logit_soft_cap", "rotary_dim"):
         assert {getattr(config, name) is None for config in configs} == {True, False}, name
     assert {config.rope_scaling for config in configs} == set(SCALINGS)

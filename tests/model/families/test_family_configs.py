@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
-from model.config import ConfigError, ModelConfig, RopeScaling
+from model.config import Activation, ConfigError, ModelConfig, RopeScaling
 from model.families.registry import SUPPORTED, family_of, read_config, write_config
+from model.families.spec import ACTIVATION_NAMES
 from model.nn.transformer import Decoder
 from tests.support.model.hub_checkpoints import CASES, CLASSES, family_name, their_model
 from tests.support.model.tiny_models import tiny_config
@@ -72,6 +73,16 @@ def test_keys_old_and_new_and_missing_mean_what_transformers_makes_of_them(name:
         theirs = CLASSES[name][1](CLASSES[name][0].from_dict(dict(raw)))
         ours = Decoder(config)
     assert ours.n_params == theirs.num_parameters()
+
+
+@pytest.mark.parametrize("name", MINIMAL)
+def test_every_activation_is_read_and_written_by_its_name(name: str) -> None:
+    """Also those that transformers does not have."""
+    key = "activation_function" if name == "gpt2" else "hidden_act"
+    for activation, written in ACTIVATION_NAMES.items():
+        config = _read(name, MINIMAL[name] | {key: written})
+        assert config.activation == activation and write_config(config, "float32", 0)[key] == written
+    assert ACTIVATION_NAMES.keys() == set(get_args(Activation))
 
 
 @pytest.mark.parametrize("case", CASES)
