@@ -86,7 +86,7 @@ class MessageGenerator:
         return self._message("plain", f"Content-Length: {len(body)}", body=body, must_answer=True)
 
     def _chunked(self) -> Message:
-        encoding = self.rng.choice(["chunked", "Chunked", "CHUNKED", " \tchunked \t"])
+        encoding = self.rng.choice(["chunked", "Chunked", "CHUNKED", " \tchunked"])
         body = self._as_chunks(self._body())
         return self._message("chunked", f"Transfer-Encoding: {encoding}", body=body, must_answer=True)
 
