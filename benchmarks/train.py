@@ -84,7 +84,7 @@ def _rounds(
     measured: list[dict[str, _Clocks]] = []
 
     class OurStep(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
-        """Takes the clocks of each step of Trainer, and runs one of ours before the next."""
+        """Times each step of Trainer, and runs a step of inkstream's trainer before the next one."""
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             self.started = _clocks(device)

@@ -1,4 +1,4 @@
-"""A stream that several replicas produced equals the text of one, however each splits it, and whoever reads it."""
+"""A stream from several replicas equals the text of one, however each splits it and whichever client reads it."""
 
 from __future__ import annotations
 

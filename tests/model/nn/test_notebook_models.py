@@ -150,7 +150,7 @@ class HeadByHead(nn.Module):
 
 
 def fill_layer(theirs: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer, ours: Block) -> None:
-    """Copies a block of ours."""
+    """Copies the weights of one of this project's blocks."""
     attention = ours.attention
     fill_attention(theirs.self_attn, (attention.qkv.weight,), (attention.qkv.bias,), attention.out)
     norms = [ours.norm_attention, ours.norm_mlp]
@@ -164,7 +164,7 @@ def fill_layer(theirs: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer, 
 
 
 def fill_cross(theirs: nn.MultiheadAttention, ours: CrossAttention) -> None:
-    """Copies a cross-attention of ours."""
+    """Copies the weights of one of this project's cross-attentions."""
     fill_attention(theirs, (ours.q.weight, ours.kv.weight), (ours.q.bias, ours.kv.bias), ours.out)
 
 
