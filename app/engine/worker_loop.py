@@ -306,7 +306,7 @@ class _WorkerLoop:
             if failed := grammar_queue.take_failed():
                 self._report(StepReport(failed=failed, counters=engine.scheduler.counters))
             if not engine.has_work:
-                engine.on_idle()
+                engine.check_blocks()
                 self._report(StepReport(counters=engine.scheduler.counters))
                 continue
             fault("engine.step", engine.scheduler.running)

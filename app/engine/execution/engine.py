@@ -263,11 +263,11 @@ class Engine:
         report = self.scheduler.commit(first.plan, self._finish(first))
         self._unchecked_steps += 1
         if self._unchecked_steps >= self._check_interval:
-            self.on_idle()
+            self.check_blocks()
         return report
 
-    def on_idle(self) -> None:
-        """Checks the accounting of cache blocks if there was a step since the last check."""
+    def check_blocks(self) -> None:
+        """Checks the accounting of cache blocks if there was a step since the last check; also called when idle."""
         if self._unchecked_steps:
             self._unchecked_steps = 0
             self.scheduler.check_blocks()

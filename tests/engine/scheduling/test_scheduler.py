@@ -179,12 +179,12 @@ def test_a_lost_block_is_counted_and_logged_once_for_each_look(caplog: pytest.Lo
     engine = Engine(scheduler, SimulatedDevice(4))
     engine.add(_request("r", 3, max_tokens=3))
     engine.step()
-    engine.on_idle()
+    engine.check_blocks()
     assert scheduler.counters.block_violations == 0
     engine.step()
     scheduler.running[0].blocks = []
     for _ in range(2):  # nothing was done since the first look
-        engine.on_idle()
+        engine.check_blocks()
         assert scheduler.counters.block_violations == 1
     assert "references, 0 owners" in caplog.text
 
