@@ -23,6 +23,7 @@ from app.common import event_loop, logs
 from app.common.errors import NotReady
 from app.common.operating_system import has_terminal
 from app.common.settings import Settings
+from app.common.terminal_log import START
 from app.engine.cpu.toolchain.backend_selection import check_native_available
 from app.engine_client.engine_pool import EnginePool
 from app.engine_client.supervisor import EngineStopped
@@ -31,12 +32,13 @@ from app.http.http_protocol import HttpProtocol
 from app.main import create_app
 from app.serving.kernel_prebuild import libraries_at_start
 from app.serving.service import Service
+from app.start_summary import follow_start
 from model.checkpoint.tensor_index import check_layout, read_chat_template
 
 _UNSENT_BYTES = 1 << 14
 _CLOSE_SECONDS = 2.0
 """Seconds after the drain for clients to read the final events and for cancelled work to stop."""
-_log = logging.getLogger("inkstream")
+_log, _start_log = logging.getLogger("inkstream"), logging.getLogger(START)
 
 
 class StartError(ValueError):
@@ -47,6 +49,10 @@ class _Server(uvicorn.Server):
     """uvicorn with a graceful drain: the listener stays open until all streams have ended or the timeout expires."""
 
     failure: EngineStopped | None = None
+
+    def __init__(self, config: uvicorn.Config, address: tuple[str, int]) -> None:
+        super().__init__(config)
+        self._address = address
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -60,10 +66,12 @@ class _Server(uvicorn.Server):
         self._service: Service = self.config.app.state.service
         self._connections: ConnectionLimits = self.config.app.state.connections
         self._watch_task = asyncio.create_task(self._watch_engine())
+        self._start_task = asyncio.create_task(follow_start(self._service, self._address))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: ARG002
         """Lets open streams finish while new requests get 503, then closes everything and ends the lifespan."""
         self._watch_task.cancel()
+        self._start_task.cancel()
         for connection in self._open_connections:
             connection.shutdown()
         await self._drain()
@@ -167,15 +175,15 @@ async def _serve(
     gc.freeze()
     connection = cast(type[asyncio.Protocol], functools.partial(HttpProtocol, app.state.connections))
     config = uvicorn.Config(app, log_config=None, access_log=False, server_header=False, http=connection, ws="none")
-    server = _Server(config)
+    host, port = listener.getsockname()[:2]
+    server = _Server(config, (host, port))
     loop = asyncio.get_running_loop()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(signal_number) is signal.SIG_IGN:
             continue  # a script started the service in the background: its Ctrl+C is not meant for it
         event_loop.on_signal(loop, signal_number, functools.partial(_on_signal, server))
     event_loop.on_signal(loop, signal.SIGHUP, functools.partial(_on_sighup, server, app, has_terminal()))
-    host, port = listener.getsockname()[:2]
-    _log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+    _start_log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
     await server.serve(sockets=[listener])
     return server.failure
 

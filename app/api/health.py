@@ -14,6 +14,7 @@ from app.api.schemas import ContextLength, VocabularySize, WeightsVersion
 from app.common.errors import NotReady
 from app.http.auth import public
 from app.http.errors import ApiError
+from app.http.request_log import routine
 from app.http.response_model import ResponseModel, json_response
 from app.serving.service import Service
 
@@ -61,6 +62,7 @@ router = APIRouter(tags=["operations"])
 @router.head("/health/live", include_in_schema=False)
 @router.get("/health/live", response_model=Health)
 @public
+@routine
 async def live() -> Response:
     """200 as long as the process responds."""
     return json_response(Health("live"))
@@ -71,6 +73,7 @@ async def live() -> Response:
 @router.get("/health", name="health", response_model=Health, responses=_NOT_READY)
 @router.get("/health/ready", response_model=Health, responses=_NOT_READY)
 @public
+@routine
 async def ready(service: ServiceDep) -> Response:
     """200 when the service accepts completions; 503 during startup, while draining, and while all requests fail."""
     try:
@@ -83,12 +86,14 @@ async def ready(service: ServiceDep) -> Response:
 
 
 @router.get("/metrics", response_class=Response, responses={**_METRICS, **declared(401)})
+@routine
 async def metrics(metrics: MetricsDep) -> Response:
     """Prometheus text."""
     return Response(metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
 
 @router.head("/metrics", include_in_schema=False)
+@routine
 async def metrics_head() -> Response:
     """Some benchmark clients check whether metrics are available."""
     return Response(headers={"Content-Type": CONTENT_TYPE})

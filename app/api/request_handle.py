@@ -247,6 +247,7 @@ class RequestHandle:
             "completion_tokens": session.n_tokens,
             "queue_ms": None if session.times.started is None else timings.queue_ms,
             "first_token_ms": None if session.times.first_token is None else timings.first_token_ms,
+            "tokens_per_second": timings.tokens_per_second or None,
         }
 
 

@@ -12,6 +12,7 @@ from starlette.responses import FileResponse
 
 from app.http.auth import public
 from app.http.errors import ApiError
+from app.http.request_log import routine
 
 _FOLDER = Path(__file__).parent.parent / "web"
 _POLICY = (
@@ -26,6 +27,7 @@ router = APIRouter(include_in_schema=False)
 @router.get("/")
 @router.head("/")
 @public
+@routine
 async def page() -> FileResponse:
     """The completion notebook."""
     return _file("index.html")
@@ -33,6 +35,7 @@ async def page() -> FileResponse:
 
 @router.get("/docs")
 @router.head("/docs")
+@routine
 async def docs() -> FileResponse:
     """The API reference, where requests can be tried."""
     return _file("docs.html")
@@ -41,6 +44,7 @@ async def docs() -> FileResponse:
 @router.get("/web/{name}")
 @router.head("/web/{name}")
 @public
+@routine
 async def asset(name: str) -> FileResponse:
     """A script or style sheet."""
     return _file(name)
@@ -54,6 +58,7 @@ async def asset(name: str) -> FileResponse:
 @router.get("/web/tokens/{name}")
 @router.head("/web/tokens/{name}")
 @public
+@routine
 async def asset_in_folder(request: Request, name: str) -> FileResponse:
     """A script or style sheet from a subfolder."""
     return _file(f"{request.scope['route'].path.split('/')[2]}/{name}")

@@ -6,6 +6,7 @@ EngineError
   Unavailable               the client may retry after `retry_after` seconds
     QueueFull               too many requests wait already
     NotReady                the engine is loading, or restarting after a crash
+      Starting              the first model is loading
     QueueTimeout            the queue did not move fast enough for this request
     RateLimitExceeded       the tenant's rate limit does not allow more now
   DeadlineExceeded          the request's deadline passed before its first token
@@ -54,6 +55,10 @@ class QueueFull(Unavailable):
 
 class NotReady(Unavailable):
     """No engine is ready."""
+
+
+class Starting(NotReady):
+    """The service has just started and has no model yet."""
 
 
 class QueueTimeout(Unavailable):

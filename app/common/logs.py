@@ -1,4 +1,4 @@
-"""Logging of both processes: one event a line, as text or JSON, written by a thread so that loggers never block.
+"""Logging of both processes: one event a line, written by a thread so that loggers never block.
 
 Client data must not leak into a log: control characters are escaped, and an exception is logged by its type and where
 it was raised, without its message, which often quotes client data.
@@ -20,6 +20,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Literal
+
+from app.common.terminal_log import START, has_color, terminal_line
 
 # A pipe buffers 64 KiB; without a reader, the next line would block the event loop, or the engine, forever.
 
@@ -115,17 +117,30 @@ def open_nonblocking(descriptor: int) -> int:
 _ROOT = Path(__file__).parents[2]
 _MAX_FRAMES = 30
 
-Format = Literal["text", "json"]
+Format = Literal["text", "json", "terminal"]
+"""`terminal`: for a person who watches."""
 
 
 def set_up(level: str, log_format: Format) -> None:
     """Routes all loggers and uncaught exceptions of this process to stderr. `level` as in the settings."""
     handler = _handler()
-    handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter())
+    formatters = {"text": _TextFormatter, "json": _JsonFormatter, "terminal": _TerminalFormatter}
+    handler.setFormatter(formatters[log_format]())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    if level == "info":
+        # uvicorn announces the start and the end of its server, of which the service's own lines say more.
+        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    if level == "info" and log_format == "terminal":
+        logging.getLogger(START).setLevel(logging.WARNING)
     logging.captureWarnings(True)
     sys.excepthook = _on_uncaught
     threading.excepthook = lambda args: _on_uncaught(args.exc_type, args.exc_value, args.exc_traceback)
+
+
+def print_lines(text: str) -> None:
+    """Writes unformatted lines in their turn among the log lines; never blocks."""
+    for writer in _writers():
+        writer.put(text)
 
 
 def write_line(line: str) -> None:
@@ -150,9 +165,9 @@ def dropped() -> int:
 
 
 def resolve_format(setting: Literal["auto", "text", "json"]) -> Format:
-    """Resolves `auto`: text if stderr is a terminal, otherwise JSON."""
+    """Resolves `auto`: for a person if stderr is a terminal, otherwise JSON."""
     if setting == "auto":
-        return "text" if sys.stderr is not None and sys.stderr.isatty() else "json"
+        return "terminal" if sys.stderr is not None and sys.stderr.isatty() else "json"
     return setting
 
 
@@ -208,6 +223,18 @@ class _TextFormatter(_Formatter):
         if trace := self._trace(record):
             parts.append(f"[{' < '.join(trace)}]")
         return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(parts))
+
+
+class _TerminalFormatter(_Formatter):
+    """For a person at a terminal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._color = has_color()
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = terminal_line(record, self._message(record), color=self._color)
+        return f"{line} [{' < '.join(trace)}]" if (trace := self._trace(record)) else line
 
 
 def _handler() -> logging.Handler:

@@ -27,6 +27,8 @@ class Settings(BaseSettings):
     """Address to listen on; any but a loopback address requires API keys."""
     port: int = Field(8000, ge=0, le=65535)
     """Port to listen on; 0 takes a free one."""
+    open: bool = False
+    """Open the page in the browser once the service is ready."""
     keys_file: Path | None = None
     """File with API keys (inkstream keys add NAME); None serves every request without a key."""
     insecure_no_auth: bool = False
@@ -111,7 +113,7 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level that is logged."""
     log_format: Literal["auto", "text", "json"] = "auto"
-    """Format of log lines; auto is text on a terminal and JSON elsewhere."""
+    """Format of log lines; auto is a summary and short lines on a terminal, and JSON elsewhere."""
 
     @field_validator("host")
     @classmethod

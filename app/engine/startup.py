@@ -12,6 +12,7 @@ import torch
 
 from app.common.ipc import Ready, WorkerConfig
 from app.common.startup_timer import LOADING_WEIGHTS, PLANNING_MEMORY, PROVING
+from app.common.terminal_log import START
 from app.common.types import sampling_defaults
 from app.engine.backends import ChosenBackend, choose_backend
 from app.engine.cpu.program import BLOCK, padded_head_dim
@@ -41,7 +42,7 @@ from model.device import choose_device, choose_dtype, describe, use_row_invarian
 from model.nn.transformer import Decoder
 from model.tokenizer.tokenizer import Tokenizer
 
-_log = logging.getLogger("inkstream")
+_log, _start_log = logging.getLogger("inkstream"), logging.getLogger(START)
 _SHARED_PROMPT_TOKENS = 64
 """Prompt tokens of a step on a CPU while API keys are in use, unless --tokens-per-step is given. Eight long prompts of
 one key made another key's first token wait 51 ms with 256, 13 ms with 64. Prefill is as fast with the default weights,
@@ -199,7 +200,7 @@ def _blocks(
         device = decoder.embedding.device
         blocks = blocks_on_gpu(cache_shape, device, requested=config.kv_blocks, utilization=share, peaks=peaks())
     for line in format_table(blocks.rows):
-        _log.info("%s: memory: %s", config.name, line)
+        _start_log.info("%s: memory: %s", config.name, line)
     return blocks.number
 
 

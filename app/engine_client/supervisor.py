@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from app.common.ipc import Down, Fatal, FrameDecoder, Phase, Ready, Up, WorkerConfig, decode_up, encode_frame
 from app.common.startup_timer import StartupTimer, format_phases
+from app.common.terminal_log import START
 from app.common.types import StepReport
 
 # -P and an explicit path: a folder called app in the working directory must not be imported.
@@ -183,7 +184,7 @@ class RestartPolicy:
 TOKENS_TO_CLEAR = 2
 """Tokens of a request, generated or scored since it was sent, that show that it does not crash the engine. After one
 alone, no decode step has run yet."""
-_log = logging.getLogger("inkstream")
+_log, _start_log = logging.getLogger("inkstream"), logging.getLogger(START)
 _OTHER_WEIGHTS = "{}: holds other weights than the engine that ended had: restart the service to serve them"
 _STARTING_SILENCE, _LOADING_SILENCE = 180.0, 60.0
 """Minimum timeouts without a report: until the first one (importing torch), and while loading on a busy machine."""
@@ -391,7 +392,7 @@ class Supervisor:
             case Phase():
                 self.phase = frame.name
                 self._startup_timer.on_phase(frame.name, self._last_frame)
-                _log.info("%s: %s", self._config.name, frame.name)
+                _start_log.info("%s: %s", self._config.name, frame.name)
             case Ready() if self._version in ("", frame.weights_version):
                 self._on_ready(frame)
             case Ready():
@@ -405,8 +406,9 @@ class Supervisor:
         self.ready, self.phase, self._version = frame, "ready", frame.weights_version
         self._last_progress = time.monotonic()
         self.start_seconds = self._startup_timer.finish(self._last_progress)
-        _log.info("%s: started in %s", self._config.name, format_phases(self.start_seconds))
-        _log.info(
+        log = _log if self.restarts else _start_log
+        log.info("%s: started in %s", self._config.name, format_phases(self.start_seconds))
+        _start_log.info(
             "%s: %.2f M parameters, %s on %s, context %d, %d cache blocks of %d tokens, numerics %s (%s)",
             "ready" if self._config.replicas == 1 else f"{self._config.name} is ready",
             *(frame.n_params / 1e6, frame.dtype, frame.device, frame.context),

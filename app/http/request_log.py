@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -21,7 +21,8 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from app.common.errors import EngineError
+from app.common.errors import EngineError, Starting
+from app.common.terminal_log import REQUEST
 from app.http.errors import ApiError, from_engine
 
 _SCOPE_KEY = "inkstream_record"
@@ -29,7 +30,15 @@ _RETRY_AFTER_SECONDS = "2"
 _ALLOWED_METHODS = ("GET", "HEAD", "POST", "DELETE")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", None})
 """None: the head of the request did not arrive."""
-_log = logging.getLogger("inkstream.request")
+_ROUTINE_ATTRIBUTE = "inkstream_is_routine"
+_log = logging.getLogger(REQUEST)
+_Endpoint = TypeVar("_Endpoint", bound=Callable[..., object])
+
+
+def routine(endpoint: _Endpoint) -> _Endpoint:
+    """Decorator for an endpoint whose successful requests, and a probe's 503, are logged at the level debug."""
+    setattr(endpoint, _ROUTINE_ATTRIBUTE, True)
+    return endpoint
 
 
 @dataclass(slots=True)
@@ -47,6 +56,8 @@ class AccessRecord:
     """Called at the end: counts and milliseconds of a completion, and its outcome."""
     early_error: tuple[int, str] | None = None
     """Status and code of an error that the connection sent itself; the application only saw a disconnect."""
+    is_during_start: bool = False
+    """Whether the request came before the first model was loaded, and was refused for that."""
 
     @classmethod
     def get_or_create(cls, scope: Scope) -> AccessRecord:
@@ -105,7 +116,8 @@ class RequestLogMiddleware:
 
 def _log_request(scope: Scope, record: AccessRecord, duration_ms: float) -> None:
     """Writes the log line, which contains no client input except the route and the method."""
-    if not _log.isEnabledFor(logging.INFO):
+    level = _level(scope, record)
+    if not _log.isEnabledFor(level):
         return
     # FastAPI's built-in routes have no path, but a name.
     route = getattr(scope.get("route"), "path", None) or getattr(scope.get("endpoint"), "__name__", None)
@@ -124,7 +136,15 @@ def _log_request(scope: Scope, record: AccessRecord, duration_ms: float) -> None
         fields["outcome"] = record.outcome or fields["outcome"]
     if record.early_error:
         fields["status"], fields["outcome"] = record.early_error
-    _log.info("request", extra={"fields": fields})
+    _log.log(level, "request", extra={"fields": fields})
+
+
+def _level(scope: Scope, record: AccessRecord) -> int:
+    """Debug for what says nothing new: probes and scrapes, files of the page, and polling until the model is loaded."""
+    is_routine = getattr(scope.get("endpoint"), _ROUTINE_ATTRIBUTE, False) and (
+        0 < record.status < 400 or record.status == 503
+    )
+    return logging.DEBUG if (is_routine or record.is_during_start) and not record.early_error else logging.INFO
 
 
 def early_response(error: ApiError, scope: Scope | None, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
@@ -178,6 +198,7 @@ def respond(request: Request, error: ApiError) -> Response:
 
 async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError | EngineError)
+    record_of(request).is_during_start = isinstance(error, Starting)
     return respond(request, error if isinstance(error, ApiError) else from_engine(error))
 
 

@@ -25,7 +25,15 @@ from typing import Any
 
 from app.access.rate_limiter import RateLimiter, Reservation, Tenant
 from app.access.tenant_queue import LoopShare, WorkAccount
-from app.common.errors import DeadlineExceeded, EngineError, EngineFailed, InvalidRequest, NotReady, Unavailable
+from app.common.errors import (
+    DeadlineExceeded,
+    EngineError,
+    EngineFailed,
+    InvalidRequest,
+    NotReady,
+    Starting,
+    Unavailable,
+)
 from app.common.ipc import Ready
 from app.common.settings import Settings
 from app.common.types import Request, SamplingParams
@@ -265,7 +273,8 @@ class Service:
         self.require_open()
         instance = instance or self.instance
         if instance.engine.ready is None or instance.tokenizer is None:
-            raise NotReady(f"the model is not ready yet ({self.phase}): try again in a moment", 1)
+            error = NotReady if self._loaded.is_set() else Starting
+            raise error(f"the model is not ready yet ({self.phase}): try again in a moment", 1)
         return instance.engine.ready, instance.tokenizer
 
     async def load(self) -> None:

@@ -58,7 +58,7 @@ def _server(weights: Path, **environment: str) -> Iterator[tuple[subprocess.Pope
 def _fill(url: str, count: int) -> None:
     with httpx.Client(base_url=url) as client:
         for _ in range(count):
-            assert client.get("/health/live").status_code == 200
+            assert client.get("/v1/models").status_code == 200
 
 
 def test_an_unread_log_blocks_neither_requests_nor_engines_nor_the_shutdown(tmp_path: Path, weights: Path) -> None:
@@ -98,13 +98,13 @@ def test_a_reader_that_comes_back_gets_every_line(weights: Path) -> None:
     with _server(weights) as (process, url, log):
         _fill(url, BEFORE_FULL)
         text = b""
-        while text.count(b'"/health/live"') < BEFORE_FULL:  # at its end it waits for a reader no longer than a second
+        while text.count(b'"/v1/models"') < BEFORE_FULL:  # at its end it waits for a reader no longer than a second
             text += os.read(log, 65536)
         process.send_signal(signal.SIGTERM)
         while part := os.read(log, 65536):
             text += part
         assert process.wait(timeout=60) == 0
-        assert text.count(b'"/health/live"') == BEFORE_FULL
+        assert text.count(b'"/v1/models"') == BEFORE_FULL
         assert all(line.startswith(b"{") and line.endswith(b"}") for line in text.splitlines())
 
 

@@ -38,7 +38,7 @@ def ring(tmp_path_factory: pytest.TempPathFactory) -> Keyring:
 
 @pytest.fixture(scope="module")
 def keyed(serve_module: Services, ring: Keyring) -> Server:
-    return serve_module(ring=ring, fake_ms=1)
+    return serve_module("--log-level", "debug", ring=ring, fake_ms=1)  # a line for public routes too
 
 
 def _app(ring: Keyring, tmp_path: Path) -> FastAPI:

@@ -19,7 +19,7 @@ from tests.support.servers import Server
 from tests.support.services import Services
 
 FIELDS = {"time", "level", "message", "request_id", "method", "route", "status", "key", "outcome", "duration_ms"}
-MORE = {"prompt_tokens", "cached_tokens", "completion_tokens", "queue_ms", "first_token_ms"}
+MORE = {"prompt_tokens", "cached_tokens", "completion_tokens", "queue_ms", "first_token_ms", "tokens_per_second"}
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,8 @@ def logged(
     serve_module: Services, tmp_path_factory: pytest.TempPathFactory, faults: Faults
 ) -> Iterator[tuple[Server, Keyring]]:
     ring = Keyring.of(tmp_path_factory.mktemp("logged") / "keys.json", "alice")
-    running = serve_module("--log-format", "json", ring=ring, fake_ms=1, environment=faults.environment)
+    flags = ("--log-format", "json", "--log-level", "debug")  # probes and scrapes are lines of this level
+    running = serve_module(*flags, ring=ring, fake_ms=1, environment=faults.environment)
     yield running, ring
     assert all(line["level"] in ("debug", "info", "warning") for line in log_lines(running))
 

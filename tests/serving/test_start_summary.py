@@ -1,0 +1,247 @@
+"""What the terminal shows of a start and of what happens then, and --open."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import webbrowser
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import pytest
+
+from app import start_summary
+from app.common.ipc import Ready
+from app.common.settings import Settings
+from app.serving.service import Service
+from app.start_summary import follow_start, open_page, page_url, summary
+from tests.support import ROOT
+from tests.support.async_test import async_test
+from tests.support.processes import children
+
+READY = Ready(
+    context=2048, vocab_size=320, n_params=8_700_000, dtype="bfloat16", device="2 x GPU", weights_version="v",
+    eos_ids=(0,), start_id=0, sampling_defaults={}, blocks_total=8, block_size=16, has_encoder=False,
+    numerics="native2-avx512-bfloat16", numerics_reason="", waits_for_build=False,
+)  # fmt: skip
+
+
+class LoadingService:
+    """Stands in for a Service whose start the test controls."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = Settings(**settings)
+        self.engine = self
+        self.ready = READY
+        self.model_name = "a-model"
+        self.phase = "loading weights"
+        self.is_loaded = asyncio.Event()
+
+    async def wait_loaded(self) -> None:
+        await self.is_loaded.wait()
+
+    def as_service(self) -> Service:
+        return cast(Service, self)
+
+
+class TerminalService:
+    """A service with the fake engine whose standard streams are a pseudo terminal."""
+
+    def __init__(self, weights: Path, *flags: str, **environment: str) -> None:
+        master, terminal = pty.openpty()
+        variables = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "TERM") and "INKSTREAM" not in k}
+        variables |= {"PYTHONPATH": str(ROOT), "INKSTREAM_KERNELS": "torch", "TERM": "dumb", **environment}
+        command = [sys.executable, "-m", "tests.support.fake_service", "1", "serve", "--port", "0", *flags]
+        self.process = subprocess.Popen(
+            [*command, "--weights", str(weights)], cwd=ROOT, env=variables, start_new_session=True,
+            stdin=terminal, stdout=terminal, stderr=terminal,
+        )  # fmt: skip
+        os.close(terminal)
+        self.text = ""
+        self._master = master
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        # Linux raises an error once the other end of a terminal is closed.
+        try:
+            while part := os.read(self._master, 65536):
+                self.text += part.decode().replace("\r\n", "\n")
+        except OSError:
+            pass
+
+    def wait_for(self, pattern: str, seconds: float = 60.0) -> re.Match[str]:
+        deadline = time.monotonic() + seconds
+        while not (found := re.search(pattern, self.text, re.MULTILINE)):
+            assert time.monotonic() < deadline and self.process.poll() is None, self.text
+            time.sleep(0.01)
+        return found
+
+    def stop(self) -> int:
+        """Ctrl+C, and the exit code."""
+        self.process.send_signal(signal.SIGINT)
+        code = self.process.wait(60)
+        self._reader.join(10)
+        return code
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reader.join(10)
+        os.close(self._master)
+
+
+@contextmanager
+def on_terminal(weights: Path, *flags: str, **environment: str) -> Iterator[TerminalService]:
+    service = TerminalService(weights, *flags, **environment)
+    try:
+        yield service
+    finally:
+        service.close()
+
+
+@pytest.mark.slow
+def test_a_terminal_shows_a_summary_at_the_end_of_the_start_and_then_a_line_for_each_completion(weights: Path) -> None:
+    with on_terminal(weights, "--replicas", "2") as service:
+        url = service.wait_for(r"^  page    (http://127\.0\.0\.1:\d+)$")[1]
+        service.wait_for(rf"^  API     {url}/docs\n$")
+        assert service.text.startswith("\n  inkstream ") and "Ctrl+C stops it." in service.text.splitlines()[1]
+        assert f"  model   {weights.name}, from {weights}\n" in service.text
+        start = len(service.text)
+        for path in ("/", "/docs", "/web/main.js", "/health", "/health/live", "/metrics"):
+            assert httpx.get(f"{url}{path}").status_code == 200
+        body = {"prompt": "x", "max_tokens": 5, "ignore_eos": True, "stream": False}
+        assert httpx.post(f"{url}/complete", json=body).status_code == 200
+        assert httpx.post(f"{url}/complete", json={**body, "top_p": 2}).status_code == 400
+        service.wait_for(r"  400  POST /complete        [\d.]+ ms, invalid_request_error, req-\w+\n")
+        lines = service.text[start:].splitlines()
+        assert len(lines) == 2, lines
+        assert re.fullmatch(
+            r"\d\d:\d\d:\d\d  200  POST /complete        5 tokens, [\d,]+ tokens/s, [\d.]+ m?s, length", lines[0]
+        )
+
+        os.kill(children(service.process.pid)[0], signal.SIGKILL)
+        service.wait_for(r"  warning: the engine \d process \d+ was ended by SIGKILL\n")
+        service.wait_for(r"  engine \d: started in [\d.]+ s: ")
+        service.process.send_signal(signal.SIGHUP)
+        service.wait_for(r"  new weights are served: \S+, version \w+\n")
+        assert service.stop() == 0
+        assert "Ctrl+C" not in service.text[start:] and "ending: open streams get up to 30 s" in service.text
+        # In none of it: uvicorn's own lines, phases, the memory plan, traces.
+        for word in (
+            "Uvicorn",
+            "server process",
+            "application",
+            "Application",
+            "warming",
+            "memory:",
+            "\x1b",
+            "Traceback",
+        ):
+            assert word not in service.text, word
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variables", "has_color"), [({"TERM": "xterm"}, True), ({"TERM": "xterm", "NO_COLOR": "1"}, False)]
+)
+def test_color_is_for_terminals_that_have_it_and_open_asks_the_browser(
+    tmp_path: Path, weights: Path, variables: dict[str, str], has_color: bool
+) -> None:
+    browser = tmp_path / "browser"
+    browser.write_text(f'#!/bin/sh\necho "$1" > {tmp_path}/opened\n')
+    browser.chmod(0o755)
+    with on_terminal(weights, "--open", **variables, BROWSER=str(browser)) as service:
+        service.wait_for("Ctrl\\+C stops it")
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "opened").exists() or not (opened := (tmp_path / "opened").read_text()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert opened.strip() in service.text
+        assert ("\x1b[1mhttp://" in service.text) is has_color and ("\x1b" in service.text) is has_color
+        assert service.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:80"),
+        ("0.0.0.0", "http://127.0.0.1:80"),
+        ("10.1.2.3", "http://10.1.2.3:80"),
+        ("::", "http://[::1]:80"),
+        ("::1", "http://[::1]:80"),
+        ("fe80::1%lo", "http://[fe80::1%lo]:80"),
+    ],
+)
+def test_the_address_of_the_page_is_one_that_a_browser_on_this_machine_can_open(host: str, expected: str) -> None:
+    assert page_url(host, 80) == expected
+
+
+@async_test
+async def test_the_summary_says_who_can_reach_the_service(tmp_path: Path) -> None:
+    def shown(**settings: Any) -> str:
+        return summary(LoadingService(**settings).as_service(), READY, "URL", color=False)
+
+    assert "  size    8.70 M parameters, bfloat16, context of 2,048 tokens\n" in shown()
+    assert "  device  2 x GPU, C++ kernels\n" in shown() and "network" not in shown()
+    keyed = shown(host="0.0.0.0", keys_file=tmp_path)
+    assert "  page    URL (with an API key)\n" in keyed and "reach the service at 0.0.0.0, with an API key\n" in keyed
+    assert "at 0.0.0.0, without an API key (--insecure-no-auth)\n" in shown(host="0.0.0.0", insecure_no_auth=True)
+    assert "a-model, from two\\nlines\n" in shown(weights="two\nlines")
+
+
+@async_test
+async def test_a_slow_start_names_its_phases_once_each(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(start_summary, "_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(start_summary, "_POLL_SECONDS", 0.001)
+    monkeypatch.setattr("app.common.logs.resolve_format", lambda _: "terminal")
+    caplog.set_level(logging.INFO, "inkstream")
+    service = LoadingService()
+    task = asyncio.create_task(follow_start(service.as_service(), ("127.0.0.1", 1)))
+    for phase in ("loading weights", "warming up"):
+        service.phase = phase
+        async with asyncio.timeout(30):
+            while f"{phase} ..." not in caplog.messages:  # noqa: ASYNC110 (it has no event to wait for)
+                await asyncio.sleep(0.001)
+    service.is_loaded.set()
+    await asyncio.wait_for(task, 30)
+    assert caplog.messages == ["loading weights ...", "warming up ..."]
+
+
+class Unusable(webbrowser.BaseBrowser):
+    """A browser that cannot be started."""
+
+    def open(self, url: str, new: int = 0, autoraise: bool = True) -> bool:  # noqa: ARG002
+        raise OSError(2, "No such file")
+
+
+@pytest.mark.parametrize("browser", [None, Unusable("x"), webbrowser.GenericBrowser("lynx")])
+def test_open_without_a_browser_is_one_warning_that_names_the_address(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, browser: webbrowser.BaseBrowser | None
+) -> None:
+    def get() -> webbrowser.BaseBrowser:
+        if browser is None:
+            raise webbrowser.Error("could not locate runnable browser")
+        return browser
+
+    monkeypatch.setattr(webbrowser, "get", get)
+    monkeypatch.delenv("BROWSER", raising=False)
+    open_page("http://127.0.0.1:1")
+    for thread in threading.enumerate():
+        if thread.name == "browser":
+            thread.join(30)
+    (message,) = caplog.messages
+    assert message.startswith("--open: ") and "open http://127.0.0.1:1 yourself" in message
