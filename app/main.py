@@ -41,6 +41,7 @@ from app.serving.model_instance import ModelInstance
 from app.serving.service import Service
 from app.serving.weights_snapshot import WeightsSnapshot, take_fingerprint, without_links
 from app.tokenization.text_encoder import TokenizerPool
+from model.checkpoint.manifest import read_model_name
 from model.checkpoint.tensor_index import check_layout
 
 _DESCRIPTION = """Text completion by a decoder-only transformer. `POST /complete` streams server-sent events.
@@ -125,7 +126,7 @@ async def _open_instance(settings: Settings, make_engine: Callable[[Settings], E
     weights = await asyncio.to_thread(without_links, settings.weights)
     snapshot = await asyncio.to_thread(WeightsSnapshot.open, weights)
     try:
-        chat_template = await asyncio.to_thread(_load_template, snapshot)
+        chat_template, name = await asyncio.to_thread(_load_facts, snapshot)
         engine = make_engine(settings.model_copy(update={"weights": weights}))
     except BaseException:
         snapshot.close()
@@ -136,16 +137,17 @@ async def _open_instance(settings: Settings, make_engine: Callable[[Settings], E
         engine,
         chat_template,
         grammar_seconds=settings.guide_seconds,
+        name=name,
         snapshot=snapshot,
         copies=_copy_directories(settings),
     )
 
 
-def _load_template(snapshot: WeightsSnapshot) -> ChatTemplate | None:
-    """Raises CheckpointError if files are missing or invalid."""
+def _load_facts(snapshot: WeightsSnapshot) -> tuple[ChatTemplate | None, str | None]:
+    """Chat template and name of the model. Raises CheckpointError if files are missing or invalid."""
     with snapshot.reading():
         check_layout(snapshot.directory)
-        return ChatTemplate.load(snapshot.directory)
+        return ChatTemplate.load(snapshot.directory), read_model_name(snapshot.directory)
 
 
 def _copy_directories(settings: Settings) -> list[Path]:

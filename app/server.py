@@ -33,6 +33,7 @@ from app.main import create_app
 from app.serving.kernel_prebuild import libraries_at_start
 from app.serving.service import Service
 from app.start_summary import follow_start
+from model.checkpoint.manifest import read_model_name
 from model.checkpoint.tensor_index import check_layout, read_chat_template
 
 _UNSENT_BYTES = 1 << 14
@@ -209,6 +210,7 @@ def _check_weights(directory: Path) -> None:
     try:
         check_layout(directory)
         read_chat_template(directory)
+        read_model_name(directory)
     except ValueError as error:
         raise StartError(str(error)) from None
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Literal, NoReturn, get_args
 
-from model.files import one_line
+from model.files import MODEL_NAME, one_line
 from model.presets import PRESET_NAMES
 
 
@@ -54,6 +54,7 @@ def _matching(pattern: str, what: str) -> Callable[[str], str]:
     return parse
 
 
+model_name = _matching(MODEL_NAME, "a name of letters, digits, _, . and -, such as plays-5m")
 license_id = _matching(r"[a-z0-9][a-z0-9.+-]*", "an identifier such as mit or cc0-1.0")
 language = _matching(r"[a-z]{2,3}(-[A-Za-z0-9]+)*", "a code such as en or pt-BR")
 

@@ -81,6 +81,8 @@ MAX_JSON_BYTES = 4 << 20
 """A byte of JSON may take 35 bytes of memory once parsed; a model layer takes about 1,000 bytes of header."""
 _MAX_DEPTH = 32
 _MAX_CHARACTERS = 1000
+MODEL_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}"
+"""Pattern of the name that a model's manifest may give it."""
 
 
 class CheckpointError(ValueError):

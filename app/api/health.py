@@ -22,7 +22,7 @@ from app.serving.service import Service
 class Model(ResponseModel):
     """The model that is served."""
 
-    id: Annotated[str, "Name of the model: that of the weights directory."]
+    id: Annotated[str, "Name of the model: that in its manifest.json, else that of the weights directory."]
     object: Annotated[Literal["model"], "Type of the object."]
     created: Annotated[int, "When the service started, as a Unix time."]
     owned_by: Annotated[str, "Always inkstream."]

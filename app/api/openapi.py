@@ -44,7 +44,7 @@ _CHUNKS = """One JSON object or, where `stream` is true, a stream of frames with
 JSON with the new part of a choice; an error as `{"error": ...}`; `data: [DONE]` is the last."""
 _STREAM_EXAMPLE = """id: req-1:0
 event: start
-data: {"id": "req-1", "model": "weights", "seed": 7, "prompt_tokens": 4, "cached_tokens": 0, ...}
+data: {"id": "req-1", "model": "period-8.7m", "seed": 7, "prompt_tokens": 4, "cached_tokens": 0, ...}
 
 id: req-1:1
 event: token

@@ -14,7 +14,7 @@ from app.engine.startup import build_engine
 from app.tokenization.tokenizer_trial import TriedTokenizer, check_vocabulary, try_tokenizer
 from model.checkpoint.checkpoint import Checkpoint, load, load_config
 from model.checkpoint.golden import GOLDEN_FILE, verify
-from model.checkpoint.manifest import MANIFEST_FILE, check_manifest
+from model.checkpoint.manifest import MANIFEST_FILE, check_manifest, read_model_name
 from model.checkpoint.model_summary import Line, memory_lines, shape_lines
 from model.checkpoint.tensor_index import check_layout, read_chat_template
 from model.command_line import OneLineParser
@@ -56,6 +56,7 @@ def _check(directory: Path) -> list[Line]:
     defaults = ready.sampling_defaults
     golden = f"no {GOLDEN_FILE}" if difference is None else f"passed, largest difference {difference:.1e}"
     return [
+        ("name", read_model_name(directory) or directory.resolve().name),
         ("family", checkpoint.family),
         *shape_lines(decoder.config),
         *memory_lines(decoder.config, decoder.n_params),

@@ -39,11 +39,13 @@ class ModelInstance:
         chat_template: ChatTemplate | None,
         *,
         grammar_seconds: float,
+        name: str | None = None,
         snapshot: WeightsSnapshot | None = None,
         copies: Sequence[Path] = (),
     ) -> None:
         """`fingerprint` is the directory's fingerprint from before anything was read.
 
+        name: the model's name for clients, by default that of the directory.
         snapshot: of the weights, owned by this object; without one, restarted processes read the directory again.
         copies: folders for copies of weights that take space.
         """
@@ -52,8 +54,10 @@ class ModelInstance:
         self._copies = copies
         self._copying: asyncio.Task[None] | None = None
         self.fingerprint = fingerprint
-        self.model_name = weights.resolve().name
-        """The model's name for clients: that of its directory."""
+        self.model_name = name or weights.resolve().name
+        """The model's name for clients: that in its manifest, else that of its directory."""
+        self.accepted_names = frozenset({self.model_name, weights.resolve().name})
+        """The names by which a request may ask for it."""
         self.created = int(time.time())
         self.engine = engine
         self.grammar_validator = GrammarValidator(weights, seconds=grammar_seconds, files=self._snapshot.files)

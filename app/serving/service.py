@@ -232,7 +232,7 @@ class Service:
         self.draining = False
         self.failures = FailureMonitor(self._run_canary)
         """Detects that every recent request failed."""
-        self._model_names = {instance.model_name}
+        self._model_names = set(instance.accepted_names)
         self._retiring: list[ModelInstance] = []
         self._loaded, self._switched = asyncio.Event(), asyncio.Event()
         self._failed: asyncio.Future[EngineStopped] = asyncio.get_running_loop().create_future()
@@ -260,7 +260,7 @@ class Service:
         return self.engine.phase if self.instance.tokenizer or self.engine.phase != "ready" else "loading tokenizer"
 
     def is_model_name(self, name: str) -> bool:
-        """Whether `name` is the model's name, or the name of weights that were served before."""
+        """Whether `name` is that of the model or its directory, or of those that were served before."""
         return name in self._model_names
 
     def require_open(self) -> None:
@@ -311,7 +311,7 @@ class Service:
         """Routes new requests to this loaded instance. Returns the old one, which must be closed with retire()."""
         old, self.instance = self.instance, instance
         self._retiring.append(old)
-        self._model_names.add(instance.model_name)
+        self._model_names |= instance.accepted_names
         self._switched.set()
         self.failures.record_success()  # earlier failures concern the old weights
         return old

@@ -1,4 +1,4 @@
-"""manifest.json: the SHA-256 of each file of a weights directory.
+"""manifest.json: the SHA-256 of each file of a weights directory, and the model's name if it has one.
 
 Files are replaced one at a time. The manifest detects an incomplete set, whether a copy, a download, or a training run
 was interrupted between two files.
@@ -12,22 +12,32 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from model.files import CheckpointError, entry_exists, read_json, regular_file, sha256
+from model.files import MODEL_NAME, CheckpointError, entry_exists, read_json, regular_file, sha256
 
 MANIFEST_FILE = "manifest.json"
 _HASH = re.compile(r"[0-9a-f]{64}")
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,250}")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,250}")
 _NO_HASHES: Mapping[Path, str] = {}
 
 
-def manifest_file(files: Mapping[str, bytes]) -> bytes:
+def manifest_file(files: Mapping[str, bytes], model_name: str | None = None) -> bytes:
     """Manifest of these files. files: name -> content."""
-    return manifest_of({name: hashlib.sha256(content).hexdigest() for name, content in files.items()})
+    return manifest_of({name: hashlib.sha256(content).hexdigest() for name, content in files.items()}, model_name)
 
 
-def manifest_of(hashes: Mapping[str, str]) -> bytes:
+def manifest_of(hashes: Mapping[str, str], model_name: str | None = None) -> bytes:
     """Manifest of files with these hashes. hashes: name -> SHA-256."""
-    return (json.dumps({"sha256": dict(sorted(hashes.items()))}, indent=2) + "\n").encode()
+    name = {"name": model_name} if model_name else {}
+    return (json.dumps({**name, "sha256": dict(sorted(hashes.items()))}, indent=2) + "\n").encode()
+
+
+def read_model_name(directory: Path) -> str | None:
+    """The name that the manifest gives the model. Raises CheckpointError for one that clients could not write."""
+    path = directory / MANIFEST_FILE
+    name = read_json(path).get("name") if entry_exists(path) else None
+    if name is not None and not (isinstance(name, str) and re.fullmatch(MODEL_NAME, name)):
+        raise CheckpointError(f"{path}: name must be of 1 to 100 letters, digits, _, . and -, such as plays-5m")
+    return name
 
 
 def check_manifest(directory: Path, known: Mapping[Path, str] = _NO_HASHES) -> bool:
@@ -54,7 +64,7 @@ def _read(path: Path) -> dict[str, str]:
     if not isinstance(hashes, dict):
         raise CheckpointError(f"{path}: sha256 must be an object of hashes")
     for name, value in hashes.items():
-        if not _NAME.fullmatch(name) or name == MANIFEST_FILE:
+        if not _FILE_NAME.fullmatch(name) or name == MANIFEST_FILE:
             raise CheckpointError(f"{path}: {name!r} is not a file name in its directory")
         if not isinstance(value, str) or not _HASH.fullmatch(value):
             raise CheckpointError(f"{path}: {name} has no SHA-256 of 64 hexadecimal digits")

@@ -240,6 +240,7 @@ class Run:
             date=datetime.now(UTC).date().isoformat(),
             about=self.about,
             exported=exported,
+            name=options.name,
             license=options.license,
             language=options.language,
         )

@@ -61,6 +61,8 @@ class RunFacts:
     """Description of the exported weights, such as the step they are from."""
     about: str
     """Text of --about: corpus, license, intended use."""
+    name: str | None = None
+    """Name of the model."""
     license: str | None = None
     """License id of the Hugging Face hub: mit, cc0-1.0, ..."""
     language: str | None = None
@@ -80,7 +82,7 @@ def model_card(
     kind = "An encoder and decoder" if config.n_encoder_layers else "A decoder"
     parts = [
         _front_matter(config, family, facts),
-        "# Model card",
+        f"# {facts.name or 'Model card'}",
         f"{kind} of {describe_size(n_params)} parameters, {facts.start} by `python -m model.train`.",
         facts.about or _ABOUT,
         _table(_facts(config, facts, sha256)),
@@ -187,7 +189,7 @@ def write_result(
         decoder.config, n_params, facts, samples, family=family, sampling=sampling, sha256=sha256
     ).encode()
     # Write the manifest last: until it exists, a reader of the directory sees that it is incomplete.
-    write_files(out, {**files, "README.md": card, MANIFEST_FILE: manifest_file(files)})
+    write_files(out, {**files, "README.md": card, MANIFEST_FILE: manifest_file(files, facts.name)})
 
 
 def _new_files(

@@ -205,6 +205,12 @@ FLAGS = {
             {"toy": "float32", "--init": None},
             "; --init: as they were",
         ),
+        Flag(
+            "--name NAME",
+            "of the model; clients of the service know it by this",
+            command_line.model_name,
+            note="that of its directory",
+        ),
         Flag("--about FILE", "text for the model card: corpus, license, intended use", command_line.path),
         Flag("--license ID", "of the model, for the card's head: mit, cc0-1.0, ...", command_line.license_id),
         Flag("--language CODE", "of the text, for the card's head: en, pt-BR, ...", command_line.language),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from model.checkpoint.manifest import MANIFEST_FILE, check_manifest, manifest_file
+from model.checkpoint.manifest import MANIFEST_FILE, check_manifest, manifest_file, read_model_name
 from model.files import CheckpointError, sha256, write_files
 from tests.support import ROOT
 
@@ -65,6 +65,21 @@ def test_a_manifest_that_is_none_is_refused(whole: Path, content: Any, words: st
         check_manifest(whole)
 
 
+def test_a_manifest_may_name_the_model(whole: Path) -> None:
+    assert read_model_name(whole) is None
+    (whole / MANIFEST_FILE).write_bytes(manifest_file(FILES, "plays-5m"))
+    assert read_model_name(whole) == "plays-5m" and check_manifest(whole)
+    (whole / MANIFEST_FILE).unlink()
+    assert read_model_name(whole) is None
+
+
+@pytest.mark.parametrize("name", ["", 5, "a b", "a/b", "-a", "a\n", "a" * 101, ["a"]])
+def test_a_name_that_no_client_could_write_is_refused(whole: Path, name: Any) -> None:
+    (whole / MANIFEST_FILE).write_text(json.dumps({"name": name, "sha256": {}}))
+    with pytest.raises(CheckpointError, match=r"manifest\.json: name must be of 1 to 100 letters"):
+        read_model_name(whole)
+
+
 def test_a_link_out_of_the_directory_is_not_followed(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     other = tmp_path_factory.mktemp("elsewhere") / "config.json"
     other.write_bytes(FILES["config.json"])
@@ -74,10 +89,10 @@ def test_a_link_out_of_the_directory_is_not_followed(whole: Path, tmp_path_facto
         check_manifest(whole)
 
 
-@pytest.mark.parametrize("name", ["weights", "weights-32m"])
-def test_the_weights_of_the_repository_are_whole(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "model_name"), [("weights", "period-8.7m"), ("weights-32m", "period-32m")])
+def test_the_weights_of_the_repository_are_whole_and_have_a_name(name: str, model_name: str, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(ROOT / name, tmp_path / name))
-    assert check_manifest(copy)
+    assert check_manifest(copy) and read_model_name(copy) == model_name
     assert set(json.loads((copy / MANIFEST_FILE).read_text())["sha256"]) == {
         path.name for path in copy.iterdir() if path.suffix not in (".md", ".svg") and path.name != MANIFEST_FILE
     }

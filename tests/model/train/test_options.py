@@ -104,6 +104,7 @@ ERRORS: list[tuple[dict[str, bytes], str, str]] = [
     (GOOD, "--held-out 0.31", "'0.31' is not a number above 0 and up to 0.3"),
     (GOOD, "--held-out 0", "'0' is not a number above 0 and up to 0.3"),
     (GOOD, "--license 'mit\nx: y'", "is not an identifier such as mit"),
+    (GOOD, "--name 'a/b'", "'a/b' is not a name of letters, digits, _, . and -, such as plays-5m"),
     (GOOD, "--language 'en\n'", "is not a code such as en or pt-BR"),
     (GOOD, "--data ''", "is empty: name a file or folder"),
     (GOOD, "--preset smal", "unknown preset 'smal', did you mean small? available:"),

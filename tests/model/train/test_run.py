@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from model.checkpoint.checkpoint import load
 from model.checkpoint.golden import verify
+from model.checkpoint.manifest import read_model_name
 from model.families.registry import family_of
 from model.nn.reference import generate, logits
 from model.presets import PRESET_NAMES, SIZES, preset
@@ -42,7 +43,7 @@ def test_a_run_learns_and_leaves_what_a_person_wants_to_see(
 ) -> None:
     out, unseen = tmp_path / "out", tmp_path / "unseen_1.txt"
     unseen.write_text("It was never seen that a fox could read what a hen had written. " * 20)
-    flags = ["--steps", "60", *EXACT, "--license", "mit", "--unseen", str(unseen)]
+    flags = ["--steps", "60", *EXACT, "--license", "mit", "--name", "plays", "--unseen", str(unseen)]
     assert train(text, out, *flags) == 0
     printed = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in printed[:3]] == ["model:", "data:", "plan:"]
@@ -56,6 +57,7 @@ def test_a_run_learns_and_leaves_what_a_person_wants_to_see(
     page, card = (out / "samples.md").read_text(), (out / "README.md").read_text()
     assert page.count("\n## ") == page.count("**100 %**, step 60:") == 4
     assert "\n## \u201c" in page and '\n## "' in page, "prompts with curly quotes and with straight ones"
+    assert "\n# plays\n" in card and read_model_name(out) == "plays"
     assert card.startswith('---\nlicense: "mit"\n') and r"| never seen: unseen\_1.txt | " in card
     assert load(out, device=torch.device("cpu"), dtype=torch.float32).version in card
     assert str(tmp_path) not in card.partition("Command:")[0] and "| seed | 1 |" in card

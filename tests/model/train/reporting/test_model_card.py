@@ -62,6 +62,8 @@ def test_the_head_says_what_the_hub_asks_and_no_more_than_is_known(family: str, 
 
 def test_the_body_has_every_figure_once_and_samples_as_they_came() -> None:
     _, body = _card(replace(FACTS, about="These are the books of a person."))
+    assert body.startswith("\n# Model card\n")
+    assert _card(replace(FACTS, name="plays-5m"))[1].startswith("\n# plays-5m\n")
     for row in (
         "| held-out bits per byte | **1.4158** |",
         r"| never seen: emma\_\*.txt | 1.4812 bits per byte |",
