@@ -9,20 +9,29 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 
 from app import VERSION
 
-_USAGE = """usage: inkstream VERB [options]
+_USAGE = """usage: inkstream COMMAND [options]
 
-  serve                serve a weights directory over HTTP
-  complete "text"      complete a text with a running service
-  bench --url URL      benchmark a running service
-  check DIR            validate a weights directory
-  compile              build the native kernels ahead of time
-  keys add|list|revoke NAME        manage the API keys of a service
-  train --data PATH... --out DIR   train a model (python -m model.train)
+  serve        serve a model over HTTP, with a page in the browser
+                 inkstream serve --weights weights --port 8000 --open
+  complete     complete a text with a running service
+                 inkstream complete "Once upon a time" --max-tokens 100
+  bench        benchmark a running service
+                 inkstream bench --url http://127.0.0.1:8000
+  check        validate a weights directory, and print its facts
+                 inkstream check weights
+  compile      build the native kernels ahead of time
+                 inkstream compile
+  keys         manage the API keys of a service
+                 inkstream keys add alice --keys-file keys.json
+  train        train a model on your text
+                 inkstream train --data book.txt --out my-model --max-minutes 10
 
-inkstream VERB --help lists a verb's options; inkstream --version prints the version."""
+inkstream COMMAND --help lists the options of a command; inkstream --version
+prints the version."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,8 +97,10 @@ def _print_usage(verb: str) -> int:
         print(f"inkstream {VERSION}")
         return 0
     if verb and verb not in ("-h", "--help", "help"):
-        known = ", ".join(re.findall(r"^  ([a-z]+)", _USAGE, re.MULTILINE))
-        print(f"error: {verb[:60]!r} is not a verb; the verbs are {known}; see inkstream --help", file=sys.stderr)
+        known = re.findall(r"^  ([a-z]+)", _USAGE, re.MULTILINE)
+        hint = "".join(f"did you mean {near}? " for near in get_close_matches(verb, known, n=1))
+        verbs = f"the verbs are {', '.join(known)}; see inkstream --help"
+        print(f"error: {verb[:60]!r} is not a verb; {hint}{verbs}", file=sys.stderr)
         return 2
     print(_USAGE, file=sys.stderr if not verb else sys.stdout)
     return 2 if not verb else 0

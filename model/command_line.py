@@ -3,21 +3,62 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
-from collections.abc import Callable
-from typing import Literal, NoReturn, get_args
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, Literal, NoReturn, get_args
 
 from model.files import MODEL_NAME, one_line
 from model.presets import PRESET_NAMES
+
+_SHORTEST_MISSPELLED = 4
+"""Characters of a flag: shorter ones, such as -x, resemble too many."""
 
 
 class OneLineParser(argparse.ArgumentParser):
     """Reports an error in one line; argparse would print the usage first, a dozen lines for some verbs."""
 
+    synonyms: Mapping[str, str] = {}
+    """Flags of other programs -> those that do the same here."""
+    _given: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Remembers the arguments for error()."""
+        self._given = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
-        """Prints one line and exits with code 2."""
-        self.exit(2, one_line(f"error: {message}; see {self.prog} --help") + "\n")
+        """Prints one line, which suggests a flag for a misspelled one, and exits with code 2."""
+        is_unknown = message.startswith("unrecognized arguments")
+        hint = ";"
+        if (is_unknown or message.startswith("the following arguments are required")) and (found := self._misspelled()):
+            name, meant = found
+            message, hint = message if is_unknown else f"unrecognized arguments: {name}", f"; did you mean {meant}?"
+        self.exit(2, one_line(f"error: {message}{hint} see {self.prog} --help") + "\n")
+
+    def _misspelled(self) -> tuple[str, str] | None:
+        """The first unknown flag that resembles a known one, and that one."""
+        known = set(_flags_of(self))
+        for argument in self._given:
+            name = argument.partition("=")[0]
+            if name == "--":
+                break
+            flag = f"--{name.lstrip('-').replace('_', '-')}"
+            if not name.startswith("-") or name in known or len(name) < _SHORTEST_MISSPELLED:
+                continue
+            if close := self.synonyms.get(flag) or next(iter(get_close_matches(flag, known, n=1, cutoff=0.7)), None):
+                return name, close
+        return None
+
+
+def _flags_of(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """The long flags of a parser and of its subcommands."""
+    for action in parser._actions:
+        yield from (flag for flag in action.option_strings if flag.startswith("--"))
+        if isinstance(action, argparse._SubParsersAction):
+            for subparser in action.choices.values():
+                yield from _flags_of(subparser)
 
 
 Optimizer = Literal["muon", "adamw"]
@@ -33,7 +74,7 @@ def preset_name(name: str) -> str:
     names = (*PRESET_NAMES, AUTO)
     if name in names:
         return name
-    close = difflib.get_close_matches(name, names, n=1)
+    close = get_close_matches(name, names, n=1)
     suggestion = f", did you mean {close[0]}?" if close else ";"
     raise argparse.ArgumentTypeError(f"unknown preset {name!r}{suggestion} available: {', '.join(names)}")
 

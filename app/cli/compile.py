@@ -9,6 +9,7 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
@@ -52,7 +53,10 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """One line, and exit code 2."""
-        self.exit(2, f"error: {' '.join(message.split())}; {self.prog} --help tells how it is called\n")
+        unknown = next((word for word in message.split() if word.startswith("--")), "")
+        close = get_close_matches(unknown, self._option_string_actions, n=1, cutoff=0.7)
+        hint = f"did you mean {close[0]}? " if close and message.startswith("unrecognized") else ""
+        self.exit(2, f"error: {' '.join(message.split())}; {hint}see {self.prog} --help\n")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -6,13 +6,14 @@ import argparse
 import os
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from app.cli.complete import CLIENT_KEY
 from app.common import fault_injection, logs
-from app.common.settings import Settings
+from app.common.settings import Settings, grouped_fields
 from app.server import StartError, serve
 from model.command_line import OneLineParser
 from model.files import one_line
@@ -35,8 +36,17 @@ def read_settings(given: Mapping[str, Any]) -> Settings:
         return Settings(**{name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        source = "".join(f"{flag(name)} (INKSTREAM_{name.upper()}): " for name in map(str, first["loc"][:1]))
+        names = list(map(str, first["loc"][:1]))
+        source = "".join(f"{flag(name)} (INKSTREAM_{name.upper()}): " for name in names)
+        if first["type"] == "literal_error":
+            raise StartError(f"{source}{_not_a_choice(names[0], str(first['input']))}") from None
         raise StartError(f"{source}{first['msg'].removeprefix('Value error, ')}") from None
+
+
+def _not_a_choice(name: str, value: str) -> str:
+    choices = get_args(Settings.model_fields[name].annotation)
+    close = get_close_matches(value.strip().lower(), choices, n=1, cutoff=0.75)
+    return f"{value[:60]!r} is not one of {', '.join(choices)}{f'; did you mean {close[0]}?' if close else ''}"
 
 
 def _reject_unknown_variables() -> None:
@@ -58,13 +68,60 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+_SYNONYMS = {
+    "--model": "--weights",
+    "--api-key": "--keys-file",
+    "--ctx-size": "--max-context",
+    "--max-model-len": "--max-context",
+    "--max-num-seqs": "--max-running",
+    "--max-num-batched-tokens": "--tokens-per-step",
+    "--data-parallel-size": "--replicas",
+    "--listen": "--host",
+}
+"""Flags of vLLM and llama.cpp."""
+_EXAMPLES = """examples:
+  inkstream serve --open                  the model in weights/, and its page
+  inkstream serve --weights DIR --port 8001
+  inkstream serve --host 0.0.0.0 --keys-file keys.json
+
+Each flag is also a variable: INKSTREAM_PORT=8001 is --port 8001."""
+_VALUES = {"host": "HOST", "port": "PORT", "keys_file": "FILE", "allowed_hosts": "NAMES", "allow_origin": "ORIGINS",
+           "gpu_memory_utilization": "SHARE"}  # fmt: skip
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(prog="inkstream serve", description="Serve a model over HTTP.", allow_abbrev=False)
-    for name, field in Settings.model_fields.items():
-        options: dict[str, Any] = (
-            {"action": "store_const", "const": True} if field.annotation is bool else {"metavar": "X"}
-        )
-        parser.add_argument(
-            flag(name), help=f"{field.description} (default: {field.default})".replace("%", "%%"), **options
-        )
+    parser = OneLineParser(
+        prog="inkstream serve",
+        usage="inkstream serve [--weights DIR] [--port PORT] [options]",
+        description="Serve a model over HTTP, with a page in the browser.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.synonyms = _SYNONYMS
+    for title, fields in grouped_fields().items():
+        group = parser.add_argument_group(title)
+        for name, field in fields.items():
+            is_flag = field.annotation is bool
+            options: dict[str, Any] = (
+                {"action": "store_const", "const": True} if is_flag else {"metavar": _placeholder(name, field)}
+            )
+            group.add_argument(flag(name), help=_help(field).replace("%", "%%"), **options)
     return parser
+
+
+def _help(field: FieldInfo) -> str:
+    has_default = field.annotation is not bool and field.default not in (None, "")
+    default = f"{field.default:g}" if isinstance(field.default, float) else field.default
+    return f"{field.description} (default: {default})" if has_default else str(field.description)
+
+
+def _placeholder(name: str, field: FieldInfo) -> str:
+    """The values to choose from, or the kind and unit of the value."""
+    if get_origin(field.annotation) is Literal:
+        return f"{{{','.join(get_args(field.annotation))}}}"
+    if name in _VALUES:
+        return _VALUES[name]
+    if field.annotation is float:
+        return "SECONDS"
+    return "BYTES" if name.endswith("_bytes") else "N" if field.annotation is int else "DIR"

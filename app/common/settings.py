@@ -5,11 +5,22 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+GROUPS: Mapping[str, str] = {
+    "weights": "model",
+    "host": "network",
+    "max_running": "limits",
+    "log_level": "logs",
+    "kernels": "advanced",
+}
+"""First field of each group -> its title in the help and in docs/settings.md."""
 
 
 class Settings(BaseSettings):
@@ -23,6 +34,15 @@ class Settings(BaseSettings):
     """Weights directory (Hugging Face layout)."""
     watch: float = Field(0.0, ge=0, le=3600)
     """Seconds between checks for new weights in that directory; 0 reloads only on SIGHUP."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device that runs the model; auto uses a GPU if there is one."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Number format of weights and KV cache; auto is bfloat16 if the device supports it."""
+    quantize: Literal["none", "int8", "fp8"] = "none"
+    """int8 stores weights as 8-bit integers: half the memory, faster with few streams; fp8 also computes in 8 bits, on
+    GPUs that support it."""
+    max_context: int = Field(0, ge=0, le=2**31 - 1)
+    """Longest sequence in tokens; 0 is the model's own context length."""
     host: str = "127.0.0.1"
     """Address to listen on; any but a loopback address requires API keys."""
     port: int = Field(8000, ge=0, le=65535)
@@ -38,40 +58,8 @@ class Settings(BaseSettings):
     accepted."""
     allow_origin: str = ""
     """Origins whose pages may use the service (CORS), separated by commas: https://a.example,https://b.example"""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device that runs the model; auto uses a GPU if there is one."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Number format of weights and KV cache; auto is bfloat16 if the device supports it."""
-    kernels: Literal["auto", "native", "torch"] = "auto"
-    """Compute backend: auto uses native kernels on a CPU once they are built, Triton kernels on a GPU, and torch
-    otherwise."""
-    quantize: Literal["none", "int8", "fp8"] = "none"
-    """int8 stores weights as 8-bit integers: half the memory, faster with few streams; fp8 also computes in 8 bits, on
-    GPUs that support it."""
-    deterministic: bool = False
-    """Compute steps of one shape on a GPU, and check at startup that a request's result does not depend on the other
-    requests in its batch."""
-    cache_dir: Path | None = None
-    """Directory of compiled kernels; None is inkstream in XDG_CACHE_HOME, by default ~/.cache."""
-    replicas: int = Field(1, ge=1, le=64)
-    """Engine processes: each has a GPU of its own, or an equal share of the CPU threads."""
-    threads: int = Field(0, ge=0, le=1024)
-    """CPU threads of all engines together; 0 uses every core allowed by affinity and cgroup limits."""
-    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
-    """Share of a GPU's memory that an engine may use; the KV cache gets what the model leaves."""
-    kv_blocks: int = Field(0, ge=0, le=2**31 - 1)
-    """Blocks in each engine's KV cache; 0 is as many as --max-running requests can fill, on a GPU all memory that is
-    left."""
-    max_context: int = Field(0, ge=0, le=2**31 - 1)
-    """Longest sequence in tokens; 0 is the model's own context length."""
     max_running: int = Field(32, ge=1, le=1024)
     """Most requests that an engine runs at once."""
-    tokens_per_step: int = Field(0, ge=0, le=65536)
-    """Most tokens in one step; longer prompts are computed in chunks. 0 is 2048 on a GPU without --deterministic, else
-    256; on a CPU with API keys 0 also allows at most 64 prompt tokens in a step."""
-    prompt_tokens_beside: int = Field(0, ge=0, le=65536)
-    """Most prompt tokens in a step that also decodes, or 4 for each decoding request if that is more; 0 is 32 on a CPU,
-    and as many as fit on a GPU."""
     max_waiting: int = Field(1024, ge=1, le=1_000_000)
     """Longest queue in requests; more get 503."""
     max_waiting_tokens: int = Field(1_000_000, ge=1)
@@ -106,14 +94,37 @@ class Settings(BaseSettings):
     """Bytes of events kept for each stream, to send again when a client resumes it."""
     drain_timeout: float = Field(30.0, ge=0, le=3600)
     """Seconds that open streams may take to finish after SIGTERM."""
-    engine_silence: float = Field(30.0, ge=1, le=3600)
-    """Seconds without a report or progress from an engine until it is restarted."""
-    guide_seconds: float = Field(2.0, gt=0, le=60)
-    """Seconds that a regex, schema or grammar may take to compile; longer ones get 400."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level that is logged."""
     log_format: Literal["auto", "text", "json"] = "auto"
     """Format of log lines; auto is a summary and short lines on a terminal, and JSON elsewhere."""
+    kernels: Literal["auto", "native", "torch"] = "auto"
+    """Compute backend: auto uses native kernels on a CPU once they are built, Triton kernels on a GPU, and torch
+    otherwise."""
+    deterministic: bool = False
+    """Compute steps of one shape on a GPU, and check at startup that a request's result does not depend on the other
+    requests in its batch."""
+    cache_dir: Path | None = None
+    """Directory of compiled kernels; None is inkstream in XDG_CACHE_HOME, by default ~/.cache."""
+    replicas: int = Field(1, ge=1, le=64)
+    """Engine processes: each has a GPU of its own, or an equal share of the CPU threads."""
+    threads: int = Field(0, ge=0, le=1024)
+    """CPU threads of all engines together; 0 uses every core allowed by affinity and cgroup limits."""
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    """Share of a GPU's memory that an engine may use; the KV cache gets what the model leaves."""
+    kv_blocks: int = Field(0, ge=0, le=2**31 - 1)
+    """Blocks in each engine's KV cache; 0 is as many as --max-running requests can fill, on a GPU all memory that is
+    left."""
+    tokens_per_step: int = Field(0, ge=0, le=65536)
+    """Most tokens in one step; longer prompts are computed in chunks. 0 is 2048 on a GPU without --deterministic, else
+    256; on a CPU with API keys 0 also allows at most 64 prompt tokens in a step."""
+    prompt_tokens_beside: int = Field(0, ge=0, le=65536)
+    """Most prompt tokens in a step that also decodes, or 4 for each decoding request if that is more; 0 is 32 on a CPU,
+    and as many as fit on a GPU."""
+    engine_silence: float = Field(30.0, ge=1, le=3600)
+    """Seconds without a report or progress from an engine until it is restarted."""
+    guide_seconds: float = Field(2.0, gt=0, le=60)
+    """Seconds that a regex, schema or grammar may take to compile; longer ones get 400."""
 
     @field_validator("host")
     @classmethod
@@ -185,6 +196,16 @@ class Settings(BaseSettings):
             return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+
+def grouped_fields() -> Mapping[str, Mapping[str, FieldInfo]]:
+    """The fields of Settings by the title of their group, all in order."""
+    groups: dict[str, dict[str, FieldInfo]] = {}
+    title = ""
+    for name, field in Settings.model_fields.items():
+        title = GROUPS.get(name, title)
+        groups.setdefault(title, {})[name] = field
+    return groups
 
 
 def _split(value: str) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -10,10 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from app.common.settings import GROUPS, Settings, grouped_fields
 from tests.support import ROOT
 from tests.support.servers import Server
 
 pytestmark = pytest.mark.slow
+
+_VERBS = ("serve", "complete", "bench", "check", "compile", "keys", "train")
 
 
 def _run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -50,8 +54,10 @@ def test_bench_loads_a_running_service(server: Server) -> None:
 
 def test_no_verb_gets_the_list_and_exit_code_two() -> None:
     result = _run()
-    assert result.returncode == 2
-    assert "serve a weights directory" in result.stderr
+    assert (result.returncode, result.stdout) == (2, "")
+    for verb in _VERBS:
+        assert re.search(rf"^  {verb}  .+\n {{10,}}inkstream {verb}( |$)", result.stderr, re.MULTILINE), verb
+    assert max(map(len, result.stderr.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("flag", ["--version", "-V"])
@@ -68,7 +74,47 @@ def test_an_unknown_verb_is_named_in_one_line_with_those_that_are(word: str) -> 
     assert result.stderr.startswith(f"error: {word!r} is not a verb; the verbs are serve, complete, bench, check, ")
 
 
-@pytest.mark.parametrize("verb", ["serve", "complete", "bench", "check", "compile", "train"])
+@pytest.mark.parametrize(("word", "meant"), [("serv", "serve"), ("chekc", "check"), ("complet", "complete")])
+def test_a_misspelled_verb_is_told_the_one_that_was_meant(word: str, meant: str) -> None:
+    result = _run(word)
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert result.stderr.startswith(f"error: {word!r} is not a verb; did you mean {meant}? the verbs are serve, ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (("serve", "--max-runing", "4"), "--max-running"),
+        (("complete", "x", "--temprature", "1"), "--temperature"),
+        (("bench", "--stream-s", "1"), "--streams"),
+        (("compile", "--quite"), "--quiet"),
+        (("keys", "add", "x", "--key-file", "y"), "--keys-file"),
+        (("train", "--dat", "x"), "--data"),
+    ],
+)
+def test_a_misspelled_flag_of_any_verb_is_told_the_one_that_was_meant(arguments: tuple[str, ...], meant: str) -> None:
+    result = _run(*arguments)
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert f"did you mean {meant}? see " in result.stderr
+
+
+def test_the_help_of_serve_is_grouped_and_fits_into_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    printed = _run("serve", "--help").stdout
+    assert re.findall(r"^(\w+):$", printed, re.MULTILINE) == ["options", *grouped_fields(), "examples"]
+    assert max(map(len, printed.splitlines())) <= 80
+    for shown in ("--weights DIR ", "--port PORT ", "--device {auto,cpu,cuda}\n", "--max-body-bytes BYTES\n",
+                  "--head-timeout SECONDS\n", "--max-running N ", "(default: 8000)", "--open  "):  # fmt: skip
+        assert f"  {shown}" in printed or shown in printed, shown
+    assert "(default: None)" not in printed and "(default: )" not in printed
+
+
+def test_every_setting_is_in_a_group() -> None:
+    assert [name for fields in grouped_fields().values() for name in fields] == list(Settings.model_fields)
+    assert list(grouped_fields()) == list(GROUPS.values())
+
+
+@pytest.mark.parametrize("verb", [verb for verb in _VERBS if verb != "keys"])
 def test_every_verb_explains_itself(verb: str) -> None:
     result = _run(verb, "--help")
     assert result.returncode == 0

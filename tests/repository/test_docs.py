@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from app.api.native.routes import CompleteRequest
-from app.common.settings import Settings
+from app.common.settings import grouped_fields
 from model.nn.transformer import Decoder
 from model.presets import PRESET_NAMES, preset
 from tests.support import ROOT
@@ -24,17 +24,20 @@ API = (ROOT / "docs/api.md").read_text()
 SETTINGS = (ROOT / "docs/settings.md").read_text()
 
 
-def settings_table() -> str:
-    """The table in docs/settings.md."""
-    rows = ["| flag | default | meaning |", "|---|---|---|"]
-    for name, field in Settings.model_fields.items():
-        meaning = " ".join((field.description or "").split())
-        rows.append(f"| `--{name.replace('_', '-')}` | {field.default} | {meaning} |")
-    return "\n".join(rows)
+def settings_tables() -> str:
+    """The tables in docs/settings.md."""
+    tables = []
+    for title, fields in grouped_fields().items():
+        rows = [f"## {title.capitalize()}", "", "| flag | default | meaning |", "|---|---|---|"]
+        for name, field in fields.items():
+            meaning = " ".join((field.description or "").split())
+            rows.append(f"| `--{name.replace('_', '-')}` | {field.default} | {meaning} |")
+        tables.append("\n".join(rows))
+    return "\n\n".join(tables)
 
 
-def test_the_settings_table_is_made_from_the_settings() -> None:
-    assert settings_table() in SETTINGS, settings_table()
+def test_the_settings_tables_are_made_from_the_settings() -> None:
+    assert settings_tables() in SETTINGS, settings_tables()
 
 
 def test_every_path_of_the_tree_exists_and_every_folder_is_in_it() -> None:
