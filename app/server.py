@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import gc
 import logging
@@ -21,7 +22,7 @@ from fastapi import FastAPI
 from app.access.api_keys import KeyFileError, read_keys
 from app.common import event_loop, logs
 from app.common.errors import NotReady
-from app.common.operating_system import has_terminal
+from app.common.operating_system import has_terminal, listener_on, why_no_cuda
 from app.common.settings import Settings
 from app.common.terminal_log import START
 from app.engine.cpu.toolchain.backend_selection import check_native_available
@@ -132,10 +133,7 @@ def bind(settings: Settings) -> socket.socket:
     except (socket.gaierror, UnicodeError):  # UnicodeError: the name cannot be encoded for a DNS query
         raise StartError(f"--host {settings.host}: this name has no address") from None
     except OSError as error:
-        reason = os.strerror(error.errno or 0)  # str(error) would repeat the address
-        raise StartError(
-            f"cannot listen on {settings.host}:{settings.port} ({reason}): choose another --port"
-        ) from None
+        raise StartError(f"cannot listen on {settings.host}:{settings.port} {_advice(settings, error)}") from None
     # Accepted sockets inherit TCP_NODELAY. asyncio does not set it on sockets created like this, and Nagle's algorithm
     # delayed the second packet of every stream by 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -143,6 +141,17 @@ def bind(settings: Settings) -> socket.socket:
         # Otherwise the kernel buffers megabytes for a client that does not read, and stalls are detected late.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
     return listener
+
+
+def _advice(settings: Settings, error: OSError) -> str:
+    """Why an address cannot be listened on, and what to change."""
+    reason = os.strerror(error.errno or 0)  # str(error) would repeat the address
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"({reason}): --host must be an address of this machine, such as 127.0.0.1"
+    other = settings.port + 1 if 1024 <= settings.port < 65535 else 8000
+    advice = f"with make serve PORT={other}" if "MAKELEVEL" in os.environ else f"such as --port {other}"
+    holder = listener_on(settings.port) if error.errno == errno.EADDRINUSE else ""
+    return f"({reason}{f' by {holder}' if holder else ''}): choose another --port, {advice}"
 
 
 def serve(settings: Settings, engine: Callable[[Settings], EnginePool] | None = None) -> int:
@@ -157,6 +166,7 @@ def serve(settings: Settings, engine: Callable[[Settings], EnginePool] | None = 
     _check_file_limit(settings)
     _check_weights(settings.weights)
     _check_kernels(settings)
+    _check_device(settings)
     with bind(settings) as listener:
         # A thread that tokenizes a long text yields to the event loop after one millisecond, not five: with sixteen
         # concurrent 1 MB texts the p99 of health checks was 25 to 28 ms instead of 47 to 174 (R8).
@@ -223,6 +233,12 @@ def _check_kernels(settings: Settings) -> None:
         check_native_available(settings.kernels, settings.device, libraries_at_start(settings))
     except ValueError as error:
         raise StartError(str(error)) from None
+
+
+def _check_device(settings: Settings) -> None:
+    """Raises StartError if a GPU is required and there can be none; the engine finds the rest."""
+    if settings.device == "cuda" and (problem := why_no_cuda()):
+        raise StartError(f"--device cuda: {problem}; or use --device cpu")
 
 
 def _on_sighup(server: _Server, app: FastAPI, had_terminal: bool) -> None:

@@ -1,9 +1,11 @@
-"""Operating system interface: CPU cores, the terminal, the parent-death signal."""
+"""Operating system interface: CPU cores, GPUs, ports, the terminal, the parent-death signal."""
 
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -73,3 +75,55 @@ def has_terminal() -> bool:
     except OSError:
         return False
     return True
+
+
+_CUDA_LIBRARY = "libcuda.so.1"
+_HIDDEN = ("", "-1", "NoDevFiles")
+
+
+def why_no_cuda() -> str:
+    """Why torch can certainly not use a GPU, found without importing it; empty if it may be able to."""
+    if not _is_built_for_gpus():
+        return "the installed torch computes on CPUs only: install a build for GPUs (docs/gpu.md)"
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in _HIDDEN:
+        return "the variable CUDA_VISIBLE_DEVICES hides every GPU: unset it"
+    try:
+        if sys.platform == "linux":
+            ctypes.CDLL(_CUDA_LIBRARY)
+    except OSError:
+        return f"this machine has no NVIDIA driver ({_CUDA_LIBRARY}): install it, or give the container the GPU"
+    return ""
+
+
+def _is_built_for_gpus() -> bool:
+    """Whether torch's own file of versions names CUDA or ROCm; also true if there is no such file."""
+    spec = importlib.util.find_spec("torch")
+    for folder in spec.submodule_search_locations or [] if spec else []:
+        with suppress(OSError):
+            text = (Path(folder) / "version.py").read_text(encoding="utf-8")
+            builds = re.findall(r"^(?:cuda|hip)\b[^=\n]*= *(.+)$", text, re.MULTILINE)
+            return not builds or any(build.strip() != "None" for build in builds)
+    return True
+
+
+def listener_on(port: int) -> str:
+    """Name and number of a process of this machine that listens on a TCP port; empty if that cannot be known."""
+    sockets = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
+    for process in Path("/proc").glob("[0-9]*") if sockets else ():
+        with suppress(OSError):  # it has ended, or belongs to another user
+            if any(os.readlink(file) in sockets for file in (process / "fd").iterdir()):  # noqa: PTH115 (not a path)
+                is_service = re.search(
+                    rb"(^|[/.\0])(app|inkstream)\0serve\0", (process / "cmdline").read_bytes() + b"\0"
+                )
+                name = "another inkstream" if is_service else (process / "comm").read_text().strip()
+                return f"{name}, process {process.name}"
+    return ""
+
+
+def _listening_inodes(port: int) -> Iterator[str]:
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with suppress(OSError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+                    yield fields[9]

@@ -1,7 +1,7 @@
 """A wrong setting ends the start within 2 s, with exit code 2 and one line that names it, before a port is bound.
 
 Every flag and variable of app/common/settings.py, by reflection. What only the weights or the device can tell (a
-context longer than the model's, too few cache blocks, no GPU) is found by the engine after the port is bound; exit code
+context longer than the model's, too few cache blocks) is found by the engine after the port is bound; exit code
 and line are the same, and the last test says so.
 """
 
@@ -139,6 +139,10 @@ def cases(weights: Path) -> list[Case]:
         ([*good, "--host", "a..b", "--insecure-no-auth"], {}, "a..b"),
         ([*good, "--host", "\udcff", "--insecure-no-auth"], {}, "--host"),
         ([*good, "--kernels", "native", "--device", "cuda"], {}, "native"),
+        ([*good, "--device", "cuda"], {"CUDA_VISIBLE_DEVICES": ""}, "--device cuda"),
+        ([*good, "--device", "cdua"], {}, "'cdua' is not one of auto, cpu, cuda; did you mean cuda?"),
+        ([*good, "--max-runing", "4"], {}, "--max-runing 4; did you mean --max-running?"),
+        ([*good, "--ctx-size=512"], {}, "--ctx-size=512; did you mean --max-context?"),
     ]
 
 

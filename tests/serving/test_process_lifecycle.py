@@ -96,6 +96,22 @@ def test_what_only_the_start_finds_ends_it_with_one_clear_line_and_exit_code_two
 def test_a_port_in_use_is_refused(server: Server, weights: Path) -> None:
     text = _refused("--weights", str(weights), "--port", server.url.rpartition(":")[2])
     assert "choose another --port" in text and text.count("in use") == 1
+    if sys.platform == "linux":
+        assert f"process {server.process.pid})" in text
+
+
+@pytest.mark.parametrize(
+    ("variables", "advice"), [({}, "such as --port "), ({"MAKELEVEL": "1"}, "with make serve PORT=")]
+)
+def test_a_port_in_use_is_changed_where_it_was_given(
+    monkeypatch: pytest.MonkeyPatch, server: Server, weights: Path, variables: dict[str, str], advice: str
+) -> None:
+    monkeypatch.delenv("MAKELEVEL", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    port = int(server.url.rpartition(":")[2])
+    text = _refused("--weights", str(weights), "--port", str(port))
+    assert text.endswith(f"choose another --port, {advice}{port + 1 if port < 65535 else 8000}")
 
 
 def _refused(*flags: str) -> str:
