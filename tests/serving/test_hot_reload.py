@@ -16,7 +16,7 @@ import pytest
 from app.api.native.routes import ResumableStream
 from app.api.resume_store import ResumeStore
 from app.api.schemas import Receipt
-from app.common.errors import EngineError, NotReady
+from app.common.errors import EngineError, NotReady, Starting
 from app.common.settings import Settings
 from app.engine_client.supervisor import EngineStopped
 from app.http.errors import ApiError
@@ -140,6 +140,19 @@ async def _new_engine(house: House) -> FakeEngine:
 def directory(tmp_path: Path, weights: Path) -> Path:
     """The tiny weights, which a test may change."""
     return Path(shutil.copytree(weights, tmp_path / "mine"))
+
+
+@async_test
+async def test_only_before_the_first_model_is_loaded_is_the_service_starting(directory: Path) -> None:
+    house = House(directory)
+    with pytest.raises(Starting):
+        house.service.require_ready()
+    async with _serving(house):
+        house.service.require_ready()
+        house.engines[0].ready = None  # as after a crash
+        with pytest.raises(NotReady) as refused:
+            house.service.require_ready()
+        assert not isinstance(refused.value, Starting)
 
 
 @async_test
