@@ -228,7 +228,7 @@ class Unusable(webbrowser.BaseBrowser):
         raise OSError(2, "No such file")
 
 
-@pytest.mark.parametrize("browser", [None, Unusable("x"), webbrowser.GenericBrowser("lynx")])
+@pytest.mark.parametrize("browser", [None, Unusable("x"), webbrowser.GenericBrowser("true")])
 def test_open_without_a_browser_is_one_warning_that_names_the_address(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, browser: webbrowser.BaseBrowser | None
 ) -> None:
