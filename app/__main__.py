@@ -15,7 +15,7 @@ from app import VERSION
 
 _USAGE = """usage: inkstream COMMAND [options]
 
-  serve        serve a model over HTTP, with a page in the browser
+  serve        serve a weights directory over HTTP, and a page to try it
                  inkstream serve --weights weights --port 8000 --open
   complete     complete a text with a running service
                  inkstream complete "Once upon a time" --max-tokens 100

@@ -55,6 +55,7 @@ def test_bench_loads_a_running_service(server: Server) -> None:
 def test_no_verb_gets_the_list_and_exit_code_two() -> None:
     result = _run()
     assert (result.returncode, result.stdout) == (2, "")
+    assert "serve a weights directory" in result.stderr
     for verb in _VERBS:
         assert re.search(rf"^  {verb}  .+\n {{10,}}inkstream {verb}( |$)", result.stderr, re.MULTILINE), verb
     assert max(map(len, result.stderr.splitlines())) <= 80
