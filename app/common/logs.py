@@ -129,9 +129,8 @@ def set_up(level: str, log_format: Format) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     if level == "info":
         # uvicorn announces the start and the end of its server, of which the service's own lines say more.
-        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    if level == "info" and log_format == "terminal":
-        logging.getLogger(START).setLevel(logging.WARNING)
+        hidden = {"uvicorn.error", *([START] if log_format == "terminal" else [])}
+        handler.addFilter(lambda record: record.levelno > logging.INFO or record.name not in hidden)
     logging.captureWarnings(True)
     sys.excepthook = _on_uncaught
     threading.excepthook = lambda args: _on_uncaught(args.exc_type, args.exc_value, args.exc_traceback)

@@ -48,7 +48,7 @@ def _request(fields: Mapping[str, Any], *, color: bool) -> str:
     status, outcome = fields["status"], str(fields["outcome"])
     failed = status >= 400 or outcome in ("disconnected", "error", "server_error")
     mood = "red" if status >= 500 or outcome in ("error", "server_error") else "yellow" if failed else "green"
-    route = f"{fields['method'] or '-'} {fields['route'] or '-'}"
+    route = f"{fields['method'] or '-'} {fields['route'] or '(no route)'}"
     speed = fields.get("tokens_per_second")
     tokens = fields.get("completion_tokens")
     facts = [

@@ -48,7 +48,7 @@ def _line(message: str = "request", *, level: int = logging.INFO, color: bool = 
         ({"status": 400, "outcome": "invalid_request_error", "completion_tokens": None, "tokens_per_second": None},
          "400  POST /complete        1.23 s, invalid_request_error, req-1"),
         ({"method": None, "route": None, "status": 408, "outcome": "timeout", "completion_tokens": None,
-          "tokens_per_second": None, "duration_ms": 0.0}, "408  - -                   0.0 ms, timeout, req-1"),
+          "tokens_per_second": None, "duration_ms": 0.0}, "408  - (no route)          0.0 ms, timeout, req-1"),
         ({"method": "GET", "route": "/v1/models", "outcome": "ok", "completion_tokens": None,
           "tokens_per_second": None, "duration_ms": 0.7}, "200  GET /v1/models        0.7 ms"),
     ],
