@@ -13,9 +13,11 @@
 #   make promises [ONLY="r10 s08"]              the tests of promises at full size, then RELIABILITY.md
 #   make mutants [ONLY="scheduler text"]        do the tests of a module notice a change in one place of it? (hours)
 #   make redteam [ARGS="--seconds 300 --seed 7"] attacks on the service from outside (docs/security-testing.md)
-#   make install TORCH=torch==2.12.0            another torch than the pinned one
+#   make install                                everything that development needs; serve and train install only what they need
+#   make serve TORCH=cpu|cuda|auto|torch==2.12.0  another build of torch, or another version
 #   make install PIP_ARGS="--index-url URL"     an index of CPU builds, an offline folder (--no-index --find-links DIR)
 #   make install LOCK=                          without hashes, for a folder or an index of wheels that were built again
+#   make install UV=                            pip, even where uv is installed
 
 PYTHON ?= python3
 PIP_ARGS ?=
@@ -29,43 +31,47 @@ ONLY ?=
 JOBS ?= 3
 LOCK ?= requirements.lock requirements-dev.lock
 
+UV ?= uv
+TORCH ?=
+
 VENV := .venv
 BIN := $(VENV)/bin
-PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
-FAILED = || { echo "error: packages could not be installed, pip says why above; PIP_ARGS names another index or a folder (make help)"; exit 2; }
-# The torch that was asked for last stays; asking for another one installs again.
-TORCH ?= $(or $(shell cat $(VENV)/torch 2>/dev/null),torch==2.13.0)
+
+# What may stand on make's command line. A name that is not among them is a mistake, unless it is one of another program.
+VARIABLES := ARGS DATA FRESH JOBS LOCK ONLY OUT PIP_ARGS PORT PYTHON TORCH UV VENV WEIGHTS WHEELS
+unknown := $(foreach name,$(filter-out $(VARIABLES) CURDIR,$(.VARIABLES)),$(if $(findstring command,$(origin $(name))),$(name)))
+ifneq ($(strip $(unknown)),)
+refusal := $(shell $(PYTHON) -SEm deploy.install --unknown $(unknown) 2> /dev/null)
+$(if $(refusal),$(error $(refusal)))
+endif
+
+# deploy/install makes the environment, or adds what is missing, and is done in a moment if nothing is. It asks for Python
+# 3.11: the one of the environment, or PYTHON, or any that there is.
+export LOCK PIP_ARGS TORCH UV VENV
+export PYTHON_ASKED := $(if $(filter file,$(origin PYTHON)),,$(PYTHON))
+environment = @test ! -x $(BIN)/python || exec $(BIN)/python -SEm deploy.install $(1); \
+	for python in "$(PYTHON)" $(if $(PYTHON_ASKED),,python3.13 python3.12 python3.11); do \
+		$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null || continue; \
+		exec $$python -SEm deploy.install $(1); \
+	done; \
+	found=$$($(PYTHON) -V 2> /dev/null) || found="not there"; \
+	echo "error: inkstream needs Python 3.11 or newer, and $(PYTHON) is $$found; install one (Debian, Ubuntu: apt" \
+		"install python3.11 python3.11-venv), or point to it: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 2
 
 .DEFAULT_GOAL := help
-FORCE:
 
-.PHONY: help FORCE install serve test test-fast train bench peers gpu-check lint lock clients promises mutants redteam manifests ray container
+.PHONY: help install runtime serve test test-fast train bench peers gpu-check lint lock clients promises mutants redteam manifests ray container
 
 help:
-	@sed -n '3,18s/^# *//p' Makefile; echo "targets: install serve test test-fast train bench peers gpu-check lint lock clients promises mutants redteam manifests ray container"
+	@sed -n '3,20s/^# *//p' Makefile; echo "targets: install serve test test-fast train bench peers gpu-check lint lock clients promises mutants redteam manifests ray container"
 
-# The native kernels, where there is a C++ compiler; a moment where they are built already. torch computes without them.
-install: $(VENV)/installed
-	@$(BIN)/python -m app compile --quiet || true
+install:
+	$(call environment,dev $(if $(filter install,$(MAKECMDGOALS)),--report))
 
-$(VENV)/torch: FORCE
-	@mkdir -p $(VENV); echo '$(TORCH)' | cmp -s - $@ || echo '$(TORCH)' > $@
+runtime:
+	$(call environment,runtime)
 
-# Everything but torch, whose build is the reader's choice, comes by its hash and without a look at what it asks for: the
-# pins are complete. The last line then finds all of it there; without isolation it builds with the setuptools of the lock.
-# An environment whose making was interrupted has a Python and no pip yet: it is made to its end.
-$(VENV)/installed: pyproject.toml constraints.txt $(LOCK) $(VENV)/torch
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "error: inkstream needs Python 3.11 or newer; point to one with PYTHON=python3.11"; exit 2; }
-	@$(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(VENV) || \
-		{ rm -rf $(VENV); echo "error: $(PYTHON) cannot make a virtual environment (Debian: apt install python3-venv)"; exit 2; }
-	@grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
-	$(if $(LOCK),$(PIP) --require-hashes --no-deps $(addprefix -r ,$(LOCK)) $(FAILED))
-	$(PIP) -c $(VENV)/constraints.txt "$(TORCH)" $(FAILED)
-	$(PIP) -c $(VENV)/constraints.txt $(if $(LOCK),--no-build-isolation) -e ".[dev]" $(FAILED)
-	@touch $@
-
-serve: install
+serve: runtime
 	@exec $(BIN)/python -m app serve $(if $(PORT),--port $(PORT)) $(if $(WEIGHTS),--weights "$(WEIGHTS)") $(ARGS)
 
 # JOBS test processes, a file each, and what they start: so many threads as there are cores in each of them would be in
@@ -90,11 +96,11 @@ test-fast: install
 	@export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE PYTHONDONTWRITEBYTECODE=; \
 	exec $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --fast $(ARGS)
 
-train: install
+train: runtime
 	@$(if $(strip $(DATA)),:,echo 'error: say what to train on: make train DATA="path ..."'; exit 2)
 	@exec $(BIN)/python -m model.train --data $(DATA) --out "$(OUT)" $(or $(ARGS),--max-minutes 60)
 
-bench: install
+bench: runtime
 	$(BIN)/python -m benchmarks.local $(if $(WEIGHTS),--weights "$(WEIGHTS)") $(ARGS)
 
 peers: install
