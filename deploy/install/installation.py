@@ -148,7 +148,7 @@ class Installation:
 
     def _why_anew(self, version: str) -> str:
         if self._unfinished.exists():
-            return "an earlier installation was interrupted"
+            return "an earlier installation did not finish"
         if not version and os.path.lexists(self._python):
             return "its Python is gone"
         if self._stamp and self._stamp["root"] != str(ROOT):
@@ -216,10 +216,9 @@ class Installation:
     def _install_torch(self) -> Torch:
         """In the build for this machine, or in the one that can be had."""
         began = time.monotonic()
-        pin = re.findall(r"^torch==\S+", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[0]
         settings = self._settings._replace(torch=self._asked())
         kept = "" if self._settings.torch == "auto" else self._torch_build()
-        torch = choose_torch(settings, pin, kept, look_at_machine())
+        torch = choose_torch(settings, self._pin(), kept, look_at_machine())
         if torch.build not in ("", self._torch_build()):
             self._check_room(_ROOM_BYTES[torch.build])
         reason = torch.reason
@@ -248,7 +247,12 @@ class Installation:
         """TORCH= of this run, else of the one before, which TORCH=auto forgets."""
         if self._settings.torch:
             return self._settings.torch.replace("auto", "")
-        return str(self._stamp.get("torch_asked", ""))
+        earlier = self._venv / "torch"  # older Makefiles kept it there, and their default, too
+        before = earlier.read_text().strip() if earlier.exists() and not self._stamp else ""
+        return str(self._stamp.get("torch_asked", before.replace(self._pin(), "")))
+
+    def _pin(self) -> str:
+        return str(re.findall(r"^torch==\S+", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[0])
 
     def _torch_build(self) -> str:
         """Of the torch that is installed; nothing without one."""

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -38,6 +37,7 @@ case "$*" in
 "-m pip --version") [ "$FAKE" != without-pip ];;
 "-m pip install"*)
   echo "$@" >> "$(dirname "$0")/../../calls"
+  [ -z "$LOCK$PIP_ARGS" ] || echo "make's variables reach pip" >> "$(dirname "$0")/../../calls"
   case "$FAKE $*" in
   offline*) echo "WARNING: Retrying (Temporary failure in name resolution)"; echo "ERROR: No matching one"; exit 1;;
   full*torch*) echo "ERROR: No space left on device"; exit 1;;
@@ -151,7 +151,20 @@ def test_each_obstacle_is_one_line_that_says_what_to_do(checkout: Path, fake: st
     assert result.returncode == 2 and len(errors) == 1 and said in errors[0]
     assert "Retrying" not in result.stderr and "Traceback" not in result.stderr
     assert not (checkout / ".venv/installed").exists()
-    assert _make(checkout, "serve").returncode == 0
+    assert len([call for call in _calls(checkout) if "torch==" in call]) <= 1
+    again = _make(checkout, "serve")
+    assert again.returncode == 0
+    assert ("made again" in again.stderr) is (fake in ("full", "no-venv")), "pip may have left parts of packages"
+
+
+def test_the_build_of_torch_stays_when_a_gpu_appears_until_make_is_asked_to_look_again(checkout: Path) -> None:
+    assert _make(checkout, "runtime").returncode == 0
+    (checkout / "nvidia-smi").write_text("#!/bin/sh\necho '580.65.06, NVIDIA H100'\n")
+    (checkout / "nvidia-smi").chmod(0o755)
+    _calls(checkout)
+    assert _make(checkout, "install").returncode == 0 and "torch==2.13.0+cpu" in _calls(checkout)[1]
+    result = _make(checkout, "runtime", "TORCH=auto")
+    assert _calls(checkout)[1].endswith(" torch==2.13.0,!=2.13.0+cpu") and "for NVIDIA H100; TORCH=cpu" in result.stderr
 
 
 def test_a_place_that_cannot_be_written_and_a_python_that_is_not_there(checkout: Path) -> None:
@@ -176,7 +189,7 @@ def test_an_interrupted_installation_is_begun_anew(checkout: Path) -> None:
     assert make.returncode and not (checkout / ".venv/installed").exists()
     (checkout / ".venv/part").touch()
     result = _make(checkout, "runtime")
-    assert result.returncode == 0 and ".venv is made again: an earlier installation was interrupted" in result.stderr
+    assert result.returncode == 0 and ".venv is made again: an earlier installation did not finish" in result.stderr
     assert not (checkout / ".venv/part").exists()
 
 
@@ -185,7 +198,8 @@ def test_an_environment_of_before_without_pip_is_completed_and_a_moved_or_broken
     shutil.copy(checkout / "inner", checkout / ".venv/bin/python")
     (checkout / ".venv/bin/python").write_text(INNER.replace('[ "$FAKE" != without-pip ]', "exit 1"))
     (checkout / ".venv/installed").touch()
-    assert _make(checkout, "runtime").returncode == 0
+    (checkout / ".venv/torch").write_text("torch==2.11.0\n")
+    assert _make(checkout, "runtime").returncode == 0 and "torch==2.11.0+cpu" in _calls(checkout)[1]
     moved = checkout.with_name("moved")
     checkout.rename(moved)
     assert ".venv is made again: it was made for another folder" in _make(moved, "runtime").stderr
@@ -216,7 +230,6 @@ def test_two_at_once_install_once(checkout: Path) -> None:
 
 @pytest.mark.parametrize("target", ["serve", "lint", "help", "gpu-check"])
 def test_every_target_refuses_an_unknown_variable(checkout: Path, target: str) -> None:
-    began = time.monotonic()
     result = _make(checkout, target, "WEIGHT=x")
     assert result.returncode == 2 and "WEIGHT is no variable of make; did you mean WEIGHTS=?" in result.stderr
-    assert result.stdout == "" and not (checkout / ".venv").exists() and time.monotonic() - began < 30
+    assert result.stdout == "" and not (checkout / ".venv").exists()
