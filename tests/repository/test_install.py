@@ -34,6 +34,7 @@ site="$(dirname "$0")/../lib/python3.11/site-packages"
 case "$*" in
 *deploy.install*) exec "$REAL" "$@";;
 *sys.version*) echo 3.11.7;;
+"-m pip config list") echo ":env:.find-links='/wheels'";;
 "-m pip --version") [ "$FAKE" != without-pip ];;
 "-m pip install"*)
   echo "$@" >> "$(dirname "$0")/../../calls"
@@ -48,6 +49,13 @@ case "$*" in
     echo "cuda: str | None = None" > "$site/torch/version.py";;
   esac;;
 "-m app serve"*) echo "served: $@";;
+esac
+"""
+
+UV = """#!/bin/sh
+echo "uv $@" >> "$(dirname "$0")/calls"
+case "$*" in
+venv*) mkdir -p .venv/bin; cp "$(dirname "$0")/inner" .venv/bin/python;;
 esac
 """
 
@@ -134,6 +142,21 @@ def test_where_no_cpu_build_can_be_had_it_says_so_before_it_takes_the_other(chec
     assert "index of CPU builds cannot be reached; the build with CUDA comes instead" in result.stderr
     demanded = _make(checkout, "runtime", "TORCH=cpu", fake="no-cpu")
     assert demanded.returncode == 2 and "error: no package" in demanded.stderr
+
+
+def test_uv_installs_where_it_is_there_from_pips_places(checkout: Path) -> None:
+    (checkout / "uv").write_text(UV)
+    (checkout / "uv").chmod(0o755)
+    result = _make(checkout, "runtime", "UV=uv")
+    assert result.returncode == 0 and "Python 3.11.7; uv installs" in result.stderr
+    made, packages, torch, link = _calls(checkout)
+    assert made.startswith("uv venv --seed") and made.endswith("/.venv")
+    places = "--index-strategy unsafe-best-match --find-links /wheels"
+    assert packages.endswith(f"{places} --require-hashes --no-deps -r requirements.lock")
+    assert torch.startswith("uv pip install --python ") and "torch==2.13.0+cpu --extra-index-url" in torch
+    assert link.endswith("--no-build-isolation -e .[guided]")
+    assert _make(checkout, "runtime", "UV=uv", "TORCH=auto", "PIP_ARGS=--retries 2").returncode == 0
+    assert all(call.startswith("-m pip install") for call in _calls(checkout)), "PIP_ARGS are pip's"
 
 
 @pytest.mark.parametrize(
