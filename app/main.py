@@ -34,6 +34,7 @@ from app.http import request_log
 from app.http.auth import AuthMiddleware, public_routes
 from app.http.connection_limits import ConnectionLimits, HttpLimits, ensure_file_limit, monitor_descriptors
 from app.http.host_filter import CorsMiddleware, HostFilter
+from app.http.idempotency import IdempotencyMiddleware
 from app.http.request_log import RequestLogMiddleware
 from app.serving.hot_reload import HotReload
 from app.serving.kernel_prebuild import build_for_next_start, libraries_at_start
@@ -110,6 +111,12 @@ def create_app(settings: Settings, engine: Callable[[Settings], EnginePool] | No
 def _add_middleware(app: FastAPI, settings: Settings) -> None:
     """Adds the middleware, which runs before routing; the last one added runs first."""
     keys = ApiKeys(settings.keys_file) if settings.keys_file else None
+    app.add_middleware(
+        IdempotencyMiddleware,
+        max_body_bytes=settings.max_body_bytes,
+        replay_bytes=settings.resume_bytes,
+        seconds=settings.resume_seconds,
+    )
     app.add_middleware(AuthMiddleware, keys=keys, public=public_routes([health.router, static_pages.router]))
     if settings.origins:
         app.add_middleware(CorsMiddleware, origins=settings.origins)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Coroutine
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
 from pydantic import BaseModel, ValidationError
 
-from app.access.rate_limiter import ANONYMOUS, Tenant
+from app.access.rate_limiter import Tenant
 from app.access.tenant_queue import WorkAccount
 from app.api.metrics import Metrics
 from app.api.resume_store import ResumeStore
@@ -36,14 +35,6 @@ def _from_state(name: str) -> Any:
 
 async def _get_tenant(request: Request) -> Tenant:
     return tenant_of(request)
-
-
-def owner_of(request: Request) -> str:
-    """The owner of streams that this request starts: its tenant or, without configured keys, its credentials."""
-    tenant = tenant_of(request)
-    if tenant is not ANONYMOUS:
-        return tenant.cache_namespace  # not the name, which a new key may reuse after this one is revoked
-    return hashlib.sha256(request.headers.get("authorization", "").encode("latin-1")).hexdigest()
 
 
 ServiceDep = Annotated[Service, _from_state("service")]

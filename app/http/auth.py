@@ -7,6 +7,7 @@ without a key passes only if the router would dispatch exactly this request to a
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -72,6 +73,14 @@ def tenant_of(request: Request) -> Tenant:
     """The tenant that AuthMiddleware authenticated. Not for public routes, which are not authenticated."""
     tenant: Tenant = request.scope[_SCOPE_KEY]
     return tenant
+
+
+def owner_of(request: Request) -> str:
+    """The owner of streams that this request starts: its tenant or, without configured keys, its credentials."""
+    tenant = tenant_of(request)
+    if tenant is not ANONYMOUS:
+        return tenant.cache_namespace  # not the name, which a new key may reuse after this one is revoked
+    return hashlib.sha256(request.headers.get("authorization", "").encode("latin-1")).hexdigest()
 
 
 def _check_credentials(scope: Scope, keys: ApiKeys) -> Tenant | ApiError:

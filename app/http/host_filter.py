@@ -94,8 +94,8 @@ class CorsMiddleware(CORSMiddleware):
             app,
             allow_origins=origins,
             allow_methods=("GET", "HEAD", "POST", "DELETE"),
-            allow_headers=("Authorization", "Last-Event-ID"),
-            expose_headers=("X-Request-Id", "X-Weights-Version", "Retry-After"),
+            allow_headers=("Authorization", "Idempotency-Key", "Last-Event-ID"),
+            expose_headers=("Idempotent-Replayed", "Retry-After", "X-Request-Id", "X-Weights-Version"),
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

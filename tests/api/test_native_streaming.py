@@ -42,6 +42,18 @@ def test_headers_tell_proxies_to_keep_their_hands_off(server: Server) -> None:
     assert response.headers["x-request-id"] == parse_events(response.text)[0].data["id"]
 
 
+@pytest.mark.parametrize("body", [{}, {"stream": False}, {"model": "", "stream": True}])
+def test_a_request_that_is_sent_again_with_its_key_gets_the_same_response(server: Server, body: dict[str, Any]) -> None:
+    path = "/v1/completions" if "model" in body else "/complete"
+    headers = {"Idempotency-Key": f"{path} {body}"}
+    body = {"prompt": "The fox", "max_tokens": 5, **body}
+    first, second = (httpx.post(f"{server.url}{path}", json=body, headers=headers) for _ in range(2))
+    assert (first.status_code, first.headers.get("idempotent-replayed")) == (200, None)
+    assert (second.status_code, second.headers["idempotent-replayed"]) == (200, "true")
+    assert (second.text, second.headers["content-type"]) == (first.text, first.headers["content-type"])
+    assert second.headers["x-request-id"] != first.headers["x-request-id"]
+
+
 def test_token_details_carry_bytes_and_ordered_alternatives(server: Server) -> None:
     answer = whole(server.url, prompt="The fox", max_tokens=30, seed=3, logprobs=5, ignore_eos=True)
     tokens = answer["choices"][0]["tokens"]

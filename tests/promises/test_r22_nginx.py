@@ -1,8 +1,17 @@
-"""R22: Streams come through nginx with its default settings: at once, and through silence longer than its patience."""
+"""R22: Streams come through nginx with its default settings: at once, and through silence longer than its patience.
+
+Behind deploy/nginx/two-servers.conf each of two services may restart, and no request fails.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import itertools
+import re
+import socket
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,13 +21,15 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support import ROOT
+from tests.support.async_test import async_test
 from tests.support.completion_client import parse_events, text_of
 from tests.support.http.nginx import needs_nginx, running_nginx
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server
+from tests.support.servers import Server, stop_server
 from tests.support.services import Services
 
-pytestmark = [needs_nginx, pytest.mark.usefixtures("silence")]
+pytestmark = needs_nginx
 SHORT: dict[str, Any] = {"prompt": "a", "max_tokens": 20, "ignore_eos": True, "seed": 1}
 
 
@@ -37,7 +48,7 @@ def _answer_of(url: str) -> tuple[float, str]:
     return time.monotonic() - began, answer.text
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def silence(serve_module: Services, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future[tuple[float, str]]]:
     """An answer that is silent for longer than nginx waits; it is under way while the other tests run."""
     server = serve_module("--engine-silence", "60", fake_ms=16_500, is_killed=True)
@@ -86,3 +97,76 @@ def test_a_silence_longer_than_the_read_time_out_is_survived(
     assert (events[-1].name, bool(text_of(events))) == ("done", True)
     assert ": ping" in answer
     promise.all_of("silence of 16 s survives a read time-out of 15 s", 1, 1)
+
+
+def _two_servers(ports: list[int]) -> str:
+    """The shipped file with these addresses."""
+    text = (ROOT / "deploy/nginx/two-servers.conf").read_text()
+    for name, port in zip(("a", "b"), ports, strict=True):
+        text = text.replace(f"server inkstream-{name}:8000", f"server 127.0.0.1:{port}")
+    return text.replace("listen 8080", "listen 127.0.0.1:PORT")
+
+
+def _free_ports(n: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(n)]
+        return [listener.getsockname()[1] for listener in listeners]
+
+
+async def _send_until(is_over: asyncio.Event, url: str, outcomes: Counter[str]) -> None:
+    """Sends streams and whole requests in turn; counts how they end."""
+    async with httpx.AsyncClient(timeout=60) as client:
+        for stream in itertools.cycle((True, False)):
+            try:
+                response = await client.post(f"{url}/complete", json={**SHORT, "stream": stream})
+                is_complete = "event: done" in response.text if stream else response.status_code == 200
+                outcomes["complete" if is_complete else str(response.status_code)] += 1
+            except httpx.TransportError as error:
+                outcomes[type(error).__name__] += 1
+            if is_over.is_set():
+                return
+
+
+async def _restart_under_load(serve: Services, folder: Path, conf: str, ports: list[int], times: int) -> Counter[str]:
+    servers = [serve("--port", str(port), fake_ms=3) for port in ports]
+    outcomes: Counter[str] = Counter()
+    is_over = asyncio.Event()
+    with running_nginx(folder, conf) as url:
+        clients = [asyncio.create_task(_send_until(is_over, url, outcomes)) for _ in range(12)]
+        for i in itertools.islice(itertools.cycle(range(2)), 2 * times):
+            assert await asyncio.to_thread(stop_server, servers[i]) == 0
+            servers[i] = await asyncio.to_thread(serve, "--port", str(ports[i]), fake_ms=3)
+        is_over.set()
+        await asyncio.gather(*clients)
+    for server in servers:
+        stop_server(server)
+    return outcomes
+
+
+@async_test
+async def test_each_of_two_services_restarts_and_no_request_fails(
+    serve: Services, tmp_path: Path, promise: Promise
+) -> None:
+    ports = _free_ports(2)
+    conf = _two_servers(ports)
+    outcomes = await _restart_under_load(serve, tmp_path, conf, ports, promise.size(1, 10))
+    promise.all_of("requests complete while two services restart in turn", outcomes["complete"], outcomes.total())
+    assert outcomes.total() > 50, outcomes
+    without_retry = re.sub(r"proxy_next_upstream .*;", "proxy_next_upstream off;", conf)
+    (tmp_path / "control").mkdir()
+    control = await _restart_under_load(serve, tmp_path / "control", without_retry, ports, 1)
+    assert control["complete"] < control.total(), "nothing was to be retried"
+
+
+def test_a_stream_is_resumed_at_the_service_that_began_it(serve: Services, tmp_path: Path) -> None:
+    servers = [serve(fake_ms=10), serve(fake_ms=10)]
+    conf = _two_servers([server.service.address.port for server in servers])
+    with running_nginx(tmp_path, conf) as url:
+        whole = parse_events(httpx.post(f"{url}/complete", json=SHORT, timeout=60).text)
+        for _ in range(4):
+            with httpx.stream("POST", f"{url}/complete", json=SHORT, timeout=60) as response:
+                start = next(line for line in response.iter_lines() if line.startswith("id: ")).removeprefix("id: ")
+            path, last = f"/complete/{start.partition(':')[0]}/events", {"Last-Event-ID": start}
+            rest = httpx.get(f"{url}{path}", headers=last, timeout=60)
+            assert (rest.status_code, text_of(parse_events(rest.text))) == (200, text_of(whole))
+        assert httpx.delete(f"{url}/complete/req-unknown", timeout=60).status_code == 404

@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, model_validator
 from starlette.responses import Response
 
 from app.api import schemas
-from app.api.dependencies import MetricsDep, ResumeStoreDep, ServiceDep, TenantDep, body_schema, owner_of, read_body
+from app.api.dependencies import MetricsDep, ResumeStoreDep, ServiceDep, TenantDep, body_schema, read_body
 from app.api.openapi import declared
 from app.api.request_handle import RequestHandle
 from app.api.resume_store import ResumeStore, StoredStream, Subscription
@@ -22,6 +22,7 @@ from app.api.schemas import CompletionFields, Prompts, TokenIds
 from app.common.event_loop import TimeSlice
 from app.generation.request import CompletionEvent, Delta, Finished, GenerationRequest, Heartbeat, Queued, Started
 from app.http import sse
+from app.http.auth import owner_of
 from app.http.errors import ApiError
 from app.http.request_log import record_of
 from app.http.response_model import ResponseModel, json_response

@@ -1,0 +1,248 @@
+"""Requests with an Idempotency-Key: joined while the first one runs, repeated after its end, computed once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from starlette.types import Message, Receive, Scope, Send
+
+from app.http.auth import AuthMiddleware
+from app.http.idempotency import IdempotencyMiddleware
+from app.http.request_log import RequestLogMiddleware
+from tests.support.async_test import async_test
+
+
+class _Application:
+    """Answers with `parts`, each when `step` is called; counts its calls, and those that saw a disconnect."""
+
+    def __init__(self, parts: tuple[bytes, ...] = (b"one", b"two"), status: int = 200) -> None:
+        self.bodies: list[bytes] = []
+        self.cancelled = 0
+        self.sent = 0
+        self._parts, self._status = parts, status
+        self._steps = asyncio.Semaphore(0)
+
+    def step(self, n: int = 1) -> None:
+        for _ in range(n):
+            self._steps.release()
+
+    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+        body, has_more = b"", True
+        while has_more:
+            message = await receive()
+            body, has_more = body + message["body"], message["more_body"]
+        self.bodies.append(body)
+        watching = asyncio.ensure_future(receive())
+        await send({"type": "http.response.start", "status": self._status, "headers": []})
+        for part in self._parts:
+            stepping = asyncio.ensure_future(self._steps.acquire())
+            await asyncio.wait({watching, stepping}, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                assert watching.result()["type"] == "http.disconnect"
+                self.cancelled += 1
+                stepping.cancel()
+                return
+            self.sent += 1
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+        watching.cancel()
+
+
+class _Client:
+    """One request on a connection of its own."""
+
+    def __init__(self, stack: Any, *, key: str | None = "k", body: bytes = b"{}", path: str = "/complete") -> None:
+        self.received: list[Message] = []
+        self.is_reading = asyncio.Event()
+        self.is_reading.set()
+        self._left = asyncio.Event()
+        parts = [body[start : start + 2] for start in range(0, len(body), 2)]
+        self._body = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
+        self._body[-1]["more_body"] = False
+        headers = [(b"idempotency-key", key.encode())] if key is not None else []
+        scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
+        self.task = asyncio.ensure_future(stack(scope, self._receive, self._send))
+
+    @property
+    def status(self) -> int:
+        return int(self.received[0]["status"])
+
+    @property
+    def text(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.received)
+
+    @property
+    def is_repeated(self) -> bool:
+        return (b"idempotent-replayed", b"true") in self.received[0]["headers"]
+
+    async def leave(self) -> None:
+        self._left.set()
+        await self.task
+
+    async def _receive(self) -> Message:
+        if self._body:
+            return self._body.pop(0)
+        await self._left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        await self.is_reading.wait()
+        self.received.append(message)
+
+
+def _stack(app: Any, *, replay_bytes: int = 100, seconds: float = 60.0, max_body_bytes: int = 100) -> Any:
+    inner = IdempotencyMiddleware(app, max_body_bytes=max_body_bytes, replay_bytes=replay_bytes, seconds=seconds)
+    return RequestLogMiddleware(AuthMiddleware(inner, keys=None, public=()))
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it did not happen")
+
+
+@async_test
+async def test_two_requests_with_one_key_are_computed_once_and_get_the_same_bytes() -> None:
+    app = _Application()
+    stack = _stack(app)
+    first = _Client(stack)
+    app.step()
+    await _until(lambda: first.text == b"one")
+    second = _Client(stack)
+    await _until(lambda: len(second.received) == 2)
+    assert second.text == b"one", "it joins at the start of the response, not at its end"
+    app.step()
+    await asyncio.gather(first.task, second.task)
+    assert (first.text, second.text, app.bodies) == (b"onetwo", b"onetwo", [b"{}"])
+    assert (first.is_repeated, second.is_repeated) == (False, True)
+
+
+@async_test
+async def test_a_finished_response_is_repeated_for_a_while_only() -> None:
+    app = _Application()
+    stack = _stack(app, seconds=0.05)
+    app.step(4)
+    await _Client(stack).task
+    again = _Client(stack)
+    await again.task
+    assert (again.text, again.is_repeated, len(app.bodies)) == (b"onetwo", True, 1)
+    await asyncio.sleep(0.1)
+    late = _Client(stack)
+    await late.task
+    assert (late.text, late.is_repeated, len(app.bodies)) == (b"onetwo", False, 2)
+
+
+@async_test
+async def test_the_application_is_cancelled_when_the_last_connection_leaves_and_not_before() -> None:
+    app = _Application()
+    stack = _stack(app)
+    clients = [_Client(stack), _Client(stack)]
+    app.step()
+    await _until(lambda: all(client.text == b"one" for client in clients))
+    await clients[0].leave()
+    assert app.cancelled == 0
+    await clients[1].leave()
+    assert (app.cancelled, len(app.bodies)) == (1, 1)
+    app.step(2)
+    retry = _Client(stack)
+    await retry.task
+    assert (retry.text, retry.is_repeated) == (b"onetwo", False)
+
+
+@async_test
+async def test_a_key_belongs_to_one_body_one_path_and_to_requests_that_send_it() -> None:
+    app = _Application()
+    stack = _stack(app)
+    app.step(8)
+    await _Client(stack, body=b"a").task
+    other_body = _Client(stack, body=b"b")
+    await other_body.task
+    assert (other_body.status, b"idempotency_key_reused" in other_body.text) == (400, True)
+    for client in (_Client(stack, body=b"a", path="/v1/completions"), _Client(stack, body=b"a", key=None)):
+        await client.task
+        assert (client.text, client.is_repeated) == (b"onetwo", False)
+    assert app.bodies == [b"a", b"a", b"a"]
+
+
+@async_test
+async def test_a_response_too_long_to_repeat_is_refused_while_it_runs() -> None:
+    app = _Application(parts=(b"x" * 101, b"end"))
+    stack = _stack(app)
+    first = _Client(stack)
+    app.step()
+    await _until(lambda: len(first.text) == 101)
+    second = _Client(stack)
+    await second.task
+    assert (second.status, b"idempotency_key_in_use" in second.text) == (409, True)
+    app.step()
+    await first.task
+    assert first.text.endswith(b"end")
+    app.step(2)
+    third = _Client(stack)
+    await third.task
+    assert (third.status, third.is_repeated, len(app.bodies)) == (200, False, 2)
+
+
+@async_test
+async def test_an_error_is_not_kept() -> None:
+    app = _Application(status=503)
+    stack = _stack(app)
+    app.step(4)
+    for _ in range(2):
+        client = _Client(stack)
+        await client.task
+        assert (client.status, client.is_repeated) == (503, False)
+    assert len(app.bodies) == 2
+
+
+@async_test
+async def test_every_connection_learns_of_a_failure() -> None:
+    async def app(_scope: Scope, receive: Receive, _send: Send) -> None:
+        await receive()
+        await asyncio.sleep(0.01)
+        raise RuntimeError("bug")
+
+    stack = _stack(app)
+    clients = [_Client(stack), _Client(stack)]
+    await asyncio.gather(*(client.task for client in clients))
+    assert [client.status for client in clients] == [500, 500]
+
+
+@async_test
+async def test_the_application_waits_for_a_slow_reader() -> None:
+    app = _Application(parts=(b"x",) * 50)
+    client = _Client(_stack(app))
+    await _until(lambda: bool(client.received))
+    client.is_reading.clear()
+    app.step(50)
+    await asyncio.sleep(0.01)
+    assert app.sent == 1
+    client.is_reading.set()
+    await client.task
+    assert client.text == b"x" * 50
+
+
+@async_test
+async def test_a_body_beyond_the_limit_goes_to_the_application_whole() -> None:
+    app = _Application()
+    app.step(2)
+    client = _Client(_stack(app, max_body_bytes=3), body=b"12345678")
+    await client.task
+    assert (app.bodies, client.text) == ([b"12345678"], b"onetwo")
+
+
+@pytest.mark.parametrize("key", ["", "k" * 256])
+def test_a_bad_key_is_refused(key: str) -> None:
+    @async_test
+    async def check() -> None:
+        app = _Application()
+        client = _Client(_stack(app), key=key)
+        await client.task
+        assert (client.status, b"Idempotency-Key" in client.text, app.bodies) == (400, True, [])
+
+    check()
