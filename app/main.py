@@ -99,7 +99,7 @@ def create_app(settings: Settings, engine: Callable[[Settings], EnginePool] | No
         lifespan=lifespan,
     )
     _add_middleware(app, settings)
-    app.state.connections = connections = ConnectionLimits(_connection_limits(settings))
+    app.state.connections = connections = ConnectionLimits(connection_limits(settings))
     request_log.install(app)
     for module in (routes, openai_routes, score):
         app.include_router(module.router, tags=["completion"])
@@ -165,7 +165,8 @@ def _copy_directories(settings: Settings) -> list[Path]:
     return [folder for folder in folders if folder]
 
 
-def _connection_limits(settings: Settings) -> HttpLimits:
+def connection_limits(settings: Settings) -> HttpLimits:
+    """The HTTP server's limits, of which the number of connections depends on the process's limit of open files."""
     connections = ensure_file_limit(settings.max_connections)
     if connections < settings.max_connections:
         _log.warning("the limit of open files (ulimit -n) allows only %d connections", connections)

@@ -8,25 +8,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import click
+import uvicorn
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from ray import exceptions, serve
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
+from ray.util import get_node_ip_address
 
 from app.cli.serve import read_settings
 from app.cluster import asgi_adapter
+from app.cluster.direct_transport import ResponseServer, fetch
 from app.cluster.gateway import Gateway
-from app.cluster.messages import Call, FullResponse, ReplicaLost, ResponsePart
+from app.cluster.messages import Accepted, Call, FullResponse, ReplicaLost, ResponsePart
 from app.common import logs
 from app.common.errors import NotReady
 from app.common.settings import Settings
-from app.main import create_app
-from app.server import StartError
+from app.http.connection_limits import ConnectionLimits
+from app.http.http_protocol import HttpProtocol
+from app.main import connection_limits, create_app
+from app.server import StartError, bind
 
 _log = logging.getLogger("inkstream.relay")
 _LOST = (
@@ -48,15 +55,22 @@ class Placement(BaseModel):
 
     replicas: int = Field(2, ge=1, description="Replicas of the service, each with its own weights and engine.")
     most_replicas: int = Field(0, ge=0, description="Maximum replicas with autoscaling; 0 disables autoscaling.")
+    upscale_seconds: float = Field(30.0, ge=0, description="Overload that lasts so long starts a replica.")
+    downscale_seconds: float = Field(600.0, ge=0, description="Idleness that lasts so long stops a replica.")
     gpus: float = Field(0, ge=0, description="GPUs per replica.")
     cpus: float = Field(1, ge=0, description="CPUs per replica that Ray reserves; INKSTREAM_THREADS limits their use.")
     fronts: int = Field(1, ge=1, description="Replicas of the gateway; a stream can resume only at its own gateway.")
     resends: int = Field(2, ge=0, le=10, description="Retries of a request on another replica after one was lost.")
+    port: int = Field(8001, ge=0, le=65535, description="Port of the gateway on INKSTREAM_HOST; 0: Ray's proxies only.")
 
     @model_validator(mode="after")
     def _check_replicas(self) -> Placement:
         if self.most_replicas and self.most_replicas < self.replicas:
             raise ValueError(f"most_replicas ({self.most_replicas}) is below replicas ({self.replicas})")
+        if self.fronts > 1 and self.port:
+            raise ValueError(
+                f"fronts ({self.fronts}) cannot share a port: set port=0 and use the address of Ray's proxies"
+            )
         return self
 
 
@@ -68,6 +82,8 @@ class EngineReplica:
         logs.set_up(settings.log_level, logs.resolve_format(settings.log_format))
         self._app = create_app(settings)
         self._name = serve.get_replica_context().replica_id.unique_id
+        self._responses = ResponseServer(self._app, self._name)
+        await self._responses.start(get_node_ip_address())
         self._lifespan = self._app.router.lifespan_context(self._app)
         await self._lifespan.__aenter__()
         self._failure = asyncio.ensure_future(self._app.state.service.wait_stopped())
@@ -75,11 +91,11 @@ class EngineReplica:
             self._check()
             await asyncio.sleep(0.1)
 
-    async def answer(self, call: Call) -> AsyncGenerator[ResponsePart, None]:
-        """Streams one request's response; to the application a cancellation is a client disconnect."""
-        async with aclosing(asgi_adapter.stream_response(self._app, call, self._name)) as parts:
-            async for part in parts:
-                yield part
+    async def answer(self, call: Call) -> AsyncGenerator[Accepted, None]:
+        """Offers one request's response, and ends with it; to the application a cancellation is a client disconnect."""
+        async with aclosing(self._responses.answer(call)) as messages:
+            async for message in messages:
+                yield message
 
     async def whole(self, call: Call) -> FullResponse:
         """The whole response, for broadcasts."""
@@ -91,6 +107,7 @@ class EngineReplica:
 
     async def __del__(self) -> None:
         """Stops the service; Ray has waited for open requests."""
+        self._responses.stop()
         await self._lifespan.__aexit__(None, None, None)
 
     def _check(self) -> None:
@@ -106,13 +123,41 @@ class EngineReplica:
 
 
 class FrontReplica:
-    """Ray Serve ingress: the gateway as an ASGI application."""
+    """The gateway: on a port of its own, and as Ray Serve's ingress, whose proxy adds a hop to every token."""
 
-    def __init__(self, settings: Settings, engine: DeploymentHandle, resends: int) -> None:
-        self._gateway = Gateway(settings, _RayReplicas(engine), max_retries=resends)
+    async def __init__(self, settings: Settings, engine: DeploymentHandle, placement: Placement) -> None:  # type: ignore[misc]
+        """Listens once this returns."""
+        self._gateway = Gateway(settings, _RayReplicas(engine), max_retries=placement.resends)
+        self._server: uvicorn.Server | None = None
+        if placement.port:
+            listener = bind(settings.model_copy(update={"port": placement.port}))
+            self._server = uvicorn.Server(_http_config(self._gateway, settings))
+            self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
 
     def __serve_build_asgi_app__(self) -> Gateway:
         return self._gateway
+
+    async def __del__(self) -> None:
+        """Ray has waited for the requests of its own proxies; this waits for the others."""
+        if self._server:
+            self._server.should_exit = True
+            await self._serving
+
+
+def _http_config(gateway: Gateway, settings: Settings) -> uvicorn.Config:
+    """HTTP with the limits and deadlines of `inkstream serve`."""
+    protocol = cast(type[asyncio.Protocol], partial(HttpProtocol, ConnectionLimits(connection_limits(settings))))
+    seconds = math.ceil(settings.drain_timeout)
+    return uvicorn.Config(
+        gateway,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        http=protocol,
+        ws="none",
+        lifespan="off",
+        timeout_graceful_shutdown=seconds,
+    )
 
 
 class _RayReplicas:
@@ -121,20 +166,34 @@ class _RayReplicas:
     def __init__(self, engine: DeploymentHandle) -> None:
         self._engine = engine
         self._answer = engine.options(method_name="answer", stream=True)
+        self._ending: set[asyncio.Future[None]] = set()
 
     async def send(self, call: Call) -> AsyncGenerator[ResponsePart, None]:
+        """Ray chooses the replica and counts the request until its end; the response comes over TCP."""
         response: Any = self._answer.remote(call)
-        is_open = True
+        end: asyncio.Future[None] | None = None
         try:
-            async for part in response:
-                yield part
-            is_open = False
-        except _LOST:
-            is_open = False
+            accepted = await anext(response)
+            yield accepted
+            end = asyncio.ensure_future(anext(response, None))
+            async with aclosing(fetch(accepted.offer, end)) as parts:
+                async for part in parts:
+                    yield part
+            self._ending.add(end)  # Ray's own end of the request comes later
+            end.add_done_callback(self._forget)
+            end = response = None
+        except (*_LOST, StopAsyncIteration):
+            response = None
             raise ReplicaLost from None
         finally:
-            if is_open:
+            if end:
+                end.cancel()
+            if response:
                 response.cancel()
+
+    def _forget(self, end: asyncio.Future[None]) -> None:
+        self._ending.discard(end)
+        end.cancelled() or end.exception()  # asyncio logs an exception that nothing has asked for
 
     async def broadcast(self, call: Call) -> list[asyncio.Task[FullResponse]]:
         try:
@@ -193,7 +252,7 @@ def _application(placement: Placement, settings: Settings) -> serve.Application:
         graceful_shutdown_timeout_s=_drain_seconds(settings),
         logging_config={"enable_access_log": False},
     )
-    return front.bind(settings, engine, placement.resends)
+    return front.bind(settings, engine, placement)
 
 
 def _engine(settings: Settings, placement: Placement) -> serve.Application:
@@ -205,6 +264,8 @@ def _engine(settings: Settings, placement: Placement) -> serve.Application:
                 "min_replicas": placement.replicas,
                 "max_replicas": placement.most_replicas,
                 "target_ongoing_requests": running,
+                "upscale_delay_s": placement.upscale_seconds,
+                "downscale_delay_s": placement.downscale_seconds,
             }
         }
     deployment = serve.deployment(

@@ -14,12 +14,12 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from app.api.resume_store import ResumeStore, StoredStream, Subscription
 from app.cluster.messages import FullResponse, Head, ReplicaLost
@@ -28,9 +28,14 @@ from app.http import sse
 from app.http.errors import ApiError
 from app.http.sse import PING, Event, EventParser
 
+_HEARTBEAT_SECONDS = 10.0
+
 
 class EventStream(sse.EventStreamResponse):
-    """Also closes the replica's response, even if the client disconnects before the first byte."""
+    """Also closes the replica's response, even if the client disconnects before the first byte.
+
+    is_silent_long: whether the stream may be silent while it waits for another replica, and then needs heartbeats.
+    """
 
     def __init__(
         self,
@@ -38,14 +43,21 @@ class EventStream(sse.EventStreamResponse):
         close: Callable[[], None],
         headers: dict[str, str],
         response: ReplicaResponse | None,
+        *,
+        is_silent_long: bool = False,
     ) -> None:
         super().__init__(frames, close, headers)
         self._generator = frames
         self._response = response
+        self._is_silent_long = is_silent_long
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            if self._is_silent_long:
+                async with heartbeats(send, _HEARTBEAT_SECONDS) as send:
+                    await super().__call__(scope, receive, send)
+            else:
+                await super().__call__(scope, receive, send)
         finally:
             await self._release()
 
@@ -58,6 +70,31 @@ class EventStream(sse.EventStreamResponse):
         await self._generator.aclose()
         if self._response:
             await self._response.close()
+
+
+@asynccontextmanager
+async def heartbeats(send: Send, seconds: float) -> AsyncGenerator[Send, None]:
+    """`send` of an event stream that also sends a comment whenever nothing else was sent for `seconds`."""
+    last, is_sending = time.monotonic(), False
+
+    async def tracked(message: Message) -> None:
+        nonlocal last, is_sending
+        is_sending = True
+        await send(message)
+        last, is_sending = time.monotonic(), not message.get("more_body", True)  # at the end: for ever
+
+    async def beat() -> None:
+        while True:
+            await asyncio.sleep(seconds if is_sending else last + seconds - time.monotonic())
+            if not is_sending and time.monotonic() - last >= seconds:
+                await tracked({"type": "http.response.body", "body": PING, "more_body": True})
+
+    beating = asyncio.ensure_future(beat())
+    try:
+        yield tracked
+    finally:
+        beating.cancel()
+        await asyncio.gather(beating, return_exceptions=True)
 
 
 async def discard_response(response: Response) -> None:
@@ -257,9 +294,6 @@ class StreamSplicer:
         return f"id: {self._request_id}:{number}\nevent: {name}\ndata: ".encode("ascii") + data + b"\n\n"
 
 
-_HEARTBEAT_SECONDS = 10.0
-
-
 class FailoverStream(StoredStream):
     """A resumable stream across replicas."""
 
@@ -293,18 +327,13 @@ class FailoverStream(StoredStream):
                 self._request.record_loss(has_started=self._splicer.has_started)
         return None
 
-    def frames(
+    async def frames(
         self, subscription: Subscription, response: ReplicaResponse | None, number: int = 0
     ) -> AsyncGenerator[bytes, None]:
         """Yields the frames from `number` on, ending with exactly one `done` or `error`.
 
         response: that of a replica that was just started, if any.
         """
-        return with_heartbeat(self._frames(subscription, response, number), _HEARTBEAT_SECONDS)
-
-    async def _frames(
-        self, subscription: Subscription, response: ReplicaResponse | None, number: int
-    ) -> AsyncGenerator[bytes, None]:
         try:
             if number < self.next_number:
                 yield self._replay_buffer.since(number)
@@ -374,20 +403,3 @@ class FailoverStream(StoredStream):
         self._request.counts.failed.inc()
         self.is_finished = True
         return self._replay_buffer.append(self._splicer.error(body))
-
-
-async def with_heartbeat(frames: AsyncGenerator[bytes, None], seconds: float) -> AsyncGenerator[bytes, None]:
-    """The frames, and a comment whenever there is no frame for `seconds`."""
-    async with aclosing(frames):
-        while True:
-            next_frame = asyncio.ensure_future(anext(frames, None))
-            try:
-                while not (await asyncio.wait({next_frame}, timeout=seconds))[0]:
-                    yield PING
-                frame = next_frame.result()
-            finally:
-                next_frame.cancel()
-                await asyncio.gather(next_frame, return_exceptions=True)
-            if frame is None:
-                return
-            yield frame

@@ -253,7 +253,11 @@ class Gateway:
         stream = FailoverStream(request, self._resume_store, owner=_owner(request.call), replay_bytes=limit)
         subscription = stream.attach()
         return EventStream(
-            stream.frames(subscription, response), partial(stream.detach, subscription), headers, response
+            stream.frames(subscription, response),
+            partial(stream.detach, subscription),
+            headers,
+            response,
+            is_silent_long=True,
         )
 
     async def _resume(self, call: Call, name: str) -> Response:
@@ -278,7 +282,8 @@ class Gateway:
             stream.detach(subscription)
             raise
         detach, headers = partial(stream.detach, subscription), {"X-Request-Id": call.request_id}
-        return EventStream(stream.frames(subscription, response, number), detach, headers, response)
+        frames = stream.frames(subscription, response, number)
+        return EventStream(frames, detach, headers, response, is_silent_long=True)
 
     async def _cancel(self, call: Call, name: str) -> Response:
         """Broadcasts the cancellation; does not wait for replicas that hang once one has cancelled."""

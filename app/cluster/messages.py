@@ -37,10 +37,21 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Offer:
+    """Where a gateway fetches a response (app/cluster/direct_transport.py). The ticket is valid once."""
+
+    host: str
+    port: int
+    ticket: str
+
+
+@dataclass(frozen=True, slots=True)
 class Accepted:
     """A replica has accepted the request; there is no response yet."""
 
     replica: str
+    offer: Offer | None = None
+    """None if the response comes the same way."""
 
 
 @dataclass(frozen=True, slots=True)

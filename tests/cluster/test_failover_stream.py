@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.types import Message
 
 from app.api.resume_store import ResumeStore
-from app.cluster.failover_stream import Divergence, FailoverStream, StreamSplicer, with_heartbeat
+from app.cluster.failover_stream import Divergence, FailoverStream, StreamSplicer, heartbeats
 from app.cluster.messages import Call
 from app.cluster.retry import RetryCounters, RetryingRequest
 from app.http.sse import Event, EventParser
@@ -154,20 +155,23 @@ async def test_a_stream_that_is_stopped_on_its_way_to_another_replica_ends() -> 
 
 
 @async_test
-async def test_a_silence_is_filled() -> None:
-    resume, frames = asyncio.Event(), list[bytes]()
+async def test_a_silence_is_filled_until_the_end() -> None:
+    sent: list[Message] = []
+    has_three = asyncio.Event()
 
-    async def slow() -> Any:
-        yield b"a"
-        await resume.wait()
-        yield b"b"
+    async def record(message: Message) -> None:
+        sent.append(message)
+        if len(sent) == 4:
+            has_three.set()
 
-    async for frame in with_heartbeat(slow(), 0.01):
-        frames.append(frame)
-        if len(frames) == 4:
-            resume.set()
-    assert frames[0] == b"a" and frames[-1] == b"b"
-    assert set(frames[1:-1]) == {b": ping\n\n"}
+    async with heartbeats(record, 0.01) as send:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await has_three.wait()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        n = len(sent)
+        await asyncio.sleep(0.05)
+    assert {message["body"] for message in sent[1:4]} == {b": ping\n\n"}
+    assert len(sent) == n, "a comment came after the end of the response"
 
 
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])

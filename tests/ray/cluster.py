@@ -14,15 +14,16 @@ from ray.cluster_utils import Cluster
 
 from deploy.ray_serve import build
 
-PORT = 8123
-URL = f"http://127.0.0.1:{PORT}"
+PORT, PROXY_PORT = 8124, 8123
+URL, PROXY_URL = f"http://127.0.0.1:{PORT}", f"http://127.0.0.1:{PROXY_PORT}"
+"""The gateway's own port, and that of Ray's proxy."""
 _STORE_BYTES = 100 << 20
 _START_SECONDS = 240.0
 _TITLE = "ray::ServeReplica:inkstream:engine"
 
 
 class TwoNodes:
-    """A node is a raylet with one CPU, and a copy of the service asks for one."""
+    """A node is a raylet with one CPU, and a copy of the service asks for one, unless it is told otherwise."""
 
     def __init__(self) -> None:
         node = {"num_cpus": 1, "object_store_memory": _STORE_BYTES, "include_dashboard": False}
@@ -30,11 +31,11 @@ class TwoNodes:
         self._second = self._cluster.add_node(**node)
         ray.init(address=self._cluster.address, log_to_driver=False)
         # Both nodes have this machine's ports: with a proxy on each, connections would go to either.
-        serve.start(http_options={"host": "127.0.0.1", "port": PORT}, proxy_location="HeadOnly")
+        serve.start(http_options={"host": "127.0.0.1", "port": PROXY_PORT}, proxy_location="HeadOnly")
 
-    def deploy(self, *, resends: int) -> None:
-        """The service, or the same service with another front."""
-        serve.run(build({"replicas": 2, "resends": resends}), name="inkstream")
+    def deploy(self, **arguments: float) -> None:
+        """The service, or the same service with other arguments of build()."""
+        serve.run(build({"replicas": 2, "port": PORT, **arguments}), name="inkstream")
 
     def wait_for_copies(self, count: int) -> None:
         """Waits for so many ready copies. Raises AssertionError at the time-out."""

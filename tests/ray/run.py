@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import httpx
 
 from app.http.sse import Event, EventParser
-from tests.ray.cluster import URL, TwoNodes, samples, servers, settings_of_the_test, wait_until
+from tests.ray.cluster import PROXY_URL, URL, TwoNodes, samples, servers, settings_of_the_test, wait_until
 from tests.support import ROOT
 from tests.support.concurrent_readers import ConcurrentReaders, Reader
 
@@ -119,8 +119,18 @@ def check(nodes: TwoNodes) -> list[Row]:
     nodes.wait_for_copies(2)
     rows.append(visit_while(nodes.take_node_away, "a node is taken away", texts))
     assert len(servers()) == 1
-    assert httpx.get(f"{URL}/health/ready", timeout=20).status_code == 200
+    assert httpx.get(f"{PROXY_URL}/health/ready", timeout=20).status_code == 200, "Ray's proxy leads to the gateway too"
+    rows.append(scale(nodes, texts))
     return rows
+
+
+def scale(nodes: TwoNodes, texts: dict[int, str]) -> Row:
+    """From one copy to three under load, and back to one when it ends. Raises AssertionError."""
+    nodes.deploy(replicas=1, most_replicas=3, upscale_seconds=1, downscale_seconds=3, cpus=0.3)
+    nodes.wait_for_copies(1)
+    row = visit_while(lambda: nodes.wait_for_copies(3), "one copy becomes three", texts)
+    nodes.wait_for_copies(1)
+    return row
 
 
 def table(rows: list[Row]) -> str:
@@ -138,10 +148,12 @@ def table(rows: list[Row]) -> str:
 
 def verdict(rows: list[Row]) -> list[str]:
     """The problems; empty if all is well."""
-    _, killed, control, node = rows
+    _, killed, control, node, scaled = rows
     wrong = [f"{row.what}: {row.lost} requests were lost" for row in (killed, node) if row.lost]
     wrong += [f"{row.what}: nothing had to be replayed" for row in (killed, node) if not row.replayed]
     wrong += [f"{row.what}: nothing had to be sent again" for row in (killed, node) if not row.resent]
+    if scaled.whole < scaled.requests:
+        wrong.append(f"{scaled.what}: {scaled.requests - scaled.whole} requests were not complete")
     if not control.lost:
         wrong.append("without resends nothing was lost either: this test cannot fail")
     return wrong
