@@ -19,12 +19,13 @@ from tests.ray.cluster import PROXY_URL, URL, TwoNodes, samples, servers, settin
 from tests.support import ROOT
 from tests.support.concurrent_readers import ConcurrentReaders, Reader
 
+_SCALE_SECONDS = 240.0
 BODY = {"prompt": "Once upon a time", "max_tokens": 80, "ignore_eos": True}
 
 
-def _clients() -> ConcurrentReaders:
+def _clients(count: int = 24) -> ConcurrentReaders:
     """Of every kind, each with a seed of its own."""
-    paths = ["/complete"] * 14 + ["/v1/completions"] * 4 + ["/complete"] * 6
+    paths = (["/complete"] * 14 + ["/v1/completions"] * 4 + ["/complete"] * 6)[:count]
     bodies = [{**BODY, "seed": seed, "stream": seed < 18} for seed in range(len(paths))]
     return ConcurrentReaders(URL, [Reader(body, path) for body, path in zip(bodies, paths, strict=True)])
 
@@ -125,11 +126,19 @@ def check(nodes: TwoNodes) -> list[Row]:
 
 
 def scale(nodes: TwoNodes, texts: dict[int, str]) -> Row:
-    """From one copy to three under load, and back to one when it ends. Raises AssertionError."""
+    """From one copy to three while 24 clients are served, and back to one while two are. Raises AssertionError."""
     nodes.deploy(replicas=1, most_replicas=3, upscale_seconds=1, downscale_seconds=3, cpus=0.3)
     nodes.wait_for_copies(1)
-    row = visit_while(lambda: nodes.wait_for_copies(3), "one copy becomes three", texts)
-    nodes.wait_for_copies(1)
+    row, began = Row("1 copy to 3 to 1"), time.monotonic()
+    for count, copies in ((24, 3), (2, 1)):
+        while len(servers()) != copies:
+            assert time.monotonic() - began < _SCALE_SECONDS, f"there are never {copies} copies"
+            clients = _clients(count)
+            clients.join()
+            row.requests += count
+            for visit in clients.readers:
+                _judge(visit, row, texts, time.monotonic())
+    row.seconds = time.monotonic() - began
     return row
 
 
