@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from app.cli.complete import CLIENT_KEY
+from app.cli.client import CLIENT_KEY
 from app.common import fault_injection, logs
 from app.common.settings import Settings, grouped_fields
 from app.server import StartError, serve

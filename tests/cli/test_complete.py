@@ -23,7 +23,7 @@ import pytest
 
 from app.__main__ import main
 from app.api.native.routes import CompleteRequest
-from app.cli.complete import add_flags, given_fields
+from app.cli.request_flags import add_flags, given_fields
 from tests.support import ROOT
 from tests.support.completion_client import whole
 from tests.support.servers import Server

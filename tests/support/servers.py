@@ -116,7 +116,7 @@ def start_server(
         [*command, "serve", "--weights", str(weights), "--port", "0", *flags],
         log,
         environment=variables,
-        prepare=None if terminal is None else partial(_hang_on, terminal),
+        prepare=None if terminal is None else partial(hang_on, terminal),
     )
     _STARTED.append(service)
     try:
@@ -154,8 +154,8 @@ def _wait_until_ready(service: ServiceProcess) -> None:
     service.wait_for(is_ready, poll=0.02)
 
 
-def _hang_on(terminal: int) -> None:
-    """Runs in the child: sets its controlling terminal."""
+def hang_on(terminal: int) -> None:
+    """Runs in a child process: sets its controlling terminal."""
     os.setsid()
     fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
 
