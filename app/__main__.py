@@ -1,4 +1,4 @@
-"""python -m app serve | complete | bench | check | compile | keys, and `inkstream` with the same verbs and train."""
+"""python -m app VERB and `inkstream VERB`: serve, complete, bench, check, doctor, compile, keys, train."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ _USAGE = """usage: inkstream COMMAND [options]
                  inkstream bench --url http://127.0.0.1:8000
   check        validate a weights directory, and print its facts
                  inkstream check weights
+  doctor       report what keeps the service from running or makes it slow
+                 inkstream doctor
   compile      build the native kernels ahead of time
                  inkstream compile
   keys         manage the API keys of a service
@@ -119,6 +121,8 @@ def _load(verb: str) -> Callable[[list[str]], int] | None:
             from app.cli.check import main as run
         case "compile":
             from app.cli.compile import main as run
+        case "doctor":
+            from app.cli.doctor import main as run
         case "keys":
             from app.cli.keys import main as run
         case "train":

@@ -130,6 +130,7 @@ def test_every_verb_explains_itself(verb: str) -> None:
         ("bench", "--x"),
         ("check",),
         ("check", ""),
+        ("doctor", "--x"),
         ("compile", "--x"),
         ("keys",),
         ("train",),
