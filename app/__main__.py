@@ -1,7 +1,8 @@
-"""python -m app VERB and `inkstream VERB`: serve, complete, bench, check, doctor, compile, keys, train."""
+"""python -m app VERB and inkstream VERB: finds the verb, and prints the usage."""
 
 from __future__ import annotations
 
+import argparse
 import errno
 import gc
 import os
@@ -10,6 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from functools import partial
 
 from app import VERSION
 
@@ -29,6 +31,8 @@ _USAGE = """usage: inkstream COMMAND [options]
                  inkstream compile
   keys         manage the API keys of a service
                  inkstream keys add alice --keys-file keys.json
+  completion   print a script with which a shell completes all of this
+                 inkstream completion bash
   train        train a model on your text
                  inkstream train --data book.txt --out my-model --max-minutes 10
 
@@ -125,11 +129,34 @@ def _load(verb: str) -> Callable[[list[str]], int] | None:
             from app.cli.doctor import main as run
         case "keys":
             from app.cli.keys import main as run
+        case "completion":
+            from app.cli.completion import main as write_script
+
+            return partial(write_script, parsers=_parsers)
         case "train":
             from model.train.__main__ import main as run
         case _:
             return None
     return run
+
+
+def _parsers() -> dict[str, argparse.ArgumentParser]:
+    """The parser of each verb; importing them all takes two seconds."""
+    from app.cli import check, complete, doctor, keys, serve
+    from app.cli import compile as compile_verb
+    from benchmarks import load
+    from model.train.setup import options
+
+    return {
+        "serve": serve.build_parser(),
+        "complete": complete.build_parser(),
+        "bench": load.build_parser(),
+        "check": check.build_parser(),
+        "doctor": doctor.build_parser(),
+        "compile": compile_verb.build_parser(),
+        "keys": keys.build_parser(),
+        "train": options.parser(),
+    }
 
 
 if __name__ == "__main__":

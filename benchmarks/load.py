@@ -140,7 +140,7 @@ class LoadPlan:
 
 def parse_options(argv: Sequence[str] | None) -> tuple[LoadPlan, bool]:
     """The plan, and whether to print only JSON. Exits with a usage line and status 2 if the flags are invalid."""
-    parser = _parser()
+    parser = build_parser()
     flags = vars(parser.parse_args(argv))
     is_json_only = flags.pop("json_only")
     try:
@@ -149,7 +149,8 @@ def parse_options(argv: Sequence[str] | None) -> tuple[LoadPlan, bool]:
         parser.error(str(error))
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of this verb."""
     parser = OneLineParser(prog="inkstream bench", description="Streaming load against a running server.")
     add, default = parser.add_argument, LoadPlan()
     add(

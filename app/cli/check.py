@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import sys
@@ -25,8 +26,7 @@ _CONTEXT = 512
 
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 valid, 2 invalid, with one line that names the file and the reason."""
-    parser = OneLineParser(prog="inkstream check", description="Validate a weights directory.")
-    parser.add_argument("directory", metavar="DIR")
+    parser = build_parser()
     given = parser.parse_args(argv).directory
     if not given:
         parser.error("DIR is empty: use . for the current directory")
@@ -40,6 +40,13 @@ def main(argv: Sequence[str]) -> int:
     for label, text in lines:
         print(f"  {label:<13}{one_line(text)}")
     return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of this verb."""
+    parser = OneLineParser(prog="inkstream check", description="Validate a weights directory.")
+    parser.add_argument("directory", metavar="DIR", help="weights directory")
+    return parser
 
 
 def _check(directory: Path) -> list[Line]:

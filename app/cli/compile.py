@@ -30,7 +30,7 @@ _MAX_SECONDS = 86400
 
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 built; 1 failed (--check: the service would not use them); 2 no compiler, or unsupported CPU."""
-    options = _parser().parse_args(argv)
+    options = build_parser().parse_args(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a partial build is removed
     directory: Path | None = options.cache_dir
     try:
@@ -59,7 +59,8 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {' '.join(message.split())}; {hint}see {self.prog} --help\n")
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of this verb."""
     parser = _Parser(
         prog="inkstream compile",
         description="Build the native kernels, which are faster than torch. Does nothing if they are already built.",

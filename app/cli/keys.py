@@ -21,7 +21,7 @@ class _KeyNotPrinted(Exception):
 
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 done, 1 a new key could not be printed, 2 bad arguments or keys file."""
-    parser = _parser()
+    parser = build_parser()
     options = parser.parse_args(argv)
     file = options.keys_file or os.environ.get(_VARIABLE)
     if not file:
@@ -46,7 +46,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of this verb."""
     parser = OneLineParser(prog="inkstream keys", description="Manage the API keys of a service.", allow_abbrev=False)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="add|list|revoke")
     add = verbs.add_parser("add", help="create a key and print it once", allow_abbrev=False)

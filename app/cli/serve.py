@@ -21,7 +21,7 @@ from model.files import one_line
 
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 ended by a signal, 1 failed, 2 bad configuration."""
-    given = vars(_parser().parse_args(argv))
+    given = vars(build_parser().parse_args(argv))
     try:
         return serve(read_settings(given))
     except StartError as error:
@@ -89,7 +89,8 @@ _VALUES = {"host": "HOST", "port": "PORT", "keys_file": "FILE", "allowed_hosts":
            "gpu_memory_utilization": "SHARE"}  # fmt: skip
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of this verb."""
     parser = OneLineParser(
         prog="inkstream serve",
         usage="inkstream serve [--weights DIR] [--port PORT] [options]",

@@ -17,7 +17,7 @@ from tests.support.servers import Server
 
 pytestmark = pytest.mark.slow
 
-_VERBS = ("serve", "complete", "bench", "check", "compile", "keys", "train")
+_VERBS = ("serve", "complete", "bench", "check", "doctor", "compile", "keys", "completion", "train")
 
 
 def _run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -115,7 +115,7 @@ def test_every_setting_is_in_a_group() -> None:
     assert list(grouped_fields()) == list(GROUPS.values())
 
 
-@pytest.mark.parametrize("verb", [verb for verb in _VERBS if verb != "keys"])
+@pytest.mark.parametrize("verb", [verb for verb in _VERBS if verb not in ("keys", "completion")])
 def test_every_verb_explains_itself(verb: str) -> None:
     result = _run(verb, "--help")
     assert result.returncode == 0
@@ -133,6 +133,7 @@ def test_every_verb_explains_itself(verb: str) -> None:
         ("doctor", "--x"),
         ("compile", "--x"),
         ("keys",),
+        ("completion",),
         ("train",),
     ],
 )

@@ -29,7 +29,7 @@ OUTSIDE = {
     "app.access": {"msgspec"},
     "app.api": {"fastapi", "prometheus_client", "pydantic", "starlette"},
     "app.chat": {"jinja2", "msgspec"},
-    "app.cli": {"pydantic"},
+    "app.cli": {"pydantic", "shtab"},
     "app.cluster": {"fastapi", "prometheus_client", "starlette"},
     "app.common": {"msgspec", "pydantic", "pydantic_settings", "uvicorn"},
     "app.engine": {"msgspec", "torch"},
