@@ -225,6 +225,9 @@ async def run(plan: LoadPlan, *, on_result: Callable[[LoadResult], object] = lam
     return result
 
 
+_START = "; start a service with inkstream serve, or name another with --url"
+
+
 async def _fetch_models(plan: LoadPlan) -> Any:
     """Response of GET /v1/models, or None if it is not JSON. Raises UnreachableError if nothing answers."""
     exchange = None
@@ -232,9 +235,9 @@ async def _fetch_models(plan: LoadPlan) -> Any:
         async with asyncio.timeout(_ANSWER_SECONDS):
             exchange = await get(plan.address, "/v1/models")
     if exchange is None:
-        raise UnreachableError(f"nothing answers at {plan.url} within {_ANSWER_SECONDS} s")
+        raise UnreachableError(f"nothing answers at {plan.url} within {_ANSWER_SECONDS} s{_START}")
     if exchange.error:
-        raise UnreachableError(f"nothing answers at {plan.url}: {exchange.error}")
+        raise UnreachableError(f"nothing answers at {plan.url}: {exchange.error}{_START}")
     with suppress(msgspec.MsgspecError):
         return msgspec.json.decode(exchange.body)
     return None

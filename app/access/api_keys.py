@@ -127,7 +127,10 @@ def add_key(path: Path, key: StoredKey) -> None:
 
     def added(keys: tuple[StoredKey, ...]) -> tuple[StoredKey, ...]:
         if any(other.name == key.name for other in keys):
-            raise KeyFileError(f"there is a key called {key.name} already: revoke it first, or take another name")
+            raise KeyFileError(
+                f"there is a key called {key.name} already: revoke it first "
+                f"(inkstream keys revoke {key.name}), or take another name"
+            )
         if len(keys) >= MAX_KEYS:
             raise KeyFileError(f"there are {MAX_KEYS} keys already: revoke one first")
         return (*keys, key)
@@ -140,7 +143,7 @@ def revoke_key(path: Path, name: str) -> None:
 
     def removed(keys: tuple[StoredKey, ...]) -> tuple[StoredKey, ...]:
         if all(key.name != name for key in keys):
-            raise KeyFileError(f"there is no key called {name[:100]!r}")
+            raise KeyFileError(f"there is no key called {name[:100]!r}: inkstream keys list shows the names")
         return tuple(key for key in keys if key.name != name)
 
     _change(path, removed, may_be_new=False)
@@ -154,7 +157,10 @@ def _change(path: Path, change: Callable[[tuple[StoredKey, ...]], tuple[StoredKe
             is_new = may_be_new and not path.exists()
             _replace(path, change(() if is_new else read_keys(path)))
     except OSError as error:
-        raise KeyFileError(f"the keys file {path} cannot be written ({error.strerror})") from None
+        raise KeyFileError(
+            f"the keys file {path} cannot be written ({error.strerror}): "
+            "name one in a folder that exists and that you may write"
+        ) from None
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import ssl
 import time
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
@@ -59,6 +60,8 @@ class Client:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError("--url must look like http://127.0.0.1:8000, where `inkstream serve` listens")
+        if parts.path.rstrip("/").endswith("/v1"):
+            raise ValueError(f"--url is the address of the service alone: leave /v1 out ({url.rstrip('/')[:-3]})")
         if parts.query or parts.fragment or parts.username:
             raise ValueError("--url must not contain a user name, a query or a fragment: pass a key with --api-key")
         if not api_key.isascii() or not api_key.isprintable():
@@ -182,6 +185,8 @@ def error_message(body: Any) -> str | None:
 
 
 def _unreachable(url: str, error: Exception) -> str:
+    if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
+        return f"{url} speaks HTTP without TLS: write http:// in place of https://"
     reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return (
         f"no service answers at {url} ({reason}): start one with `inkstream serve` (`make serve` in a checkout), "

@@ -19,7 +19,12 @@ from model.command_line import OneLineParser
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 done, 1 failed or interrupted, 2 bad arguments or no service, 130 Ctrl+C."""
     command = build_parser()
-    options = command.parse_args(argv)
+    options, rest = command.parse_known_args(argv)
+    if rest:
+        is_text = options.prompt is not None and not any(word.startswith("-") for word in rest)
+        quoted = f"inkstream complete {' '.join([options.prompt, *rest])!r}" if is_text else ""
+        hint = f"; a text with spaces stands in quotes: {quoted}" if is_text else ""
+        command.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     fields = given_fields(options, [name for name in CompleteRequest.model_fields if name not in _NOT_FLAGS])
     if options.interactive:
         _check_interactive(options, command)

@@ -131,6 +131,8 @@ class Settings(BaseSettings):
     def _is_not_empty(cls, value: str) -> str:
         if not value:  # the system would listen on every address
             raise ValueError("must not be empty: 127.0.0.1 is this machine alone, 0.0.0.0 every address")
+        if "/" in value:
+            raise ValueError(f"{value[:100]!r} is not an address: write 127.0.0.1 or a name, without http:// and port")
         return value
 
     @field_validator("allowed_hosts")

@@ -97,5 +97,5 @@ def _check_credentials(scope: Scope, keys: ApiKeys) -> Tenant | ApiError:
     if tenant := keys.tenant_of(key):
         return tenant
     challenge = 'Bearer realm="inkstream", error="invalid_token"'
-    message = "invalid, revoked or expired API key"
+    message = "invalid, revoked or expired API key: the operator creates one with inkstream keys add NAME"
     return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": challenge})

@@ -204,7 +204,8 @@ def test_a_level_in_which_nothing_finished_has_failed() -> None:
 def test_nothing_at_the_url_is_one_line_on_stderr_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     url = f"http://127.0.0.1:{closed_port()}"
     assert main(["--url", url]) == 2
-    assert capsys.readouterr() == ("", f"nothing answers at {url}: connection refused\n")
+    remedy = "start a service with inkstream serve, or name another with --url"
+    assert capsys.readouterr() == ("", f"nothing answers at {url}: connection refused; {remedy}\n")
 
 
 def test_there_is_a_row_for_each_level_and_the_last_line_is_json(capsys: pytest.CaptureFixture[str]) -> None:

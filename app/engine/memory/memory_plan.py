@@ -125,7 +125,9 @@ _MAX_GPU_BLOCKS = 1 << 20
 def choose_context(shape: ModelConfig, requested: int) -> int:
     """Most tokens of a sequence; 0 requests the model's context. Raises ValueError."""
     if requested > shape.context:
-        raise ValueError(f"--max-context {requested} is more than the model's context of {shape.context}")
+        raise ValueError(
+            f"--max-context {requested} is more than the model's context of {shape.context}: lower it, or leave it out"
+        )
     return requested or shape.context
 
 

@@ -1,0 +1,128 @@
+"""Likely mistakes of a first hour: each error says what to do next.
+
+Only those whose messages no other test checks; typos in fields, unknown models and hosts, and bad values are in
+tests/api, flags of serve and train with their verbs.
+"""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import httpx
+import pytest
+
+from app.__main__ import main
+from app.http.request_log import _COMMON_PATHS, _PATHS_BY_MISTAKE
+from tests.support.keyed_server import Keyring
+from tests.support.servers import Server
+from tests.support.services import Services
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def service(serve_module: Services) -> Server:
+    return serve_module("--max-body-bytes", "100000", fake_ms=0)
+
+
+PATHS = [
+    ("/completions", "did you mean /v1/completions?; the base URL of OpenAI clients ends with one /v1"),
+    ("/v1/v1/chat/completions", "did you mean /v1/chat/completions?; the base URL of OpenAI clients ends with one"),
+    ("/v1/complete", "did you mean /complete?"),
+    ("/generate", "did you mean /complete?"),
+    ("/complete/", "did you mean /complete?"),
+    ("/metric", "did you mean /metrics?"),
+    ("/v1", "the base URL of OpenAI clients, which add /completions to it"),
+    ("/v1/embeddings", "GET /docs lists the routes"),
+]
+
+
+@pytest.mark.parametrize(("path", "hint"), PATHS)
+def test_a_wrong_path_names_the_right_one(service: Server, path: str, hint: str) -> None:
+    error = httpx.post(service.url + path, json={}).json()["error"]["message"]
+    assert error.startswith(f"there is no route {path}: ") and hint in error
+
+
+def test_every_path_that_a_hint_names_exists(service: Server) -> None:
+    for path in {*_COMMON_PATHS, *_PATHS_BY_MISTAKE.values()}:
+        assert httpx.get(service.url + path).status_code != 404, path
+    for path in _PATHS_BY_MISTAKE:
+        assert httpx.post(service.url + path).status_code == 404, path
+
+
+BODIES = [
+    (b"{'prompt':'a'}", "key must be a string at line 1 column 2; names and texts stand in double quotes"),
+    (b'{"prompt":"a",}', "trailing comma at line 1 column 15; remove the comma"),
+    (b'{"prompt":"caf\xe9"}', "; encode the text as UTF-8"),
+    (b"", 'the body is empty: send a JSON object, such as {"prompt": "Once upon a time"}'),
+    (b'["a"]', 'the body must be a JSON object, such as {"prompt": "Once upon a time"}'),
+    (b'{"max_tokens":5}', "prompt is required"),
+    (b'{"inputs":"a"}', "prompt is required; it is not called 'inputs' here"),
+    (b'{"messages":[]}', "prompt is required; messages belong to POST /v1/chat/completions"),
+    (b'{"prompt":"a","max_tokens":"100"}', "max_tokens: must be a whole number such as 100, without quotes"),
+    (b'{"prompt":"a","temperature":"1"}', "temperature: must be a number such as 0.7, without quotes"),
+    (b'{"prompt":"a","stream":"true"}', "stream: must be true or false, without quotes"),
+    (b'{"prompt":"a","user":5}', "user: must be text in double quotes"),
+    (b'{"prompt":"' + b"x " * 9000 + b'"}', "shorten the prompt, or keep only its end with truncate_prompt_tokens"),
+    (b'{"prompt":"' + b"x" * 100_000 + b'"}', "shorten it, or start the service with a larger --max-body-bytes"),
+]
+
+
+@pytest.mark.parametrize(("body", "hint"), BODIES, ids=lambda part: repr(part[:30]))
+def test_a_wrong_body_says_how_a_right_one_looks(service: Server, body: bytes, hint: str) -> None:
+    headers = {"content-type": "application/json"}
+    assert hint in httpx.post(f"{service.url}/complete", content=body, headers=headers).json()["error"]["message"]
+
+
+def test_wrong_methods_types_and_endpoints_name_the_right_ones(service: Server) -> None:
+    def message(method: str, path: str, **options: object) -> str:
+        return str(httpx.request(method, service.url + path, **options).json()["error"]["message"])  # type: ignore[arg-type]
+
+    assert message("GET", "/complete").endswith("use POST; a browser sends GET for an address, /docs sends requests "
+                                                "of every kind")  # fmt: skip
+    assert "--allow-origin" in message("OPTIONS", "/complete", headers={"origin": "https://a.example"})
+    assert "--allow-origin" not in message("OPTIONS", "/complete")
+    assert "(curl: -H 'content-type: application/json')" in message("POST", "/complete", content=b'{"prompt":"a"}')
+    assert "a prompt belongs to POST /v1/completions" in message("POST", "/v1/chat/completions", json={"prompt": "a"})
+
+
+def test_a_wrong_key_says_who_creates_one(serve_module: Services, tmp_path: Path) -> None:
+    ring = Keyring(tmp_path / "keys.json")
+    ring.add("alice")
+    service = serve_module(ring=ring, fake_ms=0)
+    answer = httpx.get(f"{service.url}/v1/models", headers={"authorization": "Bearer ink-wrong"})
+    assert "inkstream keys add NAME" in answer.json()["error"]["message"]
+
+
+COMMANDS = [
+    (("server",), "; did you mean inkstream serve?"),
+    (("run",), "; did you mean inkstream serve?"),
+    (("generate",), "; did you mean inkstream complete?"),
+    (("serve", "--host", "http://0.0.0.0"), "without http:// and port"),
+    (("complete", "hello", "world"), "; a text with spaces stands in quotes: inkstream complete 'hello world'"),
+    (("complete", "a", "--url", "http://127.0.0.1:9/v1"), "leave /v1 out (http://127.0.0.1:9)"),
+    (("complete", "a", "--url", "{service}"), "write http:// in place of https://"),
+    (("bench", "--url", "http://127.0.0.1:9"), "start a service with inkstream serve"),
+    (("keys", "revoke", "bob", "--keys-file", "{keys}"), "inkstream keys list shows the names"),
+    (("keys", "add", "alice", "--keys-file", "{keys}"), "(inkstream keys revoke alice)"),
+    (("keys", "add", "alice", "--keys-file", "/no/such/folder/keys.json"), "name one in a folder that exists"),
+]
+
+
+@pytest.mark.parametrize(("command", "hint"), COMMANDS, ids=lambda part: " ".join(part)[:40])
+def test_a_wrong_command_names_the_right_one(
+    service: Server, capsys: pytest.CaptureFixture[str], tmp_path: Path, command: tuple[str, ...], hint: str
+) -> None:
+    keys = tmp_path / "keys.json"
+    assert main(["keys", "add", "alice", "--keys-file", str(keys)]) == 0
+    assert stat.S_IMODE(keys.stat().st_mode) == 0o600
+    capsys.readouterr()
+    words = [word.replace("{keys}", str(keys)) for word in command]
+    words = [f"https{service.url[4:]}" if word == "{service}" else word for word in words]
+    try:
+        code = main(words)
+    except SystemExit as end:
+        code = int(end.code or 0)
+    error = capsys.readouterr().err
+    assert code in (1, 2) and hint in error and error.count("\n") == 1, error
