@@ -97,9 +97,6 @@ def _run(verb: str, rest: list[str]) -> int:
     return run(rest)
 
 
-_VERBS_BY_MISTAKE = {"run": "serve", "start": "serve", "generate": "complete", "finetune": "train", "fit": "train"}
-
-
 def _print_usage(verb: str) -> int:
     """Prints the version, the usage, or an error that lists the known verbs."""
     if verb in ("-V", "--version"):

@@ -96,9 +96,7 @@ def test_a_wrong_key_says_who_creates_one(serve_module: Services, tmp_path: Path
 
 
 COMMANDS = [
-    (("server",), "; did you mean inkstream serve?"),
-    (("run",), "; did you mean inkstream serve?"),
-    (("generate",), "; did you mean inkstream complete?"),
+    (("server",), "did you mean serve?"),
     (("serve", "--host", "http://0.0.0.0"), "without http:// and port"),
     (("complete", "hello", "world"), "; a text with spaces stands in quotes: inkstream complete 'hello world'"),
     (("complete", "a", "--url", "http://127.0.0.1:9/v1"), "leave /v1 out (http://127.0.0.1:9)"),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from app.__main__ import main
@@ -259,6 +260,27 @@ def test_a_failure_keeps_the_text_and_control_characters_stay_out_of_the_termina
     assert "\033[2J" not in output and "a\ufffd[2Jx b" in output
 
 
+def test_a_session_waits_for_a_model_that_loads_and_not_for_a_key(
+    entries: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*statuses: int) -> ScriptedClient:
+        client, remaining = ScriptedClient(), iter(statuses)
+        answer = client.get
+
+        def get(path: str) -> dict[str, Any]:
+            if status := next(remaining, 0):
+                raise ServiceError(f"status {status}", status)
+            return answer(path)
+
+        monkeypatch.setattr(client, "get", get)
+        return client
+
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    assert "context 100 tokens" in entries(fail(503, 503))
+    with pytest.raises(ServiceError, match="401"):
+        interact(fail(401), "", {})
+
+
 @contextlib.contextmanager
 def cutting_proxy(url: str, *limits: int) -> Iterator[str]:
     """A TCP proxy that cuts its first connections after so many bytes of the answer, and later ones never."""
@@ -308,8 +330,10 @@ def test_a_stream_that_is_gone_ends_with_the_reason(service: Server) -> None:
 
 def test_a_completion_that_is_closed_early_is_cancelled(service: Server) -> None:
     events = Client(service.url, "").events({"prompt": "a", "max_tokens": 8000, "ignore_eos": True})
-    assert next(events)[0] in ("start", "queue")
+    request_id = next(data["id"] for name, data in events if name == "start")
     events.close()
+    rest = httpx.get(f"{service.url}/complete/{request_id}/events?after=0").text
+    assert '"finish_reason": "cancelled"' in rest, "it is not kept for this client to resume"
     assert service.wait_for(lambda: service.metric("requests_running") == 0, 5)
 
 
