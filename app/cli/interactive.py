@@ -240,7 +240,7 @@ class _Session:
 
     def probabilities(self, _: str) -> None:
         """Switches the colors of tokens on or off."""
-        if "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb":
+        if not _has_colors():
             _say("error: this terminal shows no colors (NO_COLOR is set, or TERM is dumb)")
         elif self.fields.pop("logprobs", None) is not None:
             _say("(colors off)")
@@ -308,7 +308,12 @@ def _color(logprob: float | None) -> str:
 
 def _say(text: str) -> None:
     """Prints something that is not text of the model."""
-    print(printable(text) if "NO_COLOR" in os.environ else f"\033[2m{printable(text)}\033[0m", flush=True)
+    print(f"\033[2m{printable(text)}\033[0m" if _has_colors() else printable(text), flush=True)
+
+
+def _has_colors() -> bool:
+    """Whether the terminal shows colors and the user wants them (https://no-color.org)."""
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") not in (None, "dumb")
 
 
 def _prompt(text: str) -> str:
@@ -316,7 +321,7 @@ def _prompt(text: str) -> str:
     if not text:
         return "> "
     tail = ("..." if len(text) > _TAIL_CHARACTERS else "") + one_line(text[-_TAIL_CHARACTERS:])
-    return tail if "NO_COLOR" in os.environ else f"\001\033[2m\002{tail}\001\033[0m\002"
+    return f"\001\033[2m\002{tail}\001\033[0m\002" if _has_colors() else tail
 
 
 def _read_entry(prompt: str) -> str:

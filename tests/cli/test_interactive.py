@@ -249,6 +249,10 @@ def test_tokens_have_the_color_of_their_probability_when_asked(entries: Any, mon
     assert [body.get("logprobs") for body in client.bodies] == [0, None]
     monkeypatch.setenv("NO_COLOR", "1")
     assert "error: this terminal shows no colors" in entries(client, "/probs")
+    monkeypatch.setenv("NO_COLOR", "")
+    assert "a token's probability" in entries(client, "/probs")
+    monkeypatch.setenv("TERM", "dumb")
+    assert "\033" not in entries(client, "/undo")
 
 
 def test_a_failure_keeps_the_text_and_control_characters_stay_out_of_the_terminal(entries: Any) -> None:
@@ -287,13 +291,19 @@ def cutting_proxy(url: str, *limits: int) -> Iterator[str]:
     address = ("127.0.0.1", int(url.rpartition(":")[2]))
     remaining = iter(limits)
 
+    def forward(client: socket.socket, upstream: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := client.recv(65536):
+                upstream.sendall(data)
+
     def answer(client: socket.socket) -> None:
         limit = next(remaining, 1 << 30)
-        with client, socket.create_connection(address) as upstream:
-            upstream.sendall(client.recv(65536))
+        with contextlib.suppress(OSError), client, socket.create_connection(address) as upstream:
+            threading.Thread(target=forward, args=(client, upstream), daemon=True).start()
             while limit > 0 and (data := upstream.recv(min(4096, limit))):
                 client.sendall(data)
                 limit -= len(data)
+            client.shutdown(socket.SHUT_RDWR)
 
     def serve(listener: socket.socket) -> None:
         with contextlib.suppress(OSError):
