@@ -26,10 +26,10 @@ _MAX_DETAILS = 100
 _NAME_RULE = "may have up to 64 letters, digits, _ and -"
 _PATTERNS = {"logit_bias": 'keys must be token ids, such as "50"', "user": _NAME_RULE, "request_id": _NAME_RULE}
 _TYPE_RULES = {
-    "bool_type": "must be true or false, without quotes",
+    "bool_type": "must be a boolean: true or false, without quotes",
     "float_type": "must be a number such as 0.7, without quotes",
-    "int_type": "must be a whole number such as 100, without quotes",
-    "string_type": "must be text in double quotes",
+    "int_type": "must be an integer such as 100, without quotes",
+    "string_type": "must be a string: text in double quotes",
 }
 _JSON_HINTS = {
     "key must be a string": "; names and texts stand in double quotes, the whole body in single quotes in a shell",

@@ -60,10 +60,10 @@ BODIES = [
     (b'{"max_tokens":5}', "prompt is required"),
     (b'{"inputs":"a"}', "prompt is required; it is not called 'inputs' here"),
     (b'{"messages":[]}', "prompt is required; messages belong to POST /v1/chat/completions"),
-    (b'{"prompt":"a","max_tokens":"100"}', "max_tokens: must be a whole number such as 100, without quotes"),
+    (b'{"prompt":"a","max_tokens":"100"}', "max_tokens: must be an integer such as 100, without quotes"),
     (b'{"prompt":"a","temperature":"1"}', "temperature: must be a number such as 0.7, without quotes"),
-    (b'{"prompt":"a","stream":"true"}', "stream: must be true or false, without quotes"),
-    (b'{"prompt":"a","user":5}', "user: must be text in double quotes"),
+    (b'{"prompt":"a","stream":"true"}', "stream: must be a boolean: true or false, without quotes"),
+    (b'{"prompt":"a","user":5}', "user: must be a string: text in double quotes"),
     (b'{"prompt":"' + b"x " * 9000 + b'"}', "shorten the prompt, or keep only its end with truncate_prompt_tokens"),
     (b'{"prompt":"' + b"x" * 100_000 + b'"}', "shorten it, or start the service with a larger --max-body-bytes"),
 ]
