@@ -86,10 +86,14 @@ class Client:
                 first = self._request("POST", "/complete", _STREAM_SECONDS, body)
                 yield from self._read(connections.enter_context(first), position)
                 while not position.is_end:
-                    if position.event_id != lost_id:
+                    is_new = position.event_id != lost_id
+                    if is_new:
                         lost_id, deadline = position.event_id, time.monotonic() + self._resume_seconds
+                    rest = self._try_to_resume(position, deadline, connections)
+                    if is_new:
                         yield CONNECTION_LOST, {}
-                    yield from self._read(connections.enter_context(self._resume(position, deadline)), position)
+                    if rest:
+                        yield from self._read(rest, position)
         finally:
             if position.request_id and not position.is_end:
                 self._cancel(position.request_id)
@@ -126,23 +130,21 @@ class Client:
                 position.name, position.event_id = event.name, event.id
                 yield event.name, data
 
-    @contextlib.contextmanager
-    def _resume(self, position: _Position, deadline: float) -> Iterator[http.client.HTTPResponse]:
-        """The rest of a broken stream. Raises ServiceError."""
+    def _try_to_resume(
+        self, position: _Position, deadline: float, connections: contextlib.ExitStack
+    ) -> http.client.HTTPResponse | None:
+        """The rest of a broken stream; None if another attempt may succeed. Raises ServiceError if none can."""
         if not position.request_id:
             raise ServiceError("the stream ended before the text was complete")
+        time.sleep(_RETRY_SECONDS)
         path, headers = f"/complete/{position.request_id}/events", {"Last-Event-ID": position.event_id}
-        with contextlib.ExitStack() as connection:
-            while True:
-                time.sleep(_RETRY_SECONDS)
-                try:
-                    response = connection.enter_context(self._request("GET", path, _STREAM_SECONDS, headers=headers))
-                    break
-                except (ServiceError, ServiceUnreachable) as error:
-                    is_refused = isinstance(error, ServiceError) and error.status != 503
-                    if is_refused or time.monotonic() > deadline:
-                        raise ServiceError(f"the stream ended before the text was complete: {error}") from None
-            yield response
+        try:
+            return connections.enter_context(self._request("GET", path, _STREAM_SECONDS, headers=headers))
+        except (ServiceError, ServiceUnreachable) as error:
+            is_refused = isinstance(error, ServiceError) and error.status != 503
+            if is_refused or time.monotonic() > deadline:
+                raise ServiceError(f"the stream ended before the text was complete: {error}") from None
+        return None
 
     def _cancel(self, request_id: str) -> None:
         with (

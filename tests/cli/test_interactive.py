@@ -328,7 +328,7 @@ def test_a_lost_connection_is_resumed_without_a_gap(service: Server, capsys: pyt
 
 
 def test_a_stream_that_is_gone_ends_with_the_reason(service: Server) -> None:
-    with cutting_proxy(service.url, 1500) as url:
+    with cutting_proxy(service.url, 1500, 0) as url:
         client = Client(url, "", resume_seconds=0.5)
         events = client.events({"prompt": "a", "max_tokens": 60})
         name = ""
