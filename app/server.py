@@ -35,6 +35,7 @@ from app.serving.kernel_prebuild import libraries_at_start
 from app.serving.service import Service
 from app.start_summary import follow_start
 from model.checkpoint.manifest import read_model_name
+from model.checkpoint.hub import resolve_weights
 from model.checkpoint.tensor_index import check_layout, read_chat_template
 
 _UNSENT_BYTES = 1 << 14
@@ -164,10 +165,10 @@ def serve(settings: Settings, engine: Callable[[Settings], EnginePool] | None = 
         "0"  # a panic in the tokenizers library is one log line of app/tokenization/text_encoder.py
     )
     _check_file_limit(settings)
-    _check_weights(settings.weights)
     _check_kernels(settings)
     _check_device(settings)
-    with bind(settings) as listener:
+    with bind(settings) as listener:  # first: a download would be in vain if the port is taken
+        settings = _with_weights(settings)
         # A thread that tokenizes a long text yields to the event loop after one millisecond, not five: with sixteen
         # concurrent 1 MB texts the p99 of health checks was 25 to 28 ms instead of 47 to 174 (R8).
         sys.setswitchinterval(0.001)
@@ -213,6 +214,18 @@ def _check_file_limit(settings: Settings) -> None:
         ensure_file_limit(settings.max_connections)
     except ValueError as error:
         raise StartError(str(error)) from None
+
+
+def _with_weights(settings: Settings) -> Settings:
+    """The settings with the directory of the weights, downloaded if they name a model. Raises StartError."""
+    try:
+        directory = resolve_weights(settings.weights, _log.info)
+    except ValueError as error:
+        raise StartError(str(error)) from None
+    _check_weights(directory)
+    if settings.watch and directory != settings.weights:
+        _log.warning("--watch has no effect on a model of the Hub: its commit does not change; restart for a newer one")
+    return settings.model_copy(update={"weights": directory})
 
 
 def _check_weights(directory: Path) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 Norm = Literal["rmsnorm", "layernorm", "none"]
 NormPosition = Literal["pre", "post"]
@@ -28,6 +29,21 @@ _MAX_EXACT_INT = 2**53
 
 class ConfigError(ValueError):
     """An invalid decoder configuration; the message names the field to change."""
+
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox", "inkstream")
+"""Values of model_type that model/families reads."""
+
+
+def check_model_type(raw: Mapping[str, Any]) -> None:
+    """Rejects a config.json of another architecture, or of quantized weights. Raises ConfigError."""
+    name = raw.get("model_type")
+    if not isinstance(name, str) or name not in MODEL_TYPES:
+        raise ConfigError(f"model_type {name!r} is not supported; supported: {', '.join(MODEL_TYPES)}")
+    if raw.get("quantization_config"):
+        raise ConfigError(
+            "quantized weights (quantization_config) are not supported; use the float32, float16 or bfloat16 weights"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,7 +109,8 @@ def regular_file(path: Path) -> Path:
     """The path to open for `path`: itself, or the file that a snapshot keeps open. Raises CheckpointError.
 
     It must be a regular file inside its directory. Links must not leave the directory, except those of the Hugging
-    Face cache: snapshots/REVISION/name -> ../../blobs/HASH.
+    Face cache: snapshots/REVISION/name -> ../../blobs/HASH, which may itself be a link to ../../blobs/HH/HASH, the
+    blobs that all models of the cache share.
     """
     try:
         if opened := snapshot_path(path):
@@ -120,7 +121,10 @@ def regular_file(path: Path) -> Path:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
     except RuntimeError:  # pathlib raises it for link cycles before Python 3.13
         raise CheckpointError(f"{path}: cannot be read (links in a circle)") from None
-    in_cache = directory.parent.name == "snapshots" and real.parent == directory.parent.parent / "blobs"
+    model = directory.parent.parent
+    in_cache = directory.parent.name == "snapshots" and (
+        real.parent == model / "blobs" or real.parent.parent == model.parent / "blobs"
+    )
     if not real.is_relative_to(directory) and not in_cache:
         raise CheckpointError(f"{path}: leads out of the directory; put the file itself there")
     if not stat.S_ISREG(mode):

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from app.api.dependencies import MetricsDep, ServiceDep, check_model
 from app.api.metrics import CONTENT_TYPE
 from app.api.openapi import declared
-from app.api.schemas import ContextLength, VocabularySize, WeightsVersion
+from app.api.schemas import ContextLength, VocabularySize, WeightsRevision, WeightsVersion
 from app.common.errors import NotReady
 from app.http.auth import public
 from app.http.errors import ApiError
@@ -22,7 +22,9 @@ from app.serving.service import Service
 class Model(ResponseModel):
     """The model that is served."""
 
-    id: Annotated[str, "Name of the model: that in its manifest.json, else that of the weights directory."]
+    id: Annotated[
+        str, "org/name of the Hugging Face Hub; else the name in manifest.json, or that of the weights directory."
+    ]
     object: Annotated[Literal["model"], "Type of the object."]
     created: Annotated[int, "When the service started, as a Unix time."]
     owned_by: Annotated[str, "Always inkstream."]
@@ -35,6 +37,7 @@ class Model(ResponseModel):
     numerics: Annotated[str, "Backend (torch or native kernels) and number format."]
     weights_version: WeightsVersion
     sampling_defaults: Annotated[dict[str, float], "Defaults of POST /complete for fields that a request leaves out."]
+    weights_revision: WeightsRevision = None
 
 
 class ModelList(ResponseModel):
@@ -132,4 +135,5 @@ def _model(service: Service) -> Model:
         numerics=ready.numerics,
         weights_version=ready.weights_version,
         sampling_defaults=dict(ready.sampling_defaults),
+        weights_revision=service.instance.revision,
     )

@@ -195,6 +195,9 @@ Echo = Annotated[str | None, "Echo of the request's field."]
 IsTruncated = Annotated[bool | None, "True if truncate_prompt_tokens shortened a prompt."]
 ModelName = Annotated[str, "Name of the model."]
 WeightsVersion = Annotated[str, "SHA-256 of the weights."]
+WeightsRevision = Annotated[
+    str | None, "Commit of the Hugging Face Hub that the weights were downloaded as; left out for a directory."
+]
 ContextLength = Annotated[int, "Context length in tokens, prompt and completion together."]
 VocabularySize = Annotated[int, "Size of the vocabulary: all token ids are below it."]
 EffectiveSettings = Annotated[dict[str, Any], "Effective settings, under the names of the request's fields."]
@@ -294,6 +297,7 @@ class Receipt(ResponseModel, kw_only=True):
     suffix_sha256: Annotated[str | None, "SHA-256 of the suffix."] = None
     numerics: Annotated[str, "What computed (torch or native kernels), and in which number format."]
     version: Annotated[str, "Version of inkstream."]
+    weights_revision: WeightsRevision = None
 
     @classmethod
     def of(cls, admitted: Admitted) -> Receipt:
@@ -309,6 +313,7 @@ class Receipt(ResponseModel, kw_only=True):
             suffix_sha256=None if request.suffix is None else prompt_sha256(request.suffix),
             numerics=admitted.numerics,
             version=VERSION,
+            weights_revision=admitted.instance.revision,
         )
 
 

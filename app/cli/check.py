@@ -15,6 +15,7 @@ from app.engine.startup import build_engine
 from app.tokenization.tokenizer_trial import TriedTokenizer, check_vocabulary, try_tokenizer
 from model.checkpoint.checkpoint import Checkpoint, load, load_config
 from model.checkpoint.golden import GOLDEN_FILE, verify
+from model.checkpoint.hub import resolve_weights, source_of
 from model.checkpoint.manifest import MANIFEST_FILE, check_manifest, read_model_name
 from model.checkpoint.model_summary import Line, memory_lines, shape_lines
 from model.checkpoint.tensor_index import check_layout, read_chat_template
@@ -30,8 +31,8 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv).directory
     if not given:
         parser.error("DIR is empty: use . for the current directory")
-    directory = Path(given)
     try:
+        directory = resolve_weights(given, _print_stderr)
         lines = _check(directory)
     except ValueError as error:  # CheckpointError and TokenizerError among others; all messages name the file
         print(f"error: {one_line(str(error))}", file=sys.stderr)
@@ -45,7 +46,9 @@ def main(argv: Sequence[str]) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """The parser of this verb."""
     parser = OneLineParser(prog="inkstream check", description="Validate a weights directory.")
-    parser.add_argument("directory", metavar="DIR", help="weights directory")
+    parser.add_argument(
+        "directory", metavar="DIR", help="weights directory, or a model of the Hugging Face Hub: org/name[@revision]"
+    )
     return parser
 
 
@@ -73,7 +76,12 @@ def _check(directory: Path) -> list[Line]:
         ("golden", golden),
         ("manifest", "passed" if is_whole else f"no {MANIFEST_FILE}"),
         ("version", checkpoint.version),
+        *([("commit", f"{source.commit} of {source.repository}")] if (source := source_of(directory)) else []),
     ]
+
+
+def _print_stderr(line: str) -> None:
+    print(one_line(line), file=sys.stderr, flush=True)
 
 
 def _start_engine(directory: Path) -> tuple[Checkpoint, Ready]:

@@ -31,7 +31,7 @@ class Settings(BaseSettings):
     )
 
     weights: Path = Path("weights")
-    """Weights directory (Hugging Face layout)."""
+    """Weights directory (Hugging Face layout), or a model of the Hugging Face Hub: org/name[@revision]."""
     watch: float = Field(0.0, ge=0, le=3600)
     """Seconds between checks for new weights in that directory; 0 reloads only on SIGHUP."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -109,6 +109,8 @@ class HotReload:
             await asyncio.gather(self._retiring, return_exceptions=True)
         fingerprint = await asyncio.to_thread(take_fingerprint, self._weights)
         _log.info("loading new weights from %s", fingerprint.path)
+        if source := self._service.instance.source:
+            _log.info("this is commit %s of %s again: restart for a newer one", source.commit[:12], source.repository)
         try:
             instance = await self._load_or_refuse()
         except LoadFailed as error:

@@ -23,6 +23,7 @@ from app.serving.weights_snapshot import WeightsFingerprint, WeightsSnapshot
 from app.tokenization.text_encoder import TextEncoder
 from app.tokenization.tokenizer_sandbox import TokenizerSandbox
 from app.tokenization.tokenizer_trial import check_vocabulary, try_tokenizer
+from model.checkpoint.hub import source_of
 from model.tokenizer.tokenizer import Tokenizer
 
 _log = logging.getLogger("inkstream")
@@ -54,8 +55,10 @@ class ModelInstance:
         self._copies = copies
         self._copying: asyncio.Task[None] | None = None
         self.fingerprint = fingerprint
-        self.model_name = name or weights.resolve().name
-        """The model's name for clients: that in its manifest, else that of its directory."""
+        self.source = source_of(weights)
+        """The commit that the weights were downloaded as; None for a directory of the user's own."""
+        self.model_name = self.source.repository if self.source else name or weights.resolve().name
+        """The model's name for clients: org/name of the Hugging Face Hub, else that in its manifest, or its directory's."""
         self.accepted_names = frozenset({self.model_name, weights.resolve().name})
         """The names by which a request may ask for it."""
         self.created = int(time.time())
@@ -70,9 +73,15 @@ class ModelInstance:
         self._unreferenced = asyncio.Event()
         self._unreferenced.set()
 
+    @property
+    def revision(self) -> str | None:
+        """The commit of the Hugging Face Hub, for clients."""
+        return self.source.commit if self.source else None
+
     def start(self) -> None:
         """Starts the engine, which imports its modules while the weights are copied, and then loads."""
-        self._copying = asyncio.create_task(asyncio.to_thread(self._snapshot.copy, self._copies))
+        if not self.source:  # files of the Hub's cache are never written again
+            self._copying = asyncio.create_task(asyncio.to_thread(self._snapshot.copy, self._copies))
         self.engine.start(self._copied_files)
 
     async def load(self) -> None:

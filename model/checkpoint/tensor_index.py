@@ -31,32 +31,51 @@ from model.tokenizer.tokenizer import read_names
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _GUIDE = "see docs/bring-your-model.md"
+_WHERE_FROM = "train a model with inkstream train, bring one, or name one of the Hugging Face Hub: org/name"
 
 
 def check_layout(directory: Path, *, with_tokenizer: bool = True) -> None:
     """Checks that the required files exist. Raises CheckpointError."""
     if (names := snapshot_names(directory)) is None:
         names = _list_names(directory)
+    if needed := missing_file(names, with_tokenizer=with_tokenizer):
+        raise CheckpointError(f"{directory / needed}: no such file{remedy(needed, names)}")
+
+
+def missing_file(names: set[str], *, with_tokenizer: bool = True) -> str:
+    """The first required file that is not among the names of a directory or repository; empty if all are there."""
     for needed in (("config.json",), (WEIGHTS_FILE, INDEX_FILE), *[("tokenizer.json",)] * with_tokenizer):
-        if not any(entry_exists(directory / name) for name in needed):
-            raise CheckpointError(f"{directory / needed[0]}: no such file{_hint(needed[0], names)}")
+        if names.isdisjoint(needed):
+            return needed[0]
+    return ""
 
 
 def _list_names(directory: Path) -> set[str]:
     """File names in the directory. Raises CheckpointError."""
     if not os.path.isdir(directory):  # noqa: PTH112 (pathlib raises for names too long and folders not to be entered)
         kind = "is not a directory" if os.path.exists(directory) else "no such directory"  # noqa: PTH110
-        raise CheckpointError(f"{directory}: {kind}; train a model with inkstream train, or bring one")
+        hint = remedy("config.json", {directory.name}) if kind == "is not a directory" else ""
+        raise CheckpointError(f"{directory}: {kind}{hint or f'; {_WHERE_FROM}'}")
     try:
         return set(os.listdir(directory))  # noqa: PTH208
     except OSError as error:
         raise CheckpointError(f"{directory}: cannot be read ({error.strerror})") from None
 
 
-def _hint(needed: str, names: set[str]) -> str:
-    """Suggests a remedy for the missing file, based on the files that exist."""
+def remedy(needed: str, names: set[str]) -> str:
+    """How to get the missing file, by the other names of the directory or repository; begins with "; " or is empty."""
+    ggufs = sorted(name for name in names if name.endswith(".gguf"))
+    pickles = sorted(name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt")))
     if "adapter_config.json" in names and needed != "tokenizer.json":
-        return "; this is an adapter: merge it into its model and save that"
+        return (
+            "; this is an adapter: merge it into its base model with peft (merge_and_unload(), then "
+            "save_pretrained()), and use the result"
+        )
+    if ggufs and needed != "tokenizer.json":
+        return (
+            f"; {ggufs[0]} is not read: use the model that the GGUF file was made from, which has safetensors, or "
+            "unpack the file with transformers (from_pretrained(..., gguf_file=...)), " + _GUIDE
+        )
     if needed == "config.json":
         return "; in the Hugging Face cache, pass the revision folder under snapshots/" if "snapshots" in names else ""
     if needed == "tokenizer.json":
@@ -65,8 +84,12 @@ def _hint(needed: str, names: set[str]) -> str:
         return f"; {how} {older[0]}" if older else ""
     if any(name.startswith("model-") and name.endswith(".safetensors") for name in names):
         return f", and {INDEX_FILE} is missing from the shards"
-    pickles = sorted(name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt")))
-    return f"; {pickles[0]} is not read, because a pickle can run code; convert it, {_GUIDE}" if pickles else ""
+    if pickles:
+        return (
+            f"; {pickles[0]} is not read, because a pickle can run code; convert it with transformers "
+            f"(from_pretrained(...).save_pretrained(...)), {_GUIDE}"
+        )
+    return ""
 
 
 # Locations in transformers 5 and 4: chat_template.jinja, chat_template.json, then a field of tokenizer_config.json.
@@ -201,6 +224,11 @@ def find_tensors(directory: Path) -> TensorIndex:
             f"{directory / shard_of[missing[0]]}: {missing[0]} is missing, but {index.name} lists it there"
         )
     return TensorIndex(index, found)
+
+
+def shard_names(index: Path) -> set[str]:
+    """File names of the shards. Raises CheckpointError."""
+    return set(_shards(index).values())
 
 
 def _shards(index: Path) -> dict[str, str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from model.config import ConfigError, ModelConfig, RopeScaling
+from model.config import ConfigError, ModelConfig, RopeScaling, check_model_type
 from model.families.gpt2 import GPT2
 from model.families.gpt_neox import GPT_NEOX
 from model.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
@@ -54,14 +54,8 @@ SUPPORTED = tuple(_FAMILIES)
 
 def read_config(raw: Raw) -> tuple[FamilySpec, ModelConfig]:
     """Family and config of a config.json (keys of transformers 4 and 5). Raises ConfigError."""
-    name = raw.get("model_type")
-    family = _FAMILIES.get(name) if isinstance(name, str) else None
-    if family is None:
-        raise ConfigError(f"model_type {name!r} is not supported; supported: {', '.join(SUPPORTED)}")
-    if raw.get("quantization_config"):
-        raise ConfigError(
-            "quantized weights (quantization_config) are not supported; use the float32, float16 or bfloat16 weights"
-        )
+    check_model_type(raw)
+    family = _FAMILIES[raw["model_type"]]
     try:
         return family, _read(family, raw)
     except ConfigError:

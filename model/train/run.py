@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from model.checkpoint.hub import hub_model
 from model.checkpoint.model_summary import describe_size
 from model.device import choose_device, choose_dtype, describe, free_memory
 from model.nn.transformer import Decoder
@@ -157,7 +158,10 @@ class Run:
         """Position at step 0, with the settings that must or may change when the run resumes."""
         flags = {f"--{name.replace('_', '-')}": str(getattr(self.options, name)) for name in _TRAJECTORY_OPTIONS}
         if self.base:
-            flags |= {"--init": str(Path(self.options.init).resolve()), "--context": str(self.options.context)}
+            flags |= {
+                "--init": str(hub_model(self.options.init) or Path(self.options.init).resolve()),
+                "--context": str(self.options.context),
+            }
         return Position(
             step=0,
             seconds=0.0,

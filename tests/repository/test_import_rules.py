@@ -45,7 +45,7 @@ OUTSIDE = {
     "app.tokenization": {"msgspec", "tokenizers"},
     "app.__main__": {"benchmarks"},
     "model": {"torch"},
-    "model.checkpoint": {"safetensors", "torch"},
+    "model.checkpoint": {"httpx2", "huggingface_hub", "safetensors", "torch", "tqdm"},
     "model.tokenizer": {"msgspec", "tokenizers"},
     "model.train": {"numpy", "safetensors", "tokenizers", "torch"},
 }

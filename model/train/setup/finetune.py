@@ -1,4 +1,4 @@
-"""Fine-tuning: initial weights from a directory (--init DIR) instead of random ones.
+"""Fine-tuning: initial weights from a directory (--init DIR or org/name) instead of random ones.
 
 The directory has our native layout or that of a supported Hugging Face family, with its tokenizer. The result is that
 directory with new weights and all other files unchanged. A run copies these files, and its snapshots hold the weights,
@@ -22,6 +22,7 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from model.checkpoint.checkpoint import load, stored_state
 from model.checkpoint.golden import verify
+from model.checkpoint.hub import resolve_weights
 from model.checkpoint.manifest import check_manifest
 from model.checkpoint.tensor_index import WEIGHTS_FILE, check_layout
 from model.command_line import DTYPES
@@ -31,6 +32,7 @@ from model.families.spec import FamilySpec
 from model.files import CheckpointError, parse_object, read_bytes, read_json, write_files
 from model.nn.transformer import Decoder
 from model.tokenizer.tokenizer import Tokenizer
+from model.train.common.console import print_stderr
 from model.train.setup.options import check_sources
 
 _BASE_FOLDER = "init"
@@ -119,9 +121,11 @@ def load_base(options: argparse.Namespace, work: Path, *, resumes: bool) -> Base
         raise ConfigError(f"the run in {work} {how}, or start over with --overwrite")
     if not options.init:
         return None
-    if not resumes:
-        check_layout(Path(options.init))
-    return _read(kept if resumes else Path(options.init))
+    if resumes:
+        return _read(kept)
+    directory = resolve_weights(options.init, print_stderr)
+    check_layout(directory)
+    return _read(directory)
 
 
 def save_base_files(base: Base | None, work: Path) -> None:

@@ -108,7 +108,7 @@ FLAGS = {
         Flag("--arch", "another layout in the size of a preset", ARCHS, note=_PRESET_DEFAULT),
         Flag(
             "--init DIR",
-            "start from these weights: ours, or a Hugging Face directory with its tokenizer",
+            "start from these weights: ours, a Hugging Face directory with its tokenizer, or org/name of the Hub",
             command_line.path,
         ),
         Flag(

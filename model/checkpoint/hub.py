@@ -1,0 +1,91 @@
+"""Weights by name: org/name[@revision] of the Hugging Face Hub in place of a directory.
+
+resolve_weights() turns what a user gave into a directory; a model of the Hub is downloaded into the cache that all
+Hugging Face tools share. source_of() tells from a directory which model and commit it is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+from model.files import CheckpointError
+
+_NAME = re.compile(
+    r"(?P<repository>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(@(?P<revision>[^@\s]{0,255}))?", re.A
+)
+_URL = re.compile(
+    r"(?:hf:/{1,2}|https?:/{1,2}[^/]+/)(?:models/)?([\w.-]+/[\w.-]+)(?:/(?:tree|blob)/([^/]+).*|/?)", re.A
+)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True, slots=True)
+class HubModel:
+    """A model of the Hub as a user names it."""
+
+    repository: str
+    """org/name"""
+    revision: str
+    """Branch, tag or commit."""
+
+    @property
+    def is_commit(self) -> bool:
+        """Whether the revision is a commit, which never changes."""
+        return bool(_COMMIT.fullmatch(self.revision))
+
+    def __str__(self) -> str:
+        return self.repository if self.revision == "main" else f"{self.repository}@{self.revision}"
+
+
+@dataclass(frozen=True, slots=True)
+class HubSource:
+    """Where a directory of the cache comes from."""
+
+    repository: str
+    commit: str
+
+
+def hub_model(weights: str) -> HubModel | None:
+    """The model that this names; None if it is a path. Raises CheckpointError for a name that is almost one."""
+    if url := _URL.fullmatch(weights):
+        name = url[1] if url[2] in (None, "main") else f"{url[1]}@{url[2]}"
+        raise CheckpointError(f"{weights}: is a URL; give the model's name: {name}")
+    found = _NAME.fullmatch(weights)
+    if found is None or os.path.lexists(weights):
+        return None
+    if found["revision"] == "" or ".." in weights:
+        raise CheckpointError(
+            f"{weights}: is not a model's name; write org/name, or org/name@ and a branch, tag or commit"
+        )
+    return HubModel(found["repository"], found["revision"] or "main")
+
+
+def resolve_weights(weights: Path | str, say: Callable[[str], None]) -> Path:
+    """The weights directory that the user gave, or that of the model of the Hub, downloaded if need be.
+
+    A directory wins over a model of the same name, and `say` gets a line that says so. It also gets the progress of a
+    download where there is no terminal. Raises CheckpointError.
+    """
+    text = str(weights)
+    named = hub_model(text)
+    if named is None:
+        if _NAME.fullmatch(text) and os.path.isdir(text):  # noqa: PTH112 (pathlib raises for folders not to be entered)
+            say(f"{text}: this directory is used, not a model of the Hugging Face Hub with the same name")
+        return Path(text)
+    # Imported when a model is named: with its libraries it takes a third of a second.
+    directory: Path = import_module("model.checkpoint.hub_download").fetch(named, say)
+    return directory
+
+
+def source_of(directory: Path) -> HubSource | None:
+    """Model and commit of a directory in the cache of the Hub; None for any other directory."""
+    real = directory.resolve()
+    kind, _, repository = real.parent.parent.name.partition("--")
+    if kind != "models" or real.parent.name != "snapshots" or not _COMMIT.fullmatch(real.name):
+        return None
+    return HubSource(repository.replace("--", "/"), real.name)

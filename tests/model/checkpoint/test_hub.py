@@ -1,0 +1,323 @@
+"""Weights by name: what is downloaded from a hub, what is kept of a broken download, and what errors say."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import constants
+
+from model.checkpoint import hub_download
+from model.checkpoint.hub import hub_model, resolve_weights, source_of
+from model.checkpoint.tensor_index import check_layout
+from model.files import CheckpointError, read_json
+from model.train.setup.finetune import load_base
+from tests.support import ROOT
+from tests.support.fake_hub import TOKEN, FakeHub, fake_hub
+from tests.support.model.tiny_models import tiny_weights
+
+NAME = "org/tiny"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Files of a tiny model, and some that are not needed."""
+    directory = tiny_weights(tmp_path_factory.mktemp("weights"))
+    unneeded = {
+        "README.md": b"#",
+        "pytorch_model.bin": b"\x80",
+        "onnx/model.onnx": b"1",
+        "consolidated.safetensors": b"2",
+    }
+    return {path.name: path.read_bytes() for path in directory.iterdir()} | unneeded
+
+
+@pytest.fixture
+def hub(files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """A hub with the model, and an empty cache."""
+    with fake_hub() as running:
+        running.repositories[NAME] = dict(files)
+        monkeypatch.setattr(constants, "ENDPOINT", running.url)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", running.url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        monkeypatch.chdir(tmp_path)
+        yield running
+
+
+def environment(hub: FakeHub, tmp_path: Path, **others: str) -> dict[str, str]:
+    """Variables of a process that uses this hub."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    return {**kept, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT), **others}
+
+
+RESOLVE = (
+    "import sys; from model.checkpoint.hub import resolve_weights\n"
+    "print(resolve_weights(sys.argv[1], lambda line: print(line, file=sys.stderr, flush=True)))"
+)
+
+
+def start(hub: FakeHub, tmp_path: Path, name: str = NAME, **others: str) -> subprocess.Popen[str]:
+    """A process that resolves a name: prints its directory."""
+    command = [sys.executable, "-c", RESOLVE, name]
+    variables = environment(hub, tmp_path, **others)
+    return subprocess.Popen(
+        command, env=variables, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def resolve(name: str = NAME) -> tuple[Path, list[str]]:
+    """The directory and what was said."""
+    lines: list[str] = []
+    return resolve_weights(name, lines.append), lines
+
+
+def problem(name: str = NAME) -> str:
+    """The error of a name that cannot be resolved."""
+    with pytest.raises(CheckpointError) as caught:
+        resolve(name)
+    return str(caught.value)
+
+
+def test_a_model_is_downloaded_once_with_only_what_is_needed(hub: FakeHub, files: dict[str, bytes]) -> None:
+    directory, lines = resolve()
+    check_layout(directory)
+    assert {path.name for path in directory.iterdir()} == {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"
+    } & files.keys()  # fmt: skip
+    assert all(path.read_bytes() == files[path.name] for path in directory.iterdir())
+    source = source_of(directory)
+    assert source and (source.repository, source.commit) == (NAME, hub.commit(NAME))
+    assert lines[0].startswith(f"downloading {NAME}: ")
+    assert lines[-1].startswith(f"downloaded {NAME}, commit {hub.commit(NAME)[:12]}")
+    hub.asked.clear()
+    assert resolve() == (directory, [])
+    assert [request.path for request in hub.asked] == [f"/api/models/{NAME}/revision/main"]
+    hub.asked.clear()
+    assert resolve(f"{NAME}@{hub.commit(NAME)}") == (directory, [])  # a commit never changes: nothing is asked
+    assert not hub.asked
+
+
+def test_a_new_commit_costs_only_its_new_files(hub: FakeHub) -> None:
+    old, _ = resolve()
+    hub.repositories[NAME]["generation_config.json"] = b'{"temperature": 0.5}'
+    hub.asked.clear()
+    new, _ = resolve()
+    assert new != old
+    assert [Path(request.path).name for request in hub.downloads("resolve|storage")] == ["generation_config.json"]
+
+
+def test_shards_are_those_of_the_index(hub: FakeHub, files: dict[str, bytes]) -> None:
+    shards = {f"model-0000{i}-of-00002.safetensors": bytes([i]) * 120_000 for i in (1, 2)}
+    index = {"weight_map": {f"tensor{i}": name for i, name in enumerate(shards)}}
+    sharded = {name: content for name, content in files.items() if name != "model.safetensors"}
+    hub.repositories[NAME] = {**sharded, **shards, "model.safetensors.index.json": json.dumps(index).encode()}
+    directory, _ = resolve()
+    assert {path.name for path in directory.glob("*.safetensors")} == shards.keys()
+    del hub.repositories[NAME]["model-00002-of-00002.safetensors"]
+    assert "names model-00002-of-00002.safetensors, which the repository does not have" in problem()
+
+
+@pytest.mark.parametrize("ignores_ranges", [False, True])
+def test_a_cut_connection_is_continued(hub: FakeHub, ignores_ranges: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_download, "_retry_seconds", lambda *_: 0.0)
+    hub.cut_after, hub.ignores_ranges = [50_000, 70_000], ignores_ranges
+    directory, _ = resolve()
+    assert (directory / "model.safetensors").read_bytes() == hub.repositories[NAME]["model.safetensors"]
+    ranges = [request.range for request in hub.downloads("storage")]
+    assert len(ranges) == 3
+    assert ranges[0] == ""
+    assert all(0 < int(text[6:-1]) < 200_000 for text in ranges[1:])
+
+
+def test_damaged_files_are_fetched_again_once(hub: FakeHub) -> None:
+    hub.damaged = 1
+    directory, _ = resolve()
+    assert len(hub.downloads("storage")) == 2
+    shutil.rmtree(directory.parents[1])
+    hub.damaged = 2
+    assert "safetensors arrived damaged twice" in problem()
+    assert not list(Path(constants.HF_HUB_CACHE).rglob("model.safetensors"))
+
+
+def test_a_busy_hub_is_asked_again(hub: FakeHub) -> None:
+    hub.busy = 3
+    assert resolve()[0].is_dir()
+
+
+def test_the_token_is_sent_to_the_hub_alone(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.gated, hub.private = {NAME}, set()
+    said = problem()
+    assert f"the model is gated: accept its license at {hub.url}/{NAME}, and set HF_TOKEN" in said
+    monkeypatch.setenv("HF_TOKEN", "hf_a_wrong_one")
+    assert "gated" in problem()
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert resolve()[0].is_dir()
+    assert {request.token for request in hub.downloads("^/storage")} == {""}
+    assert TOKEN in {request.token for request in hub.downloads("/resolve/")}
+
+
+def test_errors_say_what_to_do(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "no directory of this name here, and no such model at" in problem("org/none")
+    hub.private = {NAME}
+    assert "if it is private, set HF_TOKEN" in problem()
+    hub.private = set()
+    assert "has no branch, tag or commit 'v9'" in problem(f"{NAME}@v9")
+    for wrong in (f"{NAME}@", "a..b/c"):
+        assert "write org/name, or org/name@" in problem(wrong)
+    assert problem(f"https://huggingface.co/{NAME}/tree/v2").endswith(f"is a URL; give the model's name: {NAME}@v2")
+    monkeypatch.setattr(hub_download.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1))
+    assert "no room on the disk: " in problem()
+    assert "set HF_HOME to a folder on another disk" in problem()
+    assert not hub.downloads("storage")
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ({"tiny.Q4_0.gguf": b"GGUF"}, "tiny.Q4_0.gguf is not read: use the model that the GGUF file was made from"),
+        ({"adapter_config.json": b"{}", "adapter_model.safetensors": b"1"}, "is an adapter: merge it into its base"),
+        ({"config.json": b"{}", "pytorch_model.bin": b"1"}, "pytorch_model.bin is not read, because a pickle"),
+        ({"config.json": b"{}", "tiny.Q4_0.gguf": b"GGUF"}, "safetensors; tiny.Q4_0.gguf is not read"),
+    ],
+)
+def test_repositories_without_safetensors_name_the_remedy(hub: FakeHub, names: dict[str, bytes], words: str) -> None:
+    hub.repositories[NAME], hub.card = names, {"base_model": ["org/original"]}
+    said = problem()
+    assert words in said
+    assert "names org/original as its base model" in said
+    assert not hub.downloads("resolve|storage")
+
+
+def test_another_architecture_is_refused_before_its_weights_arrive(hub: FakeHub) -> None:
+    hub.repositories[NAME]["config.json"] = b'{"model_type": "mamba"}'
+    assert "model_type 'mamba' is not supported; supported: llama, " in problem()
+    assert not hub.downloads("storage")
+
+
+def test_without_network_the_cache_serves(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE is set: unset it; the cache" in problem()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    directory, _ = resolve()
+    commit = hub.commit(NAME)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert resolve() == (directory, [f"{NAME}: HF_HUB_OFFLINE is set; using commit {commit[:12]} from the cache "
+                                     f"{constants.HF_HUB_CACHE}"])  # fmt: skip
+    assert f"the cache {constants.HF_HUB_CACHE} has {NAME}@{commit}" in problem(f"{NAME}@v2")
+    assert f"has {NAME}, and not all of this one" in problem("org/other")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert "cannot reach http://127.0.0.1:9" in resolve()[1][0]
+    (directory / "model.safetensors").unlink()  # another program fetched only a part
+    assert "check the network, or HF_ENDPOINT" in problem()
+
+
+def test_a_directory_of_the_same_name_wins(hub: FakeHub, tmp_path: Path) -> None:
+    (tmp_path / NAME).mkdir(parents=True)
+    directory, lines = resolve()
+    assert directory == Path(NAME)
+    assert lines == [f"{NAME}: this directory is used, not a model of the Hugging Face Hub with the same name"]
+    assert not hub.asked
+    for path in ("weights", "./org/none", "/org/none", "a/b/c", "."):
+        assert hub_model(path) is None
+
+
+@pytest.mark.usefixtures("hub")
+def test_shared_blobs_of_the_cache_are_read() -> None:
+    """Files of `hf download` may be links to links: all models of a cache share their contents."""
+    directory, _ = resolve()
+    blob = (directory / "config.json").resolve()
+    shared = Path(constants.HF_HUB_CACHE) / "blobs" / "ab" / ("ab" * 32)
+    shared.parent.mkdir(parents=True)
+    blob.rename(shared)
+    blob.symlink_to(shared)
+    check_layout(directory)
+    assert read_json(directory / "config.json")["vocab_size"]
+
+
+def wait_for_partial(tmp_path: Path) -> Path:
+    """The partial file of the weights, once it has some bytes."""
+    for _ in range(600):
+        for path in (tmp_path / "home").rglob("*.incomplete"):
+            if path.stat().st_size:
+                return path
+        time.sleep(0.05)
+    raise AssertionError("nothing arrives")
+
+
+@pytest.mark.slow
+def test_an_interrupted_download_continues_in_the_next_process(hub: FakeHub, tmp_path: Path) -> None:
+    hub.seconds_per_block = 0.2
+    process = start(hub, tmp_path)
+    partial = wait_for_partial(tmp_path)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert "stopped; what has arrived is kept" in errors
+    size = partial.stat().st_size
+    hub.seconds_per_block = 0.0
+    second = start(hub, tmp_path)
+    output, errors = second.communicate(timeout=60)
+    assert second.returncode == 0, errors
+    assert "of them here already" in errors
+    assert hub.downloads("storage")[-1].range == f"bytes={size}-"
+    assert (Path(output.strip()) / "model.safetensors").read_bytes() == hub.repositories[NAME]["model.safetensors"]
+
+
+@pytest.mark.slow
+def test_two_processes_download_once(hub: FakeHub, tmp_path: Path) -> None:
+    hub.seconds_per_block = 0.1
+    processes = [start(hub, tmp_path) for _ in range(2)]
+    results = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], results
+    assert results[0][0] == results[1][0]
+    assert sum("another process downloads it" in errors for _, errors in results) == 1
+    assert len(hub.downloads("storage")) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["check", "serve"])
+def test_ctrl_c_ends_a_verb_quietly(hub: FakeHub, tmp_path: Path, verb: str) -> None:
+    hub.seconds_per_block = 0.2
+    arguments = ["check", NAME] if verb == "check" else ["serve", "--weights", NAME, "--port", "0"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "app", *arguments],
+        env=environment(hub, tmp_path),
+        cwd=tmp_path,
+        text=True,
+        stderr=subprocess.PIPE,
+    )
+    wait_for_partial(tmp_path)
+    process.send_signal(signal.SIGINT)
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert "the same command continues" in errors
+
+
+def test_the_verbs_name_the_commit(hub: FakeHub, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "app", "check", NAME]
+    done = subprocess.run(
+        command, env=environment(hub, tmp_path), cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"commit       {hub.commit(NAME)} of {NAME}" in done.stdout
+
+
+def test_training_starts_from_a_model_by_name(hub: FakeHub, tmp_path: Path) -> None:
+    base = load_base(argparse.Namespace(init=NAME), tmp_path / "out", resumes=False)
+    assert base and base.directory.name == hub.commit(NAME)
+    assert base.decoder(torch.device("cpu")).n_params

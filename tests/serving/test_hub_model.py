@@ -1,0 +1,43 @@
+"""A model of a hub, served by its name."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.completion_client import whole
+from tests.support.fake_hub import fake_hub
+from tests.support.servers import start_server, stop_server
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_served_model_has_its_name_and_commit(tmp_path: Path, weights: Path) -> None:
+    with fake_hub() as hub:
+        hub.repositories["org/tiny"] = {path.name: path.read_bytes() for path in weights.iterdir()}
+        commit = hub.commit("org/tiny")
+        environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
+        server = start_server(tmp_path, Path("org/tiny@main"), "--watch", "60", environment=environment, fake_ms=1.0)
+        model = httpx.get(f"{server.url}/v1/models").json()["data"][0]
+        assert (model["id"], model["weights_revision"]) == ("org/tiny", commit)
+        assert httpx.get(f"{server.url}/v1/models/org/tiny").json() == model
+        answer = whole(server.url, prompt="fox", max_tokens=1)
+        assert (answer["model"], answer["receipt"]["weights_revision"]) == ("org/tiny", commit)
+        assert server.tells("downloading org/tiny: ", "downloaded org/tiny, commit", "--watch has no effect")
+
+        hub.repositories["org/tiny"]["generation_config.json"] = b"{}"  # a newer commit: a reload does not take it
+        server.process.send_signal(signal.SIGHUP)
+        assert server.tells(f"this is commit {commit[:12]} of org/tiny again: restart for a newer one")
+        assert server.tells("new weights are served: org/tiny")
+        assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["weights_revision"] == commit
+        assert stop_server(server) == 0
+
+
+def test_a_directory_has_no_revision(tmp_path: Path, weights: Path) -> None:
+    server = start_server(tmp_path, weights, fake_ms=1.0)
+    assert "weights_revision" not in httpx.get(f"{server.url}/v1/models").json()["data"][0]
+    assert "weights_revision" not in whole(server.url, prompt="fox", max_tokens=1)["receipt"]
+    assert stop_server(server) == 0
