@@ -29,13 +29,14 @@ from app.engine.cpu.toolchain.backend_selection import check_native_available
 from app.engine_client.engine_pool import EnginePool
 from app.engine_client.supervisor import EngineStopped
 from app.http.connection_limits import ConnectionLimits, ensure_file_limit
+from app.http.download_responder import answer_not_ready
 from app.http.http_protocol import HttpProtocol
 from app.main import create_app
 from app.serving.kernel_prebuild import libraries_at_start
 from app.serving.service import Service
 from app.start_summary import follow_start
+from model.checkpoint.hub import hub_model, resolve_weights
 from model.checkpoint.manifest import read_model_name
-from model.checkpoint.hub import resolve_weights
 from model.checkpoint.tensor_index import check_layout, read_chat_template
 
 _UNSENT_BYTES = 1 << 14
@@ -165,10 +166,14 @@ def serve(settings: Settings, engine: Callable[[Settings], EnginePool] | None = 
         "0"  # a panic in the tokenizers library is one log line of app/tokenization/text_encoder.py
     )
     _check_file_limit(settings)
+    if not (is_download := _is_hub_model(settings)):
+        settings = _with_weights(settings)
     _check_kernels(settings)
     _check_device(settings)
-    with bind(settings) as listener:  # first: a download would be in vain if the port is taken
-        settings = _with_weights(settings)
+    with bind(settings) as listener:
+        if is_download:  # after the port is known to be free, on which probes get answers meanwhile
+            with answer_not_ready(listener):
+                settings = _with_weights(settings)
         # A thread that tokenizes a long text yields to the event loop after one millisecond, not five: with sixteen
         # concurrent 1 MB texts the p99 of health checks was 25 to 28 ms instead of 47 to 174 (R8).
         sys.setswitchinterval(0.001)
@@ -212,6 +217,14 @@ def _check_file_limit(settings: Settings) -> None:
     """Raises StartError if the limit of open files is too low for an engine and its clients."""
     try:
         ensure_file_limit(settings.max_connections)
+    except ValueError as error:
+        raise StartError(str(error)) from None
+
+
+def _is_hub_model(settings: Settings) -> bool:
+    """Whether the weights are a model's name and no directory. Raises StartError."""
+    try:
+        return hub_model(str(settings.weights)) is not None
     except ValueError as error:
         raise StartError(str(error)) from None
 

@@ -37,7 +37,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from huggingface_hub.hf_api import HfApi, ModelInfo
-from huggingface_hub.utils import WeakFileLock, build_hf_headers, get_session, hf_raise_for_status
+from huggingface_hub.utils import WeakFileLock, build_hf_headers, close_session, get_session, hf_raise_for_status
 from tqdm import tqdm
 
 from model.checkpoint.hub import HubModel
@@ -101,6 +101,8 @@ def fetch(named: HubModel, say: _Say) -> Path:
             return _download(repository, info, say)
         except (httpx2.HTTPError, OSError) as error:
             raise _explained(error, repository) from None
+        finally:
+            close_session()
 
 
 class _Repository:

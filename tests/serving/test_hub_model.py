@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
+import socket
 from pathlib import Path
 
 import httpx
 import pytest
 
+from app.http.download_responder import answer_not_ready
 from tests.support.completion_client import whole
 from tests.support.fake_hub import fake_hub
 from tests.support.servers import start_server, stop_server
@@ -41,3 +43,19 @@ def test_a_directory_has_no_revision(tmp_path: Path, weights: Path) -> None:
     assert "weights_revision" not in httpx.get(f"{server.url}/v1/models").json()["data"][0]
     assert "weights_revision" not in whole(server.url, prompt="fox", max_tokens=1)["receipt"]
     assert stop_server(server) == 0
+
+
+def test_the_port_answers_while_a_model_downloads() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with answer_not_ready(listener):
+            assert httpx.get(f"{url}/health/live").json() == {"status": "live"}
+            ready = httpx.get(f"{url}/health/ready")
+            assert (ready.status_code, ready.json()["phase"]) == (503, "downloading")
+            answer = httpx.post(f"{url}/complete", content=b"x" * 200_000)
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+            assert answer.json()["error"]["message"] == "the model is downloading: try again in a moment"
+            assert 'http-equiv="refresh"' in httpx.get(url, headers={"Accept": "text/html"}).text
+        listener.setblocking(True)
+        with socket.create_connection(listener.getsockname()[:2], timeout=5):
+            listener.accept()[0].close()  # it still listens, for the service

@@ -7,12 +7,14 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from huggingface_hub import constants
@@ -292,7 +294,9 @@ def test_two_processes_download_once(hub: FakeHub, tmp_path: Path) -> None:
 @pytest.mark.parametrize("verb", ["check", "serve"])
 def test_ctrl_c_ends_a_verb_quietly(hub: FakeHub, tmp_path: Path, verb: str) -> None:
     hub.seconds_per_block = 0.2
-    arguments = ["check", NAME] if verb == "check" else ["serve", "--weights", NAME, "--port", "0"]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    arguments = ["check", NAME] if verb == "check" else ["serve", "--weights", NAME, "--port", str(port)]
     process = subprocess.Popen(
         [sys.executable, "-m", "app", *arguments],
         env=environment(hub, tmp_path),
@@ -301,6 +305,8 @@ def test_ctrl_c_ends_a_verb_quietly(hub: FakeHub, tmp_path: Path, verb: str) -> 
         stderr=subprocess.PIPE,
     )
     wait_for_partial(tmp_path)
+    if verb == "serve":
+        assert httpx.get(f"http://127.0.0.1:{port}/health/ready").json()["phase"] == "downloading"
     process.send_signal(signal.SIGINT)
     errors = process.communicate(timeout=60)[1]
     assert process.returncode == 130
