@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks import smollm2
 from benchmarks.prompts import pseudo_prose
 from model.checkpoint.checkpoint import Checkpoint, load_config, weights_files
 from model.config import ModelConfig
@@ -23,6 +24,8 @@ from model.families.registry import write_config
 from model.nn.transformer import Decoder
 from model.tokenizer.tokenizer import Tokenizer
 
+SMOLLM2 = "smollm2"
+"""A real model among them: SmolLM2-135M-Instruct, from a package (benchmarks/smollm2.py)."""
 _SYLLABLES = [
     consonant + vowel for consonant in "bcdfghjklmnprstvwz" for vowel in ("a", "e", "i", "o", "u", "ai", "ou")
 ]
@@ -84,9 +87,11 @@ class Model:
 
 
 def find_model(name: str, *, weights: Path, folder: Path) -> Model:
-    """The model called `name`; a random one is written into `folder` first."""
+    """The model called `name`; another one than the default is written into `folder` first. Raises NotAvailable."""
     directory = weights if name == "default" else folder / name
-    if name != "default" and not (directory / "config.json").exists():
+    if name == SMOLLM2:
+        smollm2.make(directory)
+    elif name != "default" and not (directory / "config.json").exists():
         write_random(SHAPES[name], directory)
     return Model(name=name, directory=directory.resolve(), config=load_config(directory))
 

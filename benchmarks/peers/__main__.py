@@ -23,9 +23,10 @@ from benchmarks.peers.peer_pool import Workspace
 from benchmarks.peers.plan import OURS, PARTS, PEERS, PRECISIONS, Figure, engine_figures
 from benchmarks.peers.report import ratios, table
 from benchmarks.service_process import ROOT
-from benchmarks.shapes import find_model
+from benchmarks.shapes import SMOLLM2, find_model
+from benchmarks.smollm2 import NotAvailable
 
-_MODELS = ("default", "A", "B", "C")
+_MODELS = ("default", "A", "B", "C", SMOLLM2)
 _LENGTH = 513
 """The longest sequence of any measurement: a prefill and its token."""
 
@@ -84,7 +85,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     workspace = Workspace(folder=folder, threads=options.threads, batch=max(options.streams), length=_LENGTH)
     machine = this_machine()
     print(f"{machine.cpu}, {machine.cores} cores, {machine.system}, Python {machine.python}; {options.threads} threads")
-    models = [find_model(name, weights=options.weights, folder=workspace.models) for name in options.models]
+    try:
+        models = [find_model(name, weights=options.weights, folder=workspace.models) for name in options.models]
+    except NotAvailable as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     results: dict[str, list[Comparison]] = {"engine": [], "server": []}
     for model in models:
         figures = engine_figures(options.what, options.streams, model.config.context)
