@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -32,6 +33,7 @@ from huggingface_hub import constants, hf_hub_url
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
+    HFValidationError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -55,6 +57,7 @@ _ATTEMPTS = 5
 """Failures in a row, without a byte in between."""
 _MAX_WAIT_SECONDS = 60.0
 _REPORT_SECONDS = 10.0
+_JOIN_SECONDS = 2.0
 _SPARE_BYTES = 16 << 20
 """Room to leave on the disk."""
 _Say = Callable[[str], None]
@@ -82,11 +85,24 @@ class _File:
 
 def fetch(named: HubModel, say: _Say) -> Path:
     """The directory of the model's files in the cache, complete. Raises CheckpointError."""
+    for library in ("httpx2", "httpcore2"):  # they log the URLs of requests, some of which are signed
+        logging.getLogger(library).setLevel(logging.WARNING)
     repository = _Repository(named)
     if named.is_commit and repository.is_complete(named.revision):
         return repository.snapshot(named.revision)
     try:
+        return _fetch(repository, say)
+    finally:
+        close_session()
+
+
+def _fetch(repository: _Repository, say: _Say) -> Path:
+    """fetch() with connections to the Hub."""
+    named = repository.model
+    try:
         info = _retry(lambda: _info(named))
+    except HFValidationError as error:
+        raise CheckpointError(f"{named}: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, httpx2.InvalidURL):
         raise CheckpointError(
             f"{named}: {constants.ENDPOINT} does not answer like the Hub: check HF_ENDPOINT"
@@ -101,8 +117,6 @@ def fetch(named: HubModel, say: _Say) -> Path:
             return _download(repository, info, say)
         except (httpx2.HTTPError, OSError) as error:
             raise _explained(error, repository) from None
-        finally:
-            close_session()
 
 
 class _Repository:
@@ -284,22 +298,29 @@ class _Transfer:
         waiting, results = SimpleQueue[_File](), SimpleQueue[BaseException | None]()
         for file in sorted(missing, key=lambda file: -file.size):
             waiting.put(file)
-        for _ in range(min(_THREADS, len(missing))):
-            threading.Thread(target=self._work, args=(waiting, results), daemon=True).start()
+        threads = [
+            threading.Thread(target=self._work, args=(waiting, results), daemon=True)
+            for _ in range(min(_THREADS, len(missing)))
+        ]
+        for thread in threads:
+            thread.start()
         with self._progress(total, self._received, len(files)) if is_shown else contextlib.nullcontext() as progress:
             try:
                 for _ in missing:
                     if (error := _result(results, progress)) is not None:
                         raise error
-            except BaseException:
+            except BaseException as error:
                 self._stop.set()
+                for thread in threads if isinstance(error, Exception) else ():  # Ctrl+C waits for nothing
+                    thread.join(_JOIN_SECONDS)
                 raise
 
     def _check_room(self, needed: int) -> None:
         folder = next(path for path in (self._repository.folder, *self._repository.folder.parents) if path.exists())
         if needed + _SPARE_BYTES > (free := shutil.disk_usage(folder).free):
             raise CheckpointError(
-                f"{self._repository.model}: no room on the disk: {_size(needed)} are still to come, and "
+                f"{self._repository.model}: no room on the disk: {_size(needed)} are still to come, "
+                f"{_size(_SPARE_BYTES)} should stay free, and "
                 f"{self._repository.cache} has {_size(free)} free; free some (hf cache ls lists the models there), or "
                 "set HF_HOME to a folder on another disk"
             )
@@ -344,6 +365,8 @@ class _Transfer:
                 hasher.update(chunk)
             while (start := output.tell()) < file.size:
                 try:
+                    if self._stop.is_set():
+                        raise _Stopped
                     for chunk in self._stream(file, start):
                         if chunk is None:  # the server starts over
                             self._count(-start)
@@ -393,9 +416,20 @@ class _Transfer:
         """A function that shows how far the transfer is: a bar on a terminal, a line every ten seconds elsewhere."""
         named, started = self._repository.model, time.monotonic()
         kept = f", {_size(present)} of them here already" if present else ""
-        self._say(f"downloading {named}: {n_files} files, {_size(total)}{kept}, to {self._repository.cache}")
+        count = "1 file" if n_files == 1 else f"{n_files} files"
+        self._say(f"downloading {named}: {count}, {_size(total)}{kept}, to {self._repository.cache}")
         hidden = bool(constants.HF_HUB_DISABLE_PROGRESS_BARS) or not sys.stderr.isatty()
-        bar = tqdm(desc=str(named), total=total, initial=present, unit="B", unit_scale=True, disable=hidden)
+        columns, lines = shutil.get_terminal_size()  # tqdm prints nothing on a terminal that does not know its size
+        bar = tqdm(
+            desc=str(named),
+            total=total,
+            initial=present,
+            unit="B",
+            unit_scale=True,
+            disable=hidden,
+            ncols=columns,
+            nrows=lines,
+        )
         reported_at, reported = started, present
 
         def show() -> None:

@@ -181,6 +181,7 @@ def test_errors_say_what_to_do(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) ->
     for wrong in (f"{NAME}@", "a..b/c"):
         assert "write org/name, or org/name@" in problem(wrong)
     assert problem(f"https://huggingface.co/{NAME}/tree/v2").endswith(f"is a URL; give the model's name: {NAME}@v2")
+    assert "org/a--b: Cannot have -- or .." in problem("org/a--b")
     monkeypatch.setattr(hub_download.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1))
     assert "no room on the disk: " in problem()
     assert "set HF_HOME to a folder on another disk" in problem()
