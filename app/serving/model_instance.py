@@ -58,7 +58,7 @@ class ModelInstance:
         self.source = source_of(weights)
         """The commit that the weights were downloaded as; None for a directory of the user's own."""
         self.model_name = self.source.repository if self.source else name or weights.resolve().name
-        """The model's name for clients: org/name of the Hugging Face Hub, else that in its manifest or its directory's."""
+        """The model's name for clients: org/name of the Hub, else that in its manifest, or its directory's."""
         self.accepted_names = frozenset({self.model_name, weights.resolve().name})
         """The names by which a request may ask for it."""
         self.created = int(time.time())
