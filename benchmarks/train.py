@@ -9,9 +9,11 @@ line of stdout is one JSON object.
 from __future__ import annotations
 
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from tempfile import TemporaryDirectory
@@ -46,17 +48,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--windows", type=int, default=16, help="windows per step (%(default)s)")
     add("--micro-windows", type=int, default=4, help="windows per micro-batch (%(default)s)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--busy", type=int, default=0, help="processes that compute all the time meanwhile (%(default)s)")
     options = parser.parse_args(argv)
     if not all(map(find_spec, ("transformers", "accelerate"))):
         parser.error("transformers.Trainer needs transformers and accelerate: pip install 'inkstream[bench]'")
-    if min(options.rounds, options.windows, options.micro_windows) < 1:
-        parser.error("--rounds, --windows and --micro-windows must be at least 1")
+    if min(options.rounds, options.windows, options.micro_windows, options.busy + 1) < 1:
+        parser.error("--rounds, --windows and --micro-windows must be at least 1, --busy at least 0")
     if options.windows % options.micro_windows:
         parser.error("--windows must be a multiple of --micro-windows")
     config, device = preset(options.preset), choose_device(options.device)
     dtype, generator = choose_dtype("auto", device), torch.Generator().manual_seed(1)
     windows_BN = torch.randint(config.vocab_size, (options.windows, config.context + 1), generator=generator)
-    rounds = _rounds(windows_BN, options.preset, device, dtype, options.micro_windows, options.rounds)
+    with _busy_processes(options.busy):
+        rounds = _rounds(windows_BN, options.preset, device, dtype, options.micro_windows, options.rounds)
     n_tokens, results = options.windows * config.context, dict[str, object]()
     for index, clock in enumerate(("second", "cpu_second")):
         seconds = [{name: clocks[index] for name, clocks in round_.items()} for round_ in rounds]
@@ -68,6 +72,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     device_and_dtype = {"device": device.type, "dtype": str(dtype).removeprefix("torch.")}
     print_result("train", **environment, **vars(options) | device_and_dtype, **results)
     return 0
+
+
+@contextmanager
+def _busy_processes(count: int) -> Iterator[None]:
+    """Other work on the cores, in another session, as in another terminal: the system divides cores by session."""
+    loop = [sys.executable, "-c", "while True: pass"]
+    running = [subprocess.Popen(loop, start_new_session=True) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
 
 
 def _rounds(

@@ -11,6 +11,7 @@ from torch import Tensor
 from model.nn.reference import generate
 from model.nn.transformer import Decoder
 from model.tokenizer.tokenizer import Tokenizer
+from model.train.common.thread_pool import run_each
 
 _SEED = 1
 
@@ -52,8 +53,12 @@ class Sample:
 def generate_samples(
     decoder: Decoder, tokenizer: Tokenizer, prompts: Sequence[Prompt], max_tokens: int, sampling: SamplingSettings
 ) -> list[Sample]:
-    """One sample per prompt, from a fixed seed: the same weights give the same texts."""
-    texts = [sample_text(decoder, tokenizer, prompt, max_tokens, sampling) for prompt in prompts]
+    """One sample per prompt, from a fixed seed: the same weights give the same texts. On a CPU, one per thread."""
+
+    def draw(prompt: Prompt) -> str:
+        return sample_text(decoder, tokenizer, prompt, max_tokens, sampling)
+
+    texts = run_each(draw, prompts) if decoder.embedding.is_cpu else map(draw, prompts)
     return [Sample(prompt=p.text, full_text=join_prompt(p, text)) for p, text in zip(prompts, texts, strict=True)]
 
 

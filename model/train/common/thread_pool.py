@@ -1,8 +1,8 @@
 """Thread pool for training steps, and how the C library returns freed memory.
 
 torch parallelizes every operation and waits for all threads after each; a training step has thousands. If another
-program uses one of the cores, each wait costs a time slice of the system's scheduler (figures in PERFORMANCE.md). Here
-threads synchronize once per step.
+program uses one of the cores, each wait costs a time slice of the system's scheduler, and the waiting threads spin
+(figures in PERFORMANCE.md). Here threads synchronize a few times per step, and sleep while they wait.
 """
 
 from __future__ import annotations
@@ -66,16 +66,15 @@ def map_shares(work: Callable[[Sequence[T]], R], items: Sequence[T], workers: in
         return [*(other.result() for other in others), own]
 
 
-def run_each(work: Callable[[T], object], items: Sequence[T]) -> None:
-    """work(item) for each item on a pool with torch's number of threads, starting in order.
+def run_each(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """work(item) for each item on a pool with torch's number of threads, starting in order; the results, in order.
 
     The assignment to threads depends on timing, so it must not matter. Returns or raises when all have ended.
     """
     workers = min(torch.get_num_threads(), len(items))
     with _torch_threads(1) as set_threads, ThreadPoolExecutor(workers, initializer=set_threads) as pool:
         done = [pool.submit(work, item) for item in items]
-    for item in done:
-        item.result()
+    return [item.result() for item in done]
 
 
 @contextmanager

@@ -84,6 +84,9 @@ def _momentum(optimizer: Muon) -> Tensor:
     return buffer
 
 
+_MAX_NORM, _NORM_EPSILON = 1.0, 1e-6
+
+
 class ParameterUpdates:
     """muon: Muon for the matrices of the blocks, AdamW for embeddings and norms. adamw: AdamW for everything.
 
@@ -108,7 +111,14 @@ class ParameterUpdates:
 
     def clip(self) -> Tensor:
         """Clips the gradients to norm 1. Returns the norm before clipping as a tensor: reading it synchronizes."""
-        return torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
+        if not self._parameters[0].is_cpu:
+            return torch.nn.utils.clip_grad_norm_(self._parameters, _MAX_NORM)
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(run_each(torch.linalg.vector_norm, gradients)))
+        factor = _MAX_NORM / (norm + _NORM_EPSILON)  # torch's formula
+        if factor < 1.0:
+            run_each(lambda gradient: gradient.mul_(factor), gradients)
+        return norm
 
     def step(self, lr_factor: float) -> None:
         """Updates the parameters and clears the gradients."""

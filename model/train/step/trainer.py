@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from model.nn.transformer import Decoder
-from model.train.common.thread_pool import map_shares
+from model.train.common.thread_pool import map_shares, run_each
 from model.train.data.batch import Batch
 from model.train.data.sources import DataError
 from model.train.step.distributed import ProcessGroup
@@ -202,8 +202,10 @@ class Trainer:
             return torch.stack(losses).sum(), sums
 
         results = map_shares(accumulate, share.split(self.micro_batch_rows(share)), self.workers)
-        for i, parameter in enumerate(parameters):
-            parameter.grad = functools.reduce(Tensor.add_, (sums[i] for _, sums in results))
+        shares = list(zip(*(sums for _, sums in results), strict=True))
+        gradients = run_each(_sum_in_place, shares) if len(results) > 1 else results[0][1]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
         return torch.stack([loss for loss, _ in results]).sum()
 
     def _halve_micro_batch(self, rows: int) -> None:
@@ -216,6 +218,10 @@ class Trainer:
         self.decoder.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
         self.micro_windows = (tried + 1) // 2
+
+
+def _sum_in_place(tensors: Sequence[Tensor]) -> Tensor:
+    return functools.reduce(Tensor.add_, tensors)
 
 
 def select_prefix(owner: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,15 +1,19 @@
-"""One step: gradients for any micro-batch size and number of threads, averaged and best weights."""
+"""One step: gradients for any micro-batch size and number of threads, clipping, averaged and best weights."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.nn.transformer import Decoder
 from model.presets import preset, reshaped
+from model.tokenizer.tokenizer import Tokenizer
+from model.train.common.sample import GREEDY_SAMPLING, Prompt, generate_samples
 from model.train.data.batch import Batch, batch_of_windows
 from model.train.data.sources import DataError
 from model.train.loop import Loop
@@ -17,7 +21,7 @@ from model.train.step.distributed import ProcessGroup
 from model.train.step.objective import Objective
 from model.train.step.optimizer import ParameterUpdates
 from model.train.step.trainer import BestWeights, Trainer, WeightAverage, select_prefix
-from tests.support.model.tiny_models import tiny_decoder
+from tests.support.model.tiny_models import TEXT, tiny_decoder
 from tests.support.model.training_runs import EXACT, TINY, same, state_of, train, weights_of
 
 BATCH = batch_of_windows(torch.randint(300, (6, 17), generator=torch.Generator().manual_seed(1)))
@@ -73,6 +77,51 @@ def test_threads_learn_what_one_does_and_the_same_bits_every_time(name: str) -> 
     for one, two, narrow, again in zip(*found, strict=True):
         torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-6)
         assert torch.equal(narrow, again)
+
+
+class _ThreadsOfLargeOperations(TorchDispatchMode):
+    """Records torch's number of threads at each operation of this thread on tensors that torch would divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        if any(tensor.numel() >= 2**15 for tensor in tensors):  # at::internal::GRAIN_SIZE
+            self.found.add(torch.get_num_threads())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_no_operation_of_a_step_or_a_measurement_is_divided_among_torchs_threads() -> None:
+    """Beside other work, each such operation would wait for a time slice, with threads that spin."""
+    decoder = Decoder(reshaped(preset("nano"), n_layers=1)).initialize(3)
+    batch = batch_of_windows(torch.randint(0, 1024, (4, 65), generator=torch.Generator().manual_seed(4)))
+    optimiser = ParameterUpdates(decoder, "muon", matrix_lr=0.02, other_lr=0.004, weight_decay=0.05)
+    objective = Objective(decoder, torch.device("cpu"), torch.float32)
+    trainer = Trainer(objective, optimiser, ema=0.0, ranks=ProcessGroup(), micro_windows=1)
+    with _ThreadsOfLargeOperations() as control:
+        decoder.embedding.detach().clone()
+    with _ThreadsOfLargeOperations() as mode:
+        trainer.gradients(batch)
+        trainer.update(0, 1.0)
+        objective.bits_per_byte(batch.split(2), [b"x"] * 1024)
+        tokenizer = Tokenizer.train([TEXT], 300, fewer=True)
+        generate_samples(decoder, tokenizer, [Prompt(text="a", tokens=[1])], 2, GREEDY_SAMPLING)
+    assert (control.found, mode.found) == ({2}, {1})
+
+
+def test_clipping_is_torchs_own() -> None:
+    for scale in (0.001, 100.0):
+        ours, plain = _learner(None), _learner(None)
+        for learner in (ours, plain):
+            for i, p in enumerate(learner.decoder.parameters()):
+                p.grad = scale * torch.randn(p.shape, generator=torch.Generator().manual_seed(i))
+        norm = torch.nn.utils.clip_grad_norm_(plain.decoder.parameters(), 1.0)
+        assert torch.allclose(ours.optimizer.clip(), norm)
+        for one, two in zip(ours.decoder.parameters(), plain.decoder.parameters(), strict=True):
+            assert one.grad is not None and two.grad is not None and torch.allclose(one.grad, two.grad)
 
 
 def test_half_as_many_rows_are_taken_where_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
