@@ -19,6 +19,7 @@ from model.checkpoint.hub import resolve_weights, source_of
 from model.checkpoint.manifest import MANIFEST_FILE, check_manifest, read_model_name
 from model.checkpoint.model_summary import Line, memory_lines, shape_lines
 from model.checkpoint.tensor_index import check_layout, read_chat_template
+from model.checkpoint.unfinished_run import unfinished_run
 from model.command_line import OneLineParser
 from model.files import one_line
 
@@ -40,6 +41,8 @@ def main(argv: Sequence[str]) -> int:
     print(one_line(f"{directory}: valid"))
     for label, text in lines:
         print(f"  {label:<13}{one_line(text)}")
+    if command := unfinished_run(directory):
+        print(f"  {'training':<13}unfinished: --resume continues it: {one_line(command)}")
     return 0
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from model.checkpoint.unfinished_run import unfinished_run
 from model.files import (
     MAX_JSON_BYTES,
     CheckpointError,
@@ -39,6 +40,8 @@ def check_layout(directory: Path, *, with_tokenizer: bool = True) -> None:
     if (names := snapshot_names(directory)) is None:
         names = _list_names(directory)
     if needed := missing_file(names, with_tokenizer=with_tokenizer):
+        if command := unfinished_run(directory):
+            raise CheckpointError(f"{directory}: unfinished training run without a model yet; continue: {command}")
         raise CheckpointError(f"{directory / needed}: no such file{remedy(needed, names)}")
 
 

@@ -37,7 +37,8 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
         with _silence_unless(ranks.is_main), _locked_output(options, ranks):
             ranks.main_process_first(lambda: resolve_preset(options, follows=not ranks.is_main))
             keep_freed_memory()
-            Run(options, shlex.join(["python", "-m", "model.train", *argv]), ranks).train()
+            command = shlex.join(["python", "-m", "model.train", *argv])
+            Run(options, command, ranks, resume_command=_resume_command(argv)).train()
     except ValueError as error:  # DataError, ConfigError, TokenizerError, CheckpointError: user-facing messages
         return _failed(error, 2) if ranks.claims_message(str(error)) else 2
     except Diverged as error:
@@ -45,10 +46,8 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     except PeerExited as error:
         return _failed(error, 1)
     except Interrupted as interrupt:
-        arguments = [argument for argument in argv if argument not in ("--resume", "--overwrite")]
-        resume_command = shlex.join([interpreter_path(), "-m", "model.train", *arguments, "--resume"])
         if ranks.is_main:
-            print_stderr(f"interrupted by {interrupt}; everything is saved. Continue with:\n{resume_command}")
+            print_stderr(f"interrupted by {interrupt}; everything is saved. Continue with:\n{_resume_command(argv)}")
         return interrupt.exit_code
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
@@ -60,6 +59,11 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
         ranks.destroy()
         _detach_closed_stdout()
     return 0
+
+
+def _resume_command(argv: Sequence[str]) -> str:
+    arguments = [argument for argument in argv if argument not in ("--resume", "--overwrite")]
+    return shlex.join([interpreter_path(), "-m", "model.train", *arguments, "--resume"])
 
 
 def _failed(error: object, code: int) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,8 +56,8 @@ class Loop:
         self.step, self.seconds = 0, 0.0
         self._is_saved = False
 
-    def run(self, report: Report | None = None) -> None:
-        """Trains to the end and saves; the main rank reports.
+    def run(self, report: Report | None = None, on_interrupt: Callable[[], None] = lambda: None) -> None:
+        """Trains to the end and saves; the main rank reports. on_interrupt: called once an interrupted run is saved.
 
         Raises Diverged, Interrupted (after saving the state of the last complete step), or CheckpointError if saving
         fails.
@@ -66,6 +66,7 @@ class Loop:
             self._train_steps(report)
         except Interrupted:
             self.save()
+            on_interrupt()
             self.ranks.barrier()  # a launcher stops all ranks as soon as one exits
             raise
         self._save_or_warn()

@@ -6,8 +6,9 @@ The training loop itself is in loop.py.
 from __future__ import annotations
 
 import argparse
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,17 +17,19 @@ import torch
 
 from model.checkpoint.hub import hub_model
 from model.checkpoint.model_summary import describe_size
+from model.checkpoint.unfinished_run import RESUME_FILE, STATE_FOLDER
 from model.device import choose_device, choose_dtype, describe, free_memory
+from model.files import CheckpointError
 from model.nn.transformer import Decoder
-from model.train.common.console import Diverged, print_stdout
+from model.train.common.console import Diverged, Interrupted, print_stderr, print_stdout, write_extra
 from model.train.common.output_dir import require_disk_space
-from model.train.common.sample import DEFAULT_SAMPLING, GREEDY_SAMPLING, generate_samples
+from model.train.common.sample import DEFAULT_SAMPLING, GREEDY_SAMPLING, Sample, generate_samples
 from model.train.data.sources import DataError
 from model.train.loop import QUICK_EVAL_TARGETS, Loop
 from model.train.reporting.metrics_log import tensorboard_writer
 from model.train.reporting.model_card import RunFacts, read_about, shorten_names, write_result
 from model.train.reporting.progress import RunInfo
-from model.train.reporting.report import Report, closing_summary, opening_summary
+from model.train.reporting.report import Report, closing_summary, opening_summary, serve_command
 from model.train.reporting.samples import visible
 from model.train.setup.dataset import build_dataset
 from model.train.setup.finetune import apply_base_defaults, load_base, save_base_files
@@ -59,10 +62,13 @@ _TRAJECTORY_OPTIONS = [
 class Run:
     """One training run."""
 
-    def __init__(self, options: argparse.Namespace, command: str, ranks: ProcessGroup | None = None) -> None:
+    def __init__(
+        self, options: argparse.Namespace, command: str, ranks: ProcessGroup | None = None, *, resume_command: str = ""
+    ) -> None:
         self.options, self.command, self.ranks = options, command, ranks or ProcessGroup()
+        self.resume_command = resume_command
         self.out = Path(options.out)
-        self.work = self.out / ".training"
+        self.work = self.out / STATE_FOLDER
         self.about = read_about(options.about)
         self.tensorboard = tensorboard_writer() if options.tensorboard else None
         self.sampling = GREEDY_SAMPLING if options.greedy else DEFAULT_SAMPLING
@@ -106,6 +112,9 @@ class Run:
             save_base_files(self.base, self.work)
             if self.options.resume:
                 print_stdout("note: there is no snapshot to resume from; the run starts over")
+        if self.ranks.is_main:
+            note = {"command": self.resume_command, "folder": str(Path.cwd())}
+            write_extra(self.work / RESUME_FILE, json.dumps(note))
         machine = f"{describe(self.device)}, {str(self.objective.dtype).removeprefix('torch.')}"
         machine += ", compiled" if self.objective.loss_backend.backend else ""
         size = self.decoder.n_params
@@ -117,8 +126,13 @@ class Run:
             with self._report() as report:
                 if self.base and not self.resumes:
                     report.held_out(0, self.loop.bits_per_byte(QUICK_EVAL_TARGETS))  # before training
-                self.loop.run(report)
-            self._finish(report)
+                self.loop.run(report, self._export_unfinished)
+            try:
+                self._finish(report)
+            except Interrupted:
+                self._export_unfinished()
+                raise
+        (self.work / RESUME_FILE).unlink(missing_ok=True)
 
     def _should_resume(self) -> bool:
         """Whether to resume a run. Raises DataError if there is one and neither --resume nor --overwrite is given."""
@@ -215,17 +229,43 @@ class Run:
             raise Diverged(f"the {dataset.measured} loss became {bits}", newest_snapshot(self.work))
         names = shorten_names(list(dataset.unseen))
         unseen = {n: loop.bits_per_byte_of(text) for n, text in zip(names, dataset.unseen.values(), strict=True)}
-        tokenizer, sampling = dataset.tokenizer, self.sampling
-        samples = generate_samples(self.decoder, tokenizer, dataset.prompts, _SAMPLE_TOKENS, sampling)
+        samples = generate_samples(self.decoder, dataset.tokenizer, dataset.prompts, _SAMPLE_TOKENS, self.sampling)
         for sample in samples:
             print_stdout(f"--- {visible(sample.full_text)}\n")
         report.finish(bits, samples)
-        facts, dtype = self._facts(exported, bits, unseen), getattr(torch, options.export_dtype)
-        base = self.base
-        write_result(self.out, self.decoder, tokenizer, facts, dtype, samples=samples, sampling=sampling, base=base)
+        facts = self._facts(exported, bits, unseen)
+        self._write_result(facts, samples)
         print_stdout(closing_summary(self.out, facts))
 
-    def _facts(self, exported: str, bits: float, unseen: Mapping[str, float]) -> RunFacts:
+    def _export_unfinished(self) -> None:
+        """Writes the best weights so far, so that the directory of an interrupted run serves. Never fails the run."""
+        loop, dataset = self.loop, self.dataset
+        if not loop.step:
+            return
+        keep_best = self.options.keep == "best" and dataset.measured == "held-out"
+        exported = loop.load_final_weights(keep_best=keep_best)
+        bits = loop.best.bits if loop.best.step and (keep_best or loop.best.step == loop.step) else None
+        try:
+            self._write_result(self._facts(f"{exported}; the run is unfinished", bits, {}), [])
+            print_stderr(f"{self.out} can be served ({exported}): {serve_command(self.out)}")
+        except CheckpointError as error:
+            print_stderr(f"warning: no model was exported ({error})")
+
+    def _write_result(self, facts: RunFacts, samples: Sequence[Sample]) -> None:
+        dtype = getattr(torch, self.options.export_dtype)
+        write_result(
+            self.out,
+            self.decoder,
+            self.dataset.tokenizer,
+            facts,
+            dtype,
+            samples=samples,
+            golden_text=" ".join(prompt.text for prompt in self.dataset.prompts),
+            sampling=self.sampling,
+            base=self.base,
+        )
+
+    def _facts(self, exported: str, bits: float | None, unseen: Mapping[str, float]) -> RunFacts:
         loop, dataset, options = self.loop, self.dataset, self.options
         return RunFacts(
             command=self.command,

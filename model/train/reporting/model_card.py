@@ -53,7 +53,8 @@ class RunFacts:
     """Names of the data, without local paths."""
     measured: str
     """Text that bits_per_byte refers to: "held-out" or "training"."""
-    bits_per_byte: float
+    bits_per_byte: float | None
+    """None if an unfinished run was not measured yet."""
     unseen: Mapping[str, float]
     """Name -> bits per byte, of texts excluded from training."""
     date: str
@@ -89,7 +90,9 @@ def model_card(
         "![Bits per byte over tokens seen: training and held-out](loss.svg)",
         f"Command:\n\n```\n{facts.command}\n```",
         f"## Use\n\n{_use(family)}",
-        f"## Samples\n\n{_describe_sampling(sampling)}, not chosen. How they came to this: [samples.md](samples.md).",
+        f"## Samples\n\n{_describe_sampling(sampling)}, not chosen. How they came to this: [samples.md](samples.md)."
+        if samples
+        else "## Samples\n\nNone yet: the run is unfinished.",
         *(f"Prompt {plain(sample.prompt)}\n\n{quoted(sample.full_text)}" for sample in samples),
         f"## Limits\n\n{_LIMITS}",
     ]
@@ -125,7 +128,7 @@ def _facts(config: ModelConfig, facts: RunFacts, sha256: str) -> list[tuple[str,
     return [
         *shape_lines(config),
         ("vocabulary", str(config.vocab_size)),
-        (f"{facts.measured} bits per byte", f"**{facts.bits_per_byte:.4f}**"),
+        (f"{facts.measured} bits per byte", _bits(facts.bits_per_byte)),
         *((f"never seen: {plain(name)}", f"{bits:.4f} bits per byte") for name, bits in facts.unseen.items()),
         ("corpus", "; ".join([", ".join(map(plain, facts.sources)), facts.corpus])),
         ("tokens seen", f"{facts.tokens:,} ({facts.epochs:.2f} epochs) in {facts.steps} steps"),
@@ -135,6 +138,10 @@ def _facts(config: ModelConfig, facts: RunFacts, sha256: str) -> list[tuple[str,
         ("date", facts.date),
         ("SHA-256 of model.safetensors", f"`{sha256}`"),
     ]
+
+
+def _bits(bits_per_byte: float | None) -> str:
+    return "not measured yet" if bits_per_byte is None else f"**{bits_per_byte:.4f}**"
 
 
 def _table(rows: Sequence[tuple[str, str]]) -> str:
@@ -171,15 +178,17 @@ def write_result(
     dtype: torch.dtype,
     *,
     samples: Sequence[Sample],
+    golden_text: str,
     sampling: SamplingSettings,
     base: Base | None,
 ) -> None:
     """Writes a directory that the service can load. Raises CheckpointError.
 
-    sampling: settings of the samples, and sampling defaults of the model unless `base` has its own.
+    golden_text: prompt of golden.json. sampling: settings of the samples, and sampling defaults of the model unless
+    `base` has its own.
     """
     files = base.result(decoder, dtype) if base else _new_files(decoder, tokenizer, dtype, sampling)
-    ids = tokenizer.encode(" ".join(sample.prompt for sample in samples))
+    ids = tokenizer.encode(golden_text)
     # A small vocabulary may contain no word of the prompts.
     golden_prompt = (ids if len(ids) > 1 else [0, 0])[: min(MAX_PROMPT_IDS, decoder.config.context)]
     files[GOLDEN_FILE] = golden_file(as_stored(decoder, dtype), golden_prompt)

@@ -41,14 +41,18 @@ def closing_summary(out: Path, facts: RunFacts) -> str:
     """Summary at the end; the last line is a command to serve the model."""
     trained = f"after {facts.steps} steps, {duration(facts.seconds)}"
     size = sum(path.stat().st_size for path in out.iterdir() if path.is_file())
-    where = shlex.quote(str(out))
     lines = [
         f"{facts.measured} bits per byte {facts.bits_per_byte:.4f} {trained}",
         *(f"unseen {name}: {bits:.4f} bits per byte" for name, bits in facts.unseen.items()),
-        f"written: {where} ({size / 1e6:.1f} MB); look at loss.svg, samples.md and README.md in it",
-        f"serve it: {interpreter_path()} -m app serve --weights {where}",
+        f"written: {shlex.quote(str(out))} ({size / 1e6:.1f} MB); look at loss.svg, samples.md and README.md in it",
+        f"serve it: {serve_command(out)}",
     ]
     return "\n".join(lines)
+
+
+def serve_command(out: Path) -> str:
+    """Command that serves a weights directory."""
+    return f"{interpreter_path()} -m app serve --weights {shlex.quote(str(out))}"
 
 
 def _plan(dataset: Dataset, limits: Limits) -> str:

@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from app.cli.check import main as check
 from model.checkpoint.checkpoint import load_config
+from model.checkpoint.unfinished_run import unfinished_run
 from model.files import CheckpointError
 from model.train.loop import Loop
 from model.train.step.trainer import Trainer
@@ -90,7 +92,7 @@ def test_a_result_that_cannot_be_measured_is_not_written(
     assert not (tmp_path / "out/model.safetensors").exists()
 
 
-def _full(*_: object) -> None:
+def _full(*_: object, **__: object) -> None:
     raise CheckpointError("cannot be written (No space left on device)")
 
 
@@ -215,9 +217,50 @@ def test_a_signal_while_the_result_is_measured_loses_nothing(
         patch.setattr(Loop, "bits_per_byte_of", lambda *run: (signal.raise_signal(signal.SIGTERM), measure(*run))[1])
         assert train(text, out, *flags) == 143
     assert signal.getsignal(signal.SIGTERM) == before
-    assert state_of(out)[0] == 3 and not (out / "model.safetensors").exists()
+    assert state_of(out)[0] == 3 and unfinished_run(out)
     assert train(text, out, *flags, "--resume") == 0
-    assert (out / "model.safetensors").exists()
+    assert (out / "model.safetensors").exists() and not unfinished_run(out)
+
+
+def test_what_an_interrupted_run_leaves_can_be_served_and_a_check_says_how_to_go_on(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of 50 steps is measured after 3: a signal after 2 leaves the last weights, one after 4 the best."""
+    out, flags = tmp_path / "out", [*TINY, *EXACT, "--steps", "50"]
+    train_until(2, text, out, *flags)
+    error, (_, state) = capsys.readouterr().err, state_of(out)
+    resume, serve = error.splitlines()[-1], f"-m app serve --weights {out}"
+    assert f"{out} can be served (weights after the last step): " in error and serve in error
+    assert resume.endswith("--resume") and "not measured yet" in (out / "README.md").read_text()
+    assert torch.equal(weights_of(out)["model.embed_tokens.weight"], state["decoder.embedding"])
+    assert check([str(out)]) == 0
+    assert f"unfinished: --resume continues it: {resume}" in capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        signal_after(4, patch)
+        patch.setattr(Loop, "bits_per_byte", lambda *_: 2.5)
+        assert train(text, out, *flags, "--resume") == 143
+    assert "weights after step 3 of 4, the fewest held-out bits" in capsys.readouterr().err
+    assert "**2.5000**" in (out / "README.md").read_text()
+    assert torch.equal(weights_of(out)["model.embed_tokens.weight"], state_of(out)[1]["best.embedding"])
+    monkeypatch.chdir(tmp_path)
+    command = unfinished_run(out)
+    assert command and command.startswith(f"cd {ROOT} && ")
+
+
+def test_no_room_for_the_model_of_an_interrupted_run_is_a_warning_and_the_run_can_go_on(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, flags = tmp_path / "out", [*TINY, "--steps", "50"]
+    with monkeypatch.context() as patch:
+        patch.setattr("model.train.run.write_result", _full)
+        train_until(2, text, out, *flags)
+    error = capsys.readouterr().err
+    assert "warning: no model was exported (cannot be written (No space left on device))" in error
+    assert "everything is saved" in error and state_of(out)[0] == 2
+    assert check([str(out)]) == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1 and "unfinished training run without a model yet; continue: " in message
+    assert message.rstrip().endswith("--resume")
 
 
 def test_a_second_signal_ends_at_once() -> None:
