@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +21,8 @@ _MIN_DOCUMENTS = 100
 _MIN_FRACTION = 0.05
 """Held-out fraction of the text if there are fewer documents, whose share could be empty or one short document."""
 _CURLY = {"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2014": "--", "\u2026": "..."}
+_OPENING = 36
+"""Most characters of an opening; a paragraph of prose has twice as many."""
 _STRAIGHT = [(curly.encode(), straight.encode()) for curly, straight in _CURLY.items()]
 
 
@@ -93,6 +95,29 @@ def _drop_partial_characters(part: bytes) -> bytes:
     return part.decode(errors="ignore").encode()
 
 
+def openings(documents: Sequence[bytes], count: int = 4) -> list[str]:
+    """First words of the first paragraph of evenly spaced documents, or of several paragraphs where documents are few.
+
+    Skips headings, and what begins in the middle of a sentence, as the end of a split document does.
+    """
+    n_chosen = min(count, len(documents))
+    chosen = [documents[i * len(documents) // n_chosen].decode() for i in range(n_chosen)]
+    found: list[str] = []
+    for document in chosen:
+        texts = document.split("\n\n" if "\n\n" in document else "\n")
+        paragraphs = list(dict.fromkeys(" ".join(text.split()) for text in texts))
+        prose = [text for text in paragraphs if len(text) > 2 * _OPENING and not text[0].islower()]
+        prose = prose or [text for text in paragraphs if text]
+        n_wanted = -(-count // n_chosen)
+        found += [_first_words(prose[i * len(prose) // n_wanted]) for i in range(min(n_wanted, len(prose)))]
+    return list(dict.fromkeys(found))[:count]
+
+
+def _first_words(text: str) -> str:
+    cut = text[: _OPENING + 1]
+    return cut.rpartition(" ")[0] or cut[:_OPENING] if len(text) > _OPENING else text
+
+
 def held_out_rows(rows: Iterable[str], share: float = 0.01) -> set[str]:
     """A share of the distinct rows, at least one; empty if there are fewer than 20."""
     distinct = sorted(set(rows), key=lambda row: fraction(hashlib.sha256(row.encode()).digest()))
@@ -115,6 +140,8 @@ class Corpus:
     n_documents: int
     digest: str
     """SHA-256 over the documents and the options that shaped them."""
+    openings: Sequence[str]
+    """First words of some held-out documents."""
     unseen: Mapping[str, Tokens]
     """File name -> text that is excluded from training."""
 
@@ -143,6 +170,7 @@ def prepare(
         new_tokenizer = tokenizer or vocabulary.train(_sample(train))
         cached.write(new_tokenizer, {"held_out": held_out, "train": train})
     cached.evict_old()
+    starts = openings(held_out)
     used = tokenizer or Tokenizer.load(cached.folder)
     return Corpus(
         tokenizer=used,
@@ -150,6 +178,7 @@ def prepare(
         held_out=cached.read("held_out", used),
         n_documents=n_documents,
         digest=cached.key,
+        openings=starts,
         unseen={name: np.concatenate(list(encode(used, texts))) for name, texts in unseen_texts.items()},
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import statistics
 import sys
 import time
 from collections import deque
@@ -17,6 +18,7 @@ from model.train.common.console import ERASE_LINE, duration, is_terminal, print_
 _WIDEST_BAR = 30
 _NARROWEST_BAR = 5
 _WINDOW_SECONDS = 60.0
+_RATE_STEPS = 10
 _DECAY = 0.9
 
 
@@ -75,14 +77,18 @@ class Status:
 
 
 class RateTracker:
-    """Rates over the last minute, so that a slowdown shows quickly."""
+    """Speed of the last steps, and the time left at the pace of the last minute, which includes measurements."""
 
     def __init__(self) -> None:
         self._seen: deque[Progress] = deque()
+        self._rates: deque[float] = deque(maxlen=_RATE_STEPS)
         self._loss, self._weight = 0.0, 0.0
 
     def add(self, progress: Progress) -> None:
         """Adds a step."""
+        if self._seen:
+            before = self._seen[-1]
+            self._rates.append((progress.tokens - before.tokens) / max(progress.seconds - before.seconds, 1e-9))
         self._seen.append(progress)
         while len(self._seen) > 2 and progress.seconds - self._seen[1].seconds >= _WINDOW_SECONDS:
             self._seen.popleft()
@@ -96,9 +102,8 @@ class RateTracker:
 
     @property
     def tokens_per_second(self) -> float:
-        """Recent rate; 0 after the first step, which includes warm-up."""
-        first, last = self._seen[0], self._seen[-1]
-        return (last.tokens - first.tokens) / max(last.seconds - first.seconds, 1e-9)
+        """Median rate of the last ten steps, so that a measurement among them is none; 0 after the first step."""
+        return statistics.median(self._rates) if self._rates else 0.0
 
     @property
     def seconds_left(self) -> float | None:

@@ -81,10 +81,12 @@ def samples_page(records: Sequence[Record], *, title: str) -> str:
         "The same prompts at several stages of the training, each from the same random seed; nothing is chosen.",
         "\n".join([*head, *rows]),
     ]
-    for number, prompt in enumerate(records[-1]["prompts"]):
+    for prompt in records[-1]["prompts"]:
         parts.append(f"## {plain(prompt)}")
         for record in records:
-            parts += [f"**{_stage(record)}**, step {record['step']}:", quoted(record["texts"][number])]
+            if prompt in record["prompts"]:  # a resumed run may have others
+                text = record["texts"][record["prompts"].index(prompt)]
+                parts += [f"**{_stage(record)}**, step {record['step']}:", quoted(text)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from model.config import ConfigError
 from model.tokenizer.tokenizer import Tokenizer
 from model.train.common.sample import Prompt
 from model.train.data.batch import (
@@ -30,12 +31,7 @@ from model.train.data.examples import ExampleTexts, examples_of_lines, examples_
 from model.train.data.token_cache import Tokens
 from model.train.setup.options import sources, vocabulary
 
-_PROMPTS = (
-    "Once upon a time",
-    "It was a dark and stormy night,",
-    '"Where have you been?" she asked.',
-    "\u201cI don\u2019t believe you,\u201d said the old man.",
-)
+_PROMPTS = 4
 _MEASURED_AT_ONCE = 64
 _TOKENS_AT_ONCE = 2048
 
@@ -103,7 +99,8 @@ def build_dataset(
     straighten = default_share if options.straighten is None else options.straighten
     unseen = sources(options, options.unseen) if options.unseen else None
     corpus = prepare(read, cache, straighten=straighten, unseen=unseen, **given)
-    return _dataset_of_text(corpus, max_vocab_size, context=context, **batch)
+    prompts = _prompts(corpus, options.sample_prompt, context)
+    return _dataset_of_text(corpus, max_vocab_size, context=context, prompts=prompts, **batch)
 
 
 def dataset_of_examples(texts: ExampleTexts, max_vocab_size: int | None, *, rows: int, seed: int) -> Dataset:
@@ -127,13 +124,30 @@ def dataset_of_examples(texts: ExampleTexts, max_vocab_size: int | None, *, rows
         held_out=[pad_batch(examples[i : i + _MEASURED_AT_ONCE]) for i in range(0, len(examples), _MEASURED_AT_ONCE)],
         measured="held-out" if texts.held_out else "training",
         corpus=f"{len(texts.rows)} {noun}, {n_tokens} training tokens; {short}held-out: {held_out}",
-        prompts=[row.prompt for row in measured[: len(_PROMPTS)]],
+        prompts=[row.prompt for row in measured[:_PROMPTS]],
         unseen={},
         digest=_digest(texts),
     )
 
 
-def _dataset_of_text(corpus: Corpus, max_vocab_size: int | None, *, context: int, rows: int, seed: int) -> Dataset:
+def _prompts(corpus: Corpus, given: Sequence[str] | None, context: int) -> list[Prompt]:
+    """What samples continue: what --sample-prompt gives, or openings of held-out text. Raises ConfigError."""
+    encode, most = corpus.tokenizer.encode, context // 2
+    if given:
+        prompts = [Prompt(text=text, tokens=encode(text)) for text in given]
+        for prompt in prompts:
+            if len(prompt.tokens) > most:
+                raise ConfigError(
+                    f"--sample-prompt has {len(prompt.tokens)} tokens, and half of the context of {context} is the most"
+                )
+        return prompts
+    openings = [encode(text)[:most] for text in corpus.openings]
+    return [Prompt(text=corpus.tokenizer.decode(tokens), tokens=tokens) for tokens in openings]
+
+
+def _dataset_of_text(
+    corpus: Corpus, max_vocab_size: int | None, *, context: int, prompts: Sequence[Prompt], rows: int, seed: int
+) -> Dataset:
     """Dataset of concatenated documents, in windows of `context` tokens."""
     order = StepOrder(corpus.train, length=context, windows=rows, seed=seed)
     n_train, n_held_out, n_words = len(corpus.train), len(corpus.held_out), corpus.tokenizer.vocab_size
@@ -147,7 +161,7 @@ def _dataset_of_text(corpus: Corpus, max_vocab_size: int | None, *, context: int
         held_out=_windows(corpus.held_out, context),
         measured="held-out",
         corpus=f"{corpus.n_documents} documents, {n_train} training and {n_held_out} held-out tokens{short}",
-        prompts=[Prompt(text=text, tokens=corpus.tokenizer.encode(text)) for text in _PROMPTS],
+        prompts=prompts,
         unseen={name: _windows(tokens, context) for name, tokens in corpus.unseen.items()},
         digest=corpus.digest,
     )

@@ -192,6 +192,12 @@ FLAGS = {
         Flag("--compile", "the step by torch.compile; auto: on a GPU where Triton is", COMPILE_MODES, "auto"),
         Flag("--report-seconds N", "between progress lines", command_line.positive_number, 10.0),
         Flag("--save-seconds N", "between snapshots", command_line.positive_number, 300.0),
+        Flag(
+            "--sample-prompt TEXT",
+            "what samples continue; may be repeated",
+            "append",
+            note="openings of held-out documents",
+        ),
         Flag("--tensorboard", "also write event files into OUT/tensorboard", "store_true"),
     ],
     "the result": [
@@ -346,6 +352,11 @@ def check_sources(options: argparse.Namespace, model: str, *, has_encoder: bool)
         raise ConfigError("--data cannot be combined with --pairs: preset cross trains on --pairs")
     if not options.pairs and not options.data:
         raise ConfigError("the training data is missing: --data PATH")
+    if options.sample_prompt is not None:
+        if options.pairs or options.per_line:
+            raise ConfigError("--sample-prompt needs running text; lines and pairs are sampled by themselves: omit it")
+        if not all(text.strip() for text in options.sample_prompt):
+            raise ConfigError("--sample-prompt is empty; give the start of a text")
     if options.straighten is not None and (options.pairs or options.per_line):
         raise ConfigError("--straighten needs running text; lines and pairs are not changed: omit it")
     if options.unseen and (options.pairs or options.per_line):

@@ -115,6 +115,9 @@ ERRORS: list[tuple[dict[str, bytes], str, str]] = [
     (GOOD, "--schedule cosine --warm-down 0.2", "--warm-down needs --schedule linear"),
     (GOOD, "--pairs text.txt --preset cross", "--data cannot be combined with --pairs"),
     (GOOD, "--preset toy --arch gpt", "needs one of the presets nano, small"),
+    (GOOD, "--sample-prompt ' '", "--sample-prompt is empty; give the start of a text"),
+    (GOOD, "--sample-prompt Once --per-line", "--sample-prompt needs running text"),
+    (GOOD, f"--sample-prompt '{'x' * 99}'", "--sample-prompt has"),
     (GOOD, "--width 100 --heads 3", "is not divisible by 3 heads"),
     (GOOD, "--preset small --heads 4 --kv-heads 3", "not divisible by 3 key/value heads"),
     (GOOD, "--preset small --width 12 --heads 4", "must be even"),
@@ -167,7 +170,7 @@ ROWS: list[tuple[str, str, str]] = [
     (f"{TOY_LINES} --data", "a b\n<EOS>\n", "line 2: there is no text before the end token"),
     (f"{TOY_LINES} --vocab-size 2 --data", "a b\n", "--vocab-size must be at least 3"),
 ]
-KEPT = ("too few for windows", "give more text or --context", "of memory")
+KEPT = ("--sample-prompt has", "too few for windows", "give more text or --context", "of memory")
 """Errors after which the tokens stay, for the same command with a number changed."""
 CASES = [
     *((files, [*RUN, *shlex.split(flags)], words) for files, flags, words in ERRORS),

@@ -44,8 +44,10 @@ def test_a_run_learns_and_leaves_what_a_person_wants_to_see(
     out, unseen = tmp_path / "out", tmp_path / "unseen_1.txt"
     unseen.write_text("It was never seen that a fox could read what a hen had written. " * 20)
     flags = ["--steps", "60", *EXACT, "--license", "mit", "--name", "plays", "--unseen", str(unseen)]
-    assert train(text, out, *flags) == 0
-    printed = capsys.readouterr().out.splitlines()
+    prompts = ["\u201cWho are", '"Who are']
+    assert train(text, out, *flags, *(word for prompt in prompts for word in ("--sample-prompt", prompt))) == 0
+    shown = capsys.readouterr().out
+    printed = shown.splitlines()
     assert [line.split()[0] for line in printed[:3]] == ["model:", "data:", "plan:"]
     assert "60 steps, 7,680 tokens" in printed[2]
     assert [line.split()[0] for line in printed[-4:]] == ["held-out", "unseen", "written:", "serve"]
@@ -55,8 +57,8 @@ def test_a_run_learns_and_leaves_what_a_person_wants_to_see(
     assert log[-1]["held_out_whole"] < 0.7 * log[0]["bits_per_byte"]
     assert ElementTree.parse(out / "loss.svg").getroot().tag.endswith("svg")
     page, card = (out / "samples.md").read_text(), (out / "README.md").read_text()
-    assert page.count("\n## ") == page.count("**100 %**, step 60:") == 4
-    assert "\n## \u201c" in page and '\n## "' in page, "prompts with curly quotes and with straight ones"
+    assert page.count("\n## ") == page.count("**100 %**, step 60:") == 2
+    assert all(f"\n## {prompt}\n" in page and f"> {prompt}" in page and f"--- {prompt}" in shown for prompt in prompts)
     assert "\n# plays\n" in card and read_model_name(out) == "plays"
     assert card.startswith('---\nlicense: "mit"\n') and r"| never seen: unseen\_1.txt | " in card
     assert load(out, device=torch.device("cpu"), dtype=torch.float32).version in card
@@ -72,6 +74,8 @@ def test_a_resumed_run_has_the_log_of_one_without_a_break(tmp_path: Path, text: 
     assert ElementTree.parse(tmp_path / "halves/loss.svg"), "there is a picture of a run that was interrupted"
     assert train(text, tmp_path / "halves", *FLAGS, "--resume") == 0
     assert _log(tmp_path / "halves") == _log(tmp_path / "whole")
+    # The opening of the held-out end of the text, as much of it as half of the context holds.
+    assert "\n## Once upon" in (tmp_path / "whole/samples.md").read_text()
     for name in ("samples.md", "generation_config.json", "golden.json"):
         assert (tmp_path / "halves" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 

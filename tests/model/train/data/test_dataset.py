@@ -17,7 +17,7 @@ import torch
 
 from model.tokenizer.tokenizer import SEPARATOR
 from model.train.data.batch import StepOrder
-from model.train.data.corpus import Corpus, Document, document_key, prepare, split_documents
+from model.train.data.corpus import Corpus, Document, document_key, openings, prepare, split_documents
 from model.train.data.sources import DataError, Sources
 from model.train.data.token_cache import split_text
 from model.train.data.vocabulary import Vocabulary
@@ -64,6 +64,20 @@ def test_held_out_documents_are_never_trained_on_not_even_as_copies(tmp_path: Pa
 
 def _split(texts: list[bytes], share: float) -> tuple[list[bytes], list[bytes]]:
     return split_documents([Document(text, document_key(text)) for text in texts], share)
+
+
+def test_samples_begin_as_held_out_documents_do_not_with_headings_or_half_sentences() -> None:
+    ending = "and went home without a word to anybody, as he had done on every evening of that long winter."
+    story = "Once there was a miller who had three sons, a mill, a donkey and a cat, and who had to leave them all."
+    spanish = "Contó el renegado la industria y medio que Zoraida le había dado para que a los dos se hablasen."
+    chinese = "\u6545\u4e8b" * 60
+    assert openings([f"{ending}\n\n{story}".encode()]) == ["Once there was a miller who had"]
+    documents = [f"CHAPTER {i}\n\n{text}".encode() for i, text in enumerate((story, spanish, chinese))]
+    expected = ["Once there was a miller who had", "Contó el renegado la industria y", chinese[:36]]
+    assert openings(documents) == expected
+    assert len(openings([f"Story {i:04} {spanish}".encode() for i in range(50)])) == 4
+    assert openings(["\n\n".join(f"{name}. {story}" for name in "ABCDEFGH").encode()], 2)[1].startswith("E. Once")
+    assert openings([b"short"]) == ["short"]
 
 
 def test_few_documents_give_up_the_end_of_all_their_text() -> None:

@@ -115,12 +115,16 @@ def test_a_disk_that_was_full_for_a_while_leaves_no_torn_record(
     assert records == [{"step": 1, "held_out": None}, {"step": 2}, {"step": 3}, {"step": 4}]
 
 
-def test_the_pace_is_that_of_the_last_minute() -> None:
+def test_the_speed_is_that_of_the_last_steps_and_the_time_left_that_of_the_last_minute() -> None:
     pace = RateTracker()
     for step in range(1, 1001):  # ten steps a second, then one
         pace.add(progress(step, of=2000, seconds=step / 10 if step <= 900 else 90.0 + step - 900))
     assert pace.tokens_per_second == pytest.approx(100, rel=0.05)
     assert pace.seconds_left == pytest.approx(1000, rel=0.05)
+    for step in range(1001, 1011):  # six times as fast, but for a measurement of a minute
+        pace.add(progress(step, of=2000, seconds=190.0 + (step - 1000) / 6 + 60 * (step > 1005)))
+    assert pace.tokens_per_second == pytest.approx(600)
+    assert pace.seconds_left and pace.seconds_left > 1000
     pace = RateTracker()
     pace.add(progress(1))
     assert (pace.tokens_per_second, pace.seconds_left, pace.loss) == (0.0, None, 2.0)

@@ -21,7 +21,7 @@ from model.train.common.sample import (
 )
 from model.train.data.batch import batch_of_windows
 from model.train.reporting.report import Report
-from model.train.reporting.samples import STAGES, SampleLog, plain, quoted, visible
+from model.train.reporting.samples import STAGES, SampleLog, plain, quoted, samples_page, visible
 from model.train.step.objective import Objective
 from tests.model.train.reporting.test_report import OUTLINE, progress
 from tests.support.model.tiny_models import TEXT, tiny_config
@@ -138,3 +138,10 @@ def test_what_came_is_shown_and_not_taken_for_markup(text: str, shown: str) -> N
     assert plain(text) == shown
     assert visible("a\x1b[2J\x07\r\0b\tc\n\u201cd\u201d") == "a\ufffd[2J\ufffd\ufffd\ufffdb\tc\n\u201cd\u201d"
     assert quoted("\nOne,\n\n    > two\n") == "> One,  \n>\n> \\> two  "
+
+
+def test_a_resumed_run_may_have_other_prompts() -> None:
+    old = {"step": 1, "tokens": 9, "fraction": 0.1, "bits_per_byte": {}, "prompts": ["One"], "texts": ["One day"]}
+    new = {**old, "step": 2, "prompts": ["Two", "One"], "texts": ["Two went", "One night"]}
+    page = samples_page([old, new], title="t")
+    assert page.index("> Two went") < page.index("> One day") < page.index("> One night")
