@@ -39,11 +39,12 @@ RUN { grep -v "^torch==" constraints.txt; echo "${TORCH}"; } > pins.txt \
     && /opt/inkstream/bin/pip install ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} --constraint pins.txt "${TORCH}"
 COPY README.md LICENSE ./
 COPY app app
-COPY model model
 COPY benchmarks benchmarks
+COPY inkstream inkstream
+COPY model model
 RUN /opt/inkstream/bin/pip install --no-deps --no-build-isolation . && /opt/inkstream/bin/pip check
 COPY --from=kernels /kernels /kernels
-RUN cd / && built="$(/opt/inkstream/bin/python -c 'from app.engine.cpu.toolchain.library_cache import PACKAGED; print(PACKAGED)')" \
+RUN cd / && built="$(/opt/inkstream/bin/python -c 'from inkstream.__main__ import ROOT; print(ROOT / "app/engine/cpu/built")')" \
     && mkdir "$built" && cp /kernels/inkstream-* "$built"
 # Readable for the user below, whatever the umask of the user who trained the weights or checked them out.
 COPY weights weights

@@ -115,14 +115,18 @@ def launch(
     url: str = "",
     environment: Mapping[str, str] | None = None,
     prepare: Callable[[], None] | None = None,
+    directory: Path = ROOT,
 ) -> ServiceProcess:
     """Starts a service that logs to a file.
 
     url: where it was told to listen; by default its log will say. prepare: runs in the child before the program.
+    directory: where it is started.
     """
     with log.open("w") as file:
         started_at = time.monotonic()
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file, preexec_fn=prepare)
+        process = subprocess.Popen(
+            command, cwd=directory, env=environment, stdout=file, stderr=file, preexec_fn=prepare
+        )
     return ServiceProcess(process, log, started_at, url)
 
 

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
@@ -21,6 +21,8 @@ GROUPS: Mapping[str, str] = {
     "kernels": "advanced",
 }
 """First field of each group -> its title in the help and in docs/settings.md."""
+INCLUDED_WEIGHTS = Path(__file__).parents[2] / "weights"
+"""The default model, which lies beside app in a checkout and in a wheel."""
 
 
 class Settings(BaseSettings):
@@ -31,7 +33,8 @@ class Settings(BaseSettings):
     )
 
     weights: Path = Path("weights")
-    """Weights directory (Hugging Face layout), or a model of the Hugging Face Hub: org/name[@revision]."""
+    """Weights directory (Hugging Face layout), or a model of the Hugging Face Hub: org/name[@revision]. Without this
+    setting and without a folder weights here, the model that comes with inkstream."""
     watch: float = Field(0.0, ge=0, le=3600)
     """Seconds between checks for new weights in that directory; 0 reloads only on SIGHUP."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -154,6 +157,13 @@ class Settings(BaseSettings):
                     f"{origin[:100]!r} is no origin: write https://a.example, in lower case, with a port but no path"
                 )
         return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _find_included_weights(cls, given: dict[str, Any]) -> dict[str, Any]:
+        if "weights" in given or Path("weights").exists() or not INCLUDED_WEIGHTS.is_dir():
+            return given
+        return {**given, "weights": INCLUDED_WEIGHTS}
 
     @field_validator("weights", mode="before")
     @classmethod

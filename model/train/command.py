@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from model.files import one_line
-from model.train.common.console import Diverged, Interrupted, interpreter_path, print_stderr
+from model.train.common.console import Diverged, Interrupted, print_stderr, program_command, program_name
 from model.train.common.output_dir import locked
 from model.train.common.thread_pool import is_out_of_memory, keep_freed_memory
 from model.train.run import Run
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
         with _silence_unless(ranks.is_main), _locked_output(options, ranks):
             ranks.main_process_first(lambda: resolve_preset(options, follows=not ranks.is_main))
             keep_freed_memory()
-            command = shlex.join(["python", "-m", "model.train", *argv])
+            command = f"{program_name()} {shlex.join(argv)}"
             Run(options, command, ranks, resume_command=_resume_command(argv)).train()
     except ValueError as error:  # DataError, ConfigError, TokenizerError, CheckpointError: user-facing messages
         return _failed(error, 2) if ranks.claims_message(str(error)) else 2
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
 
 def _resume_command(argv: Sequence[str]) -> str:
     arguments = [argument for argument in argv if argument not in ("--resume", "--overwrite")]
-    return shlex.join([interpreter_path(), "-m", "model.train", *arguments, "--resume"])
+    return shlex.join([*program_command("train"), *arguments, "--resume"])
 
 
 def _failed(error: object, code: int) -> int:

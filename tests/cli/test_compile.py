@@ -153,8 +153,10 @@ def test_the_stage_of_the_container_copies_all_that_a_build_needs(tmp_path: Path
 
 def test_an_installation_carries_every_package_and_the_sources() -> None:
     setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    folders = {path.parent for top in ("app", "model", "benchmarks") for path in (ROOT / top).rglob("__init__.py")}
-    assert {".".join(folder.relative_to(ROOT).parts) for folder in folders} == set(setup["packages"])
-    patterns = setup["package-data"]["app.engine.cpu"]
+    folders = {path.parent for top in ("app", "inkstream", "model") for path in (ROOT / top).rglob("__init__.py")}
+    names = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
+    expected = {name if name == "inkstream" else f"inkstream.{name}" for name in names}
+    assert expected | {"inkstream.weights"} == set(setup["packages"])
+    patterns = setup["package-data"]["inkstream.app.engine.cpu"]
     carried = {path for pattern in patterns for path in SOURCE.parent.glob(pattern)}
     assert {path for path in SOURCE.rglob("*") if path.is_file()} == carried

@@ -74,9 +74,28 @@ class Ticker:
             print_stderr(text)
 
 
-def interpreter_path() -> str:
-    """Path of this interpreter, relative to the working directory if it is inside."""
-    directory, executable = Path.cwd(), Path(sys.executable)
+def program_name() -> str:
+    """How this program is called: `inkstream train` where it was started by that, otherwise `python -m model.train`."""
+    return "inkstream train" if _is_verb() else "python -m model.train"
+
+
+def program_command(verb: str) -> list[str]:
+    """The command of a verb, train or serve, in the way this program was started."""
+    if not _is_verb():
+        return [_short_path(sys.executable), "-m", *{"train": ["model.train"], "serve": ["app", "serve"]}[verb]]
+    if Path(sys.argv[0]).name == "inkstream":
+        return [_short_path(sys.argv[0]), verb]
+    return [_short_path(sys.executable), "-m", "inkstream", verb]
+
+
+def _is_verb() -> bool:
+    spec = getattr(sys.modules["__main__"], "__spec__", None)  # None for a script
+    return Path(sys.argv[0]).name == "inkstream" or (spec is not None and spec.name == "inkstream.__main__")
+
+
+def _short_path(program: str) -> str:
+    """Path of a program, relative to the working directory if it is inside."""
+    directory, executable = Path.cwd(), Path(program)
     return str(executable.relative_to(directory) if executable.is_relative_to(directory) else executable)
 
 

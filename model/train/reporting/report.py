@@ -13,7 +13,7 @@ from typing import Any
 
 from model.checkpoint.model_summary import describe_size, shape_lines
 from model.config import ModelConfig
-from model.train.common.console import duration, format_count, interpreter_path, print_stdout, write_extra
+from model.train.common.console import duration, format_count, print_stdout, program_command, write_extra
 from model.train.common.sample import Sample
 from model.train.reporting.loss_plot import loss_curve
 from model.train.reporting.metrics_log import MetricsLog
@@ -52,7 +52,7 @@ def closing_summary(out: Path, facts: RunFacts) -> str:
 
 def serve_command(out: Path) -> str:
     """Command that serves a weights directory."""
-    return f"{interpreter_path()} -m app serve --weights {shlex.quote(str(out))}"
+    return shlex.join([*program_command("serve"), "--weights", str(out)])
 
 
 def _plan(dataset: Dataset, limits: Limits) -> str:

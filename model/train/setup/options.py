@@ -14,6 +14,7 @@ from model.command_line import OneLineParser
 from model.config import ConfigError, ModelConfig
 from model.presets import ARCHS, PRESET_NAMES, preset, reshaped
 from model.tokenizer.tokenizer import SEPARATOR
+from model.train.common.console import program_name
 from model.train.data.sources import DEFAULT_TEXT_KEY, Sources, suffix
 from model.train.data.vocabulary import KINDS, UNKNOWN, Vocabulary
 from model.train.step.loss_backend import COMPILE_MODES
@@ -227,8 +228,8 @@ FLAGS = {
 def parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
     p = OneLineParser(
-        prog="python -m model.train",
-        usage="python -m model.train --data PATH... --out DIR --max-minutes N [FLAG...]",
+        prog=program_name(),
+        usage=f"{program_name()} --data PATH... --out DIR --max-minutes N [FLAG...]",
         description="Train a model on text, and write a weights directory for the service.",
         allow_abbrev=False,
     )

@@ -1,0 +1,158 @@
+"""The wheel, built from the source distribution, beside two other packages that are named `app` and `model`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from zipfile import ZipFile
+
+import httpx
+import pytest
+
+from benchmarks.service_process import launch
+from tests.support import ROOT
+
+pytestmark = pytest.mark.slow
+
+INPUTS = ("pyproject.toml", "README.md", "LICENSE", "app", "benchmarks", "inkstream", "model", "weights")
+BENCH = {f"benchmarks/{name}.py" for name in ("__init__", "client", "common", "completions", "load", "prompts")}
+MOST_BYTES = 100e6
+"""The package index accepts no larger file."""
+OTHER = "raise SystemExit(f'{__name__} of another package was imported')\n"
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
+
+
+def _run(*command: str | Path, folder: Path, **environment: str) -> str:
+    """Output of a command that must succeed. It inherits none of the service's variables."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("INKSTREAM_")}
+    result = subprocess.run(
+        command, cwd=folder, env={**variables, **environment}, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source distribution, unpacked. It is built from a copy, because a build leaves files beside its input."""
+    folder = tmp_path_factory.mktemp("source")
+    unwanted = shutil.ignore_patterns("__pycache__", "built", ".training")
+    for name in INPUTS:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, ignore=unwanted)
+        else:
+            shutil.copy(ROOT / name, folder)
+    build = "from setuptools import build_meta; print(build_meta.build_sdist('dist'))"
+    name = _run(sys.executable, "-c", build, folder=folder).split()[-1]
+    with tarfile.open(folder / "dist" / name) as archive:
+        archive.extractall(folder / "unpacked", filter="data")
+    (unpacked,) = (folder / "unpacked").iterdir()
+    return unpacked
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of the source distribution."""
+    folder = tmp_path_factory.mktemp("wheel")
+    _run(*PIP, "wheel", "--no-deps", "--no-index", "--no-build-isolation", "-w", folder, source, folder=folder)
+    (built,) = folder.iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of packages: the wheel's, and others named `app` and `model`, which fail when they are imported."""
+    others = [_other_wheel(name, tmp_path_factory.mktemp(name)) for name in ("app", "model")]
+    first, last = tmp_path_factory.mktemp("first") / "site", tmp_path_factory.mktemp("last") / "site"
+    for folder, wheels in ((first, [wheel, *others]), (last, [*others, wheel])):
+        for one in wheels:
+            _run(*PIP, "install", "--no-deps", "--no-index", "--target", folder, one, folder=folder.parent)
+    assert _contents(first) == _contents(last), "the order of installation decides which files there are"
+    return last
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    """Name -> content of every file of Python."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.py")}
+
+
+def _other_wheel(name: str, folder: Path) -> Path:
+    """A wheel of another project: one package, which is not to be imported by inkstream."""
+    path = folder / f"other_{name}-1.0-py3-none-any.whl"
+    with ZipFile(path, "w") as archive:
+        info = f"other_{name}-1.0.dist-info"
+        archive.writestr(f"{name}/__init__.py", OTHER)
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: other-{name}\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return path
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Path:
+    """A working directory with folders named `app` and `model`."""
+    for name in ("app", "model"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(OTHER)
+    return tmp_path
+
+
+def test_a_wheel_holds_one_package_with_all_that_runs_and_nothing_else(wheel: Path) -> None:
+    names = {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    product = [path for top in ("app", "model", "inkstream") for path in (ROOT / top).rglob("*.py")]
+    assets = [path for path in (ROOT / "app/web").rglob("*") if path.is_file()]
+    sources = [path for path in (ROOT / "app/engine/cpu/source").iterdir() if path.is_file()]
+    weights = [path for path in (ROOT / "weights").iterdir() if path.suffix in (".json", ".safetensors")]
+    expected = {str(path.relative_to(ROOT)) for path in [*product, *assets, *sources, *weights]}
+    expected |= {*BENCH, "weights/README.md"}
+    assert names == {name if name.startswith("inkstream/") else f"inkstream/{name}" for name in expected}
+    assert wheel.stat().st_size < MOST_BYTES, "the package index takes no such file; leave the weights to an extra"
+
+
+def test_a_checkout_starts_the_verbs_of_its_own_folders(elsewhere: Path) -> None:
+    program = "import inkstream.__main__ as i, sys; sys.argv[1:] = ['-V']; i.main(); print(sys.modules['app'].__spec__.origin)"
+    printed = _run(sys.executable, "-c", program, folder=elsewhere, PYTHONPATH=str(ROOT))
+    assert printed.split()[-1] == str(ROOT / "app/__init__.py")
+
+
+def test_an_installed_service_serves_the_default_model_from_any_folder(site: Path, elsewhere: Path) -> None:
+    """The engine, a sandboxed process, the client and the load generator; each would end with the other package."""
+    script, here = str(site / "bin/inkstream"), {"PYTHONPATH": str(site), "INKSTREAM_KERNELS": "torch"}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("INKSTREAM_")}
+    assert _run(sys.executable, script, "--version", folder=elsewhere, **here).startswith("inkstream ")
+    assert _run(sys.executable, "-m", "inkstream", "-V", folder=elsewhere, **here).startswith("inkstream ")
+    command = [sys.executable, script, "serve", "--port", "0"]
+    service = launch(command, elsewhere / "log", environment={**inherited, **here}, directory=elsewhere)
+    try:
+        service.wait_for_route("/health/ready")
+        body = {"prompt": "Once", "max_tokens": 8, "stream": False, "regex": "[a-z ]+"}
+        answer = httpx.post(f"{service.url}/complete", json=body)
+        assert answer.status_code == 200 and answer.json()["choices"][0]["text"], answer.text
+        address = ("--url", service.url)
+        assert _run(sys.executable, script, "complete", *address, "Once upon", folder=elsewhere, PYTHONPATH=str(site))
+        load = ("--streams", "1", "--requests", "2", "--max-tokens", "4", "--json-only")
+        (level,) = json.loads(_run(sys.executable, script, "bench", *address, *load, folder=elsewhere, **here))[
+            "levels"
+        ]
+        assert (level["completed"], level["errors"]) == (2, 0)
+        assert httpx.get(f"{service.url}/").status_code == 200
+        assert service.stop() == 0, service.log.read_text()
+    finally:
+        service.kill()
+
+
+def test_an_installed_package_checks_and_trains(site: Path, elsewhere: Path) -> None:
+    script, here = str(site / "bin/inkstream"), {"PYTHONPATH": str(site)}
+    (elsewhere / "text.txt").write_text("The quick brown fox jumps over the lazy dog, and goes home. " * 400)
+    flags = ("--preset", "nano", "--context", "16", "--steps", "2", "--device", "cpu")
+    printed = _run(
+        sys.executable, script, "train", "--data", "text.txt", "--out", "mine", *flags, folder=elsewhere, **here
+    )
+    assert f"serve it: {script} serve --weights mine" in printed
+    assert "Command:\n\n```\ninkstream train --data" in (elsewhere / "mine/README.md").read_text()
+    assert "parameters" in _run(sys.executable, script, "check", "mine", folder=elsewhere, **here)
