@@ -71,11 +71,13 @@ class _Server(uvicorn.Server):
         self._connections: ConnectionLimits = self.config.app.state.connections
         self._watch_task = asyncio.create_task(self._watch_engine())
         self._start_task = asyncio.create_task(follow_start(self._service, self._address))
+        self._ready_task = asyncio.create_task(self._report_ready())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: ARG002
         """Lets open streams finish while new requests get 503, then closes everything and ends the lifespan."""
         self._watch_task.cancel()
         self._start_task.cancel()
+        self._ready_task.cancel()
         for connection in self._open_connections:
             connection.shutdown()
         await self._drain()
@@ -90,6 +92,7 @@ class _Server(uvicorn.Server):
     def begin_drain(self) -> None:
         """Stops accepting new requests."""
         self.should_exit = True
+        _notify_systemd("STOPPING=1")
         self._service.draining = True
         self._connections.is_draining = True
 
@@ -107,6 +110,10 @@ class _Server(uvicorn.Server):
         self.failure = await self._service.wait_stopped()
         self.begin_drain()
 
+    async def _report_ready(self) -> None:
+        await self._service.wait_loaded()
+        _notify_systemd("READY=1")
+
     async def _drain(self) -> None:
         tasks = set(self.server_state.tasks)  # later tasks only send error responses
         if tasks:
@@ -119,6 +126,20 @@ class _Server(uvicorn.Server):
             if not any(connection.flow.write_paused for connection in self._open_connections):
                 break
             await asyncio.sleep(_CLOSE_SECONDS / 100)
+
+
+def _notify_systemd(state: str) -> None:
+    """Reports a state to systemd, if it started this process as a unit with Type=notify (sd_notify(3))."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address.startswith(("/", "@")):
+        return
+    path = f"\0{address[1:]}" if address[0] == "@" else address
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
+            channel.connect(path)
+            channel.send(state.encode())
+    except OSError as error:
+        _log.warning("systemd cannot be told %s: %s", state, os.strerror(error.errno or 0))
 
 
 def bind(settings: Settings) -> socket.socket:

@@ -38,10 +38,11 @@ KNOWN = {*MADE, *EXAMPLES, *FOREIGN}
 # Names of tensors and files of Hugging Face; labels of Kubernetes; our examples' local variables.
 DOTTED = ("model.safetensors", "model.embed_tokens", "model.layers", "model.norm", "model.__", "app.kubernetes.io")
 DOTTED += ("model.name", "model.eval")
-# Of docker, kubectl, Ray, pip, curl, uvicorn, llama-server, torchrun and node, in commands that the docs show.
+# Of programs that the docs show in commands: docker, kubectl, pip, systemctl, torchrun, ...
 # fmt: off
 FLAGS = {
     "--install", "--query-gpu", "--tag",
+    "--no-deps", "--now", "--pip-args", "--system", "--torch-backend", "--wheel-dir",
     "--address", "--build", "--build-arg", "--cap-drop", "--close", "--constraint", "--detach", "--durations",
     "--env", "--extra-index-url", "--file", "--find-links", "--from-file", "--head", "--help", "--http2",
     "--index-url", "--isolation", "--local-dir", "--logdir", "--mount", "--name", "--no-index",

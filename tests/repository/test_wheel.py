@@ -115,8 +115,8 @@ def test_a_wheel_holds_one_package_with_all_that_runs_and_nothing_else(wheel: Pa
 
 
 def test_a_checkout_starts_the_verbs_of_its_own_folders(elsewhere: Path) -> None:
-    program = "import inkstream.__main__ as i, sys; sys.argv[1:] = ['-V']; i.main(); print(sys.modules['app'].__spec__.origin)"
-    printed = _run(sys.executable, "-c", program, folder=elsewhere, PYTHONPATH=str(ROOT))
+    program = "import sys; from inkstream.__main__ import main; main(); print(sys.modules['app'].__spec__.origin)"
+    printed = _run(sys.executable, "-c", program, "--version", folder=elsewhere, PYTHONPATH=str(ROOT))
     assert printed.split()[-1] == str(ROOT / "app/__init__.py")
 
 
