@@ -9,10 +9,14 @@
 # too. docs/deploy.md has the rest; tests/container/run builds this file without Docker, and tries it.
 #
 # BASE         any Debian-like image with Python 3.11 to 3.13 and its venv module; for a GPU one with gcc and Python's
-#              headers, since Triton compiles when the service first starts: python:3.12
+#              headers, since Triton compiles when the service first starts: python:3.12. To build on the same base each
+#              time, name its digest: docker buildx imagetools inspect python:3.12-slim, then BASE=python:3.12-slim@sha256:...
+# SLIM         empty keeps all files of BASE and of the packages; a GPU needs them
 # TORCH        the torch to use, in place of the one that constraints.txt names
 # TORCH_INDEX  where pip looks besides its own index. The default has the CPU builds. PyPI's own are for CUDA and bring its
 #              libraries along; to have those: --build-arg TORCH_INDEX=
+#
+# A layer each for the base, the packages, the weights and the code, so that a change of the code ships the code alone.
 ARG BASE=python:3.12-slim
 
 # The native kernels: the compiler stays in this stage. For every kind of x86-64 CPU, because images move.
@@ -31,26 +35,57 @@ ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /build
 RUN python3 -m venv /opt/inkstream
-# The dependencies have a layer of their own: a change of the code does not fetch torch again.
 # By their hashes, but for torch, whose build is a choice: what it and the lines of pyproject.toml ask for is there then.
-COPY pyproject.toml constraints.txt requirements.lock ./
+COPY constraints.txt requirements.lock ./
 RUN { grep -v "^torch==" constraints.txt; echo "${TORCH}"; } > pins.txt \
     && /opt/inkstream/bin/pip install --require-hashes --no-deps --requirement requirements.lock \
-    && /opt/inkstream/bin/pip install ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} --constraint pins.txt "${TORCH}"
-COPY README.md LICENSE ./
+    && /opt/inkstream/bin/pip install ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} --constraint pins.txt "${TORCH}" \
+    && /opt/inkstream/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > site \
+    && echo /srv/inkstream/code > "$(cat site)/inkstream.pth"
+
+# What is served with. strip, of the package binutils, comes from this stage and stays in it.
+FROM builder AS packages
+ARG SLIM=1
+COPY deploy/image/strip-packages /build/
+RUN [ -z "${SLIM}" ] || { apt-get update && apt-get install --yes --no-install-recommends binutils \
+    && find /opt/inkstream -name __pycache__ -prune -exec rm -rf {} + && ./strip-packages "$(cat site)"; }
+
+# Readable for the user below, whatever the umask of the user who trained the weights or checked them out.
+FROM builder AS code
+COPY pyproject.toml README.md LICENSE ./
 COPY app app
 COPY benchmarks benchmarks
 COPY inkstream inkstream
 COPY model model
-RUN /opt/inkstream/bin/pip install --no-deps --no-build-isolation . && /opt/inkstream/bin/pip check
-COPY --from=kernels /kernels /kernels
-RUN cd / && built="$(/opt/inkstream/bin/python -c 'from inkstream.__main__ import ROOT; print(ROOT / "app/engine/cpu/built")')" \
-    && mkdir "$built" && cp /kernels/inkstream-* "$built"
-# Readable for the user below, whatever the umask of the user who trained the weights or checked them out.
 COPY weights weights
-RUN chmod -R a+rX weights
+RUN chmod -R a+rX weights \
+    && /opt/inkstream/bin/pip install --no-deps --no-build-isolation --target /code . && /opt/inkstream/bin/pip check \
+    && mv /code/inkstream/weights /weights
+COPY --from=kernels /kernels /kernels
+RUN mkdir /code/inkstream/app/engine/cpu/built && cp /kernels/inkstream-* /code/inkstream/app/engine/cpu/built
 
-FROM ${BASE}
+# A user with a name, because libraries ask for it. Slim images come without the bytecode of the standard library, and a
+# read-only container could never keep it: compiled here once, it is not compiled at every start.
+FROM ${BASE} AS base
+ARG SLIM=1
+COPY deploy/image/strip-base /build/
+RUN { [ -z "${SLIM}" ] || /build/strip-base; } && rm -r /build \
+    && groupadd --gid 10001 inkstream \
+    && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin inkstream \
+    && install -d -o 10001 -g 10001 /var/cache/inkstream \
+    && python3 -m compileall -q -x "lib2to3|/tests?/" "$(python3 -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')"
+
+# The list of all packages in the image. As a file: docker build --target sbom --output dist .
+FROM packages AS list
+COPY deploy/image/sbom.py ./
+COPY --from=base /var/lib/dpkg/status base-status
+COPY --from=code /code /code
+RUN python3 sbom.py base-status "$(cat site)" /code > sbom.cdx.json
+FROM scratch AS sbom
+COPY --from=list /build/sbom.cdx.json /
+
+# The base as one layer of what is left of it. Its variables are not inherited: python:3.12 has Python in /usr/local.
+FROM scratch
 ARG VERSION=dev
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="inkstream" \
@@ -58,15 +93,13 @@ LABEL org.opencontainers.image.title="inkstream" \
       org.opencontainers.image.licenses="MIT" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}"
-# A user with a name, because libraries ask for it. Slim images come without the bytecode of the standard library, and a
-# read-only container could never keep it: compiled here once, it is not compiled at every start.
-RUN groupadd --gid 10001 inkstream \
-    && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin inkstream \
-    && install -d -o 10001 -g 10001 /var/cache/inkstream \
-    && python3 -m compileall -q -x "lib2to3|/tests?/" "$(python3 -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')"
-COPY --from=builder /opt/inkstream /opt/inkstream
-COPY --from=builder /build/weights /srv/inkstream/weights
-ENV PATH=/opt/inkstream/bin:${PATH} \
+COPY --from=base / /
+COPY --from=packages /opt/inkstream /opt/inkstream
+COPY --from=code /weights /srv/inkstream/weights
+COPY --from=code /code /srv/inkstream/code
+COPY --from=sbom /sbom.cdx.json /srv/inkstream/sbom.cdx.json
+ENV PATH=/srv/inkstream/code/bin:/opt/inkstream/bin:/usr/local/bin:/usr/local/sbin:/usr/bin:/usr/sbin:/bin:/sbin \
+    LANG=C.UTF-8 \
     HOME=/tmp \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \

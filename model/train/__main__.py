@@ -7,6 +7,12 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
+
+_SERVES_ONLY = (
+    "this installation can serve, but not train: sympy, which torch's optimizers import, was left out of the image; "
+    "build the image with --build-arg SLIM= or train outside of it"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,6 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     arguments = list(sys.argv[1:] if argv is None else argv)
     options = parse(arguments)  # reports a wrong flag immediately: torch takes seconds to import
+    if find_spec("sympy") is None:
+        print(f"error: {_SERVES_ONLY}", file=sys.stderr)
+        return 2
     gc.disable()  # imports create almost no garbage, and collecting took a third of their time
     from model.train.command import run
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -67,6 +68,45 @@ def has_no_rights() -> str:
     )
     assert compiler.returncode, "a compiler is in the image"
     return "uid 10001, no capabilities, no new privileges, read-only, no compiler"
+
+
+MOST_MEGABYTES, MOST_CODE_MEGABYTES = 700, 10
+
+
+def contains_only_what_serves() -> str:
+    """No installer, header or setuid program; a layer of its own for the code; a list of the packages."""
+    image = json.loads(shell("docker image inspect $INKSTREAM_IMAGE"))[0]
+    unwanted = r"-type f -perm /6000 -o -name pip -o -name ensurepip -o -name '*.h' -not -path '/srv/*'"
+    assert shell(rf"docker exec --user 0 {SERVICE.name} find / -xdev \( {unwanted} \)") == ""
+    listed = json.loads(SERVICE.inside("cat", "/srv/inkstream/sbom.cdx.json"))["components"]
+    assert {"libc6", "torch", "fastapi", "inkstream"} <= {component["name"] for component in listed}
+    layers = shell("docker history --no-trunc --format '{{.Size}} {{.CreatedBy}}' $INKSTREAM_IMAGE")
+    (code,) = (float(size) for size in re.findall(r"^([\d.]+) MB .* in /srv/inkstream/code\b", layers, re.M))
+    FIGURES["code_layer_mb"] = code
+    assert code < MOST_CODE_MEGABYTES and image["Size"] < MOST_MEGABYTES * 1e6, (code, image["Size"])
+    return f"{image['Size'] / 1e6:.0f} MB, {code} MB of it code; {len(listed)} packages listed"
+
+
+def checks_weights_and_says_that_it_cannot_train() -> str:
+    """What training needs and serving never loads is not in the image."""
+    SERVICE.inside("inkstream", "check", "/srv/inkstream/weights")
+    train = ["podman", "exec", SERVICE.name, "inkstream", "train", "--data", "/etc/passwd", "--out", "/tmp/out"]
+    result = subprocess.run([*train, "--steps", "1"], capture_output=True, text=True)
+    assert result.returncode == 2 and "--build-arg SLIM=" in result.stderr, result.stderr
+    return "the default model; one line says how to train"
+
+
+def computes_with_torch() -> str:
+    """With the kernels left aside, and 8-bit weights."""
+    flags = "serve --port 8001 --kernels torch --quantize int8"
+    shell(f"podman exec --detach {SERVICE.name} inkstream {flags}")
+    ask = "import urllib.request as r; r.urlopen('http://127.0.0.1:8001/health/ready')"
+    ready = ["podman", "exec", SERVICE.name, "python", "-c", ask]
+    wait_for(lambda: subprocess.run(ready, capture_output=True).returncode == 0)
+    text = SERVICE.inside("inkstream", "complete", "--url", "http://127.0.0.1:8001", "--max-tokens", "8", "Once")
+    assert text
+    SERVICE.inside("sh", "-c", "kill $(grep -lz -- 8001 /proc/[0-9]*/cmdline | head -1 | cut -d/ -f3)")
+    return "a text"
 
 
 def computes_with_native_kernels() -> str:
@@ -248,6 +288,7 @@ def _ask(query: str) -> list[float]:
 
 CHECKS: list[Callable[[], str]] = [
     starts_and_is_healthy, has_no_rights, computes_with_native_kernels, streams_through_nginx,
+    contains_only_what_serves, checks_weights_and_says_that_it_cannot_train, computes_with_torch,
     survives_a_thousand_requests, nginx_costs_little, an_engine_that_is_killed_comes_back, is_watched,
     drains_when_it_is_stopped, asks_for_keys, serves_other_weights,
 ]  # fmt: skip

@@ -21,7 +21,9 @@ import httpx
 from tests.support import ROOT
 
 PAGE = ROOT / "docs/deploy.md"
-DIRECT, NGINX, PROMETHEUS = "http://127.0.0.1:8000", "http://127.0.0.1:8080", "http://127.0.0.1:9090"
+PORTS = {"SERVICE_PORT": "8000", "NGINX_PORT": "8080", "PROMETHEUS_PORT": "9090"}
+"""Variables of docker-compose.yml, with their defaults."""
+DIRECT, NGINX, PROMETHEUS = (f"http://127.0.0.1:{os.environ.get(name, port)}" for name, port in PORTS.items())
 
 
 def commands(page: str) -> list[str]:
@@ -31,9 +33,9 @@ def commands(page: str) -> list[str]:
 
 
 def run(command: str, timeout: float = 900) -> str:
-    """A line of the page, in the project's folder; its output. Raises AssertionError where it fails."""
+    """Output of a line of the page, run in the project's folder with the chosen port. Raises AssertionError."""
     assert command in commands(PAGE.read_text()), f"docs/deploy.md does not say: {command}"
-    return shell(command, timeout)
+    return shell(command.replace("127.0.0.1:8000:", f"{DIRECT.removeprefix('http://')}:"), timeout)
 
 
 def shell(command: str, timeout: float = 900) -> str:

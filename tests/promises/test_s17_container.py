@@ -98,13 +98,13 @@ SPOILED = [
     ("restart:", "cap_add: [SYS_ADMIN]\n    restart:"),
     ("no-new-privileges:true", "seccomp:unconfined"),
     ("restart:", "privileged: true\n    restart:"),
-    ("127.0.0.1:8000:8000", "8000:8000"),
+    ("127.0.0.1:${SERVICE_PORT:-8000}:8000", "8000:8000"),
     ("/weights:ro", "/weights"),
     ("stop_grace_period: 40s", "stop_grace_period: 10s"),
     ("pids_limit: 1024", "pids_limit: -1"),
     ('user: "101:101"', 'user: "0:0"'),
     ("restart:", 'user: "10002"\n    restart:'),
-    ('- "127.0.0.1:9090:9090"', '- "9090:9090"'),
+    ('- "127.0.0.1:${PROMETHEUS_PORT:-9090}:9090"', '- "9090:9090"'),
     ("/etc/prometheus:ro", "/etc/prometheus"),
 ]
 

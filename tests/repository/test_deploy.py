@@ -12,7 +12,7 @@ import yaml
 
 from app.api.health import router
 from app.common.settings import Settings
-from tests.container.engine import commands
+from tests.container.engine import PORTS, commands
 from tests.support import ROOT
 from tests.support.servers import Server
 
@@ -154,7 +154,37 @@ def test_the_files_with_keys_and_for_a_gpu_change_the_service_only() -> None:
     environment = with_keys["services"]["inkstream"]["environment"]
     assert environment["INKSTREAM_KEYS_FILE"] == f"/run/secrets/{secret}" and secret in with_keys["secrets"]
     assert environment["INKSTREAM_INSECURE_NO_AUTH"] == "false"
-    assert with_gpu["services"]["inkstream"]["build"]["args"] == {"TORCH_INDEX": "", "BASE": "python:3.12"}
+    assert with_gpu["services"]["inkstream"]["build"]["args"] == {
+        "TORCH_INDEX": "",
+        "BASE": "python:3.12",
+        "SLIM": "",
+    }
+
+
+def test_every_published_port_can_be_chosen_and_the_checks_ask_there() -> None:
+    services = _read("docker-compose.yml")["services"]
+    published = [port for service in services.values() for port in service.get("ports", [])]
+    chosen = dict(re.fullmatch(r"127\.0\.0\.1:\$\{(\w+_PORT):-(\d+)\}:\2", port).groups() for port in published)  # type: ignore[union-attr]
+    assert chosen == {**PORTS, "GRAFANA_PORT": "3000"}
+    assert all(f"`{name}`" in (ROOT / "docs/deploy.md").read_text() for name in chosen)
+
+
+def test_a_change_of_the_code_changes_no_layer_below_it() -> None:
+    """The packages' stage copies nothing that the code consists of; the code is copied after all that is larger."""
+    stages = dict(re.findall(r"^FROM \S+ AS (\w+)\n(.*?)(?=^FROM |\Z)", (ROOT / "Dockerfile").read_text(), re.M | re.S))
+    copied = re.findall(r"^COPY (?:--from=(\w+) )?(.*) \S+$", stages["builder"] + stages["packages"], re.M)
+    assert copied == [("", "constraints.txt requirements.lock"), ("", "deploy/image/strip-packages")]
+    assert not re.search(r"^COPY --from=(code|kernels)", stages["base"], re.M)
+    last = re.findall(
+        r"^COPY --from=(\w+) (\S+)", (ROOT / "Dockerfile").read_text().rpartition("FROM scratch")[2], re.M
+    )
+    assert last == [
+        ("base", "/"),
+        ("packages", "/opt/inkstream"),
+        ("code", "/weights"),
+        ("code", "/code"),
+        ("sbom", "/sbom.cdx.json"),
+    ]
 
 
 def test_what_is_compiled_for_a_gpu_outlives_the_container() -> None:

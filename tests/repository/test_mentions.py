@@ -42,7 +42,7 @@ DOTTED += ("model.name", "model.eval")
 # fmt: off
 FLAGS = {
     "--install", "--query-gpu", "--tag",
-    "--no-deps", "--now", "--pip-args", "--system", "--torch-backend", "--wheel-dir",
+    "--no-deps", "--now", "--pip-args", "--strip-unneeded", "--system", "--torch-backend", "--wheel-dir",
     "--address", "--build", "--build-arg", "--cap-drop", "--close", "--constraint", "--detach", "--durations",
     "--env", "--extra-index-url", "--file", "--find-links", "--from-file", "--head", "--help", "--http2",
     "--index-url", "--isolation", "--local-dir", "--logdir", "--mount", "--name", "--no-index",

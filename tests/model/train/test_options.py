@@ -264,3 +264,12 @@ def test_an_unreadable_file_in_a_folder_is_named(
     (here / "link.txt").symlink_to(target)
     assert _exit_code(*RUN, "--data", ".") == 2
     assert f"link.txt: cannot be read ({why}" in capsys.readouterr().err
+
+
+def test_an_image_without_what_training_needs_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("model.train.__main__.find_spec", lambda _: None)
+    assert main(["--data", "x", "--out", "y", "--steps", "1"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: this installation can serve, but not train") and said.count("\n") == 1
