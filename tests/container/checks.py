@@ -30,6 +30,7 @@ from tests.container.engine import (
     is_ready,
     metric,
     run,
+    running_with,
     shell,
     status,
     wait_for,
@@ -105,7 +106,9 @@ def computes_with_torch() -> str:
     wait_for(lambda: subprocess.run(ready, capture_output=True).returncode == 0)
     text = SERVICE.inside("inkstream", "complete", "--url", "http://127.0.0.1:8001", "--max-tokens", "8", "Once")
     assert text
-    SERVICE.inside("sh", "-c", "kill $(grep -lz -- 8001 /proc/[0-9]*/cmdline | head -1 | cut -d/ -f3)")
+    for pid in running_with("serve", "--port", "8001"):
+        os.kill(pid, signal.SIGTERM)
+    wait_for(lambda: not running_with("serve", "--port", "8001"))
     return "a text"
 
 

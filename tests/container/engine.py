@@ -88,6 +88,13 @@ def _read(pid: int, file: str) -> bytes:
     return b""
 
 
+def running_with(*arguments: str) -> list[int]:
+    """Processes, as the machine counts, whose command has these arguments in this order."""
+    wanted = b"\0".join(map(str.encode, arguments)) + b"\0"
+    every = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+    return [pid for pid in every if b"\0" + wanted in _read(pid, "cmdline")]
+
+
 def wait_for(what: Callable[[], bool], seconds: float = 120) -> float:
     """How long it took. Raises AssertionError when the time is over."""
     began = time.monotonic()
