@@ -70,14 +70,12 @@ class _Server(uvicorn.Server):
         self._service: Service = self.config.app.state.service
         self._connections: ConnectionLimits = self.config.app.state.connections
         self._watch_task = asyncio.create_task(self._watch_engine())
-        self._start_task = asyncio.create_task(follow_start(self._service, self._address))
-        self._ready_task = asyncio.create_task(self._report_ready())
+        self._start_task = asyncio.create_task(self._report_start())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: ARG002
         """Lets open streams finish while new requests get 503, then closes everything and ends the lifespan."""
         self._watch_task.cancel()
         self._start_task.cancel()
-        self._ready_task.cancel()
         for connection in self._open_connections:
             connection.shutdown()
         await self._drain()
@@ -110,8 +108,8 @@ class _Server(uvicorn.Server):
         self.failure = await self._service.wait_stopped()
         self.begin_drain()
 
-    async def _report_ready(self) -> None:
-        await self._service.wait_loaded()
+    async def _report_start(self) -> None:
+        await follow_start(self._service, self._address)
         _notify_systemd("READY=1")
 
     async def _drain(self) -> None:
