@@ -35,7 +35,7 @@ from app.http.auth import AuthMiddleware, public_routes
 from app.http.connection_limits import ConnectionLimits, HttpLimits, ensure_file_limit, monitor_descriptors
 from app.http.host_filter import CorsMiddleware, HostFilter
 from app.http.idempotency import IdempotencyMiddleware
-from app.http.request_log import RequestLogMiddleware
+from app.http.request_log import RequestCounts, RequestLogMiddleware
 from app.serving.hot_reload import HotReload
 from app.serving.kernel_prebuild import build_for_next_start, libraries_at_start
 from app.serving.model_instance import ModelInstance
@@ -98,8 +98,8 @@ def create_app(settings: Settings, engine: Callable[[Settings], EnginePool] | No
         redirect_slashes=False,
         lifespan=lifespan,
     )
-    _add_middleware(app, settings)
     app.state.connections = connections = ConnectionLimits(connection_limits(settings))
+    _add_middleware(app, settings, connections.requests)
     request_log.install(app)
     for module in (routes, openai_routes, score):
         app.include_router(module.router, tags=["completion"])
@@ -108,7 +108,7 @@ def create_app(settings: Settings, engine: Callable[[Settings], EnginePool] | No
     return app
 
 
-def _add_middleware(app: FastAPI, settings: Settings) -> None:
+def _add_middleware(app: FastAPI, settings: Settings, counts: RequestCounts) -> None:
     """Adds the middleware, which runs before routing; the last one added runs first."""
     keys = ApiKeys(settings.keys_file) if settings.keys_file else None
     app.add_middleware(
@@ -121,7 +121,7 @@ def _add_middleware(app: FastAPI, settings: Settings) -> None:
     if settings.origins:
         app.add_middleware(CorsMiddleware, origins=settings.origins)
     app.add_middleware(HostFilter, allowed=settings.host_names)
-    app.add_middleware(RequestLogMiddleware)
+    app.add_middleware(RequestLogMiddleware, counts=counts)
 
 
 async def _open_instance(settings: Settings, make_engine: Callable[[Settings], EnginePool]) -> ModelInstance:

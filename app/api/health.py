@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from app.api.dependencies import MetricsDep, ServiceDep, check_model
@@ -90,9 +90,10 @@ async def ready(service: ServiceDep) -> Response:
 
 @router.get("/metrics", response_class=Response, responses={**_METRICS, **declared(401)})
 @routine
-async def metrics(metrics: MetricsDep) -> Response:
-    """Prometheus text."""
-    return Response(metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+async def metrics(request: Request, metrics: MetricsDep) -> Response:
+    """Prometheus text, or OpenMetrics if the Accept header asks for it."""
+    page, content_type = metrics.page(request.headers.get("accept", ""))
+    return Response(page, headers={"Content-Type": content_type, "Vary": "Accept"})
 
 
 @router.head("/metrics", include_in_schema=False)

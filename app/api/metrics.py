@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import platform
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate
 from typing import Literal
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
+from app import VERSION
 from app.common import logs
 from app.engine_client.client import EngineClient
 from app.engine_client.engine_pool import EnginePool
@@ -25,6 +36,9 @@ class EngineState(Collector):
     def __init__(self, pools: Callable[[], Sequence[EnginePool]]) -> None:
         """`pools` returns the current engine pool, followed by those that are shutting down."""
         self._pools = pools
+        self._pid = 0
+        self._process = ProcessCollector("inkstream_engine", lambda: self._pid, registry=None)
+        self._versions = {"version": VERSION, "python": platform.python_version(), "torch": _installed("torch")}
 
     def collect(self) -> Iterator[Metric]:
         pools = self._pools()
@@ -40,9 +54,56 @@ class EngineState(Collector):
         yield _gauge("requests_waiting", "Sequences in the queue; a request has n of them.", waiting)
         yield _gauge("kv_cache_usage_ratio", "Fraction of the KV cache blocks in use.", _cache_usage(engines))
         yield _gauge("engine_ready", "1 if an engine is ready.", bool(pools[0].ready))
+        yield from _capacity(pools[0])
         yield from _health(pools[0])
+        yield self._build_info(pools[0])
+        yield from self._processes(engines)
         if len(engines) > 1:
             yield from _by_replica(engines)
+
+    def _build_info(self, pool: EnginePool) -> Metric:
+        numerics = pool.ready.numerics if pool.ready else ""
+        labels = {**self._versions, "numerics": numerics}
+        return InfoMetricFamily("inkstream_build", "Versions, and the numerics of the loaded engine.", labels)
+
+    def _processes(self, engines: Sequence[EngineClient]) -> Iterator[Metric]:
+        """CPU time and memory of each engine process; nothing where the system has no /proc."""
+        replica = ["replica"]
+        cpu = CounterMetricFamily(
+            "inkstream_engine_process_cpu_seconds", "CPU time of the engine process.", labels=replica
+        )
+        memory = GaugeMetricFamily(
+            "inkstream_engine_process_resident_memory_bytes", "Resident memory of the engine process.", labels=replica
+        )
+        for index, engine in enumerate(engines):
+            self._pid = engine.supervisor.pid or 0
+            for read in self._process.collect() if self._pid else ():
+                for labelled in (cpu, memory):
+                    if read.name == labelled.name:
+                        labelled.add_metric([str(index)], read.samples[0].value)
+        yield from (cpu, memory)
+
+
+def _installed(package: str) -> str:
+    """Version of an installed package; empty if it is not installed. The API process does not import torch."""
+    with contextlib.suppress(PackageNotFoundError):
+        return version(package)
+    return ""
+
+
+def _capacity(pool: EnginePool) -> Iterator[Metric]:
+    """Limits of the gauges above. An engine that will not be restarted has no capacity."""
+    slots = sum(engine.max_running for engine in pool.engines if not engine.supervisor.is_stopped)
+    totals = [engine.counters for engine in pool.engines]
+    limits = pool.queue.limits
+    yield _gauge("requests_running_limit", "Most sequences that the engines generate at once.", slots)
+    yield _gauge("requests_waiting_limit", "Most sequences in the queue; more get 503.", limits.max_requests)
+    yield _gauge("prompt_tokens_waiting", "Prompt tokens in the queue.", pool.queue.prompt_tokens)
+    yield _gauge(
+        "prompt_tokens_waiting_limit", "Most prompt tokens in the queue; more get 503.", limits.max_prompt_tokens
+    )
+    yield _gauge("kv_cache_blocks_used", "KV cache blocks in use.", sum(c.blocks_active for c in totals))
+    yield _gauge("kv_cache_blocks", "KV cache blocks of all engines.", sum(c.blocks_total for c in totals))
 
 
 def _health(pool: EnginePool) -> Iterator[Metric]:
@@ -126,6 +187,7 @@ def _labelled(name: str, help_text: str) -> GaugeMetricFamily:
 
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Unless the scraper asks for OpenMetrics."""
 _LAG_INTERVAL_SECONDS = 0.1
 _FAST_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _SLOW_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -141,6 +203,7 @@ class Metrics:
         self._registry.register(self._gaps)
         self._registry.register(EngineState(pools))
         self._registry.register(_ConnectionState(connections))
+        ProcessCollector(registry=self._registry)
 
         def histogram(name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"inkstream_{name}", help_text, buckets=buckets, registry=self._registry)
@@ -159,8 +222,14 @@ class Metrics:
         self._requests = counter("requests_total", "Finished requests.", ("finish_reason",))
         self._rejected = counter("rejected_total", "Rejected requests.", ("reason",))
         self._reloads = counter("weights_reloads_total", "Hot reloads of the weights.", ("outcome",))
-        for outcome in ("switched", "refused"):
-            self._reloads.labels(outcome)
+        # A series that appears with its first event has no rate before the second one.
+        for metric, words in (
+            (self._requests, ("stop", "length", "timeout", "cancelled", "disconnected", "error")),
+            (self._rejected, ("queue_full", "quota", "not_ready", "busy", "failed", "invalid")),
+            (self._reloads, ("switched", "refused")),
+        ):
+            for word in words:
+                metric.labels(word)
 
     async def watch_loop(self) -> None:
         """Measures the event loop's lag until cancelled."""
@@ -170,9 +239,12 @@ class Metrics:
             await asyncio.sleep(_LAG_INTERVAL_SECONDS)
             self._lag.observe(max(0.0, loop.time() - due))
 
-    def text(self) -> bytes:
-        """The metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
+    def page(self, accept: str = "") -> tuple[bytes, str]:
+        """The metrics and their content type: OpenMetrics if `accept` asks for it, else Prometheus' text format."""
+        if "application/openmetrics-text" in accept:
+            page: bytes = openmetrics.generate_latest(self._registry)  # type: ignore[no-untyped-call]
+            return page, openmetrics.CONTENT_TYPE_LATEST
+        return generate_latest(self._registry), CONTENT_TYPE
 
     def record_rejected(self, reason: str) -> None:
         """Counts a rejected request; `reason` is one of a few fixed words."""
@@ -229,13 +301,22 @@ class _InterTokenLatency(Collector):
 
 
 class _ConnectionState(Collector):
-    """Collects the number of connections and of dropped log lines on each scrape."""
+    """Collects the number of connections, HTTP requests and dropped log lines on each scrape."""
 
     def __init__(self, connections: ConnectionLimits) -> None:
         self._connections = connections
 
     def collect(self) -> Iterator[Metric]:
         yield _gauge("connections", "Open connections.", self._connections.count)
+        yield _gauge("connections_limit", "Most open connections; more get 503.", self._connections.limits.connections)
+        requests = CounterMetricFamily(
+            "inkstream_http_requests",
+            "Finished HTTP requests; the route is none for unknown paths and for requests rejected before routing.",
+            labels=["method", "route", "status"],
+        )
+        for (method, route, status), count in self._connections.requests.items():
+            requests.add_metric([method, route, str(status)], count)
+        yield requests
         cut = CounterMetricFamily(
             "inkstream_connections_cut", "Connections that were rejected or aborted.", labels=["reason"]
         )

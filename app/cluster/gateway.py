@@ -302,7 +302,9 @@ class Gateway:
         return best_response(_require_responses(result))
 
     async def _metrics(self, call: Call) -> Response:
-        result = await broadcast(self._replicas, call, _BROADCAST_SECONDS)
+        # The pages are merged as Prometheus text, so no replica may answer in OpenMetrics.
+        headers = tuple(header for header in call.headers if header[0] != b"accept")
+        result = await broadcast(self._replicas, replace(call, headers=headers), _BROADCAST_SECONDS)
         for response in _require_responses(result):
             if response.head.status != 200:
                 return unchanged_response(response.head, response.body)

@@ -219,7 +219,9 @@ class EngineClient:
         self._past_counters = Counters()  # of earlier processes of this engine
         self.replayed = 0
         """Requests that were resubmitted to another engine process after a crash, counted each time."""
-        self._index, self._max_running = config.replica, config.max_running
+        self.max_running = config.max_running
+        """Most requests that it runs at once."""
+        self._index = config.replica
         self._step_prompt_tokens = config.tokens_per_step or _STEP_PROMPT_TOKENS
         self.supervisor = Supervisor(config, self, silence_seconds=silence_seconds, command=command)
         self._streams: dict[str, TokenStream] = {}  # by request id, in the order of sending
@@ -267,7 +269,7 @@ class EngineClient:
     @property
     def can_start(self) -> bool:
         """Whether one more request would probably start at once."""
-        return self.load < self._max_running and not self.counters.waiting
+        return self.load < self.max_running and not self.counters.waiting
 
     def has(self, stream: TokenStream) -> bool:
         """Whether this engine computes some of the stream's sequences, or will after a crash."""
@@ -285,14 +287,14 @@ class EngineClient:
             return False
         compiling = self._compiling
         taken = compiling if request.grammar else self._streams.keys() - compiling
-        if len(taken) >= self._max_running + max(1, min(_MAX_PREFETCHED, self._max_running // _PREFETCHED_SHARE)):
+        if len(taken) >= self.max_running + max(1, min(_MAX_PREFETCHED, self.max_running // _PREFETCHED_SHARE)):
             return False
         namespace = request.cache_namespace
         own = [name for name in taken if self._streams[name].requests[0].cache_namespace == namespace]
         if not (namespace and own):
             return True
         tokens = sum(prompt_tokens(self._unstarted[name]) for name in own if name in self._unstarted)
-        return len(taken) < self._max_running - self._max_running // 8 and tokens < self._step_prompt_tokens
+        return len(taken) < self.max_running - self.max_running // 8 and tokens < self._step_prompt_tokens
 
     def send(self, stream: TokenStream, request_id: str) -> None:
         """Sends a request for which there is capacity; a suspect is sent once no other one is on trial."""
@@ -365,7 +367,7 @@ class EngineClient:
     def _send_suspects(self) -> None:
         """Sends the next suspect, if it can start at once: while it waits it could not clear itself."""
         self._recovery.update_trial(self._progress)
-        can_start = self._recovery.n_in_flight < self._max_running and not self.counters.waiting
+        can_start = self._recovery.n_in_flight < self.max_running and not self.counters.waiting
         if self.ready and can_start and (request_id := self._recovery.pop_next(self._progress)):
             self._submit(request_id)
 

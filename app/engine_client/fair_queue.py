@@ -144,6 +144,11 @@ class FairQueue:
         """Requests that no engine has."""
         return len(self._entries) - len(self._sent)
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens that wait, including estimates for texts that are being tokenized."""
+        return sum(subqueue.tokens for subqueue in self._subqueues.values())
+
     def retry_after(self, now: float) -> int:
         """Whole seconds until the requests that wait now have started; the Retry-After of a refused request."""
         return math.ceil(min(_MAX_RETRY_SECONDS, max(1.0, self.eta_seconds(len(self._entries), now))))
@@ -287,7 +292,7 @@ class FairQueue:
                 "prompt",
             )
         waiting = sum(subqueue.length for subqueue in self._subqueues.values())
-        waiting_tokens = sum(subqueue.tokens for subqueue in self._subqueues.values())
+        waiting_tokens = self.prompt_tokens
         free, free_tokens = self.limits.max_requests - waiting, self.limits.max_prompt_tokens - waiting_tokens
         own, problem = self._subqueue(cache_namespace), ""
         if requests > free:

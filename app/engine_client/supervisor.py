@@ -255,6 +255,11 @@ class Supervisor:
         self._stopped: EngineStopped | None = None
 
     @property
+    def pid(self) -> int | None:
+        """Id of the running engine process; None between two."""
+        return self._process.pid if self._process else None
+
+    @property
     def report_age(self) -> float:
         """Seconds since the engine's last frame or its start; it sends at least one frame per heartbeat."""
         return time.monotonic() - self._last_frame

@@ -33,6 +33,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 
 from app.common.event_loop import LazyTimer
 from app.http.errors import ApiError
+from app.http.request_log import RequestCounts
 
 _CHECK_SECONDS = 1.0
 _LOG_INTERVAL_SECONDS = 60.0
@@ -171,6 +172,8 @@ class ConnectionLimits:
         self.is_draining = False
         self.cut_by_reason = dict.fromkeys(_CUT_REASONS, 0)
         """Number of rejected or aborted connections by reason, a label of the metric inkstream_connections_cut."""
+        self.requests = RequestCounts()
+        """Finished requests of all connections, for the metric inkstream_http_requests."""
         self._open: dict[asyncio.Transport, str] = {}
         """Addresses of the connections within the limits; an evicted one is removed before it closes."""
         self._by_address: Counter[str] = Counter()

@@ -150,7 +150,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._timeouts = ConnectionTimeouts(self.flow, self._on_input_timeout, self._cut)
         self._is_within_limits = self._connections.register(transport, self.client[0] if self.client else "")
         if not self._is_within_limits:
-            self.app = RejectConnection(self.app)
+            self.app = RejectConnection(self.app, self._connections.requests)
         self._timeouts.set_deadline(
             self._limits.head_seconds if self._is_within_limits else self._limits.reserve_seconds
         )
@@ -369,7 +369,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _send_error(self, error: ApiError) -> None:
         scope = cast(Scope, self.cycle.scope) if self._is_busy else None
-        self.transport.write(early_response(error, scope, self.server_state.default_headers))
+        headers, counts = self.server_state.default_headers, self._connections.requests
+        self.transport.write(early_response(error, scope, headers, counts))
         if self._is_busy:  # the application sees a disconnect, and its next receive() writes no 100 Continue
             self.cycle.disconnected = True
             self.cycle.waiting_for_100_continue = False

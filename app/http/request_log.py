@@ -10,6 +10,7 @@ import logging
 import re
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -33,8 +34,14 @@ _ALLOWED_METHODS = ("GET", "HEAD", "POST", "DELETE")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", None})
 """None: the head of the request did not arrive."""
 _ROUTINE_ATTRIBUTE = "inkstream_is_routine"
+_NO_ROUTE = "none"
+_DISCONNECTED = 499
+"""Status of a request whose client disconnected before the response started."""
 _log = logging.getLogger(REQUEST)
 _Endpoint = TypeVar("_Endpoint", bound=Callable[..., object])
+
+RequestCounts = Counter[tuple[str, str, int]]
+"""Finished requests by method, route template and status; unknown methods and paths share one name each."""
 
 
 def routine(endpoint: _Endpoint) -> _Endpoint:
@@ -84,8 +91,9 @@ def record_of(request: Request) -> AccessRecord:
 class RequestLogMiddleware:
     """The outermost ASGI middleware: turns every failure inside it into a response and a log line."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, counts: RequestCounts | None = None) -> None:
         self.app = app
+        self._counts = RequestCounts() if counts is None else counts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -113,7 +121,23 @@ class RequestLogMiddleware:
                 error_response = ApiError(500, "internal error; look up the request id in the server's log")
                 await respond(Request(scope), error_response)(scope, receive, send_with_id)
         finally:
+            self._counts[_series(scope, record)] += 1
             _log_request(scope, record, (time.monotonic() - started) * 1e3)
+
+
+def _series(scope: Scope, record: AccessRecord) -> tuple[str, str, int]:
+    """The request's key in RequestCounts. Requests that were rejected before routing have no route."""
+    status = record.early_error[0] if record.early_error else record.status or _DISCONNECTED
+    return _method(scope) or _NO_ROUTE, _route(scope) or _NO_ROUTE, status
+
+
+def _method(scope: Scope) -> str | None:
+    return scope["method"] if scope["method"] in _METHODS else "other"
+
+
+def _route(scope: Scope) -> str | None:
+    """The route's template; for FastAPI's built-in routes, which have no path, the endpoint's name."""
+    return getattr(scope.get("route"), "path", None) or getattr(scope.get("endpoint"), "__name__", None)
 
 
 def _log_request(scope: Scope, record: AccessRecord, duration_ms: float) -> None:
@@ -121,14 +145,12 @@ def _log_request(scope: Scope, record: AccessRecord, duration_ms: float) -> None
     level = _level(scope, record)
     if not _log.isEnabledFor(level):
         return
-    # FastAPI's built-in routes have no path, but a name.
-    route = getattr(scope.get("route"), "path", None) or getattr(scope.get("endpoint"), "__name__", None)
     outcome = record.outcome or ("ok" if 0 < record.status < 400 else "disconnected" if not record.status else "error")
     fields: dict[str, Any] = {
         "request_id": record.request_id,
-        "method": scope["method"] if scope["method"] in _METHODS else "other",
-        "route": route,
-        "status": record.status or 499,
+        "method": _method(scope),
+        "route": _route(scope),
+        "status": record.status or _DISCONNECTED,
         "key": record.key,
         "outcome": outcome,
         "duration_ms": round(duration_ms, 3),
@@ -149,14 +171,17 @@ def _level(scope: Scope, record: AccessRecord) -> int:
     return logging.DEBUG if (is_routine or record.is_during_start) and not record.early_error else logging.INFO
 
 
-def early_response(error: ApiError, scope: Scope | None, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+def early_response(
+    error: ApiError, scope: Scope | None, headers: Iterable[tuple[bytes, bytes]], counts: RequestCounts
+) -> bytes:
     """The complete response to a request that was rejected before it was read; `headers` come first; closes.
 
-    scope: that of the request, if the application has seen it and will log it; otherwise this function logs it.
+    scope: that of the request, if the application has seen it and will log and count it; otherwise this function does.
     """
     record = AccessRecord.get_or_create({} if scope is None else scope)
     record.early_error = error.status, error.code or error.type
     if scope is None:
+        counts[_series({"method": None}, record)] += 1
         _log_request({"method": None}, record, 0.0)
     response = error.response(record.request_id)
     all_headers = [*headers, *response.raw_headers, (b"x-content-type-options", b"nosniff"), (b"connection", b"close")]
@@ -167,9 +192,9 @@ def early_response(error: ApiError, scope: Scope | None, headers: Iterable[tuple
 class RejectConnection:
     """ASGI wrapper for connections beyond the limits: answers health probes, rejects everything else with a 503."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, counts: RequestCounts) -> None:
         self._app = app
-        self._reject = RequestLogMiddleware(_reject)
+        self._reject = RequestLogMiddleware(_reject, counts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # An orchestrator whose probe gets no response would restart a service that is only busy.

@@ -479,3 +479,21 @@ async def test_what_the_work_has_made_is_returned_or_discarded_whenever_its_call
     for turns in range(12):
         for disconnect_after in (1, 2, 3, 4, 5, 99):
             await visit(turns, disconnect_after)
+
+
+@async_test
+async def test_trace_context_reaches_every_replica_that_a_request_is_sent_to() -> None:
+    replicas = Played([Lost], WHOLE_STREAM)
+    context = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", "tracestate": "a=b"}
+    await fetch(replicas, "/complete", json=BODY, headers=context)
+    assert len(replicas.calls) == 2
+    for call in replicas.calls:
+        assert {name: call.header(name.encode()) for name in context} == context
+
+
+@async_test
+async def test_replicas_are_asked_for_the_text_that_the_gateway_can_merge() -> None:
+    replicas = Played(all_of=[full("one", JSON, b"# TYPE a gauge\na 1\n")])
+    page = await fetch(replicas, "/metrics", "GET", headers={"Accept": "application/openmetrics-text"})
+    assert page.headers["content-type"].startswith("text/plain") and 'a{server="one"} 1.0' in page.text
+    assert [call.header(b"accept") for call in replicas.calls_of_all] == [None]

@@ -41,6 +41,7 @@ class FakeSupervisor:
         self.ready: Ready | None = None
         self.phase, self.restarts, self.is_stopped = "loading weights", 0, False
         self.report_age = self.progress_age = 0.0
+        self.pid: int | None = None
         self.start_seconds: dict[str, float] = {}
         self.frames: list[Down] = []
         self.waiting: dict[str, Request] = {}

@@ -1,0 +1,113 @@
+"""/metrics: HTTP requests by route and status, limits, processes, versions, and both formats."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Iterator
+from importlib.metadata import version
+
+import httpx
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+
+from app import VERSION
+from app.http.request_log import RejectConnection, RequestCounts
+from tests.support import ROOT
+from tests.support.async_test import async_test
+from tests.support.keyed_server import exchange, raw
+from tests.support.servers import Server
+from tests.support.services import Services
+
+LIMITS = ("--max-running", "3", "--max-waiting", "70", "--max-waiting-tokens", "900", "--max-connections", "50")
+OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.3"
+
+
+@pytest.fixture(scope="module")
+def fake(serve_module: Services) -> Server:
+    return serve_module(*LIMITS, fake_ms=1)
+
+
+def _samples(server: Server, name: str) -> Iterator[tuple[dict[str, str], float]]:
+    for family in text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text):
+        yield from ((sample.labels, sample.value) for sample in family.samples if sample.name == name)
+
+
+def _requests(server: Server) -> dict[tuple[str, str, str], float]:
+    samples = _samples(server, "inkstream_http_requests_total")
+    return {(labels["method"], labels["route"], labels["status"]): value for labels, value in samples}
+
+
+def test_requests_are_counted_by_method_route_and_status(fake: Server) -> None:
+    before = _requests(fake)
+    for path in ("/one", "/two", "/complete/req-1/later"):
+        assert httpx.get(f"{fake.url}{path}").status_code == 404
+    assert httpx.get(f"{fake.url}/complete").status_code == 405
+    assert httpx.request("BREW", f"{fake.url}/complete").status_code == 400
+    assert httpx.get(f"{fake.url}/complete/req-1/events").status_code == 404
+    for body in ({"prompt": "a", "max_tokens": 2}, {"prompt": "a", "max_tokens": 2, "stream": False}):
+        assert httpx.post(f"{fake.url}/complete", json=body).status_code == 200
+    assert httpx.post(f"{fake.url}/complete", content=b"{").status_code == 415
+    exchange(fake.url, raw("GET", "/health", "Host: localhost", "Content-Length: no"))
+    counted = {series: value - before.get(series, 0) for series, value in _requests(fake).items()}
+    assert {series: value for series, value in counted.items() if value and series[1] != "/metrics"} == {
+        ("GET", "none", "404"): 3,
+        ("GET", "/complete", "405"): 1,
+        ("none", "none", "400"): 2,  # heads that are no HTTP never reach the application
+        ("GET", "/complete/{request_id}/events", "404"): 1,
+        ("POST", "/complete", "200"): 2,
+        ("POST", "/complete", "415"): 1,
+    }
+
+
+@async_test
+async def test_a_connection_beyond_the_limits_is_counted_too() -> None:
+    counts = RequestCounts()
+    transport = httpx.ASGITransport(app=RejectConnection(lambda *_: None, counts))  # type: ignore[arg-type]
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        assert (await client.get("/complete")).status_code == 503
+    assert counts == {("GET", "none", 503): 1}
+
+
+def test_every_limit_stands_beside_what_it_limits(fake: Server) -> None:
+    limits = {name: fake.metric(f"{name}_limit") for name in ("requests_running", "requests_waiting", "connections")}
+    assert limits == {"requests_running": 3, "requests_waiting": 70, "connections": 50}
+    assert (fake.metric("prompt_tokens_waiting"), fake.metric("prompt_tokens_waiting_limit")) == (0, 900)
+    assert fake.metric("kv_cache_blocks") > fake.metric("kv_cache_blocks_used") == 0
+    assert fake.metric("connections") == 1
+
+
+def test_processes_are_measured_and_versions_named(fake: Server) -> None:
+    ((_, resident),) = _samples(fake, "process_resident_memory_bytes")
+    ((_, started),) = _samples(fake, "process_start_time_seconds")
+    ((engine, engine_resident),) = _samples(fake, "inkstream_engine_process_resident_memory_bytes")
+    ((_, engine_cpu),) = _samples(fake, "inkstream_engine_process_cpu_seconds_total")
+    assert resident > 2e7 and engine_resident > 5e6 and engine_cpu > 0 and started > 1e9
+    assert engine == {"replica": "0"}
+    ((info, one),) = _samples(fake, "inkstream_build_info")
+    numbers = {"version": VERSION, "python": platform.python_version(), "torch": version("torch")}
+    assert one == 1 and info == {**numbers, "numerics": "fake"}
+
+
+def test_a_scraper_that_asks_for_it_gets_openmetrics(fake: Server) -> None:
+    page = httpx.get(f"{fake.url}/metrics", headers={"Accept": OPENMETRICS})
+    assert page.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
+    names = {family.name for family in parse_openmetrics(page.text)}
+    assert {"inkstream_http_requests", "inkstream_build", "process_cpu_seconds"} <= names
+
+
+@pytest.mark.parametrize("accept", ["", "*/*", "text/plain", "application/json", "text/plain;version=no", "\x80;;,q=x"])
+def test_everybody_else_gets_text(fake: Server, accept: str) -> None:
+    page = httpx.get(f"{fake.url}/metrics", headers={"Accept": accept.encode("latin-1")})
+    assert page.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert "# EOF" not in page.text
+
+
+def test_the_page_of_metrics_names_every_one_and_no_other(fake: Server) -> None:
+    families = text_string_to_metric_families(httpx.get(f"{fake.url}/metrics").text)
+    exposed = {f"{family.name}_total" if family.type == "counter" else family.name for family in families}
+    section = (ROOT / "docs/observability.md").read_text().partition("\n## Metrics\n")[2].partition("\n## ")[0]
+    cells = "\n".join(line.split("|")[1] for line in section.splitlines() if line.startswith("| `"))
+    named = {name for name in re.findall(r"`([a-z_]+)`", cells) if not name.startswith("inkstream_replica_")}
+    assert {name for name in exposed if not name.endswith("_created")} == named
