@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from msgspec.structs import replace
@@ -45,6 +48,9 @@ from app.tokenization.text_encoder import TokenizerPool
 from model.checkpoint.manifest import read_model_name
 from model.checkpoint.tensor_index import check_layout
 
+if TYPE_CHECKING:
+    from app.http.tracing import Tracing  # its packages are optional
+
 _DESCRIPTION = """Text completion by a decoder-only transformer. `POST /complete` streams server-sent events.
 
 Errors have a common format: `{"error": {"message", "type", "param", "code", "request_id"}}`."""
@@ -52,8 +58,30 @@ Errors have a common format: `{"error": {"message", "type", "param", "code", "re
 _log = logging.getLogger("inkstream")
 
 
+class TracingError(ValueError):
+    """Traces cannot be exported as configured; the message says what to change."""
+
+
+def _open_tracing(settings: Settings) -> Tracing | None:
+    """None if no traces are exported. Raises TracingError."""
+    if not settings.traces or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return None
+    try:
+        # OpenTelemetry is an optional dependency, and takes a quarter of a second to import.
+        tracing: Tracing = import_module("app.http.tracing").Tracing(os.environ, VERSION)
+    except ModuleNotFoundError:
+        raise TracingError("--traces needs packages of OpenTelemetry: pip install 'inkstream[traces]'") from None
+    except ValueError as error:
+        raise TracingError(f"--traces: {error}") from None
+    return tracing
+
+
 def create_app(settings: Settings, engine: Callable[[Settings], EnginePool] | None = None) -> FastAPI:
-    """The application; its engine starts and stops with its lifespan. Tests pass `engine` to substitute a fake."""
+    """The application; its engine starts and stops with its lifespan. Tests pass `engine` to substitute a fake.
+
+    Raises TracingError.
+    """
+    tracing = _open_tracing(settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -85,6 +113,8 @@ def create_app(settings: Settings, engine: Callable[[Settings], EnginePool] | No
             tokenizer_pool.close()
             resume_store.clear()
             await service.close()
+            if tracing:
+                await asyncio.to_thread(tracing.close)
 
     app = DescribedApp(
         longest_deadline_ms=settings.max_deadline_ms,
@@ -99,7 +129,7 @@ def create_app(settings: Settings, engine: Callable[[Settings], EnginePool] | No
         lifespan=lifespan,
     )
     app.state.connections = connections = ConnectionLimits(connection_limits(settings))
-    _add_middleware(app, settings, connections.requests)
+    _add_middleware(app, settings, connections.requests, tracing)
     request_log.install(app)
     for module in (routes, openai_routes, score):
         app.include_router(module.router, tags=["completion"])
@@ -108,7 +138,7 @@ def create_app(settings: Settings, engine: Callable[[Settings], EnginePool] | No
     return app
 
 
-def _add_middleware(app: FastAPI, settings: Settings, counts: RequestCounts) -> None:
+def _add_middleware(app: FastAPI, settings: Settings, counts: RequestCounts, tracing: Tracing | None) -> None:
     """Adds the middleware, which runs before routing; the last one added runs first."""
     keys = ApiKeys(settings.keys_file) if settings.keys_file else None
     app.add_middleware(
@@ -121,7 +151,7 @@ def _add_middleware(app: FastAPI, settings: Settings, counts: RequestCounts) -> 
     if settings.origins:
         app.add_middleware(CorsMiddleware, origins=settings.origins)
     app.add_middleware(HostFilter, allowed=settings.host_names)
-    app.add_middleware(RequestLogMiddleware, counts=counts)
+    app.add_middleware(RequestLogMiddleware, counts=counts, tracing=tracing)
 
 
 async def _open_instance(settings: Settings, make_engine: Callable[[Settings], EnginePool]) -> ModelInstance:

@@ -31,7 +31,7 @@ from app.engine_client.supervisor import EngineStopped
 from app.http.connection_limits import ConnectionLimits, ensure_file_limit
 from app.http.download_responder import answer_not_ready
 from app.http.http_protocol import HttpProtocol
-from app.main import create_app
+from app.main import TracingError, create_app
 from app.serving.kernel_prebuild import libraries_at_start
 from app.serving.service import Service
 from app.start_summary import follow_start
@@ -206,7 +206,10 @@ def serve(settings: Settings, engine: Callable[[Settings], EnginePool] | None = 
 async def _serve(
     settings: Settings, listener: socket.socket, engine: Callable[[Settings], EnginePool] | None
 ) -> EngineStopped | None:
-    app = create_app(settings, engine)
+    try:
+        app = create_app(settings, engine)
+    except TracingError as error:
+        raise StartError(str(error)) from None
     # Objects that exist now are permanent: a full collection that scans them stalls every stream for tens of ms.
     gc.freeze()
     connection = cast(type[asyncio.Protocol], functools.partial(HttpProtocol, app.state.connections))

@@ -260,22 +260,24 @@ class Metrics:
             self._gaps.add(session.inter_token_latencies)
             session.inter_token_latencies.clear()
 
-    def record_finished(self, session: GenerationSession, finish_reason: str, duration: float) -> None:
-        """Records a finished request; `finish_reason` is one of a few fixed words."""
+    def record_finished(
+        self, session: GenerationSession, finish_reason: str, duration: float, exemplar: dict[str, str] | None
+    ) -> None:
+        """Records a finished request; `finish_reason` is one of a few fixed words, `exemplar` points to its trace."""
         self.record_progress(session)
         clock = session.times
         self._requests.labels(finish_reason).inc()
-        self._duration.observe(duration)
+        self._duration.observe(duration, exemplar)
         if clock.started is not None:
             self._prompt_tokens.inc(session.prompt_tokens)
         self._generation_tokens.inc(session.n_tokens)
         self._cached_tokens.inc(session.cached_tokens)
         if clock.started is not None:
-            self._queue.observe(clock.started - clock.submitted)
+            self._queue.observe(clock.started - clock.submitted, exemplar)
         if clock.first_token is not None and session.n_tokens:
-            self._first_token.observe(clock.first_token - clock.submitted)
+            self._first_token.observe(clock.first_token - clock.submitted, exemplar)
             if clock.started is not None:
-                self._prefill.observe(clock.first_token - clock.started)
+                self._prefill.observe(clock.first_token - clock.started, exemplar)
 
 
 class _InterTokenLatency(Collector):

@@ -7,7 +7,7 @@ import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 from starlette.responses import Response
@@ -30,13 +30,16 @@ from app.common.event_loop import TimeSlice
 from app.common.fault_injection import fault
 from app.engine_client.engine_pool import EnginePool
 from app.generation.request import Delta, Finished, GenerationRequest, TokenTable
-from app.generation.session import GenerationSession
+from app.generation.session import GenerationSession, SessionTimes
 from app.http import sse
 from app.http.errors import ApiError, from_engine
 from app.http.request_log import record_of
 from app.http.response_model import JsonStream, ResponseModel
 from app.serving.model_instance import ModelInstance
 from app.serving.service import Admitted, Service
+
+if TYPE_CHECKING:
+    from app.http.tracing import Phase, RequestTrace  # its packages are optional
 
 _log = logging.getLogger("inkstream")
 _SUCCESS_REASONS = ("stop", "length")
@@ -54,8 +57,13 @@ class CollectedOutput:
 class RequestHandle:
     """Owns one generation session; the caller must always call close()."""
 
-    def __init__(self, name: str, admitted: Admitted, service: Service, metrics: Metrics) -> None:
+    def __init__(
+        self, name: str, admitted: Admitted, service: Service, metrics: Metrics, trace: RequestTrace | None
+    ) -> None:
         self.name = name
+        self.trace = trace
+        if trace:
+            trace.hold()
         self.admitted = admitted
         self.service = service
         self._metrics = metrics
@@ -81,25 +89,30 @@ class RequestHandle:
 
         `instance` is the model instance whose chat template rendered the prompt, if any.
         """
-        name = record_of(request).request_id
+        record, times = record_of(request), SessionTimes()
+        name, trace = record.request_id, record.trace
+        if trace:
+            trace.start()
 
         async def discard(admitted: Admitted) -> None:
-            cls(name, admitted, service, metrics).close()
+            cls(name, admitted, service, metrics, trace).close()
 
         try:
             # Validating a grammar or tokenizing a long text may take a while: stop if the client disconnects.
-            work = service.begin(name, generation_request, tenant, heartbeat, instance)
+            work = service.begin(name, generation_request, tenant, heartbeat, instance, times)
             admitted = await sse.until_disconnect(work, request.receive, discard=discard)
         except Exception as error:
             if isinstance(error, EngineError):
                 metrics.record_rejected(_rejection_reason(error))
             if _is_server_fault(error):
                 service.failures.record_failure()
+            if trace:
+                trace.add({}, _phases(times, 0))
             raise
         if admitted is None:
             raise ApiError(499, "the client has disconnected")
-        handle = cls(name, admitted, service, metrics)
-        record_of(request).log_fields = handle.log_fields
+        handle = cls(name, admitted, service, metrics, trace)
+        record.log_fields = handle.log_fields
         return handle
 
     @property
@@ -224,11 +237,34 @@ class RequestHandle:
             self._charge_work()
             self.admitted.instance.release()
             outcome = self._outcome or "disconnected"
-            self._metrics.record_finished(self.session, outcome, self.session.duration)
+            exemplar = self.trace.exemplar if self.trace else None
+            self._metrics.record_finished(self.session, outcome, self.session.duration, exemplar)
+            self._end_trace(outcome)
             if self._has_failed:
                 self.service.failures.record_failure()
             elif outcome in _SUCCESS_REASONS:
                 self.service.failures.record_success()
+
+    def _end_trace(self, outcome: str) -> None:
+        if not self.trace:
+            return
+        session, request = self.session, self.admitted.request
+        if self.trace.exemplar:
+            # Names of OpenTelemetry's semantic conventions for generative AI, where there are any.
+            attributes = {
+                "gen_ai.operation.name": "text_completion",
+                "gen_ai.provider.name": "inkstream",
+                "gen_ai.request.model": self.admitted.instance.model_name,
+                "gen_ai.response.model": self.admitted.instance.model_name,
+                "gen_ai.request.max_tokens": request.max_tokens,
+                "gen_ai.request.choice.count": len(session.choices),
+                "gen_ai.usage.input_tokens": session.prompt_tokens,
+                "gen_ai.usage.output_tokens": session.n_tokens,
+                "gen_ai.usage.cache_read.input_tokens": session.cached_tokens,
+                "gen_ai.response.finish_reasons": [outcome],
+            }
+            self.trace.add(attributes, _phases(session.times, session.n_tokens))
+        self.trace.end_completion(session.stream.incidents, outcome if outcome == "error" else None)
 
     def _charge_work(self) -> None:
         """Charges the tenant for the CPU work that the engine reported since the last call."""
@@ -249,6 +285,23 @@ class RequestHandle:
             "first_token_ms": None if session.times.first_token is None else timings.first_token_ms,
             "tokens_per_second": timings.tokens_per_second or None,
         }
+
+
+def _phases(times: SessionTimes, n_tokens: int) -> list[Phase]:
+    """The phases that a request has gone through; each ends with the next, the last one now or with the last token."""
+    marks = {
+        "admission": times.begun,
+        "tokenize": times.tokenizing,
+        "grammar": times.compiling,
+        "queue": times.queued,
+        "prefill": times.started,
+        "decode": times.first_token,
+    }
+    starts = [(name, at) for name, at in marks.items() if at is not None]
+    last = times.last_token if times.first_token is not None else None
+    ends = [*(at for _, at in starts[1:]), last or time.monotonic()]
+    own = {"decode": {"gen_ai.usage.output_tokens": n_tokens}}
+    return [(name, at, end, own.get(name, {})) for (name, at), end in zip(starts, ends, strict=True)]
 
 
 def _is_server_fault(error: Exception) -> bool:

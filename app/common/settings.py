@@ -101,6 +101,8 @@ class Settings(BaseSettings):
     """Lowest level that is logged."""
     log_format: Literal["auto", "text", "json"] = "auto"
     """Format of log lines; auto is a summary and short lines on a terminal, and JSON elsewhere."""
+    traces: bool = False
+    """Export OpenTelemetry traces of requests (needs the extra traces); OTEL_* variables say where to and how many."""
     kernels: Literal["auto", "native", "torch"] = "auto"
     """Compute backend: auto uses native kernels on a CPU once they are built, Triton kernels on a GPU, and torch
     otherwise."""

@@ -343,6 +343,8 @@ class EngineClient:
         self.counters = Counters()
         self._unstarted.clear()
         self._remove(self._canary.on_crash())
+        for stream in dict.fromkeys(self._streams.values()):
+            stream.incidents.append((time.monotonic(), "engine crashed"))
         refused = self._recovery.on_crash(self._progress)
         # A stream fails as a whole: all its sequences have the same parameters.
         for stream in {self._streams[request_id] for request_id in refused}:

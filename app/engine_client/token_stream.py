@@ -7,6 +7,7 @@ open --last item--> ended        pause(): cancels the open sequences; EnginePool
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -67,6 +68,8 @@ class TokenStream:
         """Consecutive crashes in which it was in flight when it was released; for the engine client."""
         self.n_suspensions = 0
         """Times that it was suspended."""
+        self.incidents: list[tuple[float, str]] = []
+        """What interrupted it, with the time in monotonic seconds; for its trace."""
         self.work_seconds = 0.0
         """CPU time of its grammars outside the engine's steps."""
         self.engine: int | None = None
@@ -218,6 +221,7 @@ class TokenStream:
         if self._open and not (self._is_awaited or self.is_suspended):
             self.is_suspended = True
             self.n_suspensions += 1
+            self.incidents.append((time.monotonic(), "suspended: the client does not read"))
             self._source.suspend(self)
 
     def _current_id(self, leader: str | None) -> str | None:

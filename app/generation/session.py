@@ -42,11 +42,20 @@ class SessionTimes:
     """Timestamps of a request, in seconds of a monotonic clock."""
 
     submitted: float = field(default_factory=time.monotonic)
+    begun: float = field(init=False)
+    """Like `submitted`, which pauses postpone."""
+    tokenizing: float | None = None
+    compiling: float | None = None
+    """When its grammar began to be compiled; None for a request without one."""
+    queued: float | None = None
     started: float | None = None
     first_token: float | None = None
     last_token: float | None = None
     paused_seconds: float = 0.0
     """Seconds between the first and the last token for which the request was paused."""
+
+    def __post_init__(self) -> None:
+        self.begun = self.submitted
 
 
 class GenerationSession:
@@ -109,10 +118,12 @@ class GenerationSession:
         """Pauses the request: releases its engine resources until resume()."""
         self.stream.pause()
         self._paused_at = time.monotonic()
+        self.stream.incidents.append((self._paused_at, "client disconnected"))
 
     def resume(self) -> None:
         """The stream was submitted again: it is queued from now on, and the paused time does not count."""
         now, times = time.monotonic(), self.times
+        self.stream.incidents.append((now, "client resumed the stream"))
         paused = now - (self._paused_at or now)
         self._paused_at, self._queued_at = None, now
         self._last_tokens.clear()

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -27,6 +27,9 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from app.common.errors import EngineError, Starting
 from app.common.terminal_log import REQUEST
 from app.http.errors import ApiError, from_engine
+
+if TYPE_CHECKING:
+    from app.http.tracing import RequestTrace, Tracing  # its packages are optional
 
 _SCOPE_KEY = "inkstream_record"
 _RETRY_AFTER_SECONDS = "2"
@@ -63,6 +66,8 @@ class AccessRecord:
     """How the request ended: a finish_reason, or the type or code of an error."""
     log_fields: Callable[[], Mapping[str, Any]] | None = None
     """Called at the end: counts and milliseconds of a completion, and its outcome."""
+    trace: RequestTrace | None = None
+    """None unless traces are exported."""
     early_error: tuple[int, str] | None = None
     """Status and code of an error that the connection sent itself; the application only saw a disconnect."""
     is_during_start: bool = False
@@ -91,8 +96,9 @@ def record_of(request: Request) -> AccessRecord:
 class RequestLogMiddleware:
     """The outermost ASGI middleware: turns every failure inside it into a response and a log line."""
 
-    def __init__(self, app: ASGIApp, counts: RequestCounts | None = None) -> None:
+    def __init__(self, app: ASGIApp, counts: RequestCounts | None = None, tracing: Tracing | None = None) -> None:
         self.app = app
+        self._tracing = tracing
         self._counts = RequestCounts() if counts is None else counts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -100,6 +106,8 @@ class RequestLogMiddleware:
             await self.app(scope, receive, send)
             return
         record, started = AccessRecord.get_or_create(scope), time.monotonic()
+        if self._tracing:
+            record.trace = self._tracing.request(scope, started)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -122,6 +130,9 @@ class RequestLogMiddleware:
                 await respond(Request(scope), error_response)(scope, receive, send_with_id)
         finally:
             self._counts[_series(scope, record)] += 1
+            if record.trace:
+                _, _, status = _series(scope, record)
+                record.trace.end_response(record.request_id, record.key, status, _outcome(record))
             _log_request(scope, record, (time.monotonic() - started) * 1e3)
 
 
@@ -129,6 +140,11 @@ def _series(scope: Scope, record: AccessRecord) -> tuple[str, str, int]:
     """The request's key in RequestCounts. Requests that were rejected before routing have no route."""
     status = record.early_error[0] if record.early_error else record.status or _DISCONNECTED
     return _method(scope) or _NO_ROUTE, _route(scope) or _NO_ROUTE, status
+
+
+def _outcome(record: AccessRecord) -> str:
+    default = "ok" if 0 < record.status < 400 else "disconnected" if not record.status else "error"
+    return record.outcome or default
 
 
 def _method(scope: Scope) -> str | None:
@@ -145,16 +161,17 @@ def _log_request(scope: Scope, record: AccessRecord, duration_ms: float) -> None
     level = _level(scope, record)
     if not _log.isEnabledFor(level):
         return
-    outcome = record.outcome or ("ok" if 0 < record.status < 400 else "disconnected" if not record.status else "error")
     fields: dict[str, Any] = {
         "request_id": record.request_id,
         "method": _method(scope),
         "route": _route(scope),
         "status": record.status or _DISCONNECTED,
         "key": record.key,
-        "outcome": outcome,
+        "outcome": _outcome(record),
         "duration_ms": round(duration_ms, 3),
     }
+    if record.trace and record.trace.exemplar:
+        fields["trace_id"] = record.trace.exemplar["trace_id"]
     if record.log_fields:
         fields |= record.log_fields()
         fields["outcome"] = record.outcome or fields["outcome"]

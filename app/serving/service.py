@@ -338,37 +338,48 @@ class Service:
         tenant: Tenant,
         heartbeat: float,
         instance: ModelInstance | None = None,
+        times: SessionTimes | None = None,
     ) -> Admitted:
         """Validates, admits and submits a request to the current instance or `instance`, which it acquires.
+
+        `times` is filled even if the request is refused.
 
         Raises InvalidRequest, ContextLengthExceeded, QueueFull, RateLimitExceeded, NotReady, DeadlineExceeded.
         """
         instance = instance or self.instance
         instance.acquire()
         try:
-            return await self._begin(name, request, tenant, heartbeat, instance)
+            return await self._begin(name, request, tenant, heartbeat, instance, times or SessionTimes())
         except BaseException:  # including a client disconnect
             instance.release()
             raise
 
     async def _begin(
-        self, name: str, request: GenerationRequest, tenant: Tenant, heartbeat: float, instance: ModelInstance
+        self,
+        name: str,
+        request: GenerationRequest,
+        tenant: Tenant,
+        heartbeat: float,
+        instance: ModelInstance,
+        times: SessionTimes,
     ) -> Admitted:
-        times = SessionTimes()
         ready, tokenizer = self.require_ready(instance)
         timeouts = self._timeouts(request, heartbeat)
         with self.admission.reserve_tokens(request, tenant, tokenizer, ready.context) as reservation:
             with self.admission.reserve_queue(request, tenant, timeouts, instance.engine.queue):
                 account = WorkAccount(tenant.cache_namespace, reservation)
                 encoder = PromptEncoder(ready, instance.text_encoder(), self._tokenizer_pool, account)
+                times.tokenizing = time.monotonic()
                 async with _deadline(timeouts):
                     encoded = await encoder.encode_prompts(request)
                     source = await encoder.encode_source(request.source)
+                    times.compiling = time.monotonic() if request.grammar else None
                     grammar = await self._compile_grammar(request, instance.grammar_validator, account)
             built = BuiltRequests(name, request, ready, tokenizer, tenant.cache_namespace)
             engine_requests = built.requests(encoded, source, grammar)
             self.admission.charge(reservation, request, engine_requests)
             choices = built.choices(engine_requests, encoded)  # anything that can fail comes before submission
+            times.queued = time.monotonic()
             stream = instance.engine.submit(engine_requests)
         session = GenerationSession(stream, choices, timeouts, times)
         return Admitted(

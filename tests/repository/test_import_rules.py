@@ -39,7 +39,7 @@ OUTSIDE = {
     "app.engine_client": {"msgspec"},
     "app.generation": {"msgspec"},
     "app.guided": set[str](),
-    "app.http": {"fastapi", "httptools", "msgspec", "pydantic", "starlette", "uvicorn"},
+    "app.http": {"fastapi", "httptools", "msgspec", "opentelemetry", "pydantic", "starlette", "uvicorn"},
     "app.sandbox": set[str](),
     "app.serving": set[str](),
     "app.tokenization": {"msgspec", "tokenizers"},
@@ -187,7 +187,7 @@ def _loads(*modules: str) -> set[str]:
 
 def test_the_api_process_never_imports_torch() -> None:
     """Not even through a package of others. The verb check runs an engine of its own."""
-    others = {"app.cli.check", "app.common.llguidance_adapter"}
+    others = {"app.cli.check", "app.common.llguidance_adapter", "app.http.tracing"}
     parts = [name for name in PRODUCT if name.startswith("app.") and not name.startswith("app.engine.")]
     parts += [name for name in PRODUCT if PACKAGES[name] == "app.engine.cpu.toolchain"]
     assert _loads(*(n for n in parts if not n.endswith(("_worker", "__main__")) and n not in others)) == set()
@@ -198,7 +198,7 @@ def test_the_loop_of_the_engine_and_helper_processes_start_without_torch(module:
     assert _loads(module) <= {"llguidance"}
 
 
-def test_llguidance_triton_and_ray_stay_in_their_places() -> None:
+def test_llguidance_triton_ray_and_opentelemetry_stay_in_their_places() -> None:
     """The first two may be missing: an adapter and a loader ask for them by name once they are there."""
     kernels = {name for name in GRAPH if name.startswith("app.engine.gpu.kernels.triton.")}
     assert not [name for name, known in GRAPH.items() if known & kernels and name not in kernels]
@@ -208,6 +208,8 @@ def test_llguidance_triton_and_ray_stay_in_their_places() -> None:
     assert users["triton"] and users["triton"] <= kernels
     assert users["ray"] and all(name.startswith("deploy.") for name in users["ray"])
     assert not [name for name, tops in TOPS.items() if "llguidance" in tops]
+    product = {name for name, tops in TOPS.items() if "opentelemetry" in tops and name.startswith("app")}
+    assert product == {"app.http.tracing"}
 
 
 def test_imports_have_no_cycle() -> None:

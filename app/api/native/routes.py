@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Mapping
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request
 from pydantic import ConfigDict, Field, model_validator
@@ -26,6 +26,9 @@ from app.http.auth import owner_of
 from app.http.errors import ApiError
 from app.http.request_log import record_of
 from app.http.response_model import ResponseModel, json_response
+
+if TYPE_CHECKING:
+    from app.http.tracing import RequestTrace  # its packages are optional
 
 _WEIGHTS_CLOSED = "the weights of this stream are no longer served: send the request again"
 
@@ -77,6 +80,11 @@ class ResumableStream(StoredStream):
         if was_running:
             self._handle.record_cancelled()
         return was_running
+
+    @property
+    def trace(self) -> RequestTrace | None:
+        """The trace of the request that began this stream."""
+        return self._handle.trace
 
     def log_fields(self) -> dict[str, Any]:
         """Fields for the log line of a request that resumes this stream."""
@@ -232,7 +240,10 @@ async def resume(
         )
     if not stream.can_replay_from(number):
         raise ApiError(404, f"event {number} is no longer available: send the request again", code="events_gone")
-    record_of(request).log_fields = stream.log_fields
+    record = record_of(request)
+    record.log_fields = stream.log_fields
+    if record.trace and stream.trace:
+        record.trace.link(stream.trace)
     return _respond(stream, number)
 
 
