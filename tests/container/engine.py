@@ -19,15 +19,10 @@ from typing import Any
 import httpx
 
 from tests.support import ROOT
+from tests.support.docs_commands import commands
 
 PAGE = ROOT / "docs/deploy.md"
 DIRECT, NGINX, PROMETHEUS = "http://127.0.0.1:8000", "http://127.0.0.1:8080", "http://127.0.0.1:9090"
-
-
-def commands(page: str) -> list[str]:
-    """Every line of the page's shell blocks, in order, without comments and prompts."""
-    lines = "\n".join(re.findall(r"^```sh\n(.*?)^```", page, re.M | re.S)).replace("\\\n", " ").splitlines()
-    return [line.partition("  #")[0].strip() for line in lines if line.strip() and not line.startswith("#")]
 
 
 def run(command: str, timeout: float = 900) -> str:

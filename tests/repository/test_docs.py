@@ -1,27 +1,29 @@
-"""README.md and docs match the code: settings table, tree, fields, and examples, which run as they stand there."""
+"""README.md and docs match the code: settings table, fields, presets; and all commands and programs in them run."""
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from app.api.native.routes import CompleteRequest
 from app.common.settings import Settings
+from benchmarks.service_process import ServiceStartError
 from model.nn.transformer import Decoder
 from model.presets import PRESET_NAMES, preset
 from tests.support import ROOT
 from tests.support.completion_client import whole
-from tests.support.nodejs import NODE
+from tests.support.docs_commands import Newcomer, commands, commands_of, fences
+from tests.support.model.tiny_models import TEXT
+from tests.support.model.training_runs import shorten_samples
 from tests.support.servers import Server
 
 README = (ROOT / "README.md").read_text()
-CLIENTS = (ROOT / "docs/clients.md").read_text()
 API = (ROOT / "docs/api.md").read_text()
 SETTINGS = (ROOT / "docs/settings.md").read_text()
+TRAIN = (ROOT / "docs/train.md").read_text()
 
 
 def settings_table() -> str:
@@ -37,15 +39,6 @@ def test_the_settings_table_is_made_from_the_settings() -> None:
     assert settings_table() in SETTINGS, settings_table()
 
 
-def test_every_path_of_the_tree_exists_and_every_folder_is_in_it() -> None:
-    tree = README[README.index("model/            the") : README.index("tests/            mirrors")]
-    for line in tree.splitlines():
-        name = line.strip().split()[0]
-        assert (ROOT / name).exists() or (ROOT / "app" / name).exists(), name
-    for path in [p for p in (ROOT / "app").iterdir() if p.is_dir() and p.name != "__pycache__"]:
-        assert f"  {path.name}/" in tree, path
-
-
 def test_every_field_of_a_request_is_explained() -> None:
     for name in CompleteRequest.model_fields:
         assert f"`{name}`" in API, name
@@ -56,36 +49,151 @@ def test_the_presets_have_the_sizes_that_are_told() -> None:
         with torch.device("meta"):
             size = Decoder(preset(name)).n_params
         size_text = f"{size / 1e6:.1f} M" if size >= 100_000 else str(size)
-        assert re.search(rf"\| `{name}` \|.*\| {size_text} \|", README), name
+        assert re.search(rf"\| `{name}` \|.*\| {size_text} \|", TRAIN), name
 
 
-def _text(server: Server, max_tokens: int) -> str:
-    return str(whole(server.url, prompt="Once upon a time", max_tokens=max_tokens, seed=7)["choices"][0]["text"])
+PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+GIVEN = {
+    "README.md": ("my-texts/a.txt", "notes.md"),
+    "docs/bring-your-model.md": ("my-model/",),
+    "docs/quickstarts.md": ("books/a.txt", "smollm2/"),
+    "docs/reload.md": ("runs/monday/", "runs/tuesday/", "current/"),
+}
+"""What readers of a page have: texts, and, with a slash at the end, weights."""
+
+OWN_TESTS = {
+    "docs/deploy.md": "tests/repository/test_deploy.py",
+    "docs/train.md": "tests/repository/test_docs_train.py",
+}
+"""Pages whose commands have a test file of their own, which runs or holds each of them."""
+
+NO_INDEX = "installs packages from an index"
+NO_RAY = "needs Ray in an environment of its own; make ray starts the same"
+NANOGPT = "needs a nanoGPT checkpoint; tests/repository/test_docs_bring_your_model.py runs the same"
+HELD = {
+    "README.md": {"docker compose up --build --wait": "needs Docker; make container runs it"},
+    "docs/bring-your-model.md": {
+        '"""export.py CKPT.pt DIR': NANOGPT,
+        '"""chars.py META.pkl DIR': NANOGPT,
+        '"""gpt.py CKPT.pt DIR': NANOGPT,
+        '"""compare.py DIR': NANOGPT,
+        ".venv/bin/python export.py": NANOGPT,
+        ".venv/bin/python chars.py": NANOGPT,
+        ".venv/bin/hf download": "fetches a tokenizer from the Hugging Face hub",
+    },
+    "docs/kernels.md": {
+        ".venv/bin/inkstream compile": "compiles for minutes; tests/cli/test_compile.py has all three",
+    },
+    "docs/quickstarts.md": {
+        ".venv/bin/hf download": "fetches a model from the Hugging Face hub",
+        "python3 -m venv .lm-eval": NO_INDEX,
+        ".lm-eval/bin/lm_eval": "needs lm-eval and its data; make clients ONLY=lm-eval evaluates the same way",
+        ".venv/bin/python -m http.server": "runs until Ctrl+C; tests/examples/test_examples.py serves the page",
+    },
+    "docs/ray.md": {
+        ".venv/bin/python -m pip install": NO_INDEX,
+        ".venv/bin/ray start": NO_RAY,
+        "INKSTREAM_KEYS_FILE=/srv/keys.json": NO_RAY,
+    },
+    "docs/security-testing.md": {
+        "make redteam": "attacks for minutes; tests/repository/test_redteam.py tries the suite",
+        '@attack("many-choices"': "a fragment that shows a pattern",
+    },
+    "docs/train-log.md": {"import pandas": "pandas is no dependency of this project"},
+}
+"""Commands and programs that no test here can run, by how they begin, each with the reason. All others run."""
 
 
-@pytest.mark.parametrize(("page", "end"), [(README, "event: done\ndata: {"), (CLIENTS, "data: [DONE]\n\n")])
-def test_the_curl_examples_stream(server: Server, page: str, end: str) -> None:
-    (command,) = re.findall(r"^curl -N .*$", page, re.MULTILINE)
-    command = command.replace("localhost:8000", server.url.removeprefix("http://"))
-    printed = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, check=True).stdout
-    assert end in printed.partition("\n\n")[2] and printed.count("data: ") > 2
+def _held(page: str, text: str) -> str | None:
+    """How the held command begins that this one is."""
+    return next((start for start in HELD.get(page, {}) if text.startswith(start)), None)
 
 
-@pytest.mark.skipif(NODE is None, reason="no Node.js to run the JavaScript with")
-@pytest.mark.parametrize(("page", "max_tokens"), [(API, 100), (CLIENTS, 40)])
-def test_the_javascript_examples_print_the_text(server: Server, page: str, max_tokens: int) -> None:
-    (program,) = re.findall(r"```js\n(.*?)```", page, re.DOTALL)
-    command = [NODE, "--input-type=module", "-e", program.replace("http://127.0.0.1:8000", server.url)]
-    printed = subprocess.run(command, capture_output=True, timeout=60, check=True).stdout.decode()
-    assert printed.replace("\n", "") == _text(server, max_tokens).replace("\n", "")
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in OWN_TESTS])
+def test_every_command_and_program_of_a_page_runs(
+    page: str, server: Server, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In their order, in a fresh clone, around a tiny model; training takes a few steps, the engine is a fake one."""
+    shorten_samples(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    for name in GIVEN.get(page, ()):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith("/"):
+            (tmp_path / name).symlink_to(weights)
+        else:
+            (tmp_path / name).write_text(TEXT * 3)
+    newcomer = Newcomer(tmp_path, weights, server=server, fake_ms=1)
+    try:
+        for fence in fences((ROOT / page).read_text()):
+            if fence.language in ("python", "js") and not _held(page, fence.text):
+                _is_the_text(newcomer.runs(fence), fence.text, newcomer.server)
+            for command in commands_of(fence):
+                if not _held(page, command):
+                    printed = newcomer.types(command)
+                    assert "curl -N" not in command or re.search(r"^(event: done|data: \[DONE\])$", printed, re.M)
+    finally:
+        newcomer.close()
 
 
-@pytest.mark.parametrize("program", re.findall(r"```python\n(.*?)```", CLIENTS, re.DOTALL), ids=["openai", "httpx"])
-def test_the_python_examples_print_the_text(program: str, server: Server) -> None:
-    program = program.replace("http://127.0.0.1:8000", server.url)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
-    assert done.returncode == 0, done.stderr.decode()
-    assert done.stdout.decode() == _text(server, 40)
+def _is_the_text(printed: str, program: str, server: Server) -> None:
+    """Programs print what the service writes with their seed, and nothing between its tokens."""
+    (max_tokens,) = re.findall(r"max_tokens\"?[=:] ?(\d+)", program)
+    (choice,) = whole(server.url, prompt="Once upon a time", max_tokens=int(max_tokens), seed=7)["choices"]
+    assert printed.removesuffix("\n") == choice["text"].removesuffix("\n")
+
+
+def test_every_held_command_is_on_its_page() -> None:
+    for page, held in HELD.items():
+        texts = [text for fence in fences((ROOT / page).read_text()) for text in (fence.text, *commands_of(fence))]
+        for start in held:
+            assert any(text.startswith(start) for text in texts), f"{page} no longer has {start}"
+
+
+def test_every_block_names_its_language() -> None:
+    """Else a command could stand there that no test sees."""
+    languages = {"sh", "python", "js", "json", "yaml", "text", "html"}
+    found = [(page, fence) for page in PAGES for fence in fences((ROOT / page).read_text())]
+    assert [f"{page}:{fence.line}" for page, fence in found if fence.language not in languages] == []
+
+
+def test_commands_call_programs_of_the_environment() -> None:
+    """In a fresh clone `inkstream` is not on the path, and the system's Python has none of the packages."""
+    bare = r"(inkstream|python3?|pip|hf|ray|serve|torchrun) (?!-m venv)"
+    for page in PAGES:
+        text = (ROOT / page).read_text()
+        assert [command for command in commands(text) if re.match(bare, command)] == [], page
+        prose = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
+        assert re.findall(r"`(?:python3?|pip|torchrun) -?\w[^`\n]*`", prose) == [], page
+
+
+def test_a_quickstart_has_fifteen_lines_at_most() -> None:
+    for section in (ROOT / "docs/quickstarts.md").read_text().split("\n## ")[1:]:
+        lines = sum(len(fence.text.splitlines()) for fence in fences(section) if fence.language == "sh")
+        assert 1 <= lines <= 15, section
+
+
+def test_the_front_page_is_short() -> None:
+    assert len(README.splitlines()) < 150
+    assert "/v1/chat/completions" in README
+
+
+@pytest.mark.parametrize(
+    ("command", "error"),
+    [
+        ("curl -N -d '{\"prompt\":1.5}' -H 'content-type: application/json' localhost:8000/complete", "error"),
+        (".venv/bin/inkstream keys lost --keys-file keys.json", "lost"),
+        ("make serve ARGS=--no-such-flag", "no-such-flag"),
+    ],
+)
+@pytest.mark.slow
+def test_a_command_that_fails_is_noticed(
+    command: str, error: str, server: Server, weights: Path, tmp_path: Path
+) -> None:
+    newcomer = Newcomer(tmp_path, weights, server=server, fake_ms=1)
+    with pytest.raises((AssertionError, ServiceStartError), match=error):
+        newcomer.types(command)
+    newcomer.close()
 
 
 def test_every_dependency_has_its_reason() -> None:
