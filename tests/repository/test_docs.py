@@ -15,6 +15,7 @@ import yaml
 from app import VERSION
 from app.api.native.routes import CompleteRequest
 from app.common.settings import Settings
+from app.main import create_app
 from benchmarks.service_process import ServiceStartError
 from model.nn.transformer import Decoder
 from model.presets import PRESET_NAMES, preset
@@ -47,6 +48,13 @@ def test_the_settings_table_is_made_from_the_settings() -> None:
 def test_every_field_of_a_request_is_explained() -> None:
     for name in CompleteRequest.model_fields:
         assert f"`{name}`" in API, name
+
+
+def test_every_route_is_explained(tmp_path: Path) -> None:
+    paths = create_app(Settings(weights=tmp_path)).openapi()["paths"]
+    found = {method.upper() + " " + path for path, methods in paths.items() for method in methods}
+    assert len(found) > 10
+    assert {route for route in found if f"`{route}" not in API} == set()
 
 
 def test_the_presets_have_the_sizes_that_are_told() -> None:
