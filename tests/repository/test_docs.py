@@ -232,10 +232,15 @@ def _chunks(png: bytes) -> Iterator[tuple[bytes, bytes]]:
         ("curl -N -d '{\"prompt\":1.5}' -H 'content-type: application/json' localhost:8000/complete", "error"),
         (".venv/bin/inkstream keys lost --keys-file keys.json", "lost"),
         ("make serve ARGS=--no-such-flag", "no-such-flag"),
+        ("mkdir -p a && rm -rf a", "rm is none of the programs"),
+        ("KEY=$(systemctl stop inkstream)", "systemctl is none"),
+        ("cp a.txt /etc/a.txt", "/etc is not in the clone"),
+        (".venv/bin/python -m pip install openai", "none of the programs"),
+        ("curl -O https://example.com/a.txt", "is not this machine"),
     ],
 )
 @pytest.mark.slow
-def test_a_command_that_fails_is_noticed(
+def test_a_command_that_fails_or_is_not_for_tests_is_noticed(
     command: str, error: str, server: Server, weights: Path, tmp_path: Path
 ) -> None:
     newcomer = Newcomer(tmp_path, weights, server=server, fake_ms=1)

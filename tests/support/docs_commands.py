@@ -25,9 +25,27 @@ INKSTREAM = ".venv/bin/inkstream"
 _CLONED = ("app", "benchmarks", "deploy", "docs", "examples", "model", "tests", "Makefile", "pyproject.toml")
 _ADDRESS = re.compile(r"(?:localhost|127\.0\.0\.1):8000\b")
 _PROXY = re.compile(r"(?:localhost|127\.0\.0\.1):8080\b")
+# What runs here without a reviewer's word: programs that change nothing but files of the clone, or ask a service.
+_PROGRAMS = {INKSTREAM, ".venv/bin/python", "cat", "cp", "curl", "echo", "kill", "ln", "mkdir", "mv", "nginx", "sed"}
+_PROGRAMS |= {"set", "sleep"}
 # Training as the pages show it takes minutes; these make a few steps of it take a second.
 SHORT = ["--context", "32", "--windows", "4", "--device", "cpu", "--report-seconds", "0.001"]
 NEW = ["--vocab-size", "300", "--layers", "1", "--width", "32", "--heads", "2"]
+
+
+def reason_against(command: str) -> str | None:
+    """Why a test must not run a command of a page, which may be of any kind: it has to be held."""
+    without_here = re.sub(r"<<-? *['\"]?(\w+).*", "", command, flags=re.DOTALL)
+    for part in re.split(r"&&|\|\||[;|\n]|\bdo\b|\$\(", re.sub(r"'[^']*'", "''", without_here)):
+        words = [word for word in part.replace(")", " ").split() if not re.match(r"\w+=", word)]
+        program = next((word for word in words if word not in ("until", "while", "done", "if", "then", "fi")), "sleep")
+        if program not in _PROGRAMS or {"-m", "pip"} <= set(words):
+            return f"{program} is none of the programs that tests run"
+    if path := re.search(r"(?:^|[\s=\"'>])(/(?!dev/null)[\w.]+|\.\./)", without_here):
+        return f"{path[1]} is not in the clone"
+    if address := re.search(r"https?://(?!127\.0\.0\.1|localhost)[^\s\"']+", command):
+        return f"{address[0]} is not this machine"
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +208,8 @@ class Newcomer:
 
     def _shell(self, command: str) -> str:
         """In a shell with the variables that earlier commands set; `$!` is the service that the page left running."""
+        if reason := reason_against(command):
+            raise AssertionError(f"not run, but for tests/repository/test_docs.py to hold: {command}: {reason}")
         if self._started:
             command = command.replace("$!", str(self._started.process.pid))
         state = self.clone / ".venv/variables"
