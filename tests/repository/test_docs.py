@@ -175,9 +175,16 @@ def test_every_held_command_is_on_its_page() -> None:
             assert any(text.startswith(start) for text in texts), f"{page} no longer has {start}"
 
 
+def test_commands_are_found_in_every_kind_of_block() -> None:
+    page = (
+        "```sh\na \\\n  b  # why\n# no command\nc <<END\nx\nEND\n```\n\n```console\n$ d e\nf\n```\n\n```text\ng\n```\n"
+    )
+    assert commands(page) == ["a    b", "c <<END\nx\nEND", "d e"]
+
+
 def test_every_block_names_its_language() -> None:
     """Else a command could stand there that no test sees."""
-    languages = {"sh", "python", "js", "json", "yaml", "text", "html"}
+    languages = {"sh", "console", "python", "js", "json", "yaml", "text", "html"}
     found = [(page, fence) for page in PAGES for fence in fences((ROOT / page).read_text())]
     assert [f"{page}:{fence.line}" for page, fence in found if fence.language not in languages] == []
 

@@ -70,7 +70,9 @@ def commands(page: str) -> list[str]:
 
 
 def commands_of(fence: Fence) -> list[str]:
-    """The commands of a shell block; a block of another language has none."""
+    """The commands of a shell block, and what stands after `$ ` in a transcript; other languages have none."""
+    if fence.language == "console":
+        return re.findall(r"^\$ (.+)$", fence.text, re.MULTILINE)
     return list(_split(fence.text)) if fence.language == "sh" else []
 
 
