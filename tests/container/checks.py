@@ -26,7 +26,6 @@ from tests.container.engine import (
     PROMETHEUS,
     ROOT,
     Container,
-    commands,
     is_ready,
     metric,
     run,
@@ -36,6 +35,7 @@ from tests.container.engine import (
     wait_for,
 )
 from tests.support.concurrent_readers import ConcurrentReaders, Reader
+from tests.support.docs_commands import commands
 
 SERVICE = Container("inkstream_inkstream_1")
 FRONT = Container("inkstream_nginx_1")

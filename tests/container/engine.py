@@ -19,17 +19,12 @@ from typing import Any
 import httpx
 
 from tests.support import ROOT
+from tests.support.docs_commands import commands
 
 PAGE = ROOT / "docs/deploy.md"
 PORTS = {"SERVICE_PORT": "8000", "NGINX_PORT": "8080", "PROMETHEUS_PORT": "9090"}
 """Variables of docker-compose.yml, with their defaults."""
 DIRECT, NGINX, PROMETHEUS = (f"http://127.0.0.1:{os.environ.get(name, port)}" for name, port in PORTS.items())
-
-
-def commands(page: str) -> list[str]:
-    """Every line of the page's shell blocks, in order, without comments and prompts."""
-    lines = "\n".join(re.findall(r"^```sh\n(.*?)^```", page, re.M | re.S)).replace("\\\n", " ").splitlines()
-    return [line.partition("  #")[0].strip() for line in lines if line.strip() and not line.startswith("#")]
 
 
 def run(command: str, timeout: float = 900) -> str:

@@ -12,8 +12,9 @@ import yaml
 
 from app.api.health import router
 from app.common.settings import Settings
-from tests.container.engine import PORTS, commands
+from tests.container.engine import PORTS
 from tests.support import ROOT
+from tests.support.docs_commands import commands
 from tests.support.servers import Server
 
 KUBERNETES = ROOT / "deploy/kubernetes"

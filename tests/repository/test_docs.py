@@ -1,27 +1,34 @@
-"""README.md and docs match the code: settings table, tree, fields, and examples, which run as they stand there."""
+"""README.md and docs match the code: settings table, fields, presets; and all commands and programs in them run."""
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
-from app.api.native.routes import CompleteRequest
-from app.common.settings import grouped_fields
+from app import VERSION
+from app.common.settings import Settings, grouped_fields
+from app.main import create_app
+from benchmarks.service_process import ServiceStartError
 from model.nn.transformer import Decoder
 from model.presets import PRESET_NAMES, preset
 from tests.support import ROOT
 from tests.support.completion_client import whole
-from tests.support.nodejs import NODE
+from tests.support.docs_commands import Newcomer, commands, commands_of, fences
+from tests.support.model.tiny_models import TEXT
+from tests.support.model.training_runs import shorten_samples
 from tests.support.servers import Server
 
 README = (ROOT / "README.md").read_text()
-CLIENTS = (ROOT / "docs/clients.md").read_text()
 API = (ROOT / "docs/api.md").read_text()
 SETTINGS = (ROOT / "docs/settings.md").read_text()
+TRAIN = (ROOT / "docs/train.md").read_text()
 
 
 def settings_tables() -> str:
@@ -40,18 +47,29 @@ def test_the_settings_tables_are_made_from_the_settings() -> None:
     assert settings_tables() in SETTINGS, settings_tables()
 
 
-def test_every_path_of_the_tree_exists_and_every_folder_is_in_it() -> None:
-    tree = README[README.index("model/            the") : README.index("tests/            mirrors")]
-    for line in tree.splitlines():
-        name = line.strip().split()[0]
-        assert (ROOT / name).exists() or (ROOT / "app" / name).exists(), name
-    for path in [p for p in (ROOT / "app").iterdir() if p.is_dir() and p.name != "__pycache__"]:
-        assert f"  {path.name}/" in tree, path
+@pytest.mark.parametrize("of", ["requests", "results"])
+def test_every_field_is_explained(of: str, tmp_path: Path) -> None:
+    """Of all bodies, of events, and of the objects in them; the rest is in /docs alone."""
+    schemas = create_app(Settings(weights=tmp_path)).openapi()["components"]["schemas"]
+    results = {"StartEvent", "TokenEvent", "Token", "QueueEvent", "DoneEvent", "Usage", "Timings", "Receipt", "Model"}
+    names = {name for name in schemas if name.endswith("Request")} if of == "requests" else results
+    fields = {field for name in names for field in schemas[name]["properties"]}
+    assert len(fields) > 20
+    assert {field for field in fields if f"`{field}`" not in API} <= {"object", "created", "owned_by"}
 
 
-def test_every_field_of_a_request_is_explained() -> None:
-    for name in CompleteRequest.model_fields:
-        assert f"`{name}`" in API, name
+def test_every_error_code_is_explained() -> None:
+    sources = [path.read_text() for path in (ROOT / "app").rglob("*.py")]
+    codes = {code for source in sources for code in re.findall(r"\bcode=\"([a-z_]+)\"", source)}
+    assert len(codes) > 15
+    assert {code for code in codes if f"`{code}`" not in API} == set()
+
+
+def test_every_route_is_explained(tmp_path: Path) -> None:
+    paths = create_app(Settings(weights=tmp_path)).openapi()["paths"]
+    found = {method.upper() + " " + path for path, methods in paths.items() for method in methods}
+    assert len(found) > 10
+    assert {route for route in found if f"`{route}" not in API} == set()
 
 
 def test_the_presets_have_the_sizes_that_are_told() -> None:
@@ -59,36 +77,212 @@ def test_the_presets_have_the_sizes_that_are_told() -> None:
         with torch.device("meta"):
             size = Decoder(preset(name)).n_params
         size_text = f"{size / 1e6:.1f} M" if size >= 100_000 else str(size)
-        assert re.search(rf"\| `{name}` \|.*\| {size_text} \|", README), name
+        assert re.search(rf"\| `{name}` \|.*\| {size_text} \|", TRAIN), name
 
 
-def _text(server: Server, max_tokens: int) -> str:
-    return str(whole(server.url, prompt="Once upon a time", max_tokens=max_tokens, seed=7)["choices"][0]["text"])
+PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+GIVEN = {
+    "README.md": ("my-texts/a.txt", "notes.md"),
+    "docs/bring-your-model.md": ("my-model/",),
+    "docs/quickstarts.md": ("books/a.txt",),
+    "docs/reload.md": ("runs/monday/", "runs/tuesday/", "current/"),
+}
+"""What readers of a page have: texts, and, with a slash at the end, weights."""
+
+OWN_TESTS = {
+    "docs/deploy.md": "tests/repository/test_deploy.py",
+    "docs/train.md": "tests/repository/test_docs_train.py",
+}
+"""Pages whose commands have a test file of their own, which runs or holds each of them."""
+
+NO_INDEX = "installs packages from an index"
+NO_HUB = "downloads from the Hugging Face Hub; the tests of the hub have one on loopback"
+ROOT_USER = "changes the machine as root, and needs systemd; tests/repository/test_systemd.py reads the unit"
+NO_RAY = "needs Ray in an environment of its own; make ray starts the same"
+NANOGPT = "needs a nanoGPT checkpoint; tests/repository/test_docs_bring_your_model.py runs the same"
+HELD = {
+    "README.md": {"docker compose up --build --wait": "needs Docker; make container runs it"},
+    "docs/bring-your-model.md": {
+        '"""export.py CKPT.pt DIR': NANOGPT,
+        '"""chars.py META.pkl DIR': NANOGPT,
+        '"""gpt.py CKPT.pt DIR': NANOGPT,
+        '"""compare.py DIR': NANOGPT,
+        ".venv/bin/python export.py": NANOGPT,
+        ".venv/bin/python chars.py": NANOGPT,
+        ".venv/bin/hf download": NO_HUB,
+        ".venv/bin/inkstream check HuggingFaceTB/": NO_HUB,
+        ".venv/bin/inkstream serve --weights HuggingFaceTB/": NO_HUB,
+        ".venv/bin/inkstream train --init HuggingFaceTB/": NO_HUB,
+    },
+    "docs/command-line.md": {
+        ".venv/bin/inkstream complete -i": "needs a terminal; tests/cli/test_interactive.py has one",
+    },
+    "docs/install.md": {
+        "pip download": "fetches packages from an index",
+        "make serve WEIGHT=": "is refused; tests/repository/test_install.py has it",
+    },
+    "docs/package.md": {
+        "python3 -m pip wheel": "builds a wheel; tests/repository/test_wheel.py does",
+        "pipx install": NO_INDEX,
+        "inkstream serve": "needs the wheel that pipx has installed",
+        "python3 -m venv /opt/inkstream": ROOT_USER,
+        "/opt/inkstream/bin/": ROOT_USER,
+        "cp deploy/systemd/": ROOT_USER,
+        "systemctl ": ROOT_USER,
+        "groupadd ": ROOT_USER,
+        "install -": ROOT_USER,
+        "chown ": ROOT_USER,
+    },
+    "docs/kernels.md": {
+        ".venv/bin/inkstream compile": "compiles for minutes; tests/cli/test_compile.py has all three",
+    },
+    "docs/quickstarts.md": {
+        "make serve WEIGHTS=HuggingFaceTB/": NO_HUB,
+        'curl -d \'{"messages"': "needs the model of the command before it",
+        "python3 -m venv .lm-eval": NO_INDEX,
+        ".lm-eval/bin/lm_eval": "needs lm-eval and its data; make clients ONLY=lm-eval evaluates the same way",
+        ".venv/bin/python -m http.server": "runs until Ctrl+C; tests/examples/test_examples.py serves the page",
+    },
+    "docs/ray.md": {
+        ".venv/bin/python -m pip install": NO_INDEX,
+        ".venv/bin/ray start": NO_RAY,
+        "INKSTREAM_KEYS_FILE=/srv/keys.json": NO_RAY,
+    },
+    "docs/security-testing.md": {
+        "make redteam": "attacks for minutes; tests/repository/test_redteam.py tries the suite",
+        '@attack("many-choices"': "a fragment that shows a pattern",
+    },
+    "docs/train-log.md": {"import pandas": "pandas is no dependency of this project"},
+}
+"""Commands and programs that no test here can run, by how they begin, each with the reason. All others run."""
 
 
-@pytest.mark.parametrize(("page", "end"), [(README, "event: done\ndata: {"), (CLIENTS, "data: [DONE]\n\n")])
-def test_the_curl_examples_stream(server: Server, page: str, end: str) -> None:
-    (command,) = re.findall(r"^curl -N .*$", page, re.MULTILINE)
-    command = command.replace("localhost:8000", server.url.removeprefix("http://"))
-    printed = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, check=True).stdout
-    assert end in printed.partition("\n\n")[2] and printed.count("data: ") > 2
+def _held(page: str, text: str) -> str | None:
+    """How the held command begins that this one is."""
+    return next((start for start in HELD.get(page, {}) if text.startswith(start)), None)
 
 
-@pytest.mark.skipif(NODE is None, reason="no Node.js to run the JavaScript with")
-@pytest.mark.parametrize(("page", "max_tokens"), [(API, 100), (CLIENTS, 40)])
-def test_the_javascript_examples_print_the_text(server: Server, page: str, max_tokens: int) -> None:
-    (program,) = re.findall(r"```js\n(.*?)```", page, re.DOTALL)
-    command = [NODE, "--input-type=module", "-e", program.replace("http://127.0.0.1:8000", server.url)]
-    printed = subprocess.run(command, capture_output=True, timeout=60, check=True).stdout.decode()
-    assert printed.replace("\n", "") == _text(server, max_tokens).replace("\n", "")
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in OWN_TESTS])
+def test_every_command_and_program_of_a_page_runs(
+    page: str, server: Server, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In their order, in a fresh clone, around a tiny model; training takes a few steps, the engine is a fake one."""
+    shorten_samples(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    for name in GIVEN.get(page, ()):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith("/"):
+            (tmp_path / name).symlink_to(weights)
+        else:
+            (tmp_path / name).write_text(TEXT * 3)
+    newcomer = Newcomer(tmp_path, weights, server=server, fake_ms=1)
+    try:
+        for fence in fences((ROOT / page).read_text()):
+            if fence.language in ("python", "js") and not _held(page, fence.text):
+                _is_the_text(newcomer.runs(fence), fence.text, newcomer.server)
+            for command in commands_of(fence):
+                if not _held(page, command):
+                    printed = newcomer.types(command)
+                    assert "curl -N" not in command or re.search(r"^(event: done|data: \[DONE\])$", printed, re.M)
+    finally:
+        newcomer.close()
 
 
-@pytest.mark.parametrize("program", re.findall(r"```python\n(.*?)```", CLIENTS, re.DOTALL), ids=["openai", "httpx"])
-def test_the_python_examples_print_the_text(program: str, server: Server) -> None:
-    program = program.replace("http://127.0.0.1:8000", server.url)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
-    assert done.returncode == 0, done.stderr.decode()
-    assert done.stdout.decode() == _text(server, 40)
+def _is_the_text(printed: str, program: str, server: Server) -> None:
+    """Programs print what the service writes with their seed, and nothing between its tokens."""
+    (max_tokens,) = re.findall(r"max_tokens\"?[=:] ?(\d+)", program)
+    (choice,) = whole(server.url, prompt="Once upon a time", max_tokens=int(max_tokens), seed=7)["choices"]
+    assert printed.removesuffix("\n") == choice["text"].removesuffix("\n")
+
+
+def test_every_held_command_is_on_its_page() -> None:
+    for page, held in HELD.items():
+        texts = [text for fence in fences((ROOT / page).read_text()) for text in (fence.text, *commands_of(fence))]
+        for start in held:
+            assert any(text.startswith(start) for text in texts), f"{page} no longer has {start}"
+
+
+def test_commands_are_found_in_every_kind_of_block() -> None:
+    page = (
+        "```sh\na \\\n  b  # why\n# no command\nc <<END\nx\nEND\n```\n\n```console\n$ d e\nf\n```\n\n```text\ng\n```\n"
+    )
+    assert commands(page) == ["a    b", "c <<END\nx\nEND", "d e"]
+
+
+def test_every_block_names_its_language() -> None:
+    """Else a command could stand there that no test sees."""
+    languages = {"sh", "console", "python", "js", "json", "yaml", "text", "html"}
+    found = [(page, fence) for page in PAGES for fence in fences((ROOT / page).read_text())]
+    assert [f"{page}:{fence.line}" for page, fence in found if fence.language not in languages] == []
+
+
+def test_commands_call_programs_of_the_environment() -> None:
+    """In a fresh clone `inkstream` is not on the path, and the system's Python has none of the packages."""
+    bare = r"(inkstream|python3?|pip|hf|ray|serve|torchrun) (?!-m venv)"
+    without_clone = {"docs/install.md", "docs/package.md"}
+    for page in set(PAGES) - without_clone:
+        text = (ROOT / page).read_text()
+        assert [command for command in commands(text) if re.match(bare, command)] == [], page
+        prose = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
+        assert re.findall(r"`(?:python3?|pip|torchrun) -?\w[^`\n]*`", prose) == [], page
+
+
+def test_a_quickstart_has_fifteen_lines_at_most() -> None:
+    for section in (ROOT / "docs/quickstarts.md").read_text().split("\n## ")[1:]:
+        lines = sum(len(fence.text.splitlines()) for fence in fences(section) if fence.language == "sh")
+        assert 1 <= lines <= 15, section
+
+
+def test_the_front_page_is_short() -> None:
+    assert len(README.splitlines()) < 150
+    assert "/v1/chat/completions" in README
+
+
+def test_the_animation_is_whole_and_small() -> None:
+    """As tests/tools/page_animation.py records it: an APNG, whose first frame is the picture for those who see one."""
+    picture = (ROOT / "docs/page.png").read_bytes()
+    assert len(picture) <= 1_500_000
+    found = [*_chunks(picture)]
+    assert [kind for kind, _ in found[:4]] == [b"IHDR", b"acTL", b"fcTL", b"IDAT"] and found[-1] == (b"IEND", b"")
+    frames = sum(kind == b"fcTL" for kind, _ in found)
+    assert frames > 20 and struct.unpack(">II", dict(found)[b"acTL"]) == (frames, 0)
+    numbers = [struct.unpack_from(">I", data)[0] for kind, data in found if kind in (b"fcTL", b"fdAT")]
+    assert numbers == list(range(len(numbers)))
+
+
+def _chunks(png: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Kinds and contents, whose checksums are right."""
+    at = 8
+    while at < len(png):
+        (size,) = struct.unpack_from(">I", png, at)
+        kind, data = png[at + 4 : at + 8], png[at + 8 : at + 8 + size]
+        assert struct.unpack_from(">I", png, at + 8 + size) == (zlib.crc32(kind + data),)
+        yield kind, data
+        at += size + 12
+
+
+@pytest.mark.parametrize(
+    ("command", "error"),
+    [
+        ("curl -N -d '{\"prompt\":1.5}' -H 'content-type: application/json' localhost:8000/complete", "error"),
+        (".venv/bin/inkstream keys lost --keys-file keys.json", "lost"),
+        ("make serve ARGS=--no-such-flag", "no-such-flag"),
+        ("mkdir -p a && rm -rf a", "rm is none of the programs"),
+        ("KEY=$(systemctl stop inkstream)", "systemctl is none"),
+        ("cp a.txt /etc/a.txt", "/etc is not in the clone"),
+        (".venv/bin/python -m pip install openai", "none of the programs"),
+        ("curl -O https://example.com/a.txt", "is not this machine"),
+    ],
+)
+@pytest.mark.slow
+def test_a_command_that_fails_or_is_not_for_tests_is_noticed(
+    command: str, error: str, server: Server, weights: Path, tmp_path: Path
+) -> None:
+    newcomer = Newcomer(tmp_path, weights, server=server, fake_ms=1)
+    with pytest.raises((AssertionError, ServiceStartError), match=error):
+        newcomer.types(command)
+    newcomer.close()
 
 
 def test_every_dependency_has_its_reason() -> None:
@@ -106,3 +300,31 @@ def test_constraints_pin_every_dependency_exactly() -> None:
     # ray: nothing installs that extra but make ray, which names its version. triton: a torch for CUDA names its own.
     assert {name for name in names if name not in ("setuptools", "ray", "triton")} <= pinned
     assert pins["torch"] == "2.13.0"
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("[!c]*.yml")), ids=lambda path: path.stem
+)
+def test_an_issue_form_is_one_that_github_accepts(path: Path) -> None:
+    """It shows nothing of a form with an unknown type, a field without a label, or an id that is there twice."""
+    form = yaml.safe_load(path.read_text())
+    assert set(form) == {"name", "description", "labels", "body"}
+    ids = [field["id"] for field in form["body"] if field["type"] != "markdown"]
+    assert len(ids) == len(set(ids))
+    for field in form["body"]:
+        assert field["type"] in {"markdown", "input", "textarea", "checkboxes", "dropdown"}
+        assert field["attributes"]["value" if field["type"] == "markdown" else "label"]
+        assert set(field) <= {"type", "id", "attributes", "validations"}
+
+
+def test_the_form_for_bugs_asks_for_what_the_doctor_says() -> None:
+    form = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/bug.yml").read_text())
+    (field,) = [field for field in form["body"] if field.get("id") == "doctor"]
+    assert "inkstream doctor" in field["attributes"]["label"] and field["validations"] == {"required": True}
+
+
+def test_the_citation_is_of_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors", "version", "license"} <= set(citation)
+    assert str(citation["version"]) == VERSION
+    assert citation["license"] == "MIT" and citation["title"] == "inkstream"

@@ -7,6 +7,7 @@ import pickle
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,7 +18,6 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from app.cli.check import main as check
 from model.checkpoint.checkpoint import load
 from model.families.registry import SUPPORTED, read_config
 from model.nn.reference import logits
@@ -25,6 +25,7 @@ from model.nn.transformer import Decoder
 from model.presets import preset
 from tests.support import ROOT
 from tests.support.completion_client import whole
+from tests.support.docs_commands import Newcomer, commands_of, fences
 from tests.support.servers import start_server, stop_server
 
 pytestmark = pytest.mark.slow
@@ -33,6 +34,8 @@ PAGE = (ROOT / "docs/bring-your-model.md").read_text()
 SCRIPTS = {
     name: body for body, name in re.findall(r'^```python\n("""(\w+\.py) .*?)^```', PAGE, re.MULTILINE | re.DOTALL)
 }
+TYPED = next(typed for typed in map(commands_of, fences(PAGE)) if any("export.py" in line for line in typed))
+"""The commands that convert a nanoGPT, and serve it."""
 CHARACTERS = "\n !,.:EMORabcdefghijklmnopqrstuvwxyz\u00e9\u2014\U0001f98a"
 CONTEXT = 48
 
@@ -110,13 +113,19 @@ def test_transformers_loads_the_gpt2_layout_too(nano: GPT2LMHeadModel, checkpoin
 
 @pytest.mark.parametrize("nano", [False], indirect=True)
 def test_a_nanogpt_of_characters_is_checked_and_served(
-    nano: GPT2LMHeadModel, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    nano: GPT2LMHeadModel, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "brought"
-    run_script("export.py", checkpoint, folder)
-    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"stoi": {c: i for i, c in enumerate(CHARACTERS)}}))
-    run_script("chars.py", tmp_path / "meta.pkl", folder)
-    assert check([str(folder)]) == 0, capsys.readouterr().err
+    for name in ("export.py", "chars.py"):
+        (tmp_path / name).write_text(SCRIPTS[name])
+    meta = tmp_path / "data/shakespeare_char/meta.pkl"
+    for path in (meta, tmp_path / "out/ckpt.pt"):
+        path.parent.mkdir(parents=True)
+    shutil.copy(checkpoint, tmp_path / "out/ckpt.pt")
+    meta.write_bytes(pickle.dumps({"stoi": {c: i for i, c in enumerate(CHARACTERS)}}))
+    monkeypatch.chdir(tmp_path)
+    newcomer, folder = Newcomer(tmp_path, tmp_path), tmp_path / "my-model"
+    for command in ("export.py", "chars.py", "inkstream check"):
+        newcomer.types(next(line for line in TYPED if command in line))
     assert "#" not in CHARACTERS  # and is left out
     prompt = "ROMEO:\n\u00e9\u2014\U0001f98a, "
     tokens = [CHARACTERS.index(character) for character in prompt]

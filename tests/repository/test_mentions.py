@@ -23,7 +23,7 @@ from tests.support import ROOT
 pytestmark = pytest.mark.slow
 
 HERE = "tests/repository/test_mentions.py"
-FOLDERS = ("app", "model", "benchmarks", "tests", "docs", "deploy")
+FOLDERS = ("app", "model", "benchmarks", "tests", "docs", "deploy", "examples")
 SUFFIXES = "py|md|h|cpp|js|mjs|css|html|toml|yml|yaml|conf|sh|lock|txt|json"
 READ = {"", ".py", ".md", ".h", ".cpp", ".js", ".mjs", ".html", ".toml", ".yml", ".yaml", ".conf", ".sh"}
 HISTORY = {"CHANGELOG.md", "docs/train-log.md"}
@@ -43,12 +43,12 @@ DOTTED += ("model.name", "model.eval")
 FLAGS = {
     "--install", "--query-gpu", "--tag",
     "--no-deps", "--now", "--pip-args", "--strip-unneeded", "--system", "--torch-backend", "--wheel-dir",
-    "--address", "--build", "--build-arg", "--cap-drop", "--close", "--constraint", "--detach", "--durations",
-    "--env", "--extra-index-url", "--file", "--find-links", "--from-file", "--head", "--help", "--http2",
-    "--index-url", "--isolation", "--local-dir", "--logdir", "--mount", "--name", "--no-index",
+    "--address", "--bind", "--build", "--build-arg", "--cap-drop", "--close", "--constraint", "--detach", "--durations",
+    "--directory", "--env", "--extra-index-url", "--file", "--find-links", "--from-file", "--head", "--help", "--http2",
+    "--include", "--index-url", "--isolation", "--limit", "--local-dir", "--logdir", "--mount", "--name", "--no-index",
     "--nproc-per-node", "--num-gpus", "--only-binary", "--parallel", "--platform", "--profile", "--publish",
     "--python-version", "--read-only", "--require-hashes", "--requirement", "--rm", "--security-opt",
-    "--shell", "--signal", "--test", "--time", "--tmpfs", "--upgrade", "--version", "--volume", "--wait",
+    "--shell", "--signal", "--tasks", "--test", "--time", "--tmpfs", "--upgrade", "--version", "--volume", "--wait",
     "--wheels",
 }
 # fmt: on
