@@ -97,6 +97,14 @@ def checks_weights_and_says_that_it_cannot_train() -> str:
     return "the default model; one line says how to train"
 
 
+def can_download_models() -> str:
+    """Without a network: the packages of a download are there."""
+    check = ["podman", "exec", "--env", "HF_ENDPOINT=http://127.0.0.1:9", SERVICE.name, "inkstream", "check", "org/name"]
+    result = subprocess.run(check, capture_output=True, text=True)
+    assert result.returncode == 2 and "cannot reach http://127.0.0.1:9" in result.stderr, result.stderr
+    return "it tries to"
+
+
 def computes_with_torch() -> str:
     """With the kernels left aside, and 8-bit weights."""
     flags = "serve --port 8001 --kernels torch --quantize int8"
@@ -291,7 +299,7 @@ def _ask(query: str) -> list[float]:
 
 CHECKS: list[Callable[[], str]] = [
     starts_and_is_healthy, has_no_rights, computes_with_native_kernels, streams_through_nginx,
-    contains_only_what_serves, checks_weights_and_says_that_it_cannot_train, computes_with_torch,
+    contains_only_what_serves, checks_weights_and_says_that_it_cannot_train, can_download_models, computes_with_torch,
     survives_a_thousand_requests, nginx_costs_little, an_engine_that_is_killed_comes_back, is_watched,
     drains_when_it_is_stopped, asks_for_keys, serves_other_weights,
 ]  # fmt: skip
