@@ -99,7 +99,8 @@ def checks_weights_and_says_that_it_cannot_train() -> str:
 
 def can_download_models() -> str:
     """Without a network: the packages of a download are there."""
-    check = ["podman", "exec", "--env", "HF_ENDPOINT=http://127.0.0.1:9", SERVICE.name, "inkstream", "check", "org/name"]
+    unreachable = "HF_ENDPOINT=http://127.0.0.1:9"
+    check = ["podman", "exec", "--env", unreachable, SERVICE.name, "inkstream", "check", "org/name"]
     result = subprocess.run(check, capture_output=True, text=True)
     assert result.returncode == 2 and "cannot reach http://127.0.0.1:9" in result.stderr, result.stderr
     return "it tries to"
