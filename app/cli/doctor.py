@@ -340,7 +340,11 @@ def _service_status(port: int) -> str | None:
 def _weights(machine: Machine) -> Iterator[Finding]:
     layout = importlib.import_module("model.checkpoint.tensor_index")
     files = importlib.import_module("model.files")
+    hub = importlib.import_module("model.checkpoint.hub")
     try:
+        if model := hub.hub_model(str(machine.weights)):
+            yield Finding("weights", f"{model}, a model of the Hugging Face Hub; inkstream check {model} downloads it")
+            return
         layout.check_layout(machine.weights)
         config = files.read_json(machine.weights / "config.json")
         for path in sorted(machine.weights.glob("*.safetensors")):

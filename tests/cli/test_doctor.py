@@ -175,6 +175,12 @@ def test_a_taken_port_is_broken_unless_a_service_of_ours_has_it(
     assert is_inkstream or f"make serve PORT={port + 1}" in found["remedy"]
 
 
+def test_a_model_of_the_hub_is_no_missing_directory() -> None:
+    machine = Machine(environment={}, weights=Path("org/name"), port=0)
+    (finding,) = (finding for finding in examine(machine) if finding.topic == "weights")
+    assert (finding.level, "inkstream check org/name" in finding.text) == ("ok", True)
+
+
 def test_weights_that_cannot_be_served_are_broken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, content in {
         "config.json": "{}",
