@@ -43,8 +43,7 @@ def _each(is_followed: Callable[[dict[str, Any]], bool]) -> Callable[[str], bool
 def _mounts_are_read_only(compose: str) -> bool:
     """But for a volume that has a name of its own: nothing of the machine's."""
     volumes = re.findall(r"^\s*#?\s+- (\S+:/\S+)$", compose, re.M)  # also those that a comment says to uncomment
-    named = [f"{name}:/" for name in yaml.safe_load(compose)["volumes"]]
-    return "docker.sock" not in compose and all(v.endswith(":ro") or v.startswith(tuple(named)) for v in volumes)
+    return "docker.sock" not in compose and all(v.endswith(":ro") or re.match(r"\w+:/", v) for v in volumes)
 
 
 FILE_RULES: dict[str, Callable[[str], bool]] = {
