@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 from fastapi import FastAPI
@@ -22,6 +23,7 @@ _ERRORS = {
     403: "Not allowed, for example because of the origin.",
     404: "Unknown model, unknown request, or a request of another key.",
     405: "Method not allowed.",
+    409: "The request with this `Idempotency-Key` is still running, and its response is too long to repeat.",
     413: "The body is too large.",
     415: "The Content-Type is not JSON.",
     429: "The key's rate limit is exceeded: try again after `Retry-After` seconds.",
@@ -36,6 +38,19 @@ _WEIGHTS_VERSION = {
     WEIGHTS_VERSION_HEADER: {
         "description": "SHA-256 of the weights that handled the request.",
         "schema": {"type": "string"},
+    }
+}
+_IDEMPOTENCY_KEY = {
+    "name": "Idempotency-Key",
+    "in": "header",
+    "required": False,
+    "description": "A new text for each request. Sent again with it, a request joins the first or gets its response.",
+    "schema": {"type": "string", "minLength": 1, "maxLength": 255},
+}
+_REPLAYED = {
+    "Idempotent-Replayed": {
+        "description": "true if an earlier request with the same Idempotency-Key began this response.",
+        "schema": {"type": "string", "enum": ["true"]},
     }
 }
 _KEY = {"type": "http", "scheme": "bearer", "description": "API key, if the service is configured with keys."}
@@ -102,8 +117,13 @@ def _described(document: dict[str, Any]) -> dict[str, Any]:
                 _move_schema(operation["requestBody"]["content"]["application/json"], schemas)
             if "401" in operation["responses"]:
                 operation["security"] = [{"key": []}, {}]  # {}: without a key, if no keys are configured
+            if method == "post":
+                operation["parameters"] = [*operation.get("parameters", ()), _IDEMPOTENCY_KEY]
+                operation["responses"]["409"] = deepcopy(operation["responses"]["400"])
             for status, response in operation["responses"].items():
                 _describe_response(int(status), response)
+            if method == "post":
+                operation["responses"]["200"]["headers"] |= _REPLAYED
             if method != "delete" and {"completion", "tokens"} & set(operation["tags"]):
                 operation["responses"]["200"]["headers"] |= _WEIGHTS_VERSION
             if (path == "/complete" and method == "post") or path.endswith("/events"):

@@ -2,14 +2,15 @@
 
 The header is that of draft-ietf-httpapi-idempotency-key-header. Requests of one owner to one path with the same key
 share one exchange with the application: every connection gets the same bytes, from the start. The exchange is cancelled
-like any request when its last connection closes; its successful response is kept for a while after its end.
+like any request when its last connection closes; its successful response is kept for a while after its end. A native
+stream that was cut is resumed from its start by the next request with its key, instead of being computed again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections import OrderedDict
+from collections import OrderedDict, deque
 
 from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,6 +22,7 @@ from app.http.sse import until_disconnect
 
 _MAX_KEY_LENGTH = 255
 _MAX_FINISHED = 256
+_NO_BODY: Message = {"type": "http.request", "body": b"", "more_body": False}
 _Name = tuple[str, str, bytes]
 
 
@@ -38,6 +40,8 @@ class IdempotencyMiddleware:
         self._max_body_bytes, self._replay_bytes, self._seconds = max_body_bytes, replay_bytes, seconds
         self._exchanges: dict[_Name, _Exchange] = {}
         self._finished: OrderedDict[_Name, asyncio.TimerHandle] = OrderedDict()
+        self._cut: dict[_Name, tuple[bytes, str]] = {}
+        """Digest of the body and stream id of native streams whose clients are away."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         values = [value for name, value in scope.get("headers", ()) if name == b"idempotency-key"]
@@ -55,19 +59,21 @@ class IdempotencyMiddleware:
             return
         digest = hashlib.sha256(b"".join(message["body"] for message in messages)).digest()
         name = owner_of(request), scope["path"], values[0]
-        if exchange := self._exchanges.get(name):
-            if error := exchange.reason_against(digest):
-                await respond(request, error)(scope, receive, send)
-                return
+        known, stream_id = self._cut.get(name, (digest, ""))
+        exchange = self._exchanges.get(name)
+        if error := exchange.reason_against(digest) if exchange else _reason_against(known, digest):
+            await respond(request, error)(scope, receive, send)
+            return
+        if exchange or stream_id:
             record_of(request).outcome = "replayed"
-            scope["route"] = exchange.scope.get("route")  # for the request log
             send = _with_header(send, (b"idempotent-replayed", b"true"))
-        else:
-            exchange = _Exchange(self._app, scope, messages, digest, self._replay_bytes)
-            self._exchanges[name] = exchange
+        if exchange is None:
+            inner, messages = (_resumption(scope, stream_id), [_NO_BODY]) if stream_id else (scope, messages)
+            exchange = self._exchanges[name] = _Exchange(self._app, inner, messages, digest, self._replay_bytes)
         try:
             await until_disconnect(exchange.deliver(send), receive)
         finally:
+            scope["route"] = exchange.scope.get("route")  # for the request log
             if not exchange.positions:
                 await self._release(name, exchange)
 
@@ -86,33 +92,42 @@ class IdempotencyMiddleware:
     async def _release(self, name: _Name, exchange: _Exchange) -> None:
         """Called when the last connection is gone: keeps a complete response, cancels an incomplete one."""
         self._forget(name)
+        loop = asyncio.get_running_loop()
         if exchange.is_repeatable and self._seconds:
             self._exchanges[name] = exchange
-            self._finished[name] = asyncio.get_running_loop().call_later(self._seconds, self._forget, name)
+            self._finished[name] = loop.call_later(self._seconds, self._forget, name)
             if len(self._finished) > _MAX_FINISHED:
                 self._forget(next(iter(self._finished)))
-        else:
-            await exchange.cancel()
+            return
+        await exchange.cancel()
+        if (stream_id := exchange.native_stream_id) and self._seconds:
+            self._cut[name] = cut = exchange.digest, stream_id
+            loop.call_later(self._seconds, lambda: self._cut.get(name) is cut and self._cut.pop(name))
 
     def _forget(self, name: _Name) -> None:
         self._exchanges.pop(name, None)
+        self._cut.pop(name, None)
         if timer := self._finished.pop(name, None):
             timer.cancel()
 
 
 class _Exchange:
-    """One run of the application, whose response any number of connections read; it waits for the slowest."""
+    """One run of the application, whose response any number of connections read; it waits for the fastest of them.
+
+    Up to `replay_bytes` of the response are kept. A connection that falls further behind than that ends incomplete.
+    """
 
     def __init__(self, app: ASGIApp, scope: Scope, body: list[Message], digest: bytes, replay_bytes: int) -> None:
-        self.scope = scope
+        self.scope, self.digest = scope, digest
         self.positions: dict[object, int] = {}
         """How many messages each connection has sent."""
-        self._digest = digest
-        self._body = body
-        self._bytes_left = replay_bytes
-        self._messages: list[Message] = []
-        self._n_messages = 0
-        """How many there were; those kept are the last of them."""
+        self._replay_bytes = replay_bytes
+        self._head: Message = {}
+        self._messages: deque[Message] = deque()
+        self._first = 0
+        """The number of the first message that is kept."""
+        self._size = 0
+        self._can_replay = True
         self._changed = asyncio.Event()
         self._is_cancelled = asyncio.Event()
         self._task = asyncio.ensure_future(app(scope, _replaying(body, self._wait_cancelled), self._send))
@@ -121,30 +136,37 @@ class _Exchange:
     @property
     def is_repeatable(self) -> bool:
         """Whether the response is complete, kept from its start, and one that a retry would not change."""
-        messages = self._messages
-        is_complete = self._can_replay and bool(messages) and not messages[-1].get("more_body", False)
-        return is_complete and messages[0].get("status", 500) < 300 and messages[-1]["type"] == "http.response.body"
+        if not self._can_replay or self._head.get("status", 500) >= 300:
+            return False
+        return self._messages[-1]["type"] == "http.response.body" and not self._messages[-1].get("more_body", False)
+
+    @property
+    def native_stream_id(self) -> str:
+        """The id by which the resume store knows this stream; empty for every other response."""
+        headers = dict(self._head.get("headers", ()))
+        is_stream = headers.get(b"content-type", b"").startswith(b"text/event-stream")
+        is_native = self.scope["path"].startswith("/complete")
+        return headers.get(b"x-request-id", b"").decode("ascii") if is_stream and is_native else ""
 
     def reason_against(self, digest: bytes) -> ApiError | None:
         """Why a request with this body's digest cannot join."""
-        if digest != self._digest:
-            message = "this Idempotency-Key belongs to a request with another body: send each request with a new key"
-            return ApiError(400, message, param="Idempotency-Key", code="idempotency_key_reused")
-        if not self._can_replay:
-            message = "the request with this Idempotency-Key is still running, and its response is too long to repeat"
-            return ApiError(409, message, param="Idempotency-Key", code="idempotency_key_in_use")
-        return None
+        if self._can_replay or digest != self.digest:
+            return _reason_against(self.digest, digest)
+        message = "the request with this Idempotency-Key is still running, and its response is too long to repeat"
+        return ApiError(409, message, param="Idempotency-Key", code="idempotency_key_in_use")
 
     async def deliver(self, send: Send) -> None:
         """Sends the response from its start. Raises what the application raised."""
         connection = object()
         self.positions[connection] = position = 0
         try:
-            while not self._task.done() or position < self._n_messages:
-                if position == self._n_messages:
+            while not self._task.done() or position < self._end:
+                if position == self._end:
                     await self._changed.wait()
                     continue
-                await send(self._messages[position - self._n_messages])
+                if position < self._first:
+                    return
+                await send(self._messages[position - self._first])
                 position = self.positions[connection] = position + 1
                 self._notify()
         finally:
@@ -159,26 +181,44 @@ class _Exchange:
         await asyncio.wait([self._task])
 
     @property
-    def _can_replay(self) -> bool:
-        return len(self._messages) == self._n_messages
+    def _end(self) -> int:
+        return self._first + len(self._messages)
 
     async def _wait_cancelled(self) -> Message:
         await self._is_cancelled.wait()
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Message) -> None:
+        self._head = self._head or message
         self._messages.append(message)
-        self._n_messages += 1
-        self._bytes_left -= len(message.get("body", b""))
+        self._size += len(message.get("body", b""))
         self._notify()
-        while not self._is_cancelled.is_set() and any(sent < self._n_messages for sent in self.positions.values()):
+        end = self._end
+        while not self._is_cancelled.is_set() and all(sent < end for sent in self.positions.values()):
             await self._changed.wait()
-        if self._bytes_left < 0:
-            self._messages.clear()
+        self._can_replay = self._can_replay and self._size <= self._replay_bytes
+        slowest = min(self.positions.values(), default=end)
+        while not self._can_replay and self._messages and (self._first < slowest or self._size > self._replay_bytes):
+            self._size -= len(self._messages.popleft().get("body", b""))
+            self._first += 1
 
     def _notify(self, _: object = None) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _reason_against(known: bytes, digest: bytes) -> ApiError | None:
+    """The error for a key that was sent with another body before."""
+    if known == digest:
+        return None
+    message = "this Idempotency-Key belongs to a request with another body: send each request with a new key"
+    return ApiError(400, message, param="Idempotency-Key", code="idempotency_key_reused")
+
+
+def _resumption(scope: Scope, stream_id: str) -> Scope:
+    """The request that resumes a native stream from its start."""
+    path = f"/complete/{stream_id}/events"
+    return {**scope, "method": "GET", "path": path, "raw_path": path.encode("ascii"), "query_string": b"after=-1"}
 
 
 def _replaying(messages: list[Message], receive: Receive) -> Receive:

@@ -54,6 +54,21 @@ def test_a_request_that_is_sent_again_with_its_key_gets_the_same_response(server
     assert second.headers["x-request-id"] != first.headers["x-request-id"]
 
 
+def test_a_stream_that_was_cut_is_sent_again_by_its_key(server: Server) -> None:
+    """The same completion from its start: a seed that the service chooses would give another text."""
+    headers = {"Idempotency-Key": "a stream that is cut"}
+    with httpx.stream("POST", f"{server.url}/complete", json={**LONG, "seed": None}, headers=headers) as response:
+        start = next(line for line in response.iter_lines() if line.startswith("data: "))
+    again = httpx.post(f"{server.url}/complete", json={**LONG, "seed": None}, headers=headers, timeout=60)
+    events = parse_events(again.text)
+    assert again.headers["idempotent-replayed"] == "true"
+    assert (events[0].data, events[-1].name) == (json.loads(start.removeprefix("data: ")), "done")
+    other = httpx.post(f"{server.url}/complete", json={**LONG, "seed": 3}, headers=headers)
+    assert (other.status_code, other.json()["error"]["code"]) == (400, "idempotency_key_reused")
+    third = httpx.post(f"{server.url}/complete", json={**LONG, "seed": None}, headers=headers)
+    assert third.text == again.text
+
+
 def test_token_details_carry_bytes_and_ordered_alternatives(server: Server) -> None:
     answer = whole(server.url, prompt="The fox", max_tokens=30, seed=3, logprobs=5, ignore_eos=True)
     tokens = answer["choices"][0]["tokens"]

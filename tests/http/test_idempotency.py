@@ -214,6 +214,21 @@ async def test_every_connection_learns_of_a_failure() -> None:
 
 
 @async_test
+async def test_a_connection_that_does_not_read_does_not_stop_another_one() -> None:
+    app = _Application(parts=(b"x" * 60,) * 50)
+    stack = _stack(app, replay_bytes=100)
+    slow, fast = _Client(stack), _Client(stack)
+    await _until(lambda: bool(slow.received and fast.received))
+    slow.is_reading.clear()
+    app.step(50)
+    await fast.task
+    assert len(fast.text) == 60 * 50
+    slow.is_reading.set()
+    await slow.task
+    assert slow.text.strip(b"x") == b"" and len(slow.text) < 60 * 50, "it ends incomplete, because the rest is gone"
+
+
+@async_test
 async def test_the_application_waits_for_a_slow_reader() -> None:
     app = _Application(parts=(b"x",) * 50)
     client = _Client(_stack(app))
