@@ -537,7 +537,14 @@ def _explained(error: Exception, repository: _Repository) -> CheckpointError:
             problem = f"no directory of this name here, and {_reason(error)}: {remedy}; {repository.cached()}"
             return CheckpointError(f"{named}: {problem}")
         case HfHubHTTPError():
-            problem = f"{_reason(error)} for {error.request.url.copy_with(query=None)}"
+            url = error.response.url
+            problem = f"{_reason(error)} for {url.copy_with(query=None)}"
+            if (
+                error.response.status_code == 404
+                and "X-Error-Code" not in error.response.headers
+                and str(url).startswith(constants.ENDPOINT)
+            ):
+                problem = f"{constants.ENDPOINT} does not answer like the Hub: check HF_ENDPOINT"
         case OSError():
             problem = (
                 f"{error.filename or repository.cache}: cannot be written ({error.strerror or error}); make room or "

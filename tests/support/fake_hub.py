@@ -41,6 +41,8 @@ class FakeHub:
     """Repositories whose files need TOKEN."""
     private: set[str] = field(default_factory=set)
     card: dict[str, Any] = field(default_factory=dict)
+    status: int = 0
+    """Status of every response, for a server that is not the Hub; 0 answers as the Hub does."""
     busy: int = 0
     """Requests to answer with 429 first."""
     cut_after: list[int] = field(default_factory=list)
@@ -105,6 +107,8 @@ class _Handler(BaseHTTPRequestHandler):
         hub, path = self.hub, urlsplit(self.path).path
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         hub.asked.append(Asked(self.command, path, self.headers.get("Range", ""), token))
+        if hub.status:
+            return self._send(hub.status, b"<html>")
         if hub.busy:
             hub.busy -= 1
             return self._send(429, b"", {"Retry-After": "0"})

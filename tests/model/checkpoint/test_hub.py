@@ -160,6 +160,19 @@ def test_a_busy_hub_is_asked_again(hub: FakeHub) -> None:
     assert resolve()[0].is_dir()
 
 
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (200, "{url} does not answer like the Hub: check HF_ENDPOINT"),
+        (404, "{url} does not answer like the Hub: check HF_ENDPOINT"),
+        (418, "{url} answers 418 for {url}/api/models/org/tiny/revision/main"),
+    ],
+)
+def test_a_server_that_is_not_the_hub_is_called_so(hub: FakeHub, status: int, words: str) -> None:
+    hub.status = status
+    assert problem() == f"{NAME}: {words.format(url=hub.url)}"
+
+
 def test_the_token_is_sent_to_the_hub_alone(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.gated, hub.private = {NAME}, set()
     said = problem()
