@@ -43,7 +43,7 @@ from huggingface_hub.utils import WeakFileLock, build_hf_headers, close_session,
 from tqdm import tqdm
 
 from model.checkpoint.hub import HubModel
-from model.checkpoint.tensor_index import INDEX_FILE, WEIGHTS_FILE, missing_file, remedy, shard_names
+from model.checkpoint.tensor_index import INDEX_FILE, WEIGHTS_FILE, adapter_problem, missing_file, remedy, shard_names
 from model.config import ConfigError, check_model_type
 from model.files import CheckpointError, read_json, write_file
 
@@ -240,6 +240,8 @@ def _needed_files(named: HubModel, info: ModelInfo) -> list[_File]:
         base = base[0] if isinstance(base, list) and base else base
         other = f" (its card names {base} as its base model)" if isinstance(base, str) else ""
         raise CheckpointError(f"{named}: the repository has no {needed}{remedy(needed, set(siblings))}{other}")
+    if problem := adapter_problem(set(siblings)):
+        raise CheckpointError(f"{named}: the repository has adapter_config.json: {problem}")
     return [
         _File(
             name=name,

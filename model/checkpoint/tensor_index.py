@@ -32,6 +32,10 @@ from model.tokenizer.tokenizer import read_names
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _GUIDE = "see docs/bring-your-model.md"
+_MERGE = (
+    "merge it into its base model with peft (merge_and_unload(), then save_pretrained() of the model and of the "
+    "tokenizer), and use the result"
+)
 _WHERE_FROM = "train a model with inkstream train, bring one, or name one of the Hugging Face Hub: org/name"
 
 
@@ -39,6 +43,8 @@ def check_layout(directory: Path, *, with_tokenizer: bool = True) -> None:
     """Checks that the required files exist. Raises CheckpointError."""
     if (names := snapshot_names(directory)) is None:
         names = _list_names(directory)
+    if problem := adapter_problem(names):
+        raise CheckpointError(f"{directory / 'adapter_config.json'}: {problem}")
     if needed := missing_file(names, with_tokenizer=with_tokenizer):
         if command := unfinished_run(directory):
             raise CheckpointError(f"{directory}: unfinished training run without a model yet; continue: {command}")
@@ -51,6 +57,16 @@ def missing_file(names: set[str], *, with_tokenizer: bool = True) -> str:
         if names.isdisjoint(needed):
             return needed[0]
     return ""
+
+
+def adapter_problem(names: set[str]) -> str:
+    """Why a base model with an adapter beside it is refused, and what to do; empty without either of them."""
+    if "adapter_config.json" not in names or missing_file(names, with_tokenizer=False):
+        return ""
+    return (
+        f"the adapter would not be applied to the base model beside it; {_MERGE}, "
+        "or remove the adapter's files (adapter_*) to serve the base model"
+    )
 
 
 def _list_names(directory: Path) -> set[str]:
@@ -70,10 +86,7 @@ def remedy(needed: str, names: set[str]) -> str:
     ggufs = sorted(name for name in names if name.endswith(".gguf"))
     pickles = sorted(name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt")))
     if "adapter_config.json" in names and needed != "tokenizer.json":
-        return (
-            "; this is an adapter: merge it into its base model with peft (merge_and_unload(), then "
-            "save_pretrained()), and use the result"
-        )
+        return f"; this is an adapter: {_MERGE}"
     if ggufs and needed != "tokenizer.json":
         return (
             f"; {ggufs[0]} is not read: use the model that the GGUF file was made from, which has safetensors, or "

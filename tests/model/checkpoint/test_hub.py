@@ -218,6 +218,13 @@ def test_repositories_without_safetensors_name_the_remedy(hub: FakeHub, names: d
     assert not hub.downloads("resolve|storage")
 
 
+def test_a_base_model_with_an_adapter_is_refused(hub: FakeHub) -> None:
+    hub.repositories[NAME]["adapter_config.json"] = b"{}"
+    said = problem()
+    assert said.startswith(f"{NAME}: the repository has adapter_config.json: the adapter would not be applied")
+    assert not hub.downloads("resolve|storage")
+
+
 def test_another_architecture_is_refused_before_its_weights_arrive(hub: FakeHub) -> None:
     hub.repositories[NAME]["config.json"] = b'{"model_type": "mamba"}'
     assert "model_type 'mamba' is not supported; supported: llama, " in problem()

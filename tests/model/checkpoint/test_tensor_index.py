@@ -147,6 +147,18 @@ def test_what_is_missing_is_named_with_what_to_do(directory: Path, there: set[st
         check_layout(directory)
 
 
+def test_a_base_model_with_an_adapter_beside_it_is_refused(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (directory / name).touch()
+    assert check([str(directory)]) == 2
+    said = capsys.readouterr().err
+    assert "adapter_config.json: the adapter would not be applied" in said
+    assert "merge it into its base model" in said and "or remove the adapter's files" in said
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (directory / name).unlink()
+    check_layout(directory)
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
 def test_a_pointer_of_git_lfs_is_called_one(directory: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     (directory / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
