@@ -72,9 +72,12 @@ def adapter_problem(names: set[str]) -> str:
 def _list_names(directory: Path) -> set[str]:
     """File names in the directory. Raises CheckpointError."""
     if not os.path.isdir(directory):  # noqa: PTH112 (pathlib raises for names too long and folders not to be entered)
-        kind = "is not a directory" if os.path.exists(directory) else "no such directory"  # noqa: PTH110
-        hint = remedy("config.json", {directory.name}) if kind == "is not a directory" else ""
-        raise CheckpointError(f"{directory}: {kind}{hint or f'; {_WHERE_FROM}'}")
+        if not os.path.exists(directory):  # noqa: PTH110
+            raise CheckpointError(f"{directory}: no such directory; {_WHERE_FROM}")
+        hint = remedy("config.json", {directory.name}) or f"; {_WHERE_FROM}"
+        if directory.suffix in (".safetensors", ".bin", ".pt", ".pth", ".json"):
+            hint = f"; give the folder that it lies in: {directory.parent}"
+        raise CheckpointError(f"{directory}: is not a directory{hint}")
     try:
         return set(os.listdir(directory))  # noqa: PTH208
     except OSError as error:
@@ -96,8 +99,10 @@ def remedy(needed: str, names: set[str]) -> str:
         return "; in the Hugging Face cache, pass the revision folder under snapshots/" if "snapshots" in names else ""
     if needed == "tokenizer.json":
         older = sorted(names & {"tokenizer.model", "vocab.json", "merges.txt", "vocab.txt"})
-        how = "create it with AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers from"
-        return f"; {how} {older[0]}" if older else ""
+        if older:
+            how = "create it with AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers"
+            return f"; {how} from {older[0]}"
+        return "; save it beside the model: AutoTokenizer.from_pretrained(...).save_pretrained(DIR)"
     if any(name.startswith("model-") and name.endswith(".safetensors") for name in names):
         return f", and {INDEX_FILE} is missing from the shards"
     if pickles:

@@ -130,6 +130,11 @@ CASES = [
     ({"ckpt.pt"}, "model.safetensors", "ckpt.pt is not read"),
     ({"model-00001-of-00002.safetensors"}, "model.safetensors", "index.json is missing"),
     (set(), "model.safetensors", "model.safetensors: no such file$"),
+    (
+        set(),
+        "tokenizer.json",
+        r"save it beside the model: AutoTokenizer.from_pretrained\(...\).save_pretrained\(DIR\)$",
+    ),
     ({"tokenizer.model"}, "tokenizer.json", "save_pretrained.* of transformers from tokenizer.model"),
     ({"vocab.json", "merges.txt"}, "tokenizer.json", "of transformers from merges.txt"),
     ({"snapshots"}, "config.json", "pass the revision folder under snapshots"),
@@ -145,6 +150,14 @@ def test_what_is_missing_is_named_with_what_to_do(directory: Path, there: set[st
         (directory / name).touch()
     with pytest.raises(CheckpointError, match=words):
         check_layout(directory)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_file_in_place_of_its_folder_is_named(directory: Path, name: str) -> None:
+    (directory / name).touch()
+    with pytest.raises(CheckpointError) as caught:
+        check_layout(directory / name)
+    assert str(caught.value) == f"{directory / name}: is not a directory; give the folder that it lies in: {directory}"
 
 
 def test_a_base_model_with_an_adapter_beside_it_is_refused(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
