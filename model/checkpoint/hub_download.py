@@ -536,8 +536,13 @@ def _explained(error: Exception, repository: _Repository) -> CheckpointError:
             problem = f"{_reason(error)}: the token is wrong or must not read this model; {login}"
         case _ if _is_unreachable(error):
             remedy = "unset it" if isinstance(error, OfflineModeIsEnabled) else "check the network, or HF_ENDPOINT"
+            revision = "" if named.revision == "main" else f" --revision {named.revision}"
+            elsewhere = (
+                "without a network, run this on another machine, copy DIR here and name it in place of the model: "
+                f"hf download {named.repository}{revision} --local-dir DIR"
+            )
             problem = f"no directory of this name here, and {_reason(error)}: {remedy}; {repository.cached()}"
-            return CheckpointError(f"{named}: {problem}")
+            return CheckpointError(f"{named}: {problem}; {elsewhere}")
         case HfHubHTTPError():
             url = error.response.url
             problem = f"{_reason(error)} for {url.copy_with(query=None)}"

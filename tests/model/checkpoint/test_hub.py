@@ -234,6 +234,8 @@ def test_another_architecture_is_refused_before_its_weights_arrive(hub: FakeHub)
 def test_without_network_the_cache_serves(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert "HF_HUB_OFFLINE is set: unset it; the cache" in problem()
+    assert problem().endswith(f"copy DIR here and name it in place of the model: hf download {NAME} --local-dir DIR")
+    assert problem(f"{NAME}@v2").endswith(f": hf download {NAME} --revision v2 --local-dir DIR")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     directory, _ = resolve()
     commit = hub.commit(NAME)
@@ -247,6 +249,7 @@ def test_without_network_the_cache_serves(hub: FakeHub, monkeypatch: pytest.Monk
     assert "cannot reach http://127.0.0.1:9" in resolve()[1][0]
     (directory / "model.safetensors").unlink()  # another program fetched only a part
     assert "check the network, or HF_ENDPOINT" in problem()
+    assert problem().endswith(f"hf download {NAME} --local-dir DIR")
 
 
 def test_a_directory_of_the_same_name_wins(hub: FakeHub, tmp_path: Path) -> None:
