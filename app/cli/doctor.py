@@ -79,7 +79,7 @@ class Machine:
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 the service can run, 1 it cannot, 2 bad arguments."""
     options = build_parser().parse_args(argv)
-    weights = options.weights or os.environ.get("INKSTREAM_WEIGHTS") or "weights"
+    weights = options.weights or os.environ.get("INKSTREAM_WEIGHTS") or _default_weights()
     port = options.port if options.port is not None else _default_port(os.environ)
     findings = examine(Machine(environment=os.environ, weights=Path(weights), port=port))
     can_run = not any(finding.level == "broken" for finding in findings)
@@ -97,7 +97,9 @@ def build_parser() -> argparse.ArgumentParser:
         description="Report what this machine has, and what keeps the service from running or makes it slow.",
         allow_abbrev=False,
     )
-    parser.add_argument("--weights", metavar="DIR", help="weights directory (default: INKSTREAM_WEIGHTS, or weights)")
+    parser.add_argument(
+        "--weights", metavar="DIR", help="weights directory (default: INKSTREAM_WEIGHTS, or what serve takes)"
+    )
     parser.add_argument(
         "--port", type=_port, metavar="N", help="port that the service would use (default: INKSTREAM_PORT, or 8000)"
     )
@@ -109,6 +111,13 @@ def _port(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and int(text[:6]) < 65536):
         raise argparse.ArgumentTypeError(f"must be a whole number from 0 to 65535, not {text[:60]!r}")
     return int(text)
+
+
+def _default_weights() -> Path:
+    """The weights that serve would take; a folder weights if packages that tell are missing."""
+    with contextlib.suppress(ImportError):
+        return Path(importlib.import_module("app.common.settings").default_weights())
+    return Path("weights")
 
 
 def _default_port(environment: Mapping[str, str]) -> int:
@@ -356,8 +365,11 @@ def _weights(machine: Machine) -> Iterator[Finding]:
         return
     size = sum(_bytes(path) for path in machine.weights.glob("*.safetensors"))
     kind = str(config.get("model_type", "unknown"))[:60]
+    is_included = machine.weights == importlib.import_module("app.common.settings").INCLUDED_WEIGHTS
+    included = ", the model that comes with inkstream" if is_included else ""
     yield Finding(
-        "weights", f"{machine.weights}: {kind}, {_size(size)}; inkstream check {machine.weights} reads all of it"
+        "weights",
+        f"{machine.weights}{included}: {kind}, {_size(size)}; inkstream check {machine.weights} reads all of it",
     )
 
 

@@ -25,6 +25,11 @@ INCLUDED_WEIGHTS = Path(__file__).parents[2] / "weights"
 """The default model, which lies beside app in a checkout and in a wheel."""
 
 
+def default_weights() -> Path:
+    """The weights that are served where the user names none."""
+    return INCLUDED_WEIGHTS if INCLUDED_WEIGHTS.is_dir() and not Path("weights").exists() else Path("weights")
+
+
 class Settings(BaseSettings):
     """Frozen. Each field is a flag (--kv-blocks) and a variable (INKSTREAM_KV_BLOCKS); its docstring is the help."""
 
@@ -163,9 +168,7 @@ class Settings(BaseSettings):
     @model_validator(mode="before")
     @classmethod
     def _find_included_weights(cls, given: dict[str, Any]) -> dict[str, Any]:
-        if "weights" in given or Path("weights").exists() or not INCLUDED_WEIGHTS.is_dir():
-            return given
-        return {**given, "weights": INCLUDED_WEIGHTS}
+        return given if "weights" in given else {**given, "weights": default_weights()}
 
     @field_validator("weights", mode="before")
     @classmethod

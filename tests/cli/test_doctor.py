@@ -181,6 +181,17 @@ def test_a_model_of_the_hub_is_no_missing_directory() -> None:
     assert (finding.level, "inkstream check org/name" in finding.text) == ("ok", True)
 
 
+def test_without_a_folder_weights_the_included_model_is_examined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("INKSTREAM_WEIGHTS", raising=False)
+    main(["--port", "0", "--json"])
+    (found,) = (f for f in json.loads(capsys.readouterr().out)["findings"] if f["topic"] == "weights")
+    assert found["level"] == "ok"
+    assert found["text"].startswith(f"{ROOT / 'weights'}, the model that comes with inkstream: ")
+
+
 def test_weights_that_cannot_be_served_are_broken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, content in {
         "config.json": "{}",
