@@ -40,7 +40,7 @@ TABLE_HEAD = (
     "-------  --------  ------  --------  ----------  ----------------------  ----------------------"
 )
 _ANSWER_SECONDS = 5
-_KEY = "INKSTREAM_API_KEY"
+_KEY, _URL = "INKSTREAM_API_KEY", "INKSTREAM_URL"
 _WARM_UP = -1
 """Prompt number of the warm-up, which no counted request uses."""
 
@@ -143,6 +143,8 @@ def parse_options(argv: Sequence[str] | None) -> tuple[LoadPlan, bool]:
     parser = build_parser()
     flags = vars(parser.parse_args(argv))
     is_json_only = flags.pop("json_only")
+    if flags["url"] is None:
+        flags["url"] = os.environ.get(_URL) or LoadPlan().url
     try:
         return LoadPlan(**flags, api_key=os.environ.get(_KEY, "")), is_json_only
     except ValueError as error:
@@ -155,8 +157,7 @@ def build_parser() -> argparse.ArgumentParser:
     add, default = parser.add_argument, LoadPlan()
     add(
         "--url",
-        default=default.url,
-        help=f"server URL (%(default)s); the API key, if needed, is read from {_KEY}",
+        help=f"server URL (the variable {_URL}, or {default.url}); the API key, if needed, is read from {_KEY}",
     )
     add("--streams", type=_numbers, default=default.streams, metavar="N,N", help="concurrency levels (1,8,32)")
     add("--requests", type=int, metavar="N", help="requests per level (four per stream, at least 8)")

@@ -16,6 +16,9 @@ from app.http.sse import EventParser
 
 CLIENT_KEY = "INKSTREAM_API_KEY"
 """Environment variable of the client's API key; not a setting of the service."""
+CLIENT_URL = "INKSTREAM_URL"
+"""Environment variable of the URL of the service that clients use; not a setting of the service."""
+DEFAULT_URL = "http://127.0.0.1:8000"
 CONNECTION_LOST = "connection lost"
 """Name under which events() reports that it tries to resume a broken stream."""
 _STREAM_SECONDS, _WHOLE_SECONDS, _CANCEL_SECONDS = 60.0, 900.0, 2.0
@@ -59,7 +62,9 @@ class Client:
         """`resume_seconds` limits the attempts to resume a broken stream. Raises ValueError: invalid address or key."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError("--url must look like http://127.0.0.1:8000, where `inkstream serve` listens")
+            raise ValueError(
+                f"--url (or the variable {CLIENT_URL}) must look like {DEFAULT_URL}, where `inkstream serve` listens"
+            )
         if parts.path.rstrip("/").endswith("/v1"):
             raise ValueError(f"--url is the address of the service alone: leave /v1 out ({url.rstrip('/')[:-3]})")
         if parts.query or parts.fragment or parts.username:

@@ -10,7 +10,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from app.api.native.routes import CompleteRequest
-from app.cli.client import CLIENT_KEY, CONNECTION_LOST, Client, ServiceError, ServiceUnreachable, error_message
+from app.cli.client import (
+    CLIENT_KEY,
+    CLIENT_URL,
+    CONNECTION_LOST,
+    DEFAULT_URL,
+    Client,
+    ServiceError,
+    ServiceUnreachable,
+    error_message,
+)
 from app.cli.interactive import interact
 from app.cli.request_flags import add_flags, given_fields, printable
 from model.command_line import OneLineParser
@@ -31,7 +40,8 @@ def main(argv: Sequence[str]) -> int:
     prompt = options.prompt or "" if options.interactive else _prompt(options, command)
     body = {"prompt": prompt, **fields}
     try:
-        client = Client(options.url, options.api_key or os.environ.get(CLIENT_KEY, ""))
+        url = options.url if options.url is not None else os.environ.get(CLIENT_URL) or DEFAULT_URL
+        client = Client(url, options.api_key or os.environ.get(CLIENT_KEY, ""))
         json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         command.error("the arguments are not UTF-8")
@@ -72,7 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "-i", "--interactive", action="store_true", help="write a text in turns with the model, in this terminal"
     )
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="URL of the service (default: %(default)s)")
+    parser.add_argument("--url", help=f"URL of the service (default: the variable {CLIENT_URL}, or {DEFAULT_URL})")
     parser.add_argument(
         "--api-key", metavar="KEY", help=f"API key, if the service requires one; prefer the variable {CLIENT_KEY}"
     )

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from app.cli.client import CLIENT_KEY
+from app.cli.client import CLIENT_KEY, CLIENT_URL
 from app.common import fault_injection, logs
 from app.common.settings import Settings, grouped_fields
 from app.server import StartError, serve
@@ -52,7 +52,7 @@ def _not_a_choice(name: str, value: str) -> str:
 def _reject_unknown_variables() -> None:
     """Raises StartError for a misspelled variable, which would otherwise be ignored silently."""
     known = {f"INKSTREAM_{name.upper()}" for name in Settings.model_fields}
-    for name in sorted(os.environ.keys() - {CLIENT_KEY, fault_injection.VARIABLE}):
+    for name in sorted(os.environ.keys() - {CLIENT_KEY, CLIENT_URL, fault_injection.VARIABLE}):
         # Kubernetes sets INKSTREAM_SERVICE_... and INKSTREAM_PORT_... for a service named inkstream.
         is_kubernetes = name.startswith(("INKSTREAM_SERVICE_", "INKSTREAM_PORT_"))
         if name.upper().startswith("INKSTREAM_") and name.upper() not in known and not is_kubernetes:

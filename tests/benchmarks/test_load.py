@@ -334,6 +334,14 @@ def test_measurements_alternate_and_the_first_round_warms_up() -> None:
     assert (median_of(rounds, "a"), median_of(rounds, "a", by="b")) == (7, (6 / 4 + 8 / 9) / 2)
 
 
+def test_the_variable_names_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INKSTREAM_URL", "http://127.0.0.1:8123")
+    assert parse_options([])[0].url == "http://127.0.0.1:8123"
+    assert parse_options(["--url", "http://127.0.0.1:9"])[0].url == "http://127.0.0.1:9"
+    monkeypatch.setenv("INKSTREAM_URL", "")
+    assert parse_options([])[0].url == "http://127.0.0.1:8000"
+
+
 def test_no_two_prompts_begin_with_the_same_words() -> None:
     prompts = [pseudo_prose(index=i, words=64, seed=seed) for i in range(-1, 500) for seed in (0, 1)]
     assert len({tuple(prompt.split()[:3]) for prompt in prompts}) == len(prompts)

@@ -251,6 +251,17 @@ def test_the_key_goes_where_keys_go(played: Played, run: Run, monkeypatch: pytes
     assert played.seen == [{"prompt": "a"}] * 4
 
 
+def test_the_variable_names_the_service(played: Played, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INKSTREAM_URL", played.url)
+    run("a")
+    assert played.seen == [{"prompt": "a"}]
+    code, _, error = run("a", "--url", "http://127.0.0.1:9")  # the flag wins
+    assert (code, "no service answers at http://127.0.0.1:9 " in error) == (2, True)
+    monkeypatch.setenv("INKSTREAM_URL", "127.0.0.1")
+    code, _, error = run("a")
+    assert (code, "(or the variable INKSTREAM_URL) must look like http://127.0.0.1:8000" in error) == (2, True)
+
+
 def test_several_texts_stand_one_behind_the_other(played: Played, run: Run) -> None:
     texts = [(1, "b"), (0, "a"), (2, "c"), (0, "a\n"), (1, "b")]
     tokens = [("token", {"index": index, "text": text}) for index, text in texts]

@@ -181,6 +181,11 @@ def test_a_model_of_the_hub_is_no_missing_directory() -> None:
     assert (finding.level, "inkstream check org/name" in finding.text) == ("ok", True)
 
 
+def test_variables_of_clients_are_no_unknown_settings(machine: Any) -> None:
+    (listed,) = machine("variables", INKSTREAM_URL="http://127.0.0.1:1", INKSTREAM_API_KEY="ink-secret")
+    assert "INKSTREAM_URL=http://127.0.0.1:1" in listed.text
+
+
 def test_without_a_folder_weights_the_included_model_is_examined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
