@@ -171,7 +171,12 @@ def _missing_hint(details: list[Mapping[str, Any]]) -> str:
     if "messages" in unknown:
         return "; messages belong to POST /v1/chat/completions"
     sent = next((name for name in _FIELDS_BY_MISTAKE if name in unknown), None)
-    return f"; it is not called {sent!r} here" if sent else ""
+    if sent:
+        return f"; it is not called {sent!r} here"
+    for name in sorted(unknown - missing):  # a name in both is an object whose own fields are wrong
+        if close_matches := get_close_matches(name[:60], missing, n=1):
+            return f"; unknown field {name[:60]!r}: did you mean {close_matches[0]!r}?"
+    return ""
 
 
 def _details(error: ValidationError) -> list[Mapping[str, Any]]:

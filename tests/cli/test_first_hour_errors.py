@@ -58,6 +58,7 @@ BODIES = [
     (b"", 'the body is empty: send a JSON object, such as {"prompt": "Once upon a time"}'),
     (b'["a"]', 'the body must be a JSON object, such as {"prompt": "Once upon a time"}'),
     (b'{"max_tokens":5}', "prompt is required"),
+    (b'{"promt":"a"}', "prompt is required; unknown field 'promt': did you mean 'prompt'?"),
     (b'{"inputs":"a"}', "prompt is required; it is not called 'inputs' here"),
     (b'{"messages":[]}', "prompt is required; messages belong to POST /v1/chat/completions"),
     (b'{"prompt":"a","max_tokens":"100"}', "max_tokens: must be an integer such as 100, without quotes"),
