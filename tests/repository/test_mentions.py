@@ -48,7 +48,8 @@ FLAGS = {
     "--help", "--http2", "--include", "--index-url", "--isolation", "--limit", "--local-dir", "--logdir", "--mount",
     "--name", "--no-index",
     "--nproc-per-node", "--num-gpus", "--only-binary", "--parallel", "--platform", "--preinstall", "--profile",
-    "--publish", "--python-version", "--read-only", "--require-hashes", "--requirement", "--revision", "--rm", "--security-opt",
+    "--publish", "--python-version", "--read-only", "--require-hashes", "--requirement", "--revision", "--rm",
+    "--security-opt",
     "--shell", "--signal", "--tasks", "--test", "--time", "--tmpfs", "--upgrade", "--version", "--volume", "--wait",
     "--wheels",
 }
