@@ -34,7 +34,7 @@ def main(argv: Sequence[str], *, parsers: Callable[[], Mapping[str, argparse.Arg
     options = command.parse_args(argv)
     if sys.stdout is None:
         command.error("standard output is closed")
-    print(shtab.complete(_whole_parser({**parsers(), "completion": command}), shell=options.shell))
+    print(shtab.complete(_whole_parser({**parsers(), "completion": command}), options.shell))
     return 0
 
 
