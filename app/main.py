@@ -70,7 +70,10 @@ def _open_tracing(settings: Settings) -> Tracing | None:
         # OpenTelemetry is an optional dependency, and takes a quarter of a second to import.
         tracing: Tracing = import_module("app.http.tracing").Tracing(os.environ, VERSION)
     except ModuleNotFoundError:
-        raise TracingError("--traces needs packages of OpenTelemetry: pip install 'inkstream[traces]'") from None
+        remedy = (
+            "install inkstream with the extra traces (in a checkout: .venv/bin/python -m pip install -e '.[traces]')"
+        )
+        raise TracingError(f"--traces needs packages of OpenTelemetry: {remedy}") from None
     except ValueError as error:
         raise TracingError(f"--traces: {error}") from None
     return tracing

@@ -32,7 +32,7 @@ class ConfigError(ValueError):
 
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox", "inkstream")
-"""Values of model_type that model/families reads."""
+"""Values of model_type that model/families reads; a check of config.json alone needs no torch."""
 
 
 def check_model_type(raw: Mapping[str, Any]) -> None:

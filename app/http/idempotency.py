@@ -99,10 +99,10 @@ class IdempotencyMiddleware:
             if len(self._finished) > _MAX_FINISHED:
                 self._forget(next(iter(self._finished)))
             return
-        await exchange.cancel()
         if (stream_id := exchange.native_stream_id) and self._seconds:
             self._cut[name] = cut = exchange.digest, stream_id
             loop.call_later(self._seconds, lambda: self._cut.get(name) is cut and self._cut.pop(name))
+        await exchange.cancel()
 
     def _forget(self, name: _Name) -> None:
         self._exchanges.pop(name, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from model.files import CheckpointError, read_json
@@ -23,4 +24,4 @@ def unfinished_run(directory: Path) -> str | None:
     command, folder = note.get("command"), note.get("folder")
     if not isinstance(command, str) or not isinstance(folder, str):
         return None
-    return command if Path(folder) == Path.cwd() else f"cd {folder} && {command}"
+    return command if Path(folder) == Path.cwd() else f"cd {shlex.quote(folder)} && {command}"

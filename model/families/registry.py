@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from model.config import ConfigError, ModelConfig, RopeScaling, check_model_type
+from model.config import MODEL_TYPES, ConfigError, ModelConfig, RopeScaling, check_model_type
 from model.families.gpt2 import GPT2
 from model.families.gpt_neox import GPT_NEOX
 from model.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
@@ -49,7 +49,7 @@ NATIVE = FamilySpec(
 
 # If several families can represent a config, family_of() picks the first.
 _FAMILIES = {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, GPT_NEOX, NATIVE)}
-SUPPORTED = tuple(_FAMILIES)
+assert _FAMILIES.keys() == set(MODEL_TYPES), "MODEL_TYPES of model/config.py lists the families"
 
 
 def read_config(raw: Raw) -> tuple[FamilySpec, ModelConfig]:

@@ -214,4 +214,5 @@ def _fails(*words: str | dict[str, str], code: str = "") -> None:
 
 def test_missing_packages_are_one_clear_line_that_names_the_extra() -> None:
     missing = "import sys; sys.modules['opentelemetry.sdk'] = None"
-    _fails("error: --traces needs packages of OpenTelemetry: pip install 'inkstream[traces]'", {}, code=missing)
+    remedy = "install inkstream with the extra traces (in a checkout: .venv/bin/python -m pip install -e '.[traces]')"
+    _fails(f"error: --traces needs packages of OpenTelemetry: {remedy}", {}, code=missing)

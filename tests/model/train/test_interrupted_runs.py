@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from app.cli.check import main as check
 from model.checkpoint.checkpoint import load_config
-from model.checkpoint.unfinished_run import unfinished_run
+from model.checkpoint.unfinished_run import RESUME_FILE, STATE_FOLDER, unfinished_run
 from model.files import CheckpointError
 from model.train.loop import Loop
 from model.train.step.trainer import Trainer
@@ -245,6 +246,13 @@ def test_what_an_interrupted_run_leaves_can_be_served_and_a_check_says_how_to_go
     monkeypatch.chdir(tmp_path)
     command = unfinished_run(out)
     assert command and command.startswith(f"cd {ROOT} && ")
+
+
+def test_the_command_that_resumes_a_run_survives_spaces(tmp_path: Path) -> None:
+    (tmp_path / STATE_FOLDER).mkdir()
+    note = {"command": "inkstream train --resume", "folder": "/my books"}
+    (tmp_path / STATE_FOLDER / RESUME_FILE).write_text(json.dumps(note))
+    assert unfinished_run(tmp_path) == "cd '/my books' && inkstream train --resume"
 
 
 def test_no_room_for_the_model_of_an_interrupted_run_is_a_warning_and_the_run_can_go_on(
