@@ -19,7 +19,8 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from model.checkpoint.checkpoint import load
-from model.families.registry import SUPPORTED, read_config
+from model.config import MODEL_TYPES
+from model.families.registry import read_config
 from model.nn.reference import logits
 from model.nn.transformer import Decoder
 from model.presets import preset
@@ -153,7 +154,7 @@ def test_the_command_prints_a_config_to_begin_with() -> None:
 
 def test_every_architecture_has_its_row() -> None:
     rows = PAGE[PAGE.index("| you have |") : PAGE.index("## Worked example")]
-    assert {name for name in SUPPORTED if f"| `{name}` |" in rows} == set(SUPPORTED)
+    assert {name for name in MODEL_TYPES if f"| `{name}` |" in rows} == set(MODEL_TYPES)
     for name in ("textbook", "standalone", "toy", "gpt", "cross"):
         assert re.search(rf"`{name}`.*\| `inkstream` \|.*`preset\(\"{name}\"\)`", rows), name
 

@@ -7,8 +7,8 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from model.config import Activation, ConfigError, ModelConfig, RopeScaling
-from model.families.registry import SUPPORTED, family_of, read_config, write_config
+from model.config import MODEL_TYPES, Activation, ConfigError, ModelConfig, RopeScaling
+from model.families.registry import family_of, read_config, write_config
 from model.families.spec import ACTIVATION_NAMES
 from model.nn.transformer import Decoder
 from tests.support.model.hub_checkpoints import CASES, CLASSES, family_name, their_model
@@ -169,8 +169,8 @@ def test_other_architectures_are_refused_by_name_with_the_list(name: object) -> 
     with pytest.raises(ConfigError) as caught:
         read_config({"model_type": name, **LLAMA})
     assert f"model_type {name!r} is not supported" in str(caught.value)
-    assert all(supported in str(caught.value) for supported in SUPPORTED)
-    assert {*CLASSES, "inkstream"} == set(SUPPORTED)
+    assert all(supported in str(caught.value) for supported in MODEL_TYPES)
+    assert {*CLASSES, "inkstream"} == set(MODEL_TYPES)
 
 
 SCALING = RopeScaling(kind="llama3", factor=4.0, original_context=64)
