@@ -9,15 +9,15 @@
 # too. docs/deploy.md has the rest; tests/container/run builds this file without Docker, and tries it.
 #
 # BASE         any Debian-like image with Python 3.11 to 3.13 and its venv module; for a GPU one with gcc and Python's
-#              headers, since Triton compiles when the service first starts: python:3.12. To build on the same base each
-#              time, name its digest: docker buildx imagetools inspect python:3.12-slim, then BASE=python:3.12-slim@sha256:...
+#              headers, since Triton compiles when the service first starts (compose.gpu.yaml names one). The digest
+#              fixes the bytes; docker buildx imagetools inspect python:3.12-slim prints that of the newest image
 # SLIM         empty keeps all files of BASE and of the packages; a GPU needs them
 # TORCH        the torch to use, in place of the one that constraints.txt names
 # TORCH_INDEX  where pip looks besides its own index. The default has the CPU builds. PyPI's own are for CUDA and bring its
 #              libraries along; to have those: --build-arg TORCH_INDEX=
 #
 # A layer each for the base, the packages, the weights and the code, so that a change of the code ships the code alone.
-ARG BASE=python:3.12-slim
+ARG BASE=python:3.12.14-slim-trixie@sha256:2f17fc044b579bab302c2e8054d3a686e2cb9a83de48e70534b94cd8ebbe06a9
 
 # The native kernels: the compiler stays in this stage. For every kind of x86-64 CPU, because images move.
 FROM ${BASE} AS kernels

@@ -156,11 +156,8 @@ def test_the_files_with_keys_and_for_a_gpu_change_the_service_only() -> None:
     environment = with_keys["services"]["inkstream"]["environment"]
     assert environment["INKSTREAM_KEYS_FILE"] == f"/run/secrets/{secret}" and secret in with_keys["secrets"]
     assert environment["INKSTREAM_INSECURE_NO_AUTH"] == "false"
-    assert with_gpu["services"]["inkstream"]["build"]["args"] == {
-        "TORCH_INDEX": "",
-        "BASE": "python:3.12",
-        "SLIM": "",
-    }
+    build = with_gpu["services"]["inkstream"]["build"]["args"]
+    assert build == {"TORCH_INDEX": "", "BASE": build["BASE"], "SLIM": ""}
 
 
 def test_every_published_port_can_be_chosen_and_the_checks_ask_there() -> None:
@@ -208,8 +205,15 @@ NOT_RUN = {
     "kubectl create secret generic inkstream-keys --from-file=keys.json=keys/keys.json": "no cluster",
     "kubectl apply -k deploy/kubernetes/cpu": "no cluster",
     "kubectl rollout status deployment/inkstream": "no cluster",
-    "kubectl apply -k deploy/kubernetes/gpu": "no cluster",
+    "helm install inkstream deploy/kubernetes --set settings.max_running=64": "no cluster",
 }
+
+
+def test_base_images_are_named_by_their_digest() -> None:
+    slim = re.findall(r"^ARG BASE=(\S+)$", (ROOT / "Dockerfile").read_text(), re.M)
+    gpu = _read("compose.gpu.yaml")["services"]["inkstream"]["build"]["args"]["BASE"]
+    assert all(re.fullmatch(r"python:3\.1[123]\.\d+(-slim)?-\w+@sha256:[0-9a-f]{64}", image) for image in [*slim, gpu])
+    assert len(slim) == 1 and ("-slim" in slim[0], "-slim" in gpu) == (True, False)
 
 
 def test_every_command_of_the_page_is_run_on_containers_or_has_a_reason_not_to_be() -> None:

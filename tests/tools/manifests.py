@@ -1,8 +1,8 @@
 """Renders deploy/kubernetes as a cluster would get it, and checks the result: make manifests.
 
 kustomize builds every overlay. What it renders must fit the schemas of three Kubernetes versions, name the right image,
-and a rollout on GPUs needs no spare one. kubernetes-validate refuses unknown fields; @kubernetes-models, which has the
-schema of PodMonitor, checks types and required fields only.
+and a rollout on GPUs needs no spare one. Helm must render the same from the chart's default values. kubernetes-validate
+refuses unknown fields; @kubernetes-models, which has the schema of PodMonitor, checks types and required fields only.
 """
 
 from __future__ import annotations
@@ -28,6 +28,31 @@ import { PodMonitor } from "@kubernetes-models/prometheus-operator/monitoring.co
 new PodMonitor(JSON.parse(process.argv[1])).validate();
 """
 _TOOLS = ROOT / ".manifests"
+_TERMS = "affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.nodeSelectorTerms[0].matchExpressions[0]"
+_EVERY_VALUE = (
+    "image.repository=registry.example/ink,image.tag=v1,image.pullPolicy=Always,image.pullSecrets={registry}",
+    "gpu=true,settings.max_running=1000000,settings.device=cuda:0,keysSecret=prod-keys,hosts={ink.example}",
+    "volumes[0].name=weights,volumes[0].persistentVolumeClaim.claimName=models",
+    "volumeMounts[0].name=weights,volumeMounts[0].mountPath=/weights",
+    "resources.limits.memory=32Gi,nodeSelector.pool=gpus,tolerations[0].key=gpu,tolerations[0].operator=Exists",
+    f"{_TERMS}.key=zone,{_TERMS}.operator=Exists",
+    "autoscaling.minReplicas=3,autoscaling.maxReplicas=5,networkPolicy.namespaces={edge}",
+    "ingress.enabled=true,ingress.className=internal,ingress.tlsSecret=prod-tls",
+    "podMonitor.enabled=true,podMonitor.keySecret=prod-prometheus",
+)
+_EXPECTED = (
+    *("registry.example/ink:v1", "imagePullPolicy: Always", "- name: registry", "value: '1000000'", "value: cuda:0"),
+    *(
+        "secretName: prod-keys",
+        "cluster.local,ink.example",
+        "host: ink.example",
+        "claimName: models",
+        "pool: gpus",
+        "key: zone",
+    ),
+    *("mountPath: /weights", "memory: 32Gi", "operator: Exists", "minReplicas: 3", "maxReplicas: 5", "- edge"),
+    *("ingressClassName: internal", "secretName: prod-tls", "name: prod-prometheus"),
+)
 
 
 class ManifestError(Exception):
@@ -40,6 +65,33 @@ def rendered(overlay: Path) -> list[dict[str, Any]]:
     if done.returncode:
         raise ManifestError(f"{overlay.name}: {done.stderr.strip()}")
     return list(yaml.safe_load_all(done.stdout))
+
+
+def rendered_by_helm(*values: str, release: str = "inkstream") -> list[dict[str, Any]]:
+    """The resources of the chart with these values (--set). Raises ManifestError if Helm refuses them."""
+    options = [word for value in values for word in ("--set", value)]
+    done = subprocess.run(["helm", "template", release, str(FOLDER), *options], capture_output=True, text=True)
+    if done.returncode:
+        raise ManifestError(f"helm {' '.join(values)}: {done.stderr.strip()}")
+    return list(yaml.safe_load_all(done.stdout))
+
+
+def comparable(value: Any) -> Any:
+    """The value with the named entries of lists in the order of their names, as Kubernetes compares them."""
+    if isinstance(value, dict):
+        return {key: comparable(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        entries = [comparable(entry) for entry in value]
+        return (
+            sorted(entries, key=lambda entry: str(entry.get("name", entry.get("kind"))))
+            if _is_named(value)
+            else entries
+        )
+    return value
+
+
+def _is_named(entries: list[Any]) -> bool:
+    return all(isinstance(entry, dict) and entry.keys() & {"name", "kind"} for entry in entries)
 
 
 def validate(resource: dict[str, Any]) -> None:
@@ -79,6 +131,32 @@ def check_a_registry_in_the_base() -> None:
         check_deployment("gpu", rendered(copy / "gpu"))
 
 
+def check_the_chart() -> Iterator[str]:
+    """A line for each set of values. Raises ManifestError if Helm renders other resources than kustomize does."""
+    for overlay, values in {"cpu": [], "gpu": ["gpu=true"]}.items():
+        ours, theirs = comparable(rendered(FOLDER / overlay)), comparable(rendered_by_helm(*values))
+        if ours != theirs:
+            raise ManifestError(
+                f"helm {overlay}: {[pair for pair in zip(ours, theirs, strict=False) if pair[0] != pair[1]]}"
+            )
+        yield f"helm, {overlay}: the same {len(ours)} resources"
+    resources = rendered_by_helm(*_EVERY_VALUE, release="prod")
+    for resource in resources:
+        validate(resource)
+        if resource["metadata"]["name"] != "prod-inkstream":
+            raise ManifestError(f"helm: {resource['kind']} is called {resource['metadata']['name']}")
+    text = yaml.safe_dump_all(resources)
+    if lost := [word for word in _EXPECTED if word not in text]:
+        raise ManifestError(f"helm: the resources do not have {lost}")
+    yield f"helm, every value changed: {len(resources)} resources fit Kubernetes {', '.join(VERSIONS)}"
+    for value in ("gpus=true", "settings.INKSTREAM_PORT=1", "autoscaling.minReplicas=two", "ingress.enabled=true"):
+        try:
+            rendered_by_helm(value)
+        except ManifestError:
+            continue
+        raise ManifestError(f"control: helm accepts {value}")
+
+
 def refused(resource: dict[str, Any]) -> bool:
     """The control: whether a resource whose selector is a number is refused, also where a kind has no selector."""
     try:
@@ -97,6 +175,7 @@ def checked() -> Iterator[str]:
         check_deployment(name, resources)
         yield f"{name}: {len(resources)} resources fit Kubernetes {', '.join(VERSIONS)}"
     check_a_registry_in_the_base()
+    yield from check_the_chart()
     examples = [yaml.safe_load(path.read_text()) for path in sorted(FOLDER.glob("examples/*.yaml"))]
     for resource in examples:
         validate(resource)
