@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app.engine.cpu.toolchain.cpu_target import (
+    NEON,
     X86_LEVELS,
     UnsupportedCpu,
     level_of,
@@ -18,6 +19,7 @@ SKYLAKE_X = f"{HASWELL} avx512f avx512dq avx512cd avx512bw avx512vl clwb"
 ZEN_4 = f"{SKYLAKE_X} avx512_bf16"
 KNIGHTS_LANDING = f"{HASWELL} avx512f avx512pf avx512er avx512cd"
 M1 = "processor\t: 0\nBogoMIPS\t: 48.00\nFeatures\t: fp asimd bf16\nCPU part\t: 0x022\n"
+POWER_9 = "processor\t: 0\ncpu\t\t: POWER9, altivec supported\nclock\t\t: 2100.0MHz\n"
 GRAVITON = "processor\t: 0\nBogoMIPS\t: 2100.00\nFeatures\t: fp asimd sve bf16\nCPU part\t: 0xd40\n"
 
 
@@ -47,11 +49,15 @@ def test_a_cpu_that_is_too_old_or_unknown_gets_a_reason(text: str) -> None:
         level_of("x86_64", "Linux", text)
 
 
+def test_all_arm_cpus_have_one_level() -> None:
+    assert level_of("aarch64", "Linux", GRAVITON) == level_of("arm64", "Linux", M1) == NEON
+
+
 def test_other_machines_get_their_own_level_which_is_not_that_of_their_neighbours() -> None:
-    here, there = level_of("aarch64", "Linux", GRAVITON), level_of("arm64", "Linux", M1)
-    assert (here.name, here.machine, here.flags) == ("native", "aarch64", ("-mcpu=native",))
+    here, there = level_of("ppc64le", "Linux", POWER_9), level_of("ppc64le", "Linux", POWER_9.replace("9", "10"))
+    assert (here.name, here.machine, here.flags) == ("native", "ppc64le", ("-mcpu=native",))
     assert here != there and here.flags == there.flags
-    assert here == level_of("aarch64", "Linux", GRAVITON.replace("2100", "1999")), "the clock is no part of it"
+    assert here == level_of("ppc64le", "Linux", POWER_9.replace("2100", "1999")), "the clock is no part of it"
     assert level_of("x86_64", "Darwin", "").flags == ("-march=native",)
     assert level_of("riscv64", "Linux", "isa\t: rv64").flags == ()
 
@@ -59,8 +65,7 @@ def test_other_machines_get_their_own_level_which_is_not_that_of_their_neighbour
 def test_a_container_carries_every_level_whatever_machine_builds_it() -> None:
     for flags in (SANDY_BRIDGE, HASWELL, ZEN_4):
         assert levels_to_package("x86_64", "Linux", _cpuinfo(flags)) == X86_LEVELS
-    (only,) = levels_to_package("aarch64", "Linux", GRAVITON)
-    assert only.name == "native"
+    assert levels_to_package("aarch64", "Linux", GRAVITON) == (NEON,)
 
 
 @pytest.mark.parametrize(("flags", "runs"), [(SKYLAKE_X, [False, True, True]), (SANDY_BRIDGE, [False] * 3)])

@@ -286,9 +286,7 @@ class Decoder : public Executor {
     static float as_float(bf16 x) { return to_float(x); }
 
     void store_logits(float* to, const Floats& x) {
-        store(to, x);
-        if (shape_.soft_cap > 0)
-            for (int i = 0; i < kLanes; i++) to[i] = shape_.soft_cap * std::tanh(to[i] / shape_.soft_cap);
+        store(to, shape_.soft_cap > 0 ? tanh(x / shape_.soft_cap) * shape_.soft_cap : x);
     }
 
     const InkShape shape_;

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from app.engine.cpu.toolchain.cpu_target import (
-    X86_LEVELS,
+    LEVELS,
     BuildError,
     CompilerNotFound,
     KernelsUnavailable,
@@ -199,7 +199,7 @@ def build(
         }
         store_library(built, library, details)
         remove_old_libraries(
-            directory, {library.name, *(BuildRecipe(level=level, source=recipe.source).name for level in X86_LEVELS)}
+            directory, {library.name, *(BuildRecipe(level=level, source=recipe.source).name for level in LEVELS)}
         )
     return library
 

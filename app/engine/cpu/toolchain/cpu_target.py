@@ -1,7 +1,7 @@
 """Detects the instruction-set level that kernels are compiled for.
 
-A level is a name and its compiler flags. x86-64 has three, so that a library built on one machine runs on others of
-the same level (containers move); on other architectures the only level is the machine's own.
+A level is a name and its compiler flags. x86-64 has three and ARM has one, so that a library built on one machine runs
+on others of the same level (containers move); elsewhere the only level is the machine's own.
 """
 
 from __future__ import annotations
@@ -53,6 +53,9 @@ X86_LEVELS = (
     CpuTarget(name="avx2", machine="x86_64", flags=("-march=x86-64-v3",)),
 )
 """Every level of x86-64, best first."""
+NEON = CpuTarget(name="neon", machine="aarch64", flags=("-march=armv8-a",))
+"""Every 64-bit ARM CPU. Instructions for bfloat16 round otherwise, so a level with them would compute other bits."""
+LEVELS = (*X86_LEVELS, NEON)
 
 
 def level_of(machine: str, system: str, cpuinfo: str) -> CpuTarget:
@@ -61,6 +64,8 @@ def level_of(machine: str, system: str, cpuinfo: str) -> CpuTarget:
     Raises UnsupportedCpu.
     """
     machine = _MACHINE_ALIASES.get(machine.lower(), machine.lower())
+    if (machine, system) == ("aarch64", "Linux"):
+        return NEON
     if machine != "x86_64" or system != "Linux":
         flag = _NATIVE_FLAGS.get(machine)
         cpu = hashlib.sha256("\n".join(sorted(_cpu_identity(cpuinfo))).encode()).hexdigest()
@@ -82,7 +87,7 @@ def levels_to_package(machine: str, system: str, cpuinfo: str) -> tuple[CpuTarge
         detected = level_of(machine, system, cpuinfo)
     except UnsupportedCpu:
         return X86_LEVELS
-    return X86_LEVELS if detected in X86_LEVELS else (detected,)
+    return _same_machine(detected)
 
 
 def runs_here(level: CpuTarget) -> bool:
@@ -91,7 +96,13 @@ def runs_here(level: CpuTarget) -> bool:
         detected = this_level()
     except UnsupportedCpu:
         return False
-    return level in (X86_LEVELS[X86_LEVELS.index(detected) :] if detected in X86_LEVELS else (detected,))
+    levels = _same_machine(detected)
+    return level in levels[levels.index(detected) :]
+
+
+def _same_machine(level: CpuTarget) -> tuple[CpuTarget, ...]:
+    """The levels of an architecture, best first."""
+    return X86_LEVELS if level in X86_LEVELS else (level,)
 
 
 def this_machine() -> tuple[str, str, str]:

@@ -1,0 +1,172 @@
+// Prints a digest of what the kernels compute from fixed inputs, for each number format and each sampling stage. The
+// digests of all CPUs must agree; tests/engine/cpu/test_levels.py compares them.
+#include <cstdio>
+#include <deque>
+
+#include "inkstream.cpp"
+
+namespace {
+
+constexpr int kHeads = 4, kKvHeads = 2, kHeadWidth = 20, kPaddedHead = 32, kWidth = 70, kMlp = 90, kVocab = 300;
+constexpr int kLayers = 2, kCacheBlocks = 12, kContext = 96, kQkvWidth = (kHeads + 2 * kKvHeads) * kHeadWidth;
+
+// Philox, so that inputs do not depend on a standard library.
+double next_number() {
+    static int64_t count = 0;
+    return uniform(7, 0, count++);
+}
+
+std::vector<float> numbers(size_t n, float scale) {
+    std::vector<float> made(n);
+    for (float& x : made) x = static_cast<float>(next_number() - 0.5) * scale;
+    return made;
+}
+
+int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
+
+class Digest {
+  public:
+    template <class T>
+    void add(const T* values, size_t n) {
+        const auto* bytes = reinterpret_cast<const unsigned char*>(values);
+        for (size_t i = 0; i < n * sizeof(T); i++) state_ = (state_ ^ bytes[i]) * 0x100000001b3;  // FNV-1a
+    }
+    void print(const char* name) const { std::printf("%s %016llx\n", name, static_cast<unsigned long long>(state_)); }
+
+  private:
+    unsigned long long state_ = 0xcbf29ce484222325;
+};
+
+// A small decoder with odd sizes, and its cache. Variants: 0 is like Qwen3, 1 like GPT-2, 2 has parallel residuals.
+class Model {
+  public:
+    Model(bool is_bf16, bool is_int8, int variant, Pool& pool) : is_bf16_(is_bf16), is_int8_(is_int8) {
+        const bool is_gpt = variant != 0;
+        const int activation = variant == 0 ? kSilu : variant == 1 ? kGeluTanh : kGelu;
+        const int columns[] = {kWidth, kQkvWidth, kHeads * kHeadWidth, kMlp, kHeads * kPaddedHead, kWidth};
+        for (int i = 0; i < 6; i++) columns_[i] = round_up(columns[i], kPanel);
+        embedding_ = matrix(kVocab, kWidth, 0, false);
+        for (int layer = 0; layer < kLayers; layer++) {
+            add({.kind = kNorm, .in = kResidual, .out = kNormed, .flag = is_gpt ? kLayer : kRms, .columns = kWidth,
+                 .eps = 1e-5f, .weight = floats(kWidth), .bias = is_gpt ? floats(kWidth) : nullptr});
+            add({.kind = kLinear, .in = kNormed, .out = kQkv, .matrix = matrix(kQkvWidth, kWidth, 0, is_gpt)});
+            add({.kind = kRopeCache, .in = kQkv, .layer = layer, .eps = 1e-6f,
+                 .weight = is_gpt ? nullptr : floats(kHeadWidth), .bias = is_gpt ? nullptr : floats(kHeadWidth)});
+            add({.kind = kAttention, .in = kQueries, .out = kNormed, .layer = layer});
+            add({.kind = kLinear, .in = kNormed, .out = kResidual, .matrix = matrix(kWidth, kHeads * kHeadWidth, 0, is_gpt)});
+            if (variant == 2) add({.kind = kNorm, .in = kResidual, .out = kParallelNormed, .flag = kCopy, .columns = kWidth});
+            add({.kind = kNorm, .in = kResidual, .out = kNormed, .flag = is_gpt ? kLayer : kRms, .columns = kWidth,
+                 .eps = 1e-5f, .weight = floats(kWidth)});
+            add({.kind = kLinear, .in = kNormed, .out = kHidden, .flag = activation, .gated = !is_gpt,
+                 .matrix = matrix(is_gpt ? kMlp : 2 * kMlp, kWidth, is_gpt ? 0 : kMlp, is_gpt)});
+            add({.kind = kLinear, .in = kHidden, .out = kResidual, .matrix = matrix(kWidth, kMlp, 0, is_gpt)});
+            if (variant == 2) add({.kind = kAdd, .in = kParallelNormed, .out = kResidual, .columns = kWidth});
+        }
+        cache_.resize(size_t(kLayers) * 2 * kCacheBlocks * kKvHeads * kBlock * kPaddedHead * (is_bf16 ? 2 : 4));
+        InkShape shape = {.is_bf16 = is_bf16, .n_registers = 6, .query_heads = kHeads, .kv_heads = kKvHeads,
+                          .head_width = kHeadWidth, .window = is_gpt ? 0 : 24, .rotary_half = variant == 1 ? 0 : 8,
+                          .width = kWidth, .n_operations = int(operations_.size()), .n_blocks = kCacheBlocks,
+                          .final_norm = kRms, .padded_head = kPaddedHead, .attention_scale = 0.22f,
+                          .embedding_scale = 1.5f, .soft_cap = is_gpt ? 0.0f : 20.0f, .eps = 1e-5f};
+        shape.rope_table = floats(kContext * 16), shape.final_weight = floats(kWidth);
+        shape.position_embeddings = variant == 1 ? floats(kContext * kWidth) : nullptr;
+        shape.embedding = shape.head = embedding_;
+        shape.cache = cache_.data(), shape.register_columns = columns_, shape.operations = operations_.data();
+        executor_ = static_cast<Executor*>(ink_open(&shape, &pool));
+    }
+    ~Model() { ink_close(executor_); }
+
+    // A prompt; then its next token beside the prompt of a second sequence.
+    void run(Digest& digest) {
+        const std::vector<std::vector<int32_t>> chunks = {{37, 0, 0}, {1, 37, 0, 53, 0, 3}};
+        const int32_t tables[] = {4, 1, 7, 0, 3, 9, 2};
+        for (const auto& step : chunks) {
+            int rows = 0;
+            for (size_t i = 0; i < step.size(); i += 3) rows += step[i];
+            std::vector<int32_t> tokens(rows), indices(rows);
+            for (int i = 0; i < rows; i++) tokens[i] = (i * 89 + 5) % kVocab, indices[i] = i;
+            const InkStep work = {rows, int(step.size() / 3), tokens.data(), step.data(), tables, nullptr};
+            ink_run(executor_, &work);
+            const int stride = round_up(kVocab, kPanel);
+            std::vector<float> logits(size_t(rows) * stride);
+            ink_head(executor_, indices.data(), rows, logits.data(), stride);
+            digest.add(logits.data(), logits.size());
+        }
+    }
+
+  private:
+    void add(const InkOperation& operation) { operations_.push_back(operation); }
+    const float* floats(int n) {
+        floats_.push_back(numbers(round_up(n, kPanel), 2.0f));
+        return floats_.back().data();
+    }
+    const InkMatrix* matrix(int n_rows, int k, int gate_rows, bool has_bias) {
+        const int panels = gate_rows ? (gate_rows + kLanes - 1) / kLanes : (n_rows + kPanel - 1) / kPanel;
+        std::vector<char> raw;
+        for (const float x : numbers(size_t(n_rows) * k, 0.5f)) {
+            const uint32_t word = bits<uint32_t>(x);
+            const char* number = reinterpret_cast<const char*>(&word);
+            if (is_int8_) raw.push_back(static_cast<char>(static_cast<int8_t>(x * 254)));
+            else raw.insert(raw.end(), number + (is_bf16_ ? 2 : 0), number + 4);
+        }
+        packed_.emplace_back(ink_packed_bytes(panels, k, is_bf16_, is_int8_) + 64);
+        char* at = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(packed_.back().data()) + 63) / 64 * 64);
+        ink_pack(raw.data(), n_rows, k, gate_rows, panels, is_bf16_, is_int8_, at);
+        const float* bias = has_bias ? floats(panels * kPanel) : nullptr;
+        const float* scale = is_int8_ ? floats(panels * kPanel) : nullptr;
+        matrices_.push_back({at, bias, scale, panels * kPanel, is_bf16_ ? (k + 1) / 2 : k, is_int8_, 0});
+        return &matrices_.back();
+    }
+
+    bool is_bf16_, is_int8_;
+    const InkMatrix* embedding_;
+    int32_t columns_[6];
+    std::vector<InkOperation> operations_;
+    std::deque<InkMatrix> matrices_;
+    std::deque<std::vector<float>> floats_;
+    std::deque<std::vector<char>> packed_;
+    std::vector<char> cache_;
+    Executor* executor_;
+};
+
+// 32 rows of one request, at consecutive positions.
+void sample_rows(const char* name, InkParams params) {
+    constexpr int64_t kRows = 32, kLength = 12, kTokens = 1000;
+    const std::vector<float> logits = numbers(kRows * kTokens, 24.0f);
+    std::vector<char> memory(ink_scratch_bytes(1, kTokens));
+    int64_t tokens[kRows], history[kLength + kRows], top_ids[kRows * INK_TOP] = {};
+    double logprobs[kRows] = {}, top_logprobs[kRows * INK_TOP] = {};
+    for (int i = 0; i < kLength + kRows; i++) history[i] = i * 31 % 200;
+    InkRow rows[kRows];
+    params.seed = 11, params.prompt = kLength, params.logprobs = 5;
+    for (int i = 0; i < kRows; i++) rows[i] = {&params, history, kLength + i, nullptr};
+    const InkSamples out = {tokens, logprobs, top_ids, top_logprobs};
+    ink_sample(nullptr, memory.data(), logits.data(), kTokens, kTokens, kRows, rows, &out);
+    Digest digest;
+    digest.add(tokens, kRows), digest.add(logprobs, kRows);
+    digest.add(top_ids, kRows * INK_TOP), digest.add(top_logprobs, kRows * INK_TOP);
+    digest.print(name);
+}
+
+}  // namespace
+
+int main() {
+    Pool pool(2, 10);
+    const char* formats[] = {"float32", "bfloat16", "int8 of float32", "int8 of bfloat16"};
+    for (int format = 0; format < 4; format++) {
+        Digest digest;
+        for (int variant = 0; variant < 3; variant++) Model(format % 2, format / 2, variant, pool).run(digest);
+        digest.print(formats[format]);
+    }
+    const InkParams plain = {.temperature = 0.9, .top_p = 1, .typical_p = 1, .repetition = 1};
+    const auto with = [&](auto change) { InkParams p = plain; change(p); return p; };
+    sample_rows("greedy", with([](InkParams& p) { p.flags = GREEDY; }));
+    sample_rows("temperature", plain);
+    sample_rows("top_k", with([](InkParams& p) { p.top_k = 40; }));
+    sample_rows("typical_p", with([](InkParams& p) { p.typical_p = 0.7; }));
+    sample_rows("top_p", with([](InkParams& p) { p.top_p = 0.9; }));
+    sample_rows("min_p", with([](InkParams& p) { p.min_p = 0.05; }));
+    sample_rows("penalties", with([](InkParams& p) {
+        p.flags = COUNTED, p.repetition = 1.3, p.presence = 0.4, p.frequency = 0.2;
+    }));
+}
