@@ -14,7 +14,7 @@ import { snippet } from "./request/snippets.js";
 export class Exchange {
   #notebook;
   #panel;
-  #reach;
+  #truncation;
   #failed;
   #exits;
   #receipt;
@@ -24,11 +24,10 @@ export class Exchange {
   modelFacts = {};
 
   /**
-   * `elements`: { exits, receipt }; `reach()` gives the request fields, besides the settings, that limit how much of
-   * the text is read; `failed(message)` reports a link that cannot be opened.
+   * `elements`: { exits, receipt }; `failed(message)` reports a link that cannot be opened.
    */
-  constructor({ notebook, panel, reach, elements, failed }) {
-    [this.#notebook, this.#panel, this.#reach, this.#failed] = [notebook, panel, reach, failed];
+  constructor({ notebook, panel, truncation, elements, failed }) {
+    [this.#notebook, this.#panel, this.#truncation, this.#failed] = [notebook, panel, truncation, failed];
     this.#exits = new Exits(elements.exits, { program: (language) => this.#program(language), link: () => this.#link() });
     this.#receipt = new Receipt(elements.receipt, {
       replay: () => this.#replay(),
@@ -63,8 +62,9 @@ export class Exchange {
   }
 
   #program(language) {
-    const typed = { ...this.#reach(), ...this.#panel.typed };
-    const fields = requestFields(this.#notebook.text, typed, this.#panel.parameters);
+    const { text } = this.#notebook;
+    const typed = { ...this.#truncation.fields(text), ...this.#panel.typed };
+    const fields = requestFields(text, typed, this.#panel.parameters);
     const url = new URL("complete", document.baseURI).href;
     return snippet(language, { url, fields, keyed: "Authorization" in authorization() });
   }

@@ -18,7 +18,7 @@ export class Notebook {
 
   /**
    * `complete(prompt, typed, signal)`: see request/completion.js. `view` receives events:
-   * changed() the text is another one; began(count); received(type, data) a server event; wrote(index, unit, text);
+   * changed() the text is another one; began(count, typed); received(type, data) a server event; wrote(index, unit, text);
    * ended({ error, stopped, nodes }) with the tree's node for each continuation, null for an empty one.
    */
   constructor(complete, view, tree = new Tree({ text: "", units: [] })) {
@@ -136,7 +136,7 @@ export class Notebook {
     const before = this.text;
     const facts = drafts.map((_, index) => ({ typed, count: 0, at: before.length, index }));
     const run = (this.#run = { abort, before, drafts, facts, picked });
-    this.#view.began(count);
+    this.#view.began(count, typed);
     let error = null;
     try {
       for await (const { type, data } of this.#complete(before, typed, signal)) {

@@ -7,17 +7,18 @@ import { parameters } from "./request/schema.js";
 
 export class Service {
   #elements;
-  #view;
+  #page;
+  #isConnecting = true; // the status line says so, or why the model's facts could not be read
 
   /** The model's entry in GET /v1/models; empty until the response arrives. */
   facts = {};
 
   /**
-   * `elements`: { model, weights, form, key }. `view` receives known(facts), described(parameters, facts)
-   * the request's parameters, unknown(error) neither could be read, keyed() a key was entered, and refused(sentence).
+   * `elements`: { model, weights, form, key }. `page`: { status (status.js), onmodel(facts), onparameters(parameters,
+   * facts) the request's parameters, onkey() a key was entered }.
    */
-  constructor(elements, view) {
-    [this.#elements, this.#view] = [elements, view];
+  constructor(elements, page) {
+    [this.#elements, this.#page] = [elements, page];
     elements.form.addEventListener("submit", (event) => this.#typed(event));
   }
 
@@ -25,12 +26,14 @@ export class Service {
     try {
       this.facts = await model();
       this.show(this.facts.id, this.facts.weights_version);
-      this.#view.known(this.facts);
-      this.#view.described(parameters(await ask("openapi.json"), { encoder: this.facts.has_encoder }), this.facts);
+      if (this.#isConnecting) this.#page.status.show("idle", "Ready");
+      this.#isConnecting = false;
+      this.#page.onmodel(this.facts);
+      this.#page.onparameters(parameters(await ask("openapi.json"), { encoder: this.facts.has_encoder }), this.facts);
     } catch (error) {
       // While the weights load the server says how long; otherwise the first run shows the model or the error.
       this.failed(error);
-      this.#view.unknown(error);
+      this.#report(error);
       if (error.status === 401 && "Authorization" in authorization()) this.#wrong(error.message);
       if (error.retryAfter) setTimeout(() => this.introduce(), error.retryAfter * 1000);
     }
@@ -48,18 +51,33 @@ export class Service {
     if (error.status === 401) this.#elements.form.hidden = false;
   }
 
+  /** A run began: from here on the status line is about that. */
+  began() {
+    this.#isConnecting = false;
+  }
+
+  // The page works on: the next run shows whether the service is back.
+  #report(error) {
+    const { status } = this.#page;
+    this.#isConnecting = true;
+    if (error.retryAfter) status.waits({ seconds: error.retryAfter, message: error.message });
+    else if (error.status === 401) status.show("idle", "Enter the key of this service.");
+    else status.failed(error.message);
+  }
+
   #wrong(sentence) {
-    this.#view.refused(sentence);
+    this.#page.status.failed(sentence);
     this.#elements.key.focus();
   }
 
   #typed(event) {
     event.preventDefault();
     const { form, key } = this.#elements;
-    if (!useKey(key.value)) return this.#view.refused("A key is one word of letters, digits and signs.");
+    if (!useKey(key.value)) return this.#page.status.failed("A key is one word of letters, digits and signs.");
     key.value = "";
     form.hidden = true;
-    this.#view.keyed();
+    this.#page.status.show("idle", "Connecting");
+    this.#page.onkey();
     this.introduce();
   }
 }

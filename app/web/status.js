@@ -1,5 +1,5 @@
 // The line under the text: state, speed, use of the context, and seed of the run.
-// Counts and times the tokens as this browser receives them; main.js reports the events.
+// Counts and times the tokens as this browser receives them; run-display.js reports the events.
 
 const FIRST = "Waiting for the first token";
 const NONE = "\u2013"; // en dash

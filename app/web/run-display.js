@@ -1,0 +1,120 @@
+// Displays the document and its runs: receives the events of the notebook and passes each to the parts of the page that
+// show it.
+
+import { CompletionError } from "./request/completion.js";
+import { lastSentence } from "./text/sentences.js";
+
+export class RunDisplay {
+  #parts;
+  #page;
+  #typed = {}; // the settings of the current run, as they were typed
+  #nodes = []; // of the tree, one for each continuation of the last run
+
+  /** The notebook whose view this is; set before its first event. */
+  notebook;
+
+  /**
+   * `parts`: { sheet, columns, branches, reading, announcer, status, panel, service, truncation, numbers }. `page`:
+   * { onchange() the text or the run's state is another one, onend() a run ended }.
+   */
+  constructor(parts, page) {
+    [this.#parts, this.#page] = [parts, page];
+  }
+
+  /** To the continuation with this index of the last run. */
+  take(index) {
+    this.notebook.go(this.#nodes[index].id);
+  }
+
+  /** Shows the seed of the current text, so that the user can lock it, also after a reload or on another branch. */
+  showSeed() {
+    const seed = this.notebook.tree.lastRun?.facts.seed;
+    if (seed) this.#parts.panel.explain({ seed });
+  }
+
+  changed() {
+    const { columns, truncation, sheet, branches, reading } = this.#parts;
+    columns.close();
+    truncation.withdraw();
+    sheet.show(this.notebook.text, this.notebook.written);
+    branches.show(this.notebook.tree.runs());
+    reading.show(this.notebook);
+    this.showSeed();
+    this.#page.onchange();
+  }
+
+  began(count, typed) {
+    const { sheet, branches, columns, reading, service, status, truncation } = this.#parts;
+    this.#typed = typed;
+    sheet.open({ withEnd: count === 1 });
+    branches.hold(true);
+    if (count > 1) columns.open(count, lastSentence(this.notebook.text));
+    else columns.close();
+    reading.show(this.notebook);
+    service.began();
+    status.sent();
+    truncation.withdraw();
+    this.#page.onchange();
+  }
+
+  received(type, data) {
+    const { status } = this.#parts;
+    if (type === "start") this.#started(data);
+    if (type === "queue") status.queued(data);
+    if (type === "wait") status.waits(data);
+    if (type === "lost") status.lost();
+    if (type === "done") this.#finished(data);
+  }
+
+  wrote(index, unit, text) {
+    const { columns, sheet, reading, announcer, status } = this.#parts;
+    if (columns.isOpen) columns.append(index, text, unit.tokens);
+    else {
+      sheet.append(text);
+      reading.append(unit, text);
+      announcer.stream(text);
+    }
+    status.token(index);
+  }
+
+  ended({ error, stopped, nodes }) {
+    const { sheet, announcer, columns, branches, reading, status } = this.#parts;
+    sheet.close();
+    announcer.end();
+    this.#nodes = nodes;
+    if (nodes.some(Boolean)) columns.end();
+    else columns.close(); // nothing came
+    branches.hold(false);
+    branches.show(this.notebook.tree.runs());
+    reading.show(this.notebook);
+    if (stopped) status.stopped();
+    if (error) this.#failed(error);
+    this.#page.onchange();
+    this.#page.onend();
+  }
+
+  #started(data) {
+    const { status, panel, service, numbers } = this.#parts;
+    status.started(data);
+    const all = Object.entries({ ...data.settings, seed: data.seed });
+    panel.explain(Object.fromEntries(all.filter(([name]) => !this.#typed[name])));
+    service.show(data.model, data.weights_version); // other weights may have come since the page was loaded
+    numbers.hidden = false;
+    this.#page.onchange();
+  }
+
+  #finished(data) {
+    const { status, columns, truncation } = this.#parts;
+    status.done(data);
+    if (!columns.isOpen && status.isFull && !truncation.covers(this.notebook.text)) truncation.offer();
+    if (columns.isOpen) for (const { index, finish_reason: reason } of data.choices) columns.finish(index, reason);
+  }
+
+  #failed(error) {
+    const { status, service, truncation } = this.#parts;
+    status.failed(error.message);
+    service.failed(error);
+    if (error.detail?.code === "context_length_exceeded") truncation.offer();
+    if (!(error instanceof CompletionError)) console.error(error); // a bug of the page, not a server error
+  }
+}
