@@ -36,7 +36,7 @@ UV ?= uv
 TORCH ?=
 
 VENV := .venv
-BIN := $(VENV)/bin
+BIN := "$(VENV)/bin"
 
 # What may stand on make's command line. A name that is not among them is a mistake, unless it is one of another program.
 VARIABLES := ARGS DATA FRESH JOBS LOCK ONLY OUT PIP_ARGS PORT PYTHON TORCH UV VENV WEIGHTS WHEELS
@@ -163,7 +163,7 @@ ray: install
 		purelib='import sysconfig; print(sysconfig.get_path("purelib"))' && \
 		$(BIN)/python -c "$$purelib" > "$$(.ray/bin/python -c "$$purelib")/inkstream.pth" && \
 		.ray/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
-			-c $(VENV)/constraints.txt "ray[serve]==2.60.0"; }
+			-c "$(VENV)/constraints.txt" "ray[serve]==2.60.0"; }
 	PYTHONPATH=. .ray/bin/python -m tests.ray.guard -m tests.ray.run
 
 container: install

@@ -66,6 +66,7 @@ class Installation:
     def run(self) -> None:
         """Raises InstallError, OSError, KeyboardInterrupt."""
         began = time.monotonic()
+        self._check_owned()
         self._check_writable()
         name = venv_name(self._venv)
         self._progress.say(f"installing into {name}, for {self._group} (docs/install.md):")
@@ -90,6 +91,18 @@ class Installation:
         self._progress.say(f"installed in {seconds:.0f} s; {name} takes {size_text(bytes_below(self._venv))}")
 
     # --- the environment
+
+    def _check_owned(self) -> None:
+        """Refuses to change an environment that may serve something else: one behind a link, or of another checkout."""
+        is_foreign = self._stamp.get("root", str(ROOT)) != str(ROOT)
+        if self._venv.is_symlink():
+            raise InstallError(
+                f"{venv_name(self._venv)} is a link to {self._venv.readlink()}, which is not a complete environment "
+                "of this folder, and make changes nothing behind a link: remove the link, then run make again "
+                "(VENV=DIR puts the environment elsewhere)"
+            )
+        if is_foreign and self._venv.resolve().is_relative_to(self._stamp["root"]):
+            raise InstallError(f"{self._venv} is the environment of {self._stamp['root']}: name another with VENV=")
 
     def _check_writable(self) -> None:
         try:
@@ -383,7 +396,7 @@ def venv_name(venv: Path) -> str:
 
 
 def _clear(folder: Path) -> None:
-    """Removes what is in a folder, which may be a link to another disk."""
+    """Removes what is in a folder, which may be a mount point."""
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

@@ -232,6 +232,29 @@ def test_an_environment_of_before_without_pip_is_completed_and_a_moved_or_broken
     assert ".venv is made again: its Python is gone" in _make(moved, "runtime").stderr
 
 
+def test_an_environment_behind_a_link_or_of_another_checkout_is_used_if_it_is_this_ones_and_never_changed(
+    checkout: Path,
+) -> None:
+    assert _make(checkout, "runtime").returncode == 0
+    own, elsewhere = checkout / ".venv", checkout.with_name("elsewhere")
+    own.rename(elsewhere)
+    own.symlink_to(elsewhere)
+    _calls(checkout)
+    assert _make(checkout, "serve").stdout == "served: -m app serve\n" and _calls(checkout) == []
+    other = shutil.copytree(checkout, checkout.with_name("other"), symlinks=True)
+    for folder, arguments in ((checkout, ["TORCH=torch==2.12.0"]), (other, [])):  # incomplete; of another folder
+        result = _make(folder, "serve", *arguments)
+        assert result.returncode == 2 and f"error: .venv is a link to {elsewhere}" in result.stderr
+    own.unlink()
+    elsewhere.rename(own)
+    result = _make(other, "serve", f"VENV={os.path.relpath(own, other)}")
+    assert result.returncode == 2 and f"is the environment of {checkout}: name another" in result.stderr
+    (other / ".venv").unlink()
+    (other / ".venv").symlink_to("nowhere")
+    assert "error: .venv is a link to nowhere" in _make(other, "serve").stderr
+    assert _calls(checkout) == [] and _make(checkout, "serve").stderr == "", "nothing was changed"
+
+
 def test_two_at_once_install_once(checkout: Path) -> None:
     lock = os.open(checkout, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
