@@ -12,6 +12,7 @@ import itertools
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -32,20 +33,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--weights", default="weights", help="weights directory (%(default)s)")
     add("--streams", default="1,8,32", help="numbers of streams (%(default)s)")
-    add("--doors", default="complete,openai", help="complete, openai, or both")
+    add("--apis", default="complete,openai", help="complete, openai, or both")
     add("--tokens", type=int, default=128, help="tokens per request (%(default)s)")
     add("--seconds", type=float, default=3.0, help="seconds per measurement (%(default)s)")
     flags = parser.parse_args(argv)
     costs = []
-    print("door      streams  tokens/s  us/token: API  engine  load   first token ms   gap p50 / p99 ms")
+    print("api       streams  tokens/s  us/token: API  engine  load   first token ms   gap p50 / p99 ms")
     try:
         with running(serve_command("--weights", Path(flags.weights).resolve())) as service:
             service.wait_for_route("/health/ready")
-            for api, streams in itertools.product(flags.doors.split(","), map(int, flags.streams.split(","))):
+            for api, streams in itertools.product(flags.apis.split(","), map(int, flags.streams.split(","))):
                 sizes = {"max_tokens": flags.tokens, "prompt_words": _PROMPT_WORDS}
                 plan = LoadPlan(url=service.url, api=api, streams=(streams,), **sizes)
                 cost = event_loop.run(_measure(service, plan, flags.seconds))
-                costs.append({"door": api, "streams": streams, **cost})
+                costs.append({"api": api, "streams": streams, **cost})
                 print(
                     f"{api:8}  {streams:7}  {cost['tokens_per_second']:8.0f}  {cost['api_us']:13.1f}  "
                     f"{cost['engine_us']:6.1f}  {cost['load_us']:4.1f}  {cost['first_token_ms']:15.2f}   "
@@ -97,9 +98,13 @@ async def _measure(service: ServiceProcess, plan: LoadPlan, seconds: float) -> d
 
 
 def _cpu_seconds(pids: Sequence[int]) -> float:
-    """CPU time of all threads; schedstat counts nanoseconds, /proc/PID/stat only ticks."""
-    tasks = [task for pid in pids for task in Path(f"/proc/{pid}/task").iterdir()]
-    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+    """CPU time of all threads that have not ended; schedstat counts nanoseconds, /proc/PID/stat only ticks."""
+    nanoseconds = 0
+    for pid in pids:
+        with suppress(FileNotFoundError, ProcessLookupError):  # a helper process that has just ended
+            tasks = Path(f"/proc/{pid}/task").iterdir()
+            nanoseconds += sum(int((task / "schedstat").read_text().split()[0]) for task in tasks)
+    return nanoseconds / 1e9
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import signal
 import socket
 import statistics
@@ -369,12 +370,12 @@ def test_a_prompt_has_exactly_its_words_and_is_the_same_each_time() -> None:
         ("--seconds 0", "--seconds must be"),
         ("--prompts /nowhere", "cannot be read"),
         ("--prompts /dev/null", "holds no prompts"),
-        (f"--prompts {__file__} --prompt-words 3", "not allowed with"),
+        (f"--prompts {shlex.quote(__file__)} --prompt-words 3", "not allowed with"),
         ("--what", "unrecognized arguments"),
     ],
 )
 def test_flags_that_make_no_plan_are_status_2(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(flags.split())
+        main(shlex.split(flags))
     assert ended.value.code == 2
     assert message in " ".join(capsys.readouterr().err.split())

@@ -39,11 +39,11 @@ def _children(pid: int) -> list[int]:
 def test_no_socket_takes_the_number_of_a_closed_stream(weights: Path, closed: str, numbers: set[int]) -> None:
     port = _free_port()
     url = f"http://127.0.0.1:{port}"
-    serve = f"-m tests.support.fake_service 1 serve --port {port} --weights {weights}"
+    serve = ["-m", "tests.support.fake_service", "1", "serve", "--port", str(port), "--weights", str(weights)]
     variables = {k: v for k, v in os.environ.items() if not k.startswith("INKSTREAM_")} | {"PYTHONPATH": str(ROOT)}
-    command = f"exec {sys.executable} {serve} {closed}"
+    command = ["sh", "-c", f'exec "$0" "$@" {closed}', sys.executable, *serve]
     null = subprocess.DEVNULL
-    process = subprocess.Popen(command, shell=True, cwd=ROOT, env=variables, stdin=null, stdout=null, stderr=null)
+    process = subprocess.Popen(command, cwd=ROOT, env=variables, stdin=null, stdout=null, stderr=null)
     try:
         deadline = time.monotonic() + 60
         while _status(url) != 200:
@@ -64,6 +64,6 @@ def test_no_socket_takes_the_number_of_a_closed_stream(weights: Path, closed: st
 
 def test_an_error_without_standard_error_is_no_output() -> None:
     """print() with no sys.stderr writes to standard output."""
-    command = f"{sys.executable} -m app check /nothing 2>&-"
-    result = subprocess.run(command, shell=True, cwd=ROOT, stdout=subprocess.PIPE, timeout=60, check=False)
+    command = ["sh", "-c", '"$0" -m app check /nothing 2>&-', sys.executable]
+    result = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, timeout=60, check=False)
     assert (result.returncode, result.stdout) == (2, b"")

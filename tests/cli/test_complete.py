@@ -140,8 +140,8 @@ def test_a_full_disk_is_said_in_one_line(server: Server, weights: Path) -> None:
 
 def test_a_closed_standard_input_is_said() -> None:
     for prompt in ("", "-"):
-        command = f"{sys.executable} -m app complete {prompt} <&-"
-        result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, cwd=ROOT)
+        command = ["sh", "-c", f'"$0" -m app complete {prompt} <&-', sys.executable]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
         assert result.returncode == 2 and "standard input is closed" in result.stderr
 
 

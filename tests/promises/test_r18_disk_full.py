@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -115,12 +116,13 @@ def test_training_on_a_disk_that_is_really_full(tmp_path: Path, promise: Promise
     (tmp_path / "text.txt").write_text(TEXT * 5)
     small = tmp_path / "small"
     small.mkdir()
-    train = f"{sys.executable} -m model.train --data {tmp_path}/text.txt --out {small}/out --preset nano --device cpu"
+    python = shlex.quote(sys.executable)
+    train = f"{python} -m model.train --data {tmp_path}/text.txt --out {small}/out --preset nano --device cpu"
     train += " --vocab-size 300 --context 32 --windows 4 --layers 1 --width 64 --save-seconds 0.001 --max-minutes 0.1"
     fill = f"until ls {small}/out/.training/step-* >/dev/null 2>&1 || ! kill -0 $pid; do sleep 0.01; done; "
     fill += f"while kill -0 $pid 2>/dev/null; do cat /dev/zero >> {small}/other 2>/dev/null; sleep 0.02; done"
     load = "from pathlib import Path; from model.train.training_checkpoint import load_snapshot"
-    check = f"{sys.executable} -c '{load}; "
+    check = f"{python} -c '{load}; "
     check += f'print("loads", load_snapshot(Path("{small}/out/.training"))[0].step)\''
     run = f"{{ {train} & pid=$!; {fill}; wait $pid; echo code $?; df {small} | tail -1; {check}; }}"
     script = f"mount -t tmpfs -o size=20m tmpfs {small} && {run}"

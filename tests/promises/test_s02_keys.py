@@ -84,8 +84,8 @@ def test_what_cannot_be_done_is_told_in_one_line(ring: Keyring, arguments: list[
 @pytest.mark.parametrize(("output", "code"), [(">/dev/full", 1), (">&-", 2)])
 def test_a_key_that_could_not_be_printed_is_not_stored(ring: Keyring, output: str, code: int) -> None:
     ring.add("alice")
-    command = f"{sys.executable} -m app keys add bob --keys-file {ring.file} {output}"
-    result = subprocess.run(command, shell=True, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    command = ["sh", "-c", f'"$0" -m app keys add bob --keys-file "$1" {output}', sys.executable, str(ring.file)]
+    result = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert result.returncode == code and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
     assert [key.name for key in read_keys(ring.file)] == ["alice"]
 
