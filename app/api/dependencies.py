@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
@@ -81,13 +81,22 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, _T]) -> _T
     return result
 
 
-def body_schema(body: type[BaseModel], chunk: type[ResponseModel] | None = None) -> dict[str, Any]:
-    """A route's openapi_extra for the body that read_body() parses, and for the data-only frames of its stream."""
-    described = {"requestBody": {"required": True, "content": {"application/json": {"schema": json_schema(body)}}}}
+def body_schema(
+    body: type[BaseModel], examples: Mapping[str, Any], chunk: type[ResponseModel] | None = None
+) -> dict[str, Any]:
+    """A route's openapi_extra for the body that read_body() parses, and for the data-only frames of its stream.
+
+    `examples` maps titles to bodies that the service accepts as they are.
+    """
+    content: dict[str, Any] = {
+        "schema": json_schema(body),
+        "examples": {title: {"value": value} for title, value in examples.items()},
+    }
+    described = {"requestBody": {"required": True, "content": {"application/json": content}}}
     if chunk is None:
         return described
-    content = {"text/event-stream": {"schema": json_schema(chunk)}}
-    return {**described, "responses": {"200": {"content": content}}}
+    stream = {"text/event-stream": {"schema": json_schema(chunk)}}
+    return {**described, "responses": {"200": {"content": stream}}}
 
 
 def version_header(weights_version: str) -> dict[str, str]:

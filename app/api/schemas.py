@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from pydantic import (
@@ -18,6 +19,7 @@ from pydantic import (
 )
 
 from app import VERSION
+from app.common.types import SamplingParams
 from app.generation.request import GenerationRequest, Prompt, TokenDetail, TokenTable, prompt_list
 from app.generation.session import GenerationSession
 from app.http.errors import ErrorResponse
@@ -75,6 +77,27 @@ _BiasKey = Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
+_NEUTRAL = SamplingParams()
+_DEFAULTS: dict[str, Any] = {
+    **{name: getattr(_NEUTRAL, name) for name in (*SAMPLING_FIELDS, "min_tokens")},
+    "n": 1,
+    "ignore_eos": False,
+    "echo": False,
+    "include_stop": False,
+}
+
+
+def documented_defaults(*, unless: tuple[str, ...] = (), **defaults: Any) -> Callable[[dict[str, Any]], None]:
+    """A request's json_schema_extra: the value that each absent field stands for, except for fields in `unless`."""
+
+    def document(schema: dict[str, Any]) -> None:
+        for name, value in {**_DEFAULTS, **defaults}.items():
+            if name in schema["properties"] and name not in unless:
+                schema["properties"][name]["default"] = value
+
+    return document
+
+
 class SamplingFields(BaseModel):
     """Sampling and stop fields of every endpoint. `null` means the default."""
 
@@ -117,7 +140,7 @@ class SamplingFields(BaseModel):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63), _Integral] | None = Field(
         None, description="The same seed, prompt and settings give the same text. Random if absent."
     )
-    n: UpTo16 | None = Field(None, description="Number of continuations of each prompt (default 1).")
+    n: UpTo16 | None = Field(None, description="Number of continuations of each prompt.")
     stop: _Stop | Annotated[list[_Stop], Field(max_length=16, fail_fast=True)] | None = Field(
         None, description="The text ends before the first of these (up to 16 strings of up to 256 characters)."
     )

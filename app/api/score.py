@@ -22,6 +22,7 @@ from app.api.schemas import (
     UpTo20,
     Usage,
     WeightsVersion,
+    documented_defaults,
     token_array,
 )
 from app.generation.request import GenerationRequest, prompt_list
@@ -33,14 +34,12 @@ router = APIRouter(responses=declared(400, 401, 413, 415, 429, 500, 503, 504))
 class ScoreRequest(BaseModel):
     """Body of POST /score. An unknown field is an error."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(strict=True, extra="forbid", json_schema_extra=documented_defaults(logprobs=0))
 
     prompt: Prompts = Field(
         description="Text, token ids, or a list of either.", examples=["The quick brown fox jumps over the lazy dog."]
     )
-    logprobs: UpTo20 | None = Field(
-        None, description="Number of the most likely tokens to report at each position (default 0)."
-    )
+    logprobs: UpTo20 | None = Field(None, description="Number of the most likely tokens to report at each position.")
     deadline_ms: DeadlineMs = None
     user: EchoedName = None
     request_id: EchoedName = None
@@ -69,7 +68,13 @@ class ScoreResponse(ResponseModel):
     request_id: Echo = None
 
 
-@router.post("/score", response_model=ScoreResponse, openapi_extra=body_schema(ScoreRequest))
+_EXAMPLES = {
+    "One text": {"prompt": "The quick brown fox jumps over the lazy dog."},
+    "Two texts, alternatives": {"prompt": ["Once upon a time", "Once upon a lime"], "logprobs": 2},
+}
+
+
+@router.post("/score", response_model=ScoreResponse, openapi_extra=body_schema(ScoreRequest, _EXAMPLES))
 async def score(request: Request, service: ServiceDep, metrics: MetricsDep, tenant: TenantDep) -> Response:
     """Log-probabilities of the tokens of given texts, from the model's raw logits."""
     body = await read_body(request, ScoreRequest, service.settings.max_body_bytes)

@@ -24,7 +24,7 @@ from app.api.dependencies import (
     while_connected,
 )
 from app.api.openapi import declared
-from app.api.schemas import ContextLength, ModelName, TokenIds, VocabularySize
+from app.api.schemas import ContextLength, ModelName, TokenIds, VocabularySize, documented_defaults
 from app.common.errors import InvalidRequest
 from app.common.event_loop import TimeSlice
 from app.http.response_model import JsonStream, LazyArray, LazyString, ResponseModel, json_response
@@ -36,14 +36,14 @@ _STRICT = ConfigDict(extra="forbid", strict=True)
 class TokenizeRequest(BaseModel):
     """Body of POST /tokenize."""
 
-    model_config = _STRICT
+    model_config = ConfigDict(**_STRICT, json_schema_extra=documented_defaults(add_special_tokens=True))
 
     prompt: str = Field(
         description="The text, up to the size limit of the body. Names of special tokens in it become these tokens.",
         examples=["Once upon a time"],
     )
     add_special_tokens: bool | None = Field(
-        None, description="Whether to add special tokens such as BOS, as for a prompt (default true)."
+        None, description="Whether to add special tokens such as BOS, as for a prompt."
     )
 
 
@@ -119,7 +119,7 @@ router = APIRouter(tags=["tokens"])
 @router.post(
     "/tokenize",
     response_model=TokenizeResponse,
-    openapi_extra=body_schema(TokenizeRequest),
+    openapi_extra=body_schema(TokenizeRequest, {"Text": {"prompt": "Once upon a time"}}),
     responses=declared(400, 401, 413, 415, 429, 503),
 )
 async def tokenize(
@@ -149,7 +149,7 @@ async def tokenize(
 @router.post(
     "/detokenize",
     response_model=DetokenizeResponse,
-    openapi_extra=body_schema(DetokenizeRequest),
+    openapi_extra=body_schema(DetokenizeRequest, {"Token ids": {"tokens": [1, 2, 3]}}),
     responses=declared(400, 401, 413, 415, 429, 503),
 )
 async def detokenize(request: Request, service: ServiceDep, tenant: TenantDep) -> Response:

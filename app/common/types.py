@@ -72,7 +72,7 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-_DEFAULT_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+MODEL_DEFAULT_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def sampling_defaults(generation: Mapping[str, Any], path: Path) -> dict[str, float]:
@@ -80,7 +80,7 @@ def sampling_defaults(generation: Mapping[str, Any], path: Path) -> dict[str, fl
 
     path: of the file, for error messages.
     """
-    given = {key: generation[key] for key in _DEFAULT_KEYS if generation.get(key) is not None}
+    given = {key: generation[key] for key in MODEL_DEFAULT_FIELDS if generation.get(key) is not None}
     if generation.get("do_sample") is False:
         given["temperature"] = 0.0
     try:

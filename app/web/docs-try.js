@@ -1,36 +1,58 @@
 // A form that sends one request of a route and shows the answer as it arrives, with the same request for a shell.
 // The form is built from the route's description in openapi.json.
 
-import { element, put } from "./elements.js";
+import { classed, element, put } from "./elements.js";
+import { copy, REFUSED } from "./request/clipboard.js";
 
-/** The form of one operation; `schema` is that of its body, if it has one. */
-export function tryIt(method, path, operation, schema) {
-  const form = element("form", element("h3", "Try it"));
-  const inputs = (operation.parameters ?? []).map((parameter) => input(form, parameter));
-  const body = schema && area(form, JSON.stringify(example(schema), null, 2));
-  const [send, stop] = [element("button", "Send"), element("button", "Stop")];
-  stop.type = "button";
-  stop.disabled = true;
-  const [curl, status, answer] = [element("pre"), element("p"), element("pre")];
-  curl.className = "curl";
-  status.className = "status";
-  answer.className = "answer";
+const STREAM_ID = /^id: (\S+):(\d+)$/m;
+
+/** The form of one operation; `examples` are those of its body, if it has one: { title: { value } }. */
+export function tryIt(method, path, operation, examples) {
+  const form = element("form");
+  form.setAttribute("aria-label", `Try ${method.toUpperCase()} ${path}`);
+  const body = bodyField(form, Object.entries(examples));
+  const optional = classed("details", "optional", element("summary", "Optional headers"));
+  const inputs = (operation.parameters ?? []).map((parameter) => input(body ? optional : form, parameter));
+  const send = classed("button", "primary", "Send");
+  const copyCommand = classed("button", "quiet", "Copy");
+  copyCommand.type = "button";
+  const [curl, status, answer] = [classed("pre", "curl"), classed("p", "status"), classed("pre", "answer")];
   status.setAttribute("role", "status");
-  put(form, element("p", send, " ", stop), curl, status, answer);
+  for (const scrolled of [curl, answer]) scrolled.tabIndex = 0;
+  curl.setAttribute("aria-label", "The request as a curl command");
+  answer.setAttribute("aria-label", "Response");
+  put(form, classed("p", "send", send, status), answer, classed("div", "command", curl, copyCommand));
+  if (body && inputs.length) form.append(optional);
 
   const request = () => ({ method, address: address(path, inputs), headers: headers(body, inputs), body: body?.value });
   const draw = () => (curl.textContent = command(request()));
   for (const control of [form, document.getElementById("key")]) control.addEventListener("input", draw);
   draw();
+  copyCommand.addEventListener("click", async () => {
+    copyCommand.textContent = (await copy(curl.textContent)) ? "Copied" : REFUSED;
+  });
+  let running = null;
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
-    const abort = new AbortController();
-    stop.onclick = () => abort.abort();
-    [send.disabled, stop.disabled] = [true, false];
-    await run(request(), status, answer, abort.signal);
-    [send.disabled, stop.disabled] = [false, true];
+    if (running) return running.abort();
+    running = new AbortController();
+    send.textContent = "Stop";
+    await run(request(), status, answer, running.signal);
+    running = null;
+    send.textContent = "Send";
   });
   return form;
+}
+
+/** Fills the parameters with these names on all forms, except for those that the user has changed. */
+export function fillParameters(values) {
+  for (const [name, value] of Object.entries(values)) {
+    for (const field of document.querySelectorAll(`input[name="${name}"]`)) {
+      if (value === undefined || field.dataset.typed) continue;
+      field.value = value;
+      field.form.dispatchEvent(new Event("input"));
+    }
+  }
 }
 
 async function run({ method, address, headers, body }, status, answer, signal) {
@@ -46,10 +68,12 @@ async function run({ method, address, headers, body }, status, answer, signal) {
       answer.append(piece.value);
       answer.scrollTop = answer.scrollHeight;
     }
+    const stream = STREAM_ID.exec(answer.textContent);
+    if (stream) fillParameters({ request_id: stream[1], "last-event-id": `${stream[1]}:${stream[2]}` });
     pretty(answer, response.headers.get("content-type") ?? "");
     status.textContent = `${code}, ${Math.round(performance.now() - began)} ms`;
   } catch (error) {
-    status.textContent = error.name === "AbortError" ? "stopped" : "The service cannot be reached, or broke off.";
+    status.textContent = error.name === "AbortError" ? "stopped" : "The service cannot be reached, or the connection broke.";
   }
 }
 
@@ -57,7 +81,7 @@ function headers(body, inputs) {
   const key = document.getElementById("key").value;
   const given = inputs.filter(({ parameter, field }) => parameter.in === "header" && field.value);
   return {
-    ...(body === undefined ? {} : { "content-type": "application/json" }),
+    ...(body ? { "content-type": "application/json" } : {}),
     ...(key ? { authorization: `Bearer ${key}` } : {}),
     ...Object.fromEntries(given.map(({ parameter, field }) => [parameter.name, field.value])),
   };
@@ -70,28 +94,40 @@ function pretty(output, kind) {
   output.textContent = JSON.stringify(JSON.parse(output.textContent), null, 2);
 }
 
-// The required fields with their examples: enough to be sent.
-function example(schema) {
-  const names = schema.required ?? [];
-  return Object.fromEntries(names.map((name) => [name, schema.properties[name].examples?.[0] ?? null]));
-}
-
 function input(form, parameter) {
   const field = element("input");
   field.name = parameter.name;
   field.required = parameter.required ?? false;
   field.autocomplete = "off";
-  form.append(element("p", element("label", `${parameter.name} `, field), ` ${parameter.description ?? ""}`));
+  field.addEventListener("input", () => (field.dataset.typed = "true"));
+  const note = parameter.description ? element("small", parameter.description) : "";
+  form.append(classed("p", "parameter", element("label", element("code", parameter.name), field), note));
   return { parameter, field };
 }
 
-function area(form, text) {
+// The body, with a button for each example; it begins with the first.
+function bodyField(form, examples) {
+  if (!examples.length) return null;
   const field = element("textarea");
-  field.value = text;
-  field.rows = Math.min(12, text.split("\n").length + 2);
   field.spellcheck = false;
   field.setAttribute("aria-label", "Body");
-  form.append(field);
+  const choices = classed("div", "examples");
+  choices.setAttribute("role", "group");
+  choices.setAttribute("aria-label", "Examples");
+  const choose = (index) => {
+    field.value = JSON.stringify(examples[index][1].value, null, 2);
+    field.rows = Math.max(4, field.value.split("\n").length + 1);
+    [...choices.children].forEach((button, i) => button.setAttribute("aria-pressed", String(i === index)));
+    form.dispatchEvent(new Event("input"));
+  };
+  for (const [index, [title]] of examples.entries()) {
+    const button = element("button", title);
+    button.type = "button";
+    button.addEventListener("click", () => choose(index));
+    choices.append(button);
+  }
+  put(form, ...(examples.length > 1 ? [choices] : []), field);
+  choose(0);
   return field;
 }
 

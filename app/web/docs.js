@@ -1,85 +1,136 @@
-// The API page: one section for every route of openapi.json, one table for every object in it. All content comes from
+// The API page: one section for every route of openapi.json, and one for every object in it. All content comes from
 // that document, and all text is set through textContent.
 
-import { element, put } from "./elements.js";
-import { tryIt } from "./docs-try.js";
+import { fillParameters, tryIt } from "./docs-try.js";
+import { classed, element, put } from "./elements.js";
 
+const MODEL_DEFAULT = "the model's, else ";
+const $ = (id) => document.getElementById(id);
+
+$("key-form").addEventListener("submit", (event) => event.preventDefault());
 try {
   const response = await fetch("openapi.json", { cache: "no-cache" });
-  if (!response.ok) throw new Error(`openapi.json cannot be had: status ${response.status}`);
-  show(await response.json());
+  if (!response.ok) throw new Error(`openapi.json cannot be read: status ${response.status}`);
+  show(await response.json(), await modelFacts());
 } catch (error) {
-  const node = document.getElementById("trouble");
-  node.textContent = error.message;
-  node.hidden = false;
+  $("trouble").textContent = error.message;
+  $("trouble").hidden = false;
 }
 
-function show(api) {
-  document.getElementById("version").textContent = api.info.version;
-  prose(document.getElementById("about"), api.info.description);
-  const routes = document.getElementById("routes");
-  for (const tag of api.tags) {
-    put(routes, element("h2", tag.name), element("p", tag.description));
-    for (const [path, methods] of Object.entries(api.paths)) {
-      for (const [method, operation] of Object.entries(methods)) {
-        if (operation.tags?.[0] === tag.name) routes.append(route(api, method, path, operation));
-      }
-    }
+// The model's entry in GET /v1/models, or nothing while it loads: the page works without.
+async function modelFacts() {
+  try {
+    return (await (await fetch("v1/models", { cache: "no-store" })).json()).data[0];
+  } catch {
+    return {};
   }
-  const schemas = document.getElementById("schemas");
+}
+
+function show(api, facts) {
+  prose($("about"), `${api.info.description} Version ${api.info.version}.`);
+  withModelDefaults(api.components.schemas, facts.sampling_defaults ?? {});
+  for (const tag of api.tags) section(api, tag);
+  fillParameters({ model_id: facts.id });
   for (const [name, schema] of Object.entries(api.components.schemas)) {
     const summary = element("summary", element("code", name), " ", prose(element("span"), schema.description));
-    const section = element("details", summary, fields(schema));
-    section.id = name;
-    schemas.append(section);
+    const object = element("details", summary, fields(schema));
+    object.id = name;
+    $("schemas").append(object);
   }
-  schemas.hidden = false;
+  $("schemas").hidden = false;
   openTarget();
   addEventListener("hashchange", openTarget);
 }
 
-function route(api, method, path, operation) {
-  const body = operation.requestBody?.content["application/json"].schema;
-  const schema = body && resolve(api, body);
-  const section = element("details", element("summary", element("b", method.toUpperCase()), " ", element("code", path)));
-  section.id = operation.operationId;
-  section.className = "route";
-  section.append(prose(element("p"), operation.description));
-  if (schema) put(section, element("h3", "Body"), fields(schema));
-  section.append(element("h3", "Answers"), answers(operation.responses), tryIt(method, path, operation, schema));
-  return section;
-}
-
-function fields(schema) {
-  const table = element("table", row("th", "field", "type", "meaning"));
-  for (const [name, field] of Object.entries(schema.properties ?? {})) {
-    const needed = schema.required?.includes(name) ? element("small", " required") : "";
-    table.append(row("td", element("span", element("code", name), needed), type(field), prose(element("span"), field.description)));
+// POST /complete takes these defaults from the weights, where they have some; elsewhere the neutral ones hold.
+function withModelDefaults({ CompleteRequest: native, CompletionsRequest: neutral }, defaults) {
+  for (const [name, field] of Object.entries(native.properties)) {
+    if (field.default !== undefined || neutral.properties[name]?.default === undefined) continue;
+    const value = JSON.stringify(defaults[name] ?? neutral.properties[name].default);
+    field.defaultWords = name in defaults ? `${value} (the model's)` : MODEL_DEFAULT + value;
   }
-  return table;
 }
 
-function answers(responses) {
-  const table = element("table", row("th", "status", "content", "meaning"));
-  for (const [status, response] of Object.entries(responses)) {
-    const content = element("span");
-    for (const [kind, media] of Object.entries(response.content ?? {})) {
-      const events = kind === "text/event-stream" ? media.schema.anyOf : [];
-      put(content, element("small", kind), " ", events.length ? "" : type(media.schema ?? {}), element("br"));
-      for (const { properties } of events) {
-        const data = properties.data.contentSchema ?? properties.data;
-        put(content, `${properties.event?.const ?? "data"}: `, type(data), element("br"));
-      }
+function section(api, { name, description }) {
+  const list = element("ul");
+  put($("contents"), element("h2", name), list);
+  const block = classed("section", "routes", element("h2", name), element("p", description));
+  for (const [path, methods] of Object.entries(api.paths)) {
+    for (const [method, operation] of Object.entries(methods)) {
+      if (operation.tags?.[0] !== name) continue;
+      block.append(route(api, method, path, operation));
+      list.append(element("li", link(operation.operationId, title(method, path))));
     }
-    table.append(row("td", status, content, prose(element("span"), response.description)));
   }
-  return table;
+  $("routes").append(block);
+}
+
+function title(method, path) {
+  return element("span", element("b", method.toUpperCase()), " ", element("code", path));
+}
+
+function route(api, method, path, operation) {
+  const content = operation.requestBody?.content["application/json"];
+  const schema = content && resolve(api, content.schema);
+  const [first, ...rest] = operation.description.split(/(?<=\.)\s/);
+  const summary = element("summary", title(method, path), " ", prose(element("small"), first));
+  const node = classed("details", "route", summary);
+  node.id = operation.operationId;
+  if (rest.length) node.append(prose(element("p"), rest.join(" ")));
+  node.append(tryIt(method, path, operation, content?.examples ?? {}));
+  if (schema) put(node, element("h3", "Fields"), fields(schema));
+  return put(node, element("h3", "Responses"), ...responses(operation.responses));
+}
+
+// Required fields first. Each has its name, whether it is required or what its absence means, its type and its meaning.
+function fields(schema) {
+  const required = new Set(schema.required);
+  const all = Object.entries(schema.properties ?? {});
+  const sorted = [...all.filter(([name]) => required.has(name)), ...all.filter(([name]) => !required.has(name))];
+  const entries = sorted.map(([name, field]) => {
+    const term = element("dt", element("code", name), " ");
+    if (required.has(name)) put(term, classed("small", "required", "required"), " ", type(field));
+    else put(term, type(field), defaultOf(field));
+    return element("div", term, prose(element("dd"), field.description ?? ""));
+  });
+  return classed("dl", "fields", ...entries);
+}
+
+function defaultOf({ default: value, defaultWords }) {
+  if (value === undefined && !defaultWords) return "";
+  return classed("small", "default", "default ", element("code", defaultWords ?? JSON.stringify(value)));
+}
+
+// The successful ones in full, and the errors behind one line: all have one shape.
+function responses(all) {
+  const list = (entries) => classed("dl", "fields", ...entries.map((entry) => response(...entry)));
+  const isError = ([status]) => Number(status) >= 400;
+  const [errors, good] = [Object.entries(all).filter(isError), Object.entries(all).filter((entry) => !isError(entry))];
+  if (!errors.length) return [list(good)];
+  const summary = element("summary", `Errors: ${errors.map(([status]) => status).join(", ")}`);
+  return [list(good), classed("details", "errors", summary, list(errors))];
+}
+
+function response(status, { description, content = {} }) {
+  const term = element("dt", element("code", status));
+  for (const [kind, media] of Object.entries(content)) {
+    const events = kind === "text/event-stream" ? media.schema.anyOf : [];
+    put(term, " ", element("small", kind), " ", events.length ? "" : type(media.schema ?? {}));
+    for (const { properties } of events) {
+      const data = properties.data.contentSchema ?? properties.data;
+      put(term, element("br"), `${properties.event?.const ?? "data"}: `, type(data));
+    }
+  }
+  return element("div", term, prose(element("dd"), description));
 }
 
 // A type in words, with its limits; a reference is a link to its object.
 function type(schema) {
-  const node = element("span");
-  if (schema.$ref) return put(node, link(schema.$ref));
+  const node = classed("span", "type");
+  if (schema.$ref) {
+    const name = schema.$ref.split("/").pop();
+    return put(node, link(name, element("code", name)));
+  }
   if (schema.anyOf) {
     const kinds = schema.anyOf.filter((kind) => kind.type !== "null");
     kinds.forEach((kind, i) => put(node, i ? " or " : "", type(kind)));
@@ -92,24 +143,19 @@ function type(schema) {
   return put(node, limit(from, ", from "), limit(to, from === undefined ? ", to " : " to "), limit(schema.maxLength, ", up to "));
 }
 
-// Limits of 64 bits are those of the format, and JavaScript would not show them right.
+// Limits above a million are those of number formats.
 function limit(value, before) {
-  return value === undefined || /\d{16}/.test(String(value)) ? "" : `${before}${value}`;
+  return value === undefined || parseFloat(String(value).replace(/^\D+/, "")) > 1e6 ? "" : `${before}${value}`;
 }
 
-function link(reference) {
-  const name = reference.split("/").pop();
-  const anchor = element("a", element("code", name));
-  anchor.href = `#${name}`;
+function link(id, ...content) {
+  const anchor = element("a", ...content);
+  anchor.href = `#${id}`;
   return anchor;
 }
 
 function resolve(api, schema) {
   return schema.$ref ? api.components.schemas[schema.$ref.split("/").pop()] : schema;
-}
-
-function row(kind, ...cells) {
-  return element("tr", ...cells.map((cell) => element(kind, cell)));
 }
 
 // `code` between backticks, and lines as they are.
@@ -119,9 +165,10 @@ function prose(node, text = "") {
   return node;
 }
 
-// A link leads to what is folded.
+// A link leads to what is folded; without one, the first route is open.
 function openTarget() {
   const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
-  if (target instanceof HTMLDetailsElement) target.open = true;
+  const opened = target ?? document.querySelector(".route");
+  if (opened instanceof HTMLDetailsElement) opened.open = true;
   target?.scrollIntoView();
 }

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 from pydantic import TypeAdapter
 
-from app.api.openai.schemas import CompletionsResponse
-from app.api.schemas import EVENTS
+from app.api.native.routes import CompleteRequest
+from app.api.openai.schemas import ChatRequest, CompletionsRequest, CompletionsResponse
+from app.api.schemas import EVENTS, SamplingFields
 from app.common.settings import Settings
+from app.common.types import SamplingParams
 from app.main import create_app
 from tests.support.completion_client import stream
 from tests.support.servers import Server
@@ -88,8 +91,46 @@ def test_bodies_are_components_with_examples(document: dict[str, Any]) -> None:
         schema = body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
         fields = document["components"]["schemas"][schema]
         assert "$defs" not in fields
+        assert body["content"]["application/json"]["examples"], name
         for required in fields.get("required", []):
             assert fields["properties"][required]["examples"], f"{name} {required}"
+
+
+@pytest.mark.parametrize(
+    ("model", "required"),
+    [(CompleteRequest, {"prompt": "a"}), (CompletionsRequest, {}), (ChatRequest, {"messages": [{"role": "user"}]})],
+)
+def test_a_default_is_what_an_absent_field_stands_for(
+    model: type[SamplingFields], required: dict[str, Any], document: dict[str, Any]
+) -> None:
+    def effective(**fields: Any) -> Any:
+        body = model.model_validate({**required, **fields})
+        request = body.generation_request_for("") if isinstance(body, ChatRequest) else body.generation_request
+        neutral = SamplingParams()
+        sampling = {
+            name: getattr(neutral, name) if value is None else value for name, value in request.sampling.items()
+        }
+        return replace(request, sampling=sampling)
+
+    properties = document["components"]["schemas"][model.__name__]["properties"]
+    defaults = {name: field["default"] for name, field in properties.items() if "default" in field}
+    assert {"n", "stream", "presence_penalty"} <= defaults.keys()
+    assert ("temperature" in defaults) == (model is not CompleteRequest), "the weights may have another default there"
+    for name, value in defaults.items():
+        assert effective(**{name: value}) == effective(), name
+    assert effective(n=2) != effective(), "the control"
+
+
+def test_every_example_is_accepted_as_it_is(server: Server, document: dict[str, Any]) -> None:
+    number = 0
+    for name, operation in _operations(document):
+        content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
+        for title, example in content.get("examples", {}).items():
+            answer = httpx.post(f"{server.url}{name.split()[1]}", json=example["value"], timeout=60)
+            is_without_template = "chat" in name and "chat template" in answer.text
+            assert answer.status_code == 200 or is_without_template, f"{name} {title}: {answer.text}"
+            number += 1
+    assert number > 10
 
 
 def test_the_stream_and_its_events_are_told(document: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """/docs in a real browser: it lists every route, tries them, streams, and contacts no host but the service."""
 
 import json
+import re
 import subprocess
 
 import httpx
@@ -20,8 +21,10 @@ def page(browser, server):
 
 
 def _open(page, operation):
-    page.locator(f"#{operation} > summary").click()
-    return page.locator(f"#{operation}")
+    route = page.locator(f"#{operation}")
+    if route.get_attribute("open") is None:
+        route.locator("> summary").click()
+    return route
 
 
 def _sent(route):
@@ -36,13 +39,41 @@ def test_every_route_and_object_stands_there_with_its_words(page, server):
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             assert f"{method.upper()} {path}" in text
-            assert operation["description"].replace("`", "") in text
+            for sentence in re.split(r"(?<=\.)\s", operation["description"]):
+                assert sentence.replace("`", "") in text
     for name, schema in document["components"]["schemas"].items():
         for field, field_schema in schema.get("properties", {}).items():
             assert page.locator(f"[id='{name}']").get_by_text(field, exact=True).count(), f"{name}.{field}"
             assert field_schema.get("description", "").replace("`", "") in text
     page.goto(f"{server.url}/docs#Timings")
     page.get_by_text("From the request to its first token.").wait_for(state="visible")
+
+
+def test_the_form_comes_first_then_required_fields_and_each_default_is_shown(page, server):
+    route = page.locator("#complete[open]")
+    order = route.evaluate("e => [...e.querySelectorAll('form, h3')].map((one) => one.textContent.slice(0, 6))")
+    assert order[0] == "Stream" and order[1:] == ["Fields", "Respon"]
+    names = route.locator(".fields").first.locator("dt > code:first-child").all_inner_texts()
+    assert names[0] == "prompt" and len(names) > 20
+    defaults = dict(zip(names, route.locator(".fields").first.locator("dt").all_inner_texts(), strict=True))
+    assert "required" in defaults["prompt"] and "default" not in defaults["prompt"]
+    assert "default 128" in defaults["max_tokens"]
+    model = httpx.get(f"{server.url}/v1/models").json()["data"][0]
+    neutral = "default the model's, else 1"
+    assert (neutral in defaults["temperature"]) == ("temperature" not in model["sampling_defaults"])
+    page.evaluate("() => document.querySelectorAll('details').forEach((e) => { e.open = true })")
+    for width in (320, 390, 1280):
+        page.set_viewport_size({"width": width, "height": 800})
+        assert page.evaluate("() => document.documentElement.scrollWidth") == width
+
+
+def test_an_example_fills_the_body_and_runs_as_it_is(page):
+    route = page.locator("#complete")
+    button = route.get_by_role("button", name="Three continuations")
+    button.click()
+    assert button.get_attribute("aria-pressed") == "true"
+    assert len(json.loads(_sent(route))["choices"]) == 3
+    assert '"n": 3' in route.locator(".curl").inner_text()
 
 
 def test_a_completion_streams_into_the_page(page):
@@ -61,7 +92,6 @@ def test_requests_are_ready_to_be_sent(page):
     assert json.loads(_sent(_open(page, "detokenize")))["pieces"]
     assert "inkstream_requests_running 0.0" in _sent(_open(page, "metrics"))
     model = _open(page, "model")
-    model.locator("input[name=model_id]").fill("tiny")
     assert json.loads(_sent(model))["n_vocab"] == VOCAB
     cancel = _open(page, "cancel")
     cancel.locator("input[name=request_id]").fill("a b?")
@@ -73,7 +103,7 @@ def test_a_stream_is_resumed_behind_the_event_that_was_named(page):
     route.locator("textarea").fill('{"prompt": "The moon", "max_tokens": 5, "seed": 3}')
     events = parse_events(_sent(route))
     again = _open(page, "resume")
-    again.locator("input[name=request_id]").fill(events[0].data["id"])
+    assert again.locator("input[name=request_id]").input_value() == events[0].data["id"], "filled in by the run"
     again.locator("input[name=last-event-id]").fill(events[1].id)
     assert parse_events(_sent(again)) == events[2:]
     assert f"last-event-id: {events[1].id}" in again.locator(".curl").inner_text()

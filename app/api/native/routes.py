@@ -18,8 +18,9 @@ from app.api.dependencies import MetricsDep, ResumeStoreDep, ServiceDep, TenantD
 from app.api.openapi import declared
 from app.api.request_handle import RequestHandle
 from app.api.resume_store import ResumeStore, StoredStream, Subscription
-from app.api.schemas import CompletionFields, Prompts, TokenIds
+from app.api.schemas import CompletionFields, Prompts, TokenIds, documented_defaults
 from app.common.event_loop import TimeSlice
+from app.common.types import MODEL_DEFAULT_FIELDS
 from app.generation.request import CompletionEvent, Delta, Finished, GenerationRequest, Heartbeat, Queued, Started
 from app.http import sse
 from app.http.auth import owner_of
@@ -172,7 +173,10 @@ _DEFAULT_MAX_TOKENS = 128
 class CompleteRequest(CompletionFields):
     """Body of POST /complete. An unknown field is an error."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra=documented_defaults(unless=MODEL_DEFAULT_FIELDS, max_tokens=_DEFAULT_MAX_TOKENS, stream=True),
+    )
 
     prompt: Prompts = Field(
         description="Text, token ids, or a list of either. May be empty.", examples=["Once upon a time"]
@@ -201,10 +205,22 @@ class CompleteRequest(CompletionFields):
         )
 
 
+_STORY = {"prompt": "Once upon a time", "max_tokens": 40}
+_CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"]}
+_EXAMPLES = {
+    "Stream": _STORY,
+    "One object": {**_STORY, "stream": False},
+    "Same text each time": {**_STORY, "seed": 7, "temperature": 0.7, "stream": False},
+    "Three continuations": {"prompt": "Once upon a time", "max_tokens": 12, "n": 3, "stream": False},
+    "Alternatives": {"prompt": "Once upon a time", "max_tokens": 4, "logprobs": 3, "stream": False},
+    "JSON": {"prompt": "The capital, as JSON: ", "json_schema": _CITY, "stream": False},
+}
 router = APIRouter(responses=declared(400, 401, 404, 413, 415, 429, 500, 503, 504))
 
 
-@router.post("/complete", response_model=schemas.CompleteResponse, openapi_extra=body_schema(CompleteRequest))
+@router.post(
+    "/complete", response_model=schemas.CompleteResponse, openapi_extra=body_schema(CompleteRequest, _EXAMPLES)
+)
 async def complete(
     request: Request, service: ServiceDep, metrics: MetricsDep, resume_store: ResumeStoreDep, tenant: TenantDep
 ) -> Response:

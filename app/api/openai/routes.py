@@ -30,13 +30,17 @@ from app.http.errors import ApiError
 from app.http.response_model import LazyArray
 from model.tokenizer.tokenizer import Tokenizer
 
+_STORY = {"prompt": "Once upon a time", "max_tokens": 40}
+_EXAMPLES = {"One object": _STORY, "Stream": {**_STORY, "stream": True}, "Alternatives": {**_STORY, "logprobs": 3}}
+_CHAT = {"messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 40}
+_CHAT_EXAMPLES = {"One object": _CHAT, "Stream": {**_CHAT, "stream": True}}
 router = APIRouter(responses=declared(400, 401, 404, 413, 415, 429, 500, 503, 504))
 
 
 @router.post(
     "/v1/completions",
     response_model=schemas.CompletionsResponse,
-    openapi_extra=body_schema(CompletionsRequest, schemas.CompletionsResponse),
+    openapi_extra=body_schema(CompletionsRequest, _EXAMPLES, schemas.CompletionsResponse),
 )
 async def completions(request: Request, service: ServiceDep, metrics: MetricsDep, tenant: TenantDep) -> Response:
     """Continue a prompt, as OpenAI's completions endpoint does."""
@@ -69,7 +73,7 @@ class _CompletionsResponder(Responder):
 @router.post(
     "/v1/chat/completions",
     response_model=schemas.ChatResponse,
-    openapi_extra=body_schema(ChatRequest, schemas.ChatChunk),
+    openapi_extra=body_schema(ChatRequest, _CHAT_EXAMPLES, schemas.ChatChunk),
 )
 async def chat_completions(request: Request, service: ServiceDep, metrics: MetricsDep, tenant: TenantDep) -> Response:
     """Complete a chat, if the weights have a chat template."""

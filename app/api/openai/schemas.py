@@ -21,12 +21,14 @@ from app.api.schemas import (
     UpTo16,
     UpTo20,
     Usage,
+    documented_defaults,
 )
 from app.generation.request import GenerationRequest
 from app.http.response_model import NOT_SENT, Array, ResponseModel
 
 _DEFAULT_MAX_TOKENS = 16
 _WHOLE_CONTEXT = 2**31 - 1
+_DEFAULTS = {"include_stop_str_in_output": False, "stream": False}
 _COMPLETIONS_ONLY_FIELDS = ("prompt", "echo", "suffix", "best_of", "tools", "tool_choice", "functions", "function_call")
 
 
@@ -76,6 +78,10 @@ class OpenAIFields(SamplingFields):
 
 class CompletionsRequest(OpenAIFields, CompletionFields):
     """Body of POST /v1/completions. An unknown field is accepted and named in `warnings`."""
+
+    model_config = ConfigDict(
+        json_schema_extra=documented_defaults(**_DEFAULTS, prompt="", max_tokens=_DEFAULT_MAX_TOKENS)
+    )
 
     prompt: Prompts | None = Field(
         None, description="Text, token ids, or a list of either. Absent means empty.", examples=["Once upon a"]
@@ -133,6 +139,8 @@ class Message(BaseModel):
 
 class ChatRequest(OpenAIFields):
     """Body of POST /v1/chat/completions. An unknown field is accepted and named in `warnings`."""
+
+    model_config = ConfigDict(json_schema_extra=documented_defaults(**_DEFAULTS, logprobs=False))
 
     messages: list[Message] = Field(
         min_length=1,
