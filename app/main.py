@@ -126,11 +126,13 @@ def create_app(settings: Settings, engine: Callable[[Settings], EnginePool] | No
         description=_DESCRIPTION,
         openapi_tags=TAGS,
         generate_unique_id_function=lambda route: route.name,
+        openapi_url=None,  # static_pages has the route, which compresses
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
         lifespan=lifespan,
     )
+    app.state.bundles = static_pages.new_bundles()
     app.state.connections = connections = ConnectionLimits(connection_limits(settings))
     _add_middleware(app, settings, connections.requests, tracing)
     request_log.install(app)

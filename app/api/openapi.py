@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from copy import deepcopy
 from typing import Any
 
@@ -11,6 +12,7 @@ from app.api.dependencies import WEIGHTS_VERSION_HEADER
 from app.api.schemas import EVENTS
 from app.http.errors import ErrorResponse
 from app.http.response_model import SCHEMA_PATH, json_schema
+from app.http.static_content import StaticContent
 
 TAGS = [
     {"name": "completion", "description": "Text completion and scoring."},
@@ -84,6 +86,14 @@ class DescribedApp(FastAPI):
         """`longest_deadline_ms` is the server's limit; a request above the limit gets a 400."""
         super().__init__(**others)
         self._longest_deadline_ms = longest_deadline_ms
+        self._content: StaticContent | None = None
+
+    @property
+    def openapi_content(self) -> StaticContent:
+        """The document as GET /openapi.json returns it."""
+        if self._content is None:
+            self._content = StaticContent(json.dumps(self.openapi()).encode(), "application/json")
+        return self._content
 
     def openapi(self) -> dict[str, Any]:
         """The document, cached."""

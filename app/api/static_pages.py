@@ -1,4 +1,4 @@
-"""Static web pages, / and /docs, under a strict content security policy.
+"""Static web pages, / and /docs, under a strict content security policy, and the OpenAPI document.
 
 With keys configured, /docs needs one, because it describes the service; a browser cannot send a key with it.
 """
@@ -8,19 +8,21 @@ from __future__ import annotations
 from pathlib import Path
 
 from fastapi import APIRouter, Request
-from starlette.responses import FileResponse
+from starlette.responses import FileResponse, Response
 
+from app.api.openapi import DescribedApp
+from app.api.page_bundle import Bundles
 from app.http.auth import public
 from app.http.errors import ApiError
 from app.http.request_log import routine
 
 _FOLDER = Path(__file__).parent.parent / "web"
 _POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_HEADERS = {"Content-Security-Policy": _POLICY, "Cache-Control": "no-cache", "Referrer-Policy": "no-referrer"}
-_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+_HEADERS = {"Content-Security-Policy": _POLICY, "Referrer-Policy": "no-referrer"}
+_TYPES = {".css": "text/css", ".js": "text/javascript", ".txt": "text/plain"}
 router = APIRouter(include_in_schema=False)
 
 
@@ -28,26 +30,34 @@ router = APIRouter(include_in_schema=False)
 @router.head("/")
 @public
 @routine
-async def page() -> FileResponse:
+async def page(request: Request) -> Response:
     """The completion notebook."""
-    return _file("index.html")
+    return _file(request, "index.html")
 
 
 @router.get("/docs")
 @router.head("/docs")
 @routine
-async def docs() -> FileResponse:
+async def docs(request: Request) -> Response:
     """The API reference, where requests can be tried."""
-    return _file("docs.html")
+    return _file(request, "docs.html")
+
+
+@router.get("/openapi.json")
+@router.head("/openapi.json")
+async def openapi(request: Request) -> Response:
+    """The OpenAPI document."""
+    app: DescribedApp = request.app
+    return app.openapi_content.respond(request, {})
 
 
 @router.get("/web/{name}")
 @router.head("/web/{name}")
 @public
 @routine
-async def asset(name: str) -> FileResponse:
-    """A script or style sheet."""
-    return _file(name)
+async def asset(request: Request, name: str) -> Response:
+    """A script, style sheet or font."""
+    return _file(request, name)
 
 
 # One route per folder: a wildcard for folders would make every path that starts with "/web/../" public.
@@ -59,15 +69,23 @@ async def asset(name: str) -> FileResponse:
 @router.head("/web/tokens/{name}")
 @public
 @routine
-async def asset_in_folder(request: Request, name: str) -> FileResponse:
+async def asset_in_folder(request: Request, name: str) -> Response:
     """A script or style sheet from a subfolder."""
-    return _file(f"{request.scope['route'].path.split('/')[2]}/{name}")
+    return _file(request, f"{request.scope['route'].path.split('/')[2]}/{name}")
 
 
-def _file(name: str) -> FileResponse:
+def new_bundles() -> Bundles:
+    """What the application keeps as `state.bundles`."""
+    return Bundles(_FOLDER, "index", "docs")
+
+
+def _file(request: Request, name: str) -> Response:
+    bundles: Bundles = request.app.state.bundles
+    if file := bundles.find(name):
+        return file.respond(request, _HEADERS)
     # Look the name up in the folder's listing; never build a path from client input.
     files = (path for path in _FOLDER.rglob("*") if path.suffix in _TYPES)
     path = next((path for path in files if path.relative_to(_FOLDER).as_posix() == name), None)
     if path is None:
         raise ApiError(404, "unknown file")
-    return FileResponse(path, media_type=_TYPES[path.suffix], headers=_HEADERS)
+    return FileResponse(path, media_type=_TYPES[path.suffix], headers={**_HEADERS, "Cache-Control": "no-cache"})

@@ -23,8 +23,8 @@ WRITES_MARKUP = re.compile(
     r"|\.setAttribute\(\s*[\"'`]on|import\(\s*[^\"'`]"
 )
 POLICY = {
-    "default-src 'none'", "script-src 'self'", "style-src 'self'", "img-src 'self' data:", "connect-src 'self'",
-    "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'",
+    "default-src 'none'", "script-src 'self'", "style-src 'self'", "img-src 'self' data:", "font-src 'self'",
+    "connect-src 'self'", "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'",
 }  # fmt: skip
 HOSTILE = [
     "<script>window.pwned = 1</script>",
@@ -70,7 +70,8 @@ def served(serve_module: Services, tmp_path_factory: pytest.TempPathFactory) -> 
 def test_every_file_of_the_page_comes_with_the_policy(served: tuple[Server, Keyring]) -> None:
     server, ring = served
     files = (path.relative_to(WEB).as_posix() for path in WEB.rglob("*") if path.suffix in (".js", ".css"))
-    paths = ["/", "/docs", *(f"/web/{file}" for file in files)]
+    bundles = [f"/web/{page}.bundle.{kind}" for page in ("index", "docs") for kind in ("js", "css")]
+    paths = ["/", "/docs", "/web/literata.woff2", *bundles, *(f"/web/{file}" for file in files)]
     for path in paths:
         headers = httpx.get(f"{server.url}{path}", headers=ring.headers("alice")).headers
         assert set(headers["content-security-policy"].split("; ")) == POLICY, path

@@ -28,7 +28,7 @@ from app.http.response_model import NOT_SENT, Array, ResponseModel
 
 _DEFAULT_MAX_TOKENS = 16
 _WHOLE_CONTEXT = 2**31 - 1
-_DEFAULTS = {"include_stop_str_in_output": False, "stream": False}
+_DEFAULTS: dict[str, Any] = {"include_stop_str_in_output": False, "stream": False}
 _COMPLETIONS_ONLY_FIELDS = ("prompt", "echo", "suffix", "best_of", "tools", "tool_choice", "functions", "function_call")
 
 
