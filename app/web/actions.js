@@ -8,9 +8,10 @@ export class Actions {
 
   /**
    * `parts`: { notebook, panel, reading, truncation, status }; `buttons`: { generate, regenerate, stop, undo, redo } and
-   * `word`, what the first one says; `look()` switches the view.
+   * `word`, what the first one says; `look()` switches the view, and
+   * `help()` shows the keys.
    */
-  constructor(parts, { word, ...buttons }, { look }) {
+  constructor(parts, { word, ...buttons }, { look, help }) {
     [this.#parts, this.#buttons] = [parts, { word, ...buttons }];
     const { notebook } = parts;
     const actions = {
@@ -21,7 +22,7 @@ export class Actions {
       redo: () => notebook.redo(),
     };
     for (const [name, button] of Object.entries(buttons)) button.addEventListener("click", actions[name]);
-    listen({ ...actions, look }, () => notebook.running);
+    listen({ ...actions, look, help }, () => notebook.running);
   }
 
   generate() {
@@ -53,8 +54,7 @@ export class Actions {
     const { word, generate, stop, undo, redo, regenerate } = this.#buttons;
     // aria-disabled and not disabled: a button that is disabled while it has the focus drops it.
     const enable = (button, isEnabled) => button.setAttribute("aria-disabled", String(!isEnabled));
-    enable(generate, !notebook.running);
-    enable(stop, notebook.running);
+    swap(generate, stop, notebook.running);
     enable(undo, notebook.canUndo);
     enable(redo, notebook.canRedo);
     enable(regenerate, notebook.canRegenerate);
@@ -69,4 +69,12 @@ export class Actions {
     const tokens = reading.isOpen ? "20" : Number(typed.n) > 1 ? "0" : "";
     return { logprobs: tokens, ...truncation.fields(notebook.text), ...typed };
   }
+}
+
+// One button in the place of another; the focus goes with it.
+function swap(first, second, isSecond) {
+  const [shown, gone] = isSecond ? [second, first] : [first, second];
+  const hadFocus = document.activeElement === gone;
+  [shown.hidden, gone.hidden] = [false, true];
+  if (hadFocus) shown.focus();
 }

@@ -3,10 +3,12 @@
 
 import { fillParameters, tryIt } from "./docs-try.js";
 import { classed, element, put } from "./elements.js";
+import { applyPreferences } from "./preferences.js";
 
 const MODEL_DEFAULT = "the model's, else ";
 const $ = (id) => document.getElementById(id);
 
+applyPreferences();
 $("key-form").addEventListener("submit", (event) => event.preventDefault());
 try {
   const response = await fetch("openapi.json", { cache: "no-cache" });

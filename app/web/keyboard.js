@@ -3,7 +3,7 @@
 
 const TYPED_INTO = "input:not([type=range], [type=radio]), textarea:not(#document)";
 
-/** `actions`: { generate, regenerate, stop, undo, redo, look }; `running()`: whether there is something to stop. */
+/** `actions`: { generate, regenerate, stop, undo, redo, look, help }; `running()`: whether there is something to stop. */
 export function listen(actions, running) {
   document.addEventListener("keydown", (event) => {
     const name = event.isComposing ? null : nameOf(event, running());
@@ -16,7 +16,9 @@ export function listen(actions, running) {
 
 function nameOf({ key, target, ctrlKey, metaKey, altKey, shiftKey }, isRunning) {
   if (key === "Escape") return isRunning ? "stop" : null;
+  if (key === "?" && !target.closest?.("input, textarea, select")) return "help";
   if (!(ctrlKey || metaKey) || altKey) return null; // Ctrl with Alt is how some keyboards write letters
+  if (key === "/") return "help";
   if (key === "Enter") return shiftKey ? "regenerate" : "generate";
   if (target.closest?.(TYPED_INTO)) return null;
   const letter = key.toLowerCase();

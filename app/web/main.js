@@ -4,6 +4,7 @@ import { Actions } from "./actions.js";
 import { Autosave } from "./autosave.js";
 import { Exchange } from "./exchange.js";
 import { Notebook } from "./notebook.js";
+import { showPreferences } from "./preferences.js";
 import { complete } from "./request/completion.js";
 import { Panel } from "./request/panel.js";
 import { RunDisplay } from "./run-display.js";
@@ -89,9 +90,11 @@ const actions = new Actions(
     undo: $("undo"),
     redo: $("redo"),
   },
-  { look: () => view.look() },
+  { look: () => view.look(), help: () => $("help").open || $("help").showModal() },
 );
 
+showPreferences($("preferences"), ({ spelling }) => ($("document").spellcheck = spelling === "on"));
+$("show-help").addEventListener("click", () => $("help").showModal());
 autosave.begin({ states, isRunning: () => notebook.running, warn: (sentence) => status.show("idle", sentence) });
 display.changed();
 sheet.toEnd();

@@ -25,7 +25,7 @@ export class Service {
   async introduce() {
     try {
       this.facts = await model();
-      this.show(this.facts.id, this.facts.weights_version);
+      this.#describe();
       if (this.#isConnecting) this.#page.status.show("idle", "Ready");
       this.#isConnecting = false;
       this.#page.onmodel(this.facts);
@@ -39,11 +39,21 @@ export class Service {
     }
   }
 
+  /** A run was answered by these weights. If others have come since the page was loaded, their facts are read anew. */
   show(name, version) {
+    if (version === this.facts.weights_version && name === this.facts.id) return;
+    this.facts = { ...this.facts, id: name, weights_version: version, n_params: null, max_model_len: null };
+    this.#describe();
+    this.introduce();
+  }
+
+  #describe() {
     const { model: modelLine, weights } = this.#elements;
-    modelLine.textContent = name ?? "";
-    weights.textContent = version ? `weights ${version.replace(/^sha256:/, "").slice(0, 8)}` : "";
-    weights.title = version ?? "";
+    const { id, weights_version: version, n_params: parameters, max_model_len: context } = this.facts;
+    const facts = [parameters && `${size(parameters)} parameters`, context && `context ${context.toLocaleString("en")}`];
+    modelLine.textContent = id ?? "";
+    weights.textContent = facts.filter(Boolean).join(", ");
+    for (const node of [modelLine, weights]) node.title = version ?? "";
   }
 
   /** Handles a failed request: shows the key form if the request needs a key. */
@@ -80,4 +90,10 @@ export class Service {
     this.#page.onkey();
     this.introduce();
   }
+}
+
+// "8.7 M", "1.2 B".
+function size(count) {
+  const [value, unit] = count < 1e9 ? [count / 1e6, "M"] : [count / 1e9, "B"];
+  return `${value.toFixed(value < 99.5 ? 1 : 0)}\u00a0${unit}`;
 }

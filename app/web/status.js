@@ -1,6 +1,9 @@
 // The line under the text: state, speed, use of the context, and seed of the run.
 // Counts and times the tokens as this browser receives them; run-display.js reports the events.
 
+import { copy, REFUSED } from "./request/clipboard.js";
+
+const SHOWN = 1200; // ms that "copied" stands in the place of the seed
 const FIRST = "Waiting for the first token";
 const NONE = "\u2013"; // en dash
 
@@ -24,6 +27,7 @@ export class Status {
   constructor(line, remedy, numbers) {
     [this.#line, this.#remedy] = [line, remedy];
     this.#numbers = numbers;
+    numbers.seed.addEventListener("click", () => this.#copySeed());
   }
 
   set context(tokens) {
@@ -120,7 +124,17 @@ export class Status {
     rate.textContent = rateText(this.#rate ?? this.#ownRate());
     count.textContent = String(this.#count);
     context.textContent = this.#used === null || this.#context === null ? NONE : `${this.#used} of ${this.#context}`;
-    seed.textContent = this.#seed ?? NONE;
+    seed.textContent = shortened(this.#seed ?? NONE);
+    seed.title = this.#seed ? `${this.#seed}: click to copy` : "";
+  }
+
+  async #copySeed() {
+    if (!this.#seed) return;
+    const { seed } = this.#numbers;
+    const done = await copy(this.#seed);
+    if (!done) return this.show("idle", REFUSED);
+    seed.textContent = "copied";
+    setTimeout(() => this.#paint(), SHOWN);
   }
 
   /** Whether the model can see no more than what it has read and written. */
@@ -137,6 +151,10 @@ export class Status {
     const seconds = (this.#latest - this.#first) / 1000;
     return seconds > 0 ? (this.#count - 1) / seconds : null;
   }
+}
+
+function shortened(seed) {
+  return seed.length > 8 ? `${seed.slice(0, 6)}\u2026` : seed;
 }
 
 function rateText(rate) {

@@ -6,7 +6,18 @@ import subprocess
 
 import pytest
 
-from tests.support.page.browser import PROMPT, generate, play, set_fields, setting, start, status, text, wait_for
+from tests.support.page.browser import (
+    PROMPT,
+    generate,
+    play,
+    set_fields,
+    setting,
+    start,
+    status,
+    text,
+    used_seed,
+    wait_for,
+)
 
 RECEIPT = {
     "weights_version": "w",
@@ -172,7 +183,7 @@ def test_a_receipt_is_shown_copied_and_replayed_to_the_letter(page):
     assert "No receipt yet" in page.locator("#receipt").inner_text()
     set_fields(page, max_tokens=8)
     generate(page)
-    after, seed = text(page), page.locator("#used-seed").inner_text()
+    after, seed = text(page), used_seed(page)
     rows = dict(row.split("\n") for row in page.locator("#receipt dl div").all_inner_texts())
     assert rows["seed"] == seed and rows["max_tokens"] == "8" and rows["temperature"] == "1"
     page.get_by_role("button", name="Copy receipt").click()

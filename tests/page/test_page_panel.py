@@ -13,6 +13,7 @@ from tests.support.page.browser import (
     start,
     status,
     text,
+    used_seed,
     wait_for,
 )
 
@@ -202,7 +203,7 @@ def test_an_unlocked_seed_is_told_and_the_lock_keeps_it(page):
     lock, field = page.get_by_role("button", name="Lock the seed"), page.locator("#seed")
     set_fields(page, max_tokens=8)
     generate(page)
-    first, used = text(page), page.locator("#used-seed").inner_text()
+    first, used = text(page), used_seed(page)
     assert field.get_attribute("placeholder") == f"random, was {used}"
     assert (field.input_value(), lock.get_attribute("aria-pressed")) == ("", "false")
     lock.click()
@@ -219,9 +220,9 @@ def test_after_a_reload_or_an_undo_the_lock_keeps_the_seed_of_the_text_that_stan
     lock, field = page.get_by_role("button", name="Lock the seed"), page.locator("#seed")
     set_fields(page, max_tokens=4)
     generate(page)
-    first = page.locator("#used-seed").inner_text()
+    first = used_seed(page)
     generate(page)
-    second = page.locator("#used-seed").inner_text()
+    second = used_seed(page)
     page.locator("#undo").click()
     assert (first != second, field.get_attribute("placeholder")) == (True, f"random, was {first}")
     page.locator("#redo").click()

@@ -71,7 +71,7 @@ def test_the_sheet_stays_in_its_place_when_the_service_tells_what_it_serves(page
     before = page.locator("#paper").bounding_box()
     assert page.locator("#model").text_content() == ""
     routes[0].continue_()
-    page.locator("#weights", has_text="weights").wait_for()
+    page.locator("#weights", has_text="parameters").wait_for()
     assert page.locator("#paper").bounding_box() == before
 
 

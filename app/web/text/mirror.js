@@ -10,6 +10,11 @@ export class Mirror {
     this.#root = root;
   }
 
+  /** While text comes at the end, a caret of the model's ink stands there. */
+  set isStreaming(value) {
+    this.#root.classList.toggle("streaming", value);
+  }
+
   /** The whole text as it is now; `written`: [[start, end]] of what the model wrote. Touches only what differs. */
   paint(text, written) {
     const lines = split(text, written);

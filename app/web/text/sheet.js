@@ -64,6 +64,7 @@ export class Sheet {
     this.#caretAtEnd = this.#area.selectionStart === this.#area.value.length;
     if (withEnd && !this.#caretAtEnd) this.follow();
     this.#area.readOnly = true;
+    this.#mirror.isStreaming = withEnd;
     this.#writtenAt = -Infinity; // what comes first is written at once: there may be a placeholder
   }
 
@@ -82,6 +83,7 @@ export class Sheet {
 
   close() {
     this.flush();
+    this.#mirror.isStreaming = false;
     this.#area.readOnly = false;
     // Who was writing at the end goes on writing at the new end; who selected something keeps it.
     const { selectionStart, selectionEnd } = this.#area;

@@ -96,6 +96,11 @@ def status(page):
     return page.locator("#status").inner_text()
 
 
+def used_seed(page):
+    """The whole seed of the last run: the page shows a part of it."""
+    return page.locator("#used-seed").get_attribute("title").partition(":")[0]
+
+
 def set_fields(page, **fields):
     for name, value in fields.items():
         field = setting(page, name)

@@ -1,0 +1,71 @@
+// How the pages look to this user: theme, face and width of the text, spell checking. Kept for all tabs of this
+// browser; style sheets read data-* attributes of the root, and what is the default has none.
+
+import { classed, element, put } from "./elements.js";
+
+const PLACE = "inkstream.preferences";
+/** Choices of each preference, its default first. */
+export const PREFERENCES = {
+  theme: ["system", "light", "dark"],
+  font: ["book", "sans", "mono"],
+  lines: ["standard", "narrow", "wide"],
+  spelling: ["off", "on"],
+};
+
+/** What is stored, without what is no choice: { name: choice }. */
+export function valid(stored) {
+  const isChoice = ([name, choice]) => PREFERENCES[name]?.slice(1).includes(choice);
+  return Object.fromEntries(Object.entries(stored ?? {}).filter(isChoice));
+}
+
+/** Applies what the user chose last, and again when another tab changes it. Returns the choices. */
+export function applyPreferences() {
+  addEventListener("storage", ({ key }) => key === PLACE && apply(load()));
+  return apply(load());
+}
+
+/** The choices in a popover, whose button has this `root` as its target. `onchange(choices)` comes with each change. */
+export function showPreferences(root, onchange) {
+  const chosen = applyPreferences();
+  onchange(chosen);
+  for (const [name, choices] of Object.entries(PREFERENCES)) {
+    const group = classed("fieldset", "choices", element("legend", name));
+    for (const choice of choices) {
+      const radio = element("input");
+      Object.assign(radio, { type: "radio", name: `preference-${name}`, value: choice });
+      radio.checked = choice === (chosen[name] ?? choices[0]);
+      put(group, put(element("label"), radio, element("span", choice)));
+    }
+    root.append(group);
+  }
+  root.addEventListener("change", ({ target }) => {
+    chosen[target.name.replace("preference-", "")] = target.value;
+    onchange(apply(valid(chosen)));
+    save(valid(chosen));
+  });
+}
+
+function apply(choices) {
+  const { dataset } = document.documentElement;
+  for (const name of Object.keys(PREFERENCES)) {
+    if (choices[name]) dataset[name] = choices[name];
+    else delete dataset[name];
+  }
+  return choices;
+}
+
+function load() {
+  try {
+    return valid(JSON.parse(localStorage.getItem(PLACE)));
+  } catch {
+    return {}; // no storage, or no JSON
+  }
+}
+
+function save(choices) {
+  try {
+    localStorage.setItem(PLACE, JSON.stringify(choices));
+  } catch {
+    // Switched off or full: the choice lasts as long as the page.
+  }
+}

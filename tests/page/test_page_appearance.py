@@ -1,0 +1,125 @@
+"""What frames the text: the model's facts, the seed, Stop, help, preferences, and that nothing moves by itself."""
+
+import httpx
+
+from tests.support.page.browser import (
+    DONE,
+    generate,
+    give,
+    keep_answers_open,
+    play,
+    set_fields,
+    start,
+    status,
+    used_seed,
+    wait_for,
+)
+
+SHIFTS = """window.shifts = []; new PerformanceObserver((list) => {
+    for (const entry of list.getEntries()) if (!entry.hadRecentInput) shifts.push(entry.value);
+}).observe({ type: "layout-shift", buffered: true });"""
+
+
+def test_loading_and_a_run_move_nothing_and_take_few_requests(page):
+    asked = []
+    page.on("request", lambda request: asked.append(request))
+    page.add_init_script(SHIFTS)
+    for width in (1280, 390):
+        page.set_viewport_size({"width": width, "height": 800})
+        asked.clear()
+        page.reload()
+        page.locator('#status[data-state="idle"]').wait_for()
+        page.locator("#panel summary").wait_for()
+        assert 4 <= len(asked) <= 20
+        set_fields(page, max_tokens=60)
+        page.locator("#document").press("Control+Enter")
+        wait_for(page, "done")
+        page.wait_for_timeout(600)
+        assert page.evaluate("() => shifts.reduce((sum, value) => sum + value, 0)") < 0.01, width
+    page.evaluate("() => document.querySelector('main').style.paddingTop = '200px'")
+    page.wait_for_timeout(600)
+    assert page.evaluate("() => shifts.reduce((sum, value) => sum + value, 0)") > 0.01, "the control"
+
+
+def test_stop_stands_in_the_place_of_the_primary_button_and_has_its_focus(page):
+    keep_answers_open(page)
+    place = page.locator("#generate").bounding_box()
+    page.locator("#generate").focus()
+    start(page)
+    give(page, ("start", {"seed": 1}), ("token", {"text": " there"}))
+    wait_for(page, "streaming")
+    assert page.locator("#generate").is_hidden()
+    assert page.evaluate("() => document.activeElement.id") == "stop"
+    stop = page.locator("#stop").bounding_box()
+    assert (stop["x"] + stop["width"], stop["y"]) == (place["x"] + place["width"], place["y"])
+    caret = "() => getComputedStyle(document.querySelector('#mirror > :last-child'), '::after').content"
+    assert page.evaluate(caret) == '""'
+    page.keyboard.press("Enter")
+    wait_for(page, "stopped")
+    assert page.evaluate("() => document.activeElement.id") == "generate"
+    assert page.evaluate(caret) == "none"
+
+
+def test_the_seed_is_short_and_a_click_copies_all_of_it(page):
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    play(page, ("start", {"seed": 1234567890123456}), ("token", {"text": "."}), DONE)
+    generate(page)
+    assert page.locator("#used-seed").inner_text() == "123456\u2026"
+    page.locator("#used-seed").click()
+    page.locator("#used-seed", has_text="copied").wait_for()
+    assert page.evaluate("() => navigator.clipboard.readText()") == "1234567890123456" == used_seed(page)
+    page.locator("#used-seed", has_text="123456\u2026").wait_for()
+    assert status(page) == "Done (length)"
+
+
+def test_the_models_size_and_context_are_those_of_the_weights_that_answer(page, server):
+    model = httpx.get(f"{server.url}/v1/models").json()["data"][0]
+    facts = page.locator("#weights").inner_text()
+    assert facts.endswith(f", context {model['max_model_len']}") and "M parameters" in facts
+    other = {**model, "id": "other", "weights_version": "f" * 64, "n_params": 2_500_000_000, "max_model_len": 4096}
+    page.route("**/v1/models", lambda route: route.fulfill(json={"data": [other]}))
+    begun = {"seed": 1, "model": "other", "weights_version": "f" * 64}
+    play(page, ("start", begun), ("token", {"text": "."}), DONE)
+    generate(page)
+    page.locator("#weights", has_text="2.5\u00a0B parameters, context 4,096").wait_for()
+    assert page.locator("#weights").get_attribute("title") == "f" * 64
+    assert page.locator("#model").inner_text() == "other"
+
+
+def test_the_keys_are_listed_by_a_key_and_the_focus_comes_back(page):
+    page.locator("#document").press("?")
+    assert page.locator("#help").is_hidden(), "in the text it is a letter"
+    page.locator("#document").press("Control+/")
+    page.get_by_role("dialog", name="Keys").wait_for()
+    assert page.locator("#help a").get_attribute("href") == "docs"
+    page.keyboard.press("Escape")
+    assert page.evaluate("() => document.activeElement.id") == "document"
+    page.locator("#regenerate").focus()
+    page.keyboard.press("?")
+    page.get_by_role("button", name="Close").press("Enter")
+    assert page.locator("#help").is_hidden()
+
+
+def test_preferences_hold_in_every_tab_on_both_pages_and_after_a_reload(page):
+    style = "([selector, name]) => getComputedStyle(document.querySelector(selector))[name]"
+    ground, face = ["body", "backgroundColor"], ["#document", "fontFamily"]
+    light, book = page.evaluate(style, ground), page.evaluate(style, face)
+    other = page.context.new_page()
+    other.goto("/docs")
+    page.locator("#show-preferences").press("Enter")
+    for choice in ("dark", "mono", "wide", "on"):
+        page.get_by_role("radio", name=choice, exact=True).check(force=True)
+    dark, mono = page.evaluate(style, ground), page.evaluate(style, face)
+    assert dark != light and mono != book
+    other.wait_for_function("() => document.documentElement.dataset.theme === 'dark'")
+    assert other.evaluate(style, ground) == dark
+    page.reload()
+    page.locator("html[data-theme=dark][data-font=mono][data-lines=wide]").wait_for(state="attached")
+    assert page.evaluate("() => document.querySelector('#document').spellcheck") is True
+    page.locator("#show-preferences").press("Enter")
+    page.get_by_role("radio", name="dark", exact=True).press("ArrowLeft")
+    assert page.evaluate("() => document.documentElement.dataset.theme") == "light"
+    page.locator("#mirror").wait_for(state="attached")
+    widths = "() => ['#document', '#mirror'].map((one) => getComputedStyle(document.querySelector(one)).paddingLeft)"
+    own, mirror = page.evaluate(widths)
+    assert own == mirror, "the mirror lies on the text"
