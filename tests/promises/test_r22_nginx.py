@@ -150,6 +150,7 @@ async def test_each_of_two_services_restarts_and_no_request_fails(
     ports = _free_ports(2)
     conf = _two_servers(ports)
     outcomes = await _restart_under_load(serve, tmp_path, conf, ports, promise.size(1, 10))
+    print(outcomes)
     promise.all_of("requests complete while two services restart in turn", outcomes["complete"], outcomes.total())
     assert outcomes.total() > 50, outcomes
     without_retry = re.sub(r"proxy_next_upstream .*;", "proxy_next_upstream off;", conf)
