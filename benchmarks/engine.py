@@ -1,4 +1,7 @@
-"""Steps of the bare engine, without service and pipe: `python -m benchmarks.engine sampling|operations`.
+"""Steps of the bare engine, without service and pipe: `python -m benchmarks.engine host|sampling|operations`.
+
+host: what a decode step costs beside the forward, which computes nothing: plan, the rest of the run (inputs of the
+kernels, drawing greedily from the logits) and commit.
 
 sampling: what a step costs greedily, with temperature 0.8, with every filter, with every filter, penalty, bias and
 log-probabilities, and with temperature 0.8 under a JSON schema, whose compilation is not counted. An engine for each
@@ -21,6 +24,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -33,6 +37,7 @@ from app.engine.cpu.compute import NativeCompute, ThreadPool
 from app.engine.cpu.library import load_library
 from app.engine.cpu.program import BLOCK
 from app.engine.cpu.toolchain.builder import find_or_build
+from app.engine.execution.engine import Engine
 from app.engine.startup import build_engine
 from app.engine.worker_loop import BuiltEngine
 from app.guided.grammar import grammar_from
@@ -82,7 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line("engine", __doc__)
     parser.add_argument("--weights", type=Path, default=Path("weights"), help="weights directory (%(default)s)")
     parser.add_argument("--kernels", choices=KERNELS, default="native", help="kernels (%(default)s)")
-    what = parser.add_subparsers(required=True, metavar="sampling|operations")
+    what = parser.add_subparsers(required=True, metavar="host|sampling|operations")
+    what.add_parser("host").set_defaults(measure=_host)
     one = what.add_parser("sampling")
     one.set_defaults(measure=_sampling)
     one.add_argument("--quick", action="store_true", help="few steps, as a smoke test")
@@ -117,6 +123,39 @@ def _engine(weights: Path, kernels: str, *, rows: int, length: int) -> BuiltEngi
         ),
         read=cache(load),
     )
+
+
+def _host(weights: Path, kernels: str) -> dict[str, Any]:
+    steps, times = 150, []
+    print(f"{'rows':>5}{'plan':>10}{'run':>10}{'commit':>10}{'step':>10}  us, median")
+    for rows in (1, 8, 32, 256):
+        built = _engine(weights, kernels, rows=rows, length=_CONTEXT_TOKENS)
+        engine, vocab_size = built.engine, built.ready.vocab_size
+        runner: Any = engine.runner
+        compute = runner.compute
+        compute._library = SimpleNamespace(ink_run=lambda *_: None, ink_head=lambda *_: None)
+        compute._logits = torch.randn(rows, vocab_size)
+        for row in range(rows):
+            engine.add(request(f"{row}", random_prompt(20, vocab_size, row), steps + 10))
+        run_until_decoding(engine, rows)
+        samples = [_timed_step(engine) for _ in range(steps)]
+        us = {name: statistics.median(each[name] for each in samples) * 1e6 for name in samples[0]}
+        print(f"{rows:5}" + "".join(f"{value:10.1f}" for value in us.values()), flush=True)
+        times.append({"rows": rows, **us})
+    return {"steps": steps, "times": times}
+
+
+def _timed_step(engine: Engine) -> dict[str, float]:
+    """Seconds of the parts of Engine.step()."""
+    start = time.perf_counter()
+    engine._mark_pending_masks()
+    plan = engine.scheduler.plan()
+    planned = time.perf_counter()
+    result = engine.isolation.run(plan)
+    ran = time.perf_counter()
+    engine.scheduler.commit(plan, result)
+    done = time.perf_counter()
+    return {"plan": planned - start, "run": ran - planned, "commit": done - ran, "step": done - start}
 
 
 def _sampling(weights: Path, kernels: str, quick: bool) -> dict[str, Any]:
@@ -223,8 +262,8 @@ def profile(config: ModelConfig, *, steps: int, int8: bool = False, rows: Sequen
 def _sequence(config: ModelConfig, row: int, length: int) -> EngineSequence:
     n_blocks = length // BLOCK + 1
     one = request(str(row), random_prompt(length + 1, config.vocab_size, row), 1)
-    blocks = list(range(row * n_blocks, (row + 1) * n_blocks))
-    return EngineSequence(request=one, tokens=list(one.prompt), arrival=row, blocks=blocks)
+    blocks = array("i", range(row * n_blocks, (row + 1) * n_blocks))
+    return EngineSequence(request=one, tokens=array("q", one.prompt), arrival=row, blocks=blocks)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ stay in the engine process.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -216,15 +217,16 @@ class Sequence:
     """Scheduling state of a request in the engine. Owned by the scheduler."""
 
     request: Request
-    tokens: list[int]
-    """Prompt and generated tokens."""
+    tokens: array[int]
+    """Prompt and generated tokens, of type "q": the native kernels read them in place."""
     arrival: int
     """Sequence number of arrival: older requests have smaller ones; preemption does not change it."""
     num_computed: int = 0
     """Number of `tokens` whose keys and values are in the cache."""
     ahead: int = 0
     """Further tokens that steps in flight compute; the last may have been sampled on the device only."""
-    blocks: list[int] = field(default_factory=list)
+    blocks: array[int] = field(default_factory=lambda: array("i"))
+    """Cache blocks, of type "i": the native kernels read them in place. Only ever extended, or replaced."""
     hashes: list[bytes] = field(default_factory=list)
     """Chained hashes of the full blocks of `tokens`, computed on demand."""
     num_registered: int = 0
@@ -287,8 +289,7 @@ class Sequence:
         return self.num_computed >= len(self.request.prompt)
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(Struct, frozen=True, gc=False):
     """Computes tokens[start:stop] of a sequence; if stop is its end, samples a new token."""
 
     sequence: Sequence
@@ -315,8 +316,7 @@ class Chunk:
         return range(first + 1, rows.stop + 1) if self.sequence.num_unscored else range(0)
 
 
-@dataclass(frozen=True, slots=True)
-class BatchPlan:
+class BatchPlan(Struct, frozen=True):
     """One step of the engine."""
 
     chunks: tuple[Chunk, ...]
@@ -327,8 +327,7 @@ class BatchPlan:
     """(from, to): blocks to copy after that and before the step."""
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(Struct, frozen=True, gc=False):
     """Result of sampling one row of logits; `token` is None if the logits were not finite."""
 
     token: int | None

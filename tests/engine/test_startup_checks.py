@@ -192,7 +192,7 @@ def _last_bit(scores: dict[str, tuple[TokenScore, ...] | None]) -> dict[str, tup
 
 def _other_token(drawn: dict[str, SampledToken]) -> dict[str, SampledToken]:
     """Where logits are right and tokens are not."""
-    return drawn if len(drawn) < 3 else {name: replace(each, token=5) for name, each in drawn.items()}
+    return drawn if len(drawn) < 3 else {name: msgspec.structs.replace(each, token=5) for name, each in drawn.items()}
 
 
 def _break(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, break_it: Callable[[Any], Any]) -> None:

@@ -6,6 +6,7 @@ None gives way more than four times, and no step makes no progress.
 from __future__ import annotations
 
 import random
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -121,7 +122,7 @@ def test_blocks_that_are_not_given_back_show(monkeypatch: pytest.MonkeyPatch) ->
     """Positive control: without what a preemption frees, the engine stands still or the check of blocks complains."""
 
     def keep(_self: BlockAllocator, sequence: object) -> None:
-        sequence.blocks = []  # type: ignore[attr-defined]
+        sequence.blocks = array("i")  # type: ignore[attr-defined]
 
     monkeypatch.setattr(BlockAllocator, "release", keep)
     scheduler, device = make_scheduler(48, 2, 64, 32), SimulatedDevice(2)

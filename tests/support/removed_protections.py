@@ -12,6 +12,7 @@ import functools
 import importlib
 import inspect
 import sys
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -139,7 +140,7 @@ def _no_open_files(real: Any, directory: Any) -> Any:
 
 @_removal("allocator.release", "app.engine.scheduling.block_allocator", "BlockAllocator.release")
 def _leak_blocks(real: Any, allocator: Any, sequence: Any) -> None:
-    sequence.blocks = []
+    sequence.blocks = array("i")
     real(allocator, sequence)
 
 

@@ -48,7 +48,7 @@ class NativeCompute:
         self.program = program = Program(library, decoder, int8=int8)
         shape = (self.config.n_layers, 2, blocks + 1, self.config.n_kv_heads, BLOCK * padded_head_dim(self.config))
         self._cache = zeros(shape, program.dtype)
-        self._padding_block = blocks
+        self._padding_blocks = array("i", [blocks]) * -(-self.config.context // BLOCK)
         self._executor = library.ink_open(program.shape(self._cache), pool.handle)
         finalize(self, library.ink_close, self._executor)
         self._logits = torch.empty(0, program.logits_columns)
@@ -62,16 +62,15 @@ class NativeCompute:
         if plan.copies:
             sources, targets = ([pair[side] for pair in plan.copies] for side in (0, 1))
             self._cache[:, :, targets] = self._cache[:, :, sources]
-        tokens, chunks, tables = array("i"), array("i"), array("i")
+        tokens, chunks = array("q"), list[int]()
         for chunk in plan.chunks:
             start, stop, sequence = chunk.start, chunk.stop, chunk.sequence
-            chunks.extend((stop - start, start, len(tables)))
-            tokens.extend(sequence.tokens[start:stop])
-            n_blocks = -(-stop // BLOCK)
-            table = sequence.blocks[:n_blocks] or [self._padding_block] * n_blocks
-            assert len(table) == n_blocks, "the kernels would read the blocks of the next sequence"
-            tables.extend(table)
-        addresses = (numbers.buffer_info()[0] for numbers in (tokens, chunks, tables))
+            blocks = sequence.blocks or self._padding_blocks
+            assert len(blocks) * BLOCK >= stop, "the kernels would read the blocks of the next sequence"
+            tokens += sequence.tokens[start:stop]
+            chunks += (stop - start, start, blocks.buffer_info()[0])
+        table = array("q", chunks)
+        addresses = (tokens.buffer_info()[0], table.buffer_info()[0])
         step = Step(len(tokens), len(plan.chunks), *addresses, self.seconds and self.seconds.buffer_info()[0])
         self._library.ink_run(self._executor, ctypes.byref(step))
         return plan.chunks

@@ -111,7 +111,7 @@ class Step(Structure):
 
     _fields_ = (
         *((name, c_int32) for name in ("n_rows", "n_chunks")),
-        *((name, c_void_p) for name in ("tokens", "chunks", "tables", "seconds")),
+        *((name, c_void_p) for name in ("tokens", "chunks", "seconds")),
     )
 
 

@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Sequence as Items
 from ctypes import CDLL, c_char, c_int64, c_void_p
 from dataclasses import dataclass
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -49,34 +50,24 @@ class NativeSampler:
         self._handle = pool.handle if pool else None
         self._scratch = (c_char * library.ink_scratch_bytes(pool.count if pool else 1, vocab))()
         self._params_cache: dict[tuple[int, int, int], _PackedParams] = {}
+        self._batch = _Batch([], [])
         self._outputs = _Outputs(0)
 
     def sample(self, logits_SV: Tensor, rows: Items[SamplingInput]) -> list[SampledToken]:
         """See app/engine/sampling/sampler.py; for logits on the CPU."""
         logits_SV = _contiguous_float32(logits_SV)
         assert logits_SV.shape == (len(rows), self.vocab)
-        packed: dict[tuple[int, int, int], _PackedParams] = {}
-        keepalive: list[object] = []
-        fields = array("q")
-        top_counts = []
-        for row in rows:
-            key = (id(row.params), row.n_prompt, id(row.stop_ids))
-            params = self._params_cache.get(key)
-            if params is None:
-                params = self._params_cache[key] = _pack(row, self.vocab)
-            packed[key] = params
-            top_counts.append(params.n_top)
-            tokens = _address_of(row.tokens, keepalive) if params.is_counted else 0
-            allowed = 0 if row.allowed is None else _mask_address(row.allowed, self.vocab, keepalive)
-            fields.extend((params.address, tokens, len(row.tokens), allowed))
-        # Drop the parameters of requests that do not sample in this step.
-        self._params_cache = packed
+        batch = self._batch
+        if len(rows) != len(batch.rows) or not all(map(is_, rows, batch.rows)):
+            batch = self._batch = _Batch([*rows], [self._packed(row) for row in rows])
+            # Drop the parameters of requests that do not sample in this step.
+            self._params_cache = dict(zip(map(_key, rows), batch.params, strict=True))
         outputs = self._outputs_for(len(rows))
-        shape = (logits_SV.stride(0), self.vocab, len(rows), fields.buffer_info()[0])
+        shape = (logits_SV.stride(0), self.vocab, len(rows), batch.update(self.vocab))
         self._sample(self._handle, self._scratch, logits_SV.data_ptr(), *shape, outputs.address)
-        if max(top_counts, default=-1) < 0:
+        if batch.max_top < 0:
             return [SampledToken(token if token >= 0 else None) for token in outputs.tokens[: len(rows)]]
-        return [outputs.sampled_token(row, n_top) for row, n_top in enumerate(top_counts)]
+        return [outputs.sampled_token(row, params.n_top) for row, params in enumerate(batch.params)]
 
     def top_logprobs(self, logits_XV: Tensor, chosen: Items[int], count: int) -> list[TokenScore]:
         """See app/engine/sampling/sampler.py; for rows of finite logits on the CPU that all request `count` tokens."""
@@ -89,10 +80,37 @@ class NativeSampler:
         self._logprobs_of(self._handle, self._scratch, logits_XV.data_ptr(), *shape, outputs.address)
         return [outputs.score(row, n_top) for row in range(len(chosen))]
 
+    def _packed(self, row: SamplingInput) -> _PackedParams:
+        return self._params_cache.get(_key(row)) or _pack(row, self.vocab)
+
     def _outputs_for(self, rows: int) -> _Outputs:
         if rows > self._outputs.rows:
             self._outputs = _Outputs(max(rows, 2 * self._outputs.rows))
         return self._outputs
+
+
+class _Batch:
+    """InkRow of each row, for as long as the same rows are sampled: then only their tokens grow."""
+
+    def __init__(self, rows: list[SamplingInput], params: list[_PackedParams]) -> None:
+        self.rows, self.params = rows, params
+        self.max_top = max((each.n_top for each in params), default=-1)
+        self._tokens = [row.tokens for row in rows]
+        self._counted = [i for i, each in enumerate(params) if each.is_counted]
+        self._fields = array("q", bytes(8 * 4 * len(rows)))
+        self._fields[0::4] = array("q", [each.address for each in params])
+        self._masks = [(i, row.allowed.contiguous()) for i, row in enumerate(rows) if row.allowed is not None]
+        for i, mask in self._masks:
+            self._fields[4 * i + 3] = mask.data_ptr()
+
+    def update(self, vocab: int) -> int:
+        """The address of the rows, with the tokens as they are now."""
+        assert all(mask.dtype == torch.int32 and 32 * len(mask) >= vocab for _, mask in self._masks)
+        self._fields[2::4] = array("q", map(len, self._tokens))
+        self._keepalive = [_as_array(self._tokens[i]) for i in self._counted]
+        for i, tokens in zip(self._counted, self._keepalive, strict=True):
+            self._fields[4 * i + 1] = tokens.buffer_info()[0]
+        return self._fields.buffer_info()[0]
 
 
 class _Outputs:
@@ -134,19 +152,13 @@ def _pack(row: SamplingInput, vocab: int) -> _PackedParams:
     return _PackedParams(words.buffer_info()[0], (words, p, row.stop_ids), is_counted(p), n_top)
 
 
-def _address_of(tokens: Items[int], keepalive: list[object]) -> int:
-    """Returns the address of the ids as int64, and appends the array to `keepalive`."""
-    if not (isinstance(tokens, array) and tokens.typecode == "q"):
-        tokens = array("q", tokens)
-    keepalive.append(tokens)
-    return tokens.buffer_info()[0]
+def _key(row: SamplingInput) -> tuple[int, int, int]:
+    return id(row.params), row.n_prompt, id(row.stop_ids)
 
 
-def _mask_address(allowed: Tensor, vocab: int, keepalive: list[object]) -> int:
-    assert allowed.dtype == torch.int32 and 32 * len(allowed) >= vocab
-    allowed = allowed.contiguous()
-    keepalive.append(allowed)
-    return allowed.data_ptr()
+def _as_array(tokens: Items[int]) -> array[int]:
+    """The ids as int64: those of the engine's sequences are already."""
+    return tokens if isinstance(tokens, array) and tokens.typecode == "q" else array("q", tokens)
 
 
 def _contiguous_float32(logits_SV: Tensor) -> Tensor:

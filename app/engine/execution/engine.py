@@ -18,6 +18,7 @@ the same slots, and a grammar state that advanced too early is rebuilt from the 
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import Any, NamedTuple, Protocol
@@ -149,7 +150,9 @@ class FaultIsolation:
     def _run_probe(self, example: Request) -> None:
         """Raises if even a sequence of one token cannot be computed: then no request is at fault."""
         request = Request(id="probe", prompt=(0,), max_tokens=1, source=example.source[:1])
-        sequence = Sequence(request=request, tokens=[0], arrival=0)  # without blocks: it writes to the padding block
+        sequence = Sequence(
+            request=request, tokens=array("q", [0]), arrival=0
+        )  # without blocks: it writes to the padding block
         self._runner.run(BatchPlan((Chunk(sequence, 0, 1),)))
 
 

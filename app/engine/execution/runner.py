@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence as Items
 from typing import NamedTuple, Protocol
 
@@ -132,7 +131,7 @@ class Runner:
         self.compute = compute
         self.grammars = grammars
         self.sampler = sampler
-        self._histories: dict[Sequence, array[int]] = {}
+        self._unguided: tuple[list[Sequence], list[SamplingInput]] = [], []
 
     @torch.inference_mode()
     def run(self, plan: BatchPlan) -> StepResult:
@@ -150,55 +149,44 @@ class Runner:
     def _draw(self, chunks: Items[Chunk]) -> dict[str, SampledToken]:
         last_rows, sampling, end = [], [], 0
         for chunk in chunks:
-            end += chunk.stop - chunk.start
-            if chunk.samples:
+            sequence, stop = chunk.sequence, chunk.stop
+            end += stop - chunk.start
+            if stop >= len(sequence.tokens):  # chunk.samples
                 last_rows.append(end - 1)
-                sampling.append(chunk.sequence)
+                sampling.append(sequence)
         if not sampling:
             return {}
         logits_SV = self.compute.logits(last_rows)
-        # Kept while a sequence samples in every step, to avoid copying its Python integers each time.
-        self._histories = {sequence: self._history(sequence) for sequence in sampling}
-        allowed = self.grammars.allowed(sampling) if self.grammars else [None] * len(sampling)
-        decided = {
-            s.request.id: result
-            for s, result in zip(sampling, allowed, strict=True)
-            if isinstance(result, SampledToken)
-        }
-        if decided:
-            rows = [row for row, result in enumerate(allowed) if not isinstance(result, SampledToken)]
-            sampling, allowed, logits_SV = (
-                [sampling[row] for row in rows],
-                [allowed[row] for row in rows],
-                logits_SV[rows],
-            )
-        return decided | self._sample(sampling, allowed, logits_SV)
+        allowed = self.grammars.allowed(sampling) if self.grammars else []
+        if all(mask is None for mask in allowed):
+            return self._sample(sampling, self._unguided_inputs(sampling), logits_SV)
+        pairs = list(zip(sampling, allowed, strict=True))
+        decided = {s.request.id: result for s, result in pairs if isinstance(result, SampledToken)}
+        open_rows = [row for row, result in enumerate(allowed) if not isinstance(result, SampledToken)]
+        inputs = [_sampling_input(s, mask) for s, mask in pairs if not isinstance(mask, SampledToken)]
+        logits_SV = logits_SV[open_rows] if decided else logits_SV
+        return decided | self._sample([sampling[row] for row in open_rows], inputs, logits_SV)
 
     def _sample(
-        self, sequences: list[Sequence], allowed: Items[Tensor | SampledToken | None], logits_SV: Tensor
+        self, sequences: list[Sequence], inputs: list[SamplingInput], logits_SV: Tensor
     ) -> dict[str, SampledToken]:
         if not sequences:
             return {}
-        rows = [
-            SamplingInput(s.request.params, self._histories[s], len(s.request.prompt), s.request.stop_ids, mask)
-            for s, mask in zip(sequences, allowed, strict=True)
-            if not isinstance(mask, SampledToken)
-        ]
         fault("engine.sample", sequences)
-        sampled = self.sampler.sample(logits_SV, rows)
+        sampled = self.sampler.sample(logits_SV, inputs)
         sampled = self.grammars.accept_tokens(sequences, sampled) if self.grammars else sampled
         return {sequence.request.id: result for sequence, result in zip(sequences, sampled, strict=True)}
 
-    def _history(self, sequence: Sequence) -> array[int]:
-        """The sequence's tokens in the sampler's format. Tokens are only ever appended."""
-        history = self._histories.get(sequence) or array("q")
-        history.extend(sequence.tokens[len(history) :])
-        return history
+    def _unguided_inputs(self, sequences: list[Sequence]) -> list[SamplingInput]:
+        """The same objects while the same sequences sample: only their tokens grow."""
+        if self._unguided[0] != sequences:
+            self._unguided = sequences, [_sampling_input(sequence, None) for sequence in sequences]
+        return self._unguided[1]
 
     def _score(self, chunks: Items[Chunk]) -> dict[str, tuple[TokenScore, ...] | None]:
         scores, start = {}, 0
         for chunk in chunks:
-            if positions := chunk.scores:
+            if chunk.sequence.request.prompt_logprobs is not None and (positions := chunk.scores):
                 # The row before a token predicts it.
                 first = start + positions.start - 1 - chunk.start
                 rows = range(first, first + len(positions))
@@ -220,3 +208,8 @@ class Runner:
                 return None
             scores += self.sampler.top_logprobs(logits_XV, tokens, request.prompt_logprobs)
         return tuple(scores)
+
+
+def _sampling_input(sequence: Sequence, allowed: Tensor | None) -> SamplingInput:
+    request = sequence.request
+    return SamplingInput(request.params, sequence.tokens, len(request.prompt), request.stop_ids, allowed)

@@ -5,6 +5,7 @@ They have no blocks: they write to the padding block.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -40,7 +41,7 @@ _COSTLIEST = _COSTLY | {
 
 def dummies(rows: int, length: int, *, start: int = 0, source: tuple[int, ...] = (), **fields: Any) -> BatchPlan:
     """A step of `rows` sequences that computes tokens start:length of each. fields: fields of their requests."""
-    tokens, fields = [0] * length, _TYPICAL | fields
+    tokens, fields = array("q", [0]) * length, _TYPICAL | fields
     return BatchPlan(tuple(Chunk(_sequence(index, tokens, source, **fields), start, length) for index in range(rows)))
 
 
@@ -64,7 +65,7 @@ def costliest_step(limits: StepLimits, context: int, *, source: tuple[int, ...] 
 
 def _spread(limits: StepLimits, context: int, requests: Items[dict[str, Any]], source: tuple[int, ...]) -> BatchPlan:
     """One sequence for each entry of `requests`; the first ones get as many tokens as possible."""
-    tokens, spare, chunks = [0] * context, limits.tokens_per_step, []
+    tokens, spare, chunks = array("q", [0]) * context, limits.tokens_per_step, []
     for index, fields in enumerate(requests):
         length = max(1, min(context, spare - (len(requests) - index - 1)))
         spare -= length
@@ -72,8 +73,8 @@ def _spread(limits: StepLimits, context: int, requests: Items[dict[str, Any]], s
     return BatchPlan(tuple(chunks))
 
 
-def _sequence(index: int, tokens: list[int], source: tuple[int, ...], **fields: Any) -> Sequence:
-    """`tokens` is one list that all sequences share; in the first sequence its last token counts as generated."""
+def _sequence(index: int, tokens: array[int], source: tuple[int, ...], **fields: Any) -> Sequence:
+    """`tokens` is one array that all sequences share; in the first sequence its last token counts as generated."""
     prompt = (0,) if index else tuple(tokens[:-1] or tokens)
     request = Request(id=f"dummy {index}", prompt=prompt, max_tokens=1, source=source, **fields)
     return Sequence(request=request, tokens=tokens, arrival=0)

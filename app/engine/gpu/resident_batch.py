@@ -51,7 +51,7 @@ def lay_out(
     for chunk, row in zip(chunks, rows, strict=True):
         start, stop, known_tokens = chunk.start, chunk.stop, chunk.sequence.tokens
         first = len(layout.tokens_T)
-        layout.tokens_T.extend(known_tokens[start:stop])
+        layout.tokens_T.extend(known_tokens[start:stop].tolist())
         layout.tokens_T.extend([-1] * (stop - max(start, len(known_tokens))))
         layout.rows_T.extend([row] * (stop - start))
         layout.positions_T.extend(range(start, stop))
@@ -141,7 +141,7 @@ class _ResidentRow:
     """The host's view of a row, as it will be after the launched steps. Owned by ResidentBatch."""
 
     row: int
-    blocks: list[int]
+    blocks: array[int]
     """The list object of the sequence, which is replaced if the sequence is preempted and readmitted."""
     n_blocks: int = 0
     length: int = 0
@@ -257,7 +257,7 @@ class ResidentBatch:
             updates.words.extend(pack_request(request, self.table.vocab_size))
         if self.can_sample(request) and is_counted(request.params):
             prompt, length = len(request.prompt), len(sequence.tokens)
-            updates.history.extend(sequence.tokens)
+            updates.history.extend(sequence.tokens.tolist())
             updates.history_rows.extend([row] * length)
             updates.history_generated.extend([0] * prompt + [1] * (length - prompt))
         resident = self._resident_rows[sequence] = _ResidentRow(row=row, blocks=sequence.blocks)

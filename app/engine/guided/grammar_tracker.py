@@ -16,12 +16,13 @@ import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from threading import Lock
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from app.common.fault_injection import fault
@@ -249,6 +250,8 @@ class GrammarTracker:
         A step takes no more rows of a tenant whose masks come from the threads than cost them a shared step's time, the
         least recently sampled first: costly grammars fill no batch in which other tenants wait for their tokens.
         """
+        if not self._states:
+            return [False] * len(sequences)
         states = {sequence.request.id: self._states.get(sequence.request.id) for sequence in sequences}
         waits = {request_id for request_id, state in states.items() if state and self._is_left_out(state)}
         seconds: dict[str, float] = defaultdict(float)
@@ -271,6 +274,8 @@ class GrammarTracker:
         A SampledToken instead means that no token is to be sampled: the mask is not ready, the text has ended, or the
         grammar cannot be followed. Raises the error of a failed job.
         """
+        if not self._states and not any(sequence.request.grammar for sequence in sequences):
+            return [None] * len(sequences)
         states = [self._state_of(sequence) if _is_guided(sequence) else None for sequence in sequences]
         while len(self._states) > max(self._max_states, len(sequences)):
             self._release(self._states.popitem(last=False)[1])
@@ -282,6 +287,8 @@ class GrammarTracker:
 
     def accept_tokens(self, sequences: Items[Sequence], sampled: Items[SampledToken]) -> list[SampledToken]:
         """Starts to compute the next masks; returns the tokens, marked undecided where they reach max_tokens."""
+        if not self._states:
+            return [*sampled]
         return [
             self._accept_token(sequence, result) if _is_guided(sequence) else result
             for sequence, result in zip(sequences, sampled, strict=True)

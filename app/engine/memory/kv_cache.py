@@ -12,6 +12,7 @@ length of the sum (float32 from 256 keys on, bfloat16 from 576 on).
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
@@ -191,9 +192,9 @@ def _rows(count: int, multiple: int, min_count: int) -> int:
     return -(-max(count, min_count) // multiple) * multiple
 
 
-def _padded(blocks: list[int], length: int, padding: int) -> list[int]:
+def _padded(blocks: array[int], length: int, padding: int) -> list[int]:
     # Blocks allocated in advance may reach beyond the tiles of this step.
-    return blocks[:length] + [padding] * (length - len(blocks))
+    return blocks[:length].tolist() + [padding] * (length - len(blocks))
 
 
 def _tiles(length: int) -> int:

@@ -22,6 +22,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from app.common.types import MAX_BIASES, Request, SamplingParams
@@ -46,8 +47,7 @@ _SECTION = struct.Struct(f"={MAX_STOPS + MAX_BIASES}i")
 assert _HEADER.size == 4 * STOPS and WORDS % 2 == 0
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingInput:
+class SamplingInput(Struct, frozen=True, gc=False):
     """A request's parameters, its tokens so far, and the tokens that its grammar allows next."""
 
     params: SamplingParams

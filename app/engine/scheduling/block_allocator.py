@@ -166,13 +166,13 @@ class StepsInFlight:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._steps: deque[tuple[BatchPlan, list[list[int]]]] = deque()
+        self._steps: deque[tuple[BatchPlan, list[Items[int]]]] = deque()
 
     def __bool__(self) -> bool:
         return bool(self._steps)
 
     @property
-    def deferred(self) -> Iterator[list[int]]:
+    def deferred(self) -> Iterator[Items[int]]:
         """Blocks without an owner that are not released yet."""
         return (blocks for _, deferred in self._steps for blocks in deferred)
 
@@ -193,7 +193,7 @@ class StepsInFlight:
         for blocks in deferred:
             self._pool.release(blocks)
 
-    def release(self, blocks: list[int]) -> None:
+    def release(self, blocks: Items[int]) -> None:
         """Releases blocks at once, or as soon as no step in flight can use them."""
         if self._steps:
             self._steps[-1][1].append(blocks)
@@ -221,13 +221,13 @@ class BlockAllocator:
     def admit(self, sequence: Sequence, length: int, *, spare: int) -> bool:
         """Allocates blocks for `length` tokens; False if fewer than `spare` blocks would be left."""
         leader = sequence.active_leader
-        reused = leader.blocks[: self._full_prompt_blocks(leader)] if leader else self._find_cached(sequence)
+        reused = self._leader_blocks(leader) if leader else self._find_cached(sequence)
         self.pool.share(reused)
         missing = self.pool.needed(length) - len(reused)
         if missing + spare > self.pool.available:
             self.pool.release(reused)
             return False
-        sequence.blocks = reused + self._allocate(missing)
+        sequence.blocks = array("i", reused + self._allocate(missing))
         sequence.num_registered = len(reused)
         sequence.num_computed = len(reused) * self.pool.block_size
         if leader and not leader.ahead:
@@ -240,7 +240,7 @@ class BlockAllocator:
 
     def extend(self, sequence: Sequence) -> None:
         """Allocates the missing() blocks; the caller ensures that enough are available."""
-        sequence.blocks += self._allocate(self.missing(sequence))
+        sequence.blocks.extend(self._allocate(self.missing(sequence)))
 
     def register_prefix(self, sequence: Sequence) -> None:
         """Registers the blocks that have become full in the prefix cache."""
@@ -257,7 +257,7 @@ class BlockAllocator:
         elif sequence.ahead or sequence.request.grammar:  # nor will one for a step in flight or a skipped row
             self._dirty |= set(sequence.blocks[sequence.num_computed // self.pool.block_size :])
         self._in_flight.release(sequence.blocks)
-        sequence.blocks = []
+        sequence.blocks = array("i")
         sequence.num_computed = sequence.num_registered = 0
 
     def invalidate(self, sequence: Sequence) -> None:
@@ -274,6 +274,9 @@ class BlockAllocator:
     def _full_prompt_blocks(self, leader: Sequence) -> int:
         """Number of complete, read-only prompt blocks, without the block of the last prompt token."""
         return (len(leader.request.prompt) - 1) // self.pool.block_size
+
+    def _leader_blocks(self, leader: Sequence) -> list[int]:
+        return leader.blocks[: self._full_prompt_blocks(leader)].tolist()
 
     def _inherit_prompt(self, sequence: Sequence, leader: Sequence) -> None:
         full = self._full_prompt_blocks(leader)

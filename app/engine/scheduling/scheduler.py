@@ -21,6 +21,7 @@ before them.
 from __future__ import annotations
 
 import logging
+from array import array
 from bisect import insort
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -124,7 +125,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Adds a new request behind all others. The caller has checked that the cache can hold it."""
         self._arrivals += 1
-        tokens = [*request.prompt, *request.generated]
+        tokens = array("q", request.prompt + request.generated)
         sequence = Sequence(request=request, tokens=tokens, arrival=self._arrivals, num_scored=request.scored)
         # Prompt log-probabilities need the sequence's own rows, so it cannot take over a leader's prompt.
         sequence.leader = None if sequence.num_unscored else leader_of(request, chain(self.waiting, self.running))
@@ -166,36 +167,54 @@ class Scheduler:
     def commit(self, plan: BatchPlan, result: StepResult) -> StepReport:
         """Applies the step's results, except for sequences that have ended in the meantime."""
         self._in_flight.complete(plan)
-        events, scores, failed = [], [], []
+        events, scores, failed = list[SampledEvent](), list[PromptScores](), list[RequestFailed]()
+        sampled_by_id, block_size = result.sampled, self.pool.block_size
         for chunk in plan.chunks:
-            sequence, request_id, positions = chunk.sequence, chunk.sequence.request.id, chunk.scores
+            sequence = chunk.sequence
             if sequence.ended:
                 continue
-            if result.failed and request_id in result.failed:
-                failed.append(self._fail(sequence, result.failed[request_id]))
-                continue
-            sampled = result.sampled[request_id] if chunk.samples else None
-            if sampled is MASK_NOT_READY:  # a later step computes the row again, with the same result
-                continue
-            if not (sampled and (sampled.finish or sampled.failure)):  # those logits were not checked for being finite
+            request = sequence.request
+            sampled = sampled_by_id.get(request.id)
+            if sampled is None or sampled.token is None or request.prompt_logprobs is not None:
+                self._commit_checks(chunk, sampled, result, scores, failed)
+                if sampled is None or sampled is MASK_NOT_READY or sequence.ended:
+                    continue
+            else:  # most rows: a token and nothing else
                 sequence.num_computed = chunk.stop
-                self._allocator.register_prefix(sequence)
-            scored = result.scores[request_id] if positions else ()
-            if sampled and sampled.failure and scored is not None:
-                failed.append(RequestFailed(request_id, sampled.failure, is_user_error=True))
+                if chunk.stop // block_size > sequence.num_registered:
+                    self._allocator.register_prefix(sequence)
+            events.append(event := _append_token(sequence, sampled))
+            if event.finish:
                 self._end(sequence)
-                continue
-            if scored is None or (sampled and sampled.token is None and not sampled.finish):
-                failed.append(self._fail(sequence, NOT_FINITE))
-                continue
-            if scored:
-                scores.append(PromptScores(request_id, positions.start, scored))
-                sequence.num_scored += len(scored)
-            if sampled:
-                events.append(_append_token(sequence, sampled))
-                if events[-1].finish:
-                    self._end(sequence)
         return StepReport(events=tuple(events), scores=tuple(scores), failed=tuple(failed), counters=self.counters)
+
+    def _commit_checks(
+        self,
+        chunk: Chunk,
+        sampled: SampledToken | None,
+        result: StepResult,
+        scores: list[PromptScores],
+        failed: list[RequestFailed],
+    ) -> None:
+        """Commits a chunk except for its token: part of a prompt, scores, an end, a failure, or a late mask."""
+        sequence, request_id, positions = chunk.sequence, chunk.sequence.request.id, chunk.scores
+        if request_id in result.failed:
+            failed.append(self._fail(sequence, result.failed[request_id]))
+            return
+        if sampled is MASK_NOT_READY:  # a later step computes the row again, with the same result
+            return
+        if not (sampled and (sampled.finish or sampled.failure)):  # those logits were not checked for being finite
+            sequence.num_computed = chunk.stop
+            self._allocator.register_prefix(sequence)
+        scored = result.scores[request_id] if positions else ()
+        if sampled and sampled.failure and scored is not None:
+            failed.append(RequestFailed(request_id, sampled.failure, is_user_error=True))
+            self._end(sequence)
+        elif scored is None or (sampled and sampled.token is None and not sampled.finish):
+            failed.append(self._fail(sequence, NOT_FINITE))
+        elif scored:
+            scores.append(PromptScores(request_id, positions.start, scored))
+            sequence.num_scored += len(scored)
 
     def violations(self) -> list[str]:
         """Violated invariants of the block accounting; tests check them after every step."""
@@ -209,11 +228,14 @@ class Scheduler:
             _log.error("cache block accounting is wrong (%d violations): %s", len(found), "; ".join(found[:3]))
 
     def _plan_decodes(self) -> list[Chunk]:
-        chunks = []
+        chunks, block_size = [], self.pool.block_size
         for sequence in list(self.running):
-            # An older sequence may have preempted this one.
-            if _is_decode(sequence) and sequence.blocks and self._grow(sequence):
-                chunks.append(_decode(sequence))
+            start = sequence.num_computed + sequence.ahead
+            if sequence.waits_for_mask or len(sequence.tokens) - start > 1:
+                continue
+            # Most rows cross no block border. An older sequence may have preempted this one, which has no blocks then.
+            if len(sequence.blocks) * block_size > start or (sequence.blocks and self._grow(sequence)):
+                chunks.append(Chunk(sequence, start, start + 1))
         return chunks
 
     def _is_skipped_ahead(self, sequence: Sequence) -> bool:
@@ -230,6 +252,8 @@ class Scheduler:
         Namespaces that have nothing running yet are admitted first, into half of the budget: the long prompts of one
         namespace must not delay a short one of another.
         """
+        if len(chunks) == len(self.running) and not self.waiting:
+            return BatchPlan(tuple(chunks), (), *self._allocator.take_preparations())
         prefilling = [s for s in self.running if s.num_pending > 1 and not s.waits_for_mask]
         is_shared = any(s.request.cache_namespace for s in chain(self.waiting, prefilling))
         budget = self.limits.prompt_budget(len(chunks), is_shared=is_shared)
@@ -316,7 +340,8 @@ class Scheduler:
 
 def _append_token(sequence: Sequence, sampled: SampledToken) -> SampledEvent:
     """Appends the token to the sequence, unless none was requested or sampled; returns the event to report."""
-    index, request = sequence.num_generated, sequence.request
+    request = sequence.request
+    index = len(sequence.tokens) - len(request.prompt)
     if request.max_tokens == 0:
         return SampledEvent(request.id, 0, None, finish=FinishReason.LENGTH)
     if sampled.finish:
@@ -326,7 +351,7 @@ def _append_token(sequence: Sequence, sampled: SampledToken) -> SampledEvent:
     finish = None
     if sampled.token in request.stop_ids:
         finish = FinishReason.STOP
-    elif sequence.num_generated >= request.max_tokens and not sampled.is_undecided:
+    elif index + 1 >= request.max_tokens and not sampled.is_undecided:
         finish = FinishReason.LENGTH
     return SampledEvent(request.id, index, sampled.token, sampled.logprob, sampled.top, finish)
 

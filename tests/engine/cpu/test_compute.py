@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
+from array import array
 from pathlib import Path
 from typing import Any, get_args
 
@@ -47,9 +48,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def _sequence(n_tokens: int, vocab: int, first_block: int = 0) -> Sequence:
     rng = random.Random(n_tokens)
-    tokens = [rng.randrange(vocab) for _ in range(n_tokens)]
+    tokens = array("q", (rng.randrange(vocab) for _ in range(n_tokens)))
     request = Request(id=str(first_block), prompt=tuple(tokens), max_tokens=1, params=SamplingParams())
-    blocks = list(range(first_block, first_block + -(-n_tokens // 16)))
+    blocks = array("i", range(first_block, first_block + -(-n_tokens // 16)))
     return Sequence(request=request, tokens=tokens, arrival=0, blocks=blocks)
 
 
@@ -114,7 +115,7 @@ def test_what_is_not_finite_stays_in_its_own_sequence() -> None:
     decoder.embedding[7] = torch.nan  # tied: also a column of the logits
     sick, sound = _sequence(40, 320), _sequence(33, 320, first_block=4)
     sick.tokens[20] = 7
-    sound.tokens[:] = [token if token != 7 else 8 for token in sound.tokens]
+    sound.tokens[:] = array("q", (token if token != 7 else 8 for token in sound.tokens))
     compute = native_compute(decoder, 16)
     compute.run(BatchPlan((Chunk(sick, 0, 40), Chunk(sound, 0, 33))))
     logits_TV = compute.logits(range(73))[:, torch.arange(320) != 7]
@@ -129,7 +130,7 @@ def test_what_is_not_finite_is_gone_with_its_step(dtype: torch.dtype, shape: dic
     """Also from behind the numbers of a row whose width is no whole vectors, where the next step's row will stand."""
     decoder = tiny_decoder(tiny_config(**shape), dtype=dtype)
     sound, sick = _sequence(20, 320), _sequence(20, 320, first_block=8)
-    sound.tokens[:] = [token if token != 7 else 8 for token in sound.tokens]
+    sound.tokens[:] = array("q", (token if token != 7 else 8 for token in sound.tokens))
     expected = _logits(native_compute(decoder, 16), sound)
     decoder.embedding[7] = torch.nan
     sick.tokens[3] = 7

@@ -82,8 +82,8 @@ def test_parameters_are_packed_once_for_as_long_as_they_are_drawn_with(sampling_
     """A history grows in place; parameters at a reused address are not mistaken for the old ones."""
     sampler, logits = NativeSampler(sampling_library, 50), torch.randn(1, 50)
     params, history = SamplingParams(seed=1, presence_penalty=2.0, frequency_penalty=2.0), array("q", [0])
+    row = SamplingInput(params, history, 1)
     for _ in range(30):
-        row = SamplingInput(params, history, 1)
         (ours,) = sampler.sample(logits, [row])
         assert ours.token == torch_sample(logits, [row])[0].token
         history.append(ours.token or 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -123,8 +124,10 @@ def test_a_step_that_draws_nothing_is_waited_for_like_any(monkeypatch: pytest.Mo
     monkeypatch.setattr(Download, "wait", lambda self: (waited.append(1), wait(self))[1])
     runner = tiny_device_runner(tiny_decoder(), max_running=2)
     (sequence,) = _sequences(1)
-    sequence.tokens = [3] * 12
-    guided = Sequence(request=replace(sequence.request, grammar="any"), tokens=[3] * 12, arrival=1, blocks=[1])
+    sequence.tokens *= 12
+    guided = Sequence(
+        request=replace(sequence.request, grammar="any"), tokens=array("q", [3]) * 12, arrival=1, blocks=array("i", [1])
+    )
     for part in (Chunk(sequence, 0, 4), Chunk(sequence, 4, 8), Chunk(guided, 0, 4)):
         assert runner.run(BatchPlan((part,))).sampled == {}
     assert len(waited) == 3
@@ -251,7 +254,7 @@ def test_a_sequence_that_gave_way_is_told_anew() -> None:
     sequence.tokens.append(7)
     _, changes = rows.assign_rows([Chunk(sequence, 1, 2)])
     assert not changes.loaded_rows and not changes.tokens, "its token and its length lie there"
-    sequence.blocks = [5]
+    sequence.blocks = array("i", [5])
     sequence.tokens.append(8)
     _, changes = rows.assign_rows([Chunk(sequence, 2, 3)])
     assert changes.loaded_rows and list(changes.blocks.values()) == [5], "although it goes on where it was"
@@ -259,7 +262,9 @@ def test_a_sequence_that_gave_way_is_told_anew() -> None:
 
 def _sequences(count: int) -> list[Sequence]:
     requests = [Request(id=f"r{i}", prompt=(3,), max_tokens=5) for i in range(count)]
-    return [Sequence(request=r, tokens=[3], arrival=i, blocks=[i]) for i, r in enumerate(requests)]
+    return [
+        Sequence(request=r, tokens=array("q", [3]), arrival=i, blocks=array("i", [i])) for i, r in enumerate(requests)
+    ]
 
 
 def _mixed() -> list[Request]:

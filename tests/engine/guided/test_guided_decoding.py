@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import re
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,11 @@ def test_a_token_is_allowed_exactly_where_some_text_goes_on_with_it(seed: int) -
     stop_ids = rng.choice([(0,), (0, 1), ()])
     request = Request(id="r", prompt=(0,), max_tokens=99, grammar=_grammar(regex=regex), stop_ids=stop_ids)
     for _ in range(4):
-        tracker, sequence, text = _tracker(bytes_of, size), EngineSequence(request=request, tokens=[0], arrival=0), b""
+        tracker, sequence, text = (
+            _tracker(bytes_of, size),
+            EngineSequence(request=request, tokens=array("q", [0]), arrival=0),
+            b"",
+        )
         for _ in range(LONGEST * 2):
             allowed = _allowed(tracker, sequence)
             texts = {i for i, data in enumerate(bytes_of) if data and text + data in prefixes} - set(stop_ids)
@@ -191,7 +196,7 @@ def test_the_time_of_grammars_is_reported_by_request_once() -> None:
 def _followed(tracker: GrammarTracker, grammar: str, max_tokens: int) -> tuple[list[int], SampledToken]:
     """A text at random, which is the worst that a model may write, and how it ended."""
     rng, request = random.Random(1), Request(id="r", prompt=(0,), max_tokens=max_tokens, grammar=grammar)
-    sequence = EngineSequence(request=request, tokens=[0], arrival=0)
+    sequence = EngineSequence(request=request, tokens=array("q", [0]), arrival=0)
     while isinstance(allowed_W := _allowed(tracker, sequence), Tensor):
         token = rng.choice(sorted(_ids(allowed_W)))
         tracker.accept_tokens([sequence], [SampledToken(token)])
@@ -305,7 +310,7 @@ def test_nothing_is_kept_for_a_request_that_is_gone(end: str) -> None:
 def test_no_more_matchers_are_kept_than_were_allowed() -> None:
     tracker = _tracker(most=4)
     for request in _requests([_grammar(regex="a*")] * 9):
-        _allowed(tracker, EngineSequence(request=request, tokens=[*request.prompt], arrival=0))
+        _allowed(tracker, EngineSequence(request=request, tokens=array("q", request.prompt), arrival=0))
     assert _kept(tracker) == 4
 
 
@@ -351,7 +356,7 @@ class _ManualWorkers:
 
 def _sequence(name: str, namespace: str, grammar: str = "start: /a*/") -> EngineSequence:
     request = Request(id=name, prompt=(1,), max_tokens=9, grammar=grammar, cache_namespace=namespace)
-    return EngineSequence(request=request, tokens=[1], arrival=0)
+    return EngineSequence(request=request, tokens=array("q", [1]), arrival=0)
 
 
 def _shared(count: int, *others: EngineSequence, mask_seconds: float) -> tuple[Any, Any, list[EngineSequence]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from array import array
 from collections.abc import Iterator
 
 import pytest
@@ -102,7 +103,7 @@ class Raises:
 
 def _plan(rows: int) -> BatchPlan:
     requests = [Request(id=str(row), prompt=(1,), max_tokens=1) for row in range(rows)]
-    return BatchPlan(tuple(Chunk(Sequence(request=r, tokens=[1], arrival=0), 0, 1) for r in requests))
+    return BatchPlan(tuple(Chunk(Sequence(request=r, tokens=array("q", [1]), arrival=0), 0, 1) for r in requests))
 
 
 def test_a_lost_device_ends_the_engine_at_once_and_fails_no_request(caplog: pytest.LogCaptureFixture) -> None:

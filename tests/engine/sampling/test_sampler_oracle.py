@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from torch import Tensor
 
 from app.common.types import SampledToken, SamplingParams
@@ -103,7 +104,7 @@ def test_a_device_draws_every_row_that_fits_as_defined(kind: str, most: int, cas
 
     chosen = [case for case in cases if kind == "torch" or 2 < case[1] < 200][:most]
     for logits_SV, rows in map(_rows, chosen):
-        _check(sample, logits_SV, [replace(row, allowed=None) for row in rows], tally, alone=2)
+        _check(sample, logits_SV, [structs.replace(row, allowed=None) for row in rows], tally, alone=2)
     assert min(tally.predicted, tally.compared) > 0.4 * ROWS * most
 
 

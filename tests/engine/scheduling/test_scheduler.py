@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from typing import Any
 
@@ -182,7 +183,7 @@ def test_a_lost_block_is_counted_and_logged_once_for_each_look(caplog: pytest.Lo
     engine.check_blocks()
     assert scheduler.counters.block_violations == 0
     engine.step()
-    scheduler.running[0].blocks = []
+    scheduler.running[0].blocks = array("i")
     for _ in range(2):  # nothing was done since the first look
         engine.check_blocks()
         assert scheduler.counters.block_violations == 1

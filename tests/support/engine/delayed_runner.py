@@ -113,5 +113,5 @@ def _reads_drawn(chunk: Chunk) -> bool:
 def _as_it_is(chunk: Chunk) -> Chunk:
     """With a sequence that does not change any more."""
     now = chunk.sequence
-    then = Sequence(request=now.request, tokens=[*now.tokens], arrival=now.arrival, blocks=[*now.blocks])
+    then = Sequence(request=now.request, tokens=now.tokens[:], arrival=now.arrival, blocks=now.blocks[:])
     return Chunk(then, chunk.start, chunk.stop)

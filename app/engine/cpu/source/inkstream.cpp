@@ -18,7 +18,7 @@ auto with_format(int is_bf16, int is_int8, F&& f) {
 
 extern "C" {
 
-int ink_abi() { return 5; }
+int ink_abi() { return 6; }
 
 // Lets Python check that its structures have the same layout.
 int ink_sizes() { return int(sizeof(InkMatrix) + sizeof(InkOperation) * 1000 + sizeof(InkShape) * 1000000); }

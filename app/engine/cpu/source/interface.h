@@ -42,10 +42,16 @@ struct InkShape {
     const InkOperation* operations;
 };
 
-// One step. chunks: [n_chunks, 3]: number of rows, position of the first row, index of its first block in `tables`.
+struct InkChunk {
+    int64_t n_rows, position;  // of the first row
+    const int32_t* blocks;     // of its sequence
+};
+
+// One step.
 struct InkStep {
     int32_t n_rows, n_chunks;
-    const int32_t *tokens, *chunks, *tables;
+    const int64_t* tokens;
+    const InkChunk* chunks;
     double* seconds;  // null, or one entry for each operation, which adds its duration
 };
 }

@@ -79,9 +79,9 @@ class Decoder : public Executor {
         rows_.clear();
         longest_ = 0;
         for (int c = 0; c < step.n_chunks; c++) {
-            const int32_t* chunk = step.chunks + 3 * c;
-            for (int i = 0; i < chunk[0]; i++) rows_.push_back({chunk[1] + i, step.tables + chunk[2]});
-            longest_ = std::max(longest_, chunk[1] + chunk[0]);
+            const auto [n_rows, position, blocks] = step.chunks[c];
+            for (int i = 0; i < n_rows; i++) rows_.push_back({int(position) + i, blocks});
+            longest_ = std::max(longest_, int(position + n_rows));
         }
     }
 
@@ -115,14 +115,14 @@ class Decoder : public Executor {
     }
 
     // Reads rows of the embedding from the packed panels, so that a tied LM head needs no second copy.
-    void embed(int token, int row) {
+    void embed(int64_t token, int row) {
         const InkMatrix& m = *shape_.embedding;
         if (m.is_int8) return embed_from<Q>(m, token, row);
         embed_from<W>(m, token, row);
     }
 
     template <class P>
-    void embed_from(const InkMatrix& m, int token, int row) {
+    void embed_from(const InkMatrix& m, int64_t token, int row) {
         const int lane = token % kLanes;
         const char* column = static_cast<const char*>(m.packed) +
                              (2L * (token / kPanel) * m.steps + token % kPanel / kLanes) * P::kBytes;
@@ -247,8 +247,8 @@ class Decoder : public Executor {
     void run_attention(const InkOperation& op, const InkStep& step) {
         const int group = shape_.query_heads / shape_.kv_heads;
         tasks_.clear();
-        for (int c = 0, row = 0; c < step.n_chunks; row += step.chunks[3 * c++])
-            for (int first = 0, n_queries = step.chunks[3 * c] * group; first < n_queries; first += kQueryRows)
+        for (int c = 0, row = 0; c < step.n_chunks; row += int(step.chunks[c++].n_rows))
+            for (int first = 0, n_queries = int(step.chunks[c].n_rows) * group; first < n_queries; first += kQueryRows)
                 tasks_.push_back({row, first, std::min(kQueryRows, n_queries - first)});
         pool_.run(int(tasks_.size()) * shape_.kv_heads, [&](int task, int thread) {
             attend_task(op, tasks_[task / shape_.kv_heads], task % shape_.kv_heads, group, scratch_[thread].data());
