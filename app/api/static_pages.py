@@ -61,6 +61,10 @@ async def asset(request: Request, name: str) -> Response:
 
 
 # One route per folder: a wildcard for folders would make every path that starts with "/web/../" public.
+@router.get("/web/documents/{name}")
+@router.head("/web/documents/{name}")
+@router.get("/web/presets/{name}")
+@router.head("/web/presets/{name}")
 @router.get("/web/request/{name}")
 @router.head("/web/request/{name}")
 @router.get("/web/text/{name}")

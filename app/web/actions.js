@@ -1,6 +1,7 @@
 // What the user can do with the document: the buttons and the keys, and the settings with which each run is sent.
 
 import { listen } from "./keyboard.js";
+import { drawSeed } from "./request/seed.js";
 
 export class Actions {
   #parts;
@@ -27,6 +28,13 @@ export class Actions {
 
   generate() {
     this.#parts.notebook.generate(this.#request());
+  }
+
+  /** Continues the text with each of these settings, [{ name, typed }, ...], and the same seed. */
+  compare(variants) {
+    const { notebook, panel } = this.#parts;
+    const seed = panel.typed.seed || drawSeed();
+    notebook.compare(variants.map(({ name, typed }) => ({ name, typed: { ...this.#request(), ...typed, seed, n: "", logprobs: "0" } })));
   }
 
   regenerate() {

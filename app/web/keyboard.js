@@ -15,6 +15,7 @@ export function listen(actions, running) {
 }
 
 function nameOf({ key, target, ctrlKey, metaKey, altKey, shiftKey }, isRunning) {
+  if (target.closest?.("dialog")) return null; // which covers what the actions change
   if (key === "Escape") return isRunning ? "stop" : null;
   if (key === "?" && !target.closest?.("input, textarea, select")) return "help";
   if (!(ctrlKey || metaKey) || altKey) return null; // Ctrl with Alt is how some keyboards write letters

@@ -1,11 +1,15 @@
 // Entry point: creates the page's components, which are independent of each other, and connects them.
 
 import { Actions } from "./actions.js";
-import { Autosave } from "./autosave.js";
+import { Documents } from "./documents/documents.js";
 import { Exchange } from "./exchange.js";
 import { Notebook } from "./notebook.js";
 import { showPreferences } from "./preferences.js";
+import { Comparison } from "./presets/comparison.js";
+import { PresetBar } from "./presets/preset-bar.js";
+import { applied } from "./presets/presets.js";
 import { complete } from "./request/completion.js";
+import { concurrently } from "./request/concurrent.js";
 import { Panel } from "./request/panel.js";
 import { RunDisplay } from "./run-display.js";
 import { Service } from "./service.js";
@@ -24,8 +28,7 @@ const FIRST_TEXT = "Once upon a time";
 const $ = (id) => document.getElementById(id);
 const hasKeyboard = matchMedia("(hover: hover)").matches; // on a phone, a focused field would open one over the page
 
-const autosave = new Autosave();
-const state = autosave.load();
+const documents = new Documents({ button: $("documents-button"), dialog: $("documents"), dropzone: $("paper") });
 const status = new Status($("status"), $("remedy"), {
   firstToken: $("first-token"),
   rate: $("rate"),
@@ -34,6 +37,19 @@ const status = new Status($("status"), $("remedy"), {
   seed: $("used-seed"),
 });
 const panel = new Panel($("panel"), { onchange: changedSettings });
+const presets = new PresetBar($("presets"), {
+  typed: () => panel.typed,
+  onapply: (preset) => {
+    panel.fill(applied(preset, panel.typed));
+    changedSettings();
+  },
+  oncompare: () => comparison.open(),
+});
+const comparison = new Comparison($("comparison"), {
+  presets: () => presets.presets,
+  typed: () => panel.typed,
+  start: (variants) => actions.compare(variants),
+});
 const sheet = new Sheet({ scroller: $("paper"), area: $("document"), mirror: $("mirror") }, { ontype: typed });
 const announcer = new Announcer($("announcer"));
 const branches = new Branches($("branches"), { onselect: (id) => notebook.go(id) });
@@ -61,7 +77,7 @@ const truncation = new Truncation(
     onagree,
     onchange: refresh,
   },
-  state?.reach,
+  documents.stored?.truncation,
 );
 const display = new RunDisplay(
   { sheet, columns, branches, reading, announcer, status, panel, service, truncation, numbers: $("numbers") },
@@ -95,15 +111,16 @@ const actions = new Actions(
 
 showPreferences($("preferences"), ({ spelling }) => ($("document").spellcheck = spelling === "on"));
 $("show-help").addEventListener("click", () => $("help").showModal());
-autosave.begin({ states, isRunning: () => notebook.running, warn: (sentence) => status.show("idle", sentence) });
+documents.begin({ capture, restore, isRunning: () => notebook.running, focus, status });
 display.changed();
 sheet.toEnd();
 service.introduce();
 if (/Mac|iP/.test(navigator.platform)) $("generate-key").textContent = "\u2318 Enter";
-if (hasKeyboard) sheet.focus();
+focus();
 
 function send(prompt, fields, signal) {
-  return complete(prompt, fields, signal, panel.parameters);
+  const one = (typed) => complete(prompt, typed, signal, panel.parameters);
+  return Array.isArray(fields) ? concurrently(fields.map(one)) : one(fields);
 }
 
 function predict(prompt, signal) {
@@ -119,6 +136,7 @@ function typed(text, isStep) {
 }
 
 function changedSettings() {
+  presets.show();
   reading.settings(panel.typed, service.facts.sampling_defaults ?? {});
   refresh();
 }
@@ -126,7 +144,7 @@ function changedSettings() {
 function refresh() {
   actions.show();
   exchange.show();
-  if (!notebook.running) autosave.later();
+  documents.changed(notebook.text);
 }
 
 function showModel(facts) {
@@ -140,6 +158,7 @@ function showParameters(parameters, facts) {
   panel.build(parameters, facts.sampling_defaults);
   if (facts.has_encoder && !panel.typed.source) panel.open("source", { withFocus: hasKeyboard }); // it is required
   display.showSeed();
+  presets.show();
 }
 
 function onagree() {
@@ -147,17 +166,30 @@ function onagree() {
   actions.generate();
 }
 
-// The states to store: with the history, or the text alone where the storage is too small.
-function states() {
-  const settings = panel.typed;
-  const alone = new Tree({ text: notebook.text, units: notebook.units });
-  return [notebook.soFar, alone].map(({ data }) => ({ tree: data, settings, reach: truncation.data }));
+function focus() {
+  if (hasKeyboard) sheet.focus();
+}
+
+function capture() {
+  return { tree: notebook.soFar.data, settings: panel.typed, truncation: truncation.data };
+}
+
+// Shows another document. One that was imported as text takes the settings that are there.
+function restore({ tree, settings, truncation: agreement }) {
+  if (settings) {
+    panel.reset();
+    panel.fill(settings);
+  }
+  truncation.restore(agreement);
+  notebook.load(Tree.from(tree));
+  changedSettings();
+  sheet.toEnd();
 }
 
 function recall() {
   try {
-    panel.fill(state.settings);
-    return Tree.from(state.tree);
+    panel.fill(documents.stored.settings);
+    return Tree.from(documents.stored.tree);
   } catch {
     return new Tree({ text: FIRST_TEXT, units: [] });
   }

@@ -17,8 +17,9 @@ export class Notebook {
   #typedAt = -Infinity; // -Infinity: the next key begins a step
 
   /**
-   * `complete(prompt, typed, signal)`: see request/completion.js. `view` receives events:
-   * changed() the text is another one; began(count, typed); received(type, data) a server event; wrote(index, unit, text);
+   * `complete(prompt, typed, signal)`: see request/completion.js; `typed` may be a list (request/concurrent.js). `view` receives events:
+   * changed() the text is another one; began(count, typed, names) `typed` a list if it is a comparison, of
+   * presets with these names; received(type, data) a server event; wrote(index, unit, text);
    * ended({ error, stopped, nodes }) with the tree's node for each continuation, null for an empty one.
    */
   constructor(complete, view, tree = new Tree({ text: "", units: [] })) {
@@ -77,6 +78,13 @@ export class Notebook {
     this.#view.changed();
   }
 
+  /** Another document: its history in place of this one. */
+  load(tree) {
+    if (this.running) return;
+    this.#tree = tree;
+    this.#show(tree.current);
+  }
+
   undo() {
     if (this.canUndo) this.#show(this.#tree.undo());
   }
@@ -93,6 +101,11 @@ export class Notebook {
   /** Continues the text. `typed`: request fields as the user typed them; n above 1 writes n concurrent drafts. */
   generate(typed) {
     return this.#start(typed, false);
+  }
+
+  /** Continues the text with each of these settings, [{ name, typed }, ...], side by side. */
+  compare(variants) {
+    return this.#start(variants.map(({ typed }) => typed), false, variants.map(({ name }) => name));
   }
 
   /** The last run once more, from where it began. What follows now stays in the tree. */
@@ -127,16 +140,22 @@ export class Notebook {
     return tree;
   }
 
-  async #start(typed, picked) {
+  async #start(typed, picked, names = []) {
     if (this.running) return;
     const abort = new AbortController();
     const { signal } = abort;
-    const count = continuations(typed.n);
+    const count = Array.isArray(typed) ? typed.length : continuations(typed.n);
     const drafts = count === 1 ? [this.#manuscript] : Array.from({ length: count }, () => this.#draft());
     const before = this.text;
-    const facts = drafts.map((_, index) => ({ typed, count: 0, at: before.length, index }));
+    const facts = drafts.map((_, index) => ({
+      typed: Array.isArray(typed) ? typed[index] : typed,
+      count: 0,
+      at: before.length,
+      index,
+      ...(names.length ? { preset: names[index] } : {}),
+    }));
     const run = (this.#run = { abort, before, drafts, facts, picked });
-    this.#view.began(count, typed);
+    this.#view.began(count, typed, names);
     let error = null;
     try {
       for await (const { type, data } of this.#complete(before, typed, signal)) {
@@ -190,5 +209,5 @@ function note(facts, type, data) {
   if (type === "start") for (const one of facts) one.seed = String(data.seed);
   if (type !== "done") return;
   for (const { index, finish_reason: reason } of data.choices) if (facts[index]) facts[index].finish = reason;
-  for (const one of facts) one.receipt = data.receipt;
+  for (const one of facts) one.receipt = data.receipts ? data.receipts[one.index] : data.receipt;
 }

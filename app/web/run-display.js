@@ -43,12 +43,12 @@ export class RunDisplay {
     this.#page.onchange();
   }
 
-  began(count, typed) {
+  began(count, typed, names) {
     const { sheet, branches, columns, reading, service, status, truncation } = this.#parts;
     this.#typed = typed;
     sheet.open({ withEnd: count === 1 });
     branches.hold(true);
-    if (count > 1) columns.open(count, lastSentence(this.notebook.text));
+    if (count > 1) columns.open(count, lastSentence(this.notebook.text), names);
     else columns.close();
     reading.show(this.notebook);
     service.began();
@@ -96,7 +96,8 @@ export class RunDisplay {
   #started(data) {
     const { status, panel, service, numbers } = this.#parts;
     status.started(data);
-    const all = Object.entries({ ...data.settings, seed: data.seed });
+    const isComparison = Array.isArray(this.#typed); // whose settings are not those of the panel
+    const all = Object.entries({ ...(isComparison ? {} : data.settings), seed: data.seed });
     panel.explain(Object.fromEntries(all.filter(([name]) => !this.#typed[name])));
     service.show(data.model, data.weights_version); // other weights may have come since the page was loaded
     numbers.hidden = false;

@@ -16,12 +16,17 @@ export class Truncation {
    */
   constructor(elements, page, stored) {
     [this.#elements, this.#page] = [elements, page];
-    this.#agreed = typeof stored?.agreed === "string" ? stored.agreed : null;
-    this.#isAlways = stored?.always === true;
+    this.restore(stored);
     elements.checkbox.addEventListener("change", ({ target }) => {
       this.#isAlways = target.checked;
       page.onchange();
     });
+  }
+
+  /** Takes the agreement of another document. */
+  restore(stored) {
+    this.#agreed = typeof stored?.agreed === "string" ? stored.agreed : null;
+    this.#isAlways = stored?.always === true;
   }
 
   get data() {

@@ -287,7 +287,8 @@ def test_each_tab_keeps_its_own_text_and_a_new_one_begins_with_the_last(page):
 
 def test_without_storage_the_page_works_and_says_that_it_forgets(page):
     refuse = "{ get() { throw new DOMException('no', 'SecurityError') } }"
-    page.add_init_script(f"Object.defineProperty(window, 'localStorage', {refuse})")
+    for storage in ("localStorage", "indexedDB"):
+        page.add_init_script(f"Object.defineProperty(window, '{storage}', {refuse})")
     page.reload()
     set_fields(page, max_tokens=5)
     page.get_by_text("copy the text before you close the page").wait_for()
@@ -304,6 +305,7 @@ def test_where_the_storage_has_room_for_the_text_alone_that_is_kept_and_told(pag
             if (value.length > 3000) throw new DOMException('full', 'QuotaExceededError');
             set.call(this, key, value);
         };
+        Object.defineProperty(window, "indexedDB", { value: undefined });
     }""")
     page.reload()
     page.locator("#document").fill("a" * 1500)
@@ -356,8 +358,8 @@ def test_everything_can_be_reached_and_named_without_a_mouse(page, server):
     )
     assert page.evaluate(nameless) == []
     reached = [page.evaluate("() => document.activeElement.id")]
-    for _ in range(8):
+    for _ in range(12):
         page.keyboard.press("Tab")
         reached.append(page.evaluate("() => document.activeElement.id"))
     assert reached[:5] == ["document", "undo", "redo", "regenerate", "generate"]
-    assert "temperature" in reached[5:], "after the head of the settings"
+    assert "temperature" in reached[5:], "after the presets and the head of the settings"

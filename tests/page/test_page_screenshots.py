@@ -55,6 +55,16 @@ def look_into(page):
     page.get_by_role("dialog").wait_for()
 
 
+def list_documents(page):
+    for words in (STORY, ENDS[0], ENDS[1]):
+        page.locator("#document").fill(words)
+        page.locator("#documents-button").click()
+        page.get_by_role("button", name="New").click()
+        page.locator("#documents").wait_for(state="hidden")
+    page.locator("#documents-button").click()
+    page.locator("#documents li").first.wait_for()
+
+
 def fail(page):
     answer_with(page, status=400, json={"error": {"message": "max_tokens must be between 0 and 2048, not 9999999."}})
     start(page)
@@ -62,7 +72,7 @@ def fail(page):
 
 
 @pytest.mark.parametrize(("scheme", "window"), [("light", WIDE), ("dark", WIDE), ("light", NARROW)])
-@pytest.mark.parametrize("show", [write, branch, stand_side_by_side, look_into, fail])
+@pytest.mark.parametrize("show", [write, branch, stand_side_by_side, look_into, list_documents, fail])
 def test_a_picture_is_neither_blank_nor_too_wide(page, show, scheme, window):
     page.set_viewport_size(window)
     page.emulate_media(color_scheme=scheme)

@@ -25,7 +25,7 @@ from tests.support.promise_figures import Promise
 from tests.support.servers import Server
 from tests.support.services import Services
 
-PAGE = {"/", *(f"/web/{folder}{{name}}" for folder in ("", "request/", "text/", "tokens/"))}
+PAGE = {"/", *(f"/web/{folder}{{name}}" for folder in ("", "documents/", "presets/", "request/", "text/", "tokens/"))}
 PUBLIC = {*PAGE, "/health", "/health/live", "/health/ready"}
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "BREW")
 SECRET = "the answer of a route without an access mark"

@@ -151,3 +151,17 @@ test("pasting is a step of its own, and the end of a sentence or a line ends one
   const pasted = "Once up. He pasted this";
   assert.deepEqual(steps, [`${pasted} t\nx`, `${pasted} t\n`, pasted, "Once up. H", "Once up. "]);
 });
+
+test("a comparison keeps the settings, the preset and the receipt of each run", async () => {
+  const choices = [{ index: 0, finish_reason: "stop" }, { index: 1, finish_reason: "length" }];
+  const { book, asked, said, ended } = notebook(token(" a", 0), token(" b", 1), { type: "done", data: { choices, receipts: ["r0", "r1"] } });
+  const variants = [{ name: "Cold", typed: { temperature: "0.1" } }, { name: "Hot", typed: { temperature: "2" } }];
+  await book.compare(variants);
+  assert.deepEqual(asked[0].typed, variants.map(({ typed }) => typed));
+  assert.deepEqual(said.find(([name]) => name === "began").slice(1), [2, asked[0].typed, ["Cold", "Hot"]]);
+  const facts = ended().nodes.map((node) => node.facts);
+  assert.deepEqual(facts.map(({ preset, typed, receipt }) => ({ name: preset, typed, receipt })), [
+    { ...variants[0], receipt: "r0" },
+    { ...variants[1], receipt: "r1" },
+  ]);
+});

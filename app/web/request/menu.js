@@ -9,6 +9,7 @@ export class Menu {
   #button;
   #list = element("div");
   #onpick;
+  #following = null; // the AbortController of the listeners that keep the list at its button
 
   /** `items` is { value: what it is called }; `onpick(value)` is called with the one that was chosen. */
   constructor(root, { label, items, onpick }) {
@@ -28,7 +29,6 @@ export class Menu {
     this.element.addEventListener("mousedown", (event) => event.preventDefault());
     this.element.addEventListener("keydown", (event) => this.#pressed(event));
     this.element.addEventListener("focusout", ({ relatedTarget: to }) => this.element.contains(to) || this.#close());
-    for (const event of ["scroll", "resize"]) addEventListener(event, () => this.#place(), { capture: true, passive: true });
     this.#button.setAttribute("aria-expanded", "false");
   }
 
@@ -50,6 +50,9 @@ export class Menu {
 
   #open(place = 0) {
     this.#list.showPopover();
+    this.#following = new AbortController();
+    const options = { capture: true, passive: true, signal: this.#following.signal };
+    for (const event of ["scroll", "resize"]) addEventListener(event, () => this.#place(), options);
     this.#place();
     this.#button.setAttribute("aria-expanded", "true");
     [...this.#list.children].at(place).focus({ preventScroll: true });
@@ -62,7 +65,6 @@ export class Menu {
 
   // Below its button, or above it where there is no room.
   #place() {
-    if (!this.#isOpen) return;
     const { left, top, bottom } = this.#button.getBoundingClientRect();
     const { offsetWidth: width, offsetHeight: height } = this.#list;
     const isBelow = bottom + GAP + height <= innerHeight;
@@ -71,6 +73,7 @@ export class Menu {
   }
 
   #close() {
+    this.#following?.abort();
     if (this.#isOpen) this.#list.hidePopover();
     this.#button.setAttribute("aria-expanded", "false");
   }

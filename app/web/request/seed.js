@@ -35,12 +35,13 @@ export class SeedField extends Field {
 
   // Locked without a run to take it from, it is drawn here.
   #turn() {
-    this.fill(this.typed === "" ? (this.#used ?? drawn()) : "");
+    this.fill(this.typed === "" ? (this.#used ?? drawSeed()) : "");
     this.control.dispatchEvent(new Event("input", { bubbles: true }));
   }
 }
 
-function drawn() {
+/** A random seed, as the server would draw it: 53 bits. */
+export function drawSeed() {
   const [high, low] = crypto.getRandomValues(new Uint32Array(2));
-  return String((BigInt(high >>> 11) << 32n) | BigInt(low)); // 53 bits, like the server's own
+  return String((BigInt(high >>> 11) << 32n) | BigInt(low));
 }

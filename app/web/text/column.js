@@ -15,18 +15,19 @@ export class Column {
   #tokens = 0; // so many tokens
   #ended = false;
 
-  /** `number` counts from 1, and is the key that takes it. */
-  constructor(number, ontake) {
+  /** `number` counts from 1, and is the key that takes it; `name` is a heading, if there is one. */
+  constructor(number, ontake, name = "") {
     this.#box.tabIndex = 0; // it may have to be scrolled
     this.#box.setAttribute("role", "group");
-    this.#box.setAttribute("aria-label", `Continuation ${number}`);
+    this.#box.setAttribute("aria-label", `Continuation ${number}${name && `, ${name}`}`);
     put(this.#button, "Take this ", element("kbd", String(number)));
     this.#button.type = "button";
     this.#button.setAttribute("aria-label", `Take this ${number}`); // a phone shows no number
     this.#button.setAttribute("aria-keyshortcuts", String(number));
     this.#button.setAttribute("aria-disabled", "true");
     this.#button.addEventListener("click", ontake);
-    this.element = classed("div", "abreast-one", this.#box, classed("div", "abreast-foot", this.#button, this.#facts));
+    const foot = classed("div", "abreast-foot", this.#button, this.#facts);
+    this.element = classed("div", "abreast-one", classed("p", "abreast-name", name), this.#box, foot);
   }
 
   get ended() {

@@ -31,13 +31,15 @@ export class Columns {
     return this.#keys !== null;
   }
 
-  /** Room for `count` continuations behind `tail`, the end of the text so far. */
-  open(count, tail) {
+  /** Columns for `count` continuations behind `tail`, the end of the text so far. `names` are headings, or []. */
+  open(count, tail, names = []) {
     this.close();
     this.#running = true;
     this.#keys = new AbortController();
     document.addEventListener("keydown", (event) => this.#pressed(event), { signal: this.#keys.signal });
-    this.#columns = Array.from({ length: count }, (_, index) => new Column(index + 1, () => this.#take(index)));
+    this.#columns = Array.from({ length: count }, (_, index) => {
+      return new Column(index + 1, () => this.#take(index), names[index]);
+    });
     this.#root.setAttribute("aria-label", `${count} continuations`);
     this.#root.replaceChildren(
       classed("p", "tail", tail),
@@ -115,7 +117,7 @@ export class Columns {
   }
 
   #pressed(event) {
-    if (event.defaultPrevented) return; // it stopped the run just now
+    if (event.defaultPrevented || event.target.closest("dialog")) return; // it stopped the run just now
     if (event.ctrlKey || event.metaKey || event.altKey || event.isComposing) return;
     const number = /^[1-9]$/.test(event.key) && !event.target.closest(FIELDS) ? Number(event.key) : 0;
     if (number > 0) this.#take(number - 1);

@@ -1,0 +1,113 @@
+"""Presets of the page: they set what they say, are saved, renamed and deleted, and are compared side by side."""
+
+import json
+
+import pytest
+
+from tests.support.page.browser import DONE, PROMPT, set_fields, setting, stream_of, text, wait_for
+
+pytestmark = pytest.mark.slow
+
+
+def preset(page, name):
+    return page.locator("#presets").get_by_role("button", name=name, exact=True)
+
+
+def pressed(page):
+    return [one.inner_text() for one in page.locator('#presets [aria-pressed="true"]').all()]
+
+
+def values(page, *names):
+    return [setting(page, name).input_value() for name in names]
+
+
+@pytest.fixture
+def described(page):
+    """The page once it has all settings of the service."""
+    setting(page, "min_p").wait_for(state="attached")
+    return page
+
+
+def test_a_preset_sets_what_it_says_and_by_keyboard_one_is_saved_renamed_and_deleted_with_undo(described):
+    page = described
+    assert pressed(page) == ["Balanced"]
+    set_fields(page, top_k="40")
+    assert pressed(page) == [] and "Settings of your own." in page.locator("#presets").inner_text()
+    preset(page, "Adventurous").press("Enter")
+    assert values(page, "temperature", "top_p", "top_k", "min_p") == ["1.2", "1", "", "0.05"]
+    assert "Temperature 1.2, top p 1, min p 0.05; otherwise" in page.locator("#presets").inner_text()
+    assert page.evaluate("() => document.activeElement.textContent") == "Adventurous", "the focus stays"
+    set_fields(page, top_k="40", max_tokens="20", seed="5")
+    preset(page, "Save as a preset").press("Enter")
+    page.keyboard.type("precise")
+    page.keyboard.press("Enter")
+    page.get_by_text("There is a preset called precise already.").wait_for()
+    page.keyboard.press("Control+a")
+    page.keyboard.type("Night")
+    page.keyboard.press("Enter")
+    assert pressed(page) == ["Night"]
+    preset(page, "Precise").click()
+    page.reload()
+    setting(page, "min_p").wait_for(state="attached")
+    assert pressed(page) == ["Precise"]
+    preset(page, "Night").press("Enter")
+    assert values(page, "temperature", "top_k", "max_tokens", "seed") == ["1.2", "40", "20", "5"]
+    preset(page, "Rename").press("Enter")
+    page.keyboard.type("Not this")
+    page.keyboard.press("Escape")
+    preset(page, "Rename").press("Enter")
+    page.keyboard.type("Moon")
+    page.keyboard.press("Enter")
+    assert pressed(page) == ["Moon"]
+    preset(page, "Delete").press("Enter")
+    assert preset(page, "Moon").count() == 0
+    page.keyboard.press("Enter")  # Undo has the focus
+    assert pressed(page) == ["Moon"]
+    page.add_init_script("Object.defineProperty(window, 'localStorage', { get() { throw new DOMException('no') } })")
+    page.reload()
+    set_fields(page, top_k="7")
+    preset(page, "Save as a preset").click()
+    page.keyboard.type("For now")
+    page.keyboard.press("Enter")
+    page.get_by_text("does not store it beyond this visit").wait_for()
+    assert pressed(page) == ["For now"]
+
+
+def test_columns_compare_presets_with_one_seed_and_each_keeps_its_settings(described):
+    page = described
+    sent = []
+
+    def answer(route):
+        body = json.loads(route.request.post_data)
+        sent.append(body)
+        if body.get("temperature") == 1.2:
+            return route.fulfill(status=400, json={"error": {"message": "Too hot."}})
+        words = " cold" if body.get("temperature") == 0.3 else " mild"
+        seed = body.get("seed", 1)
+        start = ("start", {"seed": seed, "settings": {"temperature": body.get("temperature", 0.8)}})
+        tokens = ("token", {"index": 0, "text": words, "tokens": [{"id": 1, "text": words, "logprob": -1.0}]})
+        receipt = {"weights_version": "w", "seed": str(seed), "settings": {}}
+        events = stream_of(start, tokens, ("done", {**DONE[1], "receipt": receipt}))
+        return route.fulfill(content_type="text/event-stream", body=events)
+
+    page.route("**/complete", answer)
+    page.get_by_role("button", name="Compare", exact=False).press("Enter")
+    dialog = page.get_by_role("dialog", name="Compare settings")
+    assert [box.is_checked() for box in dialog.get_by_role("checkbox").all()] == [True, True, False]
+    dialog.get_by_label("Precise").press("Space")
+    assert dialog.get_by_role("button", name="Choose two").get_attribute("aria-disabled") == "true"
+    for name in ("Precise", "Adventurous"):
+        dialog.get_by_label(name).press("Space")
+    dialog.get_by_role("button", name="Compare 3").press("Enter")
+    wait_for(page, "done")
+    assert [one.inner_text() for one in page.locator(".abreast-name").all()] == ["Balanced", "Precise", "Adventurous"]
+    assert "failed: Too hot." in page.locator("#columns").inner_text()
+    assert [body.get("temperature") for body in sent] == [None, 0.3, 1.2]
+    assert len({body["seed"] for body in sent}) == 1 and not any("n" in body for body in sent)
+    page.keyboard.press("2")
+    assert text(page) == f"{PROMPT} cold"
+    page.locator("#run > summary").click()
+    assert str(sent[0]["seed"]) in page.locator("#receipt").inner_text()
+    page.locator("#generate").click()
+    wait_for(page, "done")
+    assert "temperature" not in sent[-1], "taking a column leaves the settings as they are"

@@ -1,0 +1,70 @@
+// documents/file-formats.js: an export comes back whole, and a damaged file is refused with its name.
+
+import assert from "node:assert/strict";
+import test from "node:test";
+import { DocumentError, exported, imported, nameOf } from "../../app/web/documents/file-formats.js";
+import { Tree } from "../../app/web/text/tree.js";
+
+const bytes = (text) => new TextEncoder().encode(text);
+
+const facts = (seed, more = {}) => ({ typed: { top_k: "3" }, at: 4, index: 0, count: 1, seed, ...more });
+
+function written() {
+  const tree = new Tree({ text: "Once", units: [] });
+  tree.commit("run", { text: "Once upon", units: [{ start: 4, end: 9, tokens: null }] }, facts("7", { receipt: { seed: "7" } }));
+  tree.undo();
+  tree.commit("run", { text: "Once more", units: [{ start: 4, end: 9, tokens: null }] }, facts("8"));
+  return { tree: tree.data, settings: { temperature: "0.5", seed: "9007199254740993" }, truncation: { agreed: null, always: true } };
+}
+
+test("all of a document comes back: branches, receipts, settings, title", () => {
+  for (const title of [null, 'A "title"']) {
+    const { name, type, content } = exported("json", { title, state: written() });
+    assert.equal(type, "application/json");
+    assert.deepEqual(imported(name, bytes(content)), { title, state: written() });
+  }
+});
+
+test("text and Markdown have the text that is shown, and come back as it was", () => {
+  const state = written();
+  assert.deepEqual(exported("txt", { title: "T", state }), { name: "T.txt", type: "text/plain", content: "Once more" });
+  const { name, content } = exported("md", { title: "T", state });
+  assert.equal(content, "# T\n\nOnce more\n");
+  const back = imported(name, bytes(content));
+  assert.equal(back.title, "T");
+  assert.equal(Tree.from(back.state.tree).current.state.text, "Once more");
+  assert.equal(exported("md", { title: null, state }).content, "Once more\n", "no heading that repeats the first line");
+});
+
+test("a text file becomes a document with its name and the line ends of the page", () => {
+  const { title, state } = imported("My story.txt", bytes("\ufeffOne\r\ntwo\rthree"));
+  assert.equal(title, "My story");
+  assert.equal(Tree.from(state.tree).current.state.text, "One\ntwo\nthree");
+  assert.equal(state.settings, null);
+  assert.equal(imported("noformat", bytes("a")).title, "noformat");
+});
+
+test("a file that is damaged, too large or no text is refused with its name", () => {
+  const refused = (content, message) => {
+    assert.throws(() => imported("a.JSON", bytes(content)), { constructor: DocumentError, message }, content);
+  };
+  assert.throws(() => imported("a.txt", new Uint8Array([0xff, 0xfe, 0])), { constructor: DocumentError, message: /^a\.txt is not text in UTF-8/ });
+  assert.throws(() => imported("a.txt", { length: 3e7 }), { constructor: DocumentError, message: /^a\.txt is larger than 20 MB/ });
+  const whole = { format: "inkstream document", version: 1, title: null, ...written() };
+  assert.ok(imported("a.json", bytes(JSON.stringify(whole))), "the control");
+  const change = (node) => ({ tree: { ...whole.tree, nodes: whole.tree.nodes.map((one) => (one.kind === "run" ? { ...one, ...node } : one)) } });
+  const wrong = [{ tree: null }, { tree: { nodes: [], current: 0 } }, { settings: { n: 2 } }, { settings: null }, { title: 7 }, { version: 2 }];
+  wrong.push(...[{ kind: "x" }, { id: "1" }, { start: -1 }, { parent: 99 }, { written: [[1]] }, { written: null }, { facts: {} }].map(change));
+  wrong.push(...[{ receipt: 5 }, { receipt: { settings: 5 } }, { typed: { n: 2 } }, { at: 1.5 }].map((more) => change({ facts: facts("1", more) })));
+  for (const one of wrong) refused(JSON.stringify({ ...whole, ...one }), /^a\.JSON is not a document of this page, or it is damaged/);
+  for (const content of ["", "[]", "null", "{", '"a"', JSON.stringify(whole).slice(0, -9)]) refused(content, /^a\.JSON is not/);
+});
+
+test("a document is called by its title, else by its beginning, and a file by what a file may be called", () => {
+  assert.equal(nameOf({ title: "T", text: "a" }), "T");
+  assert.equal(nameOf({ title: null, text: "\n  Once upon\na time" }), "Once upon");
+  assert.equal(nameOf({ title: null, text: "word ".repeat(30) }), `${"word ".repeat(9).trim()} \u2026`);
+  assert.equal(nameOf({ title: null, text: " \n" }), "Untitled");
+  const named = (title) => exported("txt", { title, state: written() }).name;
+  assert.deepEqual(["../a/b", "a:b?", "...", "\u00fc\u4e2d"].map(named), ["a b.txt", "a b.txt", "document.txt", "\u00fc\u4e2d.txt"]);
+});
