@@ -1,8 +1,10 @@
 """Speed of the service, and what each token costs its processes in CPU time: `python -m benchmarks.service`.
 
 For each API and number of streams: tokens per second, time to first token, gaps between reads, and CPU microseconds per
-token of the API process, of the engine and of this process. Linux only: reads CPU times from /proc. The last line of
-stdout is one JSON object. Exit status: 0; 1 if the service does not start or does not answer.
+token of the API process, of the engine and of this process. `alone` are the tokens per second without what this process
+costs, which is measured on a control that computes nothing and sends tokens at the same pace (control_service.py); it
+means something only where nothing else uses the cores. Linux only: reads CPU times from /proc. The last line of stdout
+is one JSON object. Exit status: 0; 1 if the service does not start or does not answer.
 """
 
 from __future__ import annotations
@@ -11,15 +13,16 @@ import asyncio
 import itertools
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 from app.common import event_loop
 from benchmarks.client import Exchange, keep_busy
-from benchmarks.common import command_line, percentile, print_result
+from benchmarks.common import available_cores, command_line, percentile, print_result
 from benchmarks.completions import Failed, measure
 from benchmarks.load import LoadPlan
 from benchmarks.service_process import ServiceProcess, ServiceStartError, child_pids, running, serve_command
@@ -38,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--seconds", type=float, default=3.0, help="seconds per measurement (%(default)s)")
     flags = parser.parse_args(argv)
     costs = []
-    print("api       streams  tokens/s  us/token: API  engine  load   first token ms   gap p50 / p99 ms")
+    print("api       streams  tokens/s   alone  us/token: API  engine  load (control)  first ms  gap p50 / p99 ms")
     try:
         with running(serve_command("--weights", Path(flags.weights).resolve())) as service:
             service.wait_for_route("/health/ready")
@@ -46,10 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 sizes = {"max_tokens": flags.tokens, "prompt_words": _PROMPT_WORDS}
                 plan = LoadPlan(url=service.url, api=api, streams=(streams,), **sizes)
                 cost = event_loop.run(_measure(service, plan, flags.seconds))
+                cost |= _without_load(cost, _control(plan, cost["tokens_per_second"], flags.seconds))
                 costs.append({"api": api, "streams": streams, **cost})
                 print(
-                    f"{api:8}  {streams:7}  {cost['tokens_per_second']:8.0f}  {cost['api_us']:13.1f}  "
-                    f"{cost['engine_us']:6.1f}  {cost['load_us']:4.1f}  {cost['first_token_ms']:15.2f}   "
+                    f"{api:8}  {streams:7}  {cost['tokens_per_second']:8.0f}  {cost['alone']:6.0f}  "
+                    f"{cost['api_us']:13.1f}  {cost['engine_us']:6.1f}  {cost['load_us']:4.1f} "
+                    f"({cost['control_us']:7.1f})  {cost['first_token_ms']:8.2f}  "
                     f"{cost['gap_p50_ms']:7.2f} / {cost['gap_p99_ms']:.2f}",
                     flush=True,
                 )
@@ -58,6 +63,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     print_result("service", tokens=flags.tokens, costs=costs)
     return 0
+
+
+def _control(plan: LoadPlan, tokens_per_second: float, seconds: float) -> float:
+    """CPU microseconds per token of this process under the same plan, with a control that keeps the same pace."""
+    step_ms = 1e3 * plan.streams[0] / tokens_per_second
+    with running([sys.executable, "-m", "benchmarks.control_service", f"{step_ms:.3f}"]) as control:
+        control.wait_for_route("/")
+        plan = replace(plan, url=control.url, api="complete")
+        return event_loop.run(_measure(control, plan, seconds))["load_us"]
+
+
+def _without_load(cost: Mapping[str, float], control_us: float) -> dict[str, float]:
+    """The control's figure, and the tokens per second if every core had the load generator's time as well."""
+    core_seconds = available_cores() / cost["tokens_per_second"]
+    return {"control_us": control_us, "alone": available_cores() / (core_seconds - control_us / 1e6)}
 
 
 async def _measure(service: ServiceProcess, plan: LoadPlan, seconds: float) -> dict[str, float]:

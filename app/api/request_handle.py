@@ -208,10 +208,11 @@ class RequestHandle:
         text_parts: list[list[str]] = [[] for _ in self.session.choices]
         tokens = [TokenTable() for _ in self.session.choices]
         finished: dict[int, Finished] = {}
-        try:
-            while not self.session.is_done:
-                if not await self.session.wait_event():
-                    continue
+
+        def collect_events() -> bool:
+            """Whether there will be more."""
+            self.session.take_arrivals()
+            while self.session.has_event:
                 event = self.session.next_event()
                 self.record_event(event)
                 if isinstance(event, Delta):
@@ -219,6 +220,11 @@ class RequestHandle:
                     tokens[event.index].extend(event.tokens)
                 elif isinstance(event, Finished):
                     finished[event.index] = event
+            return not self.session.is_done
+
+        try:
+            while collect_events():
+                await self.session.wait_event(collect_events)
         except Exception as error:
             self.on_error(error)
             raise

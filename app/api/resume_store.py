@@ -15,22 +15,22 @@ class ReplayBuffer:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._frames: deque[bytes] = deque()
-        self.first = 0
-        """The number of the oldest frame in the buffer."""
+        self.next_number = 0
+        """The next frame's number; the first is 0."""
         self._size = 0
 
     @property
-    def next_number(self) -> int:
-        """The next frame's number; the first is 0."""
-        return self.first + len(self._frames)
+    def first(self) -> int:
+        """The number of the oldest frame in the buffer."""
+        return self.next_number - len(self._frames)
 
     def append(self, frame: bytes) -> bytes:
         """Appends a frame and returns it."""
         self._frames.append(frame)
+        self.next_number += 1
         self._size += len(frame)
         while self._size > self._limit and len(self._frames) > 1:
             self._size -= len(self._frames.popleft())
-            self.first += 1
         return frame
 
     def since(self, number: int) -> bytes:

@@ -46,7 +46,7 @@ class EventStream(sse.EventStreamResponse):
         *,
         is_silent_long: bool = False,
     ) -> None:
-        super().__init__(frames, close, headers)
+        super().__init__(lambda _: frames, close, headers)
         self._generator = frames
         self._response = response
         self._is_silent_long = is_silent_long

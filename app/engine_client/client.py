@@ -13,6 +13,7 @@ between, is refused.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,31 +22,37 @@ from typing import Protocol
 
 from app.common.errors import EngineFailed, InvalidRequest
 from app.common.ipc import Cancel, Ready, Submit, WorkerConfig
-from app.common.types import Counters, PromptScores, Request, RequestStarted, SampledEvent, StepReport
+from app.common.types import Counters, PromptScores, Request, RequestStarted, StepReport
 from app.engine_client.fair_queue import prompt_tokens
 from app.engine_client.supervisor import TOKENS_TO_CLEAR, WORKER, EngineStopped, Supervisor
 from app.engine_client.token_stream import TokenSource, TokenStream
 
 
-def deliver(report: StepReport, streams: Mapping[str, TokenStream]) -> list[str]:
-    """Delivers a report to the streams of its requests; returns the ids of requests that ended.
+def deliver(report: StepReport, streams: Mapping[str, TokenStream], reached: set[TokenStream]) -> list[str]:
+    """Adds a report to the streams of its requests, which it adds to `reached`; returns the ids of ended requests.
 
-    A delivery may suspend a stream, which removes its requests from `streams`.
+    This may suspend a stream, which removes its requests from `streams`.
     """
     ended = []
     for request_id, seconds in report.work:
         if stream := streams.get(request_id):
             stream.work_seconds += seconds
-    items: list[RequestStarted | PromptScores | SampledEvent] = [*report.started, *report.scores, *report.events]
+    items: list[RequestStarted | PromptScores] = [*report.started, *report.scores]
     for item in items:
         if stream := streams.get(item.request_id):
             stream.push(item.request_id, report.at, item)
-            if isinstance(item, SampledEvent) and item.finish:
-                ended.append(item.request_id)
+            reached.add(stream)
+    for event in report.events:
+        if stream := streams.get(event.request_id):
+            stream.push(event.request_id, report.at, event)
+            reached.add(stream)
+            if event.finish:
+                ended.append(event.request_id)
     for failure in report.failed:
         if stream := streams.get(failure.request_id):
             error = InvalidRequest(failure.message) if failure.is_user_error else EngineFailed(failure.message)
             stream.push(failure.request_id, report.at, error)
+            reached.add(stream)
             ended.append(failure.request_id)
     return ended
 
@@ -225,6 +232,7 @@ class EngineClient:
         self._step_prompt_tokens = config.tokens_per_step or _STEP_PROMPT_TOKENS
         self.supervisor = Supervisor(config, self, silence_seconds=silence_seconds, command=command)
         self._streams: dict[str, TokenStream] = {}  # by request id, in the order of sending
+        self._reached: set[TokenStream] = set()  # whose readers do not know yet what has arrived
         self._unstarted: dict[str, Request] = {}  # those that the engine has and has not started
         self._recovery = CrashRecovery()
         self._canary = CanaryRequest()
@@ -319,10 +327,18 @@ class EngineClient:
         self.counters = report.counters
         for started in report.started:
             self._unstarted.pop(started.request_id, None)
-        ended = deliver(report, self._streams)
+        is_scheduled = bool(self._reached)
+        ended = deliver(report, self._streams, self._reached)
+        if self._reached and not is_scheduled:  # once for all sequences, and all reports in the pipe
+            asyncio.get_running_loop().call_soon(self._notify_readers)
         self._remove(ended)
         self._send_suspects()
         self.pool.on_report(report, ended)
+
+    def _notify_readers(self) -> None:
+        reached, self._reached = self._reached, set()
+        for stream in reached:
+            stream.notify()
 
     def on_ready(self) -> None:
         """The engine accepts requests: sends those that were in flight first; for the supervisor."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from app.common.errors import EngineError
@@ -29,8 +30,8 @@ class Cancelled(EngineError):
 Item = RequestStarted | PromptScores | SampledEvent | EngineError
 
 
-class Arrival(NamedTuple):
-    """One item, for one of the stream's sequences."""
+class Arrival(Struct, frozen=True, gc=False):
+    """One item, for one of the stream's sequences. A msgspec struct, since there are thousands per second."""
 
     at: float
     """Monotonic seconds, by the clock of the engine's step."""
@@ -86,6 +87,8 @@ class TokenStream:
         self.is_suspended = False
         """Whether it is suspended because its reader does not keep up."""
         self._is_awaited = False
+        self._consume: Callable[[], bool] | None = None
+        """That of the reader that awaits receive()."""
         self._arrived = asyncio.Event()
 
     @property
@@ -108,17 +111,24 @@ class TokenStream:
         """The original requests that have not ended."""
         return [self.requests[index] for index in self._open.values()]
 
-    async def receive(self) -> list[Arrival]:
+    async def receive(self, consume: Callable[[], bool] | None = None) -> list[Arrival]:
         """Everything that has arrived; empty after wake().
 
         An error, or a SampledEvent with `finish`, is the last item of its sequence.
+
+        consume: called after each report with items for this stream, instead of waking the reader, which would cost
+            more than the items; it may take() them, must not raise, and returns whether the reader need not wake.
         """
-        self._is_awaited = True
+        self._is_awaited, self._consume = True, consume
         try:
             await self._arrived.wait()
         finally:
-            self._is_awaited = False
+            self._is_awaited, self._consume = False, None
         self._arrived.clear()
+        return self.take()
+
+    def take(self) -> list[Arrival]:
+        """Everything that has arrived, without waiting."""
         arrivals, self._arrivals, self._n_buffered = self._arrivals, [], 0
         if self.is_suspended and self._open:
             self._source.resume_suspended(self)
@@ -184,7 +194,7 @@ class TokenStream:
         return len(self._generated[index]) + self._scored[index]
 
     def push(self, request_id: str, at: float, item: Item) -> None:
-        """Delivers an item to the reader; for the engine client. Items of an ended sequence are dropped."""
+        """Adds an item; for the engine client, which then calls notify(). Items of an ended sequence are dropped."""
         index = self._open.get(request_id)
         if index is None:
             return
@@ -206,7 +216,11 @@ class TokenStream:
         elif isinstance(item, EngineError):
             del self._open[request_id]
         self._arrivals.append(Arrival(at, index, item))
-        self._arrived.set()
+
+    def notify(self) -> None:
+        """Lets the reader have what was pushed; for the engine client."""
+        if not (self._consume and self._consume()):
+            self._arrived.set()
 
     def fail(self, error: EngineError, at: float) -> None:
         """Ends and cancels every open sequence with an error."""
@@ -215,6 +229,7 @@ class TokenStream:
             self.push(request_id, at, error)
         if names:
             self._source.cancel(names)
+            self.notify()
 
     def _suspend(self) -> None:
         """Suspends the stream until its reader has taken what is buffered."""

@@ -172,6 +172,8 @@ class OutputChoice:
         # A prompt of special tokens only has no text, so the completion is the start of the text.
         has_no_text = not any(tokenizer.token_bytes(token) for token in request.prompt)
         self._strips_space = has_no_text and tokenizer.strips_first_space
+        self._is_plain = not (rules.stops or self._strips_space or echo)
+        """Whether the text needs no echo, no stop strings and no change of its start."""
         self._matcher = StopMatcher(rules.stops)
         self._base = len(echo.text) if echo else 0
         self._decoded = self._sent = 0
@@ -194,11 +196,6 @@ class OutputChoice:
         elif event.finish:
             deltas += self.finish(str(event.finish), self._stop_reason(event))
         return deltas
-
-    @property
-    def _is_plain(self) -> bool:
-        """Whether the text needs no echo, no stop strings and no log-probabilities."""
-        return not (self._rules.stops or self._strips_space or self.echo)
 
     def _add_plain(self, token: int) -> list[Delta]:
         """Fast path of add() for nearly all tokens."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -78,7 +79,7 @@ class GenerationSession:
         self._started: set[int] = set()
         self._last_tokens: dict[int, float] = {}
         self._events: deque[CompletionEvent] = deque()
-        self._failure: EngineError | None = None
+        self._failure: Exception | None = None
         self._last_event_at = self._queued_at = time.monotonic()
         self._timer = LazyTimer(stream.wake)
         if stream.queue_position:
@@ -133,8 +134,11 @@ class GenerationSession:
         times.submitted += paused
         times.started = None if times.started is None else times.started + paused
 
-    async def wait_event(self) -> bool:
+    async def wait_event(self, consume: Callable[[], bool] | None = None) -> bool:
         """Waits for an engine event or a timeout; False if that yields no completion event.
+
+        consume: called instead of waking the caller when something has arrived. It may take_arrivals() and handle
+            the events; it returns whether to wait for more. What it raises is raised here.
 
         Raises EngineError if the request cannot continue.
         """
@@ -142,10 +146,22 @@ class GenerationSession:
             if self._failure:
                 raise self._failure
             self._timer.set(min(self._last_event_at + self._longest_silence, self._limit()))
-            for arrival in await self.stream.receive():
+            for arrival in await self.stream.receive(consume and partial(self._run, consume)):
                 self._on_arrival(arrival)
             self._check_timeouts(time.monotonic())
         return bool(self._events)
+
+    def take_arrivals(self) -> None:
+        """Makes events of what has arrived, without waiting."""
+        for arrival in self.stream.take():
+            self._on_arrival(arrival)
+
+    def _run(self, consume: Callable[[], bool]) -> bool:
+        try:
+            return consume() and not self._failure
+        except Exception as error:  # concerns this request, not the engine whose report is being delivered
+            self._failure = error
+            return False
 
     @property
     def has_event(self) -> bool:
@@ -157,8 +173,8 @@ class GenerationSession:
         return self._events.popleft()
 
     def _emit(self, *events: CompletionEvent) -> None:
-        self._events.extend(events)
         if events:
+            self._events.extend(events)
             self._last_event_at = time.monotonic()
 
     @property
@@ -234,14 +250,16 @@ class GenerationSession:
             self._emit(Started())
 
     def _record_token(self, arrival: Arrival, event: SampledEvent) -> None:
-        self.times.first_token = self.times.first_token or arrival.at
+        times, at = self.times, arrival.at
+        times.first_token = times.first_token or at
         if event.token is None:
             return
         if (previous := self._last_tokens.get(arrival.choice)) is not None:
-            self.inter_token_latencies.append(arrival.at - previous)
-        self._last_tokens[arrival.choice] = arrival.at
-        self.times.paused_seconds, self._paused_seconds = self.times.paused_seconds + self._paused_seconds, 0.0
-        self.times.last_token = arrival.at
+            self.inter_token_latencies.append(at - previous)
+        self._last_tokens[arrival.choice] = at
+        if self._paused_seconds:
+            times.paused_seconds, self._paused_seconds = times.paused_seconds + self._paused_seconds, 0.0
+        times.last_token = at
 
     def _leader_indices(self) -> list[int]:
         return [index for index, request in enumerate(self.stream.requests) if request.leader is None]

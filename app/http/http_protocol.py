@@ -38,6 +38,7 @@ from app.http.connection_limits import (
 from app.http.errors import ApiError
 from app.http.host_filter import TARGET_HOST_KEY
 from app.http.request_log import RejectConnection, early_response
+from app.http.sse import BODY_WRITER, BodyWriter
 
 UVICORN_INTERNALS = {
     "uvicorn.protocols.http.httptools_impl.HttpToolsProtocol": (
@@ -46,7 +47,8 @@ UVICORN_INTERNALS = {
         "on_response_complete on_url parser pause_writing pipeline scope server_state shutdown transport url"
     ),
     "uvicorn.protocols.http.httptools_impl.RequestResponseCycle": (
-        "body disconnected keep_alive message_event response_complete response_started scope waiting_for_100_continue"
+        "body chunked_encoding disconnected flow keep_alive message_event response_complete response_started scope "
+        "transport waiting_for_100_continue"
     ),
     "uvicorn.protocols.http.flow_control.FlowControl": (
         "_transport pause_reading pause_writing resume_reading resume_writing write_paused"
@@ -253,6 +255,8 @@ class HttpProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Starts the next queued request, if there is one."""
         self.server_state.total_requests += 1
+        assert self._running
+        cast(dict[str, Any], self._running.scope).pop(BODY_WRITER, None)  # it was a reference cycle
         if self.transport.is_closing() or self._request_limits.phase is ReceivePhase.LINGER:
             return
         if self._is_receiving_body and self._is_last:
@@ -277,6 +281,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
+        cast(dict[str, Any], cycle.scope)[BODY_WRITER] = BodyWriter(cycle)
         self._response_deadline = time.monotonic() + self._limits.response_seconds
         super()._start_asgi_task(cycle, app)
 

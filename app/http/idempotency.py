@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from app.http.auth import owner_of
 from app.http.errors import ApiError
 from app.http.request_log import record_of, respond
-from app.http.sse import until_disconnect
+from app.http.sse import BODY_WRITER, until_disconnect
 
 _MAX_KEY_LENGTH = 255
 _MAX_FINISHED = 256
@@ -118,7 +118,8 @@ class _Exchange:
     """
 
     def __init__(self, app: ASGIApp, scope: Scope, body: list[Message], digest: bytes, replay_bytes: int) -> None:
-        self.scope, self.digest = scope, digest
+        self.scope = {key: value for key, value in scope.items() if key != BODY_WRITER}
+        self.digest = digest
         self.positions: dict[object, int] = {}
         """How many messages each connection has sent."""
         self._replay_bytes = replay_bytes
@@ -130,7 +131,7 @@ class _Exchange:
         self._can_replay = True
         self._changed = asyncio.Event()
         self._is_cancelled = asyncio.Event()
-        self._task = asyncio.ensure_future(app(scope, _replaying(body, self._wait_cancelled), self._send))
+        self._task = asyncio.ensure_future(app(self.scope, _replaying(body, self._wait_cancelled), self._send))
         self._task.add_done_callback(self._notify)
 
     @property

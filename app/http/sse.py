@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from msgspec import to_builtins
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from app.common.event_loop import TimeSlice
 from app.common.fault_injection import fault
@@ -79,25 +80,53 @@ def _parse_event(block: bytes) -> Event | None:
     return Event("", block) if block.startswith(b":") else None
 
 
-class EventStreamResponse(Response):
-    """Sends `frames` until they end or the client disconnects; always calls `close`, even before the first byte."""
+class BodyWriter:
+    """Writes parts of a body in the call itself, past the middlewares' send().
 
-    def __init__(self, frames: AsyncIterator[bytes], close: Callable[[], None], headers: Mapping[str, str]) -> None:
+    A middleware that changes bodies, or keeps them, must remove BODY_WRITER from the scope.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the response has begun and the client has taken, or the system has buffered, all of it so far."""
+        cycle = self._cycle
+        is_open = cycle.chunked_encoding and not (cycle.response_complete or cycle.disconnected)
+        return bool(is_open and not cycle.flow.write_paused and not cycle.transport.is_closing())
+
+    def write(self, body: bytes) -> None:
+        """Writes a part, which must not be empty; only if `is_ready`."""
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+
+
+BODY_WRITER = "inkstream_body_writer"
+"""Key of the BodyWriter in the scope of a request."""
+FrameSource = Callable[[BodyWriter | None], AsyncIterator[bytes]]
+"""Makes the frames of a response. Some of them may be written to the BodyWriter, if there is one, while the next is
+awaited."""
+
+
+class EventStreamResponse(Response):
+    """Sends frames until they end or the client disconnects; always calls `close`, even before the first byte."""
+
+    def __init__(self, frames: FrameSource, close: Callable[[], None], headers: Mapping[str, str]) -> None:
         super().__init__(headers={**HEADERS, **headers})
         del self.headers["content-length"]
         self._frames = frames
         self._close = close
 
-    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await until_disconnect(self._pump(send), receive)
+            await until_disconnect(self._pump(send, scope.pop(BODY_WRITER, None)), receive)
         finally:
             self._close()
 
-    async def _pump(self, send: Send) -> None:
+    async def _pump(self, send: Send, writer: BodyWriter | None) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         time_slice = TimeSlice()
-        async for frame in self._frames:
+        async for frame in self._frames(writer):
             await send({"type": "http.response.body", "body": frame, "more_body": True})
             await time_slice.pause_if_due()
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -75,6 +75,7 @@ def test_service_reports_both_endpoints(weights: str, run: Run) -> None:
     for cost in result["costs"]:
         assert min(cost[name] for name in ("tokens_per_second", "api_us", "engine_us", "load_us", "first_token_ms")) > 0
         assert 0 < cost["gap_p50_ms"] <= cost["gap_p99_ms"]
+        assert cost["control_us"] > 0 and cost["alone"] > cost["tokens_per_second"]
 
 
 def test_start_reports_three_moments_in_their_order(weights: str, run: Run) -> None:

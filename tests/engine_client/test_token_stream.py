@@ -11,7 +11,7 @@ import pytest
 from app.common.errors import EngineFailed, NotReady
 from app.common.types import PromptScores, Request, SampledEvent, StepReport
 from app.engine_client.supervisor import EngineStopped
-from app.engine_client.token_stream import MAX_BUFFERED, Cancelled, TokenStream
+from app.engine_client.token_stream import MAX_BUFFERED, Arrival, Cancelled, TokenStream
 from app.generation.session import GenerationSession, SessionTimes, Timeouts
 from tests.support.async_test import async_test
 from tests.support.engine_pool import PoolHarness, Top, alone, tokens_of
@@ -191,3 +191,41 @@ async def test_the_time_a_reader_took_is_no_gap_between_tokens_and_no_turn_to_wa
     await session.wait_event()
     assert len(session.inter_token_latencies) == MAX_BUFFERED
     assert stream.queue_position is None, "no queue timeout ends it"
+
+
+@async_test
+async def test_a_consumer_takes_what_arrives_while_the_reader_sleeps_on() -> None:
+    """Once a turn of the event loop, however many reports and sequences it is about."""
+    harness = _Harness()
+    stream = harness.submit_long(3, 10)
+    taken: list[list[Arrival]] = []
+    reader = asyncio.create_task(stream.receive(lambda: taken.append(stream.take()) is None and stream.is_open))
+    await asyncio.sleep(0)
+    for times in (1, 4, 5):
+        harness.step(times)
+        assert not reader.done()
+        await asyncio.sleep(0)
+    assert [len([a for a in each if isinstance(a.item, SampledEvent)]) for each in taken] == [3, 12, 15]
+    assert await reader == [], "it was woken at the end, with nothing left"
+    assert tokens_of([a for each in taken for a in each]) == alone(stream)
+
+
+@async_test
+async def test_what_a_consumer_raises_concerns_its_own_request() -> None:
+    harness = _Harness()
+    broken, other = (
+        GenerationSession(stream, [], Timeouts(60.0, 60.0, 60.0), SessionTimes())
+        for stream in (harness.submit_long(1, 5), harness.submit_long(1, 5))
+    )
+
+    def fail() -> bool:
+        broken.stream.take()
+        raise ArithmeticError("no text")
+
+    reader = asyncio.create_task(broken.wait_event(fail))
+    await asyncio.sleep(0)
+    harness.run()
+    assert tokens_of(await harness.read(other.stream)) == alone(other.stream)
+    assert not await reader
+    with pytest.raises(ArithmeticError):
+        await broken.wait_event()

@@ -21,6 +21,7 @@ from app import server
 from app.common import event_loop
 from app.http import connection_limits
 from app.http.http_protocol import UVICORN_INTERNALS, HttpProtocol
+from app.http.sse import BodyWriter
 from tests.support import ROOT
 
 DIGESTS = {
@@ -35,12 +36,14 @@ USERS = {
     # Our class, and how its source names an object of uvicorn's or httptools' class.
     "uvicorn.protocols.http.httptools_impl.HttpToolsProtocol": [(HttpProtocol, "self", "super()")],
     "uvicorn.protocols.http.httptools_impl.RequestResponseCycle": [
-        (HttpProtocol, "self.cycle", "self._running", "cycle")
+        (HttpProtocol, "self.cycle", "self._running", "cycle"),
+        (BodyWriter, "self._cycle", "cycle"),
     ],
     "uvicorn.protocols.http.flow_control.FlowControl": [
         (connection_limits.ConnectionFlowControl, "self", "super()"),
         (HttpProtocol, "self.flow"),
         (server._Server, "connection.flow"),
+        (BodyWriter, "cycle.flow"),
     ],
     "uvicorn.config.Config": [(event_loop.run, "uvicorn.Config('', log_config=None)"), (server._Server, "self.config")],
     "uvicorn.server.Server": [(server._Server, "self", "super()"), (server._on_signal, "server")],

@@ -6,7 +6,8 @@ A stream outlives its connection: each connection subscribes to a ResumableStrea
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request
@@ -95,30 +96,51 @@ class ResumableStream(StoredStream):
         """Releases the completion; the stream can no longer be resumed."""
         self._handle.close()
 
-    async def frames(self, subscription: Subscription, number: int = 0) -> AsyncIterator[bytes]:
+    async def frames(
+        self, subscription: Subscription, number: int = 0, writer: sse.BodyWriter | None = None
+    ) -> AsyncIterator[bytes]:
         """The event stream from frame `number` on; ends with exactly one `done` or `error`."""
+        consume = partial(self._write_events, subscription, writer) if writer else None
         if subscription is self._subscription and number < self._replay_buffer.next_number:
             yield self._replay_buffer.since(number)
         while subscription is self._subscription and not self.is_finished:
-            if frames := await self._next(subscription):
+            if frames := await self._next(subscription, consume):
                 yield frames
 
-    async def _next(self, subscription: Subscription) -> bytes:
-        """Encodes all pending events, up to a time slice; empty if there are none."""
+    async def _next(self, subscription: Subscription, consume: Callable[[], bool] | None) -> bytes:
         session = self._handle.session
-        frames: list[bytes] = []
         try:
-            if not session.is_done and not await session.wait_event():
+            if not session.is_done and not await session.wait_event(consume):
                 return b""
-            time_slice = TimeSlice()
+        except Exception as error:
+            return self._fail(error)
+        return self._encode_events(subscription)
+
+    def _write_events(self, subscription: Subscription, writer: sse.BodyWriter) -> bool:
+        """Writes what has arrived; False if there is more to do, or the client does not read so fast."""
+        session = self._handle.session
+        if subscription is not self._subscription or not writer.is_ready:
+            return False
+        session.take_arrivals()
+        if frames := self._encode_events(subscription):
+            writer.write(frames)
+        return not (session.has_event or self.is_finished)
+
+    def _encode_events(self, subscription: Subscription) -> bytes:
+        """Encodes all pending events, up to a time slice; empty if there are none."""
+        session, frames, time_slice = self._handle.session, list[bytes](), TimeSlice()
+        try:
             while subscription is self._subscription and session.has_event and not (frames and time_slice.is_due):
                 event = session.next_event()
                 self._handle.record_event(event)
-                frames.append(sse.PING if isinstance(event, Heartbeat) else self._encode(event))
+                frames.append(self._encode(event))
         except Exception as error:
-            self.is_finished = True
-            frames.append(self._append("error", self._handle.on_error(error).body(self.name)))
+            frames.append(self._fail(error))
         return b"".join(frames)
+
+    def _fail(self, error: Exception) -> bytes:
+        self.is_finished = True
+        return self._append("error", self._handle.on_error(error).body(self.name))
 
     def _encode(self, event: CompletionEvent) -> bytes:
         match event:
@@ -138,6 +160,8 @@ class ResumableStream(StoredStream):
                 if self._handle.session.is_done:
                     self.is_finished = True
                     return self._append("done", self._done())
+            case Heartbeat():
+                return sse.PING
         return b""
 
     @property
@@ -275,7 +299,7 @@ async def cancel(request: Request, request_id: str, resume_store: ResumeStoreDep
 def _respond(stream: ResumableStream, number: int = 0) -> Response:
     subscription = stream.attach()
     return sse.EventStreamResponse(
-        stream.frames(subscription, number), lambda: stream.detach(subscription), stream.headers
+        partial(stream.frames, subscription, number), lambda: stream.detach(subscription), stream.headers
     )
 
 

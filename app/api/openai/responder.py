@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -124,6 +125,8 @@ class Responder:
         self._includes_usage = bool(options and options.include_usage)
         self._has_continuous_usage = bool(options and options.continuous_usage_stats)
         self._is_done = False
+        self._sent_at = 0.0
+        """When the last frame or heartbeat was sent, in monotonic seconds."""
         self._pending: dict[int, tuple[TokenDetail, ...]] = {}
         self._head = head
         echoed = {"user": body.user, "request_id": body.request_id, "truncated": handle.admitted.truncated or None}
@@ -145,7 +148,7 @@ class Responder:
     async def respond(self, request: Request) -> Response:
         """Sends the response and ends the request."""
         if self._stream:
-            return sse.EventStreamResponse(self._frames(), self.handle.close, self.handle.headers)
+            return sse.EventStreamResponse(self._frames, self.handle.close, self.handle.headers)
         return await self.handle.respond(self._full_response(), request)
 
     async def _full_response(self) -> OpenAIResponse:
@@ -154,34 +157,53 @@ class Responder:
         choices = [self.full_choice(i, output) for i, output in enumerate(outputs)]
         return self.response_type(**self._head, choices=choices, usage=Usage.of(self.handle.session), **self._extra)
 
-    async def _frames(self) -> AsyncIterator[bytes]:
+    async def _frames(self, writer: sse.BodyWriter | None) -> AsyncIterator[bytes]:
         """Data-only frames, with heartbeats when there is no output for long, and `[DONE]` at the end."""
-        last = time.monotonic()
+        consume = partial(self._write_events, writer) if writer else None
+        self._sent_at = time.monotonic()
         while not self._is_done:
-            if frames := await self._next():
+            if frames := await self._next(consume):
                 yield frames
-                last = time.monotonic()
-            elif time.monotonic() - last >= PING_SECONDS:
+                self._sent_at = time.monotonic()
+            elif time.monotonic() - self._sent_at >= PING_SECONDS:
                 yield b": ping\n"
-                last = time.monotonic()
+                self._sent_at = time.monotonic()
         yield b"data: [DONE]\n\n"
 
-    async def _next(self) -> bytes:
-        """Encodes all pending events, up to a time slice; empty if there are none."""
-        session = self.handle.session
-        frames: list[bytes] = []
+    async def _next(self, consume: Callable[[], bool] | None) -> bytes:
         try:
-            await session.wait_event()
-            time_slice = TimeSlice()
+            await self.handle.session.wait_event(consume)
+        except Exception as error:
+            return self._fail(error)
+        return b"" if self._is_done else self._encode_events()  # _write_events() may have written the end
+
+    def _write_events(self, writer: sse.BodyWriter) -> bool:
+        """Writes what has arrived; False if there is more to do, or the client does not read so fast."""
+        session = self.handle.session
+        if not writer.is_ready:
+            return False
+        session.take_arrivals()
+        if frames := self._encode_events():
+            writer.write(frames)
+            self._sent_at = time.monotonic()
+        return not (session.has_event or self._is_done)
+
+    def _encode_events(self) -> bytes:
+        """Encodes all pending events, up to a time slice; empty if there are none."""
+        session, frames, time_slice = self.handle.session, list[bytes](), TimeSlice()
+        try:
             while session.has_event and not (frames and time_slice.is_due):
                 frames.append(self._encode(session.next_event()))
             self._is_done = session.is_done
             if self._is_done and self._includes_usage:
                 frames.append(_frame(OpenAIResponse(**self._head, choices=[], usage=Usage.of(session), **self._extra)))
         except Exception as error:
-            self._is_done = True
-            frames.append(_frame(self.handle.on_error(error).body(self.handle.name)))
+            frames.append(self._fail(error))
         return b"".join(frames)
+
+    def _fail(self, error: Exception) -> bytes:
+        self._is_done = True
+        return _frame(self.handle.on_error(error).body(self.handle.name))
 
     def _encode(self, event: CompletionEvent) -> bytes:
         self.handle.record_event(event)

@@ -34,7 +34,7 @@ class _Completion:
     def has_event(self) -> bool:
         return bool(self._events)
 
-    async def wait_event(self) -> bool:
+    async def wait_event(self, _consume: object) -> bool:
         return True
 
     def next_event(self) -> Delta:
@@ -54,7 +54,7 @@ def test_what_was_written_before_an_error_is_sent_before_it() -> None:
     head = {"id": "r", "object": "o", "created": 1, "model": "m", "system_fingerprint": "f", "seed": 2}
 
     async def read() -> bytes:
-        return b"".join([frames async for frames in _Texts(handle, body, head)._frames()])
+        return b"".join([frames async for frames in _Texts(handle, body, head)._frames(None)])
 
     blocks = asyncio.run(read()).decode().split("\n\n")
     assert blocks[3:] == ["data: [DONE]", ""]
