@@ -7,7 +7,7 @@ step while the device computes the current one, then collects and commits the cu
     step k+1    launch n+2 | collect n+1 -> commit n+1 -> report
     device      ... n ------|------ n+1 ------|------ n+2 ...
 
-A step that needs the host (grammars, scores), or that could not be launched, waits until the previous steps are
+A step that needs the host (masks of grammars), or that could not be launched, waits until the previous steps are
 committed and then runs synchronously.
 
 FaultIsolation retries a failed step row by row, so that only the request at fault fails. By batch invariance a
@@ -66,7 +66,7 @@ class AsyncStepRunner(Protocol):
     """
 
     def launchable(self, plan: BatchPlan) -> bool:
-        """Whether the step needs nothing from the host while it runs: neither grammars nor scores."""
+        """Whether the step needs nothing of the steps before it from the host, as a grammar's mask does."""
         ...
 
     def launch(self, plan: BatchPlan) -> StepHandle:

@@ -46,17 +46,18 @@ def dummies(rows: int, length: int, *, start: int = 0, source: tuple[int, ...] =
 
 
 def largest_step(limits: StepLimits, context: int) -> BatchPlan:
-    """The step with the largest memory need among those that the device samples itself, for measurements.
+    """The step with the largest memory need of a backend that samples and scores on the device, for measurements.
 
     It has the most rows that may run, all sampling at the end of their context, and the most tokens that a step may
     have. Only the first row has penalties, which upload all of its tokens: those of all rows at once, 131,072 each,
-    would need memory that no real step needs.
+    would need memory that no real step needs. Its prompt is scored as well.
     """
-    return _spread(limits, context, [_PENALIZED, *[_TYPICAL] * (limits.max_running - 1)], ())
+    first = _PENALIZED | {"prompt_logprobs": 20}
+    return _spread(limits, context, [first, *[_TYPICAL] * (limits.max_running - 1)], ())
 
 
 def costliest_step(limits: StepLimits, context: int, *, source: tuple[int, ...] = ()) -> BatchPlan:
-    """The same for steps that the host samples, with every option: grammars, and filters that sort whole rows.
+    """The same for a backend that samples on the host, with every option: grammars, and filters that sort whole rows.
 
     The prompt of the first sequence is scored as well.
     """

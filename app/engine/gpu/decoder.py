@@ -11,7 +11,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from app.engine.gpu.kernels.interface import AttentionBatch, HeadsSpec, Kernels, NormSpec
+from app.engine.gpu.kernels.interface import AttentionBatch, HeadsSpec, Kernels, NormSpec, RowLookup
 from app.engine.gpu.linears import padded_lm_head
 from model.nn.decoder_program import BlockOperation, Kind, Register, decoder_program
 from model.nn.layers import LayerNorm, RMSNorm, cache_attributes
@@ -35,12 +35,13 @@ class PagedDecoder:
         self._operations = [(operation, self._spec(operation)) for operation in decoder_program(decoder)]
         self._norm = _norm_spec(decoder.norm)
 
-    def __call__(
-        self, cache: Tensor, tokens_T: Tensor, positions_T: Tensor, slots_T: Tensor, batch: AttentionBatch
-    ) -> Tensor:
-        """Hidden states [T, D] after the final norm; writes keys and values to `slots_T` of the cache."""
+    def __call__(self, cache: Tensor, lookup: RowLookup, batch: AttentionBatch, out_TD: Tensor) -> None:
+        """Writes hidden states after the final norm to `out_TD`, and keys and values to the cache."""
         kernels, config, stream = self._kernels, self.config, Register.RESIDUAL
-        values = {stream: self._embed(tokens_T, positions_T)}
+        positions_T, slots_T = lookup.positions_T, lookup.slots_T
+        heads = (config.n_heads, config.n_kv_heads, config.head_dim, config.sliding_window)
+        batch = kernels.divide_attention(batch, *heads)
+        values = {stream: self._embed(lookup.tokens_T, positions_T)}
         delta_TD: Tensor | None = None  # the next norm adds it to the residual stream
         for (kind, source, target, module), spec in self._operations:
             match kind:
@@ -62,7 +63,7 @@ class PagedDecoder:
                     if delta_TD is not None:
                         values[stream] = values[stream] + delta_TD
                     delta_TD = out_TX
-        return kernels.add_norm(values[stream], delta_TD, self._norm)[1]
+        kernels.add_norm(values[stream], delta_TD, self._norm, out_TD)
 
     def _spec(self, operation: BlockOperation) -> Any:
         """The specification for the operation's kernel."""

@@ -1,8 +1,8 @@
 """State of running sequences on the device, the upload of a step, and the layout of its tokens and attention tiles.
 
 A sequence keeps its row from its first step until another sequence needs the row. Between two steps the host uploads
-only changes: new sequences, added blocks, tokens sampled on the host. One stream orders all work of the device, so that
-a row may be reassigned while a step that uses it still runs.
+only changes: new sequences, added blocks, the last token of a sequence that was away. One stream orders all work of the
+device, so that a row may be reassigned while a step that uses it still runs.
 
 Shape legend: R rows, B blocks of a row's table, S rows of a step, N rows of an update, W words, X flattened.
 """
@@ -18,60 +18,94 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from app.common.types import Chunk, Request, Sequence
-from app.engine.gpu.kernels.interface import ALIGNED, SPLIT, RowState
-from app.engine.gpu.kernels.sampling_state import SamplingTable
-from app.engine.sampling.parameters import fits, is_counted, pack_request
+from app.common.types import Chunk, Sequence
+from app.engine.gpu.kernels.interface import SPLIT, RowState
+from app.engine.gpu.kernels.sampling_state import ALIGNED, SamplingTable
+from app.engine.sampling.parameters import is_counted, pack_request, token_mask
 
 Numbers = TypeVar("Numbers")
 """array[int] on the host, Tensor on the device."""
 
 
 class StepInputs(NamedTuple, Generic[Numbers]):
-    """Inputs of a step with prompts: the tokens of the chunks in order, then padding. On the host or on the device."""
+    """Inputs of a step with prompts, on the host or on the device: of its tokens and of its attention tiles.
 
+    The tokens that sample come first, one for each chunk that does; then the other tokens of the chunks, then padding.
+    """
+
+    rows_T: Numbers
+    lengths_T: Numbers
+    """Tokens of the sequence up to and including this one."""
     tokens_T: Numbers
     """-1 stands for the last token of the row, which only the device knows."""
-    rows_T: Numbers
-    positions_T: Numbers
     tile_row_X: Numbers
     tile_start_X: Numbers
     tile_position_X: Numbers
     tile_length_X: Numbers
-    ends_S: Numbers
-    """Index of the last token of each chunk that samples."""
-    end_rows_S: Numbers
+
+    @classmethod
+    def of(cls, numbers_X: Tensor, n_tokens: int, n_tiles: int) -> StepInputs[Tensor]:
+        """Views of the sections of a step, one after the other."""
+        return StepInputs(*numbers_X.split([n_tokens] * 3 + [n_tiles] * 4))
 
 
-def lay_out(
-    chunks: Items[Chunk], rows: Items[int], *, tile_tokens: int, padding_row: int, tokens: int, n_samples: int
-) -> StepInputs[array[int]]:
-    """Lays out the tokens and tiles of a step, padded to `tokens` tokens and `n_samples` samples of `padding_row`."""
-    layout = StepInputs(*(array("i") for _ in StepInputs._fields))
-    for chunk, row in zip(chunks, rows, strict=True):
-        start, stop, known_tokens = chunk.start, chunk.stop, chunk.sequence.tokens
-        first = len(layout.tokens_T)
-        layout.tokens_T.extend(known_tokens[start:stop].tolist())
-        layout.tokens_T.extend([-1] * (stop - max(start, len(known_tokens))))
-        layout.rows_T.extend([row] * (stop - start))
-        layout.positions_T.extend(range(start, stop))
-        starts = range(start, stop, tile_tokens)
-        layout.tile_row_X.extend([row] * len(starts))
-        layout.tile_start_X.extend(range(first, first + stop - start, tile_tokens))
-        layout.tile_position_X.extend(starts)
-        layout.tile_length_X.extend(min(tile_tokens, stop - position) for position in starts)
-        if chunk.samples:
-            layout.ends_S.append(len(layout.tokens_T) - 1)
-            layout.end_rows_S.append(row)
-    for section, size, filler in (
-        (layout.tokens_T, tokens, 0),
-        (layout.rows_T, tokens, padding_row),
-        (layout.positions_T, tokens, 0),
-        (layout.ends_S, n_samples, 0),
-        (layout.end_rows_S, n_samples, padding_row),
-    ):
+def pad(inputs: StepInputs[array[int]], padding_row: int, n_tokens: int, n_tiles: int) -> None:
+    """Adds padding tokens and tiles."""
+    sizes = (n_tokens,) * 3 + (n_tiles,) * 4
+    for section, size, filler in zip(inputs, sizes, _fillers(padding_row), strict=True):
         section.extend([filler] * (size - len(section)))
+
+
+def clear(inputs: StepInputs[Tensor], padding_row: int) -> None:
+    """Makes all tokens and tiles padding."""
+    for section, filler in zip(inputs, _fillers(padding_row), strict=True):
+        section.fill_(filler)
+
+
+def _fillers(padding_row: int) -> tuple[int, ...]:
+    """Padding of each section of StepInputs."""
+    return (padding_row, 1, 0, -1, 0, 0, 0)
+
+
+class Layout(NamedTuple):
+    """The tokens of a step, on the host."""
+
+    inputs: StepInputs[array[int]]
+    scored_X: array[int]
+    """Indices of the tokens whose logits score a prompt."""
+    next_tokens_X: array[int]
+    """The prompt's next token after each of them."""
+
+
+def lay_out(chunks: Items[Chunk], rows: Items[int], *, tile_tokens: int) -> Layout:
+    """Lays out the tokens and tiles of a step, without padding."""
+    inputs = StepInputs(*(array("i") for _ in StepInputs._fields))
+    layout = Layout(inputs, array("i"), array("i"))
+    for chunk, row in zip(chunks, rows, strict=True):
+        if chunk.samples:
+            _add_tokens(inputs, chunk.sequence, row, chunk.stop - 1, chunk.stop, 1)
+    for chunk, row in zip(chunks, rows, strict=True):
+        first = len(inputs.rows_T) - chunk.start
+        _add_tokens(inputs, chunk.sequence, row, chunk.start, chunk.stop - chunk.samples, tile_tokens)
+        if positions := chunk.scores:
+            layout.scored_X.extend(range(first + positions.start - 1, first + positions.stop - 1))
+            layout.next_tokens_X.extend(chunk.sequence.request.prompt[positions.start : positions.stop])
     return layout
+
+
+def _add_tokens(
+    inputs: StepInputs[array[int]], sequence: Sequence, row: int, start: int, stop: int, tile_tokens: int
+) -> None:
+    first, known_tokens = len(inputs.rows_T), sequence.tokens
+    inputs.rows_T.extend([row] * (stop - start))
+    inputs.lengths_T.extend(range(start + 1, stop + 1))
+    inputs.tokens_T.extend(known_tokens[start:stop].tolist())
+    inputs.tokens_T.extend([-1] * (stop - max(start, len(known_tokens))))
+    positions = range(start, stop, tile_tokens)
+    inputs.tile_row_X.extend([row] * len(positions))
+    inputs.tile_start_X.extend(range(first, first + stop - start, tile_tokens))
+    inputs.tile_position_X.extend(positions)
+    inputs.tile_length_X.extend(min(tile_tokens, stop - position) for position in positions)
 
 
 def splits(length: int) -> int:
@@ -79,9 +113,19 @@ def splits(length: int) -> int:
     return -(-length // SPLIT)
 
 
-def decode_buckets(most: int) -> tuple[int, ...]:
-    """Row counts that decode steps are padded to, up to `most`: small ones close together, then every 16."""
+def row_buckets(most: int) -> tuple[int, ...]:
+    """Row counts that steps are padded to, up to `most`: small ones close together, then every 16."""
     return (*(n for n in (1, 2, 4, 8, *range(16, most, 16)) if n < most), most)
+
+
+def token_buckets(most: int) -> tuple[int, ...]:
+    """Token counts that captured steps with prompts are padded to, up to `most` and 512."""
+    return (*(n for n in (16, 32, *range(64, 512, 64)) if n < most), min(most, 512))
+
+
+def round_up(count: int) -> int:
+    """To a multiple of 8: tokens and tiles of a step with prompts."""
+    return -(-count // 8) * 8
 
 
 def bucket(count: int, buckets: Items[int]) -> int:
@@ -99,11 +143,12 @@ class Upload:
     def __init__(self) -> None:
         self._numbers = array("i")
 
-    def add(self, numbers: Iterable[int]) -> slice:
-        """Appends a section and returns its range in the result of send()."""
+    def add(self, numbers: Iterable[int], size: int = 0) -> slice:
+        """Appends a section of at least `size` numbers and returns its range in the result of send()."""
         self._numbers.extend([0] * (-len(self._numbers) % ALIGNED))
         start = len(self._numbers)
         self._numbers.extend(numbers)
+        self._numbers.extend([0] * (start + size - len(self._numbers)))
         return slice(start, len(self._numbers))
 
     def send(self, device: torch.device) -> Tensor:
@@ -122,8 +167,9 @@ class Download:
 
     def __init__(self, numbers: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
-        self._numbers = numbers
-        if numbers.is_cuda:
+        if not numbers.is_cuda:
+            self._numbers = numbers.clone()
+        else:
             self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             self._numbers.copy_(numbers, non_blocking=True)
             self._event = torch.cuda.Event()
@@ -159,15 +205,17 @@ class ResidentUpdates:
     history: array[int] = field(default_factory=lambda: array("i"))
     history_rows: array[int] = field(default_factory=lambda: array("i"))
     history_generated: array[int] = field(default_factory=lambda: array("i"))
+    masked_rows: list[int] = field(default_factory=list)
+    masks: array[int] = field(default_factory=lambda: array("i"))
     blocks: dict[int, int] = field(default_factory=dict)
     """By index in the flattened block table."""
-    lengths: dict[int, int] = field(default_factory=dict)
     tokens: dict[int, int] = field(default_factory=dict)
 
     def sections(self) -> tuple[Iterable[int], ...]:
         """The sections of an upload that ResidentBatch.apply() takes."""
-        pairs = (part for each in (self.blocks, self.lengths, self.tokens) for part in (each.keys(), each.values()))
-        return (self.loaded_rows, self.words, self.history, self.history_rows, self.history_generated, *pairs)
+        history = (self.history, self.history_rows, self.history_generated)
+        pairs = (part for each in (self.blocks, self.tokens) for part in (each.keys(), each.values()))
+        return (self.loaded_rows, self.words, *history, self.masked_rows, self.masks, *pairs)
 
 
 class ResidentBatch:
@@ -180,19 +228,17 @@ class ResidentBatch:
         device, table_blocks = table.words_RW.device, -(-context // block_size)
         self._padding_block = padding_block
         block_table_RB = torch.full((count + 1, table_blocks), padding_block, dtype=torch.int32, device=device)
-        kv_length_R, last_token_R = (torch.zeros(count + 1, dtype=torch.int32, device=device) for _ in range(2))
-        self.state = RowState(block_table_RB, kv_length_R, last_token_R, block_size)
-        """Row state that a decode step reads and updates."""
+        self.state = RowState(block_table_RB, table.last_token_R, block_size)
         self._resident_rows: dict[Sequence, _ResidentRow] = {}
         self._free = list(range(count))
+
+    def row_of(self, sequence: Sequence) -> int:
+        """The row of a resident sequence."""
+        return self._resident_rows[sequence].row
 
     def is_resident(self, sequence: Sequence) -> bool:
         """Whether the sequence has a row."""
         return sequence in self._resident_rows
-
-    def can_sample(self, request: Request) -> bool:
-        """Whether a row can hold the request's parameters, so that the device samples."""
-        return fits(request, self.table.vocab_size)
 
     def assign_rows(self, chunks: Items[Chunk]) -> tuple[list[int], ResidentUpdates]:
         """Returns the row of each chunk's sequence, and the updates to upload before the step."""
@@ -204,17 +250,19 @@ class ResidentBatch:
         return rows, updates
 
     def release_rows(self, sequences: Iterable[Sequence]) -> None:
-        """Frees the rows of sequences whose device state is stale, for example after sampling on the host."""
+        """Frees the rows of sequences."""
         for sequence in sequences:
             if resident := self._resident_rows.pop(sequence, None):
                 self._free.append(resident.row)
 
     def apply(self, numbers_X: Tensor, sections: list[slice]) -> None:
         """Applies the uploaded updates on the device."""
-        loaded_rows, words, history, owners, generated, *pairs = (numbers_X[section] for section in sections)
+        loaded_rows, words, history, owners, generated, masked_rows, masks, *pairs = (numbers_X[x] for x in sections)
         if len(loaded_rows):
             self.table.load(loaded_rows, words.view(len(loaded_rows), -1), history, owners, generated)
-        targets = (self.state.block_table_RB.view(-1), self.state.kv_length_R, self.state.last_token_R)
+        if len(masked_rows):
+            self.table.load_masks(masked_rows, masks)
+        targets = (self.state.block_table_RB.view(-1), self.state.last_token_R)
         for target_X, index_N, values_N in zip(targets, pairs[::2], pairs[1::2], strict=True):
             if len(index_N):
                 target_X.index_copy_(0, index_N.long(), values_N)
@@ -234,14 +282,11 @@ class ResidentBatch:
         resident = self._resident_rows.get(sequence)
         if resident is None or resident.blocks is not sequence.blocks or resident.length != chunk.start:
             resident = self._load(sequence, resident, updates)
-            updates.lengths[resident.row] = chunk.start
         if len(sequence.blocks) > resident.n_blocks:
             first = resident.row * self.state.block_table_RB.shape[1]
             updates.blocks.update(enumerate(sequence.blocks[resident.n_blocks :], first + resident.n_blocks))
             resident.n_blocks = len(sequence.blocks)
-        if not chunk.samples:
-            updates.lengths[resident.row] = chunk.stop  # otherwise the device advances the length when it samples
-        elif resident.last_token_position != chunk.start and chunk.stop == chunk.start + 1:
+        if chunk.samples and resident.last_token_position != chunk.start and chunk.stop == chunk.start + 1:
             updates.tokens[resident.row] = sequence.tokens[chunk.start]
         resident.length = chunk.stop
         resident.last_token_position = chunk.stop if chunk.samples else -1
@@ -252,10 +297,12 @@ class ResidentBatch:
         if not sequence.blocks:  # without blocks, the sequence writes to the padding block
             size = self.state.block_table_RB.shape[1]
             updates.blocks.update(dict.fromkeys(range(row * size, (row + 1) * size), self._padding_block))
-        if self.can_sample(request):  # otherwise the host samples
-            updates.loaded_rows.append(row)
-            updates.words.extend(pack_request(request, self.table.vocab_size))
-        if self.can_sample(request) and is_counted(request.params):
+        updates.loaded_rows.append(row)
+        updates.words.extend(pack_request(request, self.table.vocab_size))
+        if request.params.min_tokens and not request.grammar:  # a guided row gets its mask in each step
+            updates.masked_rows.append(row)
+            updates.masks.extend(token_mask(request, 0, self.table.vocab_size))
+        if is_counted(request.params):
             prompt, length = len(request.prompt), len(sequence.tokens)
             updates.history.extend(sequence.tokens.tolist())
             updates.history_rows.extend([row] * length)

@@ -1,11 +1,14 @@
 """GPU runner: launches the step of a batch plan asynchronously, and collects its tokens later.
 
-Steps that need the host between forward pass and sampling (a grammar's mask, prompt log-probabilities, parameters that
-do not fit into a row) run synchronously in run(), with app/engine/execution/runner.py.
+Every token is sampled, and every prompt scored, on the device. The host only adds the masks of grammars, which it
+computes during the forward pass of the step; they depend on the tokens of the step before, so such a step is not
+launched ahead.
 """
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
@@ -13,76 +16,89 @@ import torch
 from torch import Tensor
 
 from app.common.fault_injection import fault
-from app.common.types import BatchPlan, Chunk, Sequence, StepResult
-from app.engine.execution.runner import MaskProvider, Runner, Sampler
+from app.common.types import BatchPlan, Request, SampledToken, Sequence, StepResult, TokenScore
+from app.engine.execution.runner import MaskProvider
 from app.engine.execution.warmup_batches import dummies
-from app.engine.gpu.graphs import Capture, DecodeGraphs
-from app.engine.gpu.resident_batch import Download, StepInputs, Upload, lay_out, splits
-from app.engine.gpu.step import StepProgram, pack_samples, unpack_samples
-from model.config import ModelConfig
-
-_MULTIPLE = 8
-"""Tokens of a step, and rows of the LM head, are padded to a multiple of this number, if their number is not fixed."""
+from app.engine.gpu.graphs import Capture, StepGraphs
+from app.engine.gpu.kernels.sampling_state import SampleOut
+from app.engine.gpu.resident_batch import Download, Upload, lay_out, pad, splits
+from app.engine.gpu.step import SCORED_ROWS, StepProgram
+from app.engine.sampling.parameters import token_mask
 
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
     """A step that was launched and not collected."""
 
-    sampled: tuple[Sequence, ...]
+    sampling: tuple[Sequence, ...]
+    """Sequences that sample, in the order of the rows of the draw."""
+    scoring: tuple[tuple[Request, int], ...]
+    """Requests with scored prompts, and how many of their tokens this step scores."""
+    decided: Mapping[str, SampledToken]
+    """Results of guided rows that replace the samples."""
+    n_drawn: int
+    """Rows of the draw, with padding."""
     download: Download
-    """Packed samples. Also copied if nothing is sampled: without waiting for the chunks of a prompt, the engine would
-    launch a whole long prompt at once, and new requests would queue behind it."""
+    """Numbers of the draw, then of the scores. Also copied if nothing is sampled: without waiting for the chunks of a
+    prompt, the engine would launch a whole long prompt at once, and new requests would queue behind it."""
 
 
 class DeviceRunner:
     """Runner of the asynchronous engine (app/engine/execution/engine.py), on one stream of one device."""
 
-    def __init__(self, graphs: DecodeGraphs, *, sampler: Sampler, grammars: MaskProvider | None = None) -> None:
+    def __init__(self, graphs: StepGraphs, *, grammars: MaskProvider | None = None) -> None:
+        """Without `grammars` there must be no guided request."""
         self.graphs = graphs
         self._steps = graphs.steps
         self._resident = graphs.steps.resident
-        self._host = Runner(HostCompute(graphs), sampler=sampler, grammars=grammars)
+        self._grammars = grammars
 
     def launchable(self, plan: BatchPlan) -> bool:
-        """Whether the device can sample this step without the host."""
-        return all(
-            not chunk.scores
-            and (self._resident.is_resident(chunk.sequence) or self._resident.can_sample(chunk.sequence.request))
-            for chunk in plan.chunks
-        )
+        """Whether the step needs no mask, which depends on the tokens of the step before."""
+        return not any(chunk.samples and chunk.sequence.request.grammar for chunk in plan.chunks)
 
     def run(self, plan: BatchPlan) -> StepResult:
         """Launches the step and waits for it. No other step may be in flight."""
-        if self.launchable(plan):
-            return self.collect(self.launch(plan))
-        try:
-            result = self._host.run(plan)
-            Download(self._steps.rows_S).wait()  # a step that samples nothing has not synchronized yet
-            return result
-        finally:  # the device does not know the sampled tokens
-            self._resident.release_rows(chunk.sequence for chunk in plan.chunks)
+        return self.collect(self.launch(plan))
 
     @torch.inference_mode()
     def launch(self, plan: BatchPlan) -> InFlightStep:
         """Launches the step without waiting. If it raises, the next step uploads the rows of the plan again."""
         fault("engine.launch", plan)
-        sampled = tuple(chunk.sequence for chunk in plan.chunks if chunk.samples)
-        self._start(plan)
-        return InFlightStep(sampled, Download(pack_samples(self._steps.out.first(len(sampled)))))
+        sampling = tuple(chunk.sequence for chunk in plan.chunks if chunk.samples)
+        n_drawn = self.graphs.rows(max(1, len(sampling)))
+        scores_X = self._forward(plan, n_drawn)
+        decided = self._load_masks(sampling)
+        if sampling:
+            self.graphs.draw(n_drawn)
+        drawn_X = self._steps.out.first(n_drawn).numbers_X
+        scoring = tuple((chunk.sequence.request, len(chunk.scores)) for chunk in plan.chunks if chunk.scores)
+        download = Download(drawn_X if scores_X is None else torch.cat((drawn_X, scores_X)))
+        return InFlightStep(sampling, scoring, decided, n_drawn, download)
 
     def collect(self, flight: InFlightStep) -> StepResult:
-        """Waits until the step has finished, and returns its samples."""
-        samples = unpack_samples(flight.download.wait(), [s.request.params.logprobs for s in flight.sampled])
-        return StepResult({s.request.id: sample for s, sample in zip(flight.sampled, samples, strict=True)})
+        """Waits until the step has finished, and returns its results."""
+        numbers_X = flight.download.wait()
+        n_drawn = len(self._steps.out.first(flight.n_drawn).numbers_X)
+        drawn = SampleOut(numbers_X[:n_drawn], flight.n_drawn)
+        samples = drawn.samples([sequence.request.params.logprobs for sequence in flight.sampling])
+        pairs = [
+            pair for pair in zip(flight.sampling, samples, strict=True) if pair[0].request.id not in flight.decided
+        ]
+        if self._grammars and any(sequence.request.grammar for sequence, _ in pairs):
+            sequences = [sequence for sequence, _ in pairs]
+            accepted = self._grammars.accept_tokens(sequences, [sample for _, sample in pairs])
+            pairs = list(zip(sequences, accepted, strict=True))
+        sampled = {sequence.request.id: sample for sequence, sample in pairs}
+        return StepResult({**sampled, **flight.decided}, _scores(numbers_X[n_drawn:], flight.scoring))
 
     def warm_up(self, tokens_per_step: int) -> None:
         """Runs the shapes of real steps, so that no request pays for first calls.
 
         Short and long prompts, single tokens, and the end of a long sequence: attention has a variant for each. Also a
-        prompt with log-probabilities: the LM head may use a different variant for all rows of a prompt.
+        prompt with log-probabilities: the LM head may use a different variant for the rows of a prompt.
         """
-        max_rows, context = len(self._steps.rows_S), self._steps.resident.context
+        max_rows, context = self._steps.max_rows, self._resident.context
         short, long = (min(count, tokens_per_step, context) for count in (2, tokens_per_step))
         tails = [dummies(1, context, start=context - length) for length in (1, short)]
         scored = dummies(1, long, prompt_logprobs=0)
@@ -92,83 +108,88 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def capture(self, capture: Capture) -> None:
-        """Captures decode steps, which later steps replay. No step may be in flight."""
+        """Captures parts of steps, which later steps replay. No step may be in flight."""
         self.graphs.capture(capture)
 
-    def _start(self, plan: BatchPlan) -> None:
-        if not all(chunk.samples and chunk.stop == chunk.start + 1 for chunk in plan.chunks):
-            self._steps.run_mixed(_upload_step(self.graphs, plan), _splits(plan))
-            return
-        staged = _StepUpload(self._steps, plan)
-        count = self.graphs.bucket(len(plan.chunks))
-        section = staged.upload.add([*staged.rows, *[self._resident.padding_row] * (count - len(plan.chunks))])
+    def _forward(self, plan: BatchPlan, n_drawn: int) -> Tensor | None:
+        """Uploads the step and launches its forward pass. Returns the log-probabilities of its prompts, if any."""
+        staged, graphs = _StepUpload(self._steps, plan, n_drawn), self.graphs
+        n_splits = splits(max(chunk.stop for chunk in plan.chunks))
+        if all(chunk.samples and chunk.stop == chunk.start + 1 for chunk in plan.chunks):
+            staged.send()
+            graphs.decode(n_drawn, n_splits)
+            return None
+        layout = lay_out(plan.chunks, staged.rows, tile_tokens=self._steps.tile_tokens)
+        n_tokens = graphs.tokens(len(layout.inputs.rows_T))
+        n_tiles = graphs.tiles(len(layout.inputs.tile_row_X), n_tokens)
+        pad(layout.inputs, self._resident.padding_row, n_tokens, n_tiles)
+        inputs = [staged.upload.add(section) for section in layout.inputs]
+        n_scored = -(-len(layout.scored_X) // SCORED_ROWS) * SCORED_ROWS
+        scored = [staged.upload.add(section, n_scored) for section in (layout.scored_X, layout.next_tokens_X)]
         numbers_X = staged.send()
-        self._steps.rows_S[:count].copy_(numbers_X[section])
-        self.graphs.run(count, _splits(plan))
+        graphs.prefill(numbers_X[inputs[0].start : inputs[-1].stop], n_tokens, n_tiles, n_splits)
+        return self._steps.score(*(numbers_X[section] for section in scored)) if n_scored else None
 
-
-class HostCompute:
-    """A `StepExecutor` (app/engine/execution/runner.py): the forward alone, for steps that the host draws in."""
-
-    def __init__(self, graphs: DecodeGraphs) -> None:
-        self.config: ModelConfig = graphs.steps.decoder.config
-        self._graphs = graphs
-
-    def run(self, plan: BatchPlan) -> Items[Chunk]:
-        """Runs the forward pass; rows are in the order of the plan."""
-        self._graphs.steps.forward(_upload_step(self._graphs, plan), _splits(plan))
-        return plan.chunks
-
-    def logits(self, rows: Items[int]) -> Tensor:
-        """Logits [rows, V], in the number format of the weights."""
-        steps = self._graphs.steps
-        size = len(steps.rows_S) if steps.tokens else _round_up(len(rows))
-        padded = [*rows, *[rows[-1]] * (-len(rows) % size)]
-        indices_X = torch.tensor(padded, device=steps.cache.device)
-        logits_XV = torch.cat([steps.logits(indices_S) for indices_S in indices_X.split(size)])
-        return logits_XV[: len(rows)]
+    def _load_masks(self, sampling: Items[Sequence]) -> dict[str, SampledToken]:
+        """Uploads the masks of guided rows. Returns the results of rows that must not sample."""
+        decided: dict[str, SampledToken] = {}
+        if not self._grammars or not any(sequence.request.grammar for sequence in sampling):
+            return decided
+        vocab_size, upload, rows, masks = self._resident.table.vocab_size, Upload(), [], array("i")
+        for sequence, allowed in zip(sampling, self._grammars.allowed(sampling), strict=True):
+            if isinstance(allowed, SampledToken):
+                decided[sequence.request.id] = allowed
+            elif sequence.request.grammar:
+                rows.append(self._resident.row_of(sequence))
+                masks.extend(token_mask(sequence.request, sequence.num_generated, vocab_size, allowed))
+        if rows:
+            sections = [upload.add(rows), upload.add(masks)]
+            numbers_X = upload.send(self._steps.cache.device)
+            self._resident.table.load_masks(*(numbers_X[section] for section in sections))
+        return decided
 
 
 class _StepUpload:
-    """The single host-to-device copy of a step: updates of blocks and rows, and what is added to `upload`."""
+    """The single host-to-device copy of a step: its rows and their updates, and what is added to `upload`."""
 
-    def __init__(self, steps: StepProgram, plan: BatchPlan) -> None:
+    def __init__(self, steps: StepProgram, plan: BatchPlan, n_drawn: int) -> None:
         self.upload = Upload()
         self._steps = steps
         self.rows, updates = steps.resident.assign_rows(plan.chunks)
-        self._updates = [self.upload.add(section) for section in updates.sections()]
+        rows = [row for row, chunk in zip(self.rows, plan.chunks, strict=True) if chunk.samples]
+        lengths = [chunk.stop for chunk in plan.chunks if chunk.samples]
+        n_padding, size = n_drawn - len(rows), steps.drawn_2R.shape[1]
+        self.upload.add([*rows, *[steps.resident.padding_row] * n_padding], size)
+        self.upload.add([*lengths, *[1] * n_padding], size)
         columns = (plan.clear, *([pair[side] for pair in plan.copies] for side in (0, 1)))
         self._blocks = [self.upload.add(column) for column in columns]
+        self._updates = [self.upload.add(section) for section in updates.sections()]
 
     def send(self) -> Tensor:
         """Sends all sections, and applies the updates. Returns the sections on the device."""
         numbers_X = self.upload.send(self._steps.cache.device)
+        drawn_X = self._steps.drawn_2R.view(-1)
+        drawn_X.copy_(numbers_X[: len(drawn_X)])
         self._steps.prepare(*(numbers_X[section] for section in self._blocks))
         self._steps.resident.apply(numbers_X, self._updates)
         return numbers_X
 
 
-def _upload_step(graphs: DecodeGraphs, plan: BatchPlan) -> StepInputs[Tensor]:
-    """Uploads a step with prompts. Returns its inputs on the device."""
-    steps, staged = graphs.steps, _StepUpload(graphs.steps, plan)
-    n_samples = sum(chunk.samples for chunk in plan.chunks)
-    layout = lay_out(
-        plan.chunks,
-        staged.rows,
-        tile_tokens=steps.tile_tokens,
-        padding_row=steps.resident.padding_row,
-        tokens=steps.tokens or _round_up(sum(chunk.stop - chunk.start for chunk in plan.chunks)),
-        n_samples=graphs.bucket(n_samples) if n_samples else 0,
+def _scores(numbers_X: Tensor, scoring: Items[tuple[Request, int]]) -> dict[str, tuple[TokenScore, ...] | None]:
+    """The scores of each prompt; None if a row was not finite. numbers_X: from StepProgram.score(), on the host."""
+    counts = [request.prompt_logprobs or 0 for request, count in scoring for _ in range(count)]
+    starts = range(0, len(counts), SCORED_ROWS)
+    pieces = numbers_X.view(len(starts), -1) if counts else ()
+    rows = iter(
+        [
+            score
+            for start, piece_X in zip(starts, pieces, strict=True)
+            for score in SampleOut(piece_X, SCORED_ROWS).scores(counts[start : start + SCORED_ROWS])
+        ]
     )
-    sections = [staged.upload.add(section) for section in layout]
-    numbers_X = staged.send()
-    return StepInputs(*(numbers_X[section] for section in sections))
-
-
-def _splits(plan: BatchPlan) -> int:
-    """Number of attention splits of the longest sequence."""
-    return splits(max(chunk.stop for chunk in plan.chunks))
-
-
-def _round_up(count: int) -> int:
-    return -(-count // _MULTIPLE) * _MULTIPLE
+    scores: dict[str, tuple[TokenScore, ...] | None] = {}
+    for request, count in scoring:
+        own = [next(rows) for _ in range(count)]
+        finite = tuple(score for score in own if score is not None)
+        scores[request.id] = finite if len(finite) == count else None
+    return scores

@@ -1,11 +1,12 @@
 """Sets up an engine on a GPU, in the order in which memory must be measured and allocated.
 
 First it measures the largest step with an empty cache, then it allocates the cache from the remaining memory, then it
-captures the decode steps. It runs on any device, so that tests need no GPU.
+captures the parts of steps. It runs on any device, so that tests need no GPU.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -13,17 +14,16 @@ import torch
 
 from app.common.startup_timer import CAPTURING_GRAPHS, WARMING_UP
 from app.engine.execution.runner import BackendRunners, MaskProvider
-from app.engine.execution.warmup_batches import PermissiveGrammars, costliest_step, dummies, largest_step
+from app.engine.execution.warmup_batches import dummies, largest_step
 from app.engine.gpu.decoder import PagedDecoder
-from app.engine.gpu.graphs import CudaCapture, DecodeGraphs
+from app.engine.gpu.graphs import CudaCapture, StepGraphs
 from app.engine.gpu.kernels.interface import PARTIAL_BYTES, SPLIT, Kernels
 from app.engine.gpu.kernels.sampling_state import SamplingTable
-from app.engine.gpu.resident_batch import ResidentBatch, decode_buckets, splits
+from app.engine.gpu.resident_batch import ResidentBatch, round_up, row_buckets, splits, token_buckets
 from app.engine.gpu.runner import DeviceRunner
 from app.engine.gpu.step import StepProgram
 from app.engine.guided.grammar_tracker import GrammarTracker
-from app.engine.memory.memory_plan import CacheShape, MemoryPeaks, step_peak
-from app.engine.sampling.sampler import TorchSampler
+from app.engine.memory.memory_plan import CacheShape, MemoryPeaks, mib, step_peak
 from app.engine.scheduling.scheduler import StepLimits
 from model.nn.transformer import Decoder
 
@@ -52,11 +52,14 @@ def device_runner(
     # Slots before heads: the layout that other libraries' kernels use too.
     shape = (config.n_layers, 2, blocks + 1, block_size, config.n_kv_heads, config.head_dim)
     cache = torch.zeros(shape, dtype=embedding.dtype, device=embedding.device)
-    tokens = limits.tokens_per_step if deterministic else 0
-    steps = StepProgram(decoder, kernels, cache, resident, max_rows=max_running, tokens=tokens)
-    buckets = (max_running,) if deterministic else decode_buckets(max_running)
-    graphs = DecodeGraphs(steps, buckets=buckets, max_splits=splits(context))
-    return DeviceRunner(graphs, sampler=TorchSampler(), grammars=grammars)
+    tokens = round_up(limits.tokens_per_step)
+    fixed = tokens if deterministic else 0
+    steps = StepProgram(decoder, kernels, cache, resident, max_rows=max_running, max_tokens=tokens, tokens=fixed)
+    rows, captured = row_buckets(max_running), token_buckets(tokens)
+    if deterministic:
+        rows, captured = rows[-1:], (tokens,) if tokens in captured else ()
+    graphs = StepGraphs(steps, rows=rows, tokens=captured, max_splits=splits(context))
+    return DeviceRunner(graphs, grammars=grammars)
 
 
 _GRAPH_BYTES = 4 << 20
@@ -89,24 +92,20 @@ class TritonBackend:
     def peaks(self) -> MemoryPeaks:
         """Measures the largest steps with an empty cache. Raises ValueError if there is too little memory.
 
-        These are the largest step that samples on the device, and the largest one that samples on the host, with
-        torch's copies of the logits. The longest sequences process their splits sequentially, somewhat shorter ones in
-        parallel, and with the most rows there may be too many for that. So both numbers include the limit of that
+        How many splits are computed in parallel depends on the sequences, so both numbers include the limit of that
         workspace. Captured steps share a pool as large as the largest of them.
         """
-        steps = [largest(self._limits, self._context) for largest in (largest_step, costliest_step)]
-
-        def compute_largest() -> None:
-            runner = self._runner(blocks=0, grammars=PermissiveGrammars(self._decoder.config.vocab_size))
-            for step in steps:
-                runner.run(step)
-
         partial_bytes = PARTIAL_BYTES if self._context > SPLIT else 0
-        activations = step_peak(compute_largest, self._device) + partial_bytes
+        largest = largest_step(self._limits, self._context)
+        activations = step_peak(lambda: self._runner(blocks=0).run(largest), self._device) + partial_bytes
         runner = self._runner(blocks=0)
-        decode = partial(runner.run, dummies(self._limits.max_running, 1))
+
+        def run_captured() -> None:
+            for rows, tokens in runner.graphs.largest:
+                runner.run(dummies(rows, tokens))
+
         # Libraries allocate a workspace on the capture stream.
-        once = partial(self._capture.run_on_stream, decode) if self._capture else decode
+        once = partial(self._capture.run_on_stream, run_captured) if self._capture else run_captured
         graphs = step_peak(once, self._device) + partial_bytes + runner.graphs.count * _GRAPH_BYTES
         return MemoryPeaks(activations, graphs)
 
@@ -117,5 +116,8 @@ class TritonBackend:
         runner.warm_up(self._limits.tokens_per_step)
         announce(CAPTURING_GRAPHS)
         if self._capture:
+            started, free = time.monotonic(), torch.cuda.mem_get_info(self._device)[0]
             runner.capture(self._capture)
+            used = mib(max(0, free - torch.cuda.mem_get_info(self._device)[0]))
+            announce(f"{runner.graphs.count} graphs captured in {time.monotonic() - started:.1f} s, {used}")
         return BackendRunners(runner, runner)

@@ -5,9 +5,11 @@ word    what
             presence and frequency penalty
     14, 15  the seed's low and high word
     16..23  choice, top_k, prompt length, min_tokens, logprobs (-1: none), flags, number of biases, number of stop ids
-    24..39  stop ids; -1 for unused entries
-    40..339 token ids of the biases; -1 for unused entries
-    340..   biases, float64
+    24..323 token ids of the biases; -1 for unused entries
+    324..   biases, float64
+
+On a device a row also has a bitmask of the tokens that it may sample while it has generated fewer than `min_tokens`:
+all but those that end the text, or those that its grammar allows. A guided row's mask has no end.
 
 The number of words is even, so that 64-bit floats are aligned. Shape legend: S sampled rows, V vocabulary, N entries of
 a row, X tokens of all rows.
@@ -17,7 +19,6 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
@@ -30,9 +31,7 @@ from app.common.types import MAX_BIASES, Request, SamplingParams
 TEMPERATURE, TOP_P, MIN_P, TYPICAL_P, REPETITION, PRESENCE, FREQUENCY = range(7)
 """Indices of the float64 values, which take two words each."""
 SEED, CHOICE, TOP_K, N_PROMPT, MIN_TOKENS, LOGPROBS, FLAGS, N_BIASES, N_STOPS = 14, *range(16, 24)
-STOPS = 24
-MAX_STOPS = 16
-BIAS_IDS = STOPS + MAX_STOPS
+HEADER_WORDS = BIAS_IDS = 24
 BIASES = BIAS_IDS + MAX_BIASES
 WORDS = BIASES + 2 * MAX_BIASES
 GREEDY = 1
@@ -43,8 +42,9 @@ MIN_TEMPERATURE = 1e-30
 """Lower temperatures count as this one, which float32 still distinguishes from 0."""
 
 _HEADER = struct.Struct("=7dq8i")
-_SECTION = struct.Struct(f"={MAX_STOPS + MAX_BIASES}i")
-assert _HEADER.size == 4 * STOPS and WORDS % 2 == 0
+_ALWAYS_MASKED = 2**31 - 1
+_EVERY_TOKEN = 2**32 - 1
+assert _HEADER.size == 4 * HEADER_WORDS and WORDS % 2 == 0
 
 
 class SamplingInput(Struct, frozen=True, gc=False):
@@ -123,13 +123,8 @@ def is_counted(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1 or bool(params.presence_penalty or params.frequency_penalty)
 
 
-def fits(request: Request, vocab_size: int) -> bool:
-    """Whether these words can say all of it: no guide, and not too many tokens that end the text."""
-    return not request.grammar and len(_stops(request, vocab_size)) <= MAX_STOPS
-
-
 def pack_header(row: SamplingInput, n_biases: int = 0, n_stops: int = 0) -> bytes:
-    """Packs the words before STOPS."""
+    """Packs the words before BIAS_IDS."""
     p = row.params
     flags = GREEDY * row.is_greedy | COUNTED * is_counted(p)
     logprobs = -1 if p.logprobs is None else p.logprobs
@@ -140,22 +135,34 @@ def pack_header(row: SamplingInput, n_biases: int = 0, n_stops: int = 0) -> byte
 
 
 def pack_request(request: Request, vocab_size: int) -> array[int]:
-    """Packs a request that fits into words; ignores token ids beyond the vocabulary."""
-    stops = _stops(request, vocab_size)
+    """Packs the words of a request; ignores token ids beyond the vocabulary."""
     biases = [(token, bias) for token, bias in request.params.logit_bias if token < vocab_size]
-    row = SamplingInput(request.params, request.prompt, len(request.prompt))
-    words = array("i", pack_header(row, len(biases), len(stops)))
-    words.frombytes(_SECTION.pack(*pad(stops, MAX_STOPS), *pad([token for token, _ in biases], MAX_BIASES)))
+    words = array("i", pack_header(SamplingInput(request.params, request.prompt, len(request.prompt)), len(biases)))
+    if request.grammar:
+        words[MIN_TOKENS] = _ALWAYS_MASKED
+    words.extend(token for token, _ in biases)
+    words.extend([-1] * (MAX_BIASES - len(biases)))
     words.frombytes(array("d", [bias for _, bias in biases]).tobytes().ljust(8 * MAX_BIASES, b"\0"))
     return words
 
 
-def pad(ids: Iterable[int], size: int) -> list[int]:
-    """The ids, and -1 for unused entries."""
-    padded = [*ids]
-    return padded + [-1] * (size - len(padded))
+def mask_words(vocab_size: int) -> int:
+    """Number of words of a row's bitmask."""
+    return -(-vocab_size // 32)
 
 
-def _stops(request: Request, vocab_size: int) -> list[int]:
-    """Stop tokens that are banned before min_tokens."""
-    return [token for token in request.stop_ids if token < vocab_size] if request.params.min_tokens else []
+def token_mask(request: Request, n_generated: int, vocab_size: int, allowed: Tensor | None = None) -> array[int]:
+    """The bitmask of a row that has generated `n_generated` tokens. allowed: those of its grammar.
+
+    Without the tokens that end the text before min_tokens, unless no other token is left.
+    """
+    numbers = array("I", allowed.numpy().tobytes() if allowed is not None else b"\xff" * (4 * mask_words(vocab_size)))
+    if n_generated < request.params.min_tokens:
+        continuing = numbers[:]
+        for token in request.stop_ids:
+            if token < vocab_size:
+                continuing[token // 32] &= ~(1 << token % 32) & _EVERY_TOKEN
+        last_bits = _EVERY_TOKEN >> -vocab_size % 32
+        if any(continuing[:-1]) or continuing[-1] & last_bits:
+            numbers = continuing
+    return array("i", numbers.tobytes())

@@ -87,6 +87,8 @@ class AttentionScene:
             max_splits=-(-last // SPLIT) + spare_splits,
         )
         with poisoned():
+            shape = self.shape
+            batch = kernels.divide_attention(batch, shape.n_heads, shape.n_kv_heads, shape.head_dim, self.window)
             out_THC = kernels.attention(torch.cat(parts), self.cache, batch, self.window)
         assert out_THC[0].isnan().all(), "the kernel wrote to a token without a tile"
         return [out_THC[start : start + piece[2]] for start, piece in zip(starts, pieces, strict=True)]

@@ -65,7 +65,7 @@ def check_gate(device: str, tiny: bool) -> Iterator[Finding]:
 
 
 def check_states(device: str, tiny: bool) -> Iterator[Finding]:
-    """State of the rows of a decode step."""
+    """Tokens, positions and cache slots of a step."""
     for count, n_rows, block_size, n_blocks in ((5, 3, 16, 3),) if tiny else _LARGE_STATES:
         yield from states(kernels_under_test(device), count, n_rows, block_size, n_blocks, device, _seed())
 
@@ -139,29 +139,26 @@ def _compare(
 
 
 def states(
-    kernels: Kernels, count: int, n_rows: int, block_size: int, n_blocks: int, device: str, seed: int
+    kernels: Kernels, count: int, n_tokens: int, block_size: int, n_blocks: int, device: str, seed: int
 ) -> Iterator[Finding]:
-    """Checks `n_rows` of `count` resident rows with `n_blocks` blocks each, followed by two padding rows."""
+    """Looks up `n_tokens` tokens of `count` resident rows with `n_blocks` blocks each, and two padding tokens."""
     rng = Random(seed)
-    rows = [*rng.sample(range(count), n_rows), count, count]
-    lengths = [*(rng.randrange(n_blocks * block_size) for _ in range(count)), 0]
+    rows = [*(rng.randrange(count) for _ in range(n_tokens)), count, count]
+    lengths = [rng.randint(1, n_blocks * block_size) for _ in rows]
     last = [*(rng.randrange(50_000) for _ in range(count)), 0]
     table = [[rng.randrange(10**6) for _ in range(n_blocks)] for _ in range(count + 1)]
-    sampled = [rng.choice((-1, rng.randrange(50_000))) for _ in rows]
-    state = RowState(_integers(table, device), _integers(lengths, device), _integers(last, device), block_size)
-    actual = kernels.look_up(_integers(rows, device), state)
-    at = [lengths[row] for row in rows]
+    given = [rng.choice((-1, rng.randrange(50_000))) for _ in rows]
+    state = RowState(_integers(table, device), _integers(last, device), block_size)
+    at = [length - 1 for length in lengths]
     slots = [table[row][p // block_size] * block_size + p % block_size for row, p in zip(rows, at, strict=True)]
     tiles = [-1 if row == count else row for row in rows]
-    expected = ([last[row] for row in rows], at, slots, tiles)
-    what = f"{n_rows} of {count} rows, blocks of {block_size}, seed {seed}"
-    for name, one, other in zip(actual._fields, actual, expected, strict=True):
-        yield same_bits(f"{what}: {name}", one, _integers(other, device))
-    kernels.advance(_integers(rows, device), _integers([p + 1 for p in at], device), _integers(sampled, device), state)
-    for row, position, token in zip(rows[:n_rows], at, sampled, strict=False):
-        lengths[row], last[row] = position + 1, max(token, 0)
-    yield same_bits(f"{what}: lengths", state.kv_length_R, _integers(lengths, device))
-    yield same_bits(f"{what}: last tokens", state.last_token_R, _integers(last, device))
+    sampled = [last[row] for row in rows]
+    known = [last[row] if token < 0 else token for row, token in zip(rows, given, strict=True)]
+    what = f"{n_tokens} tokens of {count} rows, blocks of {block_size}, seed {seed}"
+    for tokens, tokens_T in ((sampled, None), (known, _integers(given, device))):
+        actual = kernels.look_up(_integers(rows, device), _integers(lengths, device), tokens_T, state)
+        for name, one, other in zip(actual._fields, actual, (tokens, at, slots, tiles), strict=True):
+            yield same_bits(f"{what}: {name}", one, _integers(other, device))
 
 
 def _integers(numbers: object, device: str) -> Tensor:

@@ -21,8 +21,7 @@ from app.common.types import Request, SampledToken
 from app.engine.gpu.kernels.reference_operations import ReferenceKernels
 from app.engine.gpu.kernels.sampling_state import SampleOut, SamplingTable
 from app.engine.gpu.linears import VOCAB_MULTIPLE
-from app.engine.gpu.step import pack_samples, unpack_samples
-from app.engine.sampling.parameters import SamplingInput, fits, is_counted, pack_request
+from app.engine.sampling.parameters import SamplingInput, is_counted, pack_request, token_mask
 from app.engine.sampling.sampler import ADJUSTMENTS, FILTERS, Draw, apply_stages, row_parameters, sample, uniforms
 from benchmarks.gpu.conformance.harness import triton_kernels
 from benchmarks.gpu.conformance.sampling_cases import Case, chance, edges
@@ -47,7 +46,8 @@ def draw(sampler: Sample, case: Case, device: str) -> tuple[list[SampledToken], 
     padded_SV = _with_row_padding(torch.cat([case.logits_SV, case.logits_SV[:1].expand(2, -1)]).to(device))
     out = SampleOut.empty(len(rows_S), device)
     sampler(padded_SV, rows_S, positions_S, table, out)
-    sampled_tokens = unpack_samples(pack_samples(out).cpu(), [row.params.logprobs for row in case.rows])
+    on_host = SampleOut(out.numbers_X.cpu(), len(rows_S))
+    sampled_tokens = on_host.samples([row.params.logprobs for row in case.rows])
     return sampled_tokens, table, rows_S[: len(rows)]
 
 
@@ -84,7 +84,6 @@ def _load(table: SamplingTable, case: Case, rows: list[int]) -> None:
     tokens, owners, generated = array("i"), array("i"), array("b")
     for resident, row in zip(rows, case.rows, strict=True):
         request = _request(row)
-        assert fits(request, table.vocab_size)
         words += pack_request(request, table.vocab_size)
         if is_counted(row.params):
             tokens.extend(row.tokens)
@@ -97,11 +96,21 @@ def _load(table: SamplingTable, case: Case, rows: list[int]) -> None:
         torch.tensor(owners, dtype=torch.int32, device=device),
         torch.tensor(generated, dtype=torch.bool, device=device),
     )
+    masks = [token_mask(_request(row), len(row.generated), table.vocab_size, row.allowed) for row in case.rows]
+    table.load_masks(
+        torch.tensor(rows, dtype=torch.int32, device=device),
+        torch.tensor([*map(list, masks)], dtype=torch.int32).to(device),
+    )
 
 
 def _request(row: SamplingInput) -> Request:
     return Request(
-        id="", prompt=tuple(row.tokens[: row.n_prompt]), max_tokens=1, params=row.params, stop_ids=tuple(row.stop_ids)
+        id="",
+        prompt=tuple(row.tokens[: row.n_prompt]),
+        max_tokens=1,
+        params=row.params,
+        stop_ids=tuple(row.stop_ids),
+        grammar="any" * (row.allowed is not None),
     )
 
 

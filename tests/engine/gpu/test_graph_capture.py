@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from app.engine.gpu.graphs import CudaCapture, DecodeGraphs
+from app.engine.gpu.graphs import CudaCapture, StepGraphs
 from tests.support.gpu.emulated_engine import tiny_device_runner
 from tests.support.model.tiny_models import tiny_decoder
 
@@ -56,14 +56,19 @@ def test_steps_are_captured_once() -> None:
         runner.capture(lambda _work: lambda: None)
 
 
-def test_a_longer_sequence_takes_a_graph_of_more_splits() -> None:
+def test_a_step_is_replayed_by_its_size_and_whether_attention_has_splits_to_merge() -> None:
     steps = tiny_device_runner(tiny_decoder(), max_running=2).graphs.steps
-    graphs, launched = DecodeGraphs(steps, buckets=(1, 2), max_splits=40), []
+    graphs, launched = StepGraphs(steps, rows=(1, 2), tokens=(16, 32), max_splits=40), []
 
-    def noted(work: Any) -> Callable[[], None]:
-        return lambda: launched.append(work.args)
+    def noted(part: Any) -> Callable[[], None]:
+        name, sizes = part.func.__name__, [x for x in part.args if isinstance(x, int)]
+        return lambda: launched.append((name, *sizes))
 
     graphs.capture(noted)
-    for count, splits in ((1, 1), (2, 16), (2, 17), (1, 40)):
-        graphs.run(count, splits)
-    assert launched == [(1, 1), (2, 16), (2, 40), (1, 40)] and graphs.count == 6
+    for count, splits in ((1, 1), (2, 2), (1, 40)):
+        graphs.decode(count, splits)
+    graphs.draw(2)
+    assert launched == [("decode", 1, 1), ("decode", 2, 40), ("decode", 1, 40), ("draw", 2)]
+    assert graphs.count == len(graphs.replays) == 10
+    assert [graphs.tokens(count) for count in (1, 17, 33)] == [16, 32, 40]
+    assert graphs.tiles(3, 16) == 8 and graphs.tiles(3, 40) == 8

@@ -15,11 +15,14 @@ from app.common.types import BatchPlan, Chunk, Request, SampledEvent, Sequence, 
 from app.engine.execution.engine import Engine
 from app.engine.execution.warmup_batches import dummies
 from app.engine.gpu.graphs import CudaCapture
+from app.engine.gpu.kernels.reference_operations import ReferenceKernels
 from app.engine.gpu.resident_batch import Download, ResidentBatch
 from app.engine.gpu.runner import DeviceRunner
 from app.engine.gpu.step import StepProgram
 from app.engine.gpu.triton_loader import triton_kernels
 from app.engine.guided.grammar_tracker import GrammarTracker
+from app.engine.scheduling.scheduler import StepLimits
+from app.engine.startup_checks import check_batch_invariance
 from app.guided.grammar import grammar_from
 from tests.engine.execution.test_parity import _requests
 from tests.engine.execution.test_parity_switches import _config
@@ -142,52 +145,115 @@ def test_every_kind_of_decoder_says_what_it_says_in_torch(seed: int) -> None:
     _assert_same_texts(run_all(tiny_device_engine(decoder, blocks=200), requests), wanted)
 
 
-def test_guides_and_scored_prompts_take_their_turn_among_launched_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They need the host, and so does every step that they are in; no request's text changes."""
-    decoder, requests = tiny_decoder(), _mixed()
+def test_guided_rows_and_scored_prompts_are_launched_and_replayed_like_any() -> None:
+    """With the texts and scores of the torch backend; only a step with a mask waits for the one before."""
+    decoder, requests, replayed = tiny_decoder(), _mixed(), list[bool]()
+
+    def recorded(work: Callable[[], None]) -> Callable[[], None]:
+        replay = record(work)
+        return lambda: (replayed.append(True), replay())[1]
+
     wanted, scores = _run_all_scored(tiny_engine(decoder, blocks=200, guides=_grammar_tracker()), requests)
-    engine = tiny_device_engine(decoder, blocks=200, guides=_grammar_tracker())
-    launched, launch = [], DeviceRunner.launch
-    monkeypatch.setattr(DeviceRunner, "launch", lambda self, plan: (launched.append(1), launch(self, plan))[1])
-    replayed, replayed_scores = _run_all_scored(engine, requests)
-    _assert_same_texts(replayed, wanted)
-    assert launched and replayed_scores.keys() == scores.keys()
+    engine = tiny_device_engine(decoder, blocks=200, max_running=12, capture=recorded, guides=_grammar_tracker())
+    runner = engine.runner
+    assert isinstance(runner, DeviceRunner)
+    launched, launch = list[tuple[bool, bool]](), runner.launch
+
+    def noted(plan: BatchPlan) -> Any:
+        launched.append((runner.launchable(plan), any(chunk.scores for chunk in plan.chunks)))
+        return launch(plan)
+
+    runner.launch = noted  # type: ignore[method-assign]
+    found, found_scores = _run_all_scored(engine, requests)
+    _assert_same_texts(found, wanted)
+    assert len(replayed) > len(launched), (
+        "a step is a forward pass and a draw, and nothing here is too large to capture"
+    )
+    assert {(True, False), (False, True), (False, False)} == {*launched}
+    assert runner.launchable(dummies(1, 4, prompt_logprobs=0)), "nothing of a score comes from the host"
+    assert found_scores.keys() == scores.keys()
     for name, own in scores.items():
-        assert len(own) == len(replayed_scores[name])
-        assert all(abs(a[0] - b[0]) < CLOSE for a, b in zip(own, replayed_scores[name], strict=True)), name
+        assert len(own) == len(found_scores[name])
+        for (one, top), (other, other_top) in zip(own, found_scores[name], strict=True):
+            assert abs(one - other) < CLOSE and [x for x, _ in top] == [x for x, _ in other_top], name
+
+
+def test_a_row_beside_a_guided_one_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its state is uploaded once, although the other row's mask comes from the host in each step."""
+    loaded, load = list[str](), ResidentBatch._load
+    monkeypatch.setattr(ResidentBatch, "_load", lambda self, s, *x: (loaded.append(s.request.id), load(self, s, *x))[1])
+    grammar = grammar_from("regex", "[ab]{9}")
+    assert grammar
+    requests = [
+        Request(id=name, prompt=(3, 4), max_tokens=8, grammar=text) for name, text in (("g", grammar.lark), ("p", ""))
+    ]
+    engine = tiny_device_engine(tiny_decoder(), guides=_grammar_tracker())
+    run_all(engine, requests)
+    assert loaded.count("p") == 1 and "g" in loaded
+
+
+class _MarkedKernels(ReferenceKernels):
+    """Kernels that report one log-probability for everything."""
+
+    MARK = -7.25
+
+    def sample(self, *args: Any) -> None:  # type: ignore[override]
+        ReferenceKernels.sample(*args)
+        args[4].logprob_S.fill_(self.MARK)
+
+
+def test_every_log_probability_comes_from_one_implementation() -> None:
+    """Of plain, guided and scored rows, alone and together: two implementations differ in the last bit."""
+    requests = [replace(r, params=replace(r.params, logprobs=0)) for r in _mixed()]
+    for batch in ([requests], [[request] for request in requests]):
+        for each in batch:
+            engine = tiny_device_engine(tiny_decoder(), blocks=200, kernels=_MarkedKernels(), guides=_grammar_tracker())
+            events, scores = _run_all_scored(engine, each)
+            reported = {e.logprob for own in events.values() for e in own if e.token is not None}
+            assert reported | {own for rows in scores.values() for own, _ in rows} == {_MarkedKernels.MARK}
+
+
+def test_batch_invariance_holds_with_fixed_shapes() -> None:
+    """The start's own check of --deterministic: scored prompts beside decodes, in chunks, in a full batch."""
+    decoder = tiny_decoder()
+
+    def make_engine(limits: StepLimits) -> Engine:
+        sizes = {"tokens_per_step": limits.tokens_per_step, "max_running": limits.max_running, "blocks": 200}
+        return tiny_device_engine(decoder, deterministic=True, **sizes)
+
+    limits = StepLimits(tokens_per_step=64, max_running=8)
+    assert "verified" in check_batch_invariance(make_engine, limits, decoder.config, context=decoder.config.context)
 
 
 def test_where_shapes_do_not_change_no_company_changes_a_bit() -> None:
-    decoder, requests = tiny_decoder(), _requests(8, seed=6)
+    decoder, requests = tiny_decoder(), [replace(r, leader=None) for r in _mixed()]
 
     def fixed(blocks: int) -> Engine:
-        return tiny_device_engine(decoder, blocks=blocks, deterministic=True, max_running=8)
+        sizes = {"blocks": blocks, "max_running": 8, "guides": _grammar_tracker()}
+        return tiny_device_engine(decoder, deterministic=True, **sizes)
 
-    alone = {r.id: run_all(fixed(64), [r])[r.id] for r in requests}
-    crowded = fixed(17)
-    assert run_all(fixed(400), requests) == alone
-    assert run_all(crowded, requests[::-1]) == alone
+    alone = {r.id: _run_all_scored(fixed(64), [r]) for r in requests}
+    crowded = fixed(12)
+    for engine, batch in ((fixed(400), requests), (crowded, requests[::-1])):
+        texts, scores = _run_all_scored(engine, batch)
+        assert all((texts[name], scores.get(name)) == (own[0][name], own[1].get(name)) for name, own in alone.items())
     assert crowded.scheduler.preemptions > 0
 
 
-@pytest.mark.parametrize(("is_fixed", "shapes"), [(True, {(100, 4)}), (False, {(8, 1), (16, 1), (56, 1)})])
+@pytest.mark.parametrize(("is_fixed", "shapes"), [(True, {(104, 4)}), (False, {(16, 1), (64, 1)})])
 def test_steps_have_few_shapes_or_one(
     is_fixed: bool, shapes: set[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens and samples: a library may choose another algorithm for another number of rows."""
-    seen, forward = set(), StepProgram.forward
-
-    def noted(steps: StepProgram, inputs: Any, splits: int) -> None:
-        seen.add((len(inputs.tokens_T), len(inputs.ends_S)))
-        forward(steps, inputs, splits)
-
-    monkeypatch.setattr(StepProgram, "forward", noted)
+    tokens, samples, prefill, draw = list[int](), list[int](), StepProgram.prefill, StepProgram.draw
+    monkeypatch.setattr(StepProgram, "prefill", lambda s, x, n: (tokens.append(len(x.rows_T)), prefill(s, x, n))[1])
+    monkeypatch.setattr(StepProgram, "draw", lambda s, count: (samples.append(count), draw(s, count))[1])
     runner = tiny_device_runner(tiny_decoder(), max_running=4, tokens_per_step=100, deterministic=is_fixed)
     for length in (2, 8, 9, 50):
         plan = dummies(1, length)
         runner.run(plan)
         runner._resident.release_rows(chunk.sequence for chunk in plan.chunks)
-    assert seen == shapes
+    assert {*zip(tokens, samples, strict=True)} == shapes
 
 
 def test_a_launch_that_fails_leaves_nothing_behind(texts: Events, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +262,7 @@ def test_a_launch_that_fails_leaves_nothing_behind(texts: Events, monkeypatch: p
     failing = _FailingLaunches(engine.runner)
     engine.isolation._ahead = failing
     kernels = engine.runner.graphs.steps._kernels  # type: ignore[attr-defined]
-    for owner, name in ((kernels, "advance"), (ResidentBatch, "apply"), (StepProgram, "prepare")):
+    for owner, name in ((kernels, "sample"), (ResidentBatch, "apply"), (StepProgram, "prepare")):
         monkeypatch.setattr(owner, name, failing.spoilt(getattr(owner, name)))
     _assert_same_texts(run_all(engine, _requests(16, seed=1)), texts)
     assert engine.isolation.failed_launches > 3

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from app.common.types import MAX_BIASES, Request, SamplingParams
+from app.common.types import Request, SamplingParams
 from app.engine.gpu.kernels.sampling_state import SampleOut, SamplingTable
 from app.engine.sampling import parameters as layout
 from app.engine.sampling.parameters import SamplingInput, pack_request
@@ -104,17 +105,52 @@ def test_numbers_on_the_device_are_those_of_the_host() -> None:
     assert device_uniforms(seeds[:, 0], seeds[:, 1], choices, positions).tolist() == plain_uniforms(draws)
 
 
-def test_what_the_words_cannot_say_does_not_fit() -> None:
-    def request(params: SamplingParams, *stop_ids: int, grammar: str = "") -> Request:
-        return Request(id="", prompt=(0,), max_tokens=1, params=params, stop_ids=stop_ids, grammar=grammar)
+def test_a_mask_lacks_what_ends_the_text_before_min_tokens_unless_nothing_else_is_left() -> None:
+    def tokens(n_generated: int, *stop_ids: int, allowed: tuple[int, ...] = tuple(range(70))) -> list[int]:
+        params = SamplingParams(min_tokens=2)
+        request = Request(id="", prompt=(0,), max_tokens=9, params=params, stop_ids=stop_ids, grammar="any")
+        mask = layout.token_mask(request, n_generated, 70, _bits(allowed, 70))
+        return [token for token in range(70) if mask[token // 32] >> token % 32 & 1]
 
-    early, stops = SamplingParams(min_tokens=1), range(layout.MAX_STOPS)
-    biased = SamplingParams(logit_bias=tuple((token, 0.5) for token in range(MAX_BIASES)))
-    for fitting in (request(FULL), request(biased), request(early, *stops, 1000), request(FULL, *stops, 99)):
-        assert layout.fits(fitting, 1000) and len(pack_request(fitting, 1000)) == layout.WORDS
-    assert pack_request(request(early, *stops, 1000), 1000) == pack_request(request(early, *stops), 1000)
-    assert not layout.fits(request(early, *stops, 99), 1000)
-    assert not layout.fits(request(FULL, grammar="start: /a/"), 1000)
+    def _bits(ids: tuple[int, ...], vocab: int) -> Tensor:
+        words = [sum(1 << i % 32 for i in ids if i // 32 == word) for word in range(layout.mask_words(vocab))]
+        return torch.tensor(words).to(torch.int32)
+
+    assert tokens(1, 31, 63, 69, 1000) == [i for i in range(69) if i not in (31, 63)]
+    assert tokens(2, 31, 63) == [*range(70)]
+    assert tokens(0, *range(70)) == [*range(70)], "all tokens end it"
+    assert tokens(0, 5, 69, allowed=(5, 69)) == [5, 69] and tokens(0, 5, allowed=(5, 69)) == [69]
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_masked_row_draws_what_its_grammar_allows(kind: str) -> None:
+    case = chance("masked", 300, 8, 11)
+    generator = torch.Generator().manual_seed(2)
+    masks = [torch.randint(-(2**31), 2**31, (10,), generator=generator).to(torch.int32) for _ in case.rows]
+    masks[0] = torch.zeros(10, dtype=torch.int32)
+    masks[0][4] = 1 << 7
+    masks[1] = torch.zeros(10, dtype=torch.int32)
+    rows = [replace(row, allowed=mask, stop_ids=(3, 40)) for row, mask in zip(case.rows, masks, strict=True)]
+    masked = Case(name="masked", logits_SV=case.logits_SV, rows=rows)
+    assert not list(wrong(kernels(kind).sample, masked, DEVICE, exact=True))
+    tokens = [sample.token for sample in draw(kernels(kind).sample, masked, DEVICE)[0]]
+    assert tokens[:2] == [4 * 32 + 7, None], "one token is left, or none"
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_given_token_is_scored_like_a_sampled_one(kind: str) -> None:
+    """To the bit, and not where the logits are not finite."""
+    logits_SV = torch.randn(4, 300, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    logits_SV[2, 7] = float("nan")
+    table, scored = SamplingTable(5, 300, DEVICE, logprobs=20), SampleOut.empty(4, DEVICE)
+    sampled = SampleOut.empty(4, DEVICE)
+    kernels(kind).sample(logits_SV, _ints(0, 1, 2, 3), _ints(0, 0, 0, 0), table, sampled)
+    kernels(kind).sample(logits_SV, _ints(0, 0, 0, 0), _ints(0, 0, 0, 0), table, scored, sampled.tokens_S.clamp(min=0))
+    assert scored.scores([20] * 4) == sampled.scores([20] * 4) and sampled.tokens_S[2] == -1
+    kernels(kind).sample(logits_SV, _ints(0, 0, 0, 0), _ints(0, 0, 0, 0), table, scored, _ints(7, 8, 9, 10))
+    expected = logits_SV.cpu().double().log_softmax(-1)
+    assert scored.tokens_S.tolist() == [7, 8, -1, 10]
+    assert all(abs(float(scored.logprob_S[i]) - float(expected[i, 7 + i])) < 1e-5 for i in (0, 1, 3))
 
 
 @pytest.mark.parametrize("what", ["instead of", "log-probability", "counted", "most likely"])

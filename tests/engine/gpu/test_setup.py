@@ -21,7 +21,7 @@ from app.engine.gpu.kernels.interface import PARTIAL_BYTES
 from app.engine.gpu.kernels.reference_operations import ReferenceKernels
 from app.engine.gpu.resident_batch import StepInputs, Upload
 from app.engine.gpu.setup import _GRAPH_BYTES, TritonBackend
-from app.engine.gpu.step import pack_samples
+from app.engine.gpu.step import SCORED_ROWS
 from app.engine.gpu.triton_loader import check_triton
 from app.engine.memory.memory_plan import CacheShape
 from app.engine.sampling.parameters import SamplingInput
@@ -93,20 +93,26 @@ def test_splits_that_lie_beside_one_another_are_counted_where_there_may_be_some(
     """Counted, not measured: neither the longest sequences nor the most rows have the most splits."""
     one, two = (_backend(context).peaks() for context in (512, 513))
     assert two.activations - one.activations == PARTIAL_BYTES
-    assert two.graphs - one.graphs == PARTIAL_BYTES + 2 * _GRAPH_BYTES, "and two steps are captured once more"
+    assert two.graphs - one.graphs == PARTIAL_BYTES + 4 * _GRAPH_BYTES, "and forward passes are captured twice"
 
 
-@pytest.mark.parametrize("kind", ["device", "torch"])
-def test_what_is_measured_holds_the_costliest_draws_of_the_host(kind: str, measured: list[Made]) -> None:
-    """Masks, sorts of whole rows, and scores: of 256 rows and 128,000 tokens that is gigabytes, in no launched step."""
+def test_what_is_measured_holds_the_costliest_draws_of_the_host(measured: list[Made]) -> None:
+    """Masks, sorts of whole rows, and scores: of 256 rows and 128,000 tokens that is gigabytes."""
     config, limits = tiny_config(context=64), StepLimits(tokens_per_step=64, max_running=40)
     shape = CacheShape(shape=config, context=64, block_size=16, max_running=4, dtype=torch.float32)
-    device = _backend(tokens_per_step=64, max_running=40)
-    (device if kind == "device" else TorchBackend(tiny_decoder(config), shape, limits)).peaks()
+    TorchBackend(tiny_decoder(config), shape, limits).peaks()
     drawn, made = (40, config.vocab_size), measured[0]
     assert {("where", drawn), ("sort", drawn)} <= made
     assert ("log_softmax", drawn) in made, "log-probabilities of the rows that ask"
     assert any(name == "log_softmax" and shape[0] != 40 for name, shape in made), "scores of a prompt"
+
+
+def test_what_is_measured_holds_the_scores_of_a_prompt_and_the_largest_captured_steps(measured: list[Made]) -> None:
+    _backend(tokens_per_step=600, max_running=40).peaks()
+    shapes = [{shape for _, shape in made} for made in measured]
+    vocab_size, width = tiny_config().vocab_size, tiny_config().width
+    assert {(SCORED_ROWS, vocab_size), (40, vocab_size), (600, width)} <= shapes[0]
+    assert (40, width) in shapes[1] and (512, width) in shapes[1]
 
 
 def _peak_bytes(compute_once: Callable[[], object]) -> int:
@@ -171,16 +177,17 @@ def test_no_tensor_of_the_host_has_a_part_in_a_step(deterministic: bool) -> None
     """The host would wait for its transfer, which a captured step does not allow. meta is a device like any other."""
     decoder = tiny_decoder().to("meta")
     steps = tiny_device_runner(decoder, max_running=4, deterministic=deterministic).graphs.steps
-    tokens_T, tiles_X, draws_S = (torch.zeros(n, dtype=torch.int32, device="meta") for n in (128, 4, 4))
+    tokens_T, tiles_X = (torch.zeros(n, dtype=torch.int32, device="meta") for n in (128, 4))
 
     def is_on_device(func: Any, given: list[Tensor], new: list[Tensor]) -> None:
         assert all(tensor.is_meta for tensor in (*given, *new)), func
 
     with torch.inference_mode(), _Observed(is_on_device):
         steps.decode(3, 1)
-        steps.run_mixed(StepInputs._make([*[tokens_T] * 3, *[tiles_X] * 4, *[draws_S] * 2]), splits=1)
-        steps.prepare(tiles_X, draws_S, draws_S)
-        words, upload = steps.resident.table.words_RW.shape[1], Upload()
-        sections = [upload.add(range(size)) for size in (1, words, *[5] * 3, *[3] * 2, *[2] * 4)]
+        steps.prefill(StepInputs._make([*[tokens_T] * 3, *[tiles_X] * 4]), splits=1)
+        steps.draw(3)
+        steps.score(torch.zeros_like(tokens_T), tokens_T)
+        steps.prepare(tiles_X, tiles_X, tiles_X)
+        words, masks, upload = steps.resident.table.words_RW.shape[1], steps.resident.table.masks_RM.shape[1], Upload()
+        sections = [upload.add(range(size)) for size in (1, words, *[5] * 3, 1, masks, *[2] * 4)]
         steps.resident.apply(torch.zeros(sections[-1].stop, dtype=torch.int32, device="meta"), sections)
-        pack_samples(steps.out.first(3))

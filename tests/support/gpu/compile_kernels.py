@@ -47,6 +47,7 @@ def attention(dtype: torch.dtype, head_dim: int, *, splits: int, tile: int, bloc
         max_splits=splits,
     )
     cache = empty(2, 9, block, 8, head_dim, dtype=dtype)
+    batch = KERNELS.divide_attention(batch, 32, 8, head_dim, window)
     KERNELS.attention(empty(8 * tile, 32, head_dim, dtype=dtype), cache, batch, window)
 
 
@@ -79,9 +80,9 @@ def sampling() -> None:
 
 def rows() -> None:
     """Of 256 sequences of up to 32,768 positions."""
-    state = RowState(ints(257, 512), ints(257), ints(257), 64)
-    KERNELS.look_up(ints(8), state)
-    KERNELS.advance(ints(8), ints(8), ints(8), state)
+    state = RowState(ints(257, 512), ints(257), 64)
+    KERNELS.look_up(ints(8), ints(8), None, state)
+    KERNELS.look_up(ints(8), ints(8), ints(8), state)
 
 
 def product(n_tokens: int, bias_N: Tensor | None) -> None:

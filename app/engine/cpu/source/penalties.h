@@ -18,7 +18,7 @@ struct InkParams {
     const int32_t* stops() const { return bias_ids() + n_biases; }
 };
 
-static_assert(sizeof(InkParams) == 24 * 4, "STOPS words");
+static_assert(sizeof(InkParams) == 24 * 4, "HEADER_WORDS");
 enum Flag : int32_t { GREEDY = 1, COUNTED = 2 };
 
 // Inputs of a row in one step. All token ids are of the vocabulary.

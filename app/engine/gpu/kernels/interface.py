@@ -54,6 +54,17 @@ class HeadsSpec:
     q_factor: float = 1.0
 
 
+class AttentionWork(NamedTuple):
+    """Work of attention in a step, one item for each program: a tile, or one split of it. int32, on the device."""
+
+    count_1: Tensor
+    """Number of items."""
+    items_X2: Tensor
+    """Tile and split; -1 for all splits of the tile, one after the other."""
+    partials_X: Tensor
+    """For each tile the index of its first partial result; -1 if one program computes it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionBatch:
     """Query tokens of a step, in tiles of consecutive tokens of one sequence. All tensors are int32, on the device."""
@@ -72,44 +83,58 @@ class AttentionBatch:
     """Tokens of a full tile: 1 in decode steps, else 16 to 64."""
     max_splits: int
     """At least the number of splits (of SPLIT positions) of the longest sequence."""
+    work: AttentionWork | None = None
+    """From Kernels.divide_attention(); None if each tile is one item."""
 
 
 class RowState(NamedTuple):
-    """State of resident rows between two steps, int32 on the device; the last row is padding and stays 0."""
+    """State of resident rows between two steps, int32 on the device; the last row is padding."""
 
     block_table_RB: Tensor
-    kv_length_R: Tensor
-    """Tokens whose keys and values are in the cache: the position of the last token."""
     last_token_R: Tensor
+    """The last token, where the device sampled it."""
     block_size: int
 
 
 class RowLookup(NamedTuple):
-    """Inputs of a decode step for each of its rows; [S] int32 each."""
+    """What a step knows of each of its tokens; [T] int32 each."""
 
-    tokens_S: Tensor
-    """Last token of each row."""
-    positions_S: Tensor
-    """Position of that token in its sequence."""
-    slots_S: Tensor
+    tokens_T: Tensor
+    positions_T: Tensor
+    """Position in its sequence."""
+    slots_T: Tensor
     """Cache slot of its key and value: block * block_size + offset."""
-    tile_rows_S: Tensor
+    tile_rows_T: Tensor
     """Resident row, or -1 for padding."""
 
 
 class Kernels(Protocol):
     """A step's operations on one device. Inputs and outputs have one number format; sums use float32 or wider."""
 
-    def look_up(self, rows_S: Tensor, state: RowState, /) -> RowLookup:
-        """First operation of a decode step: looks up token, position and cache slot of its rows."""
+    def look_up(self, rows_T: Tensor, lengths_T: Tensor, tokens_T: Tensor | None, state: RowState, /) -> RowLookup:
+        """First operation of a step. lengths_T: position of each token + 1. tokens_T: -1 for the row's last token.
+
+        Without tokens_T all of them are their rows' last tokens.
+        """
         ...
 
-    def advance(self, rows_S: Tensor, lengths_S: Tensor, tokens_S: Tensor, state: RowState, /) -> None:
-        """Last operation of a decode step: sets length and last token of its rows; 0 for a failed sample (-1)."""
+    def divide_attention(
+        self, batch: AttentionBatch, n_heads: int, n_kv_heads: int, head_dim: int, window: int | None, /
+    ) -> AttentionBatch:
+        """The batch with its work, so that the programs of attention do nothing but what there is to do.
+
+        Long sequences are divided into splits that are computed in parallel, as far as the workspace goes: those of
+        single tokens, and of all tiles in a step of few.
+        """
         ...
 
-    def add_norm(self, x_TD: Tensor, delta_TD: Tensor | None, norm: NormSpec, /) -> tuple[Tensor, Tensor]:
-        """Returns x + delta, rounded, and the norm of the rounded sum; without delta, x itself and its norm."""
+    def add_norm(
+        self, x_TD: Tensor, delta_TD: Tensor | None, norm: NormSpec, out_TD: Tensor | None = None, /
+    ) -> tuple[Tensor, Tensor]:
+        """Returns x + delta, rounded, and the norm of the rounded sum; without delta, x itself and its norm.
+
+        out_TD: where the norm goes, if not into new memory.
+        """
         ...
 
     def split_heads(
@@ -142,11 +167,20 @@ class Kernels(Protocol):
         ...
 
     def sample(
-        self, logits_SV: Tensor, rows_S: Tensor, positions_S: Tensor, table: SamplingTable, out: SampleOut, /
+        self,
+        logits_SV: Tensor,
+        rows_S: Tensor,
+        positions_S: Tensor,
+        table: SamplingTable,
+        out: SampleOut,
+        given_S: Tensor | None = None,
+        /,
     ) -> None:
         """Samples one token for each row of logits into `out`, with the parameters of its row in `table`.
 
-        The logits of a row are contiguous; the row stride may be larger than the row.
+        positions_S: of the new tokens in their sequences. given_S: tokens to report instead of the sampled ones, for
+        the log-probabilities of a prompt. The logits of a row are contiguous; the row stride may be larger than the
+        row.
         """
         ...
 
@@ -156,16 +190,19 @@ ROWS = 64
 POSITIONS = 64
 """Positions of a tile of keys and values; divides SPLIT."""
 PARTIAL_BYTES = 128 << 20
-"""Largest workspace of attention in addition to its output, for the splits that are computed in parallel."""
+"""Largest workspace of attention in addition to its output, for the splits that are computed in parallel. What does not
+fit is computed split after split."""
 SHARED_BYTES = 227 << 10
 """Largest shared memory of a program on Hopper; 99 to 163 KiB on earlier architectures."""
 HEADS = 8
 """Heads of a token per program, in split_heads_kernel and merge_kernel."""
-ALIGNED = 4
-"""Alignment of kernel pointers, in 4-byte numbers (16 bytes): Triton compiles a separate variant of a kernel for every
-set of aligned pointers, which would pause serving for about a second."""
 LOOKUP_ROWS = 128
-"""Rows of a step per program, in look_up_kernel and advance_kernel."""
+"""Tokens of a step per program, in look_up_kernel."""
+PROGRAMS = 528
+"""Programs of attention that share the items of a step's work: four for each multiprocessor of a Hopper GPU, of which
+two run at a time."""
+FEW_PROGRAMS = 128
+"""A step with fewer programs leaves multiprocessors idle: its prompts are divided into splits, too."""
 COLUMNS = 1024
 """Columns of a row per program, in gate_kernel."""
 

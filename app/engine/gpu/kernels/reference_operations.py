@@ -86,40 +86,49 @@ def _scatter(out_XNHC: Tensor, tokens_XN: Tensor, q_THC: Tensor) -> Tensor:
     return q_THC.copy_(rows_THC[:-1])
 
 
-def look_up(rows_S: Tensor, state: RowState) -> RowLookup:
+def look_up(rows_T: Tensor, lengths_T: Tensor, tokens_T: Tensor | None, state: RowState) -> RowLookup:
     """See Kernels.look_up."""
-    index_S, padding_row = rows_S.long(), len(state.kv_length_R) - 1
-    positions_S = state.kv_length_R[index_S]
-    slots_S = cache_slots(rows_S, positions_S, state)
-    return RowLookup(state.last_token_R[index_S], positions_S, slots_S, rows_S.where(rows_S != padding_row, -1))
+    index_T, positions_T, padding_row = rows_T.long(), lengths_T - 1, len(state.block_table_RB) - 1
+    last_T = state.last_token_R[index_T]
+    blocks_T = state.block_table_RB[index_T, (positions_T // state.block_size).long()]
+    return RowLookup(
+        last_T if tokens_T is None else tokens_T.where(tokens_T >= 0, last_T),
+        positions_T,
+        blocks_T * state.block_size + positions_T % state.block_size,
+        rows_T.where(rows_T != padding_row, -1),
+    )
 
 
-def cache_slots(rows_T: Tensor, positions_T: Tensor, state: RowState) -> Tensor:
-    """[T] cache slots of tokens at any position of a row. No kernel does only this."""
-    blocks_T = state.block_table_RB[rows_T.long(), (positions_T // state.block_size).long()]
-    return blocks_T * state.block_size + positions_T % state.block_size
+def divide_attention(
+    batch: AttentionBatch, _n_heads: int, _n_kv_heads: int, _head_dim: int, _window: int | None
+) -> AttentionBatch:
+    """See Kernels.divide_attention: here there are no programs."""
+    return batch
 
 
-def advance(rows_S: Tensor, lengths_S: Tensor, tokens_S: Tensor, state: RowState) -> None:
-    """See Kernels.advance."""
-    index_S, is_real_S = rows_S.long(), rows_S != len(state.kv_length_R) - 1
-    state.kv_length_R.index_copy_(0, index_S, lengths_S.where(is_real_S, 0))
-    state.last_token_R.index_copy_(0, index_S, tokens_S.clamp(min=0).where(is_real_S, 0))
-
-
-def sample(logits_SV: Tensor, rows_S: Tensor, positions_S: Tensor, table: SamplingTable, out: SampleOut) -> None:
+def sample(
+    logits_SV: Tensor,
+    rows_S: Tensor,
+    positions_S: Tensor,
+    table: SamplingTable,
+    out: SampleOut,
+    given_S: Tensor | None = None,
+) -> None:
     """See Kernels.sample. Runs every stage on every row; counts the tokens of rows with penalties.
 
-    positions_S: of the new tokens in their sequences. A row with logits that are not finite gets -1 and is not counted.
+    A row with logits that are not finite, or whose mask allows no token, gets -1 and is not counted.
     """
     rows = table.parameters(rows_S, positions_S)
     seed_low_S1, seed_high_S1 = rows.word(parameters.SEED), rows.word(parameters.SEED + 1)
     numbers_S1 = device_uniforms(seed_low_S1, seed_high_S1, rows.word(parameters.CHOICE), rows.positions_S1)
     tokens_S1, is_valid_S1, raw_SV = draw_tokens(logits_SV, rows, numbers_S1)
-    out.tokens_S.copy_(tokens_S1.where(is_valid_S1, -1).squeeze(1))
+    table.last_token_R.index_copy_(0, rows_S.long(), tokens_S1.where(is_valid_S1, 0).squeeze(1).to(torch.int32))
     index_S1 = rows_S.long()[:, None] * table.vocab_size + tokens_S1
     increment_S1 = 2 * ((rows.word(parameters.FLAGS) & parameters.COUNTED > 0) & is_valid_S1)
     table.counts_RV.view(-1).index_add_(0, index_S1.squeeze(1), increment_S1.to(torch.int32).squeeze(1))
+    if given_S is not None:
+        tokens_S1 = given_S.long()[:, None]
+    out.tokens_S.copy_(tokens_S1.where(is_valid_S1, -1).squeeze(1))
     logprob_S, ids_SN, logprobs_SN = score(raw_SV, tokens_S1, TOP)
     n_top = ids_SN.shape[1]
     out.logprob_S.copy_(logprob_S)
@@ -139,22 +148,24 @@ class ReferenceKernels:
     """`Kernels` in plain torch."""
 
     look_up = staticmethod(look_up)
-    advance = staticmethod(advance)
+    divide_attention = staticmethod(divide_attention)
     attention = staticmethod(attention)
     sample = staticmethod(sample)
 
-    def add_norm(self, x_TD: Tensor, delta_TD: Tensor | None, norm: NormSpec) -> tuple[Tensor, Tensor]:
+    def add_norm(
+        self, x_TD: Tensor, delta_TD: Tensor | None, norm: NormSpec, out_TD: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """See Kernels.add_norm."""
         if delta_TD is not None:
             x_TD = x_TD + delta_TD
+        normed_TD = x_TD
         match norm.kind:
             case "rmsnorm":
-                return x_TD, _rms_norm(x_TD, norm.weight, norm.eps)
+                normed_TD = _rms_norm(x_TD, norm.weight, norm.eps)
             case "layernorm":
                 weight, bias = (None if part is None else part.double() for part in (norm.weight, norm.bias))
-                normed_TD = F.layer_norm(x_TD.double(), x_TD.shape[-1:], weight, bias, norm.eps)
-                return x_TD, normed_TD.to(x_TD.dtype)
-        return x_TD, x_TD
+                normed_TD = F.layer_norm(x_TD.double(), x_TD.shape[-1:], weight, bias, norm.eps).to(x_TD.dtype)
+        return x_TD, normed_TD if out_TD is None else out_TD.copy_(normed_TD)
 
     def split_heads(
         self,

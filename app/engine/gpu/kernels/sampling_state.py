@@ -1,64 +1,99 @@
-"""Sampling parameters and token counts of resident rows on the device, and the samples of a step.
+"""Sampling parameters, token masks and token counts of resident rows on the device, and the samples of a step.
 
 reference_operations.py and triton/sampler.py sample from them. Nothing here waits for the device.
 
-Shape legend: R resident rows (the last one is padding: greedy, never counted), W words of a row, V vocabulary,
-N rows that change, X tokens of their histories, S sampled rows of a step.
+Shape legend: R resident rows (the last one is padding: greedy, never counted), W words of a row, M words of a bitmask
+of the vocabulary, V vocabulary, N rows that change, X tokens of their histories, S sampled rows of a step.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence as Items
 
 import torch
 from torch import Tensor
 
-from app.common.types import Request, SamplingParams
+from app.common.types import Request, SampledToken, SamplingParams, TokenScore
 from app.engine.sampling import parameters as layout
 from app.engine.sampling.parameters import RowParameters, count_tokens, pack_request
 from app.engine.sampling.sampler import STAGE_NAMES
 
 TOP = 20
 """Most likely tokens reported for a sampled row."""
+ALIGNED = 4
+"""Alignment of kernel pointers, in 4-byte numbers (16 bytes): Triton compiles a separate variant of a kernel for every
+set of aligned pointers, which would pause serving for about a second."""
 
 
-@dataclass(frozen=True, slots=True)
+_NUMBERS = 2 + 2 * TOP
+"""Numbers of a sampled row."""
+
+
 class SampleOut:
-    """A step's samples, in tensors with fixed addresses; log-probabilities only for rows that request them."""
+    """A step's samples in one int32 tensor, of which one copy goes to the host; the views have fixed addresses.
 
-    tokens_S: Tensor
-    """int32; -1 if the logits were not finite."""
-    logprob_S: Tensor
-    """float32: of the sampled token."""
-    top_ids_SN: Tensor
-    """int32 [S, 20]: the most likely first, the lower id first among ties; -1 beyond a small vocabulary."""
-    top_logprobs_SN: Tensor
-    """float32."""
+    Log-probabilities are written only for rows that request them.
+    """
+
+    def __init__(self, numbers_X: Tensor, rows: int) -> None:
+        """numbers_X: of `rows` rows, from empty() or first(), on any device."""
+        self.numbers_X = numbers_X
+        step = len(numbers_X) // _NUMBERS
+        floats_X = numbers_X.view(torch.float32)
+        self.tokens_S = numbers_X[:rows]
+        """-1 if the logits were not finite."""
+        self.logprob_S = floats_X[step : step + rows]
+        """Of the sampled token."""
+        self.top_ids_SN = numbers_X[2 * step : (2 + TOP) * step].view(-1, TOP)[:rows]
+        """[S, 20]: the most likely first, the lower id first among ties; -1 beyond a small vocabulary."""
+        self.top_logprobs_SN = floats_X[(2 + TOP) * step :].view(-1, TOP)[:rows]
 
     @classmethod
     def empty(cls, rows: int, device: torch.device | str) -> SampleOut:
         """Allocates outputs for steps of up to `rows` rows."""
-        return cls(
-            torch.full((rows,), -1, dtype=torch.int32, device=device),
-            torch.zeros(rows, device=device),
-            torch.full((rows, TOP), -1, dtype=torch.int32, device=device),
-            torch.zeros(rows, TOP, device=device),
-        )
+        return cls(torch.full((_size(rows),), -1, dtype=torch.int32, device=device), rows)
 
     def first(self, rows: int) -> SampleOut:
-        """Views of the first `rows` rows."""
-        return SampleOut(
-            self.tokens_S[:rows], self.logprob_S[:rows], self.top_ids_SN[:rows], self.top_logprobs_SN[:rows]
-        )
+        """Outputs for `rows` rows in the same memory."""
+        return SampleOut(self.numbers_X[: _size(rows)], rows)
+
+    def scores(self, counts: Items[int]) -> list[TokenScore | None]:
+        """The first rows' log-probabilities, on the host; None without a token. counts: most likely tokens of each."""
+        table = (x.tolist() for x in (self.tokens_S, self.logprob_S, self.top_ids_SN, self.top_logprobs_SN))
+        return [
+            None
+            if token < 0
+            else (own, tuple(pair for pair in zip(ids[:n], logprobs[:n], strict=True) if pair[0] >= 0))
+            for n, (token, own, ids, logprobs) in zip(counts, zip(*table, strict=True), strict=False)
+        ]
+
+    def samples(self, counts: Items[int | None]) -> list[SampledToken]:
+        """The first rows' tokens, on the host. counts: as in scores(), or None for no log-probabilities at all."""
+        tokens = [token if token >= 0 else None for token in self.tokens_S.tolist()]
+        if all(count is None for count in counts):
+            return [SampledToken(token) for token, _ in zip(tokens, counts, strict=False)]
+        rows = zip(tokens, self.scores([count or 0 for count in counts]), counts, strict=False)
+        return [SampledToken(token, *(score or ()) if count is not None else ()) for token, score, count in rows]
+
+
+def _size(rows: int) -> int:
+    """Numbers of a SampleOut, each of whose tensors begins at a multiple of 16 bytes."""
+    return -(-rows // ALIGNED) * ALIGNED * _NUMBERS
 
 
 class SamplingTable:
-    """The packed parameters of each resident row, and the counts of its tokens. Owns these tensors."""
+    """The packed parameters of each resident row, its mask, its last token and token counts. Owns these tensors."""
 
-    def __init__(self, rows: int, vocab_size: int, device: torch.device | str) -> None:
+    def __init__(self, rows: int, vocab_size: int, device: torch.device | str, logprobs: int | None = None) -> None:
+        """logprobs: number of most likely tokens that rows report before they are loaded."""
         self.vocab_size = vocab_size
-        padding = pack_request(Request(id="", prompt=(0,), max_tokens=1, params=SamplingParams(temperature=0)), 1)
+        params = SamplingParams(temperature=0, logprobs=logprobs)
+        padding = pack_request(Request(id="", prompt=(0,), max_tokens=1, params=params), 1)
         self.words_RW = torch.tensor(padding, dtype=torch.int32).to(device).repeat(rows, 1)
+        self.masks_RM = torch.full((rows, layout.mask_words(vocab_size)), -1, dtype=torch.int32, device=device)
+        """Bit i of word j is token 32 j + i; read for rows with fewer generated tokens than their word MIN_TOKENS."""
+        self.last_token_R = torch.zeros(rows, dtype=torch.int32, device=device)
+        """The last sampled token; 0 after a failed sample."""
         self.counts_RV = torch.zeros(rows, vocab_size, dtype=torch.int32, device=device)
         """Of the tokens of rows with penalties (count_tokens)."""
 
@@ -77,16 +112,23 @@ class SamplingTable:
             index_X = history_rows_X.long() * self.vocab_size + history_X.long()
             count_tokens(self.counts_RV.view(-1), index_X, history_is_generated_X)
 
+    def load_masks(self, rows_N: Tensor, masks_X: Tensor) -> None:
+        """Replaces the masks of rows; masks_X: one after the other."""
+        self.masks_RM.index_copy_(0, rows_N.long(), masks_X.view(len(rows_N), -1))
+
     def parameters(self, rows_S: Tensor, positions_S: Tensor) -> RowParameters:
         """The parameters of the resident rows of a step, for all stages."""
         words_SW = self.words_RW.index_select(0, rows_S)
+        n_generated_S = positions_S - words_SW[:, layout.N_PROMPT]
+        is_masked_S1 = (n_generated_S < words_SW[:, layout.MIN_TOKENS])[:, None]
         return RowParameters(
-            stages=STAGE_NAMES,
+            stages=STAGE_NAMES - {"min_tokens"},  # the mask lacks the tokens that end the text
             may_wait=False,
-            header_SX=words_SW[:, : layout.STOPS],
-            stop_ids_SN=words_SW[:, layout.STOPS : layout.BIAS_IDS].long(),
+            header_SX=words_SW[:, : layout.HEADER_WORDS],
+            stop_ids_SN=words_SW[:, :0].long(),
             bias_ids_SN=words_SW[:, layout.BIAS_IDS : layout.BIASES].long(),
             biases_SN=words_SW[:, layout.BIASES :].view(torch.float64),
             positions_S1=positions_S[:, None],
             counts_SV=self.counts_RV.index_select(0, rows_S),
+            allowed_SX=self.masks_RM.index_select(0, rows_S).where(is_masked_S1, -1),
         )

@@ -1,4 +1,4 @@
-"""Triton kernels around the matrix products: norms, activations, rotary positions with the cache write, row lookup."""
+"""Triton kernels around the matrix products: norms, activations, rotary positions with the cache write, lookup."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from app.engine.gpu.kernels.interface import (
-    ALIGNED,
     COLUMNS,
     HEADS,
     LOOKUP_ROWS,
@@ -24,7 +23,8 @@ from app.engine.gpu.kernels.interface import (
     padded_dim,
     power_of_two,
 )
-from app.engine.gpu.kernels.triton.attention import attention
+from app.engine.gpu.kernels.sampling_state import ALIGNED
+from app.engine.gpu.kernels.triton.attention import attention, divide_attention
 from app.engine.gpu.kernels.triton.sampler import sample
 from model.config import Activation
 
@@ -69,13 +69,15 @@ def norm_kernel(
         tl.store(normed_ptr + offset_W, wide_W.to(x_W.dtype), mask=valid_W)
 
 
-def add_norm(x_TD: Tensor, delta_TD: Tensor | None, norm: NormSpec) -> tuple[Tensor, Tensor]:
+def add_norm(
+    x_TD: Tensor, delta_TD: Tensor | None, norm: NormSpec, out_TD: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """See Kernels.add_norm."""
     assert x_TD.is_contiguous() and (delta_TD is None or delta_TD.is_contiguous())
     if delta_TD is None and norm.kind == "none":
-        return x_TD, x_TD
-    sum_TD = x_TD if delta_TD is None else torch.empty_like(x_TD)
-    normed_TD = sum_TD if norm.kind == "none" else torch.empty_like(x_TD)
+        return x_TD, x_TD if out_TD is None else out_TD.copy_(x_TD)
+    normed_TD = torch.empty_like(x_TD) if out_TD is None else out_TD
+    sum_TD = x_TD if delta_TD is None else normed_TD if norm.kind == "none" else torch.empty_like(x_TD)
     width = x_TD.shape[1]
     norm_kernel[(len(x_TD),)](
         x_TD,
@@ -283,70 +285,46 @@ def split_heads(
 # Shape legend: app/engine/gpu/kernels/interface.py.
 
 
-@triton.jit(do_not_specialize=["n_rows", "stride"])
+@triton.jit(do_not_specialize=["n_tokens", "stride"])
 def look_up_kernel(
-    rows_ptr, table_ptr, length_ptr, token_ptr, out_ptr, n_rows, stride,
-    PADDING_ROW: tl.constexpr, TABLE: tl.constexpr, BLOCK: tl.constexpr, LOOKUP_ROWS: tl.constexpr,
-):  # fmt: skip
-    """Some rows. Writes token, position, slot and tile row of each, `stride` numbers apart."""
-    index_S = tl.program_id(0) * LOOKUP_ROWS + tl.arange(0, LOOKUP_ROWS)
-    valid_S = index_S < n_rows
-    row_S = tl.load(rows_ptr + index_S, mask=valid_S, other=PADDING_ROW)
-    position_S = tl.load(length_ptr + row_S)
-    block_S = tl.load(table_ptr + row_S.to(tl.int64) * TABLE + position_S // BLOCK)
-    tl.store(out_ptr + index_S, tl.load(token_ptr + row_S), mask=valid_S)
-    tl.store(out_ptr + stride + index_S, position_S, mask=valid_S)
-    tl.store(out_ptr + 2 * stride + index_S, block_S * BLOCK + position_S % BLOCK, mask=valid_S)
-    tl.store(out_ptr + 3 * stride + index_S, tl.where(row_S == PADDING_ROW, -1, row_S), mask=valid_S)
-
-
-@triton.jit(do_not_specialize=["n_rows"])
-def advance_kernel(
-    rows_ptr,
-    lengths_ptr,
-    tokens_ptr,
-    length_ptr,
-    token_ptr,
-    n_rows,
-    PADDING_ROW: tl.constexpr,
+    rows_ptr, lengths_ptr, tokens_ptr, table_ptr, last_ptr, out_ptr, n_tokens, stride,
+    PADDING_ROW: tl.constexpr, TABLE: tl.constexpr, BLOCK: tl.constexpr, HAS_TOKENS: tl.constexpr,
     LOOKUP_ROWS: tl.constexpr,
-):
-    """Several rows per program; the padding row is not written."""
-    index_S = tl.program_id(0) * LOOKUP_ROWS + tl.arange(0, LOOKUP_ROWS)
-    row_S = tl.load(rows_ptr + index_S, mask=index_S < n_rows, other=PADDING_ROW)
-    valid_S = row_S != PADDING_ROW
-    token_S = tl.load(tokens_ptr + index_S, mask=valid_S, other=0)
-    tl.store(length_ptr + row_S, tl.load(lengths_ptr + index_S, mask=valid_S, other=0), mask=valid_S)
-    tl.store(token_ptr + row_S, tl.maximum(token_S, 0), mask=valid_S)
+):  # fmt: skip
+    """Some tokens. Writes token, position, slot and tile row of each, `stride` numbers apart."""
+    index_T = tl.program_id(0) * LOOKUP_ROWS + tl.arange(0, LOOKUP_ROWS)
+    valid_T = index_T < n_tokens
+    row_T = tl.load(rows_ptr + index_T, mask=valid_T, other=PADDING_ROW)
+    position_T = tl.load(lengths_ptr + index_T, mask=valid_T, other=1) - 1
+    block_T = tl.load(table_ptr + row_T.to(tl.int64) * TABLE + position_T // BLOCK)
+    token_T = tl.load(last_ptr + row_T)
+    if HAS_TOKENS:
+        given_T = tl.load(tokens_ptr + index_T, mask=valid_T, other=0)
+        token_T = tl.where(given_T >= 0, given_T, token_T)
+    tl.store(out_ptr + index_T, token_T, mask=valid_T)
+    tl.store(out_ptr + stride + index_T, position_T, mask=valid_T)
+    tl.store(out_ptr + 2 * stride + index_T, block_T * BLOCK + position_T % BLOCK, mask=valid_T)
+    tl.store(out_ptr + 3 * stride + index_T, tl.where(row_T == PADDING_ROW, -1, row_T), mask=valid_T)
 
 
-def look_up(rows_S: Tensor, state: RowState) -> RowLookup:
+def look_up(rows_T: Tensor, lengths_T: Tensor, tokens_T: Tensor | None, state: RowState) -> RowLookup:
     """See Kernels.look_up."""
     assert state.block_table_RB.is_contiguous()
-    n_rows = len(rows_S)
-    out_XS = rows_S.new_empty(len(RowLookup._fields), -(-n_rows // ALIGNED) * ALIGNED)
-    look_up_kernel[(triton.cdiv(n_rows, LOOKUP_ROWS),)](
-        rows_S, state.block_table_RB, state.kv_length_R, state.last_token_R, out_XS, n_rows, out_XS.stride(0),
-        PADDING_ROW=len(state.kv_length_R) - 1, TABLE=state.block_table_RB.shape[1], BLOCK=state.block_size,
-        LOOKUP_ROWS=LOOKUP_ROWS, **ROW_LAUNCH,
+    n_tokens = len(rows_T)
+    out_XT = rows_T.new_empty(len(RowLookup._fields), -(-n_tokens // ALIGNED) * ALIGNED)
+    look_up_kernel[(triton.cdiv(n_tokens, LOOKUP_ROWS),)](
+        rows_T, lengths_T, rows_T if tokens_T is None else tokens_T, state.block_table_RB, state.last_token_R, out_XT,
+        n_tokens, out_XT.stride(0),
+        PADDING_ROW=len(state.block_table_RB) - 1, TABLE=state.block_table_RB.shape[1], BLOCK=state.block_size,
+        HAS_TOKENS=tokens_T is not None, LOOKUP_ROWS=LOOKUP_ROWS, **ROW_LAUNCH,
     )  # fmt: skip
-    return RowLookup(*out_XS[:, :n_rows].unbind())
-
-
-def advance(rows_S: Tensor, lengths_S: Tensor, tokens_S: Tensor, state: RowState) -> None:
-    """See Kernels.advance."""
-    n_rows = len(rows_S)
-    advance_kernel[(triton.cdiv(n_rows, LOOKUP_ROWS),)](
-        rows_S, lengths_S, tokens_S, state.kv_length_R, state.last_token_R, n_rows,
-        PADDING_ROW=len(state.kv_length_R) - 1, LOOKUP_ROWS=LOOKUP_ROWS, **ROW_LAUNCH,
-    )  # fmt: skip
+    return RowLookup(*out_XT[:, :n_tokens].unbind())
 
 
 class TritonKernels:
     """`Kernels` in Triton. Every call launches and returns without waiting for the device."""
 
     look_up = staticmethod(look_up)
-    advance = staticmethod(advance)
     add_norm = staticmethod(add_norm)
     split_heads = staticmethod(split_heads)
     gate = staticmethod(gate)
@@ -354,10 +332,16 @@ class TritonKernels:
 
     def __init__(self, partial_bytes: int = PARTIAL_BYTES, shared_bytes: int = SHARED_BYTES) -> None:
         self._partial_bytes = partial_bytes
-        """Workspace limit of attention; if the splits need more, one program computes them sequentially."""
+        """Workspace limit of attention; splits that do not fit are computed one after the other."""
         self._shared_bytes = shared_bytes
         """Shared memory limit of a program."""
 
+    def divide_attention(
+        self, batch: AttentionBatch, n_heads: int, n_kv_heads: int, head_dim: int, window: int | None
+    ) -> AttentionBatch:
+        """See Kernels.divide_attention."""
+        return divide_attention(batch, n_heads, n_kv_heads, head_dim, window or 0, self._partial_bytes)
+
     def attention(self, q_THC: Tensor, layer_cache: Tensor, batch: AttentionBatch, window: int | None) -> Tensor:
         """See Kernels.attention."""
-        return attention(q_THC, layer_cache, batch, window, self._partial_bytes, self._shared_bytes)
+        return attention(q_THC, layer_cache, batch, window or 0, self._shared_bytes)

@@ -45,14 +45,11 @@ WORDS = tl.constexpr(layout.WORDS)
 _BIASES = tl.constexpr(layout.BIASES)
 _BIAS_IDS = tl.constexpr(layout.BIAS_IDS)
 _FREQUENCY = tl.constexpr(layout.FREQUENCY)
-_MAX_STOPS = tl.constexpr(layout.MAX_STOPS)
 _MIN_TOKENS = tl.constexpr(layout.MIN_TOKENS)
 _N_BIASES = tl.constexpr(layout.N_BIASES)
 _N_PROMPT = tl.constexpr(layout.N_PROMPT)
-_N_STOPS = tl.constexpr(layout.N_STOPS)
 _PRESENCE = tl.constexpr(layout.PRESENCE)
 _REPETITION = tl.constexpr(layout.REPETITION)
-_STOPS = tl.constexpr(layout.STOPS)
 _FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 _NEG_INF = tl.constexpr(float("-inf"))
 
@@ -65,6 +62,7 @@ def adjust_kernel(
     positions_ptr,
     words_ptr,
     numbers_ptr,
+    masks_ptr,
     counts_ptr,
     x_ptr,
     best_ptr,
@@ -101,7 +99,8 @@ def adjust_kernel(
         x = _penalized(x, tl.load(counts_ptr + row * V + ids, mask=valid, other=0), numbers_ptr)
     x = tl.where(valid, x, _NEG_INF)
     if tl.load(positions_ptr + s) - tl.load(words_ptr + _N_PROMPT) < tl.load(words_ptr + _MIN_TOKENS):
-        x = _ban_stop_tokens(x, ids, words_ptr, V)
+        word = tl.load(masks_ptr + row * tl.cdiv(V, 32) + ids // 32, mask=valid, other=0)
+        x = tl.where(((word >> (ids % 32)) & 1) > 0, x, _NEG_INF)
     best = tl.max(x, 0)
     tl.store(best_ptr + at, best)
     tl.store(best_id_ptr + at, tl.where(is_bad, -1, tl.min(tl.where(x == best, ids, V), 0)))
@@ -142,16 +141,6 @@ def _penalized(x, counts, numbers_ptr):
     generated = counts >> 1
     penalty = tl.load(numbers_ptr + _FREQUENCY) * generated.to(tl.float64) + tl.load(numbers_ptr + _PRESENCE)
     return tl.where(generated > 0, _clamped(x.to(tl.float64) - penalty), x)
-
-
-@triton.jit
-def _ban_stop_tokens(x, ids, words_ptr, V):
-    """Bans the stop tokens, unless no other token is left (such a row is a single tile)."""
-    is_end = ids < 0
-    for i in range(tl.load(words_ptr + _N_STOPS)):
-        is_end |= ids == tl.load(words_ptr + _STOPS + i)
-    has_more = (V > _MAX_STOPS) | (tl.max(((ids < V) & ~is_end).to(tl.int32), 0) > 0)
-    return tl.where(is_end & has_more, _NEG_INF, x)
 
 
 # Computed from the model's raw logits, before filters. Shape legend: S sampled rows, T tiles of a row, B tokens of a
@@ -302,6 +291,7 @@ def sample_kernel(
     scratch_ptr,
     scratch_w_ptr,
     tokens_ptr,
+    last_tokens_ptr,
     V,
     tiles,
     COUNTED: tl.constexpr,
@@ -310,7 +300,10 @@ def sample_kernel(
     T: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Writes tokens [S]: -1 if the logits were not finite. Counts the sampled token of rows with penalties."""
+    """Writes tokens [S]: -1 if the logits were not finite or the mask allows no token; also as each row's last token.
+
+    Counts the sampled token of rows with penalties.
+    """
     s = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + s).to(tl.int64)
     words_ptr += row * WORDS
@@ -319,9 +312,9 @@ def sample_kernel(
     best_T = tl.load(best_ptr + s * tiles + at_T, mask=at_T < tiles, other=NEG_INF)
     id_T = tl.load(best_id_ptr + s * tiles + at_T, mask=at_T < tiles, other=V)
     best = tl.max(best_T, 0)
-    is_finite = tl.min(id_T, 0) >= 0
-    token = tl.where(is_finite, tl.min(tl.where(best_T == best, id_T, V), 0), -1)
-    if is_finite & ((flags & GREEDY) == 0):
+    has_token = (tl.min(id_T, 0) >= 0) & (best > NEG_INF)
+    token = tl.where(has_token, tl.min(tl.where(best_T == best, id_T, V), 0), -1)
+    if has_token & ((flags & GREEDY) == 0):
         number = _uniform(words_ptr, tl.load(positions_ptr + s))
         x_ptr, w_ptr, sums_ptr = x_ptr + s * tiles * B, w_ptr + s * tiles * B, sums_ptr + s * tiles
         groups_ptr, numbers_ptr = groups_ptr + s * tiles * G, numbers_ptr + row * (WORDS // 2)
@@ -330,10 +323,11 @@ def sample_kernel(
             x_ptr, w_ptr, numbers_ptr, groups_ptr, sums_ptr, scratch_ptr, scratch_w_ptr, best, k, number, V, tiles,
             B, G, T, C,
         )  # fmt: skip
-    if is_finite & ((flags & COUNTED) > 0):
+    if has_token & ((flags & COUNTED) > 0):
         counts_ptr += row * V + token
         tl.store(counts_ptr, tl.load(counts_ptr) + 2)
     tl.store(tokens_ptr + s, token)
+    tl.store(last_tokens_ptr + row, tl.maximum(token, 0))
 
 
 @triton.jit
@@ -438,6 +432,7 @@ def sample(
     positions_S: Tensor,
     table: SamplingTable,
     out: SampleOut,
+    given_S: Tensor | None = None,
     sizes: SamplerTiling | None = None,
 ) -> None:
     """See Kernels.sample. The logits of a row must be contiguous."""
@@ -454,20 +449,24 @@ def sample(
     counted = {"COUNTED": layout.COUNTED}
     whole = {"T": triton.next_power_of_2(tiles), "C": sizes.scratch}
     adjust_kernel[(n_rows, tiles)](
-        *(logits_SV, logits_SV.stride(0), rows_S, positions_S, words, numbers, counts, scratch.x, scratch.best),
-        *(scratch.best_id, scratch.raw_best, scratch.raw_sum, scratch.groups, scratch.raw_groups, vocab, tiles),
+        *(logits_SV, logits_SV.stride(0), rows_S, positions_S, words, numbers, table.masks_RM, counts, scratch.x),
+        *(scratch.best, scratch.best_id, scratch.raw_best, scratch.raw_sum, scratch.groups, scratch.raw_groups),
+        *(vocab, tiles),
         **counted,
         **shape,
         num_warps=WARPS,
     )
     sample_kernel[(n_rows,)](
         *(rows_S, positions_S, words, numbers, counts, scratch.x, scratch.weights, scratch.best, scratch.best_id),
-        *(scratch.groups, scratch.sums, scratch.collected, scratch.collected_weights, out.tokens_S, vocab, tiles),
+        *(scratch.groups, scratch.sums, scratch.collected, scratch.collected_weights, out.tokens_S),
+        *(table.last_token_R, vocab, tiles),
         **counted,
         **shape,
         **whole,
         num_warps=WARPS,
     )
+    if given_S is not None:
+        out.tokens_S.copy_(given_S.where(out.tokens_S >= 0, -1))
     logprobs_kernel[(n_rows,)](
         *(logits_SV, logits_SV.stride(0), rows_S, words, out.tokens_S, scratch.raw_best, scratch.raw_sum),
         *(scratch.raw_groups, scratch.collected, scratch.collected_weights),
