@@ -9,10 +9,9 @@ export class Actions {
 
   /**
    * `parts`: { notebook, panel, reading, truncation, status }; `buttons`: { generate, regenerate, stop, undo, redo } and
-   * `word`, what the first one says; `look()` switches the view, and
-   * `help()` shows the keys.
+   * `word`, what the first one says; `view`: what switches between the views; `help()` shows the keys.
    */
-  constructor(parts, { word, ...buttons }, { look, help }) {
+  constructor(parts, { word, ...buttons }, { view, help }) {
     [this.#parts, this.#buttons] = [parts, { word, ...buttons }];
     const { notebook } = parts;
     const actions = {
@@ -23,7 +22,8 @@ export class Actions {
       redo: () => notebook.redo(),
     };
     for (const [name, button] of Object.entries(buttons)) button.addEventListener("click", actions[name]);
-    listen({ ...actions, look, help }, () => notebook.running);
+    const views = { inspect: () => view.toggle("inspect"), branches: () => view.toggle("tree") };
+    listen({ ...actions, ...views, help }, () => notebook.running);
   }
 
   generate() {
@@ -69,13 +69,11 @@ export class Actions {
     word.textContent = notebook.tree.lastRun ? "Continue" : "Generate";
   }
 
-  // The inspect view shows tokens as they arrive; without it the page scores them afterwards. With several continuations
-  // to choose from, the page shows the probability of each, which needs no alternatives.
+  // The inspect view shows tokens as they arrive; without it the page scores them afterwards. The tree shows what each
+  // run was worth, which needs no alternatives.
   #request() {
     const { notebook, panel, reading, truncation } = this.#parts;
-    const { typed } = panel;
-    const tokens = reading.isOpen ? "20" : Number(typed.n) > 1 ? "0" : "";
-    return { logprobs: tokens, ...truncation.fields(notebook.text), ...typed };
+    return { logprobs: reading.isOpen ? "20" : "0", ...truncation.fields(notebook.text), ...panel.typed };
   }
 }
 

@@ -3,7 +3,8 @@
 
 const TYPED_INTO = "input:not([type=range], [type=radio]), textarea:not(#document)";
 
-/** `actions`: { generate, regenerate, stop, undo, redo, look, help }; `running()`: whether there is something to stop. */
+/** `actions`: { generate, regenerate, stop, undo, redo, inspect, branches, help }; `running()`: whether there is something
+    to stop. */
 export function listen(actions, running) {
   document.addEventListener("keydown", (event) => {
     const name = event.isComposing ? null : nameOf(event, running());
@@ -23,7 +24,8 @@ function nameOf({ key, target, ctrlKey, metaKey, altKey, shiftKey }, isRunning) 
   if (key === "Enter") return shiftKey ? "regenerate" : "generate";
   if (target.closest?.(TYPED_INTO)) return null;
   const letter = key.toLowerCase();
-  if (letter === "i" && !shiftKey) return "look";
+  if (letter === "i" && !shiftKey) return "inspect";
+  if (letter === "b" && !shiftKey) return "branches";
   if (letter === "z") return shiftKey ? "redo" : "undo";
   return letter === "y" ? "redo" : null;
 }

@@ -17,7 +17,9 @@ import { Status } from "./status.js";
 import { Announcer } from "./text/announcer.js";
 import { Branches } from "./text/branches.js";
 import { Columns } from "./text/columns.js";
+import { Compare } from "./text/compare.js";
 import { Sheet } from "./text/sheet.js";
+import { titleOf, TreeView } from "./text/tree-view.js";
 import { Tree } from "./text/tree.js";
 import { nextToken, score, tokenize } from "./tokens/questions.js";
 import { Reading } from "./tokens/reading.js";
@@ -26,6 +28,7 @@ import { ViewSwitch } from "./view-switch.js";
 
 const FIRST_TEXT = "Once upon a time";
 const $ = (id) => document.getElementById(id);
+let compared = null; // the branch that is compared with the text
 const hasKeyboard = matchMedia("(hover: hover)").matches; // on a phone, a focused field would open one over the page
 
 const documents = new Documents({ button: $("documents-button"), dialog: $("documents"), dropzone: $("paper") });
@@ -52,13 +55,19 @@ const comparison = new Comparison($("comparison"), {
 });
 const sheet = new Sheet({ scroller: $("paper"), area: $("document"), mirror: $("mirror") }, { ontype: typed });
 const announcer = new Announcer($("announcer"));
-const branches = new Branches($("branches"), { onselect: (id) => notebook.go(id) });
+const branches = new Branches($("branches"), { onselect: (entry) => notebook.visit(entry) });
 const columns = new Columns($("columns"), {
   over: $("paper"),
   ontake: (index) => display.take(index),
   onclose: () => sheet.focus(),
   announce: (words) => announcer.say(words),
 });
+const compare = new Compare($("compare"), {
+  over: $("paper"),
+  ontake: (index) => index === 1 && goOn(compared),
+  onclose: () => {},
+});
+const treeView = new TreeView($("tree"), { ongo: goOn, oncompare, announce: (words) => announcer.say(words) });
 const reading = new Reading(
   { inspect: $("inspect"), scroller: $("paper"), note: $("reading-note"), next: $("next"), bars: $("bars") },
   { tokenize, score, next: predict },
@@ -80,11 +89,11 @@ const truncation = new Truncation(
   documents.stored?.truncation,
 );
 const display = new RunDisplay(
-  { sheet, columns, branches, reading, announcer, status, panel, service, truncation, numbers: $("numbers") },
-  { onchange: refresh, onend: () => exchange.open() }, // a link that was followed meanwhile
+  { sheet, columns, branches, treeView, reading, announcer, status, panel, service, truncation, numbers: $("numbers") },
+  { onchange: refresh, onbegin, onend: () => exchange.open() }, // a link that was followed meanwhile
 );
 const notebook = new Notebook(send, display, recall());
-display.notebook = notebook;
+display.notebook = treeView.notebook = notebook;
 const exchange = new Exchange({
   notebook,
   panel,
@@ -93,8 +102,14 @@ const exchange = new Exchange({
   failed: (message) => status.failed(message),
 });
 const view = new ViewSwitch(
-  { scroller: $("paper"), write: $("write"), buttons: { write: $("view-write"), inspect: $("view-inspect") } },
-  { sheet, reading, announcer },
+  {
+    scroller: $("paper"),
+    write: $("write"),
+    inspect: $("inspect"),
+    tree: $("tree"),
+    buttons: { write: $("view-write"), inspect: $("view-inspect"), tree: $("view-tree") },
+  },
+  { sheet, reading, treeView, announcer },
 );
 const actions = new Actions(
   { notebook, panel, reading, truncation, status },
@@ -106,7 +121,7 @@ const actions = new Actions(
     undo: $("undo"),
     redo: $("redo"),
   },
-  { look: () => view.look(), help: () => $("help").open || $("help").showModal() },
+  { view, help: () => $("help").open || $("help").showModal() },
 );
 
 showPreferences($("preferences"), ({ spelling }) => ($("document").spellcheck = spelling === "on"));
@@ -133,6 +148,25 @@ function typed(text, isStep) {
   sheet.paint(notebook.text, notebook.written);
   reading.show(notebook);
   refresh();
+}
+
+// The text of a branch, to be written on.
+function goOn(entry) {
+  view.show("write");
+  notebook.visit(entry);
+  sheet.focus();
+}
+
+function onbegin() {
+  compare.close();
+  if (!$("tree").hidden) view.show("write");
+}
+
+function oncompare(entry) {
+  compared = entry;
+  const { text } = notebook.tree.node(entry.source).state;
+  const title = entry.name || titleOf(entry);
+  compare.open([{ title: "Your text as it is", text: notebook.text }, { title, text: text.slice(0, entry.end) }]);
 }
 
 function changedSettings() {

@@ -18,8 +18,9 @@ export class Notebook {
 
   /**
    * `complete(prompt, typed, signal)`: see request/completion.js; `typed` may be a list (request/concurrent.js). `view` receives events:
-   * changed() the text is another one; began(count, typed, names) `typed` a list if it is a comparison, of
-   * presets with these names; received(type, data) a server event; wrote(index, unit, text);
+   * changed() the text is another one; labeled() the tree's names, bookmarks and folds are; began(count, typed, names)
+   * `typed` a list if it is a comparison, of presets with these names; received(type, data) a server event;
+   * wrote(index, unit, text);
    * ended({ error, stopped, nodes }) with the tree's node for each continuation, null for an empty one.
    */
   constructor(complete, view, tree = new Tree({ text: "", units: [] })) {
@@ -98,14 +99,40 @@ export class Notebook {
     if (!this.running) this.#show(this.#tree.go(id));
   }
 
+  /** To the text of an entry (outline.js), which may have no node yet. */
+  visit({ id, source, end }) {
+    if (!this.running) this.go(id ?? this.#tree.part(source, end).id);
+  }
+
+  /** Gives an entry a name, a bookmark or a fold: see Tree.label(). */
+  label({ id, source, end }, labels) {
+    this.#tree.label(id ?? this.#tree.part(source, end).id, labels);
+    this.#view.labeled();
+  }
+
+  /** Deletes these nodes; a text that is one of them gives way to that of the entry `instead`. Returns what restores
+      them, and the text, unless another one has been gone to. */
+  remove(ids, instead) {
+    const before = this.#tree.current;
+    if (ids.includes(before.id)) this.visit(instead);
+    const after = this.#tree.current;
+    const removed = this.#tree.remove(ids);
+    this.#view.changed();
+    return () => {
+      this.#tree.restore(removed);
+      if (this.#tree.current === after) this.go(before.id);
+      else this.#view.changed();
+    };
+  }
+
   /** Continues the text. `typed`: request fields as the user typed them; n above 1 writes n concurrent drafts. */
   generate(typed) {
-    return this.#start(typed, false);
+    return this.#start(typed);
   }
 
   /** Continues the text with each of these settings, [{ name, typed }, ...], side by side. */
   compare(variants) {
-    return this.#start(variants.map(({ typed }) => typed), false, variants.map(({ name }) => name));
+    return this.#start(variants.map(({ typed }) => typed), { names: variants.map(({ name }) => name) });
   }
 
   /** The last run once more, from where it began. What follows now stays in the tree. */
@@ -114,18 +141,19 @@ export class Notebook {
     const { parent, state, facts } = this.#tree.lastRun;
     const before = new Manuscript(state);
     before.cut(facts.at);
-    const picked = before.text !== this.#tree.node(parent).state.text; // it started after a picked token
+    const isPicked = before.text !== this.#tree.node(parent).state.text; // it started after a picked token
     this.#show(this.#tree.go(parent), before);
-    return this.#start(picked ? { ...typed, n: "" } : typed, picked);
+    return isPicked ? this.#start({ ...typed, n: "" }, { picked: first(facts) }) : this.#start(typed);
   }
 
   /** Cuts the text at `at`, appends `token` instead, and continues. */
   pick(at, token, typed) {
     if (this.running) return null;
     this.#manuscript.cut(at);
-    this.#manuscript.append(token.text, [token]);
+    const { start, end } = this.#manuscript.append(token.text, [token]);
     this.#view.changed();
-    return this.#start({ ...typed, n: "" }, true);
+    const picked = { from: at, lengths: [end - start], values: [logprobOf([token])] };
+    return this.#start({ ...typed, n: "" }, { picked });
   }
 
   stop() {
@@ -140,18 +168,21 @@ export class Notebook {
     return tree;
   }
 
-  async #start(typed, picked, names = []) {
+  // `picked`: the logprobs of a token that was taken for the run to go on from, or null.
+  async #start(typed, { picked = null, names = [] } = {}) {
     if (this.running) return;
     const abort = new AbortController();
     const { signal } = abort;
     const count = Array.isArray(typed) ? typed.length : continuations(typed.n);
     const drafts = count === 1 ? [this.#manuscript] : Array.from({ length: count }, () => this.#draft());
     const before = this.text;
+    const { length: at } = before;
     const facts = drafts.map((_, index) => ({
       typed: Array.isArray(typed) ? typed[index] : typed,
       count: 0,
-      at: before.length,
+      at,
       index,
+      logprobs: logprobsFrom(at, picked),
       ...(names.length ? { preset: names[index] } : {}),
     }));
     const run = (this.#run = { abort, before, drafts, facts, picked });
@@ -179,6 +210,8 @@ export class Notebook {
   #write(drafts, facts, { index = 0, text, tokens = null }) {
     const unit = drafts[index].append(text, tokens);
     facts[index].count += 1;
+    facts[index].logprobs.lengths.push(unit.end - unit.start);
+    facts[index].logprobs.values.push(logprobOf(tokens));
     this.#view.wrote(index, unit, drafts[index].text.slice(unit.start));
   }
 
@@ -196,6 +229,22 @@ function keep(tree, { before, drafts, facts, picked }) {
     const isOnly = drafts.length === 1;
     return isOnly ? tree.commit("run", draft.state, facts[index]) : tree.add("run", draft.state, facts[index]);
   });
+}
+
+// What a run's tokens were worth, one behind the other: { from, lengths, values } in characters and natural logarithms.
+function logprobsFrom(at, picked) {
+  return picked ? structuredClone(picked) : { from: at, lengths: [], values: [] };
+}
+
+// Of a run that started after a picked token: that token.
+function first({ at, logprobs = { from: at, lengths: [], values: [] } }) {
+  const { from, lengths, values } = logprobs;
+  return from < at ? { from, lengths: lengths.slice(0, 1), values: values.slice(0, 1) } : logprobsFrom(at);
+}
+
+function logprobOf(tokens) {
+  if (!tokens?.length || tokens.some(({ logprob }) => typeof logprob !== "number")) return null;
+  return Number(tokens.reduce((sum, { logprob }) => sum + logprob, 0).toFixed(3));
 }
 
 // Number of continuations; 1 where n is invalid, so that the server reports the error.

@@ -2,6 +2,7 @@
 // show it.
 
 import { CompletionError } from "./request/completion.js";
+import { outline } from "./text/outline.js";
 import { lastSentence } from "./text/sentences.js";
 
 export class RunDisplay {
@@ -14,8 +15,8 @@ export class RunDisplay {
   notebook;
 
   /**
-   * `parts`: { sheet, columns, branches, reading, announcer, status, panel, service, truncation, numbers }. `page`:
-   * { onchange() the text or the run's state is another one, onend() a run ended }.
+   * `parts`: { sheet, columns, branches, treeView, reading, announcer, status, panel, service, truncation, numbers }.
+   * `page`: { onchange() the text or the run's state is another one, onbegin() a run begins, onend() a run ended }.
    */
   constructor(parts, page) {
     [this.#parts, this.#page] = [parts, page];
@@ -33,19 +34,27 @@ export class RunDisplay {
   }
 
   changed() {
-    const { columns, truncation, sheet, branches, reading } = this.#parts;
+    const { columns, truncation, sheet, reading } = this.#parts;
     columns.close();
     truncation.withdraw();
     sheet.show(this.notebook.text, this.notebook.written);
-    branches.show(this.notebook.tree.runs());
+    this.labeled();
     reading.show(this.notebook);
     this.showSeed();
+  }
+
+  labeled() {
+    const { branches, treeView } = this.#parts;
+    const entries = outline(this.notebook.tree);
+    branches.show(entries);
+    treeView.show(entries);
     this.#page.onchange();
   }
 
   began(count, typed, names) {
     const { sheet, branches, columns, reading, service, status, truncation } = this.#parts;
     this.#typed = typed;
+    this.#page.onbegin();
     sheet.open({ withEnd: count === 1 });
     branches.hold(true);
     if (count > 1) columns.open(count, lastSentence(this.notebook.text), names);
@@ -85,7 +94,7 @@ export class RunDisplay {
     if (nodes.some(Boolean)) columns.end();
     else columns.close(); // nothing came
     branches.hold(false);
-    branches.show(this.notebook.tree.runs());
+    this.labeled();
     reading.show(this.notebook);
     if (stopped) status.stopped();
     if (error) this.#failed(error);

@@ -1,29 +1,37 @@
-// The switch between the two views of the text: writing and inspecting.
+// The switch between the views of the document: writing, inspecting, and the tree of its branches.
 
 export class ViewSwitch {
   #elements;
   #parts;
+  #places = {}; // how far each view was scrolled
 
-  /** `elements`: { scroller, write, buttons: { write, inspect } }; `parts`: { sheet, reading, announcer }. */
+  /** `elements`: { scroller, write, inspect, tree, buttons: { write, inspect, tree } }, the views and what shows them;
+      `parts`: { sheet, reading, treeView, announcer }. */
   constructor(elements, parts) {
     [this.#elements, this.#parts] = [elements, parts];
-    elements.buttons.write.addEventListener("click", () => this.look(false));
-    elements.buttons.inspect.addEventListener("click", () => this.look(true));
+    for (const [name, button] of Object.entries(elements.buttons)) button.addEventListener("click", () => this.show(name));
   }
 
-  /** Shows one of the views, by default the other one. Both set the same lines, so the place on the sheet stays. */
-  look(isInside = !this.#parts.reading.isOpen) {
-    const { scroller, write, buttons } = this.#elements;
-    const { sheet, reading, announcer } = this.#parts;
-    const { scrollTop } = scroller;
-    const hadFocus = scroller.contains(document.activeElement);
-    write.hidden = isInside;
-    buttons.write.setAttribute("aria-pressed", String(!isInside));
-    buttons.inspect.setAttribute("aria-pressed", String(isInside));
-    announcer.muted = isInside; // there each token is a thing to read by itself
-    if (isInside) reading.open({ withFocus: hadFocus });
+  /** Shows this view, or goes back to writing where it is shown already; for a key, which takes the focus along. */
+  toggle(name) {
+    this.show(this.#elements[name].hidden ? name : "write", { withFocus: true });
+  }
+
+  /** Writing and inspecting set the same lines, so the place on the sheet stays. */
+  show(name, { withFocus = this.#elements.scroller.contains(document.activeElement) } = {}) {
+    const { scroller, buttons, tree } = this.#elements;
+    const { sheet, reading, treeView, announcer } = this.#parts;
+    if (!this.#elements[name].hidden) return;
+    this.#places[tree.hidden ? "text" : "tree"] = scroller.scrollTop;
+    for (const [other, button] of Object.entries(buttons)) {
+      button.setAttribute("aria-pressed", String(other === name));
+      if (other !== "inspect") this.#elements[other].hidden = other !== name;
+    }
+    announcer.muted = name !== "write"; // there each token or branch is a thing to read by itself
+    if (name === "inspect") reading.open({ withFocus });
     else reading.close();
-    if (!isInside && hadFocus) sheet.focus();
-    scroller.scrollTop = scrollTop;
+    scroller.scrollTop = this.#places[name === "tree" ? "tree" : "text"] ?? 0;
+    if (name === "tree") treeView.open({ withFocus });
+    if (name === "write" && withFocus) sheet.focus();
   }
 }

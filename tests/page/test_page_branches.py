@@ -127,8 +127,8 @@ def test_two_hundred_runs_are_a_strip_that_scrolls_to_where_one_is(page):
         const root = document.getElementById("branches");
         root.replaceChildren();
         const runs = Array.from({ length: 200 }, (_, id) => ({
-            id, parent: id ? (id % 5 ? id - 1 : id - 5) : null, next: null, words: `words of ${id}`, facts: {},
-            current: id === 199, here: false,
+            key: String(id), parent: id ? String(id % 5 ? id - 1 : id - 5) : null, next: null, facts: {},
+            words: `words of ${id}`, current: id === 199, here: false,
         }));
         const branches = new Branches(root, { onselect() {} });
         branches.show(runs);

@@ -232,5 +232,5 @@ def test_a_receipt_that_one_was_sent_gives_its_settings_and_seed(page):
         start(page)
     wait_for(page, "done")
     expected = {"temperature": 0.25, "top_k": 7, "stop": ["\n"], "max_tokens": 3, "seed": 9007199254740993}
-    assert request.value.post_data_json == {"prompt": PROMPT, "stream": True, **expected}
+    assert request.value.post_data_json == {"prompt": PROMPT, "stream": True, "logprobs": 0, **expected}
     assert '"seed":9007199254740993' in request.value.post_data

@@ -94,7 +94,7 @@ def test_one_can_write_before_the_server_has_described_itself_and_nothing_typed_
     page.locator("#temperature").press_sequentially("0.7")
     page.locator("#model:not(:empty)").wait_for()
     assert page.locator("#panel .field").count() == 4
-    assert sent(page) == {"prompt": PROMPT, "stream": True, "temperature": 0.7, "max_tokens": 128}
+    assert sent(page) == {"prompt": PROMPT, "stream": True, "logprobs": 0, "temperature": 0.7, "max_tokens": 128}
     page.locator("#temperature").focus()
     page.keyboard.press("Home")
     routes[0].continue_()
@@ -152,7 +152,7 @@ def test_one_setting_or_all_go_back_and_the_changed_are_counted(page):
     assert page.get_by_role("button", name="Reset Max tokens").count() == 0
     reset_all.click()
     assert count.inner_text() == ""
-    assert sent(page) == {"prompt": PROMPT, "stream": True, "max_tokens": 128}
+    assert sent(page) == {"prompt": PROMPT, "stream": True, "logprobs": 0, "max_tokens": 128}
 
 
 # By kind

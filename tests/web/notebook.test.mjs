@@ -20,7 +20,7 @@ function notebook(...events) {
       yield event;
     }
   }
-  const names = ["changed", "began", "received", "wrote", "ended"];
+  const names = ["changed", "labeled", "began", "received", "wrote", "ended"];
   const view = Object.fromEntries(names.map((name) => [name, (...args) => said.push([name, ...args])]));
   const book = new Notebook(complete, view, new Tree({ text: "Once", units: [] }));
   return { book, asked, said, ended: () => said.findLast(([name]) => name === "ended")[1] };
@@ -33,8 +33,9 @@ test("a run is one step: undone, redone, and recorded with its facts", async () 
   assert.equal(book.text, "Once upon a");
   assert.deepEqual(book.written, [[4, 11]]);
   const [node] = ended().nodes;
+  const logprobs = { from: 4, lengths: [5, 2], values: [null, null] }; // the service did not say
   const facts = { typed: { temperature: "0.5" }, count: 2, at: 4, index: 0, seed: "7", finish: "length", receipt: { seed: "7" } };
-  assert.deepEqual(node.facts, facts);
+  assert.deepEqual(node.facts, { ...facts, logprobs });
   book.undo();
   assert.equal(book.text, "Once");
   book.redo();

@@ -44,22 +44,6 @@ test("typing is one step for as long as it is joined, and never overwrites a sta
   assert.equal(tree.undo().state.text, "a", "and so is the root");
 });
 
-test("the runs are what a reader sees: typed steps are passed over", () => {
-  const tree = grown();
-  tree.type(state("Once upon a time there was a king who had a cat."), false);
-  tree.commit("run", state("Once upon a time there was a king who had a cat. And", [[48, 52]]), { seed: "5" });
-  const [root, first, second] = tree.runs();
-  assert.deepEqual([root.parent, first.parent, second.parent], [null, root.id, first.id]);
-  assert.equal(first.words, "upon a time there was a king who \u2026");
-  assert.equal(second.words, "And");
-  assert.equal(second.facts.seed, "5");
-  assert.deepEqual([root, first, second].map(({ here }) => here), [true, true, true]);
-  assert.deepEqual([root, first, second].map(({ current }) => current), [false, false, true]);
-  tree.undo();
-  assert.deepEqual(tree.runs().map(({ current }) => current), [false, true, false], "a typed step counts as its run");
-  assert.deepEqual(tree.runs().map(({ next }) => next), [first.id, second.id, null], "over what was typed between");
-});
-
 test("drafts are children that are not current", () => {
   const tree = new Tree(state("a"));
   const nodes = ["b", "c"].map((text) => tree.add("run", state(text)));
@@ -73,56 +57,82 @@ test("what is stored is read again as it was, details of tokens apart", () => {
   tree.undo();
   tree.commit("text", state("Twice"));
   tree.commit("run", state("Twice upon", [[5, 7], [7, 10]]), { seed: "1" });
+  tree.label(tree.current.id, { name: "second", isBookmarked: true, isCollapsed: true });
   const again = Tree.from(JSON.parse(JSON.stringify(tree.data)));
   assert.deepEqual(again.data, tree.data);
   assert.equal(again.current.state.text, "Twice upon");
   assert.deepEqual(again.current.state.units, [{ start: 5, end: 10, tokens: null }]);
   assert.equal(again.commit("run", state("x")).id, tree.commit("run", state("x")).id, "new nodes get new numbers");
   const broken = (change) => ({ ...tree.data, nodes: tree.data.nodes.map((node, at) => (at ? { ...node, ...change } : node)) });
-  const wrongs = [{ parent: 99 }, { text: 5 }, { facts: undefined }].map(broken);
+  const wrongs = [{ parent: 99 }, { text: 5 }, { facts: undefined }, { facts: { logprobs: 1 } }, { name: 5 }].map(broken);
   for (const wrong of [...wrongs, {}, { nodes: [], current: 0 }, { ...tree.data, current: 99 }]) assert.throws(() => Tree.from(wrong));
 });
 
 test("drafts are all there to be taken, also where the tree is full of one line", () => {
   const tree = new Tree(state("0"));
-  for (let i = 1; i < 300; i++) tree.commit("text", state(String(i)));
+  for (let i = 1; i < 1000; i++) tree.commit("text", state(String(i)));
   const drafts = ["a", "b", "c"].map((text) => tree.add("run", state(text)));
   for (const { id, state } of drafts) {
     assert.equal(tree.go(id).state.text, state.text);
     tree.undo();
   }
   while (tree.canUndo) tree.undo();
-  for (let i = 0; i < 400; i++) tree.add("run", state(`way ${i}`));
-  assert.equal(tree.data.nodes.length, 300);
+  for (let i = 0; i < 1100; i++) tree.add("run", state(`way ${i}`));
+  assert.equal(tree.data.nodes.length, 1000);
   assert.equal(Tree.from(tree.data).current.id, tree.current.id, "one that stands on the root keeps it");
 });
 
 test("too many nodes: the oldest ends go, never what one stands on, and every parent is there", () => {
   const tree = new Tree(state("0"));
-  for (let i = 1; i <= 400; i++) {
+  const kept = tree.add("run", state("kept")).id;
+  tree.label(kept, { isBookmarked: true });
+  for (let i = 1; i <= 1100; i++) {
     tree.add("run", state(`side ${i}`));
     tree.commit("run", state(String(i)));
   }
   const { nodes } = tree.data;
-  assert.equal(nodes.length, 300);
-  assert.equal(tree.current.state.text, "400");
+  assert.equal(nodes.length, 1000);
+  assert.equal(tree.current.state.text, "1100");
+  assert.equal(tree.node(kept).state.text, "kept", "what the user marked outlives what nobody did");
   const ids = new Set(nodes.map(({ id }) => id));
   assert.equal(nodes.filter(({ parent }) => parent === null || !ids.has(parent)).length, 1, "one root");
   let steps = 0;
   while (tree.undo()) steps++;
-  assert.ok(steps >= 290, "the line that one stands on outlives its side branches");
+  assert.ok(steps >= 990, "the line that one stands on outlives its side branches");
   Tree.from(tree.data);
 });
 
-test("a run that takes another token in the middle of a run is drawn as its sibling; undo still follows time", () => {
+test("a label that is taken away leaves nothing behind", () => {
   const tree = grown();
-  const first = tree.current.id;
-  const other = tree.commit("run", state("Once upon a time there was a knight", [[4, 35]])).id;
-  const [root, , second] = tree.runs();
-  assert.deepEqual([second.id, second.parent, second.words], [other, root.id, "knight"]);
-  assert.deepEqual(tree.runs().map(({ here }) => here), [true, false, true]);
-  assert.equal(tree.undo().id, first);
-  tree.redo();
-  tree.commit("run", state("Twice", []));
-  assert.equal(tree.runs().at(-1).parent, other, "a text that begins like none of them stays where it came from");
+  const { data } = tree;
+  tree.label(1, { name: "a", isCollapsed: true });
+  assert.notDeepEqual(tree.data, data);
+  tree.label(1, { name: "", isCollapsed: false });
+  assert.deepEqual(tree.data, data);
+});
+
+test("removed nodes leave a whole tree, also without the root, and come back as they were", () => {
+  for (const ids of [[1], [0], [0, 1], [3]]) {
+    const tree = grown();
+    tree.commit("run", state("Once upon a time there was a knight"));
+    tree.commit("text", state("Twice"));
+    tree.go(2);
+    const { data } = tree;
+    const removed = tree.remove(ids);
+    assert.deepEqual(Tree.from(tree.data).data, tree.data);
+    assert.deepEqual(tree.nodes.map(({ id }) => id), [0, 1, 2, 3].filter((id) => !ids.includes(id)));
+    assert.equal(tree.nodes.filter(({ parent }) => parent === null).length, 1);
+    tree.restore(removed);
+    assert.deepEqual(tree.data, data);
+  }
+  assert.throws(() => grown().remove([1]), /current/);
+});
+
+test("the node of a part is one that is there, or a new one in which the model's words stay the model's", () => {
+  const tree = grown();
+  assert.equal(tree.part(1, 4).id, 0);
+  const { id, parent, state: part } = tree.part(1, 9);
+  assert.deepEqual([id, parent, part.text, tree.current.id], [2, 0, "Once upon", 1]);
+  assert.deepEqual(part.units.map(({ start, end }) => [start, end]), [[4, 9]]);
+  assert.equal(tree.part(1, 9).id, id);
 });

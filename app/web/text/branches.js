@@ -1,8 +1,9 @@
-// The tree strip: every run as a dot, joined to what it went on from, and one line that says which run a dot is.
+// The tree strip: every entry of the outline as a dot, joined to what it went on from, and one line that says what a dot is.
 // For the keyboard it is one stop, a tree whose arrows go along the lines.
 
 import { classed, element } from "../elements.js";
 import { inOrder, lay, neighbour } from "./lanes.js";
+import { titleOf } from "./tree-view.js";
 
 const COLUMN = 32; // px from dot to dot, and
 const LANE = 24; // px from line to line: as much as a finger needs
@@ -14,12 +15,12 @@ export class Branches {
   #lines = [svg("path"), svg("path")]; // the faint ones, then the path one is on
   #words = classed("p", "branch-words");
   #dots = new Map(); // id -> its element, which stays the same, so that the focus stays in it
-  #runs = new Map();
+  #entries = new Map();
   #places = new Map();
   #stop = null; // the id of the dot that Tab leads to
   #current = null;
 
-  /** `root` is a section of the page; `onselect(id)` hears which run is wanted. */
+  /** `root` is a section of the page; `onselect(entry)` hears which one is wanted. */
   constructor(root, { onselect }) {
     this.#root = root;
     this.#onselect = onselect;
@@ -40,14 +41,14 @@ export class Branches {
     this.#strip.addEventListener("pointerleave", () => this.#settle());
   }
 
-  /** Draws `tree.runs()`. */
-  show(runs) {
-    this.#runs = new Map(runs.map((run, number) => [String(run.id), { ...run, number }]));
-    const { places, edges, columns, lanes } = lay(runs.map(byName));
+  /** Draws the entries of outline(). */
+  show(entries) {
+    this.#entries = new Map(entries.map((entry) => [entry.key, entry]));
+    const { places, edges, columns, lanes } = lay(entries.map((entry) => ({ ...entry, id: entry.key })));
     this.#places = places;
-    this.#current = [...this.#runs].find(([, run]) => run.current)?.[0] ?? null;
-    this.#stop = this.#current ?? this.#runs.keys().next().value;
-    this.#root.hidden = runs.length < 3; // one run is undone and redone; there is nowhere else to go
+    this.#current = entries.find(({ current }) => current)?.key ?? null;
+    this.#stop = this.#current ?? this.#entries.keys().next().value;
+    this.#root.hidden = entries.length < 3; // one run is undone and redone; there is nowhere else to go
     this.#draw(edges, columns, lanes);
     this.#order();
     this.#tell(this.#current);
@@ -71,13 +72,13 @@ export class Branches {
     const picture = this.#strip.firstChild;
     picture.setAttribute("width", columns * COLUMN);
     picture.setAttribute("height", (last - first + 1) * LANE);
-    for (const [id, dot] of this.#dots) if (!this.#runs.has(id)) (dot.remove(), this.#dots.delete(id));
+    for (const [id, dot] of this.#dots) if (!this.#entries.has(id)) (dot.remove(), this.#dots.delete(id));
     for (const place of this.#places.values()) this.#place(place, spot(place));
   }
 
   #place({ id, parent, column }, { x, y }) {
     const dot = this.#dots.get(id) ?? newDot(id);
-    const run = this.#runs.get(id);
+    const run = this.#entries.get(id);
     const among = this.#places.get(parent)?.children ?? [id];
     this.#dots.set(id, dot);
     dot.style.transform = `translate(${x - LANE / 2}px, ${y - LANE / 2}px)`;
@@ -112,7 +113,7 @@ export class Branches {
 
   #select(id) {
     const held = this.#strip.getAttribute("aria-disabled") === "true";
-    if (!held && id !== null && id !== this.#current) this.#onselect(this.#runs.get(id).id);
+    if (!held && id !== null && id !== this.#current) this.#onselect(this.#entries.get(id));
   }
 
   #pressed(event) {
@@ -139,16 +140,10 @@ export class Branches {
   }
 
   #tell(id) {
-    const run = this.#runs.get(id);
+    const run = this.#entries.get(id);
     const text = run ? sentence(run) : "";
     if (this.#words.textContent !== text) this.#words.textContent = text;
   }
-}
-
-// Ids go through the document as text.
-function byName(run) {
-  const name = (id) => (id === null ? null : String(id));
-  return { ...run, id: name(run.id), parent: name(run.parent), next: name(run.next) };
 }
 
 function dotOf({ target }) {
@@ -162,10 +157,11 @@ function newDot(id) {
   return dot;
 }
 
-function sentence({ number, words, facts: { finish, seed } }) {
-  const told = [number ? `Run ${number}` : "Beginning", words || "nothing yet"];
-  if (finish) told.push(`ended by ${finish}`);
-  if (seed !== undefined) told.push(`seed ${seed}`);
+function sentence(entry) {
+  const { name, words, kind, facts: { finish, seed } } = entry;
+  const told = [titleOf(entry), ...(name ? [name] : []), words || "nothing yet"];
+  if (kind === "run" && finish) told.push(`ended by ${finish}`);
+  if (kind === "run" && seed !== undefined) told.push(`seed ${seed}`);
   return told.join(" \u00b7 ");
 }
 

@@ -3,8 +3,7 @@
 
 import { difference, Manuscript } from "./manuscript.js";
 
-const MOST_NODES = 300;
-const WORDS = 8;
+const MOST_NODES = 1000;
 
 export class Tree {
   #nodes = new Map(); // id -> node, in order of birth
@@ -17,9 +16,15 @@ export class Tree {
     this.#current = this.#grow(null, "text", state, {});
   }
 
-  /** { id, parent, kind, state, facts, latest }. `latest` is the child where redo() leads. */
+  /** { id, parent, kind, state, facts, latest }. `latest` is the child where redo() leads. A user may give a node more
+      than that: see label(). */
   get current() {
     return this.#current;
+  }
+
+  /** All of them, in order of birth. */
+  get nodes() {
+    return [...this.#nodes.values()];
   }
 
   node(id) {
@@ -81,35 +86,44 @@ export class Tree {
     return node ?? null;
   }
 
-  /**
-   * The runs and the root, as a reader sees them: a run hangs where its text parts from the others', so that one that
-   * takes another token in the middle of a run is its sibling. [{ id, parent, next, words, facts, current, here }], `next`
-   * being the run where redo() leads. (Undo follows time instead, and leads back to what was there before.)
-   */
-  runs() {
-    const shown = (node) => node.kind === "run" || node.parent === null;
-    const nearest = (node) => (!node || shown(node) ? node : nearest(this.node(node.parent)));
-    const ahead = (node) => (!node || node.kind === "run" ? node : ahead(this.node(node.latest)));
-    const above = (node) => nearest(this.node(node.parent));
-    const fork = (node) => {
-      let parent = above(node);
-      while (parent && !node.state.text.startsWith(parent.state.text)) parent = above(parent);
-      return parent ?? above(node);
-    };
-    const runs = [...this.#nodes.values()].filter(shown);
-    const parents = new Map(runs.map((node) => [node, fork(node)]));
-    const current = nearest(this.#current);
-    const here = new Set();
-    for (let node = current; node; node = parents.get(node)) here.add(node);
-    return runs.map((node) => ({
-      id: node.id,
-      parent: parents.get(node)?.id ?? null,
-      next: ahead(this.node(node.latest))?.id ?? null,
-      words: this.#words(node),
-      facts: node.facts,
-      current: node === current,
-      here: here.has(node),
-    }));
+  /** The user's own marks on a node: { name, isBookmarked, isCollapsed }. What `labels` does not have stays. */
+  label(id, labels) {
+    const node = Object.assign(this.node(id), labels);
+    for (const [name, value] of Object.entries(labels)) if (!value) delete node[name];
+  }
+
+  /** The node at which the text of node `id` is as short as `end`: one that is there, or a new one, not gone to. */
+  part(id, end) {
+    const source = this.node(id);
+    const text = source.state.text.slice(0, end);
+    const known = this.nodes.findLast(({ state }) => state.text === text);
+    if (known) return known;
+    const manuscript = new Manuscript(source.state);
+    manuscript.cut(end);
+    return this.#grow(source.parent ?? source.id, "text", manuscript.state, {});
+  }
+
+  /** Without these nodes, none of which may be the current one; what goes on from them hangs from what was before them.
+      Returns what restore() takes. */
+  remove(ids) {
+    const gone = new Set(ids);
+    if (gone.has(this.#current.id)) throw new Error("the current node cannot be removed");
+    const above = (id) => (gone.has(id) ? above(this.node(id).parent) : id);
+    const moved = this.nodes.filter((node) => !gone.has(node.id) && gone.has(node.parent));
+    const before = moved.map((node) => [node, node.parent]);
+    for (const node of moved) node.parent = above(node.parent);
+    const removed = this.nodes.filter(({ id }) => gone.has(id));
+    for (const { id } of removed) this.#nodes.delete(id);
+    this.#joinRoots();
+    return { removed, before };
+  }
+
+  /** Takes a remove() back, whatever has come since. */
+  restore({ removed, before }) {
+    const all = [...this.#nodes.values(), ...removed].sort((a, b) => a.id - b.id);
+    this.#nodes = new Map(all.map((node) => [node.id, node]));
+    for (const [node, parent] of before) if (this.#nodes.has(node.id)) node.parent = parent;
+    this.#joinRoots();
   }
 
   /** Plain data for storage: each text as its difference from its parent's, without the details of tokens (they are
@@ -125,7 +139,7 @@ export class Tree {
     tree.#nodes.clear();
     for (const { start, removed, text, written, ...node } of nodes) {
       if (node.parent !== null && !tree.node(node.parent)) throw new Error("a node has no parent");
-      if (typeof text !== "string" || node.facts?.constructor !== Object) throw new Error("a node is none of a tree");
+      if (typeof text !== "string" || !isNode(node)) throw new Error("a node is none of a tree");
       const before = tree.node(node.parent)?.state.text ?? "";
       const state = { text: before.slice(0, start) + text + before.slice(start + removed), units: [] };
       state.units = written.map(([start, end]) => ({ start, end, tokens: null }));
@@ -160,33 +174,30 @@ export class Tree {
     return path;
   }
 
-  // The first words that the step before did not have, whole ones where it changed the middle of a word.
-  #words(node) {
-    const before = this.node(node.parent)?.state.text ?? "";
-    const { text } = node.state;
-    let { start } = difference(before, text);
-    if (start < before.length) while (start > 0 && /\S/.test(text[start - 1])) start--;
-    const words = text.slice(start).trim().split(/\s+/);
-    return words.slice(0, WORDS).join(" ") + (words.length > WORDS ? " \u2026" : "");
+  // There is one root: the oldest node without a parent.
+  #joinRoots() {
+    const [root, ...others] = this.nodes.filter(({ parent }) => !this.#nodes.has(parent));
+    root.parent = null;
+    for (const node of others) node.parent = root.id;
   }
 
   // The oldest end that one is not on goes first, where there is but one line its beginning; the ways on from here last,
-  // since one of them is about to be chosen.
+  // since one of them is about to be chosen. What the user named or bookmarked stays.
   #prune() {
     while (this.#nodes.size > MOST_NODES) {
-      const parents = new Set([...this.#nodes.values()].map(({ parent }) => parent));
-      const path = this.#path(this.#current);
-      const nodes = [...this.#nodes.values()].slice(0, -1); // not the one that was just born
-      const ends = nodes.filter((node) => !parents.has(node.id) && !path.includes(node));
-      const end = ends.find(({ parent }) => parent !== this.#current.id);
-      if (end || path.length === 1) this.#nodes.delete((end ?? ends[0]).id);
-      else this.#cutRoot();
+      const parents = new Set(this.nodes.map(({ parent }) => parent));
+      const path = new Set(this.#path(this.#current));
+      const others = this.nodes.slice(0, -1).filter((node) => node !== this.#current); // not the one that was just born
+      const plain = others.filter(({ name, isBookmarked }) => !name && !isBookmarked);
+      const ends = plain.filter((node) => !parents.has(node.id) && !path.has(node));
+      const end = ends.find(({ parent }) => parent !== this.#current.id) ?? (path.size === 1 ? ends[0] : plain[0]);
+      this.remove([(end ?? others[0]).id]);
     }
   }
+}
 
-  #cutRoot() {
-    const root = this.#nodes.values().next().value;
-    this.#nodes.delete(root.id);
-    for (const node of this.#nodes.values()) if (node.parent === root.id) node.parent = null;
-  }
+function isNode({ facts, name = "" }) {
+  const isObject = facts?.constructor === Object && typeof name === "string";
+  const { lengths, values } = (isObject && facts.logprobs) ?? { lengths: [], values: [] };
+  return isObject && Array.isArray(lengths) && Array.isArray(values);
 }

@@ -1,0 +1,95 @@
+// Two branches side by side, over the sheet: what they have in common above, and the words that differ marked.
+
+import { classed, element, put } from "../elements.js";
+import { parting } from "./outline.js";
+import { lastSentence } from "./sentences.js";
+import { wordDifference } from "./words.js";
+
+export class Compare {
+  #root;
+  #over;
+  #hear;
+  #before = null; // what had the focus
+  #keys = null; // the AbortController of the listener for keys
+
+  /** `root` stands over the element `over`; `ontake(index)`: that text is wanted; `onclose()`: none, the focus is back. */
+  constructor(root, { over, ontake, onclose }) {
+    [this.#root, this.#over, this.#hear] = [root, over, { ontake, onclose }];
+    root.setAttribute("role", "group");
+    root.setAttribute("aria-label", "Two branches compared");
+    root.tabIndex = -1;
+  }
+
+  get isOpen() {
+    return this.#keys !== null;
+  }
+
+  /** `sides`: two of { title, text }. */
+  open(sides) {
+    this.close();
+    this.#keys = new AbortController();
+    document.addEventListener("keydown", (event) => this.#pressed(event), { signal: this.#keys.signal });
+    const [a, b] = sides.map(({ text }) => text);
+    const at = parting(a, b, 0);
+    const { a: left, b: right, count } = wordDifference(a.slice(at).trimStart(), b.slice(at).trimStart());
+    const columns = [left, right].map((pieces, index) => this.#column(sides[index].title, pieces, index));
+    const words = count === 1 ? "They differ in one place. " : `They differ in ${count || "no"} places. `;
+    const close = classed("button", "quiet", "Close");
+    close.type = "button";
+    close.addEventListener("click", () => this.#leave());
+    this.#root.replaceChildren(
+      classed("p", "tail", lastSentence(a.slice(0, at))),
+      classed("div", "abreast abreast-2", ...columns),
+      classed("p", "columns-note", words, close),
+    );
+    this.#before = document.activeElement;
+    this.#root.hidden = false;
+    this.#over.inert = true;
+    this.#root.focus({ preventScroll: true });
+    this.#root.scrollIntoView({ block: "nearest" });
+  }
+
+  close() {
+    if (!this.isOpen) return;
+    this.#keys.abort();
+    this.#keys = null;
+    const isInside = this.#root.contains(document.activeElement);
+    this.#over.inert = false;
+    this.#root.hidden = true;
+    this.#root.replaceChildren();
+    if (isInside) this.#before?.focus({ preventScroll: true });
+  }
+
+  #column(title, pieces, index) {
+    const text = classed("div", "abreast-text compared", ...pieces.map(([isDifferent, piece]) => (isDifferent ? element("mark", piece) : piece)));
+    text.tabIndex = 0; // it may have to be scrolled
+    text.setAttribute("role", "group");
+    text.setAttribute("aria-label", title);
+    if (!pieces.length) text.append(classed("span", "nothing", "ends here"));
+    const button = put(element("button", "Take this "), element("kbd", String(index + 1)));
+    button.type = "button";
+    button.setAttribute("aria-label", `Take this ${index + 1}`);
+    button.setAttribute("aria-keyshortcuts", String(index + 1));
+    button.addEventListener("click", () => this.#take(index));
+    const facts = classed("span", "facts", title);
+    return classed("div", "abreast-one", text, classed("div", "abreast-foot", button, facts));
+  }
+
+  #take(index) {
+    this.close();
+    this.#hear.ontake(index);
+  }
+
+  #leave() {
+    this.close();
+    this.#hear.onclose();
+  }
+
+  #pressed(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, textarea, select")) return;
+    if (event.key === "1" || event.key === "2") this.#take(Number(event.key) - 1);
+    else if (event.key === "Escape") this.#leave();
+    else return;
+    event.preventDefault();
+  }
+}
