@@ -12,6 +12,7 @@ from app.api.metrics import CONTENT_TYPE
 from app.api.openapi import declared
 from app.api.schemas import ContextLength, VocabularySize, WeightsRevision, WeightsVersion
 from app.common.errors import NotReady
+from app.generation.prompt_encoder import infill_tokens
 from app.http.auth import public
 from app.http.errors import ApiError
 from app.http.request_log import routine
@@ -32,6 +33,7 @@ class Model(ResponseModel):
     n_params: Annotated[int, "Number of parameters."]
     n_vocab: VocabularySize
     has_encoder: Annotated[bool, "Whether the model has an encoder, which reads `source`."]
+    has_infill: Annotated[bool, "Whether the vocabulary has fill-in-the-middle tokens, which `suffix` needs."]
     dtype: Annotated[str, "Number format of weights and cache."]
     device: Annotated[str, "Device that the model runs on."]
     numerics: Annotated[str, "Backend (torch or native kernels) and number format."]
@@ -121,7 +123,7 @@ async def model(model_id: str, service: ServiceDep) -> Response:
 
 
 def _model(service: Service) -> Model:
-    ready, _ = service.require_ready()
+    ready, tokenizer = service.require_ready()
     return Model(
         id=service.model_name,
         object="model",
@@ -131,6 +133,7 @@ def _model(service: Service) -> Model:
         n_params=ready.n_params,
         n_vocab=ready.vocab_size,
         has_encoder=ready.has_encoder,
+        has_infill=infill_tokens(tokenizer) is not None,
         dtype=ready.dtype,
         device=ready.device,
         numerics=ready.numerics,

@@ -12,6 +12,7 @@ from app.common.ipc import Ready
 from app.engine_client.fair_queue import check_ids
 from app.generation.request import GenerationRequest, Prompt
 from app.tokenization.text_encoder import SLICE, TextEncoder, TokenizerPool
+from model.tokenizer.tokenizer import Tokenizer
 
 _FIM_TOKENS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
@@ -20,6 +21,15 @@ _FIM_TOKENS = (
     ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>"),
 )
 """Names of fill-in-the-middle tokens: Qwen, StarCoder, SantaCoder, Code Llama."""
+
+
+def infill_tokens(tokenizer: Tokenizer) -> tuple[int, int, int] | None:
+    """Ids of the tokens before prefix, suffix and middle; None if the vocabulary lacks fill-in-the-middle tokens."""
+    for names in _FIM_TOKENS:
+        prefix, suffix, middle = (tokenizer.id_of(name) for name in names)
+        if prefix is not None and suffix is not None and middle is not None:
+            return prefix, suffix, middle
+    return None
 
 
 _MARGIN = 64
@@ -125,21 +135,18 @@ class PromptEncoder:
 
     def _infill(self, prompt: Prompt, suffix: str, request: GenerationRequest) -> list[int]:
         """Prefix and suffix with the model's fill-in-the-middle tokens, prefix first."""
-        special = next((m for m in map(self._token_ids, _FIM_TOKENS) if None not in m), None)
+        special = infill_tokens(self.tokenizer)
         if special is None:
             raise InvalidRequest("this model's vocabulary has no fill-in-the-middle tokens: leave out suffix", "suffix")
         if request.truncate_prompt_tokens is not None:
             raise InvalidRequest("suffix cannot be combined with truncate_prompt_tokens: leave one out", "suffix")
         if not isinstance(prompt, str):
             raise InvalidRequest("suffix needs a prompt of text, not of token ids", "suffix")
-        start, middle, end = (token for token in special if token is not None)
+        start, middle, end = special
         # Sequentially in this thread: the library's batch threads use all cores and ignore this thread's nice value.
         prefix_ids, suffix_ids = (self._encoder.encode_plain(text) for text in (prompt, suffix))
         bos = [self.tokenizer.bos_id] if self.tokenizer.adds_bos and self.tokenizer.bos_id is not None else []
         return [*bos, start, *prefix_ids, middle, *suffix_ids, end]
-
-    def _token_ids(self, names: tuple[str, str, str]) -> list[int | None]:
-        return [self.tokenizer.id_of(name) for name in names]
 
     def _ids(self, text: Prompt, field: str, *, may_be_cut: bool = False) -> list[int]:
         """Token ids of a text; for a prompt, with the special tokens that the tokenizer adds, such as BOS."""

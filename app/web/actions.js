@@ -8,7 +8,7 @@ export class Actions {
   #buttons;
 
   /**
-   * `parts`: { notebook, panel, reading, truncation, status }; `buttons`: { generate, regenerate, stop, undo, redo } and
+   * `parts`: { notebook, panel, reading, truncation, caret, status }; `buttons`: { generate, regenerate, stop, undo, redo } and
    * `word`, what the first one says; `view`: what switches between the views; `help()` shows the keys.
    */
   constructor(parts, { word, ...buttons }, { view, help }) {
@@ -26,8 +26,13 @@ export class Actions {
     listen({ ...actions, ...views, help }, () => notebook.running);
   }
 
+  /** Continues the text where the caret says, which the user may have to be asked for. */
   generate() {
-    this.#parts.notebook.generate(this.#request());
+    const { notebook, caret } = this.#parts;
+    if (notebook.running) return;
+    if (caret.isOpen) return caret.ask(() => this.generate());
+    const { span } = caret;
+    notebook.generate(this.#request(span), span);
   }
 
   /** Continues the text with each of these settings, [{ name, typed }, ...], and the same seed. */
@@ -40,12 +45,13 @@ export class Actions {
   regenerate() {
     const { notebook, panel, status } = this.#parts;
     if (!notebook.canRegenerate) return;
-    const { typed, finish, seed } = notebook.tree.lastRun.facts; // one that was stopped has more to come
+    const { typed, finish, seed, at, span } = notebook.tree.lastRun.facts; // one that was stopped has more to come
     const before = { ...typed, seed };
+    if (span) Object.assign(before, { n: panel.typed.n, max_tokens: panel.typed.max_tokens }); // which the span decides on
     const isSame = Object.entries(panel.typed).every(([name, text]) => (before[name] ?? "") === text);
     if (finish && panel.typed.seed && isSame) {
       status.show("idle", "The seed is locked, so the text would be the same. Unlock it, or change a setting.");
-    } else notebook.regenerate(this.#request());
+    } else notebook.regenerate(this.#request(span ? { ...span, start: at } : null));
   }
 
   /** Replaces the token at that position. A token that ends the text cannot be continued. */
@@ -58,7 +64,7 @@ export class Actions {
 
   /** Shows which actions there are now. */
   show() {
-    const { notebook } = this.#parts;
+    const { notebook, caret } = this.#parts;
     const { word, generate, stop, undo, redo, regenerate } = this.#buttons;
     // aria-disabled and not disabled: a button that is disabled while it has the focus drops it.
     const enable = (button, isEnabled) => button.setAttribute("aria-disabled", String(!isEnabled));
@@ -66,14 +72,19 @@ export class Actions {
     enable(undo, notebook.canUndo);
     enable(redo, notebook.canRedo);
     enable(regenerate, notebook.canRegenerate);
-    word.textContent = notebook.tree.lastRun ? "Continue" : "Generate";
+    caret.show();
+    const { span } = caret;
+    const words = span && (span.end > span.start ? "Rewrite" : "Insert here");
+    word.textContent = words ?? (notebook.tree.lastRun ? "Continue" : "Generate");
   }
 
   // The inspect view shows tokens as they arrive; without it the page scores them afterwards. The tree shows what each
   // run was worth, which needs no alternatives.
-  #request() {
-    const { notebook, panel, reading, truncation } = this.#parts;
-    return { logprobs: reading.isOpen ? "20" : "0", ...truncation.fields(notebook.text), ...panel.typed };
+  #request(span = null) {
+    const { notebook, panel, reading, truncation, caret } = this.#parts;
+    const cut = span?.isInfill ? {} : truncation.fields(notebook.text);
+    const fields = { logprobs: reading.isOpen ? "20" : "0", ...cut, ...panel.typed };
+    return span ? { ...fields, ...caret.fields(span, panel.typed) } : fields;
   }
 }
 

@@ -76,7 +76,9 @@ export class Exchange {
   async #replay() {
     const { state, facts } = this.#notebook.tree.lastRun;
     const { parameters } = this.#panel;
-    const run = { ...facts, prompt: state.text.slice(0, facts.at), text: state.text.slice(facts.at) };
+    const { at, span, typed } = facts;
+    const suffix = span?.isInfill ? { suffix: state.text.slice(span.until) } : {};
+    const run = { ...facts, typed: { ...typed, ...suffix }, prompt: state.text.slice(0, at), text: state.text.slice(at, span?.until) };
     const send = (prompt, typed, signal) => complete(prompt, typed, signal, parameters);
     this.#replaying = new AbortController();
     const { sentence } = await replay(run, { complete: send, parameters, signal: this.#replaying.signal });

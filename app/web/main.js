@@ -1,6 +1,7 @@
 // Entry point: creates the page's components, which are independent of each other, and connects them.
 
 import { Actions } from "./actions.js";
+import { Caret } from "./caret.js";
 import { Documents } from "./documents/documents.js";
 import { Exchange } from "./exchange.js";
 import { Notebook } from "./notebook.js";
@@ -88,6 +89,16 @@ const truncation = new Truncation(
   },
   documents.stored?.truncation,
 );
+const caret = new Caret(
+  { radios: [$("at-caret"), $("at-end")], dialog: $("caret-choice") },
+  {
+    text: () => notebook.text,
+    selection: () => ($("write").hidden || columns.isOpen ? null : sheet.selection),
+    canFillIn: (text) => service.facts.has_infill === true && !truncation.covers(text),
+    onchange: () => actions.show(),
+  },
+  documents.stored?.caret,
+);
 const display = new RunDisplay(
   { sheet, columns, branches, treeView, reading, announcer, status, panel, service, truncation, numbers: $("numbers") },
   { onchange: refresh, onbegin, onend: () => exchange.open() }, // a link that was followed meanwhile
@@ -112,7 +123,7 @@ const view = new ViewSwitch(
   { sheet, reading, treeView, announcer },
 );
 const actions = new Actions(
-  { notebook, panel, reading, truncation, status },
+  { notebook, panel, reading, truncation, caret, status },
   {
     generate: $("generate"),
     word: $("generate-word"),
@@ -205,16 +216,17 @@ function focus() {
 }
 
 function capture() {
-  return { tree: notebook.soFar.data, settings: panel.typed, truncation: truncation.data };
+  return { tree: notebook.soFar.data, settings: panel.typed, truncation: truncation.data, caret: caret.data };
 }
 
 // Shows another document. One that was imported as text takes the settings that are there.
-function restore({ tree, settings, truncation: agreement }) {
+function restore({ tree, settings, truncation: agreement, caret: place }) {
   if (settings) {
     panel.reset();
     panel.fill(settings);
   }
   truncation.restore(agreement);
+  caret.restore(place);
   notebook.load(Tree.from(tree));
   changedSettings();
   sheet.toEnd();

@@ -1,6 +1,7 @@
 // The life of the document: generate, stop, undo, redo, regenerate, pick another token, take a branch. Holds the text
 // and its history, runs one request at a time, and notifies its view of changes.
 
+import { fit } from "./text/fit.js";
 import { difference, Manuscript } from "./text/manuscript.js";
 import { Tree } from "./text/tree.js";
 
@@ -13,13 +14,13 @@ export class Notebook {
   #view;
   #tree;
   #manuscript;
-  #run = null; // the current run: { abort, before, drafts, facts, picked }
+  #run = null; // the current run: { abort, before, drafts, facts, picked, span }
   #typedAt = -Infinity; // -Infinity: the next key begins a step
 
   /**
    * `complete(prompt, typed, signal)`: see request/completion.js; `typed` may be a list (request/concurrent.js). `view` receives events:
-   * changed() the text is another one; labeled() the tree's names, bookmarks and folds are; began(count, typed, names)
-   * `typed` a list if it is a comparison, of presets with these names; received(type, data) a server event;
+   * changed() the text is another one; labeled() the tree's names, bookmarks and folds are; began(count, typed, names,
+   * span) `typed` a list if it is a comparison, of presets with these names; received(type, data) a server event;
    * wrote(index, unit, text);
    * ended({ error, stopped, nodes }) with the tree's node for each continuation, null for an empty one.
    */
@@ -113,21 +114,23 @@ export class Notebook {
   /** Deletes these nodes; a text that is one of them gives way to that of the entry `instead`. Returns what restores
       them, and the text, unless another one has been gone to. */
   remove(ids, instead) {
-    const before = this.#tree.current;
+    const tree = this.#tree;
+    const before = tree.current;
     if (ids.includes(before.id)) this.visit(instead);
-    const after = this.#tree.current;
-    const removed = this.#tree.remove(ids);
+    const after = tree.current;
+    const removed = tree.remove(ids);
     this.#view.changed();
     return () => {
-      this.#tree.restore(removed);
-      if (this.#tree.current === after) this.go(before.id);
+      tree.restore(removed);
+      if (tree.current === after) this.go(before.id);
       else this.#view.changed();
     };
   }
 
-  /** Continues the text. `typed`: request fields as the user typed them; n above 1 writes n concurrent drafts. */
-  generate(typed) {
-    return this.#start(typed);
+  /** Continues the text. `typed`: request fields as the user typed them; n above 1 writes n concurrent drafts. `span`
+      { start, end, isInfill }: in place of that, with what is behind it as the suffix or unread; null: at the end. */
+  generate(typed, span = null) {
+    return this.#start(typed, { span });
   }
 
   /** Continues the text with each of these settings, [{ name, typed }, ...], side by side. */
@@ -139,6 +142,10 @@ export class Notebook {
   regenerate(typed) {
     if (!this.canRegenerate) return null;
     const { parent, state, facts } = this.#tree.lastRun;
+    if (facts.span) {
+      this.#show(this.#tree.go(parent));
+      return this.#start(typed, { span: { ...facts.span, start: facts.at } });
+    }
     const before = new Manuscript(state);
     before.cut(facts.at);
     const isPicked = before.text !== this.#tree.node(parent).state.text; // it started after a picked token
@@ -169,14 +176,15 @@ export class Notebook {
   }
 
   // `picked`: the logprobs of a token that was taken for the run to go on from, or null.
-  async #start(typed, { picked = null, names = [] } = {}) {
+  async #start(typed, { picked = null, names = [], span = null } = {}) {
     if (this.running) return;
     const abort = new AbortController();
     const { signal } = abort;
     const count = Array.isArray(typed) ? typed.length : continuations(typed.n);
-    const drafts = count === 1 ? [this.#manuscript] : Array.from({ length: count }, () => this.#draft());
     const before = this.text;
-    const { length: at } = before;
+    const drafts = count === 1 ? [this.#manuscript] : Array.from({ length: count }, () => this.#draft());
+    if (span) for (const draft of drafts) draft.open(span.start, span.end);
+    const at = span?.start ?? before.length;
     const facts = drafts.map((_, index) => ({
       typed: Array.isArray(typed) ? typed[index] : typed,
       count: 0,
@@ -185,11 +193,12 @@ export class Notebook {
       logprobs: logprobsFrom(at, picked),
       ...(names.length ? { preset: names[index] } : {}),
     }));
-    const run = (this.#run = { abort, before, drafts, facts, picked });
-    this.#view.began(count, typed, names);
+    const run = (this.#run = { abort, before, drafts, facts, picked, span });
+    this.#view.began(count, typed, names, span);
     let error = null;
     try {
-      for await (const { type, data } of this.#complete(before, typed, signal)) {
+      const fields = span?.isInfill ? { ...typed, suffix: before.slice(span.end) } : typed;
+      for await (const { type, data } of this.#complete(before.slice(0, at), fields, signal)) {
         if (type === "token") this.#write(drafts, facts, data);
         note(facts, type, data);
         this.#view.received(type, data);
@@ -199,7 +208,9 @@ export class Notebook {
     }
     this.#run = null;
     this.#typedAt = -Infinity;
+    if (span) close(run);
     const nodes = keep(this.#tree, run);
+    if (span && count === 1 && !nodes[0]) this.#manuscript = new Manuscript(this.#tree.current.state); // nothing came
     this.#view.ended({ error, stopped: signal.aborted, nodes });
   }
 
@@ -212,7 +223,7 @@ export class Notebook {
     facts[index].count += 1;
     facts[index].logprobs.lengths.push(unit.end - unit.start);
     facts[index].logprobs.values.push(logprobOf(tokens));
-    this.#view.wrote(index, unit, drafts[index].text.slice(unit.start));
+    this.#view.wrote(index, unit, drafts[index].text.slice(unit.start, unit.end));
   }
 
   #show(node, manuscript = new Manuscript(node.state)) {
@@ -223,12 +234,30 @@ export class Notebook {
 }
 
 // Adds a node for each text of a run, and none for an empty one, so that undo keeps its target.
-function keep(tree, { before, drafts, facts, picked }) {
+function keep(tree, { before, drafts, facts, picked, span }) {
   return drafts.map((draft, index) => {
-    if (!picked && draft.text === before) return null;
+    const one = span ? { ...facts[index], span: { until: lengthOf(facts[index]) + span.start, ...span, ...facts[index].span } } : facts[index];
+    const isEmpty = span ? one.span.until === span.start : !picked && draft.text === before;
+    if (isEmpty) return null;
     const isOnly = drafts.length === 1;
-    return isOnly ? tree.commit("run", draft.state, facts[index]) : tree.add("run", draft.state, facts[index]);
+    return isOnly ? tree.commit("run", draft.state, one) : tree.add("run", draft.state, one);
   });
+}
+
+// Joins what was written into a span with what stands behind it.
+function close({ before, drafts, facts, span }) {
+  drafts.forEach((draft, index) => {
+    const length = lengthOf(facts[index]);
+    const written = draft.text.slice(span.start, span.start + length);
+    const behind = before.slice(span.end);
+    const fitted = span.isInfill ? { length, blank: "" } : fit(written, before.slice(span.start, span.end), behind);
+    draft.close(span.start + fitted.length, fitted.blank);
+    facts[index].span = { until: span.start + fitted.length };
+  });
+}
+
+function lengthOf({ logprobs: { lengths } }) {
+  return lengths.reduce((sum, length) => sum + length, 0);
 }
 
 // What a run's tokens were worth, one behind the other: { from, lengths, values } in characters and natural logarithms.

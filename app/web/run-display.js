@@ -8,6 +8,7 @@ import { lastSentence } from "./text/sentences.js";
 export class RunDisplay {
   #parts;
   #page;
+  #span = null; // where it writes, see Notebook.generate()
   #typed = {}; // the settings of the current run, as they were typed
   #nodes = []; // of the tree, one for each continuation of the last run
 
@@ -51,13 +52,13 @@ export class RunDisplay {
     this.#page.onchange();
   }
 
-  began(count, typed, names) {
+  began(count, typed, names, span) {
     const { sheet, branches, columns, reading, service, status, truncation } = this.#parts;
-    this.#typed = typed;
+    [this.#typed, this.#span] = [typed, span];
     this.#page.onbegin();
-    sheet.open({ withEnd: count === 1 });
+    sheet.open({ at: span?.start, isSeen: count === 1 });
     branches.hold(true);
-    if (count > 1) columns.open(count, lastSentence(this.notebook.text), names);
+    if (count > 1) this.#openColumns(count, names);
     else columns.close();
     reading.show(this.notebook);
     service.began();
@@ -80,7 +81,7 @@ export class RunDisplay {
     if (columns.isOpen) columns.append(index, text, unit.tokens);
     else {
       sheet.append(text);
-      reading.append(unit, text);
+      if (!this.#span) reading.append(unit, text); // in the middle it is shown when the run has ended
       announcer.stream(text);
     }
     status.token(index);
@@ -91,6 +92,8 @@ export class RunDisplay {
     sheet.close();
     announcer.end();
     this.#nodes = nodes;
+    if (this.#span && nodes.length === 1) sheet.show(this.notebook.text, this.notebook.written, nodes[0]?.facts.span.until);
+    if (this.#span && columns.isOpen) this.#fitColumns();
     if (nodes.some(Boolean)) columns.end();
     else columns.close(); // nothing came
     branches.hold(false);
@@ -100,6 +103,19 @@ export class RunDisplay {
     if (error) this.#failed(error);
     this.#page.onchange();
     this.#page.onend();
+  }
+
+  #openColumns(count, names) {
+    const { text } = this.notebook;
+    const { start, end } = this.#span ?? { start: text.length, end: text.length };
+    this.#parts.columns.open(count, lastSentence(text.slice(0, start)), { names, replaced: text.slice(start, end) });
+  }
+
+  // What came is shown as it would stand in the text.
+  #fitColumns() {
+    this.#nodes.forEach((node, index) => {
+      if (node) this.#parts.columns.fit(index, node.state.text.slice(node.facts.at, node.facts.span.until));
+    });
   }
 
   #started(data) {

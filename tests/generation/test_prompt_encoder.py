@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from app.access.tenant_queue import WorkAccount
 from app.common.errors import InvalidRequest
 from app.common.ipc import Ready
-from app.generation.prompt_encoder import EncodedPrompt, PromptEncoder
+from app.generation.prompt_encoder import EncodedPrompt, PromptEncoder, infill_tokens
 from app.generation.request import GenerationRequest
 from app.tokenization.text_encoder import TextEncoder, TokenizerPool
 from model.tokenizer.tokenizer import Tokenizer
@@ -62,6 +62,7 @@ def test_the_prefix_comes_first_then_the_suffix_then_the_middle(
 
 def test_what_cannot_be_filled_in_is_refused(tmp_path: Path) -> None:
     plain = Tokenizer.load(save(KINDS["gpt2"][0](), tmp_path))
+    assert infill_tokens(plain) is None
     with pytest.raises(InvalidRequest, match="no fill-in-the-middle"):
         _read(plain, prompts=["a"], suffix="b")
     rust = KINDS["gpt2"][0]()
@@ -82,6 +83,7 @@ def test_a_served_model_fills_in(tmp_path: Path) -> None:
     rust.add_special_tokens(list(NAMES[0]))
     (weights / "tokenizer.json").write_text(rust.to_str())
     with running_server(tmp_path, weights) as server:
+        assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["has_infill"] is True
         body = {"prompt": "the fox", "suffix": " moon", "max_tokens": 5, "seed": 1, "stream": False, "echo": True}
         answer = httpx.post(f"{server.url}/complete", json=body).json()
         assert answer["choices"][0]["text"].startswith("the fox")

@@ -168,7 +168,7 @@ def test_tokens_that_look_like_markup_are_text(page):
 
 def test_arrow_keys_walk_the_tokens_and_one_has_the_focus(page):
     stream(page, [" one", " two", "\n", " three", " four"], prompt="")
-    page.locator("#view-inspect").press("Tab")
+    page.locator("#show-help").press("Tab")
     for key, where in [
         ("ArrowRight", " two"),
         ("ArrowDown", " four"),

@@ -6,9 +6,7 @@ from tests.support.page.browser import DONE, PROMPT, generate, play, text, wait_
 
 
 def play_run(page, *words, logprob=-0.5):
-    tokens = [
-        {"id": n, "text": word, "bytes": list(word.encode()), "logprob": logprob} for n, word in enumerate(words)
-    ]
+    tokens = [{"id": n, "text": word, "bytes": list(word.encode()), "logprob": logprob} for n, word in enumerate(words)]
     sent = [("token", {"text": one["text"], "tokens": [one]}) for one in tokens]
     play(page, ("start", {"seed": 7}), *sent, DONE)
     generate(page)
@@ -35,7 +33,9 @@ def row(page, words):
 
 
 def focused(page):
-    return page.evaluate("() => document.activeElement.querySelector('.words')?.textContent ?? document.activeElement.id")
+    return page.evaluate(
+        "() => document.activeElement.querySelector('.words')?.textContent ?? document.activeElement.id"
+    )
 
 
 def test_siblings_stand_where_they_part_and_a_screen_reader_gets_the_tree_as_one(grown):
@@ -156,7 +156,8 @@ def test_three_hundred_branches_stay_fluent_and_fit_a_phone(page):
         for (let id = 1; id < 300; id += 1) {
             tree.go(id % 5 ? id - 1 : Math.floor(id / 2));
             const { text } = tree.current.state;
-            tree.commit("run", { text: `${text} ${id} is its number`, units: [] }, { typed: {}, at: text.length, count: 1, index: 0 });
+            const facts = { typed: {}, at: text.length, count: 1, index: 0 };
+            tree.commit("run", { text: `${text} ${id} is its number`, units: [] }, facts);
         }
         const tested = await import("/web/text/outline.js");
         const { TreeView } = await import("/web/text/tree-view.js");

@@ -96,6 +96,7 @@ def test_the_context_is_that_of_the_longest_continuation(page):
 
 
 def test_new_text_is_seen_also_when_the_caret_stands_elsewhere(page):
+    page.locator("#at-end").check()
     fill(page, LINES)
     page.locator("#document").evaluate("(area) => area.setSelectionRange(10, 10)")
     page.locator("#paper").evaluate("(paper) => paper.scrollTo(0, 0)")

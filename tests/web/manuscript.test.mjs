@@ -92,3 +92,21 @@ test("the difference of two texts is one stretch", () => {
   assert.deepEqual(difference("abcd", "axd"), { start: 1, removed: 2, added: 1 });
   assert.deepEqual(difference("same", "same"), { start: 4, removed: 0, added: 0 });
 });
+
+test("what is written in the middle is the model's, and what stands behind it moves along without its details", () => {
+  const told = [{ id: 1 }];
+  const draft = new Manuscript({ text: "One two three", units: [{ start: 3, end: 7, tokens: told }, { start: 7, end: 13, tokens: told }] });
+  draft.open(3, 9);
+  assert.equal(draft.text, "Onehree");
+  const unit = draft.append(" and\r\n", told);
+  assert.deepEqual([unit.start, unit.end], [3, 8]);
+  draft.append(" x", told);
+  assert.equal(draft.text, "One and\n xhree");
+  assert.deepEqual(draft.written, [[3, 14]]);
+  assert.deepEqual(draft.state.units.map(({ start, end, tokens }) => [start, end, Boolean(tokens)]), [[3, 8, true], [8, 10, true], [10, 14, false]]);
+  assert.equal(draft.close(7, " "), 8);
+  assert.equal(draft.text, "One and hree");
+  assert.deepEqual(draft.written, [[3, 7], [8, 12]], "the blank is nobody's");
+  draft.append("!");
+  assert.equal(draft.text, "One and hree!", "again at the end");
+});

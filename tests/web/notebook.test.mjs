@@ -159,10 +159,55 @@ test("a comparison keeps the settings, the preset and the receipt of each run", 
   const variants = [{ name: "Cold", typed: { temperature: "0.1" } }, { name: "Hot", typed: { temperature: "2" } }];
   await book.compare(variants);
   assert.deepEqual(asked[0].typed, variants.map(({ typed }) => typed));
-  assert.deepEqual(said.find(([name]) => name === "began").slice(1), [2, asked[0].typed, ["Cold", "Hot"]]);
+  assert.deepEqual(said.find(([name]) => name === "began").slice(1), [2, asked[0].typed, ["Cold", "Hot"], null]);
   const facts = ended().nodes.map((node) => node.facts);
   assert.deepEqual(facts.map(({ preset, typed, receipt }) => ({ name: preset, typed, receipt })), [
     { ...variants[0], receipt: "r0" },
     { ...variants[1], receipt: "r1" },
   ]);
+});
+
+test("a run in the middle reads what is before it, and the suffix where the model can; it is one step, and regenerated there", async () => {
+  for (const isInfill of [true, false]) {
+    const { book, asked, ended } = notebook(token("pon"), token(" a"), DONE);
+    book.open("Once u time");
+    await book.generate({ n: "1" }, { start: 6, end: 6, isInfill });
+    assert.deepEqual(asked[0], { prompt: "Once u", typed: { n: "1", ...(isInfill && { suffix: " time" }) } });
+    assert.equal(book.text, "Once upon a time");
+    assert.deepEqual(book.written, [[6, 11]]);
+    const [{ facts }] = ended().nodes;
+    assert.deepEqual([facts.at, facts.span, facts.typed], [6, { start: 6, end: 6, isInfill, until: 11 }, { n: "1" }]);
+    await book.regenerate({ n: "1" });
+    assert.deepEqual(asked[1], asked[0]);
+    assert.equal(book.text, "Once upon a time");
+    book.undo();
+    assert.equal(book.text, "Once u time");
+  }
+});
+
+test("alternatives to a selection are branches, made to fit; where none comes the text stays", async () => {
+  const { book, ended } = notebook(token(" Two", 0), token(" Three. Fo", 1), token(".", 0));
+  book.open("One. x. Four.");
+  await book.generate({ n: "2" }, { start: 4, end: 7, isInfill: false });
+  assert.deepEqual(ended().nodes.map(({ state }) => state.text), ["One. Two. Four.", "One. Three. Four."]);
+  assert.equal(book.text, "One. x. Four.");
+  book.go(ended().nodes[1].id);
+  book.undo();
+  assert.equal(book.text, "One. x. Four.");
+  for (const n of ["1", "2"]) {
+    const none = notebook(new Error("Refused."));
+    await none.book.generate({ n }, { start: 1, end: 3, isInfill: true });
+    assert.deepEqual([none.book.text, none.book.canUndo, none.ended().nodes.some(Boolean)], ["Once", false, false]);
+  }
+});
+
+test("a page that goes in the middle of a run in the middle takes along what has come", async () => {
+  const { book } = notebook(token("X"), "hang");
+  const run = book.generate({}, { start: 2, end: 2, isInfill: false });
+  await new Promise(setImmediate);
+  assert.equal(book.soFar.current.state.text, "OnXce");
+  assert.equal(book.soFar.current.facts.span.until, 3);
+  book.stop();
+  await run;
+  assert.equal(book.text, "OnX ce");
 });

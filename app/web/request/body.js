@@ -25,7 +25,7 @@ export function bodyOf(fields, space = "") {
   return `{${parts.join(",")}${end}}`;
 }
 
-// What a source is may look like a number, and is text all the same.
+// What these are may look like a number, and is text all the same.
 function guess(name) {
-  return name === "source" ? "text" : undefined;
+  return ["source", "suffix"].includes(name) ? "text" : undefined;
 }

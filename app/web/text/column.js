@@ -53,6 +53,12 @@ export class Column {
     this.#pending = "";
   }
 
+  /** This text in place of what was written. */
+  fit(text) {
+    const shown = text.replace(/^ +/, "");
+    this.#text.paint(shown, [[0, shown.length]]);
+  }
+
   /** `reason` as the server names it. The mean is the geometric one: the text's probability, shared out. */
   finish(reason) {
     const mean = Math.exp(this.#logprob / this.#tokens).toFixed(2);

@@ -31,8 +31,9 @@ export class Columns {
     return this.#keys !== null;
   }
 
-  /** Columns for `count` continuations behind `tail`, the end of the text so far. `names` are headings, or []. */
-  open(count, tail, names = []) {
+  /** Columns for `count` continuations behind `tail`, the end of the text so far, in place of `replaced`. `names` are
+      headings, or []. */
+  open(count, tail, { names = [], replaced = "" } = {}) {
     this.close();
     this.#running = true;
     this.#keys = new AbortController();
@@ -40,9 +41,10 @@ export class Columns {
     this.#columns = Array.from({ length: count }, (_, index) => {
       return new Column(index + 1, () => this.#take(index), names[index]);
     });
-    this.#root.setAttribute("aria-label", `${count} continuations`);
+    const what = replaced ? "alternatives" : "continuations";
+    this.#root.setAttribute("aria-label", `${count} ${what}`);
     this.#root.replaceChildren(
-      classed("p", "tail", tail),
+      classed("p", "tail", tail, ...(replaced ? [" ", classed("mark", "replaced", replaced.trim())] : [])),
       classed("div", `abreast abreast-${Math.min(count, 4)}`, ...this.#columns.map(({ element }) => element)),
       this.#foot(count),
     );
@@ -51,7 +53,7 @@ export class Columns {
     if (this.#over.contains(this.#before) || this.#before === document.body) this.#root.focus({ preventScroll: true });
     this.#over.inert = true;
     this.#root.scrollIntoView({ block: "nearest" });
-    this.#hear.announce(`${count} continuations.`);
+    this.#hear.announce(`${count} ${what}.`);
   }
 
   /** More of one of them; `tokens` as the server told them, or null. All are written in one go, once a frame. */
@@ -64,6 +66,12 @@ export class Columns {
   finish(index, reason) {
     this.#columns[index].finish(reason);
     this.#hear.announce(`Continuation ${index + 1} ended.`);
+  }
+
+  /** The text of one of them is this one. */
+  fit(index, text) {
+    this.#write();
+    this.#columns[index].fit(text);
   }
 
   /** The run is over: what has come can be taken. */

@@ -2,8 +2,9 @@
 // came). Pure. Offsets are in UTF-16 units, as everywhere in a browser.
 
 export class Manuscript {
-  #text;
+  #text; // up to where the model writes,
   #units;
+  #rest = null; // and { text, units } behind that; null where it writes at the end
   #afterCR = false; // the last piece ended in CR: an LF that comes first now belongs to it
 
   /** `units`: [{ start, end, tokens }], in order, not overlapping; `tokens` is what the server told of them, or null. */
@@ -13,22 +14,24 @@ export class Manuscript {
   }
 
   get text() {
-    return this.#text;
+    return this.#rest ? this.#text + this.#rest.text : this.#text;
   }
 
   get units() {
-    return this.#units;
+    if (!this.#rest) return this.#units;
+    const shift = this.#text.length;
+    return [...this.#units, ...this.#rest.units.map(({ start, end }) => ({ start: start + shift, end: end + shift, tokens: null }))];
   }
 
   /** What a history may keep: it never changes again. */
   get state() {
-    return { text: this.#text, units: [...this.#units] };
+    return { text: this.text, units: [...this.units] };
   }
 
   /** [[start, end]]: the stretches that the model wrote, neighbours joined. */
   get written() {
     const stretches = [];
-    for (const { start, end } of this.#units) {
+    for (const { start, end } of this.units) {
       const last = stretches.at(-1);
       if (last?.[1] === start) last[1] = end;
       else if (end > start) stretches.push([start, end]);
@@ -36,7 +39,27 @@ export class Manuscript {
     return stretches;
   }
 
-  /** Text from the model, at the end; returns its unit. A textarea knows one line end, LF: so does the document. */
+  /** From now on the model's text stands in place of what is between `start` and `end`, until close(). What stands behind
+      it moves along, without its details, which held for what stood before it. */
+  open(start, end) {
+    const text = this.#text.slice(end);
+    const behind = this.#units.filter((unit) => unit.end > end);
+    this.cut(start);
+    this.#rest = { text, units: behind.map((unit) => ({ start: Math.max(unit.start - end, 0), end: unit.end - end })) };
+  }
+
+  /** The model has written: its text is cut at `end`, and `blank` is put behind it. Returns where that ends. */
+  close(end, blank = "") {
+    const rest = this.#rest;
+    this.cut(end);
+    this.#text += blank;
+    this.#rest = rest;
+    const until = this.#text.length;
+    [this.#text, this.#units, this.#rest] = [this.text, this.units, null];
+    return until;
+  }
+
+  /** Text from the model, where it writes; returns its unit. A textarea knows one line end, LF: so does the document. */
   append(text, tokens = null) {
     const piece = this.#afterCR && text[0] === "\n" ? text.slice(1) : text;
     if (text !== "") this.#afterCR = text.endsWith("\r");
@@ -51,6 +74,7 @@ export class Manuscript {
       without its details, which held for what stood before it. */
   rewrite(text) {
     const { start, removed, added } = difference(this.#text, text);
+    this.#rest = null;
     const end = start + removed;
     const shift = added - removed;
     const units = [];

@@ -5,6 +5,8 @@ import { element } from "../elements.js";
 
 export class Mirror {
   #root;
+  #block = null; // the line that the model writes into: the last one, where there is none
+  #behind = []; // the spans of that line which stand behind it
 
   constructor(root) {
     this.#root = root;
@@ -17,17 +19,46 @@ export class Mirror {
 
   /** The whole text as it is now; `written`: [[start, end]] of what the model wrote. Touches only what differs. */
   paint(text, written) {
+    this.close();
     const lines = split(text, written);
     const blocks = this.#root.children;
     while (blocks.length > lines.length) blocks[blocks.length - 1].remove();
     lines.forEach((parts, index) => paintLine(blocks[index] ?? this.#root.appendChild(element("div")), parts));
   }
 
-  /** Text of the model's, at the end. */
+  /** From now on text is appended at this offset of the text, and not at its end. */
+  open(offset) {
+    let rest = offset;
+    for (const block of this.#root.children) {
+      const { length } = block.textContent;
+      if (rest <= length) {
+        this.#behind = splitAt(block, rest);
+        this.#behind[0]?.classList.add("ahead"); // the caret of the model's ink stands before it
+        this.#block = block;
+        return;
+      }
+      rest -= length + 1; // its line end
+    }
+  }
+
+  close() {
+    [this.#block, this.#behind] = [null, []];
+  }
+
+  /** Text of the model's, where it writes. */
   append(text) {
     const [first, ...more] = text.split("\n");
-    this.#write(this.#root.lastElementChild ?? this.#root.appendChild(element("div")), first);
-    for (const line of more) this.#write(this.#root.appendChild(element("div")), line);
+    this.#write(this.#block ?? this.#root.lastElementChild ?? this.#root.appendChild(element("div")), first);
+    for (const line of more) this.#write(this.#newLine(), line);
+  }
+
+  #newLine() {
+    const line = element("div");
+    if (!this.#block) return this.#root.appendChild(line);
+    this.#block.after(line);
+    line.append(...this.#behind);
+    this.#block = line;
+    return line;
   }
 
   /** Where the character at this offset of the text stands in the window, as a DOMRect; null in an empty text. */
@@ -43,9 +74,10 @@ export class Mirror {
 
   #write(block, text) {
     if (text === "") return;
-    const last = block.lastElementChild;
+    const [first] = this.#behind;
+    const last = first ? first.previousElementSibling : block.lastElementChild;
     if (last?.className === "written") last.lastChild.appendData(text);
-    else block.append(span("written", text));
+    else block.insertBefore(span("written", text), first ?? null);
   }
 }
 
@@ -61,6 +93,26 @@ function rectAt(block, offset) {
     rest -= text.length;
   }
   return block.getBoundingClientRect();
+}
+
+// The spans of this line behind the offset, of which one is cut in two where it must be.
+function splitAt(block, offset) {
+  let rest = offset;
+  for (const one of block.children) {
+    const { length } = one.textContent;
+    if (rest < length) {
+      if (rest > 0) one.after(span(one.className, cutOff(one.firstChild, rest)));
+      return [...block.children].slice([...block.children].indexOf(one) + Number(rest > 0));
+    }
+    rest -= length;
+  }
+  return [];
+}
+
+function cutOff(text, offset) {
+  const { data } = text;
+  text.deleteData(offset, data.length - offset);
+  return data.slice(offset);
 }
 
 function paintLine(block, parts) {

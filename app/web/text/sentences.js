@@ -9,6 +9,7 @@ const WORDS = "vs|viz|cf|ca|etc|al|e\\.g|i\\.e|a\\.m|p\\.m";
 const SHORT = new RegExp(`(?<![\\p{L}.])(?:${TITLES}|${WORDS})\\.$`, "u");
 const NUMBERED = /(?<!\p{L})(?:No|Nos|Vol|Fig|Ch|pp?)\.$/u; // before a number: "No. 7", but "No. I won't."
 const INITIAL = /(?<!\p{L})(?!I)\p{Lu}\.$/u; // "U.S.", "J. R. R.", but "So did I."
+const CLOSED = /[.!?\u2026\u3002]["'\u201d\u2019)\]]*\s*$/; // the end of a text that is over
 const LONGEST = 400; // characters: code and lists have no sentences, and are read in pieces
 
 export class Sentences {
@@ -40,6 +41,14 @@ export function lastSentence(text, longest = 240) {
   rest = rest.trim();
   if (rest.length <= longest) return rest;
   return `\u2026${rest.slice(rest.length - longest).replace(/^\S*\s/, " ")}`;
+}
+
+/** The length of the sentences that are whole: up to the last end that can be told, or all where it ends with one. */
+export function wholeSentences(text) {
+  if (CLOSED.test(text)) return text.trimEnd().length;
+  let length = 0;
+  for (let end = nextEnd(text); end > 0; end = nextEnd(text.slice(length))) length += end;
+  return text.slice(0, length).trimEnd().length;
 }
 
 // The index behind the first sentence of the text, or 0 where none can be told to have ended yet.

@@ -20,6 +20,7 @@ export class Sheet {
   #frame = 0;
   #height = 0; // of the scroller, when it was last laid out
   #caretAtEnd = false;
+  #place = null; // where the model writes: an offset that grows with its text, or null at the end
 
   /** `ontype(text, isStep)` is called when the user changed the text, by a key or, `isStep`, at one go. */
   constructor({ scroller, area, mirror }, { ontype }) {
@@ -32,15 +33,17 @@ export class Sheet {
     this.#area.focus({ preventScroll: true });
   }
 
-  /** The whole text as it is now; `written`: [[start, end]] of what the model wrote. The caret goes to the change. */
-  show(text, written) {
+  /** The whole text as it is now; `written`: [[start, end]] of what the model wrote. The caret goes to the change, or to
+      `caret`. */
+  show(text, written, caret = null) {
     this.#forget();
     const { start, removed, added } = difference(this.#area.value, text);
     this.paint(text, written);
-    if (!removed && !added) return;
-    this.#area.value = text;
-    this.#area.setSelectionRange(start + added, start + added);
-    this.#reveal(start + added);
+    if (removed || added) this.#area.value = text;
+    else if (caret === null) return;
+    const place = caret ?? start + added;
+    this.#area.setSelectionRange(place, place);
+    this.#reveal(place);
   }
 
   /** The mirror alone: the text stands in the textarea already. */
@@ -58,17 +61,28 @@ export class Sheet {
     this.#scroller.scrollTop = 1e9; // as far as it goes
   }
 
-  /** From here to close() the text belongs to the stream: what the user types would land in its middle. `withEnd`: one
-      who was writing elsewhere sees the end, where it comes. */
-  open({ withEnd }) {
+  /** The caret, or what is selected: { start, end }. */
+  get selection() {
+    const { selectionStart: start, selectionEnd: end } = this.#area;
+    return { start, end };
+  }
+
+  /** From here to close() the text belongs to the stream: what the user types would land in its middle. `at`: where it
+      comes, or null for the end. `isSeen`: in this view, so that one who was writing elsewhere is brought there. */
+  open({ at = null, isSeen }) {
     this.#caretAtEnd = this.#area.selectionStart === this.#area.value.length;
-    if (withEnd && !this.#caretAtEnd) this.follow();
+    this.#place = isSeen ? at : null;
+    if (this.#place !== null) {
+      this.#mirror.open(at);
+      this.#area.setSelectionRange(at, at);
+      this.#reveal(at);
+    } else if (isSeen && !this.#caretAtEnd) this.follow();
     this.#area.readOnly = true;
-    this.#mirror.isStreaming = withEnd;
+    this.#mirror.isStreaming = isSeen && this.#place === null;
     this.#writtenAt = -Infinity; // what comes first is written at once: there may be a placeholder
   }
 
-  /** Text from the model, at the end. */
+  /** Text from the model, where it writes. */
   append(text) {
     this.#unseen += text;
     this.#unwritten += text;
@@ -85,6 +99,7 @@ export class Sheet {
     this.flush();
     this.#mirror.isStreaming = false;
     this.#area.readOnly = false;
+    this.#place = null;
     // Who was writing at the end goes on writing at the new end; who selected something keeps it.
     const { selectionStart, selectionEnd } = this.#area;
     if (this.#caretAtEnd && selectionStart === selectionEnd) this.#caretToEnd();
@@ -108,11 +123,20 @@ export class Sheet {
   // The view follows the text only for a reader who is at its end; who scrolled up to read stays there.
   #draw(lag = LAG) {
     if (this.#unwritten === "") return;
-    const following = this.#atEnd(this.#scroller.clientHeight);
+    const following = this.#isFollowing();
     if (this.#unseen !== "") this.#mirror.append(this.#unseen);
+    if (this.#place !== null) this.#place += this.#unseen.length;
     [this.#unseen, this.#frame] = ["", 0];
     if (performance.now() - this.#writtenAt >= lag) this.#write();
-    if (following) this.follow();
+    if (following && this.#place !== null) this.#reveal(this.#place);
+    else if (following) this.follow();
+  }
+
+  #isFollowing() {
+    if (this.#place === null) return this.#atEnd(this.#scroller.clientHeight);
+    const { top, bottom } = this.#scroller.getBoundingClientRect();
+    const line = this.#mirror.place(this.#place);
+    return line !== null && line.bottom > top && line.top < bottom;
   }
 
   // The same where the sheet gets lower: what came under it, or a phone's keyboard, does not hide the end. Not while
@@ -128,8 +152,8 @@ export class Sheet {
   }
 
   #write() {
-    const end = this.#area.value.length;
-    this.#area.setRangeText(this.#unwritten, end, end, "preserve");
+    const at = this.#place === null ? this.#area.value.length : this.#place - this.#unwritten.length;
+    this.#area.setRangeText(this.#unwritten, at, at, this.#place === null ? "preserve" : "end");
     this.#unwritten = "";
     this.#writtenAt = performance.now();
   }

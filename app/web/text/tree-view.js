@@ -25,6 +25,7 @@ export class TreeView {
   #list = []; // the keys that are seen, from the top down
   #focused = null; // the key of the row that Tab leads to
   #restore = null; // takes the last deletion back
+  #tree = null; // that was shown last
 
   /** The notebook whose tree this is; set before the first show(). */
   notebook;
@@ -50,6 +51,8 @@ export class TreeView {
   /** Draws these entries (outline.js) of the notebook's tree, at once or when the view is opened. */
   show(entries) {
     this.#outline = entries;
+    if (this.notebook.tree !== this.#tree) this.#tell(""); // another document
+    this.#tree = this.notebook.tree;
     if (!this.#root.hidden) this.#redraw();
   }
 

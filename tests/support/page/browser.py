@@ -188,9 +188,11 @@ def trickle(page, count=1, frames=2, busy=0):
 
 
 def keep_answers_open(page):
-    """The next answer stays open: give() sends events of it."""
+    """The next answer to POST /complete stays open: give() sends events of it."""
     page.evaluate("""() => {
-        window.fetch = async (_, { signal } = {}) => {
+        const fetch = window.fetch;
+        window.fetch = async (path, { signal, ...others } = {}) => {
+            if (!String(path).endsWith("complete")) return fetch(path, { signal, ...others });
             const body = new ReadableStream({ start(controller) {
                 window.answer = controller;
                 signal?.addEventListener("abort", () => controller.error(new DOMException("", "AbortError")));

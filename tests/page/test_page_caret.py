@@ -1,0 +1,174 @@
+"""Writing at the caret, and rewriting what is selected, in a real browser."""
+
+import pytest
+
+from tests.support.page.browser import (
+    DONE,
+    generate,
+    give,
+    keep_answers_open,
+    set_fields,
+    stream_of,
+    text,
+    wait_for,
+)  # fmt: skip
+
+TEXT = "The door was old. She waited. It opened."
+
+
+def token(words, index=0):
+    one = {"id": 1, "text": words, "bytes": list(words.encode()), "logprob": -0.5, "top": []}
+    return ("token", {"index": index, "text": words, "tokens": [one]})
+
+
+def write(page, words=TEXT, caret=None, end=None):
+    page.locator("#document").fill(words)
+    if caret is not None:
+        select(page, caret, caret if end is None else end)
+
+
+def select(page, start, end):
+    page.locator("#document").evaluate("(area, [start, end]) => area.setSelectionRange(start, end)", [start, end])
+
+
+def caret(page):
+    return page.locator("#document").evaluate("(area) => [area.selectionStart, area.selectionEnd]")
+
+
+def requests(page, *events):
+    """The bodies of the page's POST /complete from now on, each answered with these events."""
+    bodies = []
+
+    def answer(route):
+        bodies.append(route.request.post_data_json)
+        route.fulfill(content_type="text/event-stream", body=stream_of(*events))
+
+    page.unroute("**/complete")
+    page.route("**/complete", answer)
+    return bodies
+
+
+def inks(page):
+    """What the mirror shows, with the model's words in brackets."""
+    return page.locator("#mirror").evaluate("""(mirror) => {
+        const shown = ({ className, textContent }) => (className === "written" ? `[${textContent}]` : textContent);
+        return [...mirror.children].map((line) => [...line.children].map(shown).join("")).join("\\n");
+    }""")
+
+
+def fill_in(page):
+    """The model has fill-in-the-middle tokens."""
+
+    def described(route):
+        answer = route.fetch()
+        models = answer.json()
+        models["data"][0]["has_infill"] = True
+        route.fulfill(response=answer, json=models)
+
+    page.route("**/v1/models", described)
+    page.reload()
+    page.locator("#at-caret:checked").wait_for()
+
+
+def test_the_caret_in_the_middle_is_asked_about_once_and_remembered(page):
+    bodies = requests(page, ("start", {"seed": 7}), token(" and red"), DONE)
+    write(page, caret=16)
+    page.locator("#document").press("Control+Enter")
+    assert page.evaluate("() => document.activeElement.textContent") == "Insert here"
+    page.keyboard.press("Escape")
+    assert (bodies, text(page)) == ([], TEXT)
+    assert page.evaluate("() => document.activeElement.id") == "document"
+    page.keyboard.press("Control+Enter")
+    page.keyboard.press("Enter")
+    wait_for(page, "done")
+    assert text(page) == "The door was old and red. She waited. It opened."
+    assert inks(page) == "The door was old[ and red]. She waited. It opened."
+    assert (bodies[0]["prompt"], bodies[0].get("suffix")) == ("The door was old", None)
+    assert caret(page) == [24, 24], "behind what was written"
+    page.keyboard.press("Control+z")
+    assert text(page) == TEXT
+    page.wait_for_timeout(600)  # it is saved
+    page.reload()
+    assert page.locator("#at-caret").is_checked()
+    page.locator("#at-end").check()
+    select(page, 3, 3)
+    page.locator("#generate-word", has_text="Generate").wait_for()
+    generate(page)
+    assert text(page) == f"{TEXT} and red"
+    assert bodies[1]["prompt"] == TEXT
+
+
+def test_what_stands_behind_the_caret_is_the_suffix_where_the_model_can_read_it(page):
+    fill_in(page)
+    bodies = requests(page, ("start", {"seed": 7}), token("ver"), token("y\nvery "), DONE)
+    write(page, caret=13)
+    page.locator("#generate-word", has_text="Insert here").wait_for()
+    generate(page)
+    assert text(page) == "The door was very\nvery old. She waited. It opened."
+    assert (bodies[0]["prompt"], bodies[0]["suffix"]) == (TEXT[:13], TEXT[13:])
+    page.get_by_role("button", name="Regenerate").click()
+    wait_for(page, "done")
+    assert (bodies[1]["prompt"], bodies[1]["suffix"]) == (TEXT[:13], TEXT[13:])
+    select(page, 0, 0)
+    page.locator("#document").press("End")
+    page.locator("#document").press("Control+End")
+    generate(page)
+    assert "suffix" not in bodies[2]
+
+
+def test_text_streams_into_the_middle_where_it_is_seen(page):
+    page.locator("#at-caret").check()
+    lines = "".join(f"Line {number} of a text that is longer than the window.\n" for number in range(120))
+    write(page, lines, caret=6)
+    page.locator("#paper").evaluate("(paper) => paper.scrollTo(0, 1e9)")
+    keep_answers_open(page)
+    page.keyboard.press("Control+Enter")
+    give(page, ("start", {"seed": 7}), token(" and"), token(" a half\nA"))
+    page.locator("#mirror", has_text="Line 0 and a half").wait_for()
+    assert inks(page).startswith("Line 0[ and a half]\n[A] of a text"), "during the run"
+    assert page.locator("#paper").evaluate("(paper) => paper.scrollTop") < 50
+    page.keyboard.press("Escape")
+    wait_for(page, "stopped")
+    assert text(page) == lines[:6] + " and a half\nA" + lines[6:]
+    assert inks(page).startswith("Line 0[ and a half]\n[A] of a text"), "after it"
+    assert caret(page) == [19, 19]
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_selection_is_rewritten_by_the_alternative_that_is_taken(page, width):
+    page.set_viewport_size({"width": width, "height": 800})
+    ends = [{"index": index, "finish_reason": "length"} for index in range(3)]
+    alternatives = [token(" Nobody came. And"), token(" She knocked.", 1), token(" Rain fell.", 2)]
+    bodies = requests(page, ("start", {"seed": 7}), *alternatives, ("done", {"choices": ends}))
+    set_fields(page, max_tokens=64)
+    write(page, caret=18, end=29)
+    page.locator("#generate-word", has_text="Rewrite").wait_for()
+    page.locator("#document").press("Control+Enter")
+    wait_for(page, "done")
+    group = page.get_by_role("group", name="3 alternatives")
+    assert group.locator(".tail").inner_text() == "The door was old. She waited."
+    assert group.locator(".abreast-text").all_inner_texts() == ["Nobody came.", "She knocked.", "Rain fell."]
+    assert (bodies[0]["prompt"], bodies[0]["n"], bodies[0]["max_tokens"]) == ("The door was old.", 3, 12)
+    page.keyboard.press("1")
+    assert text(page) == "The door was old. Nobody came. It opened."
+    assert inks(page) == "The door was old.[ Nobody came.] It opened."
+    page.locator("#undo").click()
+    assert text(page) == TEXT, "one step"
+    page.locator("#redo").click()
+    assert page.get_by_role("treeitem", name="She knocked").count() == 1, "the others stay as branches"
+
+
+def test_tokens_in_the_middle_are_the_models_and_the_rest_is_measured_again(page):
+    page.locator("#at-caret").check()
+    write(page, "One two three four", caret=7)
+    set_fields(page, max_tokens=4)
+    generate(page)
+    inserted = text(page)[7 : -len(" three four")]
+    scored = []
+    page.on("request", lambda request: scored.append(request) if request.url.endswith("/score") else None)
+    page.get_by_role("button", name="Inspect").click()
+    page.wait_for_function("(words) => document.querySelector('#inspect .page').textContent === words", arg=text(page))
+    page.wait_for_function("() => document.querySelectorAll('#inspect .token').length > 5")
+    assert scored and inserted
+    shown = page.locator("#inspect .token").all_inner_texts()
+    assert "".join(shown) == text(page)
