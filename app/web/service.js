@@ -41,7 +41,7 @@ export class Service {
 
   /** A run was answered by these weights. If others have come since the page was loaded, their facts are read anew. */
   show(name, version) {
-    if (version === this.facts.weights_version && name === this.facts.id) return;
+    if (!version || (version === this.facts.weights_version && name === this.facts.id)) return;
     this.facts = { ...this.facts, id: name, weights_version: version, n_params: null, max_model_len: null };
     this.#describe();
     this.introduce();

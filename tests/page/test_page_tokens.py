@@ -389,3 +389,28 @@ def test_a_full_context_and_a_refusal_are_said_in_the_place_of_bars(page):
     answer_with(page, status=400, json={"error": {"message": "Too long."}})
     page.locator("#document").press_sequentially("!")
     page.locator("#bars").get_by_text("Too long.").wait_for()
+
+
+def test_marks_keep_the_ink_and_show_what_is_chosen_and_the_table_is_a_file(page, tmp_path):
+    trickle(page, frames=1)
+    stream(page, [f" {word}" for word in WORDS], prompt="It is")
+    own, model = page.locator(".token").first, token(page, "sailed")
+    assert own.evaluate(COLOUR, "color") != model.evaluate(COLOUR, "color")
+    assert "tint-1" in model.get_attribute("class"), "a probability of 0.25"
+    label = page.get_by_role("img", name="surprise: mean")
+    assert "tokens/s" in label.get_attribute("aria-label") and label.locator("path[d]").count() == 2
+    page.get_by_label("Marks show").select_option("rank")
+    assert "tint-1" in token(page, "sailed").get_attribute("class"), "the second of three"
+    page.get_by_label("Marks show").select_option("entropy")
+    assert "tint-1" in token(page, "sailed").get_attribute("class"), "1.75 bits"
+    page.locator(".legend", has_text="bits up to").wait_for()
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Save tokens as CSV").click()
+    download.value.save_as(tmp_path / "tokens.csv")
+    lines = (tmp_path / "tokens.csv").read_text().splitlines()
+    assert lines[0].startswith("start,end,author,id,token,probability")
+    written = [line for line in lines if ",model," in line]
+    assert len(written) == len(WORDS) and '""" sailed"""' in written[3]
+    assert all(line.split(",")[-1] for line in written[1:]), "when each token came"
+    token(page, "sailed").click()
+    assert page.get_by_role("dialog").get_by_text("after").count() == 1

@@ -1,4 +1,4 @@
-// The inspect view: the text as the sheet shows it, each token tinted by its probability, to be walked by keys like
+// The inspect view: the text as the sheet shows it, each token marked by how likely it was, to be walked by keys like
 // buttons of which one has the focus. Enter opens the alternatives of a token.
 
 import { element, put } from "../elements.js";
@@ -17,8 +17,8 @@ export class Inspect {
   #onselect;
   #column = null; // where the walk from line to line began
 
-  /** `onpick(at, token)`: the alternative taken in that place; `onselect(unit)`: a token was selected. */
-  constructor(root, scroller, { onpick, onselect }) {
+  /** `onpick(at, token)`: the alternative taken in that place; `onselect(unit)`: a token was selected; `arrival(token)`: ms after the one before. */
+  constructor(root, scroller, { onpick, onselect, arrival }) {
     this.#onselect = onselect;
     this.#page.className = "page tokens";
     this.#page.tabIndex = 0;
@@ -27,7 +27,10 @@ export class Inspect {
     put(root, this.#page);
     this.#rows = new Rows(this.#page, scroller);
     this.#selection = new Selection(this.#rows);
-    this.#popover = new Popover(root, (token) => onpick(this.selected.start, token));
+    this.#popover = new Popover(root, {
+      onpick: (token) => onpick(this.selected.start, token),
+      arrival,
+    });
     this.#page.addEventListener("keydown", (event) => this.#pressed(event));
     this.#page.addEventListener("click", (event) => this.#clicked(event));
     this.#page.addEventListener("focus", () => this.#go(this.#rows.inSight() ?? this.#rows.end(1)));
@@ -38,13 +41,18 @@ export class Inspect {
     return this.#selection.unit;
   }
 
-  /** The whole text. What was selected stays so, where there still is a token. */
-  show(text, units) {
+  /** What the marks stand for: one of MEASURES (scale.js), from the next show() on. */
+  set measure(value) {
+    this.#rows.measure = value;
+  }
+
+  /** The whole text; `written`: [[start, end]] of what the model wrote. What was selected stays so, where there still is a token. */
+  show(text, units, written) {
     const before = this.selected;
     const hadFocus = this.#page.contains(document.activeElement);
     this.#selection.forget();
     this.#page.tabIndex = 0;
-    this.#rows.show(text, units);
+    this.#rows.show(text, units, written);
     if (!before && !hadFocus) return;
     const token = before ? this.#rows.at(before.start) : this.#rows.inSight(); // who came before the tokens has the first one
     this.#select(token ?? this.#rows.end(1));

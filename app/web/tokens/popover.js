@@ -12,13 +12,14 @@ export class Popover {
   #root = element("div");
   #note = element("p");
   #onpick;
+  #arrival;
   #anchor = null;
   #alternatives = [];
   #top = []; // all that were told of the place
 
-  /** `onpick(token)`: the alternative that was taken. */
-  constructor(parent, onpick) {
-    this.#onpick = onpick;
+  /** `onpick(token)`: the alternative that was taken; `arrival(token)`: ms after the token before, or undefined. */
+  constructor(parent, { onpick, arrival }) {
+    [this.#onpick, this.#arrival] = [onpick, arrival];
     this.#root.className = "popover";
     this.#root.popover = "auto";
     this.#root.setAttribute("role", "dialog");
@@ -48,7 +49,7 @@ export class Popover {
     const list = put(element("ol"), ...this.#alternatives.map((one) => element("li", one.element)));
     list.className = "alternatives";
     this.#note.textContent = remark(tokens);
-    this.#root.replaceChildren(heading(tokens, text), figures(token), ...(top.length ? [list] : []), this.#note);
+    this.#root.replaceChildren(heading(tokens, text), figures(token, this.#arrival(token)), ...(top.length ? [list] : []), this.#note);
     this.#root.setAttribute("aria-label", `Alternatives to ${text.trim() ? `'${text.trim()}'` : "a blank"}`);
     this.#anchor = anchor;
     this.#root.showPopover();
@@ -115,13 +116,14 @@ function heading(tokens, text) {
   return line;
 }
 
-function figures(token) {
+function figures(token, ms) {
   const top = token.top ?? [];
   const known = token.logprob !== null;
   const pairs = [
     ...(known && top.length ? [["rank", rank(token) ?? `beyond ${top.length}`]] : []),
     ...(known ? [["surprise", bits(surprise(token))]] : []),
     ...(known && top.length ? [["entropy", `\u2265 ${bits(entropy(top))}`]] : []),
+    ...(ms === undefined ? [] : [["after", `${Math.round(ms)}\u00a0ms`]]),
   ];
   return put(element("dl"), ...pairs.map(([name, value]) => element("div", element("dt", name), element("dd", value))));
 }

@@ -6,7 +6,7 @@ import { Bars } from "./bars.js";
 import { fill } from "./fill.js";
 import { Inspect } from "./inspect.js";
 import { NextToken } from "./next.js";
-import { legend } from "./scale.js";
+import { Note } from "./note.js";
 import { gaps, isTold, within } from "./units.js";
 
 export class Reading {
@@ -14,9 +14,13 @@ export class Reading {
   #server;
   #inspect;
   #bars;
+  #note;
+  #arrivals = new WeakMap(); // ms that each token of a stream came after the one before it
+  #latest = 0; // when the last one came, 0 before the first of a run
+  #isRunning = false;
   #next;
   #onerror;
-  #document = { text: "", units: [], running: false };
+  #document = { text: "", units: [], written: [], running: false };
   #known = { text: "", units: [] }; // what the view shows, with all that was measured
   #measuredText = null; // the text of which all is known that the server can tell: of a long one the end
   #request = null; // the AbortController of the measurement that is out
@@ -31,7 +35,9 @@ export class Reading {
   constructor(elements, server, { onpick, onerror }) {
     [this.#elements, this.#server, this.#onerror] = [elements, server, onerror];
     const onselect = () => this.#drawBars();
-    this.#inspect = new Inspect(elements.inspect, elements.scroller, { onpick, onselect });
+    const arrival = (token) => this.#arrivals.get(token);
+    this.#inspect = new Inspect(elements.inspect, elements.scroller, { onpick, onselect, arrival });
+    this.#note = new Note(elements.note, { onmeasure: (measure) => this.#measure(measure) });
     const onbar = (token) => this.#isStale || onpick(this.#place, token);
     this.#bars = new Bars(elements.bars, { onpick: onbar });
     const answered = { onanswer: (token) => this.#answered(token), onerror: (error) => this.#failed(error) };
@@ -62,9 +68,11 @@ export class Reading {
     this.#drawBars();
   }
 
-  /** The document changed, or a run began or ended: { text, units, running }, as they are whenever they are read. */
+  /** The document changed, or a run began or ended: { text, units, written, running }, as they are whenever they are read. */
   show(document) {
     this.#document = document;
+    if (document.running !== this.#isRunning) this.#latest = 0; // a run began or ended
+    this.#isRunning = document.running;
     this.#request?.abort(); // what it measures is not this text, or not all of it
     if (this.isOpen) this.#read();
     this.#drawBars();
@@ -73,6 +81,7 @@ export class Reading {
   /** A unit that came at the end, and its text. */
   append(unit, text) {
     if (!this.isOpen) return;
+    this.#timed(unit);
     this.#inspect.append(unit, text);
     this.#known.text += text;
     if (unit.tokens) this.#known.units.push(unit);
@@ -100,7 +109,7 @@ export class Reading {
   async #read() {
     const { text, units, running } = this.#document;
     const isWhole = () => this.#measuredText === text || !gaps(this.#known.units, text.length).length;
-    if (this.#known.text === text && isWhole()) return;
+    if (this.#known.text === text && isWhole()) return this.#describe();
     const all = [...units.filter(isTold), ...this.#measured(text, units)].sort((a, b) => a.start - b.start);
     this.#show(text, all, 0);
     if (running || !gaps(all, text.length).length) return;
@@ -126,14 +135,33 @@ export class Reading {
 
   #show(text, units, unread) {
     this.#known = { text, units: [...units] };
-    this.#inspect.show(text, units);
-    const plain = unread ? `The first ${unread.toLocaleString("en")} tokens are beyond what the model reads.` : "";
-    this.#elements.note.replaceChildren(legend(), plain);
+    this.#inspect.show(text, units, this.#document.written);
+    this.#describe();
+    this.#note.say(unread ? `The first ${unread.toLocaleString("en")} tokens are beyond what the model reads.` : "");
     this.#drawBars();
   }
 
+  #describe() {
+    const { text, units } = this.#known;
+    this.#note.show(text, units, this.#document.written, (token) => this.#arrivals.get(token));
+  }
+
+  #measure(measure) {
+    this.#inspect.measure = measure;
+    this.#inspect.show(this.#known.text, this.#known.units, this.#document.written);
+  }
+
+  // The first token of a run has no time: that is the one to the first token, which the status line shows.
+  #timed({ tokens }) {
+    const now = performance.now();
+    for (const token of tokens ?? []) {
+      if (this.#latest) this.#arrivals.set(token, now - this.#latest);
+      this.#latest = now;
+    }
+  }
+
   #refused(error) {
-    this.#elements.note.replaceChildren(legend(), `Not measured: ${error.message}`);
+    this.#note.say(`Not measured: ${error.message}`);
     this.#onerror(error);
   }
 

@@ -5,7 +5,6 @@
 import { element } from "../elements.js";
 import { fold, unfold } from "./fold.js";
 import { tint } from "./scale.js";
-import { probability } from "./token.js";
 import { single } from "./units.js";
 
 const NEAR = 24; // px: so close to the bottom counts as being there
@@ -20,23 +19,26 @@ export class Rows {
   #frame = 0;
   #width = 0;
 
+  /** What the marks stand for: one of MEASURES (scale.js). */
+  measure = "probability";
+
   constructor(root, scroller) {
     [this.#root, this.#scroller] = [root, scroller];
     new ResizeObserver(() => this.#resized()).observe(root);
   }
 
-  /** The whole text. What no unit tells of is plain. */
-  show(text, units) {
+  /** The whole text; `written`: [[start, end]] of what the model wrote. What no unit tells of has no mark. */
+  show(text, units, written) {
     this.#forget();
     this.#root.replaceChildren();
     this.#row = null;
     let at = 0;
     for (const unit of single(units, text)) {
-      if (unit.start > at) this.#put(null, text.slice(at, unit.start));
-      this.#put(unit, text.slice(unit.start, unit.end));
+      this.#putPlain(text, at, unit.start, written);
+      this.#put(unit, text.slice(unit.start, unit.end), isIn(written, unit.start));
       at = unit.end;
     }
-    this.#put(null, text.slice(at));
+    this.#putPlain(text, at, text.length, written);
   }
 
   /** A unit that came, and its text. */
@@ -97,10 +99,19 @@ export class Rows {
     this.#frame = this.#queue.length ? requestAnimationFrame(() => this.#write()) : 0;
   }
 
-  #put(unit, text) {
+  // Text of which no token is known, in the ink of each of its parts.
+  #putPlain(text, start, end, written) {
+    const borders = written.flat().filter((border) => border > start && border < end);
+    [start, ...borders].forEach((from, index) => {
+      this.#put(null, text.slice(from, borders[index] ?? end), isIn(written, from));
+    });
+  }
+
+  // What a run brings is the model's.
+  #put(unit, text, isWritten = true) {
     for (const line of text.match(/[^\n]*\n|[^\n]+/g) ?? []) {
       this.#row ??= this.#root.appendChild(element("div"));
-      this.#row.append(this.#token(unit, line));
+      this.#row.append(this.#token(unit, line, isWritten));
       if (line.endsWith("\n")) this.#row = null;
     }
   }
@@ -122,14 +133,20 @@ export class Rows {
     return rest;
   }
 
-  #token(unit, text) {
+  #token(unit, text, isWritten) {
     const token = element("span", text);
-    if (!unit?.tokens) return token;
+    const ink = isWritten ? "written" : "";
+    if (!unit?.tokens) {
+      token.className = ink;
+      return token;
+    }
     this.#units.set(token, unit);
-    const logprob = unit.tokens.reduce((sum, one) => sum + one.logprob, 0);
-    const isFirst = unit.tokens[0].logprob === null;
-    token.className = isFirst ? "token" : `token ${tint(probability({ logprob }))}`;
-    if (text[0] === " ") token.classList.add("spaced");
+    const space = text[0] === " " ? "spaced" : "";
+    token.className = ["token", tint(unit.tokens, this.measure), space, ink].filter(Boolean).join(" ");
     return token;
   }
+}
+
+function isIn(ranges, offset) {
+  return ranges.some(([start, end]) => offset >= start && offset < end);
 }
