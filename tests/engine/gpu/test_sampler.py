@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from app.common.types import Request, SamplingParams
