@@ -71,8 +71,7 @@ export class Compare {
     button.setAttribute("aria-label", `Take this ${index + 1}`);
     button.setAttribute("aria-keyshortcuts", String(index + 1));
     button.addEventListener("click", () => this.#take(index));
-    const facts = classed("span", "facts", title);
-    return classed("div", "abreast-one", text, classed("div", "abreast-foot", button, facts));
+    return classed("div", "abreast-one", classed("p", "abreast-name", title), text, classed("div", "abreast-foot", button));
   }
 
   #take(index) {
