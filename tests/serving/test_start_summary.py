@@ -23,6 +23,7 @@ import pytest
 
 from app import start_summary
 from app.common.ipc import Ready
+from app.common.operating_system import die_with_parent
 from app.common.settings import Settings
 from app.serving.service import Service
 from app.start_summary import follow_start, open_page, page_url, summary
@@ -65,7 +66,7 @@ class TerminalService:
         command = [sys.executable, "-m", "tests.support.fake_service", "1", "serve", "--port", "0", *flags]
         self.process = subprocess.Popen(
             [*command, "--weights", str(weights)], cwd=ROOT, env=variables, start_new_session=True,
-            stdin=terminal, stdout=terminal, stderr=terminal,
+            stdin=terminal, stdout=terminal, stderr=terminal, preexec_fn=die_with_parent,
         )  # fmt: skip
         os.close(terminal)
         self.text = ""

@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 
+from app.common.operating_system import die_with_parent
 from benchmarks.service_process import ServiceProcess, launch
 from tests.support import ROOT
 
@@ -155,9 +156,10 @@ def _wait_until_ready(service: ServiceProcess) -> None:
 
 
 def hang_on(terminal: int) -> None:
-    """Runs in a child process: sets its controlling terminal."""
+    """Runs in a child process: sets its controlling terminal, and ends with this process, however that ends."""
     os.setsid()
     fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+    die_with_parent()
 
 
 def stop_server(server: Server) -> int:
