@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Mapping
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from functools import cached_property, partial
+from typing import Annotated, Any, TypeVar, cast
 
 from fastapi import Depends, Request
 from pydantic import BaseModel, ValidationError
@@ -88,6 +89,35 @@ def body_schema(
 
     `examples` maps titles to bodies that the service accepts as they are.
     """
+    return cast("dict[str, Any]", _LazyMapping(partial(_describe_body, body, examples, chunk)))
+
+
+class _LazyMapping(Mapping[str, Any]):
+    """Made when the OpenAPI document is, not at import, where the schemas of all bodies delayed the start."""
+
+    def __init__(self, make: Callable[[], Mapping[str, Any]]) -> None:
+        self._make = make
+
+    @cached_property
+    def _content(self) -> Mapping[str, Any]:
+        return self._make()
+
+    def __getitem__(self, key: str) -> Any:
+        return self._content[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._content)
+
+    def __len__(self) -> int:
+        return len(self._content)
+
+    def __bool__(self) -> bool:
+        return True  # without making it
+
+
+def _describe_body(
+    body: type[BaseModel], examples: Mapping[str, Any], chunk: type[ResponseModel] | None
+) -> dict[str, Any]:
     content: dict[str, Any] = {
         "schema": json_schema(body),
         "examples": {title: {"value": value} for title, value in examples.items()},

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from app.api.dependencies import WEIGHTS_VERSION_HEADER
 from app.api.schemas import EVENTS
 from app.http.errors import ErrorResponse
-from app.http.response_model import SCHEMA_PATH, json_schema
+from app.http.response_model import SCHEMA_PATH, ResponseModel, json_schema
 from app.http.static_content import StaticContent
 
 TAGS = [
@@ -76,7 +76,9 @@ data: {"choices": [{"index": 0, "finish_reason": "length", "stop_reason": null}]
 
 def declared(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """A route's `responses`: the errors that it may return."""
-    return {status: {"model": ErrorResponse} for status in statuses}
+    # Not {"model": ErrorResponse}: at import FastAPI would build a validator for each of about a hundred.
+    schema = {"$ref": SCHEMA_PATH.format(model=ErrorResponse.__name__)}
+    return {status: {"content": {"application/json": {"schema": dict(schema)}}} for status in statuses}
 
 
 class DescribedApp(FastAPI):
@@ -114,7 +116,8 @@ def _limit_deadlines(schemas: dict[str, Any], longest_ms: int) -> None:
 
 def _described(document: dict[str, Any]) -> dict[str, Any]:
     schemas = document["components"]["schemas"]
-    for model in EVENTS.values():
+    streamed_or_error: list[type[ResponseModel]] = [*EVENTS.values(), ErrorResponse]
+    for model in streamed_or_error:
         _move_schema({"schema": json_schema(model)}, schemas)
     document["components"]["securitySchemes"] = {"key": _KEY}
     document["servers"] = [{"url": "/", "description": "This service."}]
