@@ -106,6 +106,7 @@ def test_columns_compare_presets_with_one_seed_and_each_keeps_its_settings(descr
     assert len({body["seed"] for body in sent}) == 1 and not any("n" in body for body in sent)
     page.keyboard.press("2")
     assert text(page) == f"{PROMPT} cold"
+    assert page.locator("#branches").get_by_role("treeitem", name="Run 2, Precise").count() == 1
     page.locator("#run > summary").click()
     assert str(sent[0]["seed"]) in page.locator("#receipt").inner_text()
     page.locator("#generate").click()

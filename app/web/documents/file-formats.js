@@ -74,9 +74,9 @@ function checkNode({ id, kind, start, removed, written, facts }) {
   check([id, start, removed, ...written.flat()].every(isCount) && written.every((span) => span.length === 2));
   check(kind === "text" || kind === "run");
   if (kind === "text") return;
-  const { typed, at, index, count, seed = "", finish = "", receipt = {} } = facts;
+  const { typed, at, index, count, seed = "", finish = "", preset = "", receipt = {} } = facts;
   check(isTexts(typed) && [at, index, count].every(isCount));
-  check(typeof seed === "string" && typeof finish === "string");
+  check([seed, finish, preset].every((text) => typeof text === "string"));
   check(receipt.constructor === Object && (receipt.settings ?? {}).constructor === Object);
 }
 

@@ -346,8 +346,8 @@ export class TreeView {
 }
 
 /** What to call an entry. */
-export function titleOf({ kind, number, parent }) {
-  if (number) return `Run ${number}`;
+export function titleOf({ kind, number, parent, facts }) {
+  if (number) return facts.preset ? `Run ${number}, ${facts.preset}` : `Run ${number}`;
   if (parent === null) return "Beginning";
   return kind === "parting" ? "Parting" : "Your text";
 }
