@@ -118,7 +118,8 @@ def _texts(vocab_size: int) -> Iterator[str]:
 def checkpoint_reader(config: ModelConfig, state: Mapping[str, Tensor] | None = None) -> Callable[..., Checkpoint]:
     """Reader of weights for build_engine(): returns these tensors, or else random ones."""
 
-    def read(_directory: Path, *, device: torch.device, dtype: torch.dtype) -> Checkpoint:
+    def read(_directory: Path, *, device: torch.device, dtype: torch.dtype, lazy: bool = False) -> Checkpoint:
+        del lazy  # the tensors are in memory
         tensors = random_state(config, device=device, dtype=dtype) if state is None else state
         decoder = decoder_of(config, {name: tensor.to(device, dtype) for name, tensor in tensors.items()})
         hashes = {Path("model.safetensors"): f"{0:064x}"}

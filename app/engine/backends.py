@@ -26,6 +26,7 @@ from app.engine.memory.memory_plan import CacheShape, MemoryPeaks, step_peak
 from app.engine.quantization.int8_weights import round_weights
 from app.engine.sampling.sampler import TorchSampler
 from app.engine.scheduling.scheduler import StepLimits
+from model.checkpoint.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.nn.transformer import Decoder
 
@@ -46,15 +47,17 @@ class Backend(Protocol):
 class CppBackend:
     """Runs on a CPU with the kernels of `library`."""
 
-    def __init__(self, library: Path, decoder: Decoder, max_running: int, *, int8: bool) -> None:
-        self._library, self._decoder, self._max_running, self._int8 = load_library(library), decoder, max_running, int8
+    def __init__(self, library: Path, checkpoint: Checkpoint, max_running: int, *, int8: bool) -> None:
+        self._library, self._max_running, self._int8 = load_library(library), max_running, int8
+        self._checkpoint = checkpoint
 
     def start(self, blocks: int, grammars: GrammarTracker, announce: Announce) -> BackendRunners:
         """See Backend.start."""
         announce(WARMING_UP)
         threads = ThreadPool(self._library, torch.get_num_threads())
-        compute = NativeCompute(self._library, self._decoder, threads, blocks=blocks, int8=self._int8)
-        sampler = NativeSampler(self._library, self._decoder.config.vocab_size, pool=threads)
+        decoder, read = self._checkpoint.decoder, self._checkpoint.read
+        compute = NativeCompute(self._library, decoder, threads, blocks=blocks, int8=self._int8, read=read)
+        sampler = NativeSampler(self._library, decoder.config.vocab_size, pool=threads)
         return _warmed_up(Runner(compute, sampler=sampler, grammars=grammars), self._max_running)
 
 
@@ -106,7 +109,7 @@ class ChosenBackend(NamedTuple):
 def choose_backend(
     choice: SelectedBackend,
     kernels: str,
-    decoder: Decoder,
+    checkpoint: Checkpoint,
     cache_shape: CacheShape,
     limits: StepLimits,
     *,
@@ -118,8 +121,9 @@ def choose_backend(
     choice: from app/engine/cpu/toolchain/backend_selection.py.
     """
     if choice.library:
-        cpp = CppBackend(choice.library, decoder, limits.max_running, int8=quantize == "int8")
+        cpp = CppBackend(choice.library, checkpoint, limits.max_running, int8=quantize == "int8")
         return ChosenBackend(cpp, choice.numerics, choice.reason)
+    decoder = checkpoint.decoder
     device = decoder.embedding.device
     if device.type == "cuda" and (kernels != "torch" or quantize != "none"):
         check_triton()

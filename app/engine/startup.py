@@ -65,7 +65,7 @@ def build_engine(
         dtype = choose_dtype(config.dtype, device)
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
         check_quantize(config.quantize, device.type, dtype, capability)
-        checkpoint = read(Path(config.weights), device=device, dtype=dtype)
+        checkpoint = read(Path(config.weights), device=device, dtype=dtype, lazy=device.type == "cpu")
         defaults = sampling_defaults(checkpoint.generation, Path(config.weights) / "generation_config.json")
         tokenizer = Tokenizer.reader(Path(config.weights))  # the files may have changed when the first grammar needs it
         limits = _limits(config, device)
@@ -73,13 +73,15 @@ def build_engine(
         selected = select_backend(
             config.kernels, _name(dtype), device.type, checkpoint.decoder.config, libraries, announce
         )
+        if not selected.library:
+            checkpoint.read_all()
         cache_shape = _cache_shape(config, checkpoint.decoder.config, dtype, device, selected)
         if unquantized := describe_unquantized(checkpoint.decoder, config.quantize):
             announce(unquantized)
         chosen = choose_backend(
             selected,
             config.kernels,
-            checkpoint.decoder,
+            checkpoint,
             cache_shape,
             limits,
             quantize=config.quantize,

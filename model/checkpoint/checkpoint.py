@@ -10,8 +10,9 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -66,27 +67,34 @@ def check_sizes(path: Path, config: ModelConfig, index: TensorIndex) -> None:
 
 
 def read_state(
-    family: FamilySpec, config: ModelConfig, index: TensorIndex, *, device: torch.device, dtype: torch.dtype
+    family: FamilySpec,
+    config: ModelConfig,
+    index: TensorIndex,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    only: str | None = None,
 ) -> dict[str, Tensor]:
-    """State dict of the Decoder. Raises CheckpointError.
+    """State dict of the Decoder, or its tensor `only`. Raises CheckpointError.
 
     Copies one tensor at a time to the device in the file's dtype and converts it there, so that memory holds at most
     one source tensor in addition to the decoder's. Waits for the device only once, to check that all are finite.
     """
     stored_names, checked = _match(family, config, index), list[tuple[str, Tensor]]()
     with contextlib.ExitStack() as stack:
-        opened = {path: _open(path, device, stack) for path in index.paths}
+        opened = cache(lambda path: _open(path, device, stack))
 
         def get(name: str) -> Tensor:
             stored, path = stored_names[name], index.tensors[stored_names[name]].path
-            tensor = _tensor(path, opened[path], stored).to(device, dtype)
+            tensor = _tensor(path, opened(path), stored).to(device, dtype)
             checked.append((f"{path}: {stored}", all_finite(tensor)))
             return tensor
 
-        state = family.load(config, get, lambda *shape: torch.empty(shape, device=device, dtype=dtype))
+        state = family.load(config, get, lambda *shape: torch.empty(shape, device=device, dtype=dtype), only)
         untied_copies = [
             name for name in stored_names.keys() - family.shapes(config).keys() if stored_names[name] in index.tensors
         ]
+        untied_copies = untied_copies if "embedding" in state else []
         differing = [stored_names[name] for name in untied_copies if not torch.equal(get(name), state["embedding"])]
     # Reading a result from the device waits for it, so all results are read at the end.
     is_finite = torch.stack([result for _, result in checked]).tolist()
@@ -98,6 +106,18 @@ def read_state(
             "if it is the head, set tie_word_embeddings to false"
         )
     return state
+
+
+def _read(
+    family: FamilySpec,
+    config: ModelConfig,
+    index: TensorIndex,
+    name: str | None,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> dict[str, Tensor]:
+    return read_state(family, config, index, device=device, dtype=dtype, only=name)
 
 
 def _match(family: FamilySpec, config: ModelConfig, index: TensorIndex) -> dict[str, str]:
@@ -148,6 +168,9 @@ class Checkpoint:
     """A loaded weights directory."""
 
     decoder: Decoder
+    """On the meta device if load() was lazy, until read_all()."""
+    read: Callable[[str | None], dict[str, Tensor]] = lambda _name: {}
+    """Reads one tensor of a lazy decoder, or all of them. Raises CheckpointError."""
     family: str
     """model_type of its config.json."""
     generation: Mapping[str, Any]
@@ -162,26 +185,43 @@ class Checkpoint:
         """Hexadecimal SHA-256 of the safetensors file; for shards see model.checkpoint.tensor_index."""
         return version_of(self.hashes)
 
+    @property
+    def is_lazy(self) -> bool:
+        """Whether the decoder's tensors are still to be read."""
+        return self.decoder.embedding.is_meta
 
-def load(directory: Path, *, device: torch.device, dtype: torch.dtype) -> Checkpoint:
+    def read_all(self) -> None:
+        """Gives a lazy decoder its tensors. Raises CheckpointError."""
+        if self.is_lazy:
+            self.decoder.load_state_dict(self.read(None), assign=True)
+            self.decoder.requires_grad_(False).eval()
+
+
+def load(directory: Path, *, device: torch.device, dtype: torch.dtype, lazy: bool = False) -> Checkpoint:
     """Loads and checks everything: names, shapes, dtypes, finite numbers. Raises CheckpointError.
 
     Memory: one copy in `dtype` on `device`, plus the files' pages, which the system can reclaim.
+    lazy: the caller reads each tensor when it needs it, on the CPU, or calls read_all(); only then are numbers checked.
     """
     config_json, family, config = _read_config(directory)
     index = find_tensors(directory)
     check_sizes(directory / "config.json", config, index)
-    state = read_state(family, config, index, device=device, dtype=dtype)
+    family = dataclasses.replace(family, mappings=cache(family.mappings))  # each lazy read asks for them
+    read = partial(_read, family, config, index, device=device, dtype=dtype)
     with torch.device("meta"):
-        decoder = Decoder(config)
-    decoder.load_state_dict(state, assign=True)
+        decoder = Decoder(config).to(dtype)
+    if not lazy:
+        decoder.load_state_dict(read(None), assign=True)
     decoder.make_tables()
-    decoder.requires_grad_(False).eval().to(device)
+    decoder.requires_grad_(False).eval()
+    if not lazy:
+        decoder.to(device)
     generation = read_json(directory / "generation_config.json", optional=True)
     bos = generation.get("bos_token_id", config_json.get("bos_token_id"))
     path = directory / ("generation_config.json" if "eos_token_id" in generation else "config.json")
     return Checkpoint(
         decoder=decoder,
+        read=read,
         family=family.name,
         generation=generation,
         eos_ids=_eos_ids(path, {**config_json, **generation}.get("eos_token_id"), config.vocab_size),

@@ -54,10 +54,18 @@ class FamilySpec:
         return {name: shape for mapping in self.mappings(config) for name, shape in mapping.source}
 
     def load(
-        self, config: ModelConfig, get: Callable[[str], Tensor], empty: Callable[..., Tensor]
+        self,
+        config: ModelConfig,
+        get: Callable[[str], Tensor],
+        empty: Callable[..., Tensor],
+        only: str | None = None,
     ) -> dict[str, Tensor]:
-        """State dict of the Decoder. get: reads a tensor by its name in the file. empty: allocates a tensor."""
-        return {mapping.target: _assemble(mapping, get, empty) for mapping in self.mappings(config)}
+        """State dict of the Decoder, or its tensor `only`. get: reads a tensor by its name in the file.
+
+        empty: allocates a tensor.
+        """
+        mappings = (mapping for mapping in self.mappings(config) if only in (None, mapping.target))
+        return {mapping.target: _assemble(mapping, get, empty) for mapping in mappings}
 
     def save(self, config: ModelConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The family's tensors, split from the Decoder's."""

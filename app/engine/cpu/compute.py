@@ -17,7 +17,7 @@ from torch import Tensor
 
 from app.common.types import BatchPlan, Chunk
 from app.engine.cpu.library import Step, zeros
-from app.engine.cpu.program import BLOCK, Program, padded_head_dim
+from app.engine.cpu.program import BLOCK, Program, ReadTensor, padded_head_dim
 from model.nn.transformer import Decoder
 
 _SPINS = 2000
@@ -42,10 +42,19 @@ class NativeCompute:
     block is padding.
     """
 
-    def __init__(self, library: CDLL, decoder: Decoder, pool: ThreadPool, *, blocks: int, int8: bool = False) -> None:
+    def __init__(
+        self,
+        library: CDLL,
+        decoder: Decoder,
+        pool: ThreadPool,
+        *,
+        blocks: int,
+        int8: bool = False,
+        read: ReadTensor | None = None,
+    ) -> None:
         self.config = decoder.config
         self._library, self._pool = library, pool
-        self.program = program = Program(library, decoder, int8=int8)
+        self.program = program = Program(library, decoder, pool.handle, int8=int8, read=read)
         shape = (self.config.n_layers, 2, blocks + 1, self.config.n_kv_heads, BLOCK * padded_head_dim(self.config))
         self._cache = zeros(shape, program.dtype)
         self._padding_blocks = array("i", [blocks]) * -(-self.config.context // BLOCK)

@@ -121,7 +121,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ink_open_pool": (c_void_p, (c_int, c_int)),
     "ink_close_pool": (None, (c_void_p,)),
     "ink_packed_bytes": (c_long, (c_int, c_int, c_int, c_int)),
-    "ink_pack": (None, (c_void_p, c_int, c_int, c_int, c_int, c_int, c_int, c_void_p)),
+    "ink_pack": (None, (c_void_p, c_void_p, c_int, c_int, c_int, c_int, c_int, c_int, c_void_p)),
     "ink_open": (c_void_p, (POINTER(Shape), c_void_p)),
     "ink_close": (None, (c_void_p,)),
     "ink_run": (None, (c_void_p, POINTER(Step))),

@@ -7,7 +7,8 @@ numbers activations as model/config.py lists them.
 from __future__ import annotations
 
 import ctypes
-from typing import Any, get_args
+from collections.abc import Callable, Mapping
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from model.config import Activation, ModelConfig
 from model.nn.decoder_program import BlockOperation, Kind, Register, decoder_program
 from model.nn.transformer import Decoder
 
+ReadTensor = Callable[[str], Mapping[str, Tensor]]
 LANES = 16
 PANEL = 2 * LANES
 BLOCK = 16
@@ -34,8 +36,18 @@ def padded_head_dim(config: ModelConfig) -> int:
 class Program:
     """Packed weights and operations of one decoder. Keep it alive: the kernels hold pointers into it."""
 
-    def __init__(self, library: ctypes.CDLL, decoder: Decoder, *, int8: bool = False) -> None:
-        self.config, self._library = decoder.config, library
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        decoder: Decoder,
+        pool: int,
+        *,
+        int8: bool = False,
+        read: ReadTensor | None = None,
+    ) -> None:
+        """pool: threads that pack. read: reads a tensor of a decoder on the meta device, one at a time."""
+        self.config, self._library, self._pool, self._read = decoder.config, library, pool, read
+        self._names = {id(parameter): name for name, parameter in decoder.named_parameters()}
         self.dtype = decoder.embedding.dtype
         self._int8 = int8
         self._allocator = HugepageAllocator()
@@ -134,20 +146,31 @@ class Program:
         eps = self.config.norm_eps if kind in (Kind.NORM, Kind.ROPE_CACHE) else 0.0
         self._operations.append(Operation(kind=kind, source=source, target=target, eps=eps, **fields))
 
+    def _tensor(self, parameter: Tensor | None) -> Tensor | None:
+        """The parameter's numbers, read now if it is on the meta device."""
+        if parameter is None or not parameter.is_meta:
+            return parameter
+        assert self._read, "a decoder on the meta device needs its tensors"
+        name = self._names[id(parameter)]
+        return self._read(name)[name]
+
     def _norm_addresses(self, norm: Any) -> tuple[int, int]:
         weight, bias = (
             None if numbers is None else torch.nn.functional.pad(numbers, (0, -len(numbers) % LANES))
-            for numbers in (norm.weight, getattr(norm, "bias", None))
+            for numbers in map(self._tensor, (norm.weight, getattr(norm, "bias", None)))
         )
         return self._float32_address(weight), self._float32_address(bias)
 
     def _matrix(self, weight: Tensor, bias: Tensor | None, *, gate_rows: int = 0) -> Matrix:
+        weight, bias = cast(Tensor, self._tensor(weight)), self._tensor(bias)
         n_rows, k = weight.shape
         numbers, scales = quantize(weight) if self._int8 else (weight.detach().contiguous(), None)
         panels = -(-gate_rows // LANES) if gate_rows else -(-n_rows // PANEL)
         is_bf16 = self.dtype == torch.bfloat16
         address = self._allocator.allocate(self._library.ink_packed_bytes(panels, k, is_bf16, self._int8))
-        self._library.ink_pack(numbers.data_ptr(), n_rows, k, gate_rows, panels, is_bf16, self._int8, address)
+        self._library.ink_pack(
+            self._pool, numbers.data_ptr(), n_rows, k, gate_rows, panels, is_bf16, self._int8, address
+        )
         packed_rows, zero = _packed_rows(n_rows, gate_rows, panels), torch.zeros(1)
         bias_address, scale_address = (
             self._float32_address(None if each is None else torch.cat((each.detach().float(), zero))[packed_rows])
@@ -158,9 +181,9 @@ class Program:
 
     def _float32_address(self, numbers: Tensor | None) -> int:
         """Returns the address of a float32 copy that lives as long as the program; 0 for None."""
-        if numbers is None:
+        if (numbers := self._tensor(numbers)) is None:
             return 0
-        self._keepalive.append(numbers.detach().float().contiguous())
+        self._keepalive.append(numbers.detach().to(torch.float32, copy=True).contiguous())  # not the file, mapped
         address: int = self._keepalive[-1].data_ptr()
         return address
 

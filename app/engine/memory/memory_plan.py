@@ -245,10 +245,11 @@ class BlockBudget(NamedTuple):
 def blocks_on_cpu(cache_shape: CacheShape, decoder: Decoder, *, requested: int, engines: int) -> BlockBudget:
     """Sizes the cache within half of the free memory, which `engines` engines share. Raises ValueError."""
     free = free_memory(torch.device("cpu"))
-    number = cache_shape.blocks(requested, free, engines)
+    weights, is_lazy = sum(x.nbytes for x in (*decoder.parameters(), *decoder.buffers())), decoder.embedding.is_meta
+    number = cache_shape.blocks(requested, free - weights * is_lazy, engines)
     rows = (
         PlanRow("free memory", free),
-        PlanRow("weights", sum(x.nbytes for x in (*decoder.parameters(), *decoder.buffers())), "already loaded"),
+        PlanRow("weights", weights, "read next" if is_lazy else "already loaded"),
         PlanRow("activations", None),
         PlanRow("cache", cache_shape.cache_bytes(number), "at most half of the free memory"),
     )

@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from app.common.types import BatchPlan, Chunk, Request, SamplingParams, Sequence
@@ -22,9 +23,12 @@ from app.engine.cpu.toolchain.cpu_target import X86_LEVELS, this_level
 from app.engine.cpu.toolchain.library_cache import BuildRecipe
 from app.engine.quantization.int8_weights import quantize, round_weights
 from app.engine.sampling.parameters import SamplingInput
+from model.checkpoint.checkpoint import load
 from model.config import Activation
+from model.files import CheckpointError
 from model.nn.attention import CausalAttend
 from model.nn.transformer import Decoder
+from tests.support.model.bad_weights import good_weights
 from tests.support.model.tiny_models import kernels, native_compute, tiny_config, tiny_decoder
 
 pytestmark = pytest.mark.usefixtures("native_library", "one_thread")
@@ -155,6 +159,22 @@ def test_blocks_are_cleared_and_copied_before_a_step() -> None:
     plan = BatchPlan((Chunk(second, 16, 20),), clear=(5,), copies=((0, 4),))
     compute.run(plan)
     assert torch.equal(compute.logits(range(4)), expected[16:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_are_packed_from_the_files_one_tensor_at_a_time(tmp_path: Path, dtype: torch.dtype) -> None:
+    """The bits are those of a decoder that was in memory; numbers that are not finite are found on the way."""
+    good_weights(tmp_path, seed=3)
+    whole = load(tmp_path, device=torch.device("cpu"), dtype=dtype).decoder
+    lazy = load(tmp_path, device=torch.device("cpu"), dtype=dtype, lazy=True)
+    sequence, pool = _sequence(LENGTH, whole.config.vocab_size), ThreadPool(kernels(), 2)
+    compute = NativeCompute(kernels(), lazy.decoder, pool, blocks=8, read=lazy.read)
+    assert torch.equal(_logits(compute, sequence), _logits(native_compute(whole, 8), sequence))
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 3] = torch.nan
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"down_proj\.weight holds numbers that are not finite"):
+        NativeCompute(kernels(), lazy.decoder, pool, blocks=8, read=lazy.read)
 
 
 def test_every_level_computes_the_same_bits(tmp_path: Path) -> None:

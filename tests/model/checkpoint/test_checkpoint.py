@@ -41,6 +41,14 @@ def test_what_is_saved_loads_bit_for_bit(weights: Path) -> None:
     assert all(torch.equal(loaded[name], saved[name]) for name in saved)
 
 
+def test_the_tensors_of_a_lazy_checkpoint_are_read_when_they_are_asked_for(weights: Path) -> None:
+    lazy, saved = load(weights, device=CPU, dtype=torch.float32, lazy=True), tiny_decoder().state_dict()
+    assert lazy.is_lazy
+    assert all(torch.equal(lazy.read(name)[name], saved[name]) and len(lazy.read(name)) == 1 for name in saved)
+    lazy.read_all()
+    assert not lazy.is_lazy and all(torch.equal(x, saved[name]) for name, x in lazy.decoder.state_dict().items())
+
+
 def test_a_head_stored_beside_the_embedding_it_is_tied_to_must_be_the_embedding(directory: Path) -> None:
     tensors = load_file(directory / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()

@@ -9,6 +9,7 @@
 #include <functional>
 
 #include "interface.h"
+#include "threads.h"
 #include "vectors.h"
 
 namespace ink {
@@ -120,22 +121,26 @@ void product(const typename W::Number* x, long stride, int first, int last, cons
 // Copies W [n_rows, k] into panels. `gate_rows`: if not 0, W is a gate matrix stacked on an up matrix of so many rows
 // each, and a panel holds 16 rows of the gate and the same 16 of up. Rows and steps beyond the matrix are zeros.
 template <class W>
-void pack(const char* from, int n_rows, int k, int gate_rows, int panels, char* to) {
+void pack(Pool& pool, const char* from, int n_rows, int k, int gate_rows, int panels, char* to) {
     constexpr int numbers = W::kStep, size = W::kBytes / kLanes / numbers;
     const int steps = (k + numbers - 1) / numbers;
-    std::fill(to, to + 2L * panels * steps * W::kBytes, 0);
-    for (int output = 0; output < panels * kPanel; output++) {
-        const int panel = output / kPanel, vector = output % kPanel / kLanes, lane = output % kLanes;
-        const int index = panel * kLanes + lane;
-        const int row = !gate_rows ? output : index < gate_rows ? index + vector * gate_rows : n_rows;
-        if (row >= n_rows) continue;
-        char* column = to + (2L * panel * steps + vector) * W::kBytes;
-        for (int i = 0; i < k; i++) {
-            // A bfloat16 pair is in one lane; in int8 the even numbers come first, then the odd ones.
-            const int within = size == 1 ? i % numbers * kLanes + lane : lane * numbers + i % numbers;
-            std::memcpy(column + 2L * (i / numbers) * W::kBytes + within * size, from + (long(row) * k + i) * size, size);
+    pool.run(panels, [&](int panel, int) {
+        char* start = to + 2L * panel * steps * W::kBytes;
+        std::fill(start, start + 2L * steps * W::kBytes, 0);
+        constexpr int kSteps = 64;  // whose panel stays in the L1 cache
+        for (int output = 0, first = 0; first < steps; output = (output + 1) % kPanel, first += output ? 0 : kSteps) {
+            const int vector = output / kLanes, lane = output % kLanes, index = panel * kLanes + lane;
+            const int row = !gate_rows ? panel * kPanel + output : index < gate_rows ? index + vector * gate_rows : n_rows;
+            if (row >= n_rows) continue;
+            const char* numbers_of_row = from + long(row) * k * size;
+            for (int i = first * numbers, end = std::min(k, (first + kSteps) * numbers); i < end; i++) {
+                // A bfloat16 pair is in one lane; in int8 the even numbers come first, then the odd ones.
+                const int within = size == 1 ? i % numbers * kLanes + lane : lane * numbers + i % numbers;
+                std::memcpy(start + (2L * (i / numbers) + vector) * W::kBytes + within * size,
+                            numbers_of_row + long(i) * size, size);
+            }
         }
-    }
+    });
 }
 
 }  // namespace ink
