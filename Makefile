@@ -14,7 +14,7 @@
 #   make promises [ONLY="r10 s08"]              the tests of promises at full size, then RELIABILITY.md
 #   make mutants [ONLY="scheduler text"]        do the tests of a module notice a change in one place of it? (hours)
 #   make redteam [ARGS="--seconds 300 --seed 7"] attacks on the service from outside (docs/security-testing.md)
-#   make install                                everything that development needs; serve and train install only what they need
+#   make install [EXTRAS=gpu]                   everything that development needs; serve and train install only what they need
 #   make serve TORCH=cpu|cuda|auto|torch==2.12.0  another build of torch, or another version
 #   make install PIP_ARGS="--index-url URL"     an index of CPU builds, an offline folder (--no-index --find-links DIR)
 #   make install LOCK=                          without hashes, for a folder or an index of wheels that were built again
@@ -29,6 +29,7 @@ OUT ?= out
 DATA ?=
 ARGS ?=
 ONLY ?=
+EXTRAS ?=
 JOBS ?= 3
 LOCK ?= requirements.lock requirements-dev.lock
 
@@ -39,7 +40,7 @@ VENV := .venv
 BIN := "$(VENV)/bin"
 
 # What may stand on make's command line. A name that is not among them is a mistake, unless it is one of another program.
-VARIABLES := ARGS DATA FRESH JOBS LOCK ONLY OUT PIP_ARGS PORT PYTHON TORCH UV VENV WEIGHTS WHEELS
+VARIABLES := ARGS DATA EXTRAS FRESH JOBS LOCK ONLY OUT PIP_ARGS PORT PYTHON TORCH UV VENV WEIGHTS WHEELS
 unknown := $(foreach name,$(filter-out $(VARIABLES) CURDIR,$(.VARIABLES)),$(if $(findstring command,$(origin $(name))),$(name)))
 ifneq ($(strip $(unknown)),)
 refusal := $(shell $(PYTHON) -SEm deploy.install --unknown $(unknown) 2> /dev/null)
@@ -66,8 +67,12 @@ environment = @test ! -x $(BIN)/python || exec $(BIN)/python -SEm deploy.install
 help:
 	@sed -n '3,21s/^# *//p' Makefile; echo "targets: install serve test test-fast train bench peers gpu-check lint lock clients promises mutants redteam manifests site ray container"
 
+# EXTRAS=gpu: Triton, which compiles the GPU kernels and interprets them on a CPU. It takes 700 MB, and a CUDA build of
+# torch brings it along.
 install:
+	@$(if $(filter-out gpu,$(EXTRAS)),echo "error: EXTRAS=$(EXTRAS) is unknown: there is EXTRAS=gpu" >&2; exit 2,:)
 	$(call environment,dev $(if $(filter install,$(MAKECMDGOALS)),--report))
+	@$(if $(filter gpu,$(EXTRAS)),$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps triton==3.7.1,:)
 
 runtime:
 	$(call environment,runtime)

@@ -61,6 +61,11 @@ SHAPES = {
     "1b": _llama(22, 2048, 32, 4, 5632, 32_000, context=4096, tied_head=False),
     # 8.0 B: 16 GB in bfloat16.
     "8b": _llama(32, 4096, 32, 8, 14_336, 128_256, head_dim=128, context=8192, rope_theta=500_000.0, tied_head=False),
+    # 8.2 B: Qwen3-8B.
+    "qwen3-8b": replace(
+        _llama(36, 4096, 32, 8, 12_288, 151_936, head_dim=128, context=8192, rope_theta=1e6, tied_head=False),
+        qk_norm=True,
+    ),
 }
 
 

@@ -25,6 +25,7 @@ from torch.utils.data import Dataset
 
 from benchmarks.common import command_line, print_result
 from benchmarks.shapes import transformers_config
+from model.config import ModelConfig
 from model.device import choose_device, choose_dtype
 from model.nn.transformer import Decoder
 from model.presets import preset
@@ -87,16 +88,21 @@ def _busy_processes(count: int) -> Iterator[None]:
             process.wait()
 
 
+def make_trainer(config: ModelConfig, device: torch.device, dtype: torch.dtype, micro_windows: int | None) -> Trainer:
+    """inkstream's trainer of a new decoder, with Muon."""
+    decoder = Decoder(config).initialize(1).to(device)
+    optimizer = ParameterUpdates(decoder, "muon", matrix_lr=0.02, other_lr=0.004, weight_decay=0.05)
+    objective = Objective(decoder, device, dtype, choose_loss_backend("auto", device.type))
+    return Trainer(objective, optimizer, ema=0.0, ranks=ProcessGroup(), micro_windows=micro_windows)
+
+
 def _rounds(
     windows_BN: Tensor, name: str, device: torch.device, dtype: torch.dtype, micro_batch: int, rounds: int
 ) -> list[dict[str, _Clocks]]:
     """Clocks of a step of each, by round."""
     transformers = import_module("transformers")
     config, batch = preset(name), batch_of_windows(windows_BN)
-    decoder = Decoder(config).initialize(1).to(device)
-    optimizer = ParameterUpdates(decoder, "muon", matrix_lr=0.02, other_lr=0.004, weight_decay=0.05)
-    objective = Objective(decoder, device, dtype, choose_loss_backend("auto", device.type))
-    trainer = Trainer(objective, optimizer, ema=0.0, ranks=ProcessGroup(), micro_windows=micro_batch)
+    trainer = make_trainer(config, device, dtype, micro_batch)
     keep_freed_memory()  # the baseline benefits too
     measured: list[dict[str, _Clocks]] = []
 

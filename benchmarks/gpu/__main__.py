@@ -3,7 +3,7 @@
 Made for a disposable machine without a network: it uses the installed torch and Triton, and installs nothing. Each
 stage runs in a process of its own with its share of the time; a failed one is recorded, and the rest goes on. Findings
 are written to disk at once, as JSON and as a table. The last line of stdout is one JSON object. Exit status: 0; 1 if a
-stage or a check failed; 2 if the flags are invalid or there is no GPU; 130 after Ctrl+C.
+stage or a check failed; 2 if the flags are invalid, or a GPU or a package is missing; 130 after Ctrl+C.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -33,7 +34,9 @@ _NO_GPU = (
     "error: {problem}; this needs a CUDA GPU of compute capability 8.0 or above and a torch >= 2.11 built for it: "
     "run it there, with PYTHON=... naming that Python, or try this script without a GPU by --device cpu --tiny"
 )
-_PACKAGES = ("torch", "triton", "transformers", *ENGINE[1:], *HTTP)
+_PACKAGES = ("torch", "triton", *ENGINE[1:], *HTTP)
+_LEAST_SECONDS = 5.0
+"""Seconds of its share that a stage must have left to be run again after an error of CUDA."""
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -44,6 +47,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--only", default="", metavar="NAME,NAME", help=f"stages to run, out of {', '.join(NAMES)}")
     add("--minutes", type=float, default=8.0, metavar="M", help="time for all stages (%(default)s)")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only with --tiny (%(default)s)")
+    add("--partial", action="store_true", help="on a GPU, skip the stages whose packages are missing")
     add("--tiny", action="store_true", help="tiny sizes, as a smoke test; their figures mean nothing")
     report = "folder of the report (the variable OUT, else benchmarks/results)"
     add("--out", type=Path, default=out, metavar="DIR", help=report)
@@ -69,6 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(argv)
     if options.device == "cpu":
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # with tiny sizes a second thread would only spin
+    # One cache for all stages: a service would have another.
+    os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton/cache"))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     run_deadline = time.monotonic() + 60 * options.minutes
     # A stage may leave files that cannot be deleted.
@@ -83,6 +89,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         detected = _detect_device(options.device, folder)
         if detected is None:
             return 2
+        absent = missing(name for stage in options.stages for name in stage.needs)
+        if absent and options.device == "cuda" and not options.partial:
+            names = ", ".join(stage.name for stage in options.stages if missing(stage.needs))
+            print(f"error: {names}: no {', '.join(absent)}; {download_hint(absent)}, or add --partial", file=sys.stderr)
+            return 2
         report = _new_report(options, detected[0])
         for index, stage in enumerate(options.stages):
             seconds = seconds_for(stage, options.stages[index + 1 :], run_deadline - time.monotonic())
@@ -95,7 +106,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 deadline=time.monotonic() + seconds,
                 numbers=report.numbers,
             )
-            _run_stage(stage, context, report, detected[1])
+            record = _run_stage(stage, context, report, detected[1])
+            if record.is_device_error and context.seconds_left > _LEAST_SECONDS:
+                again = replace(context, folder=folder / f"{stage.name} again", is_blocking=True)
+                _run_stage(stage, again, report, detected[1])
     print(f"\n{report.table()}\n\n{report.path}\n{report.as_json()}", flush=True)
     return 0 if report.is_good else 1
 
@@ -136,21 +150,18 @@ def _new_report(options: argparse.Namespace, name: str) -> Report:
         "packages": {package: version_of(package) for package in _PACKAGES},
         "missing": missing(_PACKAGES),
     }
-    for what, names in (("no engine can be built", missing(ENGINE)), ("no HTTP", missing(HTTP))):
-        if names:
-            print(f"{what} here without {', '.join(names)}: {download_hint(names)}")
     print(f"{name}, at most {options.minutes:g} minutes, {len(options.stages)} stages", flush=True)
     return Report(path=options.out / (file_name(name, now.strftime("%Y-%m-%d-%H%M")) + ".json"), facts=facts)
 
 
-def _run_stage(stage: Stage, context: StageContext, report: Report, start: StartMethod) -> None:
+def _run_stage(stage: Stage, context: StageContext, report: Report, start: StartMethod) -> Record:
     """Runs one stage; everything is on disk before the next one starts."""
     context.folder.mkdir()
-    record = Record(name=stage.name)
+    record = Record(name=stage.name + " (CUDA_LAUNCH_BLOCKING=1)" * context.is_blocking)
     report.records.append(record)
 
     def on_finding() -> None:
-        print(line(stage.name, record.findings[-1]), flush=True)
+        print(line(record.name, record.findings[-1]), flush=True)
         report.write()
 
     if missing_packages := missing(stage.needs):
@@ -160,8 +171,9 @@ def _run_stage(stage: Stage, context: StageContext, report: Report, start: Start
     else:
         log = report.path.with_suffix(".log")
         run_in_subprocess(f"benchmarks.gpu.{stage.function}", context, record, on_finding, log, start)
-    print(f"{stage.name:>16}  {record.status} in {record.seconds:.1f} s  {record.why}", flush=True)
+    print(f"{record.name:>16}  {record.status} in {record.seconds:.1f} s  {record.why}", flush=True)
     report.write()
+    return record
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from benchmarks.gpu import conformance
-from benchmarks.gpu.results import Finding, StageContext
+from benchmarks.gpu.results import Finding, StageContext, shortened
 
 _PREFIX = "check_"
 _OURS = ("app", "model", "benchmarks")
@@ -46,7 +46,7 @@ def _outcome(what: str, check: Check, context: StageContext) -> Iterator[Finding
             yield Finding(what=what, value="not asked", note=str(error))
             return
         traceback.print_exc()
-        note = f"then {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        note = f"then {type(error).__name__}: {shortened(str(error))}"
     few = sorted(worst.items(), key=lambda pair: -pair[1])[:2]
     yield Finding(
         what=what,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -18,33 +19,46 @@ from app.engine.gpu.kernels.reference_operations import ReferenceKernels
 from app.engine.gpu.setup import device_runner
 from app.engine.scheduling.block_allocator import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
-from benchmarks.gpu.results import StageContext
+from app.engine.worker_loop import BuiltEngine
+from benchmarks.gpu.results import Finding, StageContext
 from benchmarks.shapes import SHAPES, checkpoint_reader, smaller
 from model.checkpoint.checkpoint import Checkpoint
 from model.config import ModelConfig
 
+_log = logging.getLogger(__name__)
 _BLOCK_SIZES = {"cpu": 16, "cuda": 64}
 _EMULATED_BLOCK = 16
 
 
 class StartupPhases:
-    """Records the startup phases that an engine reports."""
+    """Records the startup phases that an engine reports: seconds, and device memory that torch holds at their ends."""
 
     def __init__(self) -> None:
-        self._phases = [("before", time.monotonic())]
+        self._phases = [("before", time.monotonic(), 0)]
+        self.numerics = ""
 
     def __call__(self, name: str) -> None:
         """Starts a phase."""
-        self._phases.append((name, time.monotonic()))
+        self._phases.append((name, time.monotonic(), _reserved_bytes()))
 
-    @property
-    def seconds(self) -> float:
-        """Seconds since the first phase could start."""
-        return time.monotonic() - self._phases[0][1]
+    def findings(self) -> Iterator[Finding]:
+        """When the engine is built: its seconds, and what it computes with."""
+        seconds = time.monotonic() - self._phases[0][1]
+        yield Finding(what="engine built", value=seconds, unit="s", note=str(self))
+        numerics, _, reason = self.numerics.partition(": ")
+        ok = numerics.startswith("triton-") if torch.cuda.is_initialized() else None
+        yield Finding(what="numerics", value=numerics, ok=ok, note=reason)
 
     def __str__(self) -> str:
-        phases = [*self._phases, ("", time.monotonic())]
-        return ", ".join(f"{name} {end - start:.1f} s" for (name, start), (_, end) in pairwise(phases[1:]))
+        phases = [*self._phases, ("", time.monotonic(), _reserved_bytes())]
+        return ", ".join(
+            f"{name} {end - start:.1f} s" + f" to {held / 2**30:.2f} GiB" * bool(held)
+            for (name, start, _), (_, end, held) in pairwise(phases[1:])
+        )
+
+
+def _reserved_bytes() -> int:
+    return torch.cuda.memory_reserved() if torch.cuda.is_initialized() else 0
 
 
 def shape_of(context: StageContext, name: str = "") -> ModelConfig:
@@ -72,15 +86,23 @@ def build_engine(
     cache = {"kv_blocks": -(-cache_tokens // _BLOCK_SIZES[context.device])} if cache_tokens else {}
     options = {**placement, **cache, **options}
     if shape is None:
-        return startup.build_engine(WorkerConfig(weights=str(context.weights), **options), announce).engine
+        return _logged(startup.build_engine(WorkerConfig(weights=str(context.weights), **options), announce), announce)
     folder = context.folder / "tokenizer"
     if not folder.exists():
         folder.mkdir()
         for path in context.weights.glob("tokenizer*.json"):  # of another vocabulary; the engine does not use it
             shutil.copy(path, folder)
-    return startup.build_engine(
-        WorkerConfig(weights=str(folder), **options), announce, read=read or checkpoint_reader(shape)
-    ).engine
+    config = WorkerConfig(weights=str(folder), **options)
+    return _logged(startup.build_engine(config, announce, read=read or checkpoint_reader(shape)), announce)
+
+
+def _logged(built: BuiltEngine, announce: Callable[[str], None]) -> Engine:
+    """The engine. Its numerics and their reason go to the log, and to the phases if they are recorded."""
+    numerics = f"{built.ready.numerics}: {built.ready.numerics_reason}"
+    _log.info("numerics %s", numerics)
+    if isinstance(announce, StartupPhases):
+        announce.numerics = numerics
+    return built.engine
 
 
 def build_device_engine(

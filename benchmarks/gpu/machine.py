@@ -36,15 +36,17 @@ def machine(context: StageContext) -> Iterator[Finding]:
     """GPU, memory, clocks, driver, torch and Triton; checks nothing."""
     yield Finding(what="device", value=describe(torch.device(context.device)))
     yield Finding(what="torch", value=str(torch.__version__), note=f"CUDA {torch.version.cuda}")
-    for package in ("triton", "transformers"):
-        yield Finding(what=package, value=version_of(package) or "none")
+    yield Finding(what="triton", value=version_of("triton") or "none")
     if context.device != "cuda":
         return
     properties = torch.cuda.get_device_properties(0)
     free, total = torch.cuda.mem_get_info()
     yield Finding(what="memory", value=total / 2**30, unit="GiB", note=f"{free / 2**30:.1f} free")
     major, minor = torch.cuda.get_device_capability()
-    yield Finding(what="multiprocessors", value=properties.multi_processor_count, note=f"sm_{major}{minor}")
+    yield Finding(what="capability", value=10 * major + minor)
+    yield Finding(what="multiprocessors", value=properties.multi_processor_count)
+    shared_bytes = getattr(properties, "shared_memory_per_block_optin", 0)
+    yield Finding(what="shared memory", value=shared_bytes / 1024, unit="KiB a program")
     yield Finding(what="L2 cache", value=getattr(properties, "L2_cache_size", 0) / 2**20, unit="MiB")
     if smi := shutil.which("nvidia-smi"):
         command = [smi, f"--query-gpu={_SMI_FIELDS}", "--format=csv,noheader"]

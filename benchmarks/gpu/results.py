@@ -43,6 +43,8 @@ class StageContext:
     """Model or number format, for stages that exist once for each."""
     deadline: float = float("inf")
     """By time.monotonic(); a stage that is still running then is killed soon after."""
+    is_blocking: bool = False
+    """Whether every launch waits for its kernel, so that an error of CUDA appears where it was made."""
     numbers: Mapping[str, float] | None = None
     """Numbers of earlier stages, by `stage: what`."""
 
@@ -66,6 +68,11 @@ class Record:
     """running, done, failed, timed out, skipped."""
     seconds: float = 0.0
     why: str = ""
+
+    @property
+    def is_device_error(self) -> bool:
+        """Whether CUDA, or a signal, ended the stage."""
+        return self.status == "failed" and bool(re.search(r"CUDA (driver )?error|killed by SIG|cudaError", self.why))
 
     @property
     def is_good(self) -> bool:
@@ -126,6 +133,12 @@ class Report:
 def file_name(device: str, date: str) -> str:
     """Base name of the report's files."""
     return f"gpu-{re.sub(r'[^A-Za-z0-9]+', '-', device).strip('-').lower() or 'none'}-{date}"
+
+
+def shortened(text: str, size: int = 500) -> str:
+    """In one line, with both ends: an error's beginning says what, and its end where."""
+    text = " ".join(text.split())
+    return text if len(text) <= size else f"{text[: size // 2]} ... {text[-size // 2 :]}"
 
 
 def line(name: str, finding: Finding) -> str:

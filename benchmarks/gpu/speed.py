@@ -55,7 +55,7 @@ def speed(context: StageContext) -> Iterator[Finding]:
     tokens_per_step = max(*sizes.rows, 64 if context.tiny else 8192)
     phases = StartupPhases()
     engine = build_engine(context, shape, announce=phases, max_running=max(sizes.rows), tokens_per_step=tokens_per_step)
-    yield Finding(what="engine built", value=phases.seconds, unit="s", note=str(phases))
+    yield from phases.findings()
     bench = _Bench(engine, shape or load_config(context.weights), sizes, context)
     for rows in sizes.rows:
         yield bench.decode(rows)
@@ -83,7 +83,7 @@ def quantized(context: StageContext) -> Iterator[Finding]:
         )
     except EngineStartError as error:
         raise Unsupported(str(error)) from None
-    yield Finding(what="engine built", value=phases.seconds, unit="s", note=str(phases))
+    yield from phases.findings()
     bench = _Bench(engine, replace(shape, context=min(shape.context, 1024)), sizes, context, "int8")
     for finding in chain(map(bench.decode, sizes.rows), map(bench.prefill, sizes.prompt_lengths)):
         baseline = (context.numbers or {}).get(f"speed-8b: {finding.what}")
@@ -190,10 +190,22 @@ def _kernel_times(work: Callable[[], object], steps: int, device: str, what: str
 
 
 def batch(context: StageContext) -> Iterator[Finding]:
-    """256 concurrent requests of 1,024 tokens in and 1,024 out. If the time is over first, the note says so."""
+    """256 concurrent requests of 1,024 tokens in and 1,024 out, or as many as fit.
+
+    If the time is over first, the note says so.
+    """
     n_requests, prompt, tokens, per_step = (4, 20, 6, 64) if context.tiny else (256, 1024, 1024, 8192)
-    shape = shape_of(context)
-    engine = build_engine(context, shape, max_running=n_requests, tokens_per_step=per_step, max_context=prompt + tokens)
+    shape, phases = shape_of(context), StartupPhases()
+    engine = build_engine(
+        context, shape, announce=phases, max_running=n_requests, tokens_per_step=per_step, max_context=prompt + tokens
+    )
+    yield from phases.findings()
+    pool = engine.scheduler.pool
+    fitting = min(n_requests, pool.total // -(-(prompt + tokens) // pool.block_size))
+    if fitting < n_requests:
+        note = "the others do not fit into the cache beside them, and are left out"
+        yield Finding(what="requests that fit", value=fitting, unit=f"of {n_requests}", note=note)
+        n_requests = fitting
     for i in range(n_requests):
         engine.add(request(str(i), random_prompt(prompt, shape.vocab_size, i), tokens))
     synchronize(context.device)

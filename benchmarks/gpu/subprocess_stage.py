@@ -11,6 +11,7 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from app.common.operating_system import die_with_parent
-from benchmarks.gpu.results import Finding, Record, StageContext, Unsupported
+from benchmarks.gpu.results import Finding, Record, StageContext, Unsupported, shortened
 
 StartMethod = Literal["fork", "spawn"]
 GRACE_SECONDS = 3.0
@@ -83,6 +84,9 @@ def _stage_main(function: str, context: StageContext, pipe: Connection, log: Pat
     for standard in (1, 2):  # everything that is printed goes to the log, also by native code
         os.dup2(descriptor, standard)
     os.write(2, f"\n== {function}\n".encode())
+    logging.basicConfig(level=logging.INFO)
+    if context.is_blocking:  # CUDA reads it when it starts, and it has not
+        os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
     faulthandler.enable()
     faulthandler.dump_traceback_later(max(0.1, context.seconds_left))  # shows where it hangs before it is killed
     for message in _stage_messages(function, context):
@@ -106,8 +110,7 @@ def _stage_messages(function: str, context: StageContext) -> Iterator[dict[str, 
 
 
 def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+    return f"{type(error).__name__}: {shortened(str(error))}".removesuffix(": ")
 
 
 def _exit_reason(code: int | None) -> str:

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -14,7 +16,7 @@ import pytest
 import torch
 
 from benchmarks.engine_driver import random_prompt, request
-from benchmarks.gpu import conform, conformance
+from benchmarks.gpu import conform, conformance, speed
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.machine import Roofline
 from benchmarks.gpu.packages import WheelsError, install, missing
@@ -71,6 +73,7 @@ def _run_stage(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str, start: 
     [
         ("os.write(1, b'said this')", "done", ""),
         ("raise OSError('no such thing')", "failed", "OSError: no such thing"),
+        ("raise OSError('much' * 900 + ' at the end')", "failed", "muchmuch at the end"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "failed", "SIGKILL"),
         ("os._exit(3)", "failed", "ended with 3"),
         ("raise Unsupported('an old card')", "skipped", "an old card"),
@@ -130,6 +133,60 @@ def test_without_a_gpu_one_line_says_what_is_needed(
     assert line.startswith("error: ") and "needs a CUDA GPU" in line and "--device cpu --tiny" in line
 
 
+@pytest.fixture
+def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with a GPU, as far as main() looks before it runs stages."""
+    monkeypatch.setattr("benchmarks.gpu.__main__._detect_device", lambda *_: ("a GPU", "fork"))
+    monkeypatch.setattr("benchmarks.gpu.__main__.signal.signal", lambda *_: None)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "unused")
+
+
+@pytest.mark.usefixtures("pretended_gpu")
+def test_a_run_on_a_gpu_that_would_skip_stages_ends_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr("benchmarks.gpu.__main__.missing", lambda names: tuple({*names} & {"uvloop"}))
+    monkeypatch.setattr("benchmarks.gpu.__main__.run_in_subprocess", lambda name, *_: ran.append(name))
+    assert main(["--only", "machine,http", "--out", str(tmp_path)]) == 2 and not ran
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: http: no uvloop; bring wheels along") and line.endswith("or add --partial")
+    main(["--only", "machine,http", "--out", str(tmp_path), "--partial"])
+    assert ran == ["benchmarks.gpu.machine.machine"]
+
+
+@pytest.mark.usefixtures("pretended_gpu")
+@pytest.mark.parametrize(
+    ("why", "runs"), [("AcceleratorError: CUDA error: an illegal memory access", 2), ("ValueError: no", 1)]
+)
+def test_an_error_of_cuda_is_looked_for_again_where_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str, runs: int
+) -> None:
+    blocking: list[bool] = []
+
+    def fail(_: str, context: StageContext, record: Record, *__: object) -> None:
+        blocking.append(context.is_blocking)
+        record.status, record.why = "failed", why
+
+    monkeypatch.setattr("benchmarks.gpu.__main__.run_in_subprocess", fail)
+    assert main(["--only", "machine", "--out", str(tmp_path)]) == 1
+    assert blocking == [False, True][:runs]
+    (saved,) = tmp_path.glob("*.json")
+    names = [stage["name"] for stage in json.loads(saved.read_text())["stages"]]
+    assert names == ["machine", "machine (CUDA_LAUNCH_BLOCKING=1)"][:runs]
+
+
+def test_requests_of_a_batch_that_do_not_fit_are_named_and_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speed, "build_engine", partial(speed.build_engine, cache_tokens=64))
+    context = replace(_context(tmp_path), variant="8b", weights=ROOT / "weights")
+    found = {finding.what: finding for finding in speed.batch(context)}
+    fitting = found["requests that fit"]
+    assert (fitting.value, fitting.unit) == (2, "of 4")
+    assert "0 preemptions" in found["2 x 20 in, 6 out"].note
+
+
 @pytest.mark.parametrize("flags", ["--only nonsense", "--minutes 0", "--device cpu", "--wheels /nowhere"])
 def test_wrong_flags_are_one_line_and_status_2(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -139,8 +196,9 @@ def test_wrong_flags_are_one_line_and_status_2(flags: str, capsys: pytest.Captur
 
 
 def test_stages_are_chosen_by_name_or_noun_and_share_the_time() -> None:
-    chosen = [stage.name for stage in choose(["speed", "roofs"], tiny=False)]
-    assert chosen == [name for name in NAMES if name == "roofs" or name.startswith("speed-")]
+    chosen = [stage.name for stage in choose(["speed"], tiny=False)]
+    assert chosen == [name for name in NAMES if name == "roofs" or name.startswith("speed-")], "shares are of the roofs"
+    assert [stage.name for stage in choose(["parity"], tiny=False)] == ["parity"]
     remaining = 480.0
     for i, stage in enumerate(STAGES):  # each stage uses its full share, and every stage gets one
         share = seconds_for(stage, STAGES[i + 1 :], remaining)

@@ -2,7 +2,7 @@
 
 Nothing is read back from the device and no shape depends on a value, so a CUDA graph can capture them. Rows are
 independent; but a library selects its tile by their number, so on a GPU the last bits of a row may depend on it (see
---deterministic), except in int8, whose kernel sums in a fixed order.
+--deterministic), except in int8 in steps of up to 64 tokens, whose kernel sums in a fixed order.
 
 quantize_decoder() replaces the products of a decoder with quantized ones. Embeddings are not quantized, and neither is
 a tied LM head, whose matrix is the embedding.
@@ -34,6 +34,8 @@ Quantize = Literal["none", "int8", "fp8"]
 Product = Callable[..., Tensor]
 """product() of model/nn/layers.py, or a quantized one that owns its weight and ignores the one it is given."""
 _FP8_CAPABILITY = (8, 9)
+_FP8_TORCH = {(8, 9): (2, 12)}
+"""The first torch whose product scales rows of fp8 on GPUs of this compute capability, where that is not the oldest."""
 
 
 def quantized_product(
@@ -67,7 +69,11 @@ def fits_fp8(weight: Tensor) -> bool:
 
 
 def check_quantize(
-    quantize: Quantize, device: str, dtype: torch.dtype, capability: tuple[int, int] | None = None
+    quantize: Quantize,
+    device: str,
+    dtype: torch.dtype,
+    capability: tuple[int, int] | None = None,
+    torch_version: str = torch.__version__,
 ) -> None:
     """Raises ValueError if fp8 is requested but not supported. capability: compute capability of the GPU, if any."""
     if quantize != "fp8":
@@ -79,6 +85,12 @@ def check_quantize(
         raise ValueError(
             "--quantize fp8 requires a GPU of compute capability 8.9 or newer (Ada, Hopper, Blackwell), and this one "
             f"has {found}: use --quantize int8 or none"
+        )
+    needed = _FP8_TORCH.get(capability, (0, 0))
+    if tuple(map(int, torch_version.split(".")[:2])) < needed:
+        raise ValueError(
+            f"--quantize fp8 on a GPU of compute capability {capability[0]}.{capability[1]} requires torch "
+            f"{needed[0]}.{needed[1]} or newer, and this is {torch_version}: update it, or use --quantize int8 or none"
         )
     if dtype != torch.bfloat16:
         raise ValueError("--quantize fp8 computes in bfloat16: use --dtype bfloat16 or auto")

@@ -141,7 +141,7 @@ def _filled(
     return cache, tables
 
 
-_LARGE = (
+LARGE = (
     Shape(n_heads=32, n_kv_heads=8, head_dim=128, block_size=64, lengths=(4096, 1, 513, 512, 511, 64, 65, 9000)),
     Shape(n_heads=28, n_kv_heads=4, head_dim=128, block_size=16, lengths=(1300, 40, 1025), shared_blocks=2),
     Shape(n_heads=8, n_kv_heads=8, head_dim=64, block_size=128, lengths=(700, 2000), window=600),
@@ -153,7 +153,7 @@ _LARGE = (
 _SMALL = (Shape(n_heads=4, n_kv_heads=2, head_dim=40, block_size=16, lengths=(70, 9)),)
 
 
-def _formats(shape: Shape) -> list[torch.dtype]:
+def formats(shape: Shape) -> list[torch.dtype]:
     """float32 only for small heads: compiling it for the largest takes half a minute, and no service uses it."""
     others = [torch.float16] * (shape.n_kv_heads == 8) + [torch.float32] * (shape.head_dim <= 80)
     return [torch.bfloat16, *others]
@@ -162,8 +162,8 @@ def _formats(shape: Shape) -> list[torch.dtype]:
 def check_attention(device: str, tiny: bool) -> Iterator[Finding]:
     """Checks that the output is softmax(q k^T) v, and that the bits of a row depend on its own tokens only."""
     seed = time.time_ns() % 1_000_000
-    for shape in _SMALL if tiny else _LARGE:
-        for dtype in _formats(shape):
+    for shape in _SMALL if tiny else LARGE:
+        for dtype in formats(shape):
             what, scene = f"{shape}, {dtype}, seed {seed}", build(shape, dtype, device, seed, tail=_TAIL)
             others = (kernels_under_test(device), kernels_under_test(device, partial_bytes=0))
             yield accuracy(what, others[0], scene, tail=40)

@@ -22,8 +22,8 @@ from benchmarks.gpu.results import Finding
 from model.config import Activation, Norm
 
 Outputs = dict[str, Tensor]
-_FORMATS = (torch.bfloat16, torch.float16, torch.float32)
-_LARGE_WIDTHS = ((1, 4096), (64, 8192), (300, 768), (7, 5120), (5, 100), (2, 16384))
+FORMATS = (torch.bfloat16, torch.float16, torch.float32)
+LARGE_WIDTHS = ((1, 4096), (64, 8192), (300, 768), (7, 5120), (5, 100), (2, 16384))
 _LARGE_STATES = ((256, 256, 64, 2048), (500, 129, 16, 300), (8, 1, 32, 5))
 _LARGE_HEADS = (
     (256, 32, 8, 128, 128, True),
@@ -35,15 +35,15 @@ _LARGE_HEADS = (
 
 def check_add_norm(device: str, tiny: bool) -> Iterator[Finding]:
     """Residual addition and norm."""
-    for n_tokens, width in ((3, 40),) if tiny else _LARGE_WIDTHS:
-        for dtype in _FORMATS:
+    for n_tokens, width in ((3, 40),) if tiny else LARGE_WIDTHS:
+        for dtype in FORMATS:
             yield from norms(kernels_under_test(device), n_tokens, width, dtype, device, _seed())
 
 
 def check_split_heads(device: str, tiny: bool) -> Iterator[Finding]:
     """Queries, and what the KV cache holds."""
     for n_tokens, n_heads, n_kv_heads, head_dim, turned, normed in ((3, 3, 1, 12, 6, True),) if tiny else _LARGE_HEADS:
-        for dtype in _FORMATS:
+        for dtype in FORMATS:
             norms = [random((head_dim,), dtype, device, _seed()) if normed else None for _ in "qk"]
             spec = HeadsSpec(
                 n_heads=n_heads,
@@ -59,8 +59,8 @@ def check_split_heads(device: str, tiny: bool) -> Iterator[Finding]:
 
 def check_gate(device: str, tiny: bool) -> Iterator[Finding]:
     """Activations."""
-    for n_tokens, width in ((3, 40),) if tiny else _LARGE_WIDTHS:
-        for dtype in _FORMATS:
+    for n_tokens, width in ((3, 40),) if tiny else LARGE_WIDTHS:
+        for dtype in FORMATS:
             yield from gates(kernels_under_test(device), n_tokens, width, dtype, device, _seed())
 
 

@@ -126,20 +126,34 @@ def test_the_product_of_torch_takes_what_it_is_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "capability", "reason"),
+    ("device", "dtype", "capability", "version", "reason"),
     [
-        ("cpu", torch.bfloat16, None, "requires a GPU, and the device is cpu: use --quantize int8 or none"),
-        ("cuda", torch.bfloat16, (8, 6), r"capability 8\.9 or newer .* has 8\.6: use --quantize int8 or none"),
-        ("cuda", torch.float32, (9, 0), "computes in bfloat16: use --dtype bfloat16 or auto"),
+        ("cpu", torch.bfloat16, None, "2.13.0", "requires a GPU, and the device is cpu: use --quantize int8 or none"),
+        (
+            "cuda",
+            torch.bfloat16,
+            (8, 6),
+            "2.13.0",
+            r"capability 8\.9 or newer .* has 8\.6: use --quantize int8 or none",
+        ),
+        ("cuda", torch.float32, (9, 0), "2.13.0", "computes in bfloat16: use --dtype bfloat16 or auto"),
+        (
+            "cuda",
+            torch.bfloat16,
+            (8, 9),
+            "2.11.0+cu130",
+            r"8\.9 requires torch 2\.12 or newer, and this is 2\.11\.0\+cu130",
+        ),
     ],
 )
 def test_fp8_is_refused_where_it_cannot_be(
-    device: str, dtype: torch.dtype, capability: tuple[int, int] | None, reason: str
+    device: str, dtype: torch.dtype, capability: tuple[int, int] | None, version: str, reason: str
 ) -> None:
-    check_quantize("fp8", "cuda", torch.bfloat16, (8, 9))
-    check_quantize("int8", device, dtype, capability)
+    check_quantize("fp8", "cuda", torch.bfloat16, (8, 9), "2.12.0")
+    check_quantize("fp8", "cuda", torch.bfloat16, (9, 0), "2.11.0+cu130")
+    check_quantize("int8", device, dtype, capability, version)
     with pytest.raises(ValueError, match=reason):
-        check_quantize("fp8", device, dtype, capability)
+        check_quantize("fp8", device, dtype, capability, version)
 
 
 @needs_triton
@@ -152,7 +166,7 @@ def test_kernels_of_triton_are_for_a_gpu_that_computes_in_a_short_format() -> No
 
 @needs_triton
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize(("tokens", "rows", "columns"), [(1, 70, 96), (16, 64, 128), (17, 130, 200), (3, 8, 272)])
+@pytest.mark.parametrize(("tokens", "rows", "columns"), [(1, 70, 96), (17, 130, 200), (3, 8, 1100), (70, 130, 200)])
 def test_the_int8_kernel_gives_what_its_reference_gives(tokens: int, rows: int, columns: int, has_bias: bool) -> None:
     float32 = {"dtype": torch.float32}
     x, weight = _normal(tokens, columns, **float32).to(DEVICE), quantize(_normal(rows, columns, **float32).to(DEVICE))
@@ -162,17 +176,31 @@ def test_the_int8_kernel_gives_what_its_reference_gives(tokens: int, rows: int, 
 
 
 @needs_triton
-def test_every_token_of_every_tile_is_computed_from_its_own_row() -> None:
-    """Exact sums, so that a differing bit means a misplaced number; rows of x may be strided."""
+@pytest.mark.parametrize("columns", [200, 1100])
+def test_every_token_of_every_tile_is_computed_from_its_own_row(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exact sums, so that a differing bit means a misplaced number; rows of x may be strided. 1,100 columns: splits."""
     kernel, float32 = import_module(TRITON), torch.float32
-    numbers = _normal(130, 200, seed=1, dtype=float32).mul(3).round().to(torch.int8).to(DEVICE)
+    numbers = _normal(130, columns, seed=1, dtype=float32).mul(3).round().to(torch.int8).to(DEVICE)
     weight = Quantized(numbers, torch.full((130,), 0.5, device=DEVICE))
-    wide = _normal(70, 300, dtype=float32).mul(3).round().to(DEVICE)
-    together = kernel.int8_product(wide[:, :200], weight, None)
-    assert torch.equal(together, wide[:, :200] @ numbers.float().t() * 0.5)
-    for few in (1, 16, 17):
-        assert torch.equal(kernel.int8_product(wide[:few, :200], weight, None), together[:few])
-    assert [kernel.tile(n)[0] for n in (1, 16, 17, 100_000)] == [16, 16, 64, 64]
+    wide = _normal(70, columns + 100, dtype=float32).mul(3).round().to(DEVICE)
+    exact = wide[:, :columns] @ numbers.float().t() * 0.5
+    for few in (1, 16, 17, 64):
+        assert torch.equal(kernel.int8_product(wide[:few, :columns], weight, None), exact[:few])
+    monkeypatch.setattr(kernel, "_PIECE_BYTES", 50 * 4 * columns)
+    assert torch.equal(kernel.int8_product(wide[:, :columns], weight, None), exact), "pieces of 50, 50 and 30 rows"
+    biased = kernel.int8_product(wide[:, :columns], weight, torch.ones(130, device=DEVICE))
+    assert torch.equal(biased, exact + 1)
+
+
+@needs_triton
+def test_a_matrix_of_few_rows_is_divided_as_its_sizes_say() -> None:
+    """Not as tokens do. 4,096 x 4,096 alone would occupy half of the multiprocessors of a Hopper GPU."""
+    kernel = import_module(TRITON)
+    sizes = ((4096, 4096), (4096, 14_336), (28_672, 4096), (6144, 4096), (64, 600), (64, 96))
+    columns = [kernel.split_columns(*each) for each in sizes]
+    assert [-(-n // size) for (_, n), size in zip(sizes, columns, strict=True)] == [5, 5, 1, 3, 2, 1]
+    assert all(size % kernel.BLOCK_K == 0 for size in columns)
+    assert [kernel.tile(n)[0] for n in (1, 16, 17, 64)] == [16, 16, 64, 64]
 
 
 @needs_triton

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +61,39 @@ def test_a_row_of_many_tiles_whose_candidates_do_not_fit_the_room_is_drawn_by_th
     small = partial(module.sample, sizes=module.SamplerTiling(tile=64, groups=4, scratch=64))
     case = chance(name, 260, 16, 3) if name == "chance" else _some(MANY_TILES[name], len(name) % 2, 3)
     assert not list(wrong(small, case, DEVICE, exact=True))
+
+
+def test_the_program_of_a_whole_row_only_searches_what_the_tiles_have_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without filters, or with min_p, it reads the weights of one tile: the one with the token. No logits are read."""
+    module = pytest.importorskip("app.engine.gpu.kernels.triton.sampler", reason="Triton is not installed")
+    tile, kernel = 64, module.sample_kernel
+    small = partial(module.sample, sizes=module.SamplerTiling(tile=tile, groups=4, scratch=64))
+    every = chance("plain", 260, 16, 4)
+    params = [SamplingParams(seed=seed, min_p=0.05 * (seed % 2), temperature=0.5 + seed) for seed in range(4)]
+    rows = [SamplingInput(each, [1, 2], 1) for each in params]
+    case = Case(name="plain", logits_SV=every.logits_SV[: len(rows)], rows=rows)
+    tokens = [sampled.token or 0 for sampled in draw(small, case, DEVICE)[0]]
+    poisoned: list[int] = []
+
+    class Poisoning:
+        """The kernel, once its inputs are gone that it has no need of."""
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            def launch(*args: Any, **options: Any) -> None:
+                x_SV, weights_SV = args[5:7]
+                x_SV.fill_(torch.nan)
+                for row, token in enumerate(tokens):
+                    keep = weights_SV[row, token // tile * tile :][:tile].clone()
+                    weights_SV[row].fill_(torch.nan)
+                    weights_SV[row, token // tile * tile :][:tile] = keep
+                    poisoned.append(row)
+                kernel[grid](*args, **options)
+
+            return launch
+
+    monkeypatch.setattr(module, "sample_kernel", Poisoning())
+    assert [sampled.token for sampled in draw(small, case, DEVICE)[0]] == tokens and len(poisoned) == len(rows)
+    assert len({token // tile for token in tokens}) > 1
 
 
 @pytest.mark.parametrize("kind", BOTH)

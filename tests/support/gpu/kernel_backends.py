@@ -1,7 +1,7 @@
 """Where kernels are tested, and at which sizes: on a GPU where there is one, else in Triton's interpreter, in small.
 
 The interpreter of Triton 3.7 and 3.8 takes a product of bfloat16 for one of integers, and truncates where it should
-round: that format is for GPUs, and for tests/support/gpu/compile_kernels.py.
+round: that format is for GPUs, and for tests/engine/gpu/test_kernel_compilation.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INSTALLED = find_spec("triton") is not None
 if INSTALLED:
     repair()
-needs_triton = pytest.mark.skipif(not INSTALLED, reason="Triton is not installed: pip install -e .[gpu]")
+needs_triton = pytest.mark.skipif(not INSTALLED, reason="Triton is not installed: make install EXTRAS=gpu")
 
 BOTH = ["torch", pytest.param("triton", marks=[needs_triton, pytest.mark.slow])]
 """Kernels under test."""

@@ -1,45 +1,70 @@
 """Launches every step's kernels through Triton's GPU path, without a GPU, and prints the requested variants.
 
-Nothing is compiled and nothing computed: what is asked for is noted. In a process with TRITON_INTERPRET=1 there is no
-such way, so the tests start this one without it.
+Nothing is compiled and nothing computed: what is asked for is noted, and so is what a captured step launches. In a
+process with TRITON_INTERPRET=1 there is no such way, so the tests start this one without it.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.jit import JITFunction
 
 from app.common.types import Request, SamplingParams
 from app.engine.execution.engine import Engine
 from app.engine.execution.warmup_batches import dummies
 from app.engine.gpu.kernels.interface import RowLookup
+from app.engine.gpu.kernels.triton.operations import TritonKernels
 from app.engine.gpu.kernels.triton.quantized_products import int8_product
 from app.engine.gpu.linears import quantize_decoder
+from app.engine.gpu.runner import DeviceRunner
 from app.engine.gpu.triton_loader import QuantizedKernels, triton_kernels
 from app.engine.scheduling.block_allocator import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
+from benchmarks.gpu.compilation import Driver, engine_launches
 from tests.support.gpu.emulated_engine import tiny_device_runner
 from tests.support.model.tiny_models import run_all, tiny_config, tiny_decoder
 
-ROWS, TOKENS, BLOCKS = 12, 64, 96
+ROWS, TOKENS, BLOCKS, BLOCK = 12, 64, 96, 64
+SHAPE = tiny_config(context=640, vocab_size=333, tied_head=False, qk_norm=True, n_layers=1)
 
 
-class Driver:
-    """A Hopper GPU, as far as Triton queries it before a kernel is compiled."""
+class LaunchCounter(TorchDispatchMode):
+    """Counts what a captured step would launch: Triton's kernels, and torch's operations that are no views."""
 
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+        self._run = JITFunction.run
 
-    def get_current_device(self) -> int:
-        return 0
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if not (func.is_view or "empty" in name or name in ("_unsafe_view", "detach")):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
 
-    def get_current_stream(self, _device: int) -> int:
-        return 0
+    def capture(self, work: Callable[[], object]) -> Callable[[], object]:
+        """A `Capture` that counts the launches of the step last captured: the one of the fewest rows and splits."""
+
+        def count(kernel: Any, *args: Any, **options: Any) -> Any:
+            self.names.append(kernel.__name__)
+            return self._run(kernel, *args, **options)
+
+        self.names = []
+        JITFunction.run = count
+        try:
+            with self:
+                work()
+        finally:
+            JITFunction.run = self._run
+        return work
 
 
 def asked() -> list[Request]:
@@ -56,36 +81,65 @@ def asked() -> list[Request]:
     ]
 
 
+def device_runner(kernels: Any, n_layers: int, *, int8: bool) -> DeviceRunner:
+    """The runner of a decoder with that many layers."""
+    decoder = tiny_decoder(replace(SHAPE, n_layers=n_layers), dtype=torch.bfloat16)
+    decoder.make_tables()  # float32, as an engine has them
+    if int8:
+        quantize_decoder(decoder, "int8", QuantizedKernels(int8_product=int8_product))
+    sizes = {"max_running": ROWS, "tokens_per_step": TOKENS, "blocks": BLOCKS, "block_size": BLOCK}
+    return tiny_device_runner(decoder, **sizes, kernels=kernels)
+
+
+def launches_per_layer(kernels: Any) -> list[str]:
+    """What one more layer adds to the captured steps of one row: with one split, and with the most."""
+    steps = []
+    for n_layers in (1, 2):
+        counter, found = LaunchCounter(), list[list[str]]()
+
+        def capture(work: Callable[[], None], counter: LaunchCounter = counter, found: Any = found) -> Any:
+            replay = counter.capture(work)
+            found.append(counter.names)
+            return replay
+
+        device_runner(kernels, n_layers, int8=False).capture(capture)
+        steps.append(max(found, key=len))
+    return [name for name in sorted(set(steps[1])) for _ in range(steps[1].count(name) - steps[0].count(name))]
+
+
 def main() -> dict[str, Any]:
-    """Variants that the warm-up and the capture ask for, and those that only requests do."""
+    """Variants that the start asks for, those that only requests do, and those that the table of variants lacks."""
     wanted: set[str] = set()
-    triton.runtime.driver.set_active(Driver())
+    triton.runtime.driver.set_active(Driver(90))
     # True: no need to compile it.
     triton.knobs.runtime.jit_cache_hook = lambda *, key, fn, **_: not wanted.add(f"{fn.name.split('.')[-1]} {key}")
     found = triton_kernels()
     assert found
-    shape = tiny_config(context=640, vocab_size=333, tied_head=False, qk_norm=True, n_layers=1)
-    decoder = tiny_decoder(shape, dtype=torch.bfloat16)
-    quantize_decoder(decoder, "int8", QuantizedKernels(int8_product=int8_product))
-    runner = tiny_device_runner(
-        decoder,
-        max_running=ROWS,
-        tokens_per_step=TOKENS,
-        blocks=BLOCKS,
-        block_size=64,
-        kernels=found.kernels,
-    )
     look_up = found.kernels.look_up
     # Nothing is computed, and an embedding must be in its table.
     vars(found.kernels)["look_up"] = lambda *asked: RowLookup(*[column_S.zero_() for column_S in look_up(*asked)])
+    per_layer = launches_per_layer(found.kernels)
+    wanted.clear()
+    for launch in engine_launches("", SHAPE, torch.bfloat16, BLOCK, ROWS).values():
+        launch(TritonKernels())
+    table = set(wanted)
+    wanted.clear()
+    plain = device_runner(found.kernels, 1, int8=False)
+    plain.warm_up(TOKENS)
+    plain.capture(lambda work: (work(), work)[1])
+    missing = sorted(wanted - table)
+    wanted.clear()
+    runner = device_runner(found.kernels, 1, int8=True)
     runner.warm_up(TOKENS)
     runner.capture(lambda work: (work(), work)[1])
     early = sorted(wanted)
     runner.graphs.steps.out.numbers_X.zero_()  # no step has sampled a token yet
-    scheduler = Scheduler(StepLimits(tokens_per_step=TOKENS, max_running=ROWS), BlockPool(BLOCKS, 64))
+    scheduler = Scheduler(StepLimits(tokens_per_step=TOKENS, max_running=ROWS), BlockPool(BLOCKS, BLOCK))
     texts = run_all(Engine(scheduler, runner, runner), asked())
     runner.run(dummies(1, TOKENS, prompt_logprobs=0))
-    return {"early": early, "late": sorted(wanted - {*early}), "tokens": sum(map(len, texts.values()))}
+    late = sorted(wanted - {*early})
+    tokens = sum(map(len, texts.values()))
+    return {"missing": missing, "early": early, "late": late, "tokens": tokens, "layer": per_layer}
 
 
 if __name__ == "__main__":

@@ -201,9 +201,9 @@ def _collect(
 
 NEG_INF = tl.constexpr(float("-inf"))
 TOP_P = tl.constexpr(layout.TOP_P)
-_MIN_P = tl.constexpr(layout.MIN_P)
-_TEMPERATURE = tl.constexpr(layout.TEMPERATURE)
-_TYPICAL_P = tl.constexpr(layout.TYPICAL_P)
+MIN_P = tl.constexpr(layout.MIN_P)
+TEMPERATURE = tl.constexpr(layout.TEMPERATURE)
+TYPICAL_P = tl.constexpr(layout.TYPICAL_P)
 _SMALLEST = tl.constexpr(1e-300)
 _MIN_SPARE_WEIGHT = tl.constexpr(1e-30)
 
@@ -264,50 +264,59 @@ def apply_top_k(
 
 
 @triton.jit
-def compute_weights(
-    x_ptr, w_ptr, numbers_ptr, best, size, scratch_ptr, scratch_w_ptr, B: tl.constexpr, C: tl.constexpr
-):
-    """Computes the weights of `size` tokens: 1 for the largest logit, 0 for tokens that are filtered out."""
-    temperature = tl.load(numbers_ptr + _TEMPERATURE).to(tl.float32)
-    typical_p, top_p = tl.load(numbers_ptr + _TYPICAL_P), tl.load(numbers_ptr + TOP_P)
-    min_p = tl.load(numbers_ptr + _MIN_P).to(tl.float32)
-    total_B = tl.zeros((B,), tl.float64)
+def weights_of(x, best, temperature):
+    """Weights of logits: 1 for the largest one."""
+    return exp_nonpositive(scaled(x, best, temperature))
+
+
+@triton.jit
+def compute_weights(x_ptr, w_ptr, numbers_ptr, best, size, B: tl.constexpr):
+    """Writes the weights of `size` tokens, before filters. weigh_kernel does it where top_k does not apply."""
+    temperature = tl.load(numbers_ptr + TEMPERATURE).to(tl.float32)
     for start in range(0, size, B):
         ids = start + tl.arange(0, B)
-        weight = exp_nonpositive(scaled(tl.load(x_ptr + ids, mask=ids < size, other=NEG_INF), best, temperature))
-        tl.store(w_ptr + ids, weight, mask=ids < size)
-        total_B += weight
+        x = tl.load(x_ptr + ids, mask=ids < size, other=NEG_INF)
+        tl.store(w_ptr + ids, weights_of(x, best, temperature), mask=ids < size)
     tl.debug_barrier()
-    total, highest = tl.sum(total_B, 0), best * 0 + 1.0
-    if typical_p < 1:
-        total, highest = _apply_typical_p(
-            x_ptr, w_ptr, size, best, temperature, typical_p, total, scratch_ptr, scratch_w_ptr, B, C
-        )
-    least = min_p * highest
-    if top_p < 1:
-        # Even all tokens with at most this weight together are not needed.
-        spare = (1 - top_p) * total / size * 0.999
-        low = tl.where(spare > _MIN_SPARE_WEIGHT, spare, 0.0).to(tl.float32).to(tl.int32, bitcast=True).to(tl.int64)
-        high = highest.to(tl.int32, bitcast=True).to(tl.int64) + 1
-        target = tl.maximum(total * top_p, _SMALLEST)
-        key = find_threshold(
-            BY_WEIGHT, x_ptr, w_ptr, size, 0.0, 1.0, 0.0, 0.0, low, high, target, scratch_ptr, scratch_w_ptr, B, C
-        )
-        least = tl.maximum(least, key.to(tl.int32).to(tl.float32, bitcast=True))
-    if least > 0:
+
+
+@triton.jit
+def least_weight(x_ptr, w_ptr, numbers_ptr, best, size, scratch_ptr, scratch_w_ptr, B: tl.constexpr, C: tl.constexpr):
+    """The least weight that the filters keep, of `size` tokens. typical_p sets the weights that it drops to 0."""
+    typical_p, top_p = tl.load(numbers_ptr + TYPICAL_P), tl.load(numbers_ptr + TOP_P)
+    highest = best * 0 + 1.0
+    least = tl.load(numbers_ptr + MIN_P).to(tl.float32) * highest
+    if (typical_p < 1) | (top_p < 1):
+        total_B = tl.zeros((B,), tl.float64)
         for start in range(0, size, B):
             ids = start + tl.arange(0, B)
-            tl.store(w_ptr + ids, 0.0, mask=(ids < size) & (tl.load(w_ptr + ids, mask=ids < size, other=0.0) < least))
-        tl.debug_barrier()
+            total_B += tl.load(w_ptr + ids, mask=ids < size, other=0.0)
+        total = tl.sum(total_B, 0)
+        if typical_p < 1:
+            total, highest = _apply_typical_p(
+                x_ptr, w_ptr, numbers_ptr, size, best, typical_p, total, scratch_ptr, scratch_w_ptr, B, C
+            )
+            least *= highest
+        if top_p < 1:
+            # Even all tokens with at most this weight together are not needed.
+            spare = (1 - top_p) * total / size * 0.999
+            low = tl.where(spare > _MIN_SPARE_WEIGHT, spare, 0.0).to(tl.float32).to(tl.int32, bitcast=True).to(tl.int64)
+            high = highest.to(tl.int32, bitcast=True).to(tl.int64) + 1
+            target = tl.maximum(total * top_p, _SMALLEST)
+            key = find_threshold(
+                BY_WEIGHT, x_ptr, w_ptr, size, 0.0, 1.0, 0.0, 0.0, low, high, target, scratch_ptr, scratch_w_ptr, B, C
+            )
+            least = tl.maximum(least, key.to(tl.int32).to(tl.float32, bitcast=True))
+    return least
 
 
 @triton.jit
 def _apply_typical_p(
     x_ptr,
     w_ptr,
+    numbers_ptr,
     size,
     best,
-    temperature,
     typical_p,
     total,
     scratch_ptr,
@@ -319,6 +328,7 @@ def _apply_typical_p(
 
     Returns their total and their largest weight.
     """
+    temperature = tl.load(numbers_ptr + TEMPERATURE).to(tl.float32)
     log_total = tl.log(total)
     parts_B = tl.zeros((B,), tl.float64)
     for start in range(0, size, B):

@@ -1,4 +1,4 @@
-"""Triton sampler: penalties, sampling, and log-probabilities, three kernels per step. Nothing waits for the device.
+"""Triton sampler: penalties, weights, sampling, and log-probabilities, four kernels a step that wait for nothing.
 
 It samples the same tokens as app/engine/sampling/sampler.py; docs/sampling.md specifies both. Rounding may make them
 differ: weights are exact to 2 units in the last place of float32, and a GPU adds in another order. The bits of a row
@@ -19,17 +19,22 @@ from torch import Tensor
 from app.engine.gpu.kernels.sampling_state import TOP, SampleOut, SamplingTable
 from app.engine.gpu.kernels.triton.filters import (
     BY_LOGPROB,
+    MIN_P,
     NEG_INF,
     NO_KEY,
+    TEMPERATURE,
     TOP_P,
+    TYPICAL_P,
     apply_top_k,
     compute_weights,
     exp_nonpositive,
     find_threshold,
+    least_weight,
     load_keys,
     logprob,
     lower_bound_from_groups,
     ordered_bits,
+    weights_of,
 )
 from app.engine.sampling import parameters as layout
 
@@ -275,6 +280,43 @@ _TOP_K = tl.constexpr(layout.TOP_K)
 _MASK32 = tl.constexpr(0xFFFFFFFF)
 
 
+@triton.jit
+def _is_cut(words_ptr, V):
+    """Whether top_k applies to the row, so that weights follow its search."""
+    k = tl.load(words_ptr + _TOP_K)
+    return (k > 0) & (k < V)
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def weigh_kernel(
+    rows_ptr,
+    words_ptr,
+    numbers_ptr,
+    x_ptr,
+    w_ptr,
+    best_ptr,
+    sums_ptr,
+    V,
+    tiles,
+    B: tl.constexpr,
+    T: tl.constexpr,
+):
+    """Writes the weights of one tile, and the sum of those that min_p keeps; not for greedy rows nor for top_k."""
+    s, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.load(rows_ptr + s).to(tl.int64)
+    words_ptr, numbers_ptr = words_ptr + row * WORDS, numbers_ptr + row * (WORDS // 2)
+    at_T = tl.arange(0, T)
+    best = tl.max(tl.load(best_ptr + s * tiles + at_T, mask=at_T < tiles, other=NEG_INF), 0)
+    is_drawn = ((tl.load(words_ptr + FLAGS) & GREEDY) == 0) & (tl.abs(best) <= _FLOAT_MAX)
+    if is_drawn & ~_is_cut(words_ptr, V):
+        at = s * tiles + tile
+        ids = at * B + tl.arange(0, B)
+        weight = weights_of(tl.load(x_ptr + ids), best, tl.load(numbers_ptr + TEMPERATURE).to(tl.float32))
+        tl.store(w_ptr + ids, weight)
+        kept = tl.where(weight >= tl.load(numbers_ptr + MIN_P).to(tl.float32), weight, 0.0)
+        tl.store(sums_ptr + at, tl.sum(kept.to(tl.float64), 0))
+
+
 @triton.jit(do_not_specialize=["tiles"])
 def sample_kernel(
     rows_ptr,
@@ -320,8 +362,8 @@ def sample_kernel(
         groups_ptr, numbers_ptr = groups_ptr + s * tiles * G, numbers_ptr + row * (WORDS // 2)
         scratch_ptr, scratch_w_ptr, k = scratch_ptr + 2 * s * C, scratch_w_ptr + 2 * s * C, tl.load(words_ptr + _TOP_K)
         token = _sample_row(
-            x_ptr, w_ptr, numbers_ptr, groups_ptr, sums_ptr, scratch_ptr, scratch_w_ptr, best, k, number, V, tiles,
-            B, G, T, C,
+            x_ptr, w_ptr, numbers_ptr, groups_ptr, sums_ptr, scratch_ptr, scratch_w_ptr, best, k,
+            _is_cut(words_ptr, V), number, V, tiles, B, G, T, C,
         )  # fmt: skip
     if has_token & ((flags & COUNTED) > 0):
         counts_ptr += row * V + token
@@ -341,6 +383,7 @@ def _sample_row(
     scratch_w_ptr,
     best,
     k,
+    is_cut,
     number,
     V,
     tiles,
@@ -351,34 +394,45 @@ def _sample_row(
 ):
     """Samples one row that is not greedy; the pointers are those of the row."""
     size = V
-    if (k > 0) & (k < V):
+    if is_cut:
         size = apply_top_k(x_ptr, groups_ptr, tiles * G, best, k, V, scratch_ptr, scratch_w_ptr, B, G * T, C)
-    is_collected = size < V
-    if is_collected:
-        x_ptr = scratch_w_ptr + C
-    compute_weights(x_ptr, w_ptr, numbers_ptr, best, size, scratch_ptr, scratch_w_ptr, B, C)
+        if size < V:
+            x_ptr = scratch_w_ptr + C
+        compute_weights(x_ptr, w_ptr, numbers_ptr, best, size, B)
+    least = least_weight(x_ptr, w_ptr, numbers_ptr, best, size, scratch_ptr, scratch_w_ptr, B, C)
+    top_p = tl.load(numbers_ptr + TOP_P)
+    if is_cut | (top_p < 1) | (tl.load(numbers_ptr + TYPICAL_P) < 1):
+        _sum_tiles(w_ptr, sums_ptr, least, size, B)
     # With top_p 0 only the most likely token is left: the one with the lowest id if several tie.
-    number = tl.where(tl.load(numbers_ptr + TOP_P) > 0, number, 0.0)
-    index = _inverse_cdf(w_ptr, sums_ptr, number, size, B, T)
-    return tl.load(scratch_ptr + C + index, mask=is_collected, other=index)
+    index = _inverse_cdf(w_ptr, sums_ptr, tl.where(top_p > 0, number, 0.0), least, size, B, T)
+    return tl.load(scratch_ptr + C + index, mask=size < V, other=index)
 
 
 @triton.jit
-def _inverse_cdf(w_ptr, sums_ptr, number, size, B: tl.constexpr, T: tl.constexpr):
-    """First index at which the cumulative weight exceeds the number times the total."""
-    tiles = tl.cdiv(size, B)
-    for tile in range(tiles):
-        ids = tile * B + tl.arange(0, B)
-        tl.store(sums_ptr + tile, tl.sum(tl.load(w_ptr + ids, mask=ids < size, other=0.0).to(tl.float64), 0))
+def _kept_weights(w_ptr, ids, size, least):
+    weight = tl.load(w_ptr + ids, mask=ids < size, other=0.0)
+    return tl.where(weight >= least, weight, 0.0).to(tl.float64)
+
+
+@triton.jit
+def _sum_tiles(w_ptr, sums_ptr, least, size, B: tl.constexpr):
+    """What weigh_kernel writes, after more filters than min_p."""
+    for tile in range(tl.cdiv(size, B)):
+        tl.store(sums_ptr + tile, tl.sum(_kept_weights(w_ptr, tile * B + tl.arange(0, B), size, least), 0))
     tl.debug_barrier()
+
+
+@triton.jit
+def _inverse_cdf(w_ptr, sums_ptr, number, least, size, B: tl.constexpr, T: tl.constexpr):
+    """First index at which the cumulative weight exceeds the number times the total."""
     at_T = tl.arange(0, T)
-    sum_T = tl.load(sums_ptr + at_T, mask=at_T < tiles, other=0.0)
+    sum_T = tl.load(sums_ptr + at_T, mask=at_T < tl.cdiv(size, B), other=0.0)
     until_T = tl.cumsum(sum_T, 0)
     target = number * tl.max(until_T, 0)
     tile = _first_above(until_T, target, sum_T, at_T)
     target -= tl.sum(tl.where(at_T == tile, until_T - sum_T, 0.0), 0)
     ids = tile * B + tl.arange(0, B)
-    weight = tl.load(w_ptr + ids, mask=ids < size, other=0.0).to(tl.float64)
+    weight = _kept_weights(w_ptr, ids, size, least)
     return _first_above(tl.cumsum(weight, 0), target, weight, ids)
 
 
@@ -454,6 +508,12 @@ def sample(
         *(vocab, tiles),
         **counted,
         **shape,
+        num_warps=WARPS,
+    )
+    weigh_kernel[(n_rows, tiles)](
+        *(rows_S, words, numbers, scratch.x, scratch.weights, scratch.best, scratch.sums, vocab, tiles),
+        B=sizes.tile,
+        T=whole["T"],
         num_warps=WARPS,
     )
     sample_kernel[(n_rows,)](

@@ -1,0 +1,344 @@
+"""Variants of the Triton kernels by model, compiled without a GPU in parallel processes, and facts of their code.
+
+`python -m benchmarks.gpu.compilation --arch 90` prints the facts as JSON; with TRITON_INTERPRET=1 nothing is compiled.
+Triton's cache (TRITON_CACHE_DIR) keeps the code, so engines and checks that start later find it there.
+
+Shape legend: as in app/engine/gpu/kernels/interface.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from app.common.operating_system import die_with_parent
+from app.engine.gpu.kernels.interface import SPLIT, AttentionBatch, HeadsSpec, NormSpec, RowState
+from app.engine.gpu.kernels.sampling_state import SampleOut, SamplingTable
+from app.engine.gpu.kernels.triton.operations import TritonKernels
+from app.engine.gpu.kernels.triton.quantized_products import int8_product, quantize_fp8_rows
+from app.engine.gpu.linears import VOCAB_MULTIPLE
+from app.engine.quantization.int8_weights import Quantized
+from benchmarks.gpu.conformance import attention as attention_checks
+from benchmarks.gpu.conformance import rows as row_checks
+from benchmarks.gpu.parity import LAYOUTS
+from benchmarks.gpu.results import Finding, StageContext, shortened
+from benchmarks.shapes import SHAPES
+from model.config import Activation, ModelConfig, Norm
+
+SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+"""Shared memory that a program may have, by compute capability."""
+BF16, FP16, FP32, INT32 = torch.bfloat16, torch.float16, torch.float32, torch.int32
+_ENGINE_BLOCK, _FP8_CAPABILITY = 64, 89
+_USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
+Launch = Callable[[TritonKernels], object]
+Launches = dict[str, Launch]
+"""Calls of the kernels' Python functions, by a name. What a call compiles depends on shapes and formats only."""
+
+
+def engine_launches(
+    name: str, config: ModelConfig, dtype: torch.dtype = BF16, block: int = _ENGINE_BLOCK, max_running: int = 256
+) -> Launches:
+    """Everything that an engine with this model launches, but for 8-bit products."""
+    tile = max(16, 64 // (config.n_heads // config.n_kv_heads))  # as StepProgram does
+    shape = attention_checks.Shape(
+        n_heads=config.n_heads, n_kv_heads=config.n_kv_heads, head_dim=config.head_dim, block_size=block, lengths=(),
+        window=config.sliding_window,
+    )  # fmt: skip
+    table = -(-config.context // block)
+    found: Launches = {
+        f"{name}: {what}, {splits}": partial(_attention, shape, dtype, table, tokens, splits)
+        for (what, tokens), splits in itertools.product((("decode", 1), ("prompt", tile)), (1, 2))
+        if splits == 1 or config.context > SPLIT
+    }
+    heads = partial(_heads, config.n_heads, config.n_kv_heads, config.head_dim, config.effective_rotary_dim, dtype)
+    found[f"{name}: heads"] = partial(heads, block, config.qk_norm, config.positions == "rotary")
+    for has_delta in (False, True):
+        found[f"{name}: norm, {has_delta=}"] = partial(
+            _norm, dtype, config.norm, config.width, has_delta, config.norm_bias
+        )
+    found[f"{name}: gate"] = partial(_gate, dtype, config.activation, config.mlp_width, config.gated)
+    found[f"{name}: sampler"] = partial(_sample, dtype, config.vocab_size)
+    found[f"{name}: rows"] = partial(_rows, max_running, table, block)
+    return found
+
+
+def _empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    """Kernels are compiled for the shape and the format of a tensor; there are no numbers."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _ints(*shape: int) -> Tensor:
+    return _empty(*shape, dtype=INT32)
+
+
+def _attention(
+    shape: attention_checks.Shape, dtype: torch.dtype, table: int, tile: int, splits: int, kernels: TritonKernels
+) -> None:
+    """With more than one split, also the merge."""
+    batch = AttentionBatch(
+        block_table_RB=_ints(9, table),
+        tile_row_X=_ints(8),
+        tile_start_X=_ints(8),
+        tile_position_X=_ints(8),
+        tile_length_X=_ints(8),
+        tile_tokens=tile,
+        max_splits=splits,
+    )
+    cache = _empty(2, 16, shape.block_size, shape.n_kv_heads, shape.head_dim, dtype=dtype)
+    batch = kernels.divide_attention(batch, shape.n_heads, shape.n_kv_heads, shape.head_dim, shape.window)
+    kernels.attention(_empty(8 * tile, shape.n_heads, shape.head_dim, dtype=dtype), cache, batch, shape.window)
+
+
+def _heads(
+    heads: int, kv_heads: int, head_dim: int, rotated: int, dtype: torch.dtype, block: int, has_norm: bool,
+    has_rope: bool, kernels: TritonKernels,
+) -> None:  # fmt: skip
+    norm = _empty(head_dim, dtype=dtype) if has_norm else None
+    spec = HeadsSpec(
+        n_heads=heads, n_kv_heads=kv_heads, head_dim=head_dim, turned_dim=rotated, q_norm=norm, k_norm=norm
+    )
+    qkv_TX = _empty(8, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    cache = _empty(2, 16, block, kv_heads, head_dim, dtype=dtype)
+    kernels.split_heads(qkv_TX, spec, _ints(8), _empty(99, rotated, dtype=FP32) if has_rope else None, cache, _ints(8))
+
+
+def _norm(
+    dtype: torch.dtype, kind: Norm, width: int, has_delta: bool, has_bias: bool, kernels: TritonKernels,
+    has_weight: bool = True,
+) -> None:  # fmt: skip
+    x_TD, weight_D = _empty(8, width, dtype=dtype), _empty(width, dtype=dtype)
+    norm = NormSpec(kind=kind, weight=weight_D if has_weight else None, bias=weight_D if has_bias else None)
+    kernels.add_norm(x_TD, x_TD if has_delta else None, norm)
+
+
+def _gate(dtype: torch.dtype, kind: Activation, width: int, is_gated: bool, kernels: TritonKernels) -> None:
+    kernels.gate(_empty(8, width * (1 + is_gated), dtype=dtype), kind, is_gated)
+
+
+def _sample(dtype: torch.dtype, vocab: int, kernels: TritonKernels) -> None:
+    """Three kernels, of logits as padded_lm_head() lays them out."""
+    logits_SV = _empty(8, -(-vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE, dtype=dtype)[:, :vocab]
+    kernels.sample(logits_SV, _ints(8), _ints(8), SamplingTable(9, vocab, "meta"), SampleOut.empty(8, "meta"))
+
+
+def _rows(max_running: int, table: int, block: int, kernels: TritonKernels) -> None:
+    state = RowState(_ints(max_running + 1, table), _ints(max_running + 1), block)
+    kernels.look_up(_ints(8), _ints(8), None, state)
+    kernels.look_up(_ints(8), _ints(8), _ints(8), state)
+
+
+def _int8(n_tokens: int, has_bias: bool, _kernels: TritonKernels) -> None:
+    weight = Quantized(_empty(4096, 4096, dtype=torch.int8), _empty(4096, dtype=FP32))
+    int8_product(_empty(n_tokens, 4096), weight, _empty(4096) if has_bias else None)
+
+
+def _fp8(_kernels: TritonKernels) -> None:
+    quantize_fp8_rows(_empty(8, 4096))
+
+
+QUANTIZED: Launches = {
+    "int8, 1 token": partial(_int8, 1, False),
+    "int8, 64 tokens": partial(_int8, 64, True),
+    "fp8": _fp8,
+}
+QWEN3 = SHAPES["qwen3-8b"]
+_WIDE = replace(QWEN3, n_heads=16, n_kv_heads=2, head_dim=256, sliding_window=4096, qk_norm=False)
+_ODD = replace(QWEN3, n_heads=6, n_kv_heads=2, head_dim=80, norm="layernorm", norm_bias=True, positions="learned")
+_ALL: Launches = {
+    **engine_launches("qwen3", QWEN3),
+    **engine_launches("gpt2", SHAPES["A"]),
+    **engine_launches("wide", _WIDE, FP16, block=16),
+    **engine_launches("float32", replace(_ODD, qk_norm=False, gated=False, activation="gelu"), FP32, block=48),
+    **engine_launches("large blocks", replace(QWEN3, gated=False, activation="relu"), FP16, block=128),
+    **QUANTIZED,
+}
+_FEW = (
+    *("qwen3: decode, 2", "qwen3: prompt, 1", "qwen3: sampler", "qwen3: heads", "gpt2: decode, 2", "gpt2: prompt, 1"),
+    *("gpt2: norm, has_delta=True", "wide: decode, 2", "wide: prompt, 1", "int8, 1 token", "int8, 64 tokens", "fp8"),
+)
+_MORE = (
+    *("qwen3: decode, 1", "qwen3: prompt, 2", "qwen3: rows", "qwen3: gate", "qwen3: norm, has_delta=True"),
+    *(
+        "gpt2: heads",
+        "gpt2: gate",
+        "gpt2: norm, has_delta=False",
+        "float32: decode, 1",
+        "float32: norm, has_delta=True",
+    ),
+    *("float32: gate", "large blocks: decode, 2", "large blocks: prompt, 1", "large blocks: gate"),
+)
+
+
+def law_launches(capability: int, *, is_full: bool) -> Launches:
+    """What tests compile: on Hopper every branch of every kernel, elsewhere what differs; is_full: everything."""
+    return _ALL if is_full else {name: _ALL[name] for name in (*_FEW, *(_MORE if capability == 90 else ()))}
+
+
+def report_launches() -> Launches:
+    """What the stages of `make gpu-check` launch: engines, and the checks of conformance/."""
+    found = dict(QUANTIZED)
+    for name in ("A", "1b", "8b", "qwen3-8b"):
+        found |= engine_launches(name, SHAPES[name])
+    for (name, config), dtype in itertools.product(LAYOUTS.items(), (FP32, BF16)):
+        found |= engine_launches(f"{name}, {dtype}", config, dtype)
+    for shape in attention_checks.LARGE:
+        table = max(-(-length // shape.block_size) for length in shape.lengths) + 2
+        for dtype, tile, splits in itertools.product(attention_checks.formats(shape), (1, 16, 64), (1, 2)):
+            found[f"{shape}, {dtype}, {tile}, {splits}"] = partial(_attention, shape, dtype, table, tile, splits)
+    for dtype, (_, width) in itertools.product(row_checks.FORMATS, row_checks.LARGE_WIDTHS):
+        for kind, (delta, weight) in itertools.product(get_args(Norm), ((True, True), (False, True), (True, False))):
+            has_bias = kind == "layernorm" and not delta
+            norm = partial(_norm, dtype, kind, width, delta, has_bias, has_weight=weight)
+            found[f"{kind}, {width}, {dtype}, {delta}, {weight}"] = norm
+        for kind, gated in itertools.product(get_args(Activation), (True, False)):
+            found[f"{kind}, {width}, {dtype}, {gated}"] = partial(_gate, dtype, kind, width * (2 - gated), gated)
+    for vocab, dtype in itertools.product((16, 50_257, 128_256, 152_064), (FP32, BF16)):
+        found[f"sampler, {vocab}, {dtype}"] = partial(_sample, dtype, vocab)
+    return found
+
+
+def _facts(kernel: Any) -> dict[str, Any]:
+    """Facts of one compiled kernel."""
+    code, types = kernel.asm["ptx"], kernel.src.signature
+    # Of these integers, Triton compiles 1, multiples of 16 and all others apart.
+    apart = [p.name for p in kernel.src.fn.params if types[p.name] in ("i32", "i64") and not p.do_not_specialize]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack, local = map(int, _USAGE.findall(usage)[-1])
+    return {
+        "apart": apart,
+        "shared": kernel.metadata.shared,
+        "threads": 32 * kernel.metadata.num_warps,
+        "stages": kernel.metadata.num_stages,
+        "registers": registers,
+        "stack": stack + local,
+        "fused": len(re.findall(r"\bfma\.", code)),
+        "units": sorted(set(re.findall(r"(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)\S+", code))),
+        "layouts": sorted(set(re.findall(r"#ttg\.nvidia_mma<\{[^}]*\}>", kernel.asm["ttgir"]))),
+        "copies": code.count("cp.async.c"),
+        "waits": [int(most) for most in re.findall(r"async_wait.*?num = (\d+)", kernel.asm["ttgir"])],
+        "rounding": sorted(set(re.findall(r"cvt\.\S*e4m3\S*|div\.\S+f32", code))),
+    }
+
+
+class Driver:
+    """A GPU, as far as Triton queries it before a kernel is compiled."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+
+def _compile(launch: Launch, capability: int, shared_bytes: int, with_facts: bool) -> dict[str, Any]:
+    """Compiles what one call launches, in this process. Returns the facts of its kernels, by their names."""
+    found: dict[str, Any] = {}
+    run = JITFunction.run
+
+    def compile_only(kernel: Any, *args: Any, warmup: bool, **options: Any) -> None:
+        del warmup
+        compiled = run(kernel, *args, warmup=True, **options)
+        found[kernel.__name__] = _facts(compiled) if with_facts else {}
+
+    triton.runtime.driver.set_active(Driver(capability))
+    JITFunction.run = compile_only
+    try:
+        launch(TritonKernels(shared_bytes=shared_bytes))
+    finally:
+        JITFunction.run = run
+    return found
+
+
+def compile_all(
+    launches: Launches, capability: int, workers: int, *, shared_bytes: int = 0, with_facts: bool = True
+) -> Iterator[tuple[str, dict[str, Any] | BaseException]]:
+    """The facts of each launch, in order, or what its compiler raised; compiled by `workers` forked processes."""
+    shared_bytes = shared_bytes or SHARED_BYTES[capability]
+    with ProcessPoolExecutor(workers, get_context("fork"), initializer=die_with_parent) as pool:
+        tasks = {
+            name: pool.submit(_compile, launch, capability, shared_bytes, with_facts)
+            for name, launch in launches.items()
+            if launch is not _fp8 or capability >= _FP8_CAPABILITY
+        }
+        for name, task in tasks.items():
+            yield name, task.exception() or task.result()
+
+
+def kernels(_context: StageContext) -> Iterator[Finding]:
+    """Stage: compiles what later stages launch, one process for each core, and states what the code takes."""
+    started, launches = time.monotonic(), report_launches()
+    workers = len(os.sched_getaffinity(0))
+    with ProcessPoolExecutor(1, get_context("fork")) as pool:  # this process must not start CUDA: it forks others
+        capability, shared_bytes = pool.submit(_device_limits).result()
+    most, count = dict[str, tuple[int, int]](), 0
+    for name, compiled in compile_all(launches, capability, workers, shared_bytes=shared_bytes):
+        if isinstance(compiled, BaseException):
+            yield Finding(what=name, value="does not compile", ok=False, note=shortened(str(compiled)))
+            continue
+        for kernel, facts in compiled.items():
+            count += 1
+            before = most.get(kernel, (0, 0))
+            most[kernel] = max(before[0], facts["registers"]), max(before[1], facts["stack"])
+    seconds = time.monotonic() - started
+    note = f"{len(launches)} launches for sm_{capability} by {workers} processes, {seconds:.1f} s"
+    yield Finding(what="compiled", value=count, unit="kernels", note=note)
+    for kernel, (registers, stack) in most.items():
+        yield Finding(what=kernel, value=registers, unit="registers at most", note=f"{stack} bytes of stack at most")
+
+
+def _device_limits() -> tuple[int, int]:
+    """Compute capability, and bytes of shared memory that a program may have."""
+    major, minor = torch.cuda.get_device_capability()
+    properties: Any = torch.cuda.get_device_properties(0)
+    return 10 * major + minor, properties.shared_memory_per_block_optin
+
+
+def main() -> int:
+    """Prints the facts by capability, launch and kernel."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--arch", type=int, nargs="+", default=[90], choices=SHARED_BYTES)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--full", action="store_true", help="every variant for every architecture")
+    options = parser.parse_args()
+    found: dict[int, dict[str, Any]] = {
+        arch: dict(compile_all(law_launches(arch, is_full=options.full), arch, options.workers))
+        for arch in options.arch
+    }
+    for error in (each for facts in found.values() for each in facts.values() if isinstance(each, BaseException)):
+        raise error
+    json.dump(found, sys.stdout, indent=1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
