@@ -104,8 +104,8 @@ def create_app(settings: Settings, engine: Callable[[Settings], EnginePool] | No
             metrics.watch_loop(),
             monitor_descriptors(),
             service.failures.run(),
+            build_for_next_start(instance.engine, settings.cache_dir),
         ]
-        coroutines.append(build_for_next_start(instance.engine, settings.cache_dir))
         tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
         try:
             yield
@@ -125,14 +125,8 @@ def create_app(settings: Settings, engine: Callable[[Settings], EnginePool] | No
         version=VERSION,
         description=_DESCRIPTION,
         openapi_tags=TAGS,
-        generate_unique_id_function=lambda route: route.name,
-        openapi_url=None,  # static_pages has the route, which compresses
-        docs_url=None,
-        redoc_url=None,
-        redirect_slashes=False,
         lifespan=lifespan,
     )
-    app.state.bundles = static_pages.new_bundles()
     app.state.connections = connections = ConnectionLimits(connection_limits(settings))
     _add_middleware(app, settings, connections.requests, tracing)
     request_log.install(app)
@@ -140,6 +134,7 @@ def create_app(settings: Settings, engine: Callable[[Settings], EnginePool] | No
         app.include_router(module.router, tags=["completion"])
     for module in (tokens, health, static_pages):
         app.include_router(module.router)
+    app.state.bundles = static_pages.new_bundles()
     return app
 
 

@@ -86,7 +86,14 @@ class DescribedApp(FastAPI):
 
     def __init__(self, *, longest_deadline_ms: int, **others: Any) -> None:
         """`longest_deadline_ms` is the server's limit; a request above the limit gets a 400."""
-        super().__init__(**others)
+        super().__init__(
+            generate_unique_id_function=lambda route: route.name,
+            openapi_url=None,  # app/api/static_pages.py has these routes
+            docs_url=None,
+            redoc_url=None,
+            redirect_slashes=False,
+            **others,
+        )
         self._longest_deadline_ms = longest_deadline_ms
         self._content: StaticContent | None = None
 

@@ -1,5 +1,5 @@
 // Prints a digest of what the kernels compute from fixed inputs, for each number format and each sampling stage. The
-// digests of all CPUs must agree; tests/engine/cpu/test_levels.py compares them.
+// digests of all CPUs must agree; tests/engine/cpu/test_arm.py compares them.
 #include <cstdio>
 #include <deque>
 
