@@ -62,9 +62,7 @@ def build_engine(
         if config.threads:
             torch.set_num_threads(config.threads)
         device = _device(config)
-        dtype = choose_dtype(config.dtype, device)
-        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        check_quantize(config.quantize, device.type, dtype, capability)
+        dtype = _dtype(config, device)
         checkpoint = read(Path(config.weights), device=device, dtype=dtype, lazy=device.type == "cpu")
         defaults = sampling_defaults(checkpoint.generation, Path(config.weights) / "generation_config.json")
         tokenizer = Tokenizer.reader(Path(config.weights))  # the files may have changed when the first grammar needs it
@@ -111,6 +109,14 @@ def build_engine(
         checkpoint, cache_shape, defaults, device, engine.scheduler.pool, chosen, config, waits=selected.waits_for_build
     )
     return BuiltEngine(engine, grammars, ready)
+
+
+def _dtype(config: WorkerConfig, device: torch.device) -> torch.dtype:
+    """The number format of the weights. Raises ValueError if --quantize cannot be combined with it, or the device."""
+    dtype = choose_dtype(config.dtype, device)
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    check_quantize(config.quantize, device.type, dtype, capability)
+    return dtype
 
 
 @contextlib.contextmanager
