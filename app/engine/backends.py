@@ -123,6 +123,7 @@ def choose_backend(
     if choice.library:
         cpp = CppBackend(choice.library, checkpoint, limits.max_running, int8=quantize == "int8")
         return ChosenBackend(cpp, choice.numerics, choice.reason)
+    checkpoint.read_all()
     decoder = checkpoint.decoder
     device = decoder.embedding.device
     if device.type == "cuda" and (kernels != "torch" or quantize != "none"):

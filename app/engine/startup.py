@@ -71,8 +71,6 @@ def build_engine(
         selected = select_backend(
             config.kernels, _name(dtype), device.type, checkpoint.decoder.config, libraries, announce
         )
-        if not selected.library:
-            checkpoint.read_all()
         cache_shape = _cache_shape(config, checkpoint.decoder.config, dtype, device, selected)
         if unquantized := describe_unquantized(checkpoint.decoder, config.quantize):
             announce(unquantized)

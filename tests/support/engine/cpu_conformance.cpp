@@ -40,7 +40,7 @@ class Digest {
 // A small decoder with odd sizes, and its cache. Variants: 0 is like Qwen3, 1 like GPT-2, 2 has parallel residuals.
 class Model {
   public:
-    Model(bool is_bf16, bool is_int8, int variant, Pool& pool) : is_bf16_(is_bf16), is_int8_(is_int8) {
+    Model(bool is_bf16, bool is_int8, int variant, Pool& pool) : is_bf16_(is_bf16), is_int8_(is_int8), pool_(pool) {
         const bool is_gpt = variant != 0;
         const int activation = variant == 0 ? kSilu : variant == 1 ? kGeluTanh : kGelu;
         const int columns[] = {kWidth, kQkvWidth, kHeads * kHeadWidth, kMlp, kHeads * kPaddedHead, kWidth};
@@ -78,14 +78,15 @@ class Model {
 
     // A prompt; then its next token beside the prompt of a second sequence.
     void run(Digest& digest) {
-        const std::vector<std::vector<int32_t>> chunks = {{37, 0, 0}, {1, 37, 0, 53, 0, 3}};
-        const int32_t tables[] = {4, 1, 7, 0, 3, 9, 2};
-        for (const auto& step : chunks) {
+        const int32_t first[] = {4, 1, 7}, second[] = {0, 3, 9, 2};
+        const std::vector<std::vector<InkChunk>> steps = {{{37, 0, first}}, {{1, 37, first}, {53, 0, second}}};
+        for (const auto& chunks : steps) {
             int rows = 0;
-            for (size_t i = 0; i < step.size(); i += 3) rows += step[i];
-            std::vector<int32_t> tokens(rows), indices(rows);
+            for (const InkChunk& chunk : chunks) rows += int(chunk.n_rows);
+            std::vector<int64_t> tokens(rows);
+            std::vector<int32_t> indices(rows);
             for (int i = 0; i < rows; i++) tokens[i] = (i * 89 + 5) % kVocab, indices[i] = i;
-            const InkStep work = {rows, int(step.size() / 3), tokens.data(), step.data(), tables, nullptr};
+            const InkStep work = {rows, int(chunks.size()), tokens.data(), chunks.data(), nullptr};
             ink_run(executor_, &work);
             const int stride = round_up(kVocab, kPanel);
             std::vector<float> logits(size_t(rows) * stride);
@@ -111,7 +112,7 @@ class Model {
         }
         packed_.emplace_back(ink_packed_bytes(panels, k, is_bf16_, is_int8_) + 64);
         char* at = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(packed_.back().data()) + 63) / 64 * 64);
-        ink_pack(raw.data(), n_rows, k, gate_rows, panels, is_bf16_, is_int8_, at);
+        ink_pack(&pool_, raw.data(), n_rows, k, gate_rows, panels, is_bf16_, is_int8_, at);
         const float* bias = has_bias ? floats(panels * kPanel) : nullptr;
         const float* scale = is_int8_ ? floats(panels * kPanel) : nullptr;
         matrices_.push_back({at, bias, scale, panels * kPanel, is_bf16_ ? (k + 1) / 2 : k, is_int8_, 0});
@@ -119,6 +120,7 @@ class Model {
     }
 
     bool is_bf16_, is_int8_;
+    Pool& pool_;
     const InkMatrix* embedding_;
     int32_t columns_[6];
     std::vector<InkOperation> operations_;
