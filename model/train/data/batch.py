@@ -105,6 +105,19 @@ class Batch:
         """Tokens that the network computes for one row."""
         return self.inputs_RN.shape[1] + (0 if self.sources is None else self.sources.tokens_RS.shape[1])
 
+    def to(self, device: torch.device) -> Batch:
+        """The same rows on a device; the copy does not wait for it."""
+        if device.type == "cpu":
+            return self
+
+        def copy(tensor: Tensor) -> Tensor:
+            return tensor.pin_memory().to(device, non_blocking=True)  # from other memory a copy is a synchronization
+
+        sources = self.sources and EncoderInputs(
+            tokens_RS=copy(self.sources.tokens_RS), real_RS=copy(self.sources.real_RS)
+        )
+        return Batch(inputs_RN=copy(self.inputs_RN), targets_RN=copy(self.targets_RN), sources=sources)
+
     def split(self, rows: int) -> list[Batch]:
         """The same rows, in batches of at most `rows`."""
         inputs, targets = self.inputs_RN.split(rows), self.targets_RN.split(rows)

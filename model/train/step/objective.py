@@ -78,6 +78,53 @@ def _logits_to_gradient(
     return loss
 
 
+_CHUNK_ELEMENTS = 2**26
+"""Logits at a time where neither a compiler nor a handwritten gradient avoids float32 copies of all of them."""
+
+
+def chunked_cross_entropy(
+    head: Callable[[Tensor], Tensor], hidden_TD: Tensor, targets_T: Tensor, parameters: Sequence[Tensor], size: int
+) -> Tensor:
+    """Nats of head(hidden) summed over the targets that are not ignored, for `size` tokens at a time.
+
+    Its gradient is computed beside it, so that no more than one chunk's logits exist. parameters: those of `head`.
+    """
+    if torch.is_grad_enabled():
+        loss: Tensor = _ChunkedCrossEntropy.apply(hidden_TD, targets_T, head, size, *parameters)  # type: ignore[no-untyped-call]
+        return loss
+    chunks = zip(hidden_TD.split(size), targets_T.split(size), strict=True)
+    return torch.stack([_summed_loss(head(hidden_CD), targets_C) for hidden_CD, targets_C in chunks]).sum()
+
+
+def _summed_loss(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
+    return F.cross_entropy(logits_TV.float(), targets_T, reduction="sum", ignore_index=IGNORE_INDEX)
+
+
+class _ChunkedCrossEntropy(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_TD: Tensor, targets_T: Tensor, head: Callable[[Tensor], Tensor], size: int, *parameters: Tensor
+    ) -> Tensor:
+        total, gradient_TD = hidden_TD.new_zeros((), dtype=torch.float32), torch.empty_like(hidden_TD)
+        sums = [torch.zeros_like(parameter) for parameter in parameters]
+        for start in range(0, len(hidden_TD), size):
+            chunk = slice(start, start + size)
+            with torch.enable_grad():
+                hidden_CD = hidden_TD[chunk].detach().requires_grad_()
+                loss = _summed_loss(head(hidden_CD), targets_T[chunk])
+            gradient_TD[chunk], *gradients = torch.autograd.grad(loss, [hidden_CD, *parameters])
+            torch._foreach_add_(sums, gradients)
+            total += loss.detach()
+        ctx.save_for_backward(gradient_TD, *sums)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gradient_TD, *gradients = ctx.saved_tensors
+        return gradient_TD * grad, None, None, None, *torch._foreach_mul(gradients, grad)
+
+
 _GROUP = 32
 """Batches evaluated between checks for a stop."""
 
@@ -94,13 +141,14 @@ class Objective:
         self.dtype = dtype
         self.loss_backend = loss_backend or choose_loss_backend("off", device.type)
         backend = self.loss_backend.backend
-        self._compiled = torch.compile(self._plain, backend=backend) if backend else None
+        self._compiled = torch.compile(self._whole, backend=backend) if backend else None
 
     def loss_sum(self, batch: Batch, weight: float = 1.0) -> Tensor:
         """Nats summed over the targets that are not ignored, times `weight`."""
-        targets_T = batch.targets_RN.flatten().to(self.device)
+        batch = batch.to(self.device)
+        targets_T = batch.targets_RN.flatten()
         if self.loss_backend.is_handwritten:
-            logits_TV = self._logits(batch, TrainingAttend)
+            logits_TV = self._head(self._hidden(batch, TrainingAttend))
             return cross_entropy(logits_TV, targets_T, weight=weight, ignore_index=IGNORE_INDEX)
         if self._compiled and batch.sources is None:
             return weight * self._compiled_or_plain(batch, targets_T)
@@ -120,18 +168,25 @@ class Objective:
     def _measure(self, bytes_of: Sequence[bytes], batch: Batch) -> tuple[float, int]:
         """(nats, bytes of text) of the targets."""
         targets = batch.targets_RN[batch.targets_RN.ne(IGNORE_INDEX)].tolist()
-        nats = float(self._plain(batch, batch.targets_RN.flatten().to(self.device)))
+        on_device = batch.to(self.device)
+        nats = float(self._plain(on_device, on_device.targets_RN.flatten()))
         return nats, sum(len(bytes_of[token]) for token in targets)
 
     def _plain(self, batch: Batch, targets_T: Tensor) -> Tensor:
-        logits_TV = self._logits(batch, CausalAttend)
-        return F.cross_entropy(logits_TV.float(), targets_T, reduction="sum", ignore_index=IGNORE_INDEX)
+        decoder = self.decoder
+        matrix = decoder.embedding if decoder.untied_head is None else decoder.untied_head
+        parameters = [matrix] if decoder.head_bias is None else [matrix, decoder.head_bias]
+        size = max(1, _CHUNK_ELEMENTS // decoder.config.vocab_size)
+        return chunked_cross_entropy(self._head, self._hidden(batch, CausalAttend), targets_T, parameters, size)
+
+    def _whole(self, batch: Batch, targets_T: Tensor) -> Tensor:
+        """For the compiler, which computes a loss and its gradient from logits in the compute dtype."""
+        return _summed_loss(self._head(self._hidden(batch, CausalAttend)), targets_T)
 
     def _compiled_or_plain(self, batch: Batch, targets_T: Tensor) -> Tensor:
         assert self._compiled is not None
-        on_device = Batch(inputs_RN=batch.inputs_RN.to(self.device), targets_RN=batch.targets_RN)
         try:
-            loss: Tensor = self._compiled(on_device, targets_T)
+            loss: Tensor = self._compiled(batch, targets_T)
             return loss
         except torch._dynamo.exc.TorchDynamoException as error:
             what = " ".join(str(error).splitlines()[:2])  # component and reason
@@ -141,14 +196,20 @@ class Objective:
             self._compiled = None
             return self._plain(batch, targets_T)
 
-    def _logits(self, batch: Batch, attend_for: Callable[[int, int | None], Attend]) -> Tensor:
-        attend = attend_for(batch.inputs_RN.shape[1], self.decoder.config.sliding_window)
-        inputs_RN, sources, cross = batch.inputs_RN.to(self.device), batch.sources, None
+    def _hidden(self, batch: Batch, attend_for: Callable[[int, int | None], Attend]) -> Tensor:
+        """Hidden states [T, D] of a batch that is on the device."""
+        inputs_RN, sources, cross = batch.inputs_RN, batch.sources, None
+        attend = attend_for(inputs_RN.shape[1], self.decoder.config.sliding_window)
         positions_T = torch.arange(inputs_RN.shape[1], device=self.device).repeat(len(inputs_RN))
         with self._autocast():
             if sources:
-                cross = read_sources(self.decoder, sources.tokens_RS.to(self.device), sources.real_RS.to(self.device))
-            hidden_TD = self.decoder(inputs_RN.flatten(), positions_T, attend, cross)
+                cross = read_sources(self.decoder, sources.tokens_RS, sources.real_RS)
+            hidden_TD: Tensor = self.decoder(inputs_RN.flatten(), positions_T, attend, cross)
+        return hidden_TD
+
+    def _head(self, hidden_TD: Tensor) -> Tensor:
+        """Logits [T, V]."""
+        with self._autocast():
             return self.decoder.head(hidden_TD)
 
     def _autocast(self) -> AbstractContextManager[Any]:

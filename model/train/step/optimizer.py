@@ -1,7 +1,8 @@
 """Optimizers of all parameters, and a Muon that updates all matrices of one shape together.
 
-Each parameter has its own optimizer. A CPU runs each on one thread, several at a time: results do not depend on the
-number of threads, and threads synchronize once per update. A GPU updates all matrices of one shape together.
+On a CPU each parameter has its own optimizer, and runs on one thread, several at a time: results do not depend on the
+number of threads, and threads synchronize once per update. A GPU updates all matrices of one shape together with Muon,
+and all other parameters with one fused AdamW.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -103,11 +105,12 @@ class ParameterUpdates:
         others = [p for p in decoder.parameters() if id(p) not in chosen]
         muon = matrices if kind == "muon" else []
         self._muon = [torch.optim.Muon([p], weight_decay=weight_decay, momentum=0.95) for p in muon]
-        self._adamw = [_adamw(p, 0.0) for p in others]
-        self._adamw += [] if muon else [_adamw(p, weight_decay) for p in matrices]
+        self._parameters = list(decoder.parameters())
+        decays = [(p, 0.0) for p in others] + [(p, weight_decay) for p in matrices if not muon]
+        together = [[pair] for pair in decays] if self._parameters[0].is_cpu else [decays]
+        self._adamw = [_adamw(pairs) for pairs in together if pairs]
         self.parts: dict[str, list[torch.optim.Optimizer]] = {"muon": [*self._muon], "adamw": self._adamw}
         self._base_lr = {"muon": matrix_lr, "adamw": other_lr}
-        self._parameters = list(decoder.parameters())
 
     def clip(self) -> Tensor:
         """Clips the gradients to norm 1. Returns the norm before clipping as a tensor: reading it synchronizes."""
@@ -123,8 +126,8 @@ class ParameterUpdates:
     def step(self, lr_factor: float) -> None:
         """Updates the parameters and clears the gradients."""
         for name, parts in self.parts.items():
-            for part in parts:
-                part.param_groups[0]["lr"] = self._base_lr[name] * lr_factor
+            for group in (group for part in parts for group in part.param_groups):
+                group["lr"] = self._base_lr[name] * lr_factor
         if self._parameters[0].is_cpu:
             in_order = sorted([*self._muon, *self._adamw], key=_size, reverse=True)
             run_each(_step, in_order)  # the largest first, so that threads finish at about the same time
@@ -134,30 +137,42 @@ class ParameterUpdates:
             _step(adamw)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All state, by flat names: optimizer.index.key."""
+        """All state, by flat names: optimizer.index of the parameter.key."""
         return {
             f"{name}.{index}.{key}": value
             for name, parts in self.parts.items()
-            for index, part in enumerate(parts)
-            for key, value in part.state_dict()["state"].get(0, {}).items()
+            for index, (part, parameter) in enumerate(_parameters_of(parts))
+            for key, value in part.state.get(parameter, {}).items()
             if isinstance(value, Tensor)
         }
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """The inverse of tensors()."""
-        states: dict[str, dict[str, Tensor]] = {}
+        states: dict[str, dict[str, Tensor]] = defaultdict(dict)
         for flat, value in tensors.items():
             owner, _, key = flat.rpartition(".")
-            states.setdefault(owner, {})[key] = value
+            states[owner][key] = value
         for name, parts in self.parts.items():
-            for index, part in enumerate(parts):
-                owner = f"{name}.{index}"
-                state = {0: states[owner]} if owner in states else {}
+            first = 0
+            for part in parts:
+                owners = [f"{name}.{first + i}" for i in range(len(_parameters_of([part])))]
+                state = {i: states[owner] for i, owner in enumerate(owners) if owner in states}
                 part.load_state_dict({"state": state, "param_groups": part.state_dict()["param_groups"]})
+                first += len(owners)
 
 
-def _adamw(parameter: Tensor, weight_decay: float) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([parameter], betas=(0.9, 0.95), weight_decay=weight_decay, fused=True)
+def _parameters_of(parts: Sequence[torch.optim.Optimizer]) -> list[tuple[torch.optim.Optimizer, Tensor]]:
+    """Parameters in their order, each with its optimizer."""
+    return [(part, p) for part in parts for group in part.param_groups for p in group["params"]]
+
+
+def _adamw(decays: Sequence[tuple[Tensor, float]]) -> torch.optim.Optimizer:
+    """Of these parameters with their weight decays, equal ones next to each other."""
+    groups = [
+        {"params": [p for p, _ in pairs], "weight_decay": decay}
+        for decay, pairs in groupby(decays, lambda pair: pair[1])
+    ]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
 
 
 def _step(part: torch.optim.Optimizer) -> None:

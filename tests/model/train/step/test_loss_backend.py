@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from model.device import choose_dtype
 from model.nn.attention import CausalAttend
@@ -18,7 +23,7 @@ from model.nn.layers import RMSNorm
 from model.nn.transformer import Decoder
 from model.presets import preset, reshaped
 from model.train.data.batch import IGNORE_INDEX, Batch, batch_of_windows
-from model.train.step import loss_backend
+from model.train.step import loss_backend, objective
 from model.train.step.attention import TrainingAttend
 from model.train.step.loss_backend import CompileMode, LossBackend, choose_loss_backend, missing_for
 from model.train.step.objective import Objective, cross_entropy
@@ -129,6 +134,62 @@ def test_what_is_compiled_has_the_loss_and_gradients_of_plain_modules(name: str)
         ways = (LossBackend(backend="aot_eager"), _PLAIN)
         for compiled, plain in zip(*(_learnt(decoder, way, dtype) for way in ways), strict=True):
             torch.testing.assert_close(compiled, plain, rtol=close, atol=close)
+
+
+class _LargestOfWords(TorchDispatchMode):
+    """The most numbers, by format, of what is made with a number for each word of the vocabulary."""
+
+    def __init__(self, n_words: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.n_words, self.found = n_words, dict[torch.dtype, int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for made in tree_leaves(out):
+            if isinstance(made, Tensor) and made.ndim == 2 and made.shape[1] == self.n_words and not func.is_view:
+                self.found[made.dtype] = max(self.found.get(made.dtype, 0), made.numel())
+        return out
+
+
+def test_logits_exist_for_a_chunk_of_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With autograd, and in measurements. The control is the loss that is there for a compiler."""
+    decoder = _decoder("gpt")
+    batch, n_words = _batch(decoder), decoder.config.vocab_size
+    n_tokens, chunk = batch.targets_RN.numel(), 32
+    monkeypatch.setattr(objective, "_CHUNK_ELEMENTS", chunk * n_words)
+    loss = Objective(decoder, CPU, torch.bfloat16, _PLAIN)
+    with _LargestOfWords(n_words) as training:
+        torch.autograd.grad(loss.loss_sum(batch), list(decoder.parameters()))
+    with _LargestOfWords(n_words) as measuring, torch.no_grad():  # bits_per_byte() does so in threads
+        loss._plain(batch, batch.targets_RN.flatten())
+    with _LargestOfWords(n_words) as control:
+        torch.autograd.grad(loss._whole(batch, batch.targets_RN.flatten()), list(decoder.parameters()))
+    assert n_tokens > 4 * chunk and control.found[torch.float32] == n_tokens * n_words
+    for mode in (training, measuring):
+        assert set(mode.found.values()) == {chunk * n_words}, mode.found
+
+
+def test_a_compiled_loss_keeps_no_float32_logits_for_its_gradient() -> None:
+    """What the forward pass hands to the backward pass, as torch's compiler for GPUs divides them."""
+    kept: list[tuple[torch.dtype, torch.Size]] = []
+
+    def forward(graph: torch.fx.GraphModule, _: Any) -> Any:
+        (outputs,) = next(node.args for node in graph.graph.nodes if node.op == "output")
+        values = [node.meta["val"] for node in outputs if isinstance(node, torch.fx.Node)]
+        kept.extend((value.dtype, value.shape) for value in values if isinstance(value, Tensor))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=lambda graph, _: make_boxed_func(graph.forward),
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+    torch._dynamo.register_backend(compiler_fn=backend, name="keeping")
+    decoder = _decoder("nano")
+    _learnt(decoder, LossBackend(backend="keeping"), torch.bfloat16)
+    logits = torch.Size((_batch(decoder).targets_RN.numel(), decoder.config.vocab_size))
+    assert [dtype for dtype, shape in kept if shape == logits] == [torch.bfloat16]
 
 
 def _fails(*_: Any) -> None:

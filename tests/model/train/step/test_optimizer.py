@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
 from torch.optim import Muon
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.nn.transformer import Decoder
 from model.presets import preset, reshaped
@@ -77,6 +78,46 @@ def test_an_update_has_the_bits_of_torchs_own_whatever_the_threads(kind: Literal
             part.step()
     for plain, *ours in zip(decoder.parameters(), *found, strict=True):
         assert all(torch.equal(one, plain) for one in ours)
+
+
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+def test_an_update_of_a_device_has_the_state_of_one_of_a_cpu_in_few_launches(
+    kind: Literal["muon", "adamw"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One fused AdamW for each weight decay; a snapshot of either goes on with the other."""
+    config = reshaped(preset("nano"), n_layers=2, width=64, n_heads=2)
+    gradients = [torch.randn(p.shape, generator=torch.Generator().manual_seed(5)) for p in Decoder(config).parameters()]
+    found = []
+    for is_cpu in (True, False):
+        monkeypatch.setattr(torch.Tensor, "is_cpu", is_cpu)
+        decoder = Decoder(config).initialize(3)
+        updates = ParameterUpdates(decoder, kind, matrix_lr=0.02, other_lr=0.004, weight_decay=0.05)
+        for _ in range(2):
+            _give(decoder, gradients)
+            with _Calls() as calls:
+                updates.step(0.5)
+        found.append((list(decoder.parameters()), updates, calls.names))
+    (weights, plain, _), (weights_of_device, device, names) = found
+    assert names.count("_fused_adamw_") == (1 if kind == "muon" else 2)
+    assert set(plain.tensors()) == set(device.tensors()) and len(plain.tensors()) > 10
+    for one, two in zip(weights, weights_of_device, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-3 if kind == "muon" else 0.0, atol=1e-3 if kind == "muon" else 0.0)
+    for source, target in ((plain, device), (device, plain)):
+        target.load_tensors(source.tensors())
+        for name, tensor in source.tensors().items():
+            assert torch.equal(target.tensors()[name], tensor), name
+
+
+class _Calls(TorchDispatchMode):
+    """Names of operations."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 def _give(decoder: Decoder, gradients: list[Tensor]) -> None:

@@ -112,6 +112,29 @@ def test_no_operation_of_a_step_or_a_measurement_is_divided_among_torchs_threads
     assert (control.found, mode.found) == ({2}, {1})
 
 
+@pytest.mark.parametrize("micro_windows", [None, 2])
+def test_a_step_reads_one_value_of_its_device(micro_windows: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor of the meta device has no value to read: whatever waits for one fails."""
+    pinned, read = list[Tensor](), list[Tensor]()
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    monkeypatch.setattr(Tensor, "tolist", lambda tensor: read.append(tensor) or [1.0, 1.0])  # type: ignore[func-returns-value]
+    adamw = torch.optim.AdamW
+    # The fused one knows no meta device.
+    monkeypatch.setattr(torch.optim, "AdamW", lambda groups, fused, **more: adamw(groups, foreach=fused, **more))
+    device = torch.device("meta")
+    decoder = tiny_decoder().requires_grad_(True).to(device)
+    optimizer = ParameterUpdates(decoder, "muon", matrix_lr=0.02, other_lr=0.001, weight_decay=0.0)
+    objective = Objective(decoder, device, torch.float32)
+    trainer = Trainer(objective, optimizer, ema=0.9, ranks=ProcessGroup(), micro_windows=micro_windows)
+    for step in range(2):
+        read.clear()
+        pinned.clear()
+        assert trainer.gradients(BATCH) == (1.0, 1.0)
+        trainer.update(step, 1.0)
+        assert [tensor.shape for tensor in read] == [(2,)]
+        assert len(pinned) == 2 * (1 if micro_windows is None else 3), "inputs and targets of each micro-batch"
+
+
 def test_clipping_is_torchs_own() -> None:
     for scale in (0.001, 100.0):
         ours, plain = _learner(None), _learner(None)
