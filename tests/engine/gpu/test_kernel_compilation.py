@@ -25,7 +25,7 @@ SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 MATRIX_UNITS = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 MAX_STACK = 64
 """Bytes of a thread. Registers that do not fit lie there, in memory."""
-MAX_ATTENTION_STACK = 256
+MAX_ATTENTION_STACK = 320
 """The same for attention with wider heads than 128, or on other GPUs than Hopper: sums of earlier splits wait there."""
 LAUNCHES_PER_LAYER = 10
 Facts = dict[str, Any]
