@@ -131,7 +131,7 @@ def test_each_failure_says_what_to_do(output: str, said: str, is_consistent: boo
         ("MODEL", "WEIGHTS=?"),
         ("PORTS", "PORT=?"),
         ("PIP_ARG", "PIP_ARGS=?"),
-        ("XYZZY", "ARGS, DATA, FRESH"),
+        ("XYZZY", "ARGS, DATA, EXTRAS, FRESH"),
     ],
 )
 def test_an_unknown_variable_is_refused_with_what_was_meant(name: str, said: str) -> None:
