@@ -274,6 +274,7 @@ def test_a_reload_keeps_text_and_settings(page):
 
 def test_each_tab_keeps_its_own_text_and_a_new_one_begins_with_the_last(page):
     page.locator("#document").fill("The first tab")
+    page.wait_for_timeout(600)  # it is saved, before the other
     other = page.context.new_page()
     other.goto("/")
     other.locator("#document").fill("The second tab")

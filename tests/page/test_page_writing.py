@@ -258,13 +258,3 @@ def test_on_a_phone_continuations_stand_one_below_the_other_without_a_window_of_
     assert columns.evaluate("(one) => one.scrollHeight <= one.clientHeight + 1")
     phone.get_by_role("button", name="Take this 3").click()
     assert text(phone).endswith(" word")
-
-
-def test_on_a_phone_the_api_page_is_as_wide_as_the_screen_and_its_words_have_room(phone):
-    phone.goto("/docs")
-    phone.locator("#schemas:not([hidden])").wait_for()
-    for folded in phone.locator("details").all():
-        folded.evaluate("(one) => (one.open = true)")
-    assert phone.evaluate("() => document.documentElement.scrollWidth") <= 390
-    widths = phone.evaluate("() => [...document.querySelectorAll('td:last-child')].map((cell) => cell.clientWidth)")
-    assert widths and min(widths) > 280
