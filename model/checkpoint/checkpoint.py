@@ -70,10 +70,10 @@ def read_state(
     family: FamilySpec,
     config: ModelConfig,
     index: TensorIndex,
+    only: str | None = None,
     *,
     device: torch.device,
     dtype: torch.dtype,
-    only: str | None = None,
 ) -> dict[str, Tensor]:
     """State dict of the Decoder, or its tensor `only`. Raises CheckpointError.
 
@@ -106,18 +106,6 @@ def read_state(
             "if it is the head, set tie_word_embeddings to false"
         )
     return state
-
-
-def _read(
-    family: FamilySpec,
-    config: ModelConfig,
-    index: TensorIndex,
-    name: str | None,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> dict[str, Tensor]:
-    return read_state(family, config, index, device=device, dtype=dtype, only=name)
 
 
 def _match(family: FamilySpec, config: ModelConfig, index: TensorIndex) -> dict[str, str]:
@@ -207,7 +195,7 @@ def load(directory: Path, *, device: torch.device, dtype: torch.dtype, lazy: boo
     index = find_tensors(directory)
     check_sizes(directory / "config.json", config, index)
     family = dataclasses.replace(family, mappings=cache(family.mappings))  # each lazy read asks for them
-    read = partial(_read, family, config, index, device=device, dtype=dtype)
+    read = partial(read_state, family, config, index, device=device, dtype=dtype)
     with torch.device("meta"):
         decoder = Decoder(config).to(dtype)
     if not lazy:

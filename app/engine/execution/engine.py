@@ -150,9 +150,8 @@ class FaultIsolation:
     def _run_probe(self, example: Request) -> None:
         """Raises if even a sequence of one token cannot be computed: then no request is at fault."""
         request = Request(id="probe", prompt=(0,), max_tokens=1, source=example.source[:1])
-        sequence = Sequence(
-            request=request, tokens=array("q", [0]), arrival=0
-        )  # without blocks: it writes to the padding block
+        # Without blocks: it writes to the padding block.
+        sequence = Sequence(request=request, tokens=array("q", [0]), arrival=0)
         self._runner.run(BatchPlan((Chunk(sequence, 0, 1),)))
 
 
