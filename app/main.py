@@ -35,7 +35,7 @@ from app.engine_client.engine_pool import EnginePool
 from app.engine_client.fair_queue import FairQueue, QueueLimits
 from app.http import request_log
 from app.http.auth import AuthMiddleware, public_routes
-from app.http.connection_limits import ConnectionLimits, HttpLimits, ensure_file_limit, monitor_descriptors
+from app.http.connection_limits import ConnectionLimits, HttpLimits, ensure_file_limit
 from app.http.host_filter import CorsMiddleware, HostFilter
 from app.http.idempotency import IdempotencyMiddleware
 from app.http.request_log import RequestCounts, RequestLogMiddleware
@@ -102,7 +102,7 @@ def create_app(settings: Settings, engine: Callable[[Settings], EnginePool] | No
             service.load(),
             reloader.run(),
             metrics.watch_loop(),
-            monitor_descriptors(),
+            connections.monitor_descriptors(),
             service.failures.run(),
             build_for_next_start(instance.engine, settings.cache_dir),
         ]

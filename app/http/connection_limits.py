@@ -36,23 +36,9 @@ from app.http.errors import ApiError
 from app.http.request_log import RequestCounts
 
 _CHECK_SECONDS = 1.0
+_SPARE_FILES = 4
 _LOG_INTERVAL_SECONDS = 60.0
 _log = logging.getLogger("inkstream")
-
-
-async def monitor_descriptors() -> None:
-    """Logs when file descriptors run out, until cancelled. uvloop silently closes connections that it cannot accept."""
-    last_logged = float("-inf")
-    while True:
-        await asyncio.sleep(_CHECK_SECONDS)
-        try:
-            os.close(os.open(os.devnull, os.O_RDONLY))
-        except OSError as error:
-            if error.errno not in (errno.EMFILE, errno.ENFILE):
-                raise
-            if time.monotonic() - last_logged >= _LOG_INTERVAL_SECONDS:
-                last_logged = time.monotonic()
-                _log.error("no file descriptors left: new connections are closed; raise ulimit -n")
 
 
 class ReceivePhase(enum.IntEnum):
@@ -179,6 +165,44 @@ class ConnectionLimits:
         self._by_address: Counter[str] = Counter()
         self._evictable = EvictionQueue()
         self._reserve: dict[asyncio.Transport, None] = {}
+        self._spare_files: list[int] = []
+        self._is_out_of_files = False
+
+    async def monitor_descriptors(self) -> None:
+        """Logs when file descriptors run out, and keeps the event loop from spinning then; runs until cancelled.
+
+        libuv reserves a descriptor with which it accepts and closes connections when there is no other. If another
+        thread opens a file meanwhile, libuv cannot reserve it again and polls the waiting connections without end. It
+        tries again with each connection that it accepts. So the spare descriptors are closed when none is left, and new
+        connections too, until the spare ones can be opened again.
+        """
+        last_logged = -math.inf
+        try:
+            while True:
+                self._check_descriptors()
+                if self._is_out_of_files and time.monotonic() - last_logged >= _LOG_INTERVAL_SECONDS:
+                    last_logged = time.monotonic()
+                    _log.error("no file descriptors left: new connections are closed; raise ulimit -n")
+                await asyncio.sleep(_CHECK_SECONDS)
+        finally:
+            self._close_spare_files()
+
+    def _check_descriptors(self) -> None:
+        """Opens the spare descriptors and one more. Closes all of them if that fails, else only the one more."""
+        try:
+            while len(self._spare_files) <= _SPARE_FILES:
+                self._spare_files.append(os.open(os.devnull, os.O_RDONLY))
+            os.close(self._spare_files.pop())
+            self._is_out_of_files = False
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            self._close_spare_files()
+            self._is_out_of_files = True
+
+    def _close_spare_files(self) -> None:
+        while self._spare_files:
+            os.close(self._spare_files.pop())
 
     @property
     def count(self) -> int:
@@ -186,7 +210,15 @@ class ConnectionLimits:
         return len(self._open) + len(self._reserve)
 
     def register(self, transport: asyncio.Transport, address: str) -> bool:
-        """Registers a connection, evicting an idle one if needed; False if the new one is only in the reserve."""
+        """Registers a connection, evicting an idle one if needed; False if the new one is only in the reserve.
+
+        Without file descriptors the new one is closed.
+        """
+        if self._is_out_of_files:
+            self._check_descriptors()
+        if self._is_out_of_files:
+            transport.abort()
+            return False
         if not self._make_capacity(address):
             if len(self._reserve) >= _RESERVE_SIZE:
                 self._abort(next(iter(self._reserve)))
