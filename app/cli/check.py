@@ -67,7 +67,7 @@ def _check(directory: Path) -> list[Line]:
     difference = verify(decoder, directory)
     is_whole = check_manifest(directory, checkpoint.hashes)
     defaults = ready.sampling_defaults
-    golden = f"no {GOLDEN_FILE}" if difference is None else f"passed, largest difference {difference:.1e}"
+    golden = f"passed, largest difference {difference:.1e}" if difference is not None else _absent(GOLDEN_FILE)
     return [
         ("name", read_model_name(directory) or directory.resolve().name),
         ("family", checkpoint.family),
@@ -75,9 +75,9 @@ def _check(directory: Path) -> list[Line]:
         *memory_lines(decoder.config, decoder.n_params),
         *_tokenizer_lines(checkpoint, trial),
         ("chat", "no template" if template is None else "has a template"),
-        ("defaults", ", ".join(f"{name} {value:g}" for name, value in defaults.items()) or "none"),
+        ("defaults", ", ".join(f"{name} {value:g}" for name, value in defaults.items()) or "the model brings none"),
         ("golden", golden),
-        ("manifest", "passed" if is_whole else f"no {MANIFEST_FILE}"),
+        ("manifest", "passed" if is_whole else _absent(MANIFEST_FILE)),
         ("version", checkpoint.version),
         *([("commit", f"{source.commit} of {source.repository}")] if (source := source_of(directory)) else []),
     ]
@@ -116,6 +116,10 @@ def _without_stderr() -> Iterator[None]:
         os.dup2(stderr, 2)
         for descriptor in (stderr, devnull):
             os.close(descriptor)
+
+
+def _absent(file: str) -> str:
+    return f"none ({file} is optional)"
 
 
 def _tokenizer_lines(checkpoint: Checkpoint, trial: TriedTokenizer) -> list[Line]:

@@ -154,6 +154,8 @@ def _print_text(client: Client, body: dict[str, Any]) -> None:
         _write("\n")
     for index in range(1, count):
         _write(f"\n[{index + 1} of {count}]\n{''.join(other_choices.get(index, []))}\n")
+    if "logprobs" in body:
+        print("note: --json prints the log-probabilities", file=sys.stderr)
     for reason in sorted(reasons - {"stop", "length"}):
         print(f"note: the text is incomplete: {reason}", file=sys.stderr)
 

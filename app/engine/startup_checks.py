@@ -101,7 +101,7 @@ def check_golden(engine: Engine, directory: Path, config: ModelConfig, *, contex
     """
     golden = read_golden(directory, config)
     if golden is None:
-        return f"no {GOLDEN_FILE}"
+        return f"no {GOLDEN_FILE}, which is optional"
     prompt = golden.prompt[:context]
     # An encoder needs the whole prompt for the first token already.
     if len(prompt) < 2 or (config.n_encoder_layers and prompt != golden.prompt):

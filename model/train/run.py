@@ -230,6 +230,8 @@ class Run:
         names = shorten_names(list(dataset.unseen))
         unseen = {n: loop.bits_per_byte_of(text) for n, text in zip(names, dataset.unseen.values(), strict=True)}
         samples = generate_samples(self.decoder, dataset.tokenizer, dataset.prompts, _SAMPLE_TOKENS, self.sampling)
+        if samples:
+            print_stdout("samples, each an opening and what the model makes of it:\n")
         for sample in samples:
             print_stdout(f"--- {visible(sample.full_text)}\n")
         report.finish(bits, samples)

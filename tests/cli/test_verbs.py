@@ -41,7 +41,7 @@ def test_check_prints_the_facts_of_a_good_directory(weights: Path) -> None:
         "BPE, 320 of 320 tokens, round-trips text exactly",
         '0 "<|endoftext|>", not added',
         "no template",
-        "no golden.json",
+        "none (golden.json is optional)",
     ):
         assert fact in result.stdout, fact
 

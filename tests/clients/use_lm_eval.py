@@ -35,6 +35,9 @@ MODEL = requests.get(f"{URL}/v1/models", timeout=60).json()["data"][0]
 CONTEXT = MODEL["max_model_len"]
 N_GENERATED = 24
 TOLERANCE = 1e-4
+"""Of a log-likelihood, in nats."""
+TOLERANCE_OF_A_TOKEN = 1e-5
+"""Of a document's log-likelihood for each of its tokens: torch sums a row of 49,000 float32 numbers to about 5e-6."""
 
 QUESTIONS = [
     {"context": "The sun rises in the", "choices": [" east", " west", " kitchen, of course"], "label": 0},
@@ -46,6 +49,7 @@ QUESTIONS = [
     {"context": "", "choices": ["It was a dark night.", "caf\u00e9 au lait"], "label": 0},
     {"context": "\u201cWho are you?\u201d asked the ", "choices": ["stranger", "owl", "\u8336"], "label": 1},
     {"context": "One two three four " * 40, "choices": ["five", "one two"], "label": 1},
+    {"context": "1, 2, 3, 1, 2, 3, " * 9 + "1, 2,", "choices": [" 3", " two"], "label": 0},
 ]
 OPENINGS = ["Once upon a time", "The old captain looked at", "\u201cI do not know,\u201d said", "In the year 1812"]
 SENTENCES = (
@@ -54,8 +58,10 @@ SENTENCES = (
 DOCUMENTS = ["A short one.", SENTENCES * 5, "Caf\u00e9 \u8336 \u2014 na\u00efve."]
 LONG_DOCUMENT = SENTENCES * 60
 
-# What lm-eval puts in front of a text without context.
-PREFIX_TEXT = "<|endoftext|>"
+_TOKENIZER = json.loads((Path(WEIGHTS) / "tokenizer_config.json").read_text())
+# What lm-eval puts in front of a text without context, and where its generations end.
+PREFIX_TEXT = _TOKENIZER["bos_token"]
+END_TEXT = _TOKENIZER["eos_token"]
 # (batch size, tokenized_requests, tokenizer_backend, num_concurrent)
 ORACLE = subprocess.Popen(
     [os.environ["CLIENT_ORACLE"], Path(__file__).with_name("oracle.py"), WEIGHTS],
@@ -79,18 +85,20 @@ def check_log_likelihoods_equal_a_direct_pass() -> None:
 
 def check_perplexities_equal_a_direct_pass() -> None:
     worst = 0.0
+    lengths = [len(ids) for ids in encode(DOCUMENTS)]
     for way in WAYS:
-        for got, expected in zip(scores("rolling", way), rolling_oracle(*DOCUMENTS), strict=True):
-            worst = max(worst, abs(got - expected))
-    assert worst <= TOLERANCE, worst
-    print(f"     largest difference of a document's log-likelihood: {worst:.1e}")
+        for got, expected, length in zip(scores("rolling", way), rolling_oracle(*DOCUMENTS), lengths, strict=True):
+            worst = max(worst, abs(got - expected) / length)
+    assert worst <= TOLERANCE_OF_A_TOKEN, worst
+    print(f"     largest difference of a document's log-likelihood, by token: {worst:.1e}")
 
 
 def check_a_document_longer_than_the_context() -> None:
     # As ids only: a window that begins inside of a word is other ids when its text is read again.
     way = (1, True, "remote", 1)
     (got,) = scores("long", way)
-    assert abs(got - rolling_oracle(LONG_DOCUMENT)[0]) <= TOLERANCE * 10, got
+    ((expected,), (ids,)) = rolling_oracle(LONG_DOCUMENT), encode([LONG_DOCUMENT])
+    assert abs(got - expected) <= TOLERANCE_OF_A_TOKEN * len(ids), (got, expected)
 
 
 def check_the_way_it_is_sent_changes_no_bit() -> None:
@@ -221,7 +229,7 @@ def rolling_oracle(*documents: str) -> list[float]:
 def generate_oracle() -> list[str]:
     """Greedy texts up to the first of lm-eval's stops."""
     texts = ask(prompts=encode(OPENINGS), n=N_GENERATED)
-    return [text.partition("\n\n")[0].partition(PREFIX_TEXT)[0] for text in texts]
+    return [text.partition("\n\n")[0].partition(END_TEXT)[0] for text in texts]
 
 
 def encode(texts: Sequence[str]) -> list[list[int]]:

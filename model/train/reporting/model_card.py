@@ -149,7 +149,7 @@ def _table(rows: Sequence[tuple[str, str]]) -> str:
 
 
 def _use(family: str) -> str:
-    serve = "Serve it, from a clone of inkstream:\n\n```\npython -m app serve --weights .\n```"
+    serve = "Serve it, from a clone of inkstream:\n\n```\nmake serve WEIGHTS=path/to/this/directory\n```"
     if family == _NATIVE_FAMILY:
         return serve
     return f"""{serve}
