@@ -88,8 +88,9 @@ serve: runtime
 # hundred, and each would compile our sources again where the environment forbids to keep what was compiled.
 # JOBS=0: all in one process, as --pdb needs it.
 # What is held against a clock comes last and alone. ARGS may leave one of the two runs without tests (5), not both.
+# The tests run make themselves, and would pass this make's arguments on.
 test: install
-	@export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE PYTHONDONTWRITEBYTECODE=; ran=no; \
+	@unset MAKEFLAGS MFLAGS ARGS JOBS; export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE PYTHONDONTWRITEBYTECODE=; ran=no; \
 	for run in "-n $(JOBS) --dist loadfile --no-loadscope-reorder --timed no" "--timed only"; do \
 		$(BIN)/python -m pytest $$run $(ARGS); status=$$?; \
 		case $$status in 0) ran=yes;; 5) ;; *) exit $$status;; esac; \

@@ -41,7 +41,7 @@ from tests.support.services import Services, services
 if find_spec("triton") and not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 use_row_invariant_products()  # as the engine process does, before the first product
-pytest_plugins = ["tests.support.page.browser"]
+pytest_plugins = ["tests.support.interrupted_run", "tests.support.page.browser"]
 
 TESTS = ROOT / "tests"
 # What `--fast` leaves out, besides tests and files that are marked slow: fixtures that start a service or a browser or

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -49,8 +48,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copy(ROOT / name, folder)
     build = "from setuptools import build_meta; print(build_meta.build_sdist('dist'))"
     name = _run(sys.executable, "-c", build, folder=folder).split()[-1]
-    with tarfile.open(folder / "dist" / name) as archive:
-        archive.extractall(folder / "unpacked", filter="data")
+    (folder / "unpacked").mkdir()
+    _run("tar", "-xzf", str(folder / "dist" / name), folder=folder / "unpacked")
     (unpacked,) = (folder / "unpacked").iterdir()
     return unpacked
 
@@ -117,7 +116,7 @@ def test_a_wheel_holds_one_package_with_all_that_runs_and_nothing_else(wheel: Pa
 def test_a_checkout_starts_the_verbs_of_its_own_folders(elsewhere: Path) -> None:
     program = "import sys; from inkstream.__main__ import main; main(); print(sys.modules['app'].__spec__.origin)"
     printed = _run(sys.executable, "-c", program, "--version", folder=elsewhere, PYTHONPATH=str(ROOT))
-    assert printed.split()[-1] == str(ROOT / "app/__init__.py")
+    assert printed.splitlines()[-1] == str(ROOT / "app/__init__.py")
 
 
 def test_an_installed_service_serves_the_default_model_from_any_folder(site: Path, elsewhere: Path) -> None:

@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tests.support import ROOT
@@ -39,10 +40,12 @@ def _query(pins: Path, service: list[str]) -> list[dict[str, Any]]:
     """The service's report on each package; empty if it does not answer."""
     command = [sys.executable, "-m", "pip_audit", "--requirement", str(pins), "--no-deps", "--disable-pip"]
     command += ["--progress-spinner", "off", "--format", "json", "--timeout", "5", "-s", *service]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        return []
+    with TemporaryDirectory() as cache:  # the home folder may be read-only
+        try:
+            command += ["--cache-dir", cache]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+        except subprocess.TimeoutExpired:
+            return []
     if done.returncode not in (0, 1):  # 1: holes, or no answer
         sys.exit(f"error: pip-audit does not run: {done.stderr.strip()[-300:]}")
     try:

@@ -1,0 +1,40 @@
+"""Plugin of pytest: an interrupted run ends at once, with all that its tests have started.
+
+Test processes would first stop their services, one after the other, and xdist would wait for them. What a test started
+has the id of the run in its environment, even where it has left the session and outlived its parent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+
+import psutil
+import pytest
+
+_RUN_ID = "PYTEST_XDIST_TESTRUNUID"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Kills in the process that the user started; the test processes are among the killed ones."""
+    if exitstatus != pytest.ExitCode.INTERRUPTED or hasattr(session.config, "workerinput"):
+        return
+    run_id = ""
+    if distributed := session.config.pluginmanager.getplugin("dsession"):
+        run_id = distributed.nodemanager.testrunuid
+        distributed.nodemanager.EXIT_TIMEOUT = 0.1
+    while left := list(_started(run_id)):
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, timeout=1)
+
+
+def _started(run_id: str) -> Iterator[psutil.Process]:
+    """Descendants of this process, and the other processes of the run."""
+    yield from psutil.Process().children(recursive=True)
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if run_id and process.status() != psutil.STATUS_ZOMBIE and process.environ().get(_RUN_ID) == run_id:
+                yield process
