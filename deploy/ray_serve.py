@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -18,15 +17,16 @@ import click
 import uvicorn
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from ray import exceptions, serve
+from ray.serve.config import AutoscalingContext
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from ray.util import get_node_ip_address
 
 from app.cli.serve import read_settings
-from app.cluster import asgi_adapter
-from app.cluster.direct_transport import ResponseServer, fetch
 from app.cluster.gateway import Gateway
-from app.cluster.messages import Accepted, Call, FullResponse, ReplicaLost, ResponsePart
+from app.cluster.messages import Address
+from app.cluster.replica_pool import ReplicaPool
+from app.cluster.replica_server import ReplicaServer
 from app.common import logs
 from app.common.errors import NotReady
 from app.common.settings import Settings
@@ -36,16 +36,9 @@ from app.main import connection_limits, create_app
 from app.server import StartError, bind
 
 _log = logging.getLogger("inkstream.relay")
-_LOST = (
-    exceptions.RayActorError,  # the replica or its node was killed
-    exceptions.NodeDiedError,
-    exceptions.WorkerCrashedError,
-    exceptions.ObjectLostError,
-    exceptions.TaskCancelledError,  # Ray stops a replica that drains for too long
-    DeploymentUnavailableError,
-)
-_SPARE_REQUESTS = 64
-"""Requests beyond the running and queued ones: for error responses and health checks."""
+_LOOK_SECONDS = 1.0
+"""The gateway asks Ray so often for the replicas that there are."""
+_OPEN_REQUESTS = "open_requests"
 
 
 class Placement(BaseModel):
@@ -81,33 +74,31 @@ class EngineReplica:
         """Loads the model; Ray sends requests once this returns."""
         logs.set_up(settings.log_level, logs.resolve_format(settings.log_format))
         self._app = create_app(settings)
-        self._name = serve.get_replica_context().replica_id.unique_id
-        self._responses = ResponseServer(self._app, self._name)
-        await self._responses.start(get_node_ip_address())
+        self._drain_timeout = settings.drain_timeout
         self._lifespan = self._app.router.lifespan_context(self._app)
         await self._lifespan.__aenter__()
         self._failure = asyncio.ensure_future(self._app.state.service.wait_stopped())
         while not self._is_ready():
             self._check()
             await asyncio.sleep(0.1)
+        self._server = ReplicaServer(self._app, serve.get_replica_context().replica_id.unique_id)
+        self._address = await self._server.start(get_node_ip_address())
 
-    async def answer(self, call: Call) -> AsyncGenerator[Accepted, None]:
-        """Offers one request's response, and ends with it; to the application a cancellation is a client disconnect."""
-        async with aclosing(self._responses.answer(call)) as messages:
-            async for message in messages:
-                yield message
+    async def address(self) -> Address:
+        """Where the gateways send their requests."""
+        return self._address
 
-    async def whole(self, call: Call) -> FullResponse:
-        """The whole response, for broadcasts."""
-        return await asgi_adapter.full_response(self._app, call, self._name)
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Ray passes to desired_replicas(); it does not see the requests itself."""
+        return {_OPEN_REQUESTS: self._server.n_open}
 
     async def check_health(self) -> None:
         """Raises once the service has failed permanently, so that Ray replaces it; engine restarts are not failures."""
         self._check()
 
     async def __del__(self) -> None:
-        """Stops the service; Ray has waited for open requests."""
-        self._responses.stop()
+        """Stops the service once the open responses have ended; longer ones continue on another replica."""
+        await self._server.drain(self._drain_timeout)
         await self._lifespan.__aexit__(None, None, None)
 
     def _check(self) -> None:
@@ -127,7 +118,9 @@ class FrontReplica:
 
     async def __init__(self, settings: Settings, engine: DeploymentHandle, placement: Placement) -> None:  # type: ignore[misc]
         """Listens once this returns."""
-        self._gateway = Gateway(settings, _RayReplicas(engine), max_retries=placement.resends)
+        self._pool, self._engine = ReplicaPool(), engine
+        self._looking = asyncio.create_task(self._look_for_replicas())
+        self._gateway = Gateway(settings, self._pool, max_retries=placement.resends)
         self._server: uvicorn.Server | None = None
         if placement.port:
             listener = bind(settings.model_copy(update={"port": placement.port}))
@@ -142,6 +135,47 @@ class FrontReplica:
         if self._server:
             self._server.should_exit = True
             await self._serving
+        self._looking.cancel()
+
+    async def _look_for_replicas(self) -> None:
+        """Ray pushes its list of replicas to the handle, and this asks each of them for its address."""
+        known: frozenset[Address] = frozenset()
+        while True:
+            found, n_silent = await _addresses(self._engine)
+            known = known | found if n_silent else found
+            self._pool.update(known)
+            await asyncio.sleep(_LOOK_SECONDS)
+
+
+async def _addresses(engine: DeploymentHandle) -> tuple[frozenset[Address], int]:
+    """The addresses of the replicas that Ray sends requests to, and how many replicas did not answer in time."""
+    try:
+        # Ray's public API returns nothing until the last replica has responded, and nothing at all if one hangs.
+        results: list[Any] = await engine.broadcast("address")._fetch_replica_results_async()
+    except DeploymentUnavailableError:
+        return frozenset(), 0
+    tasks = [asyncio.ensure_future(_address(result)) for result in results]
+    done, silent = await asyncio.wait(tasks, timeout=_LOOK_SECONDS) if tasks else (set(), set())
+    for task in silent:
+        task.cancel()
+    await asyncio.gather(*silent, return_exceptions=True)
+    return frozenset(address for task in done if (address := task.result())), len(silent)
+
+
+async def _address(result: Any) -> Address | None:
+    """From Ray's ReplicaResult; None if the replica is lost."""
+    try:
+        address: Address = await result.get_async()
+        return address
+    except asyncio.CancelledError:
+        result.cancel()
+        task = asyncio.current_task()
+        if task and task.cancelling():
+            raise
+        return None  # Ray raises this for a replica that it stops; this task was not cancelled
+    except exceptions.RayError as error:
+        _log.warning("a replica did not respond: %s", error)
+        return None
 
 
 def _http_config(gateway: Gateway, settings: Settings) -> uvicorn.Config:
@@ -158,66 +192,6 @@ def _http_config(gateway: Gateway, settings: Settings) -> uvicorn.Config:
         lifespan="off",
         timeout_graceful_shutdown=seconds,
     )
-
-
-class _RayReplicas:
-    """Implements the Replicas protocol of app/cluster on a Ray handle."""
-
-    def __init__(self, engine: DeploymentHandle) -> None:
-        self._engine = engine
-        self._answer = engine.options(method_name="answer", stream=True)
-        self._ending: set[asyncio.Future[None]] = set()
-
-    async def send(self, call: Call) -> AsyncGenerator[ResponsePart, None]:
-        """Ray chooses the replica and counts the request until its end; the response comes over TCP."""
-        response: Any = self._answer.remote(call)
-        end: asyncio.Future[None] | None = None
-        try:
-            accepted = await anext(response)
-            yield accepted
-            end = asyncio.ensure_future(anext(response, None))
-            async with aclosing(fetch(accepted.offer, end)) as parts:
-                async for part in parts:
-                    yield part
-            self._ending.add(end)  # Ray's own end of the request comes later
-            end.add_done_callback(self._forget)
-            end = response = None
-        except (*_LOST, StopAsyncIteration):
-            response = None
-            raise ReplicaLost from None
-        finally:
-            if end:
-                end.cancel()
-            if response:
-                response.cancel()
-
-    def _forget(self, end: asyncio.Future[None]) -> None:
-        self._ending.discard(end)
-        end.cancelled() or end.exception()  # asyncio logs an exception that nothing has asked for
-
-    async def broadcast(self, call: Call) -> list[asyncio.Task[FullResponse]]:
-        try:
-            # Ray's public API returns nothing until the last replica has responded, and nothing at all if one hangs.
-            results = await self._engine.broadcast("whole", call)._fetch_replica_results_async()
-        except DeploymentUnavailableError:
-            return []
-        return [asyncio.ensure_future(_whole(result)) for result in results]
-
-
-async def _whole(result: Any) -> FullResponse:
-    """One replica's response from Ray's ReplicaResult. Raises ReplicaLost."""
-    try:
-        answer: FullResponse = await result.get_async()
-        return answer
-    except asyncio.CancelledError:
-        result.cancel()
-        task = asyncio.current_task()
-        if task and task.cancelling():
-            raise
-        raise ReplicaLost from None  # Ray raises this for a replica that it stops; this task was not cancelled
-    except exceptions.RayError as error:
-        _log.warning("a replica did not respond: %s", error)
-        raise ReplicaLost from None
 
 
 def build(arguments: Mapping[str, Any]) -> serve.Application:
@@ -256,29 +230,33 @@ def _application(placement: Placement, settings: Settings) -> serve.Application:
 
 
 def _engine(settings: Settings, placement: Placement) -> serve.Application:
-    running = settings.max_running * settings.replicas
     scaling: dict[str, Any] = {"num_replicas": placement.replicas}
     if placement.most_replicas:
         scaling = {
             "autoscaling_config": {
                 "min_replicas": placement.replicas,
                 "max_replicas": placement.most_replicas,
-                "target_ongoing_requests": running,
+                "target_ongoing_requests": settings.max_running * settings.replicas,
                 "upscale_delay_s": placement.upscale_seconds,
                 "downscale_delay_s": placement.downscale_seconds,
+                "policy": {"policy_function": desired_replicas},
             }
         }
     deployment = serve.deployment(
         EngineReplica,
         name="engine",
         ray_actor_options={"num_cpus": placement.cpus, "num_gpus": placement.gpus},
-        # The service has its own queue and its own error for a full one: disable Ray's queue in front of it.
-        max_ongoing_requests=running + settings.max_waiting + _SPARE_REQUESTS,
         graceful_shutdown_timeout_s=_drain_seconds(settings),
         logging_config={"enable_access_log": False},
         **scaling,
     )
     return deployment.bind(settings)
+
+
+def desired_replicas(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
+    """Ray's autoscaling policy: all open requests by how many one replica is to have. Ray applies delays and limits."""
+    by_replica = (context.aggregated_metrics or {}).get(_OPEN_REQUESTS, {})
+    return sum(by_replica.values()) / context.config.get_target_ongoing_requests(), {}
 
 
 def _drain_seconds(settings: Settings) -> float:

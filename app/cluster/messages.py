@@ -1,8 +1,17 @@
-"""Messages between a gateway and its replicas: a request and the parts of its response as plain data."""
+"""Messages between a gateway and its replicas: a request and the parts of its response, and their frames on TCP.
+
+A gateway opens a connection with the replica's secret, and sends one request at a time on it. Each is answered with
+REFUSED, because the replica is about to stop, or with ACCEPTED, HEAD, any number of BODY, and END. A frame is
+
+    kind (1 byte)  length (4 bytes, big-endian)  payload
+
+A connection that closes before END means that the replica is lost; the gateway closing it is a client disconnect.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -37,12 +46,14 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
-    """Where a gateway fetches a response (app/cluster/direct_transport.py). The ticket is valid once."""
+class Address:
+    """Where a replica serves its gateways."""
 
+    replica: str
     host: str
     port: int
-    ticket: str
+    secret: bytes
+    """SECRET_BYTES long; the replica serves no connection without it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +61,6 @@ class Accepted:
     """A replica has accepted the request; there is no response yet."""
 
     replica: str
-    offer: Offer | None = None
-    """None if the response comes the same way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +94,30 @@ ResponsePart = Accepted | Head | bytes
 
 def _first(headers: Headers, name: bytes) -> str | None:
     return next((value.decode("latin-1") for key, value in headers if key == name), None)
+
+
+SECRET_BYTES = 16
+CALL, REFUSED, ACCEPTED, HEAD, BODY, END = b"C", b"R", b"A", b"H", b"B", b"E"
+"""Kinds of frames. The payload of CALL is a Call and that of HEAD a Head, both in msgpack."""
+FRAME_HEADER = struct.Struct(">cI")
+
+
+def frame(kind: bytes, payload: bytes = b"") -> bytes:
+    """One frame."""
+    return FRAME_HEADER.pack(kind, len(payload)) + payload
+
+
+def split_frames(data: bytes) -> tuple[list[tuple[bytes, bytes]], bytes]:
+    """The kinds and payloads of the complete frames, and the incomplete rest."""
+    frames, position = [], 0
+    while len(data) - position >= FRAME_HEADER.size:
+        kind, length = FRAME_HEADER.unpack_from(data, position)
+        start, end = position + FRAME_HEADER.size, position + FRAME_HEADER.size + length
+        if end > len(data):
+            break
+        frames.append((kind, data[start:end]))
+        position = end
+    return frames, data[position:]
 
 
 class Replicas(Protocol):

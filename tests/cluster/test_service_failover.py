@@ -14,8 +14,9 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from app.cluster import asgi_adapter
 from app.cluster.messages import Call
+from app.cluster.replica_pool import ReplicaPool
+from app.cluster.replica_server import ReplicaServer
 from app.common.errors import NotReady
 from app.common.settings import Settings
 from app.engine_client.client import EngineClient
@@ -23,7 +24,7 @@ from app.main import create_app
 from tests.support.async_test import async_test
 from tests.support.completion_client import parse_events, text_of
 from tests.support.model.tiny_models import tiny_weights
-from tests.support.scripted_replicas import Mortal, client_of
+from tests.support.scripted_replicas import Mortal, client_of, served, until
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +49,7 @@ async def _until_ready(app: FastAPI) -> None:
 
 
 async def _send(app: FastAPI, deaths: Sequence[int], path: str, method: str = "POST", **request: Any) -> httpx.Response:
-    async with client_of(Mortal(app, deaths), max_retries=9) as client:
+    async with served(app) as (pool, _, _), client_of(Mortal(pool, deaths), max_retries=9) as client:
         return await client.request(method, path, **request)
 
 
@@ -99,18 +100,19 @@ async def test_pages_and_errors_are_the_services_own(settings: Settings) -> None
 async def test_whenever_a_question_is_cancelled_the_replica_lets_go_of_it(settings: Settings) -> None:
     """Be it in the very moment in which it was admitted; after as many turns of the event loop as there may be."""
 
-    async def visit(app: FastAPI, turns: int) -> None:
+    async def visit(pool: ReplicaPool, server: ReplicaServer, app: FastAPI, turns: int) -> None:
         body = json.dumps(BODY).encode()
         headers = ((b"host", b"localhost"), (b"content-type", b"application/json"))
         call = Call(request_id=f"r{turns}", method="POST", path="/complete", query=b"", headers=headers, body=body)
-        asking = asyncio.ensure_future(asgi_adapter.full_response(app, call, "a"))
+        (asking,) = await pool.broadcast(call)
         for _ in range(turns):
             await asyncio.sleep(0)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
+        await until(lambda: not server.n_open)
         assert not app.state.service.engine.engines[0].load, f"after {turns} turns"
 
-    async with _running(settings) as app:
-        await visit(app, 1000)
-        for turns in range(60):
-            await visit(app, turns)
+    async with _running(settings) as app, served(app) as (pool, _, (server,)):
+        await visit(pool, server, app, 1000)
+        for turns in range(100):
+            await visit(pool, server, app, turns)

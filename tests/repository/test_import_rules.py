@@ -30,7 +30,7 @@ OUTSIDE = {
     "app.api": {"fastapi", "prometheus_client", "pydantic", "starlette"},
     "app.chat": {"jinja2", "msgspec"},
     "app.cli": {"pydantic", "shtab"},
-    "app.cluster": {"fastapi", "prometheus_client", "starlette"},
+    "app.cluster": {"fastapi", "msgspec", "prometheus_client", "starlette"},
     "app.common": {"msgspec", "pydantic", "pydantic_settings", "uvicorn"},
     "app.engine": {"msgspec", "torch"},
     "app.engine.cpu.toolchain": set[str](),

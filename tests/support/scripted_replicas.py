@@ -11,9 +11,10 @@ from typing import Any
 import httpx
 from starlette.types import ASGIApp
 
-from app.cluster import asgi_adapter
 from app.cluster.gateway import Gateway
-from app.cluster.messages import Accepted, Call, FullResponse, Head, ReplicaLost, ResponsePart
+from app.cluster.messages import Accepted, Address, Call, FullResponse, Head, ReplicaLost, ResponsePart
+from app.cluster.replica_pool import ReplicaPool
+from app.cluster.replica_server import ReplicaServer
 from app.common.settings import Settings
 
 EVENTS = Head(200, ((b"content-type", b"text/event-stream; charset=utf-8"), (b"x-request-id", b"r")))
@@ -123,23 +124,34 @@ def taken(*parts: Scripted) -> list[Scripted]:
     return [Accepted("a"), *parts]
 
 
-class Mortal:
-    """A real application as every replica; the first answers die after so many pieces as `deaths` says, one by one."""
+@asynccontextmanager
+async def served(*apps: ASGIApp) -> AsyncGenerator[tuple[ReplicaPool, list[Address], list[ReplicaServer]], None]:
+    """A pool of replicas named a, b, ... with these applications, over TCP."""
+    pool, servers = ReplicaPool(), [ReplicaServer(app, chr(ord("a") + index)) for index, app in enumerate(apps)]
+    addresses = [await server.start("127.0.0.1") for server in servers]
+    pool.update(addresses)
+    try:
+        yield pool, addresses, servers
+    finally:
+        pool.update([])
+        for server in servers:
+            await server.drain(10)
 
-    def __init__(self, app: ASGIApp, deaths: Sequence[int] = ()) -> None:
-        self._app = app
+
+class Mortal:
+    """A pool whose first answers die after so many parts as `deaths` says, one by one."""
+
+    def __init__(self, pool: ReplicaPool, deaths: Sequence[int] = ()) -> None:
+        self._pool = pool
         self._deaths = list(deaths)
+        self.broadcast = pool.broadcast
 
     async def send(self, call: Call) -> AsyncGenerator[ResponsePart, None]:
         """The application's answer, as far as it comes."""
         left = self._deaths.pop(0) if self._deaths else None
-        async with aclosing(asgi_adapter.stream_response(self._app, call, "a")) as parts:
+        async with aclosing(self._pool.send(call)) as parts:
             async for part in parts:
                 if left == 0:
                     raise ReplicaLost
                 yield part
                 left = left and left - 1
-
-    async def broadcast(self, call: Call) -> list[asyncio.Task[FullResponse]]:
-        """There is one."""
-        return [asyncio.ensure_future(asgi_adapter.full_response(self._app, call, "a"))]

@@ -1,0 +1,225 @@
+"""The gateway's connections to its replicas, and the choice of a replica for each request."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncGenerator, Collection
+from contextlib import aclosing, suppress
+
+import msgspec
+
+from app.cluster.messages import (
+    ACCEPTED,
+    BODY,
+    CALL,
+    END,
+    HEAD,
+    REFUSED,
+    Accepted,
+    Address,
+    Call,
+    FullResponse,
+    Head,
+    ReplicaLost,
+    ResponsePart,
+    frame,
+    split_frames,
+)
+
+_ACCEPT_SECONDS = 5.0
+"""A replica that has not accepted a request by then is passed over."""
+_AVOID_SECONDS = 5.0
+"""For so long after it refused or did not accept a request, a replica gets no other."""
+_READ_BYTES = 1 << 16
+_KEEPALIVE = {
+    socket.TCP_KEEPIDLE: 5,
+    socket.TCP_KEEPINTVL: 3,
+    socket.TCP_KEEPCNT: 3,
+    socket.TCP_USER_TIMEOUT: 14_000,
+}
+"""A machine that lost its power or its network closes no connection: the system finds it after 14 s."""
+
+
+class _Connection:
+    """Carries one request at a time."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._frames: list[tuple[bytes, bytes]] = []
+        self._rest = b""
+        self.is_complete = False
+        """Whether the response has ended, so that another request may follow."""
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the replica has not closed it, as far as is known."""
+        return not (self._reader.at_eof() or self._reader.exception() or self._writer.is_closing())
+
+    async def request(self, call: Call) -> bool:
+        """Sends a request; False if the replica refuses it. Raises ReplicaLost."""
+        self.is_complete = False
+        self._writer.write(frame(CALL, msgspec.msgpack.encode(call)))
+        while not self._frames:
+            await self._read()
+        kind, _ = self._frames.pop(0)
+        assert kind in (ACCEPTED, REFUSED), kind
+        self.is_complete = kind == REFUSED
+        return kind == ACCEPTED
+
+    async def receive(self) -> list[Head | bytes]:
+        """The parts of the response that have arrived; parts of the body are joined. Raises ReplicaLost."""
+        if not self._frames:
+            await self._read()
+        frames, self._frames = self._frames, []
+        parts: list[Head | bytes] = [msgspec.msgpack.decode(data, type=Head) for kind, data in frames if kind == HEAD]
+        if body := b"".join([data for kind, data in frames if kind == BODY]):
+            parts.append(body)
+        self.is_complete = bool(frames) and frames[-1][0] == END
+        return parts
+
+    async def _read(self) -> None:
+        try:
+            data = await self._reader.read(_READ_BYTES)
+        except OSError:
+            data = b""
+        if not data:
+            raise ReplicaLost
+        self._frames, self._rest = split_frames(self._rest + data)
+
+    def close(self) -> None:
+        """A client disconnect, if the response has not ended."""
+        self._writer.close()
+
+
+async def _connect(address: Address) -> _Connection:
+    """Raises OSError."""
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    connected = writer.get_extra_info("socket")
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE.items():
+        connected.setsockopt(socket.IPPROTO_TCP, option, value)
+    writer.write(address.secret)
+    return _Connection(reader, writer)
+
+
+class _Replica:
+    """What the gateway knows of a replica."""
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self.n_open = 0
+        """This gateway's requests on it."""
+        self.last_chosen = 0.0
+        self.avoid_until = 0.0
+        self._idle: list[_Connection] = []
+        self._is_closed = False
+
+    async def start(self, call: Call) -> _Connection | None:
+        """Sends a request; None if the replica does not accept it. Raises ReplicaLost. Release the connection."""
+        connection, is_accepted = None, False
+        self.n_open += 1
+        try:
+            async with asyncio.timeout(_ACCEPT_SECONDS):
+                connection = self._take_idle() or await _connect(self.address)
+                is_accepted = await connection.request(call)
+        except (OSError, TimeoutError):
+            pass
+        finally:
+            if not is_accepted:
+                self.release(connection)
+                self.avoid_until = time.monotonic() + _AVOID_SECONDS
+        return connection if is_accepted else None
+
+    def release(self, connection: _Connection | None) -> None:
+        """Ends a request; the connection is kept if the response is complete, and closed otherwise."""
+        self.n_open -= 1
+        if connection and connection.is_complete and not self._is_closed:
+            self._idle.append(connection)
+        elif connection:
+            connection.close()
+
+    def close(self) -> None:
+        """Open responses go on."""
+        self._is_closed = True
+        while self._idle:
+            self._idle.pop().close()
+
+    def _take_idle(self) -> _Connection | None:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_usable:
+                return connection
+            connection.close()
+        return None
+
+    async def response(self, call: Call) -> AsyncGenerator[ResponsePart, None]:
+        """As Replicas.send() for this replica; nothing if it does not accept the request."""
+        if not (connection := await self.start(call)):
+            return
+        try:
+            yield Accepted(self.address.replica)
+            while not connection.is_complete:
+                for part in await connection.receive():
+                    yield part
+        finally:
+            self.release(connection)
+
+    async def full_response(self, call: Call) -> FullResponse:
+        """The whole response. Raises ReplicaLost, too, if the replica does not accept the request."""
+        head, body = None, []
+        async with aclosing(self.response(call)) as parts:
+            async for part in parts:
+                if isinstance(part, Head):
+                    head = part
+                elif isinstance(part, bytes):
+                    body.append(part)
+        if not head:
+            raise ReplicaLost
+        return FullResponse(self.address.replica, head, b"".join(body))
+
+
+class ReplicaPool:
+    """Implements the Replicas protocol for the replicas that it is given; owned by the gateway's event loop."""
+
+    def __init__(self) -> None:
+        self._replicas: dict[Address, _Replica] = {}
+        self._changed = asyncio.Event()
+
+    def update(self, addresses: Collection[Address]) -> None:
+        """Replaces the replicas that get new requests. Open responses of others go on."""
+        for address in self._replicas.keys() - addresses:
+            self._replicas.pop(address).close()
+        for address in addresses:
+            if address not in self._replicas:
+                self._replicas[address] = _Replica(address)
+        self._changed.set()
+
+    async def send(self, call: Call) -> AsyncGenerator[ResponsePart, None]:
+        """Sends the request to the replica with the fewest open ones; to the next one while it is not accepted."""
+        is_accepted = False
+        while not is_accepted:
+            replica = await self._choose()
+            async with aclosing(replica.response(call)) as parts:
+                async for part in parts:
+                    is_accepted = True
+                    yield part
+
+    async def broadcast(self, call: Call) -> list[asyncio.Task[FullResponse]]:
+        """Broadcasts to all replicas, those included that it avoids otherwise."""
+        return [asyncio.ensure_future(replica.full_response(call)) for replica in self._replicas.values()]
+
+    async def _choose(self) -> _Replica:
+        """Waits until there is a replica; the caller limits the time."""
+        while True:
+            now = time.monotonic()
+            available = [replica for replica in self._replicas.values() if replica.avoid_until <= now]
+            if available:
+                chosen = min(available, key=lambda replica: (replica.n_open, replica.last_chosen))
+                chosen.last_chosen = now
+                return chosen
+            self._changed.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await self._changed.wait()

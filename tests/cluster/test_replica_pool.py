@@ -1,0 +1,217 @@
+"""Requests over TCP between a gateway and its replicas: complete, lost, cancelled, refused, without the secret."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from app.cluster import replica_pool
+from app.cluster.messages import Accepted, Address, Call, Head, ReplicaLost, ResponsePart
+from app.cluster.replica_pool import ReplicaPool
+from tests.support.async_test import async_test
+from tests.support.scripted_replicas import served, until
+
+CALL = Call(request_id="req-1", method="POST", path="/complete", query=b"", headers=(), body=b"{}")
+HEADERS = [(b"content-type", b"text/event-stream"), (b"x-name", "café".encode("latin-1"))]
+
+
+class _Application:
+    """Sends the parts that it gets from `parts`; None ends the response."""
+
+    def __init__(self, *parts: bytes | None) -> None:
+        self.parts: asyncio.Queue[bytes | None] = asyncio.Queue()
+        for part in parts:
+            self.parts.put_nowait(part)
+        self.n_requests = 0
+        self.is_cancelled = False
+
+    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+        self.n_requests += 1
+        assert (await receive())["body"] == CALL.body
+        await send({"type": "http.response.start", "status": 201, "headers": HEADERS})
+        try:
+            while (part := await self.parts.get()) is not None:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+        except asyncio.CancelledError:
+            self.is_cancelled = True
+            raise
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def _body(parts: AsyncGenerator[ResponsePart, None], size: int = -1) -> bytes:
+    """The body, or so many bytes of it."""
+    body = b""
+    while len(body) != size and (part := await anext(parts, None)) is not None:
+        body += part if isinstance(part, bytes) else b""
+    return body
+
+
+@async_test
+async def test_a_response_arrives_part_by_part_and_whole() -> None:
+    app = _Application()
+    async with served(app) as (pool, _, (server,)):
+        parts = pool.send(CALL)
+        assert [await anext(parts), await anext(parts)] == [Accepted("a"), Head(201, tuple(HEADERS))]
+        for part in (b"a", b"x" * 300_000):
+            app.parts.put_nowait(part)
+            assert await _body(parts, len(part)) == part
+        app.parts.put_nowait(None)
+        assert await anext(parts, None) is None
+        await until(lambda: not server.n_open)
+
+
+@async_test
+async def test_requests_in_turn_share_a_connection() -> None:
+    app = _Application(*[b"a", None] * 3)
+    async with served(app) as (pool, _, (server,)):
+        connections = len(asyncio.all_tasks())
+        for _ in range(3):
+            assert await _body(pool.send(CALL)) == b"a"
+        assert len(asyncio.all_tasks()) - connections == 2, "the connection, and its wait for the next request"
+        assert app.n_requests == 3
+        await until(lambda: not server.n_open)
+
+
+@async_test
+async def test_the_replica_with_the_fewest_open_requests_gets_the_next_one() -> None:
+    async with served(_Application(), _Application(), _Application()) as (pool, addresses, _):
+        requests = [pool.send(CALL) for _ in range(6)]
+        chosen = [part.replica for request in requests if isinstance(part := await anext(request), Accepted)]
+        assert sorted(chosen) == [*"aabbcc"]
+        await requests[chosen.index("b")].aclose()
+        again = pool.send(CALL)
+        assert await anext(again) == Accepted("b")
+        pool.update(addresses[:2])
+        others = [pool.send(CALL) for _ in range(2)]
+        assert {*[await anext(request) for request in others]} == {Accepted("a"), Accepted("b")}
+        for request in (*requests, again, *others):
+            await request.aclose()
+
+
+@async_test
+async def test_a_gateway_that_leaves_cancels_the_request() -> None:
+    app = _Application()
+    async with served(app) as (pool, _, (server,)):
+        parts = pool.send(CALL)
+        await anext(parts)
+        await anext(parts)
+        await parts.aclose()
+        await asyncio.wait_for(server._is_idle.wait(), 60)
+        assert app.is_cancelled
+
+
+@async_test
+async def test_a_replica_that_breaks_is_lost() -> None:
+    async def broken(_scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"half", "more_body": True})
+        raise OSError("bug")
+
+    async with served(broken) as (pool, _, _):
+        parts = pool.send(CALL)
+        assert [await anext(parts), await anext(parts)] == [Accepted("a"), Head(200, ())]
+        with pytest.raises(ReplicaLost):
+            await _body(parts)
+
+
+@async_test
+async def test_a_replica_that_stops_refuses_new_requests_and_ends_open_ones() -> None:
+    leaving, other = _Application(), _Application(b"other", None)
+    async with served(leaving, other) as (pool, addresses, (server, _)):
+        pool.update(addresses[:1])
+        open_request = pool.send(CALL)
+        assert await anext(open_request) == Accepted("a")
+        await anext(open_request)
+        connected = await replica_pool._connect(addresses[0])
+        draining = asyncio.ensure_future(server.drain(60))
+        await until(lambda: server._is_draining)
+        assert not await connected.request(CALL)
+        connected.close()
+        refused = asyncio.ensure_future(_body(pool.send(CALL)))
+        await asyncio.sleep(0.01)
+        pool.update(addresses)
+        assert await asyncio.wait_for(refused, 60) == b"other"
+        assert not draining.done() and leaving.n_requests == 1
+        for part in (b"rest", None):
+            leaving.parts.put_nowait(part)
+        assert await _body(open_request) == b"rest"
+        await asyncio.wait_for(draining, 60)
+
+
+@async_test
+async def test_a_request_waits_for_a_replica() -> None:
+    async with served(_Application(b"a", None)) as (_, addresses, _):
+        pool = ReplicaPool()
+        waiting = asyncio.ensure_future(_body(pool.send(CALL)))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        pool.update(addresses)
+        assert await asyncio.wait_for(waiting, 60) == b"a"
+        pool.update([])
+
+
+@async_test
+async def test_replicas_that_are_gone_or_hang_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_pool, "_ACCEPT_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as hung, socket.create_server(("127.0.0.1", 0)) as gone:
+        bad = [Address("x", *listener.getsockname(), bytes(16)) for listener in (hung, gone)]
+        gone.close()
+        async with served(_Application(*[b"a", None] * 4)) as (pool, addresses, _):
+            pool.update([*bad, *addresses])
+            for _ in range(4):
+                assert await _body(pool.send(CALL)) == b"a"
+
+
+@async_test
+async def test_a_replica_serves_nothing_without_its_secret() -> None:
+    app = _Application(b"a", None)
+    async with served(app) as (_, (address,), _):
+        pool = ReplicaPool()
+        pool.update([replace(address, secret=bytes(16))])
+        with pytest.raises(ReplicaLost):
+            await anext(pool.send(CALL))
+        assert app.n_requests == 0
+
+
+@async_test
+async def test_a_machine_that_vanishes_is_noticed_by_the_system() -> None:
+    """As it closes no connection: probes go to an idle one, and unacknowledged data is given up."""
+    async with served(_Application(b"a", None)) as (_, (address,), _):
+        connection = await replica_pool._connect(address)
+        of_system = connection._writer.get_extra_info("socket")
+        assert of_system.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        idle, interval, count = (
+            of_system.getsockopt(socket.IPPROTO_TCP, option)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        )
+        assert 1000 * (idle + interval * count) == of_system.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+        connection.close()
+
+
+@async_test
+async def test_a_broadcast_reaches_every_replica_and_misses_lost_ones() -> None:
+    async with served(_Application(b"a", None), _Application(b"b", None)) as (pool, addresses, _):
+        pool.update([*addresses, Address("x", "127.0.0.1", 9, bytes(16))])
+        responses = await asyncio.gather(*await pool.broadcast(CALL), return_exceptions=True)
+        assert [one.body for one in responses[:2] if not isinstance(one, BaseException)] == [b"a", b"b"]
+        assert isinstance(responses[2], ReplicaLost)
+
+
+@async_test
+async def test_a_request_that_is_cancelled_before_it_is_accepted_leaves_nothing_open() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as hung:
+        pool = ReplicaPool()
+        pool.update([Address("x", *hung.getsockname(), bytes(16))])
+        async with aclosing(pool.send(CALL)) as parts:
+            waiting = asyncio.ensure_future(anext(parts))
+            await asyncio.sleep(0.01)
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+        assert [replica.n_open for replica in pool._replicas.values()] == [0]
