@@ -322,7 +322,11 @@ class Supervisor:
         """Runs one engine process from its start to its exit."""
         self._kill_reason, self._last_frame, self._has_reported = "", time.monotonic(), False
         self._startup_timer = StartupTimer(self._last_frame)
-        self._process = process = await EngineProcess.spawn(self._on_frame, self._command)
+        try:
+            self._process = process = await EngineProcess.spawn(self._on_frame, self._command)
+        except (FileNotFoundError, PermissionError) as error:  # unlike a lack of memory, these last
+            self.give_up(EngineStopped(f"{error.filename}: cannot be run: {error.strerror}", 2))
+            return
         try:
             config = replace(self._config, files=await self._files())
             # A restarted process reuses the memory of its predecessor, and the other engines have allocated theirs.

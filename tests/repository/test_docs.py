@@ -125,7 +125,7 @@ HELD = {
         "python3 -m pip wheel": "builds a wheel; tests/repository/test_wheel.py does",
         "pipx install": NO_INDEX,
         "inkstream serve": "needs the wheel that pipx has installed",
-        "python3 -m venv /opt/inkstream": ROOT_USER,
+        "/usr/bin/python3 -m venv /opt/inkstream": ROOT_USER,
         "/opt/inkstream/bin/": ROOT_USER,
         "cp deploy/systemd/": ROOT_USER,
         "systemctl ": ROOT_USER,
