@@ -22,7 +22,7 @@ from fastapi import FastAPI
 from app.access.api_keys import KeyFileError, read_keys
 from app.common import event_loop, logs
 from app.common.errors import NotReady
-from app.common.operating_system import has_terminal, listener_on, why_no_cuda
+from app.common.operating_system import has_terminal, is_foreground_job, listener_on, why_no_cuda
 from app.common.settings import Settings
 from app.common.terminal_log import START
 from app.engine.cpu.toolchain.backend_selection import check_native_available
@@ -41,6 +41,7 @@ from model.checkpoint.tensor_index import check_layout, read_chat_template
 
 _UNSENT_BYTES = 1 << 14
 _CLOSE_SECONDS = 2.0
+_TERMINAL_SECONDS = 1.0
 """Seconds after the drain for clients to read the final events and for cancelled work to stop."""
 _log, _start_log = logging.getLogger("inkstream"), logging.getLogger(START)
 
@@ -221,9 +222,13 @@ async def _serve(
         if signal.getsignal(signal_number) is signal.SIG_IGN:
             continue  # a script started the service in the background: its Ctrl+C is not meant for it
         event_loop.on_signal(loop, signal_number, functools.partial(_on_signal, server))
-    event_loop.on_signal(loop, signal.SIGHUP, functools.partial(_on_sighup, server, app, has_terminal()))
+    ends_with_terminal = has_terminal() and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN  # as under nohup
+    event_loop.on_signal(loop, signal.SIGHUP, functools.partial(_on_sighup, server, app, ends_with_terminal))
+    watching = loop.create_task(_watch_terminal(server)) if ends_with_terminal else None
     _start_log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
     await server.serve(sockets=[listener])
+    if watching:
+        watching.cancel()
     return server.failure
 
 
@@ -289,12 +294,30 @@ def _check_device(settings: Settings) -> None:
         raise StartError(f"--device cuda: {problem}; or use --device cpu")
 
 
-def _on_sighup(server: _Server, app: FastAPI, had_terminal: bool) -> None:
+async def _watch_terminal(server: _Server) -> None:
+    """Stops the service when the terminal closes whose foreground job it is.
+
+    The kernel sends SIGHUP to the leader of the session only. A shell passes it on, but make does not.
+    """
+    is_foreground = False
+    while not is_foreground or has_terminal():
+        is_foreground = is_foreground_job()
+        await asyncio.sleep(_TERMINAL_SECONDS)
+    _stop_once(server)
+
+
+def _on_sighup(server: _Server, app: FastAPI, ends_with_terminal: bool) -> None:
     """SIGHUP from a closed terminal stops the service; any other SIGHUP reloads the weights."""
-    if had_terminal and not has_terminal():
-        _on_signal(server)
+    if ends_with_terminal and not has_terminal():
+        _stop_once(server)
     elif reloader := getattr(app.state, "reloader", None):
         reloader.request_reload()
+
+
+def _stop_once(server: _Server) -> None:
+    """As the first signal does; a later one of the same event does not count as the second."""
+    if not server.should_exit:
+        _on_signal(server)
 
 
 def _on_signal(server: _Server) -> None:

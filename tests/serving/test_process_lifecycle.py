@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from tests.support.completion_client import parse_events, whole
 from tests.support.load.concurrent_clients import Ask, crowd, engine_pid
 from tests.support.model.tiny_models import tiny_weights
 from tests.support.processes import is_stopped
+from tests.support.reloads import reloads
 from tests.support.servers import Server, is_clean, running_server, start_server, stop_server
 
 pytestmark = pytest.mark.slow
@@ -40,6 +42,26 @@ def test_sigterm_to_the_whole_process_group_is_a_drain_too(tmp_path: Path, weigh
         os.kill(engine, signal.SIGCONT)
     assert b"event: done" in answer.body
     assert server.process.wait(60) == 0
+
+
+def test_a_terminal_that_closes_ends_its_foreground_job_although_make_passes_no_sighup_on(
+    tmp_path: Path, weights: Path
+) -> None:
+    ours, theirs = pty.openpty()
+    make = ("sh", "-c", 'trap : HUP; "$@"; exit $?', "make")
+    server = start_server(tmp_path, weights, fake_ms=1, terminal=theirs, wrapper=make)
+    os.close(theirs)
+    os.close(ours)
+    assert server.process.wait(60) == 0
+
+
+def test_a_terminal_that_closes_does_not_end_a_service_under_nohup(tmp_path: Path, weights: Path) -> None:
+    ours, theirs = pty.openpty()
+    server = start_server(tmp_path, weights, fake_ms=1, terminal=theirs, wrapper=("nohup",))
+    os.close(theirs)
+    os.close(ours)
+    assert server.wait_for(lambda: reloads(server, "switched") == 1), "the kernel has sent SIGHUP"
+    assert stop_server(server) == 0
 
 
 def test_a_sigint_that_was_ignored_at_the_start_stays_ignored(tmp_path: Path, weights: Path) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -97,10 +97,12 @@ def start_server(
     environment: Mapping[str, str] | None = None,
     fake_ms: float | None = None,
     terminal: int | None = None,
+    wrapper: Sequence[str] = (),
 ) -> Server:
     """`python -m app serve` on a free port; ready when this returns. `sabotage` is Python that runs first.
 
     `fake_ms`: around the fake engine, whose steps take so long. `terminal`: a descriptor of the one that it hangs on.
+    `wrapper`: a command that runs the one that follows it.
     """
     assert not _REASONS_AGAINST, _REASONS_AGAINST[0]
     program = f"import sys; from app.__main__ import main; exec({sabotage!r}); sys.exit(main(sys.argv[1:]))"
@@ -114,7 +116,7 @@ def start_server(
     variables["INKSTREAM_KERNELS"] = "torch"
     variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [variables.get("PYTHONPATH")])])
     service = launch(
-        [*command, "serve", "--weights", str(weights), "--port", "0", *flags],
+        [*wrapper, *command, "serve", "--weights", str(weights), "--port", "0", *flags],
         log,
         environment=variables,
         prepare=None if terminal is None else partial(hang_on, terminal),
