@@ -1,7 +1,8 @@
 """Steps of the bare engine, without service and pipe: `python -m benchmarks.engine host|sampling|operations`.
 
-host: what a decode step costs beside the forward, which computes nothing: plan, the rest of the run (inputs of the
-kernels, drawing greedily from the logits) and commit.
+host: what a decode step costs beside the forward pass, which computes nothing: plan, the rest of the run and commit.
+On the CPU the run prepares the kernels' inputs and draws greedily from the logits. The GPU's engine has its memory on
+the CPU here, and its graphs replay nothing.
 
 sampling: what a step costs greedily, with temperature 0.8, with every filter, with every filter, penalty, bias and
 log-probabilities, and with temperature 0.8 under a JSON schema, whose compilation is not counted. An engine for each
@@ -19,13 +20,13 @@ import statistics
 import sys
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -38,6 +39,12 @@ from app.engine.cpu.library import load_library
 from app.engine.cpu.program import BLOCK
 from app.engine.cpu.toolchain.builder import find_or_build
 from app.engine.execution.engine import Engine
+from app.engine.gpu.decoder import PagedDecoder
+from app.engine.gpu.kernels.reference_operations import ReferenceKernels
+from app.engine.gpu.runner import DeviceRunner
+from app.engine.gpu.setup import device_runner
+from app.engine.scheduling.block_allocator import BlockPool
+from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from app.engine.startup import build_engine
 from app.engine.worker_loop import BuiltEngine
 from app.guided.grammar import grammar_from
@@ -50,6 +57,7 @@ from model.files import one_line
 from model.nn.transformer import Decoder
 from model.presets import preset
 
+T = TypeVar("T")
 KERNELS = ("native", "torch")
 _CONTEXT_TOKENS = 200
 _FILTERS: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "typical_p": 0.95, "top_p": 0.95, "min_p": 0.02}
@@ -126,36 +134,73 @@ def _engine(weights: Path, kernels: str, *, rows: int, length: int) -> BuiltEngi
 
 
 def _host(weights: Path, kernels: str) -> dict[str, Any]:
+    del kernels
     steps, times = 150, []
-    print(f"{'rows':>5}{'plan':>10}{'run':>10}{'commit':>10}{'step':>10}  us, median")
-    for rows in (1, 8, 32, 256):
-        built = _engine(weights, kernels, rows=rows, length=_CONTEXT_TOKENS)
-        engine, vocab_size = built.engine, built.ready.vocab_size
-        runner: Any = engine.runner
-        compute = runner.compute
-        compute._library = SimpleNamespace(ink_run=lambda *_: None, ink_head=lambda *_: None)
-        compute._logits = torch.randn(rows, vocab_size)
-        for row in range(rows):
-            engine.add(request(f"{row}", random_prompt(20, vocab_size, row), steps + 10))
-        run_until_decoding(engine, rows)
-        samples = [_timed_step(engine) for _ in range(steps)]
-        us = {name: statistics.median(each[name] for each in samples) * 1e6 for name in samples[0]}
-        print(f"{rows:5}" + "".join(f"{value:10.1f}" for value in us.values()), flush=True)
-        times.append({"rows": rows, **us})
+    for device, make_engine in (("cpu", partial(_cpu_host_engine, weights)), ("gpu", _gpu_host_engine)):
+        print(f"{device} {'rows':>5}{'plan':>10}{'run':>10}{'commit':>10}{'step':>10}{'CPU time':>10}  us, median")
+        for rows in (1, 8, 32, 256):
+            us = _time_host(make_engine(rows), rows, steps)
+            print(f"{rows:9}" + "".join(f"{value:10.1f}" for value in us.values()), flush=True)
+            times.append({"device": device, "rows": rows, **us})
     return {"steps": steps, "times": times}
 
 
-def _timed_step(engine: Engine) -> dict[str, float]:
-    """Seconds of the parts of Engine.step()."""
-    start = time.perf_counter()
-    engine._mark_pending_masks()
-    plan = engine.scheduler.plan()
-    planned = time.perf_counter()
-    result = engine.isolation.run(plan)
-    ran = time.perf_counter()
-    engine.scheduler.commit(plan, result)
-    done = time.perf_counter()
-    return {"plan": planned - start, "run": ran - planned, "commit": done - ran, "step": done - start}
+def _cpu_host_engine(weights: Path, rows: int) -> Engine:
+    """The engine of the service, with native kernels that compute nothing."""
+    built = _engine(weights, "native", rows=rows, length=_CONTEXT_TOKENS)
+    runner: Any = built.engine.runner
+    runner.compute._library = SimpleNamespace(ink_run=lambda *_: None, ink_head=lambda *_: None)
+    runner.compute._logits = torch.randn(rows, built.ready.vocab_size)
+    return built.engine
+
+
+def _gpu_host_engine(rows: int) -> Engine:
+    """The engine of a GPU with its memory on the CPU, and with graphs that replay nothing."""
+    decoder, kernels = Decoder(preset("nano")).requires_grad_(False), ReferenceKernels()
+    limits, pool = StepLimits(tokens_per_step=512, max_running=rows), BlockPool(8 * rows, 64)
+    paged, context = PagedDecoder(decoder, kernels), decoder.config.context
+    runner = device_runner(paged, kernels, limits, blocks=pool.total, block_size=pool.block_size, context=context)
+    runner.capture(lambda _work: lambda: None)
+    runner.graphs.steps.out.numbers_X.zero_()
+    return Engine(Scheduler(limits, pool), runner, runner)
+
+
+def _time_host(engine: Engine, rows: int, steps: int) -> dict[str, float]:
+    """Median microseconds of a decode step and of its parts; CPU time is that of the engine's thread."""
+    for row in range(rows):
+        engine.add(request(f"{row}", random_prompt(20, 256, row), steps + 40))
+    run_until_decoding(engine, rows)
+    seconds = dict.fromkeys(("plan", "run", "commit", "step", "cpu"), 0.0)
+    parts: Any = {
+        "plan": (engine.scheduler, ("plan", "plan_ahead", "mark_launched")),
+        "run": (engine.isolation, ("launch", "run")),
+        "commit": (engine.scheduler, ("commit",)),
+        "step": (engine, ("step",)),
+    }
+    for part, (owner, names) in parts.items():
+        for name in names:
+            vars(owner)[name] = _clocked(getattr(owner, name), seconds, part)
+    if isinstance(engine.runner, DeviceRunner):
+        vars(engine.runner)["collect"] = _clocked(engine.runner.collect, seconds, "run")
+    samples = []
+    for _ in range(steps):
+        seconds |= dict.fromkeys(seconds, 0.0)
+        start = time.thread_time()
+        engine.step()
+        samples.append(seconds | {"cpu": time.thread_time() - start})
+    return {name: statistics.median(each[name] for each in samples) * 1e6 for name in seconds}
+
+
+def _clocked(work: Callable[..., T], seconds: dict[str, float], part: str) -> Callable[..., T]:
+    """Adds how long each call of `work` takes."""
+
+    def run(*args: Any) -> T:
+        start = time.perf_counter()
+        result = work(*args)
+        seconds[part] += time.perf_counter() - start
+        return result
+
+    return run
 
 
 def _sampling(weights: Path, kernels: str, quick: bool) -> dict[str, Any]:

@@ -221,6 +221,8 @@ class Sequence:
     """Prompt and generated tokens, of type "q": the native kernels read them in place."""
     arrival: int
     """Sequence number of arrival: older requests have smaller ones; preemption does not change it."""
+    max_length: int = field(init=False)
+    """Most tokens that it can have."""
     num_computed: int = 0
     """Number of `tokens` whose keys and values are in the cache."""
     ahead: int = 0
@@ -241,6 +243,9 @@ class Sequence:
     waits_for_mask: bool = False
     """Steps skip it until its grammar's next mask is computed; the engine sets this before each plan."""
 
+    def __post_init__(self) -> None:
+        self.max_length = self.request.max_length
+
     @property
     def num_generated(self) -> int:
         """Tokens sampled so far."""
@@ -256,16 +261,6 @@ class Sequence:
         """Tokens still to be scheduled; 1 means decode, of a token that was sampled or will be by a step in flight."""
         pending = len(self.tokens) - self.num_computed - self.ahead
         return pending if pending > 0 else 1
-
-    @property
-    def num_unsampled(self) -> int:
-        """Tokens that steps in flight sample; they will be appended to `tokens`."""
-        return max(0, self.num_scheduled + 1 - len(self.tokens))
-
-    @property
-    def ends_in_flight(self) -> bool:
-        """Whether a step in flight samples its last token by length."""
-        return 0 < self.num_unsampled >= self.request.max_tokens - self.num_generated
 
     @property
     def num_unscored(self) -> int:

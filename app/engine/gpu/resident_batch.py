@@ -10,7 +10,7 @@ Shape legend: R rows, B blocks of a row's table, S rows of a step, N rows of an 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
@@ -85,8 +85,9 @@ def lay_out(chunks: Items[Chunk], rows: Items[int], *, tile_tokens: int) -> Layo
         if chunk.samples:
             _add_tokens(inputs, chunk.sequence, row, chunk.stop - 1, chunk.stop, 1)
     for chunk, row in zip(chunks, rows, strict=True):
-        first = len(inputs.rows_T) - chunk.start
-        _add_tokens(inputs, chunk.sequence, row, chunk.start, chunk.stop - chunk.samples, tile_tokens)
+        first, stop = len(inputs.rows_T) - chunk.start, chunk.stop - chunk.samples
+        if stop > chunk.start:
+            _add_tokens(inputs, chunk.sequence, row, chunk.start, stop, tile_tokens)
         if positions := chunk.scores:
             layout.scored_X.extend(range(first + positions.start - 1, first + positions.stop - 1))
             layout.next_tokens_X.extend(chunk.sequence.request.prompt[positions.start : positions.stop])
@@ -133,6 +134,9 @@ def bucket(count: int, buckets: Items[int]) -> int:
     return next(n for n in buckets if n >= count)
 
 
+EMPTY = slice(0, 0)
+
+
 class Upload:
     """Concatenated sections of int32, copied to the device asynchronously.
 
@@ -143,11 +147,13 @@ class Upload:
     def __init__(self) -> None:
         self._numbers = array("i")
 
-    def add(self, numbers: Iterable[int], size: int = 0) -> slice:
+    def add(self, numbers: Collection[int], size: int = 0) -> slice:
         """Appends a section of at least `size` numbers and returns its range in the result of send()."""
+        if not numbers and not size:
+            return EMPTY
         self._numbers.extend([0] * (-len(self._numbers) % ALIGNED))
         start = len(self._numbers)
-        self._numbers.extend(numbers)
+        self._numbers.extend(numbers if isinstance(numbers, array) else array("i", numbers))  # an array's is fast
         self._numbers.extend([0] * (start + size - len(self._numbers)))
         return slice(start, len(self._numbers))
 
@@ -182,7 +188,7 @@ class Download:
         return self._numbers
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class _ResidentRow:
     """The host's view of a row, as it will be after the launched steps. Owned by ResidentBatch."""
 
@@ -211,7 +217,7 @@ class ResidentUpdates:
     """By index in the flattened block table."""
     tokens: dict[int, int] = field(default_factory=dict)
 
-    def sections(self) -> tuple[Iterable[int], ...]:
+    def sections(self) -> tuple[Collection[int], ...]:
         """The sections of an upload that ResidentBatch.apply() takes."""
         history = (self.history, self.history_rows, self.history_generated)
         pairs = (part for each in (self.blocks, self.tokens) for part in (each.keys(), each.values()))
@@ -242,11 +248,21 @@ class ResidentBatch:
 
     def assign_rows(self, chunks: Items[Chunk]) -> tuple[list[int], ResidentUpdates]:
         """Returns the row of each chunk's sequence, and the updates to upload before the step."""
-        updates = ResidentUpdates()
-        missing = sum(chunk.sequence not in self._resident_rows for chunk in chunks)
-        if missing > len(self._free):
+        updates, rows, get = ResidentUpdates(), list[int](), self._resident_rows.get
+        known = [get(chunk.sequence) for chunk in chunks]
+        if (missing := known.count(None)) > len(self._free):
             self._evict_rows(missing, {chunk.sequence for chunk in chunks})
-        rows = [self._assign_row(chunk, updates) for chunk in chunks]
+        for chunk, resident in zip(chunks, known, strict=True):
+            sequence, start, stop = chunk.sequence, chunk.start, chunk.stop
+            if resident is None or resident.blocks is not sequence.blocks or resident.length != start:
+                resident = self._load(sequence, resident, updates)
+            if len(resident.blocks) > resident.n_blocks:
+                self._add_blocks(resident, updates)
+            samples = stop >= len(sequence.tokens)  # chunk.samples
+            if samples and resident.last_token_position != start and stop == start + 1:
+                updates.tokens[resident.row] = sequence.tokens[start]
+            resident.length, resident.last_token_position = stop, stop if samples else -1
+            rows.append(resident.row)
         return rows, updates
 
     def release_rows(self, sequences: Iterable[Sequence]) -> None:
@@ -257,15 +273,16 @@ class ResidentBatch:
 
     def apply(self, numbers_X: Tensor, sections: list[slice]) -> None:
         """Applies the uploaded updates on the device."""
-        loaded_rows, words, history, owners, generated, masked_rows, masks, *pairs = (numbers_X[x] for x in sections)
-        if len(loaded_rows):
-            self.table.load(loaded_rows, words.view(len(loaded_rows), -1), history, owners, generated)
-        if len(masked_rows):
-            self.table.load_masks(masked_rows, masks)
-        targets = (self.state.block_table_RB.view(-1), self.state.last_token_R)
-        for target_X, index_N, values_N in zip(targets, pairs[::2], pairs[1::2], strict=True):
-            if len(index_N):
-                target_X.index_copy_(0, index_N.long(), values_N)
+        loaded_rows, words, history, owners, generated, masked_rows, masks, *pairs = sections
+        if loaded_rows != EMPTY:
+            rows_N, *histories = (numbers_X[section] for section in (loaded_rows, history, owners, generated))
+            self.table.load(rows_N, numbers_X[words].view(len(rows_N), -1), *histories)
+        if masked_rows != EMPTY:
+            self.table.load_masks(numbers_X[masked_rows], numbers_X[masks])
+        targets = (self.state.block_table_RB, self.state.last_token_R)
+        for target, index, values in zip(targets, pairs[::2], pairs[1::2], strict=True):
+            if index != EMPTY:
+                target.view(-1).index_copy_(0, numbers_X[index].long(), numbers_X[values])
 
     def _evict_rows(self, count: int, present: set[Sequence]) -> None:
         """Frees rows for `count` new sequences: first those of sequences that do not run, then any not in this step.
@@ -277,20 +294,10 @@ class ResidentBatch:
         self.release_rows(old for old in others if old.ended or not old.blocks)
         self.release_rows([old for old in others if old in self._resident_rows][: max(0, count - len(self._free))])
 
-    def _assign_row(self, chunk: Chunk, updates: ResidentUpdates) -> int:
-        sequence = chunk.sequence
-        resident = self._resident_rows.get(sequence)
-        if resident is None or resident.blocks is not sequence.blocks or resident.length != chunk.start:
-            resident = self._load(sequence, resident, updates)
-        if len(sequence.blocks) > resident.n_blocks:
-            first = resident.row * self.state.block_table_RB.shape[1]
-            updates.blocks.update(enumerate(sequence.blocks[resident.n_blocks :], first + resident.n_blocks))
-            resident.n_blocks = len(sequence.blocks)
-        if chunk.samples and resident.last_token_position != chunk.start and chunk.stop == chunk.start + 1:
-            updates.tokens[resident.row] = sequence.tokens[chunk.start]
-        resident.length = chunk.stop
-        resident.last_token_position = chunk.stop if chunk.samples else -1
-        return resident.row
+    def _add_blocks(self, resident: _ResidentRow, updates: ResidentUpdates) -> None:
+        first = resident.row * self.state.block_table_RB.shape[1]
+        updates.blocks.update(enumerate(resident.blocks[resident.n_blocks :], first + resident.n_blocks))
+        resident.n_blocks = len(resident.blocks)
 
     def _load(self, sequence: Sequence, resident: _ResidentRow | None, updates: ResidentUpdates) -> _ResidentRow:
         request, row = sequence.request, resident.row if resident else self._free.pop()

@@ -8,9 +8,9 @@ launched ahead.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ from app.common.types import BatchPlan, Request, SampledToken, Sequence, StepRes
 from app.engine.execution.runner import MaskProvider
 from app.engine.execution.warmup_batches import dummies
 from app.engine.gpu.graphs import Capture, StepGraphs
-from app.engine.gpu.kernels.sampling_state import SampleOut
-from app.engine.gpu.resident_batch import Download, Upload, lay_out, pad, splits
+from app.engine.gpu.kernels.sampling_state import SampleOut, samples_of
+from app.engine.gpu.resident_batch import EMPTY, Download, Upload, lay_out, pad, splits
 from app.engine.gpu.step import SCORED_ROWS, StepProgram
 from app.engine.sampling.parameters import token_mask
 
@@ -30,11 +30,13 @@ from app.engine.sampling.parameters import token_mask
 class InFlightStep:
     """A step that was launched and not collected."""
 
-    sampling: tuple[Sequence, ...]
+    sampling: list[Sequence]
     """Sequences that sample, in the order of the rows of the draw."""
-    scoring: tuple[tuple[Request, int], ...]
+    is_guided: bool
+    """Whether one of them has a grammar."""
+    scoring: list[tuple[Request, int]]
     """Requests with scored prompts, and how many of their tokens this step scores."""
-    decided: Mapping[str, SampledToken]
+    decided: dict[str, SampledToken]
     """Results of guided rows that replace the samples."""
     n_drawn: int
     """Rows of the draw, with padding."""
@@ -55,7 +57,7 @@ class DeviceRunner:
 
     def launchable(self, plan: BatchPlan) -> bool:
         """Whether the step needs no mask, which depends on the tokens of the step before."""
-        return not any(chunk.samples and chunk.sequence.request.grammar for chunk in plan.chunks)
+        return not any(chunk.samples for chunk in plan.chunks if chunk.sequence.request.grammar)
 
     def run(self, plan: BatchPlan) -> StepResult:
         """Launches the step and waits for it. No other step may be in flight."""
@@ -65,32 +67,34 @@ class DeviceRunner:
     def launch(self, plan: BatchPlan) -> InFlightStep:
         """Launches the step without waiting. If it raises, the next step uploads the rows of the plan again."""
         fault("engine.launch", plan)
-        sampling = tuple(chunk.sequence for chunk in plan.chunks if chunk.samples)
+        samples = [chunk.stop >= len(chunk.sequence.tokens) for chunk in plan.chunks]  # chunk.samples
+        sampling = [chunk.sequence for chunk in compress(plan.chunks, samples)]
+        guided = [sequence for sequence in sampling if sequence.request.grammar]
         n_drawn = self.graphs.rows(max(1, len(sampling)))
-        scores_X = self._forward(plan, n_drawn)
-        decided = self._load_masks(sampling)
+        scores_X = self._forward(plan, samples, n_drawn)
+        decided = self._load_masks(sampling) if guided else {}
         if sampling:
             self.graphs.draw(n_drawn)
         drawn_X = self._steps.out.first(n_drawn).numbers_X
-        scoring = tuple((chunk.sequence.request, len(chunk.scores)) for chunk in plan.chunks if chunk.scores)
-        download = Download(drawn_X if scores_X is None else torch.cat((drawn_X, scores_X)))
-        return InFlightStep(sampling, scoring, decided, n_drawn, download)
+        if scores_X is None:
+            return InFlightStep(sampling, bool(guided), [], decided, n_drawn, Download(drawn_X))
+        scoring = [(chunk.sequence.request, len(chunk.scores)) for chunk in plan.chunks if chunk.scores]
+        download = Download(torch.cat((drawn_X, scores_X)))
+        return InFlightStep(sampling, bool(guided), scoring, decided, n_drawn, download)
 
     def collect(self, flight: InFlightStep) -> StepResult:
         """Waits until the step has finished, and returns its results."""
         numbers_X = flight.download.wait()
         n_drawn = len(self._steps.out.first(flight.n_drawn).numbers_X)
-        drawn = SampleOut(numbers_X[:n_drawn], flight.n_drawn)
-        samples = drawn.samples([sequence.request.params.logprobs for sequence in flight.sampling])
-        pairs = [
-            pair for pair in zip(flight.sampling, samples, strict=True) if pair[0].request.id not in flight.decided
-        ]
-        if self._grammars and any(sequence.request.grammar for sequence, _ in pairs):
-            sequences = [sequence for sequence, _ in pairs]
-            accepted = self._grammars.accept_tokens(sequences, [sample for _, sample in pairs])
-            pairs = list(zip(sequences, accepted, strict=True))
-        sampled = {sequence.request.id: sample for sequence, sample in pairs}
-        return StepResult({**sampled, **flight.decided}, _scores(numbers_X[n_drawn:], flight.scoring))
+        sequences = flight.sampling
+        counts = [sequence.request.params.logprobs for sequence in sequences]
+        samples = samples_of(numbers_X[:n_drawn], flight.n_drawn, counts)
+        if flight.is_guided and self._grammars:
+            is_open = [sequence.request.id not in flight.decided for sequence in sequences]
+            sequences, samples = [*compress(sequences, is_open)], [*compress(samples, is_open)]
+            samples = self._grammars.accept_tokens(sequences, samples)
+        sampled = {sequence.request.id: sample for sequence, sample in zip(sequences, samples, strict=True)}
+        return StepResult(sampled | flight.decided, _scores(numbers_X[n_drawn:], flight.scoring))
 
     def warm_up(self, tokens_per_step: int) -> None:
         """Runs the shapes of real steps, so that no request pays for first calls.
@@ -111,11 +115,11 @@ class DeviceRunner:
         """Captures parts of steps, which later steps replay. No step may be in flight."""
         self.graphs.capture(capture)
 
-    def _forward(self, plan: BatchPlan, n_drawn: int) -> Tensor | None:
+    def _forward(self, plan: BatchPlan, samples: list[bool], n_drawn: int) -> Tensor | None:
         """Uploads the step and launches its forward pass. Returns the log-probabilities of its prompts, if any."""
-        staged, graphs = _StepUpload(self._steps, plan, n_drawn), self.graphs
-        n_splits = splits(max(chunk.stop for chunk in plan.chunks))
-        if all(chunk.samples and chunk.stop == chunk.start + 1 for chunk in plan.chunks):
+        staged, graphs = _StepUpload(self._steps, plan, samples, n_drawn), self.graphs
+        n_splits = splits(max(staged.stops))
+        if all(samples) and sum(staged.stops) - sum([chunk.start for chunk in plan.chunks]) == len(samples):
             staged.send()
             graphs.decode(n_drawn, n_splits)
             return None
@@ -132,10 +136,9 @@ class DeviceRunner:
 
     def _load_masks(self, sampling: Items[Sequence]) -> dict[str, SampledToken]:
         """Uploads the masks of guided rows. Returns the results of rows that must not sample."""
+        assert self._grammars
         decided: dict[str, SampledToken] = {}
-        if not self._grammars or not any(sequence.request.grammar for sequence in sampling):
-            return decided
-        vocab_size, upload, rows, masks = self._resident.table.vocab_size, Upload(), [], array("i")
+        vocab_size, upload, rows, masks = self._resident.table.vocab_size, Upload(), list[int](), array("i")
         for sequence, allowed in zip(sampling, self._grammars.allowed(sampling), strict=True):
             if isinstance(allowed, SampledToken):
                 decided[sequence.request.id] = allowed
@@ -152,12 +155,12 @@ class DeviceRunner:
 class _StepUpload:
     """The single host-to-device copy of a step: its rows and their updates, and what is added to `upload`."""
 
-    def __init__(self, steps: StepProgram, plan: BatchPlan, n_drawn: int) -> None:
+    def __init__(self, steps: StepProgram, plan: BatchPlan, samples: list[bool], n_drawn: int) -> None:
         self.upload = Upload()
         self._steps = steps
         self.rows, updates = steps.resident.assign_rows(plan.chunks)
-        rows = [row for row, chunk in zip(self.rows, plan.chunks, strict=True) if chunk.samples]
-        lengths = [chunk.stop for chunk in plan.chunks if chunk.samples]
+        self.stops = [chunk.stop for chunk in plan.chunks]
+        rows, lengths = ([*compress(each, samples)] for each in (self.rows, self.stops))
         n_padding, size = n_drawn - len(rows), steps.drawn_2R.shape[1]
         self.upload.add([*rows, *[steps.resident.padding_row] * n_padding], size)
         self.upload.add([*lengths, *[1] * n_padding], size)
@@ -170,7 +173,8 @@ class _StepUpload:
         numbers_X = self.upload.send(self._steps.cache.device)
         drawn_X = self._steps.drawn_2R.view(-1)
         drawn_X.copy_(numbers_X[: len(drawn_X)])
-        self._steps.prepare(*(numbers_X[section] for section in self._blocks))
+        if any(section != EMPTY for section in self._blocks):
+            self._steps.prepare(*(numbers_X[section] for section in self._blocks))
         self._steps.resident.apply(numbers_X, self._updates)
         return numbers_X
 

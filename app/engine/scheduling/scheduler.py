@@ -152,12 +152,13 @@ class Scheduler:
 
     def plan_ahead(self) -> BatchPlan | None:
         """Plans the step after those in flight; None if there is nothing to compute or too few blocks are free."""
-        decodes = [s for s in self.running if _is_decode(s) and not self._is_skipped_ahead(s)]
-        if sum(map(self._allocator.missing, decodes)) > self.pool.available:
+        chunks, block_size = self._decodes_ahead(), self.pool.block_size
+        growing = [c.sequence for c in chunks if len(c.sequence.blocks) * block_size <= c.start]
+        if sum(map(self._allocator.missing, growing)) > self.pool.available:
             return None
-        for sequence in decodes:
+        for sequence in growing:
             self._allocator.extend(sequence)
-        plan = self._fill([_decode(sequence) for sequence in decodes])
+        plan = self._fill(chunks)
         return plan if plan.chunks else None
 
     def mark_launched(self, plan: BatchPlan) -> None:
@@ -238,13 +239,18 @@ class Scheduler:
                 chunks.append(Chunk(sequence, start, start + 1))
         return chunks
 
-    def _is_skipped_ahead(self, sequence: Sequence) -> bool:
-        """Whether the step that is planned ahead leaves this sequence out."""
-        if sequence.ends_in_flight:
-            return True
-        # A leader skips one step, so that its followers share the prompt while no step writes to its blocks.
-        ends_prompt = not sequence.has_prompt and sequence.num_unsampled
-        return bool(ends_prompt) and any(follower.leader is sequence for follower in self.waiting)
+    def _decodes_ahead(self) -> list[Chunk]:
+        """Decodes of the sequences that have a next token to compute after the steps in flight."""
+        chunks, leaders = list[Chunk](), {sequence.leader for sequence in self.waiting}
+        for sequence in self.running:
+            start = sequence.num_computed + sequence.ahead
+            n_unsampled = start + 1 - len(sequence.tokens)  # tokens that steps in flight sample; below 0 in a prompt
+            if n_unsampled < 0 or sequence.waits_for_mask or (n_unsampled and start + 1 >= sequence.max_length):
+                continue
+            # A leader skips one step, so that its followers share the prompt while no step writes to its blocks.
+            if not (n_unsampled and sequence in leaders) or sequence.has_prompt:
+                chunks.append(Chunk(sequence, start, start + 1))
+        return chunks
 
     def _fill(self, chunks: list[Chunk], *, may_admit: bool = True) -> BatchPlan:
         """Completes a plan of decodes with as many prompt tokens as fit: of running prompts, then of admitted ones.
@@ -340,20 +346,17 @@ class Scheduler:
 
 def _append_token(sequence: Sequence, sampled: SampledToken) -> SampledEvent:
     """Appends the token to the sequence, unless none was requested or sampled; returns the event to report."""
-    request = sequence.request
-    index = len(sequence.tokens) - len(request.prompt)
-    if request.max_tokens == 0:
-        return SampledEvent(request.id, 0, None, finish=FinishReason.LENGTH)
-    if sampled.finish:
-        return SampledEvent(request.id, index, None, finish=sampled.finish)
-    assert sampled.token is not None
-    sequence.tokens.append(sampled.token)
-    finish = None
-    if sampled.token in request.stop_ids:
+    request, token, tokens = sequence.request, sampled.token, sequence.tokens
+    index, finish = len(tokens) - len(request.prompt), None
+    if token is None or not request.max_tokens:
+        finish = sampled.finish if request.max_tokens else FinishReason.LENGTH
+        return SampledEvent(request.id, index, None, finish=finish)
+    tokens.append(token)
+    if token in request.stop_ids:
         finish = FinishReason.STOP
-    elif index + 1 >= request.max_tokens and not sampled.is_undecided:
+    elif len(tokens) >= sequence.max_length and not sampled.is_undecided:
         finish = FinishReason.LENGTH
-    return SampledEvent(request.id, index, sampled.token, sampled.logprob, sampled.top, finish)
+    return SampledEvent(request.id, index, token, sampled.logprob, sampled.top, finish)
 
 
 def _add_prefill_chunks(budget: int, prefilling: list[Sequence], chunks: list[Chunk]) -> int:
@@ -379,12 +382,3 @@ def _next_chunk(sequence: Sequence, budget: int) -> Chunk:
     length = -(-budget // 2) if sequence.num_unscored else budget
     start = sequence.num_scheduled
     return Chunk(sequence, start, start + min(sequence.num_pending, length))
-
-
-def _is_decode(sequence: Sequence) -> bool:
-    """Whether the sequence has one pending row, and a token can be sampled from it."""
-    return sequence.num_pending == 1 and not sequence.waits_for_mask
-
-
-def _decode(sequence: Sequence) -> Chunk:
-    return Chunk(sequence, sequence.num_scheduled, sequence.num_scheduled + 1)

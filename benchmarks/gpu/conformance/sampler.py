@@ -19,7 +19,7 @@ from torch import Tensor
 
 from app.common.types import Request, SampledToken
 from app.engine.gpu.kernels.reference_operations import ReferenceKernels
-from app.engine.gpu.kernels.sampling_state import SampleOut, SamplingTable
+from app.engine.gpu.kernels.sampling_state import SampleOut, SamplingTable, samples_of
 from app.engine.gpu.linears import VOCAB_MULTIPLE
 from app.engine.sampling.parameters import SamplingInput, is_counted, pack_request, token_mask
 from app.engine.sampling.sampler import ADJUSTMENTS, FILTERS, Draw, apply_stages, row_parameters, sample, uniforms
@@ -46,8 +46,7 @@ def draw(sampler: Sample, case: Case, device: str) -> tuple[list[SampledToken], 
     padded_SV = _with_row_padding(torch.cat([case.logits_SV, case.logits_SV[:1].expand(2, -1)]).to(device))
     out = SampleOut.empty(len(rows_S), device)
     sampler(padded_SV, rows_S, positions_S, table, out)
-    on_host = SampleOut(out.numbers_X.cpu(), len(rows_S))
-    sampled_tokens = on_host.samples([row.params.logprobs for row in case.rows])
+    sampled_tokens = samples_of(out.numbers_X.cpu(), len(rows_S), [row.params.logprobs for row in case.rows])
     return sampled_tokens, table, rows_S[: len(rows)]
 
 

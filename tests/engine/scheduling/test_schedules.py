@@ -13,7 +13,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from app.common.types import BatchPlan, FinishReason, Request, RequestStarted, SamplingParams, StepReport, StepResult
+from app.common.types import (
+    BatchPlan,
+    Chunk,
+    FinishReason,
+    Request,
+    RequestStarted,
+    SamplingParams,
+    StepReport,
+    StepResult,
+)
 from app.common.types import Sequence as EngineSequence
 from app.engine.execution.engine import Engine
 from app.engine.scheduling.block_allocator import BlockPool, StepsInFlight
@@ -257,6 +266,12 @@ def _release_and_forget(self: BlockPool, blocks: list[int]) -> None:
         self._free.append(block)
 
 
+def _decodes_of_all(self: Scheduler) -> list[Chunk]:
+    """Also of sequences that end in flight."""
+    decoding = [sequence for sequence in self.running if sequence.num_pending == 1 and not sequence.waits_for_mask]
+    return [Chunk(sequence, sequence.num_scheduled, sequence.num_scheduled + 1) for sequence in decoding]
+
+
 @pytest.mark.parametrize(
     ("name", "planted"),
     [
@@ -264,7 +279,7 @@ def _release_and_forget(self: BlockPool, blocks: list[int]) -> None:
         ("app.engine.scheduling.block_allocator.chain_hash", lambda _parent, tokens: repr(tokens).encode()),
         ("tests.support.engine.scheduler_simulation.SimulatedDevice.copy", lambda _self, _pairs: None),
         (f"{StepsInFlight.__module__}.StepsInFlight.release", lambda self, blocks: self._pool.release(blocks)),
-        ("app.common.types.Sequence.ends_in_flight", property(lambda _self: False)),
+        (f"{Scheduler.__module__}.Scheduler._decodes_ahead", _decodes_of_all),
     ],
     ids=["released too early", "shared with other content", "not copied", "released in flight", "launched in vain"],
 )

@@ -38,6 +38,7 @@ class SampleOut:
     def __init__(self, numbers_X: Tensor, rows: int) -> None:
         """numbers_X: of `rows` rows, from empty() or first(), on any device."""
         self.numbers_X = numbers_X
+        self._first: dict[int, SampleOut] = {}
         step = len(numbers_X) // _NUMBERS
         floats_X = numbers_X.view(torch.float32)
         self.tokens_S = numbers_X[:rows]
@@ -54,8 +55,10 @@ class SampleOut:
         return cls(torch.full((_size(rows),), -1, dtype=torch.int32, device=device), rows)
 
     def first(self, rows: int) -> SampleOut:
-        """Outputs for `rows` rows in the same memory."""
-        return SampleOut(self.numbers_X[: _size(rows)], rows)
+        """Outputs for `rows` rows in the same memory: the same object each time."""
+        if rows not in self._first:
+            self._first[rows] = SampleOut(self.numbers_X[: _size(rows)], rows)
+        return self._first[rows]
 
     def scores(self, counts: Items[int]) -> list[TokenScore | None]:
         """The first rows' log-probabilities, on the host; None without a token. counts: most likely tokens of each."""
@@ -67,13 +70,18 @@ class SampleOut:
             for n, (token, own, ids, logprobs) in zip(counts, zip(*table, strict=True), strict=False)
         ]
 
-    def samples(self, counts: Items[int | None]) -> list[SampledToken]:
-        """The first rows' tokens, on the host. counts: as in scores(), or None for no log-probabilities at all."""
-        tokens = [token if token >= 0 else None for token in self.tokens_S.tolist()]
-        if all(count is None for count in counts):
-            return [SampledToken(token) for token, _ in zip(tokens, counts, strict=False)]
-        rows = zip(tokens, self.scores([count or 0 for count in counts]), counts, strict=False)
-        return [SampledToken(token, *(score or ()) if count is not None else ()) for token, score, count in rows]
+
+def samples_of(numbers_X: Tensor, rows: int, counts: Items[int | None]) -> list[SampledToken]:
+    """The first rows' tokens, on the host. counts: as in SampleOut.scores(), or None for no log-probabilities at all.
+
+    numbers_X: of a SampleOut of `rows` rows, on the host.
+    """
+    samples = [SampledToken(token if token >= 0 else None) for token in numbers_X[: len(counts)].tolist()]
+    if counts.count(None) == len(counts):
+        return samples
+    scores = SampleOut(numbers_X, rows).scores([count or 0 for count in counts])
+    values = zip(samples, scores, counts, strict=True)
+    return [sample if score is None or n is None else SampledToken(sample.token, *score) for sample, score, n in values]
 
 
 def _size(rows: int) -> int:
