@@ -22,7 +22,7 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,8 +50,8 @@ from app.engine.worker_loop import BuiltEngine
 from app.guided.grammar import grammar_from
 from benchmarks.common import command_line, median_of, print_result
 from benchmarks.engine_driver import cancel_all, random_prompt, request, run_until_decoding
-from benchmarks.shapes import SHAPES
-from model.checkpoint.checkpoint import load, load_config
+from benchmarks.shapes import SHAPES, parameter_reader
+from model.checkpoint.stored_weights import load_config
 from model.config import ModelConfig
 from model.files import one_line
 from model.nn.transformer import Decoder
@@ -129,7 +129,6 @@ def _engine(weights: Path, kernels: str, *, rows: int, length: int) -> BuiltEngi
             tokens_per_step=max(256, rows * length),
             kv_blocks=max(least_blocks, rows * (-(-length // BLOCK) + 1)),
         ),
-        read=cache(load),
     )
 
 
@@ -150,7 +149,7 @@ def _cpu_host_engine(weights: Path, rows: int) -> Engine:
     built = _engine(weights, "native", rows=rows, length=_CONTEXT_TOKENS)
     runner: Any = built.engine.runner
     runner.compute._library = SimpleNamespace(ink_run=lambda *_: None, ink_head=lambda *_: None)
-    runner.compute._logits = torch.randn(rows, built.ready.vocab_size)
+    runner.compute._logits = torch.randn(rows, built.ready.vocab_size).numpy()
     return built.engine
 
 
@@ -281,7 +280,8 @@ def profile(config: ModelConfig, *, steps: int, int8: bool = False, rows: Sequen
     length = min(_CONTEXT_TOKENS, config.context - 1)
     library = load_library(find_or_build())
     threads = ThreadPool(library, torch.get_num_threads())
-    compute = NativeCompute(library, decoder, threads, blocks=max(rows) * (length // BLOCK + 1), int8=int8)
+    blocks, read = max(rows) * (length // BLOCK + 1), parameter_reader(decoder)
+    compute = NativeCompute(library, config, read, threads, dtype="bfloat16", blocks=blocks, int8=int8)
     names = compute.program.names
     profiles = []
     for n_rows in rows:

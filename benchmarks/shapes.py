@@ -18,10 +18,13 @@ from torch import Tensor
 
 from benchmarks import smollm2
 from benchmarks.prompts import pseudo_prose
-from model.checkpoint.checkpoint import Checkpoint, load_config, weights_files
+from model.checkpoint.checkpoint import weights_files
+from model.checkpoint.stored_weights import StoredWeights, load_config
+from model.checkpoint.tensor_index import TensorIndex
 from model.config import ModelConfig
-from model.families.registry import write_config
+from model.families.registry import NATIVE, write_config
 from model.nn.transformer import Decoder
+from model.number_formats import Array
 from model.tokenizer.tokenizer import Tokenizer
 
 SMOLLM2 = "smollm2"
@@ -120,19 +123,31 @@ def _texts(vocab_size: int) -> Iterator[str]:
         yield " ".join("".join(random.choices(_SYLLABLES, k=random.randint(2, 5))) for _ in range(16))
 
 
-def checkpoint_reader(config: ModelConfig, state: Mapping[str, Tensor] | None = None) -> Callable[..., Checkpoint]:
-    """Reader of weights for build_engine(): returns these tensors, or else random ones."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsInMemory(StoredWeights):
+    """Weights for build_engine() that torch reads: these tensors, or else random ones."""
 
-    def read(_directory: Path, *, device: torch.device, dtype: torch.dtype, lazy: bool = False) -> Checkpoint:
-        del lazy  # the tensors are in memory
-        tensors = random_state(config, device=device, dtype=dtype) if state is None else state
-        decoder = decoder_of(config, {name: tensor.to(device, dtype) for name, tensor in tensors.items()})
-        hashes = {Path("model.safetensors"): f"{0:064x}"}
-        return Checkpoint(
-            decoder=decoder.to(device), family="random", generation={}, eos_ids=(), bos_id=0, hashes=hashes
-        )
+    tensors: Mapping[str, Tensor] | None = None
 
-    return read
+    def state(self, tensors: Any, only: str | None = None) -> dict[str, Tensor]:
+        """See StoredWeights; `tensors` is a TorchReader."""
+        assert only is None, "the C++ kernels read weights from files"
+        device, dtype = tensors.device, tensors.dtype
+        if self.tensors is None:
+            return random_state(self.config, device=device, dtype=dtype)
+        return {name: tensor.to(device, dtype) for name, tensor in self.tensors.items()}
+
+
+def weights_in_memory(config: ModelConfig, tensors: Mapping[str, Tensor] | None = None) -> WeightsInMemory:
+    """Weights of this shape: these tensors, or else random ones."""
+    return WeightsInMemory(
+        family=NATIVE,
+        config=config,
+        bos_id=0,
+        index=TensorIndex(Path(), {}),
+        hashes={Path("model.safetensors"): f"{0:064x}"},
+        tensors=tensors,
+    )
 
 
 def decoder_of(config: ModelConfig, state: Mapping[str, Tensor]) -> Decoder:
@@ -142,6 +157,18 @@ def decoder_of(config: ModelConfig, state: Mapping[str, Tensor]) -> Decoder:
     decoder.load_state_dict(dict(state), assign=True)
     decoder.make_tables()
     return decoder.requires_grad_(False).eval()
+
+
+def parameter_reader(decoder: Decoder) -> Callable[[str, str], Array]:
+    """Reads the decoder's parameters for the C++ kernels: name, number format."""
+    state = decoder.state_dict()
+
+    def read(name: str, dtype: str) -> Array:
+        tensor = state[name].to(getattr(torch, dtype)).contiguous()
+        array: Array = (tensor.view(torch.uint16) if dtype == "bfloat16" else tensor).numpy()
+        return array
+
+    return read
 
 
 def random_state(config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import platform
 from pathlib import Path
 
 import torch
+
+from model import machine
 
 
 def choose_device(name: str) -> torch.device:
@@ -37,34 +38,21 @@ def use_row_invariant_products(cpu_info: Path = Path("/proc/cpuinfo")) -> None:
 
     Keeps what the environment says already. Training does without: it needs the AMX tiles more than equal bits.
     """
-    if any(line.split(":")[-1].strip() == "GenuineIntel" for line in _lines(str(cpu_info)) if "vendor_id" in line):
+    if any(line.split(":")[-1].strip() == "GenuineIntel" for line in machine.lines(cpu_info) if "vendor_id" in line):
         for name, value in _ROW_INVARIANT.items():
             os.environ.setdefault(name, value)
 
 
 def free_memory(device: torch.device) -> int:
     """Free memory of the device in bytes; for a CPU, that of the machine or of the container, whichever is less."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    fields = dict(line.split(":", 1) for line in _lines("/proc/meminfo"))
-    if "MemAvailable" not in fields:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    available = 1024 * int(fields["MemAvailable"].split()[0])
-    limits = [int(line) for line in _lines("/sys/fs/cgroup/memory.max") if line.isdigit()]
-    return min([available, *limits])
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else machine.free_memory()
 
 
 def describe(device: torch.device) -> str:
     """Human-readable name of the device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    names = (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name"))
-    name = next(names, platform.machine())
-    return f"{name}, {torch.get_num_threads()} threads"
-
-
-def _lines(path: str) -> list[str]:
-    return Path(path).read_text().splitlines() if Path(path).exists() else []
+    return machine.describe_cpu(torch.get_num_threads())
 
 
 def _has_native_bfloat16(device: torch.device) -> bool:

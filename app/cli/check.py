@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+
+import torch
 
 from app.common.ipc import Ready, WorkerConfig
 from app.engine.startup import build_engine
 from app.tokenization.tokenizer_trial import TriedTokenizer, check_vocabulary, try_tokenizer
-from model.checkpoint.checkpoint import Checkpoint, load, load_config
-from model.checkpoint.golden import GOLDEN_FILE, verify
+from model.checkpoint.checkpoint import load
+from model.checkpoint.golden import GOLDEN_FILE
+from model.checkpoint.golden_export import verify
 from model.checkpoint.hub import resolve_weights, source_of
 from model.checkpoint.manifest import MANIFEST_FILE, check_manifest, read_model_name
 from model.checkpoint.model_summary import Line, memory_lines, shape_lines
+from model.checkpoint.stored_weights import StoredWeights, load_config
 from model.checkpoint.tensor_index import check_layout, read_chat_template
 from model.checkpoint.unfinished_run import unfinished_run
 from model.command_line import OneLineParser
@@ -59,26 +63,28 @@ def _check(directory: Path) -> list[Line]:
     """Facts of a valid directory. Raises ValueError with the name of the file and the reason."""
     check_layout(directory)
     template = read_chat_template(directory)
-    checkpoint, ready = _start_engine(directory)
-    decoder = checkpoint.decoder
+    ready = _start_engine(directory)
+    gc.collect()  # the engine's weights
+    checkpoint = load(directory, device=torch.device("cpu"), dtype=torch.float32)
+    decoder, weights = checkpoint.decoder, checkpoint.weights
     with _without_stderr():  # the tokenizers library writes to stderr when it panics
         trial = try_tokenizer(directory)
     check_vocabulary(directory, trial.tokenizer, decoder.config.vocab_size)
     difference = verify(decoder, directory)
-    is_whole = check_manifest(directory, checkpoint.hashes)
+    is_whole = check_manifest(directory, weights.hashes)
     defaults = ready.sampling_defaults
     golden = f"passed, largest difference {difference:.1e}" if difference is not None else _absent(GOLDEN_FILE)
     return [
         ("name", read_model_name(directory) or directory.resolve().name),
-        ("family", checkpoint.family),
+        ("family", weights.family.name),
         *shape_lines(decoder.config),
         *memory_lines(decoder.config, decoder.n_params),
-        *_tokenizer_lines(checkpoint, trial),
+        *_tokenizer_lines(weights, trial),
         ("chat", "no template" if template is None else "has a template"),
         ("defaults", ", ".join(f"{name} {value:g}" for name, value in defaults.items()) or "the model brings none"),
         ("golden", golden),
         ("manifest", "passed" if is_whole else _absent(MANIFEST_FILE)),
-        ("version", checkpoint.version),
+        ("version", weights.version),
         *([("commit", f"{source.commit} of {source.repository}")] if (source := source_of(directory)) else []),
     ]
 
@@ -87,22 +93,15 @@ def _print_stderr(line: str) -> None:
     print(one_line(line), file=sys.stderr, flush=True)
 
 
-def _start_engine(directory: Path) -> tuple[Checkpoint, Ready]:
-    """Starts an engine in this process to test the weights. Raises ValueError.
+def _start_engine(directory: Path) -> Ready:
+    """Starts an engine in this process to test the weights, and drops it. Raises ValueError.
 
     It runs in float32 on the CPU, for one sequence of a short context, which takes little memory besides the weights.
     """
-    loaded: list[Checkpoint] = []
-
-    def read(*arguments: Any, **options: Any) -> Checkpoint:
-        loaded.append(load(*arguments, **options))
-        return loaded[0]
-
     context = min(load_config(directory).context, _CONTEXT)
     config = WorkerConfig(weights=str(directory), device="cpu", dtype="float32", kernels="torch", max_running=1,
                           max_context=context)  # fmt: skip
-    ready = build_engine(config, read=read).ready
-    return loaded[0], ready
+    return build_engine(config).ready
 
 
 @contextlib.contextmanager
@@ -122,9 +121,9 @@ def _absent(file: str) -> str:
     return f"none ({file} is optional)"
 
 
-def _tokenizer_lines(checkpoint: Checkpoint, trial: TriedTokenizer) -> list[Line]:
-    tokenizer, rows = trial.tokenizer, checkpoint.decoder.config.vocab_size
-    bos, eos = tokenizer.start_id(checkpoint.bos_id), tokenizer.end_ids(checkpoint.eos_ids)
+def _tokenizer_lines(weights: StoredWeights, trial: TriedTokenizer) -> list[Line]:
+    tokenizer, rows = trial.tokenizer, weights.config.vocab_size
+    bos, eos = tokenizer.start_id(weights.bos_id), tokenizer.end_ids(weights.eos_ids)
     round_trip = "round-trips text exactly" if trial.is_exact else "does not round-trip every text"
     bos_rule = "added to a prompt" if tokenizer.adds_bos else "not added to a prompt"
     return [

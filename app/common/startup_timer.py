@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 STARTING = "starting"
-"""The process, Python, and the import of torch."""
+"""The process, Python, and its imports."""
 LOADING_WEIGHTS = "loading weights"
 BUILDING_KERNELS = "building native kernels"
 PLANNING_MEMORY = "planning memory"

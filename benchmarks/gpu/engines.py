@@ -21,8 +21,8 @@ from app.engine.scheduling.block_allocator import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from app.engine.worker_loop import BuiltEngine
 from benchmarks.gpu.results import Finding, StageContext
-from benchmarks.shapes import SHAPES, checkpoint_reader, smaller
-from model.checkpoint.checkpoint import Checkpoint
+from benchmarks.shapes import SHAPES, WeightsInMemory, smaller, weights_in_memory
+from model.checkpoint.checkpoint import load_decoder
 from model.config import ModelConfig
 
 _log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def shape_of(context: StageContext, name: str = "") -> ModelConfig:
 def build_engine(
     context: StageContext,
     shape: ModelConfig | None,
-    read: Callable[..., Checkpoint] | None = None,
+    weights: WeightsInMemory | None = None,
     announce: Callable[[str], None] = lambda _phase: None,
     cache_tokens: int = 0,
     **options: Any,
@@ -78,7 +78,7 @@ def build_engine(
     """An engine on the stage's device, with the default weights if there is no shape. Raises EngineStartError.
 
     Args:
-        read: reads the weights; by default random weights of this shape.
+        weights: by default random ones of this shape.
         cache_tokens: capacity of the KV cache; 0: the engine decides, which on a GPU takes nearly all memory, so that a
             process can have only one such engine.
     """
@@ -93,7 +93,7 @@ def build_engine(
         for path in context.weights.glob("tokenizer*.json"):  # of another vocabulary; the engine does not use it
             shutil.copy(path, folder)
     config = WorkerConfig(weights=str(folder), **options)
-    return _logged(startup.build_engine(config, announce, read=read or checkpoint_reader(shape)), announce)
+    return _logged(startup.build_engine(config, announce, lambda _: weights or weights_in_memory(shape)), announce)
 
 
 def _logged(built: BuiltEngine, announce: Callable[[str], None]) -> Engine:
@@ -108,7 +108,7 @@ def _logged(built: BuiltEngine, announce: Callable[[str], None]) -> Engine:
 def build_device_engine(
     context: StageContext,
     shape: ModelConfig,
-    read: Callable[..., Checkpoint] | None = None,
+    weights: WeightsInMemory | None = None,
     *,
     max_running: int,
     cache_tokens: int,
@@ -118,13 +118,13 @@ def build_device_engine(
 ) -> Engine:
     """A GPU engine by build_engine(), or its emulation on a CPU."""
     sizes: dict[str, Any] = {"max_running": max_running, "tokens_per_step": tokens_per_step}
-    read = read or checkpoint_reader(shape)
+    weights = weights or weights_in_memory(shape)
     if context.device == "cuda":
         options = {"prompt_tokens_beside": prompt_tokens_beside, "dtype": dtype}
         sizes |= {name: value for name, value in options.items() if value}
-        return build_engine(context, shape, read, cache_tokens=cache_tokens, **sizes)
+        return build_engine(context, shape, weights, cache_tokens=cache_tokens, **sizes)
     number_format = getattr(torch, dtype or "float32")
-    decoder = read(context.folder, device=torch.device("cpu"), dtype=number_format).decoder
+    decoder = load_decoder(weights, device=torch.device("cpu"), dtype=number_format)
     blocks, kernels = -(-cache_tokens // _EMULATED_BLOCK), ReferenceKernels()
     limits = StepLimits(prompt_tokens_with_decodes=prompt_tokens_beside, **sizes)
     paged = PagedDecoder(decoder, kernels)

@@ -22,7 +22,7 @@ from app.engine.sampling.sampler import sample
 from benchmarks.engine_driver import random_prompt, request, run_all
 from benchmarks.gpu.engines import build_device_engine
 from benchmarks.gpu.results import Finding, StageContext
-from benchmarks.shapes import SHAPES, checkpoint_reader, decoder_of, random_state, smaller
+from benchmarks.shapes import SHAPES, decoder_of, random_state, smaller, weights_in_memory
 from model.config import ModelConfig
 from model.nn.reference import logits
 from model.nn.transformer import Decoder
@@ -103,7 +103,7 @@ def parity(context: StageContext) -> Iterator[Finding]:
             engine = build_device_engine(
                 context,
                 shape,
-                checkpoint_reader(shape, state),
+                weights_in_memory(shape, state),
                 dtype=dtype,
                 max_running=16,
                 tokens_per_step=shape.context // 4,

@@ -6,6 +6,7 @@ Explains what is missing, and reads each safetensors header before any tensor.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -166,6 +167,8 @@ class Entry:
 
     dtype: str
     shape: tuple[int, ...]
+    start: int
+    """Offset of its first number in the file."""
 
 
 def read_header(path: Path) -> dict[str, Entry]:
@@ -183,13 +186,21 @@ def read_header(path: Path) -> dict[str, Entry]:
             raise CheckpointError(f"{path}: the header has {length} bytes, more than {MAX_JSON_BYTES}")
         with safe_open(real, framework="numpy") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (it is no dict)
-            return {name: Entry(found.get_dtype(), tuple(found.get_shape())) for name, found in slices.items()}
+        starts = _starts(real, 8 + length)
+        return {name: Entry(x.get_dtype(), tuple(x.get_shape()), starts[name]) for name, x in slices.items()}
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
     except SafetensorError as error:
         reason = str(error).removeprefix("Error while deserializing header: ")
         truncated = ": it is truncated, or longer than its header says" if "ncomplete" in reason else ""
         raise CheckpointError(f"{path}: invalid header: {reason}{truncated}") from None
+
+
+def _starts(path: Path, data: int) -> dict[str, int]:
+    """Where each tensor begins, from a header that was checked. data: where the numbers begin, after the header."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(data)[8:])
+    return {name: data + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
 
 
 _SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")

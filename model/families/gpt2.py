@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from torch import Tensor
-
 from model.config import ModelConfig
 from model.families.spec import (
     ACTIVATION_NAMES,
@@ -44,8 +42,14 @@ def _mappings(config: ModelConfig) -> list[TensorMapping]:
 
 
 def _transposed(target: str, source: str, rows: int, columns: int) -> list[TensorMapping]:
-    weight = TensorMapping(f"{target}.weight", ((f"{source}.weight", (columns, rows)),), load=Tensor.t, save=Tensor.t)
+    weight = TensorMapping(
+        f"{target}.weight", ((f"{source}.weight", (columns, rows)),), load=_transpose, save=_transpose
+    )
     return [weight, single(f"{target}.bias", f"{source}.bias", rows)]
+
+
+def _transpose(matrix: Any) -> Any:
+    return matrix.T
 
 
 _KEYS = {

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from model.config import ModelConfig
 from model.families.spec import (
     ACTIVATION_NAMES,
@@ -48,18 +46,19 @@ def _mappings(config: ModelConfig) -> list[TensorMapping]:
 
 def _interleaved(target: str, source: str, config: ModelConfig) -> list[TensorMapping]:
     """The file orders rows by head: q, k, v of head 0, then of head 1, ..."""
-    load: Callable[[Tensor], Tensor] = partial(_swap, outer=config.n_heads, inner=3)
-    save: Callable[[Tensor], Tensor] = partial(_swap, outer=3, inner=config.n_heads)
+    load: Callable[[Any], Any] = partial(_swap, outer=config.n_heads, inner=3)
+    save: Callable[[Any], Any] = partial(_swap, outer=3, inner=config.n_heads)
     rows = 3 * config.n_heads * config.head_dim
     weight = TensorMapping(f"{target}.weight", ((f"{source}.weight", (rows, config.width)),), load=load, save=save)
     bias = TensorMapping(f"{target}.bias", ((f"{source}.bias", (rows,)),), load=load, save=save)
     return [weight, bias] if config.qkv_bias else [weight]
 
 
-def _swap(tensor: Tensor, *, outer: int, inner: int) -> Tensor:
+def _swap(tensor: Any, *, outer: int, inner: int) -> Any:
     """Reorders rows from [outer, inner, head_dim] to [inner, outer, head_dim]."""
-    rows: Tensor = tensor.unflatten(0, (outer, inner, -1))
-    return rows.transpose(0, 1).flatten(0, 2)
+    head_dim = len(tensor) // (outer * inner)
+    rows = tensor.reshape(outer, inner, head_dim, *tensor.shape[1:])
+    return rows.swapaxes(0, 1).reshape(tensor.shape)
 
 
 _KEYS = {

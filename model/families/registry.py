@@ -9,14 +9,12 @@ import re
 from dataclasses import asdict, fields
 from typing import Any
 
-import torch
-
 from model.config import MODEL_TYPES, ConfigError, ModelConfig, RopeScaling, check_model_type
 from model.families.gpt2 import GPT2
 from model.families.gpt_neox import GPT_NEOX
 from model.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from model.families.spec import FamilySpec, Raw, TensorMapping, single
-from model.nn.transformer import Decoder
+from model.parameter_shapes import parameter_shapes
 
 _FIELDS = {field.name for field in fields(ModelConfig)}
 _METADATA_KEYS = {"architectures", "model_type", "dtype", "torch_dtype", "transformers_version"}
@@ -24,9 +22,7 @@ _TOKEN_KEYS = {"bos_token_id", "eos_token_id", "pad_token_id"}
 
 
 def _native_mappings(config: ModelConfig) -> list[TensorMapping]:
-    with torch.device("meta"):
-        state = Decoder(config).state_dict()
-    return [single(name, name, *tensor.shape) for name, tensor in state.items()]
+    return [single(name, name, *shape) for name, shape in parameter_shapes(config).items()]
 
 
 def _read_native(raw: Raw) -> ModelConfig:

@@ -1,18 +1,21 @@
-"""Specification of a model family: how to read its config.json, and how to map its tensors to ours."""
+"""Specification of a model family: how to read its config.json, and how to map its tensors to ours.
+
+Tensors are torch's, or numpy's arrays where the C++ kernels take them: mappings use what both have in common.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from torch import Tensor
+from typing import Any, Protocol
 
 from model.config import Activation, ConfigError, ModelConfig, RopeScaling
 
 Raw = Mapping[str, Any]
 Shape = tuple[int, ...]
+Tensor = Any
+"""A torch.Tensor or a numpy array."""
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -30,6 +33,30 @@ class TensorMapping:
     """Converts the file's layout to the Decoder's."""
     save: Callable[[Tensor], Tensor] = _same
     """The inverse of `load`."""
+
+
+class TensorReader(Protocol):
+    """Reads tensors of files into one number format: with torch on any device, with numpy for the C++ kernels."""
+
+    def read(self, name: str) -> Tensor:
+        """The tensor with this name in the files. Raises CheckpointError if it cannot be read."""
+        ...
+
+    def empty(self, *shape: int) -> Tensor:
+        """A new tensor without values."""
+        ...
+
+    def contiguous(self, tensor: Tensor) -> Tensor:
+        """The tensor, or a copy whose memory is in the order of its elements."""
+        ...
+
+    def equal(self, one: Tensor, other: Tensor) -> bool:
+        """Whether all elements are equal."""
+        ...
+
+    def not_finite(self) -> str | None:
+        """File and name of the first tensor read that holds NaN or an infinity; None if there is none."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,18 +81,11 @@ class FamilySpec:
         return {name: shape for mapping in self.mappings(config) for name, shape in mapping.source}
 
     def load(
-        self,
-        config: ModelConfig,
-        get: Callable[[str], Tensor],
-        empty: Callable[..., Tensor],
-        only: str | None = None,
+        self, config: ModelConfig, tensors: TensorReader, names: Mapping[str, str], only: str | None = None
     ) -> dict[str, Tensor]:
-        """State dict of the Decoder, or its tensor `only`. get: reads a tensor by its name in the file.
-
-        empty: allocates a tensor.
-        """
+        """State dict of the Decoder, or its tensor `only`. names: of the family -> in the files."""
         mappings = (mapping for mapping in self.mappings(config) if only in (None, mapping.target))
-        return {mapping.target: _assemble(mapping, get, empty) for mapping in mappings}
+        return {mapping.target: _assemble(mapping, tensors, names) for mapping in mappings}
 
     def save(self, config: ModelConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The family's tensors, split from the Decoder's."""
@@ -77,14 +97,14 @@ class FamilySpec:
         return tensors
 
 
-def _assemble(mapping: TensorMapping, get: Callable[[str], Tensor], empty: Callable[..., Tensor]) -> Tensor:
+def _assemble(mapping: TensorMapping, tensors: TensorReader, names: Mapping[str, str]) -> Tensor:
     """Allocates a concatenated tensor once and fills it part by part, to hold at most one part in addition."""
     if len(mapping.source) == 1:
-        return mapping.load(get(mapping.source[0][0])).contiguous()
+        return tensors.contiguous(mapping.load(tensors.read(names[mapping.source[0][0]])))
     rows = [shape[0] for _, shape in mapping.source]
-    whole, start = empty(sum(rows), *mapping.source[0][1][1:]), 0
+    whole, start = tensors.empty(sum(rows), *mapping.source[0][1][1:]), 0
     for (name, _), count in zip(mapping.source, rows, strict=True):
-        whole[start : start + count] = mapping.load(get(name))
+        whole[start : start + count] = mapping.load(tensors.read(names[name]))
         start += count
     return whole
 

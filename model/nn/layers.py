@@ -1,11 +1,10 @@
-"""Building blocks of a layer: linear layers, norms, activations, rotary and sinusoidal positions.
+"""Building blocks of a layer: linear layers, norms, activations, rotation by rotary positions.
 
 Parameters are allocated uninitialized; a file or Decoder.initialize fills them.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from model.config import Activation, ModelConfig, RopeScaling
+from model.config import Activation, ModelConfig
 
 # torch 2.13 on a CPU: the most elements that one thread computes alone, and the number of elements of a full vector.
 _MAX_SERIAL_ELEMENTS = 2**14
@@ -154,20 +153,7 @@ def make_norm(config: ModelConfig) -> nn.Module:
     return nn.Identity()
 
 
-# Shape legend: P positions, T tokens, N heads, C head_dim, F half of the rotated dimensions, D width.
-
-_SLICE_POSITIONS = 4096
-
-
-def rope_table(config: ModelConfig) -> Tensor:
-    """[context, effective_rotary_dim] float32: cosines of each position's angles, then sines."""
-    exponents_F = torch.arange(0, config.effective_rotary_dim, 2, dtype=torch.float64) / config.effective_rotary_dim
-    frequencies_F = config.rope_theta**-exponents_F
-    if config.rope_scaling:
-        frequencies_F = _scaled(frequencies_F, config.rope_scaling)
-    return _table(
-        config.context, frequencies_F, lambda angles_PF: torch.cat((angles_PF.cos(), angles_PF.sin()), dim=-1)
-    )
+# Shape legend: T tokens, N heads, C head_dim, F half of the rotated dimensions.
 
 
 def rotate(x_TNC: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
@@ -183,30 +169,3 @@ def rotate(x_TNC: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
     first_TNF, second_TNF, *unrotated = x_TNC.split(splits, dim=-1)
     rotated = (first_TNF * cos_T1F - second_TNF * sin_T1F, second_TNF * cos_T1F + first_TNF * sin_T1F)
     return torch.cat((*rotated, *unrotated), dim=-1).to(x_TNC.dtype)
-
-
-def sinusoid_table(config: ModelConfig) -> Tensor:
-    """[context, width] float32: sines in the even columns, cosines in the odd ones (arXiv:1706.03762, 3.5)."""
-    exponents_F = torch.arange(0, config.width, 2, dtype=torch.float64) / config.width
-
-    def sinusoids(angles_PF: Tensor) -> Tensor:
-        return torch.stack((angles_PF.sin(), angles_PF.cos()), dim=-1).flatten(1)[:, : config.width]
-
-    return _table(config.context, 10_000.0**-exponents_F, sinusoids)
-
-
-def _table(context: int, frequencies_F: Tensor, row: Callable[[Tensor], Tensor]) -> Tensor:
-    """`row` of each position's angles, in slices: all at once in float64 would take six times the result's memory."""
-    positions_P = torch.arange(context, dtype=torch.float64)
-    return torch.cat([row(slice_P[:, None] * frequencies_F).float() for slice_P in positions_P.split(_SLICE_POSITIONS)])
-
-
-def _scaled(frequencies_F: Tensor, scaling: RopeScaling) -> Tensor:
-    stretched_F = frequencies_F / scaling.factor
-    if scaling.kind == "linear":
-        return stretched_F
-    # The number of rotations within the original context decides how much a wavelength is stretched.
-    rotations_F = scaling.original_context * frequencies_F / (2 * math.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    weight_F = ((rotations_F - low) / (high - low)).clamp(0.0, 1.0)
-    return torch.lerp(stretched_F, frequencies_F, weight_F)

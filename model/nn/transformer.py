@@ -25,10 +25,9 @@ from model.nn.layers import (
     RMSNorm,
     make_norm,
     product,
-    rope_table,
     rotate,
-    sinusoid_table,
 )
+from model.positions import rope_table, sinusoid_table
 
 Rope = tuple[Tensor, Tensor]
 """Cosines and sines [T, 1, effective_rotary_dim / 2] of the step's positions."""
@@ -183,8 +182,9 @@ class Decoder(nn.Module):
         Computing on the meta device makes torch import its compiler: one second, and 70 MiB permanently.
         """
         kind = self.config.positions
-        self.register_buffer("rope_PC", rope_table(self.config) if kind == "rotary" else None, persistent=False)
-        sinusoids_PD = sinusoid_table(self.config) if kind == "sinusoidal" else None
+        rope_PC = torch.from_numpy(rope_table(self.config)) if kind == "rotary" else None
+        self.register_buffer("rope_PC", rope_PC, persistent=False)
+        sinusoids_PD = torch.from_numpy(sinusoid_table(self.config)) if kind == "sinusoidal" else None
         self.register_buffer("sinusoids_PD", sinusoids_PD, persistent=False)
 
     def forward(

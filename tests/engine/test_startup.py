@@ -14,8 +14,9 @@ import torch
 
 from app.common.ipc import WorkerConfig
 from app.common.startup_timer import LOADING_WEIGHTS, PHASES, PROVING, WARMING_UP
-from app.engine.backends import TorchBackend
+from app.engine.cpu.toolchain.builder import find_or_build
 from app.engine.startup import build_engine
+from app.engine.torch_backends import TorchBackend
 from app.engine.worker_loop import EngineStartError
 from tests.engine.memory.test_device_errors import accelerator_error
 from tests.support import ROOT
@@ -82,7 +83,7 @@ def test_weights_that_find_no_memory_are_a_matter_of_configuration_and_a_lost_de
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(EngineStartError, match="the weights do not fit"):
-        build_engine(_config(tmp_path), read=_raising(_LACKS))
+        build_engine(_config(tmp_path), find=_raising(_LACKS))
     lost = accelerator_error(700, "an illegal memory access was encountered")
     monkeypatch.setattr(TorchBackend, "start", _raising(lost))
     with pytest.raises(torch.AcceleratorError, match="illegal memory"):
@@ -108,3 +109,32 @@ def test_loading_and_the_first_steps_do_not_make_torch_import_its_compiler(tmp_p
     command = [sys.executable, "-c", PROGRAM, *directories]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "[]", "")
+
+
+NATIVE_ENGINE = """
+import sys
+import app.engine.worker_loop
+from app.common.ipc import WorkerConfig
+from app.common.types import Request, SamplingParams
+from app.engine.cpu.toolchain.builder import find_or_build
+from app.engine.startup import build_engine
+weights, library, quantize = sys.argv[1:]
+config = WorkerConfig(weights=weights, device="cpu", kernels="native", library=library, quantize=quantize, threads=2)
+engine = build_engine(config).engine
+engine.add(Request(id="1", prompt=(1, 2), max_tokens=3, params=SamplingParams(logprobs=2), prompt_logprobs=1))
+while engine.has_work:
+    engine.step()
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+print([name for name in ("torch", "pydantic", "asyncio") if name in sys.modules], int(status["VmHWM"].split()[0]) >> 10)
+"""
+
+
+@pytest.mark.usefixtures("native_library")
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_an_engine_that_computes_in_cpp_imports_no_torch_and_stays_small(tmp_path: Path, quantize: str) -> None:
+    """torch takes a second of CPU and 200 MB."""
+    directory, library = tiny_weights(tmp_path), find_or_build()
+    command = [sys.executable, "-c", NATIVE_ENGINE, str(directory), str(library), quantize]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    imported, _, megabytes = done.stdout.rpartition(" ")
+    assert (imported, done.stderr) == ("[]", "") and int(megabytes) <= 150

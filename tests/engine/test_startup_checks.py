@@ -19,13 +19,15 @@ from torch import Tensor
 from app.common.ipc import WorkerConfig
 from app.common.types import Request, RequestStarted, SampledToken, TokenScore
 from app.engine.execution.engine import Engine
-from app.engine.execution.runner import Runner, TorchExecutor
+from app.engine.execution.runner import Runner
+from app.engine.execution.torch_executor import TorchExecutor
 from app.engine.scheduling.block_allocator import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from app.engine.startup import build_engine
 from app.engine.startup_checks import BatchVarianceError, check_batch_invariance, check_finite_logits, check_golden
 from app.engine.worker_loop import EngineStartError
-from model.checkpoint.golden import GOLDEN_FILE, golden_file
+from model.checkpoint.golden import GOLDEN_FILE
+from model.checkpoint.golden_export import golden_file
 from model.checkpoint.manifest import MANIFEST_FILE, manifest_file
 from model.config import ModelConfig
 from model.files import CheckpointError
@@ -198,6 +200,7 @@ def _other_token(drawn: dict[str, SampledToken]) -> dict[str, SampledToken]:
 def _break(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, break_it: Callable[[Any], Any]) -> None:
     whole = getattr(owner, name)
 
+    @torch.inference_mode()
     def broken(self: Any, rows: Sequence[Any]) -> Any:
         result = whole(self, rows)
         return result if name == "_score" and len(rows) < 3 else break_it(result)

@@ -11,7 +11,6 @@ import random
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -559,7 +558,7 @@ async def test_engines_that_will_wait_for_one_another_are_logged(
 def test_engines_share_the_memory_that_is_free() -> None:
     sizes: dict[str, Any] = {"vocab_size": 8, "width": 8, "n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "head_dim": 8}
     shape = ModelConfig(**sizes, mlp_width=8, context=64)
-    cache_shape = CacheShape(shape=shape, context=64, block_size=16, max_running=32, dtype=torch.float32)
+    cache_shape = CacheShape(shape=shape, context=64, block_size=16, max_running=32, dtype="float32")
     free = 2 * 100 * cache_shape.block_bytes
     assert (cache_shape.blocks(0, free), cache_shape.blocks(0, free, 2)) == (100, 50)
     with pytest.raises(ValueError, match=r"--kv-blocks 60 .* and each engine's part .* \(--replicas 2\) holds 50$"):

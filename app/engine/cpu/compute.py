@@ -12,13 +12,13 @@ from collections.abc import Sequence as Items
 from ctypes import CDLL
 from weakref import finalize
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from app.common.types import BatchPlan, Chunk
-from app.engine.cpu.library import Step, zeros
+from app.engine.cpu.library import Step, address_of, zeros
 from app.engine.cpu.program import BLOCK, Program, ReadTensor, padded_head_dim
-from model.nn.transformer import Decoder
+from model.config import ModelConfig
+from model.number_formats import Array
 
 _SPINS = 2000
 """Polls for work before a thread sleeps: about 20 us, less than the pauses between the operations of a step."""
@@ -36,7 +36,7 @@ class ThreadPool:
 
 
 class NativeCompute:
-    """Executor that packs the weights at construction; the decoder is not needed afterwards.
+    """Executor that reads and packs the weights at construction.
 
     The cache holds [layer, 2, block, kv_head, 16 slots x head_dim], within a block as source/attend.h says; the last
     block is padding.
@@ -45,22 +45,23 @@ class NativeCompute:
     def __init__(
         self,
         library: CDLL,
-        decoder: Decoder,
+        config: ModelConfig,
+        read: ReadTensor,
         pool: ThreadPool,
         *,
+        dtype: str,
         blocks: int,
         int8: bool = False,
-        read: ReadTensor | None = None,
     ) -> None:
-        self.config = decoder.config
+        self.config = config
         self._library, self._pool = library, pool
-        self.program = program = Program(library, decoder, pool.handle, int8=int8, read=read)
+        self.program = program = Program(library, config, read, pool.handle, dtype=dtype, int8=int8)
         shape = (self.config.n_layers, 2, blocks + 1, self.config.n_kv_heads, BLOCK * padded_head_dim(self.config))
         self._cache = zeros(shape, program.dtype)
         self._padding_blocks = array("i", [blocks]) * -(-self.config.context // BLOCK)
         self._executor = library.ink_open(program.shape(self._cache), pool.handle)
         finalize(self, library.ink_close, self._executor)
-        self._logits = torch.empty(0, program.logits_columns)
+        self._logits = np.empty((0, program.logits_columns), np.float32)
         self.seconds: array[float] | None = None
         """Profile: one entry for each operation of `program`, which adds its duration; None turns profiling off."""
 
@@ -84,12 +85,11 @@ class NativeCompute:
         self._library.ink_run(self._executor, ctypes.byref(step))
         return plan.chunks
 
-    def logits(self, rows: Items[int]) -> Tensor:
+    def logits(self, rows: Items[int]) -> Array:
         """float32 logits [rows, V], in memory that the next call reuses."""
         if len(rows) > len(self._logits):
-            self._logits = torch.empty(len(rows), self._logits.shape[1])
+            self._logits = np.empty((len(rows), self._logits.shape[1]), np.float32)
         columns, row_indices = self._logits.shape[1], array("i", rows)
-        self._library.ink_head(
-            self._executor, row_indices.buffer_info()[0], len(rows), self._logits.data_ptr(), columns
-        )
+        addresses = (row_indices.buffer_info()[0], len(rows), address_of(self._logits))
+        self._library.ink_head(self._executor, *addresses, columns)
         return self._logits[: len(rows), : self.config.vocab_size]

@@ -12,10 +12,10 @@ from ctypes import CDLL, POINTER, Structure, c_float, c_int, c_int32, c_long, c_
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from app.engine.cpu.toolchain.library_cache import ABI
+from model.number_formats import Array
 
 # With pages of 2 MiB instead of 4 KiB, reading 256 MB of weights ran at 53 instead of 41 GB/s (2026-11-21).
 
@@ -48,12 +48,18 @@ class HugepageAllocator:
         return -(-start // _HUGE_PAGE) * _HUGE_PAGE
 
 
-def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Returns a tensor of zeros in huge pages; the system allocates memory only for pages that are written."""
+def zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Returns an array of zeros in huge pages; the system allocates memory only for pages that are written."""
     count = math.prod(shape)
     region = _map(count * dtype.itemsize)
     offset = -_address(region) % _HUGE_PAGE
-    return torch.frombuffer(region, dtype=dtype, count=count, offset=offset).view(shape)
+    return np.frombuffer(region, dtype, count, offset).reshape(shape)
+
+
+def address_of(array: Array) -> int:
+    """Where the first number is."""
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def _map(n_bytes: int) -> mmap.mmap:
@@ -122,6 +128,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ink_close_pool": (None, (c_void_p,)),
     "ink_packed_bytes": (c_long, (c_int, c_int, c_int, c_int)),
     "ink_pack": (None, (c_void_p, c_void_p, c_int, c_int, c_int, c_int, c_int, c_int, c_void_p)),
+    "ink_quantize": (None, (c_void_p, c_void_p, c_int, c_int, c_int, c_void_p, c_void_p)),
     "ink_open": (c_void_p, (POINTER(Shape), c_void_p)),
     "ink_close": (None, (c_void_p,)),
     "ink_run": (None, (c_void_p, POINTER(Step))),

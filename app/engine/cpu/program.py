@@ -7,19 +7,20 @@ numbers activations as model/config.py lists them.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
-from typing import Any, cast, get_args
+from collections.abc import Callable
+from typing import Any, get_args
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from app.engine.cpu.library import HugepageAllocator, Matrix, Operation, Shape
-from app.engine.quantization.int8_weights import quantize
+from app.engine.cpu.library import HugepageAllocator, Matrix, Operation, Shape, address_of
 from model.config import Activation, ModelConfig
 from model.nn.decoder_program import BlockOperation, Kind, Register, decoder_program
-from model.nn.transformer import Decoder
+from model.number_formats import Array, as_float32
+from model.parameter_shapes import parameter_shapes
+from model.positions import rope_table, sinusoid_table
 
-ReadTensor = Callable[[str], Mapping[str, Tensor]]
+ReadTensor = Callable[[str, str], Array]
+"""Reads a parameter of the decoder in a number format: name, float32 or bfloat16 (as uint16)."""
 LANES = 16
 PANEL = 2 * LANES
 BLOCK = 16
@@ -37,28 +38,26 @@ class Program:
     """Packed weights and operations of one decoder. Keep it alive: the kernels hold pointers into it."""
 
     def __init__(
-        self,
-        library: ctypes.CDLL,
-        decoder: Decoder,
-        pool: int,
-        *,
-        int8: bool = False,
-        read: ReadTensor | None = None,
+        self, library: ctypes.CDLL, config: ModelConfig, read: ReadTensor, pool: int, *, dtype: str, int8: bool = False
     ) -> None:
-        """pool: threads that pack. read: reads a tensor of a decoder on the meta device, one at a time."""
-        self.config, self._library, self._pool, self._read = decoder.config, library, pool, read
-        self._names = {id(parameter): name for name, parameter in decoder.named_parameters()}
-        self.dtype = decoder.embedding.dtype
-        self._int8 = int8
+        """read: called once for each tensor, which is packed before the next one. pool: threads that pack."""
+        self.config, self._library, self._pool, self._int8 = config, library, pool, int8
+        self._dtype, self._is_bf16 = dtype, dtype == "bfloat16"
+        self._names = parameter_shapes(config).keys()
+        self._read = read
         self._allocator = HugepageAllocator()
         self._keepalive: list[Any] = []
         self._operations: list[Operation] = []
-        self.embedding = self._matrix(decoder.embedding, None if decoder.untied_head is not None else decoder.head_bias)
-        head = decoder.untied_head
-        self.head = self.embedding if head is None else self._matrix(head, decoder.head_bias)
-        for operation in decoder_program(decoder):
+        self.embedding = self._matrix("embedding", "head_bias" if config.tied_head else "")
+        self.head = self.embedding if config.tied_head else self._matrix("untied_head", "head_bias")
+        for operation in decoder_program(config):
             self._pack(operation)
-        self._shape = self._make_shape(decoder)
+        self._shape = self._make_shape()
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of the cache's numbers."""
+        return np.dtype(np.uint16 if self._is_bf16 else np.float32)
 
     @property
     def names(self) -> list[str]:
@@ -73,19 +72,19 @@ class Program:
         """Numbers of a row of logits: the vocabulary size, rounded up to whole panels."""
         return _round_up(self.config.vocab_size, PANEL)
 
-    def shape(self, cache: Tensor) -> Shape:
+    def shape(self, cache: Array) -> Shape:
         """The decoder's shape with this cache [layer, 2, block, kv head, 16 * padded_head_dim]."""
-        self._shape.cache, self._shape.n_blocks = cache.data_ptr(), cache.shape[2]
+        self._shape.cache, self._shape.n_blocks = address_of(cache), cache.shape[2]
         return self._shape
 
-    def _make_shape(self, decoder: Decoder) -> Shape:
+    def _make_shape(self) -> Shape:
         c = self.config
-        weight, bias = self._norm_addresses(decoder.norm) if c.final_norm else (0, 0)
+        weight, bias = self._norm_addresses("norm") if c.final_norm else (0, 0)
         operations = (Operation * len(self._operations))(*self._operations)
         columns = self._columns()
         self._keepalive += [operations, columns]
         return Shape(
-            is_bf16=self.dtype == torch.bfloat16,
+            is_bf16=self._is_bf16,
             n_registers=len(Register),
             query_heads=c.n_heads,
             kv_heads=c.n_kv_heads,
@@ -100,9 +99,9 @@ class Program:
             embedding_scale=c.embedding_scale,
             soft_cap=c.logit_soft_cap or 0.0,
             eps=c.norm_eps,
-            rope_table=self._float32_address(decoder._buffers["rope_PC"]),
-            position_embeddings=self._float32_address(
-                decoder._buffers["sinusoids_PD"] if decoder.position_embedding is None else decoder.position_embedding
+            rope_table=self._kept(rope_table(c) if c.positions == "rotary" else None),
+            position_embeddings=self._kept(
+                sinusoid_table(c) if c.positions == "sinusoidal" else self._float32("position_embedding")
             ),
             embedding=ctypes.pointer(self.embedding),
             head=ctypes.pointer(self.head),
@@ -121,11 +120,11 @@ class Program:
 
     def _pack(self, operation: BlockOperation) -> None:
         """Appends the operation; a norm that does nothing is left out, or copies the residual stream."""
-        kind, source, target, module = operation
+        kind, source, target, module, layer = operation
         fields: dict[str, Any] = {}
         match kind:
             case Kind.NORM:
-                norm = 0 if module is None else _NORMS[self.config.norm]
+                norm = _NORMS[self.config.norm] if module else 0
                 if target == Register.RESIDUAL and not norm:
                     return
                 weight, bias = self._norm_addresses(module) if norm else (0, 0)
@@ -135,57 +134,55 @@ class Program:
                 if target == Register.HIDDEN:
                     gate_rows = self.config.mlp_width if self.config.gated else 0
                     fields = {"flag": _ACTIVATIONS[self.config.activation], "gated": self.config.gated}
-                fields["matrix"] = ctypes.pointer(self._matrix(module.weight, module.bias, gate_rows=gate_rows))
+                matrix = self._matrix(f"{module}.weight", f"{module}.bias", gate_rows=gate_rows)
+                fields["matrix"] = ctypes.pointer(matrix)
             case Kind.ROPE_CACHE:
-                norms = (self._float32_address(getattr(x, "weight", None)) for x in (module.q_norm, module.k_norm))
-                fields = {"layer": module.layer} | dict(zip(("weight", "bias"), norms, strict=True))
+                norms = (self._kept(self._float32(f"{module}.{name}.weight")) for name in ("q_norm", "k_norm"))
+                fields = {"layer": layer} | dict(zip(("weight", "bias"), norms, strict=True))
             case Kind.ATTENTION:
-                fields = {"layer": module.layer}
+                fields = {"layer": layer}
             case Kind.ADD:
                 fields = {"columns": self.config.width}
         eps = self.config.norm_eps if kind in (Kind.NORM, Kind.ROPE_CACHE) else 0.0
         self._operations.append(Operation(kind=kind, source=source, target=target, eps=eps, **fields))
 
-    def _tensor(self, parameter: Tensor | None) -> Tensor | None:
-        """The parameter's numbers, read now if it is on the meta device."""
-        if parameter is None or not parameter.is_meta:
-            return parameter
-        assert self._read, "a decoder on the meta device needs its tensors"
-        name = self._names[id(parameter)]
-        return self._read(name)[name]
+    def _float32(self, name: str) -> Array | None:
+        """The parameter's numbers; None if the decoder has no such parameter."""
+        return as_float32(self._read(name, self._dtype)) if name in self._names else None
 
-    def _norm_addresses(self, norm: Any) -> tuple[int, int]:
+    def _norm_addresses(self, norm: str) -> tuple[int, int]:
         weight, bias = (
-            None if numbers is None else torch.nn.functional.pad(numbers, (0, -len(numbers) % LANES))
-            for numbers in map(self._tensor, (norm.weight, getattr(norm, "bias", None)))
+            self._kept(None if numbers is None else np.pad(numbers, (0, -len(numbers) % LANES)))
+            for numbers in (self._float32(f"{norm}.{name}") for name in ("weight", "bias"))
         )
-        return self._float32_address(weight), self._float32_address(bias)
+        return weight, bias
 
-    def _matrix(self, weight: Tensor, bias: Tensor | None, *, gate_rows: int = 0) -> Matrix:
-        weight, bias = cast(Tensor, self._tensor(weight)), self._tensor(bias)
-        n_rows, k = weight.shape
-        numbers, scales = quantize(weight) if self._int8 else (weight.detach().contiguous(), None)
+    def _matrix(self, weight: str, bias: str, *, gate_rows: int = 0) -> Matrix:
+        numbers, scales = self._read(weight, self._dtype), None
+        n_rows, k = numbers.shape
+        if self._int8:
+            wide, numbers, scales = numbers, np.empty((n_rows, k), np.int8), np.empty(n_rows, np.float32)
+            addresses = (address_of(numbers), address_of(scales))
+            self._library.ink_quantize(self._pool, address_of(wide), n_rows, k, self._is_bf16, *addresses)
         panels = -(-gate_rows // LANES) if gate_rows else -(-n_rows // PANEL)
-        is_bf16 = self.dtype == torch.bfloat16
-        address = self._allocator.allocate(self._library.ink_packed_bytes(panels, k, is_bf16, self._int8))
+        address = self._allocator.allocate(self._library.ink_packed_bytes(panels, k, self._is_bf16, self._int8))
         self._library.ink_pack(
-            self._pool, numbers.data_ptr(), n_rows, k, gate_rows, panels, is_bf16, self._int8, address
+            self._pool, address_of(numbers), n_rows, k, gate_rows, panels, self._is_bf16, self._int8, address
         )
-        packed_rows, zero = _packed_rows(n_rows, gate_rows, panels), torch.zeros(1)
+        packed_rows = _packed_rows(n_rows, gate_rows, panels)
         bias_address, scale_address = (
-            self._float32_address(None if each is None else torch.cat((each.detach().float(), zero))[packed_rows])
-            for each in (bias, scales)
+            self._kept(None if each is None else np.append(each, np.float32(0))[packed_rows])
+            for each in (self._float32(bias), scales)
         )
-        steps = -(-k // (2 if is_bf16 else 1))
+        steps = -(-k // (2 if self._is_bf16 else 1))
         return Matrix(address, bias_address, scale_address, panels * PANEL, steps, self._int8)
 
-    def _float32_address(self, numbers: Tensor | None) -> int:
+    def _kept(self, numbers: Array | None) -> int:
         """Returns the address of a float32 copy that lives as long as the program; 0 for None."""
-        if (numbers := self._tensor(numbers)) is None:
+        if numbers is None:
             return 0
-        self._keepalive.append(numbers.detach().to(torch.float32, copy=True).contiguous())  # not the file, mapped
-        address: int = self._keepalive[-1].data_ptr()
-        return address
+        self._keepalive.append(np.array(numbers, np.float32))  # not the file, mapped
+        return address_of(self._keepalive[-1])
 
 
 def _packed_rows(n_rows: int, gate_rows: int, panels: int) -> list[int]:

@@ -12,12 +12,13 @@ from ctypes import CDLL, c_char, c_int64, c_void_p
 from dataclasses import dataclass
 from operator import is_
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from app.common.types import SampledToken, TokenScore
 from app.engine.cpu.compute import ThreadPool
+from app.engine.cpu.library import address_of
 from app.engine.sampling.parameters import SamplingInput, is_counted, pack_header
+from model.number_formats import Array
 
 _TOP = 20
 """Most likely tokens reported for a row, at most: INK_TOP."""
@@ -53,9 +54,8 @@ class NativeSampler:
         self._batch = _Batch([], [])
         self._outputs = _Outputs(0)
 
-    def sample(self, logits_SV: Tensor, rows: Items[SamplingInput]) -> list[SampledToken]:
-        """See app/engine/sampling/sampler.py; for logits on the CPU."""
-        logits_SV = _contiguous_float32(logits_SV)
+    def sample(self, logits_SV: Array, rows: Items[SamplingInput]) -> list[SampledToken]:
+        """See app/engine/sampling/sampler.py; for float32 logits."""
         assert logits_SV.shape == (len(rows), self.vocab)
         batch = self._batch
         if len(rows) != len(batch.rows) or not all(map(is_, rows, batch.rows)):
@@ -63,21 +63,22 @@ class NativeSampler:
             # Drop the parameters of requests that do not sample in this step.
             self._params_cache = dict(zip(map(_key, rows), batch.params, strict=True))
         outputs = self._outputs_for(len(rows))
-        shape = (logits_SV.stride(0), self.vocab, len(rows), batch.update(self.vocab))
-        self._sample(self._handle, self._scratch, logits_SV.data_ptr(), *shape, outputs.address)
+        shape = (_row_stride(logits_SV), self.vocab, len(rows), batch.update(self.vocab))
+        self._sample(self._handle, self._scratch, address_of(logits_SV), *shape, outputs.address)
         if batch.max_top < 0:
             return [SampledToken(token if token >= 0 else None) for token in outputs.tokens[: len(rows)]]
         return [outputs.sampled_token(row, params.n_top) for row, params in enumerate(batch.params)]
 
-    def top_logprobs(self, logits_XV: Tensor, chosen: Items[int], count: int) -> list[TokenScore]:
-        """See app/engine/sampling/sampler.py; for rows of finite logits on the CPU that all request `count` tokens."""
-        logits_XV = _contiguous_float32(logits_XV)
+    def top_logprobs(self, logits_XV: Array, chosen: Items[int], count: int) -> list[TokenScore] | None:
+        """See app/engine/execution/runner.py; for float32 logits."""
+        if not (np.isfinite(logits_XV.min()) and np.isfinite(logits_XV.max())):
+            return None
         assert logits_XV.shape == (len(chosen), self.vocab)
         outputs = self._outputs_for(len(chosen))
         outputs.tokens[: len(chosen)] = array("q", chosen)
         n_top = min(count, self.vocab)
-        shape = (logits_XV.stride(0), self.vocab, len(chosen), n_top)
-        self._logprobs_of(self._handle, self._scratch, logits_XV.data_ptr(), *shape, outputs.address)
+        shape = (_row_stride(logits_XV), self.vocab, len(chosen), n_top)
+        self._logprobs_of(self._handle, self._scratch, address_of(logits_XV), *shape, outputs.address)
         return [outputs.score(row, n_top) for row in range(len(chosen))]
 
     def _packed(self, row: SamplingInput) -> _PackedParams:
@@ -99,13 +100,13 @@ class _Batch:
         self._counted = [i for i, each in enumerate(params) if each.is_counted]
         self._fields = array("q", bytes(8 * 4 * len(rows)))
         self._fields[0::4] = array("q", [each.address for each in params])
-        self._masks = [(i, row.allowed.contiguous()) for i, row in enumerate(rows) if row.allowed is not None]
+        self._masks = [(i, np.ascontiguousarray(row.allowed)) for i, row in enumerate(rows) if row.allowed is not None]
         for i, mask in self._masks:
-            self._fields[4 * i + 3] = mask.data_ptr()
+            self._fields[4 * i + 3] = address_of(mask)
 
     def update(self, vocab: int) -> int:
         """The address of the rows, with the tokens as they are now."""
-        assert all(mask.dtype == torch.int32 and 32 * len(mask) >= vocab for _, mask in self._masks)
+        assert all(mask.dtype == np.int32 and 32 * len(mask) >= vocab for _, mask in self._masks)
         self._fields[2::4] = array("q", map(len, self._tokens))
         self._keepalive = [_as_array(self._tokens[i]) for i in self._counted]
         for i, tokens in zip(self._counted, self._keepalive, strict=True):
@@ -161,7 +162,7 @@ def _as_array(tokens: Items[int]) -> array[int]:
     return tokens if isinstance(tokens, array) and tokens.typecode == "q" else array("q", tokens)
 
 
-def _contiguous_float32(logits_SV: Tensor) -> Tensor:
-    """float32, with contiguous rows."""
-    logits_SV = logits_SV.float()
-    return logits_SV if logits_SV.stride(1) == 1 else logits_SV.contiguous()
+def _row_stride(logits_SV: Array) -> int:
+    """Numbers from one row to the next."""
+    assert logits_SV.dtype == np.float32 and (logits_SV.strides[1] == logits_SV.itemsize or not logits_SV.size)
+    return logits_SV.strides[0] // logits_SV.itemsize

@@ -1,25 +1,22 @@
-"""Runs a step's plan: computes it, samples tokens, collects scores. Contains the torch executor of steps."""
+"""Runs a step's plan: computes it, samples tokens, collects scores."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from typing import NamedTuple, Protocol
-
-import torch
-from torch import Tensor
+from typing import Any, NamedTuple, Protocol
 
 from app.common.fault_injection import fault
 from app.common.types import BatchPlan, Chunk, Request, SampledToken, Sequence, StepResult, TokenScore
 from app.engine.execution.engine import AsyncStepRunner, StepRunner
 from app.engine.execution.warmup_batches import dummies
-from app.engine.memory.encoder_cache import EncoderCache
-from app.engine.memory.kv_cache import KVCache, PagedAttend, group_chunks, linear_rows
 from app.engine.sampling.parameters import SamplingInput
 from model.config import ModelConfig
-from model.nn.layers import cache_attributes
-from model.nn.transformer import Decoder
+from model.number_formats import Array
 
-# The C++ executor is in app/engine/cpu/compute.py. Shape legend: T tokens of the step, D width, V vocabulary.
+# The executors are in app/engine/cpu/compute.py (C++) and in torch_executor.py. Shape legend: V vocabulary.
+
+Logits = Any
+"""[rows, V]: a numpy array or a torch tensor, which the executor returns and the sampler of the same backend takes."""
 
 
 class BackendRunners(NamedTuple):
@@ -38,61 +35,9 @@ class StepExecutor(Protocol):
         """Clears and copies blocks as planned, then computes every chunk; returns the chunks in the order of rows."""
         ...
 
-    def logits(self, rows: Items[int]) -> Tensor:
+    def logits(self, rows: Items[int]) -> Logits:
         """Logits [rows, V] of these rows of the last step; valid until the next call."""
         ...
-
-
-class TorchExecutor:
-    """The decoder in torch, operation by operation; on any device, for any decoder."""
-
-    def __init__(self, decoder: Decoder, cache: KVCache, sources: EncoderCache | None = None) -> None:
-        cache_attributes(decoder)
-        self.config = decoder.config
-        self._decoder = decoder
-        self._cache = cache
-        self._sources = sources
-        self._hidden_TD = torch.empty(0)
-        self._smallest = min(parameter.numel() for parameter in decoder.parameters() if parameter.ndim == 2)
-
-    def run(self, plan: BatchPlan) -> Items[Chunk]:
-        """Computes one step: decodes of similar length together, every other chunk separately."""
-        if plan.clear:
-            self._cache.clear(list(plan.clear))
-        if plan.copies:
-            self._cache.copy(plan.copies)
-        groups = group_chunks(plan.chunks)
-        chunks = [chunk for group in groups for chunk in group]
-        tokens_T, positions_T, blocks_T = self._inputs(chunks)
-        slots_X = self._cache.slot_rows(blocks_T, positions_T % self._cache.block_size)
-        cross = self._sources.attend(groups) if self._sources else None
-        self._hidden_TD = self._decoder(tokens_T, positions_T, PagedAttend(self._cache, groups, slots_X), cross)
-        return chunks
-
-    def logits(self, rows: Items[int]) -> Tensor:
-        """Logits in the decoder's dtype."""
-        padded = [*rows, *[rows[-1]] * (self._padded(len(rows)) - len(rows))]  # for batch invariance
-        return self._decoder.head(self._hidden_TD[torch.tensor(padded, device=self._hidden_TD.device)])[: len(rows)]
-
-    def _inputs(self, chunks: Items[Chunk]) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens, positions and blocks [T], padded as batch invariance requires."""
-        size, padding = self._cache.block_size, self._cache.padding_block
-        tokens: list[int] = []
-        positions: list[int] = []
-        blocks: list[int] = []
-        for chunk in chunks:
-            chunk_positions = range(chunk.start, chunk.stop)
-            tokens += chunk.sequence.tokens[chunk.start : chunk.stop]
-            positions += chunk_positions
-            owned = chunk.sequence.blocks
-            blocks += [owned[i // size] for i in chunk_positions] if owned else [padding] * len(chunk_positions)
-        extra = self._padded(len(tokens)) - len(tokens)
-        filled = (tokens + [0] * extra, positions + [0] * extra, blocks + [padding] * extra)
-        tokens_T, positions_T, blocks_T = torch.tensor(filled, device=self._cache.data.device)
-        return tokens_T, positions_T, blocks_T
-
-    def _padded(self, count: int) -> int:
-        return linear_rows(count, self._cache.data.dtype, self._smallest)
 
 
 _PIECE_BYTES = 8 << 20
@@ -102,19 +47,22 @@ _PIECE_BYTES = 8 << 20
 class Sampler(Protocol):
     """Samples tokens: app/engine/sampling/sampler.py, or its C++ counterpart."""
 
-    def sample(self, logits_SV: Tensor, rows: Items[SamplingInput], /) -> list[SampledToken]:
+    def sample(self, logits_SV: Logits, rows: Items[SamplingInput], /) -> list[SampledToken]:
         """One token for each row of logits."""
         ...
 
-    def top_logprobs(self, logits_XV: Tensor, chosen: Items[int], count: int, /) -> list[TokenScore]:
-        """For each row of finite logits: the given token's log-probability, and the `count` most likely tokens."""
+    def top_logprobs(self, logits_XV: Logits, chosen: Items[int], count: int, /) -> list[TokenScore] | None:
+        """For each row: the given token's log-probability, and the `count` most likely tokens.
+
+        None if not all logits are finite.
+        """
         ...
 
 
 class MaskProvider(Protocol):
     """Token masks of grammars: app/engine/guided/grammar_tracker.py, or masks without a grammar for warm-up."""
 
-    def allowed(self, sequences: Items[Sequence], /) -> list[Tensor | SampledToken | None]:
+    def allowed(self, sequences: Items[Sequence], /) -> list[Array | SampledToken | None]:
         """For each sequence the bitmask of tokens that its grammar allows next, on the CPU, or None for all tokens; a
         SampledToken is the row's result without sampling."""
         ...
@@ -133,7 +81,6 @@ class Runner:
         self.sampler = sampler
         self._unguided: tuple[list[Sequence], list[SamplingInput]] = [], []
 
-    @torch.inference_mode()
     def run(self, plan: BatchPlan) -> StepResult:
         """Computes every chunk, samples where a chunk ends a prompt or decodes, and scores prompts if requested."""
         fault("engine.forward", plan)
@@ -168,7 +115,7 @@ class Runner:
         return decided | self._sample([sampling[row] for row in open_rows], inputs, logits_SV)
 
     def _sample(
-        self, sequences: list[Sequence], inputs: list[SamplingInput], logits_SV: Tensor
+        self, sequences: list[Sequence], inputs: list[SamplingInput], logits_SV: Logits
     ) -> dict[str, SampledToken]:
         if not sequences:
             return {}
@@ -202,14 +149,14 @@ class Runner:
         scores: list[TokenScore] = []
         for start in range(0, len(rows), piece):
             tokens = request.prompt[positions.start + start : positions.stop][:piece]
-            logits_XV = self.compute.logits(rows[start : start + piece]).float()
-            # One pass, which propagates NaN; isfinite() takes 10 to 20 times as long, and as much memory again.
-            if not torch.isfinite(torch.stack(logits_XV.aminmax())).all():
+            logits_XV = self.compute.logits(rows[start : start + piece])
+            scored = self.sampler.top_logprobs(logits_XV, tokens, request.prompt_logprobs)
+            if scored is None:
                 return None
-            scores += self.sampler.top_logprobs(logits_XV, tokens, request.prompt_logprobs)
+            scores += scored
         return tuple(scores)
 
 
-def _sampling_input(sequence: Sequence, allowed: Tensor | None) -> SamplingInput:
+def _sampling_input(sequence: Sequence, allowed: Array | None) -> SamplingInput:
     request = sequence.request
     return SamplingInput(request.params, sequence.tokens, len(request.prompt), request.stop_ids, allowed)

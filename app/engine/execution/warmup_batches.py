@@ -9,12 +9,12 @@ from array import array
 from collections.abc import Sequence as Items
 from typing import Any
 
-import torch
+import numpy as np
 from msgspec import structs
-from torch import Tensor
 
 from app.common.types import BatchPlan, Chunk, Request, SampledToken, SamplingParams, Sequence
 from app.engine.scheduling.scheduler import StepLimits
+from model.number_formats import Array
 
 _TYPICAL: dict[str, Any] = {"params": SamplingParams(temperature=0.8, top_p=0.9, logprobs=1)}
 _PENALIZED: dict[str, Any] = {"params": structs.replace(_TYPICAL["params"], repetition_penalty=1.1)}
@@ -85,9 +85,9 @@ class PermissiveGrammars:
     """A `MaskProvider` of app/engine/execution/runner.py whose masks allow every token at the cost of real ones."""
 
     def __init__(self, vocab_size: int) -> None:
-        self._allowed_W = torch.full((-(-vocab_size // 32),), -1, dtype=torch.int32)
+        self._allowed_W = np.full(-(-vocab_size // 32), -1, np.int32)
 
-    def allowed(self, sequences: Items[Sequence]) -> list[Tensor | SampledToken | None]:
+    def allowed(self, sequences: Items[Sequence]) -> list[Array | SampledToken | None]:
         """Masks that allow every token."""
         return [self._allowed_W] * len(sequences)
 

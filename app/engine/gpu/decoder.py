@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from app.engine.gpu.kernels.interface import AttentionBatch, HeadsSpec, Kernels, NormSpec, RowLookup
 from app.engine.gpu.linears import padded_lm_head
-from model.nn.decoder_program import BlockOperation, Kind, Register, decoder_program
+from model.nn.decoder_program import Kind, Register, decoder_program
 from model.nn.layers import LayerNorm, RMSNorm, cache_attributes
 from model.nn.transformer import Decoder
 
@@ -32,7 +32,12 @@ class PagedDecoder:
         self._positions_PD = decoder.position_embedding
         self._rope_PC: Tensor | None = decoder._buffers["rope_PC"]
         self._sinusoids_PD: Tensor | None = decoder._buffers["sinusoids_PD"]
-        self._operations = [(operation, self._spec(operation)) for operation in decoder_program(decoder)]
+        modules = {"": None, **dict(decoder.named_modules())}
+        self._operations = [
+            (operation, module, self._spec(operation.kind, module))
+            for operation in decoder_program(decoder.config)
+            for module in [modules[operation.module]]
+        ]
         self._norm = _norm_spec(decoder.norm)
 
     def __call__(self, cache: Tensor, lookup: RowLookup, batch: AttentionBatch, out_TD: Tensor) -> None:
@@ -43,16 +48,16 @@ class PagedDecoder:
         batch = kernels.divide_attention(batch, *heads)
         values = {stream: self._embed(lookup.tokens_T, positions_T)}
         delta_TD: Tensor | None = None  # the next norm adds it to the residual stream
-        for (kind, source, target, module), spec in self._operations:
+        for (kind, source, target, _, layer), module, spec in self._operations:
             match kind:
                 case Kind.NORM:
                     values[stream], values[target] = kernels.add_norm(values[stream], delta_TD, spec)
                     delta_TD = None
                 case Kind.ROPE_CACHE:
-                    layer_cache, qkv_TX = cache[module.layer], values.pop(source)
+                    layer_cache, qkv_TX = cache[layer], values.pop(source)
                     values[target] = kernels.split_heads(qkv_TX, spec, positions_T, self._rope_PC, layer_cache, slots_T)
                 case Kind.ATTENTION:
-                    values[target] = kernels.attention(values.pop(source), cache[module.layer], batch, spec).flatten(1)
+                    values[target] = kernels.attention(values.pop(source), cache[layer], batch, spec).flatten(1)
                 case Kind.LINEAR | Kind.ADD:
                     out_TX = module(values.pop(source)) if module else values.pop(source)
                     if target == Register.HIDDEN:
@@ -65,10 +70,10 @@ class PagedDecoder:
                     delta_TD = out_TX
         kernels.add_norm(values[stream], delta_TD, self._norm, out_TD)
 
-    def _spec(self, operation: BlockOperation) -> Any:
-        """The specification for the operation's kernel."""
-        config, module = self.config, operation.module
-        match operation.kind:
+    def _spec(self, kind: Kind, module: Any) -> Any:
+        """The specification for the kernel of an operation."""
+        config = self.config
+        match kind:
             case Kind.NORM:
                 return _norm_spec(module)
             case Kind.ATTENTION:

@@ -97,7 +97,7 @@ class TritonBackend:
         """
         partial_bytes = PARTIAL_BYTES if self._context > SPLIT else 0
         largest = largest_step(self._limits, self._context)
-        activations = step_peak(lambda: self._runner(blocks=0).run(largest), self._device) + partial_bytes
+        activations = step_peak(lambda: self._runner(blocks=0).run(largest), self._device, torch.cuda) + partial_bytes
         runner = self._runner(blocks=0)
 
         def run_captured() -> None:
@@ -106,7 +106,7 @@ class TritonBackend:
 
         # Libraries allocate a workspace on the capture stream.
         once = partial(self._capture.run_on_stream, run_captured) if self._capture else run_captured
-        graphs = step_peak(once, self._device) + partial_bytes + runner.graphs.count * _GRAPH_BYTES
+        graphs = step_peak(once, self._device, torch.cuda) + partial_bytes + runner.graphs.count * _GRAPH_BYTES
         return MemoryPeaks(activations, graphs)
 
     def start(self, blocks: int, grammars: GrammarTracker, announce: Callable[[str], None]) -> BackendRunners:

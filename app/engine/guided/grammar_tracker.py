@@ -21,14 +21,14 @@ from functools import partial
 from threading import Lock
 from typing import Any
 
-import torch
+import numpy as np
 from msgspec.structs import replace
-from torch import Tensor
 
 from app.common.fault_injection import fault
 from app.common.llguidance_adapter import GrammarVocabulary
 from app.common.types import MASK_NOT_READY, FinishReason, Request, SampledToken, Sequence
 from app.engine.guided.grammar_workers import GrammarWorkers, Job
+from model.number_formats import Array
 
 _SLOW_SECONDS = 0.001
 """A mask that takes longer on the CPU will be late: steps leave the request out until its next mask is ready."""
@@ -50,7 +50,7 @@ class GrammarState:
     """Position of one request's text in its grammar. Until its job is done, only the job accesses matcher and mask."""
 
     request: Request
-    mask_W: Tensor
+    mask_W: Array
     matcher: Any = None
     consumed: int = 0
     """Generated tokens that the matcher has consumed, or will have consumed when the job is done."""
@@ -67,7 +67,7 @@ class GrammarState:
     """Whether the last mask was expensive, so that the next one probably is, too."""
     is_late: bool = False
     """Whether a step skipped the row because its job was not done."""
-    outcome: Tensor | SampledToken | None = None
+    outcome: Array | SampledToken | None = None
     """[W] of tokens that may follow, or the row's result without sampling; None until the mask was read."""
 
     @property
@@ -90,12 +90,12 @@ class GrammarMasks:
         self._size = vocab_size
         self._vocabulary_lock = Lock()
         self._cached_vocabulary: GrammarVocabulary | None = None
-        self._text_mask_W: Tensor | None = None
-        self._stop_masks: dict[tuple[int, ...], Tensor] = {}
+        self._text_mask_W: Array | None = None
+        self._stop_masks: dict[tuple[int, ...], Array] = {}
 
     def new_state(self, request: Request, consumed: int) -> GrammarState:
         """A new state that advance() brings to `consumed` tokens."""
-        return GrammarState(request, torch.zeros(_words(self._size + 1), dtype=torch.int32), consumed=consumed)
+        return GrammarState(request, np.zeros(_words(self._size + 1), np.int32), consumed=consumed)
 
     def advance(self, state: GrammarState, tokens: tuple[int, ...]) -> None:
         """Work of a job: consumes `tokens` and computes the mask that follows them."""
@@ -113,7 +113,7 @@ class GrammarMasks:
             for token in tokens:  # one by one: each call holds the GIL
                 state.matcher.consume_token(token)
             if not state.matcher.is_error():
-                state.matcher.unsafe_compute_mask_ptr(state.mask_W.data_ptr(), state.mask_W.nbytes)
+                state.matcher.unsafe_compute_mask_ptr(state.mask_W.ctypes.data, state.mask_W.nbytes)
         finally:
             state.mask_seconds = time.thread_time() - started
             state.seconds += state.mask_seconds
@@ -127,9 +127,9 @@ class GrammarMasks:
         if not valid:
             return
         end = self._size
-        masks_SW = torch.stack([state.mask_W for state in valid])
+        masks_SW = np.stack([state.mask_W for state in valid])
         may_end_S1 = (masks_SW[:, end // 32] >> end % 32 & 1)[:, None]
-        ends_SW = torch.stack([self._stop_mask(state.request.stop_ids) for state in valid])
+        ends_SW = np.stack([self._stop_mask(state.request.stop_ids) for state in valid])
         texts_SW = masks_SW & self._text_mask() & ~ends_SW
         allowed_SW = (texts_SW | ends_SW * may_end_S1)[:, : _words(self._size)]
         answers = zip(valid, allowed_SW, texts_SW.any(-1).tolist(), may_end_S1[:, 0].tolist(), strict=True)
@@ -164,14 +164,14 @@ class GrammarMasks:
                 self._cached_vocabulary = GrammarVocabulary(self._load_token_bytes(), self._size)
             return self._cached_vocabulary
 
-    def _text_mask(self) -> Tensor:
+    def _text_mask(self) -> Array:
         """[W] with the bits of tokens that are text."""
         if self._text_mask_W is None:
             bytes_of = self._vocabulary().bytes_of
             self._text_mask_W = _bits([i for i, data in enumerate(bytes_of) if data], self._size + 1)
         return self._text_mask_W
 
-    def _stop_mask(self, stop_ids: tuple[int, ...]) -> Tensor:
+    def _stop_mask(self, stop_ids: tuple[int, ...]) -> Array:
         if stop_ids not in self._stop_masks:
             self._stop_masks = {stop_ids: _bits(stop_ids, self._size + 1)}  # most requests use the model's stop ids
         return self._stop_masks[stop_ids]
@@ -181,11 +181,11 @@ def _words(size: int) -> int:
     return -(-size // 32)
 
 
-def _bits(ids: Items[int], size: int) -> Tensor:
+def _bits(ids: Items[int], size: int) -> Array:
     """[W] with the bits of `ids` set."""
-    bits = torch.zeros(_words(size) * 32, dtype=torch.int64)
+    bits = np.zeros(_words(size) * 32, np.uint8)
     bits[list(ids)] = 1
-    return (bits.view(-1, 32) << torch.arange(32)).sum(-1).to(torch.int32)
+    return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
 
 
 _STEP_SECONDS, _SHARED_STEP_SECONDS = 0.002, 0.001
@@ -268,7 +268,7 @@ class GrammarTracker:
         pending = [state.job for state in self._states.values() if state.is_pending and state.job]
         self._workers.wait(pending[:1], seconds)
 
-    def allowed(self, sequences: Items[Sequence]) -> list[Tensor | SampledToken | None]:
+    def allowed(self, sequences: Items[Sequence]) -> list[Array | SampledToken | None]:
         """For each sequence the [W] bitmask of tokens that its grammar allows next, on the CPU, or None for all tokens.
 
         A SampledToken instead means that no token is to be sampled: the mask is not ready, the text has ended, or the
@@ -375,7 +375,7 @@ class GrammarTracker:
                 state.is_late = True
                 self._workers.submit(state.job)
 
-    def _outcome(self, state: GrammarState) -> Tensor | SampledToken:
+    def _outcome(self, state: GrammarState) -> Array | SampledToken:
         if state.outcome is None:
             return MASK_NOT_READY
         if isinstance(state.outcome, SampledToken):  # it ends the request

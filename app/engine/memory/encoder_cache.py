@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from app.common.types import Chunk
-from app.engine.memory.kv_cache import TILE, KVCache, RowGroup, as_addend, attend_groups
+from app.engine.memory.kv_cache import KVCache, RowGroup, as_addend, attend_groups
+from app.engine.memory.memory_plan import TILE, source_tokens
 from model.nn.attention import EncoderAttend
 from model.nn.transformer import Decoder
 
@@ -90,8 +91,3 @@ class PagedEncoderAttend:
 
     def __call__(self, layer: int, q_THC: Tensor) -> Tensor:
         return attend_groups(self._cache, layer, self._groups, q_THC)
-
-
-def source_tokens(context: int) -> int:
-    """Capacity of a slot in tokens."""
-    return -(-context // TILE) * TILE

@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.common.types import Chunk
+from app.engine.memory.memory_plan import TILE
 from model.config import ModelConfig
 from model.nn.attention import masked_positions
 
-TILE = 64
 _PIECE = {torch.float32: 128, torch.bfloat16: 512}
 _ATTENTION_ROWS = {torch.float32: 4, torch.bfloat16: 1}
 _LINEAR_ROWS = {torch.float32: 4, torch.bfloat16: 2}

@@ -15,16 +15,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import torch
-
 from app.engine.memory.device_errors import lacked_device_memory
-from app.engine.memory.encoder_cache import source_tokens
 from model.config import ModelConfig
-from model.device import free_memory
-from model.nn.transformer import Decoder
+from model.machine import free_memory
+from model.number_formats import ITEM_BYTES
 
 MemoryMeter = Any
-"""The functions of torch.cuda that measure and free memory, or a fake."""
+"""torch.cuda, whose functions measure and free memory, or a fake."""
+Device = Any
+"""A torch.device."""
+TILE = 64
+"""Positions of a source that attention in torch takes at once."""
 _SPARE_SHARE = 64
 """A 64th of the memory stays free: kernels are loaded on first use, and torch's allocator fragments memory."""
 
@@ -139,7 +140,8 @@ class CacheShape:
     context: int
     block_size: int
     max_running: int
-    dtype: torch.dtype
+    dtype: str
+    """Number format of keys and values: float32 or bfloat16."""
 
     @property
     def block_bytes(self) -> int:
@@ -222,7 +224,12 @@ class CacheShape:
 
     @property
     def _token_bytes(self) -> int:
-        return self.shape.kv_elements_per_token * self.dtype.itemsize
+        return self.shape.kv_elements_per_token * ITEM_BYTES[self.dtype]
+
+
+def source_tokens(context: int) -> int:
+    """Capacity of a slot of the encoder cache in tokens."""
+    return -(-context // TILE) * TILE
 
 
 class MemoryPeaks(NamedTuple):
@@ -242,14 +249,18 @@ class BlockBudget(NamedTuple):
     """The memory plan, for the log."""
 
 
-def blocks_on_cpu(cache_shape: CacheShape, decoder: Decoder, *, requested: int, engines: int) -> BlockBudget:
-    """Sizes the cache within half of the free memory, which `engines` engines share. Raises ValueError."""
-    free = free_memory(torch.device("cpu"))
-    weights, is_lazy = sum(x.nbytes for x in (*decoder.parameters(), *decoder.buffers())), decoder.embedding.is_meta
-    number = cache_shape.blocks(requested, free - weights * is_lazy, engines)
+def blocks_on_cpu(
+    cache_shape: CacheShape, weights: int, *, are_loaded: bool, requested: int, engines: int
+) -> BlockBudget:
+    """Sizes the cache within half of the free memory, which `engines` engines share. Raises ValueError.
+
+    weights: their bytes.
+    """
+    free = free_memory()
+    number = cache_shape.blocks(requested, free if are_loaded else free - weights, engines)
     rows = (
         PlanRow("free memory", free),
-        PlanRow("weights", weights, "read next" if is_lazy else "already loaded"),
+        PlanRow("weights", weights, "already loaded" if are_loaded else "read next"),
         PlanRow("activations", None),
         PlanRow("cache", cache_shape.cache_bytes(number), "at most half of the free memory"),
     )
@@ -258,12 +269,12 @@ def blocks_on_cpu(cache_shape: CacheShape, decoder: Decoder, *, requested: int, 
 
 def blocks_on_gpu(
     cache_shape: CacheShape,
-    device: torch.device,
+    device: Device,
     *,
     requested: int,
     utilization: float,
     peaks: MemoryPeaks,
-    meter: MemoryMeter = torch.cuda,
+    meter: MemoryMeter,
 ) -> BlockBudget:
     """Sizes the cache: the rest of the service's share, or as many blocks as requested. Raises ValueError.
 
@@ -285,7 +296,7 @@ def blocks_on_gpu(
     return BlockBudget(number, replace(plan, cache=cache_shape.cache_bytes(number)).rows)
 
 
-def step_peak(compute_once: Callable[[], object], device: torch.device, meter: MemoryMeter = torch.cuda) -> int:
+def step_peak(compute_once: Callable[[], object], device: Device, meter: MemoryMeter) -> int:
     """Bytes of a GPU that the largest step (execution/warmup_batches.py) needs in addition to the memory in use.
 
     They include memory that it keeps permanently (workspaces of libraries), and the gaps between tensors, which are
@@ -311,7 +322,7 @@ def step_peak(compute_once: Callable[[], object], device: torch.device, meter: M
     )
 
 
-def memory_releaser(device: torch.device, meter: MemoryMeter = torch.cuda) -> Callable[[], None]:
+def memory_releaser(device: Device, meter: MemoryMeter) -> Callable[[], None]:
     """Returns a function that frees the memory which a failed step held, so that the next step can use it.
 
     If the device is lost, the function raises CUDA's error: no further step can succeed, whatever the last one raised.

@@ -20,13 +20,11 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 
-import torch
 from msgspec import Struct
-from torch import Tensor
 
 from app.common.types import MAX_BIASES, Request, SamplingParams
+from model.number_formats import Array
 
 TEMPERATURE, TOP_P, MIN_P, TYPICAL_P, REPETITION, PRESENCE, FREQUENCY = range(7)
 """Indices of the float64 values, which take two words each."""
@@ -56,7 +54,7 @@ class SamplingInput(Struct, frozen=True, gc=False):
     n_prompt: int
     stop_ids: Items[int] = ()
     """Tokens that end the text: not sampled before min_tokens are generated."""
-    allowed: Tensor | None = None
+    allowed: Array | None = None
     """The grammar's bitmask, int32 [ceil(V / 32)]: bit i of word j is token 32 j + i. None allows every token."""
 
     @property
@@ -74,48 +72,6 @@ class SamplingInput(Struct, frozen=True, gc=False):
         """Whether the filters leave only the most likely token, the lowest id among equals."""
         p = self.params
         return p.temperature == 0 or p.top_k == 1 or (p.top_p == 0 and p.typical_p == 1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RowParameters:
-    """The parameters of the sampled rows, as columns, and what the rows' sequences add."""
-
-    stages: frozenset[str]
-    """Names of the stages to run: at least those that a row requests. A stage leaves all other rows as they are."""
-    may_wait: bool
-    """Whether the host may wait for values on the device; if not, all shapes are static, as a CUDA graph needs."""
-    header_SX: Tensor
-    """int32: the first words of the layout."""
-    stop_ids_SN: Tensor
-    """int64; -1 for unused entries."""
-    bias_ids_SN: Tensor
-    """int64; -1 for unused entries."""
-    biases_SN: Tensor
-    """float64."""
-    positions_S1: Tensor
-    """Positions of the new tokens in their sequences."""
-    counts_SV: Tensor | None
-    """int32, as count_tokens() counts; None if no row has penalties."""
-    counted_ids_SN: Tensor | None = None
-    """int64: ids with all counts that are not 0; None if any id may be counted."""
-    allowed_SX: Tensor | None = None
-    """int32 bitmasks of grammars; None if no row has one."""
-
-    def number(self, index: int) -> Tensor:
-        """[S, 1] float64."""
-        return self.header_SX.view(torch.float64)[:, index : index + 1]
-
-    def word(self, index: int) -> Tensor:
-        """[S, 1] int64."""
-        return self.header_SX[:, index : index + 1].long()
-
-
-def count_tokens(counts_X: Tensor, index_X: Tensor, is_generated_X: Tensor) -> None:
-    """Counts tokens in place, from 0: twice how often a token was generated, plus 1 if it is in the prompt."""
-    generated_X = is_generated_X.to(torch.int32)
-    # Prompt tokens first, while all counts are 0: amax sets the lowest bit.
-    counts_X.scatter_reduce_(0, index_X, 1 - generated_X, "amax")
-    counts_X.index_add_(0, index_X, 2 * generated_X)
 
 
 def is_counted(params: SamplingParams) -> bool:
@@ -151,12 +107,12 @@ def mask_words(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 
 
-def token_mask(request: Request, n_generated: int, vocab_size: int, allowed: Tensor | None = None) -> array[int]:
+def token_mask(request: Request, n_generated: int, vocab_size: int, allowed: Array | None = None) -> array[int]:
     """The bitmask of a row that has generated `n_generated` tokens. allowed: those of its grammar.
 
     Without the tokens that end the text before min_tokens, unless no other token is left.
     """
-    numbers = array("I", allowed.numpy().tobytes() if allowed is not None else b"\xff" * (4 * mask_words(vocab_size)))
+    numbers = array("I", allowed.tobytes() if allowed is not None else b"\xff" * (4 * mask_words(vocab_size)))
     if n_generated < request.params.min_tokens:
         continuing = numbers[:]
         for token in request.stop_ids:

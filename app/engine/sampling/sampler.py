@@ -30,13 +30,14 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from app.common.types import SampledToken, TokenScore
 from app.engine.sampling import parameters as layout
-from app.engine.sampling.parameters import RowParameters, SamplingInput, is_counted
+from app.engine.sampling.parameters import SamplingInput, is_counted
 
 _MASK32 = 0xFFFFFFFF
 _MIN_FLOAT32 = torch.finfo(torch.float32).min
@@ -98,6 +99,48 @@ def _unpack(packed: int, lanes: int) -> array[int]:
     words = array("Q")
     words.frombytes(packed.to_bytes(8 * lanes, sys.byteorder))
     return words
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowParameters:
+    """The parameters of the sampled rows, as columns, and what the rows' sequences add."""
+
+    stages: frozenset[str]
+    """Names of the stages to run: at least those that a row requests. A stage leaves all other rows as they are."""
+    may_wait: bool
+    """Whether the host may wait for values on the device; if not, all shapes are static, as a CUDA graph needs."""
+    header_SX: Tensor
+    """int32: the first words of the layout."""
+    stop_ids_SN: Tensor
+    """int64; -1 for unused entries."""
+    bias_ids_SN: Tensor
+    """int64; -1 for unused entries."""
+    biases_SN: Tensor
+    """float64."""
+    positions_S1: Tensor
+    """Positions of the new tokens in their sequences."""
+    counts_SV: Tensor | None
+    """int32, as count_tokens() counts; None if no row has penalties."""
+    counted_ids_SN: Tensor | None = None
+    """int64: ids with all counts that are not 0; None if any id may be counted."""
+    allowed_SX: Tensor | None = None
+    """int32 bitmasks of grammars; None if no row has one."""
+
+    def number(self, index: int) -> Tensor:
+        """[S, 1] float64."""
+        return self.header_SX.view(torch.float64)[:, index : index + 1]
+
+    def word(self, index: int) -> Tensor:
+        """[S, 1] int64."""
+        return self.header_SX[:, index : index + 1].long()
+
+
+def count_tokens(counts_X: Tensor, index_X: Tensor, is_generated_X: Tensor) -> None:
+    """Counts tokens in place, from 0: twice how often a token was generated, plus 1 if it is in the prompt."""
+    generated_X = is_generated_X.to(torch.int32)
+    # Prompt tokens first, while all counts are 0: amax sets the lowest bit.
+    counts_X.scatter_reduce_(0, index_X, 1 - generated_X, "amax")
+    counts_X.index_add_(0, index_X, 2 * generated_X)
 
 
 NEG_INF = float("-inf")
@@ -378,14 +421,20 @@ def top_logprobs(logits_XV: Tensor, chosen_X: Tensor, counts: Items[int]) -> lis
 class TorchSampler:
     """A `Sampler` of app/engine/execution/runner.py, on any device."""
 
+    @torch.inference_mode()
     def sample(self, logits_SV: Tensor, rows: Items[SamplingInput]) -> list[SampledToken]:
         """See sample(). Processes rows in pieces to bound the memory of its copies, up to 20 of them in float32."""
         piece = max(1, _PIECE_BYTES // (4 * logits_SV.shape[1]))
         pieces = (slice(start, start + piece) for start in range(0, len(rows), piece))
         return [token for part in pieces for token in sample(logits_SV[part], rows[part])]
 
-    def top_logprobs(self, logits_XV: Tensor, chosen: Items[int], count: int) -> list[TokenScore]:
-        """See top_logprobs()."""
+    @torch.inference_mode()
+    def top_logprobs(self, logits_XV: Tensor, chosen: Items[int], count: int) -> list[TokenScore] | None:
+        """See top_logprobs() and Sampler."""
+        logits_XV = logits_XV.float()
+        # One pass, which propagates NaN; isfinite() takes 10 to 20 times as long, and as much memory again.
+        if not torch.isfinite(torch.stack(logits_XV.aminmax())).all():
+            return None
         return top_logprobs(logits_XV, torch.tensor(chosen, device=logits_XV.device), [count] * len(chosen))
 
 
@@ -452,7 +501,7 @@ def _counts(
     counts_SX = torch.zeros(len(rows), vocab + 1, dtype=torch.int32, device=device)
     index_SN = ids_SN.where(ids_SN >= 0, vocab) + torch.arange(len(rows), device=device)[:, None] * (vocab + 1)
     is_generated_SN = torch.arange(most, device=device) >= n_prompt_S1
-    layout.count_tokens(counts_SX.view(-1), index_SN.view(-1), is_generated_SN.view(-1))
+    count_tokens(counts_SX.view(-1), index_SN.view(-1), is_generated_SN.view(-1))
     return counts_SX[:, :vocab], ids_SN.clamp(min=0)  # a token that was not counted stays as it is
 
 
@@ -461,5 +510,5 @@ def _masks(rows: Items[SamplingInput], device: torch.device | str) -> Tensor | N
     example = next((mask for mask in masks if mask is not None), None)
     if example is None:
         return None
-    every_token = torch.full_like(example, -1)
-    return torch.stack([every_token if mask is None else mask for mask in masks]).to(device)
+    every_token = np.full_like(example, -1)
+    return torch.from_numpy(np.stack([every_token if mask is None else mask for mask in masks])).to(device)

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from model.checkpoint.checkpoint import weights_files
-from model.checkpoint.golden import GOLDEN_FILE, MAX_PROMPT_IDS, as_stored, golden_file
+from model.checkpoint.golden import GOLDEN_FILE, MAX_PROMPT_IDS
+from model.checkpoint.golden_export import as_stored, golden_file
 from model.checkpoint.manifest import MANIFEST_FILE, manifest_file
 from model.checkpoint.model_summary import describe_size, shape_lines
 from model.checkpoint.tensor_index import WEIGHTS_FILE

@@ -21,7 +21,7 @@ from safetensors.torch import save
 from tokenizers import Tokenizer as RustTokenizer
 
 from model.checkpoint.checkpoint import load, stored_state
-from model.checkpoint.golden import verify
+from model.checkpoint.golden_export import verify
 from model.checkpoint.hub import resolve_weights
 from model.checkpoint.manifest import check_manifest
 from model.checkpoint.tensor_index import WEIGHTS_FILE, check_layout
@@ -90,7 +90,7 @@ class Base:
     def decoder(self, device: torch.device) -> Decoder:
         """Loads its weights in float32 for training. Raises CheckpointError if they are damaged or do not match."""
         checkpoint = load(self.directory, device=device, dtype=torch.float32)
-        check_manifest(self.directory, checkpoint.hashes)
+        check_manifest(self.directory, checkpoint.weights.hashes)
         if device.type == "cpu":
             verify(checkpoint.decoder, self.directory)
         return checkpoint.decoder.requires_grad_(True)

@@ -9,6 +9,7 @@ from array import array
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from app.common.types import BatchPlan, Chunk, Request, SamplingParams, Sequence
 from app.engine.cpu.compute import NativeCompute, ThreadPool
-from app.engine.cpu.library import HugepageAllocator, LibraryError, load_library, zeros
+from app.engine.cpu.library import HugepageAllocator, LibraryError, address_of, load_library, zeros
 from app.engine.cpu.sampler import NativeSampler
 from app.engine.cpu.toolchain.builder import build
 from app.engine.cpu.toolchain.cpu_target import X86_LEVELS, this_level
@@ -24,12 +25,13 @@ from app.engine.cpu.toolchain.library_cache import BuildRecipe
 from app.engine.quantization.int8_weights import quantize, round_weights
 from app.engine.sampling.parameters import SamplingInput
 from model.checkpoint.checkpoint import load
+from model.checkpoint.stored_weights import find_weights
 from model.config import Activation
 from model.files import CheckpointError
 from model.nn.attention import CausalAttend
 from model.nn.transformer import Decoder
 from tests.support.model.bad_weights import good_weights
-from tests.support.model.tiny_models import kernels, native_compute, tiny_config, tiny_decoder
+from tests.support.model.tiny_models import kernels, native_compute, native_compute_of, tiny_config, tiny_decoder
 
 pytestmark = pytest.mark.usefixtures("native_library", "one_thread")
 LENGTH = 70
@@ -61,7 +63,7 @@ def _sequence(n_tokens: int, vocab: int, first_block: int = 0) -> Sequence:
 def _logits(compute: NativeCompute, sequence: Sequence) -> Tensor:
     """[T, V], the whole sequence in one chunk."""
     compute.run(BatchPlan((Chunk(sequence, 0, len(sequence.tokens)),)))
-    return compute.logits(range(len(sequence.tokens))).clone()
+    return torch.from_numpy(compute.logits(range(len(sequence.tokens))).copy())
 
 
 def _expected(decoder: Decoder, sequence: Sequence) -> Tensor:
@@ -114,6 +116,21 @@ def test_a_matrix_is_quantized_piece_by_piece_as_a_whole_and_zeros_stay() -> Non
     assert torch.equal(ours.numbers, (weight / ours.scales[:, None]).round().to(torch.int8))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("size", [(5, 1000), (37, 77), (40, 5)])
+def test_the_kernels_quantize_to_the_bits_of_torch(size: tuple[int, int], dtype: str) -> None:
+    weight = torch.randn(size) * torch.randn(size[0], 1).exp()
+    weight[2], weight[1] = 0, 1e-41
+    stored = weight.to(getattr(torch, dtype))
+    array = (stored.view(torch.uint16) if dtype == "bfloat16" else stored).numpy()
+    numbers, scales = np.empty(size, np.int8), np.empty(size[0], np.float32)
+    addresses = (address_of(numbers), address_of(scales))
+    pool = ThreadPool(kernels(), 2)
+    kernels().ink_quantize(pool.handle, address_of(array), *size, dtype == "bfloat16", *addresses)
+    expected = quantize(stored)
+    assert np.array_equal(expected.numbers, numbers) and np.array_equal(expected.scales, scales)
+
+
 def test_what_is_not_finite_stays_in_its_own_sequence() -> None:
     decoder = tiny_decoder()
     decoder.embedding[7] = torch.nan  # tied: also a column of the logits
@@ -122,7 +139,7 @@ def test_what_is_not_finite_stays_in_its_own_sequence() -> None:
     sound.tokens[:] = array("q", (token if token != 7 else 8 for token in sound.tokens))
     compute = native_compute(decoder, 16)
     compute.run(BatchPlan((Chunk(sick, 0, 40), Chunk(sound, 0, 33))))
-    logits_TV = compute.logits(range(73))[:, torch.arange(320) != 7]
+    logits_TV = torch.from_numpy(compute.logits(range(73)))[:, torch.arange(320) != 7]
     assert logits_TV[40:].isfinite().all() and logits_TV[20:40].isnan().all()
 
 
@@ -154,11 +171,11 @@ def test_blocks_are_cleared_and_copied_before_a_step() -> None:
     decoder = tiny_decoder()
     compute, first = native_compute(decoder, 16), _sequence(20, 320)
     expected = _logits(compute, first)
-    compute._cache[:, :, 5] = torch.nan
+    compute._cache[:, :, 5] = np.nan
     second = _sequence(20, 320, first_block=4)
     plan = BatchPlan((Chunk(second, 16, 20),), clear=(5,), copies=((0, 4),))
     compute.run(plan)
-    assert torch.equal(compute.logits(range(4)), expected[16:])
+    assert torch.equal(torch.from_numpy(compute.logits(range(4))), expected[16:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -166,15 +183,15 @@ def test_weights_are_packed_from_the_files_one_tensor_at_a_time(tmp_path: Path, 
     """The bits are those of a decoder that was in memory; numbers that are not finite are found on the way."""
     good_weights(tmp_path, seed=3)
     whole = load(tmp_path, device=torch.device("cpu"), dtype=dtype).decoder
-    lazy = load(tmp_path, device=torch.device("cpu"), dtype=dtype, lazy=True)
+    stored, name = find_weights(tmp_path), str(dtype).removeprefix("torch.")
     sequence, pool = _sequence(LENGTH, whole.config.vocab_size), ThreadPool(kernels(), 2)
-    compute = NativeCompute(kernels(), lazy.decoder, pool, blocks=8, read=lazy.read)
+    compute = NativeCompute(kernels(), stored.config, stored.read, pool, dtype=name, blocks=8)
     assert torch.equal(_logits(compute, sequence), _logits(native_compute(whole, 8), sequence))
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.layers.1.mlp.down_proj.weight"][3, 3] = torch.nan
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"down_proj\.weight holds numbers that are not finite"):
-        NativeCompute(kernels(), lazy.decoder, pool, blocks=8, read=lazy.read)
+        NativeCompute(kernels(), stored.config, stored.read, pool, dtype=name, blocks=8)
 
 
 def test_every_level_computes_the_same_bits(tmp_path: Path) -> None:
@@ -185,17 +202,17 @@ def test_every_level_computes_the_same_bits(tmp_path: Path) -> None:
     ways = itertools.product(shapes, (torch.float32, torch.bfloat16), (False, True))
     for shape, dtype, int8 in ways:
         decoder = tiny_decoder(tiny_config(**SHAPES[shape]), dtype=dtype)
-        compute = NativeCompute(library, decoder, ThreadPool(library, 2), blocks=8, int8=int8)
+        compute = native_compute_of(library, decoder, ThreadPool(library, 2), blocks=8, int8=int8)
         sequence = _sequence(LENGTH, decoder.config.vocab_size)
         whole = _logits(compute, sequence)
         assert torch.equal(whole, _logits(native_compute(decoder, 8, int8=int8), sequence))
         for position in range(LENGTH):
             compute.run(BatchPlan((Chunk(sequence, position, position + 1),)))
-            assert torch.equal(compute.logits([0])[0], whole[position]), "batch invariance"
+            assert torch.equal(torch.from_numpy(compute.logits([0])[0]), whole[position]), "batch invariance"
 
 
 def test_a_sampler_keeps_the_threads_that_it_draws_with() -> None:
-    logits_SV = torch.randn(4, 20_000)  # enough for the threads to be woken
+    logits_SV = torch.randn(4, 20_000).numpy()  # enough for the threads to be woken
     rows = [SamplingInput(SamplingParams(seed=seed), [1], 1) for seed in range(4)]
     shared = NativeSampler(kernels(), 20_000, pool=ThreadPool(kernels(), 2))
     assert shared.sample(logits_SV, rows) == NativeSampler(kernels(), 20_000).sample(logits_SV, rows)
@@ -210,12 +227,12 @@ def test_a_file_that_is_no_library_is_refused(tmp_path: Path) -> None:
 
 def test_memory_is_zeroed_private_and_in_cache_lines_that_do_not_overlap() -> None:
     """Shared memory would get no huge pages."""
-    allocator, tensor = HugepageAllocator(), zeros((7, 33), torch.bfloat16)
-    assert tensor.data_ptr() % (2 << 20) == 0 and tensor.shape == (7, 33) and not tensor.any()
+    allocator, tensor = HugepageAllocator(), zeros((7, 33), np.dtype(np.uint16))
+    assert address_of(tensor) % (2 << 20) == 0 and tensor.shape == (7, 33) and not tensor.any()
     pieces = sorted((allocator.allocate(size), size) for size in (1, 64, 65, 40 << 20, 3))
     assert all(address % 64 == 0 for address, _ in pieces)
     assert all(address + size <= after for (address, size), (after, _) in itertools.pairwise(pieces))
     maps = Path("/proc/self/maps").read_text()
     ranges = [(int(a, 16), int(b, 16), rights) for a, b, rights in re.findall(r"^(\w+)-(\w+) (\S+)", maps, re.M)]
-    addresses = {tensor.data_ptr(), *(address for address, _ in pieces)}
+    addresses = {address_of(tensor), *(address for address, _ in pieces)}
     assert {rights for a, b, rights in ranges if any(a <= address < b for address in addresses)} == {"rw-p"}

@@ -9,6 +9,7 @@ from array import array
 from ctypes import CDLL, c_double, c_int64
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -50,28 +51,26 @@ def test_the_twins_draw_the_same(sampling_library: CDLL, vocab: int, nightly: bo
     assert different <= seen * 0.01 and seen > 400
 
 
-def test_logits_may_lie_in_memory_as_they_like(sampling_library: CDLL) -> None:
+def test_rows_of_logits_may_overlap_or_have_gaps(sampling_library: CDLL) -> None:
     sample = native_sample(sampling_library)
-    logits_SV = torch.randn(3, 100).bfloat16()
+    logits_SV = torch.randn(3, 100)
     rows = [SamplingInput(SamplingParams(seed=i, logprobs=2), [0], 1) for i in range(3)]
-    expected = sample(logits_SV.float().clone(), rows)
-    assert sample(logits_SV, rows) == expected
-    wide = torch.cat([logits_SV.float(), torch.zeros(3, 7)], dim=1)
+    expected = sample(logits_SV, rows)
+    wide = torch.cat([logits_SV, torch.zeros(3, 7)], dim=1)
     assert sample(wide[:, :100], rows) == expected
-    assert sample(logits_SV.float().T.contiguous().T, rows) == expected
     once = sample(logits_SV[:1], rows[:1]) + sample(logits_SV[:1], rows[1:2])
-    assert sample(logits_SV[:1].float().expand(2, -1), rows[:2]) == once
+    assert sample(logits_SV[:1].expand(2, -1), rows[:2]) == once
 
 
 def test_histories_and_masks_may_be_of_any_kind(sampling_library: CDLL) -> None:
     sample, logits = native_sample(sampling_library), torch.randn(1, 70)
     params = SamplingParams(seed=3, repetition_penalty=1.5, frequency_penalty=0.5, min_tokens=99)
-    mask = torch.tensor([-2, -1, -1, 0, 0, 0], dtype=torch.int32)
+    mask = np.array([-2, -1, -1, 0, 0, 0], np.int32)
     kinds: list[tuple[Any, Any, Any]] = [
         ([1, 2, 3], (7, 8), mask[:3]),
         ((1, 2, 3), [7, 8], mask),
-        (range(1, 4), array("q", [7, 8]), mask.repeat_interleave(2)[::2]),
-        (array("q", [1, 2, 3]), (8, 7, 8), mask[:3].clone()),
+        (range(1, 4), array("q", [7, 8]), mask.repeat(2)[::2]),
+        (array("q", [1, 2, 3]), (8, 7, 8), mask[:3].copy()),
         (array("i", [1, 2, 3]), range(7, 9), mask[:3]),
     ]
     drawn = {sample(logits, [SamplingInput(params, tokens, 1, stops, words)])[0] for tokens, stops, words in kinds}
@@ -84,13 +83,13 @@ def test_parameters_are_packed_once_for_as_long_as_they_are_drawn_with(sampling_
     params, history = SamplingParams(seed=1, presence_penalty=2.0, frequency_penalty=2.0), array("q", [0])
     row = SamplingInput(params, history, 1)
     for _ in range(30):
-        (ours,) = sampler.sample(logits, [row])
+        (ours,) = sampler.sample(logits.numpy(), [row])
         assert ours.token == torch_sample(logits, [row])[0].token
         history.append(ours.token or 0)
     assert len(set(history)) > 20
     for i in range(200):
         biased = SamplingParams(temperature=0, logit_bias=((i % 50, 99.0),))
-        assert sampler.sample(logits, [SamplingInput(biased, [0], 1)])[0].token == i % 50
+        assert sampler.sample(logits.numpy(), [SamplingInput(biased, [0], 1)])[0].token == i % 50
 
 
 def test_rows_that_share_parameters_keep_their_own_prompts_and_stop_ids(sampling_library: CDLL) -> None:
@@ -104,7 +103,7 @@ def test_a_sampler_of_no_rows_and_then_of_many(sampling_library: CDLL) -> None:
     sampler = NativeSampler(sampling_library, 10)
     for n in (0, 1, 3, 200, 2):
         rows = [SamplingInput(SamplingParams(temperature=0, logprobs=20), [0], 1)] * n
-        drawn = sampler.sample(torch.zeros(n, 10), rows)
+        drawn = sampler.sample(np.zeros((n, 10), np.float32), rows)
         assert [each.token for each in drawn] == [0] * n and all(len(each.top) == 10 for each in drawn)
 
 
@@ -113,11 +112,12 @@ def test_given_tokens_are_scored_to_the_last_digits(sampling_library: CDLL, voca
     """Against float64: torch's own log_softmax of float32 is off by up to 7e-6 where it sums 50,257 numbers."""
     sampler = NativeSampler(sampling_library, vocab)
     rounded = torch.randn(20, vocab, generator=torch.Generator().manual_seed(vocab)).bfloat16()
-    for logits_XV in (rounded.float() * 4, rounded * 1e-40, torch.zeros(20, vocab), rounded.float() * 1e37):
+    for logits_XV in (rounded.float() * 4, (rounded * 1e-40).float(), torch.zeros(20, vocab), rounded.float() * 1e37):
         chosen = [i % vocab for i in range(20)]
         exact_XV = logits_XV.double().log_softmax(-1)
         best_XN = exact_XV.topk(min(20, vocab), dim=-1).values.tolist()
-        most = sampler.top_logprobs(logits_XV, chosen, 20)
+        most = sampler.top_logprobs(logits_XV.numpy(), chosen, 20)
+        assert most
         for (own, top), token, exact_V, best_N in zip(most, chosen, exact_XV, best_XN, strict=True):
             assert own == pytest.approx(float(exact_V[token]), rel=1e-6, abs=1e-7) and math.isfinite(own) and own <= 0
             assert [x for _, x in top] == pytest.approx(best_N, rel=1e-6, abs=1e-7)
@@ -125,14 +125,14 @@ def test_given_tokens_are_scored_to_the_last_digits(sampling_library: CDLL, voca
             assert all(x == pytest.approx(float(exact_V[i]), rel=1e-6, abs=1e-7) for i, x in top)
             assert dict(top).get(token, own) == own
         for count in (0, 1, 5):
-            assert sampler.top_logprobs(logits_XV, chosen, count) == [(own, top[:count]) for own, top in most]
+            assert sampler.top_logprobs(logits_XV.numpy(), chosen, count) == [(own, top[:count]) for own, top in most]
 
 
 def test_of_many_equal_tokens_the_lowest_ids_are_reported(sampling_library: CDLL) -> None:
     """Equal as reported log-probabilities: logits may differ by less than their last digit."""
     logits = torch.zeros(1, 4096)
     logits[0, 100:] = 1e-9
-    ((own, top),) = NativeSampler(sampling_library, 4096).top_logprobs(logits, [4000], 3)
+    ((own, top),) = NativeSampler(sampling_library, 4096).top_logprobs(logits.numpy(), [4000], 3) or ()
     assert [i for i, _ in top] == [0, 1, 2] and {x for _, x in top} == {own}
 
 

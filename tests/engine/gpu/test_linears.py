@@ -29,7 +29,8 @@ from app.engine.gpu.linears import (
 from app.engine.gpu.triton_loader import REFERENCE_KERNELS, quantized_kernels
 from app.engine.quantization.int8_weights import Quantized, quantize, round_weights
 from app.engine.startup_checks import check_golden
-from model.checkpoint.golden import GOLDEN_FILE, golden_file
+from model.checkpoint.golden import GOLDEN_FILE
+from model.checkpoint.golden_export import golden_file
 from model.config import ModelConfig
 from model.files import CheckpointError
 from model.nn.layers import product

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
@@ -21,6 +22,7 @@ from app.engine.sampling.sampler import sample as oracle
 from app.engine.sampling.sampler import uniforms as plain_uniforms
 from benchmarks.gpu.conformance.sampler import draw, wrong
 from benchmarks.gpu.conformance.sampling_cases import FULL, Case, chance, edges
+from model.number_formats import Array
 from tests.support.gpu.kernel_backends import BOTH, DEVICE, kernels, needs_triton
 
 pytestmark = [
@@ -147,9 +149,9 @@ def test_a_mask_lacks_what_ends_the_text_before_min_tokens_unless_nothing_else_i
         mask = layout.token_mask(request, n_generated, 70, _bits(allowed, 70))
         return [token for token in range(70) if mask[token // 32] >> token % 32 & 1]
 
-    def _bits(ids: tuple[int, ...], vocab: int) -> Tensor:
+    def _bits(ids: tuple[int, ...], vocab: int) -> Array:
         words = [sum(1 << i % 32 for i in ids if i // 32 == word) for word in range(layout.mask_words(vocab))]
-        return torch.tensor(words).to(torch.int32)
+        return np.array(words, np.uint32).view(np.int32)
 
     assert tokens(1, 31, 63, 69, 1000) == [i for i in range(69) if i not in (31, 63)]
     assert tokens(2, 31, 63) == [*range(70)]
@@ -165,7 +167,7 @@ def test_a_masked_row_draws_what_its_grammar_allows(kind: str) -> None:
     masks[0] = torch.zeros(10, dtype=torch.int32)
     masks[0][4] = 1 << 7
     masks[1] = torch.zeros(10, dtype=torch.int32)
-    rows = [replace(row, allowed=mask, stop_ids=(3, 40)) for row, mask in zip(case.rows, masks, strict=True)]
+    rows = [replace(row, allowed=mask.numpy(), stop_ids=(3, 40)) for row, mask in zip(case.rows, masks, strict=True)]
     masked = Case(name="masked", logits_SV=case.logits_SV, rows=rows)
     assert not list(wrong(kernels(kind).sample, masked, DEVICE, exact=True))
     tokens = [sample.token for sample in draw(kernels(kind).sample, masked, DEVICE)[0]]

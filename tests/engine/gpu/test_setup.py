@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from app.common.types import SamplingParams
-from app.engine.backends import TorchBackend
 from app.engine.execution.warmup_batches import PermissiveGrammars, costliest_step
 from app.engine.gpu.kernels.interface import PARTIAL_BYTES
 from app.engine.gpu.kernels.reference_operations import ReferenceKernels
@@ -27,6 +26,7 @@ from app.engine.memory.memory_plan import CacheShape
 from app.engine.sampling.parameters import SamplingInput
 from app.engine.sampling.sampler import sample
 from app.engine.scheduling.scheduler import StepLimits
+from app.engine.torch_backends import TorchBackend
 from tests.support.gpu.emulated_engine import tiny_device_runner
 from tests.support.gpu.kernel_backends import needs_triton
 from tests.support.model.tiny_models import tiny_config, tiny_decoder
@@ -44,7 +44,7 @@ def test_sections_of_an_upload_begin_where_16_bytes_do() -> None:
 
 def _backend(context: int = 64, **limits: int) -> TritonBackend:
     config, limits = tiny_config(context=context), {"tokens_per_step": 32, "max_running": 2, **limits}
-    shape = CacheShape(shape=config, context=context, block_size=16, max_running=4, dtype=torch.float32)
+    shape = CacheShape(shape=config, context=context, block_size=16, max_running=4, dtype="float32")
     return TritonBackend(tiny_decoder(config), ReferenceKernels(), shape, StepLimits(**limits), deterministic=False)
 
 
@@ -76,7 +76,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Made]:
         measured.append(made)
         return 7
 
-    for user in ("gpu.setup", "backends"):
+    for user in ("gpu.setup", "torch_backends"):
         monkeypatch.setattr(f"app.engine.{user}.step_peak", peak)
     return measured
 
@@ -99,7 +99,7 @@ def test_splits_that_lie_beside_one_another_are_counted_where_there_may_be_some(
 def test_what_is_measured_holds_the_costliest_draws_of_the_host(measured: list[Made]) -> None:
     """Masks, sorts of whole rows, and scores: of 256 rows and 128,000 tokens that is gigabytes."""
     config, limits = tiny_config(context=64), StepLimits(tokens_per_step=64, max_running=40)
-    shape = CacheShape(shape=config, context=64, block_size=16, max_running=4, dtype=torch.float32)
+    shape = CacheShape(shape=config, context=64, block_size=16, max_running=4, dtype="float32")
     TorchBackend(tiny_decoder(config), shape, limits).peaks()
     drawn, made = (40, config.vocab_size), measured[0]
     assert {("where", drawn), ("sort", drawn)} <= made

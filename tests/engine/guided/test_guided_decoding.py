@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 from msgspec.structs import replace
-from torch import Tensor
 
 from app.common.types import (
     MASK_NOT_READY,
@@ -31,6 +30,7 @@ from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.guided.grammar_workers import Job
 from app.guided.grammar import grammar_from
 from model.nn.transformer import Decoder
+from model.number_formats import Array
 from model.tokenizer.tokenizer import Tokenizer
 from tests.support.armed_faults import arm_this_process
 from tests.support.engine.grammar_corpus import BOMBS, LEGITIMATE
@@ -55,17 +55,17 @@ def _grammar(**fields: Any) -> str:
     return grammar.lark
 
 
-def _allowed(tracker: GrammarTracker, sequence: EngineSequence) -> Tensor | SampledToken | None:
+def _allowed(tracker: GrammarTracker, sequence: EngineSequence) -> Array | SampledToken | None:
     """The result of allowed() once the mask is ready."""
     while (allowed := tracker.allowed([sequence])[0]) is MASK_NOT_READY:
         tracker.wait(1.0)
     return allowed
 
 
-def _ids(allowed_W: Tensor | SampledToken | None) -> set[int]:
-    assert isinstance(allowed_W, Tensor)
-    bits = allowed_W[:, None] >> torch.arange(32) & 1
-    return set(bits.flatten().nonzero().flatten().tolist())
+def _ids(allowed_W: Array | SampledToken | None) -> set[int]:
+    assert isinstance(allowed_W, np.ndarray)
+    bits = allowed_W[:, None] >> np.arange(32) & 1
+    return set(np.flatnonzero(bits).tolist())
 
 
 def _random_regex(rng: random.Random, length: int) -> str:
@@ -199,7 +199,7 @@ def _followed(tracker: GrammarTracker, grammar: str, max_tokens: int) -> tuple[l
     """A text at random, which is the worst that a model may write, and how it ended."""
     rng, request = random.Random(1), Request(id="r", prompt=(0,), max_tokens=max_tokens, grammar=grammar)
     sequence = EngineSequence(request=request, tokens=array("q", [0]), arrival=0)
-    while isinstance(allowed_W := _allowed(tracker, sequence), Tensor):
+    while isinstance(allowed_W := _allowed(tracker, sequence), np.ndarray):
         token = rng.choice(sorted(_ids(allowed_W)))
         tracker.accept_tokens([sequence], [SampledToken(token)])
         sequence.tokens.append(token)
@@ -408,7 +408,7 @@ def test_a_mask_that_was_left_to_a_step_is_computed_when_its_row_sits_out() -> N
     tracker, workers, crowd = _shared(3, mask_seconds=0.0)
     tracker.accept_tokens(crowd, [SampledToken(_A)] * 3)
     assert not workers.queued, "a tenant alone computes cheap masks in its steps"
-    assert isinstance(tracker.allowed(crowd[1:2])[0], Tensor)
+    assert isinstance(tracker.allowed(crowd[1:2])[0], np.ndarray)
     for state in tracker._states.values():
         state.is_slow, state.mask_seconds = False, 0.0009
     tracker.allowed([*crowd[:1], _sequence("other", "other", "")])

@@ -22,7 +22,7 @@ from app.engine.memory.memory_plan import (
     step_peak,
 )
 from app.engine.scheduling.scheduler import StepLimits
-from tests.support.model.tiny_models import tiny_config, tiny_decoder
+from tests.support.model.tiny_models import tiny_config
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 M = 1 << 20
@@ -68,7 +68,7 @@ class FakeGpu:
 def _cache_shape(**changes: Any) -> CacheShape:
     sizes: dict[str, Any] = {"vocab_size": 8, "width": 64, "n_layers": 4, "n_heads": 2, "n_kv_heads": 2}
     shape = tiny_config(**{**sizes, "head_dim": 64, "context": 1024})
-    given = {"context": 1024, "block_size": 64, "max_running": 4, "dtype": torch.bfloat16}
+    given = {"context": 1024, "block_size": 64, "max_running": 4, "dtype": "bfloat16"}
     return CacheShape(shape=shape, **{**given, **changes})
 
 
@@ -212,10 +212,8 @@ def test_the_largest_step_is_as_large_as_the_limits_let_it_be(tokens: int, rows:
 
 
 def test_the_plan_of_a_cpu_keeps_its_half(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "app.engine.memory.memory_plan.free_memory", lambda _device: 2 * 100 * _cache_shape().block_bytes
-    )
+    monkeypatch.setattr("app.engine.memory.memory_plan.free_memory", lambda: 2 * 100 * _cache_shape().block_bytes)
     alone, concurrent = (
-        blocks_on_cpu(_cache_shape(), tiny_decoder(), requested=0, engines=engines) for engines in (1, 2)
+        blocks_on_cpu(_cache_shape(), 1000, are_loaded=True, requested=0, engines=engines) for engines in (1, 2)
     )
     assert (alone.number, concurrent.number) == (64, 50)

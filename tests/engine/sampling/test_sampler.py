@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -142,7 +143,7 @@ def test_biases_and_penalties_follow_their_formulas(
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_guide_that_allows_nothing_gives_no_token_and_hurts_no_other_row(sample: Sample, temperature: float) -> None:
-    params, nothing = SamplingParams(temperature=temperature, logprobs=1, typical_p=0.5), torch.tensor([0]).int()
+    params, nothing = SamplingParams(temperature=temperature, logprobs=1, typical_p=0.5), np.zeros(1, np.int32)
     rows = [SamplingInput(params, [], 0), SamplingInput(params, [], 0, (), nothing)]
     assert sample(LOGITS.expand(2, -1), rows) == [sample(LOGITS[None], rows[:1])[0], SampledToken(None)]
 

@@ -190,5 +190,5 @@ def _row(params: SamplingParams, vocab: int, generator: torch.Generator) -> Samp
         bits = torch.zeros(-(-vocab // 32) * 32, dtype=torch.int64)
         bits[[int(torch.randint(vocab, (), generator=generator)), *some(40)]] = 1
         words = (bits.view(-1, 32) << torch.arange(32)).sum(-1)
-        allowed = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+        allowed = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32).numpy()
     return SamplingInput(params, [*prompt, *some(6)], len(prompt), tuple(some(3)), allowed)

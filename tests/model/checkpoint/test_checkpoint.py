@@ -14,9 +14,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from model.checkpoint.checkpoint import load
-from model.files import CheckpointError
-from tests.support.model.tiny_models import tiny_decoder
+from model.checkpoint.checkpoint import load, weights_files
+from model.checkpoint.stored_weights import find_weights
+from model.files import CheckpointError, write_files
+from tests.support.model.tiny_models import tiny_config, tiny_decoder
 
 CPU = torch.device("cpu")
 
@@ -25,6 +26,16 @@ CPU = torch.device("cpu")
 def directory(tmp_path: Path, weights: Path) -> Path:
     """A copy that the test may break."""
     return Path(shutil.copytree(weights, tmp_path / "copy"))
+
+
+_GPT2 = {"norm": "layernorm", "norm_bias": True, "gated": False, "activation": "gelu_tanh", "qkv_bias": True,
+         "out_bias": True, "mlp_bias": True, "n_kv_heads": 4}  # fmt: skip
+FAMILIES: list[dict[str, Any]] = [
+    {},
+    {**_GPT2, "positions": "learned"},
+    {**_GPT2, "rotary_dim": 4, "parallel_residual": True, "activation": "gelu", "tied_head": False},
+]
+"""Layouts that concatenate, transpose and reorder what is stored: llama, gpt2, gpt_neox."""
 
 
 def _refused(directory: Path, words: str) -> None:
@@ -41,12 +52,20 @@ def test_what_is_saved_loads_bit_for_bit(weights: Path) -> None:
     assert all(torch.equal(loaded[name], saved[name]) for name in saved)
 
 
-def test_the_tensors_of_a_lazy_checkpoint_are_read_when_they_are_asked_for(weights: Path) -> None:
-    lazy, saved = load(weights, device=CPU, dtype=torch.float32, lazy=True), tiny_decoder().state_dict()
-    assert lazy.is_lazy
-    assert all(torch.equal(lazy.read(name)[name], saved[name]) and len(lazy.read(name)) == 1 for name in saved)
-    lazy.read_all()
-    assert not lazy.is_lazy and all(torch.equal(x, saved[name]) for name, x in lazy.decoder.state_dict().items())
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_tensors_read_as_arrays_have_the_bits_that_torch_reads(
+    tmp_path: Path, kind: dict[str, Any], stored: torch.dtype
+) -> None:
+    decoder = tiny_decoder(tiny_config(**kind))
+    decoder.embedding[0, :2] = torch.tensor([-0.0, 1e-7])  # a subnormal number in float16
+    write_files(tmp_path, weights_files(decoder, dtype=stored, eos_id=None, generation={}))
+    found = find_weights(tmp_path)
+    for name in ("float32", "bfloat16"):
+        expected = load(tmp_path, device=CPU, dtype=getattr(torch, name)).decoder.state_dict()
+        for parameter, tensor in expected.items():
+            words = tensor.view(torch.uint16) if name == "bfloat16" else tensor
+            assert found.read(parameter, name).tobytes() == words.contiguous().numpy().tobytes()
 
 
 def test_a_head_stored_beside_the_embedding_it_is_tied_to_must_be_the_embedding(directory: Path) -> None:
@@ -63,9 +82,9 @@ def test_several_tokens_may_end_a_text_and_generation_config_knows_best(director
     for name, ids in (("config.json", 5), ("generation_config.json", [0, 7, 9])):
         raw = json.loads((directory / name).read_text())
         (directory / name).write_text(json.dumps(raw | {"eos_token_id": ids}))
-    assert load(directory, device=CPU, dtype=torch.float32).eos_ids == (0, 7, 9)
+    assert load(directory, device=CPU, dtype=torch.float32).weights.eos_ids == (0, 7, 9)
     (directory / "generation_config.json").unlink()
-    assert load(directory, device=CPU, dtype=torch.float32).eos_ids == (5,)
+    assert load(directory, device=CPU, dtype=torch.float32).weights.eos_ids == (5,)
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "no-such", "config.json"])
@@ -166,11 +185,11 @@ def test_a_bare_base_model_lacks_the_prefix(directory: Path) -> None:
 
 def test_what_older_exporters_stored_besides_is_passed_over(directory: Path) -> None:
     tensors = load_file(directory / "model.safetensors")
-    version = load(directory, device=CPU, dtype=torch.float32).version
+    version = load(directory, device=CPU, dtype=torch.float32).weights.version
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8, dtype=torch.float64)
     save_file(tensors, directory / "model.safetensors")
-    assert load(directory, device=CPU, dtype=torch.float32).version != version
+    assert load(directory, device=CPU, dtype=torch.float32).weights.version != version
     tensors["lm_head.weight"] = torch.ones(3, 64)
     save_file(tensors, directory / "model.safetensors")
     _refused(directory, r"lm_head.weight has shape \[3, 64\], config.json asks for \[320, 64\]")

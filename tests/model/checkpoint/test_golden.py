@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from model.checkpoint.checkpoint import load
-from model.checkpoint.golden import GOLDEN_FILE, as_stored, golden_file, verify
+from model.checkpoint.golden import GOLDEN_FILE
+from model.checkpoint.golden_export import as_stored, golden_file, verify
 from model.files import CheckpointError
 from model.nn.transformer import Decoder
 from tests.support import ROOT

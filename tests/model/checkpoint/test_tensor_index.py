@@ -58,8 +58,8 @@ def test_shards_load_as_the_one_file_does(sharded: Path, weights: Path) -> None:
     expected, found = one.decoder.state_dict(), many.decoder.state_dict()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
     hashes = [hashlib.sha256((sharded / shard).read_bytes()).hexdigest() for shard in SHARDS]
-    assert many.version == hashlib.sha256("".join(hashes).encode()).hexdigest()
-    assert one.version == hashlib.sha256((weights / "model.safetensors").read_bytes()).hexdigest()
+    assert many.weights.version == hashlib.sha256("".join(hashes).encode()).hexdigest()
+    assert one.weights.version == hashlib.sha256((weights / "model.safetensors").read_bytes()).hexdigest()
 
 
 CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
@@ -96,7 +96,7 @@ def test_a_tensor_in_two_shards_or_twice_in_the_index_is_refused(sharded: Path) 
 def test_links_stay_inside_the_directory(tmp_path: Path, directory: Path, name: str) -> None:
     (directory / name).rename(directory / "real")
     (directory / name).symlink_to("real")
-    version = _load(directory).version
+    version = _load(directory).weights.version
     (directory / "real").rename(tmp_path / "real")
     (directory / name).unlink()
     (directory / name).symlink_to(tmp_path / "real")
@@ -118,9 +118,9 @@ def test_the_layout_of_the_hub_cache_loads(tmp_path: Path, weights: Path) -> Non
     for path in weights.iterdir():
         shutil.copy(path, blobs / hashlib.sha256(path.read_bytes()).hexdigest())
         (snapshot / path.name).symlink_to(f"../../blobs/{hashlib.sha256(path.read_bytes()).hexdigest()}")
-    assert _load(snapshot).version == _load(weights).version
+    assert _load(snapshot).weights.version == _load(weights).weights.version
     (tmp_path / "by-name").symlink_to(snapshot)
-    assert _load(tmp_path / "by-name").version == _load(weights).version
+    assert _load(tmp_path / "by-name").weights.version == _load(weights).weights.version
     elsewhere = Path(shutil.copytree(snapshot, repository / "copies" / "0123abcd", symlinks=True))
     _refused(elsewhere, "leads out of the directory")
 
@@ -196,8 +196,11 @@ def test_what_the_library_writes_is_read(tmp_path: Path) -> None:
     tensors = {"a": torch.zeros(2, 3), "b": torch.zeros(()).half(), "c": torch.zeros(0, 4).bool(), "d": torch.ones(5)}
     path = tmp_path / "x.safetensors"
     path.write_bytes(save(tensors, metadata={"format": "pt"}))
+    found, content = read_header(path), path.read_bytes()
     expected = {"a": ("F32", (2, 3)), "b": ("F16", ()), "c": ("BOOL", (0, 4)), "d": ("F32", (5,))}
-    assert read_header(path) == {name: Entry(*entry) for name, entry in expected.items()}
+    assert found == {name: Entry(*entry, found[name].start) for name, entry in expected.items()}
+    for name, tensor in tensors.items():
+        assert content[found[name].start :][: tensor.nbytes] == tensor.numpy().tobytes()
 
 
 _A = b'{"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, '

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from app.cli.check import main as check
-from model.checkpoint.checkpoint import load_config
+from model.checkpoint.stored_weights import load_config
 from model.checkpoint.unfinished_run import RESUME_FILE, STATE_FOLDER, unfinished_run
 from model.files import CheckpointError
 from model.train.loop import Loop

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from model.checkpoint.checkpoint import load
-from model.checkpoint.golden import verify
+from model.checkpoint.golden_export import verify
 from model.checkpoint.manifest import read_model_name
 from model.families.registry import family_of
 from model.nn.reference import generate, logits
@@ -61,7 +61,7 @@ def test_a_run_learns_and_leaves_what_a_person_wants_to_see(
     assert all(f"\n## {prompt}\n" in page and f"> {prompt}" in page and f"--- {prompt}" in shown for prompt in prompts)
     assert "\n# plays\n" in card and read_model_name(out) == "plays"
     assert card.startswith('---\nlicense: "mit"\n') and r"| never seen: unseen\_1.txt | " in card
-    assert load(out, device=torch.device("cpu"), dtype=torch.float32).version in card
+    assert load(out, device=torch.device("cpu"), dtype=torch.float32).weights.version in card
     assert str(tmp_path) not in card.partition("Command:")[0] and "| seed | 1 |" in card
     generation = json.loads((out / "generation_config.json").read_text())
     assert (generation["temperature"], generation["top_p"], generation["repetition_penalty"]) == (0.8, 0.95, 1.05)

@@ -48,9 +48,9 @@ def compiled(folder: Path) -> CDLL:
 
 
 def native_sample(library: CDLL) -> Sample:
-    """The native sampler with the interface of its reference: for any vocabulary."""
+    """The native sampler with the interface of its reference: for any vocabulary, and tensors."""
     sampler = cache(lambda vocab: NativeSampler(library, vocab))
-    return lambda logits_SV, rows: sampler(logits_SV.shape[1]).sample(logits_SV, rows)
+    return lambda logits_SV, rows: sampler(logits_SV.shape[1]).sample(logits_SV.float().numpy(), rows)
 
 
 def _level() -> str:

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from model.checkpoint.checkpoint import weights_files
-from model.checkpoint.golden import GOLDEN_FILE, golden_file
+from model.checkpoint.golden import GOLDEN_FILE
+from model.checkpoint.golden_export import golden_file
 from model.checkpoint.manifest import MANIFEST_FILE, manifest_file
 from model.files import write_files
 from model.nn.transformer import Decoder

@@ -28,7 +28,7 @@ from safetensors.torch import load, save
 from app.cli import check
 from model.checkpoint import tensor_index
 from model.checkpoint.checkpoint import weights_files
-from model.checkpoint.golden import golden_file
+from model.checkpoint.golden_export import golden_file
 from model.checkpoint.tensor_index import Entry
 from model.config import ModelConfig
 from model.tokenizer.tokenizer import Tokenizer
@@ -235,8 +235,10 @@ class Harness:
 def _believing_header(path: Path) -> dict[str, Entry]:
     """What reading a header is without checks."""
     with path.open("rb") as file:
-        raw = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    return {name: Entry(e["dtype"], tuple(e["shape"])) for name, e in raw.items() if name != "__metadata__"}
+        length = int.from_bytes(file.read(8), "little")
+        raw = json.loads(file.read(length))
+    starts = {name: 8 + length + e["data_offsets"][0] for name, e in raw.items() if name != "__metadata__"}
+    return {name: Entry(raw[name]["dtype"], tuple(raw[name]["shape"]), start) for name, start in starts.items()}
 
 
 def _raise(*_arguments: Any) -> Any:

@@ -17,7 +17,8 @@ from app.engine.cpu.program import BLOCK
 from app.engine.cpu.sampler import NativeSampler
 from app.engine.cpu.toolchain.builder import find_or_build
 from app.engine.execution.engine import Engine
-from app.engine.execution.runner import Runner, StepExecutor, TorchExecutor
+from app.engine.execution.runner import Runner, StepExecutor
+from app.engine.execution.torch_executor import TorchExecutor
 from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.memory.encoder_cache import EncoderCache
 from app.engine.memory.kv_cache import KVCache
@@ -25,6 +26,7 @@ from app.engine.quantization.int8_weights import round_weights
 from app.engine.sampling.sampler import TorchSampler
 from app.engine.scheduling.block_allocator import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
+from benchmarks.shapes import parameter_reader
 from model.checkpoint.checkpoint import weights_files
 from model.config import ModelConfig
 from model.files import write_files
@@ -111,7 +113,13 @@ def round_weights_for(way: str, decoder: Decoder) -> None:
 
 def native_compute(decoder: Decoder, blocks: int, *, int8: bool = False, threads: int = 2) -> NativeCompute:
     """`decoder` in the kernels of this machine."""
-    return NativeCompute(kernels(), decoder, ThreadPool(kernels(), threads), blocks=blocks, int8=int8)
+    return native_compute_of(kernels(), decoder, ThreadPool(kernels(), threads), blocks=blocks, int8=int8)
+
+
+def native_compute_of(library: CDLL, decoder: Decoder, pool: ThreadPool, **options: Any) -> NativeCompute:
+    """`decoder` in the kernels of `library`."""
+    dtype = str(decoder.embedding.dtype).removeprefix("torch.")
+    return NativeCompute(library, decoder.config, parameter_reader(decoder), pool, dtype=dtype, **options)
 
 
 @cache

@@ -18,7 +18,7 @@ auto with_format(int is_bf16, int is_int8, F&& f) {
 
 extern "C" {
 
-int ink_abi() { return 7; }
+int ink_abi() { return 8; }
 
 // Lets Python check that its structures have the same layout.
 int ink_sizes() { return int(sizeof(InkMatrix) + sizeof(InkOperation) * 1000 + sizeof(InkShape) * 1000000); }
@@ -36,6 +36,13 @@ long ink_packed_bytes(int panels, int k, int is_bf16, int is_int8) {
 void ink_pack(void* pool, const void* from, int n_rows, int k, int gate_rows, int panels, int is_bf16, int is_int8, void* to) {
     with_format(is_bf16, is_int8, [&]<class W>(W) {
         pack<W>(*static_cast<Pool*>(pool), static_cast<const char*>(from), n_rows, k, gate_rows, panels, static_cast<char*>(to));
+    });
+}
+
+// Rounds a matrix for ink_pack() with is_int8.
+void ink_quantize(void* pool, const void* from, int n_rows, int k, int is_bf16, int8_t* numbers, float* scales) {
+    with_format(is_bf16, false, [&]<class W>(W) {
+        quantize(*static_cast<Pool*>(pool), static_cast<const typename W::Number*>(from), n_rows, k, numbers, scales);
     });
 }
 

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <functional>
 
 #include "interface.h"
@@ -139,6 +140,25 @@ void pack(Pool& pool, const char* from, int n_rows, int k, int gate_rows, int pa
                 std::memcpy(start + (2L * (i / numbers) + vector) * W::kBytes + within * size,
                             numbers_of_row + long(i) * size, size);
             }
+        }
+    });
+}
+
+// Rounds each row of a matrix to int8 numbers and a scale, with which its largest number becomes 127 or -127; a row of
+// zeros stays zero. The bits are those of quantize() in app/engine/quantization/int8_weights.py.
+template <class Number>
+void quantize(Pool& pool, const Number* from, int n_rows, int k, int8_t* numbers, float* scales) {
+    constexpr int kRows = 16;
+    pool.run((n_rows + kRows - 1) / kRows, [&](int task, int) {
+        for (int row = task * kRows; row < std::min(n_rows, (task + 1) * kRows); row++) {
+            const Number* x = from + long(row) * k;
+            float most[kLanes] = {};  // of each lane, so that the loop is vectorized
+            for (int first = 0; first < k; first += kLanes)
+                for (int lane = 0; lane < std::min(kLanes, k - first); lane++)
+                    most[lane] = std::max(most[lane], std::fabs(to_float(x[first + lane])));
+            const float scale = *std::max_element(most, most + kLanes) / 127;
+            scales[row] = scale > 0 ? scale : 1;
+            for (int i = 0; i < k; i++) numbers[long(row) * k + i] = int8_t(std::rint(to_float(x[i]) / scales[row]));
         }
     });
 }

@@ -199,6 +199,7 @@ struct bf16 {
     uint16_t bits;
 };
 
+INK_INLINE float to_float(float x) { return x; }
 INK_INLINE float to_float(bf16 x) { return bits<float>(uint32_t(x.bits) << 16); }
 
 // Rounded to the nearest, ties to even; NaN stays NaN.

@@ -26,7 +26,7 @@ from app.engine.cpu.toolchain.cpu_target import BuildError, CpuTarget
 # The file name includes a hash of everything that the library depends on except the compiler: a machine without one
 # (the last stage of a container build) must be able to find the right library.
 
-ABI = 7
+ABI = 8
 """Interface version, which ink_abi() must return; incremented whenever an exported function changes."""
 SOURCE = Path(__file__).parents[1] / "source"
 UNIT = "inkstream.cpp"

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from app.common.types import Request, SampledToken, SamplingParams, TokenScore
 from app.engine.sampling import parameters as layout
-from app.engine.sampling.parameters import RowParameters, count_tokens, pack_request
-from app.engine.sampling.sampler import STAGE_NAMES
+from app.engine.sampling.parameters import pack_request
+from app.engine.sampling.sampler import STAGE_NAMES, RowParameters, count_tokens
 
 TOP = 20
 """Most likely tokens reported for a sampled row."""

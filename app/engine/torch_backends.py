@@ -1,0 +1,190 @@
+"""Backends of torch: on any device, and with Triton's kernels on a GPU. Imported only where one of them runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from app.common.ipc import WorkerConfig
+from app.common.startup_timer import PLANNING_MEMORY, WARMING_UP
+from app.engine.backends import Announce, Backend, Placement, full_numerics, warmed_up
+from app.engine.cpu.toolchain.backend_selection import SelectedBackend
+from app.engine.execution.runner import BackendRunners, Runner, StepExecutor
+from app.engine.execution.torch_executor import TorchExecutor
+from app.engine.execution.warmup_batches import PermissiveGrammars, costliest_step
+from app.engine.gpu.kernels.interface import SHARED_BYTES, attention_fits
+from app.engine.gpu.linears import check_quantize, describe_unquantized, quantize_decoder
+from app.engine.gpu.setup import TritonBackend
+from app.engine.gpu.triton_loader import LoadedKernels, check_triton, quantized_kernels, triton_kernels
+from app.engine.guided.grammar_tracker import GrammarTracker
+from app.engine.memory.encoder_cache import EncoderCache
+from app.engine.memory.kv_cache import KVCache
+from app.engine.memory.memory_plan import (
+    BlockBudget,
+    CacheShape,
+    MemoryPeaks,
+    blocks_on_cpu,
+    blocks_on_gpu,
+    memory_releaser,
+    step_peak,
+)
+from app.engine.quantization.int8_weights import round_weights
+from app.engine.sampling.sampler import TorchSampler
+from app.engine.scheduling.scheduler import StepLimits
+from model.checkpoint.checkpoint import load_decoder
+from model.checkpoint.stored_weights import StoredWeights
+from model.config import ModelConfig
+from model.device import choose_device, choose_dtype, describe, use_row_invariant_products
+from model.nn.transformer import Decoder
+
+
+def place(config: WorkerConfig) -> Placement:
+    """The device and the number format of this engine. Raises ValueError."""
+    _set_up(config)
+    device = _device(config)
+    dtype = choose_dtype(config.dtype, device)
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    check_quantize(config.quantize, device.type, dtype, capability)
+    return Placement(device.type, str(dtype).removeprefix("torch."), describe(device))
+
+
+def _set_up(config: WorkerConfig) -> None:
+    """Sets up torch's products, before the first one."""
+    use_row_invariant_products()
+    if config.threads:
+        torch.set_num_threads(config.threads)
+
+
+def _device(config: WorkerConfig) -> torch.device:
+    """The device of this engine; with several engines each has its own GPU. Raises ValueError."""
+    device = choose_device(config.device)
+    if device.type != "cuda" or config.replicas == 1:
+        return device
+    if config.replicas > (count := torch.cuda.device_count()):
+        raise ValueError(f"--replicas {config.replicas}: each takes a GPU, and there are {count}; give at most {count}")
+    device = torch.device("cuda", config.replica)
+    torch.cuda.set_device(device)
+    return device
+
+
+class TorchBackend:
+    """Runs on any device, for any decoder."""
+
+    def __init__(self, decoder: Decoder, cache_shape: CacheShape, limits: StepLimits) -> None:
+        self._decoder, self._cache_shape, self._limits = decoder, cache_shape, limits
+        self._device = decoder.embedding.device
+
+    def peaks(self) -> MemoryPeaks:
+        """Measures the largest step on a GPU with an empty cache. Raises ValueError."""
+        permissive = PermissiveGrammars(self._decoder.config.vocab_size)
+        runner = Runner(self._compute(0), sampler=TorchSampler(), grammars=permissive)
+        source = (0,) if self._decoder.config.n_encoder_layers else ()
+        step = costliest_step(self._limits, self._cache_shape.context, source=source)
+        return MemoryPeaks(step_peak(lambda: runner.run(step), self._device, torch.cuda))
+
+    def start(self, blocks: int, grammars: GrammarTracker, announce: Announce) -> BackendRunners:
+        """See Backend.start."""
+        announce(WARMING_UP)
+        return warmed_up(
+            Runner(self._compute(blocks), sampler=TorchSampler(), grammars=grammars), self._limits.max_running
+        )
+
+    def _compute(self, blocks: int) -> StepExecutor:
+        decoder, cache_shape, device = self._decoder, self._cache_shape, self._device
+        dtype = decoder.embedding.dtype
+        cache = KVCache(decoder.config, blocks=blocks, block_size=cache_shape.block_size, dtype=dtype, device=device)
+        if not decoder.config.n_encoder_layers:
+            return TorchExecutor(decoder, cache)
+        slots, context = cache_shape.max_running, cache_shape.context
+        return TorchExecutor(
+            decoder, cache, EncoderCache(decoder, slots=slots, context=context, dtype=dtype, device=device)
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class _LoadedBackend:
+    """A `Backend` whose weights are loaded."""
+
+    backend: TorchBackend | TritonBackend
+    numerics: str
+    reason: str
+    decoder: Decoder
+    cache_shape: CacheShape
+
+    def plan_memory(self, config: WorkerConfig, announce: Announce) -> BlockBudget:
+        """See Backend.plan_memory."""
+        device = self.decoder.embedding.device
+        if device.type == "cpu":
+            n_bytes = sum(x.nbytes for x in (*self.decoder.parameters(), *self.decoder.buffers()))
+            engines = 1 + config.concurrent_loaders
+            return blocks_on_cpu(
+                self.cache_shape, n_bytes, are_loaded=True, requested=config.kv_blocks, engines=engines
+            )
+        announce(PLANNING_MEMORY)
+        return blocks_on_gpu(
+            self.cache_shape,
+            device,
+            requested=config.kv_blocks,
+            utilization=config.gpu_memory_utilization,
+            peaks=self.backend.peaks(),
+            meter=torch.cuda,
+        )
+
+    def start(self, blocks: int, grammars: GrammarTracker, announce: Announce) -> BackendRunners:
+        """See Backend.start."""
+        return self.backend.start(blocks, grammars, announce)
+
+    def release(self) -> None:
+        """See Backend.release."""
+        memory_releaser(self.decoder.embedding.device, torch.cuda)()
+
+
+def choose_backend(
+    choice: SelectedBackend,
+    weights: StoredWeights,
+    cache_shape: CacheShape,
+    limits: StepLimits,
+    config: WorkerConfig,
+    announce: Announce,
+) -> Backend:
+    """Loads the weights and chooses the backend; also quantizes the weights if requested.
+
+    choice: from app/engine/cpu/toolchain/backend_selection.py.
+    """
+    _set_up(config)
+    device, kernels, quantize = _device(config), config.kernels, config.quantize
+    dtype: torch.dtype = getattr(torch, cache_shape.dtype)
+    decoder = load_decoder(weights, device=device, dtype=dtype)
+    if unquantized := describe_unquantized(decoder, quantize):
+        announce(unquantized)
+    if device.type == "cuda" and (kernels != "torch" or quantize != "none"):
+        check_triton()
+    if device.type == "cuda" and quantize != "none":
+        quantize_decoder(decoder, quantize, quantized_kernels(device, dtype))
+    elif quantize == "int8":
+        round_weights(decoder)
+    loaded_backend = partial(_LoadedBackend, decoder=decoder, cache_shape=cache_shape)
+    numerics, reason = full_numerics(choice.numerics, cache_shape, config), choice.reason
+    if device.type == "cuda" and kernels != "torch":
+        loaded = _triton_kernels(decoder.config, dtype, device)
+        if not isinstance(loaded, str):
+            triton = TritonBackend(decoder, loaded.kernels, cache_shape, limits, deterministic=config.deterministic)
+            shapes = ["deterministic"] if config.deterministic else []
+            numerics = full_numerics(loaded.numerics, cache_shape, config, *shapes)
+            reason = "the device is a GPU, and Triton is installed"
+            return loaded_backend(backend=triton, numerics=numerics, reason=reason)
+        reason = loaded
+    torch_backend = TorchBackend(decoder, cache_shape, limits)
+    return loaded_backend(backend=torch_backend, numerics=numerics, reason=reason)
+
+
+def _triton_kernels(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> LoadedKernels | str:
+    """Triton's kernels, or the reason why they cannot compute this model here."""
+    if config.n_encoder_layers:
+        return "the model has an encoder, which Triton's kernels do not compute"
+    shared_bytes = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", SHARED_BYTES)
+    if not attention_fits(config.head_dim, dtype.itemsize, shared_bytes):
+        return f"a head_dim of {config.head_dim} is too large for Triton's kernels on this GPU"
+    return triton_kernels(shared_bytes) or 'Triton is not installed: pip install "inkstream[gpu]"'

@@ -1,0 +1,64 @@
+"""Position tables, computed in float64 with numpy, so that every backend reads the same bits.
+
+Shape legend: P positions, F half of the rotated dimensions, D width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.config import ModelConfig, RopeScaling
+
+Floats = NDArray[np.floating[Any]]
+_SLICE_POSITIONS = 4096
+
+
+def rope_table(config: ModelConfig) -> Floats:
+    """[context, effective_rotary_dim] float32: cosines of each position's angles, then sines."""
+    frequencies_F = _frequencies(config.rope_theta, config.effective_rotary_dim)
+    if config.rope_scaling:
+        frequencies_F = _scaled(frequencies_F, config.rope_scaling)
+    return _table(
+        config.context, frequencies_F, lambda angles_PF: np.concatenate((np.cos(angles_PF), np.sin(angles_PF)), axis=-1)
+    )
+
+
+def sinusoid_table(config: ModelConfig) -> Floats:
+    """[context, width] float32: sines in the even columns, cosines in the odd ones (arXiv:1706.03762, 3.5)."""
+
+    def sinusoids(angles_PF: Floats) -> Floats:
+        pairs_PF2 = np.stack((np.sin(angles_PF), np.cos(angles_PF)), axis=-1)
+        return pairs_PF2.reshape(len(angles_PF), -1)[:, : config.width]
+
+    return _table(config.context, _frequencies(10_000.0, config.width), sinusoids)
+
+
+def _frequencies(base: float, size: int) -> Floats:
+    """[F]. math.pow rounds correctly nearly always; numpy's power differs by the CPU's vectors."""
+    return np.array([math.pow(base, -(index / size)) for index in range(0, size, 2)])
+
+
+def _table(context: int, frequencies_F: Floats, row: Callable[[Floats], Floats]) -> Floats:
+    """`row` of each position's angles, in slices: all at once in float64 would take six times the result's memory."""
+    starts = range(0, context, _SLICE_POSITIONS)
+    slices = (np.arange(start, min(start + _SLICE_POSITIONS, context), dtype=np.float64) for start in starts)
+    return np.concatenate([row(slice_P[:, None] * frequencies_F).astype(np.float32) for slice_P in slices])
+
+
+def _scaled(frequencies_F: Floats, scaling: RopeScaling) -> Floats:
+    stretched_F: Floats = frequencies_F / scaling.factor
+    if scaling.kind == "linear":
+        return stretched_F
+    # The number of rotations within the original context decides how much a wavelength is stretched.
+    rotations_F = scaling.original_context * frequencies_F / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    weight_F = ((rotations_F - low) / (high - low)).clip(0.0, 1.0)
+    # As torch.lerp computes it: from the nearer end.
+    nearer_high_F = frequencies_F - (frequencies_F - stretched_F) * (1 - weight_F)
+    nearer_low_F = stretched_F + weight_F * (frequencies_F - stretched_F)
+    return np.where(weight_F < 0.5, nearer_low_F, nearer_high_F)

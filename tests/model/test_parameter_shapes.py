@@ -1,0 +1,36 @@
+"""Names and shapes of parameters are those of the network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from model.nn.decoder_program import decoder_program
+from model.nn.transformer import Decoder
+from model.parameter_shapes import count_parameters, parameter_shapes
+from tests.support.model.tiny_models import tiny_config
+
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"norm": "layernorm", "norm_bias": True, "positions": "learned", "gated": False, "qkv_bias": True,
+     "out_bias": True, "mlp_bias": True, "tied_head": False, "head_bias": True},
+    {"norm": "layernorm", "norm_bias": True, "parallel_residual": True, "qk_norm": True},
+    {"norm": "none", "final_norm": False, "positions": "sinusoidal", "mlp_width": 0, "out_projection": False},
+    {"norm": "layernorm", "norm_position": "post", "final_norm": False, "mlp_width": 0},
+    {"n_encoder_layers": 2, "norm": "layernorm", "norm_bias": True, "qkv_bias": True, "out_bias": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shapes_and_operations_name_the_parameters_and_modules_of_the_decoder(kind: dict[str, Any]) -> None:
+    config = tiny_config(**kind)
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    assert parameter_shapes(config) == {name: tuple(tensor.shape) for name, tensor in decoder.state_dict().items()}
+    assert list(parameter_shapes(config)) == list(decoder.state_dict())
+    assert count_parameters(config) == decoder.n_params
+    if not config.n_encoder_layers:
+        modules = dict(decoder.named_modules())
+        assert {operation.module for operation in decoder_program(config)} - {""} <= modules.keys()
