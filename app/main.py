@@ -135,6 +135,7 @@ def create_app(settings: Settings, engine: Callable[[Settings], EnginePool] | No
     for module in (tokens, health, static_pages):
         app.include_router(module.router)
     app.state.bundles = static_pages.new_bundles()
+    app.state.page_headers = static_pages.page_headers(settings.compared_origins)
     return app
 
 

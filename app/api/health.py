@@ -39,6 +39,7 @@ class Model(ResponseModel):
     numerics: Annotated[str, "Backend (torch or native kernels) and number format."]
     weights_version: WeightsVersion
     sampling_defaults: Annotated[dict[str, float], "Defaults of POST /complete for fields that a request leaves out."]
+    compare_origins: Annotated[list[str], "Other services that the page may compare with this one (--compare-origin)."]
     weights_revision: WeightsRevision = None
 
 
@@ -139,5 +140,6 @@ def _model(service: Service) -> Model:
         numerics=ready.numerics,
         weights_version=ready.weights_version,
         sampling_defaults=dict(ready.sampling_defaults),
+        compare_origins=list(service.settings.compared_origins),
         weights_revision=service.instance.revision,
     )

@@ -5,6 +5,7 @@ With keys configured, /docs needs one, because it describes the service; a brows
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from fastapi import APIRouter, Request
@@ -19,9 +20,8 @@ from app.http.request_log import routine
 _FOLDER = Path(__file__).parent.parent / "web"
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "connect-src {}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_HEADERS = {"Content-Security-Policy": _POLICY, "Referrer-Policy": "no-referrer"}
 _TYPES = {".css": "text/css", ".js": "text/javascript", ".txt": "text/plain"}
 router = APIRouter(include_in_schema=False)
 
@@ -83,13 +83,20 @@ def new_bundles() -> Bundles:
     return Bundles(_FOLDER, "index", "docs")
 
 
+def page_headers(origins: Iterable[str]) -> dict[str, str]:
+    """What the application keeps as `state.page_headers`; pages may send requests to these origins, too."""
+    policy = _POLICY.format(" ".join(("'self'", *origins)))
+    return {"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer"}
+
+
 def _file(request: Request, name: str) -> Response:
     bundles: Bundles = request.app.state.bundles
+    headers: dict[str, str] = request.app.state.page_headers
     if file := bundles.find(name):
-        return file.respond(request, _HEADERS)
+        return file.respond(request, headers)
     # Look the name up in the folder's listing; never build a path from client input.
     files = (path for path in _FOLDER.rglob("*") if path.suffix in _TYPES)
     path = next((path for path in files if path.relative_to(_FOLDER).as_posix() == name), None)
     if path is None:
         raise ApiError(404, "unknown file")
-    return FileResponse(path, media_type=_TYPES[path.suffix], headers={**_HEADERS, "Cache-Control": "no-cache"})
+    return FileResponse(path, media_type=_TYPES[path.suffix], headers={**headers, "Cache-Control": "no-cache"})

@@ -86,6 +86,7 @@ _EXAMPLES = """examples:
 
 Each flag is also a variable: INKSTREAM_PORT=8001 is --port 8001."""
 _VALUES = {"host": "HOST", "port": "PORT", "keys_file": "FILE", "allowed_hosts": "NAMES", "allow_origin": "ORIGINS",
+           "compare_origin": "ORIGINS",
            "gpu_memory_utilization": "SHARE"}  # fmt: skip
 
 

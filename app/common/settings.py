@@ -66,6 +66,9 @@ class Settings(BaseSettings):
     accepted."""
     allow_origin: str = ""
     """Origins whose pages may use the service (CORS), separated by commas: https://a.example,https://b.example"""
+    compare_origin: str = ""
+    """Origins of other inkstream services whose models the page may compare with this one's, separated by commas; each
+    must allow this service's origin with --allow-origin"""
     max_running: int = Field(32, ge=1, le=1024)
     """Most requests that an engine runs at once."""
     max_waiting: int = Field(1024, ge=1, le=1_000_000)
@@ -155,7 +158,7 @@ class Settings(BaseSettings):
                 )
         return value
 
-    @field_validator("allow_origin")
+    @field_validator("allow_origin", "compare_origin")
     @classmethod
     def _are_origins(cls, value: str) -> str:
         for origin in _split(value):
@@ -200,6 +203,11 @@ class Settings(BaseSettings):
     def origins(self) -> tuple[str, ...]:
         """Origins whose pages may read responses."""
         return _split(self.allow_origin)
+
+    @property
+    def compared_origins(self) -> tuple[str, ...]:
+        """Origins of other services to which the page may send completions."""
+        return _split(self.compare_origin)
 
     @property
     def max_deadline_ms(self) -> int:

@@ -9,9 +9,10 @@ export class Actions {
 
   /**
    * `parts`: { notebook, panel, reading, truncation, caret, status }; `buttons`: { generate, regenerate, stop, undo, redo } and
-   * `word`, what the first one says; `view`: what switches between the views; `help()` shows the keys.
+   * `word`, what the first one says; `view`: what switches between the views; `documents()` and `help()` show the documents and
+   * the keys.
    */
-  constructor(parts, { word, ...buttons }, { view, help }) {
+  constructor(parts, { word, ...buttons }, { view, documents, help }) {
     [this.#parts, this.#buttons] = [parts, { word, ...buttons }];
     const { notebook } = parts;
     const actions = {
@@ -23,7 +24,7 @@ export class Actions {
     };
     for (const [name, button] of Object.entries(buttons)) button.addEventListener("click", actions[name]);
     const views = { inspect: () => view.toggle("inspect"), branches: () => view.toggle("tree") };
-    listen({ ...actions, ...views, help }, () => notebook.running);
+    listen({ ...actions, ...views, documents, help }, () => notebook.running);
   }
 
   /** Continues the text where the caret says, which the user may have to be asked for. */
@@ -35,11 +36,15 @@ export class Actions {
     notebook.generate(this.#request(span), span);
   }
 
-  /** Continues the text with each of these settings, [{ name, typed }, ...], and the same seed. */
+  /** As generate(), with each of these settings, [{ name, typed, origin }, ...], and the same seed. */
   compare(variants) {
-    const { notebook, panel } = this.#parts;
-    const seed = panel.typed.seed || drawSeed();
-    notebook.compare(variants.map(({ name, typed }) => ({ name, typed: { ...this.#request(), ...typed, seed, n: "", logprobs: "0" } })));
+    const { notebook, panel, caret } = this.#parts;
+    if (notebook.running) return;
+    if (caret.isOpen) return caret.ask(() => this.compare(variants));
+    const { span } = caret;
+    const all = { seed: panel.typed.seed || drawSeed(), n: "", logprobs: "0" };
+    const fields = (typed) => ({ ...this.#request(span), ...typed, ...(span ? caret.fields(span, typed) : {}), ...all });
+    notebook.compare(variants.map(({ typed, ...variant }) => ({ ...variant, typed: fields(typed) })), span);
   }
 
   regenerate() {

@@ -76,10 +76,10 @@ export class Exchange {
   async #replay() {
     const { state, facts } = this.#notebook.tree.lastRun;
     const { parameters } = this.#panel;
-    const { at, span, typed } = facts;
+    const { at, span, typed, dropped = "" } = facts;
     const suffix = span?.isInfill ? { suffix: state.text.slice(span.until) } : {};
-    const run = { ...facts, typed: { ...typed, ...suffix }, prompt: state.text.slice(0, at), text: state.text.slice(at, span?.until) };
-    const send = (prompt, typed, signal) => complete(prompt, typed, signal, parameters);
+    const run = { ...facts, typed: { ...typed, ...suffix }, prompt: state.text.slice(0, at), text: dropped + state.text.slice(at, span?.until) };
+    const send = (prompt, typed, signal) => complete(prompt, typed, signal, parameters, facts.origin);
     this.#replaying = new AbortController();
     const { sentence } = await replay(run, { complete: send, parameters, signal: this.#replaying.signal });
     return sentence;

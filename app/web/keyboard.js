@@ -3,7 +3,7 @@
 
 const TYPED_INTO = "input:not([type=range], [type=radio]), textarea:not(#document)";
 
-/** `actions`: { generate, regenerate, stop, undo, redo, inspect, branches, help }; `running()`: whether there is something
+/** `actions`: { generate, regenerate, stop, undo, redo, inspect, branches, documents, help }; `running()`: whether there is something
     to stop. */
 export function listen(actions, running) {
   document.addEventListener("keydown", (event) => {
@@ -21,6 +21,7 @@ function nameOf({ key, target, ctrlKey, metaKey, altKey, shiftKey }, isRunning) 
   if (key === "?" && !target.closest?.("input, textarea, select")) return "help";
   if (!(ctrlKey || metaKey) || altKey) return null; // Ctrl with Alt is how some keyboards write letters
   if (key === "/") return "help";
+  if (key.toLowerCase() === "k" && !shiftKey) return "documents";
   if (key === "Enter") return shiftKey ? "regenerate" : "generate";
   if (target.closest?.(TYPED_INTO)) return null;
   const letter = key.toLowerCase();

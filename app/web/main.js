@@ -30,7 +30,8 @@ import { ViewSwitch } from "./view-switch.js";
 const FIRST_TEXT = "Once upon a time";
 const $ = (id) => document.getElementById(id);
 let compared = null; // the branch that is compared with the text
-const hasKeyboard = matchMedia("(hover: hover)").matches; // on a phone, a focused field would open one over the page
+let hasKeyboard = matchMedia("(hover: hover)").matches; // on a phone, a focused field would open one over the page
+addEventListener("keydown", ({ key, ctrlKey, metaKey }) => (hasKeyboard ||= key === "Tab" || ctrlKey || metaKey));
 
 const documents = new Documents({ button: $("documents-button"), dialog: $("documents"), dropzone: $("paper") });
 const status = new Status($("status"), $("remedy"), {
@@ -52,6 +53,7 @@ const presets = new PresetBar($("presets"), {
 const comparison = new Comparison($("comparison"), {
   presets: () => presets.presets,
   typed: () => panel.typed,
+  facts: () => service.facts,
   start: (variants) => actions.compare(variants),
 });
 const sheet = new Sheet({ scroller: $("paper"), area: $("document"), mirror: $("mirror") }, { ontype: typed });
@@ -132,7 +134,7 @@ const actions = new Actions(
     undo: $("undo"),
     redo: $("redo"),
   },
-  { view, help: () => $("help").open || $("help").showModal() },
+  { view, documents: () => $("documents-button").click(), help: () => $("help").open || $("help").showModal() },
 );
 
 showPreferences($("preferences"), ({ spelling }) => ($("document").spellcheck = spelling === "on"));
@@ -144,9 +146,9 @@ service.introduce();
 if (/Mac|iP/.test(navigator.platform)) $("generate-key").textContent = "\u2318 Enter";
 focus();
 
-function send(prompt, fields, signal) {
-  const one = (typed) => complete(prompt, typed, signal, panel.parameters);
-  return Array.isArray(fields) ? concurrently(fields.map(one)) : one(fields);
+function send(prompt, fields, signal, origins) {
+  const one = (typed, index) => complete(prompt, typed, signal, panel.parameters, origins[index]);
+  return Array.isArray(fields) ? concurrently(fields.map(one)) : one(fields, 0);
 }
 
 function predict(prompt, signal) {

@@ -18,7 +18,8 @@ export class Notebook {
   #typedAt = -Infinity; // -Infinity: the next key begins a step
 
   /**
-   * `complete(prompt, typed, signal)`: see request/completion.js; `typed` may be a list (request/concurrent.js). `view` receives events:
+   * `complete(prompt, typed, signal)`: see request/completion.js; `typed` may be a list
+   * (request/concurrent.js), with a list of the services that each goes to as the fourth argument. `view` receives events:
    * changed() the text is another one; labeled() the tree's names, bookmarks and folds are; began(count, typed, names,
    * span) `typed` a list if it is a comparison, of presets with these names; received(type, data) a server event;
    * wrote(index, unit, text);
@@ -133,9 +134,11 @@ export class Notebook {
     return this.#start(typed, { span });
   }
 
-  /** Continues the text with each of these settings, [{ name, typed }, ...], side by side. */
-  compare(variants) {
-    return this.#start(variants.map(({ typed }) => typed), { names: variants.map(({ name }) => name) });
+  /** As generate(), with each of these settings side by side: [{ name, typed, origin }, ...], `origin` of another
+      service or "". */
+  compare(variants, span = null) {
+    const [names, origins] = [variants.map(({ name }) => name), variants.map(({ origin = "" }) => origin)];
+    return this.#start(variants.map(({ typed }) => typed), { names, origins, span });
   }
 
   /** The last run once more, from where it began. What follows now stays in the tree. */
@@ -176,7 +179,7 @@ export class Notebook {
   }
 
   // `picked`: the logprobs of a token that was taken for the run to go on from, or null.
-  async #start(typed, { picked = null, names = [], span = null } = {}) {
+  async #start(typed, { picked = null, names = [], origins = [], span = null } = {}) {
     if (this.running) return;
     const abort = new AbortController();
     const { signal } = abort;
@@ -192,13 +195,15 @@ export class Notebook {
       index,
       logprobs: logprobsFrom(at, picked),
       ...(names.length ? { preset: names[index] } : {}),
+      ...(origins[index] ? { origin: origins[index] } : {}),
     }));
     const run = (this.#run = { abort, before, drafts, facts, picked, span });
     this.#view.began(count, typed, names, span);
     let error = null;
     try {
-      const fields = span?.isInfill ? { ...typed, suffix: before.slice(span.end) } : typed;
-      for await (const { type, data } of this.#complete(before.slice(0, at), fields, signal)) {
+      const fieldsOf = (one) => (span?.isInfill ? { ...one, suffix: before.slice(span.end) } : one);
+      const fields = Array.isArray(typed) ? typed.map(fieldsOf) : fieldsOf(typed);
+      for await (const { type, data } of this.#complete(before.slice(0, at), fields, signal, origins)) {
         if (type === "token") this.#write(drafts, facts, data);
         note(facts, type, data);
         this.#view.received(type, data);
@@ -219,11 +224,20 @@ export class Notebook {
   }
 
   #write(drafts, facts, { index = 0, text, tokens = null }) {
-    const unit = drafts[index].append(text, tokens);
+    const dropped = facts[index].count === 0 ? this.#blankAtLineStart(text) : "";
+    if (dropped) facts[index].dropped = dropped;
+    const unit = drafts[index].append(text.slice(dropped.length), tokens);
     facts[index].count += 1;
     facts[index].logprobs.lengths.push(unit.end - unit.start);
     facts[index].logprobs.values.push(logprobOf(tokens));
     this.#view.wrote(index, unit, drafts[index].text.slice(unit.start, unit.end));
+  }
+
+  // The blank with which a model begins a word, where a rewritten line begins with that word.
+  #blankAtLineStart(text) {
+    const { before, span } = this.#run;
+    const isLineStart = span && !span.isInfill && [undefined, "\n"].includes(before[span.start - 1]);
+    return isLineStart ? /^ */.exec(text)[0] : "";
   }
 
   #show(node, manuscript = new Manuscript(node.state)) {

@@ -124,7 +124,7 @@ export class RunDisplay {
     const isComparison = Array.isArray(this.#typed); // whose settings are not those of the panel
     const all = Object.entries({ ...(isComparison ? {} : data.settings), seed: data.seed });
     panel.explain(Object.fromEntries(all.filter(([name]) => !this.#typed[name])));
-    service.show(data.model, data.weights_version); // other weights may have come since the page was loaded
+    if (!isComparison) service.show(data.model, data.weights_version); // other weights may have come since the page was loaded
     numbers.hidden = false;
     this.#page.onchange();
   }

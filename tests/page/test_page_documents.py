@@ -162,6 +162,9 @@ def test_the_open_document_is_deleted_and_comes_back(page):
     assert text(page) == ""
     page.reload()
     assert titles(page) == []
+    page.locator("#documents").get_by_role("button", name="Undo").click()
+    wait_for_message(page, "Restored")
+    assert titles(page) == ["Deleted"]
 
 
 def test_a_whole_document_moves_to_another_browser(page, browser, server):

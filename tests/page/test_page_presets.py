@@ -1,10 +1,13 @@
 """Presets of the page: they set what they say, are saved, renamed and deleted, and are compared side by side."""
 
 import json
+import socket
 
+import httpx
 import pytest
 
-from tests.support.page.browser import DONE, PROMPT, set_fields, setting, stream_of, text, wait_for
+from tests.support.model.tiny_models import tiny_weights
+from tests.support.page.browser import DONE, PATIENCE_MS, PROMPT, set_fields, setting, stream_of, text, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -19,6 +22,15 @@ def pressed(page):
 
 def values(page, *names):
     return [setting(page, name).input_value() for name in names]
+
+
+def token(words):
+    return ("token", {"index": 0, "text": words, "tokens": [{"id": 1, "text": words, "logprob": -1.0}]})
+
+
+def compare(page, count):
+    page.get_by_role("button", name="Compare \u2026").press("Enter")
+    page.get_by_role("button", name=f"Compare {count}").press("Enter")
 
 
 @pytest.fixture
@@ -85,9 +97,8 @@ def test_columns_compare_presets_with_one_seed_and_each_keeps_its_settings(descr
         words = " cold" if body.get("temperature") == 0.3 else " mild"
         seed = body.get("seed", 1)
         start = ("start", {"seed": seed, "settings": {"temperature": body.get("temperature", 0.8)}})
-        tokens = ("token", {"index": 0, "text": words, "tokens": [{"id": 1, "text": words, "logprob": -1.0}]})
         receipt = {"weights_version": "w", "seed": str(seed), "settings": {}}
-        events = stream_of(start, tokens, ("done", {**DONE[1], "receipt": receipt}))
+        events = stream_of(start, token(words), ("done", {**DONE[1], "receipt": receipt}))
         return route.fulfill(content_type="text/event-stream", body=events)
 
     page.route("**/complete", answer)
@@ -112,3 +123,65 @@ def test_columns_compare_presets_with_one_seed_and_each_keeps_its_settings(descr
     page.locator("#generate").click()
     wait_for(page, "done")
     assert "temperature" not in sent[-1], "taking a column leaves the settings as they are"
+
+
+def test_settings_are_compared_where_the_caret_is(described):
+    page, sent = described, []
+
+    def answer(route):
+        sent.append(route.request.post_data_json)
+        route.fulfill(content_type="text/event-stream", body=stream_of(("start", {"seed": 1}), token(" red"), DONE))
+
+    page.route("**/complete", answer)
+    page.locator("#document").fill("The door was old. She waited.")
+    page.locator("#at-caret").check()
+    page.locator("#document").evaluate("(area) => area.setSelectionRange(12, 12)")
+    compare(page, 2)
+    wait_for(page, "done")
+    assert [body["prompt"] for body in sent] == ["The door was"] * 2
+    page.keyboard.press("2")
+    assert text(page) == "The door was red old. She waited."
+    page.locator("#document").evaluate("(area) => area.setSelectionRange(21, 33)")
+    compare(page, 2)
+    page.get_by_role("group", name="2 alternatives").wait_for()
+    wait_for(page, "done")
+    assert sent[-1]["prompt"] == "The door was red old." and "n" not in sent[-1]
+    page.keyboard.press("1")
+    assert text(page) == "The door was red old. red"
+
+
+def test_a_column_may_have_the_model_of_another_service(browser, serve, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        origin = f"http://127.0.0.1:{free.getsockname()[1]}"
+    own = serve("--compare-origin", origin, fake_ms=1)
+    context = browser.new_context(base_url=own.url)
+    page = context.new_page()
+    page.set_default_timeout(PATIENCE_MS)
+    sent = []
+    page.on("request", lambda request: sent.append(request) if request.url.endswith("/complete") else None)
+    page.goto("/")
+    setting(page, "min_p").wait_for(state="attached")
+    page.get_by_role("button", name="Compare \u2026").press("Enter")
+    dialog = page.get_by_role("dialog", name="Compare settings")
+    dialog.get_by_text(f"{origin} cannot be reached. Is it running, with --allow-origin {own.url}?").wait_for()
+    assert dialog.get_by_role("checkbox").last.is_disabled()
+    page.keyboard.press("Escape")
+    tuned = tiny_weights(tmp_path / "tuned", mlp_width=96)
+    other = serve("--allow-origin", own.url, "--port", origin.rpartition(":")[2], weights=tuned, fake_ms=1)
+    page.get_by_role("button", name="Compare \u2026").press("Enter")
+    dialog.locator("input:not(:disabled)").nth(3).check()
+    dialog.get_by_label("Precise").uncheck()
+    dialog.get_by_role("button", name="Compare 2").press("Enter")
+    wait_for(page, "done")
+    models = [httpx.get(f"{one.url}/v1/models").json()["data"][0] for one in (own, other)]
+    assert models[0]["weights_version"] != models[1]["weights_version"]
+    names = page.locator(".abreast-name").all_inner_texts()
+    assert names == [f"{models[0]['id']}: Balanced", f"{models[1]['id']} ({origin.removeprefix('http://')})"]
+    assert all(len(words) > 1 for words in page.locator(".abreast-text").all_inner_texts())
+    assert [request.url for request in sent] == [f"{own.url}/complete", f"{origin}/complete"]
+    assert len({request.post_data_json["seed"] for request in sent}) == 1
+    page.keyboard.press("2")
+    page.locator("#run > summary").click()
+    page.locator("#receipt", has_text=models[1]["weights_version"][:8]).wait_for()
+    context.close()

@@ -34,6 +34,7 @@ WRONG = {
     "allowed_hosts": ["a b", "http://a.example", "a.example:80", "x" * 300, "a\nb", "*"],
     "allow_origin": ["*", "null", "a.example", "https://a.example/", "https://A.example", "file://x", "a\nb"],
 }
+WRONG["compare_origin"] = WRONG["allow_origin"]
 """Values of settings whose type does not imply them."""
 
 PROGRAM = """

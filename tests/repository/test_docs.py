@@ -136,6 +136,9 @@ HELD = {
     "docs/kernels.md": {
         ".venv/bin/inkstream compile": "compiles for minutes; tests/cli/test_compile.py has all three",
     },
+    "docs/page.md": {
+        "make serve PORT=8001 WEIGHTS=finetuned": "needs two services; tests/page/test_page_presets.py starts them",
+    },
     "docs/quickstarts.md": {
         "make serve WEIGHTS=HuggingFaceTB/": NO_HUB,
         'curl -d \'{"messages"': "needs the model of the command before it",

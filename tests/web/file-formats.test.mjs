@@ -2,7 +2,7 @@
 
 import assert from "node:assert/strict";
 import test from "node:test";
-import { DocumentError, exported, imported, nameOf } from "../../app/web/documents/file-formats.js";
+import { DocumentError, exported, exportedAll, imported, nameOf } from "../../app/web/documents/file-formats.js";
 import { Tree } from "../../app/web/text/tree.js";
 
 const bytes = (text) => new TextEncoder().encode(text);
@@ -21,8 +21,16 @@ test("all of a document comes back: branches, receipts, settings, title", () => 
   for (const title of [null, 'A "title"']) {
     const { name, type, content } = exported("json", { title, state: written() });
     assert.equal(type, "application/json");
-    assert.deepEqual(imported(name, bytes(content)), { title, state: written() });
+    assert.deepEqual(imported(name, bytes(content)), [{ title, state: written() }]);
   }
+});
+
+test("all documents come back from one file, and one that is damaged brings back none", () => {
+  const documents = [{ title: "A", state: written() }, { title: null, state: { ...written(), settings: {} } }];
+  const { name, content } = exportedAll(documents);
+  assert.match(name, /^inkstream-\d{4}-\d\d-\d\d\.json$/);
+  assert.deepEqual(imported(name, bytes(content)), documents);
+  assert.throws(() => imported(name, bytes(content.replace('"title": "A"', '"title": 7'))), DocumentError);
 });
 
 test("text and Markdown have the text that is shown, and come back as it was", () => {
@@ -30,18 +38,18 @@ test("text and Markdown have the text that is shown, and come back as it was", (
   assert.deepEqual(exported("txt", { title: "T", state }), { name: "T.txt", type: "text/plain", content: "Once more" });
   const { name, content } = exported("md", { title: "T", state });
   assert.equal(content, "# T\n\nOnce more\n");
-  const back = imported(name, bytes(content));
+  const [back] = imported(name, bytes(content));
   assert.equal(back.title, "T");
   assert.equal(Tree.from(back.state.tree).current.state.text, "Once more");
   assert.equal(exported("md", { title: null, state }).content, "Once more\n", "no heading that repeats the first line");
 });
 
 test("a text file becomes a document with its name and the line ends of the page", () => {
-  const { title, state } = imported("My story.txt", bytes("\ufeffOne\r\ntwo\rthree"));
+  const [{ title, state }] = imported("My story.txt", bytes("\ufeffOne\r\ntwo\rthree"));
   assert.equal(title, "My story");
   assert.equal(Tree.from(state.tree).current.state.text, "One\ntwo\nthree");
   assert.equal(state.settings, null);
-  assert.equal(imported("noformat", bytes("a")).title, "noformat");
+  assert.equal(imported("noformat", bytes("a"))[0].title, "noformat");
 });
 
 test("a file that is damaged, too large or no text is refused with its name", () => {
@@ -49,7 +57,7 @@ test("a file that is damaged, too large or no text is refused with its name", ()
     assert.throws(() => imported("a.JSON", bytes(content)), { constructor: DocumentError, message }, content);
   };
   assert.throws(() => imported("a.txt", new Uint8Array([0xff, 0xfe, 0])), { constructor: DocumentError, message: /^a\.txt is not text in UTF-8/ });
-  assert.throws(() => imported("a.txt", { length: 3e7 }), { constructor: DocumentError, message: /^a\.txt is larger than 20 MB/ });
+  assert.throws(() => imported("a.txt", { length: 2e8 }), { constructor: DocumentError, message: /^a\.txt is larger than 100 MB/ });
   const whole = { format: "inkstream document", version: 1, title: null, ...written() };
   assert.ok(imported("a.json", bytes(JSON.stringify(whole))), "the control");
   const change = (node) => ({ tree: { ...whole.tree, nodes: whole.tree.nodes.map((one) => (one.kind === "run" ? { ...one, ...node } : one)) } });

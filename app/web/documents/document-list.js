@@ -20,8 +20,8 @@ export class DocumentList {
   #current = null;
 
   /**
-   * `handlers`: onopen(id), oncreate(), onfiles(files), onrename(id, title), onduplicate(id), onexport(id, format) and
-   * ondelete(id).
+   * `handlers`: onopen(id), oncreate(), onfiles(files), onrename(id, title), onduplicate(id), onexport(id, format),
+   * onexportall() and ondelete(id).
    */
   constructor(dialog, handlers) {
     [this.#dialog, this.#handlers] = [dialog, handlers];
@@ -29,6 +29,7 @@ export class DocumentList {
     title.id = "documents-title";
     dialog.setAttribute("aria-labelledby", title.id);
     Object.assign(this.#search, { type: "search", placeholder: "Search titles and text", oninput: () => this.#draw() });
+    this.#search.addEventListener("keydown", (event) => event.key === "Enter" && this.#rows.querySelector("button")?.click());
     this.#search.setAttribute("aria-label", "Search documents");
     this.#message.setAttribute("role", "status");
     Object.assign(this.#undo, { type: "button", className: "quiet", hidden: true });
@@ -42,12 +43,12 @@ export class DocumentList {
     dialog.addEventListener("click", ({ target }) => target === dialog && dialog.close()); // on the backdrop
   }
 
-  /** Opens the dialog. A deletion that can be undone stays there. */
+  /** Opens the dialog, which is empty until show(). A deletion that can be undone stays there. */
   open() {
     if (this.#dialog.open) return;
     if (this.#undo.hidden) this.notify("");
     this.#search.value = "";
-    this.#draw();
+    this.#rows.replaceChildren();
     this.#dialog.showModal();
     this.#search.focus();
   }
@@ -63,12 +64,12 @@ export class DocumentList {
   }
 
   /** Says something, and offers to undo it. */
-  notify(sentence, undo = null) {
+  notify(sentence, undo = null, { withFocus = undo !== null } = {}) {
     if (!undo && this.#undo === document.activeElement) this.#search.focus();
     this.#message.textContent = sentence;
     this.#undo.hidden = !undo;
     this.#undo.onclick = undo;
-    if (undo) this.#undo.focus();
+    if (withFocus) this.#undo.focus();
   }
 
   #buttons() {
@@ -81,6 +82,7 @@ export class DocumentList {
       classed("div", "documents-buttons"),
       button("New", () => this.#handlers.oncreate(), "primary"),
       button("Import \u2026", () => file.click()),
+      button("Export all", () => this.#handlers.onexportall()),
       button("Close", () => this.close()),
       file,
     );

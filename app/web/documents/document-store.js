@@ -1,9 +1,11 @@
 // The store of documents: an IndexedDB database. An entry is what the list shows and what a search reads. The state, with
-// the history and the settings, is read when its document is opened.
+// the history and the settings, is read when its document is opened. A deleted document stays for a day, unless another
+// one is deleted.
 
 const NAME = "inkstream";
 const ENTRIES = "entries";
 const STATES = "states";
+const DAY = 24 * 3600 * 1000; // ms
 
 export class DocumentStore {
   #database = null; // a promise
@@ -16,11 +18,20 @@ export class DocumentStore {
 
   /** Every entry, { id, title, text, changed, runs }, the last changed first. */
   async entries() {
-    const entries = await this.#run("readonly", {
-      stored: (stores) => stores[ENTRIES].getAll(),
-      memory: (kept) => [...kept.values()].map(({ entry }) => entry),
-    });
+    const entries = (await this.#all()).filter(({ deleted }) => !deleted);
     return entries.sort((one, other) => other.changed - one.changed);
+  }
+
+  /** Deletes a document; put() brings it back. */
+  async discard(entry, state) {
+    await this.#forget(() => true);
+    return this.put({ ...entry, deleted: Date.now() }, state);
+  }
+
+  /** The entry of the document that was deleted last, if it can be brought back. */
+  async discarded() {
+    await this.#forget(({ deleted }) => Date.now() - deleted > DAY);
+    return (await this.#all()).find(({ deleted }) => deleted);
   }
 
   /** The state of a document, or undefined if there is none with this id. */
@@ -39,11 +50,21 @@ export class DocumentStore {
     });
   }
 
-  remove(id) {
-    return this.#run("readwrite", {
-      stored: (stores) => (stores[STATES].delete(id), stores[ENTRIES].delete(id)),
-      memory: (kept) => kept.delete(id),
+  #all() {
+    return this.#run("readonly", {
+      stored: (stores) => stores[ENTRIES].getAll(),
+      memory: (kept) => [...kept.values()].map(({ entry }) => entry),
     });
+  }
+
+  // Of those that were deleted.
+  async #forget(isPast) {
+    for (const { id } of (await this.#all()).filter((entry) => entry.deleted && isPast(entry))) {
+      await this.#run("readwrite", {
+        stored: (stores) => (stores[STATES].delete(id), stores[ENTRIES].delete(id)),
+        memory: (kept) => kept.delete(id),
+      });
+    }
   }
 
   // One transaction, or the same in memory: a browser refuses the database for a whole visit or not at all.

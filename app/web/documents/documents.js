@@ -6,7 +6,7 @@ import { Tree } from "../text/tree.js";
 import { Autosave } from "./autosave.js";
 import { DocumentList } from "./document-list.js";
 import { DocumentStore } from "./document-store.js";
-import { DocumentError, exported, imported, nameOf } from "./file-formats.js";
+import { DocumentError, exported, exportedAll, imported, nameOf } from "./file-formats.js";
 
 const BLANK = new Tree({ text: "", units: [] }).data;
 const RELOAD_MS = 1500; // as long as a page that reloads may hold its lock
@@ -50,6 +50,7 @@ export class Documents {
       onrename: (id, title) => this.#rename(id, title || null),
       onduplicate: (id) => this.#duplicate(id),
       onexport: (id, format) => this.#export(id, format),
+      onexportall: () => this.#exportAll(),
       ondelete: (id) => this.#delete(id),
     };
     const reporting = ([name, handle]) => [name, (...args) => this.#attempt(() => handle(...args))];
@@ -145,9 +146,10 @@ export class Documents {
   // Handlers of the list
 
   async #showList() {
+    this.#list.open(); // at once: what is typed now is searched for
     await this.#save();
     await this.#refresh();
-    this.#list.open();
+    await this.#offerUndo(false, { withFocus: false });
     if (!this.#store.isLasting) this.#list.notify(TEMPORARY);
   }
 
@@ -198,9 +200,10 @@ export class Documents {
     const [ids, failures] = [[], []];
     for (const file of files) {
       try {
-        const { title, state } = imported(file.name, await bytesOf(file));
-        ids.push(newId());
-        await this.#keep({ id: ids.at(-1), title }, state);
+        for (const { title, state } of imported(file.name, await bytesOf(file))) {
+          ids.push(newId());
+          await this.#keep({ id: ids.at(-1), title }, state);
+        }
       } catch (error) {
         if (!(error instanceof DocumentError)) throw error;
         failures.push(error.message);
@@ -209,7 +212,8 @@ export class Documents {
     await this.#refresh();
     if (ids.length === 1 && !failures.length && !this.#page.isRunning()) return this.#open(ids[0]);
     const count = ids.length - failures.filter((sentence) => sentence === FULL).length;
-    this.#list.notify([`Imported ${count} of ${files.length} files.`, ...new Set(failures)].join(" "));
+    const sentence = files.length > 1 || failures.length ? `Imported ${count} of ${files.length} files.` : `Imported ${count} documents.`;
+    this.#list.notify([sentence, ...new Set(failures)].join(" "));
   }
 
   async #rename(id, title) {
@@ -231,7 +235,17 @@ export class Documents {
 
   async #export(id, format) {
     const { title } = await this.#entry(id);
-    const { name, type, content } = exported(format, { title, state: await this.#stateOf(id) });
+    this.#download(exported(format, { title, state: await this.#stateOf(id) }));
+  }
+
+  async #exportAll() {
+    const documents = [];
+    for (const { id, title } of await this.#store.entries()) documents.push({ title, state: await this.#stateOf(id) });
+    if (!documents.length) throw new DocumentError("There are no documents to export yet.");
+    this.#download(exportedAll(documents));
+  }
+
+  #download({ name, type, content }) {
     const link = Object.assign(element("a"), { href: URL.createObjectURL(new Blob([content], { type })), download: name });
     link.click();
     setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
@@ -242,10 +256,16 @@ export class Documents {
     const isOpen = id === this.#current.id;
     if (isOpen && this.#page.isRunning()) throw new DocumentError(RUNNING);
     const [entry, state] = [await this.#entry(id), await this.#stateOf(id)];
-    await this.#exclusively(id, () => this.#store.remove(id));
+    await this.#exclusively(id, () => this.#store.discard(entry, state));
     if (isOpen) await this.#showLatest();
     await this.#refresh();
-    this.#list.notify(`Deleted \u201c${nameOf(entry)}\u201d.`, () => this.#attempt(() => this.#undelete(entry, state, isOpen)));
+    await this.#offerUndo(isOpen);
+  }
+
+  async #offerUndo(wasOpen, focus = {}) {
+    const entry = await this.#store.discarded();
+    if (!entry) return;
+    this.#list.notify(`Deleted \u201c${nameOf(entry)}\u201d.`, () => this.#attempt(() => this.#undelete(entry, wasOpen)), focus);
   }
 
   // In place of the open document, which was deleted: the one that was changed last, or an empty one.
@@ -259,8 +279,8 @@ export class Documents {
     }
   }
 
-  async #undelete(entry, state, wasOpen) {
-    await this.#store.put(entry, state);
+  async #undelete({ deleted: _, ...entry }, wasOpen) {
+    await this.#store.put(entry, await this.#store.state(entry.id));
     this.#list.notify(`Restored \u201c${nameOf(entry)}\u201d.`);
     if (wasOpen) await this.#open(entry.id);
     await this.#refresh();

@@ -1,6 +1,7 @@
-// The dialog that chooses what to compare: two to four settings, each a column, all with the same seed.
+// The dialog that chooses what to compare: two to four settings or models, each a column, all with the same seed.
 
 import { classed, element, put } from "../elements.js";
+import { model } from "../request/completion.js";
 import { applied, description, isApplied } from "./presets.js";
 
 const MOST = 4; // columns
@@ -12,7 +13,8 @@ export class Comparison {
   #start = Object.assign(element("button"), { type: "submit", className: "primary" });
 
   /**
-   * `page`: { presets(), typed() the settings on the page, start(variants) sends the runs, [{ name, typed }, ...] }.
+   * `page`: { presets(), typed() the settings on the page, facts() of the model, start(variants) sends the runs, [{ name,
+   * typed, origin }, ...] }.
    */
   constructor(dialog, page) {
     [this.#dialog, this.#page] = [dialog, page];
@@ -25,7 +27,7 @@ export class Comparison {
     form.addEventListener("change", () => this.#show());
     form.addEventListener("submit", (event) => {
       event.preventDefault();
-      const variants = this.#chosen;
+      const variants = withModels(this.#chosen, this.#page.facts().id);
       if (variants.length < 2) return;
       dialog.close();
       page.start(variants);
@@ -40,8 +42,11 @@ export class Comparison {
     const current = presets.find((preset) => isApplied(preset, typed));
     const others = presets.filter((preset) => preset !== current).map((preset) => variantOf(preset, typed));
     const first = current ? variantOf(current, typed) : { name: "Current settings", words: "As they are on the page.", typed };
-    this.#rows.replaceChildren(...[first, ...others].map((variant, index) => row(variant, index < 2)));
+    const rows = [first, ...others].map((variant, index) => row(variant, index < 2));
+    const elsewhere = (this.#page.facts().compare_origins ?? []).map((origin) => row({ name: origin, words: "Asking which model it has.", typed, origin }));
+    this.#rows.replaceChildren(...rows, ...elsewhere);
     this.#show();
+    for (const one of elsewhere) this.#ask(one);
     this.#dialog.showModal();
     this.#rows.querySelector("input").focus();
   }
@@ -50,13 +55,35 @@ export class Comparison {
     return [...this.#rows.children].filter((one) => one.querySelector("input").checked).map(({ variant }) => variant);
   }
 
+  // Another service can be chosen once it has said which model it has.
+  async #ask(one) {
+    const { variant } = one;
+    const say = (sentence) => (one.querySelector(".comparison-words").textContent = sentence);
+    try {
+      const { id } = await model(variant.origin);
+      variant.model = `${id} (${new URL(variant.origin).host})`;
+      say(`${variant.model}, with the settings as they are on the page.`);
+    } catch (error) {
+      say(error.message);
+    }
+    this.#show();
+  }
+
   // One more than there are columns cannot be chosen.
   #show() {
     const { length } = this.#chosen;
-    for (const input of this.#rows.querySelectorAll("input")) input.disabled = length >= MOST && !input.checked;
+    for (const { control, variant } of this.#rows.children) {
+      control.disabled = (length >= MOST && !control.checked) || (variant.origin && !variant.model);
+    }
     this.#start.textContent = length < 2 ? "Choose two" : `Compare ${length}`;
     this.#start.setAttribute("aria-disabled", String(length < 2));
   }
+}
+
+// With the name of its model each, where there is more than one.
+function withModels(variants, own) {
+  if (!variants.some(({ origin }) => origin)) return variants;
+  return variants.map(({ name, model = own, origin, ...variant }) => ({ ...variant, origin, name: origin ? model : `${model}: ${name}` }));
 }
 
 function variantOf(preset, typed) {

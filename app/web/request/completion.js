@@ -28,13 +28,13 @@ export class CompletionError extends Error {
  * abort (AbortError).
  *
  * `typed` maps a request field to what the user typed into it. An empty one is left out: the model's default.
- * `parameters` (schema.js) tell of which kind each is.
+ * `parameters` (schema.js) tell of which kind each is. `origin`: of another service, which gets no key; "" for this one.
  */
-export async function* complete(prompt, typed, signal, parameters = []) {
+export async function* complete(prompt, typed, signal, parameters = [], origin = "") {
   const body = requestBody(prompt, typed, parameters);
   for (let attempt = 1; ; attempt++) {
     try {
-      return yield* stream(await post("complete", body, signal, "text/event-stream"), signal);
+      return yield* stream(await post(at(origin, "complete"), body, signal, "text/event-stream"), signal, origin);
     } catch (error) {
       if (!error.retryAfter || attempt > PATIENCE) throw error;
       yield* countdown(error, signal);
@@ -48,30 +48,45 @@ export async function ask(path, body = null, signal = null) {
   return reach(response.json(), LOST);
 }
 
-/** { id, weights_version, ... } of the model that is being served. */
-export async function model() {
-  return (await ask("v1/models")).data[0];
+/** { id, weights_version, ... } of the model that is being served, here or at another service's origin. */
+export async function model(origin = "") {
+  return (await ask(at(origin, "v1/models"))).data[0];
 }
 
-function post(path, body, signal, accept = "application/json") {
-  const headers = { "Content-Type": "application/json", Accept: accept, ...authorization() };
-  return answer(fetch(path, { method: "POST", headers, body, cache: "no-store", signal }));
+function at(origin, path) {
+  return origin ? `${origin}/${path}` : path;
 }
 
-function get(path, signal, headers = {}) {
-  return answer(fetch(path, { headers: { ...headers, ...authorization() }, cache: "no-store", signal }));
+// The key is that of this service, and no other one's.
+function keyFor(url) {
+  return isElsewhere(url) ? {} : authorization();
 }
 
-async function answer(request) {
-  const response = await reach(request, UNREACHABLE);
+function isElsewhere(url) {
+  return /^https?:/.test(url);
+}
+
+function post(url, body, signal, accept = "application/json") {
+  const headers = { "Content-Type": "application/json", Accept: accept, ...keyFor(url) };
+  return answer(url, { method: "POST", headers, body, cache: "no-store", signal });
+}
+
+function get(url, signal, headers = {}) {
+  return answer(url, { headers: { ...headers, ...keyFor(url) }, cache: "no-store", signal });
+}
+
+// A browser does not tell a page whether a service of another origin is down or refuses the page.
+async function answer(url, request) {
+  const elsewhere = () => `${new URL(url).origin} cannot be reached. Is it running, with --allow-origin ${location.origin}?`;
+  const response = await reach(fetch(url, request), isElsewhere(url) ? elsewhere() : UNREACHABLE);
   if (!response.ok) throw await refusal(response);
   return response;
 }
 
 // One stream, over as many connections as it takes.
-async function* stream(response, signal) {
+async function* stream(response, signal, origin) {
   const last = { id: "" };
-  signal?.addEventListener("abort", () => cancel(last.id), { once: true });
+  signal?.addEventListener("abort", () => cancel(origin, last.id), { once: true });
   for (let lost = 0; ; ) {
     try {
       for await (const event of events(response, last)) {
@@ -87,24 +102,26 @@ async function* stream(response, signal) {
       if (seconds === undefined || !last.id) throw new CompletionError(LOST);
       yield { type: "lost", data: { seconds } };
       await pause(seconds, signal);
-      response = await resumed(last.id, signal);
+      response = await resumed(origin, last.id, signal);
     }
   }
 }
 
 // A disconnected client might reconnect: only this tells the server to cancel the completion.
-function cancel(id) {
-  if (id) fetch(streamPath(id), { method: "DELETE", headers: authorization(), keepalive: true }).catch(() => {});
+function cancel(origin, id) {
+  if (!id) return;
+  const url = streamAt(origin, id);
+  fetch(url, { method: "DELETE", headers: keyFor(url), keepalive: true }).catch(() => {});
 }
 
-function streamPath(id) {
-  return `complete/${encodeURIComponent(id.replace(/:\d+$/, ""))}`;
+function streamAt(origin, id) {
+  return at(origin, `complete/${encodeURIComponent(id.replace(/:\d+$/, ""))}`);
 }
 
 // null where the server cannot be reached yet; where it knows nothing of the stream any more, there is no hope.
-async function resumed(id, signal) {
+async function resumed(origin, id, signal) {
   try {
-    return await get(`${streamPath(id)}/events`, signal, { Accept: "text/event-stream", "Last-Event-ID": id });
+    return await get(`${streamAt(origin, id)}/events`, signal, { Accept: "text/event-stream", "Last-Event-ID": id });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     if (error.status === null || error.status >= 502) return null;

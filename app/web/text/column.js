@@ -4,6 +4,13 @@
 import { classed, element, put } from "../elements.js";
 import { Mirror } from "./mirror.js";
 
+/** The line above columns: what they go on from. */
+export function lead(...words) {
+  const line = classed("p", "tail", ...words);
+  line.tabIndex = 0; // it may have to be scrolled
+  return line;
+}
+
 export class Column {
   #box = classed("div", "abreast-text inks");
   #text = new Mirror(this.#box);

@@ -2,7 +2,7 @@
 // stream. One is taken, or none. main.js supplies the events.
 
 import { classed } from "../elements.js";
-import { Column } from "./column.js";
+import { Column, lead } from "./column.js";
 
 const FIELDS = "input, textarea, select, [contenteditable]";
 
@@ -44,7 +44,7 @@ export class Columns {
     const what = replaced ? "alternatives" : "continuations";
     this.#root.setAttribute("aria-label", `${count} ${what}`);
     this.#root.replaceChildren(
-      classed("p", "tail", tail, ...(replaced ? [" ", classed("mark", "replaced", replaced.trim())] : [])),
+      lead(tail, ...(replaced ? [" ", classed("mark", "replaced", replaced.trim())] : [])),
       classed("div", `abreast abreast-${Math.min(count, 4)}`, ...this.#columns.map(({ element }) => element)),
       this.#foot(count),
     );

@@ -1,6 +1,7 @@
 // Two branches side by side, over the sheet: what they have in common above, and the words that differ marked.
 
 import { classed, element, put } from "../elements.js";
+import { lead } from "./column.js";
 import { parting } from "./outline.js";
 import { lastSentence } from "./sentences.js";
 import { wordDifference } from "./words.js";
@@ -38,7 +39,7 @@ export class Compare {
     close.type = "button";
     close.addEventListener("click", () => this.#leave());
     this.#root.replaceChildren(
-      classed("p", "tail", lastSentence(a.slice(0, at))),
+      lead(lastSentence(a.slice(0, at))),
       classed("div", "abreast abreast-2", ...columns),
       classed("p", "columns-note", words, close),
     );

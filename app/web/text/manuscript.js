@@ -1,6 +1,8 @@
 // The document as it stands: its text, and which stretches of it the model wrote ("units", one for each token that
 // came). Pure. Offsets are in UTF-16 units, as everywhere in a browser.
 
+const PIECE = 4096; // characters that are compared at once, a power of 16
+
 export class Manuscript {
   #text; // up to where the model writes,
   #units;
@@ -30,13 +32,7 @@ export class Manuscript {
 
   /** [[start, end]]: the stretches that the model wrote, neighbours joined. */
   get written() {
-    const stretches = [];
-    for (const { start, end } of this.units) {
-      const last = stretches.at(-1);
-      if (last?.[1] === start) last[1] = end;
-      else if (end > start) stretches.push([start, end]);
-    }
-    return stretches;
+    return joined(this.units);
   }
 
   /** From now on the model's text stands in place of what is between `start` and `end`, until close(). What stands behind
@@ -94,12 +90,31 @@ export class Manuscript {
   }
 }
 
+/** [[start, end]] of units, neighbours joined. */
+export function joined(units) {
+  const stretches = [];
+  for (const { start, end } of units) {
+    const last = stretches.at(-1);
+    if (last?.[1] === start) last[1] = end;
+    else if (end > start) stretches.push([start, end]);
+  }
+  return stretches;
+}
+
 /** The one stretch in which two texts differ: `removed` characters of `before` at `start` became `added` of `after`. */
 export function difference(before, after) {
   const shorter = Math.min(before.length, after.length);
-  let start = 0;
-  while (start < shorter && before[start] === after[start]) start++;
-  let tail = 0;
-  while (tail < shorter - start && before.at(-1 - tail) === after.at(-1 - tail)) tail++;
+  const start = shared(shorter, (from, to) => before.slice(from, to) === after.slice(from, to));
+  const isSameTail = (from, to) => before.slice(before.length - to, before.length - from) === after.slice(after.length - to, after.length - from);
+  const tail = shared(shorter - start, isSameTail);
   return { start, removed: before.length - tail - start, added: after.length - tail - start };
+}
+
+// How many characters from 0 on are the same, at most `limit`. Browsers compare pieces a hundred times as fast as characters.
+function shared(limit, isSame) {
+  let count = 0;
+  for (let step = PIECE; step >= 1; step /= 16) {
+    while (count + step <= limit && isSame(count, count + step)) count += step;
+  }
+  return count;
 }

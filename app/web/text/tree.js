@@ -1,7 +1,7 @@
 // The history of the document, as a tree: undoing and going on another way grows a branch, and nothing is lost.
 // Pure.
 
-import { difference, Manuscript } from "./manuscript.js";
+import { difference, joined, Manuscript } from "./manuscript.js";
 
 const MOST_NODES = 1000;
 
@@ -157,7 +157,7 @@ export class Tree {
     const known = this.#patches.get(state);
     if (known?.before === before) return known.patch;
     const { start, removed, added } = difference(before?.text ?? "", state.text);
-    const patch = { start, removed, text: state.text.slice(start, start + added), written: new Manuscript(state).written };
+    const patch = { start, removed, text: state.text.slice(start, start + added), written: joined(state.units) };
     this.#patches.set(state, { before, patch });
     return patch;
   }

@@ -6,6 +6,7 @@ headless shell costs half the CPU time for a page; the tests use it where it is 
 """
 
 import json
+import os
 import re
 import shutil
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ import pytest
 
 ARGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 ARGS += ["--disable-sync", "--no-first-run"]
+BROWSER = os.environ.get("BROWSER") or "chromium"
+BROWSERS = {"chromium": ["chromium-headless-shell", "chromium"], "firefox": ["firefox", "firefox-esr"]}
 PROMPT = "Once upon a time"
 PATIENCE_MS = 120_000
 """Timeout of steps without a deadline: the first start of a browser on a machine may take half a minute."""
@@ -23,11 +26,13 @@ PATIENCE_MS = 120_000
 @pytest.fixture(scope="module")
 def browser():
     sync_api = pytest.importorskip("playwright.sync_api", reason="make install brings playwright")
-    path = shutil.which("chromium-headless-shell") or shutil.which("chromium")
+    path = next(filter(None, map(shutil.which, BROWSERS[BROWSER])), None)
     if not path:
-        pytest.skip("no `chromium` on PATH (Debian: apt-get install chromium)")
+        pytest.skip(f"no `{BROWSERS[BROWSER][-1]}` on PATH (Debian: apt-get install {BROWSERS[BROWSER][-1]})")
+    options = {"args": ARGS} if BROWSER == "chromium" else {"channel": "moz-firefox"}  # over WebDriver BiDi
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=ARGS, timeout=PATIENCE_MS)
+        launch = getattr(playwright, BROWSER).launch
+        browser = launch(executable_path=path, timeout=PATIENCE_MS, **options)
         yield browser
         browser.close()
 
