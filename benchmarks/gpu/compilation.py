@@ -172,26 +172,24 @@ _ALL: Launches = {
     **engine_launches("large blocks", replace(QWEN3, gated=False, activation="relu"), FP16, block=128),
     **QUANTIZED,
 }
-_FEW = (
-    *("qwen3: decode, 2", "qwen3: prompt, 1", "qwen3: sampler", "qwen3: heads", "gpt2: decode, 2", "gpt2: prompt, 1"),
-    *("gpt2: norm, has_delta=True", "wide: decode, 2", "wide: prompt, 1", "int8, 1 token", "int8, 64 tokens", "fp8"),
-)
-_MORE = (
-    *("qwen3: decode, 1", "qwen3: prompt, 2", "qwen3: rows", "qwen3: gate", "qwen3: norm, has_delta=True"),
-    *(
-        "gpt2: heads",
-        "gpt2: gate",
-        "gpt2: norm, has_delta=False",
-        "float32: decode, 1",
-        "float32: norm, has_delta=True",
+_QWEN3, _GPT2 = (tuple(f"{model}: {what}" for what in ("decode, 2", "prompt, 1")) for model in ("qwen3", "gpt2"))
+_FEW = {
+    80: _QWEN3,
+    89: (*_GPT2, "fp8"),
+    90: (
+        *(*_QWEN3, "qwen3: decode, 1", "qwen3: prompt, 2", "qwen3: sampler", "qwen3: heads", "qwen3: rows"),
+        *("qwen3: gate", "qwen3: norm, has_delta=True", *_GPT2, "gpt2: heads", "gpt2: gate"),
+        *("gpt2: norm, has_delta=True", "gpt2: norm, has_delta=False", "wide: decode, 2", "wide: prompt, 1"),
+        *("float32: decode, 1", "float32: norm, has_delta=True", "float32: gate"),
+        *("large blocks: decode, 2", "large blocks: prompt, 1", "large blocks: gate", *QUANTIZED),
     ),
-    *("float32: gate", "large blocks: decode, 2", "large blocks: prompt, 1", "large blocks: gate"),
-)
+    100: (*_QWEN3, "fp8"),
+}
 
 
 def law_launches(capability: int, *, is_full: bool) -> Launches:
-    """What tests compile: on Hopper every branch of every kernel, elsewhere what differs; is_full: everything."""
-    return _ALL if is_full else {name: _ALL[name] for name in (*_FEW, *(_MORE if capability == 90 else ()))}
+    """What tests compile: on Hopper every branch of every kernel, elsewhere attention; is_full: everything."""
+    return _ALL if is_full else {name: _ALL[name] for name in _FEW[capability]}
 
 
 def report_launches() -> Launches:

@@ -1,6 +1,6 @@
 """Every kernel compiles for every GPU that Triton knows, without one, and the compiled code keeps its limits.
 
-`--nightly` compiles every variant for every architecture; otherwise three of them get a few variants.
+`--nightly` compiles every variant for every architecture; otherwise three of them get the attention of one model.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def _all(compiled: dict[int, dict[str, Facts]], kernel: str = "") -> Iterator[tu
 
 def test_every_kernel_compiles_and_fits_on_every_gpu(compiled: dict[int, dict[str, Facts]]) -> None:
     """255 registers are what a thread may have. Only parity checks compute in float32, whose attention spills."""
-    assert all(len(kernels) > 12 for kernels in compiled.values())
+    assert compiled.keys() == SHARED_BYTES.keys() and all(len(kernels) > 4 for kernels in compiled.values())
+    assert len(compiled[90]) > 30
     for capability, name, facts in _all(compiled):
         assert facts["shared"] <= SHARED_BYTES[capability], (capability, name)
         assert 0 < facts["registers"] <= min(255, 65_536 // facts["threads"]), (capability, name)
@@ -104,12 +105,14 @@ def test_prompts_and_single_tokens_go_through_the_same_matrix_instructions(
 ) -> None:
     """Instructions of other shapes add in another order, and another layout sums rows in another one."""
     for capability, kernels in compiled.items():
-        for model in ("qwen3", "gpt2"):
-            names = [name for name in kernels if name.startswith(model) and name.endswith(" attention_kernel")]
+        attention = [name for name in kernels if name.endswith(" attention_kernel")]
+        models = [[name for name in attention if name.startswith(model)] for model in ("qwen3", "gpt2")]
+        assert any(models)
+        for names in filter(None, models):
             assert len(names) >= 2
             first, *others = ([kernels[name][fact] for fact in ("units", "layouts", "threads")] for name in names)
             assert first[0] and all(unit.startswith(MATRIX_UNITS[capability]) for unit in first[0]), first
-            assert all(other == first for other in others), (capability, model)
+            assert all(other == first for other in others), (capability, names)
 
 
 def test_nothing_is_fused_where_two_variants_of_a_kernel_must_agree(compiled: dict[int, dict[str, Facts]]) -> None:
