@@ -213,7 +213,7 @@ def check(page, show, picture, rules):
         ("light", WIDE, STATES, ()),
         ("light", NARROW, STATES, ()),
         ("dark", WIDE, STATES, ("color-contrast",)),
-        ("forced", WIDE, (write, inspect, numbers, docs), ("color-contrast",)),
+        ("forced", WIDE, (write, numbers, inspect, docs), ("color-contrast",)),
     ],
 )
 def test_every_state_is_accessible_and_fits_its_window(page, look, window, states, rules):
