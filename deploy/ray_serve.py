@@ -141,9 +141,12 @@ class FrontReplica:
         """Ray pushes its list of replicas to the handle, and this asks each of them for its address."""
         known: frozenset[Address] = frozenset()
         while True:
-            found, n_silent = await _addresses(self._engine)
-            known = known | found if n_silent else found
-            self._pool.update(known)
+            try:
+                found, n_silent = await _addresses(self._engine)
+                known = known | found if n_silent else found
+                self._pool.update(known)
+            except Exception:  # this task is never awaited, and must go on
+                _log.exception("the replicas could not be listed")
             await asyncio.sleep(_LOOK_SECONDS)
 
 

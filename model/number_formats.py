@@ -16,7 +16,11 @@ _PIECE = 1 << 18
 
 def as_float32(array: Array) -> Array:
     """The same numbers in float32; bfloat16 is stored as uint16."""
-    return array if array.dtype == np.float32 else (array.astype(np.uint32) << 16).view(np.float32)
+    if array.dtype == np.float32:
+        return array
+    wide = array.astype(np.uint32)
+    wide <<= 16
+    return wide.view(np.float32)
 
 
 def rounded_to_bfloat16(array: Array) -> Array:

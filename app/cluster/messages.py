@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 Headers = tuple[tuple[bytes, bytes], ...]
@@ -52,7 +52,7 @@ class Address:
     replica: str
     host: str
     port: int
-    secret: bytes
+    secret: bytes = field(repr=False)
     """SECRET_BYTES long; the replica serves no connection without it."""
 
 

@@ -32,6 +32,8 @@ _ACCEPT_SECONDS = 5.0
 """A replica that has not accepted a request by then is passed over."""
 _AVOID_SECONDS = 5.0
 """For so long after it refused or did not accept a request, a replica gets no other."""
+_SLOW_SECONDS = 1.0
+"""A replica from which a client turns away after so long counts as one that did not accept."""
 _READ_BYTES = 1 << 16
 _KEEPALIVE = {
     socket.TCP_KEEPIDLE: 5,
@@ -118,18 +120,23 @@ class _Replica:
 
     async def start(self, call: Call) -> _Connection | None:
         """Sends a request; None if the replica does not accept it. Raises ReplicaLost. Release the connection."""
-        connection, is_accepted = None, False
+        connection, is_accepted, began = None, False, time.monotonic()
         self.n_open += 1
+        is_avoided = True
         try:
             async with asyncio.timeout(_ACCEPT_SECONDS):
                 connection = self._take_idle() or await _connect(self.address)
                 is_accepted = await connection.request(call)
         except (OSError, TimeoutError):
             pass
+        except asyncio.CancelledError:  # the client left early: that says nothing of the replica
+            is_avoided = time.monotonic() - began > _SLOW_SECONDS
+            raise
         finally:
             if not is_accepted:
                 self.release(connection)
-                self.avoid_until = time.monotonic() + _AVOID_SECONDS
+                if is_avoided:
+                    self.avoid_until = time.monotonic() + _AVOID_SECONDS
         return connection if is_accepted else None
 
     def release(self, connection: _Connection | None) -> None:

@@ -325,7 +325,7 @@ class Supervisor:
         try:
             self._process = process = await EngineProcess.spawn(self._on_frame, self._command)
         except (FileNotFoundError, PermissionError) as error:  # unlike a lack of memory, these last
-            self.give_up(EngineStopped(f"{error.filename}: cannot be run: {error.strerror}", 2))
+            self.give_up(EngineStopped(f"{error.filename or self._command[0]}: cannot be run: {error.strerror}", 2))
             return
         try:
             config = replace(self._config, files=await self._files())

@@ -67,6 +67,20 @@ async def test_a_response_arrives_part_by_part_and_whole() -> None:
 
 
 @async_test
+async def test_a_client_that_leaves_before_it_is_accepted_says_nothing_of_the_replica(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replica_pool, "_AVOID_SECONDS", 3600.0)
+    async with served(_Application(b"a", None, b"a", None)) as (pool, _, _servers):
+        leaving = asyncio.create_task(_body(pool.send(CALL)))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        async with asyncio.timeout(30):
+            assert await _body(pool.send(CALL)) == b"a"
+
+
+@async_test
 async def test_requests_in_turn_share_a_connection() -> None:
     app = _Application(*[b"a", None] * 3)
     async with served(app) as (pool, _, (server,)):

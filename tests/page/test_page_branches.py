@@ -180,11 +180,11 @@ def test_two_continuations_stand_beside_each_other_with_the_end_of_the_text_abov
     assert boxes[0]["x"] == boxes[1]["x"] and boxes[0]["y"] + boxes[0]["height"] <= boxes[1]["y"]
     assert abreast.evaluate("() => document.documentElement.scrollWidth") == 390
     reached = []
-    for _ in range(5):
+    for _ in range(6):
         abreast.keyboard.press("Tab")
         reached.append(abreast.evaluate("() => document.activeElement.ariaLabel ?? document.activeElement.textContent"))
     ways = [f"{what} {i}" for i in (1, 2) for what in ("Continuation", "Take this")]
-    assert reached == [*ways, "Take none"]
+    assert reached == [PROMPT, *ways, "Take none"], "the end of the text above can be scrolled"
 
 
 @pytest.mark.parametrize("how", ["key", "button"])

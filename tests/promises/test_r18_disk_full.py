@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from model.checkpoint.checkpoint import load, weights_files
+from model.checkpoint.stored_weights import find_weights
 from model.files import CheckpointError, write_files
 from model.train.training_checkpoint import Position, load_snapshot, save_snapshot
 from tests.support import ROOT
@@ -51,8 +52,8 @@ def _save_weights(folder: Path, number: int) -> None:
 
 
 def _version_of_weights(folder: Path) -> int:
-    found = load(folder, device=CPU, dtype=torch.float32)
-    numbers = {int(found.decoder.embedding[0, 0]), found.generation["top_k"], *found.eos_ids}
+    decoder, stored = load(folder, device=CPU, dtype=torch.float32).decoder, find_weights(folder)
+    numbers = {int(decoder.embedding[0, 0]), stored.generation["top_k"], *stored.eos_ids}
     assert numbers == {int((folder / "README.md").read_text())}, f"files of {numbers} lie together"
     return numbers.pop()
 

@@ -6,6 +6,7 @@ has the id of the run in its environment, even where it has left the session and
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -24,9 +25,10 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if distributed := session.config.pluginmanager.getplugin("dsession"):
         run_id = distributed.nodemanager.testrunuid
         distributed.nodemanager.EXIT_TIMEOUT = 0.1
-    while left := list(_started(run_id)):
+    deadline = time.monotonic() + 10
+    while (left := list(_started(run_id))) and time.monotonic() < deadline:
         for process in left:
-            with suppress(psutil.NoSuchProcess):
+            with suppress(psutil.Error):
                 process.kill()
         psutil.wait_procs(left, timeout=1)
 

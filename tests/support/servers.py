@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import re
+import signal
 import subprocess
 import sys
 import termios
@@ -159,6 +160,7 @@ def _wait_until_ready(service: ServiceProcess) -> None:
 
 def hang_on(terminal: int) -> None:
     """Runs in a child process: sets its controlling terminal, and ends with this process, however that ends."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests run under nohup
     os.setsid()
     fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
     die_with_parent()

@@ -32,7 +32,7 @@ class PagedDecoder:
         self._positions_PD = decoder.position_embedding
         self._rope_PC: Tensor | None = decoder._buffers["rope_PC"]
         self._sinusoids_PD: Tensor | None = decoder._buffers["sinusoids_PD"]
-        modules = {"": None, **dict(decoder.named_modules())}
+        modules = {**dict(decoder.named_modules()), "": None}  # which calls the decoder itself ""
         self._operations = [
             (operation, module, self._spec(operation.kind, module))
             for operation in decoder_program(decoder.config)

@@ -91,6 +91,7 @@ function checkNode({ id, kind, start, removed, written, facts }) {
   if (kind === "text") return;
   const { typed, at, index, count, seed = "", finish = "", preset = "", origin = "", dropped = "", receipt = {} } = facts;
   check(isTexts(typed) && [at, index, count].every(isCount));
+  check(!origin || (URL.canParse(origin) && new URL(origin).origin === origin));
   check([seed, finish, preset, origin, dropped].every((text) => typeof text === "string"));
   check(receipt.constructor === Object && (receipt.settings ?? {}).constructor === Object);
 }

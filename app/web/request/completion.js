@@ -63,7 +63,7 @@ function keyFor(url) {
 }
 
 function isElsewhere(url) {
-  return /^https?:/.test(url);
+  return /^\s*(https?:)?\/\//i.test(url);
 }
 
 function post(url, body, signal, accept = "application/json") {

@@ -59,7 +59,7 @@ _MAY_WRITE = {os.devnull}
 _SANDBOX = [sys.executable, "-P", "-m", "app.tokenization.tokenizer_worker"]
 """Regular expressions that are not known to be linear are timed there."""
 # What an engine asks of the machine that it starts on.
-_MAY_READ = {"/proc/meminfo", "/proc/cpuinfo"}
+_MAY_READ = ("/proc/meminfo", "/proc/cpuinfo", "/proc/self/cgroup", "/sys/fs/cgroup/")
 # open and listing events are looked at one by one; these report no more than a look.
 _HARMLESS = ("object.__", "os.scandir", "os.listdir", "code.__new__", "builtins.id", "sys._getframe", "gc.", "array.")
 
@@ -124,7 +124,7 @@ class Watch:
             if isinstance(path, int):  # a pipe to the sandbox
                 return
             reads_own = os.path.realpath(path).startswith(self.directory) and not flags & (os.O_WRONLY | os.O_RDWR)
-            if reads_own or path in _MAY_WRITE or (path in _MAY_READ and mode == "r"):
+            if reads_own or path in _MAY_WRITE or (str(path).startswith(_MAY_READ) and mode == "r"):
                 return
         self.seen.append(f"{event} {str(arguments)[:200]}")
 
