@@ -66,7 +66,7 @@ def _write_llama(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
     writer.add_rope_dimension_count(config["head_dim"])
-    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_rope_freq_base({**config, **config.get("rope_parameters", {})}["rope_theta"])  # transformers 4 and 5
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
 
