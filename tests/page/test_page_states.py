@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from axe_playwright_python import base as axe
 
 from tests.support import ROOT
 from tests.support.page.browser import (
@@ -21,8 +22,6 @@ from tests.support.page.browser import (
     wait_for,
 )
 from tests.support.page.token_view import WORDS, stream, token
-
-axe = pytest.importorskip("axe_playwright_python.base", reason="make install brings axe")
 
 FOLDER = Path(os.environ.get("INKSTREAM_SCREENSHOTS") or ROOT / "build/screenshots")
 WIDE, NARROW = {"width": 1280, "height": 800}, {"width": 390, "height": 844}

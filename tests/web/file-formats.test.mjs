@@ -64,6 +64,11 @@ test("a file that is damaged, too large or no text is refused with its name", ()
   const wrong = [{ tree: null }, { tree: { nodes: [], current: 0 } }, { settings: { n: 2 } }, { settings: null }, { title: 7 }, { version: 2 }];
   wrong.push(...[{ kind: "x" }, { id: "1" }, { start: -1 }, { parent: 99 }, { written: [[1]] }, { written: null }, { facts: {} }].map(change));
   wrong.push(...[{ receipt: 5 }, { receipt: { settings: 5 } }, { typed: { n: 2 } }, { at: 1.5 }, { preset: 1 }].map((more) => change({ facts: facts("1", more) })));
+  // The key of this service must not go to another origin, however it is written.
+  const origins = ["//b.example", "HTTPS://b.example", " https://b.example", "https://b.example/", "b.example"];
+  wrong.push(...origins.map((origin) => change({ facts: facts("1", { origin }) })));
+  const elsewhere = { ...whole, ...change({ facts: facts("1", { origin: "https://b.example:8001" }) }) };
+  assert.ok(imported("a.json", bytes(JSON.stringify(elsewhere))), "the control");
   for (const one of wrong) refused(JSON.stringify({ ...whole, ...one }), /^a\.JSON is not a document of this page, or it is damaged/);
   for (const content of ["", "[]", "null", "{", '"a"', JSON.stringify(whole).slice(0, -9)]) refused(content, /^a\.JSON is not/);
 });
