@@ -41,8 +41,9 @@ from model.checkpoint.tensor_index import check_layout, read_chat_template
 
 _UNSENT_BYTES = 1 << 14
 _CLOSE_SECONDS = 2.0
-_TERMINAL_SECONDS = 1.0
 """Seconds after the drain for clients to read the final events and for cancelled work to stop."""
+_TERMINAL_SECONDS = 1.0
+"""Seconds between two looks at the terminal."""
 _log, _start_log = logging.getLogger("inkstream"), logging.getLogger(START)
 
 

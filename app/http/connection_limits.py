@@ -37,6 +37,7 @@ from app.http.request_log import RequestCounts
 
 _CHECK_SECONDS = 1.0
 _SPARE_FILES = 4
+"""Kept for libuv: for a connection, for its reserved descriptor, and two for other threads."""
 _LOG_INTERVAL_SECONDS = 60.0
 _log = logging.getLogger("inkstream")
 

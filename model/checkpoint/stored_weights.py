@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from model.checkpoint.tensor_index import TensorIndex, check_layout, find_tensors, version_of
+from model.checkpoint.tensor_index import Entry, TensorIndex, check_layout, find_tensors, version_of
 from model.config import ConfigError, ModelConfig
 from model.families.registry import read_config
 from model.families.spec import FamilySpec, Shape, TensorReader
@@ -152,7 +152,7 @@ class ArrayReader:
     def read(self, name: str) -> Array:
         """See TensorReader."""
         stored = self._index.tensors[name]
-        array = _mapped(stored.path, stored.entry.dtype, stored.entry.shape, stored.entry.start)
+        array = _mapped(stored.path, stored.entry)
         if stored.entry.dtype == "BF16":
             is_good, array = is_finite(array), array if self._dtype == "bfloat16" else as_float32(array)
         else:
@@ -185,14 +185,17 @@ class ArrayReader:
 _STORED: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 
 
-def _mapped(path: Path, dtype: str, shape: Shape, start: int) -> Array:
-    """The tensor at this offset of the file, which is mapped while the array exists."""
+def _mapped(path: Path, entry: Entry) -> Array:
+    """The tensor of the file, which is mapped while the array exists. Raises CheckpointError."""
     try:
         with regular_file(path).open("rb") as file:
             region = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        array: Array = np.frombuffer(region, _STORED[dtype], math.prod(shape), start).reshape(shape)
+        numbers = np.frombuffer(region, _STORED[entry.dtype], math.prod(entry.shape), entry.start)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from None
+    if region[: len(entry.header)] != entry.header:
+        raise CheckpointError(f"{path}: was replaced while it was read")
+    array: Array = numbers.reshape(entry.shape)
     return array
 
 

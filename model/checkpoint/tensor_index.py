@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +169,8 @@ class Entry:
     shape: tuple[int, ...]
     start: int
     """Offset of its first number in the file."""
+    header: bytes = field(repr=False)
+    """How the file begins, up to its first number: another file may lie there when the tensor is read."""
 
 
 def read_header(path: Path) -> dict[str, Entry]:
@@ -181,26 +183,33 @@ def read_header(path: Path) -> dict[str, Entry]:
         real = regular_file(path)
         with real.open("rb") as file:
             start = file.read(64)
-        reject_lfs_pointer(path, start)
-        if (length := int.from_bytes(start[:8], "little")) > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path}: the header has {length} bytes, more than {MAX_JSON_BYTES}")
+            reject_lfs_pointer(path, start)
+            if (length := int.from_bytes(start[:8], "little")) > MAX_JSON_BYTES:
+                raise CheckpointError(f"{path}: the header has {length} bytes, more than {MAX_JSON_BYTES}")
+            file.seek(0)
+            header = file.read(8 + length)
         with safe_open(real, framework="numpy") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (it is no dict)
-        starts = _starts(real, 8 + length)
-        return {name: Entry(x.get_dtype(), tuple(x.get_shape()), starts[name]) for name, x in slices.items()}
+        starts = _starts(header)
+        return {name: Entry(x.get_dtype(), tuple(x.get_shape()), starts[name], header) for name, x in slices.items()}
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except (
+        KeyError,
+        json.JSONDecodeError,
+        UnicodeDecodeError,
+    ):  # of a header that safetensors has read without an error
+        raise CheckpointError(f"{path}: was replaced while it was read") from None
     except SafetensorError as error:
         reason = str(error).removeprefix("Error while deserializing header: ")
         truncated = ": it is truncated, or longer than its header says" if "ncomplete" in reason else ""
         raise CheckpointError(f"{path}: invalid header: {reason}{truncated}") from None
 
 
-def _starts(path: Path, data: int) -> dict[str, int]:
-    """Where each tensor begins, from a header that was checked. data: where the numbers begin, after the header."""
-    with path.open("rb") as file:
-        header = json.loads(file.read(data)[8:])
-    return {name: data + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
+def _starts(header: bytes) -> dict[str, int]:
+    """Where each tensor begins, from a header that was checked, with its length in front."""
+    entries = json.loads(header[8:])
+    return {name: len(header) + entry["data_offsets"][0] for name, entry in entries.items() if name != "__metadata__"}
 
 
 _SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")

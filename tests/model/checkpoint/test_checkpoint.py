@@ -68,6 +68,22 @@ def test_tensors_read_as_arrays_have_the_bits_that_torch_reads(
             assert found.read(parameter, name).tobytes() == words.contiguous().numpy().tobytes()
 
 
+def test_a_file_that_is_replaced_before_its_tensors_are_read_is_refused(directory: Path) -> None:
+    """The other file has the same tensors, two of them in each other's place."""
+    found, file = find_weights(directory), directory / "model.safetensors"
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    entries = json.loads(content[8 : 8 + length])
+    one, other = [entry for name, entry in entries.items() if name.endswith("norm.weight")][:2]
+    one["data_offsets"], other["data_offsets"] = other["data_offsets"], one["data_offsets"]
+    header = json.dumps(entries, separators=(",", ":")).encode().ljust(length)
+    assert found.read("norm.weight", "float32").size, "the control"
+    file.unlink()
+    file.write_bytes(content[:8] + header + content[8 + length :])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: was replaced while it was read$"):
+        found.read("norm.weight", "float32")
+
+
 def test_a_head_stored_beside_the_embedding_it_is_tied_to_must_be_the_embedding(directory: Path) -> None:
     tensors = load_file(directory / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()

@@ -235,10 +235,11 @@ class Harness:
 def _believing_header(path: Path) -> dict[str, Entry]:
     """What reading a header is without checks."""
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        raw = json.loads(file.read(length))
-    starts = {name: 8 + length + e["data_offsets"][0] for name, e in raw.items() if name != "__metadata__"}
-    return {name: Entry(raw[name]["dtype"], tuple(raw[name]["shape"]), start) for name, start in starts.items()}
+        length = file.read(8)
+        header = length + file.read(int.from_bytes(length, "little"))
+    raw = json.loads(header[8:])
+    starts = {name: len(header) + e["data_offsets"][0] for name, e in raw.items() if name != "__metadata__"}
+    return {name: Entry(raw[name]["dtype"], tuple(raw[name]["shape"]), start, header) for name, start in starts.items()}
 
 
 def _raise(*_arguments: Any) -> Any:
