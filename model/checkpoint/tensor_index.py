@@ -49,7 +49,8 @@ def check_layout(directory: Path, *, with_tokenizer: bool = True) -> None:
     if needed := missing_file(names, with_tokenizer=with_tokenizer):
         if command := unfinished_run(directory):
             raise CheckpointError(f"{directory}: unfinished training run without a model yet; continue: {command}")
-        raise CheckpointError(f"{directory / needed}: no such file{remedy(needed, names)}")
+        hint = remedy(needed, names) or f"; a model directory has config.json, {WEIGHTS_FILE} and tokenizer.json"
+        raise CheckpointError(f"{directory}/{needed}: no such file{hint}")
 
 
 def missing_file(names: set[str], *, with_tokenizer: bool = True) -> str:
@@ -77,7 +78,7 @@ def _list_names(directory: Path) -> set[str]:
             raise CheckpointError(f"{directory}: no such directory; {_WHERE_FROM}")
         hint = remedy("config.json", {directory.name}) or f"; {_WHERE_FROM}"
         if directory.suffix in (".safetensors", ".bin", ".pt", ".pth", ".json"):
-            hint = f"; give the folder that it lies in: {directory.parent}"
+            hint = f"; give the directory that contains it: {directory.parent}"
         raise CheckpointError(f"{directory}: is not a directory{hint}")
     try:
         return set(os.listdir(directory))  # noqa: PTH208

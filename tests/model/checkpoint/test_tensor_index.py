@@ -129,7 +129,7 @@ CASES = [
     ({"pytorch_model.bin"}, "model.safetensors", "pytorch_model.bin is not read.*bring-your-model"),
     ({"ckpt.pt"}, "model.safetensors", "ckpt.pt is not read"),
     ({"model-00001-of-00002.safetensors"}, "model.safetensors", "index.json is missing"),
-    (set(), "model.safetensors", "model.safetensors: no such file$"),
+    (set(), "model.safetensors", "model.safetensors: no such file; a model directory has config.json"),
     (
         set(),
         "tokenizer.json",
@@ -152,12 +152,19 @@ def test_what_is_missing_is_named_with_what_to_do(directory: Path, there: set[st
         check_layout(directory)
 
 
+def test_the_error_names_the_working_directory_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=r"^\./config\.json: no such file; a model directory has"):
+        check_layout(Path())
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
 def test_a_file_in_place_of_its_folder_is_named(directory: Path, name: str) -> None:
     (directory / name).touch()
     with pytest.raises(CheckpointError) as caught:
         check_layout(directory / name)
-    assert str(caught.value) == f"{directory / name}: is not a directory; give the folder that it lies in: {directory}"
+    hint = f"give the directory that contains it: {directory}"
+    assert str(caught.value) == f"{directory / name}: is not a directory; {hint}"
 
 
 def test_a_base_model_with_an_adapter_beside_it_is_refused(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
