@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import transformers
 
 from tests.support import ROOT
 from tests.support.servers import Server, start_server, stop_server
@@ -53,7 +53,8 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def oracle() -> tuple[Any, Any]:
     """Tokenizer and model of transformers."""
-    return AutoTokenizer.from_pretrained(DIRECTORY), AutoModelForCausalLM.from_pretrained(DIRECTORY, dtype="float32")
+    model = transformers.AutoModelForCausalLM.from_pretrained(DIRECTORY, dtype="float32")
+    return transformers.AutoTokenizer.from_pretrained(DIRECTORY), model
 
 
 def test_greedy_answers_are_those_of_transformers(real: Server, oracle: tuple[Any, Any]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast
+import transformers
 
 from app.__main__ import main
 from app.access.tenant_queue import WorkAccount
@@ -69,7 +69,7 @@ def test_a_chat_reads_as_in_transformers(tmp_path: Path, source: str) -> None:
     save(llama2(), tmp_path, chat_template=source, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
     file = read_chat_template(tmp_path)
     assert file
-    oracle = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    oracle = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
     for chat in CHATS:
         for prompt in (True, False):
             expected = oracle.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from model.checkpoint.checkpoint import load
 from model.config import MODEL_TYPES
@@ -42,18 +42,19 @@ CONTEXT = 48
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["bias", "no bias"])
-def nano(request: pytest.FixtureRequest) -> GPT2LMHeadModel:
+def nano(request: pytest.FixtureRequest) -> nn.Module:
     """What karpathy/nanoGPT computes: a GPT-2 with the exact GELU, some without biases."""
     torch.manual_seed(0)
     sizes = {"n_positions": CONTEXT, "n_embd": 32, "n_layer": 2, "n_head": 4}
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=len(CHARACTERS), activation_function="gelu", **sizes))
+    config = transformers.GPT2Config(vocab_size=len(CHARACTERS), activation_function="gelu", **sizes)
+    model = transformers.GPT2LMHeadModel(config)
     for name, parameter in model.requires_grad_(False).named_parameters():
         nn.init.normal_(parameter, 0.0, 0.0 if name.endswith(".bias") and not request.param else 0.5)
     return model.eval()
 
 
 @pytest.fixture
-def checkpoint(nano: GPT2LMHeadModel, tmp_path: Path) -> Path:
+def checkpoint(nano: nn.Module, tmp_path: Path) -> Path:
     """What nanoGPT saves: linear layers the other way round, torch.compile and the mask of older versions included."""
     bias = bool(nano.transformer.ln_f.bias.any())
     state = {
@@ -83,7 +84,7 @@ def brought(directory: Path) -> Decoder:
 
 @pytest.mark.parametrize("script", ["export.py", "gpt.py"])
 def test_a_nanogpt_brought_by_the_script_has_the_logits_it_was_trained_with(
-    nano: GPT2LMHeadModel, checkpoint: Path, script: str, tmp_path: Path
+    nano: nn.Module, checkpoint: Path, script: str, tmp_path: Path
 ) -> None:
     run_script(script, checkpoint, tmp_path / "brought")
     for length in (1, 7, CONTEXT):
@@ -93,7 +94,7 @@ def test_a_nanogpt_brought_by_the_script_has_the_logits_it_was_trained_with(
         )
 
 
-def test_an_untied_head_is_brought_too(nano: GPT2LMHeadModel, checkpoint: Path, tmp_path: Path) -> None:
+def test_an_untied_head_is_brought_too(nano: nn.Module, checkpoint: Path, tmp_path: Path) -> None:
     saved = torch.load(checkpoint, weights_only=True)
     saved["model"]["_orig_mod.lm_head.weight"] = 2 * nano.lm_head.weight
     torch.save(saved, checkpoint)
@@ -104,9 +105,9 @@ def test_an_untied_head_is_brought_too(nano: GPT2LMHeadModel, checkpoint: Path, 
     )
 
 
-def test_transformers_loads_the_gpt2_layout_too(nano: GPT2LMHeadModel, checkpoint: Path, tmp_path: Path) -> None:
+def test_transformers_loads_the_gpt2_layout_too(nano: nn.Module, checkpoint: Path, tmp_path: Path) -> None:
     run_script("gpt.py", checkpoint, tmp_path / "brought")
-    theirs = GPT2LMHeadModel.from_pretrained(tmp_path / "brought").eval()
+    theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "brought").eval()
     tokens_BN = torch.randint(len(CHARACTERS), (2, CONTEXT))
     with torch.inference_mode():
         assert torch.allclose(theirs(tokens_BN).logits, nano(tokens_BN).logits, atol=1e-4)
@@ -114,7 +115,7 @@ def test_transformers_loads_the_gpt2_layout_too(nano: GPT2LMHeadModel, checkpoin
 
 @pytest.mark.parametrize("nano", [False], indirect=True)
 def test_a_nanogpt_of_characters_is_checked_and_served(
-    nano: GPT2LMHeadModel, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nano: nn.Module, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("export.py", "chars.py"):
         (tmp_path / name).write_text(SCRIPTS[name])

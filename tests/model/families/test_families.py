@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+import transformers
 
 from app.common.types import Request, SampledEvent, SamplingParams
 from model.checkpoint.checkpoint import load, weights_files
@@ -79,7 +79,7 @@ def test_what_we_hold_loads_in_transformers_with_equal_logits(
     save_theirs(case, tmp_path / "theirs")
     decoder = _load(tmp_path / "theirs")
     write_files(tmp_path / "ours", weights_files(decoder, dtype=torch.float32, eos_id=0, generation={}))
-    again, report = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    again, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not any(report.values()), report
     tokens = list(range(99))
     difference = (logits(decoder, tokens) - their_logits(again.eval(), tokens)).abs().max().item()

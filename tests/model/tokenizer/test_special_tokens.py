@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from tokenizers import Tokenizer as RustTokenizer
-from transformers import PreTrainedTokenizerFast
 
 from model.tokenizer.tokenizer import Tokenizer, TokenizerError
 from tests.support.model.sample_tokenizers import characters, gpt2, llama2, save, words
@@ -37,7 +37,7 @@ def no_template() -> RustTokenizer:
 @pytest.mark.parametrize("rust", [llama2(), no_template()], ids=["template", "no template"])
 def test_a_text_gets_what_it_gets_in_transformers(tmp_path: Path, rust: RustTokenizer, config: dict[str, Any]) -> None:
     ours = Tokenizer.load(save(rust, tmp_path, **config))
-    oracle = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    oracle = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
     for text in ["", "a fox", " </s>a"]:
         assert ours.encode(text) == oracle(text).input_ids
     assert ours.adds_bos == (oracle("").input_ids == [1]) == (rust.post_processor is not None)
@@ -48,7 +48,8 @@ def test_a_text_gets_what_it_gets_in_transformers(tmp_path: Path, rust: RustToke
 
 def test_names_missing_in_the_settings_come_from_the_map(tmp_path: Path) -> None:
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": OBJECT, "eos_token": "</s>"}))
-    ours, oracle = Tokenizer.load(save(no_template(), tmp_path)), PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    ours = Tokenizer.load(save(no_template(), tmp_path))
+    oracle = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
     assert (ours.bos_id, ours.eos_id) == (oracle.bos_token_id, oracle.eos_token_id) == (1, 2)
     other = Tokenizer.load(save(no_template(), tmp_path, eos_token="a"))
     assert (other.bos_id, other.eos_id) == (1, other.encode_many(["a"])[0][-1])
@@ -57,13 +58,14 @@ def test_names_missing_in_the_settings_come_from_the_map(tmp_path: Path) -> None
 def test_a_text_that_begins_with_bos_gets_no_second_one(tmp_path: Path) -> None:
     """Where transformers puts two: the API promises one."""
     ours = Tokenizer.load(save(llama2(), tmp_path, **BOS))
-    oracle = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    oracle = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
     assert oracle("<s>a fox").input_ids == [1, *ours.encode("<s>a fox")]
     assert ours.encode("<s>a fox")[:2] != [1, 1]
     assert ours.encode("<s>") == [1]
     assert ours.encode("<s><s>") == [1, 1]
     quiet = Tokenizer.load(save(no_template(), tmp_path, **BOS))
-    assert quiet.encode("<s><s>a") == PreTrainedTokenizerFast.from_pretrained(tmp_path)("<s><s>a").input_ids
+    oracle = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert quiet.encode("<s><s>a") == oracle("<s><s>a").input_ids
     assert quiet.encode("<s><s>a")[:2] == [1, 1]
 
 
@@ -71,7 +73,7 @@ def test_a_token_that_is_only_named_is_special_too(tmp_path: Path) -> None:
     """In the vocabulary, in no list of added tokens: found in texts as transformers finds it, and never shown."""
     raw = json.loads(no_template().to_str()) | {"added_tokens": []}
     ours = Tokenizer.load(save(no_template(), tmp_path, raw, **EOS))
-    oracle = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    oracle = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
     assert ours.encode("a</s>b") == oracle("a</s>b").input_ids
     assert 2 in ours.encode("a</s>b")
     assert ours.bytes_of[2] == b""

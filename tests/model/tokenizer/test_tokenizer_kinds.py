@@ -8,9 +8,9 @@ import unicodedata
 from pathlib import Path
 
 import pytest
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
 
 from model.tokenizer.tokenizer import Tokenizer
 from tests.support.model.sample_tokenizers import KINDS, SPACE, characters, save
@@ -24,11 +24,11 @@ LOSSLESS = ["gpt2", "llama3", "qwen", "prefixed", "llama2", "mistral", "gemma", 
 
 
 @functools.cache
-def pair(name: str) -> tuple[Tokenizer, PreTrainedTokenizerFast]:
+def pair(name: str) -> tuple[Tokenizer, transformers.PreTrainedTokenizerFast]:
     """Ours and the oracle, from the same directory."""
     with tempfile.TemporaryDirectory() as folder:
         directory = save(KINDS[name][0](), Path(folder))
-        return Tokenizer.load(directory), PreTrainedTokenizerFast.from_pretrained(directory)
+        return Tokenizer.load(directory), transformers.PreTrainedTokenizerFast.from_pretrained(directory)
 
 
 def written(name: str, text: str) -> str:
@@ -96,7 +96,7 @@ def test_each_kind_has_a_name_and_survives_saving(name: str, tmp_path: Path) -> 
     assert ours.kind == KINDS[name][1]
     for file, content in ours.files().items():
         (tmp_path / file).write_text(content, encoding="utf-8")
-    again, theirs = Tokenizer.load(tmp_path), PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    again, theirs = Tokenizer.load(tmp_path), transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
     assert again.encode(TEXT) == theirs(TEXT).input_ids == oracle(TEXT).input_ids
     assert again.bytes_of == ours.bytes_of
     assert (again.bos_id, again.eos_id, again.vocab_size) == (ours.bos_id, ours.eos_id, ours.vocab_size)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from app.cli.check import main as check
 from model.checkpoint.checkpoint import load
@@ -86,10 +86,10 @@ def test_a_model_of_each_family_learns_and_is_still_read_by_transformers(
     assert len(kept) >= 6
     for path in kept:
         assert (out / path.name).read_bytes() == path.read_bytes(), path.name
-    after, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    after, report = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not any(report.values()), report
     assert after.config.model_type == family_name(case)
-    tokens = AutoTokenizer.from_pretrained(out)(TEXT)["input_ids"][:99]
+    tokens = transformers.AutoTokenizer.from_pretrained(out)(TEXT)["input_ids"][:99]
     assert _loss(after.eval(), tokens) < 0.8 * _loss(before, tokens)
     decoder = load(out, device=CPU, dtype=torch.float32).decoder
     assert (logits(decoder, tokens) - their_logits(after, tokens)).abs().max() < 1e-4
@@ -154,7 +154,7 @@ def test_weights_are_written_in_the_format_they_came_in_or_in_another_one(
     before, same, half = (json.loads((tmp_path / n / "config.json").read_text()) for n in ("theirs", "same", "half"))
     assert same == before
     assert half == {**before, "dtype": "float16"}
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "half").dtype == torch.float16
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half").dtype == torch.float16
 
 
 def test_numbers_that_the_format_does_not_have_are_not_written(

@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from model.checkpoint.checkpoint import load
 from model.checkpoint.golden_export import verify
@@ -137,10 +137,12 @@ def test_transformers_reads_the_result_as_we_do(tmp_path: Path, text: Path, flag
     size = ["--layers", "2", "--width", "64", "--heads", "4", "--steps", "8", "--export-dtype", dtype]
     out = tmp_path / "out"
     assert train(text, out, *flags, *size) == 0
-    theirs, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True, dtype=torch.float32)
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
+        out, output_loading_info=True, dtype=torch.float32
+    )
     assert not any(report.values()), report
     decoder, read = load(out, device=torch.device("cpu"), dtype=torch.float32).decoder, theirs.eval()
-    ours, other = Tokenizer.load(out), AutoTokenizer.from_pretrained(out)
+    ours, other = Tokenizer.load(out), transformers.AutoTokenizer.from_pretrained(out)
     ids = other(TEXT[90:150] + "<|endoftext|>caf\u00e9 \U0001f98a")["input_ids"]
     assert ids == ours.encode(TEXT[90:150] + "<|endoftext|>caf\u00e9 \U0001f98a")
     assert (other.eos_token_id, other.bos_token_id) == (ours.eos_id, ours.bos_id) == (0, 0)

@@ -6,30 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
-CLASSES: dict[str, tuple[Any, Any]] = {
-    "gpt2": (GPT2Config, GPT2LMHeadModel),
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "gpt_neox": (GPTNeoXConfig, GPTNeoXForCausalLM),
-}
+FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gpt_neox")
 _COMMON = {"vocab_size": 99, "bos_token_id": 0, "eos_token_id": 0}
 _LLAMA = {"hidden_size": 48, "num_hidden_layers": 2, "intermediate_size": 80, "max_position_embeddings": 128}
 _SCALED = {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}
@@ -82,8 +62,8 @@ def family_name(case: str) -> str:
 
 def their_model(case: str, **changes: Any) -> Any:
     """Theirs, every parameter loud: biases that are 0 and norms that are 1 would hide a mistake."""
-    config_class, model_class = CLASSES[family_name(case)]
-    model = model_class(config_class(**{**_COMMON, **CASES[case], **changes})).eval()
+    config = transformers.AutoConfig.for_model(family_name(case), **{**_COMMON, **CASES[case], **changes})
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     generator = torch.Generator().manual_seed(sorted(CASES).index(case))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
