@@ -21,7 +21,7 @@ from model.train.setup.options import parse, shape
 from tests.support.completion_client import stream, text_of, whole
 from tests.support.model.tiny_models import TEXT
 from tests.support.model.training_runs import EXACT, shorten_samples
-from tests.support.servers import start_server, stop_server
+from tests.support.servers import running_server
 
 pytestmark = pytest.mark.slow
 
@@ -68,7 +68,7 @@ def data(tmp_path: Path) -> dict[str, list[str]]:
         ("cross", "pairs", [*TINY, "--steps", "50"]),
     ],
 )
-def test_each_preset_learns_is_saved_and_comes_back(
+def test_each_preset_learns_is_saved_comes_back_and_streams_what_it_answers_in_one_piece(
     tmp_path: Path, data: dict[str, list[str]], name: str, form: str, flags: list[str]
 ) -> None:
     out = tmp_path / "out"
@@ -86,25 +86,14 @@ def test_each_preset_learns_is_saved_and_comes_back(
     assert len(generated) == 3
     card = (out / "README.md").read_text()
     assert all(f"| {what} | {text} |" in card for what, text in shape_lines(run.shape)) and "llama" not in card
-
-
-@pytest.mark.parametrize(
-    ("name", "form"), [("textbook", "text"), ("standalone", "text"), ("gpt", "text"), ("cross", "pairs")]
-)
-def test_a_trained_preset_streams_what_it_answers_in_one_piece(
-    tmp_path: Path, data: dict[str, list[str]], name: str, form: str
-) -> None:
-    out = tmp_path / "out"
-    assert main(["--preset", name, "--out", str(out), *data[form], *TINY, *EXACT, "--steps", "30"]) == 0
-    server = start_server(tmp_path, out, "--dtype", "float32")
-    try:
-        given = {"source": "1 2 3"} if form == "pairs" else {"prompt": "Once upon a time", "ignore_eos": True}
+    if form == "lines":
+        return
+    given = {"source": "1 2 3"} if form == "pairs" else {"prompt": "Once upon a time", "ignore_eos": True}
+    with running_server(tmp_path, out, "--dtype", "float32") as server:
         body = {**given, "max_tokens": 14, "seed": 3}
         answer = whole(server.url, **body)
         assert form == "pairs" or answer["usage"]["completion_tokens"] == 14
         assert text_of(stream(server.url, **body)) == answer["choices"][0]["text"]
-    finally:
-        assert stop_server(server) == 0
 
 
 @pytest.mark.parametrize("seed", [1, 2])
