@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+import shlex
 import stat
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -175,6 +176,26 @@ def parse_object(content: bytes) -> dict[str, Any]:
     if _is_deep(value):
         raise ValueError(f"nested deeper than {_MAX_DEPTH} levels")
     return value
+
+
+RESUME_FILE = "resume.json"
+"""In the folder of a training run's state: the command that resumes the run, and where it was started."""
+STATE_FOLDER = ".training"
+
+
+def unfinished_run(directory: Path) -> str | None:
+    """The command that resumes the unfinished training run of a weights directory; None without such a run.
+
+    The command is relative to the folder where the run was started, so it enters that first if it is another one.
+    """
+    try:
+        note = read_json(directory / STATE_FOLDER / RESUME_FILE, optional=True)
+    except CheckpointError:  # a damaged note is of no use
+        return None
+    command, folder = note.get("command"), note.get("folder")
+    if not isinstance(command, str) or not isinstance(folder, str):
+        return None
+    return command if Path(folder) == Path.cwd() else f"cd {shlex.quote(folder)} && {command}"
 
 
 def sha256(path: Path) -> str:

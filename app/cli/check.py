@@ -23,9 +23,8 @@ from model.checkpoint.manifest import MANIFEST_FILE, check_manifest, read_model_
 from model.checkpoint.model_summary import Line, memory_lines, shape_lines
 from model.checkpoint.stored_weights import StoredWeights, load_config
 from model.checkpoint.tensor_index import check_layout, read_chat_template
-from model.checkpoint.unfinished_run import unfinished_run
 from model.command_line import OneLineParser
-from model.files import one_line
+from model.files import one_line, unfinished_run
 
 _CONTEXT = 512
 

@@ -16,7 +16,6 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from model.checkpoint.unfinished_run import unfinished_run
 from model.files import (
     MAX_JSON_BYTES,
     CheckpointError,
@@ -27,6 +26,7 @@ from model.files import (
     reject_lfs_pointer,
     sha256,
     snapshot_names,
+    unfinished_run,
 )
 from model.tokenizer.tokenizer import read_names
 

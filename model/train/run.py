@@ -17,9 +17,8 @@ import torch
 
 from model.checkpoint.hub import hub_model
 from model.checkpoint.model_summary import describe_size
-from model.checkpoint.unfinished_run import RESUME_FILE, STATE_FOLDER
 from model.device import choose_device, choose_dtype, describe, free_memory
-from model.files import CheckpointError
+from model.files import RESUME_FILE, STATE_FOLDER, CheckpointError
 from model.nn.transformer import Decoder
 from model.train.common.console import Diverged, Interrupted, print_stderr, print_stdout, write_extra
 from model.train.common.output_dir import require_disk_space

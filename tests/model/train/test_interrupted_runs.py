@@ -17,8 +17,7 @@ from torch import Tensor
 
 from app.cli.check import main as check
 from model.checkpoint.stored_weights import load_config
-from model.checkpoint.unfinished_run import RESUME_FILE, STATE_FOLDER, unfinished_run
-from model.files import CheckpointError
+from model.files import RESUME_FILE, STATE_FOLDER, CheckpointError, unfinished_run
 from model.train.loop import Loop
 from model.train.step.trainer import Trainer
 from model.train.training_checkpoint import load_snapshot, newest_snapshot
