@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from app.__main__ import main
 from app.common.settings import GROUPS, Settings, grouped_fields
 from tests.support import ROOT
 from tests.support.servers import Server
@@ -20,13 +24,36 @@ pytestmark = pytest.mark.slow
 _VERBS = ("serve", "complete", "bench", "check", "doctor", "compile", "keys", "completion", "train")
 
 
-def _run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "app", *arguments]
-    return subprocess.run(command, cwd=ROOT, input=stdin, capture_output=True, text=True, timeout=60, check=False)
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a command did."""
+
+    returncode: int
+    stdout: str
+    stderr: str
 
 
-def test_check_prints_the_facts_of_a_good_directory(weights: Path) -> None:
-    result = _run("check", str(weights))
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
+    """Runs a command in this process: one of its own would import for up to two seconds first."""
+    on_interrupt = signal.getsignal(signal.SIGINT)
+
+    def run(*arguments: str) -> Result:
+        try:
+            code = main([*arguments])
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return Result(code, *capsys.readouterr())
+
+    yield run
+    signal.signal(signal.SIGINT, on_interrupt)
+
+
+def test_check_prints_the_facts_of_a_good_directory(run: Run, weights: Path) -> None:
+    result = run("check", str(weights))
     assert (result.returncode, result.stderr) == (0, "")
     for fact in (
         "llama",
@@ -47,13 +74,16 @@ def test_check_prints_the_facts_of_a_good_directory(weights: Path) -> None:
 
 
 def test_bench_loads_a_running_service(server: Server) -> None:
-    result = _run("bench", "--url", server.url, "--streams", "2", "--max-tokens", "8", "--prompt-words", "5")
+    """In a process of its own, as a person runs it."""
+    flags = ["--url", server.url, "--streams", "2", "--max-tokens", "8", "--prompt-words", "5"]
+    command = [sys.executable, "-m", "app", "bench", *flags]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1].startswith("{")
 
 
-def test_no_verb_gets_the_list_and_exit_code_two() -> None:
-    result = _run()
+def test_no_verb_gets_the_list_and_exit_code_two(run: Run) -> None:
+    result = run()
     assert (result.returncode, result.stdout) == (2, "")
     assert "serve a weights directory" in result.stderr
     for verb in _VERBS:
@@ -62,22 +92,22 @@ def test_no_verb_gets_the_list_and_exit_code_two() -> None:
 
 
 @pytest.mark.parametrize("flag", ["--version", "-V"])
-def test_the_version_is_that_of_the_package(flag: str) -> None:
+def test_the_version_is_that_of_the_package(run: Run, flag: str) -> None:
     found = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    result = _run(flag)
+    result = run(flag)
     assert (result.returncode, result.stdout, result.stderr) == (0, f"inkstream {found}\n", "")
 
 
 @pytest.mark.parametrize("word", ["fly", "--versions", "fly\nhigh"])
-def test_an_unknown_verb_is_named_in_one_line_with_those_that_are(word: str) -> None:
-    result = _run(word)
+def test_an_unknown_verb_is_named_in_one_line_with_those_that_are(run: Run, word: str) -> None:
+    result = run(word)
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert result.stderr.startswith(f"error: {word!r} is not a verb; the verbs are serve, complete, bench, check, ")
 
 
 @pytest.mark.parametrize(("word", "meant"), [("serv", "serve"), ("chekc", "check"), ("complet", "complete")])
-def test_a_misspelled_verb_is_told_the_one_that_was_meant(word: str, meant: str) -> None:
-    result = _run(word)
+def test_a_misspelled_verb_is_told_the_one_that_was_meant(run: Run, word: str, meant: str) -> None:
+    result = run(word)
     assert (result.returncode, result.stderr.count("\n")) == (2, 1)
     assert result.stderr.startswith(f"error: {word!r} is not a verb; did you mean {meant}? the verbs are serve, ")
 
@@ -93,15 +123,17 @@ def test_a_misspelled_verb_is_told_the_one_that_was_meant(word: str, meant: str)
         (("train", "--dat", "x"), "--data"),
     ],
 )
-def test_a_misspelled_flag_of_any_verb_is_told_the_one_that_was_meant(arguments: tuple[str, ...], meant: str) -> None:
-    result = _run(*arguments)
+def test_a_misspelled_flag_of_any_verb_is_told_the_one_that_was_meant(
+    run: Run, arguments: tuple[str, ...], meant: str
+) -> None:
+    result = run(*arguments)
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert f"did you mean {meant}? see " in result.stderr
 
 
-def test_the_help_of_serve_is_grouped_and_fits_into_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_help_of_serve_is_grouped_and_fits_into_80_columns(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    printed = _run("serve", "--help").stdout
+    printed = run("serve", "--help").stdout
     assert re.findall(r"^(\w+):$", printed, re.MULTILINE) == ["options", *grouped_fields(), "examples"]
     assert max(map(len, printed.splitlines())) <= 80
     for shown in ("--weights DIR ", "--port PORT ", "--device {auto,cpu,cuda}\n", "--max-body-bytes BYTES\n",
@@ -116,8 +148,8 @@ def test_every_setting_is_in_a_group() -> None:
 
 
 @pytest.mark.parametrize("verb", [verb for verb in _VERBS if verb not in ("keys", "completion")])
-def test_every_verb_explains_itself(verb: str) -> None:
-    result = _run(verb, "--help")
+def test_every_verb_explains_itself(run: Run, verb: str) -> None:
+    result = run(verb, "--help")
     assert result.returncode == 0
     assert "--help" in result.stdout
 
@@ -137,8 +169,8 @@ def test_every_verb_explains_itself(verb: str) -> None:
         ("train",),
     ],
 )
-def test_wrong_arguments_are_told_in_one_line(arguments: tuple[str, ...]) -> None:
-    result = _run(*arguments)
+def test_wrong_arguments_are_told_in_one_line(run: Run, arguments: tuple[str, ...]) -> None:
+    result = run(*arguments)
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert result.stderr.startswith("error: ") and "--help" in result.stderr
 
