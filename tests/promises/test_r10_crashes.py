@@ -123,10 +123,9 @@ def test_requests_of_every_kind_go_on_after_a_kill(
     serve: Services, tmp_path: Path, promise: Promise, kernels: str, request: pytest.FixtureRequest
 ) -> None:
     """A real model in float32: n, echo, log-probabilities, grammars, best_of, scores, streamed and whole, both APIs."""
-    flags = ["--dtype", "float32", "--prompt-tokens-beside", "16"]
     if kernels == "native":
-        library: Path = request.getfixturevalue("native_library")
-        flags += ["--kernels", "native", "--cache-dir", str(library.parent)]
+        request.getfixturevalue("native_library")
+    flags = ("--dtype", "float32", "--prompt-tokens-beside", "16", "--kernels", kernels)
     server = serve(*flags, weights=tiny_weights(tmp_path / "tiny", context=2048))
     same, n = _count_identical(server, _mixed(100), promise.size(1, 20), at_once=2)
     promise.all_of(f"requests of every kind identical through kill -9, {kernels}", same, n)

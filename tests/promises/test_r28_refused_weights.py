@@ -24,7 +24,7 @@ from tests.support.armed_faults import Faults
 from tests.support.model.bad_weights import BAD, KV_BLOCKS, bad_weights, good_weights
 from tests.support.promise_figures import Promise
 from tests.support.reloads import has_reloaded, point, refusals
-from tests.support.servers import Server
+from tests.support.servers import Server, kernels
 from tests.support.services import Services
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -38,7 +38,7 @@ _BODY = {"prompt": "The fox", "max_tokens": 5, "temperature": 0, "stream": False
 def _start(weights: Path) -> tuple[int, str]:
     """The exit code of a start that ends by itself, and what it says last."""
     command = [sys.executable, "-m", "app", "serve", "--weights", str(weights), "--port", "0", *_TM]
-    environment = {**os.environ, **_ONE_THREAD, "INKSTREAM_KERNELS": "torch"}
+    environment = {**os.environ, **_ONE_THREAD, "INKSTREAM_KERNELS": kernels()}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
     return ended.returncode, (ended.stderr or ended.stdout).splitlines()[-1]
 

@@ -367,9 +367,10 @@ def test_every_answer_names_its_weights(server: Server) -> None:
     for method, path, body in requests:
         answer = httpx.request(method, f"{server.url}{path}", json=body, timeout=60)
         assert (answer.status_code, answer.headers["X-Weights-Version"]) == (200, version), path
-    assert whole(server.url, prompt="fox", max_tokens=1)["receipt"]["weights_version"] == version
+    receipt = whole(server.url, prompt="fox", max_tokens=1)["receipt"]
+    assert receipt["weights_version"] == version and receipt["numerics"].endswith("-float32")
     for chunk in chunks(server.url, prompt="fox", max_tokens=2):
-        assert chunk["system_fingerprint"] == f"{version[:16]}-torch-float32"
+        assert chunk["system_fingerprint"] == f"{version[:16]}-{receipt['numerics']}"
 
 
 @async_test

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
+import http.client
 import os
 import re
 import signal
@@ -13,13 +15,12 @@ import termios
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from app.common.operating_system import die_with_parent
+from app.engine.cpu.toolchain.builder import find_or_build
+from app.engine.cpu.toolchain.cpu_target import BuildError, UnsupportedCpu
 from benchmarks.service_process import ServiceProcess, launch
 from tests.support import ROOT
 
@@ -43,7 +44,13 @@ class Server:
 
     def metric(self, name: str, headers: Mapping[str, str] | None = None) -> float:
         """A gauge or counter; labels belong to the name. `headers` are for a service with keys."""
-        text = httpx.get(f"{self.url}/metrics", headers=headers, timeout=60).text
+        address = self.service.address
+        connection = http.client.HTTPConnection(address.host, address.port, timeout=60)
+        try:
+            connection.request("GET", "/metrics", headers=dict(headers or {}))
+            text = connection.getresponse().read().decode()
+        finally:
+            connection.close()
         found = re.search(rf"^inkstream_{re.escape(name)} (\S+)$", text, re.MULTILINE)
         assert found, f"no metric {name}"
         return float(found.group(1))
@@ -58,12 +65,13 @@ class Server:
         return self.wait_for(lambda: all(word in self.told()[since:] for word in words))
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = 60.0) -> bool:
-        """Polls until `condition` is true or the time has expired."""
-        deadline = time.monotonic() + seconds
+        """Polls until `condition` is true or the time has expired. A poll costs CPU time, so pauses grow to 0.1 s."""
+        deadline, pause = time.monotonic() + seconds, 0.02
         while time.monotonic() < deadline:
             if condition():
                 return True
-            time.sleep(0.02)
+            time.sleep(pause)
+            pause = min(0.1, 1.1 * pause)
         return condition()
 
 
@@ -113,14 +121,14 @@ def start_server(
         command = [sys.executable, "-m", "tests.support.fake_service", str(fake_ms)]
     log = folder / f"server-{time.monotonic_ns()}.log"
     variables = {k: v for k, v in os.environ.items() if not k.startswith("INKSTREAM_")} | dict(environment or {})
-    # What computes must not depend on what this machine has built before, and no test pays for a build by the way.
-    variables["INKSTREAM_KERNELS"] = "torch"
+    if "--kernels" not in flags:
+        variables["INKSTREAM_KERNELS"] = kernels()
     variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [variables.get("PYTHONPATH")])])
     service = launch(
         [*wrapper, *command, "serve", "--weights", str(weights), "--port", "0", *flags],
         log,
         environment=variables,
-        prepare=None if terminal is None else partial(hang_on, terminal),
+        prepare=None if terminal is None else functools.partial(hang_on, terminal),
     )
     _STARTED.append(service)
     try:
@@ -132,6 +140,19 @@ def start_server(
         _kill(service)
         print(log.read_text())
         raise
+
+
+@functools.cache
+def kernels() -> str:
+    """INKSTREAM_KERNELS of services: native ones on every machine that can have them, built now if they are not yet.
+
+    What computes does not depend on what was built before. An engine without torch starts in a third of the CPU time.
+    """
+    try:
+        find_or_build()
+    except (UnsupportedCpu, BuildError):
+        return "torch"
+    return "auto"
 
 
 @contextlib.contextmanager
