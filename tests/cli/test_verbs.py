@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -24,16 +23,7 @@ pytestmark = pytest.mark.slow
 _VERBS = ("serve", "complete", "bench", "check", "doctor", "compile", "keys", "completion", "train")
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What a command did."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-Run = Callable[..., Result]
+Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
@@ -41,12 +31,12 @@ def run(capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
     """Runs a command in this process: one of its own would import for up to two seconds first."""
     on_interrupt = signal.getsignal(signal.SIGINT)
 
-    def run(*arguments: str) -> Result:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         try:
             code = main([*arguments])
         except SystemExit as end:
             code = int(end.code or 0)
-        return Result(code, *capsys.readouterr())
+        return subprocess.CompletedProcess(arguments, code, *capsys.readouterr())
 
     yield run
     signal.signal(signal.SIGINT, on_interrupt)

@@ -19,6 +19,7 @@ import httpx
 import pytest
 from tokenizers import Regex, pre_tokenizers
 
+from app.cli import check
 from model.tokenizer.regexes import LINEAR_PATTERNS, attacks
 from tests.support import ROOT
 from tests.support.armed_faults import Faults
@@ -60,18 +61,17 @@ def _started(serve: Services, folder: Path, weights: Path, *protections: str) ->
 
 @pytest.mark.parametrize("pattern", [SLOW, BEYOND_THE_LIMIT])
 def test_check_and_start_refuse_a_catastrophic_pattern(
-    tmp_path: Path, weights: Path, pattern: str, promise: Promise
+    tmp_path: Path, weights: Path, pattern: str, promise: Promise, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = weights_with(pattern, weights, tmp_path / "weights")
+    command = [sys.executable, "-m", "app", "serve", "--weights", str(directory), "--port", "0"]
+    started = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    checked = check.main([str(directory)])
     refused = 0
-    for verb in (["check", str(directory)], ["serve", "--weights", str(directory), "--port", "0"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "app", *verb], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-        )
-        errors = [line for line in done.stderr.splitlines() if "error: " in line]
-        assert len(errors) == 1 and "Traceback" not in done.stderr, done.stderr
-        refused += done.returncode == 2 and "tokenizer.json: the regular expression" in errors[0]
-        assert "registry" not in done.stderr
+    for code, said in ((started.returncode, started.stderr), (checked, capsys.readouterr().err)):
+        errors = [line for line in said.splitlines() if "error: " in line]
+        assert len(errors) == 1 and "Traceback" not in said and "registry" not in said, said
+        refused += code == 2 and "tokenizer.json: the regular expression" in errors[0]
     name = "slow" if pattern == SLOW else "beyond the limit of retries"
     promise.all_of(f"verbs that refuse a catastrophic pattern ({name})", refused, 2)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from functools import cache
-from itertools import count
+from itertools import count, product
 from typing import Any, get_args
 
 import pytest
@@ -18,6 +18,7 @@ from tests.support.engine.parity import expect_parity
 from tests.support.model.tiny_models import round_weights_for, run_all, tiny_config, tiny_decoder, tiny_engine
 
 DTYPES = [torch.float32, torch.bfloat16]
+WAYS = [*product(("torch", "native"), DTYPES), ("int8", torch.bfloat16)]
 SEEDS = range(12)
 SCALINGS = [
     None,
@@ -79,17 +80,7 @@ def _requests(vocab: int, *, greedy: bool = False) -> list[Request]:
     return made
 
 
-@pytest.mark.parametrize(
-    ("way", "dtype"),
-    [
-        ("torch", torch.float32),
-        ("torch", torch.bfloat16),
-        ("native", torch.float32),
-        ("native", torch.bfloat16),
-        ("int8", torch.bfloat16),
-    ],
-    indirect=["way"],
-)
+@pytest.mark.parametrize(("way", "dtype"), WAYS, indirect=["way"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_how_the_work_is_done_changes_no_bit(seed: int, dtype: torch.dtype) -> None:
     decoder = tiny_decoder(_config(seed), seed=seed, dtype=dtype)
