@@ -38,7 +38,7 @@ _BODY = {"prompt": "The fox", "max_tokens": 5, "temperature": 0, "stream": False
 def _start(weights: Path) -> tuple[int, str]:
     """The exit code of a start that ends by itself, and what it says last."""
     command = [sys.executable, "-m", "app", "serve", "--weights", str(weights), "--port", "0", *_TM]
-    environment = {**os.environ, **_ONE_THREAD, "INKSTREAM_KERNELS": kernels()}
+    environment = {**os.environ, **_ONE_THREAD, **kernels()}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
     return ended.returncode, (ended.stderr or ended.stdout).splitlines()[-1]
 

@@ -122,7 +122,7 @@ def start_server(
     log = folder / f"server-{time.monotonic_ns()}.log"
     variables = {k: v for k, v in os.environ.items() if not k.startswith("INKSTREAM_")} | dict(environment or {})
     if "--kernels" not in flags:
-        variables["INKSTREAM_KERNELS"] = kernels()
+        variables |= kernels()
     variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [variables.get("PYTHONPATH")])])
     service = launch(
         [*wrapper, *command, "serve", "--weights", str(weights), "--port", "0", *flags],
@@ -143,16 +143,16 @@ def start_server(
 
 
 @functools.cache
-def kernels() -> str:
-    """INKSTREAM_KERNELS of services: native ones on every machine that can have them, built now if they are not yet.
+def kernels() -> Mapping[str, str]:
+    """Variables of services: native kernels on every machine that can have them, built now if they are not yet.
 
     What computes does not depend on what was built before. An engine without torch starts in a third of the CPU time.
     """
     try:
-        find_or_build()
+        library = find_or_build()
     except (UnsupportedCpu, BuildError):
-        return "torch"
-    return "auto"
+        return {"INKSTREAM_KERNELS": "torch"}
+    return {"INKSTREAM_KERNELS": "auto", "INKSTREAM_CACHE_DIR": str(library.parent)}
 
 
 @contextlib.contextmanager

@@ -46,7 +46,8 @@ def files_of_a_stream() -> set[str]:
         folder = Path(name)
         (folder / "sitecustomize.py").write_text(HOOK)
         variables = {"PYTHONPATH": name, "STREAM_PATH_FOLDER": name, "STREAM_PATH_ROOT": str(ROOT)}
-        with running_server(folder, ROOT / "weights", environment={**variables, "OMP_NUM_THREADS": "1"}) as server:
+        variables["OMP_NUM_THREADS"] = "1"
+        with running_server(folder, ROOT / "weights", "--kernels", "torch", environment=variables) as server:
             for signal, answer in (("forget", "*.forgot"), ("tell", "*.files")):
                 stream(server.url, prompt="Once upon a time", max_tokens=8, seed=7)
                 (folder / signal).touch()
