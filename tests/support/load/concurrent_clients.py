@@ -176,7 +176,7 @@ def _output_of_events(text: str) -> Any:
 
 
 def _output_of_chunks(text: str) -> Any:
-    blocks = [block.removeprefix(": ping\n") for block in text.split("\n\n")]
+    blocks = text.replace(": ping\n", "").split("\n\n")  # several may precede a chunk; in JSON a line's end is escaped
     assert blocks[-2:] == ["data: [DONE]", ""], text[-200:]
     chunks = [json.loads(block.removeprefix("data: ")) for block in blocks[:-2]]
     texts: dict[int, str] = {}
