@@ -256,9 +256,8 @@ class Metrics:
 
     def record_progress(self, session: GenerationSession) -> None:
         """Records inter-token latencies, so that long streams are visible while they run."""
-        if session.inter_token_latencies:
-            self._gaps.add(session.inter_token_latencies)
-            session.inter_token_latencies.clear()
+        self._gaps.add(session.inter_token_latencies)
+        session.inter_token_latencies.clear()
 
     def record_finished(
         self, session: GenerationSession, finish_reason: str, duration: float, exemplar: dict[str, str] | None

@@ -30,7 +30,7 @@ from app.common.event_loop import TimeSlice
 from app.common.fault_injection import fault
 from app.engine_client.engine_pool import EnginePool
 from app.generation.request import Delta, Finished, GenerationRequest, TokenTable
-from app.generation.session import GenerationSession, SessionTimes
+from app.generation.session import SessionTimes
 from app.http import sse
 from app.http.errors import ApiError, from_engine
 from app.http.request_log import record_of
@@ -65,6 +65,7 @@ class RequestHandle:
         if trace:
             trace.hold()
         self.admitted = admitted
+        self.session = admitted.session
         self.service = service
         self._metrics = metrics
         self._outcome: str | None = None
@@ -126,11 +127,6 @@ class RequestHandle:
         """The engine pool on which the request started, even after a hot reload."""
         return self.admitted.instance.engine
 
-    @property
-    def session(self) -> GenerationSession:
-        """The generation session."""
-        return self.admitted.session
-
     def time_slice(self) -> TimeSlice:
         """Time slices for a long response, which alternate with the work of other tenants."""
         account = WorkAccount(self.session.stream.requests[0].cache_namespace, self.admitted.reservation)
@@ -160,13 +156,16 @@ class RequestHandle:
             raise
         session.resume()
 
-    def record_event(self, event: object) -> None:
-        """Records the metrics of an event that is about to be sent."""
-        self._charge_work()
-        if isinstance(event, Delta):
+    def record_progress(self) -> None:
+        """Records the metrics of events that are about to be sent."""
+        if self.session.stream.work_seconds > self._charged_seconds:
+            self._charge_work()
+        if self.session.inter_token_latencies:
             self._metrics.record_progress(self.session)
-        elif isinstance(event, Finished):
-            self._outcome = event.finish_reason
+
+    def record_finished(self, end: Finished) -> None:
+        """Records the end of a choice, which is about to be sent."""
+        self._outcome = end.finish_reason
 
     def record_cancelled(self) -> None:
         """Records that the request was cancelled through the API, even if no connection reads the final event."""
@@ -211,14 +210,14 @@ class RequestHandle:
 
         def collect_events() -> bool:
             """Whether there will be more."""
-            self.session.take_arrivals()
-            while self.session.has_event:
-                event = self.session.next_event()
-                self.record_event(event)
+            self.record_progress()
+            while self.session.events:
+                event = self.session.events.popleft()
                 if isinstance(event, Delta):
                     text_parts[event.index].append(event.text)
                     tokens[event.index].extend(event.tokens)
                 elif isinstance(event, Finished):
+                    self.record_finished(event)
                     finished[event.index] = event
             return not self.session.is_done
 

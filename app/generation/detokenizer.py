@@ -184,10 +184,15 @@ class OutputChoice:
         """Mean log-probability of the sampled tokens, if the engine reported them; best_of ranks by it."""
         return self.logprob_sum / max(1, self.n_tokens)
 
-    def add(self, event: SampledEvent) -> list[Delta]:
+    def add(self, event: SampledEvent) -> Sequence[Delta]:
         """Adds a token; returns the text that it completes, and the finish if it is the last."""
-        if self._is_plain and event.token is not None and event.logprob is None and event.finish is None:
-            return self._add_plain(event.token)
+        token = event.token
+        if self._is_plain and token is not None and event.logprob is None and event.finish is None:  # nearly all tokens
+            self.n_tokens += 1
+            text = self._decoder.feed(self._tokenizer.token_bytes(token))
+            self._decoded += len(text)
+            self._sent += len(text)
+            return (Delta(self.index, text),) if text else ()
         deltas = self._take_echo()
         text = self._matched(self._decode(event))
         deltas += self._delta(text, final=False)
@@ -196,14 +201,6 @@ class OutputChoice:
         elif event.finish:
             deltas += self.finish(str(event.finish), self._stop_reason(event))
         return deltas
-
-    def _add_plain(self, token: int) -> list[Delta]:
-        """Fast path of add() for nearly all tokens."""
-        self.n_tokens += 1
-        text = self._decoder.feed(self._tokenizer.token_bytes(token))
-        self._decoded += len(text)
-        self._sent += len(text)
-        return [Delta(self.index, text)] if text else []
 
     def finish(self, finish_reason: str, stop_reason: str | int | None = None) -> list[Delta]:
         """Finishes the choice now; returns the text that was held back."""
@@ -233,7 +230,7 @@ class OutputChoice:
         return event.token if is_client_stop and event.token in self._request.stop_ids else None
 
     def _decode(self, event: SampledEvent) -> str:
-        fault("text.decode", self._request)  # not in _add_plain(), where it would slow down nearly all tokens
+        fault("text.decode", self._request)  # not for plain tokens, which it would slow down
         if event.token is None:
             return ""
         self.n_tokens += 1

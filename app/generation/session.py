@@ -18,8 +18,8 @@ from msgspec.structs import replace
 from app.common.errors import DeadlineExceeded, EngineError, InvalidRequest, QueueTimeout
 from app.common.event_loop import LazyTimer
 from app.common.ipc import Ready
-from app.common.types import Request, RequestStarted, SampledEvent, SamplingParams
-from app.engine_client.token_stream import Arrival, Cancelled, TokenStream
+from app.common.types import PromptScores, Request, RequestStarted, SampledEvent, SamplingParams
+from app.engine_client.token_stream import Arrival, Cancelled, Item, TokenStream
 from app.generation.detokenizer import OutputChoice, PromptEcho, TextRules
 from app.generation.prompt_encoder import EncodedPrompt
 from app.generation.request import CompletionEvent, GenerationRequest, Heartbeat, Queued, Started
@@ -60,7 +60,7 @@ class SessionTimes:
 
 
 class GenerationSession:
-    """Owns a token stream; the consumer of wait_event() and next_event() must always call close()."""
+    """Owns a token stream; the consumer of wait_event() and `events` must always call close()."""
 
     def __init__(
         self, stream: TokenStream, choices: Sequence[OutputChoice], timeouts: Timeouts, times: SessionTimes
@@ -78,9 +78,11 @@ class GenerationSession:
         """Paused seconds since the last token, not yet added to `times.paused_seconds`."""
         self._started: set[int] = set()
         self._last_tokens: dict[int, float] = {}
-        self._events: deque[CompletionEvent] = deque()
+        self.events: deque[CompletionEvent] = deque()
+        """Events that the consumer has not taken yet, in order."""
         self._failure: Exception | None = None
-        self._last_event_at = self._queued_at = time.monotonic()
+        self.last_event_at = self._queued_at = time.monotonic()
+        """When the latest event was made, in monotonic seconds."""
         self._timer = LazyTimer(stream.wake)
         if stream.queue_position:
             self._emit(Queued(stream.queue_position))
@@ -98,7 +100,7 @@ class GenerationSession:
     @property
     def is_done(self) -> bool:
         """Whether every choice has ended and all events were taken."""
-        return not self._events and self._failure is None and all(choice.ended for choice in self.choices)
+        return not self.events and self._failure is None and all(choice.ended for choice in self.choices)
 
     def close(self) -> None:
         """Releases the engine's resources of this request; idempotent."""
@@ -137,45 +139,31 @@ class GenerationSession:
     async def wait_event(self, consume: Callable[[], bool] | None = None) -> bool:
         """Waits for an engine event or a timeout; False if that yields no completion event.
 
-        consume: called instead of waking the caller when something has arrived. It may take_arrivals() and handle
-            the events; it returns whether to wait for more. What it raises is raised here.
+        consume: called instead of waking the caller when something has arrived. It may handle the events; it returns
+            whether to wait for more. What it raises is raised here.
 
         Raises EngineError if the request cannot continue.
         """
-        if not self._events:
+        if not self.events:
             if self._failure:
                 raise self._failure
-            self._timer.set(min(self._last_event_at + self._longest_silence, self._limit()))
-            for arrival in await self.stream.receive(consume and partial(self._run, consume)):
-                self._on_arrival(arrival)
+            self._timer.set(min(self.last_event_at + self._longest_silence, self._limit()))
+            self._on_arrivals(await self.stream.receive(consume and partial(self._run, consume)))
             self._check_timeouts(time.monotonic())
-        return bool(self._events)
-
-    def take_arrivals(self) -> None:
-        """Makes events of what has arrived, without waiting."""
-        for arrival in self.stream.take():
-            self._on_arrival(arrival)
+        return bool(self.events)
 
     def _run(self, consume: Callable[[], bool]) -> bool:
         try:
+            self._on_arrivals(self.stream.take())
             return consume() and not self._failure
         except Exception as error:  # concerns this request, not the engine whose report is being delivered
             self._failure = error
             return False
 
-    @property
-    def has_event(self) -> bool:
-        """Whether next_event() has an event to return."""
-        return bool(self._events)
-
-    def next_event(self) -> CompletionEvent:
-        """The next completion event, in order; only call it if `has_event`."""
-        return self._events.popleft()
-
     def _emit(self, *events: CompletionEvent) -> None:
         if events:
-            self._events.extend(events)
-            self._last_event_at = time.monotonic()
+            self.events.extend(events)
+            self.last_event_at = time.monotonic()
 
     @property
     def _longest_silence(self) -> float:
@@ -185,7 +173,7 @@ class GenerationSession:
         if now >= self._limit() and not self._failure:
             self._on_timeout(now)
         # Measured from the last completion event: tokens without text must not postpone the heartbeat.
-        elif not self._events and now - self._last_event_at >= self._longest_silence:
+        elif not self.events and now - self.last_event_at >= self._longest_silence:
             waiting = self.stream.queue_position
             self._emit(Heartbeat() if waiting is None else Queued(waiting))
 
@@ -216,23 +204,38 @@ class GenerationSession:
                 assert choice.ended
                 self._emit(choice.ended)
 
-    def _on_arrival(self, arrival: Arrival) -> None:
-        choice, item = self.choices[arrival.choice], arrival.item
-        if isinstance(item, SampledEvent):  # first, since nearly all events are
-            if not choice.ended:
+    def _on_arrivals(self, arrivals: Sequence[Arrival]) -> None:
+        for arrival in arrivals:
+            choice, item = self.choices[arrival.choice], arrival.item
+            if not isinstance(item, SampledEvent):
+                self._on_item(arrival, choice, item)
+            elif not choice.ended:
                 self._on_token(arrival, choice, item)
-        elif isinstance(item, Cancelled):
+
+    def _on_item(self, arrival: Arrival, choice: OutputChoice, item: Item) -> None:
+        """Handles what is no token."""
+        if isinstance(item, Cancelled):
             self._end_all("cancelled")
         elif isinstance(item, EngineError):
             self._fail(item)
         elif isinstance(item, RequestStarted):
             self._record_start(arrival, item)
-        elif choice.echo:  # prompt scores, shared by all choices of the prompt; None once the choice has ended
+        elif isinstance(item, PromptScores) and choice.echo:  # shared by all choices of the prompt; None once ended
             choice.echo.add(item)
 
     def _on_token(self, arrival: Arrival, choice: OutputChoice, event: SampledEvent) -> None:
-        self._record_token(arrival, event)
-        self._emit(*choice.add(event))
+        times, at = self.times, arrival.at
+        times.first_token = times.first_token or at
+        if event.token is not None:
+            if (previous := self._last_tokens.get(arrival.choice)) is not None:
+                self.inter_token_latencies.append(at - previous)
+            self._last_tokens[arrival.choice] = at
+            if self._paused_seconds:
+                times.paused_seconds, self._paused_seconds = times.paused_seconds + self._paused_seconds, 0.0
+            times.last_token = at
+        if deltas := choice.add(event):
+            self.events.extend(deltas)
+            self.last_event_at = time.monotonic()
         if choice.ended:
             self._emit(choice.ended)
             if not event.finish:
@@ -248,18 +251,6 @@ class GenerationSession:
         if self.times.started is None:
             self.times.started = arrival.at
             self._emit(Started())
-
-    def _record_token(self, arrival: Arrival, event: SampledEvent) -> None:
-        times, at = self.times, arrival.at
-        times.first_token = times.first_token or at
-        if event.token is None:
-            return
-        if (previous := self._last_tokens.get(arrival.choice)) is not None:
-            self.inter_token_latencies.append(at - previous)
-        self._last_tokens[arrival.choice] = at
-        if self._paused_seconds:
-            times.paused_seconds, self._paused_seconds = times.paused_seconds + self._paused_seconds, 0.0
-        times.last_token = at
 
     def _leader_indices(self) -> list[int]:
         return [index for index, request in enumerate(self.stream.requests) if request.leader is None]

@@ -93,8 +93,9 @@ class BodyWriter:
     def is_ready(self) -> bool:
         """Whether the response has begun and the client has taken, or the system has buffered, all of it so far."""
         cycle = self._cycle
-        is_open = cycle.chunked_encoding and not (cycle.response_complete or cycle.disconnected)
-        return bool(is_open and not cycle.flow.write_paused and not cycle.transport.is_closing())
+        if not cycle.chunked_encoding or cycle.response_complete or cycle.disconnected or cycle.flow.write_paused:
+            return False
+        return not cycle.transport.is_closing()
 
     def write(self, body: bytes) -> None:
         """Writes a part, which must not be empty; only if `is_ready`."""

@@ -416,7 +416,7 @@ class Service:
         try:
             while not admitted.session.is_done:
                 if await admitted.session.wait_event():
-                    admitted.session.next_event()
+                    admitted.session.events.popleft()
         finally:
             admitted.session.close()
             admitted.reservation.end(0)

@@ -12,6 +12,7 @@ from app.common.errors import EngineFailed, NotReady
 from app.common.types import PromptScores, Request, SampledEvent, StepReport
 from app.engine_client.supervisor import EngineStopped
 from app.engine_client.token_stream import MAX_BUFFERED, Arrival, Cancelled, TokenStream
+from app.generation.request import Started
 from app.generation.session import GenerationSession, SessionTimes, Timeouts
 from tests.support.async_test import async_test
 from tests.support.engine_pool import PoolHarness, Top, alone, tokens_of
@@ -40,6 +41,16 @@ class _Harness(PoolHarness):
     def n_submitted(self) -> int:
         self.run()
         return len(self.engine.seen)
+
+
+class _Silent:
+    """Stands for an OutputChoice that shows nothing."""
+
+    ended = echo = None
+    n_tokens = 1
+
+    def add(self, _event: SampledEvent) -> list[Any]:
+        return []
 
 
 @pytest.mark.parametrize(("n", "top"), [(1, ()), (3, ()), (16, TOP)])
@@ -173,19 +184,10 @@ async def test_unread_prompt_scores_resume_where_they_stopped() -> None:
 
 @async_test
 async def test_the_time_a_reader_took_is_no_gap_between_tokens_and_no_turn_to_wait_for() -> None:
-    class Silent:
-        """Stands for an OutputChoice that shows nothing."""
-
-        ended = echo = None
-        n_tokens = 1
-
-        def add(self, _event: SampledEvent) -> list[Any]:
-            return []
-
     harness = _Harness()
     stream = harness.suspended()
     timeouts = Timeouts(deadline=1000, queue=0.0, heartbeat=1000)
-    session = GenerationSession(stream, [Silent()], timeouts, SessionTimes())  # type: ignore[list-item]
+    session = GenerationSession(stream, [_Silent()], timeouts, SessionTimes())  # type: ignore[list-item]
     await session.wait_event()
     harness.step()
     await session.wait_event()
@@ -214,18 +216,18 @@ async def test_a_consumer_takes_what_arrives_while_the_reader_sleeps_on() -> Non
 async def test_what_a_consumer_raises_concerns_its_own_request() -> None:
     harness = _Harness()
     broken, other = (
-        GenerationSession(stream, [], Timeouts(60.0, 60.0, 60.0), SessionTimes())
+        GenerationSession(stream, [_Silent()], Timeouts(60.0, 60.0, 60.0), SessionTimes())  # type: ignore[list-item]
         for stream in (harness.submit_long(1, 5), harness.submit_long(1, 5))
     )
 
     def fail() -> bool:
-        broken.stream.take()
         raise ArithmeticError("no text")
 
     reader = asyncio.create_task(broken.wait_event(fail))
     await asyncio.sleep(0)
     harness.run()
     assert tokens_of(await harness.read(other.stream)) == alone(other.stream)
-    assert not await reader
+    assert await reader
+    assert broken.events.popleft() == Started(), "events that came before are handled first"
     with pytest.raises(ArithmeticError):
         await broken.wait_event()

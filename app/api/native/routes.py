@@ -6,7 +6,7 @@ A stream outlives its connection: each connection subscribes to a ResumableStrea
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,11 +16,11 @@ from starlette.responses import Response
 
 from app.api import schemas
 from app.api.dependencies import MetricsDep, ResumeStoreDep, ServiceDep, TenantDep, body_schema, read_body
+from app.api.event_frames import EventFrames
 from app.api.openapi import declared
 from app.api.request_handle import RequestHandle
 from app.api.resume_store import ResumeStore, StoredStream, Subscription
 from app.api.schemas import CompletionFields, Prompts, TokenIds, documented_defaults
-from app.common.event_loop import TimeSlice
 from app.common.types import MODEL_DEFAULT_FIELDS
 from app.generation.request import CompletionEvent, Delta, Finished, GenerationRequest, Heartbeat, Queued, Started
 from app.http import sse
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _WEIGHTS_CLOSED = "the weights of this stream are no longer served: send the request again"
 
 
-class ResumableStream(StoredStream):
+class ResumableStream(StoredStream, EventFrames):
     """A completion whose client may reconnect."""
 
     def __init__(
@@ -49,7 +49,8 @@ class ResumableStream(StoredStream):
     ) -> None:
         super().__init__(resume_store, name=handle.name, owner=owner, replay_bytes=replay_bytes)
         self.headers = handle.headers
-        self._handle = handle
+        self.handle = handle
+        self._id_prefix = f"{handle.name}:"
         self._extra = extra
         self._receipt = schemas.Receipt.of(handle.admitted)
         self._finished: dict[int, Finished] = {}
@@ -57,134 +58,105 @@ class ResumableStream(StoredStream):
 
     def attach(self) -> Subscription:
         """Subscribes a connection. Raises Unavailable or ApiError if the completion cannot be resumed."""
-        if self._is_suspended and self._handle.session.stream.is_open:
-            if self._handle.admitted.instance.is_closed:
+        if self._is_suspended and self.handle.session.stream.is_open:
+            if self.handle.admitted.instance.is_closed:
                 raise ApiError(404, _WEIGHTS_CLOSED, code="events_gone")
-            self._handle.service.require_open()  # the engine may be restarting: the stream waits for it
-            self._handle.resume()
+            self.handle.service.require_open()  # the engine may be restarting: the stream waits for it
+            self.handle.resume()
         self._is_suspended = False
         subscription = super().attach()
-        self._handle.session.stream.wake()
+        self.handle.session.stream.wake()
         return subscription
 
     def _suspend(self) -> None:
         """Suspends the completion at once."""
         if self.is_finished:
-            self._handle.close()
+            self.handle.close()
         else:
-            self._is_suspended = self._handle.session.stream.is_open
-            self._handle.suspend()
+            self._is_suspended = self.handle.session.stream.is_open
+            self.handle.suspend()
 
     def cancel(self) -> bool:
         """Cancels the completion and notifies its reader; False if it had already finished."""
-        was_running = self._handle.session.stream.is_open
-        self._handle.session.stream.cancel()
+        was_running = self.handle.session.stream.is_open
+        self.handle.session.stream.cancel()
         if was_running:
-            self._handle.record_cancelled()
+            self.handle.record_cancelled()
         return was_running
 
     @property
     def trace(self) -> RequestTrace | None:
         """The trace of the request that began this stream."""
-        return self._handle.trace
+        return self.handle.trace
 
     def log_fields(self) -> dict[str, Any]:
         """Fields for the log line of a request that resumes this stream."""
-        return {**self._handle.log_fields(), "stream": self.name}
+        return {**self.handle.log_fields(), "stream": self.name}
 
     def close(self) -> None:
         """Releases the completion; the stream can no longer be resumed."""
-        self._handle.close()
+        self.handle.close()
 
     async def frames(
         self, subscription: Subscription, number: int = 0, writer: sse.BodyWriter | None = None
     ) -> AsyncIterator[bytes]:
         """The event stream from frame `number` on; ends with exactly one `done` or `error`."""
-        consume = partial(self._write_events, subscription, writer) if writer else None
-        if subscription is self._subscription and number < self._replay_buffer.next_number:
+
+        def is_current() -> bool:
+            return subscription is self._subscription
+
+        if is_current() and number < self.next_number:
             yield self._replay_buffer.since(number)
-        while subscription is self._subscription and not self.is_finished:
-            if frames := await self._next(subscription, consume):
+        while is_current() and not self.is_finished:
+            if frames := await self.next_frames(writer, is_current):
                 yield frames
 
-    async def _next(self, subscription: Subscription, consume: Callable[[], bool] | None) -> bytes:
-        session = self._handle.session
-        try:
-            if not session.is_done and not await session.wait_event(consume):
-                return b""
-        except Exception as error:
-            return self._fail(error)
-        return self._encode_events(subscription)
-
-    def _write_events(self, subscription: Subscription, writer: sse.BodyWriter) -> bool:
-        """Writes what has arrived; False if there is more to do, or the client does not read so fast."""
-        session = self._handle.session
-        if subscription is not self._subscription or not writer.is_ready:
-            return False
-        session.take_arrivals()
-        if frames := self._encode_events(subscription):
-            writer.write(frames)
-        return not (session.has_event or self.is_finished)
-
-    def _encode_events(self, subscription: Subscription) -> bytes:
-        """Encodes all pending events, up to a time slice; empty if there are none."""
-        session, frames, time_slice = self._handle.session, list[bytes](), TimeSlice()
-        try:
-            while subscription is self._subscription and session.has_event and not (frames and time_slice.is_due):
-                event = session.next_event()
-                self._handle.record_event(event)
-                frames.append(self._encode(event))
-        except Exception as error:
-            frames.append(self._fail(error))
-        return b"".join(frames)
-
-    def _fail(self, error: Exception) -> bytes:
-        self.is_finished = True
-        return self._append("error", self._handle.on_error(error).body(self.name))
-
-    def _encode(self, event: CompletionEvent) -> bytes:
+    def encode(self, event: CompletionEvent) -> bytes:
+        """The frame of an event, also for the replay buffer."""
+        if isinstance(event, Delta) and not event.tokens:  # first, since nearly all events are
+            buffer = self._replay_buffer
+            return buffer.append(sse.text_event(event.index, event.text, f"{self._id_prefix}{buffer.next_number}"))
         match event:
             case Delta(index, text, details):
-                if not details:
-                    return self._replay_buffer.append(sse.text_event(index, text, self._next_id))
-                tokenizer = self._handle.admitted.tokenizer
+                tokenizer = self.handle.admitted.tokenizer
                 tokens = [schemas.token(tokenizer, detail) for detail in details]
                 return self._append("token", schemas.TokenEvent(index, text, tokens))
             case Queued(position):
-                eta_ms = round(self._handle.engine.queue.eta_seconds(position, time.monotonic()) * 1e3)
+                eta_ms = round(self.handle.engine.queue.eta_seconds(position, time.monotonic()) * 1e3)
                 return self._append("queue", schemas.QueueEvent(position, eta_ms))
             case Started():
                 return self._append("start", self._start())
             case Finished(index):
                 self._finished[index] = event
-                if self._handle.session.is_done:
-                    self.is_finished = True
-                    return self._append("done", self._done())
             case Heartbeat():
                 return sse.PING
         return b""
 
-    @property
-    def _next_id(self) -> str:
-        return f"{self.name}:{self._replay_buffer.next_number}"
+    def encode_end(self) -> bytes:
+        """The event `done`."""
+        return self._append("done", self._done())
+
+    def encode_error(self, body: dict[str, Any]) -> bytes:
+        """The event `error`."""
+        return self._append("error", body)
 
     def _append(self, name: str, data: ResponseModel | dict[str, Any]) -> bytes:
-        return self._replay_buffer.append(sse.event(name, data, self._next_id))
+        return self._replay_buffer.append(sse.event(name, data, f"{self._id_prefix}{self.next_number}"))
 
     def _start(self) -> schemas.StartEvent:
         return schemas.StartEvent(
             id=self.name,
-            model=self._handle.admitted.instance.model_name,
+            model=self.handle.admitted.instance.model_name,
             weights_version=self._receipt.weights_version,
             seed=self._receipt.seed,
-            prompt_tokens=self._handle.session.prompt_tokens,
-            cached_tokens=self._handle.session.cached_tokens,
+            prompt_tokens=self.handle.session.prompt_tokens,
+            cached_tokens=self.handle.session.cached_tokens,
             settings=self._receipt.settings,
             **self._extra,
         )
 
     def _done(self) -> schemas.DoneEvent:
-        session = self._handle.session
+        session = self.handle.session
         choices = [
             schemas.ChoiceEnd(i, end.finish_reason, end.stop_reason) for i, end in sorted(self._finished.items())
         ]
