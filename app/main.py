@@ -91,7 +91,7 @@ def create_app(settings: Settings, engine: Callable[[Settings], EnginePool] | No
         async def open_instance() -> ModelInstance:
             return await _open_instance(settings, engine or make_engine_pool)
 
-        app.state.tokenizer_pool = tokenizer_pool = TokenizerPool()
+        tokenizer_pool = TokenizerPool()
         instance = await open_instance()
         app.state.service = service = Service(settings, instance, tokenizer_pool)
         app.state.metrics = metrics = Metrics(lambda: service.engines, connections)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from app.api.dependencies import MetricsDep, ServiceDep, check_model
+from app.api.dependencies import RequestRoute, check_model, metrics_of, service_of
 from app.api.metrics import CONTENT_TYPE
 from app.api.openapi import declared
 from app.api.schemas import ContextLength, VocabularySize, WeightsRevision, WeightsVersion
@@ -62,7 +62,7 @@ _NOT_READY: dict[int | str, dict[str, Any]] = {
     503: {"model": Health, "description": "Loading, failing or shutting down."}
 }
 _METRICS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
-router = APIRouter(tags=["operations"])
+router = APIRouter(route_class=RequestRoute, tags=["operations"])
 
 
 @router.head("/health/live", include_in_schema=False)
@@ -80,8 +80,9 @@ async def live() -> Response:
 @router.get("/health/ready", response_model=Health, responses=_NOT_READY)
 @public
 @routine
-async def ready(service: ServiceDep) -> Response:
+async def ready(request: Request) -> Response:
     """200 when the service accepts completions; 503 during startup, while draining, and while all requests fail."""
+    service = service_of(request)
     try:
         service.require_ready()
     except NotReady as error:
@@ -93,9 +94,9 @@ async def ready(service: ServiceDep) -> Response:
 
 @router.get("/metrics", response_class=Response, responses={**_METRICS, **declared(401)})
 @routine
-async def metrics(request: Request, metrics: MetricsDep) -> Response:
+async def metrics(request: Request) -> Response:
     """Prometheus text, or OpenMetrics if the Accept header asks for it."""
-    page, content_type = metrics.page(request.headers.get("accept", ""))
+    page, content_type = metrics_of(request).page(request.headers.get("accept", ""))
     return Response(page, headers={"Content-Type": content_type, "Vary": "Accept"})
 
 
@@ -107,20 +108,20 @@ async def metrics_head() -> Response:
 
 
 @router.get("/v1/models", response_model=ModelList, responses=declared(401, 503))
-async def models(service: ServiceDep) -> Response:
+async def models(request: Request) -> Response:
     """The served model."""
-    return json_response(ModelList("list", [_model(service)]))
+    return json_response(ModelList("list", [_model(service_of(request))]))
 
 
 @router.get("/v1/models/{model_id:path}", response_model=Model, responses=declared(401, 404, 503))
-async def model(model_id: str, service: ServiceDep) -> Response:
+async def model(request: Request, model_id: str) -> Response:
     """Information about one model."""
     if not model_id:
         raise ApiError(
             404, "the model name is missing: GET /v1/models returns it", param="model", code="model_not_found"
         )
-    check_model(model_id, service)
-    return json_response(_model(service))
+    check_model(model_id, service_of(request))
+    return json_response(_model(service_of(request)))
 
 
 def _model(service: Service) -> Model:

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request
 from starlette.responses import Response
 
-from app.access.rate_limiter import Tenant
 from app.access.tenant_queue import WorkAccount
-from app.api.dependencies import version_header
+from app.api.dependencies import metrics_of, service_of, version_header
 from app.api.metrics import Metrics
 from app.api.schemas import Timings
 from app.common.errors import (
@@ -32,6 +31,7 @@ from app.engine_client.engine_pool import EnginePool
 from app.generation.request import Delta, Finished, GenerationRequest, TokenTable
 from app.generation.session import SessionTimes
 from app.http import sse
+from app.http.auth import tenant_of
 from app.http.errors import ApiError, from_engine
 from app.http.request_log import record_of
 from app.http.response_model import JsonStream, ResponseModel
@@ -79,9 +79,6 @@ class RequestHandle:
         cls,
         request: Request,
         generation_request: GenerationRequest,
-        service: Service,
-        metrics: Metrics,
-        tenant: Tenant,
         *,
         heartbeat: float = 10.0,
         instance: ModelInstance | None = None,
@@ -91,17 +88,14 @@ class RequestHandle:
         `instance` is the model instance whose chat template rendered the prompt, if any.
         """
         record, times = record_of(request), SessionTimes()
+        service, metrics = service_of(request), metrics_of(request)
         name, trace = record.request_id, record.trace
         if trace:
             trace.start()
-
-        async def discard(admitted: Admitted) -> None:
-            cls(name, admitted, service, metrics, trace).close()
-
         try:
             # Validating a grammar or tokenizing a long text may take a while: stop if the client disconnects.
-            work = service.begin(name, generation_request, tenant, heartbeat, instance, times)
-            admitted = await sse.until_disconnect(work, request.receive, discard=discard)
+            work = service.begin(name, generation_request, tenant_of(request), heartbeat, instance, times)
+            admitted = await sse.until_disconnect(work, request.receive)
         except Exception as error:
             if isinstance(error, EngineError):
                 metrics.record_rejected(_rejection_reason(error))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict, deque
+from collections import deque
 from itertools import islice
 
 _MAX_DETACHED = 256
@@ -98,7 +98,9 @@ class ResumeStore:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._streams: dict[str, StoredStream] = {}
-        self._detached: OrderedDict[str, asyncio.TimerHandle] = OrderedDict()
+        self._detached: dict[str, asyncio.TimerHandle] = {}
+        self._detached_by_owner: dict[str, dict[str, None]] = {}
+        """The names in `_detached`, by owner, in the order of their disconnects; the values are unused."""
 
     def put(self, stream: StoredStream) -> None:
         """Adds a new stream."""
@@ -115,17 +117,20 @@ class ResumeStore:
             self._remove(stream.name)
             return
         self._detached[stream.name] = asyncio.get_running_loop().call_later(self.seconds, self._remove, stream.name)
+        self._detached_by_owner.setdefault(stream.owner, {})[stream.name] = None
         if len(self._detached) > _MAX_DETACHED:
-            owners = Counter(self._streams[name].owner for name in self._detached)
-            ((heaviest, _),) = owners.most_common(1)
-            names = [name for name in self._detached if self._streams[name].owner == heaviest]
+            names = max(self._detached_by_owner.values(), key=len)
             # A client that got the whole stream is least likely to reconnect.
-            self._remove(next((name for name in names if self._streams[name].is_finished), names[0]))
+            self._remove(next((name for name in names if self._streams[name].is_finished), next(iter(names))))
 
     def mark_attached(self, stream: StoredStream) -> None:
         """Cancels the timeout, because the client has reconnected."""
         if timer := self._detached.pop(stream.name, None):
             timer.cancel()
+            names = self._detached_by_owner[stream.owner]
+            del names[stream.name]
+            if not names:
+                del self._detached_by_owner[stream.owner]
 
     def clear(self) -> None:
         """Closes all streams."""
@@ -133,7 +138,6 @@ class ResumeStore:
             self._remove(name)
 
     def _remove(self, name: str) -> None:
-        if timer := self._detached.pop(name, None):
-            timer.cancel()
         if stream := self._streams.pop(name, None):
+            self.mark_attached(stream)
             stream.close()

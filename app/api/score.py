@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from app.api.dependencies import MetricsDep, ServiceDep, TenantDep, body_schema, read_body
+from app.api.dependencies import RequestRoute, body_schema, read_body
 from app.api.openapi import declared
 from app.api.request_handle import CollectedOutput, RequestHandle
 from app.api.schemas import (
@@ -28,7 +28,7 @@ from app.api.schemas import (
 from app.generation.request import GenerationRequest, prompt_list
 from app.http.response_model import LazyArray, ResponseModel
 
-router = APIRouter(responses=declared(400, 401, 413, 415, 429, 500, 503, 504))
+router = APIRouter(route_class=RequestRoute, responses=declared(400, 401, 413, 415, 429, 500, 503, 504))
 
 
 class ScoreRequest(BaseModel):
@@ -75,9 +75,9 @@ _EXAMPLES = {
 
 
 @router.post("/score", response_model=ScoreResponse, openapi_extra=body_schema(ScoreRequest, _EXAMPLES))
-async def score(request: Request, service: ServiceDep, metrics: MetricsDep, tenant: TenantDep) -> Response:
+async def score(request: Request) -> Response:
     """Log-probabilities of the tokens of given texts, from the model's raw logits."""
-    body = await read_body(request, ScoreRequest, service.settings.max_body_bytes)
+    body = await read_body(request, ScoreRequest)
     prompts, is_batch = prompt_list(body.prompt)
     generation_request = GenerationRequest(
         prompts=prompts,
@@ -87,7 +87,7 @@ async def score(request: Request, service: ServiceDep, metrics: MetricsDep, tena
         logprobs=body.logprobs or 0,
         deadline_ms=body.deadline_ms,
     )
-    handle = await RequestHandle.begin(request, generation_request, service, metrics, tenant)
+    handle = await RequestHandle.begin(request, generation_request)
     return await handle.respond(_response(handle, body), request)
 
 

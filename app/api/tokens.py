@@ -15,11 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from app.api.dependencies import (
-    ServiceDep,
-    TenantDep,
-    TokenizerPoolDep,
+    RequestRoute,
     body_schema,
     read_body,
+    service_of,
     version_header,
     while_connected,
 )
@@ -27,6 +26,7 @@ from app.api.openapi import declared
 from app.api.schemas import ContextLength, ModelName, TokenIds, VocabularySize, documented_defaults
 from app.common.errors import InvalidRequest
 from app.common.event_loop import TimeSlice
+from app.http.auth import tenant_of
 from app.http.response_model import JsonStream, LazyArray, LazyString, ResponseModel, json_response
 from model.tokenizer.tokenizer import Tokenizer
 
@@ -113,7 +113,7 @@ class TokenizerInfo(ResponseModel):
 
 _BATCH = 128
 _T = TypeVar("_T")
-router = APIRouter(tags=["tokens"])
+router = APIRouter(route_class=RequestRoute, tags=["tokens"])
 
 
 @router.post(
@@ -122,20 +122,18 @@ router = APIRouter(tags=["tokens"])
     openapi_extra=body_schema(TokenizeRequest, {"Text": {"prompt": "Once upon a time"}}),
     responses=declared(400, 401, 413, 415, 429, 503),
 )
-async def tokenize(
-    request: Request, service: ServiceDep, tokenizer_pool: TokenizerPoolDep, tenant: TenantDep
-) -> Response:
+async def tokenize(request: Request) -> Response:
     """Convert text to token ids, with the text, bytes and offsets of each token."""
-    body = await read_body(request, TokenizeRequest, service.settings.max_body_bytes)
+    service, body = service_of(request), await read_body(request, TokenizeRequest)
     ready, tokenizer = service.require_ready()
     encoder = service.instance.text_encoder()
     prompt, special = body.prompt, body.add_special_tokens is not False
 
     with ExitStack() as stack:
-        account = stack.enter_context(service.admission.count_request(tenant))
+        account = stack.enter_context(service.admission.count_request(tenant_of(request)))
         slices = encoder.span_slices(prompt, add_special_tokens=special)
         length = encoder.pool_length(len(prompt))
-        spans = await while_connected(request, tokenizer_pool.run_slices(length, slices, account))
+        spans = await while_connected(request, service.tokenizer_pool.run_slices(length, slices, account))
         content = TokenizeResponse(
             count=len(spans),
             max_model_len=ready.context,
@@ -152,9 +150,9 @@ async def tokenize(
     openapi_extra=body_schema(DetokenizeRequest, {"Token ids": {"tokens": [1, 2, 3]}}),
     responses=declared(400, 401, 413, 415, 429, 503),
 )
-async def detokenize(request: Request, service: ServiceDep, tenant: TenantDep) -> Response:
+async def detokenize(request: Request) -> Response:
     """Convert token ids to text; special tokens appear as their names."""
-    body = await read_body(request, DetokenizeRequest, service.settings.max_body_bytes)
+    service, body = service_of(request), await read_body(request, DetokenizeRequest)
     ready, tokenizer = service.require_ready()
     largest = max(body.tokens, default=0)
     if largest >= ready.vocab_size:
@@ -163,7 +161,7 @@ async def detokenize(request: Request, service: ServiceDep, tenant: TenantDep) -
         )
     ids = array("H" if largest < 1 << 16 else "I", body.tokens)
     with ExitStack() as stack:
-        account = stack.enter_context(service.admission.count_request(tenant))
+        account = stack.enter_context(service.admission.count_request(tenant_of(request)))
         content = DetokenizeResponse(
             prompt=LazyString(lambda: _decoded_parts(tokenizer, ids)),
             pieces=LazyArray(lambda: _batches(Piece(*_fields(tokenizer, token)) for token in ids)),
@@ -173,8 +171,9 @@ async def detokenize(request: Request, service: ServiceDep, tenant: TenantDep) -
 
 
 @router.get("/tokenizer_info", response_model=TokenizerInfo, responses=declared(401, 503))
-async def tokenizer_info(service: ServiceDep) -> Response:
+async def tokenizer_info(request: Request) -> Response:
     """Special tokens, chat template, and what else a client needs to build prompts itself."""
+    service = service_of(request)
     ready, tokenizer = service.require_ready()
     bos, ends = tokenizer.start_id(ready.start_id), tokenizer.end_ids(ready.eos_ids)
     eos = ends[0] if ends else None

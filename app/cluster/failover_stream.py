@@ -61,11 +61,6 @@ class EventStream(sse.EventStreamResponse):
         finally:
             await self._release()
 
-    async def discard(self) -> None:
-        """Closes the response without sending it."""
-        self._close()
-        await self._release()
-
     async def _release(self) -> None:
         await self._generator.aclose()
         if self._response:
@@ -95,12 +90,6 @@ async def heartbeats(send: Send, seconds: float) -> AsyncGenerator[Send, None]:
     finally:
         beating.cancel()
         await asyncio.gather(beating, return_exceptions=True)
-
-
-async def discard_response(response: Response) -> None:
-    """Closes a response that will not be sent."""
-    if isinstance(response, EventStream):
-        await response.discard()
 
 
 def best_response(responses: list[FullResponse]) -> Response:

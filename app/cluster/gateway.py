@@ -36,7 +36,6 @@ from app.cluster.failover_stream import (
     EventStream,
     FailoverStream,
     best_response,
-    discard_response,
     openai_frames,
     response_headers,
     unchanged_response,
@@ -168,7 +167,7 @@ class Gateway:
         request_id = AccessRecord.get_or_create(scope).request_id
         try:
             call = await self._read(Request(scope, receive), request_id)
-            response = await sse.until_disconnect(self._route(call), receive, discard=discard_response)
+            response = await sse.until_disconnect(self._route(call), receive)
         except ApiError as error:
             headers = {**error.headers, "X-Request-Id": request_id}
             response = JSONResponse(error.body(request_id), error.status, headers)

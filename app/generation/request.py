@@ -27,7 +27,7 @@ class TokenDetail:
     """Start of its text in the whole text, in characters."""
 
 
-class Delta(Struct, frozen=True):
+class Delta(Struct, frozen=True, gc=False):
     """New text, with the tokens that it completes (empty unless log-probabilities were requested).
 
     A msgspec struct, which is created five times as fast as a dataclass: there are thousands per second.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from msgspec import to_builtins
@@ -133,34 +133,37 @@ class EventStreamResponse(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def until_disconnect(
-    work: Coroutine[Any, Any, _T], receive: Receive, *, discard: Callable[[_T], Awaitable[None]] | None = None
-) -> _T | None:
-    """Runs `work`; if the client disconnects first, cancels it and returns None.
+async def until_disconnect(work: Coroutine[Any, Any, _T], receive: Receive) -> _T | None:
+    """Runs `work` in this task; if the client disconnects first, cancels it and returns None.
 
-    discard: called with a result that cannot be returned, because the client or a cancellation came first.
+    No result is lost: `work` either returns one, which is returned, or is cancelled while it waits.
     """
-    working = asyncio.ensure_future(work)
+    task = asyncio.current_task()
+    assert task
+    n_cancellations = task.cancelling()
+    is_working, is_cancelled = True, False
+
+    def cancel_work(watching: asyncio.Task[None]) -> None:
+        nonlocal is_cancelled
+        if not watching.cancelled():
+            watching.exception()  # a client whose receive() fails is gone, too
+        if is_working:  # otherwise this would cancel what the task awaits next
+            is_cancelled = True
+            task.cancel()
+
     watching = asyncio.ensure_future(_wait_for_disconnect(receive))
-    is_result_wanted = False
+    watching.add_done_callback(cancel_work)
     try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        is_result_wanted = working.done()
-        await _cancel_all(working, watching)
+        return await work
     except asyncio.CancelledError:
-        is_result_wanted = False
-        await _cancel_all(working, watching)
+        if is_cancelled and task.cancelling() == n_cancellations + 1:  # only cancel_work() has cancelled the task
+            return None
         raise
     finally:
-        if discard and not is_result_wanted and working.done() and not (working.cancelled() or working.exception()):
-            await discard(working.result())
-    return working.result() if is_result_wanted else None
-
-
-async def _cancel_all(*tasks: asyncio.Future[Any]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+        is_working = False
+        watching.cancel()
+        if is_cancelled:
+            task.uncancel()
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

@@ -226,7 +226,7 @@ class Service:
         self.settings = settings
         self.instance = instance
         """The model instance for new requests. A request keeps its own across awaits."""
-        self._tokenizer_pool = tokenizer_pool
+        self.tokenizer_pool = tokenizer_pool
         self.admission = AdmissionControl()
         self.loop_share = LoopShare()
         self.draining = False
@@ -368,7 +368,7 @@ class Service:
         with self.admission.reserve_tokens(request, tenant, tokenizer, ready.context) as reservation:
             with self.admission.reserve_queue(request, tenant, timeouts, instance.engine.queue):
                 account = WorkAccount(tenant.cache_namespace, reservation)
-                encoder = PromptEncoder(ready, instance.text_encoder(), self._tokenizer_pool, account)
+                encoder = PromptEncoder(ready, instance.text_encoder(), self.tokenizer_pool, account)
                 times.tokenizing = time.monotonic()
                 async with _deadline(timeouts):
                     encoded = await encoder.encode_prompts(request)
@@ -430,7 +430,7 @@ class Service:
             return ""
         field, value = request.grammar
         length = len(value) if isinstance(value, str) else MAX_BYTES  # a schema may be as large as the request body
-        grammar = await self._tokenizer_pool.run(length, lambda: grammar_from(field, value), account)
+        grammar = await self.tokenizer_pool.run(length, lambda: grammar_from(field, value), account)
         if grammar is None:
             return ""
         await validator.check(grammar, account)

@@ -18,7 +18,6 @@ from app.cluster import gateway as gateway_module
 from app.cluster.gateway import Gateway
 from app.cluster.messages import FullResponse, Head
 from app.common.settings import Settings
-from app.http import sse
 from tests.support.async_test import async_test
 from tests.support.completion_client import parse_events, text_of
 from tests.support.scripted_replicas import (
@@ -444,41 +443,6 @@ async def test_whenever_a_visit_is_cancelled_its_replica_is_let_go(path: str) ->
         return bool(sent)
 
     assert [await visit(turns) for turns in range(40)][-1], "it never came as far as the answer"
-
-
-@async_test
-async def test_what_the_work_has_made_is_returned_or_discarded_whenever_its_caller_is_cancelled() -> None:
-    async def visit(turns: int, disconnect_after: int) -> None:
-        made, got, discarded = [], [], []
-
-        async def work() -> str:
-            for _ in range(3):
-                await asyncio.sleep(0)
-            made.append("it")
-            return "it"
-
-        async def receive() -> Message:
-            for _ in range(disconnect_after):
-                await asyncio.sleep(0)
-            return {"type": "http.disconnect"}
-
-        async def discard(what: str) -> None:
-            discarded.append(what)
-
-        async def call() -> None:
-            if what := await sse.until_disconnect(work(), receive, discard=discard):
-                got.append(what)
-
-        calling = asyncio.ensure_future(call())
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        calling.cancel()
-        await asyncio.gather(calling, return_exceptions=True)
-        assert made == got + discarded, f"after {turns} turns"
-
-    for turns in range(12):
-        for disconnect_after in (1, 2, 3, 4, 5, 99):
-            await visit(turns, disconnect_after)
 
 
 @async_test

@@ -8,35 +8,40 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app import main as wiring
 from app import server
 from app.__main__ import main
 from app.access.rate_limiter import ANONYMOUS, RateLimits, Tenant
-from app.api.dependencies import TenantDep
 from app.engine_client import client
+from app.http import auth
 
 
-def _by_header(quotas: dict[str, dict[str, int]]) -> Callable[[Request], Awaitable[Tenant]]:
-    tenants = {
-        name: Tenant(name=name, cache_namespace=f"namespace of {name}", limits=RateLimits(**quota))
-        for name, quota in quotas.items()
-    }
+class _TenantByHeader:
+    def __init__(self, app: ASGIApp, quotas: dict[str, dict[str, int]]) -> None:
+        self._app = app
+        self._tenants = {
+            name: Tenant(name=name, cache_namespace=f"namespace of {name}", limits=RateLimits(**quota))
+            for name, quota in quotas.items()
+        }
 
-    async def tenant(request: Request) -> Tenant:
-        return tenants.get(request.headers.get("x-caller", ""), ANONYMOUS)
-
-    return tenant
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope[auth._SCOPE_KEY] = self._tenants.get(Headers(scope=scope).get("x-caller", ""), ANONYMOUS)
+        await self._app(scope, receive, send)
 
 
 def _with_tenants(quotas: dict[str, dict[str, int]]) -> Callable[..., FastAPI]:
     def create_app(*arguments: Any) -> FastAPI:
         app = wiring.create_app(*arguments)
-        app.dependency_overrides[TenantDep.__metadata__[0].dependency] = _by_header(quotas)
+        app.user_middleware.append(Middleware(_TenantByHeader, quotas=quotas))  # the innermost one
         return app
 
     return create_app

@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field, model_validator
 from starlette.responses import Response
 
 from app.api import schemas
-from app.api.dependencies import MetricsDep, ResumeStoreDep, ServiceDep, TenantDep, body_schema, read_body
+from app.api.dependencies import RequestRoute, body_schema, read_body, resume_store_of
 from app.api.event_frames import EventFrames
 from app.api.openapi import declared
 from app.api.request_handle import RequestHandle
@@ -211,37 +211,34 @@ _EXAMPLES = {
     "Alternatives": {"prompt": "Once upon a time", "max_tokens": 4, "logprobs": 3, "stream": False},
     "JSON": {"prompt": "The capital, as JSON: ", "json_schema": _CITY, "stream": False},
 }
-router = APIRouter(responses=declared(400, 401, 404, 413, 415, 429, 500, 503, 504))
+router = APIRouter(route_class=RequestRoute, responses=declared(400, 401, 404, 413, 415, 429, 500, 503, 504))
 
 
 @router.post(
     "/complete", response_model=schemas.CompleteResponse, openapi_extra=body_schema(CompleteRequest, _EXAMPLES)
 )
-async def complete(
-    request: Request, service: ServiceDep, metrics: MetricsDep, resume_store: ResumeStoreDep, tenant: TenantDep
-) -> Response:
+async def complete(request: Request) -> Response:
     """Continue a prompt. Streams server-sent events (start, queue, token, done, error) unless "stream" is false."""
-    body = await read_body(request, CompleteRequest, service.settings.max_body_bytes)
-    handle = await RequestHandle.begin(request, body.generation_request, service, metrics, tenant)
+    body = await read_body(request, CompleteRequest)
+    handle = await RequestHandle.begin(request, body.generation_request)
     extra = {"user": body.user, "request_id": body.request_id, "truncated": handle.admitted.truncated or None}
-    if body.stream is not False:
-        limit = service.settings.resume_bytes
-        return _respond(ResumableStream(handle, resume_store, owner=owner_of(request), extra=extra, replay_bytes=limit))
-    return await handle.respond(_full_response(handle, extra), request)
+    if body.stream is False:
+        return await handle.respond(_full_response(handle, extra), request)
+    limit, resume_store = handle.service.settings.resume_bytes, resume_store_of(request)
+    return _respond(ResumableStream(handle, resume_store, owner=owner_of(request), extra=extra, replay_bytes=limit))
 
 
 @router.get("/complete/{request_id}/events")
 async def resume(
     request: Request,
     request_id: str,
-    resume_store: ResumeStoreDep,
     last_event_id: Annotated[str | None, Header(description="Id of the last event that the client received.")] = None,
     after: Annotated[
         int | None, Query(ge=-1, description="Number of that event, for clients that cannot send headers.")
     ] = None,
 ) -> Response:
     """Resume a stream after the last event that arrived. The text is the same as without the interruption."""
-    stream = resume_store.find(request_id, owner_of(request))
+    stream = resume_store_of(request).find(request_id, owner_of(request))
     if not isinstance(stream, ResumableStream):
         raise ApiError(404, "there is no resumable stream with this id: send the request again", code="unknown_request")
     number = after + 1 if last_event_id is None and after is not None else next_number(request_id, last_event_id)
@@ -260,9 +257,9 @@ async def resume(
 
 
 @router.delete("/complete/{request_id}", response_model=schemas.Cancellation)
-async def cancel(request: Request, request_id: str, resume_store: ResumeStoreDep) -> Response:
+async def cancel(request: Request, request_id: str) -> Response:
     """Cancel a completion. Its stream ends with finish_reason "cancelled"."""
-    stream = resume_store.find(request_id, owner_of(request))
+    stream = resume_store_of(request).find(request_id, owner_of(request))
     if not isinstance(stream, ResumableStream) or not stream.cancel():
         raise ApiError(404, "there is no running request with this id", code="unknown_request")
     return json_response(schemas.Cancellation(request_id, cancelled=True))

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from app.access.tenant_queue import WorkAccount
-from app.api.dependencies import MetricsDep, ServiceDep, TenantDep, body_schema, check_model, read_body, while_connected
+from app.api.dependencies import RequestRoute, body_schema, check_model, read_body, service_of, while_connected
 from app.api.openai import schemas
 from app.api.openai.responder import (
     PING_SECONDS,
@@ -26,6 +26,7 @@ from app.api.openapi import declared
 from app.api.request_handle import CollectedOutput, RequestHandle
 from app.chat.template import ChatTemplate
 from app.generation.request import Finished, TokenDetail
+from app.http.auth import tenant_of
 from app.http.errors import ApiError
 from app.http.response_model import LazyArray
 from model.tokenizer.tokenizer import Tokenizer
@@ -34,7 +35,7 @@ _STORY = {"prompt": "Once upon a time", "max_tokens": 40}
 _EXAMPLES = {"One object": _STORY, "Stream": {**_STORY, "stream": True}, "Alternatives": {**_STORY, "logprobs": 3}}
 _CHAT = {"messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 40}
 _CHAT_EXAMPLES = {"One object": _CHAT, "Stream": {**_CHAT, "stream": True}}
-router = APIRouter(responses=declared(400, 401, 404, 413, 415, 429, 500, 503, 504))
+router = APIRouter(route_class=RequestRoute, responses=declared(400, 401, 404, 413, 415, 429, 500, 503, 504))
 
 
 @router.post(
@@ -42,13 +43,11 @@ router = APIRouter(responses=declared(400, 401, 404, 413, 415, 429, 500, 503, 50
     response_model=schemas.CompletionsResponse,
     openapi_extra=body_schema(CompletionsRequest, _EXAMPLES, schemas.CompletionsResponse),
 )
-async def completions(request: Request, service: ServiceDep, metrics: MetricsDep, tenant: TenantDep) -> Response:
+async def completions(request: Request) -> Response:
     """Continue a prompt, as OpenAI's completions endpoint does."""
-    body = await read_body(request, CompletionsRequest, service.settings.max_body_bytes)
-    check_model(body.model, service)
-    handle = await RequestHandle.begin(
-        request, body.generation_request, service, metrics, tenant, heartbeat=PING_SECONDS
-    )
+    body = await read_body(request, CompletionsRequest)
+    check_model(body.model, service_of(request))
+    handle = await RequestHandle.begin(request, body.generation_request, heartbeat=PING_SECONDS)
     return await _CompletionsResponder(handle, body, common_fields(handle, "cmpl", "text_completion")).respond(request)
 
 
@@ -75,18 +74,16 @@ class _CompletionsResponder(Responder):
     response_model=schemas.ChatResponse,
     openapi_extra=body_schema(ChatRequest, _CHAT_EXAMPLES, schemas.ChatChunk),
 )
-async def chat_completions(request: Request, service: ServiceDep, metrics: MetricsDep, tenant: TenantDep) -> Response:
+async def chat_completions(request: Request) -> Response:
     """Complete a chat, if the weights have a chat template."""
-    body = await read_body(request, ChatRequest, service.settings.max_body_bytes)
+    service, body = service_of(request), await read_body(request, ChatRequest)
     check_model(body.model, service)
     service.require_ready()
     with service.instance.acquired() as instance:
-        with service.admission.prepare(tenant) as account:
+        with service.admission.prepare(tenant_of(request)) as account:
             prompt = await while_connected(request, _render(instance.chat_template, body, account))
         generation_request = body.generation_request_for(prompt)
-        handle = await RequestHandle.begin(
-            request, generation_request, service, metrics, tenant, heartbeat=PING_SECONDS, instance=instance
-        )
+        handle = await RequestHandle.begin(request, generation_request, heartbeat=PING_SECONDS, instance=instance)
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     return await _ChatResponder(handle, body, common_fields(handle, "chatcmpl", kind)).respond(request)
 

@@ -1,0 +1,74 @@
+"""Work that a disconnect cancels: its result is never lost, and nothing after it is cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from starlette.types import Message
+
+from app.http.sse import until_disconnect
+from tests.support.async_test import async_test
+
+
+@pytest.mark.parametrize("disconnect_after", [1, 2, 3, 4, 5, 6, 99])
+@pytest.mark.parametrize("turns", range(12))
+@async_test
+async def test_what_the_work_has_made_is_returned_whenever_client_or_caller_go(
+    turns: int, disconnect_after: int
+) -> None:
+    made, got, rest = [], [], []
+
+    async def work() -> str:
+        for _ in range(3):
+            await asyncio.sleep(0)
+        made.append("it")
+        return "it"
+
+    async def receive() -> Message:
+        for _ in range(disconnect_after):
+            await asyncio.sleep(0)
+        return {"type": "http.disconnect"}
+
+    async def call() -> None:
+        if what := await until_disconnect(work(), receive):
+            got.append(what)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        rest.append("done")
+
+    calling = asyncio.ensure_future(call())
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    if is_cancelled := turns < 7:
+        calling.cancel()
+    await asyncio.gather(calling, return_exceptions=True)
+    assert made == got
+    assert is_cancelled or rest, "the disconnect cancelled what came after the work"
+    assert calling.cancelled() == (not rest)
+
+
+@async_test
+async def test_a_cancellation_of_the_caller_is_no_disconnect() -> None:
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def call() -> None:
+        await until_disconnect(asyncio.sleep(60), receive)
+        pytest.fail("the caller was cancelled, and goes on")
+
+    calling = asyncio.ensure_future(call())
+    await asyncio.sleep(0)
+    calling.cancel()  # in the same turn as the disconnect
+    await asyncio.gather(calling, return_exceptions=True)
+    assert calling.cancelled()
+
+
+@async_test
+async def test_a_disconnect_ends_the_work_and_leaves_no_cancellation() -> None:
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    assert await until_disconnect(asyncio.sleep(60), receive) is None
+    task = asyncio.current_task()
+    assert task and not task.cancelling()
