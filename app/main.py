@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
-import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
-from msgspec.structs import replace
 
 from app import VERSION
 from app.access.api_keys import ApiKeys
@@ -24,29 +21,21 @@ from app.api.native import routes
 from app.api.openai import routes as openai_routes
 from app.api.openapi import TAGS, DescribedApp
 from app.api.resume_store import ResumeStore
-from app.chat.template import ChatTemplate
-from app.common import logs
-from app.common.ipc import WorkerConfig
-from app.common.operating_system import available_cores
+from app.common.operating_system import ensure_file_limit
 from app.common.settings import Settings
-from app.engine.cpu.toolchain.library_cache import cache_directory
-from app.engine_client.client import EngineClient
 from app.engine_client.engine_pool import EnginePool
-from app.engine_client.fair_queue import FairQueue, QueueLimits
 from app.http import request_log
 from app.http.auth import AuthMiddleware, public_routes
-from app.http.connection_limits import ConnectionLimits, HttpLimits, ensure_file_limit
+from app.http.connection_limits import ConnectionLimits, HttpLimits
 from app.http.host_filter import CorsMiddleware, HostFilter
 from app.http.idempotency import IdempotencyMiddleware
 from app.http.request_log import RequestCounts, RequestLogMiddleware
 from app.serving.hot_reload import HotReload
-from app.serving.kernel_prebuild import build_for_next_start, libraries_at_start
+from app.serving.instance_factory import make_engine_pool, open_instance
+from app.serving.kernel_prebuild import build_for_next_start
 from app.serving.model_instance import ModelInstance
 from app.serving.service import Service
-from app.serving.weights_snapshot import WeightsSnapshot, take_fingerprint, without_links
 from app.tokenization.text_encoder import TokenizerPool
-from model.checkpoint.manifest import read_model_name
-from model.checkpoint.tensor_index import check_layout
 
 if TYPE_CHECKING:
     from app.http.tracing import Tracing  # its packages are optional
@@ -79,8 +68,14 @@ def _open_tracing(settings: Settings) -> Tracing | None:
     return tracing
 
 
-def create_app(settings: Settings, engine: Callable[[Settings], EnginePool] | None = None) -> FastAPI:
-    """The application; its engine starts and stops with its lifespan. Tests pass `engine` to substitute a fake.
+def create_app(
+    settings: Settings,
+    engine: Callable[[Settings], EnginePool] = make_engine_pool,
+    first_instance: ModelInstance | None = None,
+) -> FastAPI:
+    """The application; its engines stop with its lifespan. Tests pass `engine` to substitute a fake.
+
+    first_instance: has been started; without it the lifespan starts one.
 
     Raises TracingError.
     """
@@ -88,16 +83,17 @@ def create_app(settings: Settings, engine: Callable[[Settings], EnginePool] | No
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async def open_instance() -> ModelInstance:
-            return await _open_instance(settings, engine or make_engine_pool)
-
         tokenizer_pool = TokenizerPool()
-        instance = await open_instance()
+        instance = first_instance
+        if instance is None:
+            instance = await open_instance(settings, engine)
+            instance.start()
         app.state.service = service = Service(settings, instance, tokenizer_pool)
         app.state.metrics = metrics = Metrics(lambda: service.engines, connections)
         app.state.resume_store = resume_store = ResumeStore(settings.resume_seconds)
-        instance.start()
-        app.state.reloader = reloader = HotReload(service, open_instance, metrics.record_reload)
+        app.state.reloader = reloader = HotReload(
+            service, partial(open_instance, settings, engine), metrics.record_reload
+        )
         coroutines = [
             service.load(),
             reloader.run(),
@@ -155,47 +151,6 @@ def _add_middleware(app: FastAPI, settings: Settings, counts: RequestCounts, tra
     app.add_middleware(RequestLogMiddleware, counts=counts, tracing=tracing)
 
 
-async def _open_instance(settings: Settings, make_engine: Callable[[Settings], EnginePool]) -> ModelInstance:
-    """Opens an instance of the current weights directory; a symlink to it may be changed later.
-
-    Raises CheckpointError.
-    """
-    fingerprint = await asyncio.to_thread(take_fingerprint, settings.weights)
-    weights = await asyncio.to_thread(without_links, settings.weights)
-    snapshot = await asyncio.to_thread(WeightsSnapshot.open, weights)
-    try:
-        chat_template, name = await asyncio.to_thread(_load_facts, snapshot)
-        engine = make_engine(settings.model_copy(update={"weights": weights}))
-    except BaseException:
-        snapshot.close()
-        raise
-    return ModelInstance(
-        weights,
-        fingerprint,
-        engine,
-        chat_template,
-        grammar_seconds=settings.guide_seconds,
-        name=name,
-        snapshot=snapshot,
-        copies=_copy_directories(settings),
-    )
-
-
-def _load_facts(snapshot: WeightsSnapshot) -> tuple[ChatTemplate | None, str | None]:
-    """Chat template and name of the model. Raises CheckpointError if files are missing or invalid."""
-    with snapshot.reading():
-        check_layout(snapshot.directory)
-        return ChatTemplate.load(snapshot.directory), read_model_name(snapshot.directory)
-
-
-def _copy_directories(settings: Settings) -> list[Path]:
-    """Directories for copies of weights: the cache directory is on disk, the temporary one may be in memory."""
-    folders = [cache_directory(settings.cache_dir)]
-    with contextlib.suppress(OSError):  # no writable temporary directory
-        folders.append(Path(tempfile.gettempdir()))
-    return [folder for folder in folders if folder]
-
-
 def connection_limits(settings: Settings) -> HttpLimits:
     """The HTTP server's limits, of which the number of connections depends on the process's limit of open files."""
     connections = ensure_file_limit(settings.max_connections)
@@ -213,51 +168,3 @@ def connection_limits(settings: Settings) -> HttpLimits:
         response_seconds=settings.body_timeout + settings.request_timeout + settings.write_timeout,
         idle_seconds=settings.keep_alive_timeout,
     )
-
-
-def make_engine_pool(settings: Settings) -> EnginePool:
-    """Builds the pool of engine processes from the settings."""
-    cores = available_cores()
-    if settings.threads > cores:
-        _log.warning(
-            "--threads %d exceeds the %d available cores: threads will compete for them",
-            settings.threads,
-            cores,
-        )
-    if settings.replicas > (threads := settings.threads or cores):
-        _log.warning(
-            "--replicas %d exceeds the %d threads (--threads): each replica takes one, and they will compete for cores",
-            settings.replicas,
-            threads,
-        )
-    limits = QueueLimits(max_requests=settings.max_waiting, max_prompt_tokens=settings.max_waiting_tokens)
-    queue = FairQueue(limits)
-    configs = _worker_configs(settings, cores)
-    return EnginePool([EngineClient(config, silence_seconds=settings.engine_silence) for config in configs], queue)
-
-
-def _worker_configs(settings: Settings, cores: int) -> list[WorkerConfig]:
-    libraries = libraries_at_start(settings)
-    config = WorkerConfig(
-        weights=str(settings.weights),
-        device=settings.device,
-        dtype=settings.dtype,
-        kernels=settings.kernels,
-        quantize=settings.quantize,
-        deterministic=settings.deterministic,
-        library=str(libraries.found) if libraries.found else None,
-        cache_dir=str(libraries.cache_dir) if libraries.cache_dir else None,
-        # The same number of threads for each: a request may start on one engine and finish on another.
-        threads=max(1, (settings.threads or cores) // settings.replicas),
-        replicas=settings.replicas,
-        concurrent_loaders=settings.replicas - 1,
-        kv_blocks=settings.kv_blocks,
-        gpu_memory_utilization=settings.gpu_memory_utilization,
-        max_context=settings.max_context,
-        tokens_per_step=settings.tokens_per_step,
-        prompt_tokens_beside=settings.prompt_tokens_beside,
-        max_running=settings.max_running,
-        log_level=settings.log_level,
-        log_format=logs.resolve_format(settings.log_format),
-    )
-    return [replace(config, replica=index) for index in range(settings.replicas)]

@@ -34,6 +34,7 @@ class RequestRoute(APIRoute):
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The endpoint itself, or FastAPI's handler around one with other parameters."""
         if list(signature(self.endpoint).parameters) == ["request"]:
             endpoint: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
             return endpoint

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from app.cli.client import CLIENT_KEY, CLIENT_URL
 from app.common import fault_injection, logs
 from app.common.settings import Settings, grouped_fields
-from app.server import StartError, serve
+from app.start import StartError, serve
 from model.command_line import OneLineParser
 from model.files import one_line
 

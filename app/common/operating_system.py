@@ -1,4 +1,4 @@
-"""Operating system interface: CPU cores, GPUs, ports, the terminal, the parent-death signal."""
+"""Operating system interface: CPU cores, GPUs, ports, open files, the terminal, the parent-death signal."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import errno
 import importlib.util
 import os
 import re
+import resource
 import signal
 import sys
 from collections.abc import Iterator
@@ -142,3 +143,28 @@ def _listening_inodes(port: int) -> Iterator[str]:
                 fields = line.split()
                 if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
                     yield fields[9]
+
+
+RESERVED_CONNECTIONS = 32
+"""Connections beyond the limit that are accepted, to be answered with an error."""
+_RESERVED_FILES = 64
+"""Descriptors reserved for other uses: pipes to the engine, static files, the event loop."""
+_MIN_FILES = 128
+"""With fewer descriptors the service would fail at random."""
+
+
+def ensure_file_limit(requested: int) -> int:
+    """Raises the soft limit of open files for `requested` connections, as far as allowed; returns how many fit.
+
+    Raises ValueError if the limit is too low for the service to start.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return requested
+    needed = max(_MIN_FILES, requested + RESERVED_CONNECTIONS + _RESERVED_FILES)
+    if soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        if soft < _MIN_FILES:
+            raise ValueError(f"the limit of open files is {soft}: raise ulimit -n to at least {_MIN_FILES}")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return max(1, min(requested, soft - RESERVED_CONNECTIONS - _RESERVED_FILES))

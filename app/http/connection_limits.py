@@ -19,7 +19,6 @@ import fcntl
 import logging
 import math
 import os
-import resource
 import socket
 import struct
 import termios
@@ -32,6 +31,7 @@ from typing import Any
 from uvicorn.protocols.http.flow_control import FlowControl
 
 from app.common.event_loop import LazyTimer
+from app.common.operating_system import RESERVED_CONNECTIONS
 from app.http.errors import ApiError
 from app.http.request_log import RequestCounts
 
@@ -116,11 +116,6 @@ class EvictionQueue:
             self._most -= 1
 
 
-_RESERVE_SIZE = 32
-_RESERVED_FILES = 64
-"""Descriptors reserved for other uses: pipes to the engine, static files, the event loop."""
-_MIN_FILES = 128
-"""With fewer descriptors the service would fail at random."""
 _CUT_REASONS = (
     *("full", "address", "made_room"),
     *("head_timeout", "body_timeout", "write_stalled", "answer_timeout"),
@@ -221,7 +216,7 @@ class ConnectionLimits:
             transport.abort()
             return False
         if not self._make_capacity(address):
-            if len(self._reserve) >= _RESERVE_SIZE:
+            if len(self._reserve) >= RESERVED_CONNECTIONS:
                 self._abort(next(iter(self._reserve)))
             self._reserve[transport] = None
             return False
@@ -264,23 +259,6 @@ class ConnectionLimits:
     def _abort(self, transport: asyncio.Transport) -> None:
         self.unregister(transport)
         transport.abort()
-
-
-def ensure_file_limit(requested: int) -> int:
-    """Raises the soft limit of open files for `requested` connections, as far as allowed; returns how many fit.
-
-    Raises ValueError if the limit is too low for the service to start.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return requested
-    needed = max(_MIN_FILES, requested + _RESERVE_SIZE + _RESERVED_FILES)
-    if soft < needed:
-        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        if soft < _MIN_FILES:
-            raise ValueError(f"the limit of open files is {soft}: raise ulimit -n to at least {_MIN_FILES}")
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return max(1, min(requested, soft - _RESERVE_SIZE - _RESERVED_FILES))
 
 
 class RequestLimits:

@@ -25,7 +25,7 @@ from app.engine_client.client import CANARY_ID
 from app.engine_client.engine_pool import PrefixRouter, block_hashes
 from app.engine_client.supervisor import EngineStopped
 from app.engine_client.token_stream import MAX_BUFFERED, TokenStream
-from app.main import _worker_configs, make_engine_pool
+from app.serving.instance_factory import _worker_configs, make_engine_pool
 from model.config import ModelConfig
 from tests.support.async_test import async_test
 from tests.support.engine_pool import PoolHarness, alone, tokens_of
@@ -550,7 +550,7 @@ def test_every_engine_gets_the_same_number_of_threads() -> None:
 async def test_engines_that_will_wait_for_one_another_are_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, replicas: int, threads: int, words: str
 ) -> None:
-    monkeypatch.setattr("app.main.available_cores", lambda: 2)
+    monkeypatch.setattr("app.serving.instance_factory.available_cores", lambda: 2)
     make_engine_pool(Settings(replicas=replicas, threads=threads, kernels="torch"))
     assert words in caplog.text and bool(caplog.text) == bool(words)
 

@@ -22,6 +22,7 @@ from app.__main__ import main
 from app.access.rate_limiter import ANONYMOUS, RateLimits, Tenant
 from app.engine_client import client
 from app.http import auth
+from app.serving import instance_factory
 
 
 class _TenantByHeader:
@@ -50,7 +51,7 @@ def _with_tenants(quotas: dict[str, dict[str, int]]) -> Callable[..., FastAPI]:
 if __name__ == "__main__":
     command = (sys.executable, "-P", "-m", "tests.support.fake_engine", sys.argv[1])
     client.EngineClient.__init__.__kwdefaults__["command"] = command
-    assert wiring.EngineClient is client.EngineClient
+    assert instance_factory.EngineClient is client.EngineClient
     if "CALLERS" in os.environ:
         server.create_app = _with_tenants(json.loads(os.environ["CALLERS"]))
     sys.exit(main(sys.argv[2:]))

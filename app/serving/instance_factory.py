@@ -1,0 +1,120 @@
+"""Opens instances of the weights that are served now, with their engines: at the start, and for each reload."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from app.chat.template import ChatTemplate
+from app.common import logs
+from app.common.ipc import WorkerConfig
+from app.common.operating_system import available_cores
+from app.common.settings import Settings
+from app.engine.cpu.toolchain.library_cache import cache_directory
+from app.engine_client.client import EngineClient
+from app.engine_client.engine_pool import EnginePool
+from app.engine_client.fair_queue import FairQueue, QueueLimits
+from app.serving.kernel_prebuild import libraries_at_start
+from app.serving.model_instance import ModelInstance
+from app.serving.weights_snapshot import WeightsSnapshot, take_fingerprint, without_links
+from model.checkpoint.manifest import read_model_name
+from model.checkpoint.tensor_index import check_layout
+
+_log = logging.getLogger("inkstream")
+
+
+async def open_instance(settings: Settings, make_engine: Callable[[Settings], EnginePool]) -> ModelInstance:
+    """Opens an instance of the current weights directory; a symlink to it may be changed later.
+
+    Raises CheckpointError.
+    """
+    fingerprint = await asyncio.to_thread(take_fingerprint, settings.weights)
+    weights = await asyncio.to_thread(without_links, settings.weights)
+    snapshot = await asyncio.to_thread(WeightsSnapshot.open, weights)
+    try:
+        chat_template, name = await asyncio.to_thread(_load_facts, snapshot)
+        engine = make_engine(settings.model_copy(update={"weights": weights}))
+    except BaseException:
+        snapshot.close()
+        raise
+    return ModelInstance(
+        weights,
+        fingerprint,
+        engine,
+        chat_template,
+        grammar_seconds=settings.guide_seconds,
+        name=name,
+        snapshot=snapshot,
+        copies=_copy_directories(settings),
+    )
+
+
+def _load_facts(snapshot: WeightsSnapshot) -> tuple[ChatTemplate | None, str | None]:
+    """Chat template and name of the model. Raises CheckpointError if files are missing or invalid."""
+    with snapshot.reading():
+        check_layout(snapshot.directory)
+        return ChatTemplate.load(snapshot.directory), read_model_name(snapshot.directory)
+
+
+def _copy_directories(settings: Settings) -> list[Path]:
+    """Directories for copies of weights: the cache directory is on disk, the temporary one may be in memory."""
+    folders = [cache_directory(settings.cache_dir)]
+    with contextlib.suppress(OSError):  # no writable temporary directory
+        folders.append(Path(tempfile.gettempdir()))
+    return [folder for folder in folders if folder]
+
+
+def make_engine_pool(settings: Settings) -> EnginePool:
+    """Builds the pool of engine processes from the settings."""
+    cores = available_cores()
+    if settings.threads > cores:
+        _log.warning(
+            "--threads %d exceeds the %d available cores: threads will compete for them",
+            settings.threads,
+            cores,
+        )
+    if settings.replicas > (threads := settings.threads or cores):
+        _log.warning(
+            "--replicas %d exceeds the %d threads (--threads): each replica takes one, and they will compete for cores",
+            settings.replicas,
+            threads,
+        )
+    limits = QueueLimits(max_requests=settings.max_waiting, max_prompt_tokens=settings.max_waiting_tokens)
+    queue = FairQueue(limits)
+    configs = _worker_configs(settings, cores)
+    return EnginePool([EngineClient(config, silence_seconds=settings.engine_silence) for config in configs], queue)
+
+
+def _worker_configs(settings: Settings, cores: int) -> list[WorkerConfig]:
+    libraries = libraries_at_start(settings)
+
+    def config(replica: int) -> WorkerConfig:
+        return WorkerConfig(
+            weights=str(settings.weights),
+            device=settings.device,
+            dtype=settings.dtype,
+            kernels=settings.kernels,
+            quantize=settings.quantize,
+            deterministic=settings.deterministic,
+            library=str(libraries.found) if libraries.found else None,
+            cache_dir=str(libraries.cache_dir) if libraries.cache_dir else None,
+            # The same number of threads for each: a request may start on one engine and finish on another.
+            threads=max(1, (settings.threads or cores) // settings.replicas),
+            replica=replica,
+            replicas=settings.replicas,
+            concurrent_loaders=settings.replicas - 1,
+            kv_blocks=settings.kv_blocks,
+            gpu_memory_utilization=settings.gpu_memory_utilization,
+            max_context=settings.max_context,
+            tokens_per_step=settings.tokens_per_step,
+            prompt_tokens_beside=settings.prompt_tokens_beside,
+            max_running=settings.max_running,
+            log_level=settings.log_level,
+            log_format=logs.resolve_format(settings.log_format),
+        )
+
+    return [config(replica) for replica in range(settings.replicas)]
