@@ -1,6 +1,6 @@
 """Start of the service: checks the configuration, opens the port, starts the engine, then imports and runs the server.
 
-The engine process imports its modules and loads the weights while this process imports FastAPI, which takes longer than
+The engine process imports its modules and loads the weights while this process imports FastAPI, which takes as long as
 everything before it.
 """
 

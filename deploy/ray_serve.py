@@ -33,7 +33,7 @@ from app.common.settings import Settings
 from app.http.connection_limits import ConnectionLimits
 from app.http.http_protocol import HttpProtocol
 from app.main import connection_limits, create_app
-from app.server import StartError, bind
+from app.start import StartError, bind
 
 _log = logging.getLogger("inkstream.relay")
 _LOOK_SECONDS = 1.0

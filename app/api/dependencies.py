@@ -28,9 +28,9 @@ _T = TypeVar("_T")
 
 
 class RequestRoute(APIRoute):
-    """A route that calls an endpoint with the parameter `request` alone without solving its dependencies.
+    """Calls an endpoint whose only parameter is `request` directly.
 
-    FastAPI's solving of none took a tenth of the time of a short request.
+    FastAPI's dependency solving took a sixth of a short request's time.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

@@ -69,6 +69,6 @@ async def test_a_disconnect_ends_the_work_and_leaves_no_cancellation() -> None:
     async def receive() -> Message:
         return {"type": "http.disconnect"}
 
-    assert await until_disconnect(asyncio.sleep(60), receive) is None
+    assert await until_disconnect(asyncio.sleep(60, "it"), receive) is None
     task = asyncio.current_task()
     assert task and not task.cancelling()
