@@ -126,13 +126,17 @@ def create_app(
     app.state.connections = connections = ConnectionLimits(connection_limits(settings))
     _add_middleware(app, settings, connections.requests, tracing)
     request_log.install(app)
+    _add_routes(app, settings)
+    return app
+
+
+def _add_routes(app: FastAPI, settings: Settings) -> None:
     for module in (routes, openai_routes, score):
         app.include_router(module.router, tags=["completion"])
     for module in (tokens, health, static_pages):
         app.include_router(module.router)
     app.state.bundles = static_pages.new_bundles()
     app.state.page_headers = static_pages.page_headers(settings.compared_origins)
-    return app
 
 
 def _add_middleware(app: FastAPI, settings: Settings, counts: RequestCounts, tracing: Tracing | None) -> None:
