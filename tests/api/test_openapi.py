@@ -9,8 +9,11 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
 from pydantic import TypeAdapter
+from starlette.testclient import TestClient
 
+from app.api.dependencies import RequestRoute
 from app.api.native.routes import CompleteRequest
 from app.api.openai.schemas import ChatRequest, CompletionsRequest, CompletionsResponse
 from app.api.schemas import EVENTS, SamplingFields
@@ -176,3 +179,21 @@ def test_the_service_hands_it_out(server: Server, document: dict[str, Any]) -> N
         schema = published["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
         fields = published["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
         assert set(httpx.get(f"{server.url}{path}").json()) <= set(fields["properties"])
+
+
+def test_a_route_keeps_the_dependencies_it_declares() -> None:
+    """RequestRoute calls endpoints without solving dependencies; it must not skip one that refuses."""
+
+    async def refuse() -> None:
+        raise HTTPException(403)
+
+    async def endpoint(request: Request) -> Response:
+        return Response(request.url.path)
+
+    router = APIRouter(route_class=RequestRoute)
+    router.add_api_route("/open", endpoint)
+    router.add_api_route("/closed", endpoint, dependencies=[Depends(refuse)])
+    app = FastAPI()
+    app.include_router(router)
+    client = TestClient(app)
+    assert [client.get(path).status_code for path in ("/open", "/closed")] == [200, 403]
