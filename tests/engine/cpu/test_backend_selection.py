@@ -14,7 +14,7 @@ from app.engine.cpu.toolchain.backend_selection import (
     select_backend,
 )
 from app.engine.cpu.toolchain.builder import find_or_build
-from app.engine.cpu.toolchain.cpu_target import UnsupportedCpu, this_level
+from app.engine.cpu.toolchain.cpu_target import X86_LEVELS, UnsupportedCpu, this_level
 from model.config import ModelConfig
 from tests.support.fake_compiler import compiled, fake_compiler
 from tests.support.model.tiny_models import tiny_config
@@ -106,6 +106,18 @@ def test_a_cpu_without_a_level_computes_with_torch(cache_dir: Path, monkeypatch:
         _choose("native", Libraries(cache_dir=cache_dir))
     with pytest.raises(ValueError, match="--kernels native is not possible: this CPU has no avx2"):
         check_native_available("native", "auto", Libraries())
+
+
+def test_a_library_above_the_level_that_the_engine_may_use_leaves_it_to_torch(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sandbox may treat the processes of a service differently; the library's instructions would end the engine."""
+    libraries = Libraries(found=find_or_build(cache_dir), cache_dir=cache_dir)
+    monkeypatch.setattr("app.engine.cpu.toolchain.backend_selection.this_level", lambda: X86_LEVELS[-1])
+    choice = _choose("auto", libraries)
+    assert choice.library is None and "level avx2 only" in choice.reason
+    with pytest.raises(ValueError, match="level avx2 only"):
+        _choose("native", libraries)
 
 
 def test_a_library_that_does_not_load_leaves_it_to_torch(

@@ -6,6 +6,7 @@ import itertools
 import random
 import re
 from array import array
+from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,7 +21,7 @@ from app.engine.cpu.compute import NativeCompute, ThreadPool
 from app.engine.cpu.library import HugepageAllocator, LibraryError, address_of, load_library, zeros
 from app.engine.cpu.sampler import NativeSampler
 from app.engine.cpu.toolchain.builder import build
-from app.engine.cpu.toolchain.cpu_target import X86_LEVELS, this_level
+from app.engine.cpu.toolchain.cpu_target import AMX, X86_LEVELS, this_level
 from app.engine.cpu.toolchain.library_cache import BuildRecipe
 from app.engine.quantization.int8_weights import quantize, round_weights
 from app.engine.sampling.parameters import SamplingInput
@@ -50,6 +51,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "window and cap": {"sliding_window": 20, "logit_soft_cap": 5.0, "tied_head": False, "head_bias": True},
     **{name: {"activation": name} for name in get_args(Activation)},
 }
+
+FORMS = list(
+    itertools.product(("odd sizes", "gpt_neox", *get_args(Activation)), (torch.float32, torch.bfloat16), (False, True))
+)
+"""Shapes, number formats, and whether weights are int8."""
 
 
 def _sequence(n_tokens: int, vocab: int, first_block: int = 0) -> Sequence:
@@ -198,17 +204,39 @@ def test_every_level_computes_the_same_bits(tmp_path: Path) -> None:
     """avx2 is the variant for machines without AVX-512: two registers a vector, pairs of bfloat16 split."""
     assert this_level() in X86_LEVELS, "this test knows the levels of x86-64 only"
     library = load_library(build(BuildRecipe(level=X86_LEVELS[-1]), tmp_path))
-    shapes = ("odd sizes", "gpt_neox", *get_args(Activation))
-    ways = itertools.product(shapes, (torch.float32, torch.bfloat16), (False, True))
-    for shape, dtype, int8 in ways:
+    differ = []
+    for shape, dtype, int8 in FORMS:
         decoder = tiny_decoder(tiny_config(**SHAPES[shape]), dtype=dtype)
         compute = native_compute_of(library, decoder, ThreadPool(library, 2), blocks=8, int8=int8)
         sequence = _sequence(LENGTH, decoder.config.vocab_size)
-        whole = _logits(compute, sequence)
-        assert torch.equal(whole, _logits(native_compute(decoder, 8, int8=int8), sequence))
-        for position in range(LENGTH):
-            compute.run(BatchPlan((Chunk(sequence, position, position + 1),)))
-            assert torch.equal(torch.from_numpy(compute.logits([0])[0]), whole[position]), "batch invariance"
+        whole, here = _logits(compute, sequence), _logits(native_compute(decoder, 8, int8=int8), sequence)
+        if not torch.equal(whole, here):
+            differ.append((shape, dtype, int8))
+        _check_batch_invariance(compute, sequence, whole, sizes=(1,))
+    tiles = [form for form in FORMS if form[1] == torch.bfloat16 and not form[2]]
+    assert differ == (tiles if this_level() == AMX else []), "tiles round otherwise"
+
+
+@pytest.mark.parametrize("shape", ["odd sizes", "gpt_neox", "llama"])
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_row_has_the_same_bits_in_chunks_of_every_size(shape: str, int8: bool) -> None:
+    """Up to 16 rows are one tile, more than 32 are several; also numbers that are subnormal in float32."""
+    config = tiny_config(**SHAPES[shape])
+    decoder = tiny_decoder(config, dtype=torch.bfloat16)
+    decoder.embedding[::7] *= 2.0**-131
+    sequence, compute = _sequence(LENGTH, config.vocab_size), native_compute(decoder, 8, int8=int8)
+    _check_batch_invariance(compute, sequence, _logits(compute, sequence), sizes=(1, 2, 5, 15, 16, 17, 31, 32, 33, 48))
+
+
+def _check_batch_invariance(compute: NativeCompute, sequence: Sequence, whole: Tensor, *, sizes: Items[int]) -> None:
+    length = len(sequence.tokens)
+    for size in sizes:
+        for start in range(0, length, size):
+            stop = min(start + size, length)
+            compute.run(BatchPlan((Chunk(sequence, start, stop),)))
+            rows = torch.from_numpy(compute.logits(range(stop - start)))
+            assert torch.equal(rows, whole[start:stop]), f"{size} rows at once"
+            assert torch.equal(torch.from_numpy(compute.logits([0])), whole[start : start + 1]), "head of one row"
 
 
 def test_a_sampler_keeps_the_threads_that_it_draws_with() -> None:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from app.engine.cpu.toolchain.cpu_target import (
+    AMX,
     NEON,
     X86_LEVELS,
     UnsupportedCpu,
     level_of,
     levels_to_package,
     runs_here,
+    this_level,
 )
 
 SANDY_BRIDGE = "fpu sse sse2 ssse3 sse4_1 sse4_2 popcnt xsave avx aes pclmulqdq"
 HASWELL = f"{SANDY_BRIDGE} fma movbe f16c rdrand abm bmi1 avx2 bmi2 erms"
 SKYLAKE_X = f"{HASWELL} avx512f avx512dq avx512cd avx512bw avx512vl clwb"
 ZEN_4 = f"{SKYLAKE_X} avx512_bf16"
+SAPPHIRE_RAPIDS = f"{ZEN_4} amx_bf16 amx_tile amx_int8"
 KNIGHTS_LANDING = f"{HASWELL} avx512f avx512pf avx512er avx512cd"
 M1 = "processor\t: 0\nBogoMIPS\t: 48.00\nFeatures\t: fp asimd bf16\nCPU part\t: 0x022\n"
 POWER_9 = "processor\t: 0\ncpu\t\t: POWER9, altivec supported\nclock\t\t: 2100.0MHz\n"
@@ -36,11 +42,37 @@ def _cpuinfo(*cores: str) -> str:
         ([SKYLAKE_X, SKYLAKE_X], "avx512"),
         ([ZEN_4], "avx512bf16"),
         ([ZEN_4, HASWELL, ZEN_4], "avx2"),
+        ([SAPPHIRE_RAPIDS], "amx"),
+        ([SAPPHIRE_RAPIDS, ZEN_4], "avx512bf16"),
     ],
 )
 def test_a_cpu_gets_the_best_level_that_all_its_cores_can_run(cores: list[str], level: str) -> None:
-    assert level_of("x86_64", "Linux", _cpuinfo(*cores)).name == level_of("AMD64", "Linux", _cpuinfo(*cores)).name
-    assert level_of("x86_64", "Linux", _cpuinfo(*cores)).name == level
+    for machine in ("x86_64", "AMD64"):
+        assert level_of(machine, "Linux", _cpuinfo(*cores), lambda: True).name == level
+
+
+def test_a_process_that_may_not_use_tiles_gets_the_level_below() -> None:
+    """Every process of a sandbox asks the same kernel, so all of them get the same level."""
+    assert level_of("x86_64", "Linux", _cpuinfo(SAPPHIRE_RAPIDS), lambda: False).name == "avx512bf16"
+    assert _level_of_a_process(refuses=False) == this_level().name, "positive control"
+    if this_level() == AMX:
+        assert _level_of_a_process(refuses=True) == "avx512bf16"
+
+
+_SMALL_SIGNAL_STACK = """
+class Stack(ctypes.Structure):
+    _fields_ = (("address", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t))
+memory = ctypes.create_string_buffer(4096)
+stack = Stack(ctypes.addressof(memory), 0, len(memory))
+assert ctypes.CDLL(None).sigaltstack(ctypes.byref(stack), None) == 0
+"""
+
+
+def _level_of_a_process(*, refuses: bool) -> str:
+    """What a new process detects. `refuses`: Linux denies it tiles, because they do not fit its signal stack."""
+    detect = "from app.engine.cpu.toolchain.cpu_target import this_level; print(this_level().name)"
+    script = f"import ctypes\n{_SMALL_SIGNAL_STACK if refuses else ''}{detect}"
+    return subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout.strip()
 
 
 @pytest.mark.parametrize("text", [_cpuinfo(SANDY_BRIDGE), _cpuinfo(HASWELL.replace("fma", "")), _cpuinfo(""), ""])
@@ -63,12 +95,12 @@ def test_other_machines_get_their_own_level_which_is_not_that_of_their_neighbour
 
 
 def test_a_container_carries_every_level_whatever_machine_builds_it() -> None:
-    for flags in (SANDY_BRIDGE, HASWELL, ZEN_4):
+    for flags in (SANDY_BRIDGE, HASWELL, ZEN_4, SAPPHIRE_RAPIDS):
         assert levels_to_package("x86_64", "Linux", _cpuinfo(flags)) == X86_LEVELS
     assert levels_to_package("aarch64", "Linux", GRAVITON) == (NEON,)
 
 
-@pytest.mark.parametrize(("flags", "runs"), [(SKYLAKE_X, [False, True, True]), (SANDY_BRIDGE, [False] * 3)])
+@pytest.mark.parametrize(("flags", "runs"), [(SKYLAKE_X, [False, False, True, True]), (SANDY_BRIDGE, [False] * 4)])
 def test_a_machine_runs_its_own_level_and_those_below(
     monkeypatch: pytest.MonkeyPatch, flags: str, runs: list[bool]
 ) -> None:

@@ -29,7 +29,7 @@ void ink_close_pool(void* pool) { delete static_cast<Pool*>(pool); }
 
 long ink_packed_bytes(int panels, int k, int is_bf16, int is_int8) {
     return with_format(is_bf16, is_int8, [&]<class W>(W) {
-        return 2L * panels * ((k + W::kStep - 1) / W::kStep) * W::kBytes;
+        return panels * panel_bytes<W>((k + W::kStep - 1) / W::kStep);
     });
 }
 

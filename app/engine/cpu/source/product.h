@@ -2,7 +2,7 @@
 //
 // Packed layout: panels of 32 rows of W; within a panel, step by step along k, two vectors of 16 outputs each. A step
 // is one number of x (float32), or a pair of them (bfloat16, int8). Every output has one accumulator, which adds its
-// steps in order, however many rows there are: batch invariance (README.md).
+// steps in order, however many rows there are: batch invariance (README.md). With AMX, bfloat16 is multiplied in tiles.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 #include "interface.h"
 #include "threads.h"
-#include "vectors.h"
+#include "tiles.h"
 
 namespace ink {
 
@@ -21,6 +21,7 @@ constexpr int kPanel = 2 * kLanes;
 struct F32 {
     using Number = float;
     static constexpr int kStep = 1;
+    static constexpr int kUnit = 1;    // panels are padded to a multiple of so many steps
     static constexpr int kBytes = 64;  // of 16 outputs, one step
     using Operand = Floats;
     INK_INLINE static Operand weights(const char* at) { return load(reinterpret_cast<const float*>(at)); }
@@ -31,6 +32,7 @@ struct F32 {
 struct BF16 {
     using Number = bf16;
     static constexpr int kStep = 2;
+    static constexpr int kUnit = kTileSteps;
     static constexpr int kBytes = 64;
     using Operand = Words;
     INK_INLINE static Operand weights(const char* at) { return load(reinterpret_cast<const uint32_t*>(at)); }
@@ -55,6 +57,11 @@ struct I8F32 : F32 {
     static constexpr int kBytes = 16;
     INK_INLINE static Operand weights(const char* at) { return widen(load(reinterpret_cast<const int8_t*>(at))); }
 };
+
+template <class W>
+constexpr long panel_bytes(int steps) {
+    return 2L * ((steps + W::kUnit - 1) / W::kUnit) * W::kUnit * W::kBytes;
+}
 
 // As many accumulators as the registers hold: 32 of 64 bytes with AVX-512, elsewhere 16 of 32 bytes or fewer.
 #if defined(__AVX512F__)
@@ -101,11 +108,27 @@ void with_constant(int n, F&& f) {
 template <class W>
 void product(const typename W::Number* x, long stride, int first, int last, const InkMatrix& m, int panel, int end,
              const Epilogue& epilogue) {
-    const long panel_bytes = 2L * m.steps * W::kBytes;
+    const long bytes = panel_bytes<W>(m.steps);
+#if defined(__AMX_BF16__)
+    if constexpr (std::is_same_v<W, BF16>) {
+        Floats sums[4 * kTileRows];
+        for (int row = first; row < last; row += 2 * kTileRows) {
+            const int rows = std::min(2 * kTileRows, last - row);
+            configure_tiles(std::min(rows, kTileRows), rows > kTileRows ? rows - kTileRows : rows);
+            for (int p = panel, n; p < end; p += n) {
+                n = rows > kTileRows ? 1 : std::min(2, end - p);
+                const char* packed = static_cast<const char*>(m.packed) + p * bytes;
+                multiply_tiles(x + row * stride, stride, rows, packed, bytes, n, m.steps, sums);
+                epilogue(row, rows, p, n, sums);
+            }
+        }
+        return _tile_release();
+    }
+#endif
     const auto tile = [&]<int R, int P>(int row, std::integral_constant<int, R>, std::integral_constant<int, P>) {
         Floats sums[R * 2 * P];
-        const char* packed = static_cast<const char*>(m.packed) + panel * panel_bytes;
-        multiply<W, R, P>(x + row * stride, stride, packed, panel_bytes, m.steps, sums);
+        const char* packed = static_cast<const char*>(m.packed) + panel * bytes;
+        multiply<W, R, P>(x + row * stride, stride, packed, bytes, m.steps, sums);
         epilogue(row, R, panel, P, sums);
     };
     const int rows = last - first, tiles = (rows + kMostRows - 1) / kMostRows;
@@ -126,8 +149,8 @@ void pack(Pool& pool, const char* from, int n_rows, int k, int gate_rows, int pa
     constexpr int numbers = W::kStep, size = W::kBytes / kLanes / numbers;
     const int steps = (k + numbers - 1) / numbers;
     pool.run(panels, [&](int panel, int) {
-        char* start = to + 2L * panel * steps * W::kBytes;
-        std::fill(start, start + 2L * steps * W::kBytes, 0);
+        char* start = to + panel * panel_bytes<W>(steps);
+        std::fill(start, start + panel_bytes<W>(steps), 0);
         constexpr int kSteps = 64;  // whose panel stays in the L1 cache
         for (int output = 0, first = 0; first < steps; output = (output + 1) % kPanel, first += output ? 0 : kSteps) {
             const int vector = output / kLanes, lane = output % kLanes, index = panel * kLanes + lane;

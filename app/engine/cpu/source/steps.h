@@ -26,6 +26,10 @@ class Executor {
     virtual void head(const int32_t* rows, int n_rows, float* logits, long stride) = 0;
 };
 
+struct alignas(64) Line {
+    char bytes[64];  // a row of a register has whole lines
+};
+
 struct Row {
     int position;
     const int32_t* table;
@@ -58,11 +62,12 @@ class Decoder : public Executor {
 
     void head(const int32_t* rows, int n_rows, float* logits, long stride) override {
         const int columns = shape_.register_columns[kNormed];
-        head_.resize(std::max(head_.size(), size_t(n_rows) * columns));
+        head_.resize(std::max(head_.size(), n_rows * columns * sizeof(Number) / sizeof(Line)));
+        Number* normed = reinterpret_cast<Number*>(head_.data());
         for (int i = 0; i < n_rows; i++)
             norm(shape_.final_norm, floats(kResidual, rows[i]), shape_.width, shape_.final_weight, shape_.final_bias,
-                 shape_.eps, [&](int c, Floats y) { convert_store(y, head_.data() + long(i) * columns + c); });
-        multiply(*shape_.head, head_.data(), columns, n_rows, [&](int row, int output, const Floats& a, const Floats& b) {
+                 shape_.eps, [&](int c, Floats y) { convert_store(y, normed + long(i) * columns + c); });
+        multiply(*shape_.head, normed, columns, n_rows, [&](int row, int output, const Floats& a, const Floats& b) {
             float* to = logits + row * stride + output;
             store_logits(to, a), store_logits(to + kLanes, b);
         });
@@ -72,8 +77,10 @@ class Decoder : public Executor {
     float* floats(int id, int row) { return reinterpret_cast<float*>(at(id, row)); }
     Number* numbers(int id, int row) { return reinterpret_cast<Number*>(at(id, row)); }
     char* at(int id, int row) {
-        return registers_[id].data() + long(row) * shape_.register_columns[id] * (is_float(id) ? 4 : sizeof(Number));
+        return registers_[id].data()->bytes + row * row_bytes(id);
     }
+
+    long row_bytes(int id) const { return shape_.register_columns[id] * (is_float(id) ? 4 : sizeof(Number)); }
 
     void index_rows(const InkStep& step) {
         rows_.clear();
@@ -87,8 +94,8 @@ class Decoder : public Executor {
 
     void reserve(int n_rows) {
         for (int id = 0; id < shape_.n_registers; id++) {
-            const size_t size = size_t(n_rows) * shape_.register_columns[id] * (is_float(id) ? 4 : sizeof(Number)) + 64;
-            if (registers_[id].size() < size) registers_[id].assign(size, 0);
+            const size_t size = n_rows * row_bytes(id) / sizeof(Line) + 1;
+            if (registers_[id].size() < size) registers_[id].assign(size, {});
         }
         const size_t most = 2L * kQueryRows * (longest_ / kBlock + 1) * kBlock;
         for (auto& part : scratch_)
@@ -124,8 +131,8 @@ class Decoder : public Executor {
     template <class P>
     void embed_from(const InkMatrix& m, int64_t token, int row) {
         const int lane = token % kLanes;
-        const char* column = static_cast<const char*>(m.packed) +
-                             (2L * (token / kPanel) * m.steps + token % kPanel / kLanes) * P::kBytes;
+        const char* column = static_cast<const char*>(m.packed) + token / kPanel * panel_bytes<P>(m.steps) +
+                             token % kPanel / kLanes * P::kBytes;
         const float scale = shape_.embedding_scale * (m.scale ? m.scale[token] : 1.0f);
         const float* table = shape_.position_embeddings;
         const float* position_embedding = table ? table + long(rows_[row].position) * shape_.width : nullptr;
@@ -292,9 +299,9 @@ class Decoder : public Executor {
     const InkShape shape_;
     Pool& pool_;
     int longest_ = 0;
-    std::vector<std::vector<char>> registers_;
+    std::vector<std::vector<Line>> registers_;
+    std::vector<Line> head_;
     std::vector<std::vector<float>> scratch_, padded_;  // of each thread
-    std::vector<Number> head_;
     std::vector<Row> rows_;
     std::vector<Task> tasks_;
 };

@@ -73,6 +73,10 @@ def select_backend(
     try:
         level = this_level()
         _check_model(dtype, device, config)
+        if libraries.found and not libraries.found.name.startswith(f"inkstream-{level.name}-"):
+            raise KernelsUnavailable(
+                f"the engine may use level {level.name} only, and the service found {libraries.found}"
+            )
         if kernels == "auto" and libraries.found is None:
             return SelectedBackend(reason="the native kernels are not built", waits_for_build=True)
         library = _library(libraries, announce)

@@ -1,14 +1,16 @@
 """Detects the instruction-set level that kernels are compiled for.
 
-A level is a name and its compiler flags. x86-64 has three and ARM has one, so that a library built on one machine runs
+A level is a name and its compiler flags. x86-64 has four and ARM has one, so that a library built on one machine runs
 on others of the same level (containers move); elsewhere the only level is the machine's own.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import platform
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +29,13 @@ class CompilerNotFound(BuildError):
 
 _AVX2 = frozenset(["avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"])
 _AVX512 = _AVX2 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
-_REQUIRED_FLAGS = {"avx512bf16": _AVX512 | {"avx512_bf16"}, "avx512": _AVX512, "avx2": _AVX2}  # best first
+_AVX512_BF16 = _AVX512 | {"avx512_bf16"}
+_REQUIRED_FLAGS = {
+    "amx": _AVX512_BF16 | {"amx_tile", "amx_bf16"},
+    "avx512bf16": _AVX512_BF16,
+    "avx512": _AVX512,
+    "avx2": _AVX2,
+}
 _NATIVE_FLAGS = {"x86_64": "-march=native", "aarch64": "-mcpu=native", "ppc64le": "-mcpu=native"}
 _MACHINE_ALIASES = {"amd64": "x86_64", "arm64": "aarch64"}
 
@@ -47,7 +55,10 @@ class CpuTarget:
     """Distinguishes CPUs that the flags do not (-march=native)."""
 
 
+AMX = CpuTarget(name="amx", machine="x86_64", flags=("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"))
+"""Tiles multiply bfloat16, and round otherwise than the other levels, all of which compute the same bits."""
 X86_LEVELS = (
+    AMX,
     CpuTarget(name="avx512bf16", machine="x86_64", flags=("-march=x86-64-v4", "-mavx512bf16")),
     CpuTarget(name="avx512", machine="x86_64", flags=("-march=x86-64-v4",)),
     CpuTarget(name="avx2", machine="x86_64", flags=("-march=x86-64-v3",)),
@@ -58,10 +69,22 @@ NEON = CpuTarget(name="neon", machine="aarch64", flags=("-march=armv8-a",))
 LEVELS = (*X86_LEVELS, NEON)
 
 
-def level_of(machine: str, system: str, cpuinfo: str) -> CpuTarget:
+_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _TILE_DATA = 158, 0x1023, 18  # asm/unistd_64.h, asm/prctl.h, asm/fpu/types.h
+
+
+def request_tiles() -> bool:
+    """Asks Linux to let this process use the tiles of AMX; returns whether it may.
+
+    Kernels before 5.16 and sandboxes refuse, and Linux does where a thread's signal stack is too small. The permission
+    holds for all threads, also later ones.
+    """
+    return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _TILE_DATA) == 0)
+
+
+def level_of(machine: str, system: str, cpuinfo: str, may_use_tiles: Callable[[], bool] = request_tiles) -> CpuTarget:
     """The best level of a CPU, from platform.machine(), platform.system() and the text of /proc/cpuinfo.
 
-    Raises UnsupportedCpu.
+    `may_use_tiles` is called for a CPU that has them. Raises UnsupportedCpu.
     """
     machine = _MACHINE_ALIASES.get(machine.lower(), machine.lower())
     if (machine, system) == ("aarch64", "Linux"):
@@ -76,7 +99,7 @@ def level_of(machine: str, system: str, cpuinfo: str) -> CpuTarget:
         raise UnsupportedCpu("/proc/cpuinfo does not list the features of this CPU")
     supported = frozenset.intersection(*cores)
     for level in X86_LEVELS:
-        if _REQUIRED_FLAGS[level.name] <= supported:
+        if _REQUIRED_FLAGS[level.name] <= supported and (level != AMX or may_use_tiles()):
             return level
     raise UnsupportedCpu(f"this CPU has no {', '.join(sorted(_AVX2 - supported))}, which the native kernels need")
 
@@ -115,7 +138,7 @@ def this_machine() -> tuple[str, str, str]:
 
 
 def this_level() -> CpuTarget:
-    """The best level of this machine. Raises UnsupportedCpu."""
+    """The best level of this machine, which this process may use from then on. Raises UnsupportedCpu."""
     return level_of(*this_machine())
 
 
