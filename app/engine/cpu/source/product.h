@@ -2,7 +2,7 @@
 //
 // Packed layout: panels of 32 rows of W; within a panel, step by step along k, two vectors of 16 outputs each. A step
 // is one number of x (float32), or a pair of them (bfloat16, int8). Every output has one accumulator, which adds its
-// steps in order, however many rows there are: batch invariance (README.md). With AMX, bfloat16 is multiplied in tiles.
+// steps in order, however many rows there are: batch invariance (README.md). tiles.h has products of bfloat16 with AMX.
 #pragma once
 
 #include <algorithm>
@@ -42,6 +42,11 @@ struct BF16 {
         return pair;
     }
     INK_INLINE static Floats add(const Operand& w, const Operand& x, const Floats& sum) { return dot_pairs(w, x, sum); }
+    // For tiles.h: 16 steps of a panel; the even and the odd numbers of a step.
+    static const char* tile(const char* packed, char*) { return packed; }
+    INK_INLINE static std::pair<Floats, Floats> halves(const char* at) {
+        return {bits<float>(weights(at) << 16), bits<float>(weights(at) & 0xffff0000u)};
+    }
 };
 
 // Integers up to 127 are exact in bfloat16; the scale of each output is applied after the sum.
@@ -50,6 +55,15 @@ struct I8 : BF16 {
     INK_INLINE static Operand weights(const char* at) {
         const int8_t* numbers = reinterpret_cast<const int8_t*>(at);
         return bits<uint32_t>(widen(load(numbers))) >> 16 | bits<uint32_t>(widen(load(numbers + kLanes)));
+    }
+    INK_INLINE static const char* tile(const char* packed, char* buffer) {
+        uint32_t* to = reinterpret_cast<uint32_t*>(buffer);
+        for (int i = 0; i < 2 * kTileSteps; i++) store(to + i * kLanes, weights(packed + i * kBytes));
+        return buffer;
+    }
+    INK_INLINE static std::pair<Floats, Floats> halves(const char* at) {
+        const int8_t* numbers = reinterpret_cast<const int8_t*>(at);
+        return {widen(load(numbers)), widen(load(numbers + kLanes))};
     }
 };
 
@@ -110,20 +124,8 @@ void product(const typename W::Number* x, long stride, int first, int last, cons
              const Epilogue& epilogue) {
     const long bytes = panel_bytes<W>(m.steps);
 #if defined(__AMX_BF16__)
-    if constexpr (std::is_same_v<W, BF16>) {
-        Floats sums[4 * kTileRows];
-        for (int row = first; row < last; row += 2 * kTileRows) {
-            const int rows = std::min(2 * kTileRows, last - row);
-            configure_tiles(std::min(rows, kTileRows), rows > kTileRows ? rows - kTileRows : rows);
-            for (int p = panel, n; p < end; p += n) {
-                n = rows > kTileRows ? 1 : std::min(2, end - p);
-                const char* packed = static_cast<const char*>(m.packed) + p * bytes;
-                multiply_tiles(x + row * stride, stride, rows, packed, bytes, n, m.steps, sums);
-                epilogue(row, rows, p, n, sums);
-            }
-        }
-        return _tile_release();
-    }
+    if constexpr (std::is_same_v<typename W::Number, bf16>)
+        return product_in_tiles<W>(x, stride, first, last, m, bytes, panel, end, epilogue);
 #endif
     const auto tile = [&]<int R, int P>(int row, std::integral_constant<int, R>, std::integral_constant<int, P>) {
         Floats sums[R * 2 * P];
