@@ -217,7 +217,7 @@ def test_every_level_computes_the_same_bits(tmp_path: Path) -> None:
     assert differ == (tiles if this_level() == AMX else []), "tiles round otherwise"
 
 
-@pytest.mark.parametrize("shape", ["odd sizes", "gpt_neox", "llama"])
+@pytest.mark.parametrize("shape", ["odd sizes", "gpt_neox", "wide heads", "window and cap"])
 @pytest.mark.parametrize("int8", [False, True])
 def test_a_row_has_the_same_bits_in_chunks_of_every_size(shape: str, int8: bool) -> None:
     """Up to 16 rows are one tile, more than 32 are several; also numbers that are subnormal in float32."""

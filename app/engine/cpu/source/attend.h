@@ -11,10 +11,13 @@ namespace ink {
 
 constexpr int kBlock = 16;
 #if defined(__AVX512F__)
-constexpr int kQueryRows = 6, kBlocksAtOnce = 4;
+constexpr int kVectorRows = 6, kBlocksAtOnce = 4;
 #else
-constexpr int kQueryRows = 2, kBlocksAtOnce = 2;
+constexpr int kVectorRows = 2, kBlocksAtOnce = 2;
 #endif
+// Query rows at once.
+template <class W>
+constexpr int kQueryRows = W::kUnit > 1 ? 16 : kVectorRows;
 
 // The blocks of one sequence in one layer, for one kv head.
 template <class W>
@@ -71,24 +74,23 @@ void compute_scores(const InkShape& h, const Blocks<W>& blocks, const typename W
         }
         for (int r = 0; r < R; r++)
             for (int i = 0; i < kBlocksAtOnce && b + i < n_blocks; i++)
-                store(scores + r * stride + (b + i) * kBlock, sums[r][i] * h.attention_scale);
+                store(scores + r * stride + (b + i) * kBlock, sums[r][i]);
     }
 }
 
-// Turns the scores of one row into softmax weights without the division, and returns their sum. The first key is
-// `start`.
+// Scales the scores of one row, turns them into softmax weights without the division, and returns their sum. The first
+// key is `start`.
 template <class Number>
-float softmax(float* scores, int length, int start, int position, int window, Number* weights) {
+float softmax(float* scores, float scale, int length, int start, int position, int window, Number* weights) {
     const int oldest = window ? position - window + 1 : 0;
     const Floats neg_inf = -__builtin_inff();
     Floats best = neg_inf;
     for (int i = 0; i < length; i += kLanes) {
         const int key = start + i;
-        Floats s = load(scores + i);
-        if (key + kLanes > position + 1 || key < oldest) {
+        Floats s = load(scores + i) * scale;
+        if (key + kLanes > position + 1 || key < oldest)
             s = first_lanes(oldest - key, neg_inf, first_lanes(position + 1 - key, s, neg_inf));
-            store(scores + i, s);
-        }
+        store(scores + i, s);
         best = larger(best, s);
     }
     const float row_max = largest(best);
@@ -99,6 +101,15 @@ float softmax(float* scores, int length, int start, int position, int window, Nu
         convert_store(weight, weights + i);
     }
     return sum(total);
+}
+
+// Stores the numbers of one head from `column` on, without its padding.
+template <class Number>
+INK_INLINE void store_output(const InkShape& h, const Floats& x, int column, Number* output) {
+    Number numbers[kLanes];
+    convert_store(x, numbers);
+    if (const int left = std::min(kLanes, h.head_width - column); left > 0)
+        std::memcpy(output + column, numbers, left * sizeof *numbers);
 }
 
 // outputs += weights [R][length] times values, P vectors of the head from `column` on.
@@ -128,12 +139,7 @@ void accumulate_values(const InkShape& h, const Blocks<W>& blocks, const typenam
         }
     }
     for (int r = 0; r < R; r++)
-        for (int i = 0; i < P; i++) {
-            const int at = column + i * kLanes, left = std::min(kLanes, h.head_width - at);
-            typename W::Number out[kLanes];
-            convert_store(sums[r][i] / totals[r], out);
-            if (left > 0) std::memcpy(outputs[r] + at, out, left * sizeof *out);
-        }
+        for (int i = 0; i < P; i++) store_output(h, sums[r][i] / totals[r], column + i * kLanes, outputs[r]);
 }
 
 // R query rows of one kv head at `positions`. scratch: 2 * R * (keys in whole blocks) floats.
@@ -148,13 +154,119 @@ void attend(const InkShape& h, const Blocks<W>& blocks, const typename W::Number
     Number* weights = reinterpret_cast<Number*>(scratch + long(R) * length);
     compute_scores<W, R>(h, blocks, queries, first, n_blocks, scratch, length);
     for (int r = 0; r < R; r++)
-        totals[r] = softmax(scratch + long(r) * length, length, first * kBlock, positions[r], h.window,
-                           weights + long(r) * length);
+        totals[r] = softmax(scratch + long(r) * length, h.attention_scale, length, first * kBlock, positions[r],
+                            h.window, weights + long(r) * length);
     int column = 0;
     for (; column + 4 * kLanes <= h.padded_head; column += 4 * kLanes)
         accumulate_values<W, R, 4>(h, blocks, weights, length, first, n_blocks, column, totals, outputs);
     for (; column < h.padded_head; column += kLanes)
         accumulate_values<W, R, 1>(h, blocks, weights, length, first, n_blocks, column, totals, outputs);
 }
+
+#if defined(__AMX_BF16__)
+// Pairs of a tile: those of the keys of a block, so that a row's sums do not depend on where its first block is.
+constexpr int kAttentionSteps = kBlock / 2;
+
+// scores [rows][stride] of queries [rows][padded head], from block `first` on, in groups of 4 blocks.
+inline void compute_scores_in_tiles(const InkShape& h, const Blocks<BF16>& blocks, const bf16* queries, int first,
+                                    int n_blocks, float* scores, long stride) {
+    for (int b = 0; b < n_blocks; b += 4) {
+        const bf16 *keys[4], *next[4];
+        for (int i = 0; i < 4; i++) {
+            keys[i] = blocks.key(first + std::min(b + i, n_blocks - 1));
+            next[i] = blocks.key(first + std::min(b + i + 4, n_blocks - 1));
+        }
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int c = 0; c < h.padded_head; c += 2 * kAttentionSteps) {
+            _tile_loadd(4, queries + c, h.padded_head * 2);
+            _tile_loadd(6, keys[0] + c * kBlock, 64);
+            _tile_loadd(7, keys[1] + c * kBlock, 64);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_loadd(6, keys[2] + c * kBlock, 64);
+            _tile_loadd(7, keys[3] + c * kBlock, 64);
+            _tile_dpbf16ps(2, 4, 6);
+            _tile_dpbf16ps(3, 4, 7);
+            for (const bf16* each : next)
+                for (int i = 0; i < kAttentionSteps; i++) __builtin_prefetch(each + c * kBlock + i * 32);
+        }
+        float* to = scores + b * kBlock;
+        _tile_stored(0, to, stride * 4);
+        _tile_stored(1, to + kBlock, stride * 4);
+        _tile_stored(2, to + 2 * kBlock, stride * 4);
+        _tile_stored(3, to + 3 * kBlock, stride * 4);
+    }
+}
+
+// sums [rows][4] vectors: weights [rows][stride] times up to 4 vectors of the values from `column` on.
+inline void add_values_in_tiles(const InkShape& h, const Blocks<BF16>& blocks, const bf16* weights, long stride,
+                                int first, int n_blocks, int column, Floats* sums) {
+    const int vectors = (h.padded_head - column) / kLanes;
+    const long row_bytes = h.padded_head * 4;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int b = 0; b < n_blocks; b++) {
+        const auto at = [&](int block) {
+            return reinterpret_cast<const char*>(blocks.value(first + block) + column * 2);
+        };
+        const char *values = at(b), *next = at(std::min(b + 4, n_blocks - 1));
+        _tile_loadd(4, weights + b * kBlock, stride * 2);
+        _tile_loadd(6, values, row_bytes);
+        _tile_dpbf16ps(0, 4, 6);
+        if (vectors > 1) {
+            _tile_loadd(7, values + 64, row_bytes);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+        if (vectors > 2) {
+            _tile_loadd(6, values + 128, row_bytes);
+            _tile_dpbf16ps(2, 4, 6);
+        }
+        if (vectors > 3) {
+            _tile_loadd(7, values + 192, row_bytes);
+            _tile_dpbf16ps(3, 4, 7);
+        }
+        for (int i = 0; i < kAttentionSteps; i++)
+            for (int v = 0; v < std::min(vectors, 4); v++) __builtin_prefetch(next + i * row_bytes + v * 64);
+    }
+    _tile_stored(0, sums, 256);
+    _tile_stored(1, sums + 1, 256);
+    _tile_stored(2, sums + 2, 256);
+    _tile_stored(3, sums + 3, 256);
+}
+
+// As attend(), up to 16 rows. scratch: 16 * (the padded head + 2 * (keys in groups of 4 blocks)) floats.
+inline void attend_in_tiles(const InkShape& h, const Blocks<BF16>& blocks, const bf16* const* queries, int rows,
+                            const int* positions, bf16* const* outputs, float* scratch) {
+    const auto [least, last] = std::minmax_element(positions, positions + rows);
+    const int first = h.window ? std::max(0, *least - h.window + 1) / kBlock : 0;
+    const int n_blocks = *last / kBlock + 1 - first, length = n_blocks * kBlock;
+    const long stride = (n_blocks + 3) / 4 * 4 * kBlock;
+    bf16* gathered = reinterpret_cast<bf16*>(scratch);
+    float* scores = scratch + long(kTileRows) * h.padded_head / 2;
+    bf16* weights = reinterpret_cast<bf16*>(scores + rows * stride);
+    float totals[kTileRows];
+    Floats sums[4 * kTileRows];
+    for (int r = 0; r < rows; r++) std::copy_n(queries[r], h.padded_head, gathered + r * h.padded_head);
+    configure_tiles(rows, rows, kAttentionSteps);
+    std::atomic_signal_fence(std::memory_order_seq_cst);
+    compute_scores_in_tiles(h, blocks, gathered, first, n_blocks, scores, stride);
+    for (int r = 0; r < rows; r++)
+        totals[r] = softmax(scores + r * stride, h.attention_scale, length, first * kBlock, positions[r], h.window,
+                            weights + r * stride);
+    std::atomic_signal_fence(std::memory_order_seq_cst);
+    for (int column = 0; column < h.padded_head; column += 4 * kLanes) {
+        add_values_in_tiles(h, blocks, weights, stride, first, n_blocks, column, sums);
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < std::min(4, (h.padded_head - column) / kLanes); v++)  // + 0: a zero has no sign
+                store_output(h, (sums[4 * r + v] + 0.0f) / totals[r], column + v * kLanes, outputs[r]);
+    }
+    _tile_release();
+}
+#endif
 
 }  // namespace ink

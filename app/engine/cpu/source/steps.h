@@ -62,7 +62,7 @@ class Decoder : public Executor {
 
     void head(const int32_t* rows, int n_rows, float* logits, long stride) override {
         const int columns = shape_.register_columns[kNormed];
-        head_.resize(std::max(head_.size(), n_rows * columns * sizeof(Number) / sizeof(Line)));
+        head_.resize(std::max(head_.size(), size_t(n_rows) * columns * sizeof(Number) / sizeof(Line)));
         Number* normed = reinterpret_cast<Number*>(head_.data());
         for (int i = 0; i < n_rows; i++)
             norm(shape_.final_norm, floats(kResidual, rows[i]), shape_.width, shape_.final_weight, shape_.final_bias,
@@ -97,7 +97,8 @@ class Decoder : public Executor {
             const size_t size = n_rows * row_bytes(id) / sizeof(Line) + 1;
             if (registers_[id].size() < size) registers_[id].assign(size, {});
         }
-        const size_t most = 2L * kQueryRows * (longest_ / kBlock + 1) * kBlock;
+        const long keys = (longest_ / kBlock + 4) * kBlock;  // in groups of 4 blocks
+        const size_t most = kQueryRows<W> * (2 * keys + shape_.padded_head) * sizeof(float) / sizeof(Line);
         for (auto& part : scratch_)
             if (part.size() < most) part.resize(most);
     }
@@ -250,15 +251,16 @@ class Decoder : public Executor {
         return std::copy(head, head + shape_.head_width, to), to;
     }
 
-    // Tasks: up to 6 rows (queries of one kv head) of one chunk.
+    // Tasks: up to kQueryRows rows (queries of one kv head) of one chunk.
     void run_attention(const InkOperation& op, const InkStep& step) {
         const int group = shape_.query_heads / shape_.kv_heads;
         tasks_.clear();
         for (int c = 0, row = 0; c < step.n_chunks; row += int(step.chunks[c++].n_rows))
-            for (int first = 0, n_queries = int(step.chunks[c].n_rows) * group; first < n_queries; first += kQueryRows)
-                tasks_.push_back({row, first, std::min(kQueryRows, n_queries - first)});
+            for (int first = 0, n_queries = int(step.chunks[c].n_rows) * group; first < n_queries; first += kQueryRows<W>)
+                tasks_.push_back({row, first, std::min(kQueryRows<W>, n_queries - first)});
         pool_.run(int(tasks_.size()) * shape_.kv_heads, [&](int task, int thread) {
-            attend_task(op, tasks_[task / shape_.kv_heads], task % shape_.kv_heads, group, scratch_[thread].data());
+            attend_task(op, tasks_[task / shape_.kv_heads], task % shape_.kv_heads, group,
+                        reinterpret_cast<float*>(scratch_[thread].data()));
         });
     }
 
@@ -267,9 +269,9 @@ class Decoder : public Executor {
     };
 
     void attend_task(const InkOperation& op, const Task& task, int head, int group, float* scratch) {
-        const Number* queries[kQueryRows];
-        Number* outputs[kQueryRows];
-        int positions[kQueryRows];
+        const Number* queries[kQueryRows<W>];
+        Number* outputs[kQueryRows<W>];
+        int positions[kQueryRows<W>];
         for (int i = 0; i < task.count; i++) {
             const int row = task.row + (task.first + i) / group, query = head * group + (task.first + i) % group;
             queries[i] = numbers(kQueries, row) + long(query) * shape_.padded_head;
@@ -278,7 +280,12 @@ class Decoder : public Executor {
         }
         const long stride = shape_.kv_heads * kBlock * shape_.padded_head;
         const Blocks<W> blocks = {cache(op.layer, 0, 0, head), cache(op.layer, 1, 0, head), rows_[task.row].table, stride};
-        with_constant<kQueryRows>(task.count, [&](auto rows) {
+#if defined(__AMX_BF16__)
+        if constexpr (std::is_same_v<Number, bf16>)
+            attend_in_tiles(shape_, blocks, queries, task.count, positions, outputs, scratch);
+        else
+#endif
+        with_constant<kQueryRows<W>>(task.count, [&](auto rows) {
             attend<W, rows.value>(shape_, blocks, queries, positions, outputs, scratch);
         });
     }
@@ -301,7 +308,8 @@ class Decoder : public Executor {
     int longest_ = 0;
     std::vector<std::vector<Line>> registers_;
     std::vector<Line> head_;
-    std::vector<std::vector<float>> scratch_, padded_;  // of each thread
+    std::vector<std::vector<Line>> scratch_;  // of each thread
+    std::vector<std::vector<float>> padded_;  // of each thread
     std::vector<Row> rows_;
     std::vector<Task> tasks_;
 };

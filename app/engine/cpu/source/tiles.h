@@ -18,14 +18,16 @@ namespace ink {
 #if defined(__AMX_BF16__)
 constexpr int kTileRows = 16, kTileSteps = 16;
 
-// Tiles 0 and 1 (sums) and 4 (x) get `rows` rows; 2 and 3 (sums) and 5 (x) get `others`; 6 and 7 hold weights.
-inline void configure_tiles(int rows, int others) {
+// Tiles 0 and 1 (sums) and 4 (x) get `rows` rows; 2 and 3 (sums) and 5 (x) get `others`; 6 and 7 hold weights. x and
+// weights have `steps` pairs.
+inline void configure_tiles(int rows, int others, int steps = kTileSteps) {
+    const auto x_bytes = uint16_t(4 * steps);
     struct alignas(64) {
         uint8_t palette = 1, start = 0, reserved[14] = {};
-        uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+        uint16_t row_bytes[16];
         uint8_t rows[16] = {};
-    } shapes;
-    const int counts[] = {rows, rows, others, others, rows, others, kTileRows, kTileRows};
+    } shapes = {.row_bytes = {64, 64, 64, 64, x_bytes, x_bytes, 64, 64}};
+    const int counts[] = {rows, rows, others, others, rows, others, steps, steps};
     std::copy(counts, counts + 8, shapes.rows);
     asm volatile("ldtilecfg %0" ::"m"(shapes));  // GCC's intrinsic names only 8 bytes of it
 }
