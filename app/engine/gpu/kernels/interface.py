@@ -187,8 +187,6 @@ class Kernels(Protocol):
 
 ROWS = 64
 """Query rows (tokens times heads that share keys) of a program: the minimum of Hopper's wgmma."""
-POSITIONS = 64
-"""Positions of a tile of keys and values; divides SPLIT."""
 PARTIAL_BYTES = 128 << 20
 """Largest workspace of attention in addition to its output, for the splits that are computed in parallel. What does not
 fit is computed split after split."""
@@ -208,7 +206,7 @@ COLUMNS = 1024
 
 
 Launch = dict[str, int]
-"""Launch options: warps of a program, and pipeline stages of its loads."""
+"""Launch options: warps of a program, pipeline stages of its loads, and constants that depend on them."""
 
 
 def _launch(num_warps: int, num_stages: int = 1) -> Launch:
@@ -220,21 +218,30 @@ ROW_LAUNCH = _launch(4)
 
 
 def attention_launch(padded_dim: int, item_size: int, shared_bytes: int = SHARED_BYTES) -> Launch:
-    """Launch options with as many stages as fit into `shared_bytes`, at least one. Stages do not change any sum."""
+    """Launch options and POSITIONS of a tile of keys and values, with as many stages as fit into `shared_bytes`.
+
+    64 positions if two programs with three stages of them fit on a multiprocessor, as with heads of 128 on Hopper.
+    Otherwise 32: on earlier GPUs for the shared memory, in wide heads and float32 for the registers. Positions set the
+    order of sums; warps and stages do not.
+    """
     is_narrow = item_size < 4 and padded_dim <= 128
+    positions = 64 if is_narrow and 2 * attention_bytes(padded_dim, item_size, 64, stages=3) <= shared_bytes else 32
     max_stages = 1 if item_size == 4 else 3 if is_narrow else 2
-    fitting = [n for n in range(1, max_stages + 1) if attention_bytes(padded_dim, item_size, n) <= shared_bytes]
-    return _launch(4 if is_narrow else 8, max(fitting, default=1))
+    stages = [
+        n for n in range(1, max_stages + 1) if attention_bytes(padded_dim, item_size, positions, n) <= shared_bytes
+    ]
+    return {"POSITIONS": positions, **_launch(4 if is_narrow else 8, max(stages, default=1))}
 
 
 def attention_fits(head_dim: int, item_size: int, shared_bytes: int) -> bool:
     """Whether an attention program fits into the shared memory of a device."""
-    return attention_bytes(padded_dim(head_dim), item_size, 1) <= shared_bytes
+    launch = attention_launch(padded_dim(head_dim), item_size, shared_bytes)
+    return attention_bytes(padded_dim(head_dim), item_size, launch["POSITIONS"], stages=1) <= shared_bytes
 
 
-def attention_bytes(padded_dim: int, item_size: int, stages: int) -> int:
+def attention_bytes(padded_dim: int, item_size: int, positions: int, stages: int) -> int:
     """Upper bound of an attention program's shared memory: queries, and keys and values of each stage."""
-    return (ROWS + stages * 2 * POSITIONS) * padded_dim * item_size
+    return (ROWS + stages * 2 * positions) * padded_dim * item_size
 
 
 def norm_launch(width: int) -> Launch:

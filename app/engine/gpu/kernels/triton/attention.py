@@ -1,7 +1,7 @@
 """Paged attention in Triton: one kernel for prefill and decode, fixed splits, an ordered merge.
 
 a sequence   |0 ............ 511|512 ........ 1023|1024 .. |      splits of SPLIT positions, from position 0 on
-    a split      |64|64|64|64|64|64|64|64|                            reduced in order, tile by tile
+    a split      |64|64|64|64|64|64|64|64|                            reduced in order, tile by tile of 64 or 32
     a row        merges its splits in order
 
 The bits of a row depend on its own tokens only: tiles and splits start at position 0 whatever the step holds, masked
@@ -27,7 +27,6 @@ from torch import Tensor
 from app.engine.gpu.kernels.interface import (
     FEW_PROGRAMS,
     HEADS,
-    POSITIONS,
     PROGRAMS,
     ROW_LAUNCH,
     ROWS,
@@ -334,7 +333,7 @@ def attention(
         q_THC, layer_cache, batch.block_table_RB, batch.tile_row_X, *tiles, *(work or (batch.tile_row_X,) * 3),
         values_XHC, statistics_XH2, layer_cache.stride(0), head_dim**-0.5 * _LOG2_E,
         N_HEADS=n_heads, N_KV_HEADS=n_kv_heads, BLOCK=layer_cache.shape[2], TABLE=batch.block_table_RB.shape[1],
-        TILE_TOKENS=batch.tile_tokens, ROWS=ROWS, POSITIONS=POSITIONS,
+        TILE_TOKENS=batch.tile_tokens, ROWS=ROWS,
         HAS_WORK=work is not None, HAS_SPLITS=batch.max_splits > 1,
         **sizes, **attention_launch(padded_dim(head_dim), q_THC.element_size(), shared_bytes),
     )  # fmt: skip
