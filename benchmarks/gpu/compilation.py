@@ -159,6 +159,7 @@ def _fp8(_kernels: TritonKernels) -> None:
 QUANTIZED: Launches = {
     "int8, 1 token": partial(_int8, 1, False),
     "int8, 64 tokens": partial(_int8, 64, True),
+    "int8, 65 tokens": partial(_int8, 65, True),
     "fp8": _fp8,
 }
 QWEN3 = SHAPES["qwen3-8b"]

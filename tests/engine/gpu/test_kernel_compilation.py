@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -64,6 +65,13 @@ def _output_of(program: str, cache: Path, *arguments: str) -> Any:
 def _all(compiled: dict[int, dict[str, Facts]], kernel: str = "") -> Iterator[tuple[int, str, Facts]]:
     for capability, kernels in compiled.items():
         yield from ((capability, name, facts) for name, facts in kernels.items() if name.endswith(kernel))
+
+
+def test_every_kernel_of_the_folder_is_compiled(compiled: dict[int, dict[str, Facts]]) -> None:
+    """Functions that kernels call are compiled with them; their names end otherwise."""
+    sources = [path.read_text() for path in (ROOT / "app/engine/gpu/kernels/triton").glob("*.py")]
+    written = {name for source in sources for name in re.findall(r"@triton\.jit.*\ndef (\w+_kernel)\(", source)}
+    assert len(written) > 10 and written == {name.split()[-1] for name in compiled[90]}
 
 
 def test_every_kernel_compiles_and_fits_on_every_gpu(compiled: dict[int, dict[str, Facts]]) -> None:
@@ -124,6 +132,12 @@ def test_int8_goes_through_one_kind_of_matrix_unit(compiled: dict[int, dict[str,
         assert facts["units"] == [f"wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.bf16.bf16"]
         assert facts["copies"], "loads wait for one another"
         assert facts["shared"] <= SHARED_BYTES[90] // 2, "two programs fit on a multiprocessor"
+
+
+def test_no_piece_of_a_weight_needs_a_variant_of_its_own(compiled: dict[int, dict[str, Facts]]) -> None:
+    """The first row of a piece is a number that would be compiled while serving."""
+    facts = compiled[90]["int8, 65 tokens widen_kernel"]
+    assert facts["apart"] == [] and facts["registers"] <= 64, facts
 
 
 def test_rows_are_rounded_to_fp8_as_the_reference_rounds(compiled: dict[int, dict[str, Facts]]) -> None:

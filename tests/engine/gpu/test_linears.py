@@ -194,6 +194,17 @@ def test_every_token_of_every_tile_is_computed_from_its_own_row(columns: int, mo
 
 
 @needs_triton
+def test_a_weight_is_widened_to_the_bits_of_a_rounded_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The product with an identity matrix is the widened weight; 2,100 columns: two programs a row. float16: rounds."""
+    kernel, half = import_module(TRITON), torch.float16
+    numbers = (torch.arange(5 * 2100) % 255 - 127).to(torch.int8).view(5, 2100).to(DEVICE)
+    weight = Quantized(numbers, torch.tensor([1.0, 0.1, 3e-4, 0.37, 2.0], device=DEVICE))
+    monkeypatch.setattr(kernel, "_PIECE_BYTES", 2 * 2 * 2100)
+    found = kernel.product_by_pieces(torch.eye(2100, dtype=half, device=DEVICE), weight, None)
+    assert torch.equal(found.t(), (numbers.float() * weight.scales[:, None]).to(half))
+
+
+@needs_triton
 def test_a_matrix_of_few_rows_is_divided_as_its_sizes_say() -> None:
     """Not as tokens do. 4,096 x 4,096 alone would occupy half of the multiprocessors of a Hopper GPU."""
     kernel = import_module(TRITON)
