@@ -10,6 +10,7 @@ Shape legend: R rows, B blocks of a row's table, S rows of a step, N rows of an 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
@@ -131,7 +132,7 @@ def round_up(count: int) -> int:
 
 def bucket(count: int, buckets: Items[int]) -> int:
     """The smallest bucket that holds `count`."""
-    return next(n for n in buckets if n >= count)
+    return buckets[bisect_left(buckets, count)]
 
 
 EMPTY = slice(0, 0)

@@ -84,17 +84,19 @@ class DeviceRunner:
 
     def collect(self, flight: InFlightStep) -> StepResult:
         """Waits until the step has finished, and returns its results."""
-        numbers_X = flight.download.wait()
-        n_drawn = len(self._steps.out.first(flight.n_drawn).numbers_X)
+        numbers_X, scores = flight.download.wait(), dict[str, tuple[TokenScore, ...] | None]()
+        if flight.scoring:
+            n_drawn = len(self._steps.out.first(flight.n_drawn).numbers_X)
+            numbers_X, scores = numbers_X[:n_drawn], _scores(numbers_X[n_drawn:], flight.scoring)
         sequences = flight.sampling
         counts = [sequence.request.params.logprobs for sequence in sequences]
-        samples = samples_of(numbers_X[:n_drawn], flight.n_drawn, counts)
+        samples = samples_of(numbers_X, flight.n_drawn, counts)
         if flight.is_guided and self._grammars:
             is_open = [sequence.request.id not in flight.decided for sequence in sequences]
             sequences, samples = [*compress(sequences, is_open)], [*compress(samples, is_open)]
             samples = self._grammars.accept_tokens(sequences, samples)
         sampled = {sequence.request.id: sample for sequence, sample in zip(sequences, samples, strict=True)}
-        return StepResult(sampled | flight.decided, _scores(numbers_X[n_drawn:], flight.scoring))
+        return StepResult(sampled | flight.decided, scores)
 
     def warm_up(self, tokens_per_step: int) -> None:
         """Runs the shapes of real steps, so that no request pays for first calls.
@@ -171,8 +173,8 @@ class _StepUpload:
     def send(self) -> Tensor:
         """Sends all sections, and applies the updates. Returns the sections on the device."""
         numbers_X = self.upload.send(self._steps.cache.device)
-        drawn_X = self._steps.drawn_2R.view(-1)
-        drawn_X.copy_(numbers_X[: len(drawn_X)])
+        drawn_X = self._steps.drawn_X
+        drawn_X.copy_(numbers_X[: drawn_X.numel()])
         if any(section != EMPTY for section in self._blocks):
             self._steps.prepare(*(numbers_X[section] for section in self._blocks))
         self._steps.resident.apply(numbers_X, self._updates)

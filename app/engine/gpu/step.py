@@ -47,6 +47,7 @@ class StepProgram:
         self.cache = cache
         self.drawn_2R = torch.empty(2, -(-max_rows // ALIGNED) * ALIGNED, dtype=torch.int32, device=device)
         """Resident rows that sample, and the lengths of their sequences; set before a step."""
+        self.drawn_X = self.drawn_2R.view(-1)
         self.out = SampleOut.empty(max_rows, device)
         """Samples of the last step."""
         self._kernels = kernels

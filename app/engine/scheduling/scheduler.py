@@ -152,8 +152,7 @@ class Scheduler:
 
     def plan_ahead(self) -> BatchPlan | None:
         """Plans the step after those in flight; None if there is nothing to compute or too few blocks are free."""
-        chunks, block_size = self._decodes_ahead(), self.pool.block_size
-        growing = [c.sequence for c in chunks if len(c.sequence.blocks) * block_size <= c.start]
+        chunks, growing = self._decodes_ahead()
         if sum(map(self._allocator.missing, growing)) > self.pool.available:
             return None
         for sequence in growing:
@@ -239,9 +238,10 @@ class Scheduler:
                 chunks.append(Chunk(sequence, start, start + 1))
         return chunks
 
-    def _decodes_ahead(self) -> list[Chunk]:
-        """Decodes of the sequences that have a next token to compute after the steps in flight."""
-        chunks, leaders = list[Chunk](), {sequence.leader for sequence in self.waiting}
+    def _decodes_ahead(self) -> tuple[list[Chunk], list[Sequence]]:
+        """Decodes of the sequences that have a next token to compute after the steps in flight; which need a block."""
+        chunks, growing, block_size = list[Chunk](), list[Sequence](), self.pool.block_size
+        leaders = {sequence.leader for sequence in self.waiting}
         for sequence in self.running:
             start = sequence.num_computed + sequence.ahead
             n_unsampled = start + 1 - len(sequence.tokens)  # tokens that steps in flight sample; below 0 in a prompt
@@ -250,7 +250,9 @@ class Scheduler:
             # A leader skips one step, so that its followers share the prompt while no step writes to its blocks.
             if not (n_unsampled and sequence in leaders) or sequence.has_prompt:
                 chunks.append(Chunk(sequence, start, start + 1))
-        return chunks
+                if len(sequence.blocks) * block_size <= start:
+                    growing.append(sequence)
+        return chunks, growing
 
     def _fill(self, chunks: list[Chunk], *, may_admit: bool = True) -> BatchPlan:
         """Completes a plan of decodes with as many prompt tokens as fit: of running prompts, then of admitted ones.
@@ -347,14 +349,15 @@ class Scheduler:
 def _append_token(sequence: Sequence, sampled: SampledToken) -> SampledEvent:
     """Appends the token to the sequence, unless none was requested or sampled; returns the event to report."""
     request, token, tokens = sequence.request, sampled.token, sequence.tokens
-    index, finish = len(tokens) - len(request.prompt), None
+    n_tokens, finish = len(tokens), None
+    index = n_tokens - len(request.prompt)
     if token is None or not request.max_tokens:
         finish = sampled.finish if request.max_tokens else FinishReason.LENGTH
         return SampledEvent(request.id, index, None, finish=finish)
     tokens.append(token)
     if token in request.stop_ids:
         finish = FinishReason.STOP
-    elif len(tokens) >= sequence.max_length and not sampled.is_undecided:
+    elif n_tokens + 1 >= sequence.max_length and not sampled.is_undecided:
         finish = FinishReason.LENGTH
     return SampledEvent(request.id, index, token, sampled.logprob, sampled.top, finish)
 

@@ -266,10 +266,11 @@ def _release_and_forget(self: BlockPool, blocks: list[int]) -> None:
         self._free.append(block)
 
 
-def _decodes_of_all(self: Scheduler) -> list[Chunk]:
+def _decodes_of_all(self: Scheduler) -> tuple[list[Chunk], list[EngineSequence]]:
     """Also of sequences that end in flight."""
     decoding = [sequence for sequence in self.running if sequence.num_pending == 1 and not sequence.waits_for_mask]
-    return [Chunk(sequence, sequence.num_scheduled, sequence.num_scheduled + 1) for sequence in decoding]
+    chunks = [Chunk(sequence, sequence.num_scheduled, sequence.num_scheduled + 1) for sequence in decoding]
+    return chunks, [each for each in decoding if len(each.blocks) * self.pool.block_size <= each.num_scheduled]
 
 
 @pytest.mark.parametrize(
