@@ -101,7 +101,7 @@ def test_the_next_keys_and_values_are_loaded_while_a_tile_is_computed(compiled: 
         if name.startswith(("qwen3", "gpt2", "large blocks")):
             seen.add((capability, name[:4]))
             assert facts["stages"] == 3 and max(facts["waits"]) >= 2, (capability, name, facts["waits"])
-    assert {(90, "qwen"), (90, "gpt2"), (80, "qwen"), (89, "qwen"), (100, "qwen")} <= seen
+    assert {(90, "qwen"), (90, "gpt2"), (80, "qwen"), (89, "gpt2"), (100, "qwen")} <= seen
 
 
 def test_prompts_and_single_tokens_go_through_the_same_matrix_instructions(
