@@ -60,6 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print(f"error: the output cannot be written ({error.strerror})", file=sys.stderr)
         return 1
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        print(f"error: inkstream {verb} needs torch, which is not installed", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
 

@@ -39,9 +39,9 @@ _MARKS: dict[Level, str] = {"ok": "  ", "slow": "! ", "broken": "x ", "unknown":
 _SMI_SECONDS, _PORT_SECONDS = 3.0, 0.5
 _GIB = 1 << 30
 _LEAST_DISK, _LEAST_FILES, _FEW_FILES = 1 * _GIB, 128, 1024
-_NEEDED = ("torch", "numpy", "safetensors", "tokenizers", "fastapi", "uvicorn", "httptools", "pydantic",
+_NEEDED = ("numpy", "safetensors", "tokenizers", "fastapi", "uvicorn", "httptools", "pydantic",
            "pydantic-settings", "msgspec", "jinja2", "prometheus-client")  # fmt: skip
-_OPTIONAL = ("uvloop", "llguidance", "triton")
+_OPTIONAL = ("torch", "uvloop", "llguidance", "triton")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CXX")
 _SECRET = re.compile(r"_(API_KEY|TOKEN|SECRET|PASSWORD)", re.IGNORECASE)
 _INSTALL = "make install (without make: pip install -e .)"
@@ -231,8 +231,7 @@ def _kernels(machine: Machine) -> Iterator[Finding]:
         compiler = find_compiler().version
     except BuildError as error:
         compiler, why = "", str(error)
-    requested = machine.environment.get("INKSTREAM_CACHE_DIR")
-    directory = cache_directory(Path(requested) if requested else None, machine.environment)
+    directory = _cache_directory(machine)
     library = find(directory)
     if compiler:
         yield Finding("compiler", compiler)
@@ -254,6 +253,11 @@ def _kernels(machine: Machine) -> Iterator[Finding]:
         yield Finding("cache", f"{directory} cannot be written, so the kernels cannot be kept", "slow", remedy)
 
 
+def _cache_directory(machine: Machine) -> Path | None:
+    requested = machine.environment.get("INKSTREAM_CACHE_DIR")
+    return cache_directory(Path(requested) if requested else None, machine.environment)
+
+
 def _packages(machine: Machine) -> Iterator[Finding]:
     versions = {name: _version(name) for name in (*_NEEDED, *_OPTIONAL)}
     missing = [name for name in _NEEDED if versions[name] is None]
@@ -264,6 +268,9 @@ def _packages(machine: Machine) -> Iterator[Finding]:
     if versions["torch"]:
         cuda = _cuda_of_torch()
         yield Finding("torch", f"{versions['torch']}, " + (f"built for CUDA {cuda}" if cuda else "built for CPUs"))
+    else:
+        text = "not installed, so only the native kernels compute; check and train need it"
+        yield Finding("torch", text, "slow" if find(_cache_directory(machine)) else "broken", _INSTALL)
     yield from _gpus(machine, has_cuda=versions["torch"] is not None and _cuda_of_torch() is not None)
 
 

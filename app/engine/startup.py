@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from model.config import ModelConfig
 from model.tokenizer.tokenizer import Tokenizer
 
 _log, _start_log = logging.getLogger("inkstream"), logging.getLogger(START)
+_NEEDS_TORCH = "a GPU and --quantize fp8 need torch; --device cpu leaves a GPU aside"
 _SHARED_PROMPT_TOKENS = 64
 """Prompt tokens of a step on a CPU while API keys are in use, unless --tokens-per-step is given. Eight long prompts of
 one key made another key's first token wait 51 ms with 256, 13 ms with 64. Prefill is as fast with the default weights,
@@ -48,7 +50,7 @@ def build_engine(
     """
     announce(LOADING_WEIGHTS)
     with _as_start_error(f"{config.weights}: the weights do not fit into the free memory of the GPU"):
-        placement = place_without_torch(config) or _torch_backends().place(config)
+        placement = place_without_torch(config) or _torch_backends(_NEEDS_TORCH).place(config)
         weights = find(Path(config.weights))
         defaults = sampling_defaults(weights.generation, Path(config.weights) / "generation_config.json")
         tokenizer = Tokenizer.reader(Path(config.weights))  # the files may have changed when the first grammar needs it
@@ -83,8 +85,13 @@ def build_engine(
     return BuiltEngine(engine, grammars, ready)
 
 
-def _torch_backends() -> Any:
-    """Imported by name: an engine that computes in C++ needs no torch, which takes a second and 200 MB."""
+def _torch_backends(reason: str) -> Any:
+    """Imported by name: an engine that computes in C++ needs no torch, which takes a second and 200 MB.
+
+    reason: why the native kernels do not compute. Raises ValueError if torch is not installed.
+    """
+    if find_spec("torch") is None:
+        raise ValueError(f"torch is not installed, and without it only the native kernels compute: {reason}")
     return import_module("app.engine.torch_backends")
 
 
@@ -99,7 +106,8 @@ def _backend(
     if selected.library:
         reason, numerics = selected.reason, selected.numerics
         return CppBackend(selected.library, weights, cache_shape, config, numerics=numerics, reason=reason)
-    backend: Backend = _torch_backends().choose_backend(selected, weights, cache_shape, limits, config, announce)
+    backends = _torch_backends(selected.reason)
+    backend: Backend = backends.choose_backend(selected, weights, cache_shape, limits, config, announce)
     return backend
 
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 _SERVES_ONLY = (
-    "this installation can serve, but not train: sympy, which torch's optimizers import, was left out of the image; "
-    "build the image with --build-arg SLIM= or train outside of it"
+    "this installation can serve, but not train: it lacks torch, or sympy, which torch's optimizers import; "
+    "build the image with torch and --build-arg SLIM=, or train outside of it"
 )
 
 
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     arguments = list(sys.argv[1:] if argv is None else argv)
     options = parse(arguments)  # reports a wrong flag immediately: torch takes seconds to import
-    if find_spec("sympy") is None:
+    if find_spec("torch") is None or find_spec("sympy") is None:
         print(f"error: {_SERVES_ONLY}", file=sys.stderr)
         return 2
     gc.disable()  # imports create almost no garbage, and collecting took a third of their time

@@ -121,10 +121,21 @@ def test_a_missing_package_is_named_with_the_command_that_installs(
     machine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed = doctor._version
-    monkeypatch.setattr(doctor, "_version", lambda name: None if name in ("torch", "uvloop") else installed(name))
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name in ("msgspec", "uvloop") else installed(name))
     missing, others = machine("packages")
-    assert missing == Finding("packages", "missing: torch", "broken", doctor._INSTALL)
+    assert missing == Finding("packages", "missing: msgspec", "broken", doctor._INSTALL)
     assert "numpy" in others.text and "uvloop" not in others.text
+
+
+@pytest.mark.parametrize(("library", "level"), [(Path("kernels.so"), "slow"), (None, "broken")])
+def test_without_torch_the_service_needs_its_native_kernels(
+    library: Path | None, level: str, machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "torch" else installed(name))
+    monkeypatch.setattr(doctor, "find", lambda _: library)
+    (torch,) = machine("torch")
+    assert torch.level == level and "only the native kernels" in torch.text
 
 
 def test_a_misspelled_variable_is_broken_and_secrets_are_hidden(machine: Any) -> None:

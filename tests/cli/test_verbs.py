@@ -165,6 +165,15 @@ def test_wrong_arguments_are_told_in_one_line(run: Run, arguments: tuple[str, ..
     assert result.stderr.startswith("error: ") and "--help" in result.stderr
 
 
+@pytest.mark.parametrize(("verb", "rest"), [("check", ["weights"]), ("train", ["--data", "a.txt", "--out", "out"])])
+def test_a_verb_that_needs_torch_says_so_where_it_is_not_installed(verb: str, rest: list[str]) -> None:
+    program = "import sys; sys.modules['torch'] = None; from app.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", program, verb, *rest]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert result.stderr.startswith("error: ") and "torch" in result.stderr
+
+
 @pytest.mark.parametrize("verb", ["serve", "complete"])
 def test_ctrl_c_in_an_import_that_makes_an_error_of_it_ends_silently(tmp_path: Path, verb: str) -> None:
     """As pydantic does now and then."""
