@@ -12,7 +12,8 @@
 #              headers, since Triton compiles when the service first starts (compose.gpu.yaml names one). The digest
 #              fixes the bytes; docker buildx imagetools inspect python:3.12-slim prints that of the newest image
 # SLIM         empty keeps all files of BASE and of the packages; a GPU needs them
-# TORCH        the torch to use, in place of the one that constraints.txt names
+# TORCH        the torch to use, in place of the one that constraints.txt names. Empty: none, and the native kernels alone
+#              compute (docs/deploy.md)
 # TORCH_INDEX  where pip looks besides its own index. The default has the CPU builds. PyPI's own are for CUDA and bring its
 #              libraries along; to have those: --build-arg TORCH_INDEX=
 #
@@ -39,7 +40,8 @@ RUN python3 -m venv /opt/inkstream
 COPY constraints.txt requirements.lock ./
 RUN { grep -v "^torch==" constraints.txt; echo "${TORCH}"; } > pins.txt \
     && /opt/inkstream/bin/pip install --require-hashes --no-deps --requirement requirements.lock \
-    && /opt/inkstream/bin/pip install ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} --constraint pins.txt "${TORCH}" \
+    && { [ -z "${TORCH}" ] \
+        || /opt/inkstream/bin/pip install ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} --constraint pins.txt "${TORCH}"; } \
     && /opt/inkstream/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > site \
     && echo /srv/inkstream/code > "$(cat site)/inkstream.pth"
 
@@ -59,7 +61,8 @@ COPY inkstream inkstream
 COPY model model
 COPY weights weights
 RUN chmod -R a+rX weights \
-    && /opt/inkstream/bin/pip install --no-deps --no-build-isolation --target /code . && /opt/inkstream/bin/pip check \
+    && /opt/inkstream/bin/pip install --no-deps --no-build-isolation --target /code . \
+    && { [ ! -d "$(cat site)/torch" ] || /opt/inkstream/bin/pip check; } \
     && mv /code/inkstream/weights /weights
 COPY --from=kernels /kernels /kernels
 RUN mkdir /code/inkstream/app/engine/cpu/built && cp /kernels/inkstream-* /code/inkstream/app/engine/cpu/built

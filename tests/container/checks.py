@@ -78,7 +78,8 @@ def contains_only_what_serves() -> str:
     """No installer, header or setuid program; a layer of its own for the code; a list of the packages."""
     image = json.loads(shell("docker image inspect $INKSTREAM_IMAGE"))[0]
     unwanted = r"-type f -perm /6000 -o -name pip -o -name ensurepip -o -name '*.h' -not -path '/srv/*'"
-    assert shell(rf"docker exec --user 0 {SERVICE.name} find / -xdev \( {unwanted} \)") == ""
+    found = shell(rf"docker exec --user 0 {SERVICE.name} find / -xdev \( {unwanted} \)")
+    assert found == "", found
     listed = json.loads(SERVICE.inside("cat", "/srv/inkstream/sbom.cdx.json"))["components"]
     assert {"libc6", "torch", "fastapi", "inkstream"} <= {component["name"] for component in listed}
     layers = shell("docker history --no-trunc --format '{{.Size}} {{.CreatedBy}}' $INKSTREAM_IMAGE")
@@ -95,6 +96,33 @@ def checks_weights_and_says_that_it_cannot_train() -> str:
     result = subprocess.run([*train, "--steps", "1"], capture_output=True, text=True)
     assert result.returncode == 2 and "--build-arg SLIM=" in result.stderr, result.stderr
     return "the default model; one line says how to train"
+
+
+MOST_MEGABYTES_WITHOUT_TORCH = 300
+
+
+def serves_without_torch() -> str:
+    """The smaller image gives the same text; what it cannot do is refused in one line."""
+    smaller = "$INKSTREAM_IMAGE:no-torch"
+    size = json.loads(shell(f"docker image inspect {smaller}"))[0]["Size"] / 1e6
+    shell(
+        f"docker run --detach --name no-torch --read-only --tmpfs /tmp --env INKSTREAM_INSECURE_NO_AUTH=true {smaller}"
+    )
+    container = Container("no-torch")
+    complete = "inkstream", "complete", "--seed", "7", "--max-tokens", "40", "Once upon a time"
+    try:
+        wait_for(container.is_healthy)
+        assert container.inside(*complete) == SERVICE.inside(*complete)
+        for words in ("serve --port 8001 --kernels torch", "check weights", "train --data / --out /tmp/out"):
+            command = ["podman", "exec", container.name, "inkstream", *words.split()]
+            result = subprocess.run(command, capture_output=True, text=True)
+            last = result.stderr.splitlines()[-1]
+            assert result.returncode == 2 and last.startswith("error: ") and "torch" in last, result.stderr
+    finally:
+        shell("podman rm --force no-torch")
+    FIGURES["image_without_torch_mb"] = round(size)
+    assert size < MOST_MEGABYTES_WITHOUT_TORCH, size
+    return f"{size:.0f} MB, the same text"
 
 
 def can_download_models() -> str:
@@ -301,6 +329,7 @@ def _ask(query: str) -> list[float]:
 CHECKS: list[Callable[[], str]] = [
     starts_and_is_healthy, has_no_rights, computes_with_native_kernels, streams_through_nginx,
     contains_only_what_serves, checks_weights_and_says_that_it_cannot_train, can_download_models, computes_with_torch,
+    serves_without_torch,
     survives_a_thousand_requests, nginx_costs_little, an_engine_that_is_killed_comes_back, is_watched,
     drains_when_it_is_stopped, asks_for_keys, serves_other_weights,
 ]  # fmt: skip

@@ -201,6 +201,7 @@ def test_what_is_compiled_for_a_gpu_outlives_the_container() -> None:
 
 NOT_RUN = {
     "docker build --tag inkstream .": "buildah builds the same Dockerfile",
+    "docker build --build-arg TORCH= --tag inkstream:no-torch .": "buildah builds the same Dockerfile",
     "docker compose --file docker-compose.yml --file compose.gpu.yaml up --build --wait": "no GPU",
     "kubectl create secret generic inkstream-keys --from-file=keys.json=keys/keys.json": "no cluster",
     "kubectl apply -k deploy/kubernetes/cpu": "no cluster",
