@@ -83,7 +83,7 @@ def _ask(server: Server, path: str, text: str) -> tuple[int, str]:
 
 
 def _health_during(server: Server, length: int, seconds: float) -> tuple[open_loop.Spread, list[tuple[int, str]]]:
-    """Times of /health/live while two clients send attacks, and the attackers' answers."""
+    """Times of /health/live while two clients send attacks, all of it without an answer, and the attackers' answers."""
     stop = threading.Event()
 
     def send(number: int) -> list[tuple[int, str]]:
@@ -93,6 +93,7 @@ def _health_during(server: Server, length: int, seconds: float) -> tuple[open_lo
         return answers
 
     checks = Plan(url=server.url, bodies=(), path="/health/live", rate=50, seconds=seconds)
+    longest = checks.seconds + checks.patience
     with ThreadPoolExecutor(2) as threads:
         sent = [threads.submit(send, number) for number in range(2)]
         with open_loop.started(checks) as health:
@@ -100,7 +101,7 @@ def _health_during(server: Server, length: int, seconds: float) -> tuple[open_lo
             stop.set()
             outcomes = health.outcomes()
         answers = [answer for each in sent for answer in each.result()]
-    return open_loop.spread(o.end for o in outcomes if o.end), answers
+    return open_loop.spread(longest if o.end is None else o.end for o in outcomes), answers
 
 
 @pytest.mark.timed
