@@ -67,9 +67,9 @@ def survivors(logits: list[float], p: SamplingParams) -> Survivors:
         total = sum(left.weights.values())
         entropy = sum(w / total * (math.log(total) - scaled[t]) for t, w in left.weights.items() if w)
         distance = {t: abs(math.log(total) - scaled[t] - entropy) for t, w in left.weights.items() if w}
-        _keep_until(left, distance, p.typical_p, slack=_CLOSE)
+        _keep_until(left, distance, p.typical_p, ties=scaled, slack=_CLOSE)
     if p.top_p < 1:
-        _keep_until(left, {token: -weight for token, weight in left.weights.items()}, p.top_p, slack=0.0)
+        _keep_until(left, {t: -weight for t, weight in left.weights.items()}, p.top_p, ties=left.weights, slack=0.0)
     least = p.min_p * max(left.weights.values())
     left.clear &= not any(0 < abs(w - least) <= _CLOSE * least for w in left.weights.values())
     left.weights = {token: w for token, w in left.weights.items() if w >= least}
@@ -87,9 +87,10 @@ def drawn(left: Survivors, number: float) -> tuple[int, bool]:
     return max(left.weights), False
 
 
-def _keep_until(left: Survivors, cost: dict[int, float], share: float, *, slack: float) -> None:
+def _keep_until(left: Survivors, cost: dict[int, float], share: float, *, ties: dict[int, float], slack: float) -> None:
     """The fewest tokens of least cost that together reach this share; all that tie with the last of them.
 
+    ties: what tokens have in common that tie in any arithmetic; rounding makes other costs equal, too.
     slack: by how much rounding may change a cost, in addition to its share of the cost.
     """
     wanted = share * sum(left.weights.values())
@@ -100,7 +101,8 @@ def _keep_until(left: Survivors, cost: dict[int, float], share: float, *, slack:
         if reached >= wanted:
             break
     edge = cost[token]
-    left.clear &= not any(0 < abs(cost[t] - edge) <= max(slack, _CLOSE * abs(edge)) for t in cost)
+    others = (t for t in cost if ties[t] != ties[token])
+    left.clear &= not any(abs(cost[t] - edge) <= max(slack, _CLOSE * abs(edge)) for t in others)
     left.weights = {t: left.weights[t] for t in cost if cost[t] <= edge}
 
 
