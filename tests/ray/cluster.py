@@ -71,6 +71,8 @@ def settings_of_the_test(weights: str) -> None:
     chosen = {"WEIGHTS": weights, "KERNELS": "torch", "THREADS": "1", "MAX_RUNNING": "4", "DRAIN_TIMEOUT": "5"}
     os.environ.update({f"INKSTREAM_{name}": value for name, value in chosen.items()})
     os.environ.update(INKSTREAM_INSECURE_NO_AUTH="true", OMP_WAIT_POLICY="PASSIVE", RAY_USAGE_STATS_ENABLED="0")
+    # Ray's default is 15: beside other work of the machine its copies would get no core.
+    os.environ.update(RAY_worker_niceness="0")
 
 
 def samples(name: str) -> dict[str, float]:
