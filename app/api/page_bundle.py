@@ -1,13 +1,17 @@
-"""Joins the modules and style sheets of a page into one file each, so that a page takes few requests.
+"""Joins a page, its modules and its style sheets into one HTML document, so that a page arrives in one response.
 
 Browsers request a module only once the module that imports it has arrived. The sources stay plain ES modules; this
-knows the forms in which they import and export, and no others.
+knows the forms in which they import and export, and no others. The Content-Security-Policy names the script and the
+style by their hashes, so no other inline script or style is allowed.
 """
 
 from __future__ import annotations
 
 import re
+from base64 import b64encode
 from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from posixpath import dirname, join, normpath
 
@@ -17,9 +21,11 @@ _IMPORT = re.compile(r'^import (?:\{([^}]*)\} from )?"(\.[^"]*)";$', re.MULTILIN
 _EXPORT = re.compile(r"^export ((?:async )?function\*?|class|const) ([\w$]+)", re.MULTILINE)
 _UNKNOWN = re.compile(r"^(?:export\b.*|import\b.*from [\"']\..*)", re.MULTILINE)
 _COMMENT = re.compile(r"^ */\*\*(?:.|\n)*?\*/\n|^ *//.*\n", re.MULTILINE)  # of whole lines, a quarter of the size
+_CSS_NOISE = re.compile(r"/\*(?:.|\n)*?\*/|^\s+", re.MULTILINE)
 _SHEET = re.compile(r'^ *<link rel="stylesheet" href="web/([^"]+)">\n', re.MULTILINE)
-_SCRIPT = re.compile(r'(<script type="module" src=")web/([^"]+)(")')
+_SCRIPT = re.compile(r'<script type="module" src="web/([^"]+)"></script>')
 _FONT = re.compile(r'(?<=["/(])[\w-]+\.woff2')
+_ENDS_EARLY = re.compile(r"</(?:script|style)|<!--", re.IGNORECASE)
 
 
 def join_modules(entry: str, read: Callable[[str], str]) -> str:
@@ -68,23 +74,39 @@ def _binding(path: str, names: str | None, target: str) -> str:
     return f"const {{{names.replace(' as ', ': ')}}} = {_variable(_resolve(path, target))};"
 
 
-def bundle(folder: Path, page: str) -> dict[str, StaticContent]:
-    """The files that the page `page`.html needs, by name, and its HTML, which names them with their versions."""
+@dataclass(frozen=True, slots=True)
+class PageFile:
+    """A page with its style and script inside, or a font."""
+
+    content: StaticContent
+    policy: str = ""
+    """Directives of the Content-Security-Policy that allow the page its own style and script, by their hashes."""
+
+
+def bundle(folder: Path, page: str) -> dict[str, PageFile]:
+    """The files that the page `page`.html needs, by name: its HTML and its fonts, at addresses with their versions."""
     html = (folder / f"{page}.html").read_text()
     fonts = {path.name: StaticContent(path.read_bytes(), "font/woff2") for path in folder.glob("*.woff2")}
 
-    def with_font_versions(text: str) -> str:
+    def with_versions(text: str) -> str:
         return _FONT.sub(lambda match: f"{match[0]}?v={fonts[match[0]].version}", text)
 
-    sheets, scripts = _SHEET.findall(html), _SCRIPT.findall(html)
-    css = with_font_versions("".join((folder / name).read_text() for name in sheets))
-    js = "".join(join_modules(name, lambda path: (folder / path).read_text()) for _, name, _ in scripts)
-    style, script = StaticContent(css.encode(), "text/css"), StaticContent(js.encode(), "text/javascript")
-    links = iter([f'    <link rel="stylesheet" href="web/{page}.bundle.css?v={style.version}">\n'])
-    html = _SHEET.sub(lambda _: next(links, ""), html)
-    html = _SCRIPT.sub(rf"\1web/{page}.bundle.js?v={script.version}\3", html)
-    document = StaticContent(with_font_versions(html).encode(), "text/html")
-    return {**fonts, f"{page}.html": document, f"{page}.bundle.css": style, f"{page}.bundle.js": script}
+    sheets = [(folder / name).read_text() for name in _SHEET.findall(html)]
+    style = with_versions(_CSS_NOISE.sub("", "".join(sheets)).replace('url("', 'url("web/'))  # the page lies above
+    script = "".join(join_modules(name, lambda path: (folder / path).read_text()) for name in _SCRIPT.findall(html))
+    if found := _ENDS_EARLY.search(style + script):
+        raise ValueError(f"{page}: the HTML parser would not read past {found[0]!r} inside a script or style")
+    styles = iter([f"    <style>{style}</style>\n"])
+    html = _SHEET.sub(lambda _: next(styles, ""), with_versions(html))
+    html = _SCRIPT.sub(lambda _: f'<script type="module">{script}</script>', html)
+    policy = f"script-src {_source(script)}; style-src {_source(style)}"
+    document = PageFile(StaticContent(html.encode(), "text/html"), policy)
+    return {**{name: PageFile(font) for name, font in fonts.items()}, f"{page}.html": document}
+
+
+def _source(text: str) -> str:
+    """The Content-Security-Policy's name for an inline script or style."""
+    return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
 
 
 class Bundles:
@@ -94,9 +116,9 @@ class Bundles:
         self._folder = folder
         self._pages = pages
         self._stamps: dict[Path, int] = {}
-        self._files: dict[str, StaticContent] = {}
+        self._files: dict[str, PageFile] = {}
 
-    def find(self, name: str) -> StaticContent | None:
+    def find(self, name: str) -> PageFile | None:
         """The file with this name, if it is one of a bundle."""
         stamps = {path: path.stat().st_mtime_ns for path in self._folder.rglob("*")}
         if stamps != self._stamps:

@@ -19,7 +19,7 @@ from app.http.request_log import routine
 
 _FOLDER = Path(__file__).parent.parent / "web"
 _POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; "
+    "default-src 'none'; img-src 'self' data:; font-src 'self'; "
     "connect-src {}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _TYPES = {".css": "text/css", ".js": "text/javascript", ".txt": "text/plain"}
@@ -93,7 +93,8 @@ def _file(request: Request, name: str) -> Response:
     bundles: Bundles = request.app.state.bundles
     headers: dict[str, str] = request.app.state.page_headers
     if file := bundles.find(name):
-        return file.respond(request, headers)
+        policy = "; ".join(filter(None, (headers["Content-Security-Policy"], file.policy)))
+        return file.content.respond(request, {**headers, "Content-Security-Policy": policy})
     # Look the name up in the folder's listing; never build a path from client input.
     files = (path for path in _FOLDER.rglob("*") if path.suffix in _TYPES)
     path = next((path for path in files if path.relative_to(_FOLDER).as_posix() == name), None)

@@ -15,7 +15,10 @@ _YEAR = "public, max-age=31536000, immutable"
 
 
 class StaticContent:
-    """One response body. `version` is a prefix of its SHA-256; an address with ?v=<version> may be kept for good."""
+    """One response body. `version` is a prefix of its SHA-256; an address with ?v=<version> may be kept for good.
+
+    No proxy may rewrite it: a page's policy allows its script by its hash.
+    """
 
     def __init__(self, body: bytes, media_type: str) -> None:
         self.body = body
@@ -31,7 +34,7 @@ class StaticContent:
         )
         etag = f'"{self.version}{"-gzip" if is_compressed else ""}"'
         is_versioned = request.query_params.get("v") == self.version
-        own = {"ETag": etag, "Cache-Control": _YEAR if is_versioned else "no-cache"}
+        own = {"ETag": etag, "Cache-Control": _YEAR if is_versioned else "no-cache, no-transform"}
         if self._compressed is not None:
             own["Vary"] = "Accept-Encoding"
         known = {tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")}

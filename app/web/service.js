@@ -23,13 +23,15 @@ export class Service {
   }
 
   async introduce() {
+    const description = ask("openapi.json"); // at once: on a slow line a round trip is half a second
+    description.catch(() => {}); // an error of model() comes first
     try {
       this.facts = await model();
       this.#describe();
       if (this.#isConnecting) this.#page.status.show("idle", "Ready");
       this.#isConnecting = false;
       this.#page.onmodel(this.facts);
-      this.#page.onparameters(parameters(await ask("openapi.json"), { encoder: this.facts.has_encoder }), this.facts);
+      this.#page.onparameters(parameters(await description, { encoder: this.facts.has_encoder }), this.facts);
     } catch (error) {
       // While the weights load the server says how long; otherwise the first run shows the model or the error.
       this.failed(error);
