@@ -1,8 +1,10 @@
 """What frames the text: the model's facts, the seed, Stop, help, preferences, and that nothing moves by itself."""
 
 import httpx
+import pytest
 
 from tests.support.page.browser import (
+    BROWSER,
     DONE,
     generate,
     give,
@@ -15,30 +17,35 @@ from tests.support.page.browser import (
     wait_for,
 )
 
+# All of them: what moves within half a second of a key is excused by the browser's own score, and still moves.
 SHIFTS = """window.shifts = []; new PerformanceObserver((list) => {
-    for (const entry of list.getEntries()) if (!entry.hadRecentInput) shifts.push(entry.value);
+    for (const entry of list.getEntries()) shifts.push(entry.value);
 }).observe({ type: "layout-shift", buffered: true });"""
+SHIFTED = "() => shifts.reduce((sum, value) => sum + value, 0)"
 
 
-def test_loading_and_a_run_move_nothing_and_take_few_requests(page):
+@pytest.mark.skipif(BROWSER == "firefox", reason="Firefox reports no layout shifts")
+@pytest.mark.parametrize("width", [1280, 390])
+def test_loading_and_two_runs_move_nothing_and_take_few_requests(page, width):
     asked = []
     page.on("request", lambda request: asked.append(request))
     page.add_init_script(SHIFTS)
-    for width in (1280, 390):
-        page.set_viewport_size({"width": width, "height": 800})
-        asked.clear()
-        page.reload()
-        page.locator('#status[data-state="idle"]').wait_for()
-        page.locator("#panel summary").wait_for()
-        assert 4 <= len(asked) <= 20
-        set_fields(page, max_tokens=60)
+    page.set_viewport_size({"width": width, "height": 800})
+    page.reload()
+    page.locator('#status[data-state="idle"]').wait_for()
+    page.locator("#panel summary").wait_for()
+    assert 4 <= len(asked) <= 5, [request.url for request in asked]
+    set_fields(page, max_tokens=60)
+    page.locator("#document").press("End")
+    for _ in range(2):
         page.locator("#document").press("Control+Enter")
         wait_for(page, "done")
         page.wait_for_timeout(600)
-        assert page.evaluate("() => shifts.reduce((sum, value) => sum + value, 0)") < 0.01, width
-    page.evaluate("() => document.querySelector('main').style.paddingTop = '200px'")
+    assert page.evaluate(SHIFTED) < 0.01
+    page.locator("#document").press("Control+a")
+    page.evaluate("() => document.querySelector('main').style.paddingTop = '100px'")
     page.wait_for_timeout(600)
-    assert page.evaluate("() => shifts.reduce((sum, value) => sum + value, 0)") > 0.01, "the control"
+    assert page.evaluate(SHIFTED) > 0.01, "the control, right after a key"
 
 
 def test_stop_stands_in_the_place_of_the_primary_button_and_has_its_focus(page):

@@ -5,6 +5,7 @@ import pytest
 from tests.support.page.browser import (
     DONE,
     PROMPT,
+    allow_modules,
     generate,
     give,
     keep_answers_open,
@@ -122,6 +123,7 @@ def test_a_screen_reader_gets_the_tree_as_one(branched):
 
 def test_two_hundred_runs_are_a_strip_that_scrolls_to_where_one_is(page):
     page.set_viewport_size({"width": 390, "height": 800})
+    allow_modules(page)
     page.evaluate("""async () => {
         const { Branches } = await import("/web/text/branches.js");
         const root = document.getElementById("branches");

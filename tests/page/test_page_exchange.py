@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.page.browser import (
     PROMPT,
+    described,
     generate,
     play,
     set_fields,
@@ -55,7 +56,7 @@ def run_of(*pieces, **receipt):
 
 
 @pytest.fixture(autouse=True)
-def described(page):
+def _described(page):
     """Each test begins when the server has described itself, and may read the clipboard.
 
     "Copied" stays: the page takes it away after 2.5 s, in which a busy machine may not have looked at it.
@@ -63,7 +64,7 @@ def described(page):
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.context.add_init_script(LASTING)
     page.evaluate(LASTING)
-    page.locator("#top-k").wait_for()
+    described(page)
 
 
 def clipboard(page):
@@ -105,7 +106,7 @@ def test_a_program_is_copied_by_keyboard_and_sends_what_the_page_sends(page, ser
 def test_a_key_is_never_a_part_of_a_program_or_a_link(page):
     page.evaluate("sessionStorage.setItem('inkstream.key', 'ink-secret')")
     page.reload()
-    page.locator("#top-k").wait_for()
+    described(page)
     for language in ("curl", "Python", "JavaScript"):
         page.get_by_role("button", name="Copy as").click()
         page.get_by_role("menuitem", name=language).click()
@@ -119,7 +120,7 @@ def test_a_key_is_never_a_part_of_a_program_or_a_link(page):
 def test_where_the_browser_keeps_its_clipboard_from_the_page_the_old_way_is_taken(page):
     page.add_init_script("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
     page.reload()
-    page.locator("#top-k").wait_for()
+    described(page)
     page.get_by_role("button", name="Copy as").click()
     page.get_by_role("menuitem", name="Python").click()
     status_of(page).filter(has_text="Copied the request as Python.").wait_for()

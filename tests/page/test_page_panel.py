@@ -5,7 +5,9 @@ import pytest
 from tests.support.page.browser import (
     DONE,
     PROMPT,
+    allow_modules,
     complete,
+    described,
     generate,
     play,
     set_fields,
@@ -22,9 +24,9 @@ START = ("start", {"seed": 7, "model": "tiny", "weights_version": "w", "settings
 
 
 @pytest.fixture(autouse=True)
-def described(page):
+def _described(page):
     """Each test begins when the server has described itself."""
-    page.locator("#top-k").wait_for()
+    described(page)
 
 
 def unfold(page):
@@ -93,12 +95,12 @@ def test_one_can_write_before_the_server_has_described_itself_and_nothing_typed_
     page.reload()
     page.locator("#temperature").press_sequentially("0.7")
     page.locator("#model:not(:empty)").wait_for()
-    assert page.locator("#panel .field").count() == 4
+    assert page.locator("#panel .field").count() == 6
     assert sent(page) == {"prompt": PROMPT, "stream": True, "logprobs": 0, "temperature": 0.7, "max_tokens": 128}
     page.locator("#temperature").focus()
     page.keyboard.press("Home")
     routes[0].continue_()
-    page.locator("#top-k").wait_for()
+    described(page)
     page.keyboard.type("1")  # the hand has not left the keys
     assert page.locator("#temperature").input_value() == "10.7"
     page.unroute("**/openapi.json")
@@ -169,7 +171,7 @@ def test_the_server_takes_each_kind_and_settings_that_are_folded_away_survive_a_
     assert sent.items() <= answer.value.request.post_data_json.items()
     page.locator('#status[data-state="done"]').wait_for()
     page.reload()
-    page.locator("#top-k").wait_for()
+    described(page)
     unfold(page)
     kept = {"stop": "zz", "stop_token_ids": "4", "logit_bias": '{"50": -100}', "min_p": "0.1", "ignore_eos": "true"}
     assert {name: setting(page, name).input_value() for name in kept} == kept
@@ -177,6 +179,7 @@ def test_the_server_takes_each_kind_and_settings_that_are_folded_away_survive_a_
 
 
 def test_continuations_are_chosen_by_keyboard(page):
+    allow_modules(page)
     assert "n" not in sent(page)
     page.locator("#n :checked").focus()
     page.keyboard.press("ArrowRight")

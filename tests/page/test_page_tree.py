@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.page.browser import DONE, PROMPT, generate, play, text, wait_for
+from tests.support.page.browser import DONE, PROMPT, allow_modules, generate, play, text, wait_for
 
 
 def play_run(page, *words, logprob=-0.5):
@@ -150,6 +150,7 @@ def test_a_run_brings_the_text_into_view(grown):
 
 def test_three_hundred_branches_stay_fluent_and_fit_a_phone(page):
     page.set_viewport_size({"width": 390, "height": 800})
+    allow_modules(page)
     page.evaluate("""async () => {
         const { Tree } = await import("/web/text/tree.js");
         const tree = new Tree({ text: "Once", units: [] });

@@ -3,16 +3,10 @@
 
 import { classed, element, put } from "../elements.js";
 import { Field } from "./field.js";
+import { FIRST } from "./schema.js";
 import { SeedField } from "./seed.js";
 
 const START = { max_tokens: "128" };
-// Before the server has described itself: enough to begin with.
-const FIRST = [
-  { name: "temperature", label: "Temperature", kind: "number" },
-  { name: "top_p", label: "Top p", kind: "number" },
-  { name: "max_tokens", label: "Max tokens", kind: "integer" },
-  { name: "seed", label: "Seed", kind: "integer" },
-].map((parameter) => ({ ...parameter, help: "", group: "main", sweep: null }));
 // What holds where neither the request nor the weights say anything (docs/api.md); the first run tells it for sure.
 const NEUTRAL = {
   temperature: 1,

@@ -16,6 +16,16 @@ const SWEEPS = {
   repetition_penalty: { min: 0.5, max: 2, step: 0.05 },
 };
 
+// Main fields as far as they are known before the server has described itself.
+const KNOWN = {
+  temperature: { type: "number" },
+  top_p: { type: "number", minimum: 0, maximum: 1 },
+  n: { type: "integer", minimum: 1, maximum: 4 },
+};
+
+/** The main parameters before the server has described itself: enough to begin with, and in the same places. */
+export const FIRST = MAIN.map((name) => parameter(name, KNOWN[name] ?? { type: "integer" }, {}));
+
 /**
  * A list of { name, label, help, kind, group, sweep, minimum, maximum, above, below, minLength, maxLength, maxItems,
  * choices, example }: the main group first, then the others as the server orders them; what there is none of is absent.

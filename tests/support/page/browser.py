@@ -93,6 +93,24 @@ def _is_missing(answer):
     return answer.status >= 400 and answer.request.method == "GET" and not answer.url.endswith("/events")
 
 
+def allow_modules(page):
+    """Reloads the page with a policy under which a test may import its modules."""
+
+    def respond(route):
+        answer = route.fetch()
+        headers = {name: value for name, value in answer.headers.items() if name != "content-encoding"}
+        headers["content-security-policy"] = headers["content-security-policy"].replace("-src 'sha", "-src 'self' 'sha")
+        route.fulfill(response=answer, headers=headers)
+
+    page.route(page.url, respond, times=1)
+    page.reload()
+
+
+def described(page):
+    """Waits until the page has the service's description of itself."""
+    page.locator("#panel summary").wait_for()
+
+
 def text(page):
     return page.locator("#document").input_value()
 
