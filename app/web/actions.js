@@ -1,7 +1,8 @@
-// What the user can do with the document: the buttons and the keys, and the settings with which each run is sent.
+// What the user can do with the document: the buttons, the keys and the views, and the settings with which each run is sent.
 
-import { listen } from "./keyboard.js";
-import { drawSeed } from "./request/seed.js";
+import { drawSeed } from "./request/field.js";
+
+const TYPED_INTO = "input:not([type=range], [type=radio]), textarea:not(#document)";
 
 export class Actions {
   #parts;
@@ -99,4 +100,70 @@ function swap(first, second, isSecond) {
   const hadFocus = document.activeElement === gone;
   [shown.hidden, gone.hidden] = [false, true];
   if (hadFocus) shown.focus();
+}
+
+// Maps keys to named actions. A focused field keeps its own keys (undo in a number field, Enter in a text).
+// `actions`: { generate, regenerate, stop, undo, redo, inspect, branches, documents, help }; `running()`: whether there is
+// something to stop.
+function listen(actions, running) {
+  document.addEventListener("keydown", (event) => {
+    const name = event.isComposing ? null : nameOf(event, running());
+    if (!name) return;
+    event.preventDefault();
+    // A repeated keydown counts once, except for undo and redo, which step.
+    if (!event.repeat || name === "undo" || name === "redo") actions[name]();
+  });
+}
+
+function nameOf({ key, target, ctrlKey, metaKey, altKey, shiftKey }, isRunning) {
+  if (target.closest?.("dialog")) return null; // which covers what the actions change
+  if (key === "Escape") return isRunning ? "stop" : null;
+  if (key === "?" && !target.closest?.("input, textarea, select")) return "help";
+  if (!(ctrlKey || metaKey) || altKey) return null; // Ctrl with Alt is how some keyboards write letters
+  if (key === "/") return "help";
+  if (key.toLowerCase() === "k" && !shiftKey) return "documents";
+  if (key === "Enter") return shiftKey ? "regenerate" : "generate";
+  if (target.closest?.(TYPED_INTO)) return null;
+  const letter = key.toLowerCase();
+  if (letter === "i" && !shiftKey) return "inspect";
+  if (letter === "b" && !shiftKey) return "branches";
+  if (letter === "z") return shiftKey ? "redo" : "undo";
+  return letter === "y" ? "redo" : null;
+}
+
+/** The switch between the views of the document: writing, inspecting, and the tree of its branches. */
+export class ViewSwitch {
+  #elements;
+  #parts;
+  #places = {}; // how far each view was scrolled
+
+  /** `elements`: { scroller, write, inspect, tree, buttons: { write, inspect, tree } }, the views and what shows them;
+      `parts`: { sheet, reading, treeView, announcer }. */
+  constructor(elements, parts) {
+    [this.#elements, this.#parts] = [elements, parts];
+    for (const [name, button] of Object.entries(elements.buttons)) button.addEventListener("click", () => this.show(name));
+  }
+
+  /** Shows this view, or goes back to writing where it is shown already; for a key, which takes the focus along. */
+  toggle(name) {
+    this.show(this.#elements[name].hidden ? name : "write", { withFocus: true });
+  }
+
+  /** Writing and inspecting set the same lines, so the place on the sheet stays. */
+  show(name, { withFocus = this.#elements.scroller.contains(document.activeElement) } = {}) {
+    const { scroller, buttons, tree } = this.#elements;
+    const { sheet, reading, treeView, announcer } = this.#parts;
+    if (!this.#elements[name].hidden) return;
+    this.#places[tree.hidden ? "text" : "tree"] = scroller.scrollTop;
+    for (const [other, button] of Object.entries(buttons)) {
+      button.setAttribute("aria-pressed", String(other === name));
+      if (other !== "inspect") this.#elements[other].hidden = other !== name;
+    }
+    announcer.muted = name !== "write"; // there each token or branch is a thing to read by itself
+    if (name === "inspect") reading.open({ withFocus });
+    else reading.close();
+    scroller.scrollTop = this.#places[name === "tree" ? "tree" : "text"] ?? 0;
+    if (name === "tree") treeView.open({ withFocus });
+    if (name === "write" && withFocus) sheet.focus();
+  }
 }

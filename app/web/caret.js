@@ -1,7 +1,7 @@
 // Where the next run writes: at the end of the text, at the caret, or in place of what is selected. A model that cannot
 // read what stands behind the caret leaves the user a choice, which is remembered.
 
-import { rewritten } from "./text/fit.js";
+import { rewritten } from "./text/sentences.js";
 
 const ALTERNATIVES = 3; // to a selection, where the settings ask for one continuation
 const CHARACTERS = 3; // of a token, at least: so many tokens can say what the selection said

@@ -1,15 +1,17 @@
 // Import and export: the request as a program, the text as a link, a run's receipt and its replay. main.js creates it,
 // and notifies it when the document changes.
 
+import { element, put } from "./elements.js";
 import { requestFields } from "./request/body.js";
-import { complete } from "./request/completion.js";
-import { Exits } from "./request/exits.js";
-import { authorization } from "./request/key.js";
-import { digest, taken, typedOf } from "./request/receipt-facts.js";
+import { copy, REFUSED } from "./request/clipboard.js";
+import { authorization, complete } from "./request/completion.js";
+import { Menu } from "./request/menu.js";
+import { digest, replay, taken, typedOf } from "./request/receipt-facts.js";
 import { Receipt } from "./request/receipt.js";
-import { replay } from "./request/replay.js";
 import { decode, encode, isShared } from "./request/share.js";
-import { snippet } from "./request/snippets.js";
+import { LANGUAGES, snippet } from "./request/snippets.js";
+
+const SHOWN = 2500; // ms that "Copied" stays
 
 export class Exchange {
   #notebook;
@@ -89,5 +91,42 @@ export class Exchange {
     this.#panel.reset();
     this.#panel.fill(typedOf(receipt, this.#panel.parameters));
     return taken(receipt, { ...this.modelFacts, prompt_sha256: await digest(this.#notebook.text) });
+  }
+}
+
+// Copies the current request as a program, or the text and its settings as a link, to the clipboard.
+class Exits {
+  #told = element("p");
+  #timer = 0;
+
+  /** `program(language)` and `link()` give the text to be copied, or a promise of it; an Error's message is told. */
+  constructor(root, { program, link }) {
+    const button = element("button", "Copy link");
+    button.type = "button";
+    button.addEventListener("click", () => this.#copy(link, "Copied the link: it holds the text and the settings."));
+    const name = (language) => `Copied the request as ${LANGUAGES[language]}.`;
+    const onpick = (language) => this.#copy(() => program(language), name(language));
+    const row = element("div");
+    row.className = "exits";
+    new Menu(row, { label: "Copy as", items: LANGUAGES, onpick });
+    this.#told.setAttribute("role", "status");
+    this.#told.className = "told";
+    put(root, put(row, button), this.#told);
+  }
+
+  /** Says something about a link or a program. */
+  tell(sentence, { lasting = true } = {}) {
+    clearTimeout(this.#timer);
+    this.#told.textContent = sentence;
+    if (!lasting) this.#timer = setTimeout(() => (this.#told.textContent = ""), SHOWN);
+  }
+
+  async #copy(text, sentence) {
+    try {
+      const done = await copy(await text());
+      this.tell(done ? sentence : REFUSED, { lasting: !done });
+    } catch (error) {
+      this.tell(error.message);
+    }
   }
 }

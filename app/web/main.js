@@ -1,6 +1,6 @@
 // Entry point: creates the page's components, which are independent of each other, and connects them.
 
-import { Actions } from "./actions.js";
+import { Actions, ViewSwitch } from "./actions.js";
 import { Caret } from "./caret.js";
 import { Documents } from "./documents/documents.js";
 import { Exchange } from "./exchange.js";
@@ -9,8 +9,7 @@ import { showPreferences } from "./preferences.js";
 import { Comparison } from "./presets/comparison.js";
 import { PresetBar } from "./presets/preset-bar.js";
 import { applied } from "./presets/presets.js";
-import { complete } from "./request/completion.js";
-import { concurrently } from "./request/concurrent.js";
+import { complete, concurrently, nextToken, score, tokenize } from "./request/completion.js";
 import { Panel } from "./request/panel.js";
 import { RunDisplay } from "./run-display.js";
 import { Service } from "./service.js";
@@ -22,10 +21,8 @@ import { Compare } from "./text/compare.js";
 import { Sheet } from "./text/sheet.js";
 import { titleOf, TreeView } from "./text/tree-view.js";
 import { Tree } from "./text/tree.js";
-import { nextToken, score, tokenize } from "./tokens/questions.js";
 import { Reading } from "./tokens/reading.js";
 import { Truncation } from "./truncation.js";
-import { ViewSwitch } from "./view-switch.js";
 
 const FIRST_TEXT = "Once upon a time";
 const $ = (id) => document.getElementById(id);

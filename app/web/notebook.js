@@ -1,8 +1,8 @@
 // The life of the document: generate, stop, undo, redo, regenerate, pick another token, take a branch. Holds the text
 // and its history, runs one request at a time, and notifies its view of changes.
 
-import { fit } from "./text/fit.js";
 import { difference, Manuscript } from "./text/manuscript.js";
+import { fit } from "./text/sentences.js";
 import { Tree } from "./text/tree.js";
 
 const MOST_CHOICES = 16; // of a request, in any server
@@ -19,7 +19,7 @@ export class Notebook {
 
   /**
    * `complete(prompt, typed, signal)`: see request/completion.js; `typed` may be a list
-   * (request/concurrent.js), with a list of the services that each goes to as the fourth argument. `view` receives events:
+   * (concurrently()), with a list of the services that each goes to as the fourth argument. `view` receives events:
    * changed() the text is another one; labeled() the tree's names, bookmarks and folds are; began(count, typed, names,
    * span) `typed` a list if it is a comparison, of presets with these names; received(type, data) a server event;
    * wrote(index, unit, text);

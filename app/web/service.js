@@ -1,8 +1,7 @@
 // The service's status: the model's line at the top, the requests before the first run, and the key, if the service
 // needs one.
 
-import { ask, model } from "./request/completion.js";
-import { authorization, useKey } from "./request/key.js";
+import { ask, authorization, model, useKey } from "./request/completion.js";
 import { parameters } from "./request/schema.js";
 
 export class Service {

@@ -2,9 +2,7 @@
 
 import assert from "node:assert/strict";
 import test from "node:test";
-import { bodyOf, requestBody, requestFields } from "../../app/web/request/body.js";
-import { parseExact } from "../../app/web/request/exact.js";
-import { literal, typedAs } from "../../app/web/request/literal.js";
+import { bodyOf, literal, parseExact, requestBody, requestFields, typedAs } from "../../app/web/request/body.js";
 import { allowed, complaint, hint } from "../../app/web/request/range.js";
 
 const kinds = (...pairs) => pairs.map(([name, kind]) => ({ name, kind }));

@@ -1,9 +1,8 @@
-// request/concurrent.js: several runs as one, of which each may end or fail by itself.
+// concurrently() in request/completion.js: several runs as one, of which each may end or fail by itself.
 
 import assert from "node:assert/strict";
 import test from "node:test";
-import { CompletionError } from "../../app/web/request/completion.js";
-import { concurrently } from "../../app/web/request/concurrent.js";
+import { CompletionError, concurrently } from "../../app/web/request/completion.js";
 
 async function* run(...events) {
   for (const event of events) {

@@ -1,7 +1,7 @@
 // Where a sentence ends, however the text is cut into tokens.
 import assert from "node:assert/strict";
-import { test } from "node:test";
-import { lastSentence, Sentences } from "../../app/web/text/sentences.js";
+import test from "node:test";
+import { fit, lastSentence, rewritten, Sentences } from "../../app/web/text/sentences.js";
 
 function read(...pieces) {
   const sentences = new Sentences();
@@ -51,4 +51,26 @@ test("the last sentence is the one that goes on", () => {
   assert.equal(lastSentence("It rained. It stopped. "), "It stopped.");
   assert.equal(lastSentence(""), "");
   assert.equal(lastSentence(`${"far ".repeat(100)}away`, 20), "\u2026 far far far away");
+});
+
+test("where sentences are replaced, only whole ones come in their place; other text comes as it was written", () => {
+  const fitted = (written, replaced, behind = "") => {
+    const { length, blank } = fit(written, replaced, behind);
+    return written.slice(0, length) + blank;
+  };
+  assert.equal(fitted(" It was cold. Mr. Gray left. She", " It rained."), " It was cold. Mr. Gray left.");
+  assert.equal(fitted(" It was cold.\n", " It rained."), " It was cold.");
+  assert.equal(fitted(" It was so cold that", " It rained."), " It was so cold that", "no sentence has ended");
+  assert.equal(fitted(" red. And", " blue"), " red. And");
+  assert.equal(fitted(" red", "", "house"), " red ", "two words stay two");
+  assert.equal(fitted(" red", "", ", old"), " red");
+  assert.equal(fitted(" red\n", "", "house"), " red\n");
+});
+
+test("what is rewritten begins with the blank before it, and ends before the one behind it", () => {
+  const text = "One two  three.";
+  const span = (start, end) => text.slice(...Object.values(rewritten(text, { start, end })));
+  assert.equal(span(4, 7), " two");
+  assert.equal(span(3, 9), " two");
+  assert.equal(span(0, 4), "One");
 });

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -15,6 +16,6 @@ TESTS = sorted(Path(__file__).parent.glob("*.test.mjs"))
 @pytest.mark.parametrize("path", TESTS, ids=lambda path: path.name.removesuffix(".test.mjs"))
 def test_a_module_of_the_page(path: Path) -> None:
     node = NODE or pytest.skip("no node: make install brings playwright's")
-    run = subprocess.run([node, "--test", str(path)], capture_output=True, text=True, timeout=60, check=False)
+    run = subprocess.run([node, str(path)], capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
-    assert "# tests 0" not in run.stdout, "a file without a test"
+    assert re.search(r"tests [1-9]", run.stdout), "a file without a test"

@@ -2,7 +2,7 @@
 
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { tail } from "../../app/web/tokens/tail.js";
+import { tail } from "../../app/web/tokens/sampling.js";
 
 test("they are as many as there are, have together what is missing, and none is above the last that was reported", () => {
   for (const [shares, vocabulary] of [[[0.4, 0.2, 0.1], 100], [[0.9, 0.0999], 50257], [[0.01, 0.01], 200], [[0.5], 2]]) {

@@ -1,6 +1,10 @@
-// Builds the body of POST /complete as text (literal.js says why). Pure.
+// The body of POST /complete as text, and each value in both ways of writing it: as the user types it into a field, and as
+// JSON. No number on the way is a JavaScript number: a seed is an int64, of which those hold 53 bits. What cannot be what
+// the field is for goes out as the string it is: there is one judge of values, the server, and it explains itself better.
+// Pure.
 
-import { literal } from "./literal.js";
+const ESCAPES = { "\\n": "\n", "\\r": "\r", "\\t": "\t", "\\\\": "\\" };
+const TOKEN = /"(?:[^"\\]|\\.)*"|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?/g;
 
 /**
  * [[name, JSON text], ...] of everything that is sent. `typed` maps a field to what the user typed into it; an empty
@@ -28,4 +32,65 @@ export function bodyOf(fields, space = "") {
 // What these are may look like a number, and is text all the same.
 function guess(name) {
   return ["source", "suffix"].includes(name) ? "text" : undefined;
+}
+
+/** JSON text of what was typed into a field of this kind (schema.js; undefined: unknown), or null for an empty one. */
+export function literal(kind, text) {
+  const word = text.trim();
+  if (kind === "text") return text === "" ? null : JSON.stringify(text);
+  if (kind === "texts") return listed(lines(text).map((line) => JSON.stringify(line)));
+  if (word === "") return null;
+  if (kind === "integers") return listed(word.split(/[\s,]+/).filter(Boolean).map(numeral));
+  if (kind === "boolean") return /^(true|false)$/.test(word) ? word : JSON.stringify(word);
+  if (kind === "json") return isJson(word) ? word : JSON.stringify(word);
+  return numeral(word);
+}
+
+/** The inverse, for a value that JSON was parsed to (parseExact()): what one would have typed to send it. */
+export function typedAs(kind, value) {
+  if (value === null || value === undefined) return "";
+  if (kind === "texts") return [value].flat().map(escaped).join("\n");
+  if (kind === "integers") return [value].flat().join(", ");
+  const isPlain = typeof value === "string" && !(kind === "json" && isJson(value));
+  return isPlain ? value : JSON.stringify(value);
+}
+
+/** The texts of a list that is typed one a line; \n, \r, \t and \\ stand for a line end, a tab and a backslash. */
+export function lines(text) {
+  const read = (line) => line.replace(/\\[nrt\\]/g, (escape) => ESCAPES[escape]);
+  return text.split("\n").filter((line) => line !== "").map(read);
+}
+
+function escaped(text) {
+  const found = Object.entries(ESCAPES);
+  return String(text).replace(/[\n\r\t\\]/g, (sign) => found.find(([, meant]) => meant === sign)[0]);
+}
+
+function listed(literals) {
+  return literals.length ? `[${literals.join(",")}]` : null;
+}
+
+function numeral(word) {
+  if (/^[+-]?\d+$/.test(word)) return String(BigInt(word));
+  const isNumber = /^[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$/i.test(word) && Number.isFinite(Number(word));
+  return isNumber ? String(Number(word)) : JSON.stringify(word);
+}
+
+function isJson(text) {
+  try {
+    JSON.parse(text);
+    return true;
+  } catch {
+    return false;
+  }
+}
+
+/** What JSON.parse gives, but a whole number that JavaScript would round, such as a seed, is a text of its digits. */
+export function parseExact(json) {
+  return JSON.parse(json.replace(TOKEN, (token) => (isLong(token) ? `"${token}"` : token)));
+}
+
+/** Whether these digits are a whole number that JavaScript rounds. */
+export function isLong(token) {
+  return /^-?\d{16,}$/.test(token) && !Number.isSafeInteger(Number(token));
 }

@@ -1,15 +1,16 @@
 // Client of the service: complete() sends POST /complete and yields its events, ask() sends any other request and
-// returns its JSON. Retries after Retry-After, and resumes a stream whose connection broke.
+// returns its JSON. Retries after Retry-After, and resumes a stream whose connection broke. The API key is kept for this tab
+// only (in memory if there is no storage), sent as Authorization, and never part of a URL.
 
-import { requestBody } from "./body.js";
-import { parseExact } from "./exact.js";
-import { authorization } from "./key.js";
+import { parseExact, requestBody } from "./body.js";
 import { SseParser } from "./sse.js";
 
 const PATIENCE = 5; // how often a request that was refused with Retry-After is sent again
 const RESUME_SECONDS = [0.25, 0.5, 1, 2, 4, 8, 8, 8]; // pauses before the attempts to go on with a broken stream
 const UNREACHABLE = "The server cannot be reached. Is it running, and are you online?";
 const LOST = "The connection was lost before the end. The text so far is kept.";
+const KEY = "inkstream.key"; // of the session storage
+let key = stored();
 
 /** Anything that ended a request other than `done` or the user. The message is meant for the user's eyes. */
 export class CompletionError extends Error {
@@ -201,4 +202,90 @@ function secondsOf(header) {
   if (/^\d+$/.test(header)) return Number(header);
   const until = Math.ceil((Date.parse(header) - Date.now()) / 1000);
   return Number.isFinite(until) ? Math.max(until, 0) : null;
+}
+
+/**
+ * Several runs of one prompt as one: their events with the index of the run that each is of.
+ *
+ * `streams`: what complete() gives, one for each run. Yields the first run's start, each run's tokens with `index`, and a
+ * `done` that has the choices and receipts of all. A run that fails ends alone: the message is its finish reason. Throws
+ * the error of the first one if all fail, and whatever is not a CompletionError.
+ */
+export async function* concurrently(streams) {
+  const iterators = streams.map((stream) => stream[Symbol.asyncIterator]());
+  const waiting = new Map(iterators.map((iterator, index) => [index, next(iterator, index)]));
+  const [choices, receipts, errors] = [[], [], []];
+  let hasStarted = false;
+  let tokens = 0;
+  try {
+    while (waiting.size) {
+      const { index, done, value, error } = await Promise.race(waiting.values());
+      if (error && !(error instanceof CompletionError)) throw error;
+      if (error) [errors[index], choices[index]] = [error, { index, finish_reason: `failed: ${error.message}` }];
+      if (done || error) waiting.delete(index);
+      else waiting.set(index, next(iterators[index], index));
+      if (!value) continue;
+      const { type, data } = value;
+      if (type === "token") yield { type, data: { ...data, index } };
+      else if (type === "done") {
+        choices[index] = { ...data.choices[0], index };
+        receipts[index] = data.receipt;
+        tokens += data.usage?.completion_tokens ?? 0;
+      } else if (type !== "start" || !hasStarted) yield value;
+      hasStarted ||= type === "start";
+    }
+  } finally {
+    for (const iterator of iterators) iterator.return();
+  }
+  if (errors.filter(Boolean).length === streams.length) throw errors[0];
+  yield { type: "done", data: { choices, receipts, ...(tokens ? { usage: { completion_tokens: tokens } } : {}) } };
+}
+
+async function next(iterator, index) {
+  try {
+    return { index, ...(await iterator.next()) };
+  } catch (error) {
+    return { index, error };
+  }
+}
+
+export function tokenize(prompt, signal) {
+  return ask("tokenize", { prompt }, signal);
+}
+
+export function score(ids, logprobs, signal) {
+  return ask("score", { prompt: ids, logprobs }, signal);
+}
+
+/** The most likely next token, with all alternatives that the server tells; null where it generates none. */
+export async function nextToken(prompt, signal, { source, truncate_prompt_tokens: most }) {
+  const fields = { ...(source && { source }), ...(most && { truncate_prompt_tokens: Number(most) }) };
+  const body = { prompt, max_tokens: 1, logprobs: 20, stream: false, temperature: 0, ...fields };
+  return (await ask("complete", body, signal)).choices[0].tokens[0] ?? null;
+}
+
+/** What a request needs beside its own headers. */
+export function authorization() {
+  return key ? { Authorization: `Bearer ${key}` } : {};
+}
+
+/** Keeps what the user typed; false for what can be no key. */
+export function useKey(typed) {
+  const text = typed.trim();
+  if (!/^[\x21-\x7e]+$/.test(text)) return false;
+  key = text;
+  try {
+    sessionStorage.setItem(KEY, key);
+  } catch {
+    // Switched off: the key lasts as long as the page.
+  }
+  return true;
+}
+
+function stored() {
+  try {
+    return sessionStorage.getItem(KEY) ?? "";
+  } catch {
+    return "";
+  }
 }

@@ -2,9 +2,8 @@
 // Values are kept exactly as the user typed them.
 
 import { classed, element, put } from "../elements.js";
-import { Field } from "./field.js";
+import { Field, SeedField } from "./field.js";
 import { FIRST } from "./schema.js";
-import { SeedField } from "./seed.js";
 
 const START = { max_tokens: "128" };
 // What holds where neither the request nor the weights say anything (docs/api.md); the first run tells it for sure.

@@ -1,7 +1,7 @@
 // What a parameter allows, in words, and whether a text that was typed is within it. Pure, and no judge: what is out
 // of range is marked, and sent as it was typed.
 
-import { lines, literal } from "./literal.js";
+import { lines, literal } from "./body.js";
 
 const LINES = "one text a line (\\n for a line end)";
 

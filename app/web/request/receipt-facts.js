@@ -1,9 +1,7 @@
 // What a receipt says: read from JSON, turned into settings to send again, and two runs compared by theirs. `settings`
 // and `seed` of a receipt, sent with the same prompt, give the same text on the same weights, build and hardware.
-// Pure.
 
-import { parseExact } from "./exact.js";
-import { typedAs } from "./literal.js";
+import { parseExact, typedAs } from "./body.js";
 
 const EXPECTED = "A receipt is the JSON that a run ends with: an object with weights_version, seed and settings.";
 // The page decides on these itself, and none of them changes what is written. The prompt's cut does.
@@ -130,4 +128,19 @@ function piece(text, at) {
 function counted(text, unit = "characters", more = 0) {
   const count = [...text].length + more;
   return unit === "" ? String(count) : `${count} ${count === 1 ? unit.slice(0, -1) : unit}`;
+}
+
+/**
+ * Replays a run without changing the document: the same prompt with the settings and the seed of its receipt. Returns what compared() says of the run once it has come again. `run` is { prompt, text, index, typed, receipt };
+ * `complete(prompt, typed, signal)` and what it throws: see completion.js.
+ */
+export async function replay(run, { complete, parameters, signal }) {
+  // What a receipt has only a digest of (a source, a suffix) is as it was typed.
+  const typed = { ...run.typed, ...typedOf(run.receipt, parameters) };
+  let [text, receipt] = ["", null];
+  for await (const { type, data } of complete(run.prompt, typed, signal)) {
+    if (type === "token" && (data.index ?? 0) === run.index) text += data.text;
+    if (type === "done") receipt = data.receipt;
+  }
+  return compared(run, { text: text.replace(/\r\n?/g, "\n"), receipt }); // line ends as in the document
 }

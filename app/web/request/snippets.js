@@ -1,8 +1,7 @@
 // A request as a program: curl, Python and JavaScript, each ready to be pasted and run. The key is never a part of
 // it: the program takes it from the environment, as INKSTREAM_KEY. Pure.
 
-import { bodyOf } from "./body.js";
-import { isLong } from "./exact.js";
+import { bodyOf, isLong } from "./body.js";
 
 const WRITERS = { curl, python, node };
 const TOKEN = /"(?:[^"\\]|\\.)*"|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null/g;

@@ -1,7 +1,7 @@
 // Two branches side by side, over the sheet: what they have in common above, and the words that differ marked.
 
 import { classed, element, put } from "../elements.js";
-import { lead } from "./column.js";
+import { lead } from "./columns.js";
 import { parting } from "./outline.js";
 import { lastSentence } from "./sentences.js";
 import { wordDifference } from "./words.js";

@@ -2,12 +2,10 @@
 // and the bars of the next token.
 
 import { difference } from "../text/manuscript.js";
-import { Bars } from "./bars.js";
-import { fill } from "./fill.js";
+import { Bars, NextToken } from "./bars.js";
 import { Inspect } from "./inspect.js";
-import { NextToken } from "./next.js";
 import { Note } from "./note.js";
-import { gaps, isTold, within } from "./units.js";
+import { fill, gaps, isTold, within } from "./units.js";
 
 export class Reading {
   #elements;
@@ -29,7 +27,7 @@ export class Reading {
 
   /**
    * `elements`: inspect (the view), scroller (what it scrolls in), note (the line under it), next (<details>), bars.
-   * `server`: tokenize(text, signal), score(ids, logprobs, signal), next(text, signal): see fill.js and next.js.
+   * `server`: tokenize(text, signal), score(ids, logprobs, signal), next(text, signal): see fill() and NextToken.
    * `onpick(at, token)`: that token in that place; `onerror(error)` for what is more than the view's own concern.
    */
   constructor(elements, server, { onpick, onerror }) {

@@ -2,7 +2,7 @@
 
 import assert from "node:assert/strict";
 import { mock, test } from "node:test";
-import { NextToken } from "../../app/web/tokens/next.js";
+import { NextToken } from "../../app/web/tokens/bars.js";
 
 test("it asks once the hand rests, for the last text only, and never twice for the same", async () => {
   const { next, asked, answers } = setUp(async (text) => text.toUpperCase());
