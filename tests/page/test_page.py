@@ -10,6 +10,7 @@ from tests.support.page.browser import (
     PROMPT,
     answer_with,
     as_textarea,
+    body_of,
     cut_stream,
     generate,
     play,
@@ -179,7 +180,7 @@ def test_a_text_longer_than_the_context_is_cut_only_when_asked(page, server):
         wait_for(page, "done")
         assert "the model read the end of the text only" in status(page)
     context = httpx.get(f"{server.url}/v1/models").json()["data"][0]["max_model_len"]
-    assert request.value.post_data_json["truncate_prompt_tokens"] == context - 4
+    assert body_of(request.value)["truncate_prompt_tokens"] == context - 4
     assert text(page).startswith("word and " * 1000)
     assert page.locator("#remedy").is_hidden()
     assert page.locator("#context").inner_text().endswith(f" of {context}")

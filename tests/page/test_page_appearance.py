@@ -6,6 +6,8 @@ import pytest
 from tests.support.page.browser import (
     BROWSER,
     DONE,
+    allow_clipboard,
+    clipboard,
     generate,
     give,
     keep_answers_open,
@@ -68,13 +70,13 @@ def test_stop_stands_in_the_place_of_the_primary_button_and_has_its_focus(page):
 
 
 def test_the_seed_is_short_and_a_click_copies_all_of_it(page):
-    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    allow_clipboard(page)
     play(page, ("start", {"seed": 1234567890123456}), ("token", {"text": "."}), DONE)
     generate(page)
     assert page.locator("#used-seed").inner_text() == "123456\u2026"
     page.locator("#used-seed").click()
     page.locator("#used-seed", has_text="copied").wait_for()
-    assert page.evaluate("() => navigator.clipboard.readText()") == "1234567890123456" == used_seed(page)
+    assert clipboard(page) == "1234567890123456" == used_seed(page)
     page.locator("#used-seed", has_text="123456\u2026").wait_for()
     assert status(page) == "Done (length)"
 

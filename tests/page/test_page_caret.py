@@ -4,6 +4,7 @@ import pytest
 
 from tests.support.page.browser import (
     DONE,
+    body_of,
     generate,
     give,
     keep_answers_open,
@@ -11,7 +12,7 @@ from tests.support.page.browser import (
     stream_of,
     text,
     wait_for,
-)  # fmt: skip
+)
 
 TEXT = "The door was old. She waited. It opened."
 
@@ -40,7 +41,7 @@ def requests(page, *events):
     bodies = []
 
     def answer(route):
-        bodies.append(route.request.post_data_json)
+        bodies.append(body_of(route.request))
         route.fulfill(content_type="text/event-stream", body=stream_of(*events))
 
     page.unroute("**/complete")

@@ -4,7 +4,18 @@ import json
 
 import pytest
 
-from tests.support.page.browser import DONE, PATIENCE_MS, generate, play, set_fields, setting, status, text, watch
+from tests.support.page.browser import (
+    DONE,
+    PATIENCE_MS,
+    generate,
+    play,
+    saved,
+    set_fields,
+    setting,
+    status,
+    text,
+    watch,
+)
 
 pytestmark = pytest.mark.slow
 DROP = """(files) => {
@@ -60,9 +71,7 @@ def import_files(page, *files):
 
 
 def export(page, title, action):
-    with page.expect_download() as download:
-        choose_action(page, title, action)
-    return download.value.suggested_filename, download.value.path().read_bytes()
+    return saved(page, lambda: choose_action(page, title, action))
 
 
 def test_five_documents_keep_text_settings_and_branches_across_a_reload(page):

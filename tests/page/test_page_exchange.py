@@ -8,6 +8,9 @@ import pytest
 
 from tests.support.page.browser import (
     PROMPT,
+    allow_clipboard,
+    body_of,
+    clipboard,
     described,
     generate,
     play,
@@ -16,6 +19,7 @@ from tests.support.page.browser import (
     start,
     status,
     text,
+    text_of,
     used_seed,
     wait_for,
 )
@@ -61,14 +65,10 @@ def _described(page):
 
     "Copied" stays: the page takes it away after 2.5 s, in which a busy machine may not have looked at it.
     """
-    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    allow_clipboard(page)
     page.context.add_init_script(LASTING)
     page.evaluate(LASTING)
     described(page)
-
-
-def clipboard(page):
-    return page.evaluate("navigator.clipboard.readText()")
 
 
 def status_of(page, part="#exits"):
@@ -194,7 +194,7 @@ def test_a_receipt_is_shown_copied_and_replayed_to_the_letter(page):
     with page.expect_request("**/complete") as request:
         page.get_by_role("button", name="Replay").click()
     status_of(page, "#receipt").filter(has_text="The same text, to the letter").wait_for()
-    body = request.value.post_data_json
+    body = body_of(request.value)
     assert body["prompt"] == PROMPT and body["seed"] == int(seed) and body["min_p"] == 0
     assert text(page) == after, "the document is left alone"
     page.locator("#undo").click()
@@ -233,5 +233,5 @@ def test_a_receipt_that_one_was_sent_gives_its_settings_and_seed(page):
         start(page)
     wait_for(page, "done")
     expected = {"temperature": 0.25, "top_k": 7, "stop": ["\n"], "max_tokens": 3, "seed": 9007199254740993}
-    assert request.value.post_data_json == {"prompt": PROMPT, "stream": True, "logprobs": 0, **expected}
-    assert '"seed":9007199254740993' in request.value.post_data
+    assert body_of(request.value) == {"prompt": PROMPT, "stream": True, "logprobs": 0, **expected}
+    assert '"seed":9007199254740993' in text_of(request.value)

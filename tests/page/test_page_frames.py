@@ -2,10 +2,11 @@
 
 import pytest
 
-from tests.support.page.browser import DONE, PROMPT, generate, play, text, trickle
+from tests.support.page.browser import CHROMIUM_ONLY, DONE, PROMPT, generate, play, text, trickle
 from tests.support.page.frame_times import measured
 from tests.support.page.token_view import WORDS, inspect, played
 
+pytestmark = CHROMIUM_ONLY
 BUDGET_MS = 8  # about half of a frame at 60 Hz, for everything that the page does
 TOKENS = 2000
 A_FRAME = 8  # tokens that come with each: 480 tokens/s

@@ -2,17 +2,16 @@
 
 import pytest
 
-from tests.support.page.browser import DONE, stream_of, text, wait_for
+from tests.support.page.browser import (
+    DONE,
+    saved,
+    stream_of,
+    text,
+    wait_for,
+)
 
 pytestmark = pytest.mark.slow
 TITLES = ("Ash", "Birch", "Cedar", "Elm")
-SAVED = """() => {
-    const make = URL.createObjectURL;
-    URL.createObjectURL = (blob) => {
-        blob.text().then((content) => (window.saved = content));
-        return make.call(URL, blob);
-    };
-}"""
 
 
 def answers(page, *answers):
@@ -81,14 +80,12 @@ def test_five_documents_a_branch_a_comparison_a_rewritten_sentence_and_an_export
     page.get_by_role("group", name="3 alternatives").locator('.take[aria-disabled="false"]').nth(2).wait_for()
     press(page, "2")
     assert text(page) == "She slept1. The tree shook. It stood.", text(page)
-    page.evaluate(SAVED)
     list_documents(page)
     page.locator("#documents li").nth(4).wait_for()
     page.keyboard.type("slept")
-    press(page, "Tab", "Tab", "Enter", "ArrowDown", "ArrowDown", "Enter")
-    page.locator("#documents [role=status]", has_text="Exported She slept1.").wait_for()
-    page.wait_for_function("() => window.saved")
-    assert page.evaluate("() => saved") == text(page)
+    name, content = saved(page, lambda: press(page, "Tab", "Tab", "Enter", "ArrowDown", "ArrowDown", "Enter"))
+    page.locator("#documents [role=status]", has_text=f"Exported {name}").wait_for()
+    assert (name[:11], content.decode()) == ("She slept1.", text(page))
     press(page, "Escape")
     list_documents(page)
     page.keyboard.type("cedar")

@@ -6,6 +6,7 @@ from tests.support.page.browser import (
     DONE,
     PROMPT,
     allow_modules,
+    body_of,
     complete,
     described,
     generate,
@@ -42,7 +43,7 @@ def sent(page):
     with page.expect_request("**/complete") as request:
         start(page)
     wait_for(page, "done")
-    return request.value.post_data_json
+    return body_of(request.value)
 
 
 # What is there
@@ -133,7 +134,7 @@ def test_what_is_out_of_range_is_marked_at_once_and_the_server_judges(page):
         assert page.locator("#top-p-wrong").inner_text() == "Allowed: a number from 0 to 1."
     with page.expect_request("**/complete") as request:
         generate(page, ends="error")
-    assert request.value.post_data_json["top_p"] == -1
+    assert body_of(request.value)["top_p"] == -1
     assert "top_p" in status(page)
     field.fill("0.5")
     assert field.get_attribute("aria-invalid") == "false"
@@ -168,7 +169,7 @@ def test_the_server_takes_each_kind_and_settings_that_are_folded_away_survive_a_
         start(page)
     assert answer.value.ok
     sent = {"stop": ["zz"], "stop_token_ids": [4], "logit_bias": {"50": -100}, "ignore_eos": True}
-    assert sent.items() <= answer.value.request.post_data_json.items()
+    assert sent.items() <= body_of(answer.value.request).items()
     page.locator('#status[data-state="done"]').wait_for()
     page.reload()
     described(page)
@@ -187,7 +188,7 @@ def test_continuations_are_chosen_by_keyboard(page):
     play(page, START, DONE)
     with page.expect_request("**/complete") as request:
         page.keyboard.press("Control+Enter")
-    assert request.value.post_data_json["n"] == 3
+    assert body_of(request.value)["n"] == 3
     assert page.locator("#n input").count() == 4
     page.evaluate("""async () => {
         const { encode } = await import("/web/request/share.js");

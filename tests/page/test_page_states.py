@@ -1,4 +1,4 @@
-"""All states of the page, one walk for each look: no picture is blank or too wide, and axe finds no violation.
+"""All states of the page, one walk for each width: no picture is blank or too wide, and axe finds no violation.
 
 INKSTREAM_SCREENSHOTS names the folder of the pictures, which are for reviewers.
 """
@@ -11,6 +11,7 @@ from axe_playwright_python import base as axe
 
 from tests.support import ROOT
 from tests.support.page.browser import (
+    BROWSER,
     DONE,
     answer_with,
     generate,
@@ -181,6 +182,7 @@ STATES = (
 SETTLED = """() => document.getAnimations().every((one) => {
     return one.playState !== "running" || one.effect.getComputedTiming().endTime === Infinity;
 })"""
+FORCED = (write, numbers, inspect, docs)  # what has colors of its own where the system chooses the others
 WHOLE = (numbers, docs)  # with what stands beside the text, too: in the others it is the same
 
 
@@ -194,37 +196,46 @@ def violations(page, rules=(), exclude=()):
     return [(one["id"], node["html"]) for one in found for node in one["nodes"]]
 
 
-def check(page, show, picture, rules):
-    """Brings the page into a state, and returns what axe finds there."""
+def dress(page, look):
+    """Gives the page a look, as the system's setting or, where a test cannot change that, the user's."""
+    if BROWSER == "chromium":
+        forced = "active" if look == "forced" else "none"
+        page.emulate_media(color_scheme="dark" if look == "dark" else "light", forced_colors=forced)
+    else:
+        page.evaluate("(look) => (document.documentElement.dataset.theme = look)", look)
+    page.wait_for_function(SETTLED)
+
+
+def check(page, show, looks):
+    """Brings the page into a state, and returns what axe finds there in each look."""
     show(page)
     page.mouse.move(0, 0)
     page.evaluate("() => scrollTo(0, 0)")
-    page.wait_for_function(SETTLED)
-    content = page.screenshot(caret="hide", path=picture)
-    assert len(content) > 20_000, f"{picture.name} is blank"
-    assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth"), f"{picture.name} is too wide"
-    return violations(page, rules, () if show in WHOLE else ("aside",))
+    width, found = page.viewport_size["width"], []
+    for look in looks:
+        dress(page, look)
+        name = f"{show.__name__}-{look}-{width}"
+        content = page.screenshot(caret="hide", path=FOLDER / f"{name}.png")
+        assert len(content) > 20_000, f"{name} is blank"
+        rules = () if look == "light" else ("color-contrast",)  # the others have nothing to do with colors
+        found += [(name, *one) for one in violations(page, rules, () if show in WHOLE else ("aside",))]
+    dress(page, "light")
+    assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth"), f"{show.__name__} is too wide"
+    return found
 
 
-@pytest.mark.parametrize(
-    ("look", "window", "states", "rules"),
-    [
-        ("light", WIDE, STATES, ()),
-        ("light", NARROW, STATES, ()),
-        ("dark", WIDE, STATES, ("color-contrast",)),
-        ("forced", WIDE, (write, numbers, inspect, docs), ("color-contrast",)),
-    ],
-)
-def test_every_state_is_accessible_and_fits_its_window(page, look, window, states, rules):
+def looks_of(show, window):
+    if window == NARROW:
+        return ("light",)
+    return ("light", "dark", "forced") if BROWSER == "chromium" and show in FORCED else ("light", "dark")
+
+
+@pytest.mark.parametrize("window", [WIDE, NARROW], ids=["wide", "narrow"])
+def test_every_state_is_accessible_and_fits_its_window(page, window):
+    """One walk for all looks of a window."""
     page.set_viewport_size(window)
-    page.emulate_media(**({"forced_colors": "active"} if look == "forced" else {"color_scheme": look}))
     FOLDER.mkdir(parents=True, exist_ok=True)
-    found = [
-        (show.__name__, *one)
-        for show in states
-        for one in check(page, show, FOLDER / f"{show.__name__}-{look}-{window['width']}.png", rules)
-    ]
-    assert found == []
+    assert [one for show in STATES for one in check(page, show, looks_of(show, window))] == []
 
 
 def test_axe_finds_a_picture_without_words_and_ink_on_ink(page):

@@ -9,8 +9,10 @@ from tests.support.page.browser import (
     DONE,
     PROMPT,
     answer_with,
+    body_of,
     generate,
     play,
+    saved,
     set_fields,
     status,
     text,
@@ -43,7 +45,7 @@ def test_a_run_tells_its_tokens_only_to_those_who_look(page):
         look()
         with page.expect_request("**/complete") as request:
             generate(page)
-        assert request.value.post_data_json["logprobs"] == logprobs
+        assert body_of(request.value)["logprobs"] == logprobs
 
 
 @pytest.mark.parametrize("width", [1280, 390])
@@ -118,7 +120,7 @@ def test_a_long_paragraph_looks_the_same_streamed_or_whole_and_at_every_width(pa
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_tints_grow_steadily_apart_from_the_paper_and_let_the_ink_be_read(page, scheme):
-    page.emulate_media(color_scheme=scheme)
+    page.evaluate("(scheme) => (document.documentElement.dataset.theme = scheme)", scheme)
     inspect(page)
     ground, ink = page.locator("#paper").evaluate(COLOUR, "backgroundColor"), page.locator(".page").first
     steps = [page.locator(f".legend .tint-{step}").evaluate(COLOUR, "backgroundColor") for step in range(6)]
@@ -248,8 +250,8 @@ def test_an_alternative_is_taken_in_its_place_and_the_text_goes_on(page):
     play(page, ("start", {"seed": 2}), *played([" world"]), DONE)
     with page.expect_request("**/complete") as request:
         page.get_by_role("button", name="'third', 13 %").click()
-    assert request.value.post_data_json["prompt"] == "It is a third"
-    assert request.value.post_data_json["logprobs"] == 20
+    assert body_of(request.value)["prompt"] == "It is a third"
+    assert body_of(request.value)["logprobs"] == 20
     wait_for(page, "done")
     shows(page, "It is a third world")
     assert text(page) == "It is a third world"
@@ -333,7 +335,7 @@ def next_token(page, shares, **others):
 def test_bars_follow_the_settings_at_once_and_ask_once(page):
     next_token(page, [0.5, 0.25, 0.125, 0.06])
     asked = []
-    page.on("request", lambda request: asked.append(request.post_data_json) if request.method == "POST" else None)
+    page.on("request", lambda request: asked.append(body_of(request)) if request.method == "POST" else None)
     open_bars(page)
     assert asked == [
         {"prompt": PROMPT, "max_tokens": 1, "logprobs": 20, "stream": False, "temperature": 0},
@@ -356,7 +358,7 @@ def test_the_next_token_is_asked_for_when_the_hand_rests_and_taken_by_a_click(pa
     next_token(page, [0.5, 0.25])
     open_bars(page)
     prompts = []
-    page.on("request", lambda one: prompts.append(one.post_data_json["prompt"]) if one.method == "POST" else None)
+    page.on("request", lambda one: prompts.append(body_of(one)["prompt"]) if one.method == "POST" else None)
     with page.expect_request("**/complete"):
         page.locator("#document").press("!")
     page.locator("#bars[aria-busy=false] button").first.wait_for()
@@ -391,7 +393,7 @@ def test_a_full_context_and_a_refusal_are_said_in_the_place_of_bars(page):
     page.locator("#bars").get_by_text("Too long.").wait_for()
 
 
-def test_marks_keep_the_ink_and_show_what_is_chosen_and_the_table_is_a_file(page, tmp_path):
+def test_marks_keep_the_ink_and_show_what_is_chosen_and_the_table_is_a_file(page):
     trickle(page, frames=1)
     stream(page, [f" {word}" for word in WORDS], prompt="It is")
     own, model = page.locator(".token").first, token(page, "sailed")
@@ -404,10 +406,8 @@ def test_marks_keep_the_ink_and_show_what_is_chosen_and_the_table_is_a_file(page
     page.get_by_label("Marks show").select_option("entropy")
     assert "tint-1" in token(page, "sailed").get_attribute("class"), "1.75 bits"
     page.locator(".legend", has_text="bits up to").wait_for()
-    with page.expect_download() as download:
-        page.get_by_role("button", name="Save tokens as CSV").click()
-    download.value.save_as(tmp_path / "tokens.csv")
-    lines = (tmp_path / "tokens.csv").read_text().splitlines()
+    _, table = saved(page, page.get_by_role("button", name="Save tokens as CSV").click)
+    lines = table.decode().splitlines()
     assert lines[0].startswith("start,end,author,id,token,probability")
     written = [line for line in lines if ",model," in line]
     assert len(written) == len(WORDS) and '""" sailed"""' in written[3]

@@ -3,7 +3,19 @@
 import httpx
 import pytest
 
-from tests.support.page.browser import DONE, generate, play, set_fields, setting, start, status, text, wait_for
+from tests.support.page.browser import (
+    CHROMIUM_ONLY,
+    DONE,
+    body_of,
+    generate,
+    play,
+    set_fields,
+    setting,
+    start,
+    status,
+    text,
+    wait_for,
+)
 
 LINES = "".join(f"Line {number} of a text that is longer than the window.\n" for number in range(120))
 
@@ -23,7 +35,7 @@ def context_of(server):
 def sent_by(page, act):
     with page.expect_request("**/complete") as request:
         act()
-    return request.value.post_data_json
+    return body_of(request.value)
 
 
 def fill(page, words):
@@ -233,6 +245,7 @@ def test_a_line_is_written_from_the_side_of_its_script(page):
     assert page.locator("#document").evaluate("(area) => getComputedStyle(area).unicodeBidi") == "plaintext"
 
 
+@CHROMIUM_ONLY
 def test_the_whole_text_is_printed_and_nothing_else(page):
     fill(page, LINES)
     page.emulate_media(media="print")

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 from contextlib import contextmanager
+from urllib.parse import unquote
 
 import httpx
 import pytest
@@ -18,9 +19,43 @@ ARGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--d
 ARGS += ["--disable-sync", "--no-first-run"]
 BROWSER = os.environ.get("BROWSER") or "chromium"
 BROWSERS = {"chromium": ["chromium-headless-shell", "chromium"], "firefox": ["firefox", "firefox-esr"]}
+CHROMIUM_ONLY = pytest.mark.skipif(BROWSER != "chromium", reason="WebDriver BiDi emulates no media and takes no traces")
 PROMPT = "Once upon a time"
 PATIENCE_MS = 120_000
 """Timeout of steps without a deadline: the first start of a browser on a machine may take half a minute."""
+
+
+# WebDriver BiDi keeps the body of a request to itself: in Firefox the page repeats it in a header, long words left out.
+REPEAT_BODIES = """{
+    const send = window.fetch;
+    window.fetch = (address, options = {}) => {
+        const isOwn = new URL(address, location).origin === location.origin;
+        if (typeof options.body !== "string" || !isOwn) return send(address, options);
+        const body = encodeURIComponent(options.body.replace(/[^"]{1000,}/g, "..."));
+        return send(address, { ...options, headers: { ...options.headers, "X-Body": body } });
+    };
+}"""
+# Firefox lets no test read the clipboard.
+REMEMBER_COPIES = """if (navigator.clipboard) {
+    const write = navigator.clipboard.writeText.bind(navigator.clipboard);
+    navigator.clipboard.writeText = (text) => write(text).then(() => (window.copied = text));
+}"""
+
+# Nor has WebDriver BiDi a test wait for a download: the next one ends here.
+HOLD_DOWNLOAD = """() => {
+    const [make, click] = [URL.createObjectURL, HTMLAnchorElement.prototype.click];
+    let content;
+    URL.createObjectURL = (blob) => {
+        content = blob.arrayBuffer();
+        return make.call(URL, blob);
+    };
+    window.saved = new Promise((resolve) => {
+        HTMLAnchorElement.prototype.click = async function () {
+            [URL.createObjectURL, HTMLAnchorElement.prototype.click] = [make, click];
+            resolve([this.download, [...new Uint8Array(await content)]]);
+        };
+    });
+}"""
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +79,22 @@ def page(browser, server):
         yield page
 
 
+def new_context(browser, server):
+    """A new user, without a page yet."""
+    context = browser.new_context(base_url=server.url, viewport={"width": 1280, "height": 800})
+    context.set_default_timeout(PATIENCE_MS)
+    if BROWSER == "firefox":
+        context.add_init_script(REPEAT_BODIES)
+    return context
+
+
 @contextmanager
 def visit(browser, server, path):
     """A new user at this path.
 
     At the end: no console error, no CSP violation, no asset that failed, no request to another host.
     """
-    context = browser.new_context(base_url=server.url, viewport={"width": 1280, "height": 800})
-    context.set_default_timeout(PATIENCE_MS)
+    context = new_context(browser, server)
     page = context.new_page()
     trouble, asked = watch(page), []
     page.on("request", lambda request: asked.append(request.url))
@@ -91,6 +134,41 @@ def _is_defect(message):
 
 def _is_missing(answer):
     return answer.status >= 400 and answer.request.method == "GET" and not answer.url.endswith("/events")
+
+
+def body_of(request):
+    """The JSON of a request's body, or None."""
+    body = text_of(request)
+    return json.loads(body) if body else None
+
+
+def text_of(request):
+    return unquote(request.headers.get("x-body", "")) if BROWSER == "firefox" else request.post_data
+
+
+def allow_clipboard(page):
+    """From now on, clipboard() tells what the page copied."""
+    if BROWSER == "firefox":
+        page.context.add_init_script(REMEMBER_COPIES)
+        page.evaluate(REMEMBER_COPIES)
+    else:
+        page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+
+
+def clipboard(page):
+    return page.evaluate("() => window.copied" if BROWSER == "firefox" else "() => navigator.clipboard.readText()")
+
+
+def saved(page, act):
+    """(name, content) of the file that the page saves when `act()` is called."""
+    if BROWSER == "chromium":
+        with page.expect_download() as download:
+            act()
+        return download.value.suggested_filename, download.value.path().read_bytes()
+    page.evaluate(HOLD_DOWNLOAD)
+    act()
+    name, content = page.evaluate("() => window.saved")
+    return name, bytes(content)
 
 
 def allow_modules(page):
