@@ -64,7 +64,7 @@ def test_the_form_comes_first_then_required_fields_and_each_default_is_shown(pag
     page.evaluate("() => document.querySelectorAll('details').forEach((e) => { e.open = true })")
     for width in (320, 390, 1280):
         page.set_viewport_size({"width": width, "height": 800})
-        assert page.evaluate("() => document.documentElement.scrollWidth") == width
+        assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth"), width
         words = page.evaluate("() => [...document.querySelectorAll('.fields dd')].map((one) => one.clientWidth)")
         assert min(filter(None, words)) > min(0.6 * width, 400), "fields leave their descriptions no room"
 

@@ -250,7 +250,7 @@ def test_no_width_has_a_horizontal_scroll(page):
     set_fields(page, seed="-9223372036854775808", temperature="99", stop="a" * 300, grammar="x " * 200)
     for width in (320, 390, 2000):
         page.set_viewport_size({"width": width, "height": 700})
-        assert page.evaluate("() => document.documentElement.scrollWidth") == width
+        assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth"), width
         buttons = [page.locator(f"#{name}") for name in ("undo", "redo", "regenerate", "generate")]
         for control in (*buttons, setting(page, "seed"), setting(page, "stop")):
             box = control.bounding_box()

@@ -145,7 +145,7 @@ def test_two_hundred_runs_are_a_strip_that_scrolls_to_where_one_is(page):
     }""")
     assert dots(page).count() == 200
     assert page.locator("#branches > :first-child").bounding_box()["height"] <= 130
-    assert page.evaluate("() => document.documentElement.scrollWidth") == 390
+    assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
 
 
 # Continuations side by side
@@ -180,7 +180,7 @@ def test_two_continuations_stand_beside_each_other_with_the_end_of_the_text_abov
     abreast.set_viewport_size({"width": 390, "height": 800})
     boxes = [group.get_by_role("group", name=f"Continuation {i}").bounding_box() for i in (1, 2)]
     assert boxes[0]["x"] == boxes[1]["x"] and boxes[0]["y"] + boxes[0]["height"] <= boxes[1]["y"]
-    assert abreast.evaluate("() => document.documentElement.scrollWidth") == 390
+    assert abreast.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
     reached = []
     for _ in range(6):
         abreast.keyboard.press("Tab")
@@ -273,4 +273,4 @@ def test_in_the_inspect_view_the_stream_is_not_read_out(page):
     generate(page)
     page.wait_for_function("() => window.announcements.length")
     assert announcements(page)[0].startswith("It rained."), "the second run's, and the first that was announced"
-    assert len(announcements(page)) == 1
+    assert " ".join(announcements(page)).count("It rained.") == 1

@@ -186,11 +186,12 @@ FORCED = (write, numbers, inspect, docs)  # what has colors of its own where the
 WHOLE = (numbers, docs)  # with what stands beside the text, too: in the others it is the same
 
 
-def violations(page, rules=(), exclude=()):
-    """What axe finds on the page, all of it or what these rules find: [(rule, HTML), ...]."""
+def violations(page, rules=(), exclude=(), off=()):
+    """What axe finds on the page by these rules, or by all but those that are `off`: [(rule, HTML), ...]."""
     if page.evaluate("() => !window.axe"):
         page.evaluate(axe.AXE_SCRIPT)
     options = {"resultTypes": ["violations"], **({"runOnly": list(rules)} if rules else {})}
+    options["rules"] = {rule: {"enabled": False} for rule in off}
     context = {"exclude": [[selector] for selector in exclude]}
     found = page.evaluate("(options) => axe.run(...options)", [context, options])["violations"]
     return [(one["id"], node["html"]) for one in found for node in one["nodes"]]
@@ -217,8 +218,9 @@ def check(page, show, looks):
         name = f"{show.__name__}-{look}-{width}"
         content = page.screenshot(caret="hide", path=FOLDER / f"{name}.png")
         assert len(content) > 20_000, f"{name} is blank"
-        rules = () if look == "light" else ("color-contrast",)  # the others have nothing to do with colors
-        found += [(name, *one) for one in violations(page, rules, () if show in WHOLE else ("aside",))]
+        rules = () if look == "light" else ("color-contrast",)  # the other rules have nothing to do with colors
+        off = ("color-contrast",) if width == NARROW["width"] else ()  # no color depends on the width
+        found += [(name, *one) for one in violations(page, rules, () if show in WHOLE else ("aside",), off)]
     dress(page, "light")
     assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth"), f"{show.__name__} is too wide"
     return found

@@ -175,7 +175,7 @@ def test_three_hundred_branches_stay_fluent_and_fit_a_phone(page):
         new MutationObserver(count).observe(root.firstChild, { childList: true, subtree: true, attributes: true });
     }""")
     assert rows(page).count() == 300
-    assert page.evaluate("() => document.documentElement.scrollWidth") == 390
+    assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
     for _ in range(4):
         page.keyboard.press("ArrowUp")
     assert 0 < page.evaluate("() => window.changes") <= 16, "a step touches two rows"

@@ -64,7 +64,10 @@ def browser():
     path = next(filter(None, map(shutil.which, BROWSERS[BROWSER])), None)
     if not path:
         pytest.skip(f"no `{BROWSERS[BROWSER][-1]}` on PATH (Debian: apt-get install {BROWSERS[BROWSER][-1]})")
-    options = {"args": ARGS} if BROWSER == "chromium" else {"channel": "moz-firefox"}  # over WebDriver BiDi
+    # Firefox over WebDriver BiDi, and with a mouse (fine, hovers), which a headless one has not.
+    mouse = {"ui.primaryPointerCapabilities": 6, "ui.allPointerCapabilities": 6}
+    firefox = {"channel": "moz-firefox", "firefox_user_prefs": mouse}
+    options = {"args": ARGS} if BROWSER == "chromium" else firefox
     with sync_api.sync_playwright() as playwright:
         launch = getattr(playwright, BROWSER).launch
         browser = launch(executable_path=path, timeout=PATIENCE_MS, **options)
