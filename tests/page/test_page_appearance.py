@@ -12,12 +12,13 @@ from tests.support.page.browser import (
     give,
     keep_answers_open,
     play,
-    set_fields,
     start,
     status,
+    trickle,
     used_seed,
     wait_for,
 )
+from tests.support.page.token_view import WORDS
 
 # All of them: what moves within half a second of a key is excused by the browser's own score, and still moves.
 SHIFTS = """window.shifts = []; new PerformanceObserver((list) => {
@@ -37,7 +38,10 @@ def test_loading_and_two_runs_move_nothing_and_take_few_requests(page, width):
     page.locator('#status[data-state="idle"]').wait_for()
     page.locator("#panel summary").wait_for()
     assert 4 <= len(asked) <= 5, [request.url for request in asked]
-    set_fields(page, max_tokens=60)
+    # Whole words: one of several tokens may leave its line while it grows, as it does where a user types it.
+    words = [("token", {"text": f" {word}"}) for word in WORDS * 4]
+    play(page, ("start", {"seed": 1234567890123456, "prompt_tokens": 4}), *words, DONE)
+    trickle(page, count=2, frames=1)
     page.locator("#document").press("End")
     for _ in range(2):
         page.locator("#document").press("Control+Enter")
