@@ -42,11 +42,17 @@ def test_loading_and_two_runs_move_nothing_and_take_few_requests(page, width):
     words = [("token", {"text": f" {word}"}) for word in WORDS * 4]
     play(page, ("start", {"seed": 1234567890123456, "prompt_tokens": 4}), *words, DONE)
     trickle(page, count=2, frames=1)
+    heights = page.locator(".report").evaluate_handle("""(report) => {
+        const heights = [];
+        new ResizeObserver(() => heights.push(report.offsetHeight)).observe(report);
+        return heights;
+    }""")
     page.locator("#document").press("End")
     for _ in range(2):
         page.locator("#document").press("Control+Enter")
         wait_for(page, "done")
         page.wait_for_timeout(600)
+    assert len(heights.json_value()) == 1, "waiting, streaming and done take the same lines"
     assert page.evaluate(SHIFTED) < 0.01
     page.locator("#document").press("Control+a")
     page.evaluate("() => document.querySelector('main').style.paddingTop = '100px'")
