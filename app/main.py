@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
@@ -47,39 +45,17 @@ Errors have a common format: `{"error": {"message", "type", "param", "code", "re
 _log = logging.getLogger("inkstream")
 
 
-class TracingError(ValueError):
-    """Traces cannot be exported as configured; the message says what to change."""
-
-
-def _open_tracing(settings: Settings) -> Tracing | None:
-    """None if no traces are exported. Raises TracingError."""
-    if not settings.traces or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
-        return None
-    try:
-        # OpenTelemetry is an optional dependency, and takes a quarter of a second to import.
-        tracing: Tracing = import_module("app.http.tracing").Tracing(os.environ, VERSION)
-    except ModuleNotFoundError:
-        remedy = (
-            "install inkstream with the extra traces (in a checkout: .venv/bin/python -m pip install -e '.[traces]')"
-        )
-        raise TracingError(f"--traces needs packages of OpenTelemetry: {remedy}") from None
-    except ValueError as error:
-        raise TracingError(f"--traces: {error}") from None
-    return tracing
-
-
 def create_app(
     settings: Settings,
     engine: Callable[[Settings], EnginePool] = make_engine_pool,
     first_instance: ModelInstance | None = None,
+    tracing: Tracing | None = None,
 ) -> FastAPI:
     """The application; its engines stop with its lifespan. Tests pass `engine` to substitute a fake.
 
     first_instance: has been started; without it the lifespan starts one.
-
-    Raises TracingError.
+    tracing: exports traces; closed with the application.
     """
-    tracing = _open_tracing(settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

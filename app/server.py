@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import uvicorn
 from fastapi import FastAPI
@@ -25,11 +25,13 @@ from app.engine_client.engine_pool import EnginePool
 from app.engine_client.supervisor import EngineStopped
 from app.http.connection_limits import ConnectionLimits
 from app.http.http_protocol import HttpProtocol
-from app.main import TracingError, create_app
+from app.main import create_app
 from app.serving.model_instance import ModelInstance
 from app.serving.service import Service
-from app.start import StartError
 from app.start_summary import follow_start
+
+if TYPE_CHECKING:
+    from app.http.tracing import Tracing  # its packages are optional
 
 _CLOSE_SECONDS = 2.0
 """Seconds after the drain for clients to read the final events and for cancelled work to stop."""
@@ -130,16 +132,17 @@ def _notify_systemd(state: str) -> None:
 
 
 async def run(
-    settings: Settings, listener: socket.socket, engine: Callable[[Settings], EnginePool], instance: ModelInstance
+    settings: Settings,
+    listener: socket.socket,
+    engine: Callable[[Settings], EnginePool],
+    instance: ModelInstance,
+    tracing: Tracing | None,
 ) -> EngineStopped | None:
-    """Serves until a signal, or a permanent engine failure, which it returns. Raises StartError.
+    """Serves until a signal, or a permanent engine failure, which it returns.
 
     engine: makes the engines of later instances; `instance` has been started.
     """
-    try:
-        app = create_app(settings, engine, instance)
-    except TracingError as error:
-        raise StartError(str(error)) from None
+    app = create_app(settings, engine, instance, tracing)
     # Objects that exist now are permanent: a full collection that scans them stalls every stream for tens of ms.
     gc.freeze()
     connection = cast(type[asyncio.Protocol], functools.partial(HttpProtocol, app.state.connections))

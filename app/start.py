@@ -16,7 +16,9 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from app import VERSION
 from app.access.api_keys import KeyFileError, read_keys
 from app.common import event_loop, logs
 from app.common.operating_system import ensure_file_limit, listener_on, why_no_cuda
@@ -29,6 +31,9 @@ from app.serving.kernel_prebuild import libraries_at_start
 from model.checkpoint.hub import hub_model, resolve_weights
 from model.checkpoint.manifest import read_model_name
 from model.checkpoint.tensor_index import check_layout, read_chat_template
+
+if TYPE_CHECKING:
+    from app.http.tracing import Tracing  # its packages are optional
 
 _UNSENT_BYTES = 1 << 14
 _log = logging.getLogger("inkstream")
@@ -52,6 +57,7 @@ def serve(settings: Settings, engine: Callable[[Settings], EnginePool] = make_en
         settings = _with_weights(settings)
     _check_kernels(settings)
     _check_device(settings)
+    tracing = open_tracing(settings)
     with bind(settings) as listener:
         if is_download:  # after the port is known to be free, on which probes get answers meanwhile
             responder = import_module("app.http.download_responder")  # needs FastAPI, as app.server does
@@ -60,7 +66,7 @@ def serve(settings: Settings, engine: Callable[[Settings], EnginePool] = make_en
         # A thread that tokenizes a long text yields to the event loop after one millisecond, not five: with sixteen
         # concurrent 1 MB texts the p99 of health checks was 25 to 28 ms instead of 47 to 174 (R8).
         sys.setswitchinterval(0.001)
-        failure = event_loop.run(_serve(settings, listener, engine))
+        failure = event_loop.run(_serve(settings, listener, engine, tracing))
     if failure is None:
         return 0
     logs.write_line(f"error: {failure}")
@@ -68,7 +74,10 @@ def serve(settings: Settings, engine: Callable[[Settings], EnginePool] = make_en
 
 
 async def _serve(
-    settings: Settings, listener: socket.socket, engine: Callable[[Settings], EnginePool]
+    settings: Settings,
+    listener: socket.socket,
+    engine: Callable[[Settings], EnginePool],
+    tracing: Tracing | None,
 ) -> EngineStopped | None:
     instance = await open_instance(settings, engine)
     instance.start()
@@ -78,11 +87,28 @@ async def _serve(
         server = await asyncio.to_thread(import_module, "app.server")
         gc.freeze()
         gc.enable()
-        failure: EngineStopped | None = await server.run(settings, listener, engine, instance)
+        failure: EngineStopped | None = await server.run(settings, listener, engine, instance, tracing)
     except BaseException:
         await instance.close()
         raise
     return failure
+
+
+def open_tracing(settings: Settings) -> Tracing | None:
+    """The exporter of traces; None without --traces. Raises StartError."""
+    if not settings.traces or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return None
+    try:
+        # OpenTelemetry is an optional dependency, and takes a quarter of a second to import.
+        tracing: Tracing = import_module("app.http.tracing").Tracing(os.environ, VERSION)
+    except ModuleNotFoundError:
+        remedy = (
+            "install inkstream with the extra traces (in a checkout: .venv/bin/python -m pip install -e '.[traces]')"
+        )
+        raise StartError(f"--traces needs packages of OpenTelemetry: {remedy}") from None
+    except ValueError as error:
+        raise StartError(f"--traces: {error}") from None
+    return tracing
 
 
 def bind(settings: Settings) -> socket.socket:

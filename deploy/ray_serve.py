@@ -33,7 +33,7 @@ from app.common.settings import Settings
 from app.http.connection_limits import ConnectionLimits
 from app.http.http_protocol import HttpProtocol
 from app.main import connection_limits, create_app
-from app.start import StartError, bind
+from app.start import StartError, bind, open_tracing
 
 _log = logging.getLogger("inkstream.relay")
 _LOOK_SECONDS = 1.0
@@ -73,7 +73,7 @@ class EngineReplica:
     async def __init__(self, settings: Settings) -> None:  # type: ignore[misc]  # Ray awaits it
         """Loads the model; Ray sends requests once this returns."""
         logs.set_up(settings.log_level, logs.resolve_format(settings.log_format))
-        self._app = create_app(settings)
+        self._app = create_app(settings, tracing=open_tracing(settings))
         self._drain_timeout = settings.drain_timeout
         self._lifespan = self._app.router.lifespan_context(self._app)
         await self._lifespan.__aenter__()
