@@ -37,8 +37,9 @@ def _get(url: str) -> tuple[int, dict[str, str]]:
     return answer.status_code, {**answer.json(), "retry": answer.headers.get("Retry-After", "")}
 
 
-def _start(log: Path) -> Start:
-    command = [sys.executable, "-m", "app", "serve", "--weights", str(ROOT / "weights"), "--port", "0"]
+def _start(log: Path, kernels: str = "auto") -> Start:
+    weights = ("--weights", str(ROOT / "weights"))
+    command = [sys.executable, "-m", "app", "serve", *weights, "--port", "0", "--kernels", kernels]
     with log.open("w") as file:
         began = time.monotonic()
         process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
@@ -66,17 +67,23 @@ def _is_reported(start: Start) -> bool:
     return start.n_not_ready > 0 and len(start.phases) > 1
 
 
-def _is_good(start: Start) -> bool:
-    return _is_reported(start) and start.live <= LIVE and start.ready <= READY
+def _is_in_time(start: Start) -> bool:
+    return start.live <= LIVE and start.ready <= READY
 
 
 def test_a_start_answers_at_once_and_is_ready_in_time(tmp_path: Path, promise: Promise) -> None:
+    """With native kernels the service may be ready before a client can ask twice; torch takes a second to import."""
     n = promise.size(2, 9)
+
+    def start(kernels: str = "auto") -> Start:
+        return _start(tmp_path / f"{time.monotonic_ns()}", kernels)
+
     if promise.full:
-        _start(tmp_path / "first")  # files are read into memory, bytecode is written
-    starts = [promise.measured(lambda: _start(tmp_path / f"{time.monotonic_ns()}"), _is_good) for _ in range(n)]
-    print(*starts, sep="\n")
-    reported = sum(_is_reported(start) for start in starts)
+        start()  # files are read into memory, bytecode is written
+    starts = [promise.measured(start, _is_in_time) for _ in range(n)]
+    slow_starts = [promise.measured(lambda: start("torch"), _is_reported) for _ in range(n)]
+    print(*starts, *slow_starts, sep="\n")
+    reported = sum(_is_reported(start) for start in slow_starts)
     live, ready = (statistics.median(getattr(start, name) for start in starts) for name in ("live", "ready"))
     promise.all_of("starts that say 503 and at least two phases before they are ready", reported, n)
     promise.at_most("seconds until live, from the start of the process", live, target=1, floor=LIVE, n=n, unit="s")

@@ -120,8 +120,9 @@ def test_a_quota_is_held_until_the_last_byte_or_the_deadline(serve: Services, tm
     """4 at a time; the fifth gets 429, until the deadline of whole answers has ended the four. Two keys at once."""
     ring = Keyring.of(tmp_path / "keys.json", "metrics")
     kinds = {kind: ring.add(kind, concurrency=4) for kind in ("tokenize", "score")}
-    # Together the deadline, within which four answers must have started, on a busy machine too.
-    seconds = ("--request-timeout", "7", "--body-timeout", "5", "--write-timeout", "8")
+    # Together the deadline of 20 s, within which four answers must have started, on a busy machine too. A reader takes
+    # up to 9 s until the kernel tells the server of it, so a shorter time for a write would end it first.
+    seconds = ("--request-timeout", "7", "--body-timeout", "1", "--write-timeout", "12")
     server = serve(*FLAGS, *seconds, "--keys-file", str(ring.file), fake_ms=1)
 
     def cut() -> float:

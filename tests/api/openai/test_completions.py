@@ -124,7 +124,9 @@ def test_errors_have_the_one_shape(server: Server, field: str, value: Any, statu
 def test_silence_is_broken_by_a_single_line_that_every_client_skips(tmp_path: Path) -> None:
     weights = tiny_weights(tmp_path / "tiny", context=16384)
     sabotage = "import app.api.openai.responder as answer; answer.PING_SECONDS = 0.2"
-    with running_server(tmp_path, weights, "--max-running", "1", sabotage=sabotage) as server:
+    # The first stream is suspended once 4,096 tokens wait for its reader, with native kernels too soon.
+    flags = ("--max-running", "1", "--kernels", "torch")
+    with running_server(tmp_path, weights, *flags, sabotage=sabotage) as server:
         busy = {"prompt": "a", "max_tokens": 16000, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=busy, timeout=60) as first:
             parts = first.iter_text()
