@@ -69,7 +69,7 @@ NEON = CpuTarget(name="neon", machine="aarch64", flags=("-march=armv8-a",))
 LEVELS = (*X86_LEVELS, NEON)
 
 
-_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _TILE_DATA = 158, 0x1023, 18  # asm/unistd_64.h, asm/prctl.h, asm/fpu/types.h
+_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _TILE_DATA = 158, 0x1023, 18  # as in the headers of Linux for x86-64
 
 
 def request_tiles() -> bool:
