@@ -93,7 +93,7 @@ KINDS = _kinds(1)
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_slow_readers_of_large_answers_take_little_memory(serve: Services, promise: Promise, kind: str) -> None:
-    n = promise.size(10, 25)
+    n = promise.size(16, 25)
     server = serve(*FLAGS, fake_ms=1)
     held, megabytes = promise.measured(
         lambda: _memory_and_size(server, n, *KINDS[kind]), lambda found: found[0] <= MOST_MEMORY
