@@ -79,7 +79,8 @@ def _install(settings: Settings, progress: Progress, *, is_report: bool) -> None
                 Installation(settings, progress, lock).run()
                 return
     stamp = read_stamp(settings.venv)
-    if not Path(stamp["library"]).is_file() or stamp["kernels"] != kernels_key():
+    # Another user may have installed, whose cache this one may not read: Path.is_file() would raise.
+    if not os.access(stamp["library"], os.R_OK) or stamp["kernels"] != kernels_key():
         _build_kernels(settings.venv, stamp)
     if is_report:
         name = venv_name(settings.venv)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
 
 import pytest
 
+from deploy.install import __main__ as program
 from deploy.install import state
 from deploy.install.__main__ import read_settings
 from deploy.install.choices import (
@@ -169,6 +171,32 @@ def test_an_environment_is_complete_if_it_has_what_is_asked_for(tmp_path: Path) 
 def test_a_damaged_or_older_note_is_no_complete_environment(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "installed").write_bytes(content)
     assert read_stamp(tmp_path) == {}
+
+
+def test_a_user_who_may_not_read_the_kernels_of_the_one_who_installed_builds_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "of another" / "kernels.so"
+    library.parent.mkdir(mode=0o700)
+    library.touch()
+    built: list[Path] = []
+    monkeypatch.setattr(program, "is_complete", lambda *_: True)
+    monkeypatch.setattr(program, "read_stamp", lambda _: {"library": str(library), "kernels": state.kernels_key()})
+    monkeypatch.setattr(program, "_build_kernels", lambda venv, _: built.append(venv))
+
+    def built_by_this_user() -> int:
+        program._install(_settings(), Progress(io.StringIO()), is_report=False)
+        return len(built)
+
+    assert built_by_this_user() == 0  # the control: the library can be read
+    child = os.fork()
+    if not child:
+        library.parent.chmod(0)
+        if not os.geteuid():
+            os.setuid(65534)
+        os._exit(10 + built_by_this_user())
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 11
+    library.parent.chmod(0o700)
 
 
 def test_settings_are_makes_variables() -> None:
