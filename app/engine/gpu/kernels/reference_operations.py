@@ -8,7 +8,6 @@ Shape legend: interface.py. Products with 8-bit weights (int8, and fp8 e4m3) hav
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -28,7 +27,7 @@ from app.engine.quantization.int8_weights import Quantized
 from app.engine.sampling import parameters
 from app.engine.sampling.sampler import device_uniforms, draw_tokens, score
 from model.config import Activation
-from model.nn.layers import rotate
+from model.nn.layers import ACTIVATIONS, rotate
 
 # Everything is computed in float64 and rounded once, so that a row has the same bits alone, in any batch and in any
 # chunk. Shape legend: as in interface.py; N tokens of a tile, G = H / K, L positions.
@@ -136,14 +135,6 @@ def sample(
     out.top_logprobs_SN.fill_(float("-inf"))[:, :n_top].copy_(logprobs_SN)
 
 
-_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "silu": F.silu,
-}
-
-
 class ReferenceKernels:
     """`Kernels` in plain torch."""
 
@@ -193,7 +184,7 @@ class ReferenceKernels:
 
     def gate(self, hidden_TX: Tensor, activation: Activation, gated: bool) -> Tensor:
         """See Kernels.gate."""
-        function = _ACTIVATIONS[activation]
+        function = ACTIVATIONS[activation]
         if not gated:
             return function(hidden_TX.double()).to(hidden_TX.dtype)
         gate_TF, up_TF = hidden_TX.chunk(2, dim=-1)
