@@ -63,7 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        print(f"error: inkstream {verb} needs torch, which is not installed", file=sys.stderr)
+        from model.machine import INSTALL_TORCH
+
+        print(f"error: inkstream {verb} needs torch, which is not installed: {INSTALL_TORCH}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

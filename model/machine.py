@@ -8,6 +8,8 @@ import platform
 import sys
 from pathlib import Path
 
+INSTALL_TORCH = "install torch, for instance by: pip install 'inkstream[torch]'"
+"""What messages advise where only torch could compute; inkstream on Linux does not bring it along."""
 _BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 
 

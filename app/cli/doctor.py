@@ -33,6 +33,7 @@ from app.engine.cpu.toolchain.builder import find, find_compiler
 from app.engine.cpu.toolchain.cpu_target import BuildError, UnsupportedCpu, level_of
 from app.engine.cpu.toolchain.library_cache import PACKAGED, cache_directory, read_metadata
 from model.command_line import OneLineParser
+from model.machine import INSTALL_TORCH
 
 Level = Literal["ok", "slow", "broken", "unknown"]
 _MARKS: dict[Level, str] = {"ok": "  ", "slow": "! ", "broken": "x ", "unknown": "? "}
@@ -226,11 +227,17 @@ def _files(_: Machine) -> Iterator[Finding]:
         yield Finding("files", f"at most {most} open files, so fewer connections", "slow", "ulimit -n 4096")
 
 
-def _kernels(machine: Machine) -> Iterator[Finding]:
+def _compiler() -> tuple[str, str]:
+    """Version of the C++ compiler, or nothing and why there is none."""
     try:
-        compiler = find_compiler().version
+        return find_compiler().version, ""
     except BuildError as error:
-        compiler, why = "", str(error)
+        return "", str(error).partition(":")[0]
+
+
+def _kernels(machine: Machine) -> Iterator[Finding]:
+    compiler, why = _compiler()
+    torch_computes = "torch computes, several times slower" if _version("torch") else ""
     directory = _cache_directory(machine)
     library = find(directory)
     if compiler:
@@ -240,13 +247,16 @@ def _kernels(machine: Machine) -> Iterator[Finding]:
     else:
         remedy = "apt install g++, then inkstream compile"
         yield Finding(
-            "compiler", f"none, so torch computes, several times slower ({why.partition(':')[0]})", "slow", remedy
+            "compiler",
+            f"none, so {torch_computes or 'nothing can compute'} ({why})",
+            "slow" if torch_computes else "broken",
+            remedy,
         )
     if library:
         details = read_metadata(library) or {}
         yield Finding("kernels", f"built for this CPU, {int(details.get('bytes', 0)) >> 10} KiB: {library}")
     elif compiler:
-        text = f"not built, so torch computes, several times slower ({directory or PACKAGED})"
+        text = f"not built, so {torch_computes or 'the first start takes a minute longer'} ({directory or PACKAGED})"
         yield Finding("kernels", text, "slow", "inkstream compile (a minute or so)")
     if directory and not library and not os.access(_existing(directory), os.W_OK | os.X_OK):
         remedy = "export INKSTREAM_CACHE_DIR=DIR, a directory that you may write"
@@ -269,8 +279,9 @@ def _packages(machine: Machine) -> Iterator[Finding]:
         cuda = _cuda_of_torch()
         yield Finding("torch", f"{versions['torch']}, " + (f"built for CUDA {cuda}" if cuda else "built for CPUs"))
     else:
-        text = "not installed, so only the native kernels compute; check and train need it"
-        yield Finding("torch", text, "slow" if find(_cache_directory(machine)) else "broken", _INSTALL)
+        text = "not installed, so only the native kernels compute; GPUs, check and train need it"
+        can_compute = find(_cache_directory(machine)) or _compiler()[0]
+        yield Finding("torch", text, *(() if can_compute else ("broken", INSTALL_TORCH)))
     yield from _gpus(machine, has_cuda=versions["torch"] is not None and _cuda_of_torch() is not None)
 
 

@@ -29,6 +29,7 @@ from app.engine.worker_loop import BuiltEngine, EngineStartError
 from model.checkpoint.manifest import MANIFEST_FILE, check_manifest
 from model.checkpoint.stored_weights import StoredWeights, find_weights
 from model.config import ModelConfig
+from model.machine import INSTALL_TORCH
 from model.tokenizer.tokenizer import Tokenizer
 
 _log, _start_log = logging.getLogger("inkstream"), logging.getLogger(START)
@@ -91,7 +92,9 @@ def _torch_backends(reason: str) -> Any:
     reason: why the native kernels do not compute. Raises ValueError if torch is not installed.
     """
     if find_spec("torch") is None:
-        raise ValueError(f"torch is not installed, and without it only the native kernels compute: {reason}")
+        raise ValueError(
+            f"torch is not installed, and without it only the native kernels compute: {reason}; or {INSTALL_TORCH}"
+        )
     return import_module("app.engine.torch_backends")
 
 

@@ -9,9 +9,11 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
+from model.machine import INSTALL_TORCH
+
 _SERVES_ONLY = (
     "this installation can serve, but not train: it lacks torch, or sympy, which torch's optimizers import; "
-    "build the image with torch and --build-arg SLIM=, or train outside of it"
+    f"{INSTALL_TORCH}, or build the image with torch and --build-arg SLIM="
 )
 
 

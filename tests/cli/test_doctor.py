@@ -127,15 +127,23 @@ def test_a_missing_package_is_named_with_the_command_that_installs(
     assert "numpy" in others.text and "uvloop" not in others.text
 
 
-@pytest.mark.parametrize(("library", "level"), [(Path("kernels.so"), "slow"), (None, "broken")])
-def test_without_torch_the_service_needs_its_native_kernels(
-    library: Path | None, level: str, machine: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("library", "compiler", "level"),
+    [(Path("kernels.so"), ("", "none"), "ok"), (None, ("g++ 12", ""), "ok"), (None, ("", "none"), "broken")],
+)
+def test_without_torch_the_service_needs_its_native_kernels_or_a_compiler(
+    library: Path | None, compiler: tuple[str, str], level: str, machine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed = doctor._version
     monkeypatch.setattr(doctor, "_version", lambda name: None if name == "torch" else installed(name))
     monkeypatch.setattr(doctor, "find", lambda _: library)
+    monkeypatch.setattr(doctor, "_compiler", lambda: compiler)
     (torch,) = machine("torch")
     assert torch.level == level and "only the native kernels" in torch.text
+    assert ("inkstream[torch]" in torch.remedy) == (level == "broken")
+    found = [finding for topic in ("compiler", "kernels") for finding in machine(topic)]
+    assert not any("torch" in finding.text for finding in found), "it cannot compute instead"
+    assert any(finding.level == "broken" for finding in found) == (level == "broken")
 
 
 def test_a_misspelled_variable_is_broken_and_secrets_are_hidden(machine: Any) -> None:

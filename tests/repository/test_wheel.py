@@ -7,11 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
+from email import message_from_bytes
 from pathlib import Path
 from zipfile import ZipFile
 
 import httpx
 import pytest
+from packaging.requirements import Requirement
 
 from benchmarks.service_process import launch
 from tests.support import ROOT
@@ -110,6 +112,11 @@ def test_a_wheel_holds_one_package_with_all_that_runs_and_nothing_else(wheel: Pa
     expected = {str(path.relative_to(ROOT)) for path in [*product, *assets, *sources, *weights]}
     expected |= {*BENCH, "weights/README.md"}
     assert names == {name if name.startswith("inkstream/") else f"inkstream/{name}" for name in expected}
+    (metadata,) = (name for name in ZipFile(wheel).namelist() if name.endswith(".dist-info/METADATA"))
+    needed = message_from_bytes(ZipFile(wheel).read(metadata)).get_all("Requires-Dist", [])
+    linux = {"sys_platform": "linux", "extra": ""}
+    names = {one.name for one in map(Requirement, needed) if one.marker is None or one.marker.evaluate(linux)}
+    assert "numpy" in names and "torch" not in names, "it would bring gigabytes of CUDA to every installation"
     assert wheel.stat().st_size < MOST_BYTES, "the package index takes no such file; leave the weights to an extra"
 
 

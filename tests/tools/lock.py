@@ -42,9 +42,9 @@ def locked(path: Path) -> dict[str, str]:
 
 
 def serving() -> set[str]:
-    """Names of all that the installed inkstream[guided] needs, however far down, on the platform of this process."""
+    """Names of all that inkstream[guided,torch] needs, however far down, on the platform of this process."""
     found: set[str] = set()
-    todo = [("inkstream", frozenset({"guided"}))]
+    todo = [("inkstream", frozenset({"guided", "torch"}))]
     while todo:
         name, extras = todo.pop()
         for requirement in map(Requirement, _requires(name)):

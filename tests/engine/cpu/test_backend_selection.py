@@ -58,6 +58,23 @@ def test_auto_takes_what_was_found_and_builds_nothing_else(cache_dir: Path) -> N
     assert choice.numerics == f"native2-{this_level().name}"
 
 
+def test_without_torch_auto_builds_what_is_not_there_and_waits(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.engine.cpu.toolchain.backend_selection.find_spec", lambda _: None)
+    phases: list[str] = []
+    choice = _choose("auto", Libraries(cache_dir=cache_dir), phases=phases)
+    assert (choice.library, choice.waits_for_build, phases) == (
+        find_or_build(cache_dir), False, ["building native kernels"]
+    )  # fmt: skip
+    assert _choose("auto", Libraries(cache_dir=cache_dir)) == choice, "an engine that comes back computes alike"
+    assert choice.library
+    choice.library.unlink()
+    monkeypatch.setenv("CXX", "/nonexistent")
+    choice = _choose("auto", Libraries(cache_dir=cache_dir))
+    assert choice.library is None and choice.reason.startswith("CXX names")
+
+
 def test_what_a_service_began_with_is_built_again_where_it_is_gone(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

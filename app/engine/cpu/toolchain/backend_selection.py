@@ -3,6 +3,7 @@
           service, at startup                 engine, which knows device and model
 torch     -                                   torch
 auto      finds a library, builds none        the library, if it supports this model; else torch
+auto*     finds a library, builds none        as native; * where torch is not installed
 native    -                                   the library, built if necessary; fails if that is not possible
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -66,6 +68,7 @@ def select_backend(
 
     `announce` is called before a build starts. A restarted engine must compute exactly like the one before it, so
     "auto" uses the library that the service found at startup and nothing newer, and rebuilds it if it was removed.
+    Where torch is not installed, nothing else can compute meanwhile: the engine builds the kernels and waits for them.
     Raises ValueError if "native" is not possible.
     """
     if kernels == TORCH:
@@ -77,7 +80,7 @@ def select_backend(
             raise KernelsUnavailable(
                 f"the engine may use level {level.name} only, and the service found {libraries.found}"
             )
-        if kernels == "auto" and libraries.found is None:
+        if kernels == "auto" and libraries.found is None and find_spec("torch"):
             return SelectedBackend(reason="the native kernels are not built", waits_for_build=True)
         library = _library(libraries, announce)
         check_loads(library)
@@ -86,6 +89,8 @@ def select_backend(
             return SelectedBackend(reason=str(error))
         raise _unavailable_error(error) from None
     except BuildError as error:
+        if kernels == "auto" and libraries.found is None:
+            return SelectedBackend(reason=str(error))
         if kernels == "auto":
             raise ValueError(f"{libraries.found}, which this service started with, no longer exists: {error}") from None
         raise _unavailable_error(error) from None
