@@ -15,9 +15,9 @@ from typing import Any
 import httpx
 import pytest
 import torch
-import transformers
 
 from tests.support import ROOT
+from tests.support.lazy_modules import transformers
 from tests.support.servers import Server, start_server, stop_server
 
 DIRECTORY = os.environ.get("SMOLLM2", "")

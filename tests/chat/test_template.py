@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 
 from app.__main__ import main
 from app.access.tenant_queue import WorkAccount
@@ -17,6 +16,7 @@ from app.chat.template_worker import render
 from app.common.errors import InvalidRequest
 from model.checkpoint.tensor_index import ChatTemplateFile, read_chat_template
 from model.files import CheckpointError
+from tests.support.lazy_modules import transformers
 from tests.support.model.sample_tokenizers import llama2, save
 
 CHATML = """{%- for message in messages %}

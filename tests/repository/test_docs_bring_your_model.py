@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from model.checkpoint.checkpoint import load
@@ -27,6 +26,7 @@ from model.presets import preset
 from tests.support import ROOT
 from tests.support.completion_client import whole
 from tests.support.docs_commands import Newcomer, commands_of, fences
+from tests.support.lazy_modules import transformers
 from tests.support.servers import start_server, stop_server
 
 pytestmark = pytest.mark.slow

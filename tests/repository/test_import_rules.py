@@ -6,7 +6,9 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
+from pathlib import Path
 
 import pytest
 
@@ -80,7 +82,10 @@ def _named(package: str, names: set[str]) -> str:
     return found
 
 
-TREES = {path: ast.parse(path.read_text()) for path in FILES}
+@cache
+def _trees() -> dict[Path, ast.Module]:
+    """Read by the tests only: each test process imports this file, and parsing takes a second."""
+    return {path: ast.parse(path.read_text()) for path in FILES}
 
 
 def _imports(tree: ast.AST) -> set[str]:
@@ -96,10 +101,20 @@ def _imports(tree: ast.AST) -> set[str]:
 
 
 MODULE_FILES = {module_of(ROOT, path): path for path in FILES}
-GRAPH = {name: _imports(TREES[path]) for name, path in MODULE_FILES.items()}
-TOPS = {name: {known.partition(".")[0] for known in graph} - {"__future__"} for name, graph in GRAPH.items()}
 PACKAGES = {name: package_of(name, is_package=path.stem == "__init__") for name, path in MODULE_FILES.items()}
 PRODUCT = {name: path for name, path in MODULE_FILES.items() if name.partition(".")[0] in ("app", "model")}
+
+
+@cache
+def _graph() -> dict[str, set[str]]:
+    """Module -> what it imports."""
+    return {name: _imports(_trees()[path]) for name, path in MODULE_FILES.items()}
+
+
+@cache
+def _tops() -> dict[str, set[str]]:
+    """Module -> the packages that it imports from."""
+    return {name: {known.partition(".")[0] for known in graph} - {"__future__"} for name, graph in _graph().items()}
 
 
 def _closure(module: str) -> set[str]:
@@ -107,9 +122,9 @@ def _closure(module: str) -> set[str]:
     found, todo = set[str](), [module]
     while todo:
         name = todo.pop()
-        if name in GRAPH and name not in found:
+        if name in _graph() and name not in found:
             found.add(name)
-            todo += [*GRAPH[name], name.rpartition(".")[0]]
+            todo += [*_graph()[name], name.rpartition(".")[0]]
     return found
 
 
@@ -126,7 +141,7 @@ def test_folders_import_only_from_layers_below() -> None:
 
 def test_a_gateway_knows_http_and_the_service_of_the_network_only_its_files() -> None:
     """Stricter than the layers, for what a file names itself."""
-    known = {name: {found for found in GRAPH[name] if found in PRODUCT} for name in PRODUCT}
+    known = {name: {found for found in _graph()[name] if found in PRODUCT} for name in PRODUCT}
     of_cluster = {PACKAGES[found] for name in known if PACKAGES[name] == "app.cluster" for found in known[name]}
     assert of_cluster <= {"app.access", "app.api", "app.api.native", "app.cluster", "app.common", "app.http"}
     for name in (name for name in known if name.startswith("app.")):
@@ -143,7 +158,7 @@ def test_no_two_packages_import_each_other() -> None:
 def test_a_package_imports_nothing_by_itself() -> None:
     """tests/repository/test_architecture.py checks its docstring."""
     for init in {path.with_name("__init__.py") for path in PRODUCT.values()}:
-        assert init.is_file() and not _imports(TREES[init]), init
+        assert init.is_file() and not _imports(_trees()[init]), init
 
 
 def test_no_folder_is_crowded_and_no_public_class_has_a_namesake() -> None:
@@ -157,14 +172,14 @@ def test_folders_use_only_what_they_may_from_outside() -> None:
     Benchmarks are reached through the verb bench alone.
     """
     for name in PRODUCT:
-        outside = TOPS[name] - sys.stdlib_module_names - {"app", "model"}
+        outside = _tops()[name] - sys.stdlib_module_names - {"app", "model"}
         assert outside <= OUTSIDE[_named(PACKAGES[name], set(OUTSIDE))], name
         if PACKAGES[name] in ("app.engine.scheduling", "model") or name.startswith("model."):
-            assert "asyncio" not in TOPS[name], name
+            assert "asyncio" not in _tops()[name], name
 
 
 def test_only_two_files_wire_the_engine() -> None:
-    users = {name for name, known in GRAPH.items() if "app.engine.startup" in known and name in PRODUCT}
+    users = {name for name, known in _graph().items() if "app.engine.startup" in known and name in PRODUCT}
     assert users == {"app.cli.check", "app.engine.__main__"}
 
 
@@ -174,7 +189,7 @@ def test_the_builder_of_kernels_needs_only_python_and_what_its_stage_copies() ->
     copied = {ROOT / word for line in re.findall("^COPY (.+)", stage, re.MULTILINE) for word in line.split()[:-1]}
     for name in _closure("app.cli.compile"):
         path = MODULE_FILES[name]
-        assert TOPS[name] <= sys.stdlib_module_names | {"app"}, path
+        assert _tops()[name] <= sys.stdlib_module_names | {"app"}, path
         assert {path, *path.parents} & copied, f"{path} is not copied by the stage that compiles kernels"
 
 
@@ -203,28 +218,28 @@ def test_llguidance_triton_ray_and_opentelemetry_stay_in_their_places() -> None:
 
     The program that compiles all kernels is for machines that have Triton.
     """
-    kernels = {name for name in GRAPH if name.startswith("app.engine.gpu.kernels.triton.")} | {
+    kernels = {name for name in _graph() if name.startswith("app.engine.gpu.kernels.triton.")} | {
         "benchmarks.gpu.compilation"
     }
-    assert not [name for name, known in GRAPH.items() if known & kernels and name not in kernels]
+    assert not [name for name, known in _graph().items() if known & kernels and name not in kernels]
     named = [name for name, path in MODULE_FILES.items() if 'import_module("llguidance")' in path.read_text()]
     assert named == ["app.common.llguidance_adapter"]
-    users = {outside: {name for name, tops in TOPS.items() if outside in tops} for outside in ("triton", "ray")}
+    users = {outside: {name for name, tops in _tops().items() if outside in tops} for outside in ("triton", "ray")}
     assert users["triton"] and users["triton"] <= kernels
     assert users["ray"] and all(name.startswith("deploy.") for name in users["ray"])
-    assert not [name for name, tops in TOPS.items() if "llguidance" in tops]
-    product = {name for name, tops in TOPS.items() if "opentelemetry" in tops and name.startswith("app")}
+    assert not [name for name, tops in _tops().items() if "llguidance" in tops]
+    product = {name for name, tops in _tops().items() if "opentelemetry" in tops and name.startswith("app")}
     assert product == {"app.http.tracing"}
 
 
 def test_imports_have_no_cycle() -> None:
-    TopologicalSorter({name: (names & GRAPH.keys()) - {name} for name, names in GRAPH.items()}).prepare()
+    TopologicalSorter({name: (names & _graph().keys()) - {name} for name, names in _graph().items()}).prepare()
 
 
 def test_imports_stand_at_the_top() -> None:
     """Except where a process starts, which handles verbs and Ctrl+C before torch is read, and for annotations."""
-    for name in GRAPH.keys() - {"app.__main__", "app.engine.__main__", "model.train.__main__"}:
-        top = TREES[MODULE_FILES[name]].body
+    for name in _graph().keys() - {"app.__main__", "app.engine.__main__", "model.train.__main__"}:
+        top = _trees()[MODULE_FILES[name]].body
         top = [s for s in top if not (isinstance(s, ast.If) and ast.unparse(s.test) == "TYPE_CHECKING")]
         inner = [node for statement in top for node in ast.walk(statement) if node is not statement]
         assert not [node for node in inner if isinstance(node, ast.Import | ast.ImportFrom)], name
@@ -232,7 +247,7 @@ def test_imports_stand_at_the_top() -> None:
 
 def test_files_and_functions_stay_readable_and_public_ones_say_what_they_do() -> None:
     """Methods that implement another library's protocol are documented there."""
-    for path, tree in TREES.items():
+    for path, tree in _trees().items():
         source = path.read_text()
         assert source.isascii(), path
         assert source.count("\n") <= 600, f"{path} has {source.count(chr(10))} lines"

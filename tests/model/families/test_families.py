@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from app.common.types import Request, SampledEvent, SamplingParams
 from model.checkpoint.checkpoint import load, weights_files
@@ -18,6 +17,7 @@ from model.families.registry import family_of
 from model.files import write_files
 from model.nn.reference import logits
 from model.nn.transformer import Decoder
+from tests.support.lazy_modules import transformers
 from tests.support.model.hub_checkpoints import CASES, family_name, save_theirs, their_logits
 from tests.support.model.tiny_models import run_all, tiny_engine
 

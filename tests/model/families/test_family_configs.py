@@ -6,12 +6,12 @@ from typing import Any, get_args
 
 import pytest
 import torch
-import transformers
 
 from model.config import MODEL_TYPES, Activation, ConfigError, ModelConfig, RopeScaling
 from model.families.registry import family_of, read_config, write_config
 from model.families.spec import ACTIVATION_NAMES
 from model.nn.transformer import Decoder
+from tests.support.lazy_modules import transformers
 from tests.support.model.hub_checkpoints import CASES, FAMILIES, family_name, their_model
 from tests.support.model.tiny_models import tiny_config
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 from tokenizers import Tokenizer as RustTokenizer
 
 from model.tokenizer.tokenizer import Tokenizer, TokenizerError
+from tests.support.lazy_modules import transformers
 from tests.support.model.sample_tokenizers import characters, gpt2, llama2, save, words
 
 BOS, EOS = {"bos_token": "<s>"}, {"eos_token": "</s>"}

@@ -8,11 +8,11 @@ import unicodedata
 from pathlib import Path
 
 import pytest
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.tokenizer.tokenizer import Tokenizer
+from tests.support.lazy_modules import transformers
 from tests.support.model.sample_tokenizers import KINDS, SPACE, characters, save
 from tests.support.model.tiny_models import TEXT
 

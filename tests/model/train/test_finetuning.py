@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from app.cli.check import main as check
@@ -21,6 +20,7 @@ from model.nn.reference import generate, logits
 from model.tokenizer.tokenizer import Tokenizer
 from model.train.__main__ import main
 from model.train.data.token_cache import separator
+from tests.support.lazy_modules import transformers
 from tests.support.model import sample_tokenizers
 from tests.support.model.hub_checkpoints import family_name, their_logits, their_model
 from tests.support.model.tiny_models import TEXT, tiny_weights

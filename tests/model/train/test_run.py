@@ -10,7 +10,6 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
 
 from model.checkpoint.checkpoint import load
@@ -22,6 +21,7 @@ from model.presets import PRESET_NAMES, SIZES, preset
 from model.tokenizer.tokenizer import Tokenizer
 from model.train.reporting.metrics_log import read_records
 from model.train.step.trainer import Trainer
+from tests.support.lazy_modules import transformers
 from tests.support.model.hub_checkpoints import their_logits
 from tests.support.model.tiny_models import TEXT
 from tests.support.model.training_runs import EXACT, TINY, signal_after, train, train_until

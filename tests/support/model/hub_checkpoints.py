@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
+
+from tests.support.lazy_modules import transformers
 
 FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gpt_neox")
 _COMMON = {"vocab_size": 99, "bos_token_id": 0, "eos_token_id": 0}

@@ -10,10 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.decomposition import select_decomp_table
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -171,6 +168,11 @@ def test_logits_exist_for_a_chunk_of_tokens_at_a_time(monkeypatch: pytest.Monkey
 
 def test_a_compiled_loss_keeps_no_float32_logits_for_its_gradient() -> None:
     """What the forward pass hands to the backward pass, as torch's compiler for GPUs divides them."""
+    # Imported here: at the top each test process would read the whole compiler, whichever tests it runs.
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+
     kept: list[tuple[torch.dtype, torch.Size]] = []
 
     def forward(graph: torch.fx.GraphModule, _: Any) -> Any:

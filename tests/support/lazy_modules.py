@@ -1,0 +1,20 @@
+"""Packages that a few tests compare with, imported when a test first uses them.
+
+Every test process reads all test files, and most processes run no test that needs transformers.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+
+class _LazyModule:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(import_module(self._name), attribute)
+
+
+transformers: Any = _LazyModule("transformers")
