@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import engine, quality, replicas, service, start, train
+from benchmarks import engine, quality, service, start, train
 from tests.support.model.tiny_models import TEXT, tiny_config, tiny_weights
 
 pytestmark = pytest.mark.slow
@@ -85,19 +85,8 @@ def test_start_reports_three_moments_in_their_order(weights: str, run: Run) -> N
     assert 0 < kind["live"]["median"] < kind["ready"]["median"] < kind["first_token"]["median"]
 
 
-def test_replicas_reports_the_ratio_of_both_services(weights: str, run: Run) -> None:
-    flags = ["--threads", "2", "--streams", "3", "--max-tokens", "5", "--rounds", "1"]
-    (sentence,), result = run(replicas.main, "--weights", weights, *flags)
-    assert (result["benchmark"], result["replicas"], result["streams"]) == ("replicas", 2, 3)
-    ratio = result["several_tokens_per_second"] / result["one_tokens_per_second"]
-    assert result["speed_up"] == pytest.approx(ratio, rel=0.01) and f"{result['speed_up']:.2f} times" in sentence
-
-
-@pytest.mark.parametrize("main", [start.main, replicas.main], ids=["start", "replicas"])
-def test_a_service_that_does_not_start_is_status_1(
-    main: Callable[[list[str]], int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["--weights", str(tmp_path / "nothing")]) == 1
+def test_a_service_that_does_not_start_is_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert start.main(["--weights", str(tmp_path / "nothing")]) == 1
     printed = capsys.readouterr()
     assert printed.out == "" and "the service does not start" in printed.err and "nothing" in printed.err
 
