@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
 
 from msgspec.structs import replace
 
@@ -37,6 +37,9 @@ from app.engine.cpu.toolchain.library_cache import cache_directory
 from app.engine.execution.engine import Engine
 from app.engine.guided.grammar_workers import Job
 from model.files import reading_from
+
+if TYPE_CHECKING:  # it needs numpy, which the loop must not wait for
+    from app.engine.guided.grammar_tracker import GrammarTracker
 
 _log = logging.getLogger("inkstream")
 _TRACE_FRACTION = 0.8
@@ -89,27 +92,6 @@ _NOT_COMPILED = (
 _COMPILE_POLL_SECONDS = 0.002
 
 
-class GrammarCompiler(Protocol):
-    """Compiles grammars of requests; GrammarTracker implements it."""
-
-    @property
-    def n_prepared(self) -> int:
-        """Number of grammars that are kept for requests that have not started."""
-        ...
-
-    def prepare(self, request: Request) -> Job:
-        """Starts to compile a request's grammar."""
-        ...
-
-    def forget(self, request_id: str) -> None:
-        """Drops a request's grammar, if it has one."""
-        ...
-
-    def take_work(self) -> tuple[tuple[str, float], ...]:
-        """Returns CPU seconds by request, for StepReport.work."""
-        ...
-
-
 @dataclass(slots=True)
 class _GuidedRequest:
     request: Request
@@ -120,7 +102,7 @@ class _GuidedRequest:
 class GrammarCompileQueue:
     """First come, first served within a cache namespace; namespaces do not wait for one another."""
 
-    def __init__(self, grammars: GrammarCompiler, *, max_prepared: int) -> None:
+    def __init__(self, grammars: GrammarTracker, *, max_prepared: int) -> None:
         """At most `max_prepared` compiled grammars are kept for requests that have not started."""
         self._grammars = grammars
         self._max_prepared = max_prepared
@@ -222,7 +204,7 @@ class BuiltEngine:
     """An engine that is ready for requests."""
 
     engine: Engine
-    grammars: GrammarCompiler
+    grammars: GrammarTracker
     ready: Ready
 
 
