@@ -18,6 +18,7 @@ from tests.support.completion_client import Event, parse_events, stream, text_of
 from tests.support.load.concurrent_clients import engine_pid
 from tests.support.model.tiny_models import tiny_weights
 from tests.support.servers import Server, is_clean, running_server, start_server, stop_server
+from tests.support.services import Services
 
 pytestmark = pytest.mark.slow
 
@@ -160,13 +161,6 @@ def test_streams_are_forgotten_after_a_while_and_counted_then(tmp_path: Path, we
         assert _resume(server, name, after=3).json()["error"]["code"] == "unknown_request"
 
 
-def test_only_so_many_bytes_of_a_stream_are_kept(tmp_path: Path, weights: Path) -> None:
-    with running_server(tmp_path, weights, "--resume-bytes", "1000", fake_ms=1) as server:
-        events = stream(server.url, **{**LONG, "max_tokens": 200})
-        refused = _resume(server, events[0].data["id"], after=0)
-        assert refused.json()["error"]["code"] == "events_gone"
-
-
 def test_waiting_begins_anew_when_a_stream_is_resumed(tmp_path: Path, weights: Path) -> None:
     with running_server(tmp_path, weights, "--queue-timeout", "3", fake_ms=1) as server:
         seen = _first_events(server, 3, **LONG)
@@ -175,16 +169,28 @@ def test_waiting_begins_anew_when_a_stream_is_resumed(tmp_path: Path, weights: P
         assert events[-1].data["choices"][0]["finish_reason"] == "length"
 
 
-def test_a_deadline_before_the_first_token_is_an_error(tmp_path: Path, weights: Path) -> None:
-    with running_server(tmp_path, weights, "--max-running", "1", "--queue-timeout", "1", fake_ms=20) as server:
-        with httpx.stream("POST", f"{server.url}/complete", json={**LONG, "max_tokens": 8000}, timeout=60) as busy:
-            parts = busy.iter_text()  # an unreferenced iterator would close the response
-            next(parts)
-            body = {"prompt": "a", "deadline_ms": 100}
-            late = httpx.post(f"{server.url}/complete", json={**body, "stream": False})
-            assert (late.status_code, late.json()["error"]["type"]) == (504, "timeout_error")
-            assert stream(server.url, **body)[-1].data["error"]["type"] == "timeout_error"
-            waited = httpx.post(f"{server.url}/complete", json={"prompt": "a", "stream": False})
-            assert (waited.status_code, waited.json()["error"]["type"]) == (503, "unavailable_error")
-            assert int(waited.headers["retry-after"]) >= 1
-        assert is_clean(server, 30.0)
+@pytest.fixture(scope="module")
+def narrow_server(serve_module: Services) -> Server:
+    """One stream at a time, of which few bytes are kept."""
+    return serve_module("--max-running", "1", "--queue-timeout", "1", "--resume-bytes", "1000", fake_ms=20)
+
+
+def test_a_deadline_before_the_first_token_is_an_error(narrow_server: Server) -> None:
+    url = narrow_server.url
+    with httpx.stream("POST", f"{url}/complete", json={**LONG, "max_tokens": 8000}, timeout=60) as busy:
+        parts = busy.iter_text()  # an unreferenced iterator would close the response
+        next(parts)
+        body = {"prompt": "a", "deadline_ms": 100}
+        late = httpx.post(f"{url}/complete", json={**body, "stream": False})
+        assert (late.status_code, late.json()["error"]["type"]) == (504, "timeout_error")
+        assert stream(url, **body)[-1].data["error"]["type"] == "timeout_error"
+        waited = httpx.post(f"{url}/complete", json={"prompt": "a", "stream": False})
+        assert (waited.status_code, waited.json()["error"]["type"]) == (503, "unavailable_error")
+        assert int(waited.headers["retry-after"]) >= 1
+    assert is_clean(narrow_server, 30.0)
+
+
+def test_only_so_many_bytes_of_a_stream_are_kept(narrow_server: Server) -> None:
+    events = stream(narrow_server.url, **{**LONG, "max_tokens": 40})
+    refused = _resume(narrow_server, events[0].data["id"], after=0)
+    assert refused.json()["error"]["code"] == "events_gone"

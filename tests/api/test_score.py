@@ -14,7 +14,7 @@ from model.checkpoint.checkpoint import load
 from model.nn.reference import logits
 from model.nn.transformer import Decoder
 from model.tokenizer.tokenizer import Tokenizer
-from tests.support.servers import Server, running_server
+from tests.support.servers import Server
 
 pytestmark = pytest.mark.slow
 
@@ -32,9 +32,8 @@ def _decoder(weights: Path) -> Decoder:
     return load(weights, device=torch.device("cpu"), dtype=torch.float32).decoder
 
 
-def test_scores_equal_a_forward_pass(tmp_path: Path, weights: Path) -> None:
-    with running_server(tmp_path, weights, "--dtype", "float32") as server:
-        scores = _scores(server.url, prompt=TEXTS, logprobs=5)
+def test_scores_equal_a_forward_pass(server: Server, weights: Path) -> None:
+    scores = _scores(server.url, prompt=TEXTS, logprobs=5)
     tokenizer, decoder = Tokenizer.load(weights), _decoder(weights)
     for text, score in zip(TEXTS, scores, strict=True):
         ids = tokenizer.encode(text)

@@ -16,15 +16,8 @@ import pytest
 from tests.support.http.raw_client import connect, error_of, get, post, read_all, read_answer, status_of
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server
-from tests.support.services import Services
 
 HEADERS, URL, BODY, COUNT = 16384, 8192, 1 << 20, 100
-
-
-@pytest.fixture(scope="module")
-def fake(serve_module: Services) -> Any:
-    """A service with the default limits."""
-    return serve_module(fake_ms=1)
 
 
 def _say(server: Server, data: bytes) -> bytes:
@@ -63,11 +56,11 @@ def _body(size: int) -> bytes:
     [(_headers, HEADERS, 431), (_url, URL, 414), (_count, COUNT, 431), (_body, BODY, 413)],
 )
 def test_bytes_at_the_limit_are_served_and_above_it_refused(
-    fake: Server, promise: Promise, make: Callable[[int], bytes], limit: int, refused: int
+    fake_server: Server, promise: Promise, make: Callable[[int], bytes], limit: int, refused: int
 ) -> None:
-    at_limit = status_of(_say(fake, make(limit)))
-    above = _say(fake, make(limit + 1))
-    far_above = [_say(fake, make(times * limit)) for times in (10, 1000 if limit < BODY else 50)]
+    at_limit = status_of(_say(fake_server, make(limit)))
+    above = _say(fake_server, make(limit + 1))
+    far_above = [_say(fake_server, make(times * limit)) for times in (10, 1000 if limit < BODY else 50)]
     assert at_limit == 200
     assert status_of(above) == refused and error_of(above)["type"] == "invalid_request_error"
     assert status_of(far_above[0]) == refused
@@ -98,15 +91,15 @@ def _status(server: Server, **fields: Any) -> int:
 
 @pytest.mark.parametrize(("name", "most", "more"), LISTS, ids=[f"{row[0]}-{i}" for i, row in enumerate(LISTS)])
 def test_lists_and_numbers_at_the_limit_are_served_and_above_it_refused(
-    fake: Server, promise: Promise, name: str, most: Any, more: Any
+    fake_server: Server, promise: Promise, name: str, most: Any, more: Any
 ) -> None:
     far = most * 1000 if isinstance(most, int | str | list) else {str(i): 1 for i in range(300_000 // 10)}
-    statuses = [_status(fake, **{name: value}) for value in (most, more, far)]
+    statuses = [_status(fake_server, **{name: value}) for value in (most, more, far)]
     assert statuses[0] == 200 and set(statuses[1:]) == {400}, statuses
     promise.all_of(f"limit of {name} at, above, far above", 3, 3)
 
 
-def test_one_endless_header_or_trailer_or_chunk_extension_is_refused(fake: Server) -> None:
+def test_one_endless_header_or_trailer_or_chunk_extension_is_refused(fake_server: Server) -> None:
     chunked = (
         b"POST /complete HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
     )
@@ -118,7 +111,7 @@ def test_one_endless_header_or_trailer_or_chunk_extension_is_refused(fake: Serve
         chunked + b"2\r\n{}\r\n0\r\nX: ",
         chunked + b"2;",
     ):
-        with connect(fake) as connection:
+        with connect(fake_server) as connection:
             try:
                 connection.sendall(endless)
                 # What comes in the same piece as a body counts as that; then what comes later is refused.

@@ -48,8 +48,7 @@ def _faults(server: Server, requests: Iterable[Asked]) -> tuple[list[str], colle
     return found, statuses
 
 
-def test_nothing_that_is_described_ends_in_a_5xx(serve: Services, promise: Promise) -> None:
-    server = serve("--dtype", "float32")
+def test_nothing_that_is_described_ends_in_a_5xx(server: Server, promise: Promise) -> None:
     maker = Maker(httpx.get(f"{server.url}/openapi.json").json(), Random(7))
     n = promise.size(250, 2000)
     faults, statuses = _faults(server, maker.requests(n))

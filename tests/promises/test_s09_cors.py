@@ -28,11 +28,6 @@ def opened(serve_module: Services, tmp_path_factory: pytest.TempPathFactory) -> 
     return serve_module("--allow-origin", origins, ring=ring, fake_ms=1), ring
 
 
-@pytest.fixture(scope="module")
-def closed(serve_module: Services) -> Server:
-    return serve_module(fake_ms=1)
-
-
 def _preflight(server: Server, origin: str, *, method: str = "POST", headers: str = "content-type") -> httpx.Response:
     asked = {"Origin": origin, "Access-Control-Request-Method": method, "Access-Control-Request-Headers": headers}
     return httpx.request("OPTIONS", f"{server.url}/complete", headers=asked)
@@ -42,28 +37,31 @@ def _opens(answer: httpx.Response) -> set[str]:
     return {name for name in answer.headers if name.startswith("access-control-")}
 
 
-def test_nothing_is_open_unless_it_was_opened(closed: Server) -> None:
-    for origin in (OTHER, ALLOWED, "null", "http://localhost:8000", closed.url):
+def test_nothing_is_open_unless_it_was_opened(fake_server: Server) -> None:
+    body = {"prompt": "x", "max_tokens": 1}
+    for origin in (OTHER, ALLOWED, "null", "http://localhost:8000", fake_server.url):
         answers = [
-            _preflight(closed, origin),
-            httpx.get(f"{closed.url}/v1/models", headers={"Origin": origin}),
-            httpx.post(f"{closed.url}/complete", headers={"Origin": origin}, json={"prompt": "x", "max_tokens": 1}),
+            _preflight(fake_server, origin),
+            httpx.get(f"{fake_server.url}/v1/models", headers={"Origin": origin}),
+            httpx.post(f"{fake_server.url}/complete", headers={"Origin": origin}, json=body),
         ]
         assert [_opens(answer) for answer in answers] == [set()] * 3, origin
         assert answers[0].status_code == 405
 
 
-def test_no_form_of_another_site_can_start_a_completion(closed: Server, promise: Promise) -> None:
+def test_no_form_of_another_site_can_start_a_completion(fake_server: Server, promise: Promise) -> None:
     """The service refuses requests without a preflight unread, whatever their content."""
     json_body, refused, tried = b'{"prompt": "x", "max_tokens": 1}', 0, 0
     for path in ("/complete", "/v1/completions", "/v1/chat/completions", "/score", "/tokenize", "/detokenize"):
         for kind in (*FORMS, None):
             headers = ["Host: localhost", f"Origin: {OTHER}", *([f"Content-Type: {kind}"] if kind else [])]
-            status = status_of(exchange(closed.url, raw("POST", path, *headers, body=json_body)))
+            status = status_of(exchange(fake_server.url, raw("POST", path, *headers, body=json_body)))
             tried += 1
             refused += status == 415
     promise.all_of("posts of forms refused", refused, tried)
-    assert not any(line["outcome"] in ("length", "stop") for line in request_lines(closed) if line["status"] == 415)
+    assert not any(
+        line["outcome"] in ("length", "stop") for line in request_lines(fake_server) if line["status"] == 415
+    )
     assert SamplingFields.model_fields, "bodies are JSON objects with fields; no route takes a query for them"
 
 

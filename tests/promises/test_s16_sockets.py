@@ -51,8 +51,7 @@ def _check(server: Server) -> list[str]:
     return wrong + ([] if n_listening == 1 else [f"{n_listening} sockets listen"])
 
 
-def test_one_socket_listens_and_none_goes_out(serve: Services, promise: Promise) -> None:
-    server = serve("--dtype", "float32")
+def test_one_socket_listens_and_none_goes_out(server: Server, promise: Promise) -> None:
     looks = [_check(server)]
     whole(server.url, prompt="a", max_tokens=20, regex="[a-z]+")
     whole(server.url, prompt="a", max_tokens=20)

@@ -9,7 +9,6 @@ from random import Random
 from typing import Any
 
 import httpx
-import pytest
 
 from app.api.native.routes import CompleteRequest
 from app.api.openai.schemas import ChatRequest, CompletionsRequest
@@ -18,7 +17,6 @@ from app.api.tokens import DetokenizeRequest, TokenizeRequest
 from tests.support.keyed_server import exchange, raw
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server
-from tests.support.services import Services
 
 BODIES = {
     "/complete": CompleteRequest,
@@ -41,11 +39,6 @@ INSIDES = re.compile(
     r"|pydantic|starlette|fastapi|uvicorn|msgspec|httptools|llguidance|tokenizers|torch|\bpanicked\b|RUST_BACKTRACE"
     r"|Input should be an instance|\bdict\b|\bstr\b|NoneType|function-|union_tag"
 )
-
-
-@pytest.fixture(scope="module")
-def asked(serve_module: Services) -> Server:
-    return serve_module(fake_ms=1)
 
 
 def _wrong(rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -77,9 +70,9 @@ def _problems(text: str) -> list[str]:
     return found
 
 
-def test_no_error_tells_of_our_insides(asked: Server, promise: Promise) -> None:
+def test_no_error_tells_of_our_insides(fake_server: Server, promise: Promise) -> None:
     seen, leaked = 0, []
-    with httpx.Client(base_url=asked.url, timeout=60) as client:
+    with httpx.Client(base_url=fake_server.url, timeout=60) as client:
         for path, body in _wrong(promise.size(6, len(VALUES))):
             answer = client.post(path, json=body)
             assert answer.status_code in (200, 400, 404), (path, body, answer.text)
@@ -90,7 +83,7 @@ def test_no_error_tells_of_our_insides(asked: Server, promise: Promise) -> None:
     promise.all_of("errors of wrong bodies without our insides", seen - len(leaked), seen)
 
 
-def test_errors_of_every_status_look_the_same(asked: Server) -> None:
+def test_errors_of_every_status_look_the_same(fake_server: Server) -> None:
     json_type = "Content-Type: application/json"
     host, chat = "Host: localhost", b'{"messages": [{"role": "user", "content": "x"}]}'
     cases = [
@@ -111,7 +104,7 @@ def test_errors_of_every_status_look_the_same(asked: Server) -> None:
         (raw("POST", "/v1/chat/completions", host, json_type, body=chat), 400),
     ]
     for request, status in cases:
-        head, _, body = exchange(asked.url, request).partition(b"\r\n\r\n")
+        head, _, body = exchange(fake_server.url, request).partition(b"\r\n\r\n")
         assert head.startswith(f"HTTP/1.1 {status} ".encode()), (request[:80], head)
         if b"application/json" in head:  # what is no HTTP at all is answered by the server below us, in one line
             assert _problems(body.decode()) == [], body
