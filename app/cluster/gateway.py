@@ -40,7 +40,8 @@ from app.cluster.failover_stream import (
     response_headers,
     unchanged_response,
 )
-from app.cluster.messages import Call, FullResponse, ReplicaLost, Replicas
+from app.cluster.messages import Call, FullResponse, ReplicaLost
+from app.cluster.replica_pool import ReplicaPool
 from app.cluster.retry import ReplicaResponse, RetryCounters, RetryingRequest
 from app.common.settings import Settings
 from app.http import sse
@@ -106,7 +107,7 @@ class BroadcastResult:
 
 
 async def broadcast(
-    replicas: Replicas, call: Call, seconds: float, *, is_enough: Callable[[FullResponse], bool] = lambda _: False
+    replicas: ReplicaPool, call: Call, seconds: float, *, is_enough: Callable[[FullResponse], bool] = lambda _: False
 ) -> BroadcastResult:
     """Collects responses until one is `enough` or the timeout expires, then cancels the remaining calls."""
     tasks: list[asyncio.Task[FullResponse]] = []
@@ -141,7 +142,7 @@ _RETRY_AFTER = {"Retry-After": "5"}
 class Gateway:
     """The gateway application; owned by the event loop of its process."""
 
-    def __init__(self, settings: Settings, replicas: Replicas, *, max_retries: int) -> None:
+    def __init__(self, settings: Settings, replicas: ReplicaPool, *, max_retries: int) -> None:
         self._settings = settings
         self._replicas = replicas
         self._max_retries = max_retries

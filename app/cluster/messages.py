@@ -10,11 +10,8 @@ A connection that closes before END means that the replica is lost; the gateway 
 
 from __future__ import annotations
 
-import asyncio
 import struct
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 Headers = tuple[tuple[bytes, bytes], ...]
 
@@ -118,18 +115,3 @@ def split_frames(data: bytes) -> tuple[list[tuple[bytes, bytes]], bytes]:
         frames.append((kind, data[start:end]))
         position = end
     return frames, data[position:]
-
-
-class Replicas(Protocol):
-    """The replicas behind a gateway, independent of the transport."""
-
-    def send(self, call: Call) -> AsyncGenerator[ResponsePart, None]:
-        """Sends the request to one replica; yields Accepted, Head, then the body. Closing it early is a disconnect.
-
-        Raises ReplicaLost.
-        """
-        ...
-
-    async def broadcast(self, call: Call) -> list[asyncio.Task[FullResponse]]:
-        """Broadcasts to all replicas; one task per response, which may raise ReplicaLost. Cancel a task to drop it."""
-        ...

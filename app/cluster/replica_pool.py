@@ -162,7 +162,7 @@ class _Replica:
         return None
 
     async def response(self, call: Call) -> AsyncGenerator[ResponsePart, None]:
-        """As Replicas.send() for this replica; nothing if it does not accept the request."""
+        """As ReplicaPool.send() for this replica; nothing if it does not accept the request."""
         if not (connection := await self.start(call)):
             return
         try:
@@ -188,7 +188,7 @@ class _Replica:
 
 
 class ReplicaPool:
-    """Implements the Replicas protocol for the replicas that it is given; owned by the gateway's event loop."""
+    """The replicas that a gateway was given; owned by its event loop."""
 
     def __init__(self) -> None:
         self._replicas: dict[Address, _Replica] = {}
@@ -204,7 +204,10 @@ class ReplicaPool:
         self._changed.set()
 
     async def send(self, call: Call) -> AsyncGenerator[ResponsePart, None]:
-        """Sends the request to the replica with the fewest open ones; to the next one while it is not accepted."""
+        """Sends the request to the replica with the fewest open ones; to the next one while it is not accepted.
+
+        Yields Accepted, Head, then the body. Closing it early is a disconnect. Raises ReplicaLost.
+        """
         is_accepted = False
         while not is_accepted:
             replica = await self._choose()
@@ -214,7 +217,10 @@ class ReplicaPool:
                     yield part
 
     async def broadcast(self, call: Call) -> list[asyncio.Task[FullResponse]]:
-        """Broadcasts to all replicas, those included that it avoids otherwise."""
+        """Broadcasts to all replicas, those included that it avoids otherwise.
+
+        One task per response, which may raise ReplicaLost. Cancel a task to drop it.
+        """
         return [asyncio.ensure_future(replica.full_response(call)) for replica in self._replicas.values()]
 
     async def _choose(self) -> _Replica:

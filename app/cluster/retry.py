@@ -10,7 +10,8 @@ from dataclasses import replace
 
 from prometheus_client import CollectorRegistry, Counter
 
-from app.cluster.messages import Accepted, Call, Head, ReplicaLost, Replicas, ResponsePart
+from app.cluster.messages import Accepted, Call, Head, ReplicaLost, ResponsePart
+from app.cluster.replica_pool import ReplicaPool
 from app.http.errors import ApiError
 from app.http.request_log import new_request_id
 
@@ -68,7 +69,7 @@ class RetryingRequest:
     """Limits the retries of a request: a request that several replicas died with may be the cause."""
 
     def __init__(
-        self, replicas: Replicas, call: Call, counts: RetryCounters, *, max_retries: int, accept_timeout: float
+        self, replicas: ReplicaPool, call: Call, counts: RetryCounters, *, max_retries: int, accept_timeout: float
     ) -> None:
         self.call = call
         self.counts = counts
