@@ -79,7 +79,7 @@ def test_service_reports_both_endpoints(weights: str, run: Run) -> None:
 
 
 def test_start_reports_three_moments_in_their_order(weights: str, run: Run) -> None:
-    lines, result = run(start.main, "--weights", weights, "--kernels", "torch", "--starts", "1")
+    lines, result = run(start.main, "--weights", weights, "--kernels", "auto", "--starts", "1")
     assert len(lines) == 2 and result["benchmark"] == "start"
     (kind,) = result["kinds"]
     assert 0 < kind["live"]["median"] < kind["ready"]["median"] < kind["first_token"]["median"]

@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 
 from benchmarks.service_process import launch
 from tests.support import ROOT
+from tests.support.servers import kernels
 
 pytestmark = pytest.mark.slow
 
@@ -128,7 +129,7 @@ def test_a_checkout_starts_the_verbs_of_its_own_folders(elsewhere: Path) -> None
 
 def test_an_installed_service_serves_the_default_model_from_any_folder(site: Path, elsewhere: Path) -> None:
     """The engine, a sandboxed process, the client and the load generator; each would end with the other package."""
-    script, here = str(site / "bin/inkstream"), {"PYTHONPATH": str(site), "INKSTREAM_KERNELS": "torch"}
+    script, here = str(site / "bin/inkstream"), {"PYTHONPATH": str(site), **kernels()}
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("INKSTREAM_")}
     assert _run(sys.executable, script, "--version", folder=elsewhere, **here).startswith("inkstream ")
     assert _run(sys.executable, "-m", "inkstream", "-V", folder=elsewhere, **here).startswith("inkstream ")

