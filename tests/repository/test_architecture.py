@@ -14,7 +14,7 @@ import pytest
 from app.common.ipc import Down, Up
 from tests.repository.test_import_rules import package_rows
 from tests.support import ROOT
-from tests.tools.repository_metrics import imported_modules, module_of, package_edges, product_files
+from tests.tools.repository_metrics import imported_modules, module_of, package_edges, product_files, tree_of
 
 DOCS = ROOT / "docs"
 PAGE = (DOCS / "architecture.md").read_text()
@@ -82,7 +82,7 @@ def _definitions(path: Path) -> dict[str, ast.AST]:
                 if isinstance(target, ast.Name):
                     found[prefix + target.id] = node
 
-    add(ast.parse(path.read_text()).body, "")
+    add(tree_of(path).body, "")
     return found
 
 
@@ -207,7 +207,7 @@ def test_the_table_lists_exactly_the_packages_in_order_and_names_that_they_defin
 
 def test_every_package_says_its_purpose_its_names_and_its_invariants() -> None:
     for path in (path for path in product_files(ROOT) if path.name == "__init__.py"):
-        text = ast.get_docstring(ast.parse(path.read_text())) or ""
+        text = ast.get_docstring(tree_of(path)) or ""
         purpose, names, invariants = re.split(r"\nMain names: |\nInvariants: ", text)
         assert len(purpose) > 20 and len(invariants) > 20, path
         mentioned = set(re.findall(r"\b[A-Z]\w*[a-z][A-Z]\w*|\b\w+(?=\(\))", names))

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from functools import cache
 from graphlib import TopologicalSorter
-from pathlib import Path
 
 import pytest
 
@@ -20,6 +19,7 @@ from tests.tools.repository_metrics import (
     module_of,
     package_edges,
     package_of,
+    tree_of,
     two_way_pairs,
 )
 
@@ -82,12 +82,6 @@ def _named(package: str, names: set[str]) -> str:
     return found
 
 
-@cache
-def _trees() -> dict[Path, ast.Module]:
-    """Read by the tests only: each test process imports this file, and parsing takes a second."""
-    return {path: ast.parse(path.read_text()) for path in FILES}
-
-
 def _imports(tree: ast.AST) -> set[str]:
     """Modules that a file names in its imports, as written."""
     found: set[str] = set()
@@ -107,8 +101,8 @@ PRODUCT = {name: path for name, path in MODULE_FILES.items() if name.partition("
 
 @cache
 def _graph() -> dict[str, set[str]]:
-    """Module -> what it imports."""
-    return {name: _imports(_trees()[path]) for name, path in MODULE_FILES.items()}
+    """Module -> what it imports. Called by tests alone: every test process imports this file."""
+    return {name: _imports(tree_of(path)) for name, path in MODULE_FILES.items()}
 
 
 @cache
@@ -158,7 +152,7 @@ def test_no_two_packages_import_each_other() -> None:
 def test_a_package_imports_nothing_by_itself() -> None:
     """tests/repository/test_architecture.py checks its docstring."""
     for init in {path.with_name("__init__.py") for path in PRODUCT.values()}:
-        assert init.is_file() and not _imports(_trees()[init]), init
+        assert init.is_file() and not _imports(tree_of(init)), init
 
 
 def test_no_folder_is_crowded_and_no_public_class_has_a_namesake() -> None:
@@ -239,7 +233,7 @@ def test_imports_have_no_cycle() -> None:
 def test_imports_stand_at_the_top() -> None:
     """Except where a process starts, which handles verbs and Ctrl+C before torch is read, and for annotations."""
     for name in _graph().keys() - {"app.__main__", "app.engine.__main__", "model.train.__main__"}:
-        top = _trees()[MODULE_FILES[name]].body
+        top = tree_of(MODULE_FILES[name]).body
         top = [s for s in top if not (isinstance(s, ast.If) and ast.unparse(s.test) == "TYPE_CHECKING")]
         inner = [node for statement in top for node in ast.walk(statement) if node is not statement]
         assert not [node for node in inner if isinstance(node, ast.Import | ast.ImportFrom)], name
@@ -247,7 +241,8 @@ def test_imports_stand_at_the_top() -> None:
 
 def test_files_and_functions_stay_readable_and_public_ones_say_what_they_do() -> None:
     """Methods that implement another library's protocol are documented there."""
-    for path, tree in _trees().items():
+    for path in FILES:
+        tree = tree_of(path)
         source = path.read_text()
         assert source.isascii(), path
         assert source.count("\n") <= 600, f"{path} has {source.count(chr(10))} lines"

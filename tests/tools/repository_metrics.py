@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter, defaultdict
+from functools import cache
 from pathlib import Path
 
 PRODUCT = ("app", "model")
@@ -12,6 +13,12 @@ PRODUCT = ("app", "model")
 def product_files(root: Path) -> list[Path]:
     """All Python files of the product, sorted."""
     return sorted(path for folder in PRODUCT for path in (root / folder).rglob("*.py"))
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """A file's syntax tree, parsed once."""
+    return ast.parse(path.read_text())
 
 
 def module_of(root: Path, path: Path) -> str:
@@ -27,7 +34,7 @@ def package_of(module: str, *, is_package: bool) -> str:
 def imported_modules(path: Path, known: set[str]) -> set[str]:
     """Modules of the product that a file imports, anywhere in it."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -36,6 +43,7 @@ def imported_modules(path: Path, known: set[str]) -> set[str]:
     return found & known
 
 
+@cache
 def package_edges(root: Path) -> dict[tuple[str, str], list[str]]:
     """(importing package, imported package) -> the imports that make this edge, as text.
 
@@ -62,7 +70,7 @@ def colliding_classes(root: Path) -> dict[str, list[str]]:
     """Name of a public class -> the files that define one of that name, where there are several."""
     files: dict[str, list[str]] = defaultdict(list)
     for path in product_files(root):
-        for node in ast.parse(path.read_text()).body:
+        for node in tree_of(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 files[node.name].append(str(path.relative_to(root)))
     return {name: found for name, found in sorted(files.items()) if len(found) > 1}
