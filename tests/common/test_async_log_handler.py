@@ -18,6 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from app.common import logs
 from app.common.logs import MAX_PENDING_LINES, AsyncLogHandler, open_nonblocking
 from tests.support import ROOT
 from tests.support.armed_faults import Faults
@@ -153,6 +154,30 @@ def test_a_reader_that_has_gone_costs_lines_and_nothing_else(pipe: tuple[int, in
         time.sleep(0.02)
     assert writer.dropped >= 1
     assert any(thread.name == "log" for thread in threading.enumerate())
+
+
+def test_lines_that_come_together_are_few_writes_of_whole_lines(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[bytes] = []
+
+    def write(descriptor: int, data: bytes) -> int:
+        assert descriptor == pipe[1]
+        written.append(data)
+        return len(data)
+
+    monkeypatch.setattr(logs.os, "write", write)
+    writer = AsyncLogHandler(pipe[1], "utf-8")
+    logger = _logger(writer)
+    for number in range(200):
+        logger.info("%s %d", "x" * 100, number)
+    logger.info("y" * 5000)
+    writer.flush()
+    monkeypatch.undo()
+    assert b"".join(written).splitlines() == [b"x" * 100 + b" %d" % n for n in range(200)] + [b"y" * 5000]
+    assert all(data.endswith(b"\n") for data in written)
+    assert all(len(data) <= 4096 for data in written[:-1])
+    assert len(written) < 50
 
 
 def test_a_non_blocking_pipe_loses_nothing(pipe: tuple[int, int]) -> None:
