@@ -26,7 +26,7 @@ from app.cluster.messages import FullResponse, Head, ReplicaLost
 from app.cluster.retry import ReplicaResponse, RetryingRequest
 from app.http import sse
 from app.http.errors import ApiError
-from app.http.sse import PING, Event, EventParser
+from app.http.sse import PING, BodyWriter, Event, EventParser, parse_event
 
 _HEARTBEAT_SECONDS = 10.0
 
@@ -34,27 +34,31 @@ _HEARTBEAT_SECONDS = 10.0
 class EventStream(sse.EventStreamResponse):
     """Also closes the replica's response, even if the client disconnects before the first byte.
 
-    is_silent_long: whether the stream may be silent while it waits for another replica, and then needs heartbeats.
+    stream: one that may be silent while it waits for another replica, and then needs heartbeats.
     """
 
     def __init__(
         self,
-        frames: AsyncGenerator[bytes, None],
+        frames: Callable[[BodyWriter | None], AsyncGenerator[bytes, None]],
         close: Callable[[], None],
         headers: dict[str, str],
         response: ReplicaResponse | None,
-        *,
-        is_silent_long: bool = False,
+        stream: FailoverStream | None = None,
     ) -> None:
-        super().__init__(lambda _: frames, close, headers)
-        self._generator = frames
+        super().__init__(self._begin, close, headers)
+        self._make_frames = frames
+        self._generator: AsyncGenerator[bytes, None] | None = None
         self._response = response
-        self._is_silent_long = is_silent_long
+        self._stream = stream
+
+    def _begin(self, writer: BodyWriter | None) -> AsyncGenerator[bytes, None]:
+        self._generator = self._make_frames(writer)
+        return self._generator
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            if self._is_silent_long:
-                async with heartbeats(send, _HEARTBEAT_SECONDS) as send:
+            if stream := self._stream:
+                async with heartbeats(send, _HEARTBEAT_SECONDS, lambda: stream.written_at) as send:
                     await super().__call__(scope, receive, send)
             else:
                 await super().__call__(scope, receive, send)
@@ -62,14 +66,20 @@ class EventStream(sse.EventStreamResponse):
             await self._release()
 
     async def _release(self) -> None:
-        await self._generator.aclose()
+        if self._generator:
+            await self._generator.aclose()
         if self._response:
             await self._response.close()
 
 
 @asynccontextmanager
-async def heartbeats(send: Send, seconds: float) -> AsyncGenerator[Send, None]:
-    """`send` of an event stream that also sends a comment whenever nothing else was sent for `seconds`."""
+async def heartbeats(
+    send: Send, seconds: float, written_at: Callable[[], float] = lambda: 0.0
+) -> AsyncGenerator[Send, None]:
+    """`send` of an event stream that also sends a comment whenever nothing else was sent for `seconds`.
+
+    written_at: when something was last written past `send`, in monotonic seconds.
+    """
     last, is_sending = time.monotonic(), False
 
     async def tracked(message: Message) -> None:
@@ -80,8 +90,8 @@ async def heartbeats(send: Send, seconds: float) -> AsyncGenerator[Send, None]:
 
     async def beat() -> None:
         while True:
-            await asyncio.sleep(seconds if is_sending else last + seconds - time.monotonic())
-            if not is_sending and time.monotonic() - last >= seconds:
+            await asyncio.sleep(seconds if is_sending else max(last, written_at()) + seconds - time.monotonic())
+            if not is_sending and time.monotonic() - max(last, written_at()) >= seconds:
                 await tracked({"type": "http.response.body", "body": PING, "more_body": True})
 
     beating = asyncio.ensure_future(beat())
@@ -116,9 +126,19 @@ _PING = b": ping\n"
 _END = b"data: [DONE]\n\n"
 
 
-async def openai_frames(request: RetryingRequest, response: ReplicaResponse) -> AsyncGenerator[bytes, None]:
-    """The frames of `response` or of its replacement, never a mix of both."""
+async def openai_frames(
+    request: RetryingRequest, response: ReplicaResponse, writer: BodyWriter | None = None
+) -> AsyncGenerator[bytes, None]:
+    """The frames of `response` or of its replacement, never a mix of both. Some may be written to `writer`."""
     has_output = False
+
+    def write(chunk: bytes) -> bool:
+        if writer is None or not (writer.is_ready and has_output) or chunk.endswith(_END):
+            return False
+        writer.write(chunk)
+        return True
+
+    request.consume = write
     try:
         while True:
             try:
@@ -201,6 +221,10 @@ class _Choice:
     def has_caught_up(self) -> bool:
         return self.received >= len(self.expected)
 
+    @property
+    def is_repeating(self) -> bool:
+        return not self.has_caught_up or self.n_received_tokens < self.n_expected_tokens
+
 
 class StreamSplicer:
     """Splices one stream; renumbers its events, because another replica splits the text differently."""
@@ -209,6 +233,10 @@ class StreamSplicer:
         self._request_id = request_id
         self._start: dict[str, Any] | None = None
         self._choices: defaultdict[int, _Choice] = defaultdict(_Choice)
+        self._unparsed: list[bytes] = []
+        """The data of delivered tokens that `_choices` do not have yet: most streams never need it."""
+        self._is_repeating = False
+        """Whether the replica may have to repeat text that was delivered."""
         self._next_number = 0
         self.is_done = False
         """Whether the last event was `done` or `error`."""
@@ -224,8 +252,32 @@ class StreamSplicer:
 
     def restart(self) -> None:
         """Prepares for the events of a replica that starts from the beginning."""
+        self._parse_delivered()
         for choice in self._choices.values():
             choice.restart()
+        self._is_repeating = any(choice.is_repeating for choice in self._choices.values())
+
+    def take_block(self, block: bytes) -> bytes:
+        """take() for the lines of an event, which a token that need not be compared is delivered without parsing."""
+        if delivered := self.take_new_token(block):
+            return delivered
+        event = parse_event(block)
+        return self.take(event) if event else b""
+
+    def take_new_token(self, block: bytes) -> bytes:
+        """take_block() for a token that need not be compared; empty for everything else, and then changes nothing."""
+        id_line, separator, data = block.partition(b"\nevent: token\ndata: ")
+        is_as_written = separator and id_line.startswith(b"id: ") and b"\n" not in id_line and b"\n" not in data
+        if self._is_repeating or not is_as_written:
+            return b""
+        self._unparsed.append(data)
+        return self._write_event("token", data)
+
+    def _parse_delivered(self) -> None:
+        for data in self._unparsed:
+            fields = json.loads(data)
+            self._choices[fields["index"]].splice(fields["text"], fields.get("tokens", []))
+        self._unparsed.clear()
 
     def take(self, event: Event) -> bytes:
         """The bytes to deliver for this event; empty if the client has all of it. Raises Divergence."""
@@ -263,7 +315,9 @@ class StreamSplicer:
     def _splice_token(self, event: Event) -> bytes:
         fields = json.loads(event.data)
         text, tokens = fields["text"], fields.get("tokens", [])
+        self._parse_delivered()
         new, new_tokens = self._choices[fields["index"]].splice(text, tokens)
+        self._is_repeating = any(choice.is_repeating for choice in self._choices.values())
         if len(new) == len(text) and len(new_tokens) == len(tokens):
             return self._write_event("token", event.data)
         if not new and not new_tokens:
@@ -292,6 +346,8 @@ class FailoverStream(StoredStream):
         self._splicer = StreamSplicer(self.name)
         self._is_cancelled = False
         self._started = time.monotonic()
+        self.written_at = 0.0
+        """When tokens were last written while frames() waited, in monotonic seconds."""
 
     @property
     def current_id(self) -> str:
@@ -317,16 +373,31 @@ class FailoverStream(StoredStream):
         return None
 
     async def frames(
-        self, subscription: Subscription, response: ReplicaResponse | None, number: int = 0
+        self,
+        subscription: Subscription,
+        response: ReplicaResponse | None,
+        number: int = 0,
+        writer: BodyWriter | None = None,
     ) -> AsyncGenerator[bytes, None]:
         """Yields the frames from `number` on, ending with exactly one `done` or `error`.
 
         response: that of a replica that was just started, if any.
+        writer: tokens may be written to it.
         """
+        parser = EventParser()
+
+        def write(chunk: bytes) -> bool:
+            if writer is None or subscription is not self._subscription or not (writer.is_ready and parser.is_empty):
+                return False
+            if output := self._new_tokens(chunk):
+                writer.write(output)
+                self.written_at = time.monotonic()
+            return bool(output)
+
+        self._request.consume = write
         try:
             if number < self.next_number:
                 yield self._replay_buffer.since(number)
-            parser = EventParser()
             while subscription is self._subscription and not self.is_finished:
                 try:
                     if response is None:
@@ -371,12 +442,19 @@ class FailoverStream(StoredStream):
             return self._fail(error.body(self.name))
         return b""
 
+    def _new_tokens(self, chunk: bytes) -> bytes:
+        """The bytes to deliver for a chunk that is one token's whole event, and need not be compared; else nothing."""
+        if chunk.find(b"\n\n") != len(chunk) - 2:
+            return b""
+        data = self._splicer.take_new_token(chunk[:-2])
+        return data and self._replay_buffer.append(data)
+
     def _splice(self, parser: EventParser, chunk: bytes) -> bytes:
         """The bytes to deliver for `chunk`."""
         output = []
         try:
-            for event in parser.feed(chunk):
-                if data := self._splicer.take(event):
+            for block in parser.blocks(chunk):
+                if data := self._splicer.take_block(block):
                     output.append(data if data.startswith(b":") else self._replay_buffer.append(data))
         except Divergence:
             error = ApiError(

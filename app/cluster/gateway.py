@@ -248,17 +248,12 @@ class Gateway:
     def _stream(self, request: RetryingRequest, response: ReplicaResponse) -> Response:
         headers = response_headers(response.head)
         if request.call.path != "/complete":
-            return EventStream(openai_frames(request, response), lambda: None, headers, response)
+            return EventStream(partial(openai_frames, request, response), lambda: None, headers, response)
         limit = self._settings.resume_bytes
         stream = FailoverStream(request, self._resume_store, owner=_owner(request.call), replay_bytes=limit)
         subscription = stream.attach()
-        return EventStream(
-            stream.frames(subscription, response),
-            partial(stream.detach, subscription),
-            headers,
-            response,
-            is_silent_long=True,
-        )
+        frames = partial(stream.frames, subscription, response, 0)
+        return EventStream(frames, partial(stream.detach, subscription), headers, response, stream)
 
     async def _resume(self, call: Call, name: str) -> Response:
         """Resumes a stream. A replica checks the credentials first: it gets a resume of an id that no replica has."""
@@ -282,8 +277,8 @@ class Gateway:
             stream.detach(subscription)
             raise
         detach, headers = partial(stream.detach, subscription), {"X-Request-Id": call.request_id}
-        frames = stream.frames(subscription, response, number)
-        return EventStream(frames, detach, headers, response, is_silent_long=True)
+        frames = partial(stream.frames, subscription, response, number)
+        return EventStream(frames, detach, headers, response, stream)
 
     async def _cancel(self, call: Call, name: str) -> Response:
         """Broadcasts the cancellation; does not wait for replicas that hang once one has cancelled."""

@@ -11,6 +11,7 @@ A connection that closes before END means that the replica is lost; the gateway 
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 Headers = tuple[tuple[bytes, bytes], ...]
@@ -87,6 +88,8 @@ class FullResponse:
 
 
 ResponsePart = Accepted | Head | bytes
+BodyConsumer = Callable[[bytes], bool]
+"""Called with a part of the body in the event loop's turn that receives it; returns whether it has taken the part."""
 
 
 def _first(headers: Headers, name: bytes) -> str | None:
@@ -115,3 +118,8 @@ def split_frames(data: bytes) -> tuple[list[tuple[bytes, bytes]], bytes]:
         frames.append((kind, data[start:end]))
         position = end
     return frames, data[position:]
+
+
+def take_nothing(_body: bytes) -> bool:
+    """A BodyConsumer for a caller that reads the body itself."""
+    return False

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing, suppress
+from typing import cast
 
 import msgspec
 
@@ -19,6 +20,7 @@ from app.cluster.messages import (
     REFUSED,
     Accepted,
     Address,
+    BodyConsumer,
     Call,
     FullResponse,
     Head,
@@ -26,6 +28,7 @@ from app.cluster.messages import (
     ResponsePart,
     frame,
     split_frames,
+    take_nothing,
 )
 
 _ACCEPT_SECONDS = 5.0
@@ -34,7 +37,8 @@ _AVOID_SECONDS = 5.0
 """For so long after it refused or did not accept a request, a replica gets no other."""
 _SLOW_SECONDS = 1.0
 """A replica from which a client turns away after so long counts as one that did not accept."""
-_READ_BYTES = 1 << 16
+_MAX_UNREAD_BYTES = 1 << 16
+"""More of a response that is not taken stops the replica's sending."""
 _KEEPALIVE = {
     socket.TCP_KEEPIDLE: 5,
     socket.TCP_KEEPINTVL: 3,
@@ -44,66 +48,103 @@ _KEEPALIVE = {
 """A machine that lost its power or its network closes no connection: the system finds it after 14 s."""
 
 
-class _Connection:
+class _Connection(asyncio.Protocol):
     """Carries one request at a time."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+    def __init__(self) -> None:
         self._frames: list[tuple[bytes, bytes]] = []
         self._rest = b""
+        self._n_unread = 0
+        """Bytes of `_frames`."""
+        self._consume: BodyConsumer | None = None
+        """While receive() waits."""
+        self._is_lost = False
+        self._changed = asyncio.Event()
         self.is_complete = False
         """Whether the response has ended, so that another request may follow."""
+
+    @classmethod
+    async def open(cls, address: Address) -> _Connection:
+        """Raises OSError."""
+        transport, connection = await asyncio.get_running_loop().create_connection(cls, address.host, address.port)
+        connected = transport.get_extra_info("socket")
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE.items():
+            connected.setsockopt(socket.IPPROTO_TCP, option, value)
+        transport.write(address.secret)
+        return connection
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """asyncio's callback."""
+        self._transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
+        """asyncio's callback; also at the end of what the replica sends."""
+        self._is_lost = True
+        self._changed.set()
+
+    def data_received(self, data: bytes) -> None:
+        """asyncio's callback."""
+        frames, self._rest = split_frames(self._rest + data if self._rest else data)
+        if self._consume and not self._frames and all(kind == BODY for kind, _ in frames):
+            body = frames[0][1] if len(frames) == 1 else b"".join([payload for _, payload in frames])
+            if not body or self._consume(body):
+                return
+        self._frames += frames
+        self._n_unread += len(data)
+        if self._n_unread > _MAX_UNREAD_BYTES:
+            self._transport.pause_reading()
+        self._changed.set()
 
     @property
     def is_usable(self) -> bool:
         """Whether the replica has not closed it, as far as is known."""
-        return not (self._reader.at_eof() or self._reader.exception() or self._writer.is_closing())
+        return not (self._is_lost or self._transport.is_closing())
 
     async def request(self, call: Call) -> bool:
         """Sends a request; False if the replica refuses it. Raises ReplicaLost."""
         self.is_complete = False
-        self._writer.write(frame(CALL, msgspec.msgpack.encode(call)))
+        self._transport.write(frame(CALL, msgspec.msgpack.encode(call)))
         while not self._frames:
-            await self._read()
+            await self._wait()
         kind, _ = self._frames.pop(0)
         assert kind in (ACCEPTED, REFUSED), kind
         self.is_complete = kind == REFUSED
         return kind == ACCEPTED
 
-    async def receive(self) -> list[Head | bytes]:
-        """The parts of the response that have arrived; parts of the body are joined. Raises ReplicaLost."""
+    async def receive(self, consume: BodyConsumer) -> list[Head | bytes]:
+        """The parts of the response that have arrived; parts of the body are joined. Raises ReplicaLost.
+
+        consume: may take parts of the body that arrive meanwhile.
+        """
         if not self._frames:
-            await self._read()
+            self._consume = consume
+            try:
+                await self._wait()
+            finally:
+                self._consume = None
         frames, self._frames = self._frames, []
+        if self._n_unread > _MAX_UNREAD_BYTES and not self._is_lost:
+            self._transport.resume_reading()
+        self._n_unread = 0
         parts: list[Head | bytes] = [msgspec.msgpack.decode(data, type=Head) for kind, data in frames if kind == HEAD]
         if body := b"".join([data for kind, data in frames if kind == BODY]):
             parts.append(body)
         self.is_complete = bool(frames) and frames[-1][0] == END
         return parts
 
-    async def _read(self) -> None:
-        try:
-            data = await self._reader.read(_READ_BYTES)
-        except OSError:
-            data = b""
-        if not data:
+    async def _wait(self) -> None:
+        """Waits for frames, or a part of one. Raises ReplicaLost."""
+        if self._is_lost:
             raise ReplicaLost
-        self._frames, self._rest = split_frames(self._rest + data)
+        self._changed.clear()
+        await self._changed.wait()
+        if self._is_lost and not self._frames:
+            raise ReplicaLost
 
     def close(self) -> None:
         """A client disconnect, if the response has not ended."""
-        self._writer.close()
-
-
-async def _connect(address: Address) -> _Connection:
-    """Raises OSError."""
-    reader, writer = await asyncio.open_connection(address.host, address.port)
-    connected = writer.get_extra_info("socket")
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _KEEPALIVE.items():
-        connected.setsockopt(socket.IPPROTO_TCP, option, value)
-    writer.write(address.secret)
-    return _Connection(reader, writer)
+        self._transport.close()
 
 
 class _Replica:
@@ -125,7 +166,7 @@ class _Replica:
         is_avoided = True
         try:
             async with asyncio.timeout(_ACCEPT_SECONDS):
-                connection = self._take_idle() or await _connect(self.address)
+                connection = self._take_idle() or await _Connection.open(self.address)
                 is_accepted = await connection.request(call)
         except (OSError, TimeoutError):
             pass
@@ -161,14 +202,14 @@ class _Replica:
             connection.close()
         return None
 
-    async def response(self, call: Call) -> AsyncGenerator[ResponsePart, None]:
+    async def response(self, call: Call, consume: BodyConsumer) -> AsyncGenerator[ResponsePart, None]:
         """As ReplicaPool.send() for this replica; nothing if it does not accept the request."""
         if not (connection := await self.start(call)):
             return
         try:
             yield Accepted(self.address.replica)
             while not connection.is_complete:
-                for part in await connection.receive():
+                for part in await connection.receive(consume):
                     yield part
         finally:
             self.release(connection)
@@ -176,7 +217,7 @@ class _Replica:
     async def full_response(self, call: Call) -> FullResponse:
         """The whole response. Raises ReplicaLost, too, if the replica does not accept the request."""
         head, body = None, []
-        async with aclosing(self.response(call)) as parts:
+        async with aclosing(self.response(call, take_nothing)) as parts:
             async for part in parts:
                 if isinstance(part, Head):
                     head = part
@@ -203,15 +244,17 @@ class ReplicaPool:
                 self._replicas[address] = _Replica(address)
         self._changed.set()
 
-    async def send(self, call: Call) -> AsyncGenerator[ResponsePart, None]:
+    async def send(self, call: Call, consume: BodyConsumer = take_nothing) -> AsyncGenerator[ResponsePart, None]:
         """Sends the request to the replica with the fewest open ones; to the next one while it is not accepted.
+
+        consume: may take parts of the body while the generator is awaited, which waking it would cost more than.
 
         Yields Accepted, Head, then the body. Closing it early is a disconnect. Raises ReplicaLost.
         """
         is_accepted = False
         while not is_accepted:
             replica = await self._choose()
-            async with aclosing(replica.response(call)) as parts:
+            async with aclosing(replica.response(call, consume)) as parts:
                 async for part in parts:
                     is_accepted = True
                     yield part

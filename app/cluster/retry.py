@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from prometheus_client import CollectorRegistry, Counter
 
-from app.cluster.messages import Accepted, Call, Head, ReplicaLost, ResponsePart
+from app.cluster.messages import Accepted, BodyConsumer, Call, Head, ReplicaLost, ResponsePart, take_nothing
 from app.cluster.replica_pool import ReplicaPool
 from app.http.errors import ApiError
 from app.http.request_log import new_request_id
@@ -78,6 +78,8 @@ class RetryingRequest:
         self._replicas = replicas
         self._retries_left = max_retries
         self._accept_timeout = accept_timeout
+        self.consume: BodyConsumer = take_nothing
+        """Set by whoever forwards the body, which it may then take as it arrives."""
 
     def record_loss(self, *, has_started: bool) -> None:
         """Records a lost replica. Raises ApiError 503 if the request must not be retried."""
@@ -96,7 +98,7 @@ class RetryingRequest:
             call = replace(call, request_id=new_request_id())
             _log.info("request %s continues as %s", self.call.request_id, call.request_id)
         self.current_id = call.request_id
-        parts = self._replicas.send(call)
+        parts = self._replicas.send(call, lambda body: self.consume(body))
         try:
             try:
                 async with asyncio.timeout(self._accept_timeout):

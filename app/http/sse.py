@@ -59,11 +59,20 @@ class EventParser:
 
     def feed(self, data: bytes) -> list[Event]:
         """Adds data; returns the events that are now complete."""
+        return [event for block in self.blocks(data) if (event := parse_event(block))]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no part of an event waits for the rest of it."""
+        return not self._rest
+
+    def blocks(self, data: bytes) -> list[bytes]:
+        """Adds data; returns the lines of each event that is now complete, without the empty one at its end."""
         *blocks, self._rest = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
-        return [event for block in blocks if (event := _parse_event(block))]
+        return blocks
 
 
-def _parse_event(block: bytes) -> Event | None:
+def parse_event(block: bytes) -> Event | None:
     """The event of the lines before an empty line; None if they hold neither data nor a comment."""
     name, event_id, data = "message", "", []
     for line in block.split(b"\n"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -16,7 +17,7 @@ from app.api.resume_store import ResumeStore
 from app.cluster.failover_stream import Divergence, FailoverStream, StreamSplicer, heartbeats
 from app.cluster.messages import Call
 from app.cluster.retry import RetryCounters, RetryingRequest
-from app.http.sse import Event, EventParser
+from app.http.sse import BodyWriter, Event, EventParser
 from tests.support.async_test import async_test
 from tests.support.completion_client import parse_events, text_of
 from tests.support.scripted_replicas import EVENTS, START, Lost, Played, done, event, taken, token, until
@@ -27,7 +28,7 @@ STARTED = (EVENTS, event("start", **START))
 
 def output_of(splicer: StreamSplicer, *blocks: bytes) -> str:
     """What the client gets of all this."""
-    return b"".join(splicer.take(one) for one in EventParser().feed(b"".join(blocks))).decode()
+    return b"".join(map(splicer.take_block, EventParser().blocks(b"".join(blocks)))).decode()
 
 
 def pieces(sequence: Any, offsets: set[int]) -> list[Any]:
@@ -152,6 +153,60 @@ async def test_a_stream_that_is_stopped_on_its_way_to_another_replica_ends() -> 
     (end,) = await rest
     assert (end.name, end.data["error"]["code"]) == ("error", "cancelled")
     assert replicas.closed == 2
+
+
+class _Writer(BodyWriter):
+    """Appends to the same list as the reader of the frames."""
+
+    def __init__(self, sent: list[bytes]) -> None:
+        self._sent = sent
+        self.n_written = 0
+
+    @property
+    def is_ready(self) -> bool:
+        return bool(self._sent)  # as that of a response that has begun
+
+    def write(self, body: bytes) -> None:
+        self._sent.append(body)
+        self.n_written += 1
+
+
+@pytest.mark.parametrize("with_tokens", [False, True])
+@async_test
+async def test_tokens_that_are_written_as_they_arrive_belong_to_the_text_that_another_replica_continues(
+    with_tokens: bool,
+) -> None:
+    def piece(text: str) -> bytes:
+        return event("token", index=0, text=text, **({"tokens": [{"text": text}]} if with_tokens else {}))
+
+    first, again = ["Once ", "upon ", "a "], ["Once ", "upon ", "a ", "time", "!"]
+    replicas = Played(taken(*STARTED, *map(piece, first), Lost), taken(*STARTED, *map(piece, again), done()))
+    stream, request = _stream_of(replicas, max_retries=1)
+    sent: list[bytes] = []
+    writer = _Writer(sent)
+    async for frame in stream.frames(subscription := stream.attach(), await request.send(), 0, writer):
+        sent.append(frame)
+    events = parse_events(b"".join(sent).decode())
+    assert text_of(events) == "Once upon a time!"
+    assert [event.id for event in events] == [f"r:{number}" for number in range(len(events))]
+    assert [event.name for event in events] == ["start", *["token"] * 5, "done"]
+    assert writer.n_written == 5, "three from the first replica, two that the second did not repeat"
+    assert b"".join(sent) == stream._replay_buffer.since(0)
+    stream.detach(subscription)
+    assert replicas.closed == 2
+
+
+@async_test
+async def test_what_was_written_postpones_the_comment_that_fills_a_silence() -> None:
+    sent: list[Message] = []
+
+    async def record(message: Message) -> None:
+        sent.append(message)
+
+    async with heartbeats(record, 0.01, lambda: time.monotonic() + 0.01) as send:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await asyncio.sleep(0.05)
+    assert len(sent) == 1
 
 
 @async_test

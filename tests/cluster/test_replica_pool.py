@@ -67,6 +67,46 @@ async def test_a_response_arrives_part_by_part_and_whole() -> None:
 
 
 @async_test
+async def test_parts_of_a_body_may_be_taken_as_they_arrive() -> None:
+    app, consumed = _Application(), list[bytes]()
+
+    def consume(body: bytes) -> bool:
+        if body.startswith(b"left"):
+            return False
+        consumed.append(body)
+        return True
+
+    async with served(app) as (pool, _, _):
+        parts = pool.send(CALL, consume)
+        assert [await anext(parts), await anext(parts)] == [Accepted("a"), Head(201, tuple(HEADERS))]
+        rest = asyncio.ensure_future(_body(parts))
+        for part in (b"one", b"two", b"left for the generator", b"three"):
+            app.parts.put_nowait(part)
+            await asyncio.sleep(0.01)
+        app.parts.put_nowait(None)
+        assert await rest == b"left for the generator"
+        assert consumed == [b"one", b"two", b"three"]
+
+
+@async_test
+async def test_a_response_that_is_not_taken_waits_in_the_replica() -> None:
+    app, n_sent = _Application(), 400
+    for _ in range(n_sent):
+        app.parts.put_nowait(bytes(100_000))
+    app.parts.put_nowait(None)
+    async with served(app) as (_, addresses, _):
+        connection = await replica_pool._Connection.open(addresses[0])
+        assert await connection.request(CALL)
+        await asyncio.sleep(0.2)
+        assert connection._n_unread < 2_000_000, "of 40 MB"
+        parts: list[Head | bytes] = []
+        while not connection.is_complete:
+            parts += await connection.receive(lambda _: False)
+        assert b"".join(part for part in parts if isinstance(part, bytes)) == bytes(n_sent * 100_000)
+        connection.close()
+
+
+@async_test
 async def test_a_client_that_leaves_before_it_is_accepted_says_nothing_of_the_replica(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -143,7 +183,7 @@ async def test_a_replica_that_stops_refuses_new_requests_and_ends_open_ones() ->
         open_request = pool.send(CALL)
         assert await anext(open_request) == Accepted("a")
         await anext(open_request)
-        connected = await replica_pool._connect(addresses[0])
+        connected = await replica_pool._Connection.open(addresses[0])
         draining = asyncio.ensure_future(server.drain(60))
         await until(lambda: server._is_draining)
         assert not await connected.request(CALL)
@@ -198,8 +238,8 @@ async def test_a_replica_serves_nothing_without_its_secret() -> None:
 async def test_a_machine_that_vanishes_is_noticed_by_the_system() -> None:
     """As it closes no connection: probes go to an idle one, and unacknowledged data is given up."""
     async with served(_Application(b"a", None)) as (_, (address,), _):
-        connection = await replica_pool._connect(address)
-        of_system = connection._writer.get_extra_info("socket")
+        connection = await replica_pool._Connection.open(address)
+        of_system = connection._transport.get_extra_info("socket")
         assert of_system.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         idle, interval, count = (
             of_system.getsockopt(socket.IPPROTO_TCP, option)

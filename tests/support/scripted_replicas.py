@@ -12,7 +12,17 @@ import httpx
 from starlette.types import ASGIApp
 
 from app.cluster.gateway import Gateway
-from app.cluster.messages import Accepted, Address, Call, FullResponse, Head, ReplicaLost, ResponsePart
+from app.cluster.messages import (
+    Accepted,
+    Address,
+    BodyConsumer,
+    Call,
+    FullResponse,
+    Head,
+    ReplicaLost,
+    ResponsePart,
+    take_nothing,
+)
 from app.cluster.replica_pool import ReplicaPool
 from app.cluster.replica_server import ReplicaServer
 from app.common.settings import Settings
@@ -62,7 +72,7 @@ class Played:
         self.tasks: list[asyncio.Task[FullResponse]] = []
         """Tasks of the last broadcast."""
 
-    async def send(self, call: Call) -> AsyncGenerator[ResponsePart, None]:
+    async def send(self, call: Call, consume: BodyConsumer) -> AsyncGenerator[ResponsePart, None]:
         """Plays the next scripted answer."""
         index = len(self.calls)
         self.calls.append(call)
@@ -76,7 +86,8 @@ class Played:
                     await part.wait()
                     continue
                 assert not isinstance(part, type)
-                yield part
+                if not (isinstance(part, bytes) and consume(part)):
+                    yield part
         finally:
             self.closed += 1
 
@@ -146,10 +157,10 @@ class Mortal:
         self._deaths = list(deaths)
         self.broadcast = pool.broadcast
 
-    async def send(self, call: Call) -> AsyncGenerator[ResponsePart, None]:
+    async def send(self, call: Call, consume: BodyConsumer) -> AsyncGenerator[ResponsePart, None]:
         """The application's answer, as far as it comes."""
         left = self._deaths.pop(0) if self._deaths else None
-        async with aclosing(self._pool.send(call)) as parts:
+        async with aclosing(self._pool.send(call, take_nothing if left is not None else consume)) as parts:
             async for part in parts:
                 if left == 0:
                     raise ReplicaLost
