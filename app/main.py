@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from app import VERSION
 from app.access.api_keys import ApiKeys
 from app.api import health, score, static_pages, tokens
+from app.api.dependencies import DirectRoutes
 from app.api.metrics import Metrics
 from app.api.native import routes
 from app.api.openai import routes as openai_routes
@@ -111,6 +112,8 @@ def _add_routes(app: FastAPI, settings: Settings) -> None:
         app.include_router(module.router, tags=["completion"])
     for module in (tokens, health, static_pages):
         app.include_router(module.router)
+    direct = [module.router for module in (routes, openai_routes, score, tokens, health)]
+    app.router.middleware_stack = DirectRoutes(app.router.middleware_stack, direct)
     app.state.bundles = static_pages.new_bundles()
     app.state.page_headers = static_pages.page_headers(settings.compared_origins)
 

@@ -144,6 +144,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._request_limits = RequestLimits(connections.limits)
         self._running: RequestResponseCycle | None = None
         self._is_last, self._response_deadline = False, 0.0
+        self._has_old_deadline = False
+        """Whether the parser's events ask for another deadline: most packets hold a whole request, which needs one."""
 
     def connection_made(self, transport: Any) -> None:
         """Registers the connection and sets the deadline for the first request's head."""
@@ -184,6 +186,7 @@ class HttpProtocol(HttpToolsProtocol):
                 self._request_limits.before_parsing(min(_PIECE_BYTES, len(data) - start))
                 self._parse(data[start : start + _PIECE_BYTES])
                 self._request_limits.after_parsing()
+            self._update_old_deadline()
             if self._request_limits.phase is ReceivePhase.HEAD and not self._is_busy:
                 self._connections.mark_idle(self.transport, ReceivePhase.HEAD)
         except httptools.HttpParserError as error:
@@ -233,7 +236,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._request_limits.phase = ReceivePhase.BODY
         self._is_last = not self.cycle.keep_alive or self._connections.is_draining or not self._is_within_limits
         self.cycle.keep_alive = True  # for now: a response before the end of the body must not close at once
-        self._update_deadline()
+        self._has_old_deadline = True
 
     def on_body(self, body: bytes) -> None:
         """A chunk of body data; stops reading if the request is queued, to bound its buffer."""
@@ -250,7 +253,7 @@ class HttpProtocol(HttpToolsProtocol):
         self.cycle.waiting_for_100_continue = False
         self._request_limits.phase = ReceivePhase.DONE
         self.cycle.keep_alive = not self._is_last
-        self._update_deadline()
+        self._has_old_deadline = True
 
     def on_response_complete(self) -> None:
         """Starts the next queued request, if there is one."""
@@ -325,6 +328,11 @@ class HttpProtocol(HttpToolsProtocol):
         if phase in (ReceivePhase.NEW, ReceivePhase.DONE):
             self._request_limits.phase = ReceivePhase.HEAD
         if phase is ReceivePhase.DONE:  # the deadline of the first request counts from the connection's start
+            self._has_old_deadline = True
+
+    def _update_old_deadline(self) -> None:
+        if self._has_old_deadline:
+            self._has_old_deadline = False
             self._update_deadline()
 
     def _update_deadline(self) -> None:
@@ -360,6 +368,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _reject(self, error: ApiError) -> None:
         """Responds to the request that is being received with an error, unless a response is in progress; closes."""
         assert error.code
+        self._update_old_deadline()  # a request that came before this one in the same packet may still be answered
         self._connections.cut_by_reason[error.code] += 1
         if self.transport.is_closing() or (self._is_receiving_body and self.cycle.response_started):
             self.transport.close()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Mapping
+from types import coroutine
 from typing import Any, NamedTuple, TypeVar
 
 from msgspec import to_builtins
@@ -145,8 +146,14 @@ class EventStreamResponse(Response):
 async def until_disconnect(work: Coroutine[Any, Any, _T], receive: Receive) -> _T | None:
     """Runs `work` in this task; if the client disconnects first, cancels it and returns None.
 
-    No result is lost: `work` either returns one, which is returned, or is cancelled while it waits.
+    No result is lost: `work` either returns one, which is returned, or is cancelled while it waits. Work that never
+    waits, as that of nearly all requests before they are queued, needs no task that watches the client.
     """
+    try:
+        awaited = work.send(None)
+    except StopIteration as end:
+        result: _T = end.value
+        return result
     task = asyncio.current_task()
     assert task
     n_cancellations = task.cancelling()
@@ -163,7 +170,7 @@ async def until_disconnect(work: Coroutine[Any, Any, _T], receive: Receive) -> _
     watching = asyncio.ensure_future(_wait_for_disconnect(receive))
     watching.add_done_callback(cancel_work)
     try:
-        return await work
+        return await _resume(work, awaited)
     except asyncio.CancelledError:
         if is_cancelled and task.cancelling() == n_cancellations + 1:  # only cancel_work() has cancelled the task
             return None
@@ -173,6 +180,25 @@ async def until_disconnect(work: Coroutine[Any, Any, _T], receive: Receive) -> _
         watching.cancel()
         if is_cancelled:
             task.uncancel()
+
+
+@coroutine
+def _resume(work: Coroutine[Any, Any, _T], awaited: Any) -> Generator[Any, Any, _T]:
+    """Awaits a coroutine that has begun and waits for `awaited`; like `yield from`, which would begin it (PEP 380)."""
+    try:
+        while True:
+            try:
+                sent = yield awaited
+            except GeneratorExit:
+                work.close()
+                raise
+            except BaseException as error:
+                awaited = work.throw(error)
+            else:
+                awaited = work.send(sent)
+    except StopIteration as end:
+        result: _T = end.value
+        return result
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

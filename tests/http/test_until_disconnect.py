@@ -49,6 +49,41 @@ async def test_what_the_work_has_made_is_returned_whenever_client_or_caller_go(
 
 
 @async_test
+async def test_work_that_does_not_wait_needs_no_task_and_no_message() -> None:
+    async def work(error: Exception | None = None) -> str:
+        if error:
+            raise error
+        return "it"
+
+    async def receive() -> Message:
+        pytest.fail("nothing may be received")
+
+    assert await until_disconnect(work(), receive) == "it"
+    with pytest.raises(ValueError, match="bug"):
+        await until_disconnect(work(ValueError("bug")), receive)
+    await asyncio.sleep(0)
+    assert len(asyncio.all_tasks()) == 1
+
+
+@async_test
+async def test_work_that_waits_gets_results_and_errors_of_what_it_waits_for() -> None:
+    async def work() -> list[object]:
+        got: list[object] = []
+        for wait in (asyncio.sleep(0, "a"), asyncio.wait_for(asyncio.Event().wait(), 0.001), asyncio.sleep(0, "b")):
+            try:
+                got.append(await wait)
+            except TimeoutError:
+                got.append("late")
+        return got
+
+    async def receive() -> Message:
+        await asyncio.sleep(60)
+        return {"type": "http.disconnect"}
+
+    assert await until_disconnect(work(), receive) == ["a", "late", "b"]
+
+
+@async_test
 async def test_a_cancellation_of_the_caller_is_no_disconnect() -> None:
     async def receive() -> Message:
         return {"type": "http.disconnect"}
