@@ -16,7 +16,9 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
 
 from app import VERSION
 from app.access.api_keys import KeyFileError, read_keys
@@ -84,7 +86,7 @@ async def _serve(
     try:
         gc.disable()  # as in app/__main__.py
         # FastAPI is half of this process's imports. In a thread, so that the engine gets its configuration meanwhile.
-        server = await asyncio.to_thread(import_module, "app.server")
+        server = await asyncio.to_thread(_import_server)
         gc.freeze()
         gc.enable()
         failure: EngineStopped | None = await server.run(settings, listener, engine, instance, tracing)
@@ -92,6 +94,15 @@ async def _serve(
         await instance.close()
         raise
     return failure
+
+
+def _import_server() -> Any:
+    """app.server, whose models, and those of FastAPI's OpenAPI document, are built later: no health check needs one."""
+    BaseModel.model_config["defer_build"] = True
+    try:
+        return import_module("app.server")
+    finally:
+        del BaseModel.model_config["defer_build"]
 
 
 def open_tracing(settings: Settings) -> Tracing | None:

@@ -129,14 +129,18 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, _T]) -> _T
     return result
 
 
-def body_schema(
-    body: type[BaseModel], examples: Mapping[str, Any], chunk: type[ResponseModel] | None = None
+def documented(
+    response: type[ResponseModel],
+    body: type[BaseModel] | None = None,
+    examples: Mapping[str, Any] | None = None,
+    chunk: type[ResponseModel] | None = None,
 ) -> dict[str, Any]:
-    """A route's openapi_extra for the body that read_body() parses, and for the data-only frames of its stream.
+    """A route's openapi_extra: its response, the body that read_body() parses, and the data-only frames of its stream.
 
-    `examples` maps titles to bodies that the service accepts as they are.
+    Not as FastAPI's response_model, of which FastAPI makes a validator at import. `examples` maps titles to bodies that
+    the service accepts as they are.
     """
-    return cast("dict[str, Any]", _LazyMapping(partial(_describe_body, body, examples, chunk)))
+    return cast("dict[str, Any]", _LazyMapping(partial(_describe, response, body, examples or {}, chunk)))
 
 
 class _LazyMapping(Mapping[str, Any]):
@@ -162,18 +166,23 @@ class _LazyMapping(Mapping[str, Any]):
         return True  # without making it
 
 
-def _describe_body(
-    body: type[BaseModel], examples: Mapping[str, Any], chunk: type[ResponseModel] | None
+def _describe(
+    response: type[ResponseModel],
+    body: type[BaseModel] | None,
+    examples: Mapping[str, Any],
+    chunk: type[ResponseModel] | None,
 ) -> dict[str, Any]:
-    content: dict[str, Any] = {
-        "schema": json_schema(body),
-        "examples": {title: {"value": value} for title, value in examples.items()},
-    }
-    described = {"requestBody": {"required": True, "content": {"application/json": content}}}
-    if chunk is None:
-        return described
-    stream = {"text/event-stream": {"schema": json_schema(chunk)}}
-    return {**described, "responses": {"200": {"content": stream}}}
+    answers = {"application/json": {"schema": json_schema(response)}}
+    if chunk:
+        answers["text/event-stream"] = {"schema": json_schema(chunk)}
+    described: dict[str, Any] = {"responses": {"200": {"content": answers}}}
+    if body:
+        content = {
+            "schema": json_schema(body),
+            "examples": {title: {"value": value} for title, value in examples.items()},
+        }
+        described["requestBody"] = {"required": True, "content": {"application/json": content}}
+    return described
 
 
 def version_header(weights_version: str) -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from app.api.dependencies import RequestRoute, check_model, metrics_of, service_of
+from app.api.dependencies import RequestRoute, check_model, documented, metrics_of, service_of
 from app.api.metrics import CONTENT_TYPE
 from app.api.openapi import declared
 from app.api.schemas import ContextLength, VocabularySize, WeightsRevision, WeightsVersion
@@ -16,7 +16,7 @@ from app.generation.prompt_encoder import infill_tokens
 from app.http.auth import public
 from app.http.errors import ApiError
 from app.http.request_log import routine
-from app.http.response_model import ResponseModel, json_response
+from app.http.response_model import SCHEMA_PATH, ResponseModel, json_response
 from app.serving.service import Service
 
 
@@ -59,25 +59,28 @@ class Health(ResponseModel):
 
 
 _NOT_READY: dict[int | str, dict[str, Any]] = {
-    503: {"model": Health, "description": "Loading, failing or shutting down."}
+    503: {
+        "content": {"application/json": {"schema": {"$ref": SCHEMA_PATH.format(model=Health.__name__)}}},
+        "description": "Loading, failing or shutting down.",
+    }
 }
 _METRICS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 router = APIRouter(route_class=RequestRoute, tags=["operations"])
 
 
 @router.head("/health/live", include_in_schema=False)
-@router.get("/health/live", response_model=Health)
+@router.get("/health/live", openapi_extra=documented(Health))
 @public
 @routine
-async def live() -> Response:
+async def live(request: Request) -> Response:  # noqa: ARG001 - DirectRoutes
     """200 as long as the process responds."""
     return json_response(Health("live"))
 
 
 @router.head("/health", include_in_schema=False)
 @router.head("/health/ready", include_in_schema=False)
-@router.get("/health", name="health", response_model=Health, responses=_NOT_READY)
-@router.get("/health/ready", response_model=Health, responses=_NOT_READY)
+@router.get("/health", name="health", openapi_extra=documented(Health), responses=_NOT_READY)
+@router.get("/health/ready", openapi_extra=documented(Health), responses=_NOT_READY)
 @public
 @routine
 async def ready(request: Request) -> Response:
@@ -107,13 +110,13 @@ async def metrics_head() -> Response:
     return Response(headers={"Content-Type": CONTENT_TYPE})
 
 
-@router.get("/v1/models", response_model=ModelList, responses=declared(401, 503))
+@router.get("/v1/models", openapi_extra=documented(ModelList), responses=declared(401, 503))
 async def models(request: Request) -> Response:
     """The served model."""
     return json_response(ModelList("list", [_model(service_of(request))]))
 
 
-@router.get("/v1/models/{model_id:path}", response_model=Model, responses=declared(401, 404, 503))
+@router.get("/v1/models/{model_id:path}", openapi_extra=documented(Model), responses=declared(401, 404, 503))
 async def model(request: Request, model_id: str) -> Response:
     """Information about one model."""
     if not model_id:

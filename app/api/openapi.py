@@ -123,9 +123,6 @@ def _limit_deadlines(schemas: dict[str, Any], longest_ms: int) -> None:
 
 def _described(document: dict[str, Any]) -> dict[str, Any]:
     schemas = document["components"]["schemas"]
-    streamed_or_error: list[type[ResponseModel]] = [*EVENTS.values(), ErrorResponse]
-    for model in streamed_or_error:
-        _move_schema({"schema": json_schema(model)}, schemas)
     document["components"]["securitySchemes"] = {"key": _KEY}
     document["servers"] = [{"url": "/", "description": "This service."}]
     for path, operations in document["paths"].items():
@@ -142,6 +139,8 @@ def _described(document: dict[str, Any]) -> dict[str, Any]:
                 operation["responses"]["409"] = deepcopy(operation["responses"]["400"])
             for status, response in operation["responses"].items():
                 _describe_response(int(status), response)
+            if content := operation["responses"]["200"].get("content", {}).get("application/json"):
+                _move_schema(content, schemas)
             if method == "post":
                 operation["responses"]["200"]["headers"] |= _REPLAYED
             if method != "delete" and {"completion", "tokens"} & set(operation["tags"]):
@@ -151,6 +150,9 @@ def _described(document: dict[str, Any]) -> dict[str, Any]:
             elif chunks := operation["responses"]["200"].get("content", {}).get("text/event-stream"):
                 operation["responses"]["200"]["description"] = _CHUNKS
                 _describe_chunks(chunks, schemas)
+    streamed_or_error: list[type[ResponseModel]] = [*EVENTS.values(), ErrorResponse]
+    for model in streamed_or_error:
+        _move_schema({"schema": json_schema(model)}, schemas)
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
     document["components"]["schemas"] = dict(sorted(schemas.items()))
@@ -158,7 +160,7 @@ def _described(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _move_schema(content: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
-    """Moves an inline schema of dependencies.body_schema() into the named components; returns the reference to it."""
+    """Moves an inline schema of dependencies.documented() into the named components; returns the reference to it."""
     schema = content["schema"]
     if "title" in schema:
         schemas |= schema.pop("$defs", {})

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from app.api.dependencies import RequestRoute, body_schema, read_body
+from app.api.dependencies import RequestRoute, documented, read_body
 from app.api.openapi import declared
 from app.api.request_handle import CollectedOutput, RequestHandle
 from app.api.schemas import (
@@ -74,7 +74,7 @@ _EXAMPLES = {
 }
 
 
-@router.post("/score", response_model=ScoreResponse, openapi_extra=body_schema(ScoreRequest, _EXAMPLES))
+@router.post("/score", openapi_extra=documented(ScoreResponse, ScoreRequest, _EXAMPLES))
 async def score(request: Request) -> Response:
     """Log-probabilities of the tokens of given texts, from the model's raw logits."""
     body = await read_body(request, ScoreRequest)

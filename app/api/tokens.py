@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from app.api.dependencies import (
     RequestRoute,
-    body_schema,
+    documented,
     read_body,
     service_of,
     version_header,
@@ -118,8 +118,7 @@ router = APIRouter(route_class=RequestRoute, tags=["tokens"])
 
 @router.post(
     "/tokenize",
-    response_model=TokenizeResponse,
-    openapi_extra=body_schema(TokenizeRequest, {"Text": {"prompt": "Once upon a time"}}),
+    openapi_extra=documented(TokenizeResponse, TokenizeRequest, {"Text": {"prompt": "Once upon a time"}}),
     responses=declared(400, 401, 413, 415, 429, 503),
 )
 async def tokenize(request: Request) -> Response:
@@ -146,8 +145,7 @@ async def tokenize(request: Request) -> Response:
 
 @router.post(
     "/detokenize",
-    response_model=DetokenizeResponse,
-    openapi_extra=body_schema(DetokenizeRequest, {"Token ids": {"tokens": [1, 2, 3]}}),
+    openapi_extra=documented(DetokenizeResponse, DetokenizeRequest, {"Token ids": {"tokens": [1, 2, 3]}}),
     responses=declared(400, 401, 413, 415, 429, 503),
 )
 async def detokenize(request: Request) -> Response:
@@ -170,7 +168,7 @@ async def detokenize(request: Request) -> Response:
         return JsonStream(content, version_header(ready.weights_version), time_slice, stack.pop_all().close)
 
 
-@router.get("/tokenizer_info", response_model=TokenizerInfo, responses=declared(401, 503))
+@router.get("/tokenizer_info", openapi_extra=documented(TokenizerInfo), responses=declared(401, 503))
 async def tokenizer_info(request: Request) -> Response:
     """Special tokens, chat template, and what else a client needs to build prompts itself."""
     service = service_of(request)

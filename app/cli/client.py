@@ -12,12 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from app.common.settings import CLIENT_KEY, CLIENT_URL
 from app.http.sse import EventParser
 
-CLIENT_KEY = "INKSTREAM_API_KEY"
-"""Environment variable of the client's API key; not a setting of the service."""
-CLIENT_URL = "INKSTREAM_URL"
-"""Environment variable of the URL of the service that clients use; not a setting of the service."""
 DEFAULT_URL = "http://127.0.0.1:8000"
 CONNECTION_LOST = "connection lost"
 """Name under which events() reports that it tries to resume a broken stream."""

@@ -11,8 +11,6 @@ from typing import Any
 
 from app.api.native.routes import CompleteRequest
 from app.cli.client import (
-    CLIENT_KEY,
-    CLIENT_URL,
     CONNECTION_LOST,
     DEFAULT_URL,
     Client,
@@ -22,6 +20,7 @@ from app.cli.client import (
 )
 from app.cli.interactive import interact
 from app.cli.request_flags import add_flags, given_fields, printable
+from app.common.settings import CLIENT_KEY, CLIENT_URL
 from model.command_line import OneLineParser
 
 

@@ -11,9 +11,8 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from app.cli.client import CLIENT_KEY, CLIENT_URL
 from app.common import fault_injection, logs
-from app.common.settings import Settings, grouped_fields
+from app.common.settings import CLIENT_KEY, CLIENT_URL, Settings, field_docstrings, grouped_fields
 from app.start import StartError, serve
 from model.command_line import OneLineParser
 from model.files import one_line
@@ -21,7 +20,7 @@ from model.files import one_line
 
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 ended by a signal, 1 failed, 2 bad configuration."""
-    given = vars(build_parser().parse_args(argv))
+    given = vars(build_parser(with_help=not {"-h", "--help"}.isdisjoint(argv)).parse_args(argv))
     try:
         return serve(read_settings(given))
     except StartError as error:
@@ -90,8 +89,9 @@ _VALUES = {"host": "HOST", "port": "PORT", "keys_file": "FILE", "allowed_hosts":
            "gpu_memory_utilization": "SHARE"}  # fmt: skip
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of this verb."""
+def build_parser(*, with_help: bool = True) -> argparse.ArgumentParser:
+    """The parser of this verb; `with_help`: whether --help tells the meaning of each flag, which takes time to read."""
+    meanings = field_docstrings() if with_help else {}
     parser = OneLineParser(
         prog="inkstream serve",
         usage="inkstream serve [--weights DIR] [--port PORT] [options]",
@@ -108,14 +108,14 @@ def build_parser() -> argparse.ArgumentParser:
             options: dict[str, Any] = (
                 {"action": "store_const", "const": True} if is_flag else {"metavar": _placeholder(name, field)}
             )
-            group.add_argument(flag(name), help=_help(field).replace("%", "%%"), **options)
+            group.add_argument(flag(name), help=_help(field, meanings.get(name, "")), **options)
     return parser
 
 
-def _help(field: FieldInfo) -> str:
+def _help(field: FieldInfo, meaning: str) -> str:
     has_default = field.annotation is not bool and field.default not in (None, "")
     default = f"{field.default:g}" if isinstance(field.default, float) else field.default
-    return f"{field.description} (default: {default})" if has_default else str(field.description)
+    return (f"{meaning} (default: {default})" if has_default else meaning).replace("%", "%%")
 
 
 def _placeholder(name: str, field: FieldInfo) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import ipaddress
 import math
 import re
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +24,10 @@ GROUPS: Mapping[str, str] = {
     "kernels": "advanced",
 }
 """First field of each group -> its title in the help and in docs/settings.md."""
+CLIENT_KEY = "INKSTREAM_API_KEY"
+"""Environment variable of a client's API key; not a setting of the service."""
+CLIENT_URL = "INKSTREAM_URL"
+"""Environment variable of the URL of the service that clients use; not a setting of the service."""
 INCLUDED_WEIGHTS = Path(__file__).parents[2] / "weights"
 """The default model, which lies beside app in a checkout and in a wheel."""
 
@@ -33,9 +40,7 @@ def default_weights() -> Path:
 class Settings(BaseSettings):
     """Frozen. Each field is a flag (--kv-blocks) and a variable (INKSTREAM_KV_BLOCKS); its docstring is the help."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="INKSTREAM_", frozen=True, extra="forbid", use_attribute_docstrings=True
-    )
+    model_config = SettingsConfigDict(env_prefix="INKSTREAM_", frozen=True, extra="forbid")
 
     weights: Path = Path("weights")
     """Weights directory (Hugging Face layout), or a model of the Hugging Face Hub: org/name[@revision]. Without this
@@ -231,6 +236,20 @@ def grouped_fields() -> Mapping[str, Mapping[str, FieldInfo]]:
         title = GROUPS.get(name, title)
         groups.setdefault(title, {})[name] = field
     return groups
+
+
+def field_docstrings() -> Mapping[str, str]:
+    """The docstrings of the fields of Settings, by name.
+
+    Read here and not by pydantic, which would parse this file at every start, 24 of the 28 ms of its import.
+    """
+    module = ast.parse(Path(__file__).read_bytes())
+    (body,) = [node.body for node in module.body if isinstance(node, ast.ClassDef) and node.name == Settings.__name__]
+    return {
+        ast.unparse(field.target): inspect.cleandoc(ast.literal_eval(docstring.value))
+        for field, docstring in pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(docstring, ast.Expr)
+    }
 
 
 def _split(value: str) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from app import VERSION
-from app.common.settings import Settings, grouped_fields
+from app.common.settings import Settings, field_docstrings, grouped_fields
 from app.main import create_app
 from benchmarks.service_process import ServiceStartError
 from model.nn.transformer import Decoder
@@ -33,11 +33,11 @@ TRAIN = (ROOT / "docs/train.md").read_text()
 
 def settings_tables() -> str:
     """The tables in docs/settings.md."""
-    tables = []
+    tables, meanings = [], field_docstrings()
     for title, fields in grouped_fields().items():
         rows = [f"## {title.capitalize()}", "", "| flag | default | meaning |", "|---|---|---|"]
         for name, field in fields.items():
-            meaning = " ".join((field.description or "").split())
+            meaning = " ".join(meanings[name].split())
             rows.append(f"| `--{name.replace('_', '-')}` | {field.default} | {meaning} |")
         tables.append("\n".join(rows))
     return "\n\n".join(tables)

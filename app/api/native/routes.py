@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field, model_validator
 from starlette.responses import Response
 
 from app.api import schemas
-from app.api.dependencies import RequestRoute, body_schema, read_body, resume_store_of
+from app.api.dependencies import RequestRoute, documented, read_body, resume_store_of
 from app.api.event_frames import EventFrames
 from app.api.openapi import declared
 from app.api.request_handle import RequestHandle
@@ -214,9 +214,7 @@ _EXAMPLES = {
 router = APIRouter(route_class=RequestRoute, responses=declared(400, 401, 404, 413, 415, 429, 500, 503, 504))
 
 
-@router.post(
-    "/complete", response_model=schemas.CompleteResponse, openapi_extra=body_schema(CompleteRequest, _EXAMPLES)
-)
+@router.post("/complete", openapi_extra=documented(schemas.CompleteResponse, CompleteRequest, _EXAMPLES))
 async def complete(request: Request) -> Response:
     """Continue a prompt. Streams server-sent events (start, queue, token, done, error) unless "stream" is false."""
     body = await read_body(request, CompleteRequest)
@@ -256,7 +254,7 @@ async def resume(
     return _respond(stream, number)
 
 
-@router.delete("/complete/{request_id}", response_model=schemas.Cancellation)
+@router.delete("/complete/{request_id}", openapi_extra=documented(schemas.Cancellation))
 async def cancel(request: Request, request_id: str) -> Response:
     """Cancel a completion. Its stream ends with finish_reason "cancelled"."""
     stream = resume_store_of(request).find(request_id, owner_of(request))

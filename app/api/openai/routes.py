@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from app.access.tenant_queue import WorkAccount
-from app.api.dependencies import RequestRoute, body_schema, check_model, read_body, service_of, while_connected
+from app.api.dependencies import RequestRoute, check_model, documented, read_body, service_of, while_connected
 from app.api.openai import schemas
 from app.api.openai.responder import (
     PING_SECONDS,
@@ -40,8 +40,7 @@ router = APIRouter(route_class=RequestRoute, responses=declared(400, 401, 404, 4
 
 @router.post(
     "/v1/completions",
-    response_model=schemas.CompletionsResponse,
-    openapi_extra=body_schema(CompletionsRequest, _EXAMPLES, schemas.CompletionsResponse),
+    openapi_extra=documented(schemas.CompletionsResponse, CompletionsRequest, _EXAMPLES, schemas.CompletionsResponse),
 )
 async def completions(request: Request) -> Response:
     """Continue a prompt, as OpenAI's completions endpoint does."""
@@ -71,8 +70,7 @@ class _CompletionsResponder(Responder):
 
 @router.post(
     "/v1/chat/completions",
-    response_model=schemas.ChatResponse,
-    openapi_extra=body_schema(ChatRequest, _CHAT_EXAMPLES, schemas.ChatChunk),
+    openapi_extra=documented(schemas.ChatResponse, ChatRequest, _CHAT_EXAMPLES, schemas.ChatChunk),
 )
 async def chat_completions(request: Request) -> Response:
     """Complete a chat, if the weights have a chat template."""
