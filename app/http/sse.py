@@ -21,6 +21,7 @@ HEADERS = {
     "Cache-Control": "no-cache, no-transform",
     "X-Accel-Buffering": "no",
 }
+_RAW_HEADERS = [(name.lower().encode("ascii"), value.encode("ascii")) for name, value in HEADERS.items()]
 _T = TypeVar("_T")
 PING = b": ping\n\n"
 quoted = json.encoder.encode_basestring_ascii
@@ -123,8 +124,9 @@ class EventStreamResponse(Response):
     """Sends frames until they end or the client disconnects; always calls `close`, even before the first byte."""
 
     def __init__(self, frames: FrameSource, close: Callable[[], None], headers: Mapping[str, str]) -> None:
-        super().__init__(headers={**HEADERS, **headers})
-        del self.headers["content-length"]
+        super().__init__()
+        own = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        self.raw_headers = [*_RAW_HEADERS, *own]
         self._frames = frames
         self._close = close
 

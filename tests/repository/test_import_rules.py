@@ -27,7 +27,7 @@ FILES = sorted(p for folder in ("app", "model", "benchmarks", "deploy") for p in
 
 # What each folder imports that is neither ours nor in the standard library. torch is the engine's and the network's.
 OUTSIDE = {
-    "app": {"fastapi", "msgspec", "uvicorn"},
+    "app": {"fastapi", "msgspec", "pydantic", "uvicorn"},
     "app.access": {"msgspec"},
     "app.api": {"fastapi", "prometheus_client", "pydantic", "starlette"},
     "app.chat": {"jinja2", "msgspec"},
