@@ -62,7 +62,7 @@ class DirectRoutes:
             for each in routers
             for route in each.routes
             if isinstance(route, RequestRoute) and route.takes_request and not route.param_convertors
-            for method in route.methods
+            for method in route.methods or ()
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -155,7 +155,7 @@ def set_up(level: str, log_format: Format) -> None:
         handler.addFilter(lambda record: record.levelno > logging.INFO or record.name not in hidden)
     logging.captureWarnings(True)
     # No format names the caller, thread or process: finding them is a third of a record's time (logging, Optimization).
-    logging._srcfile = None  # type: ignore[attr-defined]
+    logging._srcfile = None
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     sys.excepthook = _on_uncaught
     threading.excepthook = lambda args: _on_uncaught(args.exc_type, args.exc_value, args.exc_traceback)
