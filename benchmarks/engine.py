@@ -1,4 +1,4 @@
-"""Steps of the bare engine, without service and pipe: `python -m benchmarks.engine host|sampling|operations`.
+"""Steps of the bare engine, without service and pipe: `python -m benchmarks.engine host|sampling|operations|levels`.
 
 host: what a decode step costs beside the forward pass, which computes nothing: plan, the rest of the run and commit.
 On the CPU the run prepares the kernels' inputs and draws greedily from the logits. The GPU's engine has its memory on
@@ -9,8 +9,10 @@ log-probabilities, and with temperature 0.8 under a JSON schema, whose compilati
 runs its steps in turn, each time in another order.
 operations: a decode step by operation; native kernels, random weights, 200 tokens of context per row, summed over
 layers.
+levels: the same steps, and a prompt of 512 tokens, in the kernels of each instruction-set level that this CPU runs. The
+least time, as other work on the cores only adds to it.
 
-Figures are medians. The last line of stdout is one JSON object.
+Other figures are medians. The last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -37,7 +40,9 @@ from app.common.types import Sequence as EngineSequence
 from app.engine.cpu.compute import NativeCompute, ThreadPool
 from app.engine.cpu.library import load_library
 from app.engine.cpu.program import BLOCK
-from app.engine.cpu.toolchain.builder import find_or_build
+from app.engine.cpu.toolchain.builder import build, find_or_build
+from app.engine.cpu.toolchain.cpu_target import LEVELS, runs_here
+from app.engine.cpu.toolchain.library_cache import BuildRecipe, cache_directory
 from app.engine.execution.engine import Engine
 from app.engine.gpu.decoder import PagedDecoder
 from app.engine.gpu.kernels.reference_operations import ReferenceKernels
@@ -48,10 +53,10 @@ from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from app.engine.startup import build_engine
 from app.engine.worker_loop import BuiltEngine
 from app.guided.grammar import grammar_from
-from benchmarks.common import command_line, median_of, print_result
+from benchmarks.common import alternate, command_line, median_of, print_result
 from benchmarks.engine_driver import cancel_all, random_prompt, request, run_until_decoding
 from benchmarks.shapes import SHAPES, parameter_reader
-from model.checkpoint.stored_weights import load_config
+from model.checkpoint.config_file import load_config
 from model.config import ModelConfig
 from model.files import one_line
 from model.nn.transformer import Decoder
@@ -59,7 +64,8 @@ from model.presets import preset
 
 T = TypeVar("T")
 KERNELS = ("native", "torch")
-_CONTEXT_TOKENS = 200
+CONTEXT_TOKENS = 200
+LEVEL_STEPS = ("1 rows", "8 rows", "32 rows", "prompt")
 _FILTERS: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "typical_p": 0.95, "top_p": 0.95, "min_p": 0.02}
 SAMPLING_MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -95,16 +101,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line("engine", __doc__)
     parser.add_argument("--weights", type=Path, default=Path("weights"), help="weights directory (%(default)s)")
     parser.add_argument("--kernels", choices=KERNELS, default="native", help="kernels (%(default)s)")
-    what = parser.add_subparsers(required=True, metavar="host|sampling|operations")
+    what = parser.add_subparsers(required=True, metavar="host|sampling|operations|levels")
     what.add_parser("host").set_defaults(measure=_host)
     one = what.add_parser("sampling")
     one.set_defaults(measure=_sampling)
     one.add_argument("--quick", action="store_true", help="few steps, as a smoke test")
-    one = what.add_parser("operations")
-    one.set_defaults(measure=_operations)
-    one.add_argument("--shape", choices=("default", *SHAPES), default="default", help="decoder's shape (%(default)s)")
-    one.add_argument("--int8", action="store_true", help="use int8 weights")
-    one.add_argument("--steps", type=int, default=100, help="steps per median (%(default)s)")
+    for verb, measure, times in (("operations", _operations, "steps"), ("levels", _levels, "rounds")):
+        one = what.add_parser(verb)
+        one.set_defaults(measure=measure)
+        one.add_argument(
+            "--shape", choices=("default", *SHAPES), default="default", help="decoder's shape (%(default)s)"
+        )
+        one.add_argument("--int8", action="store_true", help="use int8 weights")
+        default = 100 if times == "steps" else 5
+        one.add_argument(f"--{times}", type=int, default=default, help="how many are measured (%(default)s)")
+    one.add_argument("--cache-dir", type=Path, metavar="DIR", help="directory of the libraries; missing ones are built")
     flags = vars(parser.parse_args(argv))
     measure = flags.pop("measure")
     try:
@@ -146,7 +157,7 @@ def _host(weights: Path, kernels: str) -> dict[str, Any]:
 
 def _cpu_host_engine(weights: Path, rows: int) -> Engine:
     """The engine of the service, with native kernels that compute nothing."""
-    built = _engine(weights, "native", rows=rows, length=_CONTEXT_TOKENS)
+    built = _engine(weights, "native", rows=rows, length=CONTEXT_TOKENS)
     runner: Any = built.engine.runner
     runner.compute._library = SimpleNamespace(ink_run=lambda *_: None, ink_head=lambda *_: None)
     runner.compute._logits = torch.randn(rows, built.ready.vocab_size).numpy()
@@ -203,7 +214,7 @@ def _clocked(work: Callable[..., T], seconds: dict[str, float], part: str) -> Ca
 
 
 def _sampling(weights: Path, kernels: str, quick: bool) -> dict[str, Any]:
-    prompt, rounds, steps = (20, 1, 3) if quick else (_CONTEXT_TOKENS, 7, 30)
+    prompt, rounds, steps = (20, 1, 3) if quick else (CONTEXT_TOKENS, 7, 30)
     modes = [mode for mode in SAMPLING_MODES if mode != "guided" or find_spec("llguidance")]
     print(f"{'rows':>5}" + "".join(f"{mode:>12}" for mode in modes) + "  ms a step")
     times = []
@@ -274,34 +285,78 @@ def _operations(weights: Path, kernels: str, shape: str, int8: bool, steps: int)
     return {"profiles": profiles}
 
 
+class DecodeSteps:
+    """Steps of a decoder with random weights in bfloat16, in the kernels of one library on some threads."""
+
+    def __init__(self, config: ModelConfig, library: Path, *, threads: int, int8: bool = False, rows: int = 32) -> None:
+        decoder = Decoder(config).initialize(0).to(torch.bfloat16).requires_grad_(False)
+        loaded, self._length = load_library(library), min(CONTEXT_TOKENS, config.context - 1)
+        blocks, read = max(rows * (self._length // BLOCK + 1), -(-config.context // BLOCK)), parameter_reader(decoder)
+        pool = ThreadPool(loaded, threads)
+        self._compute = NativeCompute(loaded, config, read, pool, dtype="bfloat16", blocks=blocks, int8=int8)
+        self._config, self.names = config, self._compute.program.names
+
+    def step(self, rows: int) -> tuple[float, float, array[float]]:
+        """Seconds of a decode step of `rows` sequences, of its head, and of each operation before it."""
+        length = self._length
+        return self._time([Chunk(_sequence(self._config, row, length), length, length + 1) for row in range(rows)])
+
+    def prefill(self, tokens: int) -> float:
+        """Seconds of a step with a prompt of `tokens` tokens."""
+        return self._time([Chunk(_sequence(self._config, 0, tokens), 0, tokens)])[0]
+
+    def _time(self, chunks: Sequence[Chunk]) -> tuple[float, float, array[float]]:
+        seconds = self._compute.seconds = array("d", bytes(8 * len(self.names)))
+        plan, last_rows = BatchPlan(tuple(chunks)), list(accumulate(chunk.stop - chunk.start for chunk in chunks))
+        began = time.perf_counter()
+        self._compute.run(plan)
+        ran = time.perf_counter()
+        self._compute.logits([row - 1 for row in last_rows])
+        done = time.perf_counter()
+        return done - began, done - ran, seconds
+
+
 def profile(config: ModelConfig, *, steps: int, int8: bool = False, rows: Sequence[int] = (1, 8, 32)) -> list[Profile]:
     """Measures in bfloat16."""
-    decoder = Decoder(config).initialize(0).to(torch.bfloat16).requires_grad_(False)
-    length = min(_CONTEXT_TOKENS, config.context - 1)
-    library = load_library(find_or_build())
-    threads = ThreadPool(library, torch.get_num_threads())
-    blocks, read = max(rows) * (length // BLOCK + 1), parameter_reader(decoder)
-    compute = NativeCompute(library, config, read, threads, dtype="bfloat16", blocks=blocks, int8=int8)
-    names = compute.program.names
-    profiles = []
+    threads = torch.get_num_threads()
+    decode, profiles = DecodeSteps(config, find_or_build(), threads=threads, int8=int8, rows=max(rows)), []
     for n_rows in rows:
-        plan = BatchPlan(tuple(Chunk(_sequence(config, row, length), length, length + 1) for row in range(n_rows)))
-        samples: list[tuple[float, float, array[float]]] = []
-        for _ in range(steps):
-            compute.seconds = array("d", bytes(8 * len(names)))
-            began = time.perf_counter()
-            compute.run(plan)
-            ran = time.perf_counter()
-            compute.logits(range(n_rows))
-            done = time.perf_counter()
-            samples.append((done - began, done - ran, compute.seconds))
-        step, head, operations = zip(*samples, strict=True)
-        by_name = dict.fromkeys(names, 0.0)
-        for name, seconds in zip(names, zip(*operations, strict=True), strict=True):
+        step, head, operations = zip(*[decode.step(n_rows) for _ in range(steps)], strict=True)
+        by_name = dict.fromkeys(decode.names, 0.0)
+        for name, seconds in zip(decode.names, zip(*operations, strict=True), strict=True):
             by_name[name] += statistics.median(seconds) * 1e6
         step_us, head_us = statistics.median(step) * 1e6, statistics.median(head) * 1e6
         profiles.append(Profile(rows=n_rows, step_us=step_us, head_us=head_us, operations_us=by_name))
     return profiles
+
+
+def _levels(weights: Path, kernels: str, shape: str, int8: bool, rounds: int, cache_dir: Path | None) -> dict[str, Any]:
+    """Least milliseconds of steps by level; the levels take turns."""
+    del weights, kernels
+    config, threads = preset("small") if shape == "default" else SHAPES[shape], torch.get_num_threads()
+    prompt, levels = min(512, config.context), [level for level in LEVELS if runs_here(level)]
+    folder = cache_directory(cache_dir)
+    assert folder, "no home directory: give --cache-dir"
+    libraries = {level.name: build(BuildRecipe(level=level), folder) for level in levels}
+    by_level = {name: DecodeSteps(config, file, threads=threads, int8=int8) for name, file in libraries.items()}
+    ways = {
+        f"{what} {name}": partial(_least, take, times)
+        for name, steps in by_level.items()
+        for what, take, times in (
+            *((f"{rows} rows", lambda steps=steps, rows=rows: steps.step(rows)[0], 20) for rows in (1, 8, 32)),
+            ("prompt", lambda steps=steps: steps.prefill(prompt), 3),
+        )
+    }
+    results = alternate(ways, rounds)
+    ms = {way: min(result[way] for result in results) * 1000 for way in ways}
+    print(f"{'least ms':12}" + "".join(f"{name:>12}" for name in by_level))
+    for what in LEVEL_STEPS:
+        print(f"{what:12}" + "".join(f"{ms[f'{what} {name}']:12.3f}" for name in by_level))
+    return {"prompt": prompt, "least_ms": ms}
+
+
+def _least(take: Callable[[], float], times: int) -> float:
+    return min(take() for _ in range(times))
 
 
 def _sequence(config: ModelConfig, row: int, length: int) -> EngineSequence:

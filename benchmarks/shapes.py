@@ -19,7 +19,8 @@ from torch import Tensor
 from benchmarks import smollm2
 from benchmarks.prompts import pseudo_prose
 from model.checkpoint.checkpoint import weights_files
-from model.checkpoint.stored_weights import StoredWeights, load_config
+from model.checkpoint.config_file import load_config
+from model.checkpoint.stored_weights import StoredWeights
 from model.checkpoint.tensor_index import TensorIndex
 from model.config import ModelConfig
 from model.families.registry import NATIVE, write_config

@@ -16,12 +16,13 @@ from app.common.ipc import Ready, WorkerConfig
 from app.engine.startup import build_engine
 from app.tokenization.tokenizer_trial import TriedTokenizer, check_vocabulary, try_tokenizer
 from model.checkpoint.checkpoint import load
+from model.checkpoint.config_file import load_config
 from model.checkpoint.golden import GOLDEN_FILE
 from model.checkpoint.golden_export import verify
 from model.checkpoint.hub import resolve_weights, source_of
 from model.checkpoint.manifest import MANIFEST_FILE, check_manifest, read_model_name
 from model.checkpoint.model_summary import Line, memory_lines, shape_lines
-from model.checkpoint.stored_weights import StoredWeights, load_config
+from model.checkpoint.stored_weights import StoredWeights
 from model.checkpoint.tensor_index import check_layout, read_chat_template
 from model.command_line import OneLineParser
 from model.files import one_line, unfinished_run

@@ -21,7 +21,7 @@ from benchmarks.engine_driver import cancel_all, random_prompt, request, run_unt
 from benchmarks.gpu.engines import StartupPhases, build_engine, shape_of
 from benchmarks.gpu.machine import Roofline, synchronize
 from benchmarks.gpu.results import Finding, StageContext, Unsupported
-from model.checkpoint.stored_weights import load_config
+from model.checkpoint.config_file import load_config
 from model.config import ModelConfig
 
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from model.checkpoint.tensor_index import Entry, TensorIndex, check_layout, find_tensors, version_of
-from model.config import ConfigError, ModelConfig
-from model.families.registry import read_config
+from model.checkpoint.config_file import read_config_file
+from model.checkpoint.tensor_index import Entry, TensorIndex, find_tensors, version_of
+from model.config import ModelConfig
 from model.families.spec import FamilySpec, Shape, TensorReader
 from model.files import CheckpointError, read_json, regular_file
 from model.number_formats import Array, as_float32, is_finite, rounded_to_bfloat16
@@ -112,7 +112,7 @@ class StoredWeights:
 
 def find_weights(directory: Path) -> StoredWeights:
     """Checks everything but the numbers: names, shapes, dtypes, sizes. Raises CheckpointError."""
-    config_json, family, config = _read_config(directory)
+    config_json, family, config = read_config_file(directory)
     index = find_tensors(directory)
     check_sizes(directory / "config.json", config, index)
     family = dataclasses.replace(family, mappings=cache(family.mappings))  # each read asks for them
@@ -129,11 +129,6 @@ def find_weights(directory: Path) -> StoredWeights:
         names=_match(family, config, index),
         hashes=index.hashes(),
     )
-
-
-def load_config(directory: Path) -> ModelConfig:
-    """Reads only config.json. Raises CheckpointError."""
-    return _read_config(directory)[2]
 
 
 def not_finite_message(path: Path, name: str, dtype: str) -> str:
@@ -223,16 +218,6 @@ def _match(family: FamilySpec, config: ModelConfig, index: TensorIndex) -> dict[
         if entry.dtype not in _DTYPES:
             raise CheckpointError(f"{stored.path}: {name} has dtype {entry.dtype}; allowed are {', '.join(_DTYPES)}")
     return stored_names
-
-
-def _read_config(directory: Path) -> tuple[dict[str, Any], FamilySpec, ModelConfig]:
-    check_layout(directory, with_tokenizer=False)
-    path = directory / "config.json"
-    raw = read_json(path)
-    try:
-        return raw, *read_config(raw)
-    except ConfigError as error:
-        raise CheckpointError(f"{path}: {error}") from None
 
 
 def _eos_ids(path: Path, raw: Any, vocab_size: int) -> tuple[int, ...]:

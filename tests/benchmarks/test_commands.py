@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from app.engine.cpu.toolchain.cpu_target import NEON, this_level
 from benchmarks import engine, quality, service, start, train
 from tests.support.model.tiny_models import TEXT, tiny_config, tiny_weights
 
@@ -46,6 +47,14 @@ def test_engine_operations_report_every_kind(run: Run) -> None:
     assert len(lines) == 1 + len(names) + 2
     (classic,) = engine.profile(tiny_config(gated=False, out_projection=False), steps=1, rows=(2,))
     assert {"up", "add"} <= set(classic.operations_us) and "out" not in classic.operations_us
+
+
+@pytest.mark.usefixtures("native_library")
+def test_engine_levels_time_each_level(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "LEVELS", (this_level(), NEON))
+    lines, result = run(engine.main, "levels", "--rounds", "1")
+    assert result["least_ms"].keys() == {f"{what} {this_level().name}" for what in engine.LEVEL_STEPS}
+    assert min(result["least_ms"].values()) > 0 and len(lines) == 1 + len(engine.LEVEL_STEPS)
 
 
 @pytest.mark.usefixtures("native_library")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from app.serving.weights_snapshot import WeightsSnapshot
-from model.checkpoint.stored_weights import load_config
+from model.checkpoint.config_file import load_config
 from model.checkpoint.tensor_index import check_layout, find_tensors
 from model.files import CheckpointError, entry_exists, read_json, reading_from, regular_file, sha256
 from model.tokenizer.tokenizer import Tokenizer

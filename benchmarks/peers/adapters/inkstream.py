@@ -9,7 +9,7 @@ from app.common.types import Request, SamplingParams
 from app.engine.startup import build_engine
 from app.engine.worker_loop import EngineStartError
 from benchmarks.peers.adapters.protocol import AdapterOptions, SteppedAdapter, UnsupportedError, run
-from model.checkpoint.stored_weights import load_config
+from model.checkpoint.config_file import load_config
 from model.tokenizer.tokenizer import Tokenizer
 
 _DTYPES = {"bf16": "bfloat16", "f32": "float32", "int8": "bfloat16"}

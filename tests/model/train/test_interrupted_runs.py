@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from app.cli.check import main as check
-from model.checkpoint.stored_weights import load_config
+from model.checkpoint.config_file import load_config
 from model.files import RESUME_FILE, STATE_FOLDER, CheckpointError, unfinished_run
 from model.train.loop import Loop
 from model.train.step.trainer import Trainer
