@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Literal
 
 from app import VERSION
-from app.common.operating_system import available_cores
+from app.common.cpu_topology import read_topology
 from app.engine.cpu.toolchain.builder import find, find_compiler
 from app.engine.cpu.toolchain.cpu_target import BuildError, UnsupportedCpu, level_of
 from app.engine.cpu.toolchain.library_cache import PACKAGED, cache_directory, read_metadata
@@ -171,9 +171,10 @@ def _cpu(machine: Machine) -> Iterator[Finding]:
         yield Finding("cpu", f"{name}, level {level}")
     except UnsupportedCpu as error:
         yield Finding("cpu", f"{name}: {error}", "slow", "nothing to install: torch computes; a newer CPU is faster")
-    usable, all_cores = available_cores(machine.root), os.cpu_count() or 1
-    limit = f"; affinity or the cgroup's quota allows {usable} of {all_cores}" if usable < all_cores else ""
-    yield Finding("cores", f"{usable}{limit}")
+    topology, all_cpus = read_topology(machine.root), os.cpu_count() or 1
+    usable = topology.n_cpus
+    limit = f"; affinity or the cgroup's quota allows {usable} of {all_cpus} CPUs" if usable < all_cpus else ""
+    yield Finding("cores", f"{topology}{limit}; computes with {topology.compute_threads} threads by default")
     threads = machine.environment.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and int(threads) < usable:
         yield Finding("threads", f"OMP_NUM_THREADS={threads} leaves cores idle", "slow", "unset OMP_NUM_THREADS")

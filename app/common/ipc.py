@@ -37,6 +37,12 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, tag="config"):
     deterministic: bool = False
     """Steps of constant shapes, and a check at startup that results are batch invariant."""
     threads: int = 0
+    """Compute threads; 0: the default of the CPUs that the process may use."""
+    thread_candidates: tuple[int, ...] = ()
+    """Other numbers of threads, which the engine measures (app/engine/cpu/thread_count.py)."""
+    cpus: tuple[int, ...] = ()
+    nodes: tuple[int, ...] = ()
+    """CPUs and memory of an engine on a CPU: EngineShare in app/common/cpu_topology.py."""
     replica: int = 0
     """Index of this engine in the pool, from 0; on GPUs also the index of its GPU."""
     replicas: int = 1

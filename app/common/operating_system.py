@@ -1,4 +1,4 @@
-"""Operating system interface: CPU cores, GPUs, ports, open files, the terminal, the parent-death signal."""
+"""Operating system interface: GPUs, ports, open files, the terminal, the parent-death signal."""
 
 from __future__ import annotations
 
@@ -13,49 +13,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-
-
-def available_cores(root: Path = Path("/"), affinity: int | None = None) -> int:
-    """Number of CPU cores that this process may use, by affinity and cgroup limits; at least 1.
-
-    Rounds down: with a limit of 2.5 cores, spinning threads on 3 would exhaust the quota, and then all are throttled.
-    root: directory of proc and sys; affinity: number of cores, by default as the scheduler reports it.
-    """
-    cores = affinity or _affinity()
-    return max(1, int(min([cores, *_quotas(root)])))
-
-
-def _affinity() -> int:
-    # macOS and Windows have no such call, and no cgroups.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _quotas(root: Path) -> Iterator[float]:
-    """The limits of this process's cgroup and its ancestors; the smallest one is effective."""
-    with suppress(OSError, ValueError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers and "cpu" not in controllers.split(","):
-                continue
-            mount = root / "sys/fs/cgroup" / controllers
-            own = mount / path.lstrip("/")
-            # In a container the path may be the host's and missing here; then the limit of the mount applies.
-            for folder in (own, *own.parents):
-                if folder.is_relative_to(mount) and (quota := _quota(folder)) is not None:
-                    yield quota
-
-
-def _quota(folder: Path) -> float | None:
-    """Limit of this cgroup in cores; None if it has none."""
-    with suppress(OSError, ValueError, ZeroDivisionError):
-        quota, period = (folder / "cpu.max").read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    with suppress(OSError, ValueError, ZeroDivisionError):
-        microseconds = int((folder / "cpu.cfs_quota_us").read_text())
-        period_microseconds = int((folder / "cpu.cfs_period_us").read_text())
-        return None if microseconds < 0 else microseconds / period_microseconds
-    return None
-
 
 _PR_SET_PDEATHSIG = 1
 

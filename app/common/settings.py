@@ -124,10 +124,12 @@ class Settings(BaseSettings):
     requests in its batch."""
     cache_dir: Path | None = None
     """Directory of compiled kernels; None is inkstream in XDG_CACHE_HOME, by default ~/.cache."""
-    replicas: int = Field(1, ge=1, le=64)
-    """Engine processes: each has a GPU of its own, or an equal share of the CPU threads."""
+    replicas: int = Field(1, ge=0, le=64)
+    """Engine processes: each has a GPU of its own, or an equal share of the CPU threads; auto (0) chooses by NUMA
+    nodes, cores, memory and model."""
     threads: int = Field(0, ge=0, le=1024)
-    """CPU threads of all engines together; 0 uses every core allowed by affinity and cgroup limits."""
+    """CPU threads of all engines together; 0 is one for each physical core that affinity and cgroup limits allow, or
+    another number that is measured to be faster."""
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     """Share of a GPU's memory that an engine may use; the KV cache gets what the model leaves."""
     kv_blocks: int = Field(0, ge=0, le=2**31 - 1)
@@ -184,6 +186,11 @@ class Settings(BaseSettings):
         if value == "":  # Path("") is the working directory
             raise ValueError("must not be empty: name a weights directory, or . for the working directory")
         return value
+
+    @field_validator("replicas", mode="before")
+    @classmethod
+    def _auto_is_zero(cls, value: object) -> object:
+        return 0 if value == "auto" else value
 
     @field_validator("cache_dir", "keys_file", mode="before")
     @classmethod

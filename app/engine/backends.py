@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from app.common.cpu_topology import read_topology
 from app.common.ipc import WorkerConfig
-from app.common.operating_system import available_cores
 from app.common.startup_timer import WARMING_UP
 from app.engine.cpu.compute import NativeCompute, ThreadPool
 from app.engine.cpu.library import load_library
 from app.engine.cpu.sampler import NativeSampler
+from app.engine.cpu.thread_count import choose_threads
 from app.engine.execution.runner import BackendRunners, Runner
+from app.engine.execution.warmup_batches import dummies
 from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.memory.memory_plan import BlockBudget, CacheShape, blocks_on_cpu
 from model.checkpoint.stored_weights import StoredWeights
@@ -20,6 +24,8 @@ from model.machine import describe_cpu, has_native_bfloat16, may_have_gpu
 from model.number_formats import ITEM_BYTES
 
 Announce = Callable[[str], None]
+_LARGE_BYTES = 256 << 20
+"""Weights of which even one more step would delay the start; the more threads compute, the better."""
 
 
 class Placement(NamedTuple):
@@ -63,7 +69,11 @@ def place_without_torch(config: WorkerConfig) -> Placement | None:
         return None
     number_format = "bfloat16" if has_native_bfloat16() else "float32"
     dtype = number_format if config.dtype == "auto" else config.dtype
-    return Placement("cpu", dtype, describe_cpu(config.threads or available_cores()))
+    return Placement("cpu", dtype, describe_cpu(_threads(config)))
+
+
+def _threads(config: WorkerConfig) -> int:
+    return config.threads or read_topology().compute_threads
 
 
 class CppBackend:
@@ -82,6 +92,8 @@ class CppBackend:
         self.numerics, self.reason = full_numerics(numerics, cache_shape, config), reason
         self._library, self._weights, self._cache_shape = load_library(library), weights, cache_shape
         self._config = config
+        self.threads = _threads(config)
+        """Compute threads; start() may choose another number."""
 
     def plan_memory(self, config: WorkerConfig, announce: Announce) -> BlockBudget:
         """See Backend.plan_memory."""
@@ -93,12 +105,36 @@ class CppBackend:
         """See Backend.start."""
         announce(WARMING_UP)
         config, dtype, int8 = self._weights.config, self._cache_shape.dtype, self._config.quantize == "int8"
-        threads = ThreadPool(self._library, self._config.threads or available_cores())
+        threads = ThreadPool(self._library, self.threads)
         compute = NativeCompute(
             self._library, config, self._weights.read, threads, dtype=dtype, blocks=blocks, int8=int8
         )
-        sampler = NativeSampler(self._library, config.vocab_size, pool=threads)
+        self._choose_threads(compute, announce)
+        sampler = NativeSampler(self._library, config.vocab_size, pool=compute.executor.pool)
         return warmed_up(Runner(compute, sampler=sampler, grammars=grammars), self._cache_shape.max_running)
+
+    def _choose_threads(self, compute: NativeCompute, announce: Announce) -> None:
+        """Leaves `compute` with the number of threads that takes the least time for a step of one row and one of 8."""
+        default, executors = compute.executor.pool.count, {compute.executor.pool.count: compute.executor}
+        if self._weights.n_params * ITEM_BYTES[self._cache_shape.dtype] <= _LARGE_BYTES:
+            for threads in self._config.thread_candidates:
+                with suppress(ValueError):  # the system allows fewer threads
+                    executors[threads] = compute.executor_on(ThreadPool(self._library, threads))
+        if len(executors) == 1:
+            return
+        steps = [dummies(rows, 1) for rows in sorted({1, min(8, self._cache_shape.max_running)})]
+
+        def time_step(threads: int) -> float:
+            compute.executor = executors[threads]
+            start = time.perf_counter()
+            for plan in steps:
+                compute.run(plan)
+                compute.logits(range(len(plan.chunks)))
+            return time.perf_counter() - start
+
+        chosen, reason = choose_threads(time_step, default, [*executors][1:])
+        compute.executor, self.threads = executors[chosen], chosen
+        announce(f"computes with {chosen} threads ({reason})")
 
     def release(self) -> None:
         """See Backend.release: the kernels hold nothing."""

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from app.common.cpu_topology import bind_process
 from app.common.ipc import Ready, WorkerConfig
 from app.common.startup_timer import LOADING_WEIGHTS, PROVING
 from app.common.terminal_log import START
@@ -29,7 +30,7 @@ from app.engine.worker_loop import BuiltEngine, EngineStartError
 from model.checkpoint.manifest import MANIFEST_FILE, check_manifest
 from model.checkpoint.stored_weights import StoredWeights, find_weights
 from model.config import ModelConfig
-from model.machine import INSTALL_TORCH
+from model.machine import INSTALL_TORCH, describe_cpu
 from model.tokenizer.tokenizer import Tokenizer
 
 _log, _start_log = logging.getLogger("inkstream"), logging.getLogger(START)
@@ -52,6 +53,8 @@ def build_engine(
     announce(LOADING_WEIGHTS)
     with _as_start_error(f"{config.weights}: the weights do not fit into the free memory of the GPU"):
         placement = place_without_torch(config) or _torch_backends(_NEEDS_TORCH).place(config)
+        if placement.device == "cpu" and (problem := bind_process(config.cpus, config.nodes)):
+            _log.warning("%s: %s", config.name, problem)
         weights = find(Path(config.weights))
         defaults = sampling_defaults(weights.generation, Path(config.weights) / "generation_config.json")
         tokenizer = Tokenizer.reader(Path(config.weights))  # the files may have changed when the first grammar needs it
@@ -192,7 +195,7 @@ def _ready(
         vocab_size=weights.config.vocab_size,
         n_params=weights.n_params,
         dtype=placement.dtype,
-        device=placement.description,
+        device=describe_cpu(backend.threads) if isinstance(backend, CppBackend) else placement.description,
         weights_version=weights.version,
         eos_ids=weights.eos_ids,
         sampling_defaults=defaults,

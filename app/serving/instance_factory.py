@@ -6,14 +6,16 @@ import asyncio
 import contextlib
 import logging
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 
 from app.chat.template import ChatTemplate
 from app.common import logs
+from app.common.cpu_topology import EngineShare, Topology, divide, read_topology
 from app.common.ipc import WorkerConfig
-from app.common.operating_system import available_cores
 from app.common.settings import Settings
+from app.common.terminal_log import START
 from app.engine.cpu.toolchain.library_cache import cache_directory
 from app.engine_client.client import EngineClient
 from app.engine_client.engine_pool import EnginePool
@@ -24,7 +26,7 @@ from app.serving.weights_snapshot import WeightsSnapshot, take_fingerprint, with
 from model.checkpoint.manifest import read_model_name
 from model.checkpoint.tensor_index import check_layout
 
-_log = logging.getLogger("inkstream")
+_log, _start_log = logging.getLogger("inkstream"), logging.getLogger(START)
 
 
 async def open_instance(settings: Settings, make_engine: Callable[[Settings], EnginePool]) -> ModelInstance:
@@ -70,29 +72,38 @@ def _copy_directories(settings: Settings) -> list[Path]:
 
 def make_engine_pool(settings: Settings) -> EnginePool:
     """Builds the pool of engine processes from the settings."""
-    cores = available_cores()
-    if settings.threads > cores:
+    topology = read_topology()
+    replicas = settings.replicas or _choose_replicas(settings, topology)
+    if settings.threads > topology.n_cpus:
         _log.warning(
             "--threads %d exceeds the %d available cores: threads will compete for them",
             settings.threads,
-            cores,
+            topology.n_cpus,
         )
-    if settings.replicas > (threads := settings.threads or cores):
+    if replicas > (threads := settings.threads or topology.n_cpus):
         _log.warning(
             "--replicas %d exceeds the %d threads (--threads): each replica takes one, and they will compete for cores",
-            settings.replicas,
+            replicas,
             threads,
         )
+    shares = divide(topology, replicas, settings.threads)
+    _start_log.info("cores: %s; %d threads for each engine by default", topology, shares[0].threads)
     limits = QueueLimits(max_requests=settings.max_waiting, max_prompt_tokens=settings.max_waiting_tokens)
     queue = FairQueue(limits)
-    configs = _worker_configs(settings, cores)
+    configs = _worker_configs(settings, shares)
     return EnginePool([EngineClient(config, silence_seconds=settings.engine_silence) for config in configs], queue)
 
 
-def _worker_configs(settings: Settings, cores: int) -> list[WorkerConfig]:
+def _choose_replicas(settings: Settings, topology: Topology) -> int:
+    # Imported by name: reading a configuration takes 20 ms of imports that this process does not need otherwise.
+    chosen: int = import_module("app.serving.replica_count").choose_replicas(settings, topology)
+    return chosen
+
+
+def _worker_configs(settings: Settings, shares: Sequence[EngineShare]) -> list[WorkerConfig]:
     libraries = libraries_at_start(settings)
 
-    def config(replica: int) -> WorkerConfig:
+    def config(replica: int, share: EngineShare) -> WorkerConfig:
         return WorkerConfig(
             weights=str(settings.weights),
             device=settings.device,
@@ -102,11 +113,13 @@ def _worker_configs(settings: Settings, cores: int) -> list[WorkerConfig]:
             deterministic=settings.deterministic,
             library=str(libraries.found) if libraries.found else None,
             cache_dir=str(libraries.cache_dir) if libraries.cache_dir else None,
-            # The same number of threads for each: a request may start on one engine and finish on another.
-            threads=max(1, (settings.threads or cores) // settings.replicas),
+            threads=share.threads,
+            thread_candidates=share.candidates,
+            cpus=share.cpus,
+            nodes=share.nodes,
             replica=replica,
-            replicas=settings.replicas,
-            concurrent_loaders=settings.replicas - 1,
+            replicas=len(shares),
+            concurrent_loaders=len(shares) - 1,
             kv_blocks=settings.kv_blocks,
             gpu_memory_utilization=settings.gpu_memory_utilization,
             max_context=settings.max_context,
@@ -117,4 +130,4 @@ def _worker_configs(settings: Settings, cores: int) -> list[WorkerConfig]:
             log_format=logs.resolve_format(settings.log_format),
         )
 
-    return [config(replica) for replica in range(settings.replicas)]
+    return [config(replica, share) for replica, share in enumerate(shares)]

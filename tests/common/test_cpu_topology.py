@@ -1,13 +1,21 @@
-"""The engine's thread count equals the available cores, in a container as outside."""
+"""Cores, SMT siblings, NUMA nodes and quotas of made-up machines, and what each engine gets of them."""
 
 from __future__ import annotations
 
 import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from app.common.operating_system import available_cores
+from app.common.cpu_topology import EngineShare, Topology, bind_process, divide, read_topology
+
+EIGHT = range(8)
 
 
 def _root(folder: Path, files: dict[str, str]) -> Path:
@@ -25,7 +33,7 @@ def _root(folder: Path, files: dict[str, str]) -> Path:
 def test_version_2_limits_the_cores(tmp_path: Path, limit: str, cores: int) -> None:
     """In a container of its own cgroup namespace: we are at the root of what is mounted."""
     files = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": f"{limit}\n"}
-    assert available_cores(_root(tmp_path, files), affinity=8) == cores
+    assert read_topology(_root(tmp_path, files), EIGHT).n_cpus == cores
 
 
 def test_the_smallest_limit_on_the_way_to_the_root_holds(tmp_path: Path) -> None:
@@ -35,7 +43,7 @@ def test_the_smallest_limit_on_the_way_to_the_root_holds(tmp_path: Path) -> None
         "sys/fs/cgroup/a.slice/b.service/cpu.max": "max 100000\n",
         "sys/fs/cgroup/c.slice/cpu.max": "100000 100000\n",
     }
-    assert available_cores(_root(tmp_path, files), affinity=8) == 3
+    assert read_topology(_root(tmp_path, files), EIGHT).n_cpus == 3
 
 
 @pytest.mark.parametrize(("quota", "cores"), [("-1", 8), ("400000", 4), ("30000", 1)])
@@ -48,16 +56,170 @@ def test_version_1_limits_the_cores(tmp_path: Path, quota: str, cores: int, path
         f"{ours}/cpu.cfs_quota_us": f"{quota}\n",
         f"{ours}/cpu.cfs_period_us": "100000\n",
     }
-    assert available_cores(_root(tmp_path, files), affinity=8) == cores
+    assert read_topology(_root(tmp_path, files), EIGHT).n_cpus == cores
 
 
 @pytest.mark.parametrize("text", ["", "nonsense", "1 2 3", "100000 0"])
 def test_what_cannot_be_read_is_no_limit(tmp_path: Path, text: str) -> None:
-    assert available_cores(tmp_path, affinity=8) == 8
+    assert read_topology(tmp_path, EIGHT).n_cpus == 8
     for cgroup in ("0::/\n", text):
         files = {"proc/self/cgroup": cgroup, "sys/fs/cgroup/cpu.max": text}
-        assert available_cores(_root(tmp_path, files), affinity=8) == 8
+        assert read_topology(_root(tmp_path, files), EIGHT).n_cpus == 8
 
 
 def test_never_more_than_the_machine_has() -> None:
-    assert 1 <= available_cores() <= (os.cpu_count() or 1)
+    assert 1 <= read_topology().compute_threads <= read_topology().n_cpus <= (os.cpu_count() or 1)
+
+
+def _machine(
+    folder: Path,
+    *,
+    cores: int,
+    smt: int = 1,
+    nodes: int = 1,
+    quota: str = "max",
+    cpus: Iterable[int] | None = None,
+    files: Mapping[str, str] | None = None,
+) -> Topology:
+    """A machine that numbers its CPUs as Linux does on x86-64: first one of each core, then their siblings."""
+    tree = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": f"{quota} 100000\n"}
+    for core in range(cores):
+        siblings = [core + cores * i for i in range(smt)]
+        for cpu in siblings:
+            path = f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+            tree[path] = ",".join(map(str, siblings)) + "\n"
+    for node in range(nodes):
+        first, last = cores * node // nodes, cores * (node + 1) // nodes - 1
+        ranges = [f"{first + cores * i}-{last + cores * i}" for i in range(smt)]
+        tree[f"sys/devices/system/node/node{node}/cpulist"] = ",".join(ranges) + "\n"
+    return read_topology(_root(folder, tree | dict(files or {})), range(cores * smt) if cpus is None else [*cpus])
+
+
+def test_siblings_of_a_core_get_one_thread(tmp_path: Path) -> None:
+    topology = _machine(tmp_path, cores=4, smt=2)
+    assert [core.cpus for core in topology.cores] == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert (topology.compute_threads, topology.n_cpus, topology.nodes) == (4, 8, (0,))
+    assert divide(topology, 1) == (EngineShare(4, (1, 2, 8)),)
+    assert str(topology) == "4 physical cores, 8 CPUs"
+
+
+@pytest.mark.parametrize(
+    ("machine", "threads"),
+    [
+        ({"cores": 1}, 1),
+        ({"cores": 2}, 2),
+        ({"cores": 7}, 7),
+        ({"cores": 8}, 7),  # one for the API process, which finds no sibling
+        ({"cores": 8, "smt": 2}, 8),
+        ({"cores": 8, "smt": 2, "quota": "800000"}, 7),
+        ({"cores": 8, "smt": 2, "quota": "950000"}, 8),
+        ({"cores": 8, "smt": 2, "quota": "150000"}, 1),
+        ({"cores": 4, "smt": 2, "cpus": (0, 4)}, 1),  # both siblings of one core
+        ({"cores": 4, "smt": 2, "cpus": (3, 6)}, 2),
+        ({"cores": 64, "nodes": 2, "cpus": range(32, 64)}, 31),
+    ],
+)
+def test_threads_compute_on_physical_cores(tmp_path: Path, machine: dict[str, Any], threads: int) -> None:
+    assert _machine(tmp_path, **machine).compute_threads == threads
+
+
+def test_slow_cores_of_a_hybrid_cpu_do_not_compute_by_default(tmp_path: Path) -> None:
+    """Six fast cores with siblings and four slow ones, as Intel lists them; four and four of an ARM big.LITTLE."""
+    intel = {"sys/devices/cpu_core/cpus": "0-3\n", "sys/devices/cpu_atom/cpus": "4-7\n"}
+    capacity = "sys/devices/system/cpu/cpu{}/cpu_capacity".format
+    arm = {capacity(cpu): f"{1024 if cpu > 3 else 446}\n" for cpu in EIGHT}
+    for number, files in enumerate((intel, arm)):
+        topology = _machine(tmp_path / str(number), cores=8, files=files)
+        assert topology.compute_threads == 4 and divide(topology, 1) == (EngineShare(4, (1, 2, 8)),)
+        assert str(topology) == "8 physical cores, 4 of them slow"
+    only_slow = _machine(tmp_path / "slow", cores=8, files=intel, cpus=range(4, 8))
+    assert only_slow.compute_threads == 4
+
+
+def test_without_sys_each_cpu_is_a_core(tmp_path: Path) -> None:
+    topology = read_topology(tmp_path, (0, 1, 2))
+    assert (topology.compute_threads, topology.nodes, divide(topology, 1)) == (3, (0,), (EngineShare(3, (1,)),))
+
+
+def test_one_core_leaves_nothing_to_choose(tmp_path: Path) -> None:
+    assert divide(_machine(tmp_path, cores=1), 2) == (EngineShare(1),) * 2
+
+
+def test_engines_of_one_node_go_wherever_the_system_puts_them(tmp_path: Path) -> None:
+    topology = _machine(tmp_path, cores=8, smt=2)
+    assert divide(topology, 2) == (EngineShare(4, (1, 2, 8)),) * 2
+    assert divide(topology, 2, threads=5) == (EngineShare(2),) * 2
+    assert divide(topology, 64)[0].threads == 1
+
+
+def test_an_engine_that_spans_nodes_spreads_its_memory(tmp_path: Path) -> None:
+    topology = _machine(tmp_path, cores=8, smt=2, nodes=2)
+    assert divide(topology, 1) == (EngineShare(8, (1, 4, 16), nodes=(0, 1)),)
+    assert str(topology) == "8 physical cores, 16 CPUs, 2 NUMA nodes"
+    one_node = _machine(tmp_path / "bound", cores=8, smt=2, nodes=2, cpus=(4, 5, 6, 7))  # numactl --cpunodebind=1
+    assert one_node.nodes == (1,) and divide(one_node, 1) == (EngineShare(4, (1, 2)),)
+
+
+def test_each_engine_gets_a_node(tmp_path: Path) -> None:
+    topology = _machine(tmp_path, cores=8, smt=2, nodes=2)
+    first, second = divide(topology, 2)
+    assert first == EngineShare(4, (1, 2, 8), cpus=(0, 8, 1, 9, 2, 10, 3, 11))
+    assert second == EngineShare(4, (1, 2, 8), cpus=(4, 12, 5, 13, 6, 14, 7, 15))
+    three = divide(topology, 3)  # two of them share a node, and all have equally many threads
+    assert [share.cpus for share in three] == [first.cpus, first.cpus, second.cpus]
+    assert {share.threads for share in three} == {2}
+
+
+def test_few_engines_share_many_nodes_evenly(tmp_path: Path) -> None:
+    topology = _machine(tmp_path, cores=16, nodes=4)
+    shares = divide(topology, 2)
+    assert [share.nodes for share in shares] == [(0, 1), (2, 3)]
+    assert [len(share.cpus) for share in shares] == [8, 8]
+    assert {share.threads for share in shares} == {7}
+
+
+def test_no_division_exceeds_cores_quota_or_nodes(tmp_path: Path) -> None:
+    numbers = count()
+    for nodes in (1, 2, 4):
+        for quota in ("max", "300000", "1250000"):
+            topology = _machine(tmp_path / str(next(numbers)), cores=16, smt=2, nodes=nodes, quota=quota)
+            for engines in (1, 2, 3, 4, 5, 16):
+                shares = divide(topology, engines)
+                assert len(shares) == engines and len({share.threads for share in shares}) == 1
+                assert sum(share.threads for share in shares) <= max(topology.n_cpus, engines)
+                if engines >= nodes > 1:
+                    assert {node for share in shares for node in topology.nodes if _runs_on(share, topology, node)} == {
+                        *topology.nodes
+                    }
+                    assert not any(share.nodes for share in shares)
+
+
+def _runs_on(share: EngineShare, topology: Topology, node: int) -> bool:
+    return any(cpu in share.cpus for core in topology.on([node]).cores for cpu in core.cpus)
+
+
+_BIND = """
+import os, sys
+from app.common.cpu_topology import bind_process
+cpu = min(os.sched_getaffinity(0))
+problem = bind_process([cpu], [0])
+assert os.sched_getaffinity(0) == {cpu}
+page = bytearray(1 << 24)
+policies = {line.split()[1] for line in open("/proc/self/numa_maps")}
+assert bool(problem) != ("interleave:0" in policies), (problem, policies)
+assert not bind_process([], [0]), "a policy that is there is kept"
+"""
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/numa_maps").exists() or platform.machine() not in ("x86_64", "aarch64"),
+    reason="needs a Linux with NUMA",
+)
+def test_a_process_is_bound_to_cpus_and_its_memory_to_nodes() -> None:
+    """In a process of its own. Container engines refuse the memory policy, and then the process says so."""
+    subprocess.run([sys.executable, "-c", _BIND], check=True, timeout=60)
+
+
+def test_what_cannot_be_bound_is_said() -> None:
+    assert not bind_process([], [])
+    assert bind_process([1 << 12], []).startswith("CPUs and memory are not divided among NUMA nodes (")

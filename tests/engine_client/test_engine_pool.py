@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from app.api.metrics import EngineState
+from app.common.cpu_topology import Core, EngineShare, Topology
 from app.common.errors import NotReady, QueueFull
 from app.common.ipc import Submit
 from app.common.settings import Settings
@@ -534,12 +535,12 @@ def test_what_the_router_remembers_is_bounded_and_is_whole_prefixes(seed: int, m
 
 
 def test_every_engine_gets_the_same_number_of_threads() -> None:
-    configs = _worker_configs(Settings(replicas=2, kernels="torch"), 5)
+    settings, share = Settings(replicas=2, kernels="torch"), EngineShare(2, (1,), (4, 5), (0, 1))
+    configs = _worker_configs(settings, [share, share])
     assert [(config.replica, config.threads, config.concurrent_loaders) for config in configs] == [(0, 2, 1), (1, 2, 1)]
-    assert _worker_configs(Settings(kernels="torch"), 5) == [
-        replace(configs[0], threads=5, replicas=1, concurrent_loaders=0)
-    ]
-    assert {config.threads for config in _worker_configs(Settings(replicas=4, threads=2, kernels="torch"), 5)} == {1}
+    (alone,) = _worker_configs(settings, [share])
+    assert alone == replace(configs[0], replicas=1, concurrent_loaders=0)
+    assert (alone.thread_candidates, alone.cpus, alone.nodes) == ((1,), (4, 5), (0, 1))
 
 
 @pytest.mark.parametrize(
@@ -550,7 +551,8 @@ def test_every_engine_gets_the_same_number_of_threads() -> None:
 async def test_engines_that_will_wait_for_one_another_are_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, replicas: int, threads: int, words: str
 ) -> None:
-    monkeypatch.setattr("app.serving.instance_factory.available_cores", lambda: 2)
+    two_cores = Topology((Core((0,)), Core((1,))))
+    monkeypatch.setattr("app.serving.instance_factory.read_topology", lambda: two_cores)
     make_engine_pool(Settings(replicas=replicas, threads=threads, kernels="torch"))
     assert words in caplog.text and bool(caplog.text) == bool(words)
 

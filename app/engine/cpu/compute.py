@@ -15,7 +15,7 @@ from weakref import finalize
 import numpy as np
 
 from app.common.types import BatchPlan, Chunk
-from app.engine.cpu.library import Step, address_of, zeros
+from app.engine.cpu.library import Shape, Step, address_of, zeros
 from app.engine.cpu.program import BLOCK, Program, ReadTensor, padded_head_dim
 from model.config import ModelConfig
 from model.number_formats import Array
@@ -33,6 +33,15 @@ class ThreadPool:
         if not self.handle:
             raise ValueError(f"the system cannot start {count} threads for this process: set a smaller --threads")
         finalize(self, library.ink_close_pool, self.handle)
+
+
+class PoolExecutor:
+    """Registers and scratch memory of a decoder for the threads of one pool; closed when garbage collected."""
+
+    def __init__(self, library: CDLL, shape: Shape, pool: ThreadPool) -> None:
+        self.pool = pool
+        self.handle: int = library.ink_open(shape, pool.handle)
+        finalize(self, library.ink_close, self.handle)
 
 
 class NativeCompute:
@@ -54,16 +63,20 @@ class NativeCompute:
         int8: bool = False,
     ) -> None:
         self.config = config
-        self._library, self._pool = library, pool
+        self._library = library
         self.program = program = Program(library, config, read, pool.handle, dtype=dtype, int8=int8)
         shape = (self.config.n_layers, 2, blocks + 1, self.config.n_kv_heads, BLOCK * padded_head_dim(self.config))
         self._cache = zeros(shape, program.dtype)
         self._padding_blocks = array("i", [blocks]) * -(-self.config.context // BLOCK)
-        self._executor = library.ink_open(program.shape(self._cache), pool.handle)
-        finalize(self, library.ink_close, self._executor)
+        self.executor = self.executor_on(pool)
+        """Replace it to compute with other threads: the same bits."""
         self._logits = np.empty((0, program.logits_columns), np.float32)
         self.seconds: array[float] | None = None
         """Profile: one entry for each operation of `program`, which adds its duration; None turns profiling off."""
+
+    def executor_on(self, pool: ThreadPool) -> PoolExecutor:
+        """An executor of this decoder and its cache on the threads of `pool`."""
+        return PoolExecutor(self._library, self.program.shape(self._cache), pool)
 
     def run(self, plan: BatchPlan) -> Items[Chunk]:
         """Runs one step; rows are in the order of the plan."""
@@ -82,7 +95,7 @@ class NativeCompute:
         table = array("q", chunks)
         addresses = (tokens.buffer_info()[0], table.buffer_info()[0])
         step = Step(len(tokens), len(plan.chunks), *addresses, self.seconds and self.seconds.buffer_info()[0])
-        self._library.ink_run(self._executor, ctypes.byref(step))
+        self._library.ink_run(self.executor.handle, ctypes.byref(step))
         return plan.chunks
 
     def logits(self, rows: Items[int]) -> Array:
@@ -91,5 +104,5 @@ class NativeCompute:
             self._logits = np.empty((len(rows), self._logits.shape[1]), np.float32)
         columns, row_indices = self._logits.shape[1], array("i", rows)
         addresses = (row_indices.buffer_info()[0], len(rows), address_of(self._logits))
-        self._library.ink_head(self._executor, *addresses, columns)
+        self._library.ink_head(self.executor.handle, *addresses, columns)
         return self._logits[: len(rows), : self.config.vocab_size]

@@ -1,0 +1,238 @@
+"""CPU topology: cores, SMT siblings, NUMA nodes, and what affinity and cgroup limits leave of them. From Linux's /sys.
+
+    Topology ---- compute_threads, thread_candidates: how many threads compute (app/engine/cpu/thread_count.py measures)
+        |
+        +-- divide() --> one EngineShare per engine process, which bind_process() applies there
+
+Where /sys is missing, each CPU counts as a core, all on one node.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import platform
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+_SPARE_CORE_FROM = 8
+"""From this many cores one may be left to the API process: an eighth of the engine's speed at most."""
+
+
+class Core(NamedTuple):
+    """A physical core."""
+
+    cpus: tuple[int, ...]
+    """Its logical CPUs (SMT siblings) that this process may use."""
+    node: int = 0
+    """NUMA node."""
+    is_fast: bool = True
+    """False for an efficiency core of a hybrid CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The cores that this process may use; at least one."""
+
+    cores: tuple[Core, ...]
+    quota: float = math.inf
+    """CPUs whose time the cgroup may use."""
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """The NUMA nodes that have usable cores."""
+        return tuple(sorted({core.node for core in self.cores}))
+
+    @property
+    def n_cpus(self) -> int:
+        """Logical CPUs, within the quota.
+
+        Rounds down: with a quota of 2.5 CPUs, spinning threads on 3 would exhaust it, and then all are throttled.
+        """
+        return max(1, int(min(self.quota, sum(len(core.cpus) for core in self.cores))))
+
+    @property
+    def compute_threads(self) -> int:
+        """The default: one for each fast physical core, within the quota.
+
+        From eight on, one core is left to the API process unless it finds a sibling, a slow core or quota to spare.
+        """
+        threads = min(self.n_cpus, sum(core.is_fast for core in self.cores))
+        return threads - 1 if threads >= _SPARE_CORE_FROM and threads == self.n_cpus else threads
+
+    def on(self, nodes: Collection[int]) -> Topology:
+        """The part on these nodes, with the same quota."""
+        return Topology(tuple(core for core in self.cores if core.node in nodes), self.quota)
+
+    def __str__(self) -> str:
+        cpus, slow = sum(len(core.cpus) for core in self.cores), sum(not core.is_fast for core in self.cores)
+        siblings = f", {cpus} CPUs" if cpus != len(self.cores) else ""
+        parts = [f"{_count(len(self.cores), 'physical core')}{siblings}", *[f"{slow} of them slow"] * bool(slow)]
+        parts += [f"{len(self.nodes)} NUMA nodes"] * (len(self.nodes) > 1)
+        return ", ".join([*parts, *[f"a cgroup quota of {self.quota:g} CPUs"] * (self.quota < cpus)])
+
+
+def read_topology(root: Path = Path("/"), affinity: Collection[int] | None = None) -> Topology:
+    """The topology of this machine.
+
+    root: directory of proc and sys. affinity: the CPUs that may be used, by default as the scheduler reports them.
+    """
+    allowed = set(_affinity() if affinity is None else affinity)
+    devices = root / "sys/devices"
+    node_of = {
+        cpu: int(folder.name.removeprefix("node"))
+        for folder in (devices / "system/node").glob("node[0-9]*")
+        for cpu in _cpus(folder / "cpulist")
+    }
+    fast = _fast_cpus(devices, allowed)
+    cores, seen = list[Core](), set[int]()
+    for cpu in sorted(allowed):
+        if cpu not in seen:
+            siblings = _cpus(devices / f"system/cpu/cpu{cpu}/topology/thread_siblings_list") | {cpu}
+            seen |= siblings
+            cores.append(Core(tuple(sorted(siblings & allowed)), node_of.get(cpu, 0), cpu in fast))
+    return Topology(tuple(cores), min(_quotas(root), default=math.inf))
+
+
+def _affinity() -> Collection[int]:
+    # macOS and Windows have no such call, and no cgroups.
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+
+
+def _fast_cpus(devices: Path, allowed: Collection[int]) -> Collection[int]:
+    """The performance cores of a hybrid CPU; all CPUs of others."""
+    intel = _cpus(devices / "cpu_core/cpus") & set(allowed)
+    capacities = dict[int, int]()
+    for cpu in allowed:
+        with suppress(OSError, ValueError):  # ARM
+            capacities[cpu] = int((devices / f"system/cpu/cpu{cpu}/cpu_capacity").read_text())
+    half = max(capacities.values(), default=0) / 2
+    return intel or {cpu for cpu in allowed if capacities.get(cpu, math.inf) > half}
+
+
+def _cpus(file: Path) -> set[int]:
+    """The CPUs of a list such as 0-3,8; none if there is no such file."""
+    cpus = set[int]()
+    with suppress(OSError, ValueError):
+        for part in filter(None, file.read_text().strip().split(",")):
+            first, _, last = part.partition("-")
+            cpus |= set(range(int(first), int(last or first) + 1))
+    return cpus
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """The limits of this process's cgroup and its ancestors; the smallest one is effective."""
+    with suppress(OSError, ValueError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            mount = root / "sys/fs/cgroup" / controllers
+            own = mount / path.lstrip("/")
+            # In a container the path may be the host's and missing here; then the limit of the mount applies.
+            for folder in (own, *own.parents):
+                if folder.is_relative_to(mount) and (quota := _quota(folder)) is not None:
+                    yield quota
+
+
+def _quota(folder: Path) -> float | None:
+    """Limit of this cgroup in cores; None if it has none."""
+    with suppress(OSError, ValueError, ZeroDivisionError):
+        quota, period = (folder / "cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    with suppress(OSError, ValueError, ZeroDivisionError):
+        microseconds = int((folder / "cpu.cfs_quota_us").read_text())
+        period_microseconds = int((folder / "cpu.cfs_period_us").read_text())
+        return None if microseconds < 0 else microseconds / period_microseconds
+    return None
+
+
+class EngineShare(NamedTuple):
+    """What one engine process gets of the machine."""
+
+    threads: int
+    """Compute threads by default."""
+    candidates: tuple[int, ...] = ()
+    """Other numbers of threads that may be faster, in ascending order."""
+    cpus: tuple[int, ...] = ()
+    """The CPUs that it runs on; empty leaves that to the system."""
+    nodes: tuple[int, ...] = ()
+    """NUMA nodes that its memory alternates between; empty takes it from the node of the thread that first writes."""
+
+
+def divide(topology: Topology, engines: int, threads: int = 0) -> tuple[EngineShare, ...]:
+    """Shares of `engines` engine processes, all with the same number of threads.
+
+    With several engines on several nodes, each runs on a node of its own, or they share the nodes evenly. An engine
+    that spans nodes has its memory spread over them, so that no node's bandwidth limits all threads.
+    threads: of all engines together, as the user chose them; 0 chooses.
+    """
+    nodes = topology.nodes
+    starts = [engine * len(nodes) // engines for engine in range(engines)] + [len(nodes)]
+    groups = [nodes[start : max(end, start + 1)] for start, end in pairwise(starts)]
+    parts = {group: topology.on(group) for group in groups}
+    each = (threads or topology.compute_threads) // engines
+    if not threads:
+        each = min([each, *(part.compute_threads // groups.count(group) for group, part in parts.items())])
+    each = max(1, each)
+    most = min(part.n_cpus // groups.count(group) for group, part in parts.items())
+    others = {1, max(1, each // 2), max(1, min(most, topology.n_cpus // engines))} - {each}
+    is_divided = len(nodes) > 1 and engines > 1
+    return tuple(
+        EngineShare(
+            each,
+            () if threads else tuple(sorted(others)),
+            tuple(cpu for core in parts[group].cores for cpu in core.cpus) if is_divided else (),
+            group if len(group) > 1 else (),
+        )
+        for group in groups
+    )
+
+
+_INTERLEAVE, _DEFAULT = 3, 0
+_SET_AND_GET_POLICY: Mapping[str, tuple[int, int]] = {"x86_64": (238, 239), "aarch64": (237, 236)}
+"""System call numbers of set_mempolicy(2) and get_mempolicy(2)."""
+
+
+def bind_process(cpus: Collection[int], nodes: Collection[int]) -> str:
+    """Runs this process on `cpus`, and alternates its memory between `nodes`, as EngineShare says; returns what failed.
+
+    To be called before the process starts threads and allocates the memory: both settings are those of the calling
+    thread, which later threads inherit. A memory policy that numactl has set is kept.
+    """
+    try:
+        if cpus and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, cpus)
+        if nodes and sys.platform == "linux" and (numbers := _SET_AND_GET_POLICY.get(platform.machine())):
+            _interleave(nodes, *numbers)
+    except OSError as error:
+        return f"CPUs and memory are not divided among NUMA nodes ({error.strerror}): the engine may be slower"
+    return ""
+
+
+def _interleave(nodes: Collection[int], set_policy: int, get_policy: int) -> None:
+    """Raises OSError: container engines refuse without CAP_SYS_NICE."""
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    bits = ctypes.sizeof(ctypes.c_ulong) * 8
+    mask = (ctypes.c_ulong * (max(nodes) // bits + 1))()
+    for node in nodes:
+        mask[node // bits] |= 1 << node % bits
+    current = ctypes.c_int()
+    none, zero = ctypes.c_void_p(), ctypes.c_ulong()
+    if call(ctypes.c_long(get_policy), ctypes.byref(current), none, zero, none, zero) == 0:
+        if current.value != _DEFAULT:
+            return
+        # The kernel reads one bit less than it is told.
+        if call(ctypes.c_long(set_policy), ctypes.c_long(_INTERLEAVE), mask, ctypes.c_ulong(len(mask) * bits + 1)) == 0:
+            return
+    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

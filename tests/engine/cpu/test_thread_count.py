@@ -1,0 +1,127 @@
+"""The number of threads that an engine measures and takes; the bits do not depend on it."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Sequence_
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+
+from app.common.ipc import WorkerConfig
+from app.common.types import BatchPlan, Chunk, Request, SamplingParams, Sequence
+from app.engine.cpu.compute import ThreadPool
+from app.engine.cpu.thread_count import BUDGET_SECONDS, choose_threads
+from app.engine.cpu.toolchain.builder import find_or_build
+from app.engine.startup import build_engine
+from benchmarks.engine_driver import request, run_all
+from tests.support.model.tiny_models import kernels, native_compute, tiny_config, tiny_decoder, tiny_weights
+
+
+class FakeMachine:
+    """Steps that take a given time for each number of threads; a clock that they move."""
+
+    def __init__(self, seconds: Mapping[int, float], noise: Callable[[int], float] = lambda _: 0.0) -> None:
+        self.seconds, self.noise = seconds, noise
+        self.now, self.steps = 0.0, list[int]()
+
+    def step(self, threads: int) -> float:
+        took = self.seconds[threads] + self.noise(threads)
+        self.now += took
+        self.steps.append(threads)
+        return took
+
+    def choose(self, default: int, *candidates: int) -> tuple[int, str]:
+        return choose_threads(self.step, default, candidates, clock=lambda: self.now)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"),
+    [
+        ({2: 1.0, 1: 1.8}, 2),
+        ({2: 1.0, 1: 0.95}, 2),  # not decisive
+        ({2: 1.0, 1: 0.7}, 1),
+        ({8: 1.0, 1: 4.0, 4: 1.2, 16: 0.8}, 16),
+        ({8: 1.0, 1: 0.85, 4: 0.6, 16: 2.0}, 4),
+    ],
+)
+def test_the_fastest_is_chosen_if_it_is_clearly_faster(seconds: dict[int, float], chosen: int) -> None:
+    machine = FakeMachine({threads: each / 5000 for threads, each in seconds.items()})
+    default, *candidates = seconds
+    assert machine.choose(default, *candidates)[0] == chosen
+    assert machine.now <= BUDGET_SECONDS * 1.2
+
+
+def test_a_hopeless_candidate_costs_few_steps() -> None:
+    machine = FakeMachine({64: 0.0001, 1: 0.0005})
+    assert machine.choose(64, 1) == (64, "measured beside 64: 1 took 5.00 times as long")
+    assert machine.steps.count(1) <= 4 and machine.now < 0.01
+
+
+def test_long_steps_are_not_measured() -> None:
+    machine = FakeMachine({2: 0.08, 1: 0.01})
+    assert machine.choose(2, 1)[0] == 2 and machine.steps == [2, 2]
+
+
+def test_stalls_that_strike_by_chance_do_not_decide() -> None:
+    """Equal candidates, and in one of ten steps a time slice of another process: the default stays."""
+    for seed in range(200):
+        rng = random.Random(seed)
+        machine = FakeMachine({2: 0.0005, 1: 0.0005}, lambda _, rng=rng: 0.004 * (rng.random() < 0.1))  # type: ignore[misc]
+        assert machine.choose(2, 1)[0] == 2
+
+
+@pytest.mark.usefixtures("native_library", "one_thread")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_bits_of_a_step_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> None:
+    """Other numbers of threads read the cache that one thread began, in one decoder."""
+    decoder = tiny_decoder(tiny_config(), dtype=dtype)
+    alone, shared = native_compute(decoder, 64, threads=1), native_compute(decoder, 64, threads=1)
+    executors = [shared.executor_on(ThreadPool(kernels(), threads)) for threads in (2, 3, 5)]
+    tokens = array("q", (random.Random(1).randrange(decoder.config.vocab_size) for _ in range(40)))
+    rows = [
+        Sequence(
+            request=Request(id=f"{row}", prompt=tuple(tokens), max_tokens=1, params=SamplingParams()),
+            tokens=tokens,
+            arrival=row,
+            blocks=array("i", range(3 * row, 3 * row + 3)),
+        )
+        for row in range(9)
+    ]
+    for start, stop in ((0, 17), (17, 18), (18, 40)):
+        plan = BatchPlan(tuple(Chunk(row, start, stop) for row in rows))
+        shared.executor = executors[start % 3]
+        assert shared.executor.pool.count > 1
+        results = []
+        for compute in (alone, shared):
+            compute.run(plan)
+            results.append(compute.logits(range(9 * (stop - start))).copy())
+        assert np.array_equal(*results)
+
+
+@pytest.mark.usefixtures("native_library", "one_thread")
+def test_an_engine_computes_with_what_it_has_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def choose(time_step: Callable[[int], float], default: int, candidates: Sequence_[int]) -> tuple[int, str]:
+        assert (default, candidates) == (2, [1, 3]) and all(time_step(threads) > 0 for threads in (2, 1, 3))
+        return 3, "a test"
+
+    monkeypatch.setattr("app.engine.backends.choose_threads", choose)
+    directory, phases = tiny_weights(tmp_path / "w"), list[str]()
+    config = WorkerConfig(
+        weights=str(directory), device="cpu", library=str(find_or_build()), threads=2, thread_candidates=(1, 3)
+    )
+    built = build_engine(config, phases.append)
+    runner: Any = built.engine.runner
+    assert runner.compute.executor.pool.count == runner.sampler._pool.count == 3
+    assert built.ready.device.endswith(", 3 threads")
+    assert "computes with 3 threads (a test)" in phases
+    alone = build_engine(replace(config, threads=1, thread_candidates=()))
+    assert alone.ready.device.endswith(", 1 threads")
+    texts = [run_all(each.engine, [request("r", [1, 2, 3], 20)]).tokens("r") for each in (built, alone)]
+    assert texts[0] == texts[1] and len(texts[0]) > 1
