@@ -12,6 +12,7 @@ import yaml
 
 from app.api.health import router
 from app.common.settings import Settings
+from app.engine.cpu.toolchain.cpu_target import NEON, X86_LEVELS, levels_to_package
 from tests.container.engine import PORTS
 from tests.support import ROOT
 from tests.support.docs_commands import commands
@@ -200,6 +201,7 @@ def test_what_is_compiled_for_a_gpu_outlives_the_container() -> None:
 
 
 NOT_RUN = {
+    "docker buildx build --platform linux/amd64,linux/arm64 --tag registry.example/inkstream --push .": "no ARM",
     "docker build --tag inkstream .": "buildah builds the same Dockerfile",
     "docker build --build-arg TORCH= --tag inkstream:no-torch .": "buildah builds the same Dockerfile",
     "docker compose --file docker-compose.yml --file compose.gpu.yaml up --build --wait": "no GPU",
@@ -228,3 +230,13 @@ def test_every_command_of_the_page_is_run_on_containers_or_has_a_reason_not_to_b
     in_r22 = set(commands(restarts))  # tests/promises/test_r22_nginx.py restarts two services behind the same file
     assert run | NOT_RUN.keys() | in_r22 == set(commands(page))
     assert not run & NOT_RUN.keys()
+
+
+def test_the_image_is_built_for_amd64_and_arm64() -> None:
+    """Nothing in the build names an architecture: `docker buildx build --platform` chooses it, for all stages alike."""
+    for path in (ROOT / "Dockerfile", *(ROOT / "deploy/image").iterdir()):
+        if path.is_file():
+            text = re.sub(r"^#.*$", "", path.read_text(), flags=re.MULTILINE)
+            assert not re.search(r"x86|amd64|aarch64|arm64|--platform|linux-gnu/", text), path
+    assert levels_to_package("aarch64", "Linux", "") == (NEON,)
+    assert levels_to_package("x86_64", "Linux", "") == X86_LEVELS

@@ -46,7 +46,7 @@ FLAGS = {
     "--address", "--bind", "--build", "--build-arg", "--cap-drop", "--close", "--constraint", "--detach", "--durations",
     "--directory", "--enable-feature", "--env", "--extra-index-url", "--file", "--find-links", "--from-file", "--head",
     "--help", "--http2", "--include", "--index-url", "--isolation", "--limit", "--local-dir", "--logdir", "--mount",
-    "--name", "--no-index",
+    "--name", "--no-index", "--push",
     "--nproc-per-node", "--num-gpus", "--only-binary", "--parallel", "--platform", "--preinstall", "--profile",
     "--publish", "--python-version", "--read-only", "--require-hashes", "--requirement", "--revision", "--rm",
     "--security-opt",
