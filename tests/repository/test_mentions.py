@@ -42,12 +42,12 @@ DOTTED += ("model.name", "model.eval")
 # fmt: off
 FLAGS = {
     "--install", "--query-gpu", "--tag",
-    "--no-deps", "--now", "--pip-args", "--strip-unneeded", "--system", "--torch-backend", "--wheel-dir",
+    "--no-deps", "--now", "--strip-unneeded", "--system", "--wheel-dir",
     "--address", "--bind", "--build", "--build-arg", "--cap-drop", "--close", "--constraint", "--detach", "--durations",
     "--directory", "--enable-feature", "--env", "--extra-index-url", "--file", "--find-links", "--from-file", "--head",
     "--help", "--http2", "--include", "--index-url", "--isolation", "--limit", "--local-dir", "--logdir", "--mount",
     "--name", "--no-index", "--push",
-    "--nproc-per-node", "--num-gpus", "--only-binary", "--parallel", "--platform", "--preinstall", "--profile",
+    "--nproc-per-node", "--num-gpus", "--only-binary", "--parallel", "--platform", "--profile",
     "--publish", "--python-version", "--read-only", "--require-hashes", "--requirement", "--revision", "--rm",
     "--security-opt",
     "--shell", "--signal", "--tasks", "--test", "--time", "--tmpfs", "--upgrade", "--version", "--volume", "--wait",
