@@ -5,7 +5,7 @@ import { classed, element, put } from "./elements.js";
 
 const PLACE = "inkstream.preferences";
 /** Choices of each preference, its default first. */
-export const PREFERENCES = {
+const PREFERENCES = {
   theme: ["system", "light", "dark"],
   font: ["book", "sans", "mono"],
   lines: ["standard", "narrow", "wide"],

@@ -159,6 +159,32 @@ def test_a_selection_is_rewritten_by_the_alternative_that_is_taken(page, width):
     assert page.get_by_role("treeitem", name="She knocked").count() == 1, "the others stay as branches"
 
 
+@pytest.mark.parametrize(
+    ("before", "replaced", "after", "span"),
+    [
+        ("The door was old.", " She waited", ". It opened.", (20, 27)),
+        ("\u6211\u559c\u6b22", "\u5317\u4eac", "\u3002\u597d", (4, 5)),
+        ("\u05e9\u05dc\u05d5\u05dd", " \u05e2\u05d5\u05dc\u05dd", " \u05d8\u05d5\u05d1", (6, 7)),
+    ],
+    ids=["english", "chinese", "hebrew"],
+)
+def test_a_selection_that_begins_or_ends_inside_a_word_is_rewritten_in_whole_words(page, before, replaced, after, span):
+    words = before + replaced + after
+    ends = [{"index": index, "finish_reason": "length"} for index in range(3)]
+    alternatives = [token(" Yes", index) for index in range(3)]
+    bodies = requests(page, ("start", {"seed": 7}), *alternatives, ("done", {"choices": ends}))
+    write(page, words, *span)
+    page.locator("#document").press("Control+Enter")
+    wait_for(page, "done")
+    assert bodies[0]["prompt"] == before
+    assert page.locator("#columns .replaced").inner_text() == replaced.strip(), "it is shown before it is taken"
+    page.keyboard.press("1")
+    written = text(page)
+    assert written.startswith(before + " Yes") and written.endswith(after)
+    page.keyboard.press("Control+z")
+    assert text(page) == words, "one step"
+
+
 def test_tokens_in_the_middle_are_the_models_and_the_rest_is_measured_again(page):
     page.locator("#at-caret").check()
     write(page, "One two three four", caret=7)

@@ -67,10 +67,40 @@ test("where sentences are replaced, only whole ones come in their place; other t
   assert.equal(fitted(" red\n", "", "house"), " red\n");
 });
 
+const rewrittenIn = (text) => (start, end) => text.slice(...Object.values(rewritten(text, { start, end })));
+
 test("what is rewritten begins with the blank before it, and ends before the one behind it", () => {
-  const text = "One two  three.";
-  const span = (start, end) => text.slice(...Object.values(rewritten(text, { start, end })));
+  const span = rewrittenIn("One two  three.");
   assert.equal(span(4, 7), " two");
   assert.equal(span(3, 9), " two");
   assert.equal(span(0, 4), "One");
+});
+
+test("whole words are rewritten, where a selection begins or ends inside of one", () => {
+  const span = rewrittenIn("She didn't wait,\nand left 3.14 euros.");
+  assert.equal(span(1, 2), "She");
+  assert.equal(span(6, 13), " didn't wait");
+  assert.equal(span(4, 10), " didn't", "words that are whole stay as they are");
+  assert.equal(span(11, 16), " wait,", "a sign that is selected");
+  assert.equal(span(14, 22), " wait,\nand left", "over the end of a line");
+  assert.equal(span(18, 19), "and", "the first word of a line");
+  assert.equal(span(28, 29), " 3.14");
+  assert.equal(span(36, 37), ".");
+});
+
+test("where a script has no blanks or runs from right to left, the browser's dictionary tells what a word is", () => {
+  assert.equal(rewrittenIn("\u6211\u559c\u6b22\u5317\u4eac\u3002")(4, 5), "\u5317\u4eac", "Beijing, of which the second half was selected");
+  assert.equal(rewrittenIn("\u79c1\u306f\u6771\u4eac\u306b\u884c\u304d\u307e\u3057\u305f\u3002")(2, 3), "\u6771\u4eac", "Tokyo");
+  assert.equal(rewrittenIn("\u0e09\u0e31\u0e19\u0e23\u0e31\u0e01\u0e01\u0e23\u0e38\u0e07\u0e40\u0e17\u0e1e")(7, 9), "\u0e01\u0e23\u0e38\u0e07\u0e40\u0e17\u0e1e", "Bangkok");
+  assert.equal(rewrittenIn("\u05e9\u05dc\u05d5\u05dd \u05e2\u05d5\u05dc\u05dd")(6, 7), " \u05e2\u05d5\u05dc\u05dd");
+  assert.equal(rewrittenIn("\u0645\u0631\u062d\u0628\u0627 \u0628\u0643\u0645")(1, 8), "\u0645\u0631\u062d\u0628\u0627 \u0628\u0643\u0645");
+});
+
+test("no character is cut, and a line as long as a book is no more work than a short one", () => {
+  const family = "\u{1f468}\u200d\u{1f469}\u200d\u{1f467}";
+  assert.equal(rewrittenIn(`So ${family} left`)(5, 8), ` ${family}`);
+  const text = `${"word ".repeat(200_000)}last`;
+  assert.equal(rewrittenIn(text)(500_001, 500_007), " word word");
+  assert.equal(rewrittenIn(text)(text.length - 2, text.length), " last");
+  assert.equal(rewrittenIn("w".repeat(1000))(500, 501).length, 401, "of a word without an end, what is near");
 });

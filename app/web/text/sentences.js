@@ -11,6 +11,8 @@ const NUMBERED = /(?<!\p{L})(?:No|Nos|Vol|Fig|Ch|pp?)\.$/u; // before a number: 
 const INITIAL = /(?<!\p{L})(?!I)\p{Lu}\.$/u; // "U.S.", "J. R. R.", but "So did I."
 const CLOSED = /[.!?\u2026\u3002]["'\u201d\u2019)\]]*\s*$/; // the end of a text that is over
 const SENTENCE_END = /[.!?\u2026\u3002]["'\u201d\u2019)\]]*$/;
+const WORDS_OF = new Intl.Segmenter(undefined, { granularity: "word" });
+const REACH = 200; // characters around a place in which the word it is inside of is looked for
 const LONGEST = 400; // characters: code and lists have no sentences, and are read in pieces
 
 export class Sentences {
@@ -45,7 +47,7 @@ export function lastSentence(text, longest = 240) {
 }
 
 /** The length of the sentences that are whole: up to the last end that can be told, or all where it ends with one. */
-export function wholeSentences(text) {
+function wholeSentences(text) {
   if (CLOSED.test(text)) return text.trimEnd().length;
   let length = 0;
   for (let end = nextEnd(text); end > 0; end = nextEnd(text.slice(length))) length += end;
@@ -91,11 +93,20 @@ export function fit(written, replaced, behind) {
   return { length, blank: isJoined ? " " : "" };
 }
 
-/** The span that is rewritten where this is selected: whole words with the blank before them, as a model writes them. */
+/** The span that is rewritten where this is selected: whole words (Unicode Standard Annex 29, and the browser's dictionaries
+    where a script has no blanks) with the blank before them, as a model writes them. */
 export function rewritten(text, { start, end }) {
   const selected = text.slice(start, end);
-  const last = start + selected.trimEnd().length;
-  const first = start + selected.length - selected.trimStart().length;
-  const withBlank = text[first - 1] === " " ? first - 1 : first;
-  return { start: withBlank, end: last };
+  const first = wordAround(text, start + selected.length - selected.trimStart().length).start;
+  const last = wordAround(text, start + selected.trimEnd().length).end;
+  return { start: text[first - 1] === " " ? first - 1 : first, end: last };
+}
+
+// The word that this place is inside of, or the place itself where it is between words. No longer stretch of a line is
+// segmented than words are read from: a line may have a million characters, and the caret moves with every key.
+function wordAround(text, at) {
+  const from = Math.max(at - REACH, text.lastIndexOf("\n", at - 1) + 1, 0);
+  const { index = 0, segment = "" } = WORDS_OF.segment(text.slice(from, at + REACH)).containing(at - from) ?? {};
+  const start = from + index;
+  return start < at && segment !== "" ? { start, end: start + segment.length } : { start: at, end: at };
 }

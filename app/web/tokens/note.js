@@ -50,7 +50,7 @@ export class Note {
     const picture = curves([["surprise", surprises], ["speed", speeds]]);
     picture.setAttribute("role", "img");
     picture.setAttribute("aria-label", `Along the text, ${label}${speed}`);
-    const caption = element("figcaption", classed("span", "surprise", label), classed("span", "speed", speed.slice(2)));
+    const caption = element("figcaption", element("span", label), classed("span", "speed", speed.slice(2)));
     this.#curves.replaceChildren(picture, caption);
   }
 

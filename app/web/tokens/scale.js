@@ -46,7 +46,7 @@ export function legend(measure) {
 }
 
 /** How likely the whole text of these tokens was. */
-export function likelihood(tokens) {
+function likelihood(tokens) {
   return tokens.reduce((product, token) => product * (probability(token) ?? 1), 1);
 }
 
