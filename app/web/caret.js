@@ -41,7 +41,9 @@ export class Caret {
     const selection = this.#page.selection();
     const isAtEnd = !selection || text.slice(selection.start).trim() === "";
     if (isAtEnd) return null;
-    const isRewriting = text.slice(selection.start, selection.end).trim() !== "";
+    const selected = text.slice(selection.start, selection.end).trim();
+    if (selected === text.trim()) return null; // there is nothing around all of the text to rewrite it by
+    const isRewriting = selected !== "";
     if (!isRewriting && this.#mode !== "caret") return null;
     const { start, end } = isRewriting ? rewritten(text, selection) : { start: selection.start, end: selection.start };
     return { start, end, isInfill: end < text.length && this.#page.canFillIn(text) };

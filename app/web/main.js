@@ -139,6 +139,7 @@ $("show-help").addEventListener("click", () => $("help").showModal());
 documents.begin({ capture, restore, isRunning: () => notebook.running, focus, status });
 display.changed();
 sheet.toEnd();
+if (notebook.text === FIRST_TEXT && !notebook.canUndo) sheet.selectAll(); // a sample, to go on from or to type over
 service.introduce();
 if (/Mac|iP/.test(navigator.platform)) $("generate-key").textContent = "\u2318 Enter";
 focus();

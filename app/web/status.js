@@ -2,6 +2,7 @@
 // Counts and times the tokens as this browser receives them; run-display.js reports the events.
 
 import { copy, REFUSED } from "./request/clipboard.js";
+import { shortSeed } from "./request/field.js";
 
 const SHOWN = 1200; // ms that "copied" stands in the place of the seed
 const FIRST = "Waiting for the first token";
@@ -124,7 +125,7 @@ export class Status {
     rate.textContent = rateText(this.#rate ?? this.#ownRate());
     count.textContent = String(this.#count);
     context.textContent = this.#used === null || this.#context === null ? NONE : `${this.#used} of ${this.#context}`;
-    seed.textContent = shortened(this.#seed ?? NONE);
+    seed.textContent = shortSeed(this.#seed ?? NONE);
     seed.title = this.#seed ? `${this.#seed}: click to copy` : "";
   }
 
@@ -151,10 +152,6 @@ export class Status {
     const seconds = (this.#latest - this.#first) / 1000;
     return seconds > 0 ? (this.#count - 1) / seconds : null;
   }
-}
-
-function shortened(seed) {
-  return seed.length > 8 ? `${seed.slice(0, 6)}\u2026` : seed;
 }
 
 function rateText(rate) {

@@ -359,6 +359,7 @@ def test_the_next_token_is_asked_for_when_the_hand_rests_and_taken_by_a_click(pa
     open_bars(page)
     prompts = []
     page.on("request", lambda one: prompts.append(body_of(one)["prompt"]) if one.method == "POST" else None)
+    page.locator("#document").press("End")
     with page.expect_request("**/complete"):
         page.locator("#document").press("!")
     page.locator("#bars[aria-busy=false] button").first.wait_for()

@@ -6,6 +6,7 @@ import pytest
 from tests.support.page.browser import (
     CHROMIUM_ONLY,
     DONE,
+    PROMPT,
     body_of,
     generate,
     play,
@@ -130,10 +131,24 @@ def test_undo_and_redo_scroll_to_the_change(page):
         assert is_seen(page, FIRST_LINE), button
 
 
+def test_what_is_typed_first_replaces_the_sample_and_a_run_goes_on_from_it(page):
+    page.keyboard.type("It rained.")
+    assert text(page) == "It rained."
+    while page.locator("#undo").get_attribute("aria-disabled") == "false":
+        page.locator("#undo").click()
+    assert text(page) == PROMPT
+    page.reload()
+    page.locator("#document").press("Control+a")
+    play_run(page, ", it rained")
+    assert text(page) == f"{PROMPT}, it rained"
+    page.locator("#document").press_sequentially("!")
+    assert text(page) == f"{PROMPT}, it rained!", "the caret stands at the end, not around what was selected"
+
+
 # Steps of undo
 
 
-def test_pasting_is_a_step_of_its_own(page):
+def test_pasting_cutting_and_the_end_of_a_sentence_are_steps_of_their_own(page):
     fill(page, "One")
     page.locator("#document").press("End")
     page.keyboard.type(" two")
@@ -142,12 +157,16 @@ def test_pasting_is_a_step_of_its_own(page):
         area.setRangeText(" three", area.value.length, area.value.length, "end");
         area.dispatchEvent(new InputEvent("input", { inputType: "insertFromPaste" }));
     }""")
-    page.keyboard.type(" four")
+    page.keyboard.type(" four. Five")
+    page.keyboard.press("Control+a")
+    page.keyboard.press("Control+x")
+    page.keyboard.type("Six")
     seen = []
-    for _ in range(3):
+    for _ in range(6):
         seen.append(text(page))
         page.locator("#undo").click()
-    assert seen == ["One two three four", "One two three", "One two"]
+    whole = "One two three four. Five"
+    assert seen == ["Six", "", whole, whole.removesuffix("Five"), "One two three", "One two"]
 
 
 def test_a_locked_seed_with_the_same_settings_is_not_run_again(page):

@@ -42,6 +42,15 @@ test("as many words stay as can, in texts by chance; what is shown loses no lett
   assert.deepEqual(different(wordDifference("one two, three four", "five six, seven eight").a), ["one two, three four"]);
 });
 
+test("what happens to stay is marked too where more letters around it do not", () => {
+  const spring = "go. So now we're setting up for this business and here's the spring. I won't get to work";
+  const world = "go in the world is to keep the house for a while, as long as you can do it. If I were to put";
+  const { a, b, count } = wordDifference(spring, world);
+  assert.equal(count, 1);
+  assert.deepEqual([different(a), different(b)], [[spring.slice(2)], [world.slice(3)]]);
+  assert.deepEqual(different(wordDifference("the red cat sat", "the blue cat ran").a), ["red", "sat"]);
+});
+
 test("texts with nothing in common differ in one place", () => {
   const [a, b] = ["a", "b"].map((letter) => Array.from({ length: 4000 }, (_, index) => `${letter}${index}`).join(" "));
   assert.deepEqual(wordDifference(a, b), { a: [[true, a]], b: [[true, b]], count: 1 });

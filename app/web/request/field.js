@@ -135,7 +135,7 @@ export class SeedField extends Field {
   /** A random seed was asked for, and this is the one that the server drew. */
   explain(value) {
     this.#used = String(value);
-    this.control.placeholder = `random, was ${value}`;
+    this.control.placeholder = `random, was ${shortSeed(this.#used)}`;
   }
 
   show() {
@@ -157,4 +157,9 @@ export class SeedField extends Field {
 export function drawSeed() {
   const [high, low] = crypto.getRandomValues(new Uint32Array(2));
   return String((BigInt(high >>> 11) << 32n) | BigInt(low));
+}
+
+/** The beginning of a seed that is too long for its place. */
+export function shortSeed(seed) {
+  return seed.length > 8 ? `${seed.slice(0, 6)}\u2026` : seed;
 }

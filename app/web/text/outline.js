@@ -237,7 +237,7 @@ function keyOf({ source, end }) {
 }
 
 function wordsOf(stretch) {
-  const words = stretch.slice(0, LONGEST_WORDS).trim().split(/\s+/);
+  const words = stretch.slice(0, LONGEST_WORDS).replace(/^[.,;:!?]+(?=\s)/u, "").trim().split(/\s+/); // the end of what was before
   return words.slice(0, WORDS).join(" ") + (words.length > WORDS ? " \u2026" : "");
 }
 

@@ -56,6 +56,11 @@ export class Sheet {
     this.follow();
   }
 
+  /** Selects all of the text, so that what is typed replaces it. */
+  selectAll() {
+    this.#area.select();
+  }
+
   /** Scrolls to the end of the text. */
   follow() {
     this.#scroller.scrollTop = 1e9; // as far as it goes
@@ -70,7 +75,9 @@ export class Sheet {
   /** From here to close() the text belongs to the stream: what the user types would land in its middle. `at`: where it
       comes, or null for the end. `isSeen`: in this view, so that one who was writing elsewhere is brought there. */
   open({ at = null, isSeen }) {
-    this.#caretAtEnd = this.#area.selectionStart === this.#area.value.length;
+    const { selectionStart, selectionEnd, value } = this.#area;
+    if (at === null && selectionStart === 0 && selectionEnd === value.length) this.#caretToEnd(); // all was selected
+    this.#caretAtEnd = this.#area.selectionStart === value.length;
     this.#place = isSeen ? at : null;
     if (this.#place !== null) {
       this.#mirror.open(at);

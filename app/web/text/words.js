@@ -6,7 +6,8 @@ const MOST_CHANGES = 1500; // beyond that two texts have little in common, and t
 /** { a, b, count }: each text as [[isDifferent, piece], ...], and in how many places they differ. */
 export function wordDifference(a, b) {
   const [before, after] = [a, b].map((text) => [...text.matchAll(WORD)].filter(([all]) => all !== ""));
-  const pairs = withoutIslands(common(...[before, after].map((words) => words.map(([, , word]) => word))), before.length, after.length);
+  const words = [before, after].map((matches) => matches.map(([, , word]) => word));
+  const pairs = withoutIslands(common(...words), ...words);
   const [x, y] = [before, after].map((words, side) => mark(words, new Set(pairs.map((pair) => pair[side]))));
   return { a: x, b: y, count: stretches(pairs, before.length, after.length) };
 }
@@ -32,8 +33,13 @@ function stretches(pairs, lengthOfA, lengthOfB) {
   return edges.slice(1).filter(([x, y], index) => x > edges[index][0] + 1 || y > edges[index][1] + 1).length;
 }
 
-// A few words that happen to stay, with more on both sides that do not, would only make the two hard to read.
-function withoutIslands(pairs, lengthOfA, lengthOfB) {
+// A few letters that happen to stay, with more on both sides that do not, would only make the two hard to read.
+function withoutIslands(pairs, a, b) {
+  const [lettersOfA, lettersOfB] = [a, b].map(lettersBefore);
+  const size = (run) => lettersOfA[run.at(-1)[0] + 1] - lettersOfA[run[0][0]];
+  const gap = ([fromX, fromY], [toX, toY]) => {
+    return Math.max(lettersOfA[toX] - lettersOfA[fromX + 1], lettersOfB[toY] - lettersOfB[fromY + 1]);
+  };
   const runs = [];
   for (const pair of pairs) {
     const [x, y] = runs.at(-1)?.at(-1) ?? [];
@@ -42,12 +48,19 @@ function withoutIslands(pairs, lengthOfA, lengthOfB) {
   }
   let end = [-1, -1];
   const kept = runs.filter((run, index) => {
-    const gap = ([fromX, fromY], [toX, toY]) => Math.max(toX - fromX, toY - fromY) - 1;
-    const isIsland = run.length < gap(end, run[0]) && run.length < gap(run.at(-1), runs[index + 1]?.[0] ?? [lengthOfA, lengthOfB]);
+    const next = runs[index + 1]?.[0] ?? [a.length, b.length];
+    const isIsland = size(run) < gap(end, run[0]) && size(run) < gap(run.at(-1), next);
     if (!isIsland) end = run.at(-1);
     return !isIsland;
   });
   return kept.flat();
+}
+
+// For each word how many letters the words before it have together, and last how many all have.
+function lettersBefore(words) {
+  const sums = [0];
+  for (const word of words) sums.push(sums.at(-1) + word.length);
+  return sums;
 }
 
 /** [[index in a, index in b]]: as many words as two lists can have in common, in order. */

@@ -122,9 +122,13 @@ def long_seed(server):
 DONE = ("done", {"choices": [{"index": 0, "finish_reason": "length", "stop_reason": None}]})
 
 
+# For a picture of a page in Firefox, Playwright adds the style "body {}" to it, which the page's policy blocks.
+PICTURE_STYLE = "sha256-YjaKGiklmzC6wjXA513HAMmzus8VE61XCOT+SmwNZWA="
+
+
 def watch(page):
     trouble = []
-    page.on("pageerror", lambda error: trouble.append(f"exception: {error}"))
+    page.on("pageerror", lambda error: None if PICTURE_STYLE in str(error) else trouble.append(f"exception: {error}"))
     page.on("console", lambda message: trouble.append(message.text) if _is_defect(message) else None)
     page.on("response", lambda answer: trouble.append(f"{answer.status} {answer.url}") if _is_missing(answer) else None)
     return trouble
@@ -255,12 +259,18 @@ def watch_status(page):
 
 def cut_stream(page, after):
     """The page's next POST /complete ends after so many events of the server's own; what follows goes its way."""
-
-    def cut(route):
-        events = route.fetch().text().split("\n\n")[:after]
-        route.fulfill(content_type="text/event-stream", body="".join(f"{event}\n\n" for event in events))
-
-    page.route("**/complete", cut, times=1)
+    page.evaluate(
+        """(after) => {
+        const fetch = window.fetch;
+        window.fetch = async (...request) => {
+            if (!String(request[0]).endsWith("complete")) return fetch(...request);
+            window.fetch = fetch;
+            const events = (await (await fetch(...request)).text()).split(/(?<=\\n\\n)/).slice(0, after);
+            return new Response(events.join(""), { headers: { "Content-Type": "text/event-stream" } });
+        };
+    }""",
+        after,
+    )
 
 
 def trickle(page, count=1, frames=2, busy=0):
