@@ -84,6 +84,14 @@ test("keys stay while the tree grows, and labels show where the text is", () => 
   assert.equal(fork.words, "there was a");
 });
 
+test("the words of an entry leave out the mark that ends what was before", () => {
+  const tree = new Tree(state("It rained"));
+  tree.commit("run", state("It rained. So they stayed"), { at: 9 });
+  assert.equal(outline(tree).at(-1).words, "So they stayed");
+  tree.commit("run", state("It rained. So they stayed\u2026 .5 l"), { at: 25 });
+  assert.equal(outline(tree).at(-1).words, "\u2026 .5 l");
+});
+
 test("what is within an entry is every node whose text goes through it", () => {
   const tree = grown();
   tree.type(state("Once there was a king."), false);

@@ -237,7 +237,8 @@ function keyOf({ source, end }) {
 }
 
 function wordsOf(stretch) {
-  const words = stretch.slice(0, LONGEST_WORDS).replace(/^[.,;:!?]+(?=\s)/u, "").trim().split(/\s+/); // the end of what was before
+  const beginning = stretch.slice(0, LONGEST_WORDS).replace(/^[.,;:!?]+(?=\s)/u, ""); // a mark that ends the sentence before
+  const words = beginning.trim().split(/\s+/);
   return words.slice(0, WORDS).join(" ") + (words.length > WORDS ? " \u2026" : "");
 }
 
