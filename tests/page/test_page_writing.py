@@ -1,5 +1,7 @@
 """What a writer needs of the page: long texts, the caret, undo, other scripts, paper, a phone; in a real browser."""
 
+import base64
+
 import httpx
 import pytest
 
@@ -129,6 +131,26 @@ def test_undo_and_redo_scroll_to_the_change(page):
         assert not is_seen(page, FIRST_LINE)
         page.locator(button).click()
         assert is_seen(page, FIRST_LINE), button
+
+
+DARKEST = """async (picture) => {
+    const image = new Image();
+    image.src = `data:image/png;base64,${picture}`;
+    await image.decode();
+    const context = new OffscreenCanvas(image.width, image.height).getContext("2d");
+    context.drawImage(image, 0, 0);
+    const { data } = context.getImageData(0, 0, image.width, image.height);
+    let darkest = 255;
+    for (let i = 0; i < data.length; i += 4) darkest = Math.min(darkest, (data[i] + data[i + 1] + data[i + 2]) / 3);
+    return darkest;
+}"""
+
+
+def test_what_is_selected_can_be_read(page):
+    fill(page, "It rained.")
+    page.locator("#document").press("Control+a")
+    picture = page.locator("#mirror > div").screenshot(caret="hide")
+    assert page.evaluate(DARKEST, base64.b64encode(picture).decode()) < 100, "the color of the selection hides the ink"
 
 
 def test_what_is_typed_first_replaces_the_sample_and_a_run_goes_on_from_it(page):
