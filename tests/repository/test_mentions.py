@@ -64,27 +64,32 @@ def _files() -> tuple[str, ...]:
     return tuple(name for name in listed if name and (ROOT / name).is_file() and not (ROOT / name).is_symlink())
 
 
-def _texts(name: str, kind: str) -> Iterator[tuple[int, str]]:
-    """Prose of a file with the lines it stands in: comments and strings of Python, all of anything else.
+def _texts(name: str) -> Iterator[tuple[int, str, bool]]:
+    """Comments and strings of Python, all of any other file: line, text, and whether it is prose.
 
-    Of the strings in tests the docstrings alone, but for modules, which tests patch by name: all else that a test
-    names, it makes itself or fails without.
+    Of the strings in tests the docstrings alone are prose: what else a test names, it makes itself or fails without.
     """
     text = (ROOT / name).read_text()
     if not name.endswith(".py"):
-        yield from enumerate(text.splitlines(), start=1)
+        yield from ((line, text, True) for line, text in enumerate(text.splitlines(), start=1))
         return
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        is_prose = token.string.startswith('"""') or not name.startswith("tests/") or kind == "modules"
-        if token.type == tokenize.COMMENT or (token.type == tokenize.STRING and is_prose):
-            yield from enumerate(token.string.splitlines(), start=token.start[0])
+        is_prose = token.string.startswith('"""') or not name.startswith("tests/")
+        if token.type in (tokenize.COMMENT, tokenize.STRING):
+            is_prose |= token.type == tokenize.COMMENT
+            lines = enumerate(token.string.splitlines(), start=token.start[0])
+            yield from ((line, text, is_prose) for line, text in lines)
 
 
 @cache
-def _prose(kind: str = "") -> tuple[tuple[str, int, str], ...]:
-    """File, line and text, of all files that people read; addresses of the web are left out."""
+def _all_texts() -> tuple[tuple[str, int, str, bool], ...]:
+    """File, line, text and whether it is prose, of all files that people read; addresses of the web are left out."""
     files = [name for name in _files() if Path(name).suffix in READ and name != HERE]
-    return tuple((name, line, re.sub(r"\w+://\S+", " ", text)) for name in files for line, text in _texts(name, kind))
+    return tuple(
+        (name, line, re.sub(r"\w+://\S+", " ", text), is_prose)
+        for name in files
+        for line, text, is_prose in _texts(name)
+    )
 
 
 @cache
@@ -165,25 +170,28 @@ def missing_flags(text: str) -> list[str]:
 
 def missing_variables(text: str) -> list[str]:
     """Variables of settings, or of some other name that our code or a configuration reads."""
-    known = {f"INKSTREAM_{name.upper()}" for name in Settings.model_fields} | _other_variables()
-    return [name for name in re.findall(r"\bINKSTREAM_[A-Z_]*[A-Z]\b", text) if name not in known]
+    return [name for name in re.findall(r"\bINKSTREAM_[A-Z_]*[A-Z]\b", text) if name not in _variables()]
 
 
 @cache
-def _other_variables() -> frozenset[str]:
-    """Set or read as a whole string in Python, expanded by a shell, by compose or by the snippets of the page."""
+def _variables() -> frozenset[str]:
+    """Of settings; or set or read as a whole string in Python, expanded by a shell, compose or snippets of the page."""
     # Of Kubernetes; a macro of tests/support/engine/native_sampler.py.
     found = {"INKSTREAM_SERVICE", "INKSTREAM_PORT", "INKSTREAM_TEST_FLAGS"}
     for name in _files():
         if Path(name).suffix in {".py", ".yml", ".yaml", ".js"} and name != HERE:
             found |= set(re.findall(r"[\"'{$](INKSTREAM_[A-Z_]+)(?=[\"'}:?])", (ROOT / name).read_text()))
-    return frozenset(found)
+    return frozenset(found | {f"INKSTREAM_{name.upper()}" for name in Settings.model_fields})
 
 
 def missing_targets(text: str) -> list[str]:
     """Targets of make, where prose or a command calls them."""
-    known = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    return [name for name in re.findall(r"(?:`|^\s*)make ([a-z][a-z-]*)(?=[` ]|$)", text) if name not in known]
+    return [name for name in re.findall(r"(?:`|^\s*)make ([a-z][a-z-]*)(?=[` ]|$)", text) if name not in _targets()]
+
+
+@cache
+def _targets() -> frozenset[str]:
+    return frozenset(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
 CHECKS: dict[str, Callable[[str, Path], list[str]]] = {
@@ -209,8 +217,8 @@ def _is_checked(kind: str, name: str) -> bool:
 def test_what_is_mentioned_exists(kind: str) -> None:
     wrong = [
         f"{name}:{line}: {found}"
-        for name, line, text in _prose(kind)
-        if _is_checked(kind, name)
+        for name, line, text, is_prose in _all_texts()
+        if (is_prose or kind == "modules") and _is_checked(kind, name)  # tests patch modules by name
         for found in CHECKS[kind](text, (ROOT / name).parent)
     ]
     assert wrong == []
@@ -237,5 +245,5 @@ def test_what_does_not_exist_is_found(kind: str, text: str, found: list[str]) ->
 
 def test_each_exception_is_mentioned() -> None:
     """So none stays behind; a few are of other programs' flags, which come and go with examples."""
-    everything = "\n".join(text for _, _, text in _prose())
+    everything = "\n".join(text for _, _, text, is_prose in _all_texts() if is_prose)
     assert [name for name in (*KNOWN, *DOTTED, *FLAGS) if name not in everything] == []
