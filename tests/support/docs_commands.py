@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -159,6 +160,9 @@ class Newcomer:
                 self._train(flags)
             case [program, "check", *flags] if program == INKSTREAM:
                 assert inkstream(["check", *flags]) == 0  # here: a process of its own would import torch first
+            case [program, "completion", shell, ">", file] if program == INKSTREAM:
+                with (self.clone / file.removeprefix("~/")).open("w") as script, redirect_stdout(script):
+                    assert inkstream(["completion", shell]) == 0  # as above
             case ["kill", "$!"]:
                 self.close()  # SIGTERM too, and waits for the end
             case _:
