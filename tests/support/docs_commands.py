@@ -201,15 +201,15 @@ class Newcomer:
 
     def _train(self, flags: list[str]) -> None:
         out = flags[flags.index("--out") + 1]
+        shape = [] if "--init" in flags else NEW
         if "--dry-run" in flags:
-            assert inkstream(["train", *flags, "--device", "cpu"]) == 0
+            assert inkstream(["train", *flags, *shape, *SHORT]) == 0
             assert not (self.clone / out).exists()
             return
         if "--resume" in flags:
             self._steps += 1
         elif (self.clone / out).exists():
             shutil.rmtree(self.clone / out)
-        shape = [] if "--init" in flags else NEW
         assert inkstream(["train", *flags, *shape, *SHORT, "--steps", str(self._steps)]) == 0
 
     def _shell(self, command: str) -> str:
