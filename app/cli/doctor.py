@@ -264,6 +264,16 @@ def _kernels(machine: Machine) -> Iterator[Finding]:
         yield Finding("cache", f"{directory} cannot be written, so the kernels cannot be kept", "slow", remedy)
 
 
+def _packed(machine: Machine) -> Iterator[Finding]:
+    cache = importlib.import_module("app.engine.cpu.packed_cache")
+    directory = _cache_directory(machine)
+    number, size = cache.describe(directory) if directory else (0, 0)
+    if directory and number:
+        yield Finding(
+            "packed", f"weights of {number} models, {_size(size)}; rm -r {directory / cache.FOLDER} clears them"
+        )
+
+
 def _cache_directory(machine: Machine) -> Path | None:
     requested = machine.environment.get("INKSTREAM_CACHE_DIR")
     return cache_directory(Path(requested) if requested else None, machine.environment)
@@ -411,6 +421,7 @@ _CHECKS: dict[str, Callable[[Machine], Iterator[Finding]]] = {
     "disk": _disk,
     "files": _files,
     "compiler": _kernels,
+    "packed": _packed,
     "packages": _packages,
     "port": _port_of,
     "weights": _weights,

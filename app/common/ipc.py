@@ -33,6 +33,8 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, tag="config"):
     library: str | None = None
     """Path of the native kernels that the service found at startup."""
     cache_dir: str | None = None
+    packed_cache_bytes: int = 0
+    """Most bytes of packed weights in the cache directory; 0 keeps none."""
     quantize: Literal["none", "int8", "fp8"] = "none"
     deterministic: bool = False
     """Steps of constant shapes, and a check at startup that results are batch invariant."""

@@ -125,3 +125,11 @@ def ensure_file_limit(requested: int) -> int:
             raise ValueError(f"the limit of open files is {soft}: raise ulimit -n to at least {_MIN_FILES}")
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     return max(1, min(requested, soft - RESERVED_CONNECTIONS - _RESERVED_FILES))
+
+
+def is_in_memory(folder: Path) -> bool:
+    """Whether `folder` is in memory, which counts against a container's limit. Raises OSError."""
+    device = folder.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    return any(fields[fields.index("-") + 1] in ("tmpfs", "ramfs") for fields in mounts if fields[2] == number)

@@ -13,6 +13,7 @@ from app.common.ipc import WorkerConfig
 from app.common.startup_timer import WARMING_UP
 from app.engine.cpu.compute import NativeCompute, ThreadPool
 from app.engine.cpu.library import load_library
+from app.engine.cpu.packed_cache import PackedCache
 from app.engine.cpu.sampler import NativeSampler
 from app.engine.cpu.thread_count import choose_threads
 from app.engine.execution.runner import BackendRunners, Runner
@@ -85,15 +86,19 @@ class CppBackend:
         weights: StoredWeights,
         cache_shape: CacheShape,
         config: WorkerConfig,
+        packed_cache: PackedCache | None = None,
         *,
         numerics: str,
         reason: str,
     ) -> None:
+        """packed_cache: has hashed the files of `weights`."""
         self.numerics, self.reason = full_numerics(numerics, cache_shape, config), reason
         self._library, self._weights, self._cache_shape = load_library(library), weights, cache_shape
         self._config = config
         self.threads = _threads(config)
         """Compute threads; start() may choose another number."""
+        facts = (weights.config, cache_shape.dtype, config.quantize)
+        self._entry = packed_cache and packed_cache.entry(library.name, *facts)
 
     def plan_memory(self, config: WorkerConfig, announce: Announce) -> BlockBudget:
         """See Backend.plan_memory."""
@@ -106,12 +111,16 @@ class CppBackend:
         announce(WARMING_UP)
         config, dtype, int8 = self._weights.config, self._cache_shape.dtype, self._config.quantize == "int8"
         threads = ThreadPool(self._library, self.threads)
+        restored = self._entry.restore(threads.count) if self._entry else None
         compute = NativeCompute(
-            self._library, config, self._weights.read, threads, dtype=dtype, blocks=blocks, int8=int8
+            self._library, config, self._weights.read, threads, dtype=dtype, blocks=blocks, int8=int8, restored=restored
         )
         self._choose_threads(compute, announce)
         sampler = NativeSampler(self._library, config.vocab_size, pool=compute.executor.pool)
-        return warmed_up(Runner(compute, sampler=sampler, grammars=grammars), self._cache_shape.max_running)
+        runners = warmed_up(Runner(compute, sampler=sampler, grammars=grammars), self._cache_shape.max_running)
+        if self._entry and restored is None:
+            self._entry.store_in_background(compute.program.memory)
+        return runners
 
     def _choose_threads(self, compute: NativeCompute, announce: Announce) -> None:
         """Leaves `compute` with the number of threads that takes the least time for a step of one row and one of 8."""

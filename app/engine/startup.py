@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +18,7 @@ from app.common.startup_timer import LOADING_WEIGHTS, PROVING
 from app.common.terminal_log import START
 from app.common.types import sampling_defaults
 from app.engine.backends import Announce, Backend, CppBackend, Placement, place_without_torch
+from app.engine.cpu.packed_cache import PackedCache
 from app.engine.cpu.program import BLOCK, padded_head_dim
 from app.engine.cpu.toolchain.backend_selection import Libraries, SelectedBackend, select_backend
 from app.engine.execution.engine import Engine
@@ -30,6 +32,7 @@ from app.engine.worker_loop import BuiltEngine, EngineStartError
 from model.checkpoint.manifest import MANIFEST_FILE, check_manifest
 from model.checkpoint.stored_weights import StoredWeights, find_weights
 from model.config import ModelConfig
+from model.files import sha256
 from model.machine import INSTALL_TORCH, describe_cpu
 from model.tokenizer.tokenizer import Tokenizer
 
@@ -44,18 +47,20 @@ and 0 to 13 % slower with 130 million parameters (2026-11-23)."""
 def build_engine(
     config: WorkerConfig,
     announce: Announce = lambda _phase: None,
-    find: Callable[[Path], StoredWeights] = find_weights,
+    find: Callable[[Path], StoredWeights] | None = None,
 ) -> BuiltEngine:
     """Loads the weights, allocates the cache, warms up; reports each phase to `announce`. Raises EngineStartError.
 
-    find: find_weights(), or a replacement by benchmarks whose weights are not in a file.
+    find: replaces find_weights() in benchmarks whose weights are not in a file.
     """
     announce(LOADING_WEIGHTS)
     with _as_start_error(f"{config.weights}: the weights do not fit into the free memory of the GPU"):
         placement = place_without_torch(config) or _torch_backends(_NEEDS_TORCH).place(config)
         if placement.device == "cpu" and (problem := bind_process(config.cpus, config.nodes)):
             _log.warning("%s: %s", config.name, problem)
-        weights = find(Path(config.weights))
+        packed_cache = None if find else PackedCache.of(config.cache_dir, config.packed_cache_bytes)
+        digest = packed_cache.sha256 if packed_cache else sha256
+        weights = (find or partial(find_weights, digest=digest))(Path(config.weights))
         defaults = sampling_defaults(weights.generation, Path(config.weights) / "generation_config.json")
         tokenizer = Tokenizer.reader(Path(config.weights))  # the files may have changed when the first grammar needs it
         limits = _limits(config, placement)
@@ -64,7 +69,7 @@ def build_engine(
             config.kernels, placement.dtype, placement.device, weights.config, libraries, announce
         )
         cache_shape = _cache_shape(config, weights.config, placement, selected)
-        backend = _backend(selected, weights, cache_shape, limits, config, announce)
+        backend = _backend(selected, weights, cache_shape, limits, config, packed_cache, announce)
         blocks = _blocks(config, backend, announce)
     grammars = GrammarTracker(
         lambda: tokenizer().bytes_of, vocab_size=weights.config.vocab_size, max_states=config.max_running
@@ -107,11 +112,19 @@ def _backend(
     cache_shape: CacheShape,
     limits: StepLimits,
     config: WorkerConfig,
+    packed_cache: PackedCache | None,
     announce: Announce,
 ) -> Backend:
     if selected.library:
-        reason, numerics = selected.reason, selected.numerics
-        return CppBackend(selected.library, weights, cache_shape, config, numerics=numerics, reason=reason)
+        return CppBackend(
+            selected.library,
+            weights,
+            cache_shape,
+            config,
+            packed_cache,
+            numerics=selected.numerics,
+            reason=selected.reason,
+        )
     backends = _torch_backends(selected.reason)
     backend: Backend = backends.choose_backend(selected, weights, cache_shape, limits, config, announce)
     return backend

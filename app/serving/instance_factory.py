@@ -113,6 +113,7 @@ def _worker_configs(settings: Settings, shares: Sequence[EngineShare]) -> list[W
             deterministic=settings.deterministic,
             library=str(libraries.found) if libraries.found else None,
             cache_dir=str(libraries.cache_dir) if libraries.cache_dir else None,
+            packed_cache_bytes=settings.packed_cache_bytes,
             threads=share.threads,
             thread_candidates=share.candidates,
             cpus=share.cpus,

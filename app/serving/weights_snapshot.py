@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from app.common.fault_injection import fault
+from app.common.operating_system import is_in_memory
 from model.checkpoint.manifest import check_manifest
 from model.checkpoint.tensor_index import check_layout
 from model.files import CheckpointError, Files, reading_from, regular_file
@@ -175,7 +176,7 @@ def _private_copy(descriptor: int, directory: Path, folders: Sequence[Path], *, 
     problem = OSError(0, "no temporary directory")
     for folder in folders:
         try:
-            limit = _MAX_IN_MEMORY_BYTES if _is_in_memory(folder) else _MAX_COPIED_BYTES
+            limit = _MAX_IN_MEMORY_BYTES if is_in_memory(folder) else _MAX_COPIED_BYTES
             if total > limit:
                 raise OSError(0, f"more than {limit >> 20} MiB for {folder}")
             return _copied(descriptor, folder)
@@ -193,14 +194,6 @@ def _reflink(descriptor: int, directory: Path) -> BinaryIO:
         copy.close()
         raise
     return copy
-
-
-def _is_in_memory(folder: Path) -> bool:
-    """Whether `folder` is in memory, which counts against a container's limit. Raises OSError."""
-    device = folder.stat().st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-    return any(fields[fields.index("-") + 1] in ("tmpfs", "ramfs") for fields in mounts if fields[2] == number)
 
 
 def _copied(descriptor: int, folder: Path) -> BinaryIO:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import mmap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -21,7 +21,7 @@ from model.checkpoint.config_file import read_config_file
 from model.checkpoint.tensor_index import Entry, TensorIndex, find_tensors, version_of
 from model.config import ModelConfig
 from model.families.spec import FamilySpec, Shape, TensorReader
-from model.files import CheckpointError, read_json, regular_file
+from model.files import CheckpointError, read_json, regular_file, sha256
 from model.number_formats import Array, as_float32, is_finite, rounded_to_bfloat16
 from model.parameter_shapes import count_parameters
 
@@ -110,8 +110,11 @@ class StoredWeights:
         return array
 
 
-def find_weights(directory: Path) -> StoredWeights:
-    """Checks everything but the numbers: names, shapes, dtypes, sizes. Raises CheckpointError."""
+def find_weights(directory: Path, digest: Callable[[Path], str] = sha256) -> StoredWeights:
+    """Checks everything but the numbers: names, shapes, dtypes, sizes. Raises CheckpointError.
+
+    digest: computes or remembers the SHA-256 of a file.
+    """
     config_json, family, config = read_config_file(directory)
     index = find_tensors(directory)
     check_sizes(directory / "config.json", config, index)
@@ -127,7 +130,7 @@ def find_weights(directory: Path) -> StoredWeights:
         bos_id=bos if isinstance(bos, int) and 0 <= bos < config.vocab_size else None,
         index=index,
         names=_match(family, config, index),
-        hashes=index.hashes(),
+        hashes=index.hashes(digest),
     )
 
 

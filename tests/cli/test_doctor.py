@@ -88,6 +88,14 @@ def test_a_machine_without_proc_gets_a_report(machine: Any, tmp_path: Path) -> N
     assert not machine("load", root=tmp_path)
 
 
+def test_packed_weights_are_named_with_the_command_that_clears_them(machine: Any, tmp_path: Path) -> None:
+    assert not machine("packed", INKSTREAM_CACHE_DIR=str(tmp_path))
+    (tmp_path / "packed").mkdir()
+    (tmp_path / "packed/weights-0.bin").write_bytes(bytes(3 << 20))
+    [packed] = machine("packed", INKSTREAM_CACHE_DIR=str(tmp_path))
+    assert packed.level == "ok" and packed.text == f"weights of 1 models, 3 MiB; rm -r {tmp_path}/packed clears them"
+
+
 def test_what_slows_a_machine_is_named_with_a_remedy(machine: Any, tmp_path: Path) -> None:
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/loadavg").write_text("99.5 9 9 1/2 3")

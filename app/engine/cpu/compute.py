@@ -15,7 +15,7 @@ from weakref import finalize
 import numpy as np
 
 from app.common.types import BatchPlan, Chunk
-from app.engine.cpu.library import Shape, Step, address_of, zeros
+from app.engine.cpu.library import HugepageAllocator, Shape, Step, address_of, zeros
 from app.engine.cpu.program import BLOCK, Program, ReadTensor, padded_head_dim
 from model.config import ModelConfig
 from model.number_formats import Array
@@ -61,10 +61,12 @@ class NativeCompute:
         dtype: str,
         blocks: int,
         int8: bool = False,
+        restored: HugepageAllocator | None = None,
     ) -> None:
+        """restored: see Program."""
         self.config = config
         self._library = library
-        self.program = program = Program(library, config, read, pool.handle, dtype=dtype, int8=int8)
+        self.program = program = Program(library, config, read, pool.handle, dtype=dtype, int8=int8, restored=restored)
         shape = (self.config.n_layers, 2, blocks + 1, self.config.n_kv_heads, BLOCK * padded_head_dim(self.config))
         self._cache = zeros(shape, program.dtype)
         self._padding_blocks = array("i", [blocks]) * -(-self.config.context // BLOCK)

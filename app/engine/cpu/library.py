@@ -27,17 +27,26 @@ _CACHE_LINE = 64
 class HugepageAllocator:
     """Bump allocator of zeroed memory, which is released only with the allocator."""
 
-    def __init__(self) -> None:
+    def __init__(self, n_bytes: int = 0) -> None:
+        """n_bytes: map so many at once, in which the buffers follow each other."""
+        self.buffers: list[tuple[int, int]] = []
+        """Address and bytes of each buffer, in whole cache lines."""
         self._regions: list[mmap.mmap] = []
-        self._next = 0
         self._end = 0
+        self.start = self._next = self._grow(n_bytes) if n_bytes else 0
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(n_bytes for _, n_bytes in self.buffers)
 
     def allocate(self, n_bytes: int) -> int:
         """Returns the address of `n_bytes` new bytes, aligned to a cache line."""
-        start = -(-self._next // _CACHE_LINE) * _CACHE_LINE
+        start, n_bytes = self._next, -(-n_bytes // _CACHE_LINE) * _CACHE_LINE
         if start + n_bytes > self._end:
             start = self._grow(n_bytes)
         self._next = start + n_bytes
+        self.buffers.append((start, n_bytes))
         return start
 
     def _grow(self, n_bytes: int) -> int:

@@ -7,6 +7,7 @@ numbers activations as model/config.py lists them.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -38,14 +39,26 @@ class Program:
     """Packed weights and operations of one decoder. Keep it alive: the kernels hold pointers into it."""
 
     def __init__(
-        self, library: ctypes.CDLL, config: ModelConfig, read: ReadTensor, pool: int, *, dtype: str, int8: bool = False
+        self,
+        library: ctypes.CDLL,
+        config: ModelConfig,
+        read: ReadTensor,
+        pool: int,
+        *,
+        dtype: str,
+        int8: bool = False,
+        restored: HugepageAllocator | None = None,
     ) -> None:
-        """read: called once for each tensor, which is packed before the next one. pool: threads that pack."""
+        """read: called once for each tensor, which is packed before the next one. pool: threads that pack.
+
+        restored: one region with what an equal program left in `memory`; then nothing is read or packed.
+        """
         self.config, self._library, self._pool, self._int8 = config, library, pool, int8
         self._dtype, self._is_bf16 = dtype, dtype == "bfloat16"
-        self._names = parameter_shapes(config).keys()
-        self._read = read
-        self._allocator = HugepageAllocator()
+        self._shapes = parameter_shapes(config)
+        self._read, self._is_restored = read, restored is not None
+        self.memory = restored or HugepageAllocator()
+        """All that depends on the weights; tables of positions are elsewhere."""
         self._keepalive: list[Any] = []
         self._operations: list[Operation] = []
         self.embedding = self._matrix("embedding", "head_bias" if config.tied_head else "")
@@ -99,10 +112,10 @@ class Program:
             embedding_scale=c.embedding_scale,
             soft_cap=c.logit_soft_cap or 0.0,
             eps=c.norm_eps,
-            rope_table=self._kept(rope_table(c) if c.positions == "rotary" else None),
-            position_embeddings=self._kept(
-                sinusoid_table(c) if c.positions == "sinusoidal" else self._float32("position_embedding")
-            ),
+            rope_table=self._kept(rope_table(c)) if c.positions == "rotary" else 0,
+            position_embeddings=self._kept(sinusoid_table(c))
+            if c.positions == "sinusoidal"
+            else self._vector("position_embedding"),
             embedding=ctypes.pointer(self.embedding),
             head=ctypes.pointer(self.head),
             final_weight=weight,
@@ -137,7 +150,7 @@ class Program:
                 matrix = self._matrix(f"{module}.weight", f"{module}.bias", gate_rows=gate_rows)
                 fields["matrix"] = ctypes.pointer(matrix)
             case Kind.ROPE_CACHE:
-                norms = (self._kept(self._float32(f"{module}.{name}.weight")) for name in ("q_norm", "k_norm"))
+                norms = (self._vector(f"{module}.{name}.weight") for name in ("q_norm", "k_norm"))
                 fields = {"layer": layer} | dict(zip(("weight", "bias"), norms, strict=True))
             case Kind.ATTENTION:
                 fields = {"layer": layer}
@@ -146,43 +159,68 @@ class Program:
         eps = self.config.norm_eps if kind in (Kind.NORM, Kind.ROPE_CACHE) else 0.0
         self._operations.append(Operation(kind=kind, source=source, target=target, eps=eps, **fields))
 
-    def _float32(self, name: str) -> Array | None:
-        """The parameter's numbers; None if the decoder has no such parameter."""
-        return as_float32(self._read(name, self._dtype)) if name in self._names else None
-
     def _norm_addresses(self, norm: str) -> tuple[int, int]:
-        weight, bias = (
-            self._kept(None if numbers is None else np.pad(numbers, (0, -len(numbers) % LANES)))
-            for numbers in (self._float32(f"{norm}.{name}") for name in ("weight", "bias"))
-        )
-        return weight, bias
+        return self._vector(f"{norm}.weight"), self._vector(f"{norm}.bias")
 
     def _matrix(self, weight: str, bias: str, *, gate_rows: int = 0) -> Matrix:
+        n_rows, k = self._shapes[weight]
+        panels = -(-gate_rows // LANES) if gate_rows else -(-n_rows // PANEL)
+        rows = None if self._is_restored else _packed_rows(n_rows, gate_rows, panels)
+        address = self.memory.allocate(self._library.ink_packed_bytes(panels, k, self._is_bf16, self._int8))
+        scales = None if self._is_restored else self._pack_matrix(weight, gate_rows, panels, address)
+        scale_address = self._stored(panels * PANEL, lambda: _rearranged(scales, rows)) if self._int8 else 0
+        bias_address = self._vector(bias, panels * PANEL, rows)
+        steps = -(-k // (2 if self._is_bf16 else 1))
+        return Matrix(address, bias_address, scale_address, panels * PANEL, steps, self._int8)
+
+    def _pack_matrix(self, weight: str, gate_rows: int, panels: int, address: int) -> Array | None:
+        """Packs the tensor to `address`; returns the scales of its rows, if they are int8."""
         numbers, scales = self._read(weight, self._dtype), None
         n_rows, k = numbers.shape
         if self._int8:
             wide, numbers, scales = numbers, np.empty((n_rows, k), np.int8), np.empty(n_rows, np.float32)
             addresses = (address_of(numbers), address_of(scales))
             self._library.ink_quantize(self._pool, address_of(wide), n_rows, k, self._is_bf16, *addresses)
-        panels = -(-gate_rows // LANES) if gate_rows else -(-n_rows // PANEL)
-        address = self._allocator.allocate(self._library.ink_packed_bytes(panels, k, self._is_bf16, self._int8))
         self._library.ink_pack(
             self._pool, address_of(numbers), n_rows, k, gate_rows, panels, self._is_bf16, self._int8, address
         )
-        packed_rows = _packed_rows(n_rows, gate_rows, panels)
-        bias_address, scale_address = (
-            self._kept(None if each is None else np.append(each, np.float32(0))[packed_rows])
-            for each in (self._float32(bias), scales)
-        )
-        steps = -(-k // (2 if self._is_bf16 else 1))
-        return Matrix(address, bias_address, scale_address, panels * PANEL, steps, self._int8)
+        return scales
 
-    def _kept(self, numbers: Array | None) -> int:
-        """Returns the address of a float32 copy that lives as long as the program; 0 for None."""
-        if numbers is None:
+    def _vector(self, name: str, size: int = 0, rows: list[int] | None = None) -> int:
+        """Address of a parameter in float32, padded to whole vectors, or arranged as `rows` says; 0 if there is none.
+
+        size: numbers of the result, if they are arranged.
+        """
+        if name not in self._shapes:
             return 0
-        self._keepalive.append(np.array(numbers, np.float32))  # not the file, mapped
+        size = size or _round_up(math.prod(self._shapes[name]), LANES)
+
+        def numbers() -> Array:
+            array = as_float32(self._read(name, self._dtype)).reshape(-1)
+            return _rearranged(array, rows) if rows else np.pad(array, (0, size - array.size))
+
+        return self._stored(size, numbers)
+
+    def _stored(self, size: int, numbers: Callable[[], Array]) -> int:
+        """Address of `size` float32 numbers in `memory`."""
+        address = self.memory.allocate(4 * size)
+        if not self._is_restored:
+            array = np.ascontiguousarray(numbers(), np.float32)
+            assert array.size == size
+            ctypes.memmove(address, address_of(array), array.nbytes)
+        return address
+
+    def _kept(self, numbers: Array) -> int:
+        """Returns the address of a float32 copy that lives as long as the program."""
+        self._keepalive.append(np.array(numbers, np.float32))
         return address_of(self._keepalive[-1])
+
+
+def _rearranged(numbers: Array | None, rows: list[int] | None) -> Array:
+    """The numbers of these rows; 0 for padding."""
+    assert numbers is not None
+    array: Array = np.append(numbers, np.float32(0))[rows]
+    return array
 
 
 def _packed_rows(n_rows: int, gate_rows: int, panels: int) -> list[int]:

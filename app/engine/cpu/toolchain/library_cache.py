@@ -89,7 +89,7 @@ def find_library(name: str, directories: Sequence[Path]) -> Path | None:
 def is_valid_library(library: Path) -> bool:
     """Whether the library exists, is complete, and is owned by this user or root and not writable by others."""
     return (
-        _is_trusted_directory(library.parent)
+        is_trusted_directory(library.parent)
         and (metadata := read_metadata(library)) is not None
         and _digest(library) == metadata["sha256"]
     )
@@ -98,7 +98,7 @@ def is_valid_library(library: Path) -> bool:
 def read_metadata(library: Path) -> dict[str, Any] | None:
     """Metadata of a library; None if it is missing, invalid or writable by other users."""
     try:
-        metadata = json.loads(_read_trusted(_metadata_path(library)))
+        metadata = json.loads(_read_trusted(metadata_path(library)))
     except (OSError, ValueError):
         return None
     return metadata if isinstance(metadata, dict) and isinstance(metadata.get("sha256"), str) else None
@@ -106,24 +106,33 @@ def read_metadata(library: Path) -> dict[str, Any] | None:
 
 def store_library(built: Path, library: Path, details: Mapping[str, Any]) -> None:
     """Moves `built` to `library` on the same file system; concurrent readers see no library or a complete one."""
-    metadata = built.with_suffix(".json")
     content = built.read_bytes()
-    metadata.write_text(json.dumps({"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content), **details}))
-    for path in (built, metadata):
-        path.chmod(0o644)
+    metadata = {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content), **details}
+    publish(built, library, metadata, mode=0o644)
+
+
+def publish(built: Path, target: Path, metadata: Mapping[str, Any], *, mode: int) -> None:
+    """Moves `built` to `target`, with metadata next to it, once both are on disk. Raises OSError."""
+    described = built.with_suffix(".json")
+    described.write_text(json.dumps(metadata))
+    for path in (built, described):
+        path.chmod(mode)
         _sync(path)
-    # Write the metadata last: readers ignore a library without it.
-    built.replace(library)
-    metadata.replace(_metadata_path(library))
-    _sync(library.parent)
+    # Write the metadata last: readers ignore a file without it.
+    built.replace(target)
+    described.replace(metadata_path(target))
+    _sync(target.parent)
 
 
 @contextlib.contextmanager
-def build_directory(directory: Path) -> Iterator[Path]:
-    """A temporary folder inside `directory` for one build; concurrent builds wait. Raises BuildError."""
+def build_directory(directory: Path, content: str = "native kernels") -> Iterator[Path]:
+    """A temporary folder inside `directory` for one build; concurrent builds wait. Raises BuildError.
+
+    content: what is stored, for the error.
+    """
     try:
         directory.mkdir(mode=0o755, parents=True, exist_ok=True)
-        if not _is_trusted_directory(directory):
+        if not is_trusted_directory(directory):
             raise BuildError(
                 f"{directory} belongs to another user or is writable by others: run chmod go-w on it, or "
                 "give another directory with --cache-dir"
@@ -135,7 +144,7 @@ def build_directory(directory: Path) -> Iterator[Path]:
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise BuildError(
-            f"native kernels cannot be stored in {directory} ({reason}): give another directory with --cache-dir"
+            f"{content} cannot be stored in {directory} ({reason}): give another directory with --cache-dir"
         ) from None
 
 
@@ -144,10 +153,11 @@ def remove_old_libraries(directory: Path, required: Collection[str]) -> None:
     others = [path for path in directory.glob("inkstream-*.so") if path.name not in required]
     for path in sorted(others, key=lambda path: path.stat().st_mtime, reverse=True)[MAX_OLD_LIBRARIES:]:
         path.unlink(missing_ok=True)
-        _metadata_path(path).unlink(missing_ok=True)
+        metadata_path(path).unlink(missing_ok=True)
 
 
-def _metadata_path(library: Path) -> Path:
+def metadata_path(library: Path) -> Path:
+    """Of a stored file."""
     return library.with_name(f"{library.name}.json")
 
 
@@ -155,7 +165,7 @@ def _read_trusted(path: Path) -> bytes:
     """Content of a regular file, not a link, that only this user or root can write. Raises OSError."""
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode) or not _is_trusted_owner(status):
+        if not stat.S_ISREG(status.st_mode) or not is_trusted_owner(status):
             raise PermissionError(errno.EPERM, "writable by other users", str(path))
         return file.read()
 
@@ -167,14 +177,16 @@ def _digest(path: Path) -> str | None:
         return None
 
 
-def _is_trusted_directory(directory: Path) -> bool:
+def is_trusted_directory(directory: Path) -> bool:
+    """Whether it exists, and only this user or root can write it."""
     try:
-        return _is_trusted_owner(directory.stat())
+        return is_trusted_owner(directory.stat())
     except OSError:
         return False
 
 
-def _is_trusted_owner(status: os.stat_result) -> bool:
+def is_trusted_owner(status: os.stat_result) -> bool:
+    """Whether only this user or root can write the file."""
     return status.st_uid in (0, os.geteuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 

@@ -1,0 +1,305 @@
+"""Packed weights from the cache are those that packing gives, whatever happened to the files in between."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+from app.engine.cpu import packed_cache
+from app.engine.cpu.compute import NativeCompute, ThreadPool
+from app.engine.cpu.packed_cache import PackedCache, describe
+from app.engine.cpu.program import Program
+from app.serving.weights_snapshot import WeightsSnapshot
+from model.checkpoint.checkpoint import weights_files
+from model.checkpoint.stored_weights import StoredWeights, find_weights
+from model.checkpoint.tensor_index import version_of
+from model.files import sha256, write_files
+from tests.support.model.tiny_models import kernels, tiny_config, tiny_decoder
+
+pytestmark = pytest.mark.usefixtures("native_library", "one_thread")
+LARGE = 1 << 30
+LOGGER = "inkstream"
+GPT2: dict[str, Any] = {
+    "norm": "layernorm", "norm_bias": True, "gated": False, "activation": "gelu_tanh", "positions": "learned",
+    "qkv_bias": True, "out_bias": True, "mlp_bias": True, "n_kv_heads": 4,
+}  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gpt2": GPT2,
+    "qwen3": {"qk_norm": True, "head_dim": 32, "tied_head": False},
+    "odd sizes": {"head_dim": 20, "width": 50, "mlp_width": 33, "n_heads": 6, "vocab_size": 99},
+}
+
+
+@pytest.fixture(autouse=True)
+def files_are_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests do not wait until their files are old enough, and may run in memory."""
+    monkeypatch.setattr(packed_cache, "_SETTLED_NS", 0)
+    monkeypatch.setattr(packed_cache, "is_in_memory", lambda _: False)
+
+
+@pytest.fixture
+def cache_log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, LOGGER)
+    return caplog
+
+
+def _weights(directory: Path, *, seed: int = 0, **shape: Any) -> Path:
+    decoder = tiny_decoder(tiny_config(**shape), seed=seed)
+    write_files(directory, weights_files(decoder, dtype=torch.float32, eos_id=None, generation={}))
+    return directory
+
+
+class _Start:
+    """One start of an engine: `program` is packed or restored, and stored if it was packed."""
+
+    def __init__(
+        self, weights: Path, folder: Path, *, dtype: str = "bfloat16", int8: bool = False, limit: int = LARGE
+    ) -> None:
+        cache = PackedCache(folder, limit, least=1)
+        self.weights: StoredWeights = find_weights(weights, cache.sha256)
+        config, pool = self.weights.config, ThreadPool(kernels(), 2)
+        self.entry = cache.entry("inkstream-level-key.so", config, dtype, int8)
+        restored = self.entry.restore(2)
+        self.is_restored, self.n_read = restored is not None, 0
+        self.compute = NativeCompute(
+            kernels(), config, self._read, pool, dtype=dtype, blocks=8, int8=int8, restored=restored
+        )
+        self.program: Program = self.compute.program
+        self.thread = None if restored else self.entry.store_in_background(self.program.memory)
+        for thread in threading.enumerate():  # also one that describes the entry again
+            if thread.name == "packed cache":
+                thread.join()
+
+    def _read(self, name: str, dtype: str) -> Any:
+        self.n_read += 1
+        return self.weights.read(name, dtype)
+
+    @property
+    def packed(self) -> bytes:
+        """The packed weights."""
+        return b"".join(packed_cache._pieces(self.program.memory.buffers))
+
+
+def _entries(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*") if not path.name.startswith("."))
+
+
+def _fail(*_: object) -> NoReturn:
+    raise AssertionError("was read again")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_restored_program_has_the_bits_of_a_packed_one(tmp_path: Path, shape: str, dtype: str, int8: bool) -> None:
+    weights = _weights(tmp_path / "weights", **SHAPES[shape])
+    first, second = (_Start(weights, tmp_path / "packed", dtype=dtype, int8=int8) for _ in range(2))
+    assert not first.is_restored and first.n_read
+    assert second.is_restored and not second.n_read
+    assert first.packed == second.packed and any(first.packed)
+    assert first.program.memory.used_bytes == second.program.memory.used_bytes == (tmp_path / "packed").joinpath(
+        _entries(tmp_path / "packed")[0]).stat().st_size  # fmt: skip
+
+
+def test_a_second_start_does_not_read_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = _weights(tmp_path / "weights")
+    first = _Start(weights, tmp_path / "packed")
+    monkeypatch.setattr(packed_cache, "sha256", _fail)
+    assert _Start(weights, tmp_path / "packed").weights.version == first.weights.version
+
+
+def test_other_settings_and_kernels_have_other_entries(tmp_path: Path) -> None:
+    weights, folder = _weights(tmp_path / "weights"), tmp_path / "packed"
+    forms: list[dict[str, Any]] = [{}, {"dtype": "float32"}, {"int8": True}]
+    assert not any(_Start(weights, folder, **form).is_restored for form in forms)
+    assert all(_Start(weights, folder, **form).is_restored for form in forms)
+    cache = PackedCache(folder, LARGE)
+    config = find_weights(weights, cache.sha256).config
+    paths = {cache.entry(library, config, "bfloat16", False).path for library in ("inkstream-amx-1.so", "other.so")}
+    assert len(paths) == 2 and not any(path.exists() for path in paths)
+
+
+@pytest.mark.parametrize("is_in_place", [True, False])
+def test_replaced_weights_are_never_served_from_an_older_entry(tmp_path: Path, is_in_place: bool) -> None:
+    """Even if size and modification time are those of before."""
+    weights, other, folder = _weights(tmp_path / "weights"), _weights(tmp_path / "other", seed=5), tmp_path / "packed"
+    first = _Start(weights, folder)
+    file, source = weights / "model.safetensors", other / "model.safetensors"
+    before = file.stat()
+    assert source.stat().st_size == before.st_size
+    shutil.copyfile(source, file) if is_in_place else source.replace(file)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    second = _Start(weights, folder)
+    assert not second.is_restored and second.packed != first.packed
+    assert second.weights.version == version_of({file: sha256(file)}) != first.weights.version
+
+
+def test_a_copy_of_the_weights_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, folder = _weights(tmp_path / "weights"), tmp_path / "packed"
+    first = _Start(weights, folder)
+    copy = shutil.copytree(weights, tmp_path / "copy")
+    assert _Start(copy, folder).is_restored
+    monkeypatch.setattr(packed_cache, "sha256", _fail)
+    assert [_Start(each, folder).packed for each in (copy, weights)] == [first.packed] * 2
+
+
+def test_a_private_copy_of_the_weights_is_kept_under_its_content(tmp_path: Path) -> None:
+    """As the engine reads weights of up to 1 GiB: unlinked files, other ones at each start."""
+    weights, folder = _weights(tmp_path / "weights"), tmp_path / "packed"
+    for is_restored in (False, True):
+        snapshot = WeightsSnapshot.open(weights)
+        snapshot.copy([tmp_path])
+        with snapshot.reading():
+            start = _Start(weights, folder)
+        snapshot.close()
+        assert start.is_restored == is_restored
+        metadata = json.loads(start.entry.path.with_name(start.entry.path.name + ".json").read_text())
+        assert not metadata["files"], "they are not found again"
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def _truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _claim_other_weights(path: Path) -> None:
+    metadata = json.loads((described := path.with_name(path.name + ".json")).read_text())
+    metadata["files"][0][1] = "0" * 64
+    described.write_text(json.dumps(metadata))
+
+
+def _remove_metadata(path: Path) -> None:
+    path.with_name(path.name + ".json").unlink()
+
+
+@pytest.mark.parametrize("damage", [_flip, _truncate, _claim_other_weights, _remove_metadata])
+def test_a_damaged_entry_is_packed_again(tmp_path: Path, damage: Any) -> None:
+    weights, folder = _weights(tmp_path / "weights"), tmp_path / "packed"
+    first = _Start(weights, folder)
+    damage(first.entry.path)
+    second = _Start(weights, folder)
+    assert not second.is_restored
+    assert (second.packed, second.weights.version) == (first.packed, first.weights.version)
+    assert _Start(weights, folder).is_restored
+
+
+def _full_disk(*_: object) -> NoReturn:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_is_one_line_in_the_log(
+    tmp_path: Path, cache_log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", _full_disk)
+    start = _Start(_weights(tmp_path / "weights"), tmp_path / "packed")
+    assert start.n_read and [path.name for path in (tmp_path / "packed").iterdir()] == [".lock"]
+    (line,) = cache_log.messages
+    assert "No space left on device" in line and "--cache-dir" in line
+
+
+def test_a_directory_in_memory_keeps_nothing(
+    tmp_path: Path, cache_log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_cache, "is_in_memory", lambda _: True)
+    _Start(_weights(tmp_path / "weights"), tmp_path / "packed")
+    assert not _entries(tmp_path / "packed") and "it is in memory" in cache_log.text
+
+
+def test_a_cache_that_cannot_be_written_is_one_line_in_the_log(
+    tmp_path: Path, cache_log: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    start = _Start(_weights(tmp_path / "weights"), tmp_path / "file" / "packed")
+    assert start.n_read and len(cache_log.messages) == 1
+
+
+def test_entries_that_others_can_write_are_not_read(tmp_path: Path, cache_log: pytest.LogCaptureFixture) -> None:
+    weights, folder = _weights(tmp_path / "weights"), tmp_path / "packed"
+    first = _Start(weights, folder)
+    first.entry.path.chmod(0o622)
+    assert not _Start(weights, folder).is_restored
+    first.entry.path.chmod(0o600)
+    assert _Start(weights, folder).is_restored, "the control"
+    folder.chmod(0o777)
+    cache_log.clear()
+    assert not _Start(weights, folder).is_restored
+    (line,) = cache_log.messages
+    assert "chmod go-w" in line
+
+
+def test_packed_weights_are_as_private_as_their_owner(tmp_path: Path) -> None:
+    _Start(_weights(tmp_path / "weights"), tmp_path / "packed")
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "packed").iterdir()} == {0o600}
+
+
+def test_services_that_start_at_once_store_one_entry(tmp_path: Path) -> None:
+    weights, folder = _weights(tmp_path / "weights"), tmp_path / "packed"
+    starts: list[_Start] = []
+    threads = [threading.Thread(target=lambda: starts.append(_Start(weights, folder))) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(starts) == 6 and len({start.packed for start in starts}) == 1
+    assert len(_entries(folder)) == 2 and _Start(weights, folder).is_restored
+
+
+def test_the_least_recently_used_entries_go(tmp_path: Path) -> None:
+    folder = tmp_path / "packed"
+    weights = [_weights(tmp_path / str(seed), seed=seed) for seed in range(3)]
+    first = _Start(weights[0], folder)
+    size = first.entry.path.stat().st_size
+    second = _Start(weights[1], folder)
+    for age, start in enumerate((second, first)):
+        os.utime(start.entry.path, (age, age))
+    assert _Start(weights[1], folder).is_restored, "the first one has not been used for longer"
+    third = _Start(weights[2], folder, limit=2 * size)
+    assert {path.name for path in folder.glob("*.bin")} == {each.entry.path.name for each in (second, third)}
+    assert describe(tmp_path) == (2, 2 * size)
+
+
+def test_an_entry_beyond_the_limit_is_not_stored(tmp_path: Path, cache_log: pytest.LogCaptureFixture) -> None:
+    assert _Start(_weights(tmp_path / "weights"), tmp_path / "packed", limit=1000).thread is None
+    assert not (tmp_path / "packed").exists() and "--packed-cache-bytes" in cache_log.text
+
+
+def test_small_programs_are_not_stored_and_zero_turns_the_cache_off(tmp_path: Path) -> None:
+    cache = PackedCache(tmp_path / "packed", LARGE)
+    find_weights(_weights(tmp_path / "weights"), cache.sha256)
+    memory = _Start(tmp_path / "weights", tmp_path / "other").program.memory
+    assert cache.entry("library").store_in_background(memory) is None
+    assert PackedCache.of(str(tmp_path), 0) is None
+
+
+def test_weights_that_change_while_they_are_packed_are_not_kept(
+    tmp_path: Path, cache_log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, folder = _weights(tmp_path / "weights"), tmp_path / "packed"
+    pieces = packed_cache._pieces
+
+    def touched(buffers: Any) -> Any:
+        (weights / "model.safetensors").touch()
+        return pieces(buffers)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(packed_cache, "_pieces", touched)
+        _Start(weights, folder)
+    assert not _entries(folder) and "changed while they were read" in cache_log.text
+    monkeypatch.setattr(packed_cache, "_SETTLED_NS", 3600 * 10**9)
+    _Start(weights, folder)
+    assert not _entries(folder) and "too new to notice changes" in cache_log.text
