@@ -171,8 +171,9 @@ def choose_backend(
         loaded = _triton_kernels(decoder.config, dtype, device)
         if not isinstance(loaded, str):
             triton = TritonBackend(decoder, loaded.kernels, cache_shape, limits, deterministic=config.deterministic)
+            capability = "sm{}{}".format(*torch.cuda.get_device_capability(device))
             shapes = ["deterministic"] if config.deterministic else []
-            numerics = full_numerics(loaded.numerics, cache_shape, config, *shapes)
+            numerics = full_numerics(f"{loaded.numerics}-{capability}", cache_shape, config, *shapes)
             reason = "the device is a GPU, and Triton is installed"
             return loaded_backend(backend=triton, numerics=numerics, reason=reason)
         reason = loaded

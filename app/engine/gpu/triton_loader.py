@@ -5,11 +5,13 @@ Triton is an optional dependency, and only this file checks for it.
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -23,6 +25,7 @@ from app.engine.gpu.kernels.reference_operations import (
 )
 
 _MAX_MESSAGE_LENGTH = 200
+_GPU = Path(__file__).parent
 
 
 class LoadedKernels(NamedTuple):
@@ -50,7 +53,18 @@ def triton_kernels(shared_bytes: int = SHARED_BYTES) -> LoadedKernels | None:
     # Some builds of torch ship it under another distribution name, so ask the module for its version.
     version = import_module("triton").__version__
     kernels = import_module("app.engine.gpu.kernels.triton.operations").TritonKernels(shared_bytes=shared_bytes)
-    return LoadedKernels(kernels, f"triton-{version}")
+    return LoadedKernels(kernels, f"triton-{version}-{sources_key()}")
+
+
+def sources_key(folder: Path = _GPU) -> str:
+    """Eight digits of a hash of the sources on which the bits of a step depend: kernels, tile sizes, products.
+
+    Every edit of them changes it, since a change of bits is easily overlooked.
+    """
+    parts = ("decoder.py", "linears.py", "kernels/interface.py", "kernels/triton/*.py")
+    sources = [path for part in parts for path in folder.glob(part)]
+    contents = (path.name.encode() + b"\0" + path.read_bytes() + b"\0" for path in sorted(sources))
+    return hashlib.sha256(b"".join(contents)).hexdigest()[:8]
 
 
 def check_triton(load_driver: Callable[[], object] = lambda: import_module("triton.runtime").driver.active) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 import subprocess
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,12 +23,13 @@ from app.engine.gpu.kernels.reference_operations import ReferenceKernels
 from app.engine.gpu.resident_batch import StepInputs, Upload
 from app.engine.gpu.setup import _GRAPH_BYTES, TritonBackend
 from app.engine.gpu.step import SCORED_ROWS
-from app.engine.gpu.triton_loader import check_triton
+from app.engine.gpu.triton_loader import check_triton, sources_key
 from app.engine.memory.memory_plan import CacheShape
 from app.engine.sampling.parameters import SamplingInput
 from app.engine.sampling.sampler import sample
 from app.engine.scheduling.scheduler import StepLimits
 from app.engine.torch_backends import TorchBackend
+from tests.support import ROOT
 from tests.support.gpu.emulated_engine import tiny_device_runner
 from tests.support.gpu.kernel_backends import needs_triton
 from tests.support.model.tiny_models import tiny_config, tiny_decoder
@@ -191,3 +194,19 @@ def test_no_tensor_of_the_host_has_a_part_in_a_step(deterministic: bool) -> None
         words, masks, upload = steps.resident.table.words_RW.shape[1], steps.resident.table.masks_RM.shape[1], Upload()
         sections = [upload.add(range(size)) for size in (1, words, *[5] * 3, 1, masks, *[2] * 4)]
         steps.resident.apply(torch.zeros(sections[-1].stop, dtype=torch.int32, device="meta"), sections)
+
+
+def test_an_edit_of_the_kernels_changes_their_name_in_receipts(tmp_path: Path) -> None:
+    """Tiles of 32 positions instead of 64 changed bits, and the name stayed."""
+    sources, copy = ROOT / "app/engine/gpu", tmp_path / "gpu"
+    shutil.copytree(sources, copy)
+    before = sources_key()
+    assert sources_key(copy) == before and len(before) == 8
+    for name in ("kernels/interface.py", "kernels/triton/attention.py", "linears.py"):
+        old = sources_key(copy)
+        with (copy / name).open("a") as file:
+            file.write("TILE = 32\n")
+        assert sources_key(copy) != old, name
+    old = sources_key(copy)
+    (copy / "graphs.py").write_text("")
+    assert sources_key(copy) == old, "what does not compute has no part in it"
