@@ -50,28 +50,30 @@ inline void add_biases(Scratch& scratch, const InkParams& p) {
     for (int i = 0; i < p.n_biases; i++) set_logit(scratch, p.bias_ids()[i], scratch.x[p.bias_ids()[i]] + p.biases()[i]);
 }
 
-// CTRL's repetition penalty: applied once to each token of prompt and output.
+// CTRL's repetition penalty: applied once to each token of prompt and output. The weights are not computed yet, so
+// scratch.w can save the logits: a token that comes again gets the same result again, without a branch.
 inline void penalize_repetition(Scratch& scratch, const InkRow& row) {
     const double r = row.params->repetition;
+    for (int64_t i = 0; i < row.length; i++) scratch.w[row.tokens[i]] = scratch.x[row.tokens[i]];
     for (int64_t i = 0; i < row.length; i++) {
-        const int64_t token = row.tokens[i];
-        if (scratch.counts[token]++) continue;
-        const double logit = scratch.x[token];
-        set_logit(scratch, token, logit > 0 ? logit / r : logit * r);
+        const double logit = scratch.w[row.tokens[i]], divided = logit / r, multiplied = logit * r;
+        set_logit(scratch, row.tokens[i], logit > 0 ? divided : multiplied);
     }
-    for (int64_t i = 0; i < row.length; i++) scratch.counts[row.tokens[i]] = 0;
 }
 
 // OpenAI's presence and frequency penalties, by how often a token was generated.
 inline void penalize_presence(Scratch& scratch, const InkRow& row) {
-    for (int64_t i = row.params->prompt; i < row.length; i++) scratch.counts[row.tokens[i]]++;
-    for (int64_t i = row.params->prompt; i < row.length; i++) {
-        const int64_t token = row.tokens[i];
-        if (!scratch.counts[token]) continue;
-        const double penalty = row.params->frequency * scratch.counts[token] + row.params->presence;
-        set_logit(scratch, token, scratch.x[token] - penalty);
-        scratch.counts[token] = 0;
+    const double presence = row.params->presence, frequency = row.params->frequency;
+    const int64_t first = row.params->prompt;
+    for (int64_t i = first; i < row.length; i++) {
+        scratch.counts[row.tokens[i]]++;
+        scratch.w[row.tokens[i]] = scratch.x[row.tokens[i]];
     }
+    for (int64_t i = first; i < row.length; i++) {
+        const int64_t token = row.tokens[i];
+        set_logit(scratch, token, scratch.w[token] - (frequency * scratch.counts[token] + presence));
+    }
+    for (int64_t i = first; i < row.length; i++) scratch.counts[row.tokens[i]] = 0;
 }
 
 inline void update_dirty_blocks(Scratch& scratch) {
