@@ -340,13 +340,12 @@ MASK_NOT_READY = SampledToken(None)
 """No token was sampled because the mask of the row's grammar is not ready: a later step computes the row again."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(Struct, frozen=True):
     """Results of a step by request id."""
 
-    sampled: Mapping[str, SampledToken] = field(default_factory=dict)
+    sampled: Mapping[str, SampledToken] = {}
     """For each request whose chunk samples."""
-    scores: Mapping[str, tuple[TokenScore, ...] | None] = field(default_factory=dict)
+    scores: Mapping[str, tuple[TokenScore, ...] | None] = {}
     """For each request whose chunk scores prompt tokens; None if the logits were not finite."""
-    failed: Mapping[str, str] = field(default_factory=dict)
+    failed: Mapping[str, str] = {}
     """Error messages of requests that could not be computed even alone; they have no other result."""

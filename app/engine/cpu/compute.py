@@ -73,6 +73,7 @@ class NativeCompute:
         self.executor = self.executor_on(pool)
         """Replace it to compute with other threads: the same bits."""
         self._logits = np.empty((0, program.logits_columns), np.float32)
+        self._view, self._view_address = self._logits[:, : config.vocab_size], 0  # what logits() returned last
         self.seconds: array[float] | None = None
         """Profile: one entry for each operation of `program`, which adds its duration; None turns profiling off."""
 
@@ -101,10 +102,13 @@ class NativeCompute:
         return plan.chunks
 
     def logits(self, rows: Items[int]) -> Array:
-        """float32 logits [rows, V], in memory that the next call reuses."""
-        if len(rows) > len(self._logits):
-            self._logits = np.empty((len(rows), self._logits.shape[1]), np.float32)
-        columns, row_indices = self._logits.shape[1], array("i", rows)
-        addresses = (row_indices.buffer_info()[0], len(rows), address_of(self._logits))
-        self._library.ink_head(self.executor.handle, *addresses, columns)
-        return self._logits[: len(rows), : self.config.vocab_size]
+        """float32 logits [rows, V], in memory that the next call reuses; the same array for the same number of rows."""
+        count, columns = len(rows), self._logits.shape[1]
+        if count > len(self._logits):
+            self._logits = np.empty((count, columns), np.float32)
+        if count != len(self._view):
+            self._view = self._logits[:count, : self.config.vocab_size]
+            self._view_address = address_of(self._view)
+        row_indices = array("i", rows)
+        self._library.ink_head(self.executor.handle, row_indices.buffer_info()[0], count, self._view_address, columns)
+        return self._view

@@ -53,9 +53,13 @@ class NativeSampler:
         self._params_cache: dict[tuple[int, int, int], _PackedParams] = {}
         self._batch = _Batch([], [])
         self._outputs = _Outputs(0)
+        self._logits_SV = np.empty((0, vocab), np.float32)
+        self._address = self._stride = 0  # of those logits
 
     def sample(self, logits_SV: Array, rows: Items[SamplingInput]) -> list[SampledToken]:
         """See app/engine/sampling/sampler.py; for float32 logits."""
+        if logits_SV is not self._logits_SV:  # the executor returns the same array for the same number of rows
+            self._logits_SV, self._address, self._stride = logits_SV, address_of(logits_SV), _row_stride(logits_SV)
         assert logits_SV.shape == (len(rows), self.vocab)
         batch = self._batch
         if len(rows) != len(batch.rows) or not all(map(is_, rows, batch.rows)):
@@ -63,11 +67,14 @@ class NativeSampler:
             # Drop the parameters of requests that do not sample in this step.
             self._params_cache = dict(zip(map(_key, rows), batch.params, strict=True))
         outputs = self._outputs_for(len(rows))
-        shape = (_row_stride(logits_SV), self.vocab, len(rows), batch.update(self.vocab))
-        self._sample(self._handle, self._scratch, address_of(logits_SV), *shape, outputs.address)
+        shape = (self._stride, self.vocab, len(rows), batch.update(self.vocab))
+        self._sample(self._handle, self._scratch, self._address, *shape, outputs.address)
         if batch.max_top < 0:
-            return [SampledToken(token if token >= 0 else None) for token in outputs.tokens[: len(rows)]]
-        return [outputs.sampled_token(row, params.n_top) for row, params in enumerate(batch.params)]
+            tokens = outputs.tokens[: len(rows)]
+            if min(tokens, default=0) >= 0:
+                return [*map(SampledToken, tokens)]  # faster than a comprehension
+            return [SampledToken(token if token >= 0 else None) for token in tokens]
+        return outputs.sampled_tokens(batch.n_top)
 
     def top_logprobs(self, logits_XV: Array, chosen: Items[int], count: int) -> list[TokenScore] | None:
         """See app/engine/execution/runner.py; for float32 logits."""
@@ -95,7 +102,8 @@ class _Batch:
 
     def __init__(self, rows: list[SamplingInput], params: list[_PackedParams]) -> None:
         self.rows, self.params = rows, params
-        self.max_top = max((each.n_top for each in params), default=-1)
+        self.n_top = [each.n_top for each in params]
+        self.max_top = max(self.n_top, default=-1)
         self._tokens = [row.tokens for row in rows]
         self._counted = [i for i, each in enumerate(params) if each.is_counted]
         self._fields = array("q", bytes(8 * 4 * len(rows)))
@@ -127,12 +135,16 @@ class _Outputs:
         self._addresses = array("q", [memory.buffer_info()[0] for memory in each])
         self.address = self._addresses.buffer_info()[0]
 
-    def sampled_token(self, row: int, n_top: int) -> SampledToken:
-        """The row's token, with log-probabilities unless n_top is -1."""
-        token = self.tokens[row]
-        if token < 0 or n_top < 0:
-            return SampledToken(token if token >= 0 else None)
-        return SampledToken(token, *self.score(row, n_top))
+    def sampled_tokens(self, n_top: list[int]) -> list[SampledToken]:
+        """The token of each row, with log-probabilities unless its n_top is -1."""
+        ids, logprobs = self._top_ids, self._top_logprobs
+        rows = zip(self.tokens, self._logprobs, n_top, range(0, _TOP * len(n_top), _TOP), strict=False)
+        return [
+            SampledToken(token, own, tuple(zip(ids[at : at + n], logprobs[at : at + n], strict=True)))
+            if token >= 0 and n >= 0
+            else SampledToken(token if token >= 0 else None)
+            for token, own, n, at in rows
+        ]
 
     def score(self, row: int, count: int) -> TokenScore:
         """The sampled token's log-probability, and the `count` most likely tokens."""

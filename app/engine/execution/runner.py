@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from itertools import repeat
+from operator import is_
 from typing import Any, NamedTuple, Protocol
 
 from app.common.fault_injection import fault
@@ -72,6 +74,12 @@ class MaskProvider(Protocol):
         ...
 
 
+class _UnguidedRows(NamedTuple):
+    sequences: list[Sequence]
+    ids: list[str]
+    inputs: list[SamplingInput]
+
+
 class Runner:
     """Computes steps and samples from them. Without `grammars` there must be no guided request."""
 
@@ -79,7 +87,7 @@ class Runner:
         self.compute = compute
         self.grammars = grammars
         self.sampler = sampler
-        self._unguided: tuple[list[Sequence], list[SamplingInput]] = [], []
+        self._unguided = _UnguidedRows([], [], [])
 
     def run(self, plan: BatchPlan) -> StepResult:
         """Computes every chunk, samples where a chunk ends a prompt or decodes, and scores prompts if requested."""
@@ -105,30 +113,33 @@ class Runner:
             return {}
         logits_SV = self.compute.logits(last_rows)
         allowed = self.grammars.allowed(sampling) if self.grammars else []
-        if all(mask is None for mask in allowed):
-            return self._sample(sampling, self._unguided_inputs(sampling), logits_SV)
+        if all(map(is_, allowed, repeat(None))):
+            rows = self._unguided_rows(sampling)
+            return self._sample(rows.sequences, rows.ids, rows.inputs, logits_SV)
         pairs = list(zip(sampling, allowed, strict=True))
         decided = {s.request.id: result for s, result in pairs if isinstance(result, SampledToken)}
         open_rows = [row for row, result in enumerate(allowed) if not isinstance(result, SampledToken)]
         inputs = [_sampling_input(s, mask) for s, mask in pairs if not isinstance(mask, SampledToken)]
         logits_SV = logits_SV[open_rows] if decided else logits_SV
-        return decided | self._sample([sampling[row] for row in open_rows], inputs, logits_SV)
+        sampling = [sampling[row] for row in open_rows]
+        return decided | self._sample(sampling, [s.request.id for s in sampling], inputs, logits_SV)
 
     def _sample(
-        self, sequences: list[Sequence], inputs: list[SamplingInput], logits_SV: Logits
+        self, sequences: list[Sequence], ids: list[str], inputs: list[SamplingInput], logits_SV: Logits
     ) -> dict[str, SampledToken]:
         if not sequences:
             return {}
         fault("engine.sample", sequences)
         sampled = self.sampler.sample(logits_SV, inputs)
         sampled = self.grammars.accept_tokens(sequences, sampled) if self.grammars else sampled
-        return {sequence.request.id: result for sequence, result in zip(sequences, sampled, strict=True)}
+        return dict(zip(ids, sampled, strict=True))
 
-    def _unguided_inputs(self, sequences: list[Sequence]) -> list[SamplingInput]:
+    def _unguided_rows(self, sequences: list[Sequence]) -> _UnguidedRows:
         """The same objects while the same sequences sample: only their tokens grow."""
-        if self._unguided[0] != sequences:
-            self._unguided = sequences, [_sampling_input(sequence, None) for sequence in sequences]
-        return self._unguided[1]
+        if self._unguided.sequences != sequences:
+            inputs = [_sampling_input(sequence, None) for sequence in sequences]
+            self._unguided = _UnguidedRows(sequences, [sequence.request.id for sequence in sequences], inputs)
+        return self._unguided
 
     def _score(self, chunks: Items[Chunk]) -> dict[str, tuple[TokenScore, ...] | None]:
         scores, start = {}, 0

@@ -218,6 +218,10 @@ class ResidentUpdates:
     """By index in the flattened block table."""
     tokens: dict[int, int] = field(default_factory=dict)
 
+    def __bool__(self) -> bool:
+        """Whether there is anything to upload."""
+        return bool(self.loaded_rows or self.blocks or self.tokens)
+
     def sections(self) -> tuple[Collection[int], ...]:
         """The sections of an upload that ResidentBatch.apply() takes."""
         history = (self.history, self.history_rows, self.history_generated)

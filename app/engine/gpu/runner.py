@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 from itertools import compress
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,19 +21,28 @@ from app.engine.execution.runner import MaskProvider
 from app.engine.execution.warmup_batches import dummies
 from app.engine.gpu.graphs import Capture, StepGraphs
 from app.engine.gpu.kernels.sampling_state import SampleOut, samples_of
-from app.engine.gpu.resident_batch import EMPTY, Download, Upload, lay_out, pad, splits
+from app.engine.gpu.resident_batch import Download, Upload, lay_out, pad, splits
 from app.engine.gpu.step import SCORED_ROWS, StepProgram
 from app.engine.sampling.parameters import token_mask
 
 
-@dataclass(frozen=True, slots=True)
-class InFlightStep:
+class _SampledRows:
+    """Sequences that sample, in the order of the rows of the draw."""
+
+    __slots__ = ("counts", "ids", "is_guided", "sequences")
+
+    def __init__(self, sequences: list[Sequence]) -> None:
+        self.sequences = sequences
+        self.ids = [sequence.request.id for sequence in sequences]
+        self.counts = [sequence.request.params.logprobs for sequence in sequences]
+        """Most likely tokens that are reported; None: no log-probabilities."""
+        self.is_guided = any(sequence.request.grammar for sequence in sequences)
+
+
+class InFlightStep(NamedTuple):
     """A step that was launched and not collected."""
 
-    sampling: list[Sequence]
-    """Sequences that sample, in the order of the rows of the draw."""
-    is_guided: bool
-    """Whether one of them has a grammar."""
+    sampling: _SampledRows
     scoring: list[tuple[Request, int]]
     """Requests with scored prompts, and how many of their tokens this step scores."""
     decided: dict[str, SampledToken]
@@ -54,6 +63,7 @@ class DeviceRunner:
         self._steps = graphs.steps
         self._resident = graphs.steps.resident
         self._grammars = grammars
+        self._sampled_rows = _SampledRows([])
 
     def launchable(self, plan: BatchPlan) -> bool:
         """Whether the step needs no mask, which depends on the tokens of the step before."""
@@ -69,18 +79,20 @@ class DeviceRunner:
         fault("engine.launch", plan)
         samples = [chunk.stop >= len(chunk.sequence.tokens) for chunk in plan.chunks]  # chunk.samples
         sampling = [chunk.sequence for chunk in compress(plan.chunks, samples)]
-        guided = [sequence for sequence in sampling if sequence.request.grammar]
+        if sampling != self._sampled_rows.sequences:  # else the same sequences sample again
+            self._sampled_rows = _SampledRows(sampling)
+        rows = self._sampled_rows
         n_drawn = self.graphs.rows(max(1, len(sampling)))
         scores_X = self._forward(plan, samples, n_drawn)
-        decided = self._load_masks(sampling) if guided else {}
+        decided = self._load_masks(sampling) if rows.is_guided else {}
         if sampling:
             self.graphs.draw(n_drawn)
         drawn_X = self._steps.out.first(n_drawn).numbers_X
         if scores_X is None:
-            return InFlightStep(sampling, bool(guided), [], decided, n_drawn, Download(drawn_X))
+            return InFlightStep(rows, [], decided, n_drawn, Download(drawn_X))
         scoring = [(chunk.sequence.request, len(chunk.scores)) for chunk in plan.chunks if chunk.scores]
         download = Download(torch.cat((drawn_X, scores_X)))
-        return InFlightStep(sampling, bool(guided), scoring, decided, n_drawn, download)
+        return InFlightStep(rows, scoring, decided, n_drawn, download)
 
     def collect(self, flight: InFlightStep) -> StepResult:
         """Waits until the step has finished, and returns its results."""
@@ -88,13 +100,13 @@ class DeviceRunner:
         if flight.scoring:
             n_drawn = len(self._steps.out.first(flight.n_drawn).numbers_X)
             numbers_X, scores = numbers_X[:n_drawn], _scores(numbers_X[n_drawn:], flight.scoring)
-        sequences = flight.sampling
-        counts = [sequence.request.params.logprobs for sequence in sequences]
-        samples = samples_of(numbers_X, flight.n_drawn, counts)
-        if flight.is_guided and self._grammars:
-            is_open = [sequence.request.id not in flight.decided for sequence in sequences]
-            sequences, samples = [*compress(sequences, is_open)], [*compress(samples, is_open)]
-            samples = self._grammars.accept_tokens(sequences, samples)
+        rows = flight.sampling
+        samples = samples_of(numbers_X, flight.n_drawn, rows.counts)
+        if not (rows.is_guided and self._grammars):
+            return StepResult(dict(zip(rows.ids, samples, strict=True)), scores)
+        is_open = [request_id not in flight.decided for request_id in rows.ids]
+        sequences, samples = [*compress(rows.sequences, is_open)], [*compress(samples, is_open)]
+        samples = self._grammars.accept_tokens(sequences, samples)
         sampled = {sequence.request.id: sample for sequence, sample in zip(sequences, samples, strict=True)}
         return StepResult(sampled | flight.decided, scores)
 
@@ -166,18 +178,21 @@ class _StepUpload:
         n_padding, size = n_drawn - len(rows), steps.drawn_2R.shape[1]
         self.upload.add([*rows, *[steps.resident.padding_row] * n_padding], size)
         self.upload.add([*lengths, *[1] * n_padding], size)
-        columns = (plan.clear, *([pair[side] for pair in plan.copies] for side in (0, 1)))
-        self._blocks = [self.upload.add(column) for column in columns]
-        self._updates = [self.upload.add(section) for section in updates.sections()]
+        self._blocks: list[slice] = []
+        if plan.clear or plan.copies:
+            columns = (plan.clear, *([pair[side] for pair in plan.copies] for side in (0, 1)))
+            self._blocks = [self.upload.add(column) for column in columns]
+        self._updates = [self.upload.add(section) for section in updates.sections()] if updates else []
 
     def send(self) -> Tensor:
         """Sends all sections, and applies the updates. Returns the sections on the device."""
         numbers_X = self.upload.send(self._steps.cache.device)
         drawn_X = self._steps.drawn_X
         drawn_X.copy_(numbers_X[: drawn_X.numel()])
-        if any(section != EMPTY for section in self._blocks):
+        if self._blocks:
             self._steps.prepare(*(numbers_X[section] for section in self._blocks))
-        self._steps.resident.apply(numbers_X, self._updates)
+        if self._updates:
+            self._steps.resident.apply(numbers_X, self._updates)
         return numbers_X
 
 

@@ -37,7 +37,7 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from app.common.types import BatchPlan, Sequence
 
@@ -46,8 +46,7 @@ class OutOfBlocks(Exception):
     """Fewer blocks are available than were requested."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockCounts:
+class BlockCounts(NamedTuple):
     """How many blocks are in each state."""
 
     free: int

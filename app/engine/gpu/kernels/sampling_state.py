@@ -76,7 +76,11 @@ def samples_of(numbers_X: Tensor, rows: int, counts: Items[int | None]) -> list[
 
     numbers_X: of a SampleOut of `rows` rows, on the host.
     """
-    samples = [SampledToken(token if token >= 0 else None) for token in numbers_X[: len(counts)].tolist()]
+    tokens = numbers_X[: len(counts)].tolist()
+    if min(tokens, default=0) >= 0:
+        samples = [*map(SampledToken, tokens)]  # faster than a comprehension
+    else:
+        samples = [SampledToken(token if token >= 0 else None) for token in tokens]
     if counts.count(None) == len(counts):
         return samples
     scores = SampleOut(numbers_X, rows).scores([count or 0 for count in counts])
