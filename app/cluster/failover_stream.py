@@ -29,6 +29,8 @@ from app.http.errors import ApiError
 from app.http.sse import PING, BodyWriter, Event, EventParser, parse_event
 
 _HEARTBEAT_SECONDS = 10.0
+_MAX_UNPARSED_BYTES = 1 << 16
+"""More of a stream's tokens is parsed: their text, which is kept, is a fraction of them."""
 
 
 class EventStream(sse.EventStreamResponse):
@@ -138,10 +140,10 @@ async def openai_frames(
         writer.write(chunk)
         return True
 
-    request.consume = write
     try:
         while True:
             try:
+                response.consume = write
                 chunk = await response.next()
                 if chunk is None:
                     raise ReplicaLost  # the response ended without a final frame
@@ -235,6 +237,8 @@ class StreamSplicer:
         self._choices: defaultdict[int, _Choice] = defaultdict(_Choice)
         self._unparsed: list[bytes] = []
         """The data of delivered tokens that `_choices` do not have yet: most streams never need it."""
+        self._n_unparsed = 0
+        """Their bytes."""
         self._is_repeating = False
         """Whether the replica may have to repeat text that was delivered."""
         self._next_number = 0
@@ -271,6 +275,9 @@ class StreamSplicer:
         if self._is_repeating or not is_as_written:
             return b""
         self._unparsed.append(data)
+        self._n_unparsed += len(data)
+        if self._n_unparsed > _MAX_UNPARSED_BYTES:
+            self._parse_delivered()
         return self._write_event("token", data)
 
     def _parse_delivered(self) -> None:
@@ -278,6 +285,7 @@ class StreamSplicer:
             fields = json.loads(data)
             self._choices[fields["index"]].splice(fields["text"], fields.get("tokens", []))
         self._unparsed.clear()
+        self._n_unparsed = 0
 
     def take(self, event: Event) -> bytes:
         """The bytes to deliver for this event; empty if the client has all of it. Raises Divergence."""
@@ -291,6 +299,7 @@ class StreamSplicer:
             case "done":
                 self._check_end(json.loads(event.data))
                 self.is_done = True
+                self._unparsed.clear()  # no other replica can have to continue
             case "error":
                 return self.error(json.loads(event.data))
             case "":
@@ -394,7 +403,6 @@ class FailoverStream(StoredStream):
                 self.written_at = time.monotonic()
             return bool(output)
 
-        self._request.consume = write
         try:
             if number < self.next_number:
                 yield self._replay_buffer.since(number)
@@ -404,6 +412,7 @@ class FailoverStream(StoredStream):
                         self._check_cancelled()
                         response, parser = await self._send_again(), EventParser()
                         self._check_cancelled()
+                    response.consume = write
                     if (chunk := await response.next()) is None:
                         raise ReplicaLost  # the response ended without a final event
                     output = self._splice(parser, chunk) if subscription is self._subscription else b""

@@ -118,20 +118,24 @@ class _Connection(asyncio.Protocol):
         consume: may take parts of the body that arrive meanwhile.
         """
         if not self._frames:
+            self._read_on()  # a part of a frame may have stopped it
             self._consume = consume
             try:
                 await self._wait()
             finally:
                 self._consume = None
         frames, self._frames = self._frames, []
-        if self._n_unread > _MAX_UNREAD_BYTES and not self._is_lost:
-            self._transport.resume_reading()
-        self._n_unread = 0
+        self._read_on()
         parts: list[Head | bytes] = [msgspec.msgpack.decode(data, type=Head) for kind, data in frames if kind == HEAD]
         if body := b"".join([data for kind, data in frames if kind == BODY]):
             parts.append(body)
         self.is_complete = bool(frames) and frames[-1][0] == END
         return parts
+
+    def _read_on(self) -> None:
+        if self._n_unread > _MAX_UNREAD_BYTES and not self._is_lost:
+            self._transport.resume_reading()
+        self._n_unread = 0
 
     async def _wait(self) -> None:
         """Waits for frames, or a part of one. Raises ReplicaLost."""

@@ -36,6 +36,8 @@ class ReplicaResponse:
 
     def __init__(self, head: Head, parts: AsyncGenerator[ResponsePart, None]) -> None:
         self.head = head
+        self.consume: BodyConsumer = take_nothing
+        """Set by the code that forwards the body, which it may then take as it arrives."""
         self._parts = parts
 
     async def next(self) -> bytes | None:
@@ -78,8 +80,6 @@ class RetryingRequest:
         self._replicas = replicas
         self._retries_left = max_retries
         self._accept_timeout = accept_timeout
-        self.consume: BodyConsumer = take_nothing
-        """Set by whoever forwards the body, which it may then take as it arrives."""
 
     def record_loss(self, *, has_started: bool) -> None:
         """Records a lost replica. Raises ApiError 503 if the request must not be retried."""
@@ -98,7 +98,8 @@ class RetryingRequest:
             call = replace(call, request_id=new_request_id())
             _log.info("request %s continues as %s", self.call.request_id, call.request_id)
         self.current_id = call.request_id
-        parts = self._replicas.send(call, lambda body: self.consume(body))
+        response: ReplicaResponse | None = None
+        parts = self._replicas.send(call, lambda body: response is not None and response.consume(body))
         try:
             try:
                 async with asyncio.timeout(self._accept_timeout):
@@ -114,4 +115,5 @@ class RetryingRequest:
         except BaseException:
             await parts.aclose()
             raise
-        return ReplicaResponse(head, parts)
+        response = ReplicaResponse(head, parts)
+        return response

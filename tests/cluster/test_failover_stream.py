@@ -196,6 +196,47 @@ async def test_tokens_that_are_written_as_they_arrive_belong_to_the_text_that_an
     assert replicas.closed == 2
 
 
+@pytest.mark.parametrize("before", [[], [token("Once ")]], ids=["before the first token", "behind a token"])
+@async_test
+async def test_a_replica_that_an_older_connection_still_waits_for_writes_nothing_to_the_newer_one(
+    before: list[bytes],
+) -> None:
+    late, later = asyncio.Event(), asyncio.Event()
+    rest = [token("upon "), token("a "), token("time"), done()]
+    replicas = Played(taken(*STARTED, *before, late, *rest), taken(*STARTED, *before, later, *rest))
+    stream, request = _stream_of(replicas, max_retries=1)
+
+    async def read(response: Any, sent: list[bytes]) -> None:
+        async for frame in stream.frames(stream.attach(), response, 0, _Writer(sent)):
+            sent.append(frame)
+
+    old, new = list[bytes](), list[bytes]()
+    old_reading = asyncio.ensure_future(read(await request.send(), old))
+    await until(lambda: b"".join(old).count(b"event: ") == 1 + len(before))
+    response = await stream.reconnect()
+    new_reading = asyncio.ensure_future(read(response, new))
+    await until(lambda: b"".join(new).count(b"event: ") == 1 + len(before))
+    late.set()
+    await old_reading
+    later.set()
+    await new_reading
+    assert text_of(parse_events(b"".join(new).decode())) == "Once upon a time"[0 if before else 5 :]
+    assert replicas.closed == 2
+
+
+@async_test
+async def test_a_stream_keeps_little_more_than_the_text_of_its_tokens() -> None:
+    splicer, tokens = StreamSplicer("r"), 4000
+    output_of(splicer, event("start", **START))
+    largest = 0
+    for number in range(tokens):
+        splicer.take_block(event("token", index=0, text=f"{number} ", logprobs=["x" * 200])[:-2])
+        largest = max(largest, sum(map(len, splicer._unparsed)))
+    assert 1000 < largest < 100_000, "of 900,000 bytes"
+    splicer.restart()
+    assert splicer._choices[0].expected == "".join(f"{number} " for number in range(tokens))
+
+
 @async_test
 async def test_what_was_written_postpones_the_comment_that_fills_a_silence() -> None:
     sent: list[Message] = []
