@@ -61,7 +61,8 @@ class AsyncLogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Queues a record; never blocks."""
         pending = self._queue.qsize()
-        if pending >= MAX_PENDING_LINES // 2:
+        # A warning may be the last line of this process.
+        if pending >= MAX_PENDING_LINES // 2 or record.levelno >= logging.WARNING:
             self._hurry.set()
         if pending >= MAX_PENDING_LINES:
             self.dropped += 1

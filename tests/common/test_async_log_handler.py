@@ -180,6 +180,20 @@ def test_lines_that_come_together_are_few_writes_of_whole_lines(
     assert len(written) < 50
 
 
+def test_a_warning_does_not_wait_for_others(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be the last line of a process that is killed; a line behind another one otherwise waits for more."""
+    monkeypatch.setattr(logs, "_PAUSE_SECONDS", 60.0)
+    ours, theirs = pipe
+    logger = _logger(AsyncLogHandler(theirs, "utf-8"))
+    logger.info("first")
+    assert os.read(ours, 100) == b"first\n"
+    time.sleep(0.05)
+    logger.info("second")
+    assert not select.select([ours], [], [], 0.1)[0], "the control: it waits"
+    logger.warning("third")
+    assert os.read(ours, 100) == b"second\nthird\n"
+
+
 def test_a_non_blocking_pipe_loses_nothing(pipe: tuple[int, int]) -> None:
     ours, theirs = pipe
     os.set_blocking(theirs, False)
