@@ -42,10 +42,10 @@ export class Caret {
     const isAtEnd = !selection || text.slice(selection.start).trim() === "";
     if (isAtEnd) return null;
     const selected = text.slice(selection.start, selection.end).trim();
-    if (selected === text.trim()) return null; // there is nothing around all of the text to rewrite it by
     const isRewriting = selected !== "";
     if (!isRewriting && this.#mode !== "caret") return null;
     const { start, end } = isRewriting ? rewritten(text, selection) : { start: selection.start, end: selection.start };
+    if (isRewriting && text.slice(start, end).trim() === text.trim()) return null; // nothing stands around it to rewrite it by
     return { start, end, isInfill: end < text.length && this.#page.canFillIn(text) };
   }
 

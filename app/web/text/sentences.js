@@ -11,7 +11,7 @@ const NUMBERED = /(?<!\p{L})(?:No|Nos|Vol|Fig|Ch|pp?)\.$/u; // before a number: 
 const INITIAL = /(?<!\p{L})(?!I)\p{Lu}\.$/u; // "U.S.", "J. R. R.", but "So did I."
 const CLOSED = /[.!?\u2026\u3002]["'\u201d\u2019)\]]*\s*$/; // the end of a text that is over
 const SENTENCE_END = /[.!?\u2026\u3002]["'\u201d\u2019)\]]*$/;
-const WORD_SEGMENTER = new Intl.Segmenter(undefined, { granularity: "word" });
+const WORD_SEGMENTER = Intl.Segmenter && new Intl.Segmenter(undefined, { granularity: "word" }); // Firefox has it since 125
 const REACH = 200; // characters around a place in which the word it is inside of is looked for
 const LONGEST = 400; // characters: code and lists have no sentences, and are read in pieces
 
@@ -105,6 +105,7 @@ export function rewritten(text, { start, end }) {
 // The word that this place is inside of, or the place itself where it is between words. It segments no more than REACH
 // characters on each side: a line may have a million, and this runs whenever the selection changes.
 function wordAround(text, at) {
+  if (!WORD_SEGMENTER) return { start: at, end: at };
   const from = Math.max(at - REACH, text.lastIndexOf("\n", at - 1) + 1, 0);
   const { index = 0, segment = "" } = WORD_SEGMENTER.segment(text.slice(from, at + REACH)).containing(at - from) ?? {};
   const start = from + index;
