@@ -53,7 +53,7 @@ _SETTLED_NS = 2_000_000_000
 _SHARE_OF_FREE_SPACE = 0.5
 _MAX_KNOWN_FILES = 1024
 _ROOT = Path(__file__).parents[3]
-_SOURCES = ("app/engine/cpu/program.py", "model/*.py", "model/checkpoint/*.py", "model/families/*.py", "model/nn/*.py")
+_SOURCES = ("app/engine/cpu/*.py", "model/*.py", "model/checkpoint/*.py", "model/families/*.py", "model/nn/*.py")
 
 
 class FileIdentity(NamedTuple):
@@ -75,8 +75,13 @@ class FileIdentity(NamedTuple):
 
     @property
     def is_reliable(self) -> bool:
-        """Whether any later change of the file changes its times. Nothing changes a snapshot's copy, without links."""
-        return not self.links or time.time_ns() - max(self.modified, self.changed) >= _SETTLED_NS
+        """Whether any later change of the file changes its times. Nothing changes a snapshot's copy, without links.
+
+        Read-only images (EROFS, squashfs) and object stores have whole seconds, and no time of a change but that of
+        the content, which a reproducible image may set to anything.
+        """
+        is_stamped = self.changed % 1_000_000_000 != 0
+        return not self.links or (is_stamped and time.time_ns() - max(self.modified, self.changed) >= _SETTLED_NS)
 
 
 class _Hashed(NamedTuple):
@@ -109,7 +114,7 @@ class PackedCache:
         except OSError:
             return sha256(path)  # which says what is wrong
         is_reliable = identity.is_reliable
-        digest = self._known_hashes.get(identity) or sha256(path)
+        digest = (is_reliable and self._known_hashes.get(identity)) or sha256(path)
         self._hashed[path] = _Hashed(digest, opened, identity if is_reliable else None)
         return digest
 
@@ -148,8 +153,10 @@ class PackedEntry:
             return None
         try:
             memory = _read(self.path, metadata, threads)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # RuntimeError: no more threads are allowed
             _log.warning("%s: the packed weights cannot be read (%s), and are packed again", self.path, _reason(error))
+            if isinstance(error, FileNotFoundError):
+                _remove(self.path)  # its metadata, for which no other would be kept
             return None
         except ValueError as error:
             _log.warning("%s: %s; the weights are packed again", self.path, error)
@@ -176,7 +183,7 @@ class PackedEntry:
         """SHA-256 of the weights files that a later start finds again: not of a snapshot's copies."""
         return {each.identity: each.digest for each in self._hashed.values() if each.identity and each.identity.links}
 
-    def _start(self, write: Callable[[T, Path], None], what: T) -> threading.Thread:
+    def _start(self, write: Callable[[T, Path], None], what: T) -> threading.Thread | None:
         """Calls `write` in a thread, with a temporary folder and the lock of the cache. Logs what is wrong."""
 
         def run() -> None:
@@ -184,14 +191,18 @@ class PackedEntry:
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
             try:
                 if any(each.identity is None for each in self._hashed.values()):
-                    raise BuildError("the weights files are too new to notice changes; the next start keeps them")
+                    raise BuildError("the weights files are too new, or have no times that would show a change")
                 with build_directory(self.path.parent, "packed weights") as folder:
                     write(what, folder)
             except BuildError as error:
                 _log.warning("packed weights are not kept: %s", error)
 
         thread = threading.Thread(target=run, name="packed cache", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # no more threads are allowed
+            _log.warning("packed weights are not kept: %s", error)
+            return None
         return thread
 
     def _store(self, memory: HugepageAllocator, folder: Path) -> None:
@@ -324,8 +335,10 @@ def _sealed(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _known_files(metadata: Mapping[str, Any] | None) -> Iterator[tuple[FileIdentity, str]]:
-    """Identity and SHA-256 of the weights files in an entry's metadata."""
-    return ((FileIdentity(*identity), digest) for identity, digest in (metadata["files"] if metadata else ()))
+    """Identity and SHA-256 of the weights files in an entry's metadata; none of another version's."""
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        for identity, digest in metadata["files"] if metadata else ():
+            yield FileIdentity(*identity), digest
 
 
 @cache
@@ -337,5 +350,5 @@ def _sources_hash() -> str:
     return digest.hexdigest()
 
 
-def _reason(error: OSError) -> str:
-    return one_line(os.strerror(error.errno) if error.errno else str(error))
+def _reason(error: Exception) -> str:
+    return one_line(os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error))

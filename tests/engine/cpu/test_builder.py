@@ -13,7 +13,14 @@ import pytest
 from app.engine.cpu.toolchain import library_cache
 from app.engine.cpu.toolchain.builder import build, find, find_compiler, find_or_build
 from app.engine.cpu.toolchain.cpu_target import X86_LEVELS, BuildError, this_level
-from app.engine.cpu.toolchain.library_cache import MAX_OLD_LIBRARIES, BuildRecipe, cache_directory, read_metadata
+from app.engine.cpu.toolchain.library_cache import (
+    MAX_OLD_LIBRARIES,
+    BuildRecipe,
+    build_directory,
+    cache_directory,
+    is_trusted_directory,
+    read_metadata,
+)
 from tests.support.fake_compiler import FakeCompiler, compiled, fake_compiler
 from tests.support.processes import has_exited
 
@@ -52,6 +59,16 @@ def _leftovers(folder: Path) -> set[str]:
 
 
 @pytest.mark.usefixtures("stub_library")
+def test_a_folder_in_the_cache_leaves_the_cache_itself_unwritable_for_others(tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        for directory in (tmp_path / "cache" / "packed", tmp_path / "cache"):
+            with build_directory(directory):
+                assert is_trusted_directory(directory)
+    finally:
+        os.umask(before)
+
+
 def test_the_machines_own_compiler_makes_a_library_that_loads(source: Path, cache_dir: Path) -> None:
     wanted = BuildRecipe(level=this_level(), source=source)
     library = build(wanted, cache_dir)

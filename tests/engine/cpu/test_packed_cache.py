@@ -144,6 +144,15 @@ def test_replaced_weights_are_never_served_from_an_older_entry(tmp_path: Path, i
     assert second.weights.version == version_of({file: sha256(file)}) != first.weights.version
 
 
+def test_times_that_do_not_show_a_change_are_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In images of EROFS or squashfs every time of a file may be the same whole second, whatever it contains."""
+    weights, other, folder = _weights(tmp_path / "weights"), _weights(tmp_path / "other", seed=5), tmp_path / "packed"
+    same = packed_cache.FileIdentity(1, 2, 3, 4 * 10**9, 4 * 10**9, 1)
+    monkeypatch.setattr(packed_cache.FileIdentity, "of", lambda _: same)
+    first, second = _Start(weights, folder), _Start(other, folder)
+    assert second.weights.version != first.weights.version and not second.is_restored
+
+
 def test_a_copy_of_the_weights_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights, folder = _weights(tmp_path / "weights"), tmp_path / "packed"
     first = _Start(weights, folder)
@@ -187,7 +196,16 @@ def _remove_metadata(path: Path) -> None:
     path.with_name(path.name + ".json").unlink()
 
 
-@pytest.mark.parametrize("damage", [_flip, _truncate, _claim_other_weights, _remove_metadata])
+def _as_another_version_writes(path: Path) -> None:
+    metadata = json.loads((described := path.with_name(path.name + ".json")).read_text())
+    metadata["files"] = [[[*identity, 0], digest] for identity, digest in metadata["files"]]
+    described.write_text(json.dumps(packed_cache._sealed(metadata)))
+    path.write_bytes(b"in another layout")
+
+
+@pytest.mark.parametrize(
+    "damage", [_flip, _truncate, _claim_other_weights, _remove_metadata, Path.unlink, _as_another_version_writes]
+)
 def test_a_damaged_entry_is_packed_again(tmp_path: Path, damage: Any) -> None:
     weights, folder = _weights(tmp_path / "weights"), tmp_path / "packed"
     first = _Start(weights, folder)
@@ -302,4 +320,4 @@ def test_weights_that_change_while_they_are_packed_are_not_kept(
     assert not _entries(folder) and "changed while they were read" in cache_log.text
     monkeypatch.setattr(packed_cache, "_SETTLED_NS", 3600 * 10**9)
     _Start(weights, folder)
-    assert not _entries(folder) and "too new to notice changes" in cache_log.text
+    assert not _entries(folder) and "too new, or have no times" in cache_log.text

@@ -131,7 +131,9 @@ def build_directory(directory: Path, content: str = "native kernels") -> Iterato
     content: what is stored, for the error.
     """
     try:
-        directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+        if not directory.parent.exists():  # mkdir() gives parents the mode of the umask
+            directory.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        directory.mkdir(mode=0o755, exist_ok=True)
         if not is_trusted_directory(directory):
             raise BuildError(
                 f"{directory} belongs to another user or is writable by others: run chmod go-w on it, or "
