@@ -30,6 +30,8 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, tag="config"):
     device: str = "auto"
     dtype: str = "auto"
     kernels: Literal["auto", "native", "torch"] = "auto"
+    has_torch: bool = True
+    """Whether torch was installed when the service started; engines that come back decide alike."""
     library: str | None = None
     """Path of the native kernels that the service found at startup."""
     cache_dir: str | None = None

@@ -64,7 +64,7 @@ def build_engine(
         defaults = sampling_defaults(weights.generation, Path(config.weights) / "generation_config.json")
         tokenizer = Tokenizer.reader(Path(config.weights))  # the files may have changed when the first grammar needs it
         limits = _limits(config, placement)
-        libraries = Libraries.of(config.library, config.cache_dir)
+        libraries = Libraries.of(config.library, config.cache_dir, config.has_torch)
         selected = select_backend(
             config.kernels, placement.dtype, placement.device, weights.config, libraries, announce
         )

@@ -111,6 +111,7 @@ def _worker_configs(settings: Settings, shares: Sequence[EngineShare]) -> list[W
             kernels=settings.kernels,
             quantize=settings.quantize,
             deterministic=settings.deterministic,
+            has_torch=libraries.has_torch,
             library=str(libraries.found) if libraries.found else None,
             cache_dir=str(libraries.cache_dir) if libraries.cache_dir else None,
             packed_cache_bytes=settings.packed_cache_bytes,

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from app.common.settings import Settings
@@ -31,7 +32,7 @@ _ROOT = Path(__file__).parents[2]
 def libraries_at_start(settings: Settings) -> Libraries:
     """The native kernels that are built now, if the settings allow them."""
     found = None if settings.kernels == TORCH else find(settings.cache_dir)
-    return Libraries(found=found, cache_dir=settings.cache_dir)
+    return Libraries(found=found, cache_dir=settings.cache_dir, has_torch=find_spec("torch") is not None)
 
 
 async def build_for_next_start(engine: EnginePool, cache_dir: Path | None) -> None:

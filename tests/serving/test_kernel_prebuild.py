@@ -102,10 +102,12 @@ def test_kernels_that_cannot_be_built_are_one_line_in_the_log(
     compiler = "/nonexistent" if is_missing else _broken_compiler(tmp_path, stub_library)
     monkeypatch.setenv("CXX", compiler)
     flags = ("--kernels", "auto", "--cache-dir", str(tmp_path / "cache"))
-    with running_server(tmp_path, weights, *flags, fake_ms=1) as server:
+    with running_server(tmp_path, weights, *flags, fake_ms=1 if is_missing else None) as server:
         failure = f'native kernels could not be built, using torch: {compiler} failed: a.h:1: error: bad"}}\n'
         missing = f"native kernels would be faster: CXX names '{compiler}'"
         _wait_for_log(server, missing if is_missing else failure)
+        if not is_missing:
+            assert _numerics(server) == {"torch-bfloat16"}
 
 
 def test_kernels_that_are_there_compute_and_nothing_is_built(

@@ -61,17 +61,17 @@ def test_auto_takes_what_was_found_and_builds_nothing_else(cache_dir: Path) -> N
 def test_without_torch_auto_builds_what_is_not_there_and_waits(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.engine.cpu.toolchain.backend_selection.find_spec", lambda _: None)
+    libraries = Libraries(cache_dir=cache_dir, has_torch=False)
     phases: list[str] = []
-    choice = _choose("auto", Libraries(cache_dir=cache_dir), phases=phases)
+    choice = _choose("auto", libraries, phases=phases)
     assert (choice.library, choice.waits_for_build, phases) == (
         find_or_build(cache_dir), False, ["building native kernels"]
     )  # fmt: skip
-    assert _choose("auto", Libraries(cache_dir=cache_dir)) == choice, "an engine that comes back computes alike"
+    assert _choose("auto", libraries) == choice, "an engine that comes back computes alike"
     assert choice.library
     choice.library.unlink()
     monkeypatch.setenv("CXX", "/nonexistent")
-    choice = _choose("auto", Libraries(cache_dir=cache_dir))
+    choice = _choose("auto", libraries)
     assert choice.library is None and choice.reason.startswith("CXX names")
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -49,11 +48,14 @@ class Libraries:
     found: Path | None = None
     """Library that the service found at startup."""
     cache_dir: Path | None = None
+    has_torch: bool = True
+    """Whether torch can compute until a build is done."""
 
     @classmethod
-    def of(cls, found: str | None, cache_dir: str | None) -> Libraries:
-        """From the strings of WorkerConfig."""
-        return cls(found=Path(found) if found else None, cache_dir=Path(cache_dir) if cache_dir else None)
+    def of(cls, found: str | None, cache_dir: str | None, has_torch: bool) -> Libraries:
+        """From the fields of WorkerConfig."""
+        paths = (Path(name) if name else None for name in (found, cache_dir))
+        return cls(**dict(zip(("found", "cache_dir"), paths, strict=True)), has_torch=has_torch)
 
 
 def select_backend(
@@ -80,7 +82,7 @@ def select_backend(
             raise KernelsUnavailable(
                 f"the engine may use level {level.name} only, and the service found {libraries.found}"
             )
-        if kernels == "auto" and libraries.found is None and find_spec("torch"):
+        if kernels == "auto" and libraries.found is None and libraries.has_torch:
             return SelectedBackend(reason="the native kernels are not built", waits_for_build=True)
         library = _library(libraries, announce)
         check_loads(library)
