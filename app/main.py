@@ -68,8 +68,10 @@ def create_app(
         app.state.service = service = Service(settings, instance, tokenizer_pool)
         app.state.metrics = metrics = Metrics(lambda: service.engines, connections)
         app.state.resume_store = resume_store = ResumeStore(settings.resume_seconds)
+        # --replicas auto has chosen: it counts free memory, which is less beside running engines.
+        chosen = settings.model_copy(update={"replicas": len(instance.engine.engines)})
         app.state.reloader = reloader = HotReload(
-            service, partial(open_instance, settings, engine), metrics.record_reload
+            service, partial(open_instance, chosen, engine), metrics.record_reload
         )
         coroutines = [
             service.load(),

@@ -33,6 +33,7 @@ from app.serving.kernel_prebuild import libraries_at_start
 from model.checkpoint.hub import hub_model, resolve_weights
 from model.checkpoint.manifest import read_model_name
 from model.checkpoint.tensor_index import check_layout, read_chat_template
+from model.files import CheckpointError
 
 if TYPE_CHECKING:
     from app.http.tracing import Tracing  # its packages are optional
@@ -81,7 +82,10 @@ async def _serve(
     engine: Callable[[Settings], EnginePool],
     tracing: Tracing | None,
 ) -> EngineStopped | None:
-    instance = await open_instance(settings, engine)
+    try:
+        instance = await open_instance(settings, engine)
+    except CheckpointError as error:  # of config.json, which --replicas auto reads
+        raise StartError(str(error)) from None
     instance.start()
     try:
         gc.disable()  # as in app/__main__.py

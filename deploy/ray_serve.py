@@ -234,6 +234,8 @@ def _application(placement: Placement, settings: Settings) -> serve.Application:
 
 def _engine(settings: Settings, placement: Placement) -> serve.Application:
     scaling: dict[str, Any] = {"num_replicas": placement.replicas}
+    if placement.most_replicas and not settings.replicas:
+        raise StartError("INKSTREAM_REPLICAS=auto: autoscaling needs the number of engines of a copy; give a number")
     if placement.most_replicas:
         scaling = {
             "autoscaling_config": {

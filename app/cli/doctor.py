@@ -170,7 +170,9 @@ def _cpu(machine: Machine) -> Iterator[Finding]:
         level = level_of(platform.machine(), platform.system(), info).name
         yield Finding("cpu", f"{name}, level {level}")
     except UnsupportedCpu as error:
-        yield Finding("cpu", f"{name}: {error}", "slow", "nothing to install: torch computes; a newer CPU is faster")
+        has_torch = _version("torch") is not None
+        remedy = "nothing to install: torch computes; a newer CPU is faster" if has_torch else INSTALL_TORCH
+        yield Finding("cpu", f"{name}: {error}", "slow" if has_torch else "broken", remedy)
     topology, all_cpus = read_topology(machine.root), os.cpu_count() or 1
     usable = topology.n_cpus
     limit = f"; affinity or the cgroup's quota allows {usable} of {all_cpus} CPUs" if usable < all_cpus else ""

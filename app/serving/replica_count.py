@@ -166,7 +166,8 @@ def _engines_on_cpu(settings: Settings, topology: Topology, rates: Rates) -> tup
     dtype = settings.dtype if settings.dtype != "auto" else "bfloat16" if has_native_bfloat16() else "float32"
     item_bytes, context = 4 if dtype == "float32" else 2, settings.max_context or config.context
     size = count_parameters(config) * (1 if settings.quantize == "int8" else item_bytes)
-    size += config.kv_elements_per_token * item_bytes * context * settings.max_running
+    cached = 16 * settings.kv_blocks or context * settings.max_running  # BLOCK of app/engine/cpu/program.py
+    size += config.kv_elements_per_token * item_bytes * cached
     most = max(1, int(free_memory() * _MEMORY_SHARE) // size)
     if nodes > most:
         return most, f"each takes {size >> 20} MiB of weights and cache, and more do not fit into half of the memory"

@@ -14,6 +14,7 @@ from app.engine_client.engine_pool import EnginePool
 from app.serving import replica_count
 from app.serving.instance_factory import make_engine_pool
 from app.serving.replica_count import Rates, choose_replicas, operations, step_seconds, tokens_per_second
+from app.start import StartError, serve
 from model.checkpoint.config_file import load_config
 from model.parameter_shapes import count_parameters
 from tests.support import ROOT
@@ -90,6 +91,22 @@ def test_engines_that_do_not_fit_into_the_memory_are_not_started(
         monkeypatch.setattr(replica_count, "free_memory", lambda free=free: free)
         assert choose_replicas(_settings(), _machine(64, 4)) == chosen
     assert "--replicas auto: 2 (each takes 56 MiB of weights and cache, and more do not fit" in caplog.text
+
+
+def test_a_smaller_cache_leaves_room_for_more_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_count, "free_memory", lambda: 5 * 56 << 20)
+    assert choose_replicas(_settings(), _machine(64, 4)) == 2
+    assert choose_replicas(_settings(kv_blocks=8), _machine(64, 4)) == 4
+
+
+def test_weights_that_no_family_reads_are_one_line(tmp_path: Path) -> None:
+    (directory := tmp_path / "w").mkdir()
+    (directory / "config.json").write_text('{"model_type": "bert"}')
+    (directory / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    (directory / "tokenizer.json").write_text("{}")
+    settings = Settings(weights=directory, replicas="auto", port=0)  # type: ignore[arg-type]
+    with pytest.raises(StartError, match="bert"):
+        serve(settings)
 
 
 def test_a_gpu_gets_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:

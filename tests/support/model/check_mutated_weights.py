@@ -59,9 +59,26 @@ _MAY_WRITE = {os.devnull}
 _SANDBOX = [sys.executable, "-P", "-m", "app.tokenization.tokenizer_worker"]
 """Regular expressions that are not known to be linear are timed there."""
 # What an engine asks of the machine that it starts on.
-_MAY_READ = ("/proc/meminfo", "/proc/cpuinfo", "/proc/self/cgroup", "/sys/fs/cgroup/")
+_MAY_READ = (
+    "/proc/meminfo",
+    "/proc/cpuinfo",
+    "/proc/self/cgroup",
+    "/sys/fs/cgroup/",
+    "/sys/devices/system/",
+    "/sys/devices/cpu_core/",
+)
 # open and listing events are looked at one by one; these report no more than a look.
-_HARMLESS = ("object.__", "os.scandir", "os.listdir", "code.__new__", "builtins.id", "sys._getframe", "gc.", "array.")
+_HARMLESS = (
+    "object.__",
+    "os.scandir",
+    "os.listdir",
+    "pathlib.Path.glob",
+    "code.__new__",
+    "builtins.id",
+    "sys._getframe",
+    "gc.",
+    "array.",
+)
 
 
 def valid_directories() -> dict[str, Files]:
