@@ -159,6 +159,15 @@ def test_a_selection_is_rewritten_by_the_alternative_that_is_taken(page, width):
     assert page.get_by_role("treeitem", name="She knocked").count() == 1, "the others stay as branches"
 
 
+@pytest.mark.parametrize(("start", "end"), [(0, 5), (1, 4)], ids=["all", "all, extended to whole words"])
+def test_all_of_the_text_is_continued_and_not_rewritten_from_nothing(page, start, end):
+    bodies = requests(page, ("start", {"seed": 7}), token(" again."), DONE)
+    write(page, "Hello", start, end)
+    page.locator("#document").press("Control+Enter")
+    wait_for(page, "done")
+    assert (bodies[0]["prompt"], text(page)) == ("Hello", "Hello again.")
+
+
 @pytest.mark.parametrize(
     ("before", "replaced", "after", "span"),
     [
