@@ -87,9 +87,12 @@ def test_every_kernel_compiles_and_fits_on_every_gpu(compiled: dict[int, dict[st
 
 
 def test_two_programs_of_attention_fit_on_a_multiprocessor(compiled: dict[int, dict[str, Facts]]) -> None:
-    """16-bit heads of up to 128. Each program takes 1 KiB more than its own."""
+    """16-bit heads of up to 128, on Ada of up to 64: three stages of more take half of its memory and 3 KiB.
+
+    Each program takes 1 KiB more than its own.
+    """
     for capability, name, facts in _all(compiled, " attention_kernel"):
-        if facts["stages"] == 3:
+        if facts["stages"] == 3 and (capability != 89 or name.startswith("gpt2")):
             assert 2 * facts["threads"] * facts["registers"] <= 65_536, (capability, name)
             assert 2 * (facts["shared"] + 1024) <= SHARED_BYTES[capability] + 1024, (capability, name)
 

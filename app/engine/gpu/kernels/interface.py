@@ -230,7 +230,8 @@ def attention_launch(padded_dim: int, item_size: int, shared_bytes: int = SHARED
     stages = [
         n for n in range(1, max_stages + 1) if attention_bytes(padded_dim, item_size, positions, n) <= shared_bytes
     ]
-    return {"POSITIONS": positions, **_launch(4 if is_narrow else 8, max(stages, default=1))}
+    warps = 16 if item_size == 4 else 4 if is_narrow else 8
+    return {"POSITIONS": positions, **_launch(warps, max(stages, default=1))}
 
 
 def attention_fits(head_dim: int, item_size: int, shared_bytes: int) -> bool:
