@@ -70,9 +70,8 @@ def create_app(
         app.state.resume_store = resume_store = ResumeStore(settings.resume_seconds)
         # --replicas auto has chosen: it counts free memory, which is less beside running engines.
         chosen = settings.model_copy(update={"replicas": len(instance.engine.engines)})
-        app.state.reloader = reloader = HotReload(
-            service, partial(open_instance, chosen, engine), metrics.record_reload
-        )
+        reopen = partial(open_instance, chosen, engine)
+        app.state.reloader = reloader = HotReload(service, reopen, metrics.record_reload)
         coroutines = [
             service.load(),
             reloader.run(),

@@ -26,7 +26,7 @@ from benchmarks.service_process import ROOT
 from benchmarks.shapes import SMOLLM2, find_model
 from benchmarks.smollm2 import NotAvailable
 
-_MODELS = ("default", "A", "B", "C", SMOLLM2)
+_MODELS = ("default", "A", "B", "C", "1b", SMOLLM2)
 _LENGTH = 513
 """The longest sequence of any measurement: a prefill and its token."""
 

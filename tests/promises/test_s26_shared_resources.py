@@ -133,7 +133,7 @@ def test_bodies_that_are_parsed_as_they_come_are_noticed(
     victim = _victim(client)
     alone = min(victim() for _ in range(5))
     with faults.armed("loop_share.unlimited", "remove"), running(replace(on_the_loop, requests=[_REFUSED], clients=8)):
-        assert victim() > _FLOOR * alone
+        assert any(victim() > _FLOOR * alone for _ in range(5)), "one alone may come between two bodies"
 
 
 _STREAMS = ("/complete", {"prompt": "Hello", "n": 16, "logprobs": 20, "max_tokens": 200, "ignore_eos": True})
