@@ -32,14 +32,10 @@ from model.files import CheckpointError
 from model.nn.attention import CausalAttend
 from model.nn.transformer import Decoder
 from tests.support.model.bad_weights import good_weights
-from tests.support.model.tiny_models import kernels, native_compute, native_compute_of, tiny_config, tiny_decoder
+from tests.support.model.tiny_models import GPT2, kernels, native_compute, native_compute_of, tiny_config, tiny_decoder
 
 pytestmark = pytest.mark.usefixtures("native_library", "one_thread")
 LENGTH = 70
-GPT2: dict[str, Any] = {
-    "norm": "layernorm", "norm_bias": True, "gated": False, "activation": "gelu_tanh", "positions": "learned",
-    "qkv_bias": True, "out_bias": True, "mlp_bias": True, "n_kv_heads": 4,
-}  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt2": GPT2,

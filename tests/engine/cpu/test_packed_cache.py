@@ -23,15 +23,11 @@ from model.checkpoint.checkpoint import weights_files
 from model.checkpoint.stored_weights import StoredWeights, find_weights
 from model.checkpoint.tensor_index import version_of
 from model.files import sha256, write_files
-from tests.support.model.tiny_models import kernels, tiny_config, tiny_decoder
+from tests.support.model.tiny_models import GPT2, kernels, tiny_config, tiny_decoder
 
 pytestmark = pytest.mark.usefixtures("native_library", "one_thread")
 LARGE = 1 << 30
 LOGGER = "inkstream"
-GPT2: dict[str, Any] = {
-    "norm": "layernorm", "norm_bias": True, "gated": False, "activation": "gelu_tanh", "positions": "learned",
-    "qkv_bias": True, "out_bias": True, "mlp_bias": True, "n_kv_heads": 4,
-}  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt2": GPT2,

@@ -33,6 +33,11 @@ from model.files import write_files
 from model.nn.transformer import Decoder
 from model.tokenizer.tokenizer import Tokenizer
 
+GPT2: dict[str, Any] = {
+    "norm": "layernorm", "norm_bias": True, "gated": False, "activation": "gelu_tanh", "positions": "learned",
+    "qkv_bias": True, "out_bias": True, "mlp_bias": True, "n_kv_heads": 4,
+}  # fmt: skip
+"""Changes that make tiny_config() the layout of GPT-2."""
 TEXT = (
     "Once upon a time there was a fox who sang to the moon. The moon answered him, and the night was long.\n"
     "\u201cWho are you?\u201d asked the owl, caf\u00e9 in claw \U0001f98a\U0001f989. \u2018I,\u2019 said the fox.\n"

@@ -54,8 +54,8 @@ class Libraries:
     @classmethod
     def of(cls, found: str | None, cache_dir: str | None, has_torch: bool) -> Libraries:
         """From the fields of WorkerConfig."""
-        paths = (Path(name) if name else None for name in (found, cache_dir))
-        return cls(**dict(zip(("found", "cache_dir"), paths, strict=True)), has_torch=has_torch)
+        library, directory = (Path(name) if name else None for name in (found, cache_dir))
+        return cls(found=library, cache_dir=directory, has_torch=has_torch)
 
 
 def select_backend(
@@ -91,9 +91,9 @@ def select_backend(
             return SelectedBackend(reason=str(error))
         raise _unavailable_error(error) from None
     except BuildError as error:
-        if kernels == "auto" and libraries.found is None:
-            return SelectedBackend(reason=str(error))
         if kernels == "auto":
+            if libraries.found is None:
+                return SelectedBackend(reason=str(error))
             raise ValueError(f"{libraries.found}, which this service started with, no longer exists: {error}") from None
         raise _unavailable_error(error) from None
     return SelectedBackend(library=library, numerics=f"{NATIVE}-{level.name}", reason=str(library))
