@@ -55,7 +55,7 @@ def build_engine(
     """
     announce(LOADING_WEIGHTS)
     with _as_start_error(f"{config.weights}: the weights do not fit into the free memory of the GPU"):
-        placement = place_without_torch(config) or _torch_backends(_NEEDS_TORCH).place(config)
+        placement = place_without_torch(config) or _torch_backends(config, _NEEDS_TORCH).place(config)
         if placement.device == "cpu" and (problem := bind_process(config.cpus, config.nodes)):
             _log.warning("%s: %s", config.name, problem)
         packed_cache = None if find else PackedCache.of(config.cache_dir, config.packed_cache_bytes)
@@ -94,12 +94,13 @@ def build_engine(
     return BuiltEngine(engine, grammars, ready)
 
 
-def _torch_backends(reason: str) -> Any:
+def _torch_backends(config: WorkerConfig, reason: str) -> Any:
     """Imported by name: an engine that computes in C++ needs no torch, which takes a second and 200 MB.
 
-    reason: why the native kernels do not compute. Raises ValueError if torch is not installed.
+    reason: why the native kernels do not compute. Raises ValueError if torch is not installed, or was not when the
+    service started: an engine that comes back must not compute in another way than the one before it.
     """
-    if find_spec("torch") is None:
+    if not config.has_torch or find_spec("torch") is None:
         raise ValueError(
             f"torch is not installed, and without it only the native kernels compute: {reason}; or {INSTALL_TORCH}"
         )
@@ -125,7 +126,7 @@ def _backend(
             numerics=selected.numerics,
             reason=selected.reason,
         )
-    backends = _torch_backends(selected.reason)
+    backends = _torch_backends(config, selected.reason)
     backend: Backend = backends.choose_backend(selected, weights, cache_shape, limits, config, announce)
     return backend
 

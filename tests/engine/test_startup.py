@@ -101,6 +101,11 @@ def test_what_only_torch_computes_is_refused_where_torch_is_not_installed(
         build_engine(_config(tmp_path, **changes))
 
 
+def test_torch_that_was_installed_while_the_service_ran_does_not_compute(tmp_path: Path) -> None:
+    with pytest.raises(EngineStartError, match=r"^torch is not installed"):
+        build_engine(_config(tmp_path, has_torch=False))
+
+
 PROGRAM = """
 import pathlib, sys, torch
 from tests.support.model.tiny_models import tiny_engine
