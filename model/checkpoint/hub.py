@@ -18,9 +18,6 @@ from model.files import CheckpointError
 _NAME = re.compile(
     r"(?P<repository>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(@(?P<revision>[^@\s]{0,255}))?", re.A
 )
-_URL = re.compile(
-    r"(?:hf:/{1,2}|https?:/{1,2}[^/]+/)(?:models/)?([\w.-]+/[\w.-]+)(?:/(?:tree|blob)/([^/]+).*|/?)", re.A
-)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -52,9 +49,8 @@ class HubSource:
 
 def hub_model(weights: str) -> HubModel | None:
     """The model that this names; None if it is a path. Raises CheckpointError for a name that is almost one."""
-    if url := _URL.fullmatch(weights):
-        name = url[1] if url[2] in (None, "main") else f"{url[1]}@{url[2]}"
-        raise CheckpointError(f"{weights}: is a URL; give the model's name: {name}")
+    if re.match(r"(hf|https?):/", weights):
+        raise CheckpointError(f"{weights}: is a URL; give the model's name: org/name, or org/name@revision")
     found = _NAME.fullmatch(weights)
     if found is None or os.path.lexists(weights):
         return None

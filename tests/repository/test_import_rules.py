@@ -47,7 +47,7 @@ OUTSIDE = {
     "app.tokenization": {"msgspec", "tokenizers"},
     "app.__main__": {"benchmarks"},
     "model": {"numpy", "torch"},
-    "model.checkpoint": {"httpx2", "huggingface_hub", "numpy", "safetensors", "torch", "tqdm"},
+    "model.checkpoint": {"httpx2", "huggingface_hub", "numpy", "safetensors", "torch"},
     "model.tokenizer": {"msgspec", "tokenizers"},
     "model.train": {"numpy", "safetensors", "tokenizers", "torch"},
 }

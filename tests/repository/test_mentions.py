@@ -48,7 +48,7 @@ FLAGS = {
     "--help", "--http2", "--include", "--index-url", "--isolation", "--limit", "--local-dir", "--logdir", "--mount",
     "--name", "--no-index", "--push",
     "--nproc-per-node", "--num-gpus", "--only-binary", "--parallel", "--platform", "--profile",
-    "--publish", "--python-version", "--read-only", "--require-hashes", "--requirement", "--revision", "--rm",
+    "--publish", "--python-version", "--read-only", "--require-hashes", "--requirement", "--rm",
     "--security-opt",
     "--shell", "--signal", "--tasks", "--test", "--time", "--tmpfs", "--upgrade", "--version", "--volume", "--wait",
     "--wheels",

@@ -43,8 +43,6 @@ class FakeHub:
     card: dict[str, Any] = field(default_factory=dict)
     status: int = 0
     """Status of every response, for a server that is not the Hub; 0 answers as the Hub does."""
-    busy: int = 0
-    """Requests to answer with 429 first."""
     cut_after: list[int] = field(default_factory=list)
     """Bytes after which the next large responses break off, one after the other."""
     damaged: int = 0
@@ -109,9 +107,6 @@ class _Handler(BaseHTTPRequestHandler):
         hub.asked.append(Asked(self.command, path, self.headers.get("Range", ""), token))
         if hub.status:
             return self._send(hub.status, b"<html>")
-        if hub.busy:
-            hub.busy -= 1
-            return self._send(429, b"", {"Retry-After": "0"})
         if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
             return self._info(found[1], found[2] or "main", token)
         if found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):

@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from huggingface_hub import constants
+from huggingface_hub import constants, file_download
 
 from model.checkpoint import hub_download
 from model.checkpoint.hub import hub_model, resolve_weights, source_of
@@ -67,7 +67,8 @@ def environment(hub: FakeHub, tmp_path: Path, **others: str) -> dict[str, str]:
 
 
 RESOLVE = (
-    "import sys; from model.checkpoint.hub import resolve_weights\n"
+    "import sys; from huggingface_hub import constants; from model.checkpoint.hub import resolve_weights\n"
+    "constants.DOWNLOAD_CHUNK_SIZE = 1 << 14\n"
     "print(resolve_weights(sys.argv[1], lambda line: print(line, file=sys.stderr, flush=True)))"
 )
 
@@ -135,7 +136,8 @@ def test_shards_are_those_of_the_index(hub: FakeHub, files: dict[str, bytes]) ->
 
 @pytest.mark.parametrize("ignores_ranges", [False, True])
 def test_a_cut_connection_is_continued(hub: FakeHub, ignores_ranges: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_download, "_retry_seconds", lambda *_: 0.0)
+    monkeypatch.setattr(file_download.time, "sleep", lambda _: None)
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1 << 14)
     hub.cut_after, hub.ignores_ranges = [50_000, 70_000], ignores_ranges
     directory, _ = resolve()
     assert (directory / "model.safetensors").read_bytes() == hub.repositories[NAME]["model.safetensors"]
@@ -145,27 +147,20 @@ def test_a_cut_connection_is_continued(hub: FakeHub, ignores_ranges: bool, monke
     assert all(0 < int(text[6:-1]) < 200_000 for text in ranges[1:])
 
 
-def test_damaged_files_are_fetched_again_once(hub: FakeHub) -> None:
+def test_a_damaged_file_is_refused_and_fetched_anew(hub: FakeHub) -> None:
     hub.damaged = 1
-    directory, _ = resolve()
-    assert len(hub.downloads("storage")) == 2
-    shutil.rmtree(directory.parents[1])
-    hub.damaged = 2
-    assert "safetensors arrived damaged twice" in problem()
+    assert "safetensors arrived damaged" in problem()
     assert not list(Path(constants.HF_HUB_CACHE).rglob("model.safetensors"))
-
-
-def test_a_busy_hub_is_asked_again(hub: FakeHub) -> None:
-    hub.busy = 3
-    assert resolve()[0].is_dir()
+    directory, _ = resolve()
+    assert (directory / "model.safetensors").read_bytes() == hub.repositories[NAME]["model.safetensors"]
 
 
 @pytest.mark.parametrize(
     ("status", "words"),
     [
         (200, "{url} does not answer like the Hub: check HF_ENDPOINT"),
-        (404, "{url} does not answer like the Hub: check HF_ENDPOINT"),
         (418, "{url} answers 418 for {url}/api/models/org/tiny/revision/main"),
+        (429, "{url} answers 429 for {url}/api/models/org/tiny/revision/main"),
     ],
 )
 def test_a_server_that_is_not_the_hub_is_called_so(hub: FakeHub, status: int, words: str) -> None:
@@ -193,11 +188,11 @@ def test_errors_say_what_to_do(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) ->
     assert "has no branch, tag or commit 'v9'" in problem(f"{NAME}@v9")
     for wrong in (f"{NAME}@", "a..b/c"):
         assert "write org/name, or org/name@" in problem(wrong)
-    assert problem(f"https://huggingface.co/{NAME}/tree/v2").endswith(f"is a URL; give the model's name: {NAME}@v2")
+    assert "is a URL; give the model's name: org/name" in problem(f"https://huggingface.co/{NAME}/tree/v2")
     assert "org/a--b: Cannot have -- or .." in problem("org/a--b")
     monkeypatch.setattr(hub_download.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1))
     assert "no room on the disk: " in problem()
-    assert "set HF_HOME to a folder on another disk" in problem()
+    assert "set HF_HOME to another disk" in problem()
     assert not hub.downloads("storage")
 
 
@@ -233,23 +228,20 @@ def test_another_architecture_is_refused_before_its_weights_arrive(hub: FakeHub)
 
 def test_without_network_the_cache_serves(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert "HF_HUB_OFFLINE is set: unset it; the cache" in problem()
-    assert problem().endswith(f"copy DIR here and name it in place of the model: hf download {NAME} --local-dir DIR")
-    assert problem(f"{NAME}@v2").endswith(f": hf download {NAME} --revision v2 --local-dir DIR")
+    assert problem() == f"{NAME}: HF_HUB_OFFLINE is set, which keeps it from the network"
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     directory, _ = resolve()
-    commit = hub.commit(NAME)
+    end = f"; using commit {hub.commit(NAME)[:12]} from the cache {constants.HF_HUB_CACHE}"
+    hub.status = 503
+    assert resolve()[1][0].endswith(f"answers 503 for {hub.url}/api/models/{NAME}/revision/main{end}")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert resolve() == (directory, [f"{NAME}: HF_HUB_OFFLINE is set; using commit {commit[:12]} from the cache "
-                                     f"{constants.HF_HUB_CACHE}"])  # fmt: skip
-    assert f"the cache {constants.HF_HUB_CACHE} has {NAME}@{commit}" in problem(f"{NAME}@v2")
-    assert f"has {NAME}, and not all of this one" in problem("org/other")
+    assert resolve() == (directory, [f"{NAME}: HF_HUB_OFFLINE is set, which keeps it from the network{end}"])
+    assert "HF_HUB_OFFLINE is set" in problem(f"{NAME}@v2")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert "cannot reach http://127.0.0.1:9" in resolve()[1][0]
     (directory / "model.safetensors").unlink()  # another program fetched only a part
-    assert "check the network, or HF_ENDPOINT" in problem()
-    assert problem().endswith(f"hf download {NAME} --local-dir DIR")
+    assert "cannot reach http://127.0.0.1:9" in problem()
 
 
 def test_a_directory_of_the_same_name_wins(hub: FakeHub, tmp_path: Path) -> None:
@@ -275,11 +267,11 @@ def test_shared_blobs_of_the_cache_are_read() -> None:
     assert read_json(directory / "config.json")["vocab_size"]
 
 
-def wait_for_partial(tmp_path: Path) -> Path:
-    """The partial file of the weights, once it has some bytes."""
+def wait_for_partial(tmp_path: Path, least: int = 1) -> Path:
+    """The partial file of the weights (named by SHA-256), once it has so many bytes."""
     for _ in range(600):
-        for path in (tmp_path / "home").rglob("*.incomplete"):
-            if path.stat().st_size:
+        for path in (tmp_path / "home").rglob(f"{'?' * 64}.inkstream.incomplete"):
+            if path.stat().st_size >= least:
                 return path
         time.sleep(0.05)
     raise AssertionError("nothing arrives")
@@ -298,7 +290,6 @@ def test_an_interrupted_download_continues_in_the_next_process(hub: FakeHub, tmp
     second = start(hub, tmp_path)
     output, errors = second.communicate(timeout=60)
     assert second.returncode == 0, errors
-    assert "of them here already" in errors
     assert hub.downloads("storage")[-1].range == f"bytes={size}-"
     assert (Path(output.strip()) / "model.safetensors").read_bytes() == hub.repositories[NAME]["model.safetensors"]
 
@@ -310,7 +301,6 @@ def test_two_processes_download_once(hub: FakeHub, tmp_path: Path) -> None:
     results = [process.communicate(timeout=60) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], results
     assert results[0][0] == results[1][0]
-    assert sum("another process downloads it" in errors for _, errors in results) == 1
     assert len(hub.downloads("storage")) == 1
 
 
@@ -328,14 +318,15 @@ def test_ctrl_c_ends_a_verb_quietly(hub: FakeHub, tmp_path: Path, verb: str) -> 
         text=True,
         stderr=subprocess.PIPE,
     )
-    wait_for_partial(tmp_path)
+    wait_for_partial(tmp_path, least=0)
     if verb == "serve":
         assert httpx.get(f"http://127.0.0.1:{port}/health/ready").json()["phase"] == "downloading"
     process.send_signal(signal.SIGINT)
     errors = process.communicate(timeout=60)[1]
     assert process.returncode == 130
     assert "Traceback" not in errors
-    assert "the same command continues" in errors
+    if verb == "check":
+        assert "the same command continues" in errors
 
 
 def test_the_verbs_name_the_commit(hub: FakeHub, tmp_path: Path) -> None:
