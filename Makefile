@@ -39,26 +39,22 @@ TORCH ?=
 VENV := .venv
 BIN := "$(VENV)/bin"
 
-# What may stand on make's command line. A name that is not among them is a mistake, unless it is one of another program.
+# What may stand on make's command line: these, and variables of other programs. A misspelled name would change nothing.
 VARIABLES := ARGS DATA EXTRAS FRESH JOBS LOCK ONLY OUT PIP_ARGS PORT PYTHON TORCH UV VENV WEIGHTS WHEELS
-unknown := $(foreach name,$(filter-out $(VARIABLES) CURDIR,$(.VARIABLES)),$(if $(findstring command,$(origin $(name))),$(name)))
-ifneq ($(strip $(unknown)),)
-refusal := $(shell $(PYTHON) -SEm deploy.install --unknown $(unknown) 2> /dev/null)
-$(if $(refusal),$(error $(refusal)))
-endif
+OTHERS := CURDIR CI CC CXX CXXFLAGS MAKE% INKSTREAM_% CUDA_% OMP_% HF_% PIP_% UV_% PYTEST_% %_proxy %_PROXY
+unknown := $(foreach name,$(filter-out $(VARIABLES) $(OTHERS),$(.VARIABLES)),$(if $(findstring command,$(origin $(name))),$(name)))
+$(if $(strip $(unknown)),$(error $(strip $(unknown)): no variable of make, which has $(VARIABLES)))
 
-# deploy/install makes the environment, or adds what is missing, and is done in a moment if nothing is. It asks for Python
-# 3.11: the one of the environment, or PYTHON, or any that there is.
+# deploy/install.py makes the environment, or adds what is missing, and is done in a moment if nothing is. It asks for
+# Python 3.11: that of PYTHON=, or of the environment, or any that there is.
 export LOCK PIP_ARGS TORCH UV VENV
 export PYTHON_ASKED := $(if $(filter file,$(origin PYTHON)),,$(PYTHON))
-environment = @test ! -x $(BIN)/python || exec $(BIN)/python -SEm deploy.install $(1); \
-	for python in "$(PYTHON)" $(if $(PYTHON_ASKED),,python3.13 python3.12 python3.11); do \
-		$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null || continue; \
-		exec $$python -SEm deploy.install $(1); \
+environment = @for python in $(if $(PYTHON_ASKED),,$(BIN)/python) "$(PYTHON)" $(if $(PYTHON_ASKED),,python3.13 python3.12 python3.11); do \
+		"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null || continue; \
+		exec "$$python" -SEm deploy.install $(1); \
 	done; \
-	found=$$($(PYTHON) -V 2> /dev/null) || found="not there"; \
-	echo "error: inkstream needs Python 3.11 or newer, and $(PYTHON) is $$found; install one (Debian, Ubuntu: apt" \
-		"install python3.11 python3.11-venv), or point to it: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 2
+	echo "error: inkstream needs Python 3.11 or newer, and $(PYTHON) is none; install one (Debian, Ubuntu: apt install" \
+		"python3.11 python3.11-venv), or point to it: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 2
 
 .DEFAULT_GOAL := help
 

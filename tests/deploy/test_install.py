@@ -1,0 +1,359 @@
+"""make's installation: which torch, pip or uv, when anything is done at all, and what it says where it cannot."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy import install
+from deploy.install import CPU_INDEX, InstallError, Settings, choose_torch, has_gpu, is_complete, read_note, write_note
+from tests.support import ROOT
+
+PIN, CPU, CUDA = "torch==2.13.0", "torch==2.13.0+cpu", "torch==2.13.0,!=2.13.0+cpu"
+FROM_INDEX = ["--extra-index-url", CPU_INDEX]
+
+needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+
+# Both Pythons run the installation in the real one. Pip notes how it was called, and whether make's variables reach it.
+RUN = """
+*deploy.install*)
+  shift 2
+  exec "$REAL" -SEc "import runpy, sys; sys._base_executable = '$BASE'
+runpy.run_module('deploy.install', run_name='__main__', alter_sys=True)" "$@";;
+"""
+PYTHON = f"""#!/bin/sh
+case "$*" in
+*version_info*) [ "$FAKE" != old ];;
+"-m venv"*) [ "$FAKE" != no-venv ] || exit 1; mkdir -p "$3/bin"; cp "$(dirname "$0")/inner" "$3/bin/python";;
+"-m app compile") [ "$FAKE" != no-compiler ] || {{ echo "error: no compiler"; exit 2; }};;
+{RUN}
+esac
+"""
+INNER = f"""#!/bin/sh
+site="$(dirname "$0")/../lib/python3.11/site-packages"
+case "$*" in
+"-m pip config list") [ "$FAKE" != configured ] || echo "global.index-url='x'";;
+"-m pip install"*)
+  echo "$@" >> "$CALLS"
+  [ -z "$LOCK$PIP_ARGS" ] || echo "make's variables reach pip" >> "$CALLS"
+  case "$FAKE $*" in
+  offline*) echo "ERROR: No matching distribution" >&2; exit 1;;
+  slow*torch*) exec sleep 60;;
+  no-cpu*torch==*+cpu*) exit 1;;
+  *) mkdir -p "$site/$(echo "$*" | cksum | tr ' ' -)";;
+  esac;;
+"-m app serve"*) echo "served: $@";;
+{RUN}
+esac
+"""
+UV = '#!/bin/sh\necho "uv $@" >> "$CALLS"\n'
+
+
+@pytest.mark.parametrize(
+    ("asked", "names_sources", "gpu", "platform", "build", "attempts"),
+    [
+        ("", False, False, "linux", "cpu", [[CPU, *FROM_INDEX], [PIN]]),
+        ("", False, True, "linux", "cuda", [[CUDA]]),
+        ("", False, True, "darwin", "any", [[PIN]]),
+        ("auto", False, True, "linux", "cuda", [[CUDA]]),
+        ("cpu", False, True, "linux", "cpu", [[CPU, *FROM_INDEX]]),
+        ("cuda", False, False, "linux", "cuda", [[CUDA]]),
+        ("torch==2.12.0", False, False, "linux", "cpu", [["torch==2.12.0+cpu", *FROM_INDEX], ["torch==2.12.0"]]),
+        ("torch==2.12.0+cu126", False, False, "linux", "any", [["torch==2.12.0+cu126"]]),
+        ("./torch.whl", False, True, "linux", "any", [["./torch.whl"]]),
+        ("", True, False, "linux", "any", [[PIN]]),
+        ("cpu", True, False, "linux", "cpu", [[CPU]]),
+    ],
+)
+def test_torch_comes_in_the_build_for_the_machine_unless_a_variable_says_otherwise(
+    asked: str,
+    names_sources: bool,
+    gpu: bool,
+    platform: str,
+    build: str,
+    attempts: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(install, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(sys, "platform", platform)
+    assert choose_torch(asked, PIN, names_sources=names_sources) == (build, attempts)
+
+
+def test_a_build_can_be_chosen_on_linux_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(InstallError, match="TORCH=cuda is for Linux"):
+        choose_torch("cuda", PIN, names_sources=False)
+
+
+@pytest.mark.parametrize(
+    ("script", "found"),
+    [("echo 'GPU 0: NVIDIA H100 80GB HBM3'", True), ("echo NVIDIA-SMI has failed; exit 9", False), ("exit 0", False)],
+)
+def test_a_gpu_is_one_that_nvidias_driver_reports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, found: bool
+) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    _program(tmp_path / "nvidia-smi", f"#!/bin/sh\n{script}\n")
+    assert has_gpu() is found
+
+
+def test_settings_are_makes_variables() -> None:
+    settings = Settings.read("dev", {"PIP_ARGS": "--find-links 'a b'", "LOCK": "x.lock y.lock", "VENV": "", "UV": " "})
+    assert settings.pip_args == ("--find-links", "a b") and settings.names_sources
+    assert settings.locks == ("x.lock", "y.lock") and settings.venv == ROOT / ".venv" and settings.uv == ""
+    assert not Settings.read("dev", {"PIP_ARGS": "--retries 2"}).names_sources
+    with pytest.raises(InstallError, match="PIP_ARGS cannot be read"):
+        Settings.read("dev", {"PIP_ARGS": "'"})
+
+
+def test_an_environment_is_complete_if_it_has_what_is_asked_for(tmp_path: Path) -> None:
+    note = {"root": str(ROOT), "inputs": install.inputs_digest(), "group": "dev", "torch": "cpu", "python": "/other"}
+    asked = Settings(group="dev", venv=tmp_path, torch="cpu")
+    assert is_complete(asked, note) and is_complete(asked._replace(group="runtime", torch=""), note)
+    assert not is_complete(asked._replace(torch="cuda"), note)
+    assert not is_complete(asked._replace(asks_for_python=True), note)
+    for changes in ({"group": "runtime"}, {"root": "/elsewhere"}, {"inputs": "before an update"}):
+        assert not is_complete(asked, note | changes), changes
+    for content in (b"", b"[]", b"\xff"):
+        (tmp_path / "installed").write_bytes(content)
+        assert not is_complete(asked, read_note(tmp_path))
+    write_note(tmp_path, note)
+    assert is_complete(asked, read_note(tmp_path))
+    write_note(tmp_path, {})
+    assert read_note(tmp_path) == {} and not is_complete(asked, {})
+
+
+def _program(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A folder with a space in its name and all that an installation reads."""
+    folder = tmp_path / "my checkout"
+    for name in (
+        "constraints.txt", "pyproject.toml", "requirements.lock", "requirements-dev.lock", "Makefile",
+        "deploy/__init__.py", "deploy/install.py",
+    ):  # fmt: skip
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    (folder / "app").mkdir()
+    (folder / "app/__main__.py").touch()
+    _program(folder / "python", PYTHON)
+    _program(folder / "inner", INNER)
+    return folder
+
+
+def _command(folder: Path, *arguments: str, fake: str = "") -> tuple[list[str], dict[str, str]]:
+    kept_out = ("LOCK", "MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PIP_ARGS", "PYTHON_ASKED", "TORCH", "UV", "VENV")
+    environment = {name: value for name, value in os.environ.items() if name not in kept_out}
+    environment |= {"FAKE": fake, "REAL": os.path.realpath(sys.executable), "PATH": f"{folder}:{os.environ['PATH']}"}
+    environment |= {"BASE": str(folder / "python"), "CALLS": str(folder / "calls")}
+    return ["make", "UV=", *arguments], environment
+
+
+def _make(folder: Path, *arguments: str, fake: str = "") -> subprocess.CompletedProcess[str]:
+    command, environment = _command(folder, "PYTHON=python", *arguments, fake=fake)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def _calls(folder: Path) -> list[str]:
+    """How pip was called since the last look."""
+    calls = folder / "calls"
+    lines = calls.read_text().splitlines() if calls.exists() else []
+    calls.unlink(missing_ok=True)
+    return lines
+
+
+@needs_make
+def test_serve_installs_what_it_needs_and_nothing_the_second_time(checkout: Path) -> None:
+    first = _make(checkout, "serve", "PORT=9", "WEIGHTS=my weights")
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == "served: -m app serve --port 9 --weights my weights\n"
+    packages, torch, link = _calls(checkout)
+    assert "--require-hashes --no-deps -r requirements.lock" in packages and "requirements-dev" not in packages
+    assert "torch==2.13.0+cpu --extra-index-url" in torch
+    assert link.endswith("--no-build-isolation -e .[guided]")
+    second = _make(checkout, "serve")
+    assert second.stderr == "" and second.stdout == "served: -m app serve\n" and _calls(checkout) == []
+
+
+@needs_make
+def test_developers_tools_come_with_install_and_leave_torch_as_it_is(checkout: Path) -> None:
+    assert _make(checkout, "runtime", "TORCH=torch==2.12.0").returncode == 0
+    _calls(checkout)
+    result = _make(checkout, "install")
+    packages, torch, link = _calls(checkout)
+    assert "-r requirements.lock -r requirements-dev.lock" in packages and link.endswith("-e .[dev]")
+    assert "torch==2.12.0+cpu" in torch, result.stderr
+    assert _make(checkout, "runtime").stderr == "" and _calls(checkout) == []
+    assert _make(checkout, "install").stderr == f"{checkout}/.venv is complete\n"
+
+
+@needs_make
+def test_another_torch_and_an_update_install_again_and_pips_arguments_are_handed_on(checkout: Path) -> None:
+    assert _make(checkout, "runtime", "LOCK=", 'PIP_ARGS=--index-url "a b"').returncode == 0
+    torch, link = _calls(checkout)
+    assert "--index-url a b -c" in torch and torch.endswith(" torch==2.13.0") and "-r " not in torch + link
+    assert _make(checkout, "runtime").returncode == 0 and _calls(checkout) == []
+    assert _make(checkout, "runtime", "TORCH=cpu").returncode == 0 and "+cpu" in _calls(checkout)[1]
+    with (checkout / "constraints.txt").open("a") as file:
+        file.write("another==1\n")
+    assert _make(checkout, "runtime").returncode == 0 and "torch==2.13.0+cpu" in _calls(checkout)[1]
+
+
+@needs_make
+def test_the_build_of_torch_stays_when_a_gpu_appears_until_make_is_asked_to_look_again(checkout: Path) -> None:
+    assert _make(checkout, "runtime").returncode == 0
+    _program(checkout / "nvidia-smi", "#!/bin/sh\necho 'GPU 0: NVIDIA H100'\n")
+    _calls(checkout)
+    assert _make(checkout, "install").returncode == 0 and CPU in _calls(checkout)[1]
+    assert _make(checkout, "runtime", "TORCH=auto").returncode == 0 and _calls(checkout)[1].endswith(f" {CUDA}")
+
+
+@needs_make
+def test_where_no_cpu_build_can_be_had_it_says_so_before_it_takes_the_other(checkout: Path) -> None:
+    result = _make(checkout, "runtime", fake="no-cpu")
+    _, *attempts, _ = _calls(checkout)
+    assert [call.partition("torch==")[2].split()[0] for call in attempts] == ["2.13.0+cpu", "2.13.0"]
+    assert "no CPU build of torch there: the build with CUDA comes instead" in result.stderr
+    demanded = _make(checkout, "runtime", "TORCH=cpu", fake="no-cpu")
+    assert demanded.returncode == 2 and "error: torch, cpu build could not be installed" in demanded.stderr
+
+
+@needs_make
+def test_uv_installs_where_it_is_there_and_pip_has_no_settings_of_its_own(checkout: Path) -> None:
+    _program(checkout / "uv", UV)
+    assert _make(checkout, "runtime", "UV=uv").returncode == 0
+    packages, torch, link = _calls(checkout)
+    assert packages.startswith("uv pip install --python ") and packages.endswith("--no-deps -r requirements.lock")
+    assert "torch==2.13.0+cpu --extra-index-url" in torch and link.endswith("--no-build-isolation -e .[guided]")
+    for arguments, fake in (("PIP_ARGS=--retries 2", ""), ("PIP_ARGS=", "configured")):
+        assert _make(checkout, "runtime", "UV=uv", "TORCH=auto", arguments, fake=fake).returncode == 0
+        assert all(call.startswith("-m pip install") for call in _calls(checkout))
+
+
+@needs_make
+@pytest.mark.parametrize(
+    ("fake", "said"),
+    [
+        ("old", "error: inkstream needs Python 3.11 or newer, and python is none; install one (Debian"),
+        ("no-venv", "cannot make a virtual environment (Debian: apt install python3-venv)"),
+        ("offline", "error: packages could not be installed, pip says why above"),
+    ],
+)
+def test_each_obstacle_is_one_line_that_says_what_to_do(checkout: Path, fake: str, said: str) -> None:
+    result = _make(checkout, "serve", fake=fake)
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
+    assert result.returncode == 2 and len(errors) == 1 and said in errors[0], result.stderr
+    assert "Traceback" not in result.stderr and not (checkout / ".venv/installed").exists()
+    assert _make(checkout, "serve").returncode == 0
+
+
+@needs_make
+def test_without_a_compiler_torch_computes(checkout: Path) -> None:
+    result = _make(checkout, "serve", fake="no-compiler")
+    assert result.returncode == 0 and "no native kernels, torch computes instead" in result.stderr
+    assert "error: no compiler" in result.stderr
+
+
+@needs_make
+def test_an_environment_that_a_failure_leaves_as_it_was_still_serves(checkout: Path) -> None:
+    assert _make(checkout, "runtime").returncode == 0
+    assert _make(checkout, "install", fake="offline").returncode == 2
+    _calls(checkout)
+    assert _make(checkout, "serve").stdout == "served: -m app serve\n" and _calls(checkout) == []
+
+
+@needs_make
+def test_a_place_that_cannot_be_written_and_a_python_that_is_not_there(checkout: Path) -> None:
+    (checkout / ".venv").touch()
+    result = _make(checkout, "serve")
+    assert result.returncode == 2 and "clone to where you may write" in result.stderr
+    (checkout / ".venv").unlink()
+    result = _make(checkout, "serve", "PYTHON=no-python")
+    assert result.returncode == 2 and "and no-python is none" in result.stderr
+
+
+@needs_make
+def test_an_interrupted_installation_is_begun_anew(checkout: Path) -> None:
+    command, environment = _command(checkout, "PYTHON=python", "runtime", fake="slow")
+    with subprocess.Popen(
+        command, cwd=checkout, env=environment, stderr=subprocess.PIPE, text=True, process_group=0
+    ) as make:
+        assert make.stderr
+        while "torch" not in make.stderr.readline():
+            pass
+        os.killpg(make.pid, signal.SIGINT)
+        assert "interrupted: the next make begins again" in make.stderr.read()
+    assert make.returncode and read_note(checkout / ".venv") == {}
+    (checkout / ".venv/part").touch()
+    assert _make(checkout, "runtime").returncode == 0 and not (checkout / ".venv/part").exists()
+
+
+@needs_make
+def test_a_moved_or_broken_environment_is_made_again_and_one_of_others_is_completed(checkout: Path) -> None:
+    (checkout / ".venv/bin").mkdir(parents=True)
+    shutil.copy(checkout / "inner", checkout / ".venv/bin/python")
+    (checkout / ".venv/mine").touch()
+    assert _make(checkout, "runtime").returncode == 0 and (checkout / ".venv/mine").exists()
+    moved = checkout.with_name("moved")
+    checkout.rename(moved)
+    assert _make(moved, "runtime").returncode == 0 and not (moved / ".venv/mine").exists()
+    (moved / ".venv/bin/python").unlink()
+    (moved / ".venv/bin/python").symlink_to("/nowhere/python3.11")
+    write_note(moved / ".venv", {})
+    assert _make(moved, "runtime").returncode == 0
+
+
+@needs_make
+def test_an_environment_behind_a_link_or_of_another_checkout_is_used_if_it_is_this_ones_and_never_changed(
+    checkout: Path,
+) -> None:
+    assert _make(checkout, "runtime").returncode == 0
+    own, elsewhere = checkout / ".venv", checkout.with_name("elsewhere")
+    own.rename(elsewhere)
+    own.symlink_to(elsewhere)
+    _calls(checkout)
+    assert _make(checkout, "serve").stdout == "served: -m app serve\n" and _calls(checkout) == []
+    other = shutil.copytree(checkout, checkout.with_name("other"), symlinks=True)
+    for folder, arguments in ((checkout, ["TORCH=torch==2.12.0"]), (other, [])):  # incomplete; of another folder
+        result = _make(folder, "serve", *arguments)
+        assert result.returncode == 2 and "is a link, or the environment of another checkout" in result.stderr
+    own.unlink()
+    elsewhere.rename(own)
+    result = _make(other, "serve", f"VENV={os.path.relpath(own, other)}")
+    assert result.returncode == 2 and "is a link, or the environment of another checkout" in result.stderr
+    assert _calls(checkout) == [] and _make(checkout, "serve").stderr == "", "nothing was changed"
+
+
+@needs_make
+def test_two_at_once_install_once(checkout: Path) -> None:
+    lock = os.open(checkout, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    command, environment = _command(checkout, "PYTHON=python", "runtime")
+    with subprocess.Popen(command, cwd=checkout, env=environment, stderr=subprocess.PIPE, text=True) as make:
+        assert make.stderr and "another make is installing here" in make.stderr.readline()
+        note = {"root": str(checkout), "inputs": install.inputs_digest(), "group": "runtime", "torch": ""}
+        (checkout / ".venv").mkdir()
+        (checkout / ".venv/installed").write_text(json.dumps({**note, "python": str(checkout / "python")}))
+        os.close(lock)
+        make.stderr.read()
+    assert make.returncode == 0 and _calls(checkout) == []
+
+
+@needs_make
+@pytest.mark.parametrize("target", ["serve", "lint", "help", "gpu-check"])
+def test_every_target_refuses_an_unknown_variable(checkout: Path, target: str) -> None:
+    result = _make(checkout, target, "WEIGHT=x", "CUDA_VISIBLE_DEVICES=0", "CXX=c++")
+    assert result.returncode == 2 and "*** WEIGHT: no variable of make, which has ARGS" in result.stderr
+    assert result.stdout == "" and not (checkout / ".venv").exists()
