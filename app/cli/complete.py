@@ -1,8 +1,10 @@
-"""inkstream complete TEXT: completes a text with a running service."""
+"""inkstream complete TEXT: completes a text with a running service, once or in turns with the user."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import json
 import os
 import sys
@@ -10,18 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from app.api.native.routes import CompleteRequest
-from app.cli.client import (
-    CONNECTION_LOST,
-    DEFAULT_URL,
-    Client,
-    ServiceError,
-    ServiceUnreachable,
-    error_message,
-)
-from app.cli.interactive import interact
+from app.cli.client import CONNECTION_LOST, DEFAULT_URL, Client, ServiceError, ServiceUnreachable
 from app.cli.request_flags import add_flags, given_fields, printable
 from app.common.settings import CLIENT_KEY, CLIENT_URL
 from model.command_line import OneLineParser
+
+_NOT_FLAGS = {"prompt", "stream"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,11 +29,12 @@ def main(argv: Sequence[str]) -> int:
         quoted = f"inkstream complete {' '.join([options.prompt, *rest])!r}" if is_text else ""
         hint = f"; a text with spaces stands in quotes: {quoted}" if is_text else ""
         command.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
-    fields = given_fields(options, [name for name in CompleteRequest.model_fields if name not in _NOT_FLAGS])
+    if sys.stdout is None:
+        command.error("standard output is closed")
     if options.interactive:
         _check_interactive(options, command)
-    prompt = options.prompt or "" if options.interactive else _prompt(options, command)
-    body = {"prompt": prompt, **fields}
+    fields = given_fields(options, [name for name in CompleteRequest.model_fields if name not in _NOT_FLAGS])
+    body = {**fields, "prompt": options.prompt or "" if options.interactive else _prompt(options, command)}
     try:
         url = options.url if options.url is not None else os.environ.get(CLIENT_URL) or DEFAULT_URL
         client = Client(url, options.api_key or os.environ.get(CLIENT_KEY, ""))
@@ -46,26 +43,18 @@ def main(argv: Sequence[str]) -> int:
         command.error("the arguments are not UTF-8")
     except ValueError as error:
         command.error(str(error))
-    if sys.stdout is None:
-        command.error("standard output is closed")
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
         if options.interactive:
-            return interact(client, prompt, fields)
-        if options.json:
+            _interact(client, body)
+        elif options.json:
             print(json.dumps(client.complete(body)))
         else:
-            _print_text(client, body)
-    except ServiceError as error:
+            _print_choices(client, body)
+    except (ServiceError, ServiceUnreachable) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
-    except ServiceUnreachable as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, ServiceError) else 2
     return 0
-
-
-_NOT_FLAGS = {"prompt", "stream"}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -108,55 +97,100 @@ def _prompt(options: argparse.Namespace, command: argparse.ArgumentParser) -> st
         return ""
     if sys.stdin is None:
         command.error("standard input is closed: pass the text as an argument")
-    if options.prompt is None and sys.stdin.isatty():
+    text = ""
+    if options.prompt == "-" or not sys.stdin.isatty():
+        try:
+            text = sys.stdin.buffer.read().decode()
+        except UnicodeDecodeError:
+            command.error("standard input is not UTF-8")
+    if options.prompt is None and not text:
         command.error(
             "the text to complete is missing: pass it as an argument (inkstream complete "
             '"Once upon a time") or on standard input, or use -i to write it in turns with the model'
         )
-    try:
-        text = sys.stdin.buffer.read().decode()
-    except UnicodeDecodeError:
-        command.error("standard input is not UTF-8")
-    if options.prompt is None and not text:
-        command.error("the text to complete is missing: standard input is empty")
     return text
 
 
-def _print_text(client: Client, body: dict[str, Any]) -> None:
+def _print_choices(client: Client, body: dict[str, Any]) -> None:
     """Prints the first choice as it streams, then the others. Raises ServiceError, ServiceUnreachable."""
-    other_choices: dict[int, list[str]] = {}
-    count = body.get("n", 1)
-    has_output, reasons = False, set[str]()
-    events = client.events(body)
+    first, *others = texts = [list[str]() for _ in range(body.get("n", 1))]
     try:
+        _stream(client, body, texts)
+        first.append("")  # complete, even if it is empty
+    finally:
+        _write("\n" if first else "")
+    for number, text in enumerate(others, 2):
+        _write(f"\n[{number} of {len(texts)}]\n{''.join(text)}\n")
+    if "logprobs" in body:
+        _note("--json prints the log-probabilities")
+
+
+def _stream(client: Client, body: dict[str, Any], texts: list[list[str]]) -> None:
+    """Adds the pieces of each choice's text to `texts`, and prints those of the first as they arrive."""
+    with contextlib.closing(client.events(body)) as events:
         for name, data in events:
             if name == CONNECTION_LOST:
-                print("note: the connection was lost; resuming the text", file=sys.stderr)
-            elif name == "start" and data.get("truncated"):
-                print("note: the prompt was truncated to its end", file=sys.stderr)
-            if name == "start" and count > 1:
-                _write(f"[1 of {count}]\n")
-            elif name == "token" and data["index"] == 0:
-                has_output = True
-                _write(data["text"])
+                _note("the connection was lost; resuming the text")
+            elif name == "start":
+                if data.get("truncated"):
+                    _note("the prompt was truncated to its end")
+                _write(f"[1 of {len(texts)}]\n" if len(texts) > 1 else "")
             elif name == "token":
-                other_choices.setdefault(data["index"], []).append(data["text"])
+                texts[data["index"]].append(data["text"])
+                _write(data["text"] if data["index"] == 0 else "")
             elif name == "error":
-                raise ServiceError(error_message(data) or "the service failed")
+                raise ServiceError(data["error"]["message"])
             elif name == "done":
-                reasons |= {choice["finish_reason"] for choice in data["choices"]}
-    finally:
-        events.close()
-        if has_output:
-            _write("\n")
-    if not has_output:
+                for reason in sorted({choice["finish_reason"] for choice in data["choices"]} - {"stop", "length"}):
+                    _note(f"the text is incomplete: {reason}")
+
+
+_Turn = tuple[str, list[str]]
+"""What was typed, and the pieces of its continuation."""
+
+
+def _interact(client: Client, body: dict[str, Any]) -> None:
+    """Reads lines, each of which is joined to the text and continued, until Ctrl+D."""
+    print("Type a text and the model continues it; Enter alone continues it further. /undo removes the last turn,")
+    print("/regenerate replaces the last continuation, Ctrl+C stops the model, Ctrl+D leaves.")
+    with contextlib.suppress(ImportError):  # some builds of Python lack it
+        importlib.import_module("readline")  # the line editor of input()
+    turns = list[_Turn]()
+    if body["prompt"]:
+        _take_turn(client, body, turns, body["prompt"])
+    while True:
+        try:
+            entry = input("> ")
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print()
+        else:
+            _take_turn(client, body, turns, entry)
+
+
+def _take_turn(client: Client, body: dict[str, Any], turns: list[_Turn], entry: str) -> None:
+    """Runs a command, or adds what was typed to the text and continues it; Ctrl+C stops that."""
+    if entry == "/undo":
+        del turns[-1:]
+        return
+    if entry == "/regenerate":
+        entry = turns.pop()[0] if turns else ""
+    pieces = list[str]()
+    turns.append((entry, pieces))
+    text = "".join(typed + "".join(continuation) for typed, continuation in turns)
+    try:
+        _stream(client, {**body, "prompt": text}, [pieces])
         _write("\n")
-    for index in range(1, count):
-        _write(f"\n[{index + 1} of {count}]\n{''.join(other_choices.get(index, []))}\n")
-    if "logprobs" in body:
-        print("note: --json prints the log-probabilities", file=sys.stderr)
-    for reason in sorted(reasons - {"stop", "length"}):
-        print(f"note: the text is incomplete: {reason}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print()
+    except (ServiceError, ServiceUnreachable) as error:
+        print(f"\nerror: {error}", file=sys.stderr)
+
+
+def _note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
 
 
 def _write(text: str) -> None:
