@@ -7,13 +7,14 @@ everything before it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import gc
 import logging
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from app import VERSION
-from app.access.api_keys import KeyFileError, read_keys
+from app.access.api_keys import read_keys
 from app.common import event_loop, logs
 from app.common.operating_system import ensure_file_limit, listener_on, why_no_cuda
 from app.common.settings import Settings
@@ -49,23 +50,20 @@ class StartError(ValueError):
 def serve(settings: Settings, engine: Callable[[Settings], EnginePool] = make_engine_pool) -> int:
     """Runs until a signal or a permanent engine failure. Exit codes: 0 after a signal, 1 failed, 2 bad configuration.
 
-    engine: makes the pool of engines; benchmarks substitute a fake one.
+    engine: makes the pool of engines; benchmarks substitute a fake one. Raises StartError.
     """
     logs.set_up(settings.log_level, logs.resolve_format(settings.log_format))
-    os.environ["RUST_BACKTRACE"] = (
-        "0"  # a panic in the tokenizers library is one log line of app/tokenization/text_encoder.py
-    )
-    _check_file_limit(settings)
-    if not (is_download := _is_hub_model(settings)):
-        settings = _with_weights(settings)
-    _check_kernels(settings)
-    _check_device(settings)
+    # A panic in the tokenizers library is one log line of app/tokenization/text_encoder.py.
+    os.environ["RUST_BACKTRACE"] = "0"
+    with _start_errors():
+        for check in CHECKS.values():
+            check(settings)
     tracing = open_tracing(settings)
     with bind(settings) as listener:
-        if is_download:  # after the port is known to be free, on which probes get answers meanwhile
+        if hub_model(str(settings.weights)):  # after the port is known to be free, on which probes get answers
             responder = import_module("app.http.download_responder")  # needs FastAPI, as app.server does
-            with responder.answer_not_ready(listener):
-                settings = _with_weights(settings)
+            with responder.answer_not_ready(listener), _start_errors():
+                settings = _download(settings)
         # A thread that tokenizes a long text yields to the event loop after one millisecond, not five: with sixteen
         # concurrent 1 MB texts the p99 of health checks was 25 to 28 ms instead of 47 to 174 (R8).
         sys.setswitchinterval(0.001)
@@ -74,6 +72,57 @@ def serve(settings: Settings, engine: Callable[[Settings], EnginePool] = make_en
         return 0
     logs.write_line(f"error: {failure}")
     return failure.exit_code
+
+
+@contextlib.contextmanager
+def _start_errors() -> Iterator[None]:
+    """Turns a ValueError, of which each part of the configuration has its own, into a StartError."""
+    try:
+        yield
+    except ValueError as error:
+        raise StartError(str(error)) from None
+
+
+def _download(settings: Settings) -> Settings:
+    """The settings with the directory of the Hub's model that they name. Raises ValueError."""
+    directory = resolve_weights(settings.weights, _log.info)
+    _check_directory(directory)
+    if settings.watch:
+        _log.warning("--watch has no effect on a model of the Hub: its commit does not change; restart for a newer one")
+    return settings.model_copy(update={"weights": directory})
+
+
+def _check_weights(settings: Settings) -> None:
+    if hub_model(str(settings.weights)) is None:
+        _check_directory(resolve_weights(settings.weights, _log.info))
+
+
+def _check_directory(directory: Path) -> None:
+    """Fails fast on what can be checked without loading; the engine process checks the rest. Raises ValueError."""
+    check_layout(directory)
+    read_chat_template(directory)
+    read_model_name(directory)
+
+
+def _check_kernels(settings: Settings) -> None:
+    if settings.cache_dir and settings.cache_dir.exists() and not settings.cache_dir.is_dir():
+        raise ValueError(f"--cache-dir {settings.cache_dir}: is not a directory")
+    check_native_available(settings.kernels, settings.device, libraries_at_start(settings))
+
+
+def _check_device(settings: Settings) -> None:
+    """Fails if a GPU is required and there can be none; the engine finds the rest."""
+    if settings.device == "cuda" and (problem := why_no_cuda()):
+        raise ValueError(f"--device cuda: {problem}; or use --device cpu")
+
+
+CHECKS: Mapping[str, Callable[[Settings], object]] = {
+    "files": lambda settings: ensure_file_limit(settings.max_connections),
+    "weights": _check_weights,
+    "kernels": _check_kernels,
+    "device": _check_device,
+}
+"""Topic -> what must hold before the port is opened; raises ValueError with the reason."""
 
 
 async def _serve(
@@ -128,7 +177,9 @@ def open_tracing(settings: Settings) -> Tracing | None:
 
 def bind(settings: Settings) -> socket.socket:
     """Opens the listening socket; called before anything slow. Raises StartError."""
-    if not _has_keys(settings) and not settings.is_loopback and not settings.insecure_no_auth:
+    with _start_errors():
+        has_keys = bool(settings.keys_file and read_keys(settings.keys_file))
+    if not has_keys and not settings.is_loopback and not settings.insecure_no_auth:
         raise StartError(
             f"--host {settings.host} is reachable from other machines, but no key protects the service: create one "
             "(inkstream keys add NAME --keys-file FILE) and serve with --keys-file FILE, use --host 127.0.0.1, or "
@@ -159,65 +210,3 @@ def _advice(settings: Settings, error: OSError) -> str:
     advice = f"with make serve PORT={other}" if "MAKELEVEL" in os.environ else f"such as --port {other}"
     holder = listener_on(settings.port) if error.errno == errno.EADDRINUSE else ""
     return f"({reason}{f' by {holder}' if holder else ''}): choose another --port, {advice}"
-
-
-def _has_keys(settings: Settings) -> bool:
-    """Raises StartError for an unusable keys file."""
-    try:
-        return bool(settings.keys_file and read_keys(settings.keys_file))
-    except KeyFileError as error:
-        raise StartError(str(error)) from None
-
-
-def _check_file_limit(settings: Settings) -> None:
-    """Raises StartError if the limit of open files is too low for an engine and its clients."""
-    try:
-        ensure_file_limit(settings.max_connections)
-    except ValueError as error:
-        raise StartError(str(error)) from None
-
-
-def _is_hub_model(settings: Settings) -> bool:
-    """Whether the weights are a model's name and no directory. Raises StartError."""
-    try:
-        return hub_model(str(settings.weights)) is not None
-    except ValueError as error:
-        raise StartError(str(error)) from None
-
-
-def _with_weights(settings: Settings) -> Settings:
-    """The settings with the directory of the weights, downloaded if they name a model. Raises StartError."""
-    try:
-        directory = resolve_weights(settings.weights, _log.info)
-    except ValueError as error:
-        raise StartError(str(error)) from None
-    _check_weights(directory)
-    if settings.watch and directory != settings.weights:
-        _log.warning("--watch has no effect on a model of the Hub: its commit does not change; restart for a newer one")
-    return settings.model_copy(update={"weights": directory})
-
-
-def _check_weights(directory: Path) -> None:
-    """Fails fast on what can be checked without loading; the engine process checks the rest. Raises StartError."""
-    try:
-        check_layout(directory)
-        read_chat_template(directory)
-        read_model_name(directory)
-    except ValueError as error:
-        raise StartError(str(error)) from None
-
-
-def _check_kernels(settings: Settings) -> None:
-    """Raises StartError if native kernels are required but unavailable, or the cache directory is unusable."""
-    if settings.cache_dir and settings.cache_dir.exists() and not settings.cache_dir.is_dir():
-        raise StartError(f"--cache-dir {settings.cache_dir}: is not a directory")
-    try:
-        check_native_available(settings.kernels, settings.device, libraries_at_start(settings))
-    except ValueError as error:
-        raise StartError(str(error)) from None
-
-
-def _check_device(settings: Settings) -> None:
-    """Raises StartError if a GPU is required and there can be none; the engine finds the rest."""
-    if settings.device == "cuda" and (problem := why_no_cuda()):
-        raise StartError(f"--device cuda: {problem}; or use --device cpu")
