@@ -18,9 +18,9 @@ from fastapi import FastAPI
 
 from app.common import event_loop, logs
 from app.common.errors import NotReady
+from app.common.logs import START
 from app.common.operating_system import has_terminal, is_foreground_job
 from app.common.settings import Settings
-from app.common.terminal_log import START
 from app.engine_client.engine_pool import EnginePool
 from app.engine_client.supervisor import EngineStopped
 from app.http.connection_limits import ConnectionLimits

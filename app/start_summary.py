@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
-import os
 import threading
 import time
 import webbrowser
@@ -17,7 +16,6 @@ from app import VERSION
 from app.common import logs
 from app.common.ipc import Ready
 from app.common.settings import Settings
-from app.common.terminal_log import has_color, paint
 from app.serving.service import Service
 from model.files import one_line
 
@@ -25,14 +23,13 @@ _log = logging.getLogger("inkstream")
 _PATIENCE_SECONDS = 3.0
 """A start that takes longer names its phases."""
 _POLL_SECONDS = 0.5
-_NO_BROWSER = "--open: no browser is found on this machine: open %s yourself"
 _BACKENDS = {"native": "C++ kernels", "triton": "Triton kernels", "torch": "torch"}
 
 
 async def follow_start(service: Service, address: tuple[str, int]) -> None:
     """Returns once the first model is loaded, and all of the above is done. address: of the listener."""
     settings, url, started = service.settings, page_url(*address), time.monotonic()
-    is_watched = logs.resolve_format(settings.log_format) == "terminal" and _log.isEnabledFor(logging.INFO)
+    is_watched = logs.resolve_format(settings.log_format) == "text" and _log.isEnabledFor(logging.INFO)
     loaded = asyncio.ensure_future(service.wait_loaded())
     shown = ""
     while not (await asyncio.wait([loaded], timeout=_POLL_SECONDS if is_watched else None))[0]:
@@ -41,7 +38,7 @@ async def follow_start(service: Service, address: tuple[str, int]) -> None:
             _log.info("%s ...", shown)
     ready = service.engine.ready
     if is_watched and ready:
-        logs.print_lines(summary(service, ready, url, color=has_color()))
+        logs.print_lines(summary(service, ready, url))
     if settings.open:
         open_page(url)
 
@@ -54,7 +51,7 @@ def page_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if address.version == 6 else f"http://{host}:{port}"
 
 
-def summary(service: Service, ready: Ready, url: str, *, color: bool) -> str:
+def summary(service: Service, ready: Ready, url: str) -> str:
     """What is served, on what, and where."""
     settings = service.settings
     with_key = " (with an API key)" if settings.keys_file else ""
@@ -62,36 +59,27 @@ def summary(service: Service, ready: Ready, url: str, *, color: bool) -> str:
         ("model", one_line(f"{service.model_name}, from {settings.weights}")),
         ("size", f"{ready.n_params / 1e6:,.2f} M parameters, {ready.dtype}, context of {ready.context:,} tokens"),
         ("device", one_line(f"{ready.device}, {_backend(ready)}")),
-        ("page", f"{paint(url, 'bold', enabled=color)}{with_key}"),
+        ("page", f"{url}{with_key}"),
         ("API", f"{url}/docs{with_key}"),
         *([] if settings.is_loopback else [("network", _reach(settings))]),
     ]
-    lines = [f"  {paint(f'{label:<8}', 'dim', enabled=color)}{text}" for label, text in rows]
-    title = paint(f"inkstream {VERSION}", "bold", enabled=color)
-    return "\n".join(["", f"  {title} is ready. Ctrl+C stops it.", "", *lines, ""])
+    lines = [f"  {label:<8}{text}" for label, text in rows]
+    return "\n".join(["", f"  inkstream {VERSION} is ready. Ctrl+C stops it.", "", *lines, ""])
 
 
 def open_page(url: str) -> None:
-    """Opens the page in the user's browser; logs a line if there is none. Does not wait for the browser."""
-    try:
-        browser = webbrowser.get()
-    except webbrowser.Error:
-        browser = None
-    # Without a display Python offers browsers for text, such as lynx, which would take over the terminal.
-    if browser is None or (type(browser) is webbrowser.GenericBrowser and not os.environ.get("BROWSER")):
-        _log.warning(_NO_BROWSER, url)
-        return
+    """Opens the page in the user's browser; logs a line if that fails. Does not wait for the browser."""
     # A daemon: a command in BROWSER may run for as long as the browser is open, and must not delay the end.
-    threading.Thread(target=_open, args=(browser, url), name="browser", daemon=True).start()
+    threading.Thread(target=_open, args=(url,), name="browser", daemon=True).start()
 
 
-def _open(browser: webbrowser.BaseBrowser, url: str) -> None:
+def _open(url: str) -> None:
     try:
-        has_opened = browser.open(url)
+        has_opened = webbrowser.open(url)
     except (webbrowser.Error, OSError):
         has_opened = False
     if not has_opened:
-        _log.warning("--open: the browser could not be started: open %s yourself", url)
+        _log.warning("--open: no browser could be started: open %s yourself", url)
 
 
 def _backend(ready: Ready) -> str:

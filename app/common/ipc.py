@@ -63,7 +63,7 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, tag="config"):
     silence_seconds: float = 30.0
     """Seconds without a report after which the engine is killed."""
     log_level: str = "info"
-    log_format: Literal["text", "json", "terminal"] = "text"
+    log_format: Literal["text", "json"] = "text"
 
     @property
     def name(self) -> str:

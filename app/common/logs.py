@@ -15,13 +15,12 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Literal
-
-from app.common.terminal_log import START, has_color, terminal_line
 
 # A pipe buffers 64 KiB; without a reader, the next line would block the event loop, or the engine, forever.
 
@@ -33,7 +32,10 @@ request, most of which the event loop then waited for the GIL."""
 _ATOMIC_BYTES = 4096
 """PIPE_BUF of Linux: both processes share a pipe, and writes of up to so many bytes are atomic (pipe(7))."""
 _FLUSH_SECONDS = 1.0
-_REPORT_SECONDS = 1.0
+REQUEST = "inkstream.request"
+"""Logger of the request log: one line for each request, with its facts in `fields`."""
+START = "inkstream.start"
+"""Logger of the steps of a start, which the text format shows as one summary instead (app/start_summary.py)."""
 _log = logging.getLogger("inkstream")
 
 
@@ -54,23 +56,19 @@ class AsyncLogHandler(logging.Handler):
         self._hurry = threading.Event()
         """Ends the pause between two batches."""
         self._reported = 0
-        self._reported_at = 0.0
-        self._is_stuck = False
         threading.Thread(target=self._run, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Queues a record; never blocks."""
-        pending = self._queue.qsize()
-        # A warning may be the last line of this process.
-        if pending >= MAX_PENDING_LINES // 2 or record.levelno >= logging.WARNING:
-            self._hurry.set()
-        if pending >= MAX_PENDING_LINES:
+        if self._queue.qsize() >= MAX_PENDING_LINES:
             self.dropped += 1
             return
         try:
             self.put(self.format(record))
         except Exception:
             self.handleError(record)
+        if record.levelno >= logging.WARNING:  # it may be the last line of this process
+            self._hurry.set()
 
     def put(self, line: str) -> None:
         """Queues a line unformatted, even if the queue is full."""
@@ -81,7 +79,7 @@ class AsyncLogHandler(logging.Handler):
         done = threading.Event()
         self._queue.put(done)
         self._hurry.set()
-        self._is_stuck = not done.wait(0 if self._is_stuck else _FLUSH_SECONDS)
+        done.wait(_FLUSH_SECONDS)
 
     def _run(self) -> None:
         batch = b""
@@ -96,20 +94,16 @@ class AsyncLogHandler(logging.Handler):
                     continue
             self._write(batch)
             batch = b""
-            is_due = time.monotonic() - self._reported_at > _REPORT_SECONDS
-            if self.dropped > self._reported and (is_due or self._queue.empty()):
-                self._report_dropped()
+            if count := self.dropped - self._reported:
+                self._reported += count
+                message = "%d lines of the log were dropped: the reader of the log is too slow"
+                record = _log.makeRecord(_log.name, logging.WARNING, "", 0, message, (count,), None)
+                self._write(f"{self.format(record)}\n".encode(self._encoding, "backslashreplace"))
             if isinstance(item, threading.Event):
                 item.set()
             elif self._queue.empty():
                 self._hurry.wait(_PAUSE_SECONDS)
                 self._hurry.clear()
-
-    def _report_dropped(self) -> None:
-        count, self._reported, self._reported_at = self.dropped - self._reported, self.dropped, time.monotonic()
-        message = "%d lines of the log were dropped: the reader of the log is too slow"
-        record = _log.makeRecord(_log.name, logging.WARNING, "", 0, message, (count,), None)
-        self._write(f"{self.format(record)}\n".encode(self._encoding, "backslashreplace"))
 
     def _write(self, lines: bytes) -> None:
         """Writes a line, or several that are one atomic write."""
@@ -140,19 +134,18 @@ def open_nonblocking(descriptor: int) -> int:
 _ROOT = Path(__file__).parents[2]
 _MAX_FRAMES = 30
 
-Format = Literal["text", "json", "terminal"]
-"""`terminal`: for a person who watches."""
+Format = Literal["text", "json"]
+"""`text` is for a person who watches, `json` for programs."""
 
 
 def set_up(level: str, log_format: Format) -> None:
     """Routes all loggers and uncaught exceptions of this process to stderr. `level` as in the settings."""
     handler = _handler()
-    formatters = {"text": _TextFormatter, "json": _JsonFormatter, "terminal": _TerminalFormatter}
-    handler.setFormatter(formatters[log_format]())
+    handler.setFormatter(_TextFormatter() if log_format == "text" else _JsonFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     if level == "info":
         # uvicorn announces the start and the end of its server, of which the service's own lines say more.
-        hidden = {"uvicorn.error", *([START] if log_format == "terminal" else [])}
+        hidden = {"uvicorn.error", *([START] if log_format == "text" else [])}
         handler.addFilter(lambda record: record.levelno > logging.INFO or record.name not in hidden)
     logging.captureWarnings(True)
     # No format names the caller, thread or process: finding them is a third of a record's time (logging, Optimization).
@@ -170,11 +163,10 @@ def print_lines(text: str) -> None:
 
 def write_line(line: str) -> None:
     """Writes an unformatted line for the operator after pending log lines; blocks for a second at most."""
-    writers = _writers()
-    for writer in writers:
-        writer.put(line)
-        writer.flush()
-    if not writers:
+    if _writers():
+        print_lines(line)
+        flush()
+    else:
         print(line, file=sys.stderr, flush=True)
 
 
@@ -190,9 +182,9 @@ def dropped() -> int:
 
 
 def resolve_format(setting: Literal["auto", "text", "json"]) -> Format:
-    """Resolves `auto`: for a person if stderr is a terminal, otherwise JSON."""
+    """Resolves `auto`: text if stderr is a terminal, otherwise JSON."""
     if setting == "auto":
-        return "terminal" if sys.stderr is not None and sys.stderr.isatty() else "json"
+        return "text" if sys.stderr is not None and sys.stderr.isatty() else "json"
     return setting
 
 
@@ -212,54 +204,60 @@ def trace_of(error: BaseException) -> list[str]:
     return lines
 
 
-class _Formatter(logging.Formatter):
-    """Base of both formatters."""
-
-    def _message(self, record: logging.LogRecord) -> str:
-        message = record.getMessage()
-        # asyncio adds lines that show the future, and with it the exception and its message.
-        return message.partition("\n")[0] if record.name == "asyncio" else message
-
-    def _trace(self, record: logging.LogRecord) -> list[str]:
-        return trace_of(record.exc_info[1]) if record.exc_info and record.exc_info[1] else []
-
-    def _time(self, record: logging.LogRecord) -> str:
-        return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+def _message(record: logging.LogRecord) -> str:
+    message = record.getMessage()
+    # asyncio adds lines that show the future, and with it the exception and its message.
+    return message.partition("\n")[0] if record.name == "asyncio" else message
 
 
-class _JsonFormatter(_Formatter):
+def _trace(record: logging.LogRecord) -> list[str]:
+    return trace_of(record.exc_info[1]) if record.exc_info and record.exc_info[1] else []
+
+
+class _JsonFormatter(logging.Formatter):
     """One JSON object in ASCII."""
 
     def format(self, record: logging.LogRecord) -> str:
-        fields: dict[str, Any] = {"time": self._time(record), "level": record.levelname.lower()}
-        fields["message"] = self._message(record)
+        at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        fields: dict[str, Any] = {"time": at, "level": record.levelname.lower(), "message": _message(record)}
         fields |= getattr(record, "fields", {})
-        if trace := self._trace(record):
+        if trace := _trace(record):
             fields["trace"] = trace
         return json.dumps(fields)
 
 
-class _TextFormatter(_Formatter):
-    """Time, level, message, and fields as name=value."""
+class _TextFormatter(logging.Formatter):
+    """Local time, level above info, message, and fields as name=value; the facts of a request in a few words."""
 
     def format(self, record: logging.LogRecord) -> str:
-        fields = [f"{k}={v}" for k, v in getattr(record, "fields", {}).items() if v is not None]
-        parts = [self._time(record), record.levelname, self._message(record), *fields]
-        if trace := self._trace(record):
+        fields: Mapping[str, Any] = getattr(record, "fields", {})
+        if record.name == REQUEST and "status" in fields:
+            parts = [_request_facts(fields)]
+        else:
+            parts = [_message(record), *(f"{k}={v}" for k, v in fields.items() if v is not None)]
+        if record.levelno > logging.INFO:
+            parts.insert(0, f"{record.levelname.lower()}:")
+        if trace := _trace(record):
             parts.append(f"[{' < '.join(trace)}]")
-        return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(parts))
+        line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(parts))
+        return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(record.created))}  {line}"
 
 
-class _TerminalFormatter(_Formatter):
-    """For a person at a terminal."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._color = has_color()
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = terminal_line(record, self._message(record), color=self._color)
-        return f"{line} [{' < '.join(trace)}]" if (trace := self._trace(record)) else line
+def _request_facts(fields: Mapping[str, Any]) -> str:
+    """Status, route, tokens, speed, time, how it ended, stream and key; the request id where the request failed."""
+    is_failure = fields["status"] >= 400 or fields["outcome"] in ("disconnected", "error", "server_error")
+    tokens, speed = fields.get("completion_tokens"), fields.get("tokens_per_second")
+    facts = [
+        "" if tokens is None else f"{tokens:,} tokens",
+        f"{speed:,.0f} tokens/s" if speed else "",
+        f"{fields['duration_ms']:,.1f} ms",
+        "" if fields["outcome"] == "ok" else str(fields["outcome"]),
+        f"stream {fields['stream']}" if fields.get("stream") else "",
+        f"key {fields['key']}" if fields["key"] else "",
+        str(fields["request_id"]) if is_failure else "",
+    ]
+    route = f"{fields['method'] or '-'} {fields['route'] or '(no route)'}"
+    return f"{fields['status']}  {route}  {', '.join(filter(None, facts))}"
 
 
 def _handler() -> logging.Handler:

@@ -14,8 +14,8 @@ from typing import Any
 
 from app.common.cpu_topology import bind_process
 from app.common.ipc import Ready, WorkerConfig
+from app.common.logs import START
 from app.common.startup_timer import LOADING_WEIGHTS, PROVING
-from app.common.terminal_log import START
 from app.common.types import sampling_defaults
 from app.engine.backends import Announce, Backend, CppBackend, Placement, place_without_torch
 from app.engine.cpu.packed_cache import PackedCache

@@ -22,8 +22,8 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from app.common.ipc import Down, Fatal, FrameDecoder, Phase, Ready, Up, WorkerConfig, decode_up, encode_frame
+from app.common.logs import START
 from app.common.startup_timer import StartupTimer, format_phases
-from app.common.terminal_log import START
 from app.common.types import StepReport
 
 # -P and an explicit path: a folder called app in the working directory must not be imported.

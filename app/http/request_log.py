@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from app.common.errors import EngineError, Starting
-from app.common.terminal_log import REQUEST
+from app.common.logs import REQUEST
 from app.http.errors import ApiError, from_engine
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from app.chat.template import ChatTemplate
 from app.common import logs
 from app.common.cpu_topology import EngineShare, Topology, divide, read_topology
 from app.common.ipc import WorkerConfig
+from app.common.logs import START
 from app.common.settings import Settings
-from app.common.terminal_log import START
 from app.engine.cpu.toolchain.library_cache import cache_directory
 from app.engine_client.client import EngineClient
 from app.engine_client.engine_pool import EnginePool

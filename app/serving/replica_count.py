@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from app.common.cpu_topology import Topology, divide
+from app.common.logs import START
 from app.common.settings import Settings
-from app.common.terminal_log import START
 from model.checkpoint.config_file import load_config
 from model.config import ModelConfig
 from model.machine import free_memory, has_native_bfloat16, may_have_gpu

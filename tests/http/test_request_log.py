@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from starlette.responses import Response
 
 from app.common.errors import NotReady, Starting
-from app.common.terminal_log import REQUEST
+from app.common.logs import REQUEST
 from app.http import request_log
 from app.http.errors import ApiError
 from app.http.request_log import RequestLogMiddleware, routine

@@ -153,7 +153,7 @@ def test_no_canary_is_found_where_it_was_not_sent(watched: tuple[Server, Keyring
     assert not found
 
 
-@pytest.mark.parametrize("how", ["text", "json", "terminal"])
+@pytest.mark.parametrize("how", ["text", "json"])
 def test_exceptions_are_told_without_their_messages(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, how: logs.Format
 ) -> None:
@@ -201,7 +201,7 @@ def test_exceptions_are_told_without_their_messages(
     assert answer.json()["error"]["request_id"] in logged
 
 
-@pytest.mark.parametrize("how", ["text", "json", "terminal"])
+@pytest.mark.parametrize("how", ["text", "json"])
 def test_control_characters_never_reach_a_log_as_they_are(capsys: pytest.CaptureFixture[str], how: logs.Format) -> None:
     logs.set_up("info", how)
     nasty = "a\nb\r\x1b[2J\x00\x07\x85\u2028\u202e\x9b31m"

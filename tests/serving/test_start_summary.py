@@ -117,7 +117,7 @@ def test_a_terminal_shows_a_summary_at_the_end_of_the_start_and_then_a_line_for_
     with on_terminal(weights, "--replicas", "2") as service:
         url = service.wait_for(r"^  page    (http://127\.0\.0\.1:\d+)$")[1]
         service.wait_for(rf"^  API     {url}/docs\n$")
-        first = r"(\d\d:\d\d:\d\d  starting \.\.\.\n)?\n  inkstream .* Ctrl\+C stops it\.\n"  # a slow start says so
+        first = r"([-\d]+ [:\d]+  starting \.\.\.\n)?\n  inkstream .* Ctrl\+C stops it\.\n"  # a slow start says so
         assert re.match(first, service.text)
         assert f"  model   {weights.name}, from {weights}\n" in service.text
         start = len(service.text)
@@ -126,11 +126,11 @@ def test_a_terminal_shows_a_summary_at_the_end_of_the_start_and_then_a_line_for_
         body = {"prompt": "x", "max_tokens": 5, "ignore_eos": True, "stream": False}
         assert httpx.post(f"{url}/complete", json=body).status_code == 200
         assert httpx.post(f"{url}/complete", json={**body, "top_p": 2}).status_code == 400
-        service.wait_for(r"  400  POST /complete        [\d.]+ ms, invalid_request_error, req-\w+\n")
+        service.wait_for(r"  400  POST /complete  [\d.]+ ms, invalid_request_error, req-\w+\n")
         lines = service.text[start:].splitlines()
         assert len(lines) == 2, lines
         assert re.fullmatch(
-            r"\d\d:\d\d:\d\d  200  POST /complete        5 tokens, [\d,]+ tokens/s, [\d.]+ m?s, length", lines[0]
+            r"[-\d]+ [:\d]+  200  POST /complete  5 tokens, [\d,]+ tokens/s, [\d.]+ ms, length", lines[0]
         )
 
         os.kill(children(service.process.pid)[0], signal.SIGKILL)
@@ -155,23 +155,17 @@ def test_a_terminal_shows_a_summary_at_the_end_of_the_start_and_then_a_line_for_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("variables", "has_color"), [({"TERM": "xterm"}, True), ({"TERM": "xterm", "NO_COLOR": "1"}, False)]
-)
-def test_color_is_for_terminals_that_have_it_and_open_asks_the_browser(
-    tmp_path: Path, weights: Path, variables: dict[str, str], has_color: bool
-) -> None:
+def test_open_asks_the_browser(tmp_path: Path, weights: Path) -> None:
     browser = tmp_path / "browser"
     browser.write_text(f'#!/bin/sh\necho "$1" > {tmp_path}/opened\n')
     browser.chmod(0o755)
-    with on_terminal(weights, "--open", **variables, BROWSER=str(browser)) as service:
+    with on_terminal(weights, "--open", BROWSER=str(browser)) as service:
         service.wait_for("Ctrl\\+C stops it")
         deadline = time.monotonic() + 60
         while not (tmp_path / "opened").exists() or not (opened := (tmp_path / "opened").read_text()):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert opened.strip() in service.text
-        assert ("\x1b[1mhttp://" in service.text) is has_color and ("\x1b" in service.text) is has_color
         assert service.stop() == 0
 
 
@@ -193,7 +187,7 @@ def test_the_address_of_the_page_is_one_that_a_browser_on_this_machine_can_open(
 @async_test
 async def test_the_summary_says_who_can_reach_the_service(tmp_path: Path) -> None:
     def shown(**settings: Any) -> str:
-        return summary(LoadingService(**settings).as_service(), READY, "URL", color=False)
+        return summary(LoadingService(**settings).as_service(), READY, "URL")
 
     assert "  size    8.70 M parameters, bfloat16, context of 2,048 tokens\n" in shown()
     assert "  device  2 x GPU, C++ kernels\n" in shown() and "network" not in shown()
@@ -209,7 +203,7 @@ async def test_a_slow_start_names_its_phases_once_each(
 ) -> None:
     monkeypatch.setattr(start_summary, "_PATIENCE_SECONDS", 0.0)
     monkeypatch.setattr(start_summary, "_POLL_SECONDS", 0.001)
-    monkeypatch.setattr("app.common.logs.resolve_format", lambda _: "terminal")
+    monkeypatch.setattr("app.common.logs.resolve_format", lambda _: "text")
     caplog.set_level(logging.INFO, "inkstream")
     service = LoadingService()
     task = asyncio.create_task(follow_start(service.as_service(), ("127.0.0.1", 1)))
@@ -223,24 +217,16 @@ async def test_a_slow_start_names_its_phases_once_each(
     assert caplog.messages == ["loading weights ...", "warming up ..."]
 
 
-class Unusable(webbrowser.BaseBrowser):
-    """A browser that cannot be started."""
-
-    def open(self, url: str, new: int = 0, autoraise: bool = True) -> bool:  # noqa: ARG002
-        raise OSError(2, "No such file")
-
-
-@pytest.mark.parametrize("browser", [None, Unusable("x"), webbrowser.GenericBrowser("true")])
+@pytest.mark.parametrize("problem", [OSError(2, "No such file"), webbrowser.Error("no browser"), None])
 def test_open_without_a_browser_is_one_warning_that_names_the_address(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, browser: webbrowser.BaseBrowser | None
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, problem: Exception | None
 ) -> None:
-    def get() -> webbrowser.BaseBrowser:
-        if browser is None:
-            raise webbrowser.Error("could not locate runnable browser")
-        return browser
+    def fail(_: str) -> bool:
+        if problem:
+            raise problem
+        return False
 
-    monkeypatch.setattr(webbrowser, "get", get)
-    monkeypatch.delenv("BROWSER", raising=False)
+    monkeypatch.setattr(webbrowser, "open", fail)
     open_page("http://127.0.0.1:1")
     for thread in threading.enumerate():
         if thread.name == "browser":
