@@ -72,10 +72,13 @@ class Topology:
 
     def __str__(self) -> str:
         cpus, slow = sum(len(core.cpus) for core in self.cores), sum(not core.is_fast for core in self.cores)
-        siblings = f", {cpus} CPUs" if cpus != len(self.cores) else ""
-        parts = [f"{_count(len(self.cores), 'physical core')}{siblings}", *[f"{slow} of them slow"] * bool(slow)]
-        parts += [f"{len(self.nodes)} NUMA nodes"] * (len(self.nodes) > 1)
-        return ", ".join([*parts, *[f"a cgroup quota of {self.quota:g} CPUs"] * (self.quota < cpus)])
+        facts = {
+            f"{cpus} CPUs": cpus != len(self.cores),
+            f"{slow} of them slow": slow > 0,
+            f"{len(self.nodes)} NUMA nodes": len(self.nodes) > 1,
+            f"a cgroup quota of {self.quota:g} CPUs": self.quota < cpus,
+        }
+        return ", ".join([f"{len(self.cores)} physical cores", *(text for text, is_shown in facts.items() if is_shown)])
 
 
 def read_topology(root: Path = Path("/"), affinity: Collection[int] | None = None) -> Topology:
@@ -90,7 +93,7 @@ def read_topology(root: Path = Path("/"), affinity: Collection[int] | None = Non
         for folder in (devices / "system/node").glob("node[0-9]*")
         for cpu in _cpus(folder / "cpulist")
     }
-    fast = _fast_cpus(devices, allowed)
+    fast = _cpus(devices / "cpu_core/cpus") & allowed or allowed  # Intel's hybrid CPUs list their performance cores
     cores, seen = list[Core](), set[int]()
     for cpu in sorted(allowed):
         if cpu not in seen:
@@ -105,17 +108,6 @@ def _affinity() -> Collection[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 
 
-def _fast_cpus(devices: Path, allowed: Collection[int]) -> Collection[int]:
-    """The performance cores of a hybrid CPU; all CPUs of others."""
-    intel = _cpus(devices / "cpu_core/cpus") & set(allowed)
-    capacities = dict[int, int]()
-    for cpu in allowed:
-        with suppress(OSError, ValueError):  # ARM
-            capacities[cpu] = int((devices / f"system/cpu/cpu{cpu}/cpu_capacity").read_text())
-    half = max(capacities.values(), default=0) / 2
-    return intel or {cpu for cpu in allowed if capacities.get(cpu, math.inf) > half}
-
-
 def _cpus(file: Path) -> set[int]:
     """The CPUs of a list such as 0-3,8; none if there is no such file."""
     cpus = set[int]()
@@ -127,30 +119,15 @@ def _cpus(file: Path) -> set[int]:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """The limits of this process's cgroup and its ancestors; the smallest one is effective."""
-    with suppress(OSError, ValueError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers and "cpu" not in controllers.split(","):
-                continue
-            mount = root / "sys/fs/cgroup" / controllers
-            own = mount / path.lstrip("/")
-            # In a container the path may be the host's and missing here; then the limit of the mount applies.
-            for folder in (own, *own.parents):
-                if folder.is_relative_to(mount) and (quota := _quota(folder)) is not None:
-                    yield quota
-
-
-def _quota(folder: Path) -> float | None:
-    """Limit of this cgroup in cores; None if it has none."""
-    with suppress(OSError, ValueError, ZeroDivisionError):
-        quota, period = (folder / "cpu.max").read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    with suppress(OSError, ValueError, ZeroDivisionError):
-        microseconds = int((folder / "cpu.cfs_quota_us").read_text())
-        period_microseconds = int((folder / "cpu.cfs_period_us").read_text())
-        return None if microseconds < 0 else microseconds / period_microseconds
-    return None
+    """The limits, in cores, of this process's cgroup (version 2) and its ancestors; the smallest one is effective."""
+    mount = root / "sys/fs/cgroup"
+    with suppress(OSError):
+        own = mount / (root / "proc/self/cgroup").read_text().strip().removeprefix("0::/")
+        # In a container the path may be the host's and missing here; then the limit of the mount applies.
+        for folder in (folder for folder in (own, *own.parents) if folder.is_relative_to(mount)):
+            with suppress(OSError, ValueError, ZeroDivisionError):  # "max" is no number, and no limit
+                quota, period = (folder / "cpu.max").read_text().split()
+                yield int(quota) / int(period)
 
 
 class EngineShare(NamedTuple):
@@ -181,19 +158,13 @@ def divide(topology: Topology, engines: int, threads: int = 0) -> tuple[EngineSh
     if not threads:
         each = min([each, *(part.compute_threads // groups.count(group) for group, part in parts.items())])
     each = max(1, each)
-    room = min(sum(len(core.cpus) for core in part.cores) // groups.count(group) for group, part in parts.items())
-    if room < each if threads else 2 * room <= topology.compute_threads // engines:
-        # Affinity leaves a node too few CPUs: the system places the threads.
-        parts, groups = {nodes: topology}, [nodes] * engines
-        each = max(1, (threads or topology.compute_threads) // engines)
-    most = min(part.n_cpus // groups.count(group) for group, part in parts.items())
-    others = {1, max(1, each // 2), max(1, min(most, topology.n_cpus // engines))} - {each}
-    is_divided = len(parts) > 1
+    most = min([topology.n_cpus // engines, *(part.n_cpus // groups.count(group) for group, part in parts.items())])
+    others = {1, max(1, each // 2), max(1, most)} - {each}
     return tuple(
         EngineShare(
             each,
             () if threads else tuple(sorted(others)),
-            tuple(cpu for core in parts[group].cores for cpu in core.cpus) if is_divided else (),
+            tuple(cpu for core in parts[group].cores for cpu in core.cpus) if len(parts) > 1 else (),
             group if len(group) > 1 else (),
         )
         for group in groups
@@ -237,7 +208,3 @@ def _interleave(nodes: Collection[int], set_policy: int, get_policy: int) -> Non
         if call(ctypes.c_long(set_policy), ctypes.c_long(_INTERLEAVE), mask, ctypes.c_ulong(len(mask) * bits + 1)) == 0:
             return
     raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
