@@ -6,38 +6,34 @@ import argparse
 import errno
 import gc
 import os
-import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
-from functools import partial
+from importlib import import_module
 
 from app import VERSION
 
-_USAGE = """usage: inkstream COMMAND [options]
-
-  serve        serve a weights directory over HTTP, and a page to try it
-                 inkstream serve --weights weights --port 8000 --open
-  complete     complete a text with a running service
-                 inkstream complete "Once upon a time" --max-tokens 100
-  bench        benchmark a running service
-                 inkstream bench --url http://127.0.0.1:8000
-  check        validate a weights directory, and print its facts
-                 inkstream check weights
-  doctor       report what keeps the service from running or makes it slow
-                 inkstream doctor
-  compile      build the native kernels ahead of time
-                 inkstream compile
-  keys         manage the API keys of a service
-                 inkstream keys add alice --keys-file keys.json
-  completion   print a script with which a shell completes all of this
-                 inkstream completion bash
-  train        train a model on your text
-                 inkstream train --data book.txt --out my-model --max-minutes 10
-
-inkstream COMMAND --help lists the options of a command; inkstream --version
-prints the version."""
+_VERBS = {
+    "serve": ("app.cli.serve", "serve a weights directory over HTTP, and a page to try it", "--weights weights --open"),
+    "complete": ("app.cli.complete", "complete a text with a running service", '"Once upon a time" --max-tokens 100'),
+    "bench": ("benchmarks.load", "benchmark a running service", "--url http://127.0.0.1:8000"),
+    "check": ("app.cli.check", "validate a weights directory, and print its facts", "weights"),
+    "doctor": ("app.cli.doctor", "report what keeps the service from running or makes it slow", ""),
+    "compile": ("app.cli.compile", "build the native kernels ahead of time", ""),
+    "keys": ("app.cli.keys", "manage the API keys of a service", "add alice --keys-file keys.json"),
+    "completion": ("app.cli.completion", "print a script with which a shell completes all of this", "bash"),
+    "train": ("model.train.__main__", "train a model on your text", "--data book.txt --out my-model --max-minutes 10"),
+}
+"""Verb -> its module, which is imported when it is called (serve does not wait for train's torch); help, example."""
+_LINES = [f"  {verb:<12} {text}\n{'':17}inkstream {verb} {words}".rstrip() for verb, (_, text, words) in _VERBS.items()]
+_USAGE = "\n".join(
+    [
+        "usage: inkstream COMMAND [options]\n",
+        *_LINES,
+        "\ninkstream COMMAND --help lists the options of a command; inkstream --version\nprints the version.",
+    ]
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,14 +90,15 @@ def _run(verb: str, rest: list[str]) -> int:
     # Imports leave almost no garbage; collecting took an eighth of the API's CPU time at startup, and a third for a
     # verb that imports torch.
     gc.disable()
-    run = _load(verb)
+    module = import_module(_VERBS[verb][0]) if verb in _VERBS else None
     gc.freeze()
     gc.enable()
-    if run is None:
+    if module is None:
         return _print_usage(verb)
     if verb != "serve":  # the server installs its own handler before there is anything to clean up
         signal.signal(signal.SIGINT, before)
-    return run(rest)
+    code: int = module.main(rest, parsers=_parsers) if verb == "completion" else module.main(rest)
+    return code
 
 
 def _print_usage(verb: str) -> int:
@@ -110,60 +107,19 @@ def _print_usage(verb: str) -> int:
         print(f"inkstream {VERSION}")
         return 0
     if verb and verb not in ("-h", "--help", "help"):
-        known = re.findall(r"^  ([a-z]+)", _USAGE, re.MULTILINE)
-        hint = "".join(f"did you mean {near}? " for near in get_close_matches(verb, known, n=1))
-        verbs = f"the verbs are {', '.join(known)}; see inkstream --help"
+        hint = "".join(f"did you mean {near}? " for near in get_close_matches(verb, _VERBS, n=1))
+        verbs = f"the verbs are {', '.join(_VERBS)}; see inkstream --help"
         print(f"error: {verb[:60]!r} is not a verb; {hint}{verbs}", file=sys.stderr)
         return 2
     print(_USAGE, file=sys.stderr if not verb else sys.stdout)
     return 2 if not verb else 0
 
 
-def _load(verb: str) -> Callable[[list[str]], int] | None:
-    """Imports a verb only when it is called, so that serve does not wait for train's torch."""
-    match verb:
-        case "serve":
-            from app.cli.serve import main as run
-        case "complete":
-            from app.cli.complete import main as run
-        case "bench":
-            from benchmarks.load import main as run
-        case "check":
-            from app.cli.check import main as run
-        case "compile":
-            from app.cli.compile import main as run
-        case "doctor":
-            from app.cli.doctor import main as run
-        case "keys":
-            from app.cli.keys import main as run
-        case "completion":
-            from app.cli.completion import main as write_script
-
-            return partial(write_script, parsers=_parsers)
-        case "train":
-            from model.train.__main__ import main as run
-        case _:
-            return None
-    return run
-
-
 def _parsers() -> dict[str, argparse.ArgumentParser]:
-    """The parser of each verb; importing them all takes two seconds."""
-    from app.cli import check, complete, doctor, keys, serve
-    from app.cli import compile as compile_verb
-    from benchmarks import load
-    from model.train.setup import options
-
-    return {
-        "serve": serve.build_parser(),
-        "complete": complete.build_parser(),
-        "bench": load.build_parser(),
-        "check": check.build_parser(),
-        "doctor": doctor.build_parser(),
-        "compile": compile_verb.build_parser(),
-        "keys": keys.build_parser(),
-        "train": options.parser(),
-    }
+    """The parser of each verb but completion; importing them all takes two seconds."""
+    modules = {verb: module for verb, (module, _, _) in _VERBS.items() if verb not in ("completion", "train")}
+    parsers = {verb: import_module(module).build_parser() for verb, module in modules.items()}
+    return {**parsers, "train": import_module("model.train.setup.options").parser()}
 
 
 if __name__ == "__main__":

@@ -5,27 +5,28 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from app.common.ipc import Ready, WorkerConfig
 from app.engine.startup import build_engine
-from app.tokenization.tokenizer_trial import TriedTokenizer, check_vocabulary, try_tokenizer
+from app.tokenization.tokenizer_trial import check_vocabulary, try_tokenizer
 from model.checkpoint.checkpoint import load
 from model.checkpoint.config_file import load_config
-from model.checkpoint.golden import GOLDEN_FILE
 from model.checkpoint.golden_export import verify
 from model.checkpoint.hub import resolve_weights, source_of
-from model.checkpoint.manifest import MANIFEST_FILE, check_manifest, read_model_name
+from model.checkpoint.manifest import check_manifest, read_model_name
 from model.checkpoint.model_summary import Line, memory_lines, shape_lines
 from model.checkpoint.stored_weights import StoredWeights
 from model.checkpoint.tensor_index import check_layout, read_chat_template
 from model.command_line import OneLineParser
 from model.files import one_line, unfinished_run
+from model.tokenizer.tokenizer import Tokenizer
 
 _CONTEXT = 512
 
@@ -68,22 +69,21 @@ def _check(directory: Path) -> list[Line]:
     checkpoint = load(directory, device=torch.device("cpu"), dtype=torch.float32)
     decoder, weights = checkpoint.decoder, checkpoint.weights
     with _without_stderr():  # the tokenizers library writes to stderr when it panics
-        trial = try_tokenizer(directory)
-    check_vocabulary(directory, trial.tokenizer, decoder.config.vocab_size)
+        tokenizer = try_tokenizer(directory)
+    check_vocabulary(directory, tokenizer, decoder.config.vocab_size)
     difference = verify(decoder, directory)
     is_whole = check_manifest(directory, weights.hashes)
     defaults = ready.sampling_defaults
-    golden = f"passed, largest difference {difference:.1e}" if difference is not None else _absent(GOLDEN_FILE)
     return [
         ("name", read_model_name(directory) or directory.resolve().name),
         ("family", weights.family.name),
         *shape_lines(decoder.config),
         *memory_lines(decoder.config, decoder.n_params),
-        *_tokenizer_lines(weights, trial),
+        *_tokenizer_lines(weights, tokenizer),
         ("chat", "no template" if template is None else "has a template"),
         ("defaults", ", ".join(f"{name} {value:g}" for name, value in defaults.items()) or "the model brings none"),
-        ("golden", golden),
-        ("manifest", "passed" if is_whole else _absent(MANIFEST_FILE)),
+        ("golden", "none" if difference is None else f"passed, largest difference {difference:.1e}"),
+        ("manifest", "passed" if is_whole else "none"),
         ("version", weights.version),
         *([("commit", f"{source.commit} of {source.repository}")] if (source := source_of(directory)) else []),
     ]
@@ -117,17 +117,14 @@ def _without_stderr() -> Iterator[None]:
             os.close(descriptor)
 
 
-def _absent(file: str) -> str:
-    return f"none ({file} is optional)"
+def _tokenizer_lines(weights: StoredWeights, tokenizer: Tokenizer) -> list[Line]:
+    def names(ids: Iterable[int]) -> str:
+        return ", ".join(f"{token} {json.dumps(tokenizer.piece(token))}" for token in ids) or "none"
 
-
-def _tokenizer_lines(weights: StoredWeights, trial: TriedTokenizer) -> list[Line]:
-    tokenizer, rows = trial.tokenizer, weights.config.vocab_size
-    bos, eos = tokenizer.start_id(weights.bos_id), tokenizer.end_ids(weights.eos_ids)
-    round_trip = "round-trips text exactly" if trial.is_exact else "does not round-trip every text"
+    bos = tokenizer.start_id(weights.bos_id)
     bos_rule = "added to a prompt" if tokenizer.adds_bos else "not added to a prompt"
     return [
-        ("tokenizer", f"{tokenizer.kind}, {tokenizer.vocab_size} of {rows} tokens, {round_trip}"),
-        ("BOS", "none" if bos is None else f"{trial.names((bos,))}, {bos_rule}"),
-        ("EOS", trial.names(eos)),
+        ("tokenizer", f"{tokenizer.kind}, {tokenizer.vocab_size} of {weights.config.vocab_size} tokens"),
+        ("BOS", "none" if bos is None else f"{names((bos,))}, {bos_rule}"),
+        ("EOS", names(tokenizer.end_ids(weights.eos_ids))),
     ]

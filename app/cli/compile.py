@@ -9,7 +9,6 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,9 +22,7 @@ from app.engine.cpu.toolchain.cpu_target import (
     this_level,
     this_machine,
 )
-from app.engine.cpu.toolchain.library_cache import BuildRecipe, read_metadata
-
-_MAX_SECONDS = 86400
+from app.engine.cpu.toolchain.library_cache import BuildRecipe
 
 
 def main(argv: Sequence[str]) -> int:
@@ -53,10 +50,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """One line, and exit code 2."""
-        unknown = next((word for word in message.split() if word.startswith("--")), "")
-        close = get_close_matches(unknown, self._option_string_actions, n=1, cutoff=0.7)
-        hint = f"did you mean {close[0]}? " if close and message.startswith("unrecognized") else ""
-        self.exit(2, f"error: {' '.join(message.split())}; {hint}see {self.prog} --help\n")
+        self.exit(2, f"error: {' '.join(message.split())}; see {self.prog} --help\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -82,7 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--time-limit",
-        type=_seconds,
+        type=float,
         default=TIMEOUT_SECONDS,
         metavar="SECONDS",
         help="time limit of the compiler for one CPU level (default: %(default)g)",
@@ -98,59 +92,33 @@ def _directory(text: str) -> Path:
     return Path(text)
 
 
-def _seconds(text: str) -> float:
-    """Raises ArgumentTypeError."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds <= _MAX_SECONDS:
-        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0 and up to {_MAX_SECONDS}, not {text!r}")
-    return seconds
-
-
 def _build(recipe: BuildRecipe, directory: Path, options: argparse.Namespace) -> None:
     """Builds and reports progress. Raises BuildError."""
-    level, is_new = recipe.level.name, False
+    state = "already built"
 
     def announce(compiler: Compiler) -> None:
-        nonlocal is_new
-        is_new = True
-        print(f"building native kernels ({level}, {compiler.version}); this takes a minute or so", flush=True)
+        nonlocal state
+        state = "built"
+        print(
+            f"building native kernels ({recipe.level.name}, {compiler.version}); this takes a minute or so", flush=True
+        )
 
     library = build(recipe, directory, seconds=options.time_limit, announce=announce)
     if not options.quiet:
-        print(f"{level}: {'built' if is_new else 'already built'}")
-        _describe(library)
+        print(f"{recipe.level.name}: {state}: {library}")
 
 
 def _check(directory: Path | None) -> int:
     try:
         level = this_level().name
-    except UnsupportedCpu as error:
+        library = find(directory)
+        if library:
+            check_loads(library)
+    except (UnsupportedCpu, KernelsUnavailable) as error:
         print(f"using torch: {error}")
         return 1
-    if library := find(directory):
-        try:
-            check_loads(library)
-        except KernelsUnavailable as error:
-            print(f"using torch: {error}")
-            return 1
-        print(f"using native kernels ({level})")
-        _describe(library)
-        return 0
-    print(f"using torch: no native kernels ({level}) are built; run inkstream compile")
-    return 1
-
-
-def _describe(library: Path) -> None:
-    build_info = read_metadata(library) or {}
-    lines = {
-        "file": library,
-        "size": f"{int(build_info.get('bytes', 0)) >> 10} KiB",
-        "compiler": build_info.get("compiler", "unknown"),
-        "flags": " ".join(build_info.get("flags", ())),
-        "took": f"{build_info.get('seconds', 0)} s",
-    }
-    for label, text in lines.items():
-        print(f"  {label:<10}{text}")
+    if library is None:
+        print(f"using torch: no native kernels ({level}) are built; run inkstream compile")
+        return 1
+    print(f"using native kernels ({level}): {library}")
+    return 0

@@ -8,24 +8,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal, get_args, get_origin
 
 import shtab
 
-from app.common.settings import Settings
-from model.command_line import AUTO, OneLineParser
-from model.presets import PRESET_NAMES
+from model.command_line import OneLineParser
 
-SHELLS = ("bash", "zsh", "fish")
-_DIRECTORIES = {"cache_dir", "directory", "init", "out", "weights"}
-_FILES = {"about", "data", "keys_file", "prompts"}
-_CHOICES = {"preset": (*PRESET_NAMES, AUTO)}
-_INSTALL = """\
-to install it, write it where the shell looks:
-  bash  inkstream completion bash > ~/.local/share/bash-completion/completions/inkstream
-  zsh   inkstream completion zsh > ~/.zfunc/_inkstream   (with fpath+=~/.zfunc before compinit in ~/.zshrc)
-  fish  inkstream completion fish > ~/.config/fish/completions/inkstream.fish
-"""
+_VALUES = {"DIR": shtab.DIRECTORY, "FILE": shtab.FILE, "PATH": shtab.FILE}
+"""What a shell completes where a flag's help has this word."""
 
 
 def main(argv: Sequence[str], *, parsers: Callable[[], Mapping[str, argparse.ArgumentParser]]) -> int:
@@ -43,16 +32,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="inkstream completion",
         description="Print a script with which a shell completes the command line.",
-        epilog=_INSTALL,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="docs/command-line.md says where each shell looks for it",
         allow_abbrev=False,
     )
-    parser.add_argument("shell", choices=SHELLS, help="the shell that the script is for")
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell that the script is for")
     return parser
 
 
 def _whole_parser(parsers: Mapping[str, argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """One parser with a subcommand for each verb; its flags know their choices, files and directories."""
+    """One parser with a subcommand for each verb."""
     whole = argparse.ArgumentParser(prog="inkstream", description="Serve, complete and train text models.")
     whole.add_argument("--version", "-V", action="store_true", help="print the version")
     verbs = whole.add_subparsers(dest="verb")
@@ -60,7 +48,8 @@ def _whole_parser(parsers: Mapping[str, argparse.ArgumentParser]) -> argparse.Ar
         verbs.add_parser(verb, help=parser.description)
         verbs.choices[verb] = parser
         for action in _actions(parser):
-            _add_values(action, is_setting=verb == "serve")
+            if action.choices is None and action.metavar in _VALUES:
+                action.complete = _VALUES[action.metavar]  # type: ignore[attr-defined]
     return whole
 
 
@@ -70,17 +59,3 @@ def _actions(parser: argparse.ArgumentParser) -> Iterable[argparse.Action]:
         if isinstance(action, argparse._SubParsersAction):
             for inner in action.choices.values():
                 yield from _actions(inner)
-
-
-def _add_values(action: argparse.Action, *, is_setting: bool) -> None:
-    """What completes the value of a flag."""
-    if is_setting and action.choices is None and action.dest in Settings.model_fields:
-        annotation = Settings.model_fields[action.dest].annotation
-        action.choices = get_args(annotation) if get_origin(annotation) is Literal else None
-    action.choices = action.choices or _CHOICES.get(action.dest)
-    if action.choices is not None or action.nargs == 0:
-        return
-    if action.dest in _DIRECTORIES or action.metavar == "DIR":
-        action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
-    elif action.dest in _FILES or action.metavar == "FILE":
-        action.complete = shtab.FILE  # type: ignore[attr-defined]

@@ -49,7 +49,10 @@ def _stop(text: str) -> str:
 
 def _bias(text: str) -> tuple[str, float]:
     token, _, bias = text.rpartition("=")
-    return str(int(token)), float(bias)
+    try:
+        return str(int(token)), float(bias)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be ID=BIAS, such as 123=-5, not {text[:60]!r}") from None
 
 
 def _content(text: str) -> str:
@@ -61,7 +64,10 @@ def _content(text: str) -> str:
 
 
 def _json(text: str) -> Any:
-    return json.loads(_content(text))
+    try:
+        return json.loads(_content(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON ({error})") from None
 
 
 _ARGUMENTS_BY_TYPE: dict[str, dict[str, Any]] = {

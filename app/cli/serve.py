@@ -6,10 +6,10 @@ import argparse
 import os
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
 
 from app.common import fault_injection, logs
 from app.common.settings import CLIENT_KEY, CLIENT_URL, Settings, field_docstrings, grouped_fields
@@ -37,15 +37,7 @@ def read_settings(given: Mapping[str, Any]) -> Settings:
         first = error.errors(include_url=False, include_context=False)[0]
         names = list(map(str, first["loc"][:1]))
         source = "".join(f"{flag(name)} (INKSTREAM_{name.upper()}): " for name in names)
-        if first["type"] == "literal_error":
-            raise StartError(f"{source}{_not_a_choice(names[0], str(first['input']))}") from None
         raise StartError(f"{source}{first['msg'].removeprefix('Value error, ')}") from None
-
-
-def _not_a_choice(name: str, value: str) -> str:
-    choices = get_args(Settings.model_fields[name].annotation)
-    close = get_close_matches(value.strip().lower(), choices, n=1, cutoff=0.75)
-    return f"{value[:60]!r} is not one of {', '.join(choices)}{f'; did you mean {close[0]}?' if close else ''}"
 
 
 def _reject_unknown_variables() -> None:
@@ -84,9 +76,7 @@ _EXAMPLES = """examples:
   inkstream serve --host 0.0.0.0 --keys-file keys.json
 
 Each flag is also a variable: INKSTREAM_PORT=8001 is --port 8001."""
-_VALUES = {"host": "HOST", "port": "PORT", "keys_file": "FILE", "allowed_hosts": "NAMES", "allow_origin": "ORIGINS",
-           "compare_origin": "ORIGINS",
-           "gpu_memory_utilization": "SHARE"}  # fmt: skip
+_METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", Path: "DIR", Path | None: "DIR"}
 
 
 def build_parser(*, with_help: bool = True) -> argparse.ArgumentParser:
@@ -104,26 +94,13 @@ def build_parser(*, with_help: bool = True) -> argparse.ArgumentParser:
     for title, fields in grouped_fields().items():
         group = parser.add_argument_group(title)
         for name, field in fields.items():
-            is_flag = field.annotation is bool
-            options: dict[str, Any] = (
-                {"action": "store_const", "const": True} if is_flag else {"metavar": _placeholder(name, field)}
-            )
-            group.add_argument(flag(name), help=_help(field, meanings.get(name, "")), **options)
+            options: dict[str, Any] = {}
+            if field.annotation is bool:
+                options = {"action": "store_const", "const": True}
+            elif get_origin(field.annotation) is Literal:
+                options = {"choices": get_args(field.annotation)}
+            else:
+                options = {"metavar": "FILE" if name == "keys_file" else _METAVARS[field.annotation]}
+            default = "" if field.annotation is bool or field.default in (None, "") else f" (default: {field.default})"
+            group.add_argument(flag(name), help=(meanings.get(name, "") + default).replace("%", "%%"), **options)
     return parser
-
-
-def _help(field: FieldInfo, meaning: str) -> str:
-    has_default = field.annotation is not bool and field.default not in (None, "")
-    default = f"{field.default:g}" if isinstance(field.default, float) else field.default
-    return (f"{meaning} (default: {default})" if has_default else meaning).replace("%", "%%")
-
-
-def _placeholder(name: str, field: FieldInfo) -> str:
-    """The values to choose from, or the kind and unit of the value."""
-    if get_origin(field.annotation) is Literal:
-        return f"{{{','.join(get_args(field.annotation))}}}"
-    if name in _VALUES:
-        return _VALUES[name]
-    if field.annotation is float:
-        return "SECONDS"
-    return "BYTES" if name.endswith("_bytes") else "N" if field.annotation is int else "DIR"

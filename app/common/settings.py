@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -157,24 +157,17 @@ class Settings(BaseSettings):
             raise ValueError(f"{value[:100]!r} is not an address: write 127.0.0.1 or a name, without http:// and port")
         return value
 
-    @field_validator("allowed_hosts")
+    @field_validator("allowed_hosts", "allow_origin", "compare_origin")
     @classmethod
-    def _are_names(cls, value: str) -> str:
+    def _is_list_of_names(cls, value: str, info: ValidationInfo) -> str:
+        is_host = info.field_name == "allowed_hosts"
+        pattern = r"[A-Za-z0-9_.-]{1,253}" if is_host else r"https?://[a-z0-9_.-]+(:[0-9]{1,5})?"
+        right = (
+            "a.example,b.example, without scheme and port" if is_host else "https://a.example, in lower case, no path"
+        )
         for name in _split(value):
-            if not re.fullmatch(r"[A-Za-z0-9_.-]{1,253}", name):
-                raise ValueError(
-                    f"{name[:100]!r} is not a host name: write a.example,b.example, without scheme and port"
-                )
-        return value
-
-    @field_validator("allow_origin", "compare_origin")
-    @classmethod
-    def _are_origins(cls, value: str) -> str:
-        for origin in _split(value):
-            if not re.fullmatch(r"https?://[a-z0-9_.-]+(:[0-9]{1,5})?", origin):
-                raise ValueError(
-                    f"{origin[:100]!r} is no origin: write https://a.example, in lower case, with a port but no path"
-                )
+            if not re.fullmatch(pattern, name):
+                raise ValueError(f"{name[:100]!r} is not possible: write {right}")
         return value
 
     @model_validator(mode="before")

@@ -35,13 +35,12 @@ def _children(pid: int) -> list[int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-@pytest.mark.parametrize(("closed", "numbers"), [("2>&-", {2}), ("2>&- >&-", {1, 2}), ("<&- >&- 2>&-", {0, 1, 2})])
-def test_no_socket_takes_the_number_of_a_closed_stream(weights: Path, closed: str, numbers: set[int]) -> None:
+def test_no_socket_takes_the_number_of_a_closed_stream(weights: Path) -> None:
     port = _free_port()
     url = f"http://127.0.0.1:{port}"
     serve = ["-m", "tests.support.fake_service", "1", "serve", "--port", str(port), "--weights", str(weights)]
     variables = {k: v for k, v in os.environ.items() if not k.startswith("INKSTREAM_")} | {"PYTHONPATH": str(ROOT)}
-    command = ["sh", "-c", f'exec "$0" "$@" {closed}', sys.executable, *serve]
+    command = ["sh", "-c", 'exec "$0" "$@" <&- >&- 2>&-', sys.executable, *serve]
     null = subprocess.DEVNULL
     process = subprocess.Popen(command, cwd=ROOT, env=variables, stdin=null, stdout=null, stderr=null)
     try:
@@ -51,7 +50,7 @@ def test_no_socket_takes_the_number_of_a_closed_stream(weights: Path, closed: st
             time.sleep(0.05)
         (engine,) = _children(process.pid)
         for pid in (process.pid, engine):
-            for number in numbers:
+            for number in range(3):
                 assert str(Path(f"/proc/{pid}/fd/{number}").readlink()) == os.devnull, (pid, number)
         answer = httpx.post(f"{url}/complete", json={"prompt": "x", "max_tokens": 3, "stream": False})
         assert answer.status_code == 200

@@ -69,10 +69,9 @@ def test_it_tells_what_it_built_and_check_whether_a_start_would_use_it(tmp_path:
     assert (code, errors) == (1, "") and "using torch" in out and "inkstream compile" in out
     code, out, errors = _run(cache, CXX=str(compiler.path))
     assert (code, errors) == (0, "")
-    for fact in (f"{level}: built", str(cache), "fake 1.0", "-O3", "KiB", " s\n"):
-        assert fact in out, fact
+    assert f"{level}: built: {cache}" in out and "fake 1.0" in out
     code, out, _ = _run(cache, "--check", CXX="/nonexistent")
-    assert code == 0 and f"using native kernels ({level})" in out and "fake 1.0" in out
+    assert code == 0 and f"using native kernels ({level}): {cache}" in out
     code, out, _ = _run(cache, CXX=str(compiler.path))
     assert code == 0 and f"{level}: already built" in out
     assert len(compiler.pids) == 1
@@ -85,13 +84,6 @@ def test_without_a_compiler_it_names_the_package_and_quietly_says_nothing(tmp_pa
         errors.count("\n") == 1 and errors.startswith("error: there is no C++ compiler") and "apt install g++" in errors
     )
     assert _run(tmp_path / "cache", "--quiet", PATH="/nonexistent", CXX="") == (2, "", "")
-
-
-def test_a_compiler_that_takes_longer_than_it_may_is_ended(tmp_path: Path, slow: FakeCompiler) -> None:
-    code, _, errors = _run(tmp_path / "cache", "--quiet", "--time-limit", "0.5", CXX=str(slow.path))
-    message = f"error: {slow.path} took more than 0.5 seconds; inkstream compile --time-limit gives it more\n"
-    assert (code, errors) == (1, message)
-    assert _leftovers(tmp_path / "cache") == []
 
 
 def test_two_at_once_compile_once(tmp_path: Path, stub_library: Path) -> None:

@@ -170,31 +170,11 @@ def test_the_services_errors_are_shown_as_it_words_them(server: Server, run: Run
     assert (code, "no encoder" in error) == (1, True)
 
 
-def test_every_field_of_a_request_has_its_flag_and_nothing_else_has() -> None:
-    parser = argparse.ArgumentParser()
-    names = add_flags(parser, CompleteRequest.model_json_schema(), without={"prompt", "stream"})
-    assert set(names) == set(CompleteRequest.model_fields) - {"prompt", "stream"}
-    assert {action.dest for action in parser._actions} == {*names, "help"}
-
-
-SCHEMA: dict[str, Any] = {
-    "properties": {
-        "n": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
-        "typical_p": {"type": "number", "description": "50 % and more"},
-        "echo": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
-        "user": {"anyOf": [{"type": "string"}, {"type": "null"}]},
-        "stop": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
-        "stop_token_ids": {"anyOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "null"}]},
-        "logit_bias": {"anyOf": [{"type": "object"}, {"type": "null"}]},
-        "json_schema": {"anyOf": [{"type": "object"}, {"type": "boolean"}, {"type": "string"}]},
-        "grammar": {"type": "string"},
-    }
-}
-
-
 def _given(*arguments: str) -> dict[str, Any]:
     parser = argparse.ArgumentParser(prog="test", exit_on_error=False)
-    names = add_flags(parser, SCHEMA, without=set())
+    names = add_flags(parser, CompleteRequest.model_json_schema(), without={"prompt", "stream"})
+    assert set(names) == set(CompleteRequest.model_fields) - {"prompt", "stream"}
+    assert {action.dest for action in parser._actions} == {*names, "help"}, "nothing else has a flag"
     parser.format_help()
     return given_fields(parser.parse_args(arguments), names)
 
@@ -222,8 +202,8 @@ def test_flags_become_fields_of_the_right_type(tmp_path: Path) -> None:
     [
         (("--n", "1.5"), "invalid int value: '1.5'"),
         (("--typical-p", "much"), "invalid float value: 'much'"),
-        (("--logit-bias", "12"), "invalid _bias value: '12'"),
-        (("--json-schema", "{"), "invalid _json value"),
+        (("--logit-bias", "12"), "must be ID=BIAS, such as 123=-5, not '12'"),
+        (("--json-schema", "{"), "not JSON"),
         (("--grammar", "@/no/such/file"), "No such file"),
     ],
 )

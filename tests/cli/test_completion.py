@@ -49,7 +49,6 @@ CASES = [
     (("inkstream", "complete", "--temp"), {"--temperature"}),
     (("inkstream", "keys", ""), {"add", "list", "revoke"}),
     (("inkstream", "keys", "add", "--keys"), {"--keys-file"}),
-    (("inkstream", "train", "--preset", "st"), {"standalone"}),
     (("inkstream", "completion", ""), {"bash", "zsh", "fish"}),
     (("inkstream", "serve", "--weights", "wei"), {"weights-a"}),
     (("inkstream", "check", "wei"), {"weights-a"}),
@@ -92,7 +91,6 @@ def test_zsh_completes_the_same(scripts: Path, folder: Path) -> None:
             ("inkstream serve --devi\t", "--device"),
             ("inkstream serve --device cu\t", "cuda"),
             ("inkstream keys rev\t", "revoke"),
-            ("inkstream train --preset sta\t", "standalone"),
             ("inkstream serve --weights wei\t", "weights-a"),
         ):
             terminal.expect("ready> ")

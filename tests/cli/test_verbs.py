@@ -55,10 +55,10 @@ def test_check_prints_the_facts_of_a_good_directory(run: Run, weights: Path) -> 
         "tied, no bias",
         "0.11 M",
         "256 bytes of KV cache a token, 64 KiB a full context",  # 2 * 2 layers * 2 heads * 16 * 2 bytes
-        "BPE, 320 of 320 tokens, round-trips text exactly",
+        "BPE, 320 of 320 tokens",
         '0 "<|endoftext|>", not added',
         "no template",
-        "none (golden.json is optional)",
+        "golden       none",
     ):
         assert fact in result.stdout, fact
 
@@ -81,25 +81,19 @@ def test_no_verb_gets_the_list_and_exit_code_two(run: Run) -> None:
     assert max(map(len, result.stderr.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("flag", ["--version", "-V"])
-def test_the_version_is_that_of_the_package(run: Run, flag: str) -> None:
+def test_the_version_is_that_of_the_package(run: Run) -> None:
     found = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    result = run(flag)
+    result = run("--version")
     assert (result.returncode, result.stdout, result.stderr) == (0, f"inkstream {found}\n", "")
 
 
-@pytest.mark.parametrize("word", ["fly", "--versions", "fly\nhigh"])
-def test_an_unknown_verb_is_named_in_one_line_with_those_that_are(run: Run, word: str) -> None:
+@pytest.mark.parametrize(("word", "hint"), [("fly\nhigh", ""), ("chekc", "did you mean check? ")])
+def test_an_unknown_verb_is_named_in_one_line_with_those_that_are(run: Run, word: str, hint: str) -> None:
     result = run(word)
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-    assert result.stderr.startswith(f"error: {word!r} is not a verb; the verbs are serve, complete, bench, check, ")
-
-
-@pytest.mark.parametrize(("word", "meant"), [("serv", "serve"), ("chekc", "check"), ("complet", "complete")])
-def test_a_misspelled_verb_is_told_the_one_that_was_meant(run: Run, word: str, meant: str) -> None:
-    result = run(word)
-    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
-    assert result.stderr.startswith(f"error: {word!r} is not a verb; did you mean {meant}? the verbs are serve, ")
+    assert result.stderr.startswith(
+        f"error: {word!r} is not a verb; {hint}the verbs are serve, complete, bench, check, "
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,7 +102,6 @@ def test_a_misspelled_verb_is_told_the_one_that_was_meant(run: Run, word: str, m
         (("serve", "--max-runing", "4"), "--max-running"),
         (("complete", "x", "--temprature", "1"), "--temperature"),
         (("bench", "--stream-s", "1"), "--streams"),
-        (("compile", "--quite"), "--quiet"),
         (("keys", "add", "x", "--key-file", "y"), "--keys-file"),
         (("train", "--dat", "x"), "--data"),
     ],
@@ -126,8 +119,8 @@ def test_the_help_of_serve_is_grouped_and_fits_into_80_columns(run: Run, monkeyp
     printed = run("serve", "--help").stdout
     assert re.findall(r"^(\w+):$", printed, re.MULTILINE) == ["options", *grouped_fields(), "examples"]
     assert max(map(len, printed.splitlines())) <= 80
-    for shown in ("--weights DIR ", "--port PORT ", "--device {auto,cpu,cuda}\n", "--max-body-bytes BYTES\n",
-                  "--head-timeout SECONDS\n", "--max-running N ", "(default: 8000)", "--open  "):  # fmt: skip
+    for shown in ("--weights DIR ", "--port N ", "--device {auto,cpu,cuda}\n", "--max-body-bytes N ",
+                  "--head-timeout X ", "--max-running N ", "(default: 8000)", "--open  "):  # fmt: skip
         assert f"  {shown}" in printed or shown in printed, shown
     assert "(default: None)" not in printed and "(default: )" not in printed
 

@@ -53,7 +53,7 @@ def test_strangers_are_kept_out_where_no_key_is_set(
         (["--keys-file", str(damaged)], "damaged"),
         (["--keys-file", str(tmp_path)], "not a regular file"),
         (["--allowed-hosts", "https://a.example"], "without scheme"),
-        (["--allow-origin", "*"], "is no origin"),
+        (["--allow-origin", "*"], "write https://a.example"),
         (["--allow-origin", "https://a.example/"], "no path"),
     ]
     refused = 0
