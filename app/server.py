@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from app.common import event_loop, logs
 from app.common.errors import NotReady
 from app.common.logs import START
-from app.common.operating_system import has_terminal, is_foreground_job
+from app.common.operating_system import has_terminal
 from app.common.settings import Settings
 from app.engine_client.engine_pool import EnginePool
 from app.engine_client.supervisor import EngineStopped
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 _CLOSE_SECONDS = 2.0
 """Seconds after the drain for clients to read the final events and for cancelled work to stop."""
-_TERMINAL_SECONDS = 1.0
-"""Seconds between two looks at the terminal."""
 _log, _start_log = logging.getLogger("inkstream"), logging.getLogger(START)
 
 
@@ -156,38 +154,18 @@ async def run(
         event_loop.on_signal(loop, signal_number, functools.partial(_on_signal, server))
     ends_with_terminal = has_terminal() and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN  # as under nohup
     event_loop.on_signal(loop, signal.SIGHUP, functools.partial(_on_sighup, server, app, ends_with_terminal))
-    watching = loop.create_task(_watch_terminal(server)) if ends_with_terminal else None
     _start_log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
     await server.serve(sockets=[listener])
-    if watching:
-        watching.cancel()
     return server.failure
-
-
-async def _watch_terminal(server: _Server) -> None:
-    """Stops the service when the terminal closes whose foreground job it is.
-
-    The kernel sends SIGHUP to the leader of the session only. A shell passes it on, but make does not.
-    """
-    is_foreground = False
-    while not is_foreground or has_terminal():
-        is_foreground = is_foreground_job()
-        await asyncio.sleep(_TERMINAL_SECONDS)
-    _stop_once(server)
 
 
 def _on_sighup(server: _Server, app: FastAPI, ends_with_terminal: bool) -> None:
     """SIGHUP from a closed terminal stops the service; any other SIGHUP reloads the weights."""
     if ends_with_terminal and not has_terminal():
-        _stop_once(server)
+        if not server.should_exit:
+            _on_signal(server)
     elif reloader := getattr(app.state, "reloader", None):
         reloader.request_reload()
-
-
-def _stop_once(server: _Server) -> None:
-    """As the first signal does; a later one of the same event does not count as the second."""
-    if not server.should_exit:
-        _on_signal(server)
 
 
 def _on_signal(server: _Server) -> None:

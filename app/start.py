@@ -207,6 +207,6 @@ def _advice(settings: Settings, error: OSError) -> str:
     if error.errno == errno.EADDRNOTAVAIL:
         return f"({reason}): --host must be an address of this machine, such as 127.0.0.1"
     other = settings.port + 1 if 1024 <= settings.port < 65535 else 8000
-    advice = f"with make serve PORT={other}" if "MAKELEVEL" in os.environ else f"such as --port {other}"
     holder = listener_on(settings.port) if error.errno == errno.EADDRINUSE else ""
-    return f"({reason}{f' by {holder}' if holder else ''}): choose another --port, {advice}"
+    advice = f"choose another, such as --port {other} (make serve PORT={other})"
+    return f"({reason}{f' by {holder}' if holder else ''}): {advice}"

@@ -36,20 +36,6 @@ def has_terminal() -> bool:
     return True
 
 
-def is_foreground_job() -> bool:
-    """Whether this process' terminal sends what is typed to its process group."""
-    try:
-        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
-    except OSError:
-        return False
-    try:
-        return os.tcgetpgrp(terminal) == os.getpgrp()
-    except OSError:
-        return False
-    finally:
-        os.close(terminal)
-
-
 _CUDA_LIBRARY = "libcuda.so.1"
 _HIDDEN = ("", "-1", "NoDevFiles")
 

@@ -44,12 +44,9 @@ def test_sigterm_to_the_whole_process_group_is_a_drain_too(tmp_path: Path, weigh
     assert server.process.wait(60) == 0
 
 
-def test_a_terminal_that_closes_ends_its_foreground_job_although_make_passes_no_sighup_on(
-    tmp_path: Path, weights: Path
-) -> None:
+def test_a_terminal_that_closes_ends_the_service(tmp_path: Path, weights: Path) -> None:
     ours, theirs = pty.openpty()
-    make = ("sh", "-c", 'trap : HUP; "$@"; exit $?', "make")
-    server = start_server(tmp_path, weights, fake_ms=1, terminal=theirs, wrapper=make)
+    server = start_server(tmp_path, weights, fake_ms=1, terminal=theirs)
     os.close(theirs)
     os.close(ours)
     assert server.process.wait(60) == 0
@@ -115,25 +112,12 @@ def test_what_only_the_start_finds_ends_it_with_one_clear_line_and_exit_code_two
     assert words in _refused("--weights", str(weights), *flags).splitlines()[-1]
 
 
-def test_a_port_in_use_is_refused(server: Server, weights: Path) -> None:
-    text = _refused("--weights", str(weights), "--port", server.url.rpartition(":")[2])
-    assert "choose another --port" in text and text.count("in use") == 1
-    if sys.platform == "linux":
-        assert f"process {server.process.pid})" in text
-
-
-@pytest.mark.parametrize(
-    ("variables", "advice"), [({}, "such as --port "), ({"MAKELEVEL": "1"}, "with make serve PORT=")]
-)
-def test_a_port_in_use_is_changed_where_it_was_given(
-    monkeypatch: pytest.MonkeyPatch, server: Server, weights: Path, variables: dict[str, str], advice: str
-) -> None:
-    monkeypatch.delenv("MAKELEVEL", raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+def test_a_port_in_use_is_refused_with_the_process_that_has_it(server: Server, weights: Path) -> None:
     port = int(server.url.rpartition(":")[2])
     text = _refused("--weights", str(weights), "--port", str(port))
-    assert text.endswith(f"choose another --port, {advice}{port + 1 if port < 65535 else 8000}")
+    other = port + 1 if port < 65535 else 8000
+    assert text.endswith(f"choose another, such as --port {other} (make serve PORT={other})")
+    assert text.count("in use") == 1 and (sys.platform != "linux" or f"process {server.process.pid})" in text)
 
 
 def _refused(*flags: str) -> str:
