@@ -23,21 +23,6 @@ from app.common.errors import (
 from app.http.response_model import ResponseModel
 
 _MAX_DETAILS = 100
-_NAME_RULE = "may have up to 64 letters, digits, _ and -"
-_PATTERNS = {"logit_bias": 'keys must be token ids, such as "50"', "user": _NAME_RULE, "request_id": _NAME_RULE}
-_TYPE_RULES = {
-    "bool_type": "must be a boolean: true or false, without quotes",
-    "float_type": "must be a number such as 0.7, without quotes",
-    "int_type": "must be an integer such as 100, without quotes",
-    "string_type": "must be a string: text in double quotes",
-}
-_JSON_HINTS = {
-    "key must be a string": "; names and texts stand in double quotes, the whole body in single quotes in a shell",
-    "invalid unicode": "; encode the text as UTF-8",
-    "trailing comma": "; remove the comma",
-}
-_EMPTY_BODY = "EOF while parsing a value at line 1 column 0"
-_FIELDS_BY_MISTAKE = ("text", "input", "inputs", "query", "content")
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -132,51 +117,24 @@ def from_validation(error: ValidationError, fields: Mapping[str, Any]) -> ApiErr
         details, key=lambda e: (e["loc"][:1] == details[0]["loc"][:1], not e["type"].endswith("_type"), len(e["loc"]))
     )
     name = str(first["loc"][0])[:60] if first["loc"] else None
-    if first["type"] == "json_invalid":
-        return ApiError(400, _json_message(first["msg"].partition(": ")[2][:120]), code="invalid_json")
-    if first["type"] == "extra_forbidden":
-        close_matches = get_close_matches(str(name), fields, n=1)
-        hint = f"did you mean {close_matches[0]!r}?" if close_matches else "GET /docs lists all fields"
-        return ApiError(400, f"unknown field {name!r}: {hint}", param=name, code="unknown_field")
-    if name is None and first["type"] == "model_type":
-        return ApiError(400, f"the body must be a JSON object{_example(fields)}")
-    if first["type"] == "missing":
-        return ApiError(400, f"{'.'.join(map(str, first['loc']))} is required{_missing_hint(details)}", param=name)
-    message = _TYPE_RULES.get(first["type"]) or first["msg"].removeprefix("Value error, ")
-    if name == "prompt" and len(first["loc"]) > 1 and first["type"].endswith("_type"):
-        message = "must be text, a list of token ids, a list of texts, or a list of lists of token ids"
-    if first["type"] == "string_pattern_mismatch":
-        message = _PATTERNS.get(str(name), message)
+    message = first["msg"].removeprefix("Value error, ")
+    match first["type"]:
+        case "json_invalid":
+            reason = message.partition(": ")[2][:120]
+            return ApiError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
+        case "extra_forbidden":
+            close_matches = get_close_matches(str(name), fields, n=1)
+            hint = f"did you mean {close_matches[0]!r}?" if close_matches else "GET /docs lists all fields"
+            return ApiError(400, f"unknown field {name!r}: {hint}", param=name, code="unknown_field")
+        case "model_type" if name is None:
+            return ApiError(400, "the body must be a JSON object")
+        case "missing":
+            return ApiError(400, f"{'.'.join(map(str, first['loc']))} is required", param=name)
     if name is None:  # the message of an error about several fields starts with the name of one
         return ApiError(400, message, param=message.partition(" ")[0])
+    if name == "prompt" and first["type"].endswith("_type"):
+        message = "must be text, a list of token ids, a list of texts, or a list of lists of token ids"
     return ApiError(400, f"{name}: {message}", param=name)
-
-
-def _json_message(reason: str) -> str:
-    if reason == _EMPTY_BODY:
-        return """the body is empty: send a JSON object, such as {"prompt": "Once upon a time"}"""
-    return f"the body is not valid JSON: {reason}" + next((_JSON_HINTS[w] for w in _JSON_HINTS if w in reason), "")
-
-
-def _example(fields: Mapping[str, Any]) -> str:
-    return """, such as {"prompt": "Once upon a time"}""" if "prompt" in fields else ""
-
-
-def _missing_hint(details: list[Mapping[str, Any]]) -> str:
-    """What was sent in place of a required field."""
-    missing = {str(detail["loc"][0]) for detail in details if detail["type"] == "missing"}
-    unknown = {str(detail["loc"][0]) for detail in details if detail["type"] == "extra_forbidden"}
-    if "messages" in missing:
-        return "; a prompt belongs to POST /v1/completions"
-    if "messages" in unknown:
-        return "; messages belong to POST /v1/chat/completions"
-    sent = next((name for name in _FIELDS_BY_MISTAKE if name in unknown), None)
-    if sent:
-        return f"; it is not called {sent!r} here"
-    for name in sorted(unknown - missing):  # a name in both is an object whose own fields are wrong
-        if close_matches := get_close_matches(name[:60], missing, n=1):
-            return f"; unknown field {name[:60]!r}: did you mean {close_matches[0]!r}?"
-    return ""
 
 
 def _details(error: ValidationError) -> list[Mapping[str, Any]]:

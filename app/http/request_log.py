@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -251,54 +249,13 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     headers = dict(error.headers or {})
     if error.status_code == 404:
-        message = f"there is no route {request.scope['path'][:100]}: {_route_hint(request)}"
+        message = f"there is no route {request.scope['path'][:100]}: GET /docs lists the routes"
         return respond(request, ApiError(404, message, headers=headers))
     if error.status_code == 405:
         allowed = _allowed(request)
-        message = f"{request.method[:20]} is not allowed here; use {allowed}{_method_hint(request)}"
+        message = f"{request.method[:20]} is not allowed here; use {allowed}"
         return respond(request, ApiError(405, message, headers={**headers, "Allow": allowed}))
     return respond(request, ApiError(error.status_code, str(error.detail)[:200], headers=headers))
-
-
-_PATHS_BY_MISTAKE = {
-    "/api/chat": "/v1/chat/completions",
-    "/api/generate": "/complete",
-    "/chat": "/v1/chat/completions",
-    "/chat/completions": "/v1/chat/completions",
-    "/completion": "/complete",
-    "/completions": "/v1/completions",
-    "/generate": "/complete",
-    "/generate_stream": "/complete",
-    "/index.html": "/",
-    "/infer": "/complete",
-    "/models": "/v1/models",
-    "/ping": "/health",
-    "/v1/complete": "/complete",
-    "/v1/completion": "/v1/completions",
-}
-"""Paths of other servers, and of a base URL without /v1."""
-_COMMON_PATHS = ("/complete", "/score", "/tokenize", "/detokenize", "/tokenizer_info", "/health", "/health/ready",
-                 "/metrics", "/docs", "/v1/models", "/v1/completions", "/v1/chat/completions")  # fmt: skip
-
-
-def _route_hint(request: Request) -> str:
-    """What the client probably meant."""
-    path = request.scope["path"][:100]
-    if path.rstrip("/") == "/v1":
-        return "this is the base URL of OpenAI clients, which add /completions to it"
-    known = re.sub(r"^(/v1)+", "/v1", path.rstrip("/"))
-    meant = _PATHS_BY_MISTAKE.get(known) or next(iter(get_close_matches(known, _COMMON_PATHS, n=1, cutoff=0.8)), None)
-    if meant is None:
-        return "GET /docs lists the routes"
-    note = "; the base URL of OpenAI clients ends with one /v1" if meant.startswith("/v1/") else ""
-    return f"did you mean {meant}?{note}"
-
-
-def _method_hint(request: Request) -> str:
-    """Why a browser sends this method, and what to do instead."""
-    if request.method == "OPTIONS" and "origin" in request.headers:
-        return "; pages of another origin may use the service with --allow-origin ORIGIN"
-    return "; a browser sends GET for an address, /docs sends requests of every kind" if request.method == "GET" else ""
 
 
 def _allowed(request: Request) -> str:
