@@ -14,16 +14,15 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from app.api.resume_store import ResumeStore, StoredStream, Subscription
-from app.cluster.messages import FullResponse, Head, ReplicaLost
-from app.cluster.retry import ReplicaResponse, RetryingRequest
+from app.cluster.messages import ReplicaLost
+from app.cluster.replica_pool import ReplicaResponse
+from app.cluster.retry import RetryingRequest, read_error
 from app.http import sse
 from app.http.errors import ApiError
 from app.http.sse import PING, BodyWriter, Event, EventParser, parse_event
@@ -34,10 +33,7 @@ _MAX_UNPARSED_BYTES = 1 << 16
 
 
 class EventStream(sse.EventStreamResponse):
-    """Also closes the replica's response, even if the client disconnects before the first byte.
-
-    stream: one that may be silent while it waits for another replica, and then needs heartbeats.
-    """
+    """Also closes the replica's response, even if the client disconnects before the first byte."""
 
     def __init__(
         self,
@@ -45,13 +41,11 @@ class EventStream(sse.EventStreamResponse):
         close: Callable[[], None],
         headers: dict[str, str],
         response: ReplicaResponse | None,
-        stream: FailoverStream | None = None,
     ) -> None:
         super().__init__(self._begin, close, headers)
         self._make_frames = frames
         self._generator: AsyncGenerator[bytes, None] | None = None
         self._response = response
-        self._stream = stream
 
     def _begin(self, writer: BodyWriter | None) -> AsyncGenerator[bytes, None]:
         self._generator = self._make_frames(writer)
@@ -59,69 +53,12 @@ class EventStream(sse.EventStreamResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            if stream := self._stream:
-                async with heartbeats(send, _HEARTBEAT_SECONDS, lambda: stream.written_at) as send:
-                    await super().__call__(scope, receive, send)
-            else:
-                await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, send)
         finally:
-            await self._release()
-
-    async def _release(self) -> None:
-        if self._generator:
-            await self._generator.aclose()
-        if self._response:
-            await self._response.close()
-
-
-@asynccontextmanager
-async def heartbeats(
-    send: Send, seconds: float, written_at: Callable[[], float] = lambda: 0.0
-) -> AsyncGenerator[Send, None]:
-    """`send` of an event stream that also sends a comment whenever nothing else was sent for `seconds`.
-
-    written_at: when something was last written past `send`, in monotonic seconds.
-    """
-    last, is_sending = time.monotonic(), False
-
-    async def tracked(message: Message) -> None:
-        nonlocal last, is_sending
-        is_sending = True
-        await send(message)
-        last, is_sending = time.monotonic(), not message.get("more_body", True)  # at the end: for ever
-
-    async def beat() -> None:
-        while True:
-            await asyncio.sleep(seconds if is_sending else max(last, written_at()) + seconds - time.monotonic())
-            if not is_sending and time.monotonic() - max(last, written_at()) >= seconds:
-                await tracked({"type": "http.response.body", "body": PING, "more_body": True})
-
-    beating = asyncio.ensure_future(beat())
-    try:
-        yield tracked
-    finally:
-        beating.cancel()
-        await asyncio.gather(beating, return_exceptions=True)
-
-
-def best_response(responses: list[FullResponse]) -> Response:
-    """The response of the replica that has the resource; if none has it, all responses are equivalent."""
-    chosen = next((response for response in responses if response.head.status != 404), responses[0])
-    return unchanged_response(chosen.head, chosen.body)
-
-
-def unchanged_response(head: Head, body: bytes) -> Response:
-    """The replica's response, unchanged, including repeated headers."""
-    response = Response(body, head.status)
-    response.raw_headers = list(head.headers)
-    return response
-
-
-def response_headers(head: Head) -> dict[str, str]:
-    """A replica's headers, except those of the event stream itself."""
-    own = {name.lower() for name in sse.HEADERS}
-    found = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers}
-    return {name: value for name, value in found.items() if name not in own}
+            if self._generator:
+                await self._generator.aclose()
+            if self._response:
+                self._response.close()
 
 
 _PING = b": ping\n"
@@ -152,13 +89,13 @@ async def openai_frames(
                 if chunk.endswith(_END):  # losing the replica now costs nothing
                     return
             except ReplicaLost:
-                await response.close()
+                response.close()
                 response = await _retry(request, has_output=has_output)
     except ApiError as error:
         request.counts.failed.inc()
         yield f"data: {json.dumps(error.body(request.call.request_id))}\n\n".encode("ascii") + _END
     finally:
-        await response.close()
+        response.close()
 
 
 async def _retry(request: RetryingRequest, *, has_output: bool) -> ReplicaResponse:
@@ -169,7 +106,7 @@ async def _retry(request: RetryingRequest, *, has_output: bool) -> ReplicaRespon
             response = await request.send()
             if response.head.status == 200:
                 return response
-            raise await response.read_error()
+            raise await read_error(response)
         except ReplicaLost:
             continue
     raise ApiError(503, "the replica of this stream was lost: send the request again", code="replica_lost")
@@ -355,8 +292,6 @@ class FailoverStream(StoredStream):
         self._splicer = StreamSplicer(self.name)
         self._is_cancelled = False
         self._started = time.monotonic()
-        self.written_at = 0.0
-        """When tokens were last written while frames() waited, in monotonic seconds."""
 
     @property
     def current_id(self) -> str:
@@ -400,7 +335,6 @@ class FailoverStream(StoredStream):
                 return False
             if output := self._new_tokens(chunk):
                 writer.write(output)
-                self.written_at = time.monotonic()
             return bool(output)
 
         try:
@@ -410,21 +344,30 @@ class FailoverStream(StoredStream):
                 try:
                     if response is None:
                         self._check_cancelled()
-                        response, parser = await self._send_again(), EventParser()
+                        starting = asyncio.create_task(self._send_again())
+                        try:
+                            while not (await asyncio.wait({starting}, timeout=_HEARTBEAT_SECONDS))[0]:
+                                yield PING
+                        except BaseException:  # the client has disconnected
+                            await _abandon(starting)
+                            raise
+                        response, parser = starting.result(), EventParser()
                         self._check_cancelled()
                     response.consume = write
                     if (chunk := await response.next()) is None:
                         raise ReplicaLost  # the response ended without a final event
                     output = self._splice(parser, chunk) if subscription is self._subscription else b""
                 except ReplicaLost:
-                    output, response = self._on_loss(subscription), None  # a lost response is closed
+                    if response:
+                        response.close()
+                    output, response = self._on_loss(subscription), None
                 except ApiError as error:
                     output = self._fail(error.body(self.name)) if subscription is self._subscription else b""
                 if output:
                     yield output
         finally:
             if response:
-                await response.close()
+                response.close()
 
     async def _send_again(self) -> ReplicaResponse:
         """Starts a replica from the beginning. Raises ReplicaLost, and ApiError if the replica rejects the request."""
@@ -435,7 +378,7 @@ class FailoverStream(StoredStream):
         response = await self._request.send(self._request.call.with_body(json.dumps(body).encode()))
         if response.head.status == 200 and response.head.is_event_stream:
             return response
-        raise await response.read_error()
+        raise await read_error(response)
 
     def _check_cancelled(self) -> None:
         """Raises ApiError if cancelled. Also called after a replica has started: the cancel broadcast may miss it."""
@@ -479,3 +422,11 @@ class FailoverStream(StoredStream):
         self._request.counts.failed.inc()
         self.is_finished = True
         return self._replay_buffer.append(self._splicer.error(body))
+
+
+async def _abandon(starting: asyncio.Task[ReplicaResponse]) -> None:
+    """Cancels the start of a replica, or closes its response if there is one already."""
+    starting.cancel()
+    (result,) = await asyncio.gather(starting, return_exceptions=True)
+    if isinstance(result, ReplicaResponse):
+        result.close()

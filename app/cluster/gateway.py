@@ -15,7 +15,8 @@ import asyncio
 import hashlib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from urllib.parse import parse_qs
 
@@ -32,17 +33,10 @@ from app.api import health, static_pages
 from app.api.metrics import CONTENT_TYPE
 from app.api.native.routes import next_number
 from app.api.resume_store import ResumeStore
-from app.cluster.failover_stream import (
-    EventStream,
-    FailoverStream,
-    best_response,
-    openai_frames,
-    response_headers,
-    unchanged_response,
-)
-from app.cluster.messages import Call, FullResponse, ReplicaLost
-from app.cluster.replica_pool import ReplicaPool
-from app.cluster.retry import ReplicaResponse, RetryCounters, RetryingRequest
+from app.cluster.failover_stream import EventStream, FailoverStream, openai_frames
+from app.cluster.messages import Call, FullResponse, Head, ReplicaLost
+from app.cluster.replica_pool import ReplicaPool, ReplicaResponse
+from app.cluster.retry import RetryCounters, RetryingRequest
 from app.common.settings import Settings
 from app.http import sse
 from app.http.auth import AuthMiddleware, public_routes
@@ -90,38 +84,23 @@ class ReplicaTracker:
             self._responding.labels(name).set(name in names)
 
 
-def merge_metrics(pages: Mapping[str, str], own: CollectorRegistry) -> bytes:
-    """pages: Prometheus text by replica name. own: the gateway's metrics."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_MergedPages(pages))
-    return generate_latest(registry) + generate_latest(own)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BroadcastResult:
-    """The responses that arrived in time, in order of arrival."""
-
-    responses: list[FullResponse]
-    n_silent: int
-    """Replicas that did not answer and are not known to be lost; 0 if one response was enough."""
-
-
 async def broadcast(
     replicas: ReplicaPool, call: Call, seconds: float, *, is_enough: Callable[[FullResponse], bool] = lambda _: False
-) -> BroadcastResult:
-    """Collects responses until one is `enough` or the timeout expires, then cancels the remaining calls."""
-    tasks: list[asyncio.Task[FullResponse]] = []
+) -> tuple[list[FullResponse], int]:
+    """Collects responses until one is enough or the timeout expires, then cancels the remaining calls.
+
+    Returns the responses in the order of arrival, and how many replicas did not answer and are not known to be lost; 0
+    if one response was enough.
+    """
+    tasks = replicas.broadcast(call)
     responses: list[FullResponse] = []
     try:
         async with asyncio.timeout(seconds):
-            tasks = await replicas.broadcast(call)
             for next_response in asyncio.as_completed(tasks):
-                try:
+                with suppress(ReplicaLost):
                     responses.append(await next_response)
-                except ReplicaLost:
-                    continue
-                if is_enough(responses[-1]):
-                    return BroadcastResult(responses=responses, n_silent=0)
+                    if is_enough(responses[-1]):
+                        return responses, 0
     except TimeoutError:
         pass
     finally:
@@ -129,7 +108,7 @@ async def broadcast(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    return BroadcastResult(responses=responses, n_silent=n_silent)
+    return responses, n_silent
 
 
 _ATTEMPT_SECONDS = 2.0
@@ -234,9 +213,9 @@ class Gateway:
         if response.head.is_event_stream:
             return self._stream(request, response)
         try:
-            return unchanged_response(response.head, await response.body())
+            return _unchanged(response.head, await response.body())
         finally:
-            await response.close()
+            response.close()
 
     def _record_loss(self, request: RetryingRequest) -> None:
         try:
@@ -246,14 +225,14 @@ class Gateway:
             raise
 
     def _stream(self, request: RetryingRequest, response: ReplicaResponse) -> Response:
-        headers = response_headers(response.head)
+        headers = _stream_headers(response.head)
         if request.call.path != "/complete":
             return EventStream(partial(openai_frames, request, response), lambda: None, headers, response)
         limit = self._settings.resume_bytes
         stream = FailoverStream(request, self._resume_store, owner=_owner(request.call), replay_bytes=limit)
         subscription = stream.attach()
         frames = partial(stream.frames, subscription, response, 0)
-        return EventStream(frames, partial(stream.detach, subscription), headers, response, stream)
+        return EventStream(frames, partial(stream.detach, subscription), headers, response)
 
     async def _resume(self, call: Call, name: str) -> Response:
         """Resumes a stream. A replica checks the credentials first: it gets a resume of an id that no replica has."""
@@ -278,41 +257,61 @@ class Gateway:
             raise
         detach, headers = partial(stream.detach, subscription), {"X-Request-Id": call.request_id}
         frames = partial(stream.frames, subscription, response, number)
-        return EventStream(frames, detach, headers, response, stream)
+        return EventStream(frames, detach, headers, response)
 
     async def _cancel(self, call: Call, name: str) -> Response:
         """Broadcasts the cancellation; does not wait for replicas that hang once one has cancelled."""
         found = self._resume_store.find(name, _owner(call))
         stream = found if isinstance(found, FailoverStream) else None  # otherwise another gateway's, or unknown
         targeted = replace(call, path=f"/complete/{stream.current_id}") if stream else call
-        result = await broadcast(
+        responses, n_silent = await broadcast(
             self._replicas, targeted, _BROADCAST_SECONDS, is_enough=lambda one: one.head.status == 200
         )
-        statuses = {response.head.status for response in result.responses}
+        statuses = {response.head.status for response in responses}
         was_running = stream and statuses <= {200, 404} and stream.cancel()
         if was_running or (stream and 200 in statuses):
             return JSONResponse({"id": name, "cancelled": True}, headers={"X-Request-Id": call.request_id})
-        if result.n_silent and statuses <= {404} and not stream:
+        if n_silent and statuses <= {404} and not stream:
             raise ApiError(503, "a replica that may run this request does not answer: try again", headers=_RETRY_AFTER)
-        return best_response(_require_responses(result))
+        _require(responses)
+        # If no replica has the resource, all responses are equivalent.
+        chosen = next((one for one in responses if one.head.status != 404), responses[0])
+        return _unchanged(chosen.head, chosen.body)
 
     async def _metrics(self, call: Call) -> Response:
         # The pages are merged as Prometheus text, so no replica may answer in OpenMetrics.
         headers = tuple(header for header in call.headers if header[0] != b"accept")
-        result = await broadcast(self._replicas, replace(call, headers=headers), _BROADCAST_SECONDS)
-        for response in _require_responses(result):
+        responses, n_silent = await broadcast(self._replicas, replace(call, headers=headers), _BROADCAST_SECONDS)
+        _require(responses)
+        for response in responses:
             if response.head.status != 200:
-                return unchanged_response(response.head, response.body)
-        pages = {response.replica: response.body.decode() for response in result.responses}
-        self._tracker.update(pages, result.n_silent)
-        return Response(merge_metrics(pages, self._counts.registry), headers={"Content-Type": CONTENT_TYPE})
+                return _unchanged(response.head, response.body)
+        pages = {response.replica: response.body.decode() for response in responses}
+        self._tracker.update(pages, n_silent)
+        merged = CollectorRegistry(auto_describe=False)
+        merged.register(_MergedPages(pages))
+        body = generate_latest(merged) + generate_latest(self._counts.registry)
+        return Response(body, headers={"Content-Type": CONTENT_TYPE})
 
 
-def _require_responses(result: BroadcastResult) -> list[FullResponse]:
-    """The responses, at least one. Raises ApiError 503."""
-    if not result.responses:
+def _require(responses: list[FullResponse]) -> None:
+    """Raises ApiError 503 if there are none."""
+    if not responses:
         raise ApiError(503, "no replica answers: try again in a moment", headers=_RETRY_AFTER)
-    return result.responses
+
+
+def _unchanged(head: Head, body: bytes) -> Response:
+    """The replica's response, unchanged, including repeated headers."""
+    response = Response(body, head.status)
+    response.raw_headers = list(head.headers)
+    return response
+
+
+def _stream_headers(head: Head) -> dict[str, str]:
+    """A replica's headers, except those of the event stream itself."""
+    own = {name.lower() for name in sse.HEADERS}
+    found = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers}
+    return {name: value for name, value in found.items() if name not in own}
 
 
 async def _run_lifespan(receive: Receive, send: Send) -> None:

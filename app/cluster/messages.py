@@ -55,13 +55,6 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True)
-class Accepted:
-    """A replica has accepted the request; there is no response yet."""
-
-    replica: str
-
-
-@dataclass(frozen=True, slots=True)
 class Head:
     """Status and headers of the response."""
 
@@ -87,7 +80,6 @@ class FullResponse:
     body: bytes
 
 
-ResponsePart = Accepted | Head | bytes
 BodyConsumer = Callable[[bytes], bool]
 """Called with a part of the body in the event loop's turn that receives it; returns whether it has taken the part."""
 
@@ -118,8 +110,3 @@ def split_frames(data: bytes) -> tuple[list[tuple[bytes, bytes]], bytes]:
         frames.append((kind, data[start:end]))
         position = end
     return frames, data[position:]
-
-
-def take_nothing(_body: bytes) -> bool:
-    """A BodyConsumer for a caller that reads the body itself."""
-    return False

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncGenerator, Collection
-from contextlib import aclosing, suppress
+from collections.abc import Collection
+from contextlib import suppress
 from typing import cast
 
 import msgspec
@@ -18,17 +18,14 @@ from app.cluster.messages import (
     END,
     HEAD,
     REFUSED,
-    Accepted,
     Address,
     BodyConsumer,
     Call,
     FullResponse,
     Head,
     ReplicaLost,
-    ResponsePart,
     frame,
     split_frames,
-    take_nothing,
 )
 
 _ACCEPT_SECONDS = 5.0
@@ -57,7 +54,7 @@ class _Connection(asyncio.Protocol):
         self._n_unread = 0
         """Bytes of `_frames`."""
         self._consume: BodyConsumer | None = None
-        """While receive() waits."""
+        """While read_body() waits."""
         self._is_lost = False
         self._changed = asyncio.Event()
         self.is_complete = False
@@ -105,17 +102,22 @@ class _Connection(asyncio.Protocol):
         """Sends a request; False if the replica refuses it. Raises ReplicaLost."""
         self.is_complete = False
         self._transport.write(frame(CALL, msgspec.msgpack.encode(call)))
-        while not self._frames:
-            await self._wait()
-        kind, _ = self._frames.pop(0)
+        kind, _ = await self._next_frame()
         assert kind in (ACCEPTED, REFUSED), kind
         self.is_complete = kind == REFUSED
         return kind == ACCEPTED
 
-    async def receive(self, consume: BodyConsumer) -> list[Head | bytes]:
-        """The parts of the response that have arrived; parts of the body are joined. Raises ReplicaLost.
+    async def read_head(self) -> Head:
+        """Raises ReplicaLost, also if the application ended without a response."""
+        kind, payload = await self._next_frame()
+        if kind != HEAD:
+            raise ReplicaLost
+        return msgspec.msgpack.decode(payload, type=Head)
 
-        consume: may take parts of the body that arrive meanwhile.
+    async def read_body(self, consume: BodyConsumer | None) -> bytes:
+        """The part of the body that has arrived; empty at its end, or after a part of a frame. Raises ReplicaLost.
+
+        consume: may take parts that arrive meanwhile.
         """
         if not self._frames:
             self._read_on()  # a part of a frame may have stopped it
@@ -126,11 +128,13 @@ class _Connection(asyncio.Protocol):
                 self._consume = None
         frames, self._frames = self._frames, []
         self._read_on()
-        parts: list[Head | bytes] = [msgspec.msgpack.decode(data, type=Head) for kind, data in frames if kind == HEAD]
-        if body := b"".join([data for kind, data in frames if kind == BODY]):
-            parts.append(body)
         self.is_complete = bool(frames) and frames[-1][0] == END
-        return parts
+        return b"".join([payload for _, payload in frames])
+
+    async def _next_frame(self) -> tuple[bytes, bytes]:
+        while not self._frames:
+            await self._wait()
+        return self._frames.pop(0)
 
     def _read_on(self) -> None:
         if self._n_unread > _MAX_UNREAD_BYTES and not self._is_lost:
@@ -163,8 +167,8 @@ class _Replica:
         self._idle: list[_Connection] = []
         self._is_closed = False
 
-    async def start(self, call: Call) -> _Connection | None:
-        """Sends a request; None if the replica does not accept it. Raises ReplicaLost. Release the connection."""
+    async def start(self, call: Call) -> ReplicaResponse | None:
+        """Sends a request; None if the replica does not accept it. Raises ReplicaLost."""
         connection, is_accepted, began = None, False, time.monotonic()
         self.n_open += 1
         is_avoided = True
@@ -182,7 +186,7 @@ class _Replica:
                 self.release(connection)
                 if is_avoided:
                     self.avoid_until = time.monotonic() + _AVOID_SECONDS
-        return connection if is_accepted else None
+        return ReplicaResponse(self, connection) if connection and is_accepted else None
 
     def release(self, connection: _Connection | None) -> None:
         """Ends a request; the connection is kept if the response is complete, and closed otherwise."""
@@ -206,30 +210,54 @@ class _Replica:
             connection.close()
         return None
 
-    async def response(self, call: Call, consume: BodyConsumer) -> AsyncGenerator[ResponsePart, None]:
-        """As ReplicaPool.send() for this replica; nothing if it does not accept the request."""
-        if not (connection := await self.start(call)):
-            return
-        try:
-            yield Accepted(self.address.replica)
-            while not connection.is_complete:
-                for part in await connection.receive(consume):
-                    yield part
-        finally:
-            self.release(connection)
-
     async def full_response(self, call: Call) -> FullResponse:
         """The whole response. Raises ReplicaLost, too, if the replica does not accept the request."""
-        head, body = None, []
-        async with aclosing(self.response(call, take_nothing)) as parts:
-            async for part in parts:
-                if isinstance(part, Head):
-                    head = part
-                elif isinstance(part, bytes):
-                    body.append(part)
-        if not head:
+        if not (response := await self.start(call)):
             raise ReplicaLost
-        return FullResponse(self.address.replica, head, b"".join(body))
+        try:
+            return FullResponse(self.address.replica, await response.read_head(), await response.body())
+        finally:
+            response.close()
+
+
+class ReplicaResponse:
+    """The response to an accepted request. Its owner must call close(), which also stops the replica."""
+
+    head: Head
+    """Set by read_head()."""
+
+    def __init__(self, replica: _Replica, connection: _Connection) -> None:
+        self.replica = replica.address.replica
+        """Its name."""
+        self.consume: BodyConsumer | None = None
+        """May take parts of the body while next() waits, which waking its caller would cost more than."""
+        self._replica, self._connection = replica, connection
+        self._is_closed = False
+
+    async def read_head(self) -> Head:
+        """Waits for status and headers; call it first. Raises ReplicaLost."""
+        self.head = await self._connection.read_head()
+        return self.head
+
+    async def next(self) -> bytes | None:
+        """The next part of the body; None after the last. Raises ReplicaLost."""
+        while not (self._is_closed or self._connection.is_complete):
+            if body := await self._connection.read_body(self.consume):
+                return body
+        return None
+
+    async def body(self) -> bytes:
+        """The rest of the body. Raises ReplicaLost."""
+        parts = []
+        while (part := await self.next()) is not None:
+            parts.append(part)
+        return b"".join(parts)
+
+    def close(self) -> None:
+        """Discards the rest of the response; idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._replica.release(self._connection)
 
 
 class ReplicaPool:
@@ -248,27 +276,22 @@ class ReplicaPool:
                 self._replicas[address] = _Replica(address)
         self._changed.set()
 
-    async def send(self, call: Call, consume: BodyConsumer = take_nothing) -> AsyncGenerator[ResponsePart, None]:
+    async def send(self, call: Call) -> ReplicaResponse:
         """Sends the request to the replica with the fewest open ones; to the next one while it is not accepted.
 
-        consume: may take parts of the body while the generator is awaited, which waking it would cost more than.
-
-        Yields Accepted, Head, then the body. Closing it early is a disconnect. Raises ReplicaLost.
+        Raises ReplicaLost.
         """
-        is_accepted = False
-        while not is_accepted:
+        while True:
             replica = await self._choose()
-            async with aclosing(replica.response(call, consume)) as parts:
-                async for part in parts:
-                    is_accepted = True
-                    yield part
+            if response := await replica.start(call):
+                return response
 
-    async def broadcast(self, call: Call) -> list[asyncio.Task[FullResponse]]:
-        """Broadcasts to all replicas, those included that it avoids otherwise.
+    def broadcast(self, call: Call) -> list[asyncio.Task[FullResponse]]:
+        """Sends the request to all replicas, those included that it avoids otherwise.
 
         One task per response, which may raise ReplicaLost. Cancel a task to drop it.
         """
-        return [asyncio.ensure_future(replica.full_response(call)) for replica in self._replicas.values()]
+        return [asyncio.create_task(replica.full_response(call)) for replica in self._replicas.values()]
 
     async def _choose(self) -> _Replica:
         """Waits until there is a replica; the caller limits the time."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 from prometheus_client import CollectorRegistry, Counter
 
-from app.cluster.messages import Accepted, BodyConsumer, Call, Head, ReplicaLost, ResponsePart, take_nothing
-from app.cluster.replica_pool import ReplicaPool
+from app.cluster.messages import Call
+from app.cluster.replica_pool import ReplicaPool, ReplicaResponse
 from app.http.errors import ApiError
 from app.http.request_log import new_request_id
 
@@ -31,40 +30,15 @@ class RetryCounters:
         return Counter(f"inkstream_relay_{name}", text, registry=self.registry)
 
 
-class ReplicaResponse:
-    """One replica's response. The caller must always call close(), which also stops the replica."""
-
-    def __init__(self, head: Head, parts: AsyncGenerator[ResponsePart, None]) -> None:
-        self.head = head
-        self.consume: BodyConsumer = take_nothing
-        """Set by the code that forwards the body, which it may then take as it arrives."""
-        self._parts = parts
-
-    async def next(self) -> bytes | None:
-        """The next chunk of the body; None after the last. Raises ReplicaLost."""
-        part = await anext(self._parts, None)
-        assert part is None or isinstance(part, bytes)
-        return part
-
-    async def body(self) -> bytes:
-        """The rest of the body. Raises ReplicaLost."""
-        chunks = []
-        while (chunk := await self.next()) is not None:
-            chunks.append(chunk)
-        return b"".join(chunks)
-
-    async def read_error(self) -> ApiError:
-        """Reads the error response that a replica sent instead of a stream. Raises ReplicaLost."""
-        try:
-            error = json.loads(await self.body())["error"]
-        finally:
-            await self.close()
-        headers = {"Retry-After": retry_after} if (retry_after := self.head.header(b"retry-after")) else None
-        return ApiError(self.head.status, error["message"], param=error["param"], code=error["code"], headers=headers)
-
-    async def close(self) -> None:
-        """Discards the rest of the response."""
-        await self._parts.aclose()
+async def read_error(response: ReplicaResponse) -> ApiError:
+    """Reads the error that a replica sent instead of a stream, and closes the response. Raises ReplicaLost."""
+    try:
+        error = json.loads(await response.body())["error"]
+    finally:
+        response.close()
+    retry_after = response.head.header(b"retry-after")
+    headers = {"Retry-After": retry_after} if retry_after else None
+    return ApiError(response.head.status, error["message"], param=error["param"], code=error["code"], headers=headers)
 
 
 class RetryingRequest:
@@ -98,22 +72,15 @@ class RetryingRequest:
             call = replace(call, request_id=new_request_id())
             _log.info("request %s continues as %s", self.call.request_id, call.request_id)
         self.current_id = call.request_id
-        response: ReplicaResponse | None = None
-        parts = self._replicas.send(call, lambda body: response is not None and response.consume(body))
         try:
-            try:
-                async with asyncio.timeout(self._accept_timeout):
-                    accepted = await anext(parts)
-            except TimeoutError:
-                message = "no replica is available for this request: try again in a moment"
-                raise ApiError(503, message, headers={"Retry-After": "5"}) from None
-            assert isinstance(accepted, Accepted)
-            head = await anext(parts)
-            assert isinstance(head, Head)
-        except StopAsyncIteration:
-            raise ReplicaLost from None
+            async with asyncio.timeout(self._accept_timeout):
+                response = await self._replicas.send(call)
+        except TimeoutError:
+            message = "no replica is available for this request: try again in a moment"
+            raise ApiError(503, message, headers={"Retry-After": "5"}) from None
+        try:
+            await response.read_head()
         except BaseException:
-            await parts.aclose()
+            response.close()
             raise
-        response = ReplicaResponse(head, parts)
         return response

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -11,16 +10,16 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from starlette.types import Message
 
 from app.api.resume_store import ResumeStore
-from app.cluster.failover_stream import Divergence, FailoverStream, StreamSplicer, heartbeats
+from app.cluster import failover_stream
+from app.cluster.failover_stream import Divergence, FailoverStream, StreamSplicer
 from app.cluster.messages import Call
 from app.cluster.retry import RetryCounters, RetryingRequest
 from app.http.sse import BodyWriter, Event, EventParser
 from tests.support.async_test import async_test
 from tests.support.completion_client import parse_events, text_of
-from tests.support.scripted_replicas import EVENTS, START, Lost, Played, done, event, taken, token, until
+from tests.support.scripted_replicas import EVENTS, START, Lost, Played, Silent, done, event, taken, token, until
 
 TEXT = "Once upon a time there was a king"
 STARTED = (EVENTS, event("start", **START))
@@ -238,36 +237,35 @@ async def test_a_stream_keeps_little_more_than_the_text_of_its_tokens() -> None:
 
 
 @async_test
-async def test_what_was_written_postpones_the_comment_that_fills_a_silence() -> None:
-    sent: list[Message] = []
-
-    async def record(message: Message) -> None:
-        sent.append(message)
-
-    async with heartbeats(record, 0.01, lambda: time.monotonic() + 0.01) as send:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await asyncio.sleep(0.05)
-    assert len(sent) == 1
+async def test_comments_fill_the_silence_until_another_replica_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failover_stream, "_HEARTBEAT_SECONDS", 0.01)
+    late = asyncio.Event()
+    replicas = Played(taken(*STARTED, Lost), [late, *taken(*STARTED, token("Once"), done())])
+    stream, request = _stream_of(replicas, max_retries=1)
+    frames = stream.frames(stream.attach(), await request.send())
+    await anext(frames)
+    assert [await anext(frames) for _ in range(3)] == [b": ping\n\n"] * 3
+    late.set()
+    assert text_of(await _events(frames)) == "Once"
 
 
 @async_test
-async def test_a_silence_is_filled_until_the_end() -> None:
-    sent: list[Message] = []
-    has_three = asyncio.Event()
-
-    async def record(message: Message) -> None:
-        sent.append(message)
-        if len(sent) == 4:
-            has_three.set()
-
-    async with heartbeats(record, 0.01) as send:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await has_three.wait()
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-        n = len(sent)
-        await asyncio.sleep(0.05)
-    assert {message["body"] for message in sent[1:4]} == {b": ping\n\n"}
-    assert len(sent) == n, "a comment came after the end of the response"
+async def test_a_client_that_leaves_a_silence_leaves_no_replica_behind() -> None:
+    for turns in range(8):
+        late = asyncio.Event()
+        replicas = Played(taken(*STARTED, Lost), [late, *taken(*STARTED, Silent)])
+        stream, request = _stream_of(replicas, max_retries=1)
+        frames = stream.frames(stream.attach(), await request.send())
+        await anext(frames)
+        waiting = asyncio.ensure_future(anext(frames))
+        await until(lambda replicas=replicas: len(replicas.calls) == 2)  # type: ignore[misc]
+        late.set()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await frames.aclose()
+        assert replicas.closed == 2, turns
 
 
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
 from starlette.types import Receive, Scope, Send
 
 from app.cluster import replica_pool
-from app.cluster.messages import Accepted, Address, Call, Head, ReplicaLost, ResponsePart
-from app.cluster.replica_pool import ReplicaPool
+from app.cluster.messages import Address, Call, Head, ReplicaLost
+from app.cluster.replica_pool import ReplicaPool, ReplicaResponse
 from tests.support.async_test import async_test
 from tests.support.scripted_replicas import served, until
 
@@ -44,11 +42,18 @@ class _Application:
         await send({"type": "http.response.body", "body": b""})
 
 
-async def _body(parts: AsyncGenerator[ResponsePart, None], size: int = -1) -> bytes:
-    """The body, or so many bytes of it."""
-    body = b""
-    while len(body) != size and (part := await anext(parts, None)) is not None:
-        body += part if isinstance(part, bytes) else b""
+async def _start(pool: ReplicaPool) -> ReplicaResponse:
+    """A response whose head has arrived."""
+    response = await pool.send(CALL)
+    assert await response.read_head() == Head(201, tuple(HEADERS))
+    return response
+
+
+async def _fetch(pool: ReplicaPool) -> bytes:
+    """The body of a whole response."""
+    response = await _start(pool)
+    body = await response.body()
+    response.close()
     return body
 
 
@@ -56,13 +61,17 @@ async def _body(parts: AsyncGenerator[ResponsePart, None], size: int = -1) -> by
 async def test_a_response_arrives_part_by_part_and_whole() -> None:
     app = _Application()
     async with served(app) as (pool, _, (server,)):
-        parts = pool.send(CALL)
-        assert [await anext(parts), await anext(parts)] == [Accepted("a"), Head(201, tuple(HEADERS))]
+        response = await _start(pool)
+        assert response.replica == "a"
         for part in (b"a", b"x" * 300_000):
             app.parts.put_nowait(part)
-            assert await _body(parts, len(part)) == part
+            body = b""
+            while len(body) < len(part):
+                body += await response.next() or b""
+            assert body == part
         app.parts.put_nowait(None)
-        assert await anext(parts, None) is None
+        assert await response.next() is None
+        response.close()
         await until(lambda: not server.n_open)
 
 
@@ -77,14 +86,14 @@ async def test_parts_of_a_body_may_be_taken_as_they_arrive() -> None:
         return True
 
     async with served(app) as (pool, _, _):
-        parts = pool.send(CALL, consume)
-        assert [await anext(parts), await anext(parts)] == [Accepted("a"), Head(201, tuple(HEADERS))]
-        rest = asyncio.ensure_future(_body(parts))
-        for part in (b"one", b"two", b"left for the generator", b"three"):
+        response = await _start(pool)
+        response.consume = consume
+        rest = asyncio.ensure_future(response.body())
+        for part in (b"one", b"two", b"left for the reader", b"three"):
             app.parts.put_nowait(part)
             await asyncio.sleep(0.01)
         app.parts.put_nowait(None)
-        assert await rest == b"left for the generator"
+        assert await rest == b"left for the reader"
         assert consumed == [b"one", b"two", b"three"]
 
 
@@ -100,11 +109,12 @@ async def test_a_response_that_is_not_taken_waits_in_the_replica(size: int) -> N
         assert await connection.request(CALL)
         await asyncio.sleep(0.2)
         assert connection._n_unread < 2_000_000, "of 40 MB"
-        parts: list[Head | bytes] = []
+        await connection.read_head()
+        body = b""
         while not connection.is_complete:
-            parts += await connection.receive(lambda _: False)
+            body += await connection.read_body(None)
             await asyncio.sleep(0.001)  # a part of a frame arrives while the client is written to
-        assert b"".join(part for part in parts if isinstance(part, bytes)) == bytes(n_sent * size)
+        assert body == bytes(n_sent * size)
         connection.close()
 
 
@@ -114,12 +124,12 @@ async def test_a_client_that_leaves_before_it_is_accepted_says_nothing_of_the_re
 ) -> None:
     monkeypatch.setattr(replica_pool, "_AVOID_SECONDS", 3600.0)
     async with served(_Application(b"a", None, b"a", None)) as (pool, _, _servers):
-        leaving = asyncio.create_task(_body(pool.send(CALL)))
+        leaving = asyncio.create_task(_fetch(pool))
         await asyncio.sleep(0)
         leaving.cancel()
         await asyncio.gather(leaving, return_exceptions=True)
         async with asyncio.timeout(30):
-            assert await _body(pool.send(CALL)) == b"a"
+            assert await _fetch(pool) == b"a"
 
 
 @async_test
@@ -128,7 +138,7 @@ async def test_requests_in_turn_share_a_connection() -> None:
     async with served(app) as (pool, _, (server,)):
         connections = len(asyncio.all_tasks())
         for _ in range(3):
-            assert await _body(pool.send(CALL)) == b"a"
+            assert await _fetch(pool) == b"a"
         assert len(asyncio.all_tasks()) - connections == 2, "the connection, and its wait for the next request"
         assert app.n_requests == 3
         await until(lambda: not server.n_open)
@@ -137,27 +147,26 @@ async def test_requests_in_turn_share_a_connection() -> None:
 @async_test
 async def test_the_replica_with_the_fewest_open_requests_gets_the_next_one() -> None:
     async with served(_Application(), _Application(), _Application()) as (pool, addresses, _):
-        requests = [pool.send(CALL) for _ in range(6)]
-        chosen = [part.replica for request in requests if isinstance(part := await anext(request), Accepted)]
+        responses = [await pool.send(CALL) for _ in range(6)]
+        chosen = [response.replica for response in responses]
         assert sorted(chosen) == [*"aabbcc"]
-        await requests[chosen.index("b")].aclose()
-        again = pool.send(CALL)
-        assert await anext(again) == Accepted("b")
+        responses[chosen.index("b")].close()
+        responses.append(await pool.send(CALL))
+        assert responses[-1].replica == "b"
         pool.update(addresses[:2])
-        others = [pool.send(CALL) for _ in range(2)]
-        assert {*[await anext(request) for request in others]} == {Accepted("a"), Accepted("b")}
-        for request in (*requests, again, *others):
-            await request.aclose()
+        responses += [await pool.send(CALL) for _ in range(2)]
+        assert {response.replica for response in responses[-2:]} == {"a", "b"}
+        for response in responses:
+            response.close()
 
 
 @async_test
 async def test_a_gateway_that_leaves_cancels_the_request() -> None:
     app = _Application()
     async with served(app) as (pool, _, (server,)):
-        parts = pool.send(CALL)
-        await anext(parts)
-        await anext(parts)
-        await parts.aclose()
+        response = await _start(pool)
+        response.close()
+        response.close()
         await asyncio.wait_for(server._is_idle.wait(), 60)
         assert app.is_cancelled
 
@@ -171,10 +180,11 @@ async def test_a_replica_that_breaks_is_lost() -> None:
         raise OSError("bug")
 
     async with served(broken) as (pool, _, _):
-        parts = pool.send(CALL)
-        assert [await anext(parts), await anext(parts)] == [Accepted("a"), Head(200, ())]
+        response = await pool.send(CALL)
+        assert await response.read_head() == Head(200, ())
         with pytest.raises(ReplicaLost):
-            await _body(parts)
+            await response.body()
+        response.close()
 
 
 @async_test
@@ -182,22 +192,21 @@ async def test_a_replica_that_stops_refuses_new_requests_and_ends_open_ones() ->
     leaving, other = _Application(), _Application(b"other", None)
     async with served(leaving, other) as (pool, addresses, (server, _)):
         pool.update(addresses[:1])
-        open_request = pool.send(CALL)
-        assert await anext(open_request) == Accepted("a")
-        await anext(open_request)
+        open_response = await _start(pool)
         connected = await replica_pool._Connection.open(addresses[0])
         draining = asyncio.ensure_future(server.drain(60))
         await until(lambda: server._is_draining)
         assert not await connected.request(CALL)
         connected.close()
-        refused = asyncio.ensure_future(_body(pool.send(CALL)))
+        refused = asyncio.ensure_future(_fetch(pool))
         await asyncio.sleep(0.01)
         pool.update(addresses)
         assert await asyncio.wait_for(refused, 60) == b"other"
         assert not draining.done() and leaving.n_requests == 1
         for part in (b"rest", None):
             leaving.parts.put_nowait(part)
-        assert await _body(open_request) == b"rest"
+        assert await open_response.body() == b"rest"
+        open_response.close()
         await asyncio.wait_for(draining, 60)
 
 
@@ -205,7 +214,7 @@ async def test_a_replica_that_stops_refuses_new_requests_and_ends_open_ones() ->
 async def test_a_request_waits_for_a_replica() -> None:
     async with served(_Application(b"a", None)) as (_, addresses, _):
         pool = ReplicaPool()
-        waiting = asyncio.ensure_future(_body(pool.send(CALL)))
+        waiting = asyncio.ensure_future(_fetch(pool))
         await asyncio.sleep(0.01)
         assert not waiting.done()
         pool.update(addresses)
@@ -222,7 +231,7 @@ async def test_replicas_that_are_gone_or_hang_are_passed_over(monkeypatch: pytes
         async with served(_Application(*[b"a", None] * 4)) as (pool, addresses, _):
             pool.update([*bad, *addresses])
             for _ in range(4):
-                assert await _body(pool.send(CALL)) == b"a"
+                assert await _fetch(pool) == b"a"
 
 
 @async_test
@@ -232,7 +241,7 @@ async def test_a_replica_serves_nothing_without_its_secret() -> None:
         pool = ReplicaPool()
         pool.update([replace(address, secret=bytes(16))])
         with pytest.raises(ReplicaLost):
-            await anext(pool.send(CALL))
+            await pool.send(CALL)
         assert app.n_requests == 0
 
 
@@ -255,7 +264,7 @@ async def test_a_machine_that_vanishes_is_noticed_by_the_system() -> None:
 async def test_a_broadcast_reaches_every_replica_and_misses_lost_ones() -> None:
     async with served(_Application(b"a", None), _Application(b"b", None)) as (pool, addresses, _):
         pool.update([*addresses, Address("x", "127.0.0.1", 9, bytes(16))])
-        responses = await asyncio.gather(*await pool.broadcast(CALL), return_exceptions=True)
+        responses = await asyncio.gather(*pool.broadcast(CALL), return_exceptions=True)
         assert [one.body for one in responses[:2] if not isinstance(one, BaseException)] == [b"a", b"b"]
         assert isinstance(responses[2], ReplicaLost)
 
@@ -265,9 +274,8 @@ async def test_a_request_that_is_cancelled_before_it_is_accepted_leaves_nothing_
     with socket.create_server(("127.0.0.1", 0)) as hung:
         pool = ReplicaPool()
         pool.update([Address("x", *hung.getsockname(), bytes(16))])
-        async with aclosing(pool.send(CALL)) as parts:
-            waiting = asyncio.ensure_future(anext(parts))
-            await asyncio.sleep(0.01)
-            waiting.cancel()
-            await asyncio.gather(waiting, return_exceptions=True)
+        waiting = asyncio.ensure_future(pool.send(CALL))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
         assert [replica.n_open for replica in pool._replicas.values()] == [0]

@@ -104,7 +104,7 @@ async def test_whenever_a_question_is_cancelled_the_replica_lets_go_of_it(settin
         body = json.dumps(BODY).encode()
         headers = ((b"host", b"localhost"), (b"content-type", b"application/json"))
         call = Call(request_id=f"r{turns}", method="POST", path="/complete", query=b"", headers=headers, body=body)
-        (asking,) = await pool.broadcast(call)
+        (asking,) = pool.broadcast(call)
         for _ in range(turns):
             await asyncio.sleep(0)
         asking.cancel()

@@ -5,25 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 from starlette.types import ASGIApp
 
 from app.cluster.gateway import Gateway
-from app.cluster.messages import (
-    Accepted,
-    Address,
-    BodyConsumer,
-    Call,
-    FullResponse,
-    Head,
-    ReplicaLost,
-    ResponsePart,
-    take_nothing,
-)
-from app.cluster.replica_pool import ReplicaPool
+from app.cluster.messages import Address, Call, FullResponse, Head, ReplicaLost
+from app.cluster.replica_pool import ReplicaPool, ReplicaResponse
 from app.cluster.replica_server import ReplicaServer
 from app.common.settings import Settings
 
@@ -56,8 +46,53 @@ class Silent:
     """In a scripted answer: the replica hangs from here on, without dying."""
 
 
-Scripted = ResponsePart | type[Lost | Silent] | asyncio.Event
+class Accepted:
+    """In a scripted answer: here the replica accepts the request."""
+
+
+Scripted = Head | bytes | type[Accepted | Lost | Silent] | asyncio.Event
 """Part of a scripted answer; the replica waits for an event."""
+
+
+class _ScriptedResponse(ReplicaResponse):
+    """An answer whose parts a test has written down."""
+
+    def __init__(self, parts: Sequence[Scripted], replicas: Played) -> None:
+        self.replica, self.consume = "a", None
+        self._parts, self._replicas = list(parts), replicas
+        self._is_closed = False
+
+    async def play(self) -> Scripted | None:
+        """The next part; None at the end."""
+        while self._parts and not self._is_closed:
+            match part := self._parts.pop(0):
+                case asyncio.Event():
+                    await part.wait()
+                case type() if part is Lost:
+                    raise ReplicaLost
+                case type() if part is Silent:
+                    await asyncio.Event().wait()
+                case bytes() if self.consume and self.consume(part):
+                    pass
+                case _:
+                    return part
+        return None
+
+    async def read_head(self) -> Head:
+        head = await self.play()
+        if not isinstance(head, Head):
+            raise ReplicaLost
+        self.head = head
+        return head
+
+    async def next(self) -> bytes | None:
+        part = await self.play()
+        assert part is None or isinstance(part, bytes)
+        return part
+
+    def close(self) -> None:
+        self._replicas.closed += not self._is_closed
+        self._is_closed = True
 
 
 class Played:
@@ -72,26 +107,18 @@ class Played:
         self.tasks: list[asyncio.Task[FullResponse]] = []
         """Tasks of the last broadcast."""
 
-    async def send(self, call: Call, consume: BodyConsumer) -> AsyncGenerator[ResponsePart, None]:
+    async def send(self, call: Call) -> ReplicaResponse:
         """Plays the next scripted answer."""
-        index = len(self.calls)
+        response = _ScriptedResponse(self._answers[len(self.calls)], self)
         self.calls.append(call)
         try:
-            for part in self._answers[index]:
-                if part is Lost:
-                    raise ReplicaLost
-                if part is Silent:
-                    await asyncio.Event().wait()
-                if isinstance(part, asyncio.Event):
-                    await part.wait()
-                    continue
-                assert not isinstance(part, type)
-                if not (isinstance(part, bytes) and consume(part)):
-                    yield part
-        finally:
-            self.closed += 1
+            assert await response.play() is Accepted
+        except BaseException:
+            response.close()
+            raise
+        return response
 
-    async def broadcast(self, call: Call) -> list[asyncio.Task[FullResponse]]:
+    def broadcast(self, call: Call) -> list[asyncio.Task[FullResponse]]:
         """The same answer to every request."""
         self.calls_of_all.append(call)
         self.tasks = [asyncio.ensure_future(_come(one)) for one in self._all]
@@ -132,7 +159,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def taken(*parts: Scripted) -> list[Scripted]:
     """An answer whose request has come to a replica."""
-    return [Accepted("a"), *parts]
+    return [Accepted, *parts]
 
 
 @asynccontextmanager
@@ -150,19 +177,40 @@ async def served(*apps: ASGIApp) -> AsyncGenerator[tuple[ReplicaPool, list[Addre
 
 
 class Mortal:
-    """A pool whose first answers die after so many parts as `deaths` says, one by one."""
+    """A pool whose first answers die after as many parts as `deaths` says: accepted, head, pieces of the body."""
 
     def __init__(self, pool: ReplicaPool, deaths: Sequence[int] = ()) -> None:
         self._pool = pool
         self._deaths = list(deaths)
         self.broadcast = pool.broadcast
 
-    async def send(self, call: Call, consume: BodyConsumer) -> AsyncGenerator[ResponsePart, None]:
+    async def send(self, call: Call) -> ReplicaResponse:
         """The application's answer, as far as it comes."""
-        left = self._deaths.pop(0) if self._deaths else None
-        async with aclosing(self._pool.send(call, take_nothing if left is not None else consume)) as parts:
-            async for part in parts:
-                if left == 0:
-                    raise ReplicaLost
-                yield part
-                left = left and left - 1
+        if not self._deaths:
+            return await self._pool.send(call)
+        if not (n_parts := self._deaths.pop(0)):
+            raise ReplicaLost
+        return _MortalResponse(await self._pool.send(call), n_parts - 1)
+
+
+class _MortalResponse(ReplicaResponse):
+    def __init__(self, real: ReplicaResponse, n_parts: int) -> None:
+        self.replica, self.consume = real.replica, None
+        self._real, self._left = real, n_parts
+
+    def _live(self) -> None:
+        if not self._left:
+            raise ReplicaLost
+        self._left -= 1
+
+    async def read_head(self) -> Head:
+        self._live()
+        self.head = await self._real.read_head()
+        return self.head
+
+    async def next(self) -> bytes | None:
+        self._live()
+        return await self._real.next()
+
+    def close(self) -> None:
+        self._real.close()
