@@ -21,7 +21,6 @@ from benchmarks.prompts import pseudo_prose
 from model.checkpoint.checkpoint import weights_files
 from model.checkpoint.config_file import load_config
 from model.checkpoint.stored_weights import StoredWeights
-from model.checkpoint.tensor_index import TensorIndex
 from model.config import ModelConfig
 from model.families.registry import NATIVE, write_config
 from model.nn.transformer import Decoder
@@ -128,15 +127,13 @@ def _texts(vocab_size: int) -> Iterator[str]:
 class WeightsInMemory(StoredWeights):
     """Weights for build_engine() that torch reads: these tensors, or else random ones."""
 
-    tensors: Mapping[str, Tensor] | None = None
+    given: Mapping[str, Tensor] | None = None
 
-    def state(self, tensors: Any, only: str | None = None) -> dict[str, Tensor]:
-        """See StoredWeights; `tensors` is a TorchReader."""
-        assert only is None, "the C++ kernels read weights from files"
-        device, dtype = tensors.device, tensors.dtype
-        if self.tensors is None:
-            return random_state(self.config, device=device, dtype=dtype)
-        return {name: tensor.to(device, dtype) for name, tensor in self.tensors.items()}
+    def state(self, target: Any, _dtype: str) -> dict[str, Tensor]:
+        """See StoredWeights; `target` is a TorchFormat."""
+        if self.given is None:
+            return random_state(self.config, device=target.device, dtype=target.dtype)
+        return {name: tensor.to(target.device, target.dtype) for name, tensor in self.given.items()}
 
 
 def weights_in_memory(config: ModelConfig, tensors: Mapping[str, Tensor] | None = None) -> WeightsInMemory:
@@ -145,9 +142,8 @@ def weights_in_memory(config: ModelConfig, tensors: Mapping[str, Tensor] | None 
         family=NATIVE,
         config=config,
         bos_id=0,
-        index=TensorIndex(Path(), {}),
         hashes={Path("model.safetensors"): f"{0:064x}"},
-        tensors=tensors,
+        given=tensors,
     )
 
 

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
-from typing import Any, Literal, NoReturn, get_args
+from typing import Literal, NoReturn, get_args
 
 from model.files import MODEL_NAME, one_line
 from model.presets import PRESET_NAMES
-
-_SHORTEST_MISSPELLED = 4
-"""Characters of a flag: shorter ones, such as -x, resemble too many."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -21,41 +17,22 @@ class OneLineParser(argparse.ArgumentParser):
 
     synonyms: Mapping[str, str] = {}
     """Flags of other programs -> those that do the same here."""
-    _given: Sequence[str] = ()
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Remembers the arguments for error()."""
-        self._given = sys.argv[1:] if args is None else list(args)
-        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Prints one line, which suggests a flag for a misspelled one, and exits with code 2."""
-        is_unknown = message.startswith("unrecognized arguments")
         hint = ";"
-        if (is_unknown or message.startswith("the following arguments are required")) and (found := self._misspelled()):
-            name, meant = found
-            message, hint = message if is_unknown else f"unrecognized arguments: {name}", f"; did you mean {meant}?"
+        if message.startswith("unrecognized arguments: "):
+            flags = (word.partition("=")[0] for word in message.split()[2:] if word.startswith("--"))
+            known = list(_flags_of(self))
+            close = (self.synonyms.get(flag) or get_close_matches(flag, known, n=1, cutoff=0.7) for flag in flags)
+            hint = next((f"; did you mean {x if isinstance(x, str) else x[0]}?" for x in close if x), hint)
         self.exit(2, one_line(f"error: {message}{hint} see {self.prog} --help") + "\n")
-
-    def _misspelled(self) -> tuple[str, str] | None:
-        """The first unknown flag that resembles a known one, and that one."""
-        known = set(_flags_of(self))
-        for argument in self._given:
-            name = argument.partition("=")[0]
-            if name == "--":
-                break
-            flag = f"--{name.lstrip('-').replace('_', '-')}"
-            if not name.startswith("-") or name in known or len(name) < _SHORTEST_MISSPELLED:
-                continue
-            if close := self.synonyms.get(flag) or next(iter(get_close_matches(flag, known, n=1, cutoff=0.7)), None):
-                return name, close
-        return None
 
 
 def _flags_of(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """The long flags of a parser and of its subcommands."""
+    """The flags of a parser and of its subcommands."""
     for action in parser._actions:
-        yield from (flag for flag in action.option_strings if flag.startswith("--"))
+        yield from action.option_strings
         if isinstance(action, argparse._SubParsersAction):
             for subparser in action.choices.values():
                 yield from _flags_of(subparser)

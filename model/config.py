@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
 
 Norm = Literal["rmsnorm", "layernorm", "none"]
 NormPosition = Literal["pre", "post"]
 Positions = Literal["rotary", "learned", "sinusoidal", "none"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
 ScaleBy = Literal["head_dim", "width"]
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "norm": get_args(Norm),
-    "norm_position": get_args(NormPosition),
-    "positions": get_args(Positions),
-    "activation": get_args(Activation),
-    "attention_scale": get_args(ScaleBy),
-}
-_MINIMUMS = {
-    **dict.fromkeys(("vocab_size", "width", "n_layers", "n_heads", "n_kv_heads", "head_dim", "context"), 1),
-    **dict.fromkeys(("mlp_width", "n_encoder_layers"), 0),
-}
-_MAX_INT = 2**31 - 1
-_MAX_EXACT_INT = 2**53
+ScalingKind = Literal["linear", "llama3"]
+Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Positive = Annotated[float, Meta(gt=0, le=2**53)]
+"""JSON integers can have any length: larger ones are not exact as floats."""
 
 
 class ConfigError(ValueError):
@@ -55,17 +49,14 @@ class RopeScaling:
     between them.
     """
 
-    kind: Literal["linear", "llama3"]
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_context: int = 8192
+    kind: ScalingKind
+    factor: Positive
+    low_freq_factor: Positive = 1.0
+    high_freq_factor: Positive = 4.0
+    original_context: Size = 8192
 
     def __post_init__(self) -> None:
-        _require(self.kind in ("linear", "llama3"), f"rope scaling {self.kind!r} is not one of linear, llama3")
-        for name in ("factor", "low_freq_factor", "high_freq_factor", "original_context"):
-            value = getattr(self, name)
-            _require(_is_positive(value), f"{name} of the rope scaling must be above 0, not {value!r}")
+        _check_fields(self, " of the rope scaling")
         _require(self.low_freq_factor < self.high_freq_factor, "low_freq_factor must be below high_freq_factor")
 
 
@@ -77,24 +68,24 @@ class ModelConfig:
     sinusoids and cross-attention arXiv:1706.03762; parallel residual arXiv:2204.06745; soft cap arXiv:2408.00118.
     """
 
-    vocab_size: int
+    vocab_size: Size
     """Rows of the token embedding."""
-    width: int
+    width: Size
     """Size of the residual stream."""
-    n_layers: int
+    n_layers: Size
     """Decoder blocks."""
-    n_heads: int
+    n_heads: Size
     """Query heads."""
-    n_kv_heads: int
+    n_kv_heads: Size
     """Key and value heads; each serves n_heads / n_kv_heads query heads."""
-    head_dim: int
+    head_dim: Size
     """Size of one head."""
-    mlp_width: int
+    mlp_width: Count
     """Hidden size of the feed-forward network; 0 means no feed-forward network."""
-    context: int
+    context: Size
     """Maximum length in tokens of a sequence, and of an encoder's source."""
     norm: Norm = "rmsnorm"
-    norm_eps: float = 1e-5
+    norm_eps: Positive = 1e-5
     """Added to the variance (layernorm) or mean square (rmsnorm)."""
     norm_bias: bool = False
     """Whether layernorm has a bias."""
@@ -103,9 +94,9 @@ class ModelConfig:
     final_norm: bool = True
     """Whether a norm precedes the head."""
     positions: Positions = "rotary"
-    rope_theta: float = 10_000.0
+    rope_theta: Positive = 10_000.0
     """Base of the rotary wavelengths."""
-    rotary_dim: int | None = None
+    rotary_dim: Size | None = None
     """Number of dimensions of each head that are rotated; None means all."""
     rope_scaling: RopeScaling | None = None
     activation: Activation = "silu"
@@ -121,21 +112,21 @@ class ModelConfig:
     """RMSNorm over each query and key head (arXiv:2302.05442)."""
     parallel_residual: bool = False
     """x + attention(norm(x)) + mlp(norm(x)), each with its own norm."""
-    sliding_window: int | None = None
+    sliding_window: Size | None = None
     """Number of tokens that a token attends to, itself included; None means all."""
     attention_scale: ScaleBy = "head_dim"
     """Divide the attention scores by the square root of this."""
     tied_head: bool = True
     """Whether the output projection is the token embedding."""
-    embedding_scale: float = 1.0
+    embedding_scale: Positive = 1.0
     """Factor of the token embeddings."""
-    logit_soft_cap: float | None = None
+    logit_soft_cap: Positive | None = None
     """Logits become cap * tanh(logits / cap)."""
-    n_encoder_layers: int = 0
+    n_encoder_layers: Count = 0
     """Blocks of the encoder that each decoder block attends to; 0 means no encoder."""
 
     def __post_init__(self) -> None:
-        self._check_fields()
+        _check_fields(self)
         self._check_combinations()
 
     @property
@@ -147,34 +138,6 @@ class ModelConfig:
     def effective_rotary_dim(self) -> int:
         """Number of dimensions of each head that are rotated."""
         return self.head_dim if self.rotary_dim is None else self.rotary_dim
-
-    def _check_fields(self) -> None:
-        for name, minimum in _MINIMUMS.items():
-            value = getattr(self, name)
-            _require(
-                _is_int_from(value, minimum),
-                f"{name} must be a whole number from {minimum} to {_MAX_INT}, not {value!r}",
-            )
-        for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            _require(value in choices, f"{name} must be one of {', '.join(choices)}, not {value!r}")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type == "bool":
-                _require(isinstance(value, bool), f"{field.name} must be true or false, not {value!r}")
-            elif field.type == "float":
-                _require(_is_positive(value), f"{field.name} must be a number above 0, not {value!r}")
-        window, cap, rotary = self.sliding_window, self.logit_soft_cap, self.rotary_dim
-        _require(
-            window is None or _is_int_from(window, 1), f"sliding_window must be at least 1 or null, not {window!r}"
-        )
-        _require(cap is None or _is_positive(cap), f"logit_soft_cap must be above 0 or null, not {cap!r}")
-        scaling = self.rope_scaling
-        _require(
-            scaling is None or isinstance(scaling, RopeScaling),
-            f"rope_scaling must be a RopeScaling or null, not {scaling!r}",
-        )
-        _require(rotary is None or _is_int_from(rotary, 2), f"rotary_dim must be at least 2 or null, not {rotary!r}")
 
     def _check_combinations(self) -> None:
         heads, kv_heads, head_dim = self.n_heads, self.n_kv_heads, self.head_dim
@@ -210,16 +173,20 @@ class ModelConfig:
         )
 
 
+def _check_fields(config: ModelConfig | RopeScaling, suffix: str = "") -> None:
+    """Checks every field by its annotation. Raises ConfigError."""
+    for name, kind in _ANNOTATIONS[type(config)].items():
+        value = getattr(config, name)
+        try:
+            msgspec.convert(value, kind, from_attributes=True)
+        except msgspec.ValidationError as error:
+            choices = f"; it must be one of {', '.join(get_args(kind))}" if get_origin(kind) is Literal else ""
+            raise ConfigError(f"{name}{suffix} cannot be {value!r}: {error}{choices}") from None
+
+
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ConfigError(message)
 
 
-def _is_int_from(value: object, minimum: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= _MAX_INT
-
-
-def _is_positive(value: object) -> bool:
-    """Whether `value` is a positive number in torch's range: JSON integers can have any length."""
-    maximum = _MAX_EXACT_INT if isinstance(value, int) else sys.float_info.max
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= maximum
+_ANNOTATIONS = {kind: get_type_hints(kind, include_extras=True) for kind in (ModelConfig, RopeScaling)}

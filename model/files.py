@@ -19,13 +19,16 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
+
+import msgspec
 
 # The service must be able to restart its processes with the weights it serves, even while the files are being replaced.
 # It keeps these files open (app/serving/weights_snapshot.py) and passes each process their paths: name ->
 # /proc/PID/fd/N. Inside reading_from(), this module opens those paths, so error messages still name the user's files.
 
 _log = logging.getLogger("inkstream")
+Struct = TypeVar("Struct", bound=msgspec.Struct)
 Files = Mapping[str, str]
 """Name -> path of the opened file; an empty path means that the file is read in the directory itself."""
 
@@ -160,6 +163,15 @@ def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
     try:
         return parse_object(content)
     except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
+def read_struct(path: Path, kind: type[Struct], *, optional: bool = False) -> Struct:
+    """The fields of a msgspec struct in a JSON file; others are ignored. Raises CheckpointError."""
+    content = read_json(path, optional=optional)
+    try:
+        return msgspec.convert(content, kind)
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # json reads lone surrogates
         raise CheckpointError(f"{path}: {error}") from None
 
 

@@ -32,7 +32,7 @@ def rounded_to_bfloat16(array: Array) -> Array:
     return rounded.reshape(array.shape)
 
 
-def is_finite(array: Array) -> bool:
+def all_finite(array: Array) -> bool:
     """Whether all numbers are finite, without a copy."""
     if array.dtype == np.float32:
         return bool(np.isfinite(array.min()) and np.isfinite(array.max()))

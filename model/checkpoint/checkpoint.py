@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from model.checkpoint.stored_weights import StoredWeights, find_weights, not_finite_message
-from model.checkpoint.tensor_index import WEIGHTS_FILE, TensorIndex
+from model.checkpoint.stored_weights import StoredWeights, find_weights
+from model.checkpoint.tensor_index import WEIGHTS_FILE
 from model.families.registry import family_of, write_config
-from model.files import CheckpointError, regular_file
+from model.files import CheckpointError
 from model.nn.transformer import Decoder
+from model.number_formats import Array
 
 
 def all_finite(tensor: Tensor) -> Tensor:
@@ -27,58 +25,23 @@ def all_finite(tensor: Tensor) -> Tensor:
     return torch.isfinite(torch.stack(tensor.aminmax())).all()
 
 
-class TorchReader:
-    """A `TensorReader` of torch tensors on a device.
+@dataclass(frozen=True, slots=True)
+class TorchFormat:
+    """Tensors of torch on a device (a `TensorFormat`), which also converts them."""
 
-    Copies one tensor at a time to the device in the file's dtype and converts it there, so that memory holds at most
-    one source tensor in addition to the decoder's.
-    """
+    device: torch.device
+    dtype: torch.dtype
 
-    def __init__(
-        self, index: TensorIndex, stack: contextlib.ExitStack, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        """stack: closes the files."""
-        self.device, self.dtype, self._index = device, dtype, index
-        self._opened = cache(lambda path: _open(path, device, stack))
-        self._checked: list[tuple[Path, str, Tensor]] = []
+    def convert(self, array: Array) -> tuple[Tensor, Tensor]:
+        """See TensorFormat."""
+        tensor = torch.from_numpy(array)
+        tensor = tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor
+        tensor = tensor.to(self.device).to(self.dtype)
+        return tensor, all_finite(tensor)
 
-    def read(self, name: str) -> Tensor:
-        """See TensorReader."""
-        path = self._index.tensors[name].path
-        try:
-            tensor: Tensor = self._opened(path).get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path}: {name} cannot be read ({error})") from None
-        tensor = tensor.to(self.device, self.dtype)
-        self._checked.append((path, name, all_finite(tensor)))
-        return tensor
-
-    def empty(self, *shape: int) -> Tensor:
-        """See TensorReader."""
-        return torch.empty(shape, device=self.device, dtype=self.dtype)
-
-    def contiguous(self, tensor: Tensor) -> Tensor:
-        """See TensorReader."""
-        return tensor.contiguous()
-
-    def equal(self, one: Tensor, other: Tensor) -> bool:
-        """See TensorReader."""
-        return torch.equal(one, other)
-
-    def not_finite(self) -> str | None:
-        """See TensorReader. Reading a result from the device waits for it, so all are read at once."""
-        is_finite = torch.stack([result for *_, result in self._checked]).tolist()
-        bad = [(path, name) for (path, name, _), is_good in zip(self._checked, is_finite, strict=True) if not is_good]
-        return not_finite_message(*bad[0], str(self.dtype).removeprefix("torch.")) if bad else None
-
-
-def _open(path: Path, device: torch.device, stack: contextlib.ExitStack) -> Any:
-    """For a GPU, safetensors copies to the device itself (0.8 uses a pinned buffer as large as one tensor)."""
-    target = str(device) if device.type == "cuda" else "cpu"
-    try:
-        return stack.enter_context(safe_open(regular_file(path), framework="pt", device=target))
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from None
+    def join(self, parts: list[Tensor]) -> Tensor:
+        """See TensorFormat."""
+        return torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +65,7 @@ def load_decoder(weights: StoredWeights, *, device: torch.device, dtype: torch.d
     """The decoder of these weights. Raises CheckpointError."""
     with torch.device("meta"):
         decoder = Decoder(weights.config).to(dtype)
-    with contextlib.ExitStack() as stack:
-        decoder.load_state_dict(weights.state(TorchReader(weights.index, stack, device, dtype)), assign=True)
+    decoder.load_state_dict(weights.state(TorchFormat(device, dtype), str(dtype).removeprefix("torch.")), assign=True)
     decoder.make_tables()
     return decoder.requires_grad_(False).eval().to(device)
 

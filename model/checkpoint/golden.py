@@ -12,16 +12,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Annotated
+
+from msgspec import Meta, Struct
 
 from model.config import ModelConfig
-from model.files import CheckpointError, entry_exists, read_json
+from model.files import CheckpointError, entry_exists, read_struct
 
 GOLDEN_FILE = "golden.json"
 TOLERANCE = 1e-3
 MAX_PROMPT_IDS = 64
 """Maximum length of the prompt."""
 _ABSOLUTE_TOLERANCE = 0.05
+
+
+class _Content(Struct):
+    """What the file holds."""
+
+    prompt: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=2, max_length=MAX_PROMPT_IDS)]
+    logprobs: list[Annotated[float, Meta(gt=-1e6, lt=1e6)]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,24 +79,10 @@ def read_golden(directory: Path, config: ModelConfig) -> Golden | None:
     path = directory / GOLDEN_FILE
     if not entry_exists(path):
         return None
-    prompt, logprobs = _read(path, config)
-    return Golden(path=path, prompt=tuple(prompt), logprobs=tuple(logprobs))
-
-
-def _read(path: Path, config: ModelConfig) -> tuple[list[int], list[float]]:
-    raw = read_json(path)
-    prompt, logprobs = raw.get("prompt"), raw.get("logprobs")
-    max_ids = min(config.context, MAX_PROMPT_IDS)
-    if not isinstance(prompt, list) or not all(type(i) is int and 0 <= i < config.vocab_size for i in prompt):
-        raise CheckpointError(f"{path}: prompt must be a list of ids below {config.vocab_size}")
-    if not 2 <= len(prompt) <= max_ids:
-        raise CheckpointError(f"{path}: prompt must have 2 to {max_ids} ids, not {len(prompt)}")
-    if not isinstance(logprobs, list) or not all(_is_logarithm(value) for value in logprobs):
-        raise CheckpointError(f"{path}: logprobs must be a list of numbers")
+    content = read_struct(path, _Content)
+    prompt, logprobs = content.prompt, content.logprobs
+    if len(prompt) > config.context or max(prompt) >= config.vocab_size:
+        raise CheckpointError(f"{path}: prompt must be of ids below {config.vocab_size}, at most {config.context}")
     if len(logprobs) != len(prompt) - 1:
         raise CheckpointError(f"{path}: {len(prompt)} ids have {len(prompt) - 1} logprobs, not {len(logprobs)}")
-    return prompt, logprobs
-
-
-def _is_logarithm(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e6
+    return Golden(path=path, prompt=tuple(prompt), logprobs=tuple(logprobs))

@@ -11,13 +11,25 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated
 
-from model.files import MODEL_NAME, CheckpointError, entry_exists, read_json, regular_file, sha256
+from msgspec import Meta, Struct
+
+from model.files import MODEL_NAME, CheckpointError, entry_exists, read_struct, regular_file, sha256
 
 MANIFEST_FILE = "manifest.json"
-_HASH = re.compile(r"[0-9a-f]{64}")
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,250}")
 _NO_HASHES: Mapping[Path, str] = {}
+
+
+class _Name(Struct):
+    name: Annotated[str, Meta(pattern=rf"^{MODEL_NAME}\Z")] | None = None
+
+
+class _Hashes(Struct):
+    sha256: dict[
+        Annotated[str, Meta(pattern=rf"^(?!{re.escape(MANIFEST_FILE)}\Z)[A-Za-z0-9_][A-Za-z0-9_.-]{{0,250}}\Z")],
+        Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")],
+    ]
 
 
 def manifest_file(files: Mapping[str, bytes], model_name: str | None = None) -> bytes:
@@ -33,11 +45,7 @@ def manifest_of(hashes: Mapping[str, str], model_name: str | None = None) -> byt
 
 def read_model_name(directory: Path) -> str | None:
     """The name that the manifest gives the model. Raises CheckpointError for one that clients could not write."""
-    path = directory / MANIFEST_FILE
-    name = read_json(path).get("name") if entry_exists(path) else None
-    if name is not None and not (isinstance(name, str) and re.fullmatch(MODEL_NAME, name)):
-        raise CheckpointError(f"{path}: name must be of 1 to 100 letters, digits, _, . and -, such as plays-5m")
-    return name
+    return read_struct(directory / MANIFEST_FILE, _Name, optional=True).name
 
 
 def check_manifest(directory: Path, known: Mapping[Path, str] = _NO_HASHES) -> bool:
@@ -48,7 +56,7 @@ def check_manifest(directory: Path, known: Mapping[Path, str] = _NO_HASHES) -> b
     path = directory / MANIFEST_FILE
     if not entry_exists(path):
         return False
-    for name, expected in _read(path).items():
+    for name, expected in read_struct(path, _Hashes).sha256.items():
         file = directory / name
         if (known.get(file) or sha256(regular_file(file))) != expected:
             raise CheckpointError(
@@ -56,16 +64,3 @@ def check_manifest(directory: Path, known: Mapping[Path, str] = _NO_HASHES) -> b
                 f"changed by hand (remove {MANIFEST_FILE} if the files are meant to differ from it)"
             )
     return True
-
-
-def _read(path: Path) -> dict[str, str]:
-    """Name -> SHA-256."""
-    hashes = read_json(path).get("sha256")
-    if not isinstance(hashes, dict):
-        raise CheckpointError(f"{path}: sha256 must be an object of hashes")
-    for name, value in hashes.items():
-        if not _FILE_NAME.fullmatch(name) or name == MANIFEST_FILE:
-            raise CheckpointError(f"{path}: {name!r} is not a file name in its directory")
-        if not isinstance(value, str) or not _HASH.fullmatch(value):
-            raise CheckpointError(f"{path}: {name} has no SHA-256 of 64 hexadecimal digits")
-    return hashes

@@ -11,25 +11,23 @@ import math
 import mmap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from model.checkpoint.config_file import read_config_file
-from model.checkpoint.tensor_index import Entry, TensorIndex, find_tensors, version_of
+from model.checkpoint.tensor_index import StoredTensor, TensorIndex, find_tensors, version_of
 from model.config import ModelConfig
-from model.families.spec import FamilySpec, Shape, TensorReader
+from model.families.spec import FamilySpec, Tensor, TensorMapping
 from model.files import CheckpointError, read_json, regular_file, sha256
-from model.number_formats import Array, as_float32, is_finite, rounded_to_bfloat16
+from model.number_formats import Array, all_finite, as_float32, rounded_to_bfloat16
 from model.parameter_shapes import count_parameters
 
 _DTYPE_HINT = "; if inkstream check accepts the weights, serve them with --dtype float32"
 
 # Check a config against the files' headers before allocating anything: ten characters of JSON can ask for a terabyte.
 
-_DTYPES = ("F32", "F16", "BF16")
 _MAX_POSITION_ELEMENTS = 2**27
 _SMALL_POSITION_ELEMENTS = 2**23
 """131,072 positions of a head of size 64. A position table larger than this must not exceed the model's tensors."""
@@ -55,6 +53,18 @@ def check_sizes(path: Path, config: ModelConfig, index: TensorIndex) -> None:
         )
 
 
+class TensorFormat(Protocol):
+    """Number format and memory of loaded tensors: torch's on any device, or numpy's for the C++ kernels."""
+
+    def convert(self, array: Array, /) -> tuple[Tensor, Any]:
+        """The tensor, and whether its numbers are finite. array: in the file's number format, bfloat16 as uint16."""
+        ...
+
+    def join(self, parts: list[Tensor], /) -> Tensor:
+        """One tensor of these rows, whose memory is in the order of its elements."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredWeights:
     """A weights directory whose names, shapes, dtypes and sizes are checked."""
@@ -65,9 +75,10 @@ class StoredWeights:
     """generation_config.json, or empty."""
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
-    index: TensorIndex
-    names: Mapping[str, str] = field(default_factory=dict)
-    """Names of the tensors: in the family -> in the files."""
+    mappings: Mapping[str, TensorMapping] = field(default_factory=dict)
+    """Name of a tensor of the Decoder -> where it comes from, with the names in the files."""
+    tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
+    """The tensors of the files."""
     hashes: Mapping[Path, str]
     """Hexadecimal SHA-256 of each safetensors file."""
 
@@ -86,28 +97,31 @@ class StoredWeights:
         """The token that replaces an empty prompt: BOS, else EOS."""
         return self.bos_id if self.bos_id is not None else next(iter(self.eos_ids), None)
 
-    def state(self, tensors: TensorReader, only: str | None = None) -> dict[str, Any]:
-        """State dict of the Decoder, or its tensor `only`. Raises CheckpointError.
+    def state(self, target: TensorFormat, dtype: str) -> dict[str, Tensor]:
+        """State dict of the Decoder. Raises CheckpointError.
 
-        Waits for the reader's device only once, to check that all numbers are finite.
+        Reads from the device whether numbers are finite after all tensors are on their way, since that waits for it.
         """
-        state = self.family.load(self.config, tensors, self.names, only)
-        untied_copies = self.names.keys() - self.family.shapes(self.config).keys() if "embedding" in state else ()
-        stored_copies = [self.names[name] for name in untied_copies if self.names[name] in self.index.tensors]
-        differing = [name for name in stored_copies if not tensors.equal(tensors.read(name), state["embedding"])]
-        if infinite := tensors.not_finite():
-            raise CheckpointError(infinite)
-        if differing:
-            raise CheckpointError(
-                f"{self.index.source}: {differing[0]} is not the token embedding, to which config.json ties the head; "
-                "if it is the head, set tie_word_embeddings to false"
-            )
+        checked: list[tuple[StoredTensor, Any]] = []
+        state = {name: self._read(mapping, target, checked) for name, mapping in self.mappings.items()}
+        _require_finite(checked, dtype)
         return state
 
     def read(self, name: str, dtype: str) -> Array:
         """One tensor of the Decoder in a number format, bfloat16 as uint16. Raises CheckpointError."""
-        array: Array = self.state(ArrayReader(self.index, dtype), name)[name]
+        checked: list[tuple[StoredTensor, Any]] = []
+        array: Array = self._read(self.mappings[name], _ArrayFormat(dtype), checked)
+        _require_finite(checked, dtype)
         return array
+
+    def _read(self, mapping: TensorMapping, target: TensorFormat, checked: list[tuple[StoredTensor, Any]]) -> Tensor:
+        parts = []
+        for name, _ in mapping.source:
+            stored = self.tensors[name]
+            part, is_finite = target.convert(_mapped(stored))
+            checked.append((stored, is_finite))
+            parts.append(mapping.load(part))
+        return target.join(parts)
 
 
 def find_weights(directory: Path, digest: Callable[[Path], str] = sha256) -> StoredWeights:
@@ -118,7 +132,6 @@ def find_weights(directory: Path, digest: Callable[[Path], str] = sha256) -> Sto
     config_json, family, config = read_config_file(directory)
     index = find_tensors(directory)
     check_sizes(directory / "config.json", config, index)
-    family = dataclasses.replace(family, mappings=cache(family.mappings))  # each read asks for them
     generation = read_json(directory / "generation_config.json", optional=True)
     bos = generation.get("bos_token_id", config_json.get("bos_token_id"))
     path = directory / ("generation_config.json" if "eos_token_id" in generation else "config.json")
@@ -128,66 +141,51 @@ def find_weights(directory: Path, digest: Callable[[Path], str] = sha256) -> Sto
         generation=generation,
         eos_ids=_eos_ids(path, {**config_json, **generation}.get("eos_token_id"), config.vocab_size),
         bos_id=bos if isinstance(bos, int) and 0 <= bos < config.vocab_size else None,
-        index=index,
-        names=_match(family, config, index),
-        hashes=index.hashes(digest),
+        mappings=_match(family, config, index),
+        tensors=index.tensors,
+        hashes={path: digest(path) for path in index.paths},
     )
 
 
-def not_finite_message(path: Path, name: str, dtype: str) -> str:
-    """Message for a tensor that holds NaN or an infinity in this number format."""
-    hint = f" in bfloat16{_DTYPE_HINT}" if dtype == "bfloat16" else ""
-    return f"{path}: {name} holds numbers that are not finite{hint}"
+def _require_finite(checked: list[tuple[StoredTensor, Any]], dtype: str) -> None:
+    for stored, is_finite in checked:
+        if not is_finite:
+            hint = f" in bfloat16{_DTYPE_HINT}" if dtype == "bfloat16" else ""
+            raise CheckpointError(f"{stored.path}: {stored.name} holds numbers that are not finite{hint}")
 
 
-class ArrayReader:
-    """A `TensorReader` of numpy arrays, bfloat16 as uint16."""
+class _ArrayFormat:
+    """numpy's arrays, bfloat16 as uint16."""
 
-    def __init__(self, index: TensorIndex, dtype: str) -> None:
-        self._index, self._dtype = index, dtype
-        self._infinite: str | None = None
+    def __init__(self, dtype: str) -> None:
+        self._dtype = dtype
 
-    def read(self, name: str) -> Array:
-        """See TensorReader."""
-        stored = self._index.tensors[name]
-        array = _mapped(stored.path, stored.entry)
-        if stored.entry.dtype == "BF16":
-            is_good, array = is_finite(array), array if self._dtype == "bfloat16" else as_float32(array)
-        else:
-            array = array.astype(np.float32, copy=False)
-            is_good = is_finite(array)
-            if self._dtype == "bfloat16":
-                array = rounded_to_bfloat16(array)
-                is_good = is_good and is_finite(array)
-        if not is_good:
-            self._infinite = self._infinite or not_finite_message(stored.path, name, self._dtype)
-        return array
+    def convert(self, array: Array) -> tuple[Array, bool]:
+        """See TensorFormat."""
+        if array.dtype == np.uint16:
+            return array if self._dtype == "bfloat16" else as_float32(array), all_finite(array)
+        array = array.astype(np.float32, copy=False)
+        is_finite = all_finite(array)
+        if self._dtype == "bfloat16":
+            array = rounded_to_bfloat16(array)
+            is_finite = is_finite and all_finite(array)
+        return array, is_finite
 
-    def empty(self, *shape: int) -> Array:
-        """See TensorReader."""
-        return np.empty(shape, np.uint16 if self._dtype == "bfloat16" else np.float32)
-
-    def contiguous(self, tensor: Array) -> Array:
-        """See TensorReader."""
-        return np.ascontiguousarray(tensor)
-
-    def equal(self, one: Array, other: Array) -> bool:
-        """See TensorReader."""
-        return np.array_equal(as_float32(one), as_float32(other))  # the two zeros are equal
-
-    def not_finite(self) -> str | None:
-        """See TensorReader."""
-        return self._infinite
+    def join(self, parts: list[Array]) -> Array:
+        """See TensorFormat."""
+        return np.ascontiguousarray(parts[0]) if len(parts) == 1 else np.concatenate(parts)
 
 
 _STORED: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 
 
-def _mapped(path: Path, entry: Entry) -> Array:
+def _mapped(stored: StoredTensor) -> Array:
     """The tensor of the file, which is mapped while the array exists. Raises CheckpointError."""
+    path, entry = stored.path, stored.entry
     try:
         with regular_file(path).open("rb") as file:
-            region = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            # ACCESS_COPY: torch takes writable arrays only.
+            region = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         numbers = np.frombuffer(region, _STORED[entry.dtype], math.prod(entry.shape), entry.start)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from None
@@ -197,17 +195,21 @@ def _mapped(path: Path, entry: Entry) -> Array:
     return array
 
 
-def _match(family: FamilySpec, config: ModelConfig, index: TensorIndex) -> dict[str, str]:
-    """Name of each tensor in the family -> in the file. Raises CheckpointError for wrong names, shapes or dtypes."""
-    required = family.shapes(config)
-    # Some exporters also store a tied head.
-    known = {**family.shapes(dataclasses.replace(config, tied_head=False)), **required}
+def _match(family: FamilySpec, config: ModelConfig, index: TensorIndex) -> dict[str, TensorMapping]:
+    """The Decoder's tensors with their names in the files. Raises CheckpointError for wrong names, shapes or dtypes."""
     found = {name: stored for name, stored in index.tensors.items() if not family.ignored.fullmatch(name)}
-    lacks_prefix = not any(name.startswith(family.prefix) for name in found)
-    stored_names = {name: name.removeprefix(family.prefix) if lacks_prefix else name for name in known}
-    shapes: dict[str, Shape] = {stored_names[name]: shape for name, shape in known.items()}
-    if missing := sorted({stored_names[name] for name in required} - found.keys()):
+    strips_prefix = not any(name.startswith(family.prefix) for name in found)
+    # Some exporters also store a tied head.
+    untied = dataclasses.replace(config, tied_head=False)
+    mappings = {
+        mapping.target: mapping.without_prefix(family.prefix) if strips_prefix else mapping
+        for mapping in family.mappings(untied)
+    }
+    head = mappings.pop("untied_head") if config.tied_head else None
+    shapes = {name: shape for mapping in mappings.values() for name, shape in mapping.source}
+    if missing := sorted(shapes.keys() - found.keys()):
         raise CheckpointError(f"{index.source}: {len(missing)} tensors are missing, the first is {missing[0]}")
+    shapes |= dict(head.source) if head else {}
     if extra := sorted(found.keys() - shapes.keys()):
         raise CheckpointError(
             f"{index.source}: {len(extra)} tensors are not part of the model, the first is {extra[0]}"
@@ -218,9 +220,16 @@ def _match(family: FamilySpec, config: ModelConfig, index: TensorIndex) -> dict[
             raise CheckpointError(
                 f"{stored.path}: {name} has shape {list(entry.shape)}, config.json asks for {list(shape)}"
             )
-        if entry.dtype not in _DTYPES:
-            raise CheckpointError(f"{stored.path}: {name} has dtype {entry.dtype}; allowed are {', '.join(_DTYPES)}")
-    return stored_names
+        if entry.dtype not in _STORED:
+            raise CheckpointError(f"{stored.path}: {name} has dtype {entry.dtype}; allowed are {', '.join(_STORED)}")
+    if head and (copy := found.get(head.source[0][0])):
+        embedding = found[mappings["embedding"].source[0][0]]
+        if copy.entry.dtype != embedding.entry.dtype or not np.array_equal(_mapped(copy), _mapped(embedding)):
+            raise CheckpointError(
+                f"{index.source}: {copy.name} is not the token embedding, to which config.json ties the head; "
+                "if it is the head, set tie_word_embeddings to false"
+            )
+    return mappings
 
 
 def _eos_ids(path: Path, raw: Any, vocab_size: int) -> tuple[int, ...]:

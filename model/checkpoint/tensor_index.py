@@ -9,11 +9,12 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
+from msgspec import Meta, Struct
 from safetensors import SafetensorError, safe_open
 
 from model.files import (
@@ -21,10 +22,9 @@ from model.files import (
     CheckpointError,
     entry_exists,
     read_bytes,
-    read_json,
+    read_struct,
     regular_file,
     reject_lfs_pointer,
-    sha256,
     snapshot_names,
     unfinished_run,
 )
@@ -73,45 +73,42 @@ def adapter_problem(names: set[str]) -> str:
 
 def _list_names(directory: Path) -> set[str]:
     """File names in the directory. Raises CheckpointError."""
-    if not os.path.isdir(directory):  # noqa: PTH112 (pathlib raises for names too long and folders not to be entered)
-        if not os.path.exists(directory):  # noqa: PTH110
-            raise CheckpointError(f"{directory}: no such directory; {_WHERE_FROM}")
-        hint = remedy("config.json", {directory.name}) or f"; {_WHERE_FROM}"
-        if directory.suffix in (".safetensors", ".bin", ".pt", ".pth", ".json"):
-            hint = f"; give the directory that contains it: {directory.parent}"
-        raise CheckpointError(f"{directory}: is not a directory{hint}")
     try:
         return set(os.listdir(directory))  # noqa: PTH208
+    except FileNotFoundError:
+        raise CheckpointError(f"{directory}: no such directory; {_WHERE_FROM}") from None
+    except NotADirectoryError:
+        raise CheckpointError(
+            f"{directory}: is not a directory; give the directory that contains it: {directory.parent}"
+        ) from None
     except OSError as error:
         raise CheckpointError(f"{directory}: cannot be read ({error.strerror})") from None
 
 
+_CONVERSIONS = {
+    (".gguf",): "use the model that the GGUF file was made from, which has safetensors, or unpack the file with "
+    "transformers (from_pretrained(..., gguf_file=...))",
+    (".bin", ".pt", ".pth", ".ckpt"): "a pickle can run code; convert it with transformers "
+    "(from_pretrained(...).save_pretrained(...))",
+}
+"""File name suffixes that are not read -> what to do."""
+
+
 def remedy(needed: str, names: set[str]) -> str:
     """How to get the missing file, by the other names of the directory or repository; begins with "; " or is empty."""
-    ggufs = sorted(name for name in names if name.endswith(".gguf"))
-    pickles = sorted(name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt")))
-    if "adapter_config.json" in names and needed != "tokenizer.json":
-        return f"; this is an adapter: {_MERGE}"
-    if ggufs and needed != "tokenizer.json":
-        return (
-            f"; {ggufs[0]} is not read: use the model that the GGUF file was made from, which has safetensors, or "
-            "unpack the file with transformers (from_pretrained(..., gguf_file=...)), " + _GUIDE
-        )
-    if needed == "config.json":
-        return "; in the Hugging Face cache, pass the revision folder under snapshots/" if "snapshots" in names else ""
     if needed == "tokenizer.json":
         older = sorted(names & {"tokenizer.model", "vocab.json", "merges.txt", "vocab.txt"})
-        if older:
-            how = "create it with AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers"
-            return f"; {how} from {older[0]}"
-        return "; save it beside the model: AutoTokenizer.from_pretrained(...).save_pretrained(DIR)"
-    if any(name.startswith("model-") and name.endswith(".safetensors") for name in names):
+        source = f" from {older[0]}" if older else ""
+        return f"; create it{source} with transformers: AutoTokenizer.from_pretrained(...).save_pretrained(DIR)"
+    if "adapter_config.json" in names:
+        return f"; this is an adapter: {_MERGE}"
+    if needed == "config.json" and "snapshots" in names:
+        return "; in the Hugging Face cache, pass the revision folder under snapshots/"
+    if needed == WEIGHTS_FILE and any(re.fullmatch(r"model-.*\.safetensors", name) for name in names):
         return f", and {INDEX_FILE} is missing from the shards"
-    if pickles:
-        return (
-            f"; {pickles[0]} is not read, because a pickle can run code; convert it with transformers "
-            f"(from_pretrained(...).save_pretrained(...)), {_GUIDE}"
-        )
+    for suffixes, how in _CONVERSIONS.items():
+        if unread := sorted(name for name in names if name.endswith(suffixes)):
+            return f"; {unread[0]} is not read: {how}, {_GUIDE}"
     return ""
 
 
@@ -129,37 +126,36 @@ class ChatTemplateFile:
     """Special tokens that the template may use: "bos_token", ... -> text."""
 
 
+class _NamedTemplate(Struct):
+    name: str = ""
+    template: str = ""
+
+
+class _TemplateField(Struct):
+    chat_template: str | list[_NamedTemplate] | None = None
+
+
 def read_chat_template(directory: Path) -> ChatTemplateFile | None:
     """The chat template of the weights, or None. Raises CheckpointError if it cannot be read."""
-    path = directory / "chat_template.jinja"
-    if entry_exists(path):
-        try:
-            source: str | None = read_bytes(path, _MAX_TEMPLATE_BYTES).decode()
-        except UnicodeDecodeError:
-            raise CheckpointError(f"{path}: is not UTF-8") from None
-    else:
-        older = (directory / name for name in ("chat_template.json", "tokenizer_config.json"))
-        source = next((found for path in older if (found := _template_field(path)) is not None), None)
+    path, source = directory / "chat_template.jinja", None
+    try:
+        if entry_exists(path):
+            source = read_bytes(path, _MAX_TEMPLATE_BYTES).decode()
+        for name in ("chat_template.json", "tokenizer_config.json"):
+            if source is None:
+                path = directory / name
+                source = _template_field(path)
+                (source or "").encode()
+    except UnicodeError:
+        raise CheckpointError(f"{path}: is not UTF-8") from None
     return None if source is None else ChatTemplateFile(source=source, names=read_names(directory))
 
 
 def _template_field(path: Path) -> str | None:
-    value = read_json(path, optional=True).get("chat_template")
+    value = read_struct(path, _TemplateField, optional=True).chat_template
     if isinstance(value, list):
-        value = next((entry.get("template") for entry in value if _is_default(entry)), None)
-    if value is None:
-        return None
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise CheckpointError(f"{path}: chat_template contains a lone surrogate") from None
-        return value
-    raise CheckpointError(f"{path}: chat_template is neither a string nor a list of named templates")
-
-
-def _is_default(entry: Any) -> bool:
-    return isinstance(entry, dict) and entry.get("name") == "default"
+        return next((each.template for each in value if each.name == "default"), None)
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,13 +209,16 @@ def _starts(header: bytes) -> dict[str, int]:
     return {name: len(header) + entry["data_offsets"][0] for name, entry in entries.items() if name != "__metadata__"}
 
 
-_SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
+class _Index(Struct):
+    weight_map: dict[str, Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors\Z")]]
+    """Tensor name -> file name."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """One tensor on disk."""
 
+    name: str
     path: Path
     entry: Entry
 
@@ -237,13 +236,6 @@ class TensorIndex:
         """The files, sorted by name."""
         return sorted({stored.path for stored in self.tensors.values()})
 
-    def hashes(self, digest: Callable[[Path], str] = sha256) -> dict[Path, str]:
-        """SHA-256 of each file, sorted by name. Raises CheckpointError.
-
-        digest: computes or remembers that of a file.
-        """
-        return {path: digest(path) for path in self.paths}
-
 
 def version_of(hashes: Mapping[Path, str]) -> str:
     """SHA-256 of the single file, or of the concatenated hexadecimal SHA-256s of its shards."""
@@ -255,15 +247,15 @@ def find_tensors(directory: Path) -> TensorIndex:
     """Indexes all tensors; each file must hold exactly what the index lists. Raises CheckpointError."""
     whole, index = directory / WEIGHTS_FILE, directory / INDEX_FILE
     if entry_exists(whole) or not entry_exists(index):
-        return TensorIndex(whole, {name: StoredTensor(whole, entry) for name, entry in read_header(whole).items()})
-    shard_of = _shards(index)
+        return TensorIndex(whole, _stored_in(whole))
+    shard_of = read_struct(index, _Index).weight_map
     found: dict[str, StoredTensor] = {}
     for path in sorted({directory / shard for shard in shard_of.values()}):
-        for name, entry in read_header(path).items():
+        for name, stored in _stored_in(path).items():
             if (indexed := shard_of.get(name)) != path.name:
                 where = f"assigns to {indexed}" if indexed else "does not list"
                 raise CheckpointError(f"{path}: holds {name}, which {index.name} {where}")
-            found[name] = StoredTensor(path, entry)
+            found[name] = stored
     if missing := sorted(shard_of.keys() - found.keys()):
         raise CheckpointError(
             f"{directory / shard_of[missing[0]]}: {missing[0]} is missing, but {index.name} lists it there"
@@ -273,15 +265,8 @@ def find_tensors(directory: Path) -> TensorIndex:
 
 def shard_names(index: Path) -> set[str]:
     """File names of the shards. Raises CheckpointError."""
-    return set(_shards(index).values())
+    return set(read_struct(index, _Index).weight_map.values())
 
 
-def _shards(index: Path) -> dict[str, str]:
-    """Tensor name -> file name."""
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise CheckpointError(f"{index}: weight_map must be an object of file names")
-    for name, shard in weight_map.items():
-        if not isinstance(shard, str) or not _SHARD_NAME.fullmatch(shard):
-            raise CheckpointError(f"{index}: {name} is assigned to {shard!r}, which is not a safetensors file name")
-    return weight_map
+def _stored_in(path: Path) -> dict[str, StoredTensor]:
+    return {name: StoredTensor(name, path, entry) for name, entry in read_header(path).items()}

@@ -10,45 +10,37 @@ from model.families.spec import (
     ACTIVATION_NAMES,
     FamilySpec,
     Raw,
+    Tensor,
     TensorMapping,
     activation,
     head_size,
-    norm,
     read_fields,
     require_values,
-    single,
     write_fields,
 )
 
-
-def _mappings(config: ModelConfig) -> list[TensorMapping]:
-    width, mlp = config.width, config.mlp_width
-    mappings = [
-        single("embedding", "transformer.wte.weight", config.vocab_size, width),
-        single("position_embedding", "transformer.wpe.weight", config.context, width),
-    ]
-    for layer in range(config.n_layers):
-        target, source = f"blocks.{layer}", f"transformer.h.{layer}"
-        mappings += norm(f"{target}.norm_attention", f"{source}.ln_1", config)
-        mappings += _transposed(f"{target}.attention.qkv", f"{source}.attn.c_attn", 3 * width, width)
-        mappings += _transposed(f"{target}.attention.out", f"{source}.attn.c_proj", width, width)
-        mappings += norm(f"{target}.norm_mlp", f"{source}.ln_2", config)
-        mappings += _transposed(f"{target}.mlp.up", f"{source}.mlp.c_fc", mlp, width)
-        mappings += _transposed(f"{target}.mlp.down", f"{source}.mlp.c_proj", width, mlp)
-    mappings += norm("norm", "transformer.ln_f", config)
-    return (
-        mappings if config.tied_head else [*mappings, single("untied_head", "lm_head.weight", config.vocab_size, width)]
-    )
+_NAMES = {
+    "embedding": "transformer.wte.weight",
+    "position_embedding": "transformer.wpe.weight",
+    "untied_head": "lm_head.weight",
+    "norm": "transformer.ln_f",
+    "blocks.N.norm_attention": "transformer.h.N.ln_1",
+    "blocks.N.attention.qkv": "transformer.h.N.attn.c_attn",
+    "blocks.N.attention.out": "transformer.h.N.attn.c_proj",
+    "blocks.N.norm_mlp": "transformer.h.N.ln_2",
+    "blocks.N.mlp.up": "transformer.h.N.mlp.c_fc",
+    "blocks.N.mlp.down": "transformer.h.N.mlp.c_proj",
+}
 
 
-def _transposed(target: str, source: str, rows: int, columns: int) -> list[TensorMapping]:
-    weight = TensorMapping(
-        f"{target}.weight", ((f"{source}.weight", (columns, rows)),), load=_transpose, save=_transpose
-    )
-    return [weight, single(f"{target}.bias", f"{source}.bias", rows)]
+def _transposed(_config: ModelConfig, mapping: TensorMapping) -> TensorMapping:
+    if not re.search(r"(attention|mlp)\.\w+\.weight$", mapping.target):
+        return mapping
+    ((name, (rows, columns)),) = mapping.source
+    return TensorMapping(mapping.target, ((name, (columns, rows)),), load=_transpose, save=_transpose)
 
 
-def _transpose(matrix: Any) -> Any:
+def _transpose(matrix: Tensor) -> Tensor:
     return matrix.T
 
 
@@ -92,7 +84,8 @@ GPT2 = FamilySpec(
     architecture="GPT2LMHeadModel",
     read=_read,
     write=_write,
-    mappings=_mappings,
+    names=_NAMES,
+    layout=_transposed,
     prefix="transformer.",
     ignored=re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)"),
 )

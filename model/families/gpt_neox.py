@@ -3,58 +3,43 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from model.config import ModelConfig
 from model.families.spec import (
-    ACTIVATION_NAMES,
     FamilySpec,
     Raw,
+    Tensor,
     TensorMapping,
     activation,
     head_size,
-    linear,
-    norm,
     read_fields,
     read_rope,
     rope_parameters,
-    single,
-    write_fields,
-    write_rope,
 )
 
-
-def _mappings(config: ModelConfig) -> list[TensorMapping]:
-    width, mlp = config.width, config.mlp_width
-    mappings = [single("embedding", "gpt_neox.embed_in.weight", config.vocab_size, width)]
-    for layer in range(config.n_layers):
-        target, source = f"blocks.{layer}", f"gpt_neox.layers.{layer}"
-        out, up, down = f"{source}.attention.dense", f"{source}.mlp.dense_h_to_4h", f"{source}.mlp.dense_4h_to_h"
-        mappings += norm(f"{target}.norm_attention", f"{source}.input_layernorm", config)
-        mappings += _interleaved(f"{target}.attention.qkv", f"{source}.attention.query_key_value", config)
-        mappings += linear(f"{target}.attention.out", [(out, width)], width, bias=config.out_bias)
-        mappings += norm(f"{target}.norm_mlp", f"{source}.post_attention_layernorm", config)
-        mappings += linear(f"{target}.mlp.up", [(up, mlp)], width, bias=config.mlp_bias)
-        mappings += linear(f"{target}.mlp.down", [(down, width)], mlp, bias=config.mlp_bias)
-    mappings += norm("norm", "gpt_neox.final_layer_norm", config)
-    if not config.tied_head:
-        mappings.append(single("untied_head", "embed_out.weight", config.vocab_size, width))
-    return mappings
+_NAMES = {
+    "embedding": "gpt_neox.embed_in.weight",
+    "untied_head": "embed_out.weight",
+    "norm": "gpt_neox.final_layer_norm",
+    "blocks.N.norm_attention": "gpt_neox.layers.N.input_layernorm",
+    "blocks.N.attention.qkv": "gpt_neox.layers.N.attention.query_key_value",
+    "blocks.N.attention.out": "gpt_neox.layers.N.attention.dense",
+    "blocks.N.norm_mlp": "gpt_neox.layers.N.post_attention_layernorm",
+    "blocks.N.mlp.up": "gpt_neox.layers.N.mlp.dense_h_to_4h",
+    "blocks.N.mlp.down": "gpt_neox.layers.N.mlp.dense_4h_to_h",
+}
 
 
-def _interleaved(target: str, source: str, config: ModelConfig) -> list[TensorMapping]:
-    """The file orders rows by head: q, k, v of head 0, then of head 1, ..."""
-    load: Callable[[Any], Any] = partial(_swap, outer=config.n_heads, inner=3)
-    save: Callable[[Any], Any] = partial(_swap, outer=3, inner=config.n_heads)
-    rows = 3 * config.n_heads * config.head_dim
-    weight = TensorMapping(f"{target}.weight", ((f"{source}.weight", (rows, config.width)),), load=load, save=save)
-    bias = TensorMapping(f"{target}.bias", ((f"{source}.bias", (rows,)),), load=load, save=save)
-    return [weight, bias] if config.qkv_bias else [weight]
+def _interleaved(config: ModelConfig, mapping: TensorMapping) -> TensorMapping:
+    """The file orders the rows of qkv by head: q, k, v of head 0, then of head 1, ..."""
+    if ".attention.qkv." not in mapping.target:
+        return mapping
+    load, save = partial(_swap, outer=config.n_heads, inner=3), partial(_swap, outer=3, inner=config.n_heads)
+    return TensorMapping(mapping.target, mapping.source, load=load, save=save)
 
 
-def _swap(tensor: Any, *, outer: int, inner: int) -> Any:
+def _swap(tensor: Tensor, *, outer: int, inner: int) -> Tensor:
     """Reorders rows from [outer, inner, head_dim] to [inner, outer, head_dim]."""
     head_dim = len(tensor) // (outer * inner)
     rows = tensor.reshape(outer, inner, head_dim, *tensor.shape[1:])
@@ -95,24 +80,12 @@ def _read(raw: Raw) -> ModelConfig:
     )
 
 
-def _write(config: ModelConfig) -> dict[str, Any]:
-    rope, share = write_rope(config), config.effective_rotary_dim / config.head_dim
-    return {
-        **write_fields(config, _KEYS),
-        "hidden_act": ACTIVATION_NAMES[config.activation],
-        "rotary_pct": share,
-        "rotary_emb_base": config.rope_theta,
-        **rope,
-        "rope_parameters": {**rope["rope_parameters"], "partial_rotary_factor": share},
-    }
-
-
 GPT_NEOX = FamilySpec(
     name="gpt_neox",
     architecture="GPTNeoXForCausalLM",
     read=_read,
-    write=_write,
-    mappings=_mappings,
+    names=_NAMES,
+    layout=_interleaved,
     prefix="gpt_neox.",
     ignored=re.compile(r".*attention\.(bias|masked_bias|rotary_emb\.inv_freq)"),
 )

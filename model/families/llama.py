@@ -11,47 +11,29 @@ from model.families.spec import (
     ACTIVATION_NAMES,
     FamilySpec,
     Raw,
-    TensorMapping,
     activation,
-    linear,
-    norm,
     read_fields,
     read_rope,
     require_values,
     rope_parameters,
-    single,
     write_fields,
     write_rope,
 )
 
-_BUFFERS = re.compile(r".*rotary_emb\.inv_freq")
-
-
-def _mappings(config: ModelConfig) -> list[TensorMapping]:
-    width, head_dim = config.width, config.head_dim
-    q_rows, kv_rows = config.n_heads * head_dim, config.n_kv_heads * head_dim
-    mappings = [single("embedding", "model.embed_tokens.weight", config.vocab_size, width)]
-    for layer in range(config.n_layers):
-        target, source = f"blocks.{layer}", f"model.layers.{layer}"
-        attention, mlp = f"{source}.self_attn", f"{source}.mlp"
-        qkv = [(f"{attention}.q_proj", q_rows), (f"{attention}.k_proj", kv_rows), (f"{attention}.v_proj", kv_rows)]
-        gate_up = [(f"{mlp}.gate_proj", config.mlp_width), (f"{mlp}.up_proj", config.mlp_width)]
-        mappings += norm(f"{target}.norm_attention", f"{source}.input_layernorm", config)
-        mappings += linear(f"{target}.attention.qkv", qkv, width, bias=config.qkv_bias)
-        mappings += linear(f"{target}.attention.out", [(f"{attention}.o_proj", width)], q_rows, bias=config.out_bias)
-        if config.qk_norm:
-            mappings += [
-                single(f"{target}.attention.{x}_norm.weight", f"{attention}.{x}_norm.weight", head_dim) for x in "qk"
-            ]
-        mappings += norm(f"{target}.norm_mlp", f"{source}.post_attention_layernorm", config)
-        mappings += linear(f"{target}.mlp.up", gate_up, width, bias=config.mlp_bias)
-        mappings += linear(f"{target}.mlp.down", [(f"{mlp}.down_proj", width)], config.mlp_width, bias=config.mlp_bias)
-    mappings += norm("norm", "model.norm", config)
-    return (
-        mappings if config.tied_head else [*mappings, single("untied_head", "lm_head.weight", config.vocab_size, width)]
-    )
-
-
+_ATTENTION, _MLP = "model.layers.N.self_attn", "model.layers.N.mlp"
+_NAMES: dict[str, str | tuple[str, ...]] = {
+    "embedding": "model.embed_tokens.weight",
+    "untied_head": "lm_head.weight",
+    "norm": "model.norm",
+    "blocks.N.norm_attention": "model.layers.N.input_layernorm",
+    "blocks.N.attention.qkv": (f"{_ATTENTION}.q_proj", f"{_ATTENTION}.k_proj", f"{_ATTENTION}.v_proj"),
+    "blocks.N.attention.q_norm": f"{_ATTENTION}.q_norm",
+    "blocks.N.attention.k_norm": f"{_ATTENTION}.k_norm",
+    "blocks.N.attention.out": f"{_ATTENTION}.o_proj",
+    "blocks.N.norm_mlp": "model.layers.N.post_attention_layernorm",
+    "blocks.N.mlp.up": (f"{_MLP}.gate_proj", f"{_MLP}.up_proj"),
+    "blocks.N.mlp.down": f"{_MLP}.down_proj",
+}
 _KEYS = {
     "vocab_size": "vocab_size",
     "width": "hidden_size",
@@ -123,23 +105,15 @@ def _write_llama(config: ModelConfig) -> dict[str, Any]:
     return {**_write(config), "attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
 
 
-def _write_mistral(config: ModelConfig) -> dict[str, Any]:
-    return {**_write(config), "sliding_window": config.sliding_window}
-
-
-def _write_qwen(config: ModelConfig) -> dict[str, Any]:
+def _write_qwen3(config: ModelConfig) -> dict[str, Any]:
     window = config.sliding_window
     kind = "full_attention" if window is None else "sliding_attention"
     sliding = {"use_sliding_window": window is not None, "sliding_window": window, "max_window_layers": 0}
-    return {**_write(config), **sliding, "layer_types": [kind] * config.n_layers}
+    return {**_write(config), **sliding, "layer_types": [kind] * config.n_layers, "attention_bias": config.out_bias}
 
 
-def _write_qwen3(config: ModelConfig) -> dict[str, Any]:
-    return {**_write_qwen(config), "attention_bias": config.out_bias}
-
-
-_family = partial(FamilySpec, mappings=_mappings, prefix="model.", ignored=_BUFFERS)
+_family = partial(FamilySpec, names=_NAMES, prefix="model.", ignored=re.compile(r".*rotary_emb\.inv_freq"))
 LLAMA = _family(name="llama", architecture="LlamaForCausalLM", read=_read_llama, write=_write_llama)
-MISTRAL = _family(name="mistral", architecture="MistralForCausalLM", read=_read_mistral, write=_write_mistral)
-QWEN2 = _family(name="qwen2", architecture="Qwen2ForCausalLM", read=_read_qwen2, write=_write_qwen)
+MISTRAL = _family(name="mistral", architecture="MistralForCausalLM", read=_read_mistral)
+QWEN2 = _family(name="qwen2", architecture="Qwen2ForCausalLM", read=_read_qwen2)
 QWEN3 = _family(name="qwen3", architecture="Qwen3ForCausalLM", read=_read_qwen3, write=_write_qwen3)

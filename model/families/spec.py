@@ -6,16 +6,18 @@ Tensors are torch's, or numpy's arrays where the C++ kernels take them: mappings
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from model.config import Activation, ConfigError, ModelConfig, RopeScaling
+from model.parameter_shapes import parameter_shapes
 
 Raw = Mapping[str, Any]
 Shape = tuple[int, ...]
 Tensor = Any
 """A torch.Tensor or a numpy array."""
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -34,29 +36,9 @@ class TensorMapping:
     save: Callable[[Tensor], Tensor] = _same
     """The inverse of `load`."""
 
-
-class TensorReader(Protocol):
-    """Reads tensors of files into one number format: with torch on any device, with numpy for the C++ kernels."""
-
-    def read(self, name: str) -> Tensor:
-        """The tensor with this name in the files. Raises CheckpointError if it cannot be read."""
-        ...
-
-    def empty(self, *shape: int) -> Tensor:
-        """A new tensor without values."""
-        ...
-
-    def contiguous(self, tensor: Tensor) -> Tensor:
-        """The tensor, or a copy whose memory is in the order of its elements."""
-        ...
-
-    def equal(self, one: Tensor, other: Tensor) -> bool:
-        """Whether all elements are equal."""
-        ...
-
-    def not_finite(self) -> str | None:
-        """File and name of the first tensor read that holds NaN or an infinity; None if there is none."""
-        ...
+    def without_prefix(self, prefix: str) -> TensorMapping:
+        """The same from files whose names lack `prefix`."""
+        return replace(self, source=tuple((name.removeprefix(prefix), shape) for name, shape in self.source))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,24 +50,47 @@ class FamilySpec:
     """The transformers class that loads our exports."""
     read: Callable[[Raw], ModelConfig]
     """config.json -> ModelConfig. Raises ConfigError, KeyError, TypeError or ValueError."""
-    write: Callable[[ModelConfig], dict[str, Any]]
-    """ModelConfig -> config.json; valid only if read() returns the same ModelConfig."""
-    mappings: Callable[[ModelConfig], list[TensorMapping]]
+    write: Callable[[ModelConfig], dict[str, Any]] | None = None
+    """ModelConfig -> config.json; valid only if read() returns the same ModelConfig. None if no new model is of it:
+    fine-tuning keeps the config.json that it finds."""
+    names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
+    """Modules (or tensors outside of modules) of the Decoder -> those of the files, with N for the number of the layer.
+
+    Several names are q, k, v of attention.qkv, and gate, up of mlp.up. Without names, the files have the Decoder's.
+    """
+    layout: Callable[[ModelConfig, TensorMapping], TensorMapping] = lambda _config, mapping: mapping
+    """Adds the conversion of a tensor that the files store in another layout."""
     prefix: str = ""
     """Prefix that tensor names lack if the model was saved without its head."""
     ignored: re.Pattern[str] = re.compile(r"(?!)")
     """Names of redundant buffers that older exporters stored."""
 
+    def mappings(self, config: ModelConfig) -> list[TensorMapping]:
+        """Each tensor of the Decoder, in the order of its state dict."""
+        mappings = []
+        for target, (rows, *columns) in parameter_shapes(config).items():
+            sources = self._sources(target)
+            counts = [rows // len(sources)] * len(sources)
+            if len(sources) == 3:
+                counts = [config.head_dim * heads for heads in (config.n_heads, config.n_kv_heads, config.n_kv_heads)]
+            shapes = tuple((name, (count, *columns)) for name, count in zip(sources, counts, strict=True))
+            mappings.append(self.layout(config, TensorMapping(target, shapes)))
+        return mappings
+
+    def _sources(self, target: str) -> list[str]:
+        """Names of the file's tensors that make up the Decoder's tensor `target`."""
+        if not self.names:
+            return [target]
+        layer = _LAYER.search(target)
+        module, _, suffix = _LAYER.sub("N", target).rpartition(".")
+        found = self.names[module] if module else self.names[suffix]
+        names = (found,) if isinstance(found, str) else found
+        number = layer[0] if layer else ""
+        return [name.replace(".N.", f".{number}.") + (f".{suffix}" if module else "") for name in names]
+
     def shapes(self, config: ModelConfig) -> dict[str, Shape]:
         """Name and shape of every tensor that the files must hold; they hold no others."""
         return {name: shape for mapping in self.mappings(config) for name, shape in mapping.source}
-
-    def load(
-        self, config: ModelConfig, tensors: TensorReader, names: Mapping[str, str], only: str | None = None
-    ) -> dict[str, Tensor]:
-        """State dict of the Decoder, or its tensor `only`. names: of the family -> in the files."""
-        mappings = (mapping for mapping in self.mappings(config) if only in (None, mapping.target))
-        return {mapping.target: _assemble(mapping, tensors, names) for mapping in mappings}
 
     def save(self, config: ModelConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The family's tensors, split from the Decoder's."""
@@ -95,36 +100,6 @@ class FamilySpec:
             parts = whole.split([shape[0] for _, shape in mapping.source])
             tensors |= {name: part.contiguous() for (name, _), part in zip(mapping.source, parts, strict=True)}
         return tensors
-
-
-def _assemble(mapping: TensorMapping, tensors: TensorReader, names: Mapping[str, str]) -> Tensor:
-    """Allocates a concatenated tensor once and fills it part by part, to hold at most one part in addition."""
-    if len(mapping.source) == 1:
-        return tensors.contiguous(mapping.load(tensors.read(names[mapping.source[0][0]])))
-    rows = [shape[0] for _, shape in mapping.source]
-    whole, start = tensors.empty(sum(rows), *mapping.source[0][1][1:]), 0
-    for (name, _), count in zip(mapping.source, rows, strict=True):
-        whole[start : start + count] = mapping.load(tensors.read(names[name]))
-        start += count
-    return whole
-
-
-def single(target: str, source: str, *shape: int) -> TensorMapping:
-    """A tensor with the same layout on both sides."""
-    return TensorMapping(target, ((source, shape),))
-
-
-def linear(target: str, source: Sequence[tuple[str, int]], columns: int, *, bias: bool) -> list[TensorMapping]:
-    """A Decoder matrix and its bias, concatenated from the file's matrices. source: (name, rows) of each."""
-    weights = tuple((f"{name}.weight", (rows, columns)) for name, rows in source)
-    biases = tuple((f"{name}.bias", (rows,)) for name, rows in source)
-    return [TensorMapping(f"{target}.weight", weights)] + ([TensorMapping(f"{target}.bias", biases)] if bias else [])
-
-
-def norm(target: str, source: str, config: ModelConfig) -> list[TensorMapping]:
-    """Weight of a norm over the width, and its bias if it has one."""
-    names = ("weight", "bias") if config.norm_bias else ("weight",)
-    return [single(f"{target}.{name}", f"{source}.{name}", config.width) for name in names]
 
 
 _ACTIVATIONS: dict[str, Activation] = {

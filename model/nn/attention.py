@@ -47,14 +47,14 @@ class CausalAttend:
         q_BHNC, k_BKNC, v_BKNC = (
             x.to(v_TKC.dtype).unflatten(0, (-1, self.length)).transpose(1, 2) for x in (q_THC, k_TKC, v_TKC)
         )
-        seen_NN = None if self.window is None else ~self._mask(q_THC.device)
+        seen_NN = None
+        if self.window is not None:
+            positions_N1 = torch.arange(self.length, device=q_THC.device)[:, None]
+            seen_NN = ~masked_positions(positions_N1, self.length, self.window)
         out_BHNC = F.scaled_dot_product_attention(
             q_BHNC, k_BKNC, v_BKNC, attn_mask=seen_NN, is_causal=seen_NN is None, enable_gqa=shares
         )
         return out_BHNC.transpose(1, 2).flatten(0, 1)
-
-    def _mask(self, device: torch.device) -> Tensor:
-        return masked_positions(torch.arange(self.length, device=device)[:, None], self.length, self.window)
 
 
 class EncoderAttend:

@@ -36,24 +36,15 @@ def generate(
 
 
 @torch.inference_mode()
-def logits(
-    decoder: Decoder,
-    tokens: list[int],
-    *,
-    source: list[int] | None = None,
-) -> Tensor:
+def logits(decoder: Decoder, tokens: list[int], *, source: list[int] | None = None) -> Tensor:
     """Float32 logits [T, V] of the token that follows each of `tokens`."""
-    device = decoder.embedding.device
+    device, cross = decoder.embedding.device, None
     attend = CausalAttend(len(tokens), decoder.config.sliding_window)
-    cross = None if source is None else read_source(decoder, source)
+    if source is not None:
+        source_BS = torch.tensor([source], device=device)
+        cross = read_sources(decoder, source_BS, torch.ones_like(source_BS, dtype=torch.bool))
     hidden_TD = decoder(torch.tensor(tokens, device=device), torch.arange(len(tokens), device=device), attend, cross)
     return decoder.head(hidden_TD).float()
-
-
-def read_source(decoder: Decoder, source: list[int]) -> CrossAttend:
-    """Encodes one source."""
-    tokens_BS = torch.tensor([source], device=decoder.embedding.device)
-    return read_sources(decoder, tokens_BS, torch.ones_like(tokens_BS, dtype=torch.bool))
 
 
 def read_sources(decoder: Decoder, tokens_BS: Tensor, real_BS: Tensor) -> CrossAttend:

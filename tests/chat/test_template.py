@@ -112,9 +112,9 @@ def test_the_template_is_found_wherever_transformers_puts_it(
         ("chat_template.jinja", b"\xff", "UTF-8"),
         ("chat_template.jinja", b"a" * (1 << 20) + b"b", "more than"),
         ("chat_template.json", b"[]", "JSON object"),
-        ("tokenizer_config.json", b'{"chat_template": 7}', "neither a string nor"),
-        ("tokenizer_config.json", b'{"chat_template": "a\\ud800"}', "a lone surrogate"),
-        ("tokenizer_config.json", b'{"chat_template": [{"name": "default", "template": 7}]}', "neither a string nor"),
+        ("tokenizer_config.json", b'{"chat_template": 7}', "got `int`"),
+        ("tokenizer_config.json", b'{"chat_template": "a\\ud800"}', "is not UTF-8"),
+        ("tokenizer_config.json", b'{"chat_template": [{"name": "default", "template": 7}]}', "got `int`"),
     ],
 )
 def test_a_template_that_cannot_be_read_is_named(tmp_path: Path, name: str, content: bytes, reason: str) -> None:

@@ -28,15 +28,12 @@ def _parser_with_verbs() -> OneLineParser:
     [
         ("--out x --max-runing=4", "unrecognized arguments: --max-runing=4; did you mean --max-running? see"),
         ("--out x --max_waiting=4", "unrecognized arguments: --max_waiting=4; did you mean --max-waiting? see"),
-        ("--out x -weights", "unrecognized arguments: -weights; did you mean --weights? see"),
         ("--out x --model", "unrecognized arguments: --model; did you mean --weights? see"),
         ("add --key-file y", "unrecognized arguments: --key-file y; did you mean --keys-file? see"),
-        ("--weigths x", "unrecognized arguments: --weigths; did you mean --weights? see"),  # and --out is missing
         ("--out x --nonsense --max-runing", "unrecognized arguments: --nonsense --max-runing; did you mean"),
         ("--out x --nonsense", "unrecognized arguments: --nonsense; see"),
         ("--out x -p", "unrecognized arguments: -p; see"),
         ("--weights x", "the following arguments are required: --out; see"),
-        ("--weights x -- --out", "the following arguments are required: --out; see"),
         ("--out", "argument --out: expected one argument; see"),
     ],
 )

@@ -46,8 +46,8 @@ OUTSIDE = {
     "app.serving": set[str](),
     "app.tokenization": {"msgspec", "tokenizers"},
     "app.__main__": {"benchmarks"},
-    "model": {"numpy", "torch"},
-    "model.checkpoint": {"httpx2", "huggingface_hub", "numpy", "safetensors", "torch"},
+    "model": {"msgspec", "numpy", "torch"},
+    "model.checkpoint": {"httpx2", "huggingface_hub", "msgspec", "numpy", "safetensors", "torch"},
     "model.tokenizer": {"msgspec", "tokenizers"},
     "model.train": {"numpy", "safetensors", "tokenizers", "torch"},
 }

@@ -40,7 +40,7 @@ def _hashes(directory: Path) -> dict[str, str]:
     check_layout(directory)
     load_config(directory)
     Tokenizer.load(directory)
-    return {path.name: digest for path, digest in find_tensors(directory).hashes().items()}
+    return {path.name: sha256(path) for path in find_tensors(directory).paths}
 
 
 def _overwrite(directory: Path) -> None:

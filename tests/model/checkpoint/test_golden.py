@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,9 @@ def _load(directory: Path) -> Decoder:
     return load(directory, device=torch.device("cpu"), dtype=torch.float32).decoder
 
 
-@pytest.fixture
-def directory(tmp_path: Path, weights: Path) -> Path:
-    """The tiny weights with a golden.json."""
-    copy = Path(shutil.copytree(weights, tmp_path / "golden"))
-    (copy / GOLDEN_FILE).write_bytes(golden_file(tiny_decoder(), PROMPT))
-    return copy
+@pytest.fixture(autouse=True)
+def _golden(directory: Path) -> None:
+    (directory / GOLDEN_FILE).write_bytes(golden_file(tiny_decoder(), PROMPT))
 
 
 def test_a_model_meets_its_own_file(directory: Path, weights: Path) -> None:
@@ -60,10 +56,12 @@ def test_a_config_that_loads_but_is_another_model_is_found_out(directory: Path, 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"prompt": [1]}, "2 to 64 ids"),
+        ({"prompt": [1]}, r"length >= 2 - at `\$\.prompt`"),
         ({"prompt": [1, 320]}, "ids below 320"),
+        ({"prompt": [1, -1]}, "int"),
+        ({"logprobs": [-1, -1, -1, 1e7]}, "float"),
         ({"logprobs": [-1.0]}, "5 ids have 4 logprobs, not 1"),
-        ({"logprobs": [-1, -1, -1, None]}, "list of numbers"),
+        ({"logprobs": [-1, -1, -1, None]}, r"Expected `float`, got `null` - at `\$\.logprobs"),
         ({"logprobs": [-1e5] * 4}, "differ by up to"),
     ],
 )

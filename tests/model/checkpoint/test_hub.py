@@ -201,7 +201,7 @@ def test_errors_say_what_to_do(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) ->
     [
         ({"tiny.Q4_0.gguf": b"GGUF"}, "tiny.Q4_0.gguf is not read: use the model that the GGUF file was made from"),
         ({"adapter_config.json": b"{}", "adapter_model.safetensors": b"1"}, "is an adapter: merge it into its base"),
-        ({"config.json": b"{}", "pytorch_model.bin": b"1"}, "pytorch_model.bin is not read, because a pickle"),
+        ({"config.json": b"{}", "pytorch_model.bin": b"1"}, "pytorch_model.bin is not read: a pickle"),
         ({"config.json": b"{}", "tiny.Q4_0.gguf": b"GGUF"}, "safetensors; tiny.Q4_0.gguf is not read"),
     ],
 )

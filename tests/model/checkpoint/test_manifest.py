@@ -50,19 +50,20 @@ def test_hashes_that_are_known_are_not_computed_again_but_count(whole: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "field"),
     [
-        ({}, "sha256 must be an object"),
-        ({"sha256": {"../secret": "0" * 64}}, "is not a file name in its directory"),
-        ({"sha256": {MANIFEST_FILE: "0" * 64}}, "is not a file name in its directory"),
-        ({"sha256": {"config.json": "0" * 63}}, "64 hexadecimal digits"),
-        ({"sha256": {"config.json": 5}}, "64 hexadecimal digits"),
+        ({}, "sha256"),
+        *[({"sha256": {name: "0" * 64}}, "key") for name in ("../secret", MANIFEST_FILE, "", "a\n")],
+        *[({"sha256": {"config.json": value}}, "sha256") for value in ("0" * 63, "0" * 65, 5)],
+        *[({"name": name, "sha256": {}}, "name") for name in ("", 5, "a b", "a/b", "-a", "a\n", "a" * 101, ["a"])],
     ],
 )
-def test_a_manifest_that_is_none_is_refused(whole: Path, content: Any, words: str) -> None:
+def test_a_manifest_that_is_none_is_refused(whole: Path, content: Any, field: str) -> None:
+    """So is a name that no client could write."""
     (whole / MANIFEST_FILE).write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match=words):
-        check_manifest(whole)
+    read = read_model_name if field == "name" else check_manifest
+    with pytest.raises(CheckpointError, match=rf"manifest\.json: .*{field}"):
+        read(whole)
 
 
 def test_a_manifest_may_name_the_model(whole: Path) -> None:
@@ -71,22 +72,6 @@ def test_a_manifest_may_name_the_model(whole: Path) -> None:
     assert read_model_name(whole) == "plays-5m" and check_manifest(whole)
     (whole / MANIFEST_FILE).unlink()
     assert read_model_name(whole) is None
-
-
-@pytest.mark.parametrize("name", ["", 5, "a b", "a/b", "-a", "a\n", "a" * 101, ["a"]])
-def test_a_name_that_no_client_could_write_is_refused(whole: Path, name: Any) -> None:
-    (whole / MANIFEST_FILE).write_text(json.dumps({"name": name, "sha256": {}}))
-    with pytest.raises(CheckpointError, match=r"manifest\.json: name must be of 1 to 100 letters"):
-        read_model_name(whole)
-
-
-def test_a_link_out_of_the_directory_is_not_followed(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    other = tmp_path_factory.mktemp("elsewhere") / "config.json"
-    other.write_bytes(FILES["config.json"])
-    (whole / "config.json").unlink()
-    (whole / "config.json").symlink_to(other)
-    with pytest.raises(CheckpointError, match="leads out of the directory"):
-        check_manifest(whole)
 
 
 @pytest.mark.parametrize(("name", "model_name"), [("weights", "period-8.7m"), ("weights-32m", "period-32m")])

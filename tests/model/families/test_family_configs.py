@@ -27,6 +27,7 @@ GPT2 = {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size
 MINIMAL = {name: GPT2 if name == "gpt2" else LLAMA for name in FAMILIES}
 MINIMAL |= {name: {**LLAMA, "num_attention_heads": 32} for name in ("mistral", "qwen2", "qwen3")}
 MINIMAL |= {name: {**MINIMAL[name], "hidden_size": 64} for name in ("mistral", "qwen2", "qwen3", "gpt_neox")}
+WRITTEN = ("llama", "gpt2", "qwen3")
 _LOW_HIGH = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"rope_theta": 5e5}),
@@ -82,11 +83,13 @@ def test_every_activation_is_read_and_written_by_its_name(name: str) -> None:
     key = "activation_function" if name == "gpt2" else "hidden_act"
     for activation, written in ACTIVATION_NAMES.items():
         config = _read(name, MINIMAL[name] | {key: written})
-        assert config.activation == activation and write_config(config, "float32", 0)[key] == written
+        assert config.activation == activation
+        if name in WRITTEN:
+            assert write_config(config, "float32", 0)[key] == written
     assert ACTIVATION_NAMES.keys() == set(get_args(Activation))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if family_name(case) in WRITTEN])
 def test_what_is_written_reads_back_here_and_there(case: str) -> None:
     config = _read(family_name(case), their_model(case).config.to_dict())
     raw = write_config(config, "float32", 0)
@@ -181,6 +184,7 @@ OWN: list[dict[str, Any]] = [
     {"logit_soft_cap": 30.0},
     {"qk_norm": True, "sliding_window": 9, "rope_scaling": SCALING, "embedding_scale": 8.0},
     {"qkv_bias": True, "out_bias": True, "sliding_window": 5},
+    {"norm": "layernorm", "norm_bias": True, "gated": False, "parallel_residual": True, "n_kv_heads": 4},
     {"n_encoder_layers": 1},
 ]
 

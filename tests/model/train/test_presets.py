@@ -168,4 +168,4 @@ def test_every_size_comes_in_every_layout_with_its_own_depth_and_width() -> None
     assert set(SIZES) < set(PRESET_NAMES)
     described = {name: "; ".join(" ".join(line) for line in shape_lines(preset(name))) for name in PRESET_NAMES}
     assert "5 layers x 256, " in described["small"] and "4 heads, 2 kv heads, head_dim 64" in described["small"]
-    assert "encoder of 3 layers with cross-attention" in described["cross"]
+    assert "n_encoder_layers 3" in described["cross"]

@@ -78,6 +78,7 @@ _HARMLESS = (
     "sys._getframe",
     "gc.",
     "array.",
+    "mmap.",
 )
 
 
