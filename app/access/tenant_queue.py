@@ -17,8 +17,10 @@ import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from app.access.rate_limiter import UNLIMITED, Reservation
 from app.common.errors import Unavailable
@@ -26,6 +28,7 @@ from app.common.errors import Unavailable
 _HALF_LIFE = 10.0
 """Seconds after which worker time counts half."""
 _DECAY = 0.9
+_T = TypeVar("_T")
 
 
 class Busy(Unavailable):
@@ -189,6 +192,39 @@ class TenantQueue:
 
     def _expected_seconds(self, cost: int) -> float:
         return cost * self._seconds / self._cost
+
+
+class TenantThreads:
+    """Threads that tenants take in turns. Owned by the event loop."""
+
+    def __init__(
+        self, name: str, workers: int, *, max_jobs: int, max_size: int, initializer: Callable[[], None] | None = None
+    ) -> None:
+        """`max_jobs` and `max_size` as in TenantQueue; each thread calls `initializer` first."""
+        self._queue = TenantQueue(workers, max_jobs=max_jobs, max_size=max_size)
+        self._threads = ThreadPoolExecutor(workers, name, initializer)
+
+    def admitted(self, account: WorkAccount, size: int) -> AbstractContextManager[None]:
+        """TenantQueue.admitted(). Raises Busy."""
+        return self._queue.admitted(account, size)
+
+    async def run(self, work: Callable[[], _T], account: WorkAccount, cost: int) -> _T:
+        """The result of `work`, which a thread does in one turn."""
+        turn = await self._queue.acquire(account, cost)
+        loop = asyncio.get_running_loop()
+
+        def end(_: Future[_T]) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(turn.end)
+
+        running = self._threads.submit(work)
+        running.add_done_callback(end)  # not when the client disconnects: the thread is busy until the work is done
+        return await asyncio.wrap_future(running)
+
+    def close(self) -> None:
+        """Drops queued work; running work finishes."""
+        self._queue.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 # Parsing a megabyte holds the GIL for up to 50 ms, in any thread. One turn at a time, each followed by a rest of the

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from app.access.tenant_queue import WorkAccount
 from app.common.errors import InvalidRequest
-from app.sandbox.sandbox import SandboxKilled, SandboxPool
+from app.sandbox.sandbox import SandboxError, SandboxPool
 from model.checkpoint.tensor_index import ChatTemplateFile, read_chat_template
 from model.files import one_line
 
@@ -67,7 +67,7 @@ class ChatTemplate:
         try:
             request = msgspec.msgpack.encode(RenderJob(source=self.source, variables=variables))
             response = await self._pool.call(request, account)
-        except SandboxKilled as error:
+        except SandboxError as error:
             raise InvalidRequest(f"the model's chat template {error} for these messages", "messages") from None
         rendered = _decoder.decode(response)
         if rendered.error:
@@ -76,4 +76,4 @@ class ChatTemplate:
 
     async def close(self) -> None:
         """Stops the processes; idempotent."""
-        await self._pool.close()
+        self._pool.close()

@@ -24,7 +24,7 @@ from jinja2.utils import Namespace
 from app.chat.template import RenderJob, RenderResult
 from app.sandbox.sandbox_child import serve
 
-_MEMORY_BYTES = 256 << 20
+_MEMORY_BYTES = 192 << 20
 _MAX_CHARACTERS = 4 << 20
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -122,4 +122,4 @@ def _handle(request: bytes) -> bytes:
 
 
 if __name__ == "__main__":
-    serve(_handle, seconds=float(sys.argv[1]), max_bytes=_MEMORY_BYTES)
+    serve(_handle, seconds=float(sys.argv[1]), more_bytes=_MEMORY_BYTES)

@@ -15,7 +15,7 @@ from pathlib import Path
 from app.access.tenant_queue import WorkAccount
 from app.common.errors import InvalidRequest
 from app.guided.grammar import Grammar
-from app.sandbox.sandbox import SandboxKilled, SandboxPool
+from app.sandbox.sandbox import SandboxError, SandboxPool
 from model.files import Files
 
 MISSING = 'this server was installed without constrained decoding: pip install "inkstream[guided]"'
@@ -49,13 +49,10 @@ class GrammarValidator:
     Acceptances are kept per tenant, so that no tenant can find out by timing whether another uses the same grammar.
     """
 
-    def __init__(
-        self, weights: Path, *, seconds: float, files: Files | None = None, installed: bool | None = None
-    ) -> None:
+    def __init__(self, weights: Path, *, seconds: float, files: Files | None = None) -> None:
         """`files`: where the processes read the tokenizer of `weights` (model/files.py)."""
         arguments = (str(weights), json.dumps(dict(files or {})))
         self._pool = SandboxPool("app.guided.validator_worker", *arguments, seconds=seconds, max_jobs=MAX_JOBS)
-        self._installed = find_spec("llguidance") is not None if installed is None else installed
         self._verdicts: OrderedDict[tuple[str | None, bytes], _Verdict] = OrderedDict()
         """By tenant, None for refusals, and hash; the least recently used first."""
         self._in_progress: dict[tuple[str, bytes], _Check] = {}
@@ -68,7 +65,7 @@ class GrammarValidator:
 
     async def check(self, grammar: Grammar, account: WorkAccount) -> None:
         """Raises InvalidRequest for an invalid grammar, Busy, EngineFailed."""
-        if not self._installed:
+        if find_spec("llguidance") is None:
             raise InvalidRequest(MISSING, grammar.field)
         problem = self._known_problem(grammar.lark, account.tenant)
         if problem is None:
@@ -80,7 +77,7 @@ class GrammarValidator:
 
     async def close(self) -> None:
         """Stops the processes; checks in progress fail."""
-        await self._pool.close()
+        self._pool.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _known_problem(self, lark: str, tenant: str) -> str | None:
@@ -111,7 +108,7 @@ class GrammarValidator:
     async def _validate(self, lark: str, account: WorkAccount) -> str:
         try:
             verdict = _Verdict((await self._pool.call(lark.encode(), account)).decode())
-        except SandboxKilled as error:
+        except SandboxError as error:
             verdict = _Verdict(f"compiling it {error}: make it simpler", time.monotonic() + _KILLED_SECONDS)
         self._verdicts[None if verdict.problem else account.tenant, _digest(lark)] = verdict
         while len(self._verdicts) > _MAX_VERDICTS:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import resource
 import sys
 from pathlib import Path
 
@@ -36,8 +35,7 @@ def main(seconds: float, weights: Path, files: Files) -> None:
     def handle(grammar: bytes) -> bytes:
         return problem_of(vocabulary, grammar.decode()).encode()
 
-    used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    serve(handle, seconds=seconds, max_bytes=used_bytes + MEMORY_BYTES)
+    serve(handle, seconds=seconds, more_bytes=MEMORY_BYTES)
 
 
 def problem_of(vocabulary: GrammarVocabulary, grammar: str) -> str:

@@ -1,5 +1,5 @@
 """Helper processes with limits on time and memory, killed when they exceed them.
 
-Main names: SandboxPool.
+Main names: Sandbox, SandboxPool.
 Invariants: Untrusted work (templates, grammars, regular expressions) never runs in the API process.
 """

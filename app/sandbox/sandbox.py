@@ -10,116 +10,161 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from app.access.tenant_queue import TenantQueue, WorkAccount
+from app.access.tenant_queue import TenantThreads, WorkAccount
 from app.common.errors import EngineFailed
 from app.sandbox.sandbox_child import LENGTH
 
 _START_SECONDS = 30.0
 _ROOT = Path(__file__).parents[2]
 _WORKERS = 2
+"""Children that are kept; more run only while more threads call."""
 _MAX_BYTES = 16 << 20
 """Limit of the queued requests together, and of one response."""
 
 
-class SandboxKilled(Exception):
-    """The child was killed; the message says which limit it exceeded."""
+class SandboxError(ValueError):
+    """The work could not be done within its limits; the message says why: takes more than ..."""
+
+
+class Sandbox:
+    """Children that run `python -m MODULE`, started by the first call. Thread-safe; a call blocks its thread alone."""
+
+    def __init__(self, module: str, *arguments: str) -> None:
+        self._command = (module, *arguments)
+        self._lock = threading.Lock()
+        self._idle: list[_Child] = []
+        self._all: set[_Child] = set()
+        self._is_closed = False
+
+    @property
+    def pids(self) -> list[int]:
+        """Ids of the running children."""
+        with self._lock:
+            return [child.pid for child in self._all if child.is_running]
+
+    def start(self) -> None:
+        """Starts a child that the next call finds ready. Raises EngineFailed."""
+        self._release(self._started())
+
+    def call(self, request: bytes, *, seconds: float, max_bytes: int) -> bytes:
+        """A child's response of at most `max_bytes`; returns once a killed child is replaced.
+
+        Raises SandboxError, EngineFailed.
+        """
+        for _ in range(2):  # something else may have killed the child; a second death is caused by the request
+            with self._lock:
+                child = self._idle.pop() if self._idle else None
+            child = child or self._started()
+            try:
+                response = child.response(request, seconds, max_bytes)
+            except TimeoutError:
+                raise SandboxError(f"takes more than {seconds:.2g} seconds") from None
+            finally:
+                self._release(child)
+            if response is not None:
+                return response
+        raise SandboxError("takes too much memory")
+
+    def close(self) -> None:
+        """Stops the children; idempotent. Pending calls fail."""
+        with self._lock:
+            self._is_closed = True
+            children, self._all, self._idle = self._all, set(), []
+        for child in children:
+            child.kill()
+
+    def _started(self) -> _Child:
+        """A new child that accepts requests."""
+        with self._lock:
+            if self._is_closed:
+                raise EngineFailed(f"the process of {self._command[0]} was closed")
+            child = _Child(self._command)
+            self._all.add(child)
+        with contextlib.suppress(TimeoutError):
+            if child.response(None, _START_SECONDS, 0) is not None:
+                return child
+        self._discard(child)
+        raise EngineFailed(f"the process of {self._command[0]} does not start")
+
+    def _release(self, child: _Child) -> None:
+        """Keeps a child for the next call, or its replacement if it died."""
+        if not child.is_running:
+            self._discard(child)
+            try:
+                child = self._started()
+            except EngineFailed:  # the next call reports it
+                return
+        with self._lock:
+            if len(self._idle) < _WORKERS and not self._is_closed:
+                self._idle.append(child)
+                return
+        self._discard(child)
+
+    def _discard(self, child: _Child) -> None:
+        with self._lock:
+            self._all.discard(child)
+        child.kill()
 
 
 class SandboxPool:
-    """Children that run `python -m MODULE`, started on the first request. Owned by the event loop.
+    """A sandbox whose children tenants take in turns. Owned by the event loop.
 
     A turn lasts until a killed child is replaced: only the tenant whose request killed it waits for that.
     """
 
     def __init__(self, module: str, *arguments: str, seconds: float, max_jobs: int = 32) -> None:
         """`seconds` limits one response; `max_jobs` limits the pending requests."""
-        self._command = (module, str(seconds), *arguments)
+        self._sandbox = Sandbox(module, str(seconds), *arguments)
         self._seconds = seconds
-        self._children: dict[int, SandboxedProcess] = {}  # by worker
-        self._started: dict[int, asyncio.Future[None]] = {}
-        self._queue = TenantQueue(_WORKERS, max_jobs=max_jobs, max_size=_MAX_BYTES)
-        # For each worker a thread that waits for its child, and one that has not noticed that its child was killed.
-        self._threads = ThreadPoolExecutor(2 * _WORKERS, "sandbox")
-        self._is_closed = False
+        self._threads = TenantThreads("sandbox", _WORKERS, max_jobs=max_jobs, max_size=_MAX_BYTES)
+        self._starting: asyncio.Future[None] | None = None
 
     @property
     def pids(self) -> list[int]:
         """Ids of the running children."""
-        return [child.pid for child in self._children.values() if child.is_running]
+        return self._sandbox.pids
 
-    async def call(self, request: bytes, account: WorkAccount, max_bytes: int = _MAX_BYTES) -> bytes:
-        """A child's response of at most `max_bytes`. Raises SandboxKilled, Busy, EngineFailed."""
-        with self._queue.admitted(account, len(request)):
-            if not self.pids:  # the start of the first child is charged to no tenant
-                await asyncio.shield(self._start(0))
-            turn = await self._queue.acquire(account, len(request))
-            try:
-                for worker in range(_WORKERS):
-                    self._start(worker)
-                for _ in range(2):  # something else may have killed the child; a second death is caused by the request
-                    if (response := await self._call(turn.worker, request, max_bytes)) is not None:
-                        return response
-                raise SandboxKilled("took too much memory")
-            finally:
-                if (started := self._start(turn.worker)).done():
-                    turn.end()
-                else:  # a child that does not start is reported by the next request
-                    started.add_done_callback(lambda _: turn.end())
+    async def call(self, request: bytes, account: WorkAccount) -> bytes:
+        """A child's response. Raises SandboxError, Busy, EngineFailed."""
+        with self._threads.admitted(account, len(request)):
+            await self._start()
 
-    async def close(self) -> None:
+            def work() -> bytes:
+                return self._sandbox.call(request, seconds=self._seconds, max_bytes=_MAX_BYTES)
+
+            return await self._threads.run(work, account, len(request))
+
+    def close(self) -> None:
         """Stops the children; idempotent. Pending requests fail."""
-        self._is_closed = True
-        self._queue.close()
-        for child in self._children.values():
-            child.kill()
-        self._threads.shutdown(wait=False)
+        self._threads.close()
+        self._sandbox.close()
 
-    def _start(self, worker: int) -> asyncio.Future[None]:
-        """Starts the worker's child unless it runs. Done when it accepts requests; fails with EngineFailed."""
-        loop = asyncio.get_running_loop()
-        child = self._children.get(worker)
-        if self._is_closed:
-            self._started[worker] = loop.create_future()
-            self._started[worker].set_exception(EngineFailed(f"the process of {self._command[0]} was closed"))
-        elif child is None or not child.is_running:
-            if child:
-                child.kill()  # closes its pipes
-            self._children[worker] = child = SandboxedProcess(self._command)
-            self._started[worker] = loop.run_in_executor(self._threads, child.wait_ready)
-        else:
-            return self._started[worker]
-        self._started[worker].add_done_callback(lambda future: future.cancelled() or future.exception())
-        return self._started[worker]
-
-    async def _call(self, worker: int, request: bytes, max_bytes: int) -> bytes | None:
-        """The response; None if the child died, or said too much."""
-        await asyncio.shield(self._start(worker))
-        child = self._children[worker]
-        work = asyncio.get_running_loop().run_in_executor(self._threads, child.call, request, self._seconds, max_bytes)
-        try:
-            return await work
-        except TimeoutError:
-            raise SandboxKilled(f"took more than {self._seconds:g} seconds") from None
-        except BaseException:  # cancelled: this response would be taken for the next request's
-            child.kill()
-            raise
+    async def _start(self) -> None:
+        """Starts the first children, which is charged to no tenant; returns when one is ready. Raises EngineFailed."""
+        if self._starting is None or (self._starting.done() and not self.pids):
+            loop = asyncio.get_running_loop()
+            starts = [loop.run_in_executor(None, self._sandbox.start) for _ in range(_WORKERS)]
+            for start in starts:
+                start.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._starting = starts[0]
+        await asyncio.shield(self._starting)
 
 
-class SandboxedProcess:
-    """One child, which handles one request at a time. Its methods block the thread that calls them, and no other."""
+class _Child:
+    """One process, which handles one request at a time."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        """Spawns `python -m COMMAND`; it accepts requests when wait_ready() returns."""
+        """Spawns `python -m COMMAND`, which writes an empty response once its imports are done."""
         path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {name: value for name, value in os.environ.items() if not name.startswith("INKSTREAM_")}
-        self._name = command[0]
         self._process = subprocess.Popen(
             # -P and an explicit path, so that a folder named app in the working directory is not imported.
             [sys.executable, "-P", "-m", *command],
@@ -136,23 +181,32 @@ class SandboxedProcess:
         """Whether the child has not ended."""
         return self._process.poll() is None
 
-    def wait_ready(self) -> None:
-        """Waits until its imports are done. Raises EngineFailed."""
-        with contextlib.suppress(TimeoutError):
-            if self._with_timeout(_START_SECONDS, lambda: self._read(0)) is not None:
-                return
-        raise EngineFailed(f"the process of {self._name} does not start")
+    def response(self, request: bytes | None, seconds: float, max_bytes: int) -> bytes | None:
+        """The response to a request, or with None the first one; None if the child died, or said too much.
 
-    def call(self, request: bytes, seconds: float, max_bytes: int) -> bytes | None:
-        """The response; None if the child died, or said too much. Raises TimeoutError. No child survives an error."""
-
-        def exchange() -> bytes | None:
-            assert self._process.stdin
-            self._process.stdin.write(LENGTH.pack(len(request)) + request)
-            self._process.stdin.flush()
-            return self._read(max_bytes)
-
-        return self._with_timeout(seconds, exchange)
+        Raises TimeoutError. No child survives an error.
+        """
+        deadline, content = time.monotonic() + seconds, None
+        timer = threading.Timer(seconds, self._process.kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            assert self._process.stdin and self._process.stdout
+            if request is not None:
+                self._process.stdin.write(LENGTH.pack(len(request)) + request)
+                self._process.stdin.flush()
+            (length,) = LENGTH.unpack(self._process.stdout.read(LENGTH.size))
+            if length <= max_bytes and len(read := self._process.stdout.read(length)) == length:
+                content = read
+        except (OSError, ValueError, struct.error):  # the pipe is broken or closed
+            pass
+        finally:
+            timer.cancel()
+            if content is None:
+                self.kill()
+        if content is None and time.monotonic() >= deadline:
+            raise TimeoutError
+        return content
 
     def kill(self) -> None:
         """Kills the process; idempotent."""
@@ -162,33 +216,3 @@ class SandboxedProcess:
         with contextlib.suppress(OSError):  # unread data in the pipe
             self._process.stdin.close()
         self._process.stdout.close()
-
-    def _with_timeout(self, seconds: float, exchange: Callable[[], bytes | None]) -> bytes | None:
-        has_timed_out, response = threading.Event(), None
-
-        def end() -> None:
-            has_timed_out.set()
-            self._process.kill()
-
-        timer = threading.Timer(seconds, end)
-        timer.daemon = True
-        timer.start()
-        try:
-            response = exchange()
-        except (OSError, ValueError):  # the pipe is broken or closed
-            pass
-        finally:
-            timer.cancel()
-            if response is None:
-                self.kill()
-        if has_timed_out.is_set():
-            raise TimeoutError
-        return response
-
-    def _read(self, max_bytes: int) -> bytes | None:
-        assert self._process.stdout
-        header = self._process.stdout.read(LENGTH.size)
-        if len(header) < LENGTH.size or (length := LENGTH.unpack(header)[0]) > max_bytes:
-            return None
-        content = self._process.stdout.read(length)
-        return content if len(content) == length else None

@@ -9,6 +9,7 @@ import signal
 import struct
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import BinaryIO
 
 from app.common.operating_system import die_with_parent
@@ -21,14 +22,18 @@ _NICE = 5
 """A third of the CPU share of the event loop and the engine on a contended core."""
 
 
-def serve(handler: Callable[[bytes], bytes], *, seconds: float, max_bytes: int) -> None:
-    """Handles requests until the pipe closes, within `max_bytes` of memory; a request over `seconds` ends it."""
+def serve(handler: Callable[[bytes], bytes], *, seconds: float, more_bytes: int) -> None:
+    """Handles requests until the pipe closes; a request over `seconds` ends it.
+
+    more_bytes: limit of the address space in addition to what the process uses now.
+    """
     die_with_parent()
     requests = sys.stdin.buffer
     responses = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # keeps library output out of the response pipe
     os.nice(_NICE)
-    confine(max_bytes)
+    used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    confine(used_bytes + more_bytes)
     _write(responses, b"")
     while header := requests.read(LENGTH.size):
         request = requests.read(LENGTH.unpack(header)[0])

@@ -147,6 +147,6 @@ class ModelInstance:
 
     def _load_tokenizer(self) -> Tokenizer:
         with self._snapshot.reading():
-            tokenizer = try_tokenizer(self.weights).tokenizer
+            tokenizer = try_tokenizer(self.weights)
         _ = tokenizer.bytes_of  # computed on first use, which must not happen on the event loop
         return tokenizer

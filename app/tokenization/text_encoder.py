@@ -7,22 +7,20 @@ TenantQueue; work that is split into slices waits for a turn before each.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import os
-import sys
-import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
-from app.access.tenant_queue import TenantQueue, WorkAccount
+from app.access.tenant_queue import TenantThreads, WorkAccount
 from app.common.errors import EngineFailed, InvalidRequest
-from app.tokenization.tokenizer_sandbox import TokenizerSandbox, TooSlow
+from app.common.operating_system import lower_priority
+from app.sandbox.sandbox import SandboxError
+from app.tokenization.tokenizer_sandbox import Encode, TokenizerSandbox
 from model.files import one_line
-from model.tokenizer.token_spans import CompactSpans
+from model.tokenizer.token_spans import CompactSpans, Spans
 from model.tokenizer.tokenizer import Tokenizer
 
 _SECONDS, _SECONDS_PER_CHARACTER, _MIN_SECONDS = 2.0, 1e-5, 0.1
@@ -53,14 +51,14 @@ class TextEncoder:
         if self._sandbox is None:
             with _panics_reported():
                 return self.tokenizer.encode(text)
-        return self._timed(text, lambda box, seconds: box.encode(text, seconds=seconds))
+        return list(self._ask(Encode(text=text, is_plain=False)).ids)
 
     def encode_plain(self, text: str) -> list[int]:
         """Without added special tokens. Raises InvalidRequest, EngineFailed."""
         if self._sandbox is None:
             with _panics_reported():
                 return self.tokenizer.encode_many([text])[0]
-        return self._timed(text, lambda box, seconds: box.encode(text, is_plain=True, seconds=seconds))
+        return list(self._ask(Encode(text=text, is_plain=True)).ids)
 
     def span_slices(self, text: str, *, add_special_tokens: bool) -> Generator[None, None, CompactSpans]:
         """Tokenizer.span_slices(), in one slice with a sandbox. Raises InvalidRequest, EngineFailed."""
@@ -68,15 +66,17 @@ class TextEncoder:
         if self._sandbox is None:
             with _panics_reported():
                 return (yield from self.tokenizer.span_slices(text, add_special_tokens=special))
-        return self._timed(text, lambda box, seconds: box.encode_spans(text, is_plain=not special, seconds=seconds))
+        spans = CompactSpans()
+        spans.append(self._ask(Encode(text=text, is_plain=not special, has_spans=True)))
+        return spans
 
-    def _timed(self, text: str, call: Callable[[TokenizerSandbox, float], _T]) -> _T:
+    def _ask(self, request: Encode) -> Spans:
         assert self._sandbox
-        self._seconds_left += len(text) * _SECONDS_PER_CHARACTER
+        self._seconds_left += len(request.text) * _SECONDS_PER_CHARACTER
         started = time.monotonic()
         try:
-            return call(self._sandbox, max(self._seconds_left, _MIN_SECONDS))
-        except TooSlow as error:
+            return self._sandbox.ask(request, seconds=max(self._seconds_left, _MIN_SECONDS)).spans()
+        except SandboxError as error:
             raise InvalidRequest(
                 f"the model's tokenizer {error} for this text: shorten it, or break up long runs of one kind of "
                 "character"
@@ -105,11 +105,16 @@ _NICE = 5  # a third of the event loop's share of a contended core; a higher val
 
 
 class TokenizerPool:
-    """Threads and the queue in front of them; owned by the event loop."""
+    """Threads for long texts; owned by the event loop."""
 
     def __init__(self) -> None:
-        self._queue = TenantQueue(_WORKERS, max_jobs=_MAX_JOBS, max_size=_MAX_CHARACTERS)
-        self._threads = ThreadPoolExecutor(_WORKERS, thread_name_prefix="tokenizer", initializer=_lower_priority)
+        self._threads = TenantThreads(
+            "tokenizer",
+            _WORKERS,
+            max_jobs=_MAX_JOBS,
+            max_size=_MAX_CHARACTERS,
+            initializer=partial(lower_priority, _NICE),
+        )
 
     async def run(self, length: int, work: Callable[[], _T], account: WorkAccount) -> _T:
         """The result of `work` on `length` characters or tokens: at once for a short text, else in one turn.
@@ -118,8 +123,8 @@ class TokenizerPool:
         """
         if _is_short(length):
             return work()
-        with self._queue.admitted(account, length):
-            return await self._in_thread(work, length, account)
+        with self._threads.admitted(account, length):
+            return await self._threads.run(work, account, length)
 
     async def run_slices(self, length: int, slices: Generator[None, None, _T], account: WorkAccount) -> _T:
         """Like run(), for work that yields after each slice: one turn a slice, so that other tenants run in between."""
@@ -127,27 +132,14 @@ class TokenizerPool:
             while not (done := _advance(slices)):
                 pass
             return done[0]
-        with self._queue.admitted(account, length):
-            while not (done := await self._in_thread(lambda: _advance(slices), min(length, SLICE), account)):
+        with self._threads.admitted(account, length):
+            while not (done := await self._threads.run(lambda: _advance(slices), account, min(length, SLICE))):
                 pass
             return done[0]
 
     def close(self) -> None:
         """Drops queued work; running work finishes."""
-        self._queue.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    async def _in_thread(self, work: Callable[[], _T], cost: int, account: WorkAccount) -> _T:
-        turn = await self._queue.acquire(account, cost)
-        loop = asyncio.get_running_loop()
-
-        def end(_running: Future[_T]) -> None:
-            with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(turn.end)
-
-        running = self._threads.submit(work)
-        running.add_done_callback(end)  # not when the client disconnects: the thread is busy until the work is done
-        return await asyncio.wrap_future(running)
+        self._threads.close()
 
 
 def _advance(slices: Generator[None, None, _T]) -> tuple[_T] | None:
@@ -160,10 +152,3 @@ def _advance(slices: Generator[None, None, _T]) -> tuple[_T] | None:
 
 def _is_short(length: int) -> bool:
     return length <= _MAX_INLINE_LENGTH
-
-
-def _lower_priority() -> None:
-    """Lowers this thread's priority (Linux has a nice value per thread), so that streams win on contended cores."""
-    if sys.platform == "linux":
-        thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + _NICE))

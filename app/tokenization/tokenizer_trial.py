@@ -1,4 +1,4 @@
-"""Validates a tokenizer before it is served: it loads, round-trips, and its regular expressions run in linear time."""
+"""Validates a tokenizer before it is served: it loads, encodes, and its regular expressions run in linear time."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from app.common.errors import EngineFailed
-from app.tokenization.tokenizer_sandbox import TokenizerSandbox, TooSlow
+from app.sandbox.sandbox import SandboxError
+from app.tokenization.tokenizer_sandbox import AttackTrial, TokenizerSandbox
 from model.tokenizer.regexes import Unproven, find_unproven
 from model.tokenizer.tokenizer import Tokenizer, TokenizerError, read_tokenizer_json
 
@@ -48,8 +48,8 @@ def check_regexes(directory: Path) -> Unproven:
 def _attack(sandbox: TokenizerSandbox, path: Path, pattern: str | None, seconds: float) -> None:
     subject = f"the regular expression {json.dumps(pattern[:200])}" if pattern is not None else "the tokenizer"
     try:
-        sandbox.attack(pattern, seconds=seconds)
-    except TooSlow as error:
+        sandbox.ask(AttackTrial(pattern=pattern), seconds=seconds)
+    except SandboxError as error:
         change = "write it without nested or adjacent repetitions of the same characters" if pattern else "simplify it"
         raise TokenizerError(
             f"{path}: {subject} {error} on adversarial texts, and 0.25 s is allowed: {change}"
@@ -61,35 +61,19 @@ def _attack(sandbox: TokenizerSandbox, path: Path, pattern: str | None, seconds:
 _SAMPLE = "Once upon a time, 12 caf\u00e9s \u2014\n\tand \U0001f98a!"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TriedTokenizer:
-    """Result of try_tokenizer()."""
-
-    tokenizer: Tokenizer
-    is_exact: bool
-    """Whether a short text round-trips exactly."""
-
-    def names(self, ids: tuple[int, ...]) -> str:
-        """The ids with their texts, for display."""
-        return ", ".join(f"{token} {json.dumps(self.tokenizer.piece(token))}" for token in ids) or "none"
-
-
-def try_tokenizer(directory: Path) -> TriedTokenizer:
-    """Loads the tokenizer and round-trips a short text. Raises TokenizerError or CheckpointError."""
+def try_tokenizer(directory: Path) -> Tokenizer:
+    """Loads the tokenizer and encodes a short text. Raises TokenizerError or CheckpointError."""
     path = directory / "tokenizer.json"
     unproven = check_regexes(directory)  # before this process runs any of them
     with _library_errors(path):
         tokenizer = Tokenizer.load(directory)
         ids = tokenizer.encode(_SAMPLE)
-        text = tokenizer.decode(ids)
+        tokenizer.decode(ids)
     if not set(tokenizer.unproven.patterns) <= set(unproven.patterns):
         raise TokenizerError(f"{path}: changed while it was loaded: load it again")
     if not ids:
         raise TokenizerError(f"{path}: encodes a short text to no tokens")
-    return TriedTokenizer(
-        tokenizer=tokenizer,
-        is_exact=text.removeprefix(" " if tokenizer.strips_first_space else "") == _SAMPLE,
-    )
+    return tokenizer
 
 
 def check_vocabulary(directory: Path, tokenizer: Tokenizer, model_size: int) -> None:

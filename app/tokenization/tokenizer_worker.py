@@ -6,7 +6,6 @@ tokenizer_sandbox.py starts it and sends requests. FILES is the argument of read
 from __future__ import annotations
 
 import json
-import resource
 import sys
 from array import array
 from functools import cached_property
@@ -82,9 +81,7 @@ def main(weights: Path, purpose: str, files: Files) -> None:
     worker = _Worker(weights, files)
     if purpose == "encode":
         _ = worker.tokenizer  # load now, so that the first text does not wait for it
-    used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    max_bytes = used_bytes + _MEMORY_BYTES if purpose == "encode" else _LOADING_BYTES
-    serve(worker.handle, seconds=_SECONDS, max_bytes=max_bytes)
+    serve(worker.handle, seconds=_SECONDS, more_bytes=_MEMORY_BYTES if purpose == "encode" else _LOADING_BYTES)
 
 
 if __name__ == "__main__":

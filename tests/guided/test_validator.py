@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from app.access.tenant_queue import Busy, WorkAccount
+from app.access.tenant_queue import WorkAccount
 from app.common.errors import EngineFailed, InvalidRequest
 from app.guided.grammar import grammar_from
-from app.guided.validator import MAX_JOBS, GrammarValidator
+from app.guided.validator import GrammarValidator
 from app.guided.validator_worker import explain
 from tests.support.async_test import async_test
 from tests.support.processes import has_exited
@@ -45,10 +45,6 @@ async def _problem(checker: GrammarValidator, tenant: str = "", **fields: Any) -
     return str(caught.value)
 
 
-def _pid(checker: GrammarValidator) -> int:
-    return checker.pids[0]
-
-
 @async_test
 async def test_good_guides_pass_and_bad_ones_say_what_is_wrong(weights: Path) -> None:
     async with _validator(weights) as checker:
@@ -68,51 +64,26 @@ async def test_good_guides_pass_and_bad_ones_say_what_is_wrong(weights: Path) ->
         assert await _problem(checker, grammar="start: a") == 'grammar: line 1, column 8: unknown name: "a"'
 
 
-def test_a_bomb_is_refused_in_time_while_others_go_on_and_the_next_guide_is_checked_by_a_new_process(
-    weights: Path,
-) -> None:
-    async def scenario() -> tuple[float, int]:
-        checker, ticks = GrammarValidator(weights, seconds=0.3), 0
-        await _check_patiently(checker, "a")
-        first = _pid(checker)
-
-        async def tick() -> None:
-            nonlocal ticks
-            while True:
-                await asyncio.sleep(0.01)
-                ticks += 1
-
-        ticking = asyncio.create_task(tick())
-        try:
-            before = time.monotonic()
-            assert "took more than 0.3 seconds" in await _problem(checker, json_schema=SLOW)
-            took, n_ticks = time.monotonic() - before, ticks
-            assert has_exited(first)
-            await _check_patiently(checker, "b")
-            assert _pid(checker) != first
-        finally:
-            ticking.cancel()
-            await checker.close()
-        return took, n_ticks
-
-    # A machine that is busy may have no core for us meanwhile; hardly three times.
-    assert any(took < 3 and n_ticks > 5 for took, n_ticks in (asyncio.run(scenario()) for _ in range(3)))
-
-
-async def _check_patiently(checker: GrammarValidator, letter: str) -> None:
-    """On a busy machine even a small grammar may be late."""
-    for attempt in range(20):
-        with contextlib.suppress(InvalidRequest):
-            return await _check(checker, regex=letter * (attempt + 1))
-    raise AssertionError("no guide passes")
+@async_test
+async def test_a_bomb_is_refused_in_time_and_the_next_guide_is_checked_by_a_new_process(weights: Path) -> None:
+    checker = GrammarValidator(weights, seconds=2)
+    try:
+        await _check(checker, regex="a")
+        before = set(checker.pids)
+        assert "compiling it takes" in await _problem(checker, json_schema=SLOW)  # too long, or too much memory
+        (killed,) = before - set(checker.pids)
+        assert has_exited(killed)
+        await _check(checker, regex="b")
+    finally:
+        await checker.close()
 
 
 @async_test
 async def test_a_grammar_that_was_killed_is_refused_unseen_for_every_tenant(weights: Path) -> None:
     checker = GrammarValidator(weights, seconds=0.3)
-    assert "took more than" in await _problem(checker, tenant="a", json_schema=SLOW)
+    assert "takes more than" in await _problem(checker, tenant="a", json_schema=SLOW)
     await checker.close()  # nothing can be asked any more
-    assert "took more than" in await _problem(checker, tenant="b", json_schema=SLOW)
+    assert "takes more than" in await _problem(checker, tenant="b", json_schema=SLOW)
 
 
 @async_test
@@ -173,18 +144,10 @@ async def test_a_process_that_does_not_start_is_the_servers_fault(tmp_path: Path
 
 
 @async_test
-async def test_without_the_extra_the_error_says_how_to_get_it(weights: Path) -> None:
-    checker = GrammarValidator(weights, seconds=1, installed=False)
+async def test_without_the_extra_the_error_says_how_to_get_it(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.guided.validator.find_spec", lambda _: None)
+    checker = GrammarValidator(weights, seconds=1)
     assert 'pip install "inkstream[guided]"' in await _problem(checker, regex="a")
-
-
-@async_test
-async def test_only_so_many_guides_wait(weights: Path) -> None:
-    checker = GrammarValidator(weights, seconds=60)
-    checks = [asyncio.create_task(_check(checker, regex=f"a{{{i + 1}}}")) for i in range(MAX_JOBS // 2 + 8)]
-    answers = await asyncio.gather(*checks, return_exceptions=True)
-    await checker.close()
-    assert [type(answer) for answer in answers] == [type(None)] * (MAX_JOBS // 2) + [Busy] * 8
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tokenizers import Regex, normalizers, pre_tokenizers
 
 from app.common.errors import EngineFailed, InvalidRequest
 from app.tokenization.text_encoder import TextEncoder
-from app.tokenization.tokenizer_sandbox import TokenizerSandbox
+from app.tokenization.tokenizer_sandbox import Encode, TokenizerSandbox
 from app.tokenization.tokenizer_trial import check_regexes
 from model.tokenizer.regexes import find_unproven
 from model.tokenizer.token_spans import run_to_completion
@@ -88,7 +88,7 @@ def with_box(directory: Path, use: Callable[[TokenizerSandbox], None]) -> None:
         box.close()
     assert not box.pids
     with pytest.raises(EngineFailed):
-        box.encode("a", seconds=1)
+        box.ask(Encode(text="a", is_plain=True), seconds=1)
 
 
 def _gives_the_same(tokenizer: Tokenizer, encoder: TextEncoder) -> None:
@@ -109,10 +109,12 @@ def test_a_text_that_takes_too_long_ends_in_an_error_and_the_next_is_read(tmp_pa
         assert encoder.encode("abc") == tokenizer.encode("abc")
         (pid,) = box.pids
         began = time.monotonic()
-        with pytest.raises(InvalidRequest, match=r"the model's tokenizer takes more than [12]\.\d s for this text"):
+        with pytest.raises(InvalidRequest, match=r"tokenizer takes more than [12](\.\d)? seconds for this text"):
             encoder.encode("a" * 4000 + "!;")
         assert time.monotonic() - began < 20
-        with pytest.raises(InvalidRequest, match=r"takes more than 0\.1 s"):  # the remaining budget of the same request
+        with pytest.raises(
+            InvalidRequest, match=r"takes more than 0\.1 seconds"
+        ):  # the remaining budget of the same request
             encoder.encode("a" * 4000 + "!;")
         assert TextEncoder(tokenizer, box).encode("abc") == tokenizer.encode("abc")
         assert pid not in box.pids

@@ -7,12 +7,13 @@ consumes a token, which the limits in app/common/llguidance_adapter.py bound to 
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+
+from app.common.operating_system import lower_priority
 
 _NICE = 19
 """The lowest priority. On two cores whose streams want both, 31 costly grammars of another key made the p99 between a
@@ -117,7 +118,7 @@ class GrammarWorkers:
             threading.Thread(target=self._run, name=f"grammar-{number}", daemon=True).start()
 
     def _run(self) -> None:
-        _lower_priority()
+        lower_priority(_NICE)  # the forward pass goes first if cores are scarce
         while True:
             with self._queued:
                 while (job := self._take()) is None:
@@ -168,10 +169,3 @@ def _execute(job: Job) -> float:
     except BaseException as error:  # a panic in Rust is not an Exception
         job.error = error
     return time.thread_time() - started
-
-
-def _lower_priority() -> None:
-    """Lets the forward pass go first if cores are scarce; on Linux each thread has its own nice value."""
-    if sys.platform == "linux":
-        thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + _NICE))

@@ -35,7 +35,6 @@ from model.tokenizer.tokenizer import Tokenizer
 from tests.support.armed_faults import arm_this_process
 from tests.support.engine.grammar_corpus import BOMBS, LEGITIMATE
 from tests.support.engine.parity import expect_parity
-from tests.support.model.sample_tokenizers import KINDS
 from tests.support.model.tiny_models import TEXT, VOCAB, run_all, tiny_config, tiny_decoder, tiny_engine
 
 TOKENIZER = Tokenizer.train([TEXT], VOCAB)
@@ -314,16 +313,6 @@ def test_no_more_matchers_are_kept_than_were_allowed() -> None:
     for request in _requests([_grammar(regex="a*")] * 9):
         _allowed(tracker, EngineSequence(request=request, tokens=array("q", request.prompt), arrival=0))
     assert _kept(tracker) == 4
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_tokenizer_writes_what_the_guide_says(kind: str) -> None:
-    """Words of a vocabulary of words begin with a space; the text of special tokens is never drawn."""
-    tokenizer = Tokenizer(KINDS[kind][0]())
-    regex = "(?: [a-z]{1,9}){3,5}" if kind.startswith("words") else "[a-z ]{9,20}"
-    tokens, _ = _followed(_tracker(tokenizer.bytes_of, tokenizer.vocab_size + 5), _grammar(regex=regex), 99)
-    assert all(map(tokenizer.token_bytes, tokens))
-    assert re.fullmatch(regex, tokenizer.decode(tokens))
 
 
 _A = TOKENIZER.encode("a")[0]
