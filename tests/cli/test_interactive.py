@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import sys
-import threading
-from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -16,6 +13,7 @@ from app.cli.client import Client, ServiceError
 from app.cli.request_flags import printable
 from tests.support import ROOT
 from tests.support.completion_client import whole
+from tests.support.http.cutting_proxy import cutting_proxy
 from tests.support.pseudo_terminal import PseudoTerminal, on_terminal
 from tests.support.servers import Server
 from tests.support.services import Services
@@ -101,42 +99,9 @@ def test_it_needs_a_terminal_and_one_text(
     assert end.value.code == 2 and message in capsys.readouterr().err
 
 
-@contextlib.contextmanager
-def cutting_proxy(url: str, *limits: int) -> Iterator[str]:
-    """A TCP proxy that cuts its first connections after so many bytes of the answer, and later ones never."""
-    address = ("127.0.0.1", int(url.rpartition(":")[2]))
-    remaining = iter(limits)
-
-    def forward(client: socket.socket, upstream: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := client.recv(65536):
-                upstream.sendall(data)
-
-    def answer(client: socket.socket) -> None:
-        limit = next(remaining, 1 << 30)
-        with contextlib.suppress(OSError), client, socket.create_connection(address) as upstream:
-            threading.Thread(target=forward, args=(client, upstream), daemon=True).start()
-            while limit > 0 and (data := upstream.recv(min(4096, limit))):
-                client.sendall(data)
-                limit -= len(data)
-            client.shutdown(socket.SHUT_RDWR)
-
-    def serve(listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                threading.Thread(target=answer, args=(listener.accept()[0],), daemon=True).start()
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=serve, args=(listener,))
-        thread.start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        listener.shutdown(socket.SHUT_RDWR)
-    thread.join()
-
-
 def test_a_lost_connection_is_resumed_without_a_gap(service: Server, capsys: pytest.CaptureFixture[str]) -> None:
     text = whole(service.url, prompt="a", max_tokens=60, seed=1)["choices"][0]["text"]
-    with cutting_proxy(service.url, 1500, 1200, 40) as url:
+    with cutting_proxy(service.url, 1500, 1200, 40) as (url, _):
         assert main(["complete", "a", "--max-tokens", "60", "--seed", "1", "--url", url]) == 0
     printed = capsys.readouterr()
     assert printed.out == text + "\n"
@@ -144,7 +109,7 @@ def test_a_lost_connection_is_resumed_without_a_gap(service: Server, capsys: pyt
 
 
 def test_a_stream_that_is_gone_ends_with_the_reason(service: Server) -> None:
-    with cutting_proxy(service.url, 1500, 0) as url:
+    with cutting_proxy(service.url, 1500, 0) as (url, _):
         client = Client(url, "", resume_seconds=0.5)
         events = client.events({"prompt": "a", "max_tokens": 60})
         name = ""

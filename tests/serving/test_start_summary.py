@@ -5,16 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import pty
 import re
 import signal
-import subprocess
 import sys
 import threading
-import time
 import webbrowser
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,13 +19,13 @@ import pytest
 
 from app import start_summary
 from app.common.ipc import Ready
-from app.common.operating_system import die_with_parent
 from app.common.settings import Settings
 from app.serving.service import Service
 from app.start_summary import follow_start, open_page, page_url, summary
 from tests.support import ROOT
 from tests.support.async_test import async_test
 from tests.support.processes import children
+from tests.support.pseudo_terminal import PseudoTerminal, on_terminal
 
 READY = Ready(
     context=2048, vocab_size=320, n_params=8_700_000, dtype="bfloat16", device="2 x GPU", weights_version="v",
@@ -56,117 +52,64 @@ class LoadingService:
         return cast(Service, self)
 
 
-class TerminalService:
-    """A service with the fake engine whose standard streams are a pseudo terminal."""
-
-    def __init__(self, weights: Path, *flags: str, **environment: str) -> None:
-        master, terminal = pty.openpty()
-        variables = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "TERM") and "INKSTREAM" not in k}
-        variables |= {"PYTHONPATH": str(ROOT), "INKSTREAM_KERNELS": "torch", "TERM": "dumb", **environment}
-        command = [sys.executable, "-m", "tests.support.fake_service", "1", "serve", "--port", "0", *flags]
-        self.process = subprocess.Popen(
-            [*command, "--weights", str(weights)], cwd=ROOT, env=variables, start_new_session=True,
-            stdin=terminal, stdout=terminal, stderr=terminal, preexec_fn=die_with_parent,
-        )  # fmt: skip
-        os.close(terminal)
-        self.text = ""
-        self._master = master
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        # Linux raises an error once the other end of a terminal is closed.
-        try:
-            while part := os.read(self._master, 65536):
-                self.text += part.decode().replace("\r\n", "\n")
-        except OSError:
-            pass
-
-    def wait_for(self, pattern: str, seconds: float = 60.0) -> re.Match[str]:
-        deadline = time.monotonic() + seconds
-        while not (found := re.search(pattern, self.text, re.MULTILINE)):
-            assert time.monotonic() < deadline and self.process.poll() is None, self.text
-            time.sleep(0.01)
-        return found
-
-    def stop(self) -> int:
-        """Ctrl+C, and the exit code."""
-        self.process.send_signal(signal.SIGINT)
-        code = self.process.wait(60)
-        self._reader.join(10)
-        return code
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self._reader.join(10)
-        os.close(self._master)
+def _service(weights: Path, *flags: str, **environment: str) -> AbstractContextManager[PseudoTerminal]:
+    """A service with the fake engine on a pseudo-terminal."""
+    variables = {"PYTHONPATH": str(ROOT), "INKSTREAM_KERNELS": "torch", "TERM": "dumb", **environment}
+    command = [sys.executable, "-m", "tests.support.fake_service", "1", "serve", "--port", "0", *flags]
+    return on_terminal([*command, "--weights", str(weights)], variables)
 
 
-@contextmanager
-def on_terminal(weights: Path, *flags: str, **environment: str) -> Iterator[TerminalService]:
-    service = TerminalService(weights, *flags, **environment)
-    try:
-        yield service
-    finally:
-        service.close()
+def _stop(terminal: PseudoTerminal) -> int:
+    """Ctrl+C, and the exit code."""
+    terminal.process.send_signal(signal.SIGINT)
+    return terminal.wait()
 
 
 @pytest.mark.slow
 def test_a_terminal_shows_a_summary_at_the_end_of_the_start_and_then_a_line_for_each_completion(weights: Path) -> None:
-    with on_terminal(weights, "--replicas", "2") as service:
-        url = service.wait_for(r"^  page    (http://127\.0\.0\.1:\d+)$")[1]
-        service.wait_for(rf"^  API     {url}/docs\n$")
-        first = r"([-\d]+ [:\d]+  starting \.\.\.\n)?\n  inkstream .* Ctrl\+C stops it\.\n"  # a slow start says so
-        assert re.match(first, service.text)
-        assert f"  model   {weights.name}, from {weights}\n" in service.text
-        start = len(service.text)
+    with _service(weights, "--replicas", "2") as terminal:
+        terminal.expect("  page    ")
+        url = terminal.expect("\r\n").strip()
+        terminal.expect(f"  API     {url}/docs\r\n")
+        first = (
+            r"([-\d]+ [:\d]+  starting \.\.\.\r\n)?\r\n  inkstream .* Ctrl\+C stops it\.\r\n"  # a slow start says so
+        )
+        assert re.match(first, terminal.output)
+        assert f"  model   {weights.name}, from {weights}\r\n" in terminal.output
+        start = len(terminal.output)
         for path in ("/", "/docs", "/web/main.js", "/health", "/health/live", "/metrics"):
             assert httpx.get(f"{url}{path}").status_code == 200
         body = {"prompt": "x", "max_tokens": 5, "ignore_eos": True, "stream": False}
         assert httpx.post(f"{url}/complete", json=body).status_code == 200
         assert httpx.post(f"{url}/complete", json={**body, "top_p": 2}).status_code == 400
-        service.wait_for(r"  400  POST /complete  [\d.]+ ms, invalid_request_error, req-\w+\n")
-        lines = service.text[start:].splitlines()
-        assert len(lines) == 2, lines
-        assert re.fullmatch(
-            r"[-\d]+ [:\d]+  200  POST /complete  5 tokens, [\d,]+ tokens/s, [\d.]+ ms, length", lines[0]
-        )
+        terminal.expect("invalid_request_error, req-")
+        good, bad = [line for line in terminal.output[start:].split("\r\n") if "  POST " in line]
+        time = r"[-\d]+ [:\d]+"
+        assert re.fullmatch(rf"{time}  200  POST /complete  5 tokens, [\d,]+ tokens/s, [\d.]+ ms, length", good)
+        assert re.match(rf"{time}  400  POST /complete  [\d.]+ ms, invalid_request_error, req-", bad)
+        assert "GET" not in terminal.output[start:]
 
-        os.kill(children(service.process.pid)[0], signal.SIGKILL)
-        service.wait_for(r"  warning: the engine \d process \d+ was ended by SIGKILL\n")
-        service.wait_for(r"  engine \d: started in [\d.]+ s: ")
-        service.process.send_signal(signal.SIGHUP)
-        service.wait_for(r"  new weights are served: \S+, version \w+\n")
-        assert service.stop() == 0
-        assert "Ctrl+C" not in service.text[start:] and "ending: open streams get up to 30 s" in service.text
+        os.kill(children(terminal.process.pid)[0], signal.SIGKILL)
+        assert "  warning: the engine " in terminal.expect(" was ended by SIGKILL")
+        terminal.expect(": started in ")
+        terminal.process.send_signal(signal.SIGHUP)
+        terminal.expect("  new weights are served: ")
+        assert _stop(terminal) == 0
+        assert "Ctrl+C" not in terminal.output[start:] and "ending: open streams get up to 30 s" in terminal.output
         # In none of it: uvicorn's own lines, phases, the memory plan, traces.
-        for word in (
-            "Uvicorn",
-            "server process",
-            "application",
-            "Application",
-            "warming",
-            "memory:",
-            "\x1b",
-            "Traceback",
-        ):
-            assert word not in service.text, word
+        for word in ("Uvicorn", "server process", "pplication", "warming", "memory:", "\x1b", "Traceback"):
+            assert word not in terminal.output, word
 
 
 @pytest.mark.slow
 def test_open_asks_the_browser(tmp_path: Path, weights: Path) -> None:
     browser = tmp_path / "browser"
-    browser.write_text(f'#!/bin/sh\necho "$1" > {tmp_path}/opened\n')
+    browser.write_text('#!/bin/sh\necho "opened $1"\n')
     browser.chmod(0o755)
-    with on_terminal(weights, "--open", BROWSER=str(browser)) as service:
-        service.wait_for("Ctrl\\+C stops it")
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "opened").exists() or not (opened := (tmp_path / "opened").read_text()):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        assert opened.strip() in service.text
-        assert service.stop() == 0
+    with _service(weights, "--open", BROWSER=str(browser)) as terminal:
+        terminal.expect("Ctrl+C stops it")
+        terminal.expect("opened http://127.0.0.1:")
+        assert _stop(terminal) == 0
 
 
 @pytest.mark.parametrize(
