@@ -19,18 +19,11 @@ MAX_DEPTH = 64
 _SPACE = r" |\n[ \t]{0,16}"
 _SCHEMA_KEYS = {"name", "description", "schema", "strict"}
 
-# Tokens of a Lark grammar: the named groups are unsupported; strings, comments and regexes may contain the same text.
+# Tokens of a Lark grammar: the group is unsupported; strings, comments and regexes may contain the same text.
 _LARK_TOKEN = re.compile(
     r'"(?:\\.|[^"\\\n])*"|//[^\n]*|\#[^\n]*|/(?:\\.|[^/\\\n])+/'
-    r"|(?P<option>\b(?:stop|stop_capture|temperature|max_tokens)\s*=)|(?P<directive>%llguidance\b)"
-    r"|(?P<token><[^<>\s]+>)|(?P<reference>@\w+)",
+    r"|(?P<unsupported>\b(?:stop|stop_capture|temperature|max_tokens)\s*=|%llguidance\b|<[^<>\s]+>|@\w+)",
 )
-_UNSUPPORTED = {
-    "option": "{0!r} is not supported: leave it out",
-    "directive": "{0!r} is not supported: leave it out",
-    "token": "tokens cannot be named ({0}): write the text that they stand for",
-    "reference": "{0!r} names another grammar, which is not supported",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +66,8 @@ def _from_lark(grammar: str) -> str:
     _check_text(grammar, "grammar")
     for found in _LARK_TOKEN.finditer(grammar):
         if found.lastgroup:
-            raise InvalidRequest(f"grammar: {_UNSUPPORTED[found.lastgroup].format(found[0][:40])}", "grammar")
+            reason = "leave out options, names of tokens and of other grammars"
+            raise InvalidRequest(f"grammar: {found[0][:40]!r} is not supported: {reason}", "grammar")
     return grammar
 
 
