@@ -9,12 +9,9 @@ Where /sys is missing, each CPU counts as a core, all on one node.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
-import platform
-import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -139,15 +136,12 @@ class EngineShare(NamedTuple):
     """Other numbers of threads that may be faster, in ascending order."""
     cpus: tuple[int, ...] = ()
     """The CPUs that it runs on; empty leaves that to the system."""
-    nodes: tuple[int, ...] = ()
-    """NUMA nodes that its memory alternates between; empty takes it from the node of the thread that first writes."""
 
 
 def divide(topology: Topology, engines: int, threads: int = 0) -> tuple[EngineShare, ...]:
     """Shares of `engines` engine processes, all with the same number of threads.
 
-    With several engines on several nodes, each runs on a node of its own, or they share the nodes evenly. An engine
-    that spans nodes has its memory spread over them, so that no node's bandwidth limits all threads.
+    With several engines on several nodes, each runs on a node of its own, or they share the nodes evenly.
     threads: of all engines together, as the user chose them; 0 chooses.
     """
     nodes = topology.nodes
@@ -165,46 +159,16 @@ def divide(topology: Topology, engines: int, threads: int = 0) -> tuple[EngineSh
             each,
             () if threads else tuple(sorted(others)),
             tuple(cpu for core in parts[group].cores for cpu in core.cpus) if len(parts) > 1 else (),
-            group if len(group) > 1 else (),
         )
         for group in groups
     )
 
 
-_INTERLEAVE, _DEFAULT = 3, 0
-_SET_AND_GET_POLICY: Mapping[str, tuple[int, int]] = {"x86_64": (238, 239), "aarch64": (237, 236)}
-"""System call numbers of set_mempolicy(2) and get_mempolicy(2)."""
-
-
-def bind_process(cpus: Collection[int], nodes: Collection[int]) -> str:
-    """Runs this process on `cpus`, and alternates its memory between `nodes`, as EngineShare says; returns what failed.
-
-    To be called before the process starts threads and allocates the memory: both settings are those of the calling
-    thread, which later threads inherit. A memory policy that numactl has set is kept.
-    """
+def bind_process(cpus: Collection[int]) -> str:
+    """Runs this process on `cpus`, if there are any, before it starts threads; returns what failed."""
     try:
         if cpus and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, cpus)
-        if nodes and sys.platform == "linux" and (numbers := _SET_AND_GET_POLICY.get(platform.machine())):
-            _interleave(nodes, *numbers)
     except OSError as error:
-        return f"CPUs and memory are not divided among NUMA nodes ({error.strerror}): the engine may be slower"
+        return f"CPUs are not divided among engines ({error.strerror}): the engine may be slower"
     return ""
-
-
-def _interleave(nodes: Collection[int], set_policy: int, get_policy: int) -> None:
-    """Raises OSError: container engines refuse without CAP_SYS_NICE."""
-    call = ctypes.CDLL(None, use_errno=True).syscall
-    bits = ctypes.sizeof(ctypes.c_ulong) * 8
-    mask = (ctypes.c_ulong * (max(nodes) // bits + 1))()
-    for node in nodes:
-        mask[node // bits] |= 1 << node % bits
-    current = ctypes.c_int()
-    none, zero = ctypes.c_void_p(), ctypes.c_ulong()
-    if call(ctypes.c_long(get_policy), ctypes.byref(current), none, zero, none, zero) == 0:
-        if current.value != _DEFAULT:
-            return
-        # The kernel reads one bit less than it is told.
-        if call(ctypes.c_long(set_policy), ctypes.c_long(_INTERLEAVE), mask, ctypes.c_ulong(len(mask) * bits + 1)) == 0:
-            return
-    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

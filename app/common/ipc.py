@@ -45,8 +45,7 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, tag="config"):
     thread_candidates: tuple[int, ...] = ()
     """Other numbers of threads, which the engine measures (app/engine/cpu/thread_count.py)."""
     cpus: tuple[int, ...] = ()
-    nodes: tuple[int, ...] = ()
-    """CPUs and memory of an engine on a CPU: EngineShare in app/common/cpu_topology.py."""
+    """CPUs of an engine on a CPU: EngineShare in app/common/cpu_topology.py."""
     replica: int = 0
     """Index of this engine in the pool, from 0; on GPUs also the index of its GPU."""
     replicas: int = 1

@@ -56,7 +56,7 @@ def build_engine(
     announce(LOADING_WEIGHTS)
     with _as_start_error(f"{config.weights}: the weights do not fit into the free memory of the GPU"):
         placement = place_without_torch(config) or _torch_backends(config, _NEEDS_TORCH).place(config)
-        if placement.device == "cpu" and (problem := bind_process(config.cpus, config.nodes)):
+        if placement.device == "cpu" and (problem := bind_process(config.cpus)):
             _log.warning("%s: %s", config.name, problem)
         packed_cache = None if find else PackedCache.of(config.cache_dir, config.packed_cache_bytes)
         digest = packed_cache.sha256 if packed_cache else sha256

@@ -118,7 +118,6 @@ def _worker_configs(settings: Settings, shares: Sequence[EngineShare]) -> list[W
             threads=share.threads,
             thread_candidates=share.candidates,
             cpus=share.cpus,
-            nodes=share.nodes,
             replica=replica,
             replicas=len(shares),
             concurrent_loaders=len(shares) - 1,

@@ -535,12 +535,12 @@ def test_what_the_router_remembers_is_bounded_and_is_whole_prefixes(seed: int, m
 
 
 def test_every_engine_gets_the_same_number_of_threads() -> None:
-    settings, share = Settings(replicas=2, kernels="torch"), EngineShare(2, (1,), (4, 5), (0, 1))
+    settings, share = Settings(replicas=2, kernels="torch"), EngineShare(2, (1,), (4, 5))
     configs = _worker_configs(settings, [share, share])
     assert [(config.replica, config.threads, config.concurrent_loaders) for config in configs] == [(0, 2, 1), (1, 2, 1)]
     (alone,) = _worker_configs(settings, [share])
     assert alone == replace(configs[0], replicas=1, concurrent_loaders=0)
-    assert (alone.thread_candidates, alone.cpus, alone.nodes) == ((1,), (4, 5), (0, 1))
+    assert (alone.thread_candidates, alone.cpus) == ((1,), (4, 5))
 
 
 @pytest.mark.parametrize(
