@@ -1,4 +1,4 @@
-"""Operating system interface: GPUs, ports, open files, the terminal, the parent-death signal."""
+"""Operating system interface: GPUs, ports, open files, priorities, the terminal, the parent-death signal."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import re
 import resource
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +26,13 @@ def die_with_parent() -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def lower_priority(nice: int) -> None:
+    """Lowers the priority of the calling thread; on Linux each has its own nice value, elsewhere nothing happens."""
+    if sys.platform == "linux":
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + nice))
 
 
 def has_terminal() -> bool:

@@ -49,11 +49,6 @@ class Played:
         self.headers = {"content-type": "text/event-stream; charset=utf-8"}
         self.parts = [f"id: r:0\nevent: {name}\ndata: {json.dumps(data)}\n\n".encode() for name, data in events]
 
-    def answers(self, status: int, body: Any, **headers: str) -> None:
-        """One JSON object."""
-        self.status, self.parts = status, [json.dumps(body).encode()]
-        self.headers = {"content-type": "application/json", **{k.replace("_", "-"): v for k, v in headers.items()}}
-
 
 @pytest.fixture
 def played() -> Iterator[Played]:
