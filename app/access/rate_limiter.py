@@ -91,62 +91,6 @@ class SlidingWindow:
             self.used -= self._slots.popleft()[1]
 
 
-class Reservation:
-    """One request's share of its tenant's rate limits; this base class is for unlimited tenants and does nothing."""
-
-    def charge(self, tokens: int, now: float) -> None:
-        """Charges the exact number of tokens that the request may take. Raises InvalidRequest, RateLimitExceeded."""
-
-    def charge_work(self, seconds: float, now: float) -> None:
-        """Adds CPU time that shared workers spent on this request; never refunded, and never refuses this request.
-
-        A charge may exceed the limit: the key's next requests then wait until the window has capacity again.
-        """
-
-    def record_usage(self, used: int) -> None:
-        """Records the tokens used; the request counts as concurrent until its client has the whole response."""
-
-    def pause(self, used: int) -> None:
-        """Pauses the request, whose client disconnected after `used` tokens."""
-
-    def resume(self, tokens: int, now: float) -> None:
-        """Resumes the request for a reconnected client; charges `tokens`, where generated text counts as prompt.
-
-        Raises RateLimitExceeded.
-        """
-
-    def cancel(self) -> None:
-        """Refunds everything: the service did not admit the request."""
-
-    def end(self, used: int) -> None:
-        """Ends the request, which used `used` tokens; idempotent."""
-
-    def headers(self, now: float) -> Mapping[str, str]:  # noqa: ARG002 - no limits, no headers
-        """Rate limit headers in OpenAI's format."""
-        return {}
-
-
-UNLIMITED = Reservation()
-
-
-class RateLimiter:
-    """Accounts of all tenants that have limits, by name."""
-
-    def __init__(self) -> None:
-        self._accounts: dict[str, _Account] = {}
-
-    def reserve(self, tenant: Tenant, min_tokens: int, now: float) -> Reservation:
-        """Reserves capacity for a request of at least `min_tokens` tokens. Raises InvalidRequest, RateLimitExceeded."""
-        if tenant.limits == RateLimits():
-            return UNLIMITED
-        account = self._accounts.setdefault(tenant.name, _Account())
-        account.set_limits(tenant.limits)
-        account.check_tokens(min_tokens, now)
-        account.check_concurrency()
-        account.check_requests(now)
-        return _LimitedReservation(account, min_tokens, now)
-
-
 class _Account:
     """One tenant's usage. Changed limits apply from the next request on."""
 
@@ -186,8 +130,8 @@ class _Account:
             )
 
 
-class _LimitedReservation(Reservation):
-    """A reservation that counts against the limits until it ends."""
+class Reservation:
+    """One request's share of its tenant's rate limits, until it ends."""
 
     def __init__(self, account: _Account, tokens: int, now: float) -> None:
         self._account = account
@@ -199,12 +143,20 @@ class _LimitedReservation(Reservation):
         account.running += 1
 
     def charge(self, tokens: int, now: float) -> None:
-        self._account.tokens.refund(self._token_slot, self._tokens)
-        self._tokens = 0
-        self._account.check_tokens(tokens, now)
-        self._token_slot, self._tokens = self._account.tokens.add(tokens, now), tokens
+        """Charges the exact number of tokens that the request may take. Raises InvalidRequest, RateLimitExceeded."""
+        if self._is_open:
+            self._account.tokens.refund(self._token_slot, self._tokens)
+            self._tokens = 0
+            self._account.check_tokens(tokens, now)
+            self._token_slot, self._tokens = self._account.tokens.add(tokens, now), tokens
 
     def charge_work(self, seconds: float, now: float) -> None:
+        """Adds CPU time that shared workers spent on this request; never refunded, and never refuses this request.
+
+        A charge may exceed the limit: the key's next requests then wait until the window has capacity again.
+        """
+        if not self._account.tokens.limit:
+            return
         self._work_seconds += seconds
         work_tokens = math.floor(max(0.0, self._work_seconds - _FREE_WORK_SECONDS) * _TOKENS_PER_WORK_SECOND)
         if work_tokens > self._work_tokens:
@@ -212,17 +164,23 @@ class _LimitedReservation(Reservation):
             self._work_tokens = work_tokens
 
     def record_usage(self, used: int) -> None:
+        """Records the tokens used; the request counts as concurrent until its client has the whole response."""
         if self._is_running:
             self._account.tokens.refund(self._token_slot, self._tokens - used)
             self._tokens = used
 
     def pause(self, used: int) -> None:
+        """Pauses the request, whose client disconnected after `used` tokens."""
         if self._is_running:
             self._is_running = False
             self._account.running -= 1
             self._account.tokens.refund(self._token_slot, self._tokens - used)
 
     def resume(self, tokens: int, now: float) -> None:
+        """Resumes the request for a reconnected client; charges `tokens`, where generated text counts as prompt.
+
+        Raises RateLimitExceeded.
+        """
         if self._is_open and not self._is_running:
             self._account.check_tokens(tokens, now)
             self._account.check_concurrency()
@@ -233,16 +191,19 @@ class _LimitedReservation(Reservation):
             self._account.running += 1
 
     def cancel(self) -> None:
+        """Refunds everything: the service did not admit the request."""
         if self._is_open:
             self._account.requests.refund(self._request_slot, 1)
         self.end(0)
 
     def end(self, used: int) -> None:
+        """Ends the request, which used `used` tokens; idempotent."""
         if self._is_open:
             self._is_open = False
             self.pause(used)
 
     def headers(self, now: float) -> Mapping[str, str]:
+        """Rate limit headers in OpenAI's format."""
         headers = {}
         for name, window in (("requests", self._account.requests), ("tokens", self._account.tokens)):
             if window.limit:
@@ -250,6 +211,29 @@ class _LimitedReservation(Reservation):
                 headers[f"x-ratelimit-remaining-{name}"] = str(max(0, window.limit - window.used))
                 headers[f"x-ratelimit-reset-{name}"] = f"{window.seconds_until(window.limit, now):.1f}s"
         return headers
+
+
+UNLIMITED = Reservation(_Account(), 0, 0.0)
+"""Reservation of all requests without limits: it has ended, and all its methods do nothing."""
+UNLIMITED.end(0)
+
+
+class RateLimiter:
+    """Accounts of all tenants that have limits, by name."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[str, _Account] = {}
+
+    def reserve(self, tenant: Tenant, min_tokens: int, now: float) -> Reservation:
+        """Reserves capacity for a request of at least `min_tokens` tokens. Raises InvalidRequest, RateLimitExceeded."""
+        if tenant.limits == RateLimits():
+            return UNLIMITED
+        account = self._accounts.setdefault(tenant.name, _Account())
+        account.set_limits(tenant.limits)
+        account.check_tokens(min_tokens, now)
+        account.check_concurrency()
+        account.check_requests(now)
+        return Reservation(account, min_tokens, now)
 
 
 def _exceeded(problem: str, wait: float) -> RateLimitExceeded:
