@@ -26,7 +26,6 @@ from starlette.types import Scope
 _UNTRACED_TAG = "operations"
 """Routes whose requests are not traced: health checks, metrics. Nor are pages, which are not in the API's schema."""
 _CONTEXT_HEADERS = (b"traceparent", b"tracestate")
-_SAMPLERS = ("always_on", "always_off", "traceidratio")
 _FLUSH_SECONDS = 2.0
 """Time that spans have to reach the collector when the service ends."""
 _propagator = TraceContextTextMapPropagator()
@@ -39,8 +38,6 @@ class Tracing:
     """Makes the traces of requests, and exports them in a thread of its own."""
 
     def __init__(self, environment: Mapping[str, str], version: str) -> None:
-        """Raises ValueError for a variable that would be ignored otherwise."""
-        _check(environment)
         attributes = {"service.version": version}
         if "service.name=" not in environment.get("OTEL_RESOURCE_ATTRIBUTES", "") and not environment.get(
             "OTEL_SERVICE_NAME"
@@ -59,42 +56,6 @@ class Tracing:
         thread = threading.Thread(target=self._provider.shutdown, daemon=True)
         thread.start()
         thread.join(_FLUSH_SECONDS)
-
-
-def _check(environment: Mapping[str, str]) -> None:
-    """Raises ValueError: the SDK would log a wrong value, and go on with a default."""
-
-    def check(name: str, allowed: Sequence[str]) -> str:
-        value = environment.get(name, "").strip().lower()
-        if value and value not in allowed:
-            raise ValueError(f"the variable {name} is {value[:60]!r}: it must be {' or '.join(allowed)}")
-        return value
-
-    check("OTEL_TRACES_EXPORTER", ["otlp"])
-    for signal in ("", "TRACES_"):
-        check(f"OTEL_EXPORTER_OTLP_{signal}PROTOCOL", ["http/protobuf"])
-        name = f"OTEL_EXPORTER_OTLP_{signal}ENDPOINT"
-        endpoint = environment.get(name, "")
-        if endpoint and not endpoint.startswith(("http://", "https://")):
-            raise ValueError(f"the variable {name} is {endpoint[:60]!r}: write http://host:4318")
-    sampler = check("OTEL_TRACES_SAMPLER", [*_SAMPLERS, *(f"parentbased_{name}" for name in _SAMPLERS)])
-    ratio = environment.get("OTEL_TRACES_SAMPLER_ARG", "")
-    if sampler.endswith("traceidratio") and not (_is_number(ratio) and 0 <= float(ratio) <= 1):
-        raise ValueError(
-            f"the variable OTEL_TRACES_SAMPLER_ARG is {ratio[:60]!r}: write the share of requests, from 0 to 1"
-        )
-    for setting in ("SCHEDULE_DELAY", "MAX_QUEUE_SIZE", "MAX_EXPORT_BATCH_SIZE", "EXPORT_TIMEOUT"):
-        value = environment.get(f"OTEL_BSP_{setting}", "")
-        if value and not (value.isdecimal() and int(value)):
-            raise ValueError(f"the variable OTEL_BSP_{setting} is {value[:60]!r}: write a whole number above 0")
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 class RequestTrace:

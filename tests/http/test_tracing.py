@@ -180,39 +180,13 @@ def test_a_collector_that_is_away_delays_nothing(serve: Services) -> None:
     assert "Traceback" not in server.log.read_text()
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "says"),
-    [
-        ("OTEL_TRACES_SAMPLER", "often", "must be always_on or always_off"),
-        ("OTEL_TRACES_EXPORTER", "zipkin", "must be otlp"),
-        ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", "must be http/protobuf"),
-        (ENDPOINT, "localhost:4318", "write http://host:4318"),
-        ("OTEL_BSP_MAX_QUEUE_SIZE", "many", "whole number above 0"),
-    ],
-)
-def test_a_wrong_variable_is_one_clear_line(variable: str, value: str, says: str) -> None:
-    _fails(f"error: --traces: the variable {variable} is {value!r}: ", says, {variable: value})
-
-
-def test_a_ratio_that_is_no_share_is_one_clear_line() -> None:
-    variables = {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "10%"}
-    _fails("error: --traces: the variable OTEL_TRACES_SAMPLER_ARG is '10%': ", "from 0 to 1", variables)
-
-
-def _fails(*words: str | dict[str, str], code: str = "") -> None:
-    *lines, variables = words
-    assert isinstance(variables, dict)
-    program = f"{code}; import sys; from app.__main__ import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", program.removeprefix("; "), "serve", "--port", "0", "--traces"]
-    environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT)}
+def test_missing_packages_are_one_clear_line_that_names_the_extra() -> None:
+    code = "import sys; sys.modules['opentelemetry.sdk'] = None; from app.__main__ import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "serve", "--port", "0", "--traces"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(
         command, capture_output=True, text=True, timeout=120, check=False, env=environment, cwd=ROOT
     )
-    (line,) = result.stderr.splitlines()
-    assert result.returncode == 2 and all(word in line for word in lines if isinstance(word, str)), line
-
-
-def test_missing_packages_are_one_clear_line_that_names_the_extra() -> None:
-    missing = "import sys; sys.modules['opentelemetry.sdk'] = None"
     remedy = "install inkstream with the extra traces (in a checkout: .venv/bin/python -m pip install -e '.[traces]')"
-    _fails(f"error: --traces needs packages of OpenTelemetry: {remedy}", {}, code=missing)
+    (line,) = result.stderr.splitlines()
+    assert result.returncode == 2 and f"error: --traces needs packages of OpenTelemetry: {remedy}" in line, line
