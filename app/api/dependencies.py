@@ -23,7 +23,6 @@ from app.http.response_model import ResponseModel, json_schema
 from app.http.sse import until_disconnect
 from app.serving.service import Service
 
-WEIGHTS_VERSION_HEADER = "X-Weights-Version"
 _Body = TypeVar("_Body", bound=BaseModel)
 _T = TypeVar("_T")
 
@@ -187,4 +186,4 @@ def _describe(
 
 def version_header(weights_version: str) -> dict[str, str]:
     """The response header that names the weights."""
-    return {WEIGHTS_VERSION_HEADER: weights_version}
+    return {"X-Weights-Version": weights_version}

@@ -1,14 +1,12 @@
-"""The OpenAPI document: that of FastAPI, plus bodies, errors, headers and streams."""
+"""The OpenAPI document: that of FastAPI, plus bodies, errors and streams."""
 
 from __future__ import annotations
 
 import json
-from copy import deepcopy
 from typing import Any
 
 from fastapi import FastAPI
 
-from app.api.dependencies import WEIGHTS_VERSION_HEADER
 from app.api.schemas import EVENTS
 from app.http.errors import ErrorResponse
 from app.http.response_model import SCHEMA_PATH, ResponseModel, json_schema
@@ -33,27 +31,12 @@ _ERRORS = {
     503: "Loading, shutting down, or the queue is full: try again after `Retry-After` seconds.",
     504: "The request's deadline passed before its first token.",
 }
-_HEADERS = {
-    "X-Request-Id": {"description": "Request id, which is also in the server's log.", "schema": {"type": "string"}}
-}
-_WEIGHTS_VERSION = {
-    WEIGHTS_VERSION_HEADER: {
-        "description": "SHA-256 of the weights that handled the request.",
-        "schema": {"type": "string"},
-    }
-}
 _IDEMPOTENCY_KEY = {
     "name": "Idempotency-Key",
     "in": "header",
     "required": False,
     "description": "A new text for each request. Sent again with it, a request gets the first one's response.",
     "schema": {"type": "string", "minLength": 1, "maxLength": 255},
-}
-_REPLAYED = {
-    "Idempotent-Replayed": {
-        "description": "true if an earlier request with the same Idempotency-Key began this response.",
-        "schema": {"type": "string", "enum": ["true"]},
-    }
 }
 _KEY = {"type": "http", "scheme": "bearer", "description": "API key, if the service is configured with keys."}
 _RETRY_AFTER = {"description": "Seconds to wait before the next attempt.", "schema": {"type": "integer"}}
@@ -77,8 +60,15 @@ data: {"choices": [{"index": 0, "finish_reason": "length", "stop_reason": null}]
 def declared(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """A route's `responses`: the errors that it may return."""
     # Not {"model": ErrorResponse}: at import FastAPI would build a validator for each of about a hundred.
-    schema = {"$ref": SCHEMA_PATH.format(model=ErrorResponse.__name__)}
-    return {status: {"content": {"application/json": {"schema": dict(schema)}}} for status in statuses}
+    content = {"application/json": {"schema": {"$ref": SCHEMA_PATH.format(model=ErrorResponse.__name__)}}}
+    return {
+        status: {
+            "description": _ERRORS[status],
+            "content": content,
+            **({"headers": {"Retry-After": _RETRY_AFTER}} if status in (429, 503) else {}),
+        }
+        for status in statuses
+    }
 
 
 class DescribedApp(FastAPI):
@@ -127,29 +117,23 @@ def _described(document: dict[str, Any]) -> dict[str, Any]:
     document["servers"] = [{"url": "/", "description": "This service."}]
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
-            operation["responses"].pop(
-                "422", None
-            )  # FastAPI declares 422 for validation errors, but this service sends 400
+            responses = operation["responses"]
+            responses.pop("422", None)  # FastAPI declares 422 for validation errors, but this service sends 400
+            content = responses["200"].get("content", {})
             if "requestBody" in operation:
                 _move_schema(operation["requestBody"]["content"]["application/json"], schemas)
-            if "401" in operation["responses"]:
+            if "401" in responses:
                 operation["security"] = [{"key": []}, {}]  # {}: without a key, if no keys are configured
             if method == "post":
                 operation["parameters"] = [*operation.get("parameters", ()), _IDEMPOTENCY_KEY]
-                operation["responses"]["409"] = deepcopy(operation["responses"]["400"])
-            for status, response in operation["responses"].items():
-                _describe_response(int(status), response)
-            if content := operation["responses"]["200"].get("content", {}).get("application/json"):
-                _move_schema(content, schemas)
-            if method == "post":
-                operation["responses"]["200"]["headers"] |= _REPLAYED
-            if method != "delete" and {"completion", "tokens"} & set(operation["tags"]):
-                operation["responses"]["200"]["headers"] |= _WEIGHTS_VERSION
+                responses["409"] = {**responses["400"], "description": _ERRORS[409]}
+            if "application/json" in content:
+                _move_schema(content["application/json"], schemas)
             if (path == "/complete" and method == "post") or path.endswith("/events"):
-                _describe_stream(operation["responses"]["200"])
-            elif chunks := operation["responses"]["200"].get("content", {}).get("text/event-stream"):
-                operation["responses"]["200"]["description"] = _CHUNKS
-                _describe_chunks(chunks, schemas)
+                _describe_stream(responses["200"])
+            elif "text/event-stream" in content:
+                responses["200"]["description"] = _CHUNKS
+                _describe_chunks(content["text/event-stream"], schemas)
     streamed_or_error: list[type[ResponseModel]] = [*EVENTS.values(), ErrorResponse]
     for model in streamed_or_error:
         _move_schema({"schema": json_schema(model)}, schemas)
@@ -168,18 +152,6 @@ def _move_schema(content: dict[str, Any], schemas: dict[str, Any]) -> dict[str, 
         content["schema"] = {"$ref": SCHEMA_PATH.format(model=schema["title"])}
     reference: dict[str, Any] = content["schema"]
     return reference
-
-
-def _describe_response(status: int, response: dict[str, Any]) -> None:
-    if status in _ERRORS and "schema" in response.get("content", {}).get("application/json", {}):
-        schema = response["content"]["application/json"]["schema"]
-        if schema.get("$ref", "").endswith("/HTTPValidationError"):
-            schema["$ref"] = SCHEMA_PATH.format(model="ErrorResponse")
-        if schema.get("$ref", "").endswith("/ErrorResponse"):
-            response["description"] = _ERRORS[status]
-    response["headers"] = dict(_HEADERS)
-    if status in (429, 503):
-        response["headers"]["Retry-After"] = _RETRY_AFTER
 
 
 def _describe_stream(response: dict[str, Any]) -> None:
