@@ -115,7 +115,6 @@ def _add_routes(app: FastAPI, settings: Settings) -> None:
         app.include_router(module.router)
     direct = [module.router for module in (routes, openai_routes, score, tokens, health)]
     app.router.middleware_stack = DirectRoutes(app.router.middleware_stack, direct)
-    app.state.bundles = static_pages.new_bundles()
     app.state.page_headers = static_pages.page_headers(settings.compared_origins)
 
 

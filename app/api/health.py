@@ -8,7 +8,6 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from app.api.dependencies import RequestRoute, check_model, documented, metrics_of, service_of
-from app.api.metrics import CONTENT_TYPE
 from app.api.openapi import declared
 from app.api.schemas import ContextLength, VocabularySize, WeightsRevision, WeightsVersion
 from app.common.errors import NotReady
@@ -95,19 +94,13 @@ async def ready(request: Request) -> Response:
     return json_response(Health("ready", "ready"))
 
 
+@router.head("/metrics", include_in_schema=False)
 @router.get("/metrics", response_class=Response, responses={**_METRICS, **declared(401)})
 @routine
 async def metrics(request: Request) -> Response:
     """Prometheus text, or OpenMetrics if the Accept header asks for it."""
     page, content_type = metrics_of(request).page(request.headers.get("accept", ""))
     return Response(page, headers={"Content-Type": content_type, "Vary": "Accept"})
-
-
-@router.head("/metrics", include_in_schema=False)
-@routine
-async def metrics_head() -> Response:
-    """Some benchmark clients check whether metrics are available."""
-    return Response(headers={"Content-Type": CONTENT_TYPE})
 
 
 @router.get("/v1/models", openapi_extra=documented(ModelList), responses=declared(401, 503))

@@ -107,21 +107,3 @@ def bundle(folder: Path, page: str) -> dict[str, PageFile]:
 def _source(text: str) -> str:
     """The Content-Security-Policy's name for an inline script or style."""
     return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
-
-
-class Bundles:
-    """The bundles of some pages, which are made anew when a file has changed: one reloads the page to see an edit."""
-
-    def __init__(self, folder: Path, *pages: str) -> None:
-        self._folder = folder
-        self._pages = pages
-        self._stamps: dict[Path, int] = {}
-        self._files: dict[str, PageFile] = {}
-
-    def find(self, name: str) -> PageFile | None:
-        """The file with this name, if it is one of a bundle."""
-        stamps = {path: path.stat().st_mtime_ns for path in self._folder.rglob("*")}
-        if stamps != self._stamps:
-            self._files = {name: file for page in self._pages for name, file in bundle(self._folder, page).items()}
-            self._stamps = stamps
-        return self._files.get(name)

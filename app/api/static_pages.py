@@ -1,18 +1,21 @@
 """Static web pages, / and /docs, under a strict content security policy, and the OpenAPI document.
 
+The service reads and joins the files of a page once, at the first request for one.
+
 With keys configured, /docs needs one, because it describes the service; a browser cannot send a key with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 from fastapi import APIRouter, Request
 from starlette.responses import FileResponse, Response
 
 from app.api.openapi import DescribedApp
-from app.api.page_bundle import Bundles
+from app.api.page_bundle import PageFile, bundle
 from app.http.auth import public
 from app.http.errors import ApiError
 from app.http.request_log import routine
@@ -22,12 +25,12 @@ _POLICY = (
     "default-src 'none'; img-src 'self' data:; font-src 'self'; "
     "connect-src {}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+_METHODS = ["GET", "HEAD"]
 _TYPES = {".css": "text/css", ".js": "text/javascript", ".txt": "text/plain"}
 router = APIRouter(include_in_schema=False)
 
 
-@router.get("/")
-@router.head("/")
+@router.api_route("/", methods=_METHODS)
 @public
 @routine
 async def page(request: Request) -> Response:
@@ -35,52 +38,37 @@ async def page(request: Request) -> Response:
     return _file(request, "index.html")
 
 
-@router.get("/docs")
-@router.head("/docs")
+@router.api_route("/docs", methods=_METHODS)
 @routine
 async def docs(request: Request) -> Response:
     """The API reference, where requests can be tried."""
     return _file(request, "docs.html")
 
 
-@router.get("/openapi.json")
-@router.head("/openapi.json")
+@router.api_route("/openapi.json", methods=_METHODS)
 async def openapi(request: Request) -> Response:
     """The OpenAPI document."""
     app: DescribedApp = request.app
     return app.openapi_content.respond(request, {})
 
 
-@router.get("/web/{name}")
-@router.head("/web/{name}")
 @public
 @routine
 async def asset(request: Request, name: str) -> Response:
     """A script, style sheet or font."""
-    return _file(request, name)
+    folder = request.scope["route"].path.removeprefix("/web/").removesuffix("{name}")
+    return _file(request, f"{folder}{name}")
 
 
 # One route per folder: a wildcard for folders would make every path that starts with "/web/../" public.
-@router.get("/web/documents/{name}")
-@router.head("/web/documents/{name}")
-@router.get("/web/presets/{name}")
-@router.head("/web/presets/{name}")
-@router.get("/web/request/{name}")
-@router.head("/web/request/{name}")
-@router.get("/web/text/{name}")
-@router.head("/web/text/{name}")
-@router.get("/web/tokens/{name}")
-@router.head("/web/tokens/{name}")
-@public
-@routine
-async def asset_in_folder(request: Request, name: str) -> Response:
-    """A script or style sheet from a subfolder."""
-    return _file(request, f"{request.scope['route'].path.split('/')[2]}/{name}")
+for _folder in ("", "documents/", "presets/", "request/", "text/", "tokens/"):
+    router.add_api_route(f"/web/{_folder}{{name}}", asset, methods=_METHODS)
 
 
-def new_bundles() -> Bundles:
-    """What the application keeps as `state.bundles`."""
-    return Bundles(_FOLDER, "index", "docs")
+@cache
+def _bundles() -> dict[str, PageFile]:
+    """The files of both pages by name."""
+    return bundle(_FOLDER, "index") | bundle(_FOLDER, "docs")
 
 
 def page_headers(origins: Iterable[str]) -> dict[str, str]:
@@ -90,9 +78,8 @@ def page_headers(origins: Iterable[str]) -> dict[str, str]:
 
 
 def _file(request: Request, name: str) -> Response:
-    bundles: Bundles = request.app.state.bundles
     headers: dict[str, str] = request.app.state.page_headers
-    if file := bundles.find(name):
+    if file := _bundles().get(name):
         policy = "; ".join(filter(None, (headers["Content-Security-Policy"], file.policy)))
         return file.content.respond(request, {**headers, "Content-Security-Policy": policy})
     # Look the name up in the folder's listing; never build a path from client input.

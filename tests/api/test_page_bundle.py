@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from app.api.page_bundle import Bundles, join_modules
+from app.api.page_bundle import bundle, join_modules
 from tests.support.nodejs import NODE
 from tests.support.servers import Server
 
@@ -48,7 +48,7 @@ def test_what_cannot_be_joined_is_an_error(line: str, message: str) -> None:
         join_modules("main.js", {**MODULES, "factor.js": f"{line}\n{MODULES['factor.js']}"}.__getitem__)
 
 
-def test_an_edited_file_is_in_the_next_bundle(tmp_path: Path) -> None:
+def test_a_page_holds_its_styles_and_script_and_names_versions_of_its_fonts(tmp_path: Path) -> None:
     (tmp_path / "page.html").write_text(
         '    <link rel="stylesheet" href="web/a.css">\n    <link rel="stylesheet" href="web/b.css">\n'
         '    <script type="module" src="web/page.js"></script>\n'
@@ -57,18 +57,11 @@ def test_an_edited_file_is_in_the_next_bundle(tmp_path: Path) -> None:
     (tmp_path / "b.css").write_text("b {}\n")
     (tmp_path / "page.js").write_text("let a = 1;\n")
     (tmp_path / "f.woff2").write_bytes(b"font")
-    bundles = Bundles(tmp_path, "page")
-
-    def body(name: str) -> str:
-        file = bundles.find(name)
-        assert file
-        return file.content.body.decode()
-
-    before = body("page.html")
-    assert re.search(r'<style>a { src: url\("web/f.woff2\?v=\w{16}"\) }\nb {}\n</style>', before)
-    assert "<link" not in before and bundles.find("a.css") is None
-    (tmp_path / "page.js").write_text("let a = 2;\n")
-    assert '<script type="module">// page.js\nlet a = 2;\n</script>' in body("page.html")
+    files = bundle(tmp_path, "page")
+    assert files.keys() == {"page.html", "f.woff2"}
+    style, script = files["page.html"].content.body.decode().split("</style>\n")
+    assert re.fullmatch(r' *<style>a { src: url\("web/f.woff2\?v=\w{16}"\) }\nb {}\n', style)
+    assert script == '    <script type="module">// page.js\nlet a = 1;\n</script>\n'
 
 
 @pytest.mark.parametrize("text", ['let a = "</script>";', 'let a = "<!-- <script>";'])
@@ -76,7 +69,7 @@ def test_a_script_that_the_html_parser_would_cut_is_an_error(tmp_path: Path, tex
     (tmp_path / "page.html").write_text('<script type="module" src="web/page.js"></script>\n')
     (tmp_path / "page.js").write_text(text)
     with pytest.raises(ValueError, match="would not read past"):
-        Bundles(tmp_path, "page").find("page.html")
+        bundle(tmp_path, "page")
 
 
 def test_files_are_compressed_versioned_and_revalidated(server: Server) -> None:
