@@ -5,17 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Coroutine
 from typing import Any
 
 import pytest
 
 from app.access.rate_limiter import RateLimiter, RateLimits, Tenant
 from app.access.tenant_queue import Busy, TenantQueue, Turn, WorkAccount
-
-
-def _run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(scenario)
+from tests.support.async_test import async_test
 
 
 def _queue(workers: int = 2, **options: Any) -> TenantQueue:
@@ -50,97 +46,85 @@ class QueueClients:
         await asyncio.sleep(0)
 
 
-def test_a_tenant_never_occupies_the_last_worker() -> None:
-    async def scenario() -> None:
-        clients = QueueClients(_queue(workers=3))
-        for _ in range(10):
-            await clients.join("a")
-        assert clients.order == ["a", "a"]
+@async_test
+async def test_a_tenant_never_occupies_the_last_worker() -> None:
+    clients = QueueClients(_queue(workers=3))
+    for _ in range(10):
+        await clients.join("a")
+    assert clients.order == ["a", "a"]
+    await clients.join("b")
+    assert clients.order == ["a", "a", "b"]
+
+
+@async_test
+async def test_the_tenant_with_the_least_recent_work_is_next_in_any_order_of_arrival() -> None:
+    clients = QueueClients(_queue())
+    for _ in range(5):
+        await clients.join("a")
+    await clients.join("other")  # both workers are busy now
+    for _ in range(3):
         await clients.join("b")
-        assert clients.order == ["a", "a", "b"]
-
-    _run(scenario())
-
-
-def test_the_tenant_with_the_least_recent_work_is_next_in_any_order_of_arrival() -> None:
-    async def scenario() -> None:
-        clients = QueueClients(_queue())
-        for _ in range(5):
-            await clients.join("a")
-        await clients.join("other")  # both workers are busy now
-        for _ in range(3):
-            await clients.join("b")
-        for _ in range(6):
-            await clients.end()
-        assert clients.order[:2] == ["a", "other"]
-        assert clients.order[2:4] in (["b", "a"], ["b", "b"])
-
-    _run(scenario())
+    for _ in range(6):
+        await clients.end()
+    assert clients.order[:2] == ["a", "other"]
+    assert clients.order[2:4] in (["b", "a"], ["b", "b"])
 
 
-def test_tenants_who_always_wait_get_equal_time_whatever_their_jobs_cost() -> None:
-    async def scenario() -> None:
-        queue, spent = _queue(workers=1), Counter[str]()
-        seconds = {"a": 0.9, "b": 0.1, "c": 0.3}
-        clients = QueueClients(queue)
-        for tenant in seconds:
-            for _ in range(400):
-                await clients.join(tenant)
-        while clients.turns and sum(spent.values()) < 60:
-            tenant = clients.turns[0][0]
-            spent[tenant] += seconds[tenant]  # type: ignore[assignment]
-            await clients.end(seconds[tenant])
-        assert max(spent.values()) - min(spent.values()) < 2, spent
-        queue.close()
-
-    _run(scenario())
+@async_test
+async def test_tenants_who_always_wait_get_equal_time_whatever_their_jobs_cost() -> None:
+    queue, spent = _queue(workers=1), Counter[str]()
+    seconds = {"a": 0.9, "b": 0.1, "c": 0.3}
+    clients = QueueClients(queue)
+    for tenant in seconds:
+        for _ in range(400):
+            await clients.join(tenant)
+    while clients.turns and sum(spent.values()) < 60:
+        tenant = clients.turns[0][0]
+        spent[tenant] += seconds[tenant]  # type: ignore[assignment]
+        await clients.end(seconds[tenant])
+    assert max(spent.values()) - min(spent.values()) < 2, spent
+    queue.close()
 
 
-def test_of_two_tenants_without_recent_work_the_smaller_job_goes_first() -> None:
-    async def scenario() -> None:
-        clients = QueueClients(_queue(workers=1))
-        await clients.join("a", cost=100)
-        await clients.join("large", cost=1000)
-        await clients.join("small", cost=1)
-        for _ in range(3):
-            await clients.end(0.5)
-        assert clients.order == ["a", "small", "large"]
-
-    _run(scenario())
+@async_test
+async def test_of_two_tenants_without_recent_work_the_smaller_job_goes_first() -> None:
+    clients = QueueClients(_queue(workers=1))
+    await clients.join("a", cost=100)
+    await clients.join("large", cost=1000)
+    await clients.join("small", cost=1)
+    for _ in range(3):
+        await clients.end(0.5)
+    assert clients.order == ["a", "small", "large"]
 
 
-def test_jobs_of_one_tenant_keep_their_order() -> None:
-    async def scenario() -> None:
-        queue, order = _queue(workers=1), []
+@async_test
+async def test_jobs_of_one_tenant_keep_their_order() -> None:
+    queue, order = _queue(workers=1), []
 
-        async def job(number: int, cost: int) -> None:
-            with await queue.acquire(WorkAccount("a"), cost):
-                order.append(number)
+    async def job(number: int, cost: int) -> None:
+        with await queue.acquire(WorkAccount("a"), cost):
+            order.append(number)
 
-        await asyncio.gather(*(job(number, 100 - number) for number in range(20)))
-        assert order == list(range(20))
-
-    _run(scenario())
+    await asyncio.gather(*(job(number, 100 - number) for number in range(20)))
+    assert order == list(range(20))
 
 
-def test_a_tenant_may_hold_half_alone_and_always_leaves_space_for_another() -> None:
-    async def scenario() -> None:
-        queue = _queue(max_jobs=16)
-        admissions = []
+@async_test
+async def test_a_tenant_may_hold_half_alone_and_always_leaves_space_for_another() -> None:
+    queue = _queue(max_jobs=16)
+    admissions = []
 
-        def admit(tenant: str, size: int) -> None:
-            admissions.append(queue.admitted(WorkAccount(tenant), size))
-            admissions[-1].__enter__()
+    def admit(tenant: str, size: int) -> None:
+        admissions.append(queue.admitted(WorkAccount(tenant), size))
+        admissions[-1].__enter__()
 
-        for _ in range(8):
-            admit("a", 1)
-        with pytest.raises(Busy, match="try again in"):
-            admit("a", 1)
-        for tenant in "bcdefgh":
-            admit(tenant, 1)
-        assert admissions[0].__exit__(None, None, None) in (None, False)
-
-    _run(scenario())
+    for _ in range(8):
+        admit("a", 1)
+    with pytest.raises(Busy, match="try again in"):
+        admit("a", 1)
+    for tenant in "bcdefgh":
+        admit(tenant, 1)
+    assert admissions[0].__exit__(None, None, None) in (None, False)
 
 
 def test_size_is_bounded_like_jobs_and_a_first_job_always_fits() -> None:
@@ -154,62 +138,54 @@ def test_size_is_bounded_like_jobs_and_a_first_job_always_fits() -> None:
         pass
 
 
-def test_a_refusal_says_when_the_jobs_of_this_tenant_may_be_done() -> None:
-    async def scenario() -> None:
-        queue, account = _queue(workers=1), WorkAccount("a")
-        (await queue.acquire(account, 10)).end(50.0)
-        for size, wait in ((3, 15), (500, 60)):  # 3 of 50 s for each 10.9; never more than a minute
-            with (
-                queue.admitted(account, size),
-                pytest.raises(Busy, match=f"in {wait} s") as busy,
-                queue.admitted(account, 1000),
-            ):
-                pass
-            assert busy.value.retry_after == wait
-
-    _run(scenario())
+@async_test
+async def test_a_refusal_says_when_the_jobs_of_this_tenant_may_be_done() -> None:
+    queue, account = _queue(workers=1), WorkAccount("a")
+    (await queue.acquire(account, 10)).end(50.0)
+    for size, wait in ((3, 15), (500, 60)):  # 3 of 50 s for each 10.9; never more than a minute
+        with (
+            queue.admitted(account, size),
+            pytest.raises(Busy, match=f"in {wait} s") as busy,
+            queue.admitted(account, 1000),
+        ):
+            pass
+        assert busy.value.retry_after == wait
 
 
-def test_a_turn_is_charged_to_the_lease_and_frees_its_worker_once() -> None:
-    async def scenario() -> None:
-        limiter = RateLimiter()
-        tenant = Tenant(name="a", cache_namespace="a", limits=RateLimits(tokens_per_minute=10_000))
-        reservation = limiter.reserve(tenant, 0, 0.0)
-        queue = _queue(workers=1)
-        turn = await queue.acquire(WorkAccount("a", reservation), 1)
-        turn.end(2.05)
-        turn.end(100)
-        assert reservation.headers(0.0)["x-ratelimit-remaining-tokens"] in ("8000", "8001")
-        (await queue.acquire(WorkAccount("a", reservation), 1)).end()
-
-    _run(scenario())
+@async_test
+async def test_a_turn_is_charged_to_the_lease_and_frees_its_worker_once() -> None:
+    limiter = RateLimiter()
+    tenant = Tenant(name="a", cache_namespace="a", limits=RateLimits(tokens_per_minute=10_000))
+    reservation = limiter.reserve(tenant, 0, 0.0)
+    queue = _queue(workers=1)
+    turn = await queue.acquire(WorkAccount("a", reservation), 1)
+    turn.end(2.05)
+    turn.end(100)
+    assert reservation.headers(0.0)["x-ratelimit-remaining-tokens"] in ("8000", "8001")
+    (await queue.acquire(WorkAccount("a", reservation), 1)).end()
 
 
-def test_a_job_that_is_cancelled_takes_no_turn_from_others() -> None:
-    async def scenario() -> None:
-        rng = random.Random(0)
-        clients = QueueClients(_queue(workers=2))
-        for number in range(200):
-            task = await clients.join(f"t{number % 3}")
-            if rng.random() < 0.5:
-                task.cancel()
-            if clients.turns and rng.random() < 0.3:
-                await clients.end(rng.random())
-        while clients.turns:
-            await clients.end()
-        assert all(task.done() for task in clients.tasks)
-        first, second = [await clients.queue.acquire(WorkAccount(name), 1) for name in "xy"]
-        assert {first.worker, second.worker} == {0, 1}
-
-    _run(scenario())
+@async_test
+async def test_a_job_that_is_cancelled_takes_no_turn_from_others() -> None:
+    rng = random.Random(0)
+    clients = QueueClients(_queue(workers=2))
+    for number in range(200):
+        task = await clients.join(f"t{number % 3}")
+        if rng.random() < 0.5:
+            task.cancel()
+        if clients.turns and rng.random() < 0.3:
+            await clients.end(rng.random())
+    while clients.turns:
+        await clients.end()
+    assert all(task.done() for task in clients.tasks)
+    first, second = [await clients.queue.acquire(WorkAccount(name), 1) for name in "xy"]
+    assert {first.worker, second.worker} == {0, 1}
 
 
-def test_a_worker_rests_in_proportion_to_its_turns() -> None:
-    async def scenario() -> None:
-        queue, loop = _queue(workers=1, max_busy_share=0.25), asyncio.get_running_loop()
-        started_at = loop.time()
-        for _ in range(3):
-            (await queue.acquire(WorkAccount("a"), 1)).end(0.01)
-        assert loop.time() - started_at > 2 * 0.03 * 0.9
-
-    _run(scenario())
+@async_test
+async def test_a_worker_rests_in_proportion_to_its_turns() -> None:
+    queue, loop = _queue(workers=1, max_busy_share=0.25), asyncio.get_running_loop()
+    started_at = loop.time()
+    for _ in range(3):
+        (await queue.acquire(WorkAccount("a"), 1)).end(0.01)
+    assert loop.time() - started_at > 2 * 0.03 * 0.9

@@ -152,17 +152,14 @@ async def test_a_key_belongs_to_one_body_one_path_and_to_requests_that_send_it()
 
 
 @pytest.mark.parametrize("app", [_Application(b"x" * 101), _Application(status=503)], ids=["too long", "error"])
-def test_a_response_that_is_too_long_or_an_error_is_not_kept(app: _Application) -> None:
-    @async_test
-    async def check() -> None:
-        app.step(4)
-        stack = _stack(app)
-        for n in (1, 2):
-            client = _Client(stack)
-            await client.task
-            assert (client.is_repeated, len(app.bodies)) == (False, n)
-
-    check()
+@async_test
+async def test_a_response_that_is_too_long_or_an_error_is_not_kept(app: _Application) -> None:
+    app.step(4)
+    stack = _stack(app)
+    for n in (1, 2):
+        client = _Client(stack)
+        await client.task
+        assert (client.is_repeated, len(app.bodies)) == (False, n)
 
 
 @async_test
@@ -201,12 +198,9 @@ async def test_a_body_beyond_the_limit_goes_to_the_application_whole() -> None:
 
 
 @pytest.mark.parametrize("key", ["", "k" * 256])
-def test_a_bad_key_is_refused(key: str) -> None:
-    @async_test
-    async def check() -> None:
-        app = _Application()
-        client = _Client(_stack(app), key=key)
-        await client.task
-        assert (client.status, b"Idempotency-Key" in client.text, app.bodies) == (400, True, [])
-
-    check()
+@async_test
+async def test_a_bad_key_is_refused(key: str) -> None:
+    app = _Application()
+    client = _Client(_stack(app), key=key)
+    await client.task
+    assert (client.status, b"Idempotency-Key" in client.text, app.bodies) == (400, True, [])
