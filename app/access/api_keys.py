@@ -11,7 +11,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -67,28 +67,14 @@ def new_key() -> str:
     return f"{PREFIX}{secrets.token_urlsafe(32)}"
 
 
-def stored(
-    key: str,
-    name: str,
-    *,
-    requests_per_minute: int = 0,
-    tokens_per_minute: int = 0,
-    concurrency: int = 0,
-    days: float | None = None,
-) -> StoredKey:
-    """The entry for a new key. Raises KeyFileError for an invalid name or number."""
-    now = datetime.now(UTC).replace(microsecond=0)
-    entry = StoredKey(
-        name=name,
-        sha256=hashlib.sha256(key.encode()).hexdigest(),
-        created=now,
-        expires=None if days is None else now + timedelta(days=days),
-        requests_per_minute=requests_per_minute,
-        tokens_per_minute=tokens_per_minute,
-        concurrency=concurrency,
-    )
+def stored(key: str, name: str, *, days: float | None = None, **limits: int) -> StoredKey:
+    """The entry for a new key; `limits` are those of RateLimits. Raises KeyFileError for an invalid name or number."""
+    created = datetime.now(UTC).replace(microsecond=0)
+    expires = None if days is None else created + timedelta(days=days)
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    entry = {"name": name, "sha256": digest, "created": created, "expires": expires, **limits}
     try:
-        return msgspec.json.decode(msgspec.json.encode(entry), type=StoredKey)
+        return msgspec.convert(entry, StoredKey)
     except msgspec.ValidationError as error:
         if str(error).endswith("$.name`"):
             raise KeyFileError("a name has 1 to 64 letters, digits, _ and -") from None
@@ -124,8 +110,8 @@ def read_keys(path: Path) -> tuple[StoredKey, ...]:
 
 def add_key(path: Path, key: StoredKey) -> None:
     """Adds a key; creates the file if it does not exist. Raises KeyFileError."""
-
-    def added(keys: tuple[StoredKey, ...]) -> tuple[StoredKey, ...]:
+    with _locked(path):
+        keys = read_keys(path) if path.exists() else ()
         if any(other.name == key.name for other in keys):
             raise KeyFileError(
                 f"there is a key called {key.name} already: revoke it first "
@@ -133,29 +119,32 @@ def add_key(path: Path, key: StoredKey) -> None:
             )
         if len(keys) >= MAX_KEYS:
             raise KeyFileError(f"there are {MAX_KEYS} keys already: revoke one first")
-        return (*keys, key)
-
-    _change(path, added, may_be_new=True)
+        _replace(path, (*keys, key))
 
 
 def revoke_key(path: Path, name: str) -> None:
     """Removes a key. Raises KeyFileError."""
-
-    def removed(keys: tuple[StoredKey, ...]) -> tuple[StoredKey, ...]:
-        if all(key.name != name for key in keys):
+    with _locked(path):
+        keys = read_keys(path)
+        rest = tuple(key for key in keys if key.name != name)
+        if len(rest) == len(keys):
             raise KeyFileError(f"there is no key called {name[:100]!r}: inkstream keys list shows the names")
-        return tuple(key for key in keys if key.name != name)
-
-    _change(path, removed, may_be_new=False)
+        _replace(path, rest)
 
 
-def _change(path: Path, change: Callable[[tuple[StoredKey, ...]], tuple[StoredKey, ...]], *, may_be_new: bool) -> None:
-    """Reads, changes and replaces the file under an exclusive lock."""
-    path = path.resolve()
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Locks the file's folder, because the file itself is replaced: concurrent changes must not lose one another.
+
+    Raises KeyFileError for an OSError in the block, too.
+    """
     try:
-        with _locked(path.parent):
-            is_new = may_be_new and not path.exists()
-            _replace(path, change(() if is_new else read_keys(path)))
+        descriptor = os.open(path.resolve().parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise KeyFileError(
             f"the keys file {path} cannot be written ({error.strerror}): "
@@ -163,19 +152,9 @@ def _change(path: Path, change: Callable[[tuple[StoredKey, ...]], tuple[StoredKe
         ) from None
 
 
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Locks the folder, because the file itself is replaced: concurrent changes must not lose one another."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def _replace(path: Path, keys: tuple[StoredKey, ...]) -> None:
     """Replaces the file atomically; keeps its owner and group, so that the service can still read it."""
+    path = path.resolve()
     content = msgspec.json.format(msgspec.json.encode(_File(list(keys))), indent=1) + b"\n"
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
