@@ -95,6 +95,7 @@ def test_the_models_size_and_context_are_those_of_the_weights_that_answer(page, 
     model = httpx.get(f"{server.url}/v1/models").json()["data"][0]
     facts = page.locator("#weights").inner_text()
     assert facts.endswith(f", context {model['max_model_len']}") and "M parameters" in facts
+    assert page.locator("#weights").get_attribute("title") == model["weights_version"]
     other = {**model, "id": "other", "weights_version": "f" * 64, "n_params": 2_500_000_000, "max_model_len": 4096}
     page.route("**/v1/models", lambda route: route.fulfill(json={"data": [other]}))
     begun = {"seed": 1, "model": "other", "weights_version": "f" * 64}

@@ -64,19 +64,6 @@ def test_the_text_does_not_move_when_the_view_changes(page, width):
     assert max(abs(a - b) for one, two in zip(before, after, strict=True) for a, b in zip(one, two, strict=True)) < 0.6
 
 
-def test_the_sheet_stays_in_its_place_when_the_service_tells_what_it_serves(page):
-    page.set_viewport_size({"width": 390, "height": 800})
-    routes = []
-    page.route("**/v1/models", lambda route: routes.append(route))
-    page.reload()
-    page.wait_for_function("() => document.fonts.status === 'loaded'")
-    before = page.locator("#paper").bounding_box()
-    assert page.locator("#model").text_content() == ""
-    routes[0].continue_()
-    page.locator("#weights", has_text="parameters").wait_for()
-    assert page.locator("#paper").bounding_box() == before
-
-
 def two_frames(page):
     """What was to be drawn has been drawn."""
     page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")

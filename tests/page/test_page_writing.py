@@ -191,13 +191,6 @@ def test_pasting_cutting_and_the_end_of_a_sentence_are_steps_of_their_own(page):
     assert seen == ["Six", "", whole, whole.removesuffix("Five"), "One two three", "One two"]
 
 
-def test_a_locked_seed_with_the_same_settings_is_not_run_again(page):
-    play_run(page, " upon")
-    page.get_by_role("button", name="Lock the seed").click()
-    page.get_by_role("button", name="Regenerate").click()
-    assert status(page).startswith("The seed is locked")
-
-
 # Settings
 
 
@@ -241,18 +234,6 @@ def test_why_the_model_cannot_be_read_is_said(page):
     page.route("**/v1/models", lambda route: route.abort())
     page.reload()
     page.locator("#status", has_text="Error: The server cannot be reached.").wait_for()
-
-
-def test_the_error_of_a_pasted_receipt_stands_at_its_button(page):
-    play_run(page, " upon")
-    page.locator("#run > summary").click()
-    page.get_by_text("Use another receipt").click()
-    page.locator("#pasted-receipt").fill("{")
-    page.get_by_role("button", name="Use its settings").click()
-    told = page.locator("#run form [role=status]")
-    told.filter(has_text="receipt").wait_for()
-    button, words = (place.bounding_box() for place in (page.get_by_role("button", name="Use its settings"), told))
-    assert 0 <= words["y"] - button["y"] - button["height"] < 40
 
 
 def test_no_bar_is_longer_than_its_track_and_a_penalty_of_the_weights_is_no_news(page):
