@@ -95,13 +95,11 @@ def _capacity(pool: EnginePool) -> Iterator[Metric]:
     """Limits of the gauges above. An engine that will not be restarted has no capacity."""
     slots = sum(engine.max_running for engine in pool.engines if not engine.supervisor.is_stopped)
     totals = [engine.counters for engine in pool.engines]
-    limits = pool.queue.limits
     yield _gauge("requests_running_limit", "Most sequences that the engines generate at once.", slots)
-    yield _gauge("requests_waiting_limit", "Most sequences in the queue; more get 503.", limits.max_requests)
+    yield _gauge("requests_waiting_limit", "Most sequences in the queue; more get 503.", pool.queue.max_requests)
     yield _gauge("prompt_tokens_waiting", "Prompt tokens in the queue.", pool.queue.prompt_tokens)
-    yield _gauge(
-        "prompt_tokens_waiting_limit", "Most prompt tokens in the queue; more get 503.", limits.max_prompt_tokens
-    )
+    limit = pool.queue.max_prompt_tokens
+    yield _gauge("prompt_tokens_waiting_limit", "Most prompt tokens in the queue; more get 503.", limit)
     yield _gauge("kv_cache_blocks_used", "KV cache blocks in use.", sum(c.blocks_active for c in totals))
     yield _gauge("kv_cache_blocks", "KV cache blocks of all engines.", sum(c.blocks_total for c in totals))
 

@@ -26,14 +26,6 @@ from app.common.types import Request, RequestStarted
 _TENANT_FACTOR = 7
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueueLimits:
-    """Limits of the queue."""
-
-    max_requests: int
-    max_prompt_tokens: int
-
-
 def check_ids(ids: list[int], *, context: int, vocab_size: int, field: str) -> None:
     """Raises ContextLengthExceeded for more ids than the context holds, InvalidRequest for an unknown one."""
     if len(ids) > context:
@@ -129,8 +121,9 @@ class _SubQueue:
 class FairQueue:
     """Requests that were submitted and have not started, and those that are about to be submitted."""
 
-    def __init__(self, limits: QueueLimits) -> None:
-        self.limits = limits
+    def __init__(self, *, max_requests: int, max_prompt_tokens: int) -> None:
+        self.max_requests, self.max_prompt_tokens = max_requests, max_prompt_tokens
+        """Most of each that may wait."""
         self._entries: dict[str, _Entry] = {}
         self._sent: dict[str, None] = {}
         """Those of the entries that an engine has, in the order of sending; the values are unused."""
@@ -285,15 +278,15 @@ class FairQueue:
         with each further tenant, so that there is always capacity for the next one. A tenant without waiting requests
         may always queue.
         """
-        if requests > self.limits.max_requests:
+        if requests > self.max_requests:
             raise InvalidRequest(
-                f"the request asks for {requests} continuations, this server takes at most {self.limits.max_requests} "
+                f"the request asks for {requests} continuations, this server takes at most {self.max_requests} "
                 "at once: send fewer prompts, or a smaller n",
                 "prompt",
             )
         waiting = sum(subqueue.length for subqueue in self._subqueues.values())
         waiting_tokens = self.prompt_tokens
-        free, free_tokens = self.limits.max_requests - waiting, self.limits.max_prompt_tokens - waiting_tokens
+        free, free_tokens = self.max_requests - waiting, self.max_prompt_tokens - waiting_tokens
         own, problem = self._subqueue(cache_namespace), ""
         if requests > free:
             problem = f"{waiting} requests wait already"

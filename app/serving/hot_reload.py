@@ -29,7 +29,7 @@ _ENDED = "their engine ended while it was loading ({})"
 Outcome = Literal["switched", "refused"]
 
 
-class LoadFailed(Exception):
+class LoadFailed(ValueError):
     """The new weights cannot be served; the message says why."""
 
 
@@ -62,10 +62,8 @@ class HotReload:
     async def run(self) -> None:
         """Runs until cancelled; then only the processes of the current model instance remain."""
         await self._service.wait_loaded()
-        attempted, current = (
-            self._service.instance.fingerprint,
-            await asyncio.to_thread(take_fingerprint, self._weights),
-        )
+        attempted = self._service.instance.fingerprint
+        current = await asyncio.to_thread(take_fingerprint, self._weights)
         if current != attempted and not self._watch_seconds:
             _log.warning("the weights changed while they were loaded: kill -HUP %d loads them again", os.getpid())
         unfinished: WeightsFingerprint | None = None  # not hashed or logged again
@@ -112,13 +110,17 @@ class HotReload:
         if source := self._service.instance.source:
             _log.info("this is commit %s of %s again: restart for a newer one", source.commit[:12], source.repository)
         try:
-            instance = await self._load_or_refuse()
-        except LoadFailed as error:
+            instance = await self._load_instance()
+        except Exception as error:  # whatever it is, it must not end the reload task
             if self._watch_seconds and isinstance(error, StillChanging):
                 _log.info("new weights are still being written")
                 return fingerprint
+            reason = str(error)
+            if not isinstance(error, ValueError | OSError):
+                _log.exception("new weights could not be loaded")
+                reason = f"{type(error).__name__} in the service"
             self._record_outcome("refused")
-            _log.error("new weights are refused, the old ones stay: %s", one_line(str(error)))
+            _log.error("new weights are refused, the old ones stay: %s", one_line(reason))
             return fingerprint
         old = self._service.switch(instance)
         self._record_outcome("switched")
@@ -127,20 +129,8 @@ class HotReload:
         self._retiring = asyncio.create_task(self._retire(old))
         return instance.fingerprint
 
-    async def _load_or_refuse(self) -> ModelInstance:
-        """The loaded model instance. Raises LoadFailed after cleaning up."""
-        try:
-            return await self._load_instance()
-        except LoadFailed:
-            raise
-        except (ValueError, OSError) as error:
-            raise LoadFailed(str(error)) from None
-        except Exception as error:  # an unexpected error must not end the reload task
-            _log.exception("new weights could not be loaded")
-            raise LoadFailed(f"{type(error).__name__} in the service") from None
-
     async def _load_instance(self) -> ModelInstance:
-        """Like _load_or_refuse(), without handling unexpected errors."""
+        """The loaded model instance. Raises LoadFailed and others after cleaning up."""
         if problem := await asyncio.to_thread(what_is_missing, self._weights):  # before an engine allocates memory
             raise LoadFailed(problem)
         instance = await self._make()
@@ -155,7 +145,7 @@ class HotReload:
         return instance
 
     async def _wait_loaded(self, instance: ModelInstance) -> None:
-        """Raises LoadFailed."""
+        """Raises LoadFailed, TokenizerError."""
         stopped = asyncio.ensure_future(instance.engine.wait_stopped())
         loading = asyncio.ensure_future(instance.load())
         try:
@@ -170,14 +160,10 @@ class HotReload:
                     if self._service.draining:
                         raise LoadFailed("the service is shutting down")
             await loading
-            if (
-                instance.engine.restarts or not instance.engine.ready
-            ):  # the engine failed while the tokenizer was loading
+            if instance.engine.restarts or not instance.engine.ready:  # it failed while the tokenizer was loading
                 raise LoadFailed(_ENDED.format(instance.engine.phase))
         except TimeoutError:
             raise LoadFailed(f"they are not loaded after {_LOAD_SECONDS:g} s") from None
-        except ValueError as error:
-            raise LoadFailed(str(error)) from None
         finally:
             stopped.cancel()
             loading.cancel()

@@ -16,7 +16,7 @@ from app.engine.guided.grammar_workers import Job
 from app.engine.worker_loop import GrammarCompileQueue, heartbeat
 from app.engine_client.client import EngineClient
 from app.engine_client.engine_pool import EnginePool
-from app.engine_client.fair_queue import FairQueue, QueueLimits
+from app.engine_client.fair_queue import FairQueue
 from tests.support import ROOT
 
 
@@ -146,7 +146,7 @@ def test_an_engine_that_never_says_anything_is_replaced(monkeypatch: pytest.Monk
 
     async def scenario() -> None:
         command = (sys.executable, "-c", "import time; time.sleep(60)")
-        line = FairQueue(QueueLimits(max_requests=1, max_prompt_tokens=1))
+        line = FairQueue(max_requests=1, max_prompt_tokens=1)
         client = EnginePool([EngineClient(WorkerConfig(weights=""), silence_seconds=0.2, command=command)], line)
         client.start()
         try:

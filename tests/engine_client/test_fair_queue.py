@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from app.common.errors import InvalidRequest, QueueFull
 from app.common.types import Request, RequestStarted
-from app.engine_client.fair_queue import FairQueue, QueueLimits, ThroughputEstimate
+from app.engine_client.fair_queue import FairQueue, ThroughputEstimate
 
 
 def _request(name: str, namespace: str = "", *, prompt: int = 1, max_tokens: int = 10, **fields: str) -> Request:
@@ -19,7 +19,7 @@ def _request(name: str, namespace: str = "", *, prompt: int = 1, max_tokens: int
 
 
 def _queue(requests: int = 100, tokens: int = 1000) -> FairQueue:
-    return FairQueue(QueueLimits(max_requests=requests, max_prompt_tokens=tokens))
+    return FairQueue(max_requests=requests, max_prompt_tokens=tokens)
 
 
 def _start(queue: FairQueue, name: str, now: float, *, has_backlog: bool = True) -> None:

@@ -10,7 +10,7 @@ from app.common.ipc import Cancel, Down, Ready, Submit, WorkerConfig
 from app.common.types import Counters, FinishReason, Request, RequestStarted, SampledEvent, StepReport
 from app.engine_client.client import EngineClient
 from app.engine_client.engine_pool import EnginePool
-from app.engine_client.fair_queue import FairQueue, QueueLimits
+from app.engine_client.fair_queue import FairQueue
 from app.engine_client.supervisor import EngineStopped, WeightsFiles, read_directory
 from app.engine_client.token_stream import Arrival, TokenStream
 
@@ -128,7 +128,7 @@ class PoolHarness:
     """An engine pool, its engines, and all events of its streams."""
 
     def __init__(self, n: int = 2, *, slots: int = 4, capacity: int = 1000, load: bool = True) -> None:
-        queue = FairQueue(QueueLimits(max_requests=capacity, max_prompt_tokens=100_000))
+        queue = FairQueue(max_requests=capacity, max_prompt_tokens=100_000)
         configs = [WorkerConfig(weights="", replica=index, replicas=n, max_running=slots) for index in range(n)]
         self.pool = EnginePool([EngineClient(config) for config in configs], queue)
         self.engines = [FakeSupervisor(client, slots) for client in self.pool.engines]
