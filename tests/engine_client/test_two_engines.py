@@ -13,8 +13,6 @@ import pytest
 
 from tests.support.armed_faults import Faults
 from tests.support.load.concurrent_clients import Ask, crowd, engine_pids, is_ready, visit
-from tests.support.load.steady_load import SteadyLoad, mixed
-from tests.support.model.bad_weights import good_weights
 from tests.support.processes import is_stopped
 from tests.support.servers import Server, is_clean, start_server, stop_server
 
@@ -79,34 +77,6 @@ def test_a_crash_of_one_engine_is_a_pause_for_its_streams_and_nothing_for_the_ot
     assert [answer.told() for answer in answers] == expected
     assert pair.metric("replayed_requests_total") == 3
     assert is_clean(pair)
-
-
-def test_new_weights_are_taken_over_by_all_engines_or_by_none(tmp_path: Path, faults: Faults) -> None:
-    ways = [good_weights(tmp_path / name, seed) for seed, name in enumerate(("one", "two"))]
-    link = tmp_path / "current"
-    link.symlink_to(ways[0])
-    server = start_server(tmp_path, link, "--replicas", "2", fake_ms=5, environment=faults.environment)
-    try:
-        old = set(engine_pids(server))
-        with SteadyLoad(server.url, clients=4, max_tokens=30, pause=0.05) as load:
-            new = tmp_path / "next"
-            new.symlink_to(ways[1])
-            new.replace(link)
-            faults.arm("fake.load", "exit", code=1, match="replica=1,")
-            server.process.send_signal(signal.SIGHUP)
-            assert server.tells("new weights are refused, the old ones stay: their engine ended while it was loading")
-            assert server.wait_for(lambda: set(engine_pids(server)) == old)
-            faults.disarm("fake.load")
-            server.process.send_signal(signal.SIGHUP)
-            assert server.tells("new weights are served: two")
-            assert server.wait_for(lambda: len(engine_pids(server)) == 2 and not old & set(engine_pids(server)))
-            n_before = len(load.answers)
-            assert server.wait_for(lambda: len(load.answers) > n_before + 8)
-        assert not load.failures and not mixed(load.answers)
-        assert len({answer.version for answer in load.answers}) == 2
-        assert len({answer.version for answer in load.answers[-4:]}) == 1
-    finally:
-        assert stop_server(server) == 0
 
 
 def test_two_real_engines_say_what_one_says(tmp_path: Path, weights: Path, server: Server, faults: Faults) -> None:

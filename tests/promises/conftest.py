@@ -20,10 +20,26 @@ def fake_server(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iter
         yield serve(fake_ms=1)
 
 
+@pytest.fixture(scope="session")
+def keyed_server(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[tuple[Server, Keyring]]:
+    """The fake engine with keys of alice, bob and carol, shared like `fake_server`."""
+    folder = tmp_path_factory.mktemp("keyed")
+    ring = Keyring.of(folder / "keys.json", "alice", "bob", "carol")
+    for serve in services(folder, weights):
+        yield serve(ring=ring, fake_ms=1), ring
+
+
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
-    """Arms the faults of the services of a module."""
+    """Arms the faults of the services of a module; none outlives its test."""
     return Faults(tmp_path_factory.mktemp("faults"))
+
+
+@pytest.fixture(autouse=True)
+def faults_end_with_their_test(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "faults" in request.fixturenames:
+        request.getfixturevalue("faults").disarm()
 
 
 @pytest.fixture(scope="module")

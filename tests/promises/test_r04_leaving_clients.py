@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import socket
-import struct
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ import httpx
 import pytest
 
 from tests.support.armed_faults import Faults
-from tests.support.http.raw_client import connect, post
+from tests.support.http.raw_client import connect, post, reset
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, is_clean, stop_server
 from tests.support.services import Services
@@ -24,11 +23,6 @@ from tests.support.services import Services
 _ENDLESS: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 8000, "ignore_eos": True}
 _SHORT: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 3, "ignore_eos": True}
 _SECONDS = 2.0
-
-
-def _reset(connection: socket.socket) -> None:
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    connection.close()
 
 
 def _half_close(connection: socket.socket) -> None:
@@ -39,7 +33,7 @@ def _half_close(connection: socket.socket) -> None:
     connection.close()
 
 
-_WAYS: tuple[Callable[[socket.socket], None], ...] = (socket.socket.close, _reset, _half_close)
+_WAYS: tuple[Callable[[socket.socket], None], ...] = (socket.socket.close, reset, _half_close)
 _STATES = ("body", "submitted", "queued", "prefilling", "decoding", "end")
 
 

@@ -11,7 +11,6 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,9 +135,8 @@ def test_stalled_readers_of_much_take_little_memory(
     promise.at_most(f"memory of a stalled reader of {kind}", held, target=2048, floor=MOST_MEMORY, unit="KiB", n=n)
 
 
-def test_without_a_bound_they_would_take_all_that_they_asked_for(serve: Services, tmp_path: Path) -> None:
+def test_without_a_bound_they_would_take_all_that_they_asked_for(serve: Services, faults: Faults) -> None:
     """The control."""
-    faults = Faults(tmp_path / "faults")
     faults.arm("stream.unbounded", "keep")
     flags = ("--write-timeout", "600", "--kv-blocks", "40000")
     server = serve(*flags, fake_ms=1, environment=faults.removing("stream.unbounded"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ import pytest
 
 from tests.support import ROOT
 from tests.support.completion_client import whole
-from tests.support.http.raw_client import connect, error_of, get, post, read_all, read_answer, status_of
+from tests.support.http.raw_client import connect, error_of, get, post, read_all, read_answer, reset, status_of
 from tests.support.http.socket_queues import has_read_all
 from tests.support.processes import open_files
 from tests.support.promise_figures import Promise
@@ -123,8 +122,7 @@ def _vanish(server: Server, request: dict[str, Any], after: float) -> None:
     connection = connect(server)
     connection.sendall(post(request))
     time.sleep(after)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    connection.close()
+    reset(connection)
 
 
 def test_clients_that_reset_in_mid_answer_leave_no_trace(serve: Services, promise: Promise) -> None:

@@ -7,9 +7,9 @@ which a request is refused does not count, and neither does the one before where
 
 from __future__ import annotations
 
-import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 
 from app.engine_client.supervisor import TOKENS_TO_CLEAR
 from tests.support.armed_faults import Faults
-from tests.support.load.concurrent_clients import Answer, Ask, crowd, engine_pid, is_ready, visit
+from tests.support.load.concurrent_clients import Answer, Ask, count_same, crowd, is_ready, kill_engine, told, visit
 from tests.support.model.tiny_models import tiny_weights
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, is_clean
@@ -55,11 +55,14 @@ def _mixed(max_tokens: int) -> list[Ask]:
     return asks + _streams(32 - len(asks), max_tokens=max_tokens)
 
 
-def _kill(server: Server) -> None:
-    """Kills the engine and waits for its restart. Readiness may not show it: a fake engine restarts too quickly."""
-    before = server.metric("engine_restarts_total")
-    os.kill(engine_pid(server), signal.SIGKILL)
-    assert server.wait_for(lambda: server.metric("engine_restarts_total") > before)
+@pytest.fixture(scope="module")
+def server(serve_module: Services, faults: Faults) -> Server:
+    """A fake engine, for faults that it survives."""
+    return serve_module(fake_ms=5, environment=faults.environment, logs_tracebacks=True)
+
+
+def _have_begun(server: Server, answers: Sequence[Answer]) -> bool:
+    return server.wait_for(lambda: all(answer.n_events > 3 for answer in answers))
 
 
 def _all_move(answers: list[Answer], seconds: float = 60.0) -> bool:
@@ -74,25 +77,15 @@ def _all_move(answers: list[Answer], seconds: float = 60.0) -> bool:
     return False
 
 
-def _outputs(answers: list[Answer]) -> list[Any]:
-    return [answer.told() for answer in answers]
-
-
-def _count_same(answers: list[Answer], expected: list[Any]) -> int:
-    pairs = list(zip(_outputs(answers), expected, strict=True))
-    print(*[(output, one) for output, one in pairs if output != one], sep="\n")
-    return sum(output == one for output, one in pairs)
-
-
 def _disturbed(server: Server, asks: list[Ask], kills: int) -> tuple[list[Answer], int]:
     """Answers of concurrent clients while the engine is killed repeatedly; how many kills hit running streams."""
     killed = 0
     with crowd(server, asks) as answers:
         # All were admitted: a starting service refuses requests. Those that do not stream were sent first.
         streams = [a for a, ask in zip(answers, asks, strict=True) if ask.body.get("stream", ask.path == "/complete")]
-        assert server.wait_for(lambda: all(answer.n_events > 3 for answer in streams), 60)
+        assert _have_begun(server, streams)
         while killed < kills and not all(b"event: done" in a.body[-2000:] for a in answers):
-            _kill(server)
+            kill_engine(server)
             killed += 1
             assert server.wait_for(lambda: is_ready(server), 60), server.log.read_text()
             # A request without progress between two crashes is refused, so those that do not stream get time, too.
@@ -102,10 +95,10 @@ def _disturbed(server: Server, asks: list[Ask], kills: int) -> tuple[list[Answer
 
 def _count_identical(server: Server, asks: list[Ask], kills: int, *, at_once: int) -> tuple[int, int]:
     """Answers that are as undisturbed in rounds of at most so many kills, and all answers."""
-    expected, killed, same, n = _outputs(visit(server, asks)), 0, 0, 0
+    expected, killed, same, n = told(visit(server, asks)), 0, 0, 0
     while killed < kills:
         answers, times = _disturbed(server, asks, min(at_once, kills - killed))
-        same, killed, n = same + _count_same(answers, expected), killed + times, n + len(asks)
+        same, killed, n = same + count_same(answers, expected), killed + times, n + len(asks)
     assert server.metric("engine_restarts_total") == killed
     return same, n
 
@@ -133,39 +126,37 @@ def test_requests_of_every_kind_go_on_after_a_kill(
 
 @pytest.mark.parametrize("point", ["engine.step", "engine.submit"])
 def test_a_request_that_kills_the_engine_is_the_only_one_refused(
-    serve: Services, tmp_path: Path, promise: Promise, point: str
+    server: Server, faults: Faults, promise: Promise, point: str
 ) -> None:
     """The request fails when it is computed, or already when it is read; 31 others are unaffected."""
-    faults, asks = Faults(tmp_path / "faults"), _streams(31, max_tokens=120)
-    server = serve(fake_ms=5, environment=faults.environment, logs_tracebacks=True)
-    expected = _outputs(visit(server, asks))
+    asks, restarts = _streams(31, max_tokens=120), server.metric("engine_restarts_total")
+    expected = told(visit(server, asks))
     faults.arm(point, "kill", match="max_tokens=119,")
     faults.arm("engine.forward", "sleep", seconds=0.05)  # a request after the crash would be refused
     poison = Ask(body={**_TEXT, "max_tokens": 119, "seed": 1})
     with crowd(server, asks) as answers:
-        assert server.wait_for(lambda: all(answer.n_events > 3 for answer in answers), 60)
+        assert _have_begun(server, answers)
         with crowd(server, [poison]) as poisoned:
-            assert server.wait_for(lambda: server.metric("engine_restarts_total") > 0)
+            assert server.wait_for(lambda: server.metric("engine_restarts_total") > restarts)
             faults.disarm("engine.forward")
     refused = poisoned[0].told()["end"]["error"]
     assert refused["code"] == "engine_failed" and "crashed twice" in refused["message"]
-    promise.all_of(f"others identical beside a poisoned request ({point})", _count_same(answers, expected), 31)
-    assert server.metric("engine_restarts_total") == 2
+    promise.all_of(f"others identical beside a poisoned request ({point})", count_same(answers, expected), 31)
+    assert server.metric("engine_restarts_total") == restarts + 2
     for _ in range(2):  # whole, and again: it ends itself, not the service
         assert server.wait_for(lambda: is_ready(server), 60)
         (answer,) = visit(server, [Ask(body={**poison.body, "stream": False})])
         assert answer.status == 500 and answer.told()["error"]["code"] == "engine_failed"
         assert server.wait_for(lambda: is_ready(server), 60)
-        assert _count_same(visit(server, asks[:1]), expected[:1]) == 1
+        assert count_same(visit(server, asks[:1]), expected[:1]) == 1
 
 
 @pytest.mark.parametrize("engines", [1, 2])
 def test_requests_that_kill_the_engine_do_not_end_an_otherwise_idle_service(
-    serve: Services, tmp_path: Path, promise: Promise, engines: int
+    serve: Services, faults: Faults, promise: Promise, engines: int
 ) -> None:
     """After each the engine shows by a text of ours that it works; so no engine is given up, either."""
-    faults, flags = Faults(tmp_path / "faults"), ("--replicas", str(engines))
-    server = serve(*flags, fake_ms=5, environment=faults.environment, logs_tracebacks=True)
+    server = serve("--replicas", str(engines), fake_ms=5, environment=faults.environment, logs_tracebacks=True)
     faults.arm("engine.step", "kill", match="max_tokens=119,")
     for number in range(3):
         assert server.wait_for(lambda: server.metric("requests_suspect") == 0 and is_ready(server), 60)
@@ -179,30 +170,28 @@ def test_requests_that_kill_the_engine_do_not_end_an_otherwise_idle_service(
     assert "given up" not in server.log.read_text()
 
 
-def test_a_lost_device_pauses_all_and_blames_no_request(serve: Services, tmp_path: Path, promise: Promise) -> None:
+def test_a_lost_device_pauses_all_and_blames_no_request(server: Server, faults: Faults, promise: Promise) -> None:
     """After such an error of CUDA every call fails: no row is tried, and the next engine has what was open."""
-    faults, asks = Faults(tmp_path / "faults"), _streams(16, max_tokens=120)
-    server = serve(fake_ms=5, environment=faults.environment, logs_tracebacks=True)
-    expected = _outputs(visit(server, asks))
+    asks, restarts, since = _streams(16, max_tokens=120), server.metric("engine_restarts_total"), len(server.told())
+    expected = told(visit(server, asks))
     faults.arm("engine.step", "sleep", seconds=0.05)  # a request after the crash would be refused
     with crowd(server, asks) as answers:
-        assert server.wait_for(lambda: all(answer.n_events > 3 for answer in answers), 60)
+        assert _have_begun(server, answers)
         faults.arm("engine.forward", "lose device", times=1)
         faults.disarm("engine.step")
-    same = _count_same(answers, expected)
+    same = count_same(answers, expected)
     promise.all_of("streams identical through a device that is lost", same, len(asks))
-    assert server.metric("engine_restarts_total") == 1 and not faults.is_armed("engine.forward")
-    log = server.log.read_text()
+    assert server.metric("engine_restarts_total") == restarts + 1 and not faults.is_armed("engine.forward")
+    log = server.told()[since:]
     assert "the device is lost: an illegal memory access was encountered" in log
     assert "failed in the engine" not in log, "a row that is tried alone would be blamed"
 
 
-def test_a_crash_loop_ends_the_service(serve: Services, tmp_path: Path, promise: Promise) -> None:
+def test_a_crash_loop_ends_the_service(serve: Services, faults: Faults, promise: Promise) -> None:
     """An engine that dies at every step, for any request: streams get an error, and the exit code is not 0."""
-    faults = Faults(tmp_path / "faults")
     server = serve(fake_ms=5, environment=faults.environment, logs_tracebacks=True)
     with crowd(server, _streams(8, max_tokens=8000)) as answers:  # 40 s, if they were let
-        assert server.wait_for(lambda: all(answer.n_events > 3 for answer in answers))
+        assert _have_begun(server, answers)
         faults.arm("engine.step", "exit", code=3)
     ends = [answer.told()["end"]["error"]["code"] for answer in answers]
     assert ends == ["engine_failed"] * 8
@@ -213,17 +202,16 @@ def test_a_crash_loop_ends_the_service(serve: Services, tmp_path: Path, promise:
     promise.all_of("a crash loop ends the process non-zero", int(code != 0), 1)
 
 
-def test_a_service_that_ends_while_its_engine_restarts_ends(serve: Services, tmp_path: Path) -> None:
+def test_a_service_that_ends_while_its_engine_restarts_ends(serve: Services, faults: Faults) -> None:
     """Once with an engine that comes back in time, once with one that does not."""
-    faults = Faults(tmp_path / "faults")
     for comes_back in (True, False):
         drain, max_tokens = ("60", 400) if comes_back else ("1", 8000)
         server = serve("--drain-timeout", drain, fake_ms=5, environment=faults.environment, logs_tracebacks=True)
         with crowd(server, _streams(4, max_tokens=max_tokens)) as answers:
-            assert server.wait_for(lambda: all(answer.n_events > 3 for answer in answers))
+            assert _have_begun(server, answers)
             if not comes_back:
                 faults.arm("engine.load", "sleep", seconds=60)
-            _kill(server)
+            kill_engine(server)
             server.process.send_signal(signal.SIGTERM)
         words = "event: done" if comes_back else "shutting down"
         assert all(words in answer.body.decode() for answer in answers)

@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -31,13 +30,6 @@ def _running(server: Server, n: int) -> bool:
     return server.wait_for(lambda: server.metric("requests_running") + server.metric("requests_waiting") >= n, 60)
 
 
-def _slow(folder: Path) -> Faults:
-    """A step takes a quarter of a second until this is disarmed: streams are open for as long as all else takes."""
-    faults = Faults(folder / "faults")
-    faults.arm("engine.step", "sleep", seconds=0.25)
-    return faults
-
-
 @dataclass(frozen=True, slots=True)
 class _Drained:
     """Outcome of one shutdown."""
@@ -49,9 +41,10 @@ class _Drained:
     left: int
 
 
-def _drained(serve: Services, folder: Path, number: signal.Signals, n: int) -> _Drained:
-    # A quarter of them waits when the signal comes.
-    faults, flags = _slow(folder), ("--max-running", str(n * 3 // 4), "--drain-timeout", "60")
+def _drained(serve: Services, faults: Faults, number: signal.Signals, n: int) -> _Drained:
+    # A quarter of them waits when the signal comes, and steps are slow: streams are open for as long as all else takes.
+    faults.arm("engine.step", "sleep", seconds=0.25)
+    flags = ("--max-running", str(n * 3 // 4), "--drain-timeout", "60")
     server = serve(*flags, fake_ms=STEP_MS, environment=faults.environment)
     pids = family(server.process.pid)
     with connect(server) as kept_alive, crowd(server, seeded(_request(1), n)) as streams:
@@ -80,13 +73,13 @@ def _drained(serve: Services, folder: Path, number: signal.Signals, n: int) -> _
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_streams_run_to_their_end_while_new_requests_are_refused(
-    serve: Services, tmp_path: Path, promise: Promise, number: signal.Signals
+    serve: Services, faults: Faults, promise: Promise, number: signal.Signals
 ) -> None:
     n = promise.size(40, 200)
     seen: list[_Drained] = []
 
     def measure() -> float:
-        seen.append(_drained(serve, tmp_path, number, n))
+        seen.append(_drained(serve, faults, number, n))
         return seen[-1].not_ready_after
 
     seconds = promise.measured(measure, lambda seconds: seconds <= 1)

@@ -15,9 +15,7 @@ import sys
 import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 import torch
 
@@ -26,8 +24,7 @@ from tests.promises.test_r18_disk_full import _save_run, _version_of_run
 from tests.support import ROOT
 from tests.support.armed_faults import Faults
 from tests.support.disk_faults import Operations, kill, watched
-from tests.support.fake_compiler import FakeCompiler, fake_compiler
-from tests.support.load.concurrent_clients import Ask, children, crowd, engine_pid, engine_pids, visit
+from tests.support.load.concurrent_clients import Ask, children, crowd, engine_pid, engine_pids, told, visit
 from tests.support.model.tiny_models import TEXT
 from tests.support.processes import has_exited
 from tests.support.promise_figures import Promise
@@ -40,7 +37,6 @@ _ASKS = [
 ]
 _LONG = [Ask(body={**ask.body, "max_tokens": 8000}) for ask in _ASKS]
 """40 s, if they are let."""
-_GUIDED: dict[str, Any] = {"prompt": "a", "regex": "[ab]{5}", "max_tokens": 8, "stream": False}
 
 
 def _free_port() -> int:
@@ -72,7 +68,7 @@ def test_it_starts_again_after_kill_9_of_everything(
         return serve(*flags, fake_ms=5, environment=environment, wait=wait)
 
     server = start()
-    expected = [answer.told() for answer in visit(server, _ASKS)]
+    expected = told(visit(server, _ASKS))
     good = 0
     for number in range(rounds):
         with crowd(server, _ASKS):
@@ -83,7 +79,7 @@ def test_it_starts_again_after_kill_9_of_everything(
             time.sleep(rng.uniform(0.0, 0.5))
             pids += _kill_all(server, api_first=True)
         server = start()
-        same = [answer.told() for answer in visit(server, _ASKS)] == expected
+        same = told(visit(server, _ASKS)) == expected
         clean = not any(scratch.iterdir()) and _files(weights) == before
         good += same and clean and server.wait_for(lambda pids=pids: all(map(has_exited, pids)))  # type: ignore[misc]
     promise.all_of("starts after kill -9 of everything under load", good, rounds)
@@ -116,37 +112,6 @@ def test_the_engine_dies_with_a_killed_service_whatever_it_does(
         server.process.kill()
     server.process.wait()
     assert server.wait_for(lambda: has_exited(engine), 3)
-
-
-def test_the_processes_that_check_guides_die_with_a_killed_service(serve: Services) -> None:
-    server = serve(fake_ms=5)
-    assert httpx.post(f"{server.url}/complete", json=_GUIDED, timeout=60).status_code == 200
-    pids = children(server)
-    checker = [pid for pid in pids if b"validator_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    os.kill(checker[0], signal.SIGSTOP)  # a second one may be starting
-    server.process.kill()
-    server.process.wait()
-    assert server.wait_for(lambda: all(map(has_exited, pids)), 10)
-
-
-@pytest.fixture
-def slow(tmp_path: Path, stub_library: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCompiler:
-    """A compiler that never ends."""
-    fake = fake_compiler(tmp_path, stub_library, before="while true; do sleep 0.1; done")
-    monkeypatch.setenv("CXX", str(fake.path))
-    return fake
-
-
-def test_the_engines_own_build_of_kernels_dies_with_a_killed_service(
-    serve: Services, tmp_path: Path, slow: FakeCompiler
-) -> None:
-    cache_dir = tmp_path / "cache"
-    server = serve("--kernels", "native", "--cache-dir", str(cache_dir), wait=False)
-    assert server.wait_for(lambda: bool(slow.pids)), server.log.read_text()
-    pids = [*children(server), *slow.pids]
-    server.process.kill()
-    server.process.wait()
-    assert server.wait_for(lambda: all(map(has_exited, pids)), 10)
 
 
 def _save_and_die(folder: Path, at: int) -> int:

@@ -6,7 +6,6 @@ Bad weights are loaded by the real engine, around a tiny model; switches are tri
 from __future__ import annotations
 
 import os
-import pty
 import signal
 import time
 from collections.abc import Iterator
@@ -106,10 +105,9 @@ def test_the_reason_is_found_without_a_service_too(
 
 
 def test_an_engine_that_is_killed_while_it_loads_is_not_missed(
-    tmp_path: Path, ways: list[Path], promise: Promise
+    tmp_path: Path, ways: list[Path], faults: Faults, promise: Promise
 ) -> None:
     good, other = ways
-    faults = Faults(tmp_path / "faults")
     with _service(tmp_path, good, fake_ms=1, faults=faults) as (server, link):
         first = _engines(server)
         with SteadyLoad(server.url, clients=2, max_tokens=24, pause=0.1) as load:
@@ -190,9 +188,8 @@ def _across_a_switch(server: Server, link: Path, to: Path, faults: Faults, *, is
 
 
 def test_a_stream_ends_with_the_weights_it_began_with_also_when_it_is_resumed(
-    tmp_path: Path, ways: list[Path], promise: Promise
+    tmp_path: Path, ways: list[Path], faults: Faults, promise: Promise
 ) -> None:
-    faults = Faults(tmp_path / "faults")
     with _service(tmp_path, ways[0], fake_ms=10, faults=faults) as (server, link):
         good, n, texts = 0, promise.size(4, 20), [_undisturbed(server)]
         for index in range(n):
@@ -205,10 +202,9 @@ def test_a_stream_ends_with_the_weights_it_began_with_also_when_it_is_resumed(
 
 
 def test_old_engines_that_stay_and_streams_that_go_on_with_the_new_one_would_be_found(
-    tmp_path: Path, ways: list[Path]
+    tmp_path: Path, ways: list[Path], faults: Faults
 ) -> None:
     """The controls of the tests around: faults in the service, which their checks must see."""
-    faults = Faults(tmp_path / "faults")
     with _service(tmp_path, ways[0], fake_ms=10, faults=faults) as (server, link):
         undisturbed = _undisturbed(server)
         faults.arm("job.other_engine", "mix")
@@ -222,17 +218,3 @@ def test_old_engines_that_stay_and_streams_that_go_on_with_the_new_one_would_be_
 
 def _undisturbed(server: Server) -> str:
     return text_of(stream(server.url, **_FOX))
-
-
-def test_a_hang_up_asks_for_new_weights_and_a_terminal_that_closes_ends_the_service(
-    tmp_path: Path, weights: Path
-) -> None:
-    ours, theirs = pty.openpty()
-    server = start_server(tmp_path, weights, environment=_ONE_THREAD, fake_ms=5, terminal=theirs)
-    os.close(theirs)
-    server.process.send_signal(signal.SIGHUP)
-    assert server.wait_for(lambda: reloads(server, "switched") == 1)
-    engines = _engines(server)
-    os.close(ours)  # the kernel sends SIGHUP
-    assert server.process.wait(timeout=60) == 0
-    assert not [pid for pid in engines if Path(f"/proc/{pid}").exists()]

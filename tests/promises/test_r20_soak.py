@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import shutil
-import signal
 import statistics
 import time
 from collections import Counter
@@ -19,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from tests.support import ROOT
+from tests.support.armed_faults import Faults
 from tests.support.processes import children, memory, open_files
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, is_clean
@@ -115,13 +113,15 @@ class Clients:
         writer.close()
 
 
-def _sample(server: Server, tasks: Path, began: float) -> Sample:
+def _sample(server: Server, began: float) -> Sample:
     """All processes of the service together, once it is at rest."""
     assert is_clean(server, 30.0)
     pids = [server.process.pid, *children(server.process.pid)]
     # The first look often precedes the end of the task and connection that reported the clean state.
-    looks = [(_count_tasks(server, tasks), sum(map(open_files, pids)), sum(map(_threads, pids))) for _ in range(3)]
-    n_tasks, fds, threads = map(min, zip(*looks, strict=True))
+    looks = [
+        (server.metric("event_loop_tasks"), sum(map(open_files, pids)), sum(map(_threads, pids))) for _ in range(3)
+    ]
+    n_tasks, fds, threads = (int(min(each)) for each in zip(*looks, strict=True))
     rss_mib = tuple(memory(pid) / 2**20 for pid in pids)
     return Sample(at=time.monotonic() - began, rss_mib=rss_mib, fds=fds, threads=threads, tasks=n_tasks)
 
@@ -130,23 +130,14 @@ def _threads(pid: int) -> int:
     return len(list(Path(f"/proc/{pid}/task").iterdir()))
 
 
-def _count_tasks(server: Server, tasks: Path) -> int:
-    tasks.unlink(missing_ok=True)
-    server.process.send_signal(signal.SIGUSR1)
-    assert server.wait_for(tasks.exists, 30.0), "the API process does not answer"
-    return int(tasks.read_text())
-
-
-def _soak(
-    server: Server, tasks: Path, *, warm_up: float, seconds: float, n_samples: int
-) -> tuple[list[Sample], Clients]:
+def _soak(server: Server, *, warm_up: float, seconds: float, n_samples: int) -> tuple[list[Sample], Clients]:
     """Samples at rest between stretches of load."""
     clients = Clients(server, 20)
     asyncio.run(clients.run(warm_up))
     began, samples = time.monotonic(), []
     for _ in range(n_samples):
         asyncio.run(clients.run(seconds / n_samples))
-        samples.append(_sample(server, tasks, began))
+        samples.append(_sample(server, began))
     print(*samples, dict(clients.done), sep="\n")
     return samples, clients
 
@@ -169,23 +160,19 @@ def _is_flat(soaked: tuple[list[Sample], Clients]) -> bool:
     return len(clients.done) == 6 and not grows
 
 
-def _start(serve: Services, folder: Path, **options: Any) -> tuple[Server, Path]:
-    hook, tasks = folder / "hook", folder / "tasks"
-    hook.mkdir()
-    shutil.copy(ROOT / "tests/support/soak_hook.py", hook / "sitecustomize.py")
-    environment = {"PYTHONPATH": str(hook), "SOAK_TASKS": str(tasks), "MALLOC_ARENA_MAX": "2"}
+def _start(serve: Services, environment: dict[str, str], **options: Any) -> Server:
     # Memory that is meant to be taken is taken soon: a stream that broke off can be resumed for a minute by default,
     # and the prefix cache remembers texts until its blocks are used up, of which the fake engine has 16,384.
     flags = ("--resume-seconds", "1", "--kv-blocks", "512", "--max-context", "4096")
-    return serve(*flags, fake_ms=2, environment=environment, **options), tasks
+    return serve(*flags, fake_ms=2, environment={**environment, "MALLOC_ARENA_MAX": "2"}, **options)
 
 
-def test_nothing_grows_under_a_mix_of_requests(serve: Services, tmp_path: Path, promise: Promise) -> None:
-    server, tasks = _start(serve, tmp_path)
+def test_nothing_grows_under_a_mix_of_requests(serve: Services, promise: Promise) -> None:
+    server = _start(serve, {})
     seconds = promise.size(10, 1800)
 
     def soak() -> tuple[list[Sample], Clients]:
-        return _soak(server, tasks, warm_up=promise.size(5, 120), seconds=seconds, n_samples=promise.size(5, 60))
+        return _soak(server, warm_up=promise.size(5, 120), seconds=seconds, n_samples=promise.size(5, 60))
 
     # A service that had little CPU may not have warmed up in a few seconds; what leaks leaks each time.
     samples, clients = promise.measured(soak, _is_flat)
@@ -197,10 +184,10 @@ def test_nothing_grows_under_a_mix_of_requests(serve: Services, tmp_path: Path, 
         promise.at_most(f"growth of {what}", _growth(samples, what), target=0, n=n)
 
 
-def test_a_planted_leak_is_found_out(serve: Services, tmp_path: Path) -> None:
+def test_a_planted_leak_is_found_out(serve: Services, faults: Faults) -> None:
     """Control: 64 KiB, a descriptor and a task for each request."""
-    server, tasks = _start(serve, tmp_path, is_killed=True)
-    server.process.send_signal(signal.SIGUSR2)
-    samples, _ = _soak(server, tasks, warm_up=0.5, seconds=4, n_samples=4)
+    server = _start(serve, faults.removing("service.leak"), is_killed=True)
+    faults.arm("service.leak", "leak")
+    samples, _ = _soak(server, warm_up=0.5, seconds=4, n_samples=4)
     assert _slope(samples) > 2 * CI_FLOOR
     assert _growth(samples, "fds") > 5 and _growth(samples, "tasks") > 5

@@ -79,10 +79,10 @@ def test_check_start_and_reload_refuse_the_same_weights(
 
 @pytest.mark.parametrize(("kind", "source"), [("an encoder that explodes", "fox"), ("numbers that explode", None)])
 def test_weights_that_were_not_tried_fail_every_request_and_health_says_so(
-    serve: Services, tmp_path: Path, promise: Promise, kind: str, source: str | None
+    serve: Services, tmp_path: Path, faults: Faults, promise: Promise, kind: str, source: str | None
 ) -> None:
     """The control of the test above, and what is left to do where a proof misses something."""
-    good, faults, link = good_weights(tmp_path / "good", 0), Faults(tmp_path / "faults"), tmp_path / "current"
+    good, link = good_weights(tmp_path / "good", 0), tmp_path / "current"
     link.symlink_to(bad_weights(tmp_path / "bad", good, kind))
     faults.arm("engine.unproven", "skip")
     server = serve(*_TM, weights=link, environment=_ONE_THREAD | faults.removing("engine.unproven"))
@@ -106,9 +106,9 @@ def test_weights_that_were_not_tried_fail_every_request_and_health_says_so(
 
 
 def test_a_poisoned_request_sent_again_and_again_does_not_make_the_service_unready(
-    serve: Services, tmp_path: Path, promise: Promise
+    serve: Services, tmp_path: Path, faults: Faults, promise: Promise
 ) -> None:
-    faults, n, ready = Faults(tmp_path / "faults"), promise.size(40, 1000), 0
+    n, ready = promise.size(40, 1000), 0
     server = serve(weights=good_weights(tmp_path / "good", 0), environment=_ONE_THREAD | faults.environment, fake_ms=1)
     faults.arm("fake.not_finite", "spoil", match="seed=666")
     for _ in range(n):

@@ -20,7 +20,18 @@ import httpx
 import pytest
 
 from tests.support.armed_faults import Faults
-from tests.support.load.concurrent_clients import Ask, children, crowd, engine_pid, is_ready, visit
+from tests.support.load.concurrent_clients import (
+    Answer,
+    Ask,
+    children,
+    count_same,
+    crowd,
+    engine_pid,
+    is_ready,
+    kill_engine,
+    told,
+    visit,
+)
 from tests.support.model.bad_weights import good_weights
 from tests.support.promise_figures import Promise
 from tests.support.reloads import has_reloaded
@@ -132,14 +143,6 @@ def directory(tmp_path: Path, sets: list[Path]) -> Path:
     return Path(shutil.copytree(sets[0], tmp_path / "weights"))
 
 
-def _told(server: Server, asks: list[Ask]) -> list[Any]:
-    return [answer.told() for answer in visit(server, asks)]
-
-
-def _count_same(found: list[Any], expected: list[Any]) -> int:
-    return sum(one == other for one, other in zip(found, expected, strict=True))
-
-
 def _model(server: Server) -> str:
     return str(httpx.get(f"{server.url}/v1/models").json()["data"][0]["weights_version"])
 
@@ -151,23 +154,15 @@ def _reload(server: Server) -> None:
     assert _model(server) != before
 
 
-def _kill(server: Server, pids: list[int]) -> None:
-    """Kills the engine and others; returns when the engine has restarted."""
-    restarts = server.metric("engine_restarts_total")
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-    assert server.wait_for(lambda: server.metric("engine_restarts_total") > restarts and is_ready(server))
-
-
-def _kill_during(server: Server, copy: Iterator[None], steps: int, asks: list[Ask]) -> list[Any]:
-    """Events of streams that run while the engine is killed after so many steps of a copy."""
+def _kill_during(server: Server, copy: Iterator[None], steps: int, asks: list[Ask]) -> list[Answer]:
+    """Streams that run while the engine is killed after so many steps of a copy."""
     with crowd(server, asks) as answers:
         assert server.wait_for(lambda: all(answer.n_events > 3 for answer in (answers[0], answers[1], answers[3])))
         for _ in range(steps):
             next(copy, None)
-        _kill(server, [engine_pid(server)])
+        kill_engine(server)
         deque(copy, maxlen=0)
-    return [answer.told() for answer in answers]
+    return answers
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -180,10 +175,10 @@ def test_streams_survive_a_kill_at_every_moment_of_a_copy(
     rng, same = random.Random(f"{way}/29"), 0
     server = serve(weights=directory, environment=_ENVIRONMENT, fake_ms=5)
     for attempt in range(n):
-        expected = _told(server, asks)
+        expected = told(visit(server, asks))
         steps = 1 + (attempt % moments if promise.full else rng.randrange(moments))
         found = _kill_during(server, copy(sets[(attempt + 1) % 2], directory), steps, asks)
-        same += _count_same(found, expected)
+        same += count_same(found, expected)
         assert same == (attempt + 1) * len(asks), (steps, server.log.read_text()[-3000:])
         _reload(server)
     promise.all_of(f"answers as undisturbed, kills during a copy {way}", same, n * len(asks))
@@ -217,11 +212,12 @@ def test_real_engines_guides_and_chats_stay_with_the_served_version(
     flags = ("--dtype", "float32", "--threads", "1", "--kv-blocks", "64")
     server, n, same = serve(*flags, weights=directory, environment=_ENVIRONMENT), promise.size(1, 20), 0
     for attempt in range(n):
-        expected, new = _told(server, asks), sets[(attempt + 1) % 2]
+        expected, new = told(visit(server, asks)), sets[(attempt + 1) % 2]
         deque(_replaced_in_place(new, directory), maxlen=0)
         (directory / "tokenizer.json").write_text("{}")
-        _kill(server, children(server))
-        same += _count_same(_told(server, asks), expected)
+        kill_engine(server, *(pid for pid in children(server) if pid != engine_pid(server)))
+        assert server.wait_for(lambda: is_ready(server))
+        same += count_same(visit(server, asks), expected)
         shutil.copyfile(new / "tokenizer.json", directory / "tokenizer.json")
         before = _model(server)
         server.process.send_signal(signal.SIGHUP)

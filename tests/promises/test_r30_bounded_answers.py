@@ -91,10 +91,15 @@ def _kinds(parts: int) -> dict[str, tuple[str, dict[str, Any]]]:
 KINDS = _kinds(1)
 
 
+@pytest.fixture(scope="module")
+def server(serve_module: Services) -> Server:
+    """One for all kinds: what readers of one have freed is little beside what those of the next would hold."""
+    return serve_module(*FLAGS, fake_ms=1)
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_slow_readers_of_large_answers_take_little_memory(serve: Services, promise: Promise, kind: str) -> None:
+def test_slow_readers_of_large_answers_take_little_memory(server: Server, promise: Promise, kind: str) -> None:
     n = promise.size(16, 25)
-    server = serve(*FLAGS, fake_ms=1)
     held, megabytes = promise.measured(
         lambda: _memory_and_size(server, n, *KINDS[kind]), lambda found: found[0] <= MOST_MEMORY
     )
@@ -104,9 +109,8 @@ def test_slow_readers_of_large_answers_take_little_memory(serve: Services, promi
     assert server.wait_for(lambda: server.metric("connections") <= 1, 60)
 
 
-def test_without_pieces_they_would_hold_all_of_it(serve: Services, tmp_path: Path) -> None:
+def test_without_pieces_they_would_hold_all_of_it(serve: Services, faults: Faults) -> None:
     """Positive control: the answer is encoded before its first byte is sent."""
-    faults = Faults(tmp_path / "faults")
     faults.arm("json_stream.at_once", "yes")
     server = serve(*FLAGS, fake_ms=1, environment=faults.removing("json_stream.at_once"))
     assert _memory_and_size(server, 3, *KINDS["tokenize"])[0] > 2 * MOST_MEMORY

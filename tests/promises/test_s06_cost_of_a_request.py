@@ -20,7 +20,6 @@ import pytest
 from tests.support.processes import memory
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server
-from tests.support.services import Services
 
 _MEGABYTE = (1 << 20) - 200
 _SLACK = 6 << 20
@@ -70,12 +69,6 @@ _LONG_ANSWERS: dict[str, tuple[str, bytes]] = {
 """Whose answers are some twenty times as long as what was asked: their CPU is that of writing it."""
 
 
-@pytest.fixture(scope="module")
-def server(serve_module: Services) -> Server:
-    """A context of 8192."""
-    return serve_module(fake_ms=1)
-
-
 def _cpu(server: Server) -> float:
     """Seconds of the process's CPU: both of its own threads and in the kernel."""
     nanoseconds = 0
@@ -100,7 +93,8 @@ def _cost(server: Server, client: httpx.Client, path: str, body: bytes) -> tuple
 
 
 @pytest.mark.timed
-def test_no_request_costs_more_than_its_share(server: Server, promise: Promise) -> None:
+def test_no_request_costs_more_than_its_share(fake_server: Server, promise: Promise) -> None:
+    server = fake_server
     if not os.access(f"/proc/{server.process.pid}/clear_refs", os.W_OK):
         pytest.skip("this machine does not let us count memory from a moment on")
     slowest = largest = longest = widest = 0.0

@@ -16,7 +16,6 @@ from tests.support import ROOT
 from tests.support.keyed_server import Keyring
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server
-from tests.support.services import Services
 
 WEB = ROOT / "app/web"
 WRITES_MARKUP = re.compile(
@@ -63,14 +62,8 @@ def test_the_check_of_scripts_finds_what_it_looks_for(line: str) -> None:
     assert WRITES_MARKUP.search(line)
 
 
-@pytest.fixture(scope="module")
-def served(serve_module: Services, tmp_path_factory: pytest.TempPathFactory) -> tuple[Server, Keyring]:
-    ring = Keyring.of(tmp_path_factory.mktemp("served") / "keys.json", "alice")
-    return serve_module(ring=ring, fake_ms=1), ring
-
-
-def test_every_file_of_the_page_comes_with_the_policy(served: tuple[Server, Keyring]) -> None:
-    server, ring = served
+def test_every_file_of_the_page_comes_with_the_policy(keyed_server: tuple[Server, Keyring]) -> None:
+    server, ring = keyed_server
     files = (path.relative_to(WEB).as_posix() for path in WEB.rglob("*") if path.suffix in (".js", ".css"))
     for path in ("/", "/docs", "/web/literata.woff2", *(f"/web/{file}" for file in files)):
         answer = httpx.get(f"{server.url}{path}", headers=ring.headers("alice"))
@@ -93,17 +86,17 @@ def inline_hashes(html: str, kind: str) -> list[str]:
 
 
 @pytest.fixture
-def context(browser: Any, served: tuple[Server, Keyring]) -> Iterator[Any]:
+def context(browser: Any, keyed_server: tuple[Server, Keyring]) -> Iterator[Any]:
     """Tabs of one browser."""
-    context = browser.new_context(base_url=served[0].url)
+    context = browser.new_context(base_url=keyed_server[0].url)
     context.set_default_timeout(30_000)
     yield context
     context.close()
 
 
-def test_hostile_text_is_text(context: Any, served: tuple[Server, Keyring], promise: Promise) -> None:
+def test_hostile_text_is_text(context: Any, keyed_server: tuple[Server, Keyring], promise: Promise) -> None:
     """Markup as generated text, model name, error message, and stored state after a reload."""
-    context.add_init_script(f"sessionStorage.setItem('inkstream.key', {served[1].keys['alice']!r})")
+    context.add_init_script(f"sessionStorage.setItem('inkstream.key', {keyed_server[1].keys['alice']!r})")
     page, asked = context.new_page(), list[str]()
     page.goto("/")
     bodies: list[str] = []
@@ -128,8 +121,10 @@ def test_hostile_text_is_text(context: Any, served: tuple[Server, Keyring], prom
     assert not [url for url in asked if "evil.example" in url]
 
 
-def test_a_page_that_asks_for_a_key_sends_it_and_never_shows_it(context: Any, served: tuple[Server, Keyring]) -> None:
-    _, ring = served
+def test_a_page_that_asks_for_a_key_sends_it_and_never_shows_it(
+    context: Any, keyed_server: tuple[Server, Keyring]
+) -> None:
+    _, ring = keyed_server
     page, asked = context.new_page(), []
     page.on("request", lambda request: asked.append(request))
     page.goto("/")

@@ -5,21 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
-import pytest
 
 from tests.support.keyed_server import Keyring
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server
-from tests.support.services import Services
-
-NAMES = ("alice", "bob", "carol")
-
-
-@pytest.fixture(scope="module")
-def shared(serve_module: Services, tmp_path_factory: pytest.TempPathFactory) -> tuple[Server, Keyring]:
-    folder = tmp_path_factory.mktemp("shared")
-    ring = Keyring.of(folder / "keys.json", *NAMES)
-    return serve_module(ring=ring, fake_ms=1), ring
 
 
 def _cached(server: Server, ring: Keyring, name: str, prompt: str, **fields: Any) -> int:
@@ -29,8 +18,8 @@ def _cached(server: Server, ring: Keyring, name: str, prompt: str, **fields: Any
     return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-def test_no_key_finds_what_another_has_sent(shared: tuple[Server, Keyring], promise: Promise) -> None:
-    server, ring = shared
+def test_no_key_finds_what_another_has_sent(keyed_server: tuple[Server, Keyring], promise: Promise) -> None:
+    server, ring = keyed_server
     across = same = tried = 0
     for i in range(promise.size(10, 200)):
         prompt = f"{i} is the number of this secret: " + "once upon a time " * 20

@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,11 +23,10 @@ from tests.support.http.message_generator import KINDS, Message, generate
 from tests.support.keyed_server import Keyring, exchange
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server
-from tests.support.services import Services
 
 SEED = os.environ.get("FRAMING_SEED", "S25")
 """Another seed tests other messages; a failure names the seed and the index of the message."""
-NEXT = b"GET /next HTTP/1.1\r\nHost: x\r\n\r\n"
+LAST = b"GET /next HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 
 
 class _Tally:
@@ -122,18 +119,6 @@ def test_the_comparison_finds_planted_faults(protocol: type[HttpProtocol]) -> No
     assert found is not None
 
 
-@pytest.fixture
-def ring(tmp_path: Path) -> Keyring:
-    return Keyring.of(tmp_path / "keys.json", "attacker", "victim")
-
-
-@pytest.fixture
-def served(serve: Services, ring: Keyring) -> Iterator[Server]:
-    running = serve(ring=ring, fake_ms=1)
-    yield running
-    assert " ERROR " not in running.told()
-
-
 def _completion(ring: Keyring, key: str, *headers: str, prompt: str = "a") -> bytes:
     body = json.dumps({"prompt": prompt, "max_tokens": 2, "stream": False})
     lines = ["POST /complete HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {len(body)}"]
@@ -141,22 +126,22 @@ def _completion(ring: Keyring, key: str, *headers: str, prompt: str = "a") -> by
 
 
 def test_a_request_hidden_in_the_body_of_another_is_never_answered(
-    promise: Promise, served: Server, ring: Keyring
+    promise: Promise, keyed_server: tuple[Server, Keyring]
 ) -> None:
-    hidden = _completion(ring, "victim", "Connection: close")
+    server, ring = keyed_server
+    hidden = _completion(ring, "bob", "Connection: close")
     chunked = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(hidden), hidden)
     attacks = []
     for method in ("GET", "POST", "PUT", "CONNECT"):
         for protocol in ("h2c", "websocket", "x"):
-            for key in (f"Authorization: Bearer {ring.keys['attacker']}\r\n", ""):
+            for key in (f"Authorization: Bearer {ring.keys['alice']}\r\n", ""):
                 head = f"{method} /complete HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{key}"
                 head += f"Connection: Upgrade\r\nUpgrade: {protocol}\r\n"
                 for framed in (b"Content-Length: %d\r\n\r\n%b" % (len(hidden), hidden), chunked):
                     attacks.append(head.encode() + framed)
-    last = NEXT.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
     good = []
     for attack in attacks:
-        said = exchange(served.url, attack + last)
+        said = exchange(server.url, attack + LAST)
         statuses = [int(part[:3]) for part in said.split(b"HTTP/1.1 ")[1:]]
         expected = 1 if attack.startswith(b"CONNECT") else 2  # the attack, and the request after it, which has no key
         good += [attack] if len(statuses) == expected and all(400 <= status < 500 for status in statuses) else []
@@ -165,9 +150,9 @@ def test_a_request_hidden_in_the_body_of_another_is_never_answered(
     )
 
 
-def test_an_offer_of_http2_with_a_body_gets_the_answer_of_the_request(served: Server, ring: Keyring) -> None:
+def test_an_offer_of_http2_with_a_body_gets_the_answer_of_the_request(keyed_server: tuple[Server, Keyring]) -> None:
+    server, ring = keyed_server
     offer = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAAP__")
-    said = exchange(
-        served.url, _completion(ring, "attacker", *offer) + NEXT.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
-    )
+    said = exchange(server.url, _completion(ring, "alice", *offer) + LAST)
     assert [part[:3] for part in said.split(b"HTTP/1.1 ")[1:]] == [b"200", b"401"]
+    assert " ERROR " not in server.told()

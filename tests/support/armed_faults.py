@@ -46,9 +46,11 @@ class Faults:
         finally:
             self.disarm(point)
 
-    def disarm(self, point: str) -> None:
-        """Nothing happens there any more."""
-        (self.folder / point).unlink(missing_ok=True)
+    def disarm(self, *points: str) -> None:
+        """Nothing happens there any more; nowhere, if none is named."""
+        for path in map(self.folder.joinpath, points or [path.name for path in self.folder.glob("*.*")]):
+            if path.suffix != ".py":  # removing() has written it
+                path.unlink(missing_ok=True)
 
     def is_armed(self, point: str) -> bool:
         """Whether it is still to happen; a fault with `times` disarms itself."""

@@ -17,7 +17,7 @@ import httpx
 
 from app.access.api_keys import add_key, new_key, revoke_key, stored
 from tests.support import ROOT
-from tests.support.servers import Server, start_server
+from tests.support.servers import Server
 
 
 @dataclass(slots=True)
@@ -54,11 +54,6 @@ class Keyring:
 def bearer(key: str) -> dict[str, str]:
     """The header of a key."""
     return {"Authorization": f"Bearer {key}"}
-
-
-def keyed_server(folder: Path, weights: Path, ring: Keyring, *flags: str, **others: Any) -> Server:
-    """start_server() with keys."""
-    return start_server(folder, weights, "--keys-file", str(ring.file), *flags, **others)
 
 
 def exchange(url: str, request: bytes, *, seconds: float = 60.0) -> bytes:

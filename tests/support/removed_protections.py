@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import os
 import sys
 from array import array
 from collections.abc import Callable
@@ -136,6 +137,16 @@ async def _keep_the_old_engine(*_arguments: Any) -> None:
 @_removal("weights.no_snapshot", "app.serving.weights_snapshot", "WeightsSnapshot.open")
 def _no_open_files(real: Any, directory: Any) -> Any:
     return real.__self__(directory, {}, {})
+
+
+_HOARD: list[object] = []
+
+
+@_removal("service.leak", "app.serving.service", "Service.begin")
+async def _leak(real: Any, *arguments: Any) -> Any:
+    admitted = await real(*arguments)
+    _HOARD.append([bytearray(b"x" * 65536), os.dup(0), asyncio.create_task(asyncio.sleep(1e6))])
+    return admitted
 
 
 @_removal("allocator.release", "app.engine.scheduling.block_allocator", "BlockAllocator.release")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import struct
 import time
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,6 +25,12 @@ def connect(server: Server, *, receive_buffer: int | None = None) -> socket.sock
     parts = urlsplit(server.url)
     connection.connect((parts.hostname, parts.port))
     return connection
+
+
+def reset(connection: socket.socket) -> None:
+    """Closes it with a RST, whatever there is to read."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
 
 
 def get(path: str = "/health/live", *headers: str) -> bytes:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -188,6 +190,26 @@ def _output_of_chunks(text: str) -> Any:
             if choice["finish_reason"]:
                 ends[choice["index"]] = choice["finish_reason"]
     return {"texts": texts, "ends": ends, "errors": [_same(chunk["error"]) for chunk in chunks if "error" in chunk]}
+
+
+def told(answers: Sequence[Answer]) -> list[Any]:
+    """What each of them is told."""
+    return [answer.told() for answer in answers]
+
+
+def count_same(answers: Sequence[Answer], expected: Sequence[Any]) -> int:
+    """How many are told what was expected; prints the others."""
+    pairs = list(zip(told(answers), expected, strict=True))
+    print(*[(output, one) for output, one in pairs if output != one], sep="\n")
+    return sum(output == one for output, one in pairs)
+
+
+def kill_engine(server: Server, *others: int) -> None:
+    """Kills the engine, and other processes, and waits for its restart. A fake engine is back too soon to be missed."""
+    before = server.metric("engine_restarts_total")
+    for pid in (engine_pid(server), *others):
+        os.kill(pid, signal.SIGKILL)
+    assert server.wait_for(lambda: server.metric("engine_restarts_total") > before)
 
 
 def children(server: Server) -> list[int]:

@@ -2,9 +2,7 @@
 
 A closed loop waits for answers, and so offers an overloaded service just what it can bear. This one does not wait; it
 is bounded in count and in time. `run(plan)` measures in a process of its own, `started(plan)` lets the test look at the
-service meanwhile, `offer(plan)` is for a test that has an event loop already.
-
-Its clients are those of benchmarks/client.py.
+service meanwhile. Its clients are those of benchmarks/client.py.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
 from typing import IO
 
 import msgspec
@@ -55,17 +52,10 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
     due: float
     """Monotonic seconds, by the machine's clock: comparable between processes."""
-    late: float
-    """How much later than due it was sent: the generator's own fault."""
     status: int = 0
     """0 where no answer came."""
     retry_after: int | None = None
-    first_byte: float | None = None
     first_token: float | None = None
-    gaps: tuple[float, ...] = ()
-    """Between reads that brought tokens."""
-    tokens: int = 0
-    """Events with tokens."""
     end: float | None = None
     """None where it was cut."""
     error: str = ""
@@ -102,10 +92,6 @@ class Summary(Struct, frozen=True, kw_only=True):
     refusal: Spread
     """Seconds to the end of a refusal."""
     first_token: Spread
-    gaps: Spread
-    end: Spread
-    """Seconds to the end of a good answer."""
-    late: Spread
 
 
 def spread(values: Iterable[float]) -> Spread:
@@ -128,9 +114,6 @@ def summary(outcomes: Sequence[Outcome]) -> Summary:
         errors=dict(Counter(o.error for o in outcomes if o.error)),
         refusal=spread(o.end for o in refused if o.end is not None),
         first_token=spread(o.first_token for o in good if o.first_token is not None),
-        gaps=spread(gap for o in good for gap in o.gaps),
-        end=spread(o.end for o in good if o.end is not None),
-        late=spread(o.late for o in outcomes),
     )
 
 
@@ -185,8 +168,7 @@ def run(plan: Plan) -> list[Outcome]:
         return load.outcomes()
 
 
-async def offer(plan: Plan) -> list[Outcome]:
-    """The same in this event loop."""
+async def _offer(plan: Plan) -> list[Outcome]:
     address = parse_address(plan.url)
     count = min(plan.most, int(plan.rate * plan.seconds))
     begin = time.monotonic() + 0.05
@@ -242,13 +224,9 @@ def _outcome(exchange: Exchange, due: float) -> Outcome:
     retry_after, arrivals = exchange.headers.get("retry-after"), exchange.arrivals
     return Outcome(
         due=due,
-        late=exchange.sent - due,
         status=exchange.status,
         retry_after=int(retry_after) if retry_after else None,
-        first_byte=exchange.first_byte and exchange.first_byte - due,
         first_token=arrivals[0] - due if arrivals else None,
-        gaps=tuple(after - before for before, after in pairwise(arrivals) if after > before),
-        tokens=len(arrivals),
         end=exchange.ended and exchange.ended - due,
         error=_error(exchange),
     )
@@ -267,5 +245,5 @@ def _error(exchange: Exchange) -> str:
 
 if __name__ == "__main__":
     given = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Plan)
-    sys.stdout.buffer.write(msgspec.msgpack.encode(event_loop.run(offer(given))))
+    sys.stdout.buffer.write(msgspec.msgpack.encode(event_loop.run(_offer(given))))
     sys.stdout.buffer.flush()
