@@ -198,15 +198,15 @@ class StreamSplicer:
             choice.restart()
         self._is_repeating = any(choice.is_repeating for choice in self._choices.values())
 
-    def take_block(self, block: bytes) -> bytes:
-        """take() for the lines of an event, which a token that need not be compared is delivered without parsing."""
+    def take(self, block: bytes) -> bytes:
+        """The bytes to deliver for the lines of an event; empty if the client has all of it. Raises Divergence."""
         if delivered := self.take_new_token(block):
             return delivered
         event = parse_event(block)
-        return self.take(event) if event else b""
+        return self._take_parsed(event) if event else b""
 
     def take_new_token(self, block: bytes) -> bytes:
-        """take_block() for a token that need not be compared; empty for everything else, and then changes nothing."""
+        """take() for a token that need not be compared; empty for everything else, and then changes nothing."""
         id_line, separator, data = block.partition(b"\nevent: token\ndata: ")
         is_as_written = separator and id_line.startswith(b"id: ") and b"\n" not in id_line and b"\n" not in data
         if self._is_repeating or not is_as_written:
@@ -224,8 +224,7 @@ class StreamSplicer:
         self._unparsed.clear()
         self._n_unparsed = 0
 
-    def take(self, event: Event) -> bytes:
-        """The bytes to deliver for this event; empty if the client has all of it. Raises Divergence."""
+    def _take_parsed(self, event: Event) -> bytes:
         match event.name:
             case "token":
                 return self._splice_token(event)
@@ -406,7 +405,7 @@ class FailoverStream(StoredStream):
         output = []
         try:
             for block in parser.blocks(chunk):
-                if data := self._splicer.take_block(block):
+                if data := self._splicer.take(block):
                     output.append(data if data.startswith(b":") else self._replay_buffer.append(data))
         except Divergence:
             error = ApiError(

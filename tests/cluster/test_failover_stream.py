@@ -27,7 +27,7 @@ STARTED = (EVENTS, event("start", **START))
 
 def output_of(splicer: StreamSplicer, *blocks: bytes) -> str:
     """What the client gets of all this."""
-    return b"".join(map(splicer.take_block, EventParser().blocks(b"".join(blocks)))).decode()
+    return b"".join(map(splicer.take, EventParser().blocks(b"".join(blocks)))).decode()
 
 
 def pieces(sequence: Any, offsets: set[int]) -> list[Any]:
@@ -229,7 +229,7 @@ async def test_a_stream_keeps_little_more_than_the_text_of_its_tokens() -> None:
     output_of(splicer, event("start", **START))
     largest = 0
     for number in range(tokens):
-        splicer.take_block(event("token", index=0, text=f"{number} ", logprobs=["x" * 200])[:-2])
+        splicer.take(event("token", index=0, text=f"{number} ", logprobs=["x" * 200])[:-2])
         largest = max(largest, sum(map(len, splicer._unparsed)))
     assert 1000 < largest < 100_000, "of 900,000 bytes"
     splicer.restart()
