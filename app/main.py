@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -22,7 +22,6 @@ from app.api.openapi import TAGS, DescribedApp
 from app.api.resume_store import ResumeStore
 from app.common.operating_system import ensure_file_limit
 from app.common.settings import Settings
-from app.engine_client.engine_pool import EnginePool
 from app.http import request_log
 from app.http.auth import AuthMiddleware, public_routes
 from app.http.connection_limits import ConnectionLimits, HttpLimits
@@ -30,7 +29,7 @@ from app.http.host_filter import CorsMiddleware, HostFilter
 from app.http.idempotency import IdempotencyMiddleware
 from app.http.request_log import RequestCounts, RequestLogMiddleware
 from app.serving.hot_reload import HotReload
-from app.serving.instance_factory import make_engine_pool, open_instance
+from app.serving.instance_factory import open_instance
 from app.serving.kernel_prebuild import build_for_next_start
 from app.serving.model_instance import ModelInstance
 from app.serving.service import Service
@@ -47,12 +46,9 @@ _log = logging.getLogger("inkstream")
 
 
 def create_app(
-    settings: Settings,
-    engine: Callable[[Settings], EnginePool] = make_engine_pool,
-    first_instance: ModelInstance | None = None,
-    tracing: Tracing | None = None,
+    settings: Settings, first_instance: ModelInstance | None = None, tracing: Tracing | None = None
 ) -> FastAPI:
-    """The application; its engines stop with its lifespan. Tests pass `engine` to substitute a fake.
+    """The application; its engines stop with its lifespan.
 
     first_instance: has been started; without it the lifespan starts one.
     tracing: exports traces; closed with the application.
@@ -63,15 +59,14 @@ def create_app(
         tokenizer_pool = TokenizerPool()
         instance = first_instance
         if instance is None:
-            instance = await open_instance(settings, engine)
+            instance = await open_instance(settings)
             instance.start()
         app.state.service = service = Service(settings, instance, tokenizer_pool)
         app.state.metrics = metrics = Metrics(lambda: service.engines, connections)
         app.state.resume_store = resume_store = ResumeStore(settings.resume_seconds)
         # --replicas auto has chosen: it counts free memory, which is less beside running engines.
         chosen = settings.model_copy(update={"replicas": len(instance.engine.engines)})
-        reopen = partial(open_instance, chosen, engine)
-        app.state.reloader = reloader = HotReload(service, reopen, metrics.record_reload)
+        app.state.reloader = reloader = HotReload(service, partial(open_instance, chosen), metrics.record_reload)
         coroutines = [
             service.load(),
             reloader.run(),

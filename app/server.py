@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, cast
 
 import uvicorn
@@ -21,7 +21,6 @@ from app.common.errors import NotReady
 from app.common.logs import START
 from app.common.operating_system import has_terminal
 from app.common.settings import Settings
-from app.engine_client.engine_pool import EnginePool
 from app.engine_client.supervisor import EngineStopped
 from app.http.connection_limits import ConnectionLimits
 from app.http.http_protocol import HttpProtocol
@@ -130,17 +129,10 @@ def _notify_systemd(state: str) -> None:
 
 
 async def run(
-    settings: Settings,
-    listener: socket.socket,
-    engine: Callable[[Settings], EnginePool],
-    instance: ModelInstance,
-    tracing: Tracing | None,
+    settings: Settings, listener: socket.socket, instance: ModelInstance, tracing: Tracing | None
 ) -> EngineStopped | None:
-    """Serves until a signal, or a permanent engine failure, which it returns.
-
-    engine: makes the engines of later instances; `instance` has been started.
-    """
-    app = create_app(settings, engine, instance, tracing)
+    """Serves until a signal, or a permanent engine failure, which it returns. `instance` has been started."""
+    app = create_app(settings, instance, tracing)
     # Objects that exist now are permanent: a full collection that scans them stalls every stream for tens of ms.
     gc.freeze()
     connection = cast(type[asyncio.Protocol], functools.partial(HttpProtocol, app.state.connections))

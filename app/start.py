@@ -27,9 +27,8 @@ from app.common import event_loop, logs
 from app.common.operating_system import ensure_file_limit, listener_on, why_no_cuda
 from app.common.settings import Settings
 from app.engine.cpu.toolchain.backend_selection import check_native_available
-from app.engine_client.engine_pool import EnginePool
 from app.engine_client.supervisor import EngineStopped
-from app.serving.instance_factory import make_engine_pool, open_instance
+from app.serving.instance_factory import open_instance
 from app.serving.kernel_prebuild import libraries_at_start
 from model.checkpoint.hub import hub_model, resolve_weights
 from model.checkpoint.manifest import read_model_name
@@ -47,11 +46,8 @@ class StartError(ValueError):
     """The service cannot start as configured; the message says what to change."""
 
 
-def serve(settings: Settings, engine: Callable[[Settings], EnginePool] = make_engine_pool) -> int:
-    """Runs until a signal or a permanent engine failure. Exit codes: 0 after a signal, 1 failed, 2 bad configuration.
-
-    engine: makes the pool of engines; benchmarks substitute a fake one. Raises StartError.
-    """
+def serve(settings: Settings) -> int:
+    """Runs until a signal or a permanent engine failure. Exit codes: 0 signal, 1 failure, 2 bad configuration."""
     logs.set_up(settings.log_level, logs.resolve_format(settings.log_format))
     # A panic in the tokenizers library is one log line of app/tokenization/text_encoder.py.
     os.environ["RUST_BACKTRACE"] = "0"
@@ -67,7 +63,7 @@ def serve(settings: Settings, engine: Callable[[Settings], EnginePool] = make_en
         # A thread that tokenizes a long text yields to the event loop after one millisecond, not five: with sixteen
         # concurrent 1 MB texts the p99 of health checks was 25 to 28 ms instead of 47 to 174 (R8).
         sys.setswitchinterval(0.001)
-        failure = event_loop.run(_serve(settings, listener, engine, tracing))
+        failure = event_loop.run(_serve(settings, listener, tracing))
     if failure is None:
         return 0
     logs.write_line(f"error: {failure}")
@@ -125,14 +121,9 @@ CHECKS: Mapping[str, Callable[[Settings], object]] = {
 """Topic -> what must hold before the port is opened; raises ValueError with the reason."""
 
 
-async def _serve(
-    settings: Settings,
-    listener: socket.socket,
-    engine: Callable[[Settings], EnginePool],
-    tracing: Tracing | None,
-) -> EngineStopped | None:
+async def _serve(settings: Settings, listener: socket.socket, tracing: Tracing | None) -> EngineStopped | None:
     try:
-        instance = await open_instance(settings, engine)
+        instance = await open_instance(settings)
     except CheckpointError as error:  # of config.json, which --replicas auto reads
         raise StartError(str(error)) from None
     instance.start()
@@ -142,7 +133,7 @@ async def _serve(
         server = await asyncio.to_thread(_import_server)
         gc.freeze()
         gc.enable()
-        failure: EngineStopped | None = await server.run(settings, listener, engine, instance, tracing)
+        failure: EngineStopped | None = await server.run(settings, listener, instance, tracing)
     except BaseException:
         await instance.close()
         raise

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from model.checkpoint.tensor_index import check_layout
 _log, _start_log = logging.getLogger("inkstream"), logging.getLogger(START)
 
 
-async def open_instance(settings: Settings, make_engine: Callable[[Settings], EnginePool]) -> ModelInstance:
+async def open_instance(settings: Settings) -> ModelInstance:
     """Opens an instance of the current weights directory; a symlink to it may be changed later.
 
     Raises CheckpointError.
@@ -39,7 +39,7 @@ async def open_instance(settings: Settings, make_engine: Callable[[Settings], En
     snapshot = await asyncio.to_thread(WeightsSnapshot.open, weights)
     try:
         chat_template, name = await asyncio.to_thread(_load_facts, snapshot)
-        engine = make_engine(settings.model_copy(update={"weights": weights}))
+        engine = make_engine_pool(settings.model_copy(update={"weights": weights}))
     except BaseException:
         snapshot.close()
         raise
