@@ -37,6 +37,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
 
 @pytest.fixture(autouse=True)
 def faults_end_with_their_test(request: pytest.FixtureRequest) -> Iterator[None]:
+    """So that tests can share a service."""
     yield
     if "faults" in request.fixturenames:
         request.getfixturevalue("faults").disarm()

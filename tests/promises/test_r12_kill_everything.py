@@ -9,7 +9,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -28,7 +27,7 @@ from tests.support.load.concurrent_clients import Ask, children, crowd, engine_p
 from tests.support.model.tiny_models import TEXT
 from tests.support.processes import has_exited
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server
+from tests.support.servers import Server, free_ports
 from tests.support.services import Services
 
 _ASKS = [
@@ -37,12 +36,6 @@ _ASKS = [
 ]
 _LONG = [Ask(body={**ask.body, "max_tokens": 8000}) for ask in _ASKS]
 """40 s, if they are let."""
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def _kill_all(server: Server, *, api_first: bool) -> list[int]:
@@ -62,7 +55,7 @@ def test_it_starts_again_after_kill_9_of_everything(
     scratch.mkdir()
     environment = {"TMPDIR": str(scratch), "XDG_CACHE_HOME": str(scratch / "cache")}
     before = _files(weights)
-    flags = ("--port", str(_free_port()))
+    flags = ("--port", str(free_ports(1)[0]))
 
     def start(wait: bool = True) -> Server:
         return serve(*flags, fake_ms=5, environment=environment, wait=wait)

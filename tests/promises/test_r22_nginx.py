@@ -6,10 +6,8 @@ Behind deploy/nginx/two-servers.conf each of two services may restart, and no re
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import re
-import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -26,7 +24,7 @@ from tests.support.async_test import async_test
 from tests.support.completion_client import parse_events, text_of
 from tests.support.http.nginx import needs_nginx, running_nginx
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server, stop_server
+from tests.support.servers import Server, free_ports, stop_server
 from tests.support.services import Services
 
 pytestmark = needs_nginx
@@ -107,12 +105,6 @@ def _two_servers(ports: list[int]) -> str:
     return text.replace("listen 8080", "listen 127.0.0.1:PORT")
 
 
-def _free_ports(n: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(n)]
-        return [listener.getsockname()[1] for listener in listeners]
-
-
 async def _send_until(is_over: asyncio.Event, url: str, outcomes: Counter[str]) -> None:
     """Sends streams and whole requests in turn; counts how they end."""
     async with httpx.AsyncClient(timeout=60) as client:
@@ -147,7 +139,7 @@ async def _restart_under_load(serve: Services, folder: Path, conf: str, ports: l
 async def test_each_of_two_services_restarts_and_no_request_fails(
     serve: Services, tmp_path: Path, promise: Promise
 ) -> None:
-    ports = _free_ports(2)
+    ports = free_ports(2)
     conf = _two_servers(ports)
     outcomes = await _restart_under_load(serve, tmp_path, conf, ports, promise.size(1, 10))
     print(outcomes)

@@ -161,6 +161,7 @@ def _kill_during(server: Server, copy: Iterator[None], steps: int, asks: list[As
         for _ in range(steps):
             next(copy, None)
         kill_engine(server)
+        assert server.wait_for(lambda: is_ready(server)), "the next engine starts in the midst of the copy"
         deque(copy, maxlen=0)
     return answers
 

@@ -18,11 +18,14 @@ import pytest
 
 from app.access import api_keys as keys_module
 from app.access.api_keys import MAX_KEYS, ApiKeys, KeyFileError, add_key, new_key, read_keys, revoke_key, stored
+from app.cli.keys import main as keys_verb
 from tests.support import ROOT
-from tests.support.keyed_server import Keyring, bearer, exchange, log_lines, raw, run_keys, status_of
+from tests.support.keyed_server import Keyring, bearer, exchange, log_lines, raw, status_of
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server
 from tests.support.services import Services
+
+Verb = Callable[..., tuple[object, str, str]]
 
 
 @pytest.fixture
@@ -40,22 +43,37 @@ def _status(server: Server, key: str) -> int:
     return httpx.get(f"{server.url}/v1/models", headers=bearer(key)).status_code
 
 
-def test_the_command_line_makes_lists_and_revokes_keys(tmp_path: Path) -> None:
-    file = str(tmp_path / "keys.json")
-    made = run_keys("add", "alice", "--keys-file", file, "--days", "30", "--requests-per-minute", "60")
-    key = made.stdout.strip()
-    assert (made.returncode, made.stdout.count("\n")) == (0, 1)
-    assert key.startswith("ink-") and len(key) == 47
-    again = run_keys("add", "bob", "--tokens-per-minute", "9", "--concurrency", "2", INKSTREAM_KEYS_FILE=file)
-    assert again.stdout.strip() not in ("", key)
-    content = Path(file).read_text()
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Verb:
+    """The verb `keys` in this process: exit code, standard output and error."""
+
+    def run_verb(*arguments: str) -> tuple[object, str, str]:
+        try:
+            code: object = keys_verb(arguments)
+        except SystemExit as end:
+            code = end.code
+        return code, *capsys.readouterr()
+
+    return run_verb
+
+
+def test_the_command_line_makes_lists_and_revokes_keys(
+    ring: Keyring, run: Verb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = ("--keys-file", str(ring.file))
+    code, out, _ = run("add", "alice", *file, "--days", "30", "--requests-per-minute", "60")
+    key = out.strip()
+    assert (code, out.count("\n")) == (0, 1) and key.startswith("ink-") and len(key) == 47
+    monkeypatch.setenv("INKSTREAM_KEYS_FILE", str(ring.file))
+    assert run("add", "bob", "--tokens-per-minute", "9", "--concurrency", "2")[1].strip() not in ("", key)
+    content = ring.file.read_text()
     assert key not in content and key[4:] not in content and hashlib.sha256(key.encode()).hexdigest() in content
-    assert stat.S_IMODE(Path(file).stat().st_mode) == 0o600
-    listed = run_keys("list", "--keys-file", file).stdout
+    assert stat.S_IMODE(ring.file.stat().st_mode) == 0o600
+    listed = run("list", *file)[1]
     assert [line.split()[0] for line in listed.splitlines()] == ["NAME", "alice", "bob"]
     assert key not in listed and "60" in listed
-    assert run_keys("revoke", "alice", "--keys-file", file).returncode == 0
-    assert [stored.name for stored in read_keys(Path(file))] == ["bob"]
+    assert run("revoke", "alice", *file)[0] == 0
+    assert [stored.name for stored in read_keys(ring.file)] == ["bob"]
 
 
 @pytest.mark.parametrize(
@@ -73,12 +91,18 @@ def test_the_command_line_makes_lists_and_revokes_keys(tmp_path: Path) -> None:
         ([], "required"),
     ],
 )
-def test_what_cannot_be_done_is_told_in_one_line(ring: Keyring, arguments: list[str], words: str) -> None:
+def test_what_cannot_be_done_is_told_in_one_line(
+    ring: Keyring,
+    run: Verb,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    words: str,
+) -> None:
     ring.add("alice")
+    monkeypatch.setenv("INKSTREAM_KEYS_FILE", str(ring.file))
     before = ring.file.read_bytes()
-    result = run_keys(*arguments, INKSTREAM_KEYS_FILE=str(ring.file))
-    assert result.returncode == 2 and words in result.stderr and result.stderr.count("\n") == 1
-    assert "Traceback" not in result.stderr and ring.file.read_bytes() == before
+    code, _, said = run(*arguments)
+    assert code == 2 and words in said and said.count("\n") == 1 and ring.file.read_bytes() == before
 
 
 @pytest.mark.parametrize(("output", "code"), [(">/dev/full", 1), (">&-", 2)])

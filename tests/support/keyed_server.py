@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import socket
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,6 @@ from typing import Any
 import httpx
 
 from app.access.api_keys import add_key, new_key, revoke_key, stored
-from tests.support import ROOT
 from tests.support.servers import Server
 
 
@@ -107,10 +103,3 @@ def line_of(server: Server, answer: httpx.Response) -> dict[str, Any]:
 def is_alive(server: Server) -> bool:
     """Whether the service still completes texts."""
     return server.process.poll() is None and httpx.get(f"{server.url}/health/ready", timeout=30).status_code == 200
-
-
-def run_keys(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """python -m app keys ..."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("INKSTREAM_")} | variables
-    command = [sys.executable, "-m", "app", "keys", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)

@@ -143,8 +143,8 @@ _HOARD: list[object] = []
 
 
 @_removal("service.leak", "app.serving.service", "Service.begin")
-async def _leak(real: Any, *arguments: Any) -> Any:
-    admitted = await real(*arguments)
+async def _leak(real: Any, *arguments: Any, **named: Any) -> Any:
+    admitted = await real(*arguments, **named)
     _HOARD.append([bytearray(b"x" * 65536), os.dup(0), asyncio.create_task(asyncio.sleep(1e6))])
     return admitted
 

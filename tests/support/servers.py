@@ -9,6 +9,7 @@ import http.client
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import termios
@@ -177,6 +178,13 @@ def _wait_until_ready(service: ServiceProcess) -> None:
         return service.status("/health/ready") == 200
 
     service.wait_for(is_ready, poll=0.02)
+
+
+def free_ports(n: int) -> list[int]:
+    """Ports on which nothing listens."""
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(n)]
+        return [listener.getsockname()[1] for listener in listeners]
 
 
 def hang_on(terminal: int) -> None:

@@ -356,34 +356,6 @@ def _unlike(ours: Request, theirs: Request, is_closed: bool) -> str | None:
     return None
 
 
-async def shrunk(
-    packets: tuple[bytes, ...], fails: Callable[[tuple[bytes, ...]], Awaitable[object]]
-) -> tuple[bytes, ...]:
-    """A smaller message that `fails` (a coroutine function) still accepts: fewer packets first, then fewer bytes."""
-    if await fails((b"".join(packets),)):
-        packets = (b"".join(packets),)
-    size = max(map(len, packets))
-    while size:
-        at = 0
-        while at < sum(map(len, packets)):
-            smaller = _without(packets, at, size)
-            if smaller and await fails(smaller):
-                packets = smaller
-            else:
-                at += size
-        size //= 2
-    return packets
-
-
-def _without(packets: tuple[bytes, ...], start: int, size: int) -> tuple[bytes, ...]:
-    kept, at = [], 0
-    for packet in packets:
-        left = packet[: max(0, start - at)] + packet[max(0, start + size - at) :]
-        at += len(packet)
-        kept.append(left)
-    return tuple(packet for packet in kept if packet)
-
-
 async def compare(harness: Harness, message: Message) -> tuple[str | None, Served, Reference]:
     """One message through both; a few meet an application that answers without reading, as for a wrong key."""
     harness.reads_body = zlib.crc32(message.data) % 8 != 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -13,6 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.support.servers import free_ports
+
 NGINX = shutil.which("nginx", path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin")
 needs_nginx = pytest.mark.skipif(NGINX is None, reason="needs nginx (Debian: nginx-light)")
 
@@ -20,9 +21,7 @@ needs_nginx = pytest.mark.skipif(NGINX is None, reason="needs nginx (Debian: ngi
 @contextmanager
 def running_nginx(folder: Path, text: str, events: str = "") -> Iterator[str]:
     """nginx with `text` in its http block, where PORT becomes its port; yields its address once the service answers."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     temporary = "".join(f"{k}_temp_path {folder}/{k};" for k in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
     (folder / "nginx.conf").write_text(
         f"daemon off; worker_processes 1; pid {folder}/pid; error_log {folder}/error.log; events {{ {events} }}\n"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from benchmarks.client import Address, Client, Exchange
-from benchmarks.service_process import child_pids
+from tests.support import processes
 from tests.support.completion_client import parse_events
 from tests.support.servers import Server
 
@@ -214,7 +214,7 @@ def kill_engine(server: Server, *others: int) -> None:
 
 def children(server: Server) -> list[int]:
     """Processes of the service, except its first."""
-    return child_pids(server.process.pid)
+    return processes.children(server.process.pid)
 
 
 def engine_pid(server: Server) -> int:
