@@ -6,7 +6,7 @@ those of a trained model: with flat ones the next token would depend on the last
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -129,8 +129,9 @@ class WeightsInMemory(StoredWeights):
 
     given: Mapping[str, Tensor] | None = None
 
-    def state(self, target: Any, _dtype: str) -> dict[str, Tensor]:
+    def state(self, target: Any, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """See StoredWeights; `target` is a TorchFormat."""
+        assert names is None, "the C++ kernels read weights from files"
         if self.given is None:
             return random_state(self.config, device=target.device, dtype=target.dtype)
         return {name: tensor.to(target.device, target.dtype) for name, tensor in self.given.items()}

@@ -65,7 +65,7 @@ def load_decoder(weights: StoredWeights, *, device: torch.device, dtype: torch.d
     """The decoder of these weights. Raises CheckpointError."""
     with torch.device("meta"):
         decoder = Decoder(weights.config).to(dtype)
-    decoder.load_state_dict(weights.state(TorchFormat(device, dtype), str(dtype).removeprefix("torch.")), assign=True)
+    decoder.load_state_dict(weights.state(TorchFormat(device, dtype)), assign=True)
     decoder.make_tables()
     return decoder.requires_grad_(False).eval().to(device)
 

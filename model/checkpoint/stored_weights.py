@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import mmap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -39,7 +39,7 @@ def check_sizes(path: Path, config: ModelConfig, index: TensorIndex) -> None:
     layers, n_tensors = config.n_layers + config.n_encoder_layers, len(index.tensors)
     if layers > n_tensors:
         raise CheckpointError(f"{path}: asks for {layers} layers, {index.source.name} has only {n_tensors} tensors")
-    stored = sum(math.prod(tensor.entry.shape) for tensor in index.tensors.values())
+    stored = sum(math.prod(tensor.shape) for tensor in index.tensors.values())
     rows_per_layer = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim + config.mlp_width
     requested = config.width * (config.vocab_size + layers * rows_per_layer)
     if requested > _MAX_SIZE_RATIO * stored:
@@ -55,6 +55,11 @@ def check_sizes(path: Path, config: ModelConfig, index: TensorIndex) -> None:
 
 class TensorFormat(Protocol):
     """Number format and memory of loaded tensors: torch's on any device, or numpy's for the C++ kernels."""
+
+    @property
+    def dtype(self) -> Any:
+        """Name of the number format, or torch's object for it."""
+        ...
 
     def convert(self, array: Array, /) -> tuple[Tensor, Any]:
         """The tensor, and whether its numbers are finite. array: in the file's number format, bfloat16 as uint16."""
@@ -97,31 +102,30 @@ class StoredWeights:
         """The token that replaces an empty prompt: BOS, else EOS."""
         return self.bos_id if self.bos_id is not None else next(iter(self.eos_ids), None)
 
-    def state(self, target: TensorFormat, dtype: str) -> dict[str, Tensor]:
-        """State dict of the Decoder. Raises CheckpointError.
+    def state(self, target: TensorFormat, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """State dict of the Decoder, or its tensors `names`. Raises CheckpointError.
 
-        Reads from the device whether numbers are finite after all tensors are on their way, since that waits for it.
+        Asks whether numbers are finite after all tensors are on their way, since the answer waits for the device.
         """
+        state: dict[str, Tensor] = {}
         checked: list[tuple[StoredTensor, Any]] = []
-        state = {name: self._read(mapping, target, checked) for name, mapping in self.mappings.items()}
-        _require_finite(checked, dtype)
+        for name in self.mappings if names is None else names:
+            mapping, parts = self.mappings[name], []
+            for source, _ in mapping.source:
+                part, is_finite = target.convert(_mapped(self.tensors[source]))
+                checked.append((self.tensors[source], is_finite))
+                parts.append(mapping.load(part))
+            state[name] = target.join(parts)
+        for stored, is_finite in checked:
+            if not is_finite:
+                hint = f" in bfloat16{_DTYPE_HINT}" if str(target.dtype).endswith("bfloat16") else ""
+                raise CheckpointError(f"{stored.path}: {stored.name} holds numbers that are not finite{hint}")
         return state
 
     def read(self, name: str, dtype: str) -> Array:
         """One tensor of the Decoder in a number format, bfloat16 as uint16. Raises CheckpointError."""
-        checked: list[tuple[StoredTensor, Any]] = []
-        array: Array = self._read(self.mappings[name], _ArrayFormat(dtype), checked)
-        _require_finite(checked, dtype)
+        array: Array = self.state(_ArrayFormat(dtype), (name,))[name]
         return array
-
-    def _read(self, mapping: TensorMapping, target: TensorFormat, checked: list[tuple[StoredTensor, Any]]) -> Tensor:
-        parts = []
-        for name, _ in mapping.source:
-            stored = self.tensors[name]
-            part, is_finite = target.convert(_mapped(stored))
-            checked.append((stored, is_finite))
-            parts.append(mapping.load(part))
-        return target.join(parts)
 
 
 def find_weights(directory: Path, digest: Callable[[Path], str] = sha256) -> StoredWeights:
@@ -147,26 +151,19 @@ def find_weights(directory: Path, digest: Callable[[Path], str] = sha256) -> Sto
     )
 
 
-def _require_finite(checked: list[tuple[StoredTensor, Any]], dtype: str) -> None:
-    for stored, is_finite in checked:
-        if not is_finite:
-            hint = f" in bfloat16{_DTYPE_HINT}" if dtype == "bfloat16" else ""
-            raise CheckpointError(f"{stored.path}: {stored.name} holds numbers that are not finite{hint}")
-
-
+@dataclass(frozen=True, slots=True)
 class _ArrayFormat:
     """numpy's arrays, bfloat16 as uint16."""
 
-    def __init__(self, dtype: str) -> None:
-        self._dtype = dtype
+    dtype: str
 
     def convert(self, array: Array) -> tuple[Array, bool]:
         """See TensorFormat."""
         if array.dtype == np.uint16:
-            return array if self._dtype == "bfloat16" else as_float32(array), all_finite(array)
+            return array if self.dtype == "bfloat16" else as_float32(array), all_finite(array)
         array = array.astype(np.float32, copy=False)
         is_finite = all_finite(array)
-        if self._dtype == "bfloat16":
+        if self.dtype == "bfloat16":
             array = rounded_to_bfloat16(array)
             is_finite = is_finite and all_finite(array)
         return array, is_finite
@@ -181,17 +178,17 @@ _STORED: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f
 
 def _mapped(stored: StoredTensor) -> Array:
     """The tensor of the file, which is mapped while the array exists. Raises CheckpointError."""
-    path, entry = stored.path, stored.entry
+    path = stored.path
     try:
         with regular_file(path).open("rb") as file:
             # ACCESS_COPY: torch takes writable arrays only.
             region = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        numbers = np.frombuffer(region, _STORED[entry.dtype], math.prod(entry.shape), entry.start)
+        numbers = np.frombuffer(region, _STORED[stored.dtype], math.prod(stored.shape), stored.start)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from None
-    if region[: len(entry.header)] != entry.header:
+    if region[: len(stored.header)] != stored.header:
         raise CheckpointError(f"{path}: was replaced while it was read")
-    array: Array = numbers.reshape(entry.shape)
+    array: Array = numbers.reshape(stored.shape)
     return array
 
 
@@ -215,16 +212,15 @@ def _match(family: FamilySpec, config: ModelConfig, index: TensorIndex) -> dict[
             f"{index.source}: {len(extra)} tensors are not part of the model, the first is {extra[0]}"
         )
     for name, stored in found.items():
-        entry, shape = stored.entry, shapes[name]
-        if entry.shape != shape:
+        if stored.shape != shapes[name]:
             raise CheckpointError(
-                f"{stored.path}: {name} has shape {list(entry.shape)}, config.json asks for {list(shape)}"
+                f"{stored.path}: {name} has shape {list(stored.shape)}, config.json asks for {list(shapes[name])}"
             )
-        if entry.dtype not in _STORED:
-            raise CheckpointError(f"{stored.path}: {name} has dtype {entry.dtype}; allowed are {', '.join(_STORED)}")
+        if stored.dtype not in _STORED:
+            raise CheckpointError(f"{stored.path}: {name} has dtype {stored.dtype}; allowed are {', '.join(_STORED)}")
     if head and (copy := found.get(head.source[0][0])):
         embedding = found[mappings["embedding"].source[0][0]]
-        if copy.entry.dtype != embedding.entry.dtype or not np.array_equal(_mapped(copy), _mapped(embedding)):
+        if copy.dtype != embedding.dtype or not np.array_equal(_mapped(copy), _mapped(embedding)):
             raise CheckpointError(
                 f"{index.source}: {copy.name} is not the token embedding, to which config.json ties the head; "
                 "if it is the head, set tie_word_embeddings to false"

@@ -159,9 +159,11 @@ def _template_field(path: Path) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """Header entry of one tensor."""
+class StoredTensor:
+    """One tensor on disk, as the header of its file describes it."""
 
+    name: str
+    path: Path
     dtype: str
     shape: tuple[int, ...]
     start: int
@@ -170,8 +172,8 @@ class Entry:
     """How the file begins, up to its first number: another file may lie there when the tensor is read."""
 
 
-def read_header(path: Path) -> dict[str, Entry]:
-    """Name -> entry. Raises CheckpointError, also if the file is not as long as its header says.
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Name -> tensor. Raises CheckpointError, also if the file is not as long as its header says.
 
     safetensors checks the header: https://github.com/huggingface/safetensors. A longer one than a model needs is
     refused before, by its length in the first 8 bytes, because it would take memory.
@@ -187,8 +189,12 @@ def read_header(path: Path) -> dict[str, Entry]:
             header = file.read(8 + length)
         with safe_open(real, framework="numpy") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (it is no dict)
-        starts = _starts(header)
-        return {name: Entry(x.get_dtype(), tuple(x.get_shape()), starts[name], header) for name, x in slices.items()}
+        entries = json.loads(header[8:])
+        starts = {name: len(header) + entries[name]["data_offsets"][0] for name in slices}
+        return {
+            name: StoredTensor(name, path, x.get_dtype(), tuple(x.get_shape()), starts[name], header)
+            for name, x in slices.items()
+        }
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
     except (
@@ -203,24 +209,9 @@ def read_header(path: Path) -> dict[str, Entry]:
         raise CheckpointError(f"{path}: invalid header: {reason}{truncated}") from None
 
 
-def _starts(header: bytes) -> dict[str, int]:
-    """Where each tensor begins, from a header that was checked, with its length in front."""
-    entries = json.loads(header[8:])
-    return {name: len(header) + entry["data_offsets"][0] for name, entry in entries.items() if name != "__metadata__"}
-
-
 class _Index(Struct):
     weight_map: dict[str, Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors\Z")]]
     """Tensor name -> file name."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """One tensor on disk."""
-
-    name: str
-    path: Path
-    entry: Entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,11 +238,11 @@ def find_tensors(directory: Path) -> TensorIndex:
     """Indexes all tensors; each file must hold exactly what the index lists. Raises CheckpointError."""
     whole, index = directory / WEIGHTS_FILE, directory / INDEX_FILE
     if entry_exists(whole) or not entry_exists(index):
-        return TensorIndex(whole, _stored_in(whole))
+        return TensorIndex(whole, read_header(whole))
     shard_of = read_struct(index, _Index).weight_map
     found: dict[str, StoredTensor] = {}
     for path in sorted({directory / shard for shard in shard_of.values()}):
-        for name, stored in _stored_in(path).items():
+        for name, stored in read_header(path).items():
             if (indexed := shard_of.get(name)) != path.name:
                 where = f"assigns to {indexed}" if indexed else "does not list"
                 raise CheckpointError(f"{path}: holds {name}, which {index.name} {where}")
@@ -266,7 +257,3 @@ def find_tensors(directory: Path) -> TensorIndex:
 def shard_names(index: Path) -> set[str]:
     """File names of the shards. Raises CheckpointError."""
     return set(read_struct(index, _Index).weight_map.values())
-
-
-def _stored_in(path: Path) -> dict[str, StoredTensor]:
-    return {name: StoredTensor(name, path, entry) for name, entry in read_header(path).items()}

@@ -100,7 +100,7 @@ def test_an_unknown_verb_is_named_in_one_line_with_those_that_are(run: Run, word
         (("complete", "x", "--temprature", "1"), "--temperature"),
         (("bench", "--stream-s", "1"), "--streams"),
         (("keys", "add", "x", "--key-file", "y"), "--keys-file"),
-        (("train", "--dat", "x"), "--data"),
+        (("train", "--dat", "x", "--out", "y"), "--data"),
     ],
 )
 def test_a_misspelled_flag_of_any_verb_is_told_the_one_that_was_meant(

@@ -62,15 +62,6 @@ def test_the_lower_bound_says_nothing_where_text_may_get_lost(tmp_path: Path, ch
     assert loaded.least_tokens(text) <= len(loaded.encode(text)) < TOKENIZER.least_tokens(text)
 
 
-def test_an_added_token_is_shown_as_it_is_written(tmp_path: Path) -> None:
-    raw = json.loads(TOKENIZER.files()["tokenizer.json"])
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
-    raw["added_tokens"].append({"id": VOCAB, "content": "caf\u00e9!\u4e2d", **flags})
-    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
-    loaded = Tokenizer.load(tmp_path)
-    assert loaded.decode(loaded.encode("a caf\u00e9!\u4e2d b")) == "a caf\u00e9!\u4e2d b"
-
-
 @pytest.mark.parametrize("content", [None, b"", b"{}", b"[]", b"\xff", b'{"model": {"type": "BPE"}}'])
 def test_a_broken_file_is_named_in_one_line(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:

@@ -16,18 +16,14 @@ from model.checkpoint.golden_export import golden_file
 from model.checkpoint.manifest import MANIFEST_FILE, manifest_file
 from model.files import write_files
 from model.nn.transformer import Decoder
-from model.tokenizer.tokenizer import Tokenizer
-from tests.support.model.tiny_models import TEXT, VOCAB, tiny_config, tiny_decoder
+from tests.support.model.tiny_models import VOCAB, tiny_config, tiny_decoder, tiny_files
 
 _PROMPT = [5, 9, 200, 31, 7, 64, 100, 18]
 
 
 def good_weights(directory: Path, seed: int) -> Path:
     """A tiny model with all its proofs."""
-    tokenizer, decoder = Tokenizer.train([TEXT], VOCAB), tiny_decoder(seed=seed)
-    files = weights_files(decoder, dtype=torch.float32, eos_id=tokenizer.eos_id, generation={})
-    files |= {name: text.encode() for name, text in tokenizer.files().items()}
-    files[GOLDEN_FILE] = golden_file(decoder, _PROMPT)
+    files = tiny_files(tiny_decoder(seed=seed), _PROMPT)
     write_files(directory, {**files, MANIFEST_FILE: manifest_file(files)})
     return directory
 
@@ -54,24 +50,22 @@ def _half_a_set(path: Path) -> None:
     (path / MANIFEST_FILE).write_bytes(manifest_file({"generation_config.json": b"{}"}))
 
 
+def _replace_model(path: Path, decoder: Decoder) -> None:
+    write_files(path, weights_files(decoder, dtype=torch.float32, eos_id=0, generation={}))
+
+
 def _large_tokenizer(path: Path) -> None:
     decoder = tiny_decoder(tiny_config(vocab_size=VOCAB - 1))
-    files = weights_files(decoder, dtype=torch.float32, eos_id=0, generation={})
-    write_files(path, {**files, GOLDEN_FILE: golden_file(decoder, _PROMPT)})
+    _replace_model(path, decoder)
+    (path / GOLDEN_FILE).write_bytes(golden_file(decoder, _PROMPT))
 
 
-def _long_context(path: Path) -> None:
-    decoder = tiny_decoder(tiny_config(context=8192))
-    write_files(path, weights_files(decoder, dtype=torch.float32, eos_id=0, generation={}))
-
-
-def _exploding(path: Path, decoder: Decoder | None = None) -> None:
+def _exploding(path: Path, **changes: int) -> None:
     """Every number is finite, and no golden.json says what the model should say: a directory of Hugging Face."""
-    decoder = decoder or tiny_decoder()
-    with torch.no_grad():
-        for name, parameter in decoder.named_parameters():
-            parameter.mul_(1e25 if "mlp" in name else 1)
-    write_files(path, weights_files(decoder, dtype=torch.float32, eos_id=0, generation={}))
+    decoder = tiny_decoder(tiny_config(**changes))
+    for name, parameter in decoder.named_parameters():
+        parameter.mul_(1e25 if "mlp" in name else 1)
+    _replace_model(path, decoder)
     (path / GOLDEN_FILE).unlink()
 
 
@@ -118,11 +112,14 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: _change_config(path, model_type="mamba", architectures=["MambaForCausalLM"]),
         "mamba",
     ),
-    "a model that does not fit": (_long_context, "does not fit"),
+    "a model that does not fit": (
+        lambda path: _replace_model(path, tiny_decoder(tiny_config(context=8192))),
+        "does not fit",
+    ),
     "numbers that explode": (_exploding, "the engine's logits are not finite in float32"),
     "norms of 1e30": (_loud_norms, "the engine's logits are not finite in float32"),
     "an encoder that explodes": (
-        lambda path: _exploding(path, tiny_decoder(tiny_config(n_encoder_layers=1))),
+        lambda path: _exploding(path, n_encoder_layers=1),
         "the engine's logits are not finite in float32",
     ),
     "a directory that is gone": (shutil.rmtree, "no such directory"),

@@ -27,32 +27,18 @@ from safetensors.torch import load, save
 
 from app.cli import check
 from model.checkpoint import tensor_index
-from model.checkpoint.checkpoint import weights_files
-from model.checkpoint.golden_export import golden_file
-from model.checkpoint.tensor_index import Entry
-from model.config import ModelConfig
-from model.tokenizer.tokenizer import Tokenizer
-from tests.support.model.tiny_models import TEXT, VOCAB, tiny_config, tiny_decoder
+from model.checkpoint.tensor_index import StoredTensor
+from tests.support.model.tiny_models import GPT2, tiny_config, tiny_decoder, tiny_files
 from tests.support.model.weights_mutations import Files, mutate
 
 SECONDS = 5.0
 GROWTH_MIB = 256
-_SMALL = {"vocab_size": VOCAB, "width": 16, "n_layers": 2, "n_heads": 4, "head_dim": 4, "mlp_width": 24, "context": 64}
-_CLASSIC = {
-    "norm": "layernorm",
-    "norm_bias": True,
-    "gated": False,
-    "qkv_bias": True,
-    "out_bias": True,
-    "mlp_bias": True,
-}
+_SMALL = {"width": 16, "head_dim": 4, "mlp_width": 24, "context": 64}
 _SHAPES = {
-    "llama": tiny_config(**_SMALL, n_kv_heads=2),
-    "gpt2": ModelConfig(**_SMALL, n_kv_heads=4, **_CLASSIC, positions="learned", activation="gelu_tanh"),
-    "own": ModelConfig(
-        **_SMALL, n_kv_heads=4, **_CLASSIC, positions="sinusoidal", activation="relu", norm_position="post",
-        final_norm=False, tied_head=False, head_bias=True, n_encoder_layers=1,
-    ),
+    "llama": tiny_config(**_SMALL),
+    "gpt2": tiny_config(**_SMALL, **GPT2),
+    "own": tiny_config(**_SMALL, **GPT2 | {"positions": "sinusoidal", "activation": "relu"}, norm_position="post",
+                       final_norm=False, tied_head=False, head_bias=True, n_encoder_layers=1),
 }  # fmt: skip
 # What a check may do beyond reading the files of its directory: throw away what a Rust panic prints.
 _MAY_WRITE = {os.devnull}
@@ -84,13 +70,10 @@ _HARMLESS = (
 
 def valid_directories() -> dict[str, Files]:
     """One of each kind, small enough for a thousand checks in seconds."""
-    tokenizer = Tokenizer.train([TEXT], VOCAB)
-    made: dict[str, Files] = {}
-    for name, config in _SHAPES.items():
-        decoder = tiny_decoder(config)
-        files = weights_files(decoder, dtype=torch.float32, eos_id=tokenizer.eos_id, generation={"temperature": 0.8})
-        files["golden.json"] = golden_file(decoder, [5, 9, 200, 31, 7])
-        made[name] = {**files, **{name: text.encode() for name, text in tokenizer.files().items()}}
+    prompt = [5, 9, 200, 31, 7]
+    made: dict[str, Files] = {
+        name: {**tiny_files(tiny_decoder(config), prompt, temperature=0.8)} for name, config in _SHAPES.items()
+    }
     made["sharded"] = _sharded(made["llama"])
     return made
 
@@ -250,14 +233,17 @@ class Harness:
         return {**kinds, "slowest_s": round(slowest, 2), "growth_mib": round(most_growth), "failures": failures}
 
 
-def _believing_header(path: Path) -> dict[str, Entry]:
+def _believing_header(path: Path) -> dict[str, StoredTensor]:
     """What reading a header is without checks."""
     with path.open("rb") as file:
         length = file.read(8)
         header = length + file.read(int.from_bytes(length, "little"))
     raw = json.loads(header[8:])
     starts = {name: len(header) + e["data_offsets"][0] for name, e in raw.items() if name != "__metadata__"}
-    return {name: Entry(raw[name]["dtype"], tuple(raw[name]["shape"]), start, header) for name, start in starts.items()}
+    return {
+        name: StoredTensor(name, path, raw[name]["dtype"], tuple(raw[name]["shape"]), start, header)
+        for name, start in starts.items()
+    }
 
 
 def _raise(*_arguments: Any) -> Any:

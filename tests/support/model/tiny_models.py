@@ -28,6 +28,8 @@ from app.engine.scheduling.block_allocator import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from benchmarks.shapes import parameter_reader
 from model.checkpoint.checkpoint import weights_files
+from model.checkpoint.golden import GOLDEN_FILE
+from model.checkpoint.golden_export import golden_file
 from model.config import ModelConfig
 from model.files import write_files
 from model.nn.transformer import Decoder
@@ -68,12 +70,20 @@ def tiny_decoder(config: ModelConfig | None = None, *, seed: int = 0, dtype: tor
     return decoder.to(dtype).requires_grad_(False).eval()
 
 
-def tiny_weights(directory: Path, **changes: Any) -> Path:
-    """A weights directory in float32, with a tokenizer of VOCAB tokens trained on TEXT."""
+def tiny_files(decoder: Decoder, golden: list[int] | None = None, **generation: Any) -> dict[str, bytes]:
+    """A weights directory in float32: name -> content; with a tokenizer of VOCAB tokens trained on TEXT.
+
+    golden: prompt of golden.json. generation: what generation_config.json says.
+    """
     tokenizer = Tokenizer.train([TEXT], VOCAB)
-    decoder = tiny_decoder(tiny_config(**changes))
-    files = weights_files(decoder, dtype=torch.float32, eos_id=tokenizer.eos_id, generation={})
-    write_files(directory, {**files, **{name: text.encode() for name, text in tokenizer.files().items()}})
+    files = weights_files(decoder, dtype=torch.float32, eos_id=tokenizer.eos_id, generation=generation)
+    files |= {name: text.encode() for name, text in tokenizer.files().items()}
+    return files | {GOLDEN_FILE: golden_file(decoder, golden)} if golden else files
+
+
+def tiny_weights(directory: Path, **changes: Any) -> Path:
+    """Such a directory of tiny_config(**changes)."""
+    write_files(directory, tiny_files(tiny_decoder(tiny_config(**changes))))
     return directory
 
 
