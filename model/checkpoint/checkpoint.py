@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,14 +35,16 @@ class TorchFormat:
 
     def convert(self, array: Array) -> tuple[Tensor, Tensor]:
         """See TensorFormat."""
-        tensor = torch.from_numpy(array)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the file is mapped for reading, and join() copies
+            tensor = torch.from_numpy(array)
         tensor = tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor
         tensor = tensor.to(self.device).to(self.dtype)
         return tensor, all_finite(tensor)
 
     def join(self, parts: list[Tensor]) -> Tensor:
         """See TensorFormat."""
-        return torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
+        return torch.cat(parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

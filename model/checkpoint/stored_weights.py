@@ -66,7 +66,7 @@ class TensorFormat(Protocol):
         ...
 
     def join(self, parts: list[Tensor], /) -> Tensor:
-        """One tensor of these rows, whose memory is in the order of its elements."""
+        """One tensor of these rows, whose memory is in the order of its elements. The parts may lie in a file."""
         ...
 
 
@@ -181,8 +181,7 @@ def _mapped(stored: StoredTensor) -> Array:
     path = stored.path
     try:
         with regular_file(path).open("rb") as file:
-            # ACCESS_COPY: torch takes writable arrays only.
-            region = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            region = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         numbers = np.frombuffer(region, _STORED[stored.dtype], math.prod(stored.shape), stored.start)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from None
