@@ -127,8 +127,8 @@ class ChatTemplateFile:
 
 
 class _NamedTemplate(Struct):
-    name: str = ""
-    template: str = ""
+    name: str | None = None
+    template: str | None = None
 
 
 class _TemplateField(Struct):

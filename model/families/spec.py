@@ -51,8 +51,10 @@ class FamilySpec:
     read: Callable[[Raw], ModelConfig]
     """config.json -> ModelConfig. Raises ConfigError, KeyError, TypeError or ValueError."""
     write: Callable[[ModelConfig], dict[str, Any]] | None = None
-    """ModelConfig -> config.json; valid only if read() returns the same ModelConfig. None if no new model is of it:
-    fine-tuning keeps the config.json that it finds."""
+    """ModelConfig -> config.json; valid only if read() returns the same ModelConfig.
+
+    None if no model of this type is trained from scratch: fine-tuning keeps the config.json that it finds.
+    """
     names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     """Modules (or tensors outside of modules) of the Decoder -> those of the files, with N for the number of the layer.
 
