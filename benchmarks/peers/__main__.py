@@ -18,14 +18,24 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.common import available_cores, command_line, print_result, this_machine
-from benchmarks.peers.comparison import Comparison, compare, engine_starts, server_starts
+from benchmarks.peers.comparison import (
+    Comparison,
+    Figure,
+    compare,
+    engine_figures,
+    engine_starts,
+    server_starts,
+    table,
+)
 from benchmarks.peers.peer_pool import Workspace
-from benchmarks.peers.plan import OURS, PARTS, PEERS, PRECISIONS, Figure, engine_figures
-from benchmarks.peers.report import ratios, table
+from benchmarks.peers.provision import OURS
 from benchmarks.service_process import ROOT
 from benchmarks.shapes import SMOLLM2, find_model
 from benchmarks.smollm2 import NotAvailable
 
+PEERS = ("openvino", "llama.cpp", "transformers")
+PRECISIONS = ("bf16", "f32", "int8")
+PARTS = ("engine", "prefill", "server")
 _MODELS = ("default", "A", "B", "C", "1b", SMOLLM2)
 _LENGTH = 513
 """The longest sequence of any measurement: a prefill and its token."""
@@ -110,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _with_ratios(result: Comparison) -> dict[str, object]:
-    by_title = {title: ratios(result.speeds(title)) for title in result.samples}
+    by_title = {title: result.ratios(title) for title in result.samples}
     return {**msgspec.to_builtins(result, str_keys=True), "ratios": by_title}
 
 

@@ -14,12 +14,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Literal, TypeVar
 
-from benchmarks.common import Percentiles, percentiles_ms
+from benchmarks.common import Percentiles, percentiles_ms, range_of
 from benchmarks.load import LevelProgress, LoadPlan, run_level
 from benchmarks.peers.peer_pool import AdapterProcess, Workspace, plain_environment
-from benchmarks.peers.plan import OURS, Figure, common_prefix_length, schedule
-from benchmarks.peers.provision import PeerError, llama_library
+from benchmarks.peers.provision import OURS, PeerError, llama_library
 from benchmarks.service_process import ServiceStartError, running, serve_command
 from benchmarks.shapes import Model
 
@@ -30,6 +30,38 @@ _START_SECONDS = 300
 _POLL_SECONDS = 0.1
 _DTYPES = {"bf16": "bfloat16", "f32": "float32", "int8": "bfloat16"}
 _STREAMS = 32
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """One figure of an engine or a server."""
+
+    what: Literal["decode", "prefill", "load"]
+    rows: int
+    """Rows of the batch, or streams of the load."""
+    prompt: int = 64
+    """Tokens, or words for a load."""
+    tokens: int = 128
+
+    @property
+    def title(self) -> str:
+        """Name in the table."""
+        return {"prefill": f"prefill {self.prompt}", "load": f"{self.rows} streams"}.get(
+            self.what, f"decode x{self.rows}"
+        )
+
+    @property
+    def requests(self) -> int:
+        """Requests of one round of a load."""
+        return max(4, 2 * self.rows)
+
+
+def engine_figures(parts: Sequence[str], batches: Sequence[int], context: int) -> list[Figure]:
+    """Figures of bare engines; no sequence is longer than the model's context."""
+    decode = [Figure(what="decode", rows=rows) for rows in batches] if "engine" in parts else []
+    prefill = [Figure(what="prefill", rows=1, prompt=min(512, context - 1), tokens=1)] if "prefill" in parts else []
+    return decode + prefill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +100,13 @@ class Comparison:
         engines = self.samples[title].items()
         return {engine: {n: sample.tokens_per_second for n, sample in rounds.items()} for engine, rounds in engines}
 
+    def ratios(self, title: str) -> dict[str, float]:
+        """Median ratio of inkstream to every other engine, round by round, so that a slow moment affects both."""
+        speeds = self.speeds(title)
+        ours = speeds.pop(OURS, {})
+        pairs = {name: [ours[n] / theirs[n] for n in ours if theirs.get(n)] for name, theirs in speeds.items()}
+        return {name: statistics.median(each) for name, each in pairs.items() if each}
+
 
 def compare(
     model: str, precision: str, starts: Mapping[str, Start], figures: Sequence[Figure], rounds: int
@@ -99,6 +138,48 @@ def compare(
             counts = result.same_tokens.setdefault(title, {})
             counts[name] = min(counts.get(name, len(row)), common_prefix_length(ours, row))
     return result
+
+
+def schedule(engines: Sequence[str], figures: Sequence[T], rounds: int) -> Iterator[tuple[int, T, str]]:
+    """(round, figure, engine): each round measures every figure of every engine, starting with another engine."""
+    for number in range(rounds):
+        first = number % len(engines) if engines else 0
+        for figure in figures:
+            for engine in (*engines[first:], *engines[:first]):
+                yield number, figure, engine
+
+
+def common_prefix_length(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """Number of equal tokens from the start."""
+    return next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), len(ours))
+
+
+def table(result: Comparison) -> str:
+    """A row for each figure and engine: tokens per second with their spread, inkstream's ratio to it, latencies."""
+    head = f"{'tokens/s [spread], ours/theirs':>33}{'first token p50/p99 ms':>25}{'between tokens p50/p99 ms':>28}"
+    lines = [f"\n== {result.model}, {result.precision}; medians of the rounds", f"{'':34}{head}"]
+    for title, by_engine in result.samples.items():
+        ratios = result.ratios(title)
+        for engine, rounds in by_engine.items():
+            speed = range_of([sample.tokens_per_second for sample in rounds.values()])
+            cell = f"{speed.median:,.0f} [{speed.least:,.0f}-{speed.most:,.0f}]"
+            cell += f" {ratios[engine]:5.2f}x" if engine in ratios else " " * 7
+            first = _medians([sample.first_token_ms for sample in rounds.values()])
+            gap = _medians([sample.inter_token_ms for sample in rounds.values()])
+            lines.append(f"{title:12} {engine:21}{cell:>33}{first:>25}{gap:>28}")
+    lines += [f"{'':12} {engine:21}  not there: {reason}" for engine, reason in result.missing.items()]
+    for title, same in result.same_tokens.items():
+        counts = ", ".join(f"{engine} {count}" for engine, count in same.items())
+        lines.append(f"greedy tokens equal to ours from the start, {title}: {counts}")
+    return "\n".join(lines)
+
+
+def _medians(samples: Sequence[Percentiles | None]) -> str:
+    """Over the rounds; empty for figures without latencies."""
+    known = [sample for sample in samples if sample]
+    if not known:
+        return ""
+    return str(Percentiles(**{p: statistics.median(getattr(s, p) or 0 for s in known) for p in ("p50", "p99")}))
 
 
 def engine_starts(workspace: Workspace, engines: Sequence[str], model: Model, precision: str) -> dict[str, Start]:

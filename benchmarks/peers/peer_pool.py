@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.plan import OURS
-from benchmarks.peers.provision import PeerError, convert, install, llama_library
+from benchmarks.peers.provision import OURS, PeerError, convert, install, llama_library
 from benchmarks.service_process import ROOT
 from benchmarks.shapes import Model
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from benchmarks.service_process import ROOT
 from benchmarks.shapes import Model
 
+OURS = "inkstream"
 # The same torch everywhere. PIP_ARGS may name an index or folder to take this exact version from.
 _TORCH = "torch==2.13.0"
 _LLAMA = "llama-cpp-python==0.3.36"

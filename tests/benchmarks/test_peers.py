@@ -11,14 +11,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.common import Percentiles, range_of
+from benchmarks.common import Percentiles
 from benchmarks.peers.__main__ import main
 from benchmarks.peers.adapters.protocol import prompts_of
-from benchmarks.peers.comparison import Row, Sample, Start, Target, compare, measure_engine
+from benchmarks.peers.comparison import (
+    Comparison,
+    Figure,
+    Row,
+    Sample,
+    Start,
+    Target,
+    common_prefix_length,
+    compare,
+    engine_figures,
+    measure_engine,
+    schedule,
+    table,
+)
 from benchmarks.peers.peer_pool import AdapterProcess, plain_environment
-from benchmarks.peers.plan import Figure, common_prefix_length, engine_figures, ratio, schedule
 from benchmarks.peers.provision import PeerError, convert_once, install
-from benchmarks.peers.report import ratios, table
 from benchmarks.prompts import pseudo_prose
 from benchmarks.shapes import SHAPES, smaller, write_random
 from model.checkpoint.checkpoint import load
@@ -125,9 +136,11 @@ def test_no_sequence_is_longer_than_the_context() -> None:
 
 
 def test_ratios_are_taken_round_by_round_and_agreement_ends_at_the_first_difference() -> None:
-    found = ratio({0: 10.0, 1: 100.0, 2: 30.0, 4: 7.0}, {0: 5.0, 1: 50.0, 2: 10.0, 3: 1.0})
-    assert found == range_of([2.0, 2.0, 3.0])
-    assert ratio({0: 1.0}, {1: 1.0}) is None
+    rounds = {"inkstream": [10.0, 100.0, 30.0], "openvino": [5.0, 50.0, 10.0, 1.0], "llama.cpp": []}
+    samples = {
+        name: {n: Sample(tokens_per_second=speed) for n, speed in enumerate(each)} for name, each in rounds.items()
+    }
+    assert Comparison(model="C", precision="bf16", samples={"load": samples}).ratios("load") == {"openvino": 2.0}
     assert [common_prefix_length([1, 2, 3], other) for other in ([1, 2, 3], [1, 2, 4], [9, 2, 3], [1])] == [3, 2, 0, 3]
 
 
@@ -161,7 +174,7 @@ def test_a_comparison_drops_what_fails_and_its_table_says_so() -> None:
     starts = {"inkstream": _fake([1, 300, 330], [1, 2, 3]), "openvino": _fake([1, 600, 600], [1, 2, 9])}
     starts |= {"llama.cpp": _fake([1, 150], [1]), "transformers": absent}  # type: ignore[dict-item]
     result = compare("C", "bf16", starts, [Figure(what="decode", rows=1)], 2)
-    assert ratios(result.speeds("decode x1")) == {"openvino": pytest.approx(0.525), "llama.cpp": 2.0}
+    assert result.ratios("decode x1") == {"openvino": pytest.approx(0.525), "llama.cpp": 2.0}
     assert result.same_tokens == {"decode x1": {"openvino": 2, "llama.cpp": 1}}
     text = table(result)
     assert "315 [300-330]" in text and "600 [600-600]  0.53x" in text and "157.50 / 9.00" in text
