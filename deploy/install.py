@@ -31,6 +31,7 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 EXTRAS = {"runtime": "guided", "dev": "dev"}
 """Group -> extras of this package. In order: a group has all that those before it need."""
 _GROUPS = list(EXTRAS)
+_KEYS = {"root", "inputs", "group", "torch", "python"}
 _SOURCES = re.compile(r"--(index-url|extra-index-url|find-links|no-index)\b|-[if]")
 _START = "import app.cli.serve, app.engine.startup, app.engine.worker_loop, app.chat.template_worker"
 """What a start of the service imports."""
@@ -110,9 +111,9 @@ def read_note(venv: Path) -> dict[str, Any] | None:
     """What is installed; empty after an interrupted run; None where no run of this version has been."""
     try:
         note = json.loads((venv / "installed").read_bytes())
-        return note if isinstance(note, dict) else None
     except (OSError, ValueError):
         return None
+    return note if isinstance(note, dict) and note.keys() in (set(), _KEYS) else None
 
 
 def write_note(venv: Path, note: Mapping[str, Any] | None) -> None:
@@ -233,7 +234,8 @@ class Installer:
         config = subprocess.run([self._python, "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
         uv = shutil.which(self._settings.uv) if self._settings.uv else None
         if uv and not self._settings.pip_args and not config.strip():
-            self._tool, self._install = "uv", [uv, "pip", "install", "--python", self._python, *loudness]
+            command = [uv, "pip", "install", "--python", self._python, "--index-strategy", "unsafe-best-match"]
+            self._tool, self._install = "uv", [*command, *loudness]  # as pip does: the best of all indexes
             return
         options = ["--no-compile", "--disable-pip-version-check", "--no-input", *loudness, *self._settings.pip_args]
         self._install = [self._python, "-m", "pip", "install", *options]

@@ -122,7 +122,7 @@ def test_an_environment_is_complete_if_it_has_what_is_asked_for(tmp_path: Path) 
     assert not is_complete(asked._replace(asks_for_python=True), note)
     for changes in ({"group": "runtime"}, {"root": "/elsewhere"}, {"inputs": "before an update"}):
         assert not is_complete(asked, note | changes), changes
-    for content in (b"", b"[]", b"\xff"):
+    for content in (b"", b"[]", b"\xff", b'{"root": "x", "torch_asked": ""}'):
         (tmp_path / "installed").write_bytes(content)
         assert not is_complete(asked, read_note(tmp_path))
     write_note(tmp_path, note)
