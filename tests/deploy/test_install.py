@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,12 @@ from tests.support import ROOT
 PIN, CPU, CUDA = "torch==2.13.0", "torch==2.13.0+cpu", "torch==2.13.0,!=2.13.0+cpu"
 FROM_INDEX = ["--extra-index-url", CPU_INDEX]
 
-needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+
+def needs_make(test: Callable[..., None]) -> Callable[..., None]:
+    """Marks a test that runs make, and with it many processes."""
+    marked: Callable[..., None] = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")(test)
+    return pytest.mark.slow(marked)
+
 
 # Both Pythons run the installation in the real one. Pip notes how it was called, and whether make's variables reach it.
 RUN = """
