@@ -119,7 +119,7 @@ def _parsers() -> dict[str, argparse.ArgumentParser]:
     """The parser of each verb but completion; importing them all takes two seconds."""
     modules = {verb: module for verb, (module, _, _) in _VERBS.items() if verb not in ("completion", "train")}
     parsers = {verb: import_module(module).build_parser() for verb, module in modules.items()}
-    return {**parsers, "train": import_module("model.train.setup.options").parser()}
+    return {**parsers, "train": import_module("model.train.options").parser()}
 
 
 if __name__ == "__main__":

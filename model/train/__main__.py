@@ -1,8 +1,7 @@
-"""Entry point of `python -m model.train`: handles Ctrl+C before the heavy imports of command.py."""
+"""Entry point of `python -m model.train`: handles wrong flags and Ctrl+C before the heavy imports of command.py."""
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import sys
@@ -19,22 +18,19 @@ _SERVES_ONLY = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: those of model.train.command."""
-    # Ctrl+C during the import of torch would print a traceback. There is nothing to clean up yet.
+    # Ctrl+C during the imports would print a traceback. There is nothing to clean up yet.
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:  # else the parent process ignores it
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-    from model.train.setup.options import parse
+    from model.train.options import parse
 
     arguments = list(sys.argv[1:] if argv is None else argv)
     options = parse(arguments)  # reports a wrong flag immediately: torch takes seconds to import
     if find_spec("torch") is None or find_spec("sympy") is None:
         print(f"error: {_SERVES_ONLY}", file=sys.stderr)
         return 2
-    gc.disable()  # imports create almost no garbage, and collecting took a third of their time
     from model.train.command import run
 
-    gc.freeze()
-    gc.enable()
     signal.signal(signal.SIGINT, before)
     return run(options, arguments)
 

@@ -11,12 +11,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from model.files import one_line
-from model.train.common.console import Diverged, Interrupted, print_stderr, program_command, program_name
-from model.train.common.output_dir import locked
-from model.train.common.thread_pool import is_out_of_memory, keep_freed_memory
+from model.train.distributed import PeerExited, ProcessGroup, join
+from model.train.dry_run import forecast, resolve_preset
+from model.train.interrupts import Interrupted
+from model.train.loop import Diverged
+from model.train.output_dir import locked
+from model.train.reporting.console import print_stderr, program_command, program_name
 from model.train.run import Run
-from model.train.setup.dry_run import forecast, resolve_preset
-from model.train.step.distributed import PeerExited, ProcessGroup, join
+from model.train.thread_pool import is_out_of_memory, keep_freed_memory
 
 _NO_MEMORY = (
     "out of memory; use a smaller --micro-windows, --windows, --context or --preset. Saved state is kept: --resume"
@@ -26,6 +28,8 @@ _NO_MEMORY = (
 def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     """Exit codes: 0 done, 1 another rank exited, 2 bad input, 3 diverged, 129 / 130 / 143 interrupted and saved."""
     ranks = ProcessGroup()
+    arguments = [argument for argument in argv if argument not in ("--resume", "--overwrite")]
+    resume_command = shlex.join([*program_command("train"), *arguments, "--resume"])
     try:
         ranks = join(device=options.device)
         ranks.require_divisible(options.windows)
@@ -34,11 +38,10 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
                 resolve_preset(options)
                 forecast(options)
             return 0
-        with _silence_unless(ranks.is_main), _locked_output(options, ranks):
+        with _only_main_prints_and_locks(options, ranks):
             ranks.main_process_first(lambda: resolve_preset(options, follows=not ranks.is_main))
             keep_freed_memory()
-            command = f"{program_name()} {shlex.join(argv)}"
-            Run(options, command, ranks, resume_command=_resume_command(argv)).train()
+            Run(options, f"{program_name()} {shlex.join(argv)}", ranks, resume_command=resume_command).train()
     except ValueError as error:  # DataError, ConfigError, TokenizerError, CheckpointError: user-facing messages
         return _failed(error, 2) if ranks.claims_message(str(error)) else 2
     except Diverged as error:
@@ -47,7 +50,7 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
         return _failed(error, 1)
     except Interrupted as interrupt:
         if ranks.is_main:
-            print_stderr(f"interrupted by {interrupt}; everything is saved. Continue with:\n{_resume_command(argv)}")
+            print_stderr(f"interrupted by {interrupt}; everything is saved. Continue with:\n{resume_command}")
         return interrupt.exit_code
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
@@ -59,11 +62,6 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
         ranks.destroy()
         _detach_closed_stdout()
     return 0
-
-
-def _resume_command(argv: Sequence[str]) -> str:
-    arguments = [argument for argument in argv if argument not in ("--resume", "--overwrite")]
-    return shlex.join([*program_command("train"), *arguments, "--resume"])
 
 
 def _failed(error: object, code: int) -> int:
@@ -80,18 +78,12 @@ def _detach_closed_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _locked_output(options: argparse.Namespace, ranks: ProcessGroup) -> contextlib.AbstractContextManager[None]:
-    """Locks the output directory for this run; only the main rank takes the lock."""
-    if not ranks.is_main:
-        return contextlib.nullcontext()
-    return locked(Path(options.out), overwrite=options.overwrite)
-
-
 @contextlib.contextmanager
-def _silence_unless(is_main: bool) -> Iterator[None]:
-    """Discards the output of all ranks but the main one."""
-    if is_main:
-        yield
-        return
-    with Path(os.devnull).open("w") as devnull, contextlib.redirect_stdout(devnull):
-        yield
+def _only_main_prints_and_locks(options: argparse.Namespace, ranks: ProcessGroup) -> Iterator[None]:
+    """Locks the output directory in the main rank, and discards the output of all others."""
+    if ranks.is_main:
+        with locked(Path(options.out), overwrite=options.overwrite):
+            yield
+    else:
+        with Path(os.devnull).open("w") as devnull, contextlib.redirect_stdout(devnull):
+            yield

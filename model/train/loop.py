@@ -1,7 +1,4 @@
-"""The training loop: steps, evaluation, snapshots.
-
-A step itself is in step/trainer.py, its data in setup/dataset.py, output for the user in reporting/report.py.
-"""
+"""The training loop: steps, evaluation, snapshots."""
 
 from __future__ import annotations
 
@@ -14,15 +11,16 @@ from pathlib import Path
 from torch import Tensor
 
 from model.files import CheckpointError
-from model.train.common.console import Diverged, Interrupted, StopRequest, print_stderr
-from model.train.common.sample import Sample, SamplingSettings, generate_samples
 from model.train.data.batch import Batch, evenly_spaced
+from model.train.data.dataset import Dataset
+from model.train.interrupts import Interrupted, StopRequest
+from model.train.reporting.console import print_stderr
 from model.train.reporting.progress import Progress
 from model.train.reporting.report import Report
-from model.train.setup.dataset import Dataset
-from model.train.step.distributed import ProcessGroup
-from model.train.step.schedule import Limits, Schedule
-from model.train.step.trainer import BestWeights, Trainer, select_prefix
+from model.train.reporting.samples import Sample
+from model.train.sampling import SamplingSettings, generate_samples
+from model.train.schedule import Limits, Schedule
+from model.train.trainer import BestWeights, Trainer, copy_tensors, select_prefix
 from model.train.training_checkpoint import Position, newest_snapshot, save_snapshot
 
 QUICK_EVAL_TARGETS = 40_000
@@ -30,6 +28,18 @@ QUICK_EVAL_TARGETS = 40_000
 _SAMPLE_TOKENS = 48
 _EVALUATIONS = 20
 """Evaluations, evenly spaced over the run: their steps depend only on its length."""
+
+
+class Diverged(RuntimeError):
+    """The loss, its gradient or the weights are not finite. The weights were not saved."""
+
+    def __init__(self, what: str, snapshot_dir: Path) -> None:
+        good = newest_snapshot(snapshot_dir)
+        snapshot = f"the last good snapshot is {good}" if good else "there is no snapshot yet"
+        super().__init__(
+            f"{what}; {snapshot}. Start over with --overwrite and half the --lr (with Muon also the --matrix-lr), or a "
+            "longer --warm-up"
+        )
 
 
 class Loop:
@@ -42,14 +52,13 @@ class Loop:
         *,
         schedule: Schedule,
         limits: Limits,
-        ranks: ProcessGroup,
         start: Position,
         snapshot_dir: Path,
         save_seconds: float,
         sampling: SamplingSettings,
     ) -> None:
         """start: position of the run at step 0, for snapshots. sampling: settings of the samples."""
-        self.dataset, self.trainer, self.ranks = dataset, trainer, ranks
+        self.dataset, self.trainer, self.ranks = dataset, trainer, trainer.ranks
         self.schedule, self.limits, self.start = schedule, limits, start
         self.snapshot_dir, self.save_seconds, self.sampling = snapshot_dir, save_seconds, sampling
         self.best, self.stop = BestWeights(), StopRequest()
@@ -78,7 +87,9 @@ class Loop:
         while (done := self.done) < 1.0:
             lr_factor = self.schedule.lr_factor(self.step, done)
             loss, norm = self.trainer.gradients(self.dataset.batch(self.step), self._check_stop)
-            self._must_be_finite(loss, norm)
+            if not math.isfinite(loss) or not math.isfinite(norm):
+                what = f"the loss became {loss} and its gradient {norm} in step {self.step + 1}"
+                raise Diverged(what, self.snapshot_dir)
             self.trainer.update(self.step, lr_factor)
             self.step += 1
             self.seconds, signal_number = self.ranks.all_reduce_max(time.monotonic() - start, self.stop.number)
@@ -109,15 +120,13 @@ class Loop:
 
     def position(self) -> Position:
         """Current position of the run."""
-        rounding = self.start.rounding | {"--micro-windows": str(self.trainer.micro_windows or "auto")}
-        best_bits = self.best.bits if self.best.step else None
         return replace(
             self.start,
             step=self.step,
             seconds=self.seconds,
-            rounding=rounding,
+            rounding=self.start.rounding | {"--micro-windows": str(self.trainer.micro_windows or "auto")},
             best_step=self.best.step,
-            best_bits=best_bits,
+            best_bits=self.best.bits if self.best.step else None,
         )
 
     def restore(self, position: Position, tensors: dict[str, Tensor]) -> None:
@@ -125,17 +134,18 @@ class Loop:
         self.step, self.seconds = position.step, position.seconds
         self.trainer.load_tensors(tensors)
         if position.best_bits is not None:
-            self.best.load(select_prefix("best", tensors), step=position.best_step, bits=position.best_bits)
+            self.best.step, self.best.bits = position.best_step, position.best_bits
+            self.best.tensors = select_prefix("best", tensors)
 
     def load_final_weights(self, *, keep_best: bool) -> str:
         """Loads the weights to export into the decoder and returns a description of them. Ends the training."""
-        average = self.trainer.average
+        average, weights = self.trainer.average, dict(self.trainer.decoder.named_parameters())
         what = f"average of the last steps (decay {average.decay})" if average else "weights"
         if keep_best and 0 < self.best.step < self.step:
-            self.best.copy_to(self.trainer.decoder)
+            copy_tensors(self.best.tensors, weights)
             return f"{what} after step {self.best.step} of {self.step}, the fewest held-out bits"
         if average:
-            average.copy_to_decoder()
+            copy_tensors(average.tensors, weights)
         return f"{what} after the last step"
 
     def save(self) -> None:
@@ -143,8 +153,8 @@ class Loop:
         if not self.ranks.is_main:
             return
         if not self.trainer.is_finite() or not math.isfinite(self.bits_per_byte(1)):
-            raise Diverged(f"the weights are not finite after step {self.step}", newest_snapshot(self.snapshot_dir))
-        best = {f"best.{name}": tensor for name, tensor in self.best.tensors().items()}
+            raise Diverged(f"the weights are not finite after step {self.step}", self.snapshot_dir)
+        best = {f"best.{name}": tensor for name, tensor in self.best.tensors.items()}
         self._is_saved = False
         try:
             save_snapshot(self.snapshot_dir, self.position(), self.trainer.tensors() | best)
@@ -191,13 +201,6 @@ class Loop:
             fraction=min(1.0, self.done),
             seconds=self.seconds,
         )
-
-    def _must_be_finite(self, loss: float, norm: float) -> None:
-        if not math.isfinite(loss) or not math.isfinite(norm):
-            raise Diverged(
-                f"the loss became {loss} and its gradient {norm} in step {self.step + 1}",
-                newest_snapshot(self.snapshot_dir),
-            )
 
     def _check_stop(self) -> None:
         """Stops between micro-batches if requested. Several ranks must stop together, between steps."""

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from model.files import CheckpointError, sync_directory, write_files
-from model.train.common.console import print_stdout
+from model.train.reporting.console import print_stdout
 
 FORMAT = 2
 
@@ -46,11 +46,7 @@ class Position:
     def require_same_run(self, other: Position, folder: Path) -> None:
         """Raises CheckpointError with the differences unless both positions belong to the same run."""
         if self.shape != other.shape:
-            fields = _fields(self.shape).items() - _fields(other.shape).items()
-            previous = ", ".join(f"{name} {value}" for name, value in sorted(fields))
-            raise CheckpointError(
-                f"the run in {folder} has another shape ({previous}); give the same flags or --overwrite"
-            )
+            raise CheckpointError(f"the run in {folder} has another shape; give the same flags or --overwrite")
         if self.digest != other.digest:
             raise CheckpointError(f"the run in {folder} started with other data; pass the same data or --overwrite")
         if changed := _changed(self.flags, other.flags):
@@ -69,21 +65,6 @@ class Position:
     def as_json(self) -> bytes:
         """Content of position.json."""
         return json.dumps({"format": FORMAT} | asdict(self)).encode()
-
-
-def parse_position(content: str, path: Path) -> Position:
-    """The inverse of as_json().
-
-    Raises CheckpointError if another version wrote it, and ValueError, TypeError or AttributeError if it is damaged.
-    """
-    raw: dict[str, Any] = json.loads(content)
-    number = raw.pop("format", 1)
-    if number != FORMAT:
-        raise CheckpointError(
-            f"{path} has format {number}, but this version supports {FORMAT}: resume with the version that wrote it, "
-            "or start over with --overwrite"
-        )
-    return Position(**raw)
 
 
 State = tuple[Position, dict[str, Tensor]]
@@ -126,20 +107,24 @@ def newest_snapshot(folder: Path) -> Path | None:
 def load_snapshot(folder: Path) -> State | None:
     """Loads the newest readable snapshot in `folder`, or None. Raises CheckpointError if another version wrote it."""
     for path in _snapshots(folder):
-        if (changes := _load(path)) is not None:
-            return changes
+        if (state := _load(path)) is not None:
+            return state
         print_stdout(f"warning: skipping the damaged snapshot {path}")
     return None
 
 
 def _load(path: Path) -> State | None:
+    """A snapshot; None if it is damaged. Raises CheckpointError if another version wrote it."""
     try:
-        position = parse_position((path / "position.json").read_text(), path)
-        return position, load_file(path / "state.safetensors")
-    except CheckpointError:  # also a ValueError, but reported to the user
-        raise
+        raw: dict[str, Any] = json.loads((path / "position.json").read_text())
+        if (number := raw.pop("format")) == FORMAT:
+            return Position(**raw), load_file(path / "state.safetensors")
     except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError):
         return None
+    raise CheckpointError(
+        f"{path} has format {number}, but this version supports {FORMAT}: resume with the version that wrote it, "
+        "or start over with --overwrite"
+    )
 
 
 def _snapshots(folder: Path) -> list[Path]:
@@ -149,8 +134,3 @@ def _snapshots(folder: Path) -> list[Path]:
 def _changed(before: Mapping[str, str], current: Mapping[str, str]) -> list[str]:
     """Name and old value of each setting that changed."""
     return [f"{name} {value}" for name, value in before.items() if value != current.get(name)]
-
-
-def _fields(shape: str) -> dict[str, str]:
-    pairs = (part.partition("=") for part in shape.partition("(")[2].rstrip(")").split(", "))
-    return {name: value for name, _, value in pairs}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from model.train.setup.options import parse
+from model.train.options import parse
 from tests.support import ROOT
 from tests.support.docs_commands import NEW, SHORT, Newcomer, commands
 from tests.support.model.tiny_models import TEXT, tiny_weights

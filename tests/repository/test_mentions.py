@@ -32,7 +32,7 @@ HISTORY = {"CHANGELOG.md", "docs/train-log.md"}
 # Mentioned, and not in the repository: made by a run, named as an example, or from another project.
 MADE = ("app/engine/cpu/built", "benchmarks/results", "keys/keys.json")
 EXAMPLES = ("export.py", "about.md", "chars.py", "compare.py", "gpt.py", "notes.md", "transformer.h")
-FOREIGN = ("c10/cuda/CUDAException.cpp", "vendor/llama.cpp", "llama.cpp", "Python.h", "malloc.h", "sitecustomize.py")
+FOREIGN = ("c10/cuda/CUDAException.cpp", "vendor/llama.cpp", "llama.cpp", "malloc.h", "sitecustomize.py")
 FOREIGN += ("version.py",)  # of torch
 KNOWN = {*MADE, *EXAMPLES, *FOREIGN}
 # Names of tensors and files of Hugging Face; labels of Kubernetes; our examples' local variables.

@@ -1,5 +1,5 @@
-"""Texts and conversations for training: sources, examples, token cache, shuffling, batches.
+"""Data of a run: sources, tokenizer, token cache, examples, shuffling, batches.
 
-Main names: Corpus, TokenCache, Batch.
+Main names: Sources, Corpus, Dataset, Batch.
 Invariants: The data of a step is a pure function of (seed, step).
 """

@@ -7,9 +7,8 @@ source.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 
 import numpy as np
 import torch
@@ -19,6 +18,9 @@ from torch import Tensor
 from model.train.data.sources import DataError
 from model.train.data.token_cache import Tokens
 from model.train.data.vocabulary import END
+
+IGNORE_INDEX = -100
+"""Target of padding, which the loss ignores."""
 
 
 class Shuffle:
@@ -42,7 +44,7 @@ class StepOrder:
     """Selects the windows of running text of each step."""
 
     def __init__(self, tokens: Tokens, *, length: int, windows: int, seed: int) -> None:
-        self.tokens, self.length, self.windows, self.seed = tokens, length, windows, seed
+        self.tokens, self.length, self.windows = tokens, length, windows
         # One window less than fits: each epoch starts at a different offset below `length`.
         self.per_epoch = (len(tokens) - 1) // length - 1
         if self.per_epoch < 1:
@@ -56,16 +58,9 @@ class StepOrder:
 
     def batch(self, step: int) -> NDArray[np.int64]:
         """[windows, length + 1] token ids: inputs are [:, :-1], targets [:, 1:]."""
-        starts = [self._start(step * self.windows + i) for i in range(self.windows)]
+        chosen = [self._shuffle(step * self.windows + i) for i in range(self.windows)]
+        starts = [phase + window * self.length for phase, window in chosen]
         return np.stack([self.tokens[start : start + self.length + 1] for start in starts]).astype(np.int64)
-
-    def _start(self, position: int) -> int:
-        phase, window = self._shuffle(position)
-        return phase + window * self.length
-
-
-IGNORE_INDEX = -100
-"""Target of padding, which the loss ignores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +116,13 @@ class Batch:
     def split(self, rows: int) -> list[Batch]:
         """The same rows, in batches of at most `rows`."""
         inputs, targets = self.inputs_RN.split(rows), self.targets_RN.split(rows)
-        sources: Iterable[EncoderInputs | None] = repeat(None, len(inputs))
-        if self.sources is not None:
-            columns = zip(self.sources.tokens_RS.split(rows), self.sources.real_RS.split(rows), strict=True)
-            sources = [EncoderInputs(tokens_RS=tokens, real_RS=real) for tokens, real in columns]
-        parts = zip(inputs, targets, sources, strict=True)
-        return [Batch(inputs_RN=i, targets_RN=t, sources=s) for i, t, s in parts]
+        if self.sources is None:
+            return [Batch(inputs_RN=i, targets_RN=t) for i, t in zip(inputs, targets, strict=True)]
+        tokens, real = self.sources.tokens_RS.split(rows), self.sources.real_RS.split(rows)
+        return [
+            Batch(inputs_RN=i, targets_RN=t, sources=EncoderInputs(tokens_RS=s, real_RS=r))
+            for i, t, s, r in zip(inputs, targets, tokens, real, strict=True)
+        ]
 
 
 def pad_batch(examples: Sequence[Example]) -> Batch:

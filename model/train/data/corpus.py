@@ -1,4 +1,4 @@
-"""Turns documents into token windows: the validation split, the tokenizer, the token cache."""
+"""Turns documents into tokens: the validation split, the tokenizer, the token cache."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from pathlib import Path
 import numpy as np
 
 from model.tokenizer.tokenizer import SPLIT, Tokenizer
-from model.train.common.console import Ticker
 from model.train.data.sources import DataError, Sources
 from model.train.data.token_cache import TokenCache, Tokens, encode, split_text
 from model.train.data.vocabulary import Vocabulary
+from model.train.reporting.console import Ticker
 
 _MIN_ROWS = 20
 _MIN_DOCUMENTS = 100
 _MIN_FRACTION = 0.05
 """Held-out fraction of the text if there are fewer documents, whose share could be empty or one short document."""
-_CURLY = {"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2014": "--", "\u2026": "..."}
 _OPENING = 36
 """Most characters of an opening; a paragraph of prose has twice as many."""
+_CURLY = {"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2014": "--", "\u2026": "..."}
 _STRAIGHT = [(curly.encode(), straight.encode()) for curly, straight in _CURLY.items()]
+_TOKENIZER_CHARACTERS = 40_000_000
+_SHORTEST_LEAK = 200
+"""In bytes. Shorter duplicates are allowed: "THE END" may be in two books."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,102 +35,7 @@ class Document:
 
     text: bytes
     key: bytes
-    """Equal for copies, with curly or straight quotes."""
-
-
-def fraction(digest: bytes) -> float:
-    """A number in [0, 1) from a SHA-256."""
-    return int.from_bytes(digest[:6], "big") / 2**48
-
-
-def straighten_quotes(text: bytes) -> bytes:
-    """Replaces curly quotes, long dashes and ellipses with ASCII."""
-    for curly, replacement in _STRAIGHT:
-        text = text.replace(curly, replacement)
-    return text
-
-
-def document_key(text: bytes) -> bytes:
-    """Key that decides the split of a document and all its copies."""
-    return hashlib.sha256(b"held out" + straighten_quotes(text)).digest()
-
-
-def min_held_out_fraction(n_documents: int, share: float) -> float:
-    """Minimum held-out fraction of the text for a requested share of the documents."""
-    return share if n_documents >= _MIN_DOCUMENTS else max(share, _MIN_FRACTION)
-
-
-def split_documents(documents: list[Document], share: float) -> tuple[list[bytes], list[bytes]]:
-    """(held out, training). With few documents, holds out the end of the whole text. Raises DataError.
-
-    All copies of a document are on the same side.
-    """
-    held_out = list({d.key: d.text for d in documents if fraction(d.key) < share}.values())
-    train = [d.text for d in documents if fraction(d.key) >= share]
-    if len(documents) >= _MIN_DOCUMENTS and held_out and train:
-        return held_out, train
-    return _split_end(documents, min_held_out_fraction(0, share))
-
-
-def _split_end(documents: list[Document], share: float) -> tuple[list[bytes], list[bytes]]:
-    """Holds out the last documents, and the end of the one before. Training excludes copies of the split document."""
-    distinct = list({d.key: d.text for d in documents}.items())
-    wanted = max(1, int(share * sum(len(text) for _, text in distinct)))
-    held_out: dict[bytes, bytes] = {}
-    while len(distinct) > 1 and len(distinct[-1][1]) <= wanted:
-        key, held_out[key] = distinct.pop()
-        wanted -= len(held_out[key])
-    train = [d.text for d in documents if d.key not in held_out]
-    if wanted or not held_out:
-        key, text = distinct[-1]
-        train = [d.text for d in documents if d.key not in held_out and d.key != key]
-        train, held_out[key] = (
-            [*train, _drop_partial_characters(text[:-wanted])],
-            _drop_partial_characters(text[-wanted:]),
-        )
-    if not all(train) or not all(held_out.values()):
-        raise DataError("the text is too short to hold out a part; add more text")
-    return list(held_out.values())[::-1], train
-
-
-def _drop_partial_characters(part: bytes) -> bytes:
-    """Drops partial UTF-8 characters at both ends."""
-    return part.decode(errors="ignore").encode()
-
-
-def openings(documents: Sequence[bytes], count: int = 4) -> list[str]:
-    """First words of the first paragraph of evenly spaced documents, or of several paragraphs where documents are few.
-
-    Skips headings, and what begins in the middle of a sentence, as the end of a split document does.
-    """
-    n_chosen = min(count, len(documents))
-    chosen = [documents[i * len(documents) // n_chosen].decode() for i in range(n_chosen)]
-    found: list[str] = []
-    for document in chosen:
-        texts = document.split("\n\n" if "\n\n" in document else "\n")
-        paragraphs = list(dict.fromkeys(" ".join(text.split()) for text in texts))
-        prose = [text for text in paragraphs if len(text) > 2 * _OPENING and not text[0].islower()]
-        prose = prose or [text for text in paragraphs if text]
-        n_wanted = -(-count // n_chosen)
-        found += [_first_words(prose[i * len(prose) // n_wanted]) for i in range(min(n_wanted, len(prose)))]
-    return list(dict.fromkeys(found))[:count]
-
-
-def _first_words(text: str) -> str:
-    cut = text[: _OPENING + 1]
-    return cut.rpartition(" ")[0] or cut[:_OPENING] if len(text) > _OPENING else text
-
-
-def held_out_rows(rows: Iterable[str], share: float = 0.01) -> set[str]:
-    """A share of the distinct rows, at least one; empty if there are fewer than 20."""
-    distinct = sorted(set(rows), key=lambda row: fraction(hashlib.sha256(row.encode()).digest()))
-    n_held_out = max(1, int(len(distinct) * share + 1e-9))
-    return set(distinct[:n_held_out]) if len(distinct) >= _MIN_ROWS else set()
-
-
-_TOKENIZER_CHARACTERS = 40_000_000
-_SHORTEST_LEAK = 200
-"""In bytes. Shorter duplicates are allowed: "THE END" may be in two books."""
+    """Decides the split; equal for copies, with curly or straight quotes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +78,6 @@ def prepare(
         new_tokenizer = tokenizer or vocabulary.train(_sample(train))
         cached.write(new_tokenizer, {"held_out": held_out, "train": train})
     cached.evict_old()
-    starts = openings(held_out)
     used = tokenizer or Tokenizer.load(cached.folder)
     return Corpus(
         tokenizer=used,
@@ -178,9 +85,86 @@ def prepare(
         held_out=cached.read("held_out", used),
         n_documents=n_documents,
         digest=cached.key,
-        openings=starts,
+        openings=openings(held_out),
         unseen={name: np.concatenate(list(encode(used, texts))) for name, texts in unseen_texts.items()},
     )
+
+
+def document_of(text: bytes, *, straightened: bool = False) -> Document:
+    """The document with this text, in which `straightened` replaces curly quotes, long dashes and ellipses by ASCII."""
+    plain = text
+    for curly, replacement in _STRAIGHT:
+        plain = plain.replace(curly, replacement)
+    return Document(plain if straightened else text, hashlib.sha256(b"held out" + plain).digest())
+
+
+def split_documents(documents: list[Document], share: float) -> tuple[list[bytes], list[bytes]]:
+    """(held out, training). With few documents, holds out the end of the whole text. Raises DataError.
+
+    All copies of a document are on the same side.
+    """
+    held_out = list({d.key: d.text for d in documents if _fraction(d.key) < share}.values())
+    train = [d.text for d in documents if _fraction(d.key) >= share]
+    if len(documents) >= _MIN_DOCUMENTS and held_out and train:
+        return held_out, train
+    return _split_end(documents, max(share, _MIN_FRACTION))
+
+
+def _split_end(documents: list[Document], share: float) -> tuple[list[bytes], list[bytes]]:
+    """Holds out the last documents, and the end of the one before. Training excludes copies of the split document."""
+    distinct = list({d.key: d.text for d in documents}.items())
+    wanted = max(1, int(share * sum(len(text) for _, text in distinct)))
+    held_out: dict[bytes, bytes] = {}
+    while len(distinct) > 1 and len(distinct[-1][1]) <= wanted:
+        key, held_out[key] = distinct.pop()
+        wanted -= len(held_out[key])
+    rest = []
+    if wanted or not held_out:
+        key, text = distinct[-1]
+        held_out[key], rest = _whole_characters(text[-wanted:]), [_whole_characters(text[:-wanted])]
+    train = [d.text for d in documents if d.key not in held_out] + rest
+    if not all(train) or not all(held_out.values()):
+        raise DataError("the text is too short to hold out a part; add more text")
+    return list(held_out.values())[::-1], train
+
+
+def _whole_characters(part: bytes) -> bytes:
+    """Drops partial UTF-8 characters at both ends."""
+    return part.decode(errors="ignore").encode()
+
+
+def openings(documents: Sequence[bytes], count: int = 4) -> list[str]:
+    """First words of paragraphs of evenly spaced documents; of several paragraphs each where documents are few.
+
+    Skips headings, and what begins in the middle of a sentence, as the end of a split document does.
+    """
+    n_chosen = min(count, len(documents))
+    n_each = -(-count // n_chosen)
+    found: list[str] = []
+    for i in range(n_chosen):
+        document = documents[i * len(documents) // n_chosen].decode()
+        paragraphs = [" ".join(text.split()) for text in document.split("\n\n" if "\n\n" in document else "\n")]
+        prose = [text for text in paragraphs if len(text) > 2 * _OPENING and not text[0].islower()]
+        prose = list(dict.fromkeys(prose or [text for text in paragraphs if text]))
+        found += [_first_words(prose[j * len(prose) // n_each]) for j in range(min(n_each, len(prose)))]
+    return list(dict.fromkeys(found))[:count]
+
+
+def _first_words(text: str) -> str:
+    cut = text[: _OPENING + 1]
+    return cut.rpartition(" ")[0] or cut[:_OPENING] if len(text) > _OPENING else text
+
+
+def held_out_rows(rows: Iterable[str], share: float = 0.01) -> set[str]:
+    """A share of the distinct rows, at least one; empty if there are fewer than 20."""
+    distinct = sorted(set(rows), key=lambda row: _fraction(hashlib.sha256(row.encode()).digest()))
+    n_held_out = max(1, int(len(distinct) * share + 1e-9))
+    return set(distinct[:n_held_out]) if len(distinct) >= _MIN_ROWS else set()
+
+
+def _fraction(digest: bytes) -> float:
+    """A number in [0, 1) from a SHA-256."""
+    return int.from_bytes(digest[:6], "big") / 2**48
 
 
 def _read(sources: Sources, share: float) -> list[Document]:
@@ -188,12 +172,12 @@ def _read(sources: Sources, share: float) -> list[Document]:
     documents: list[Document] = []
     copies: Counter[bytes] = Counter()
     ticker, size = Ticker(), 0
-    for path, read in sources.documents():
-        digest = hashlib.sha256(read).digest()
-        is_straightened = (fraction(digest) + copies[digest] / 2) % 1.0 < share
+    for path, text in sources.documents():
+        digest = hashlib.sha256(text).digest()
+        is_straightened = (_fraction(digest) + copies[digest] / 2) % 1.0 < share
         copies[digest] += 1
-        documents.append(Document(straighten_quotes(read) if is_straightened else read, document_key(read)))
-        size += len(read)
+        documents.append(document_of(text, straightened=is_straightened))
+        size += len(text)
         ticker.tick(f"reading: {size / 1e6:.0f} MB, {len(documents)} documents, now {path}")
     return documents
 

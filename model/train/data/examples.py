@@ -8,12 +8,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from model.tokenizer.tokenizer import Tokenizer, TokenizerError
-from model.train.common.sample import Prompt
 from model.train.data.batch import Example
 from model.train.data.corpus import held_out_rows
-from model.train.data.sources import DataError, Line, Sources, read_lines
+from model.train.data.sources import DataError, Line, Sources
 from model.train.data.token_cache import separator
 from model.train.data.vocabulary import Vocabulary, with_start_token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A prompt to sample from."""
+
+    text: str
+    """The start of the text, or the source of one."""
+    tokens: list[int]
+    source: list[int] | None = None
+    """Input of the encoder, if the model has one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,16 +61,16 @@ def examples_of_lines(
 
     tokenizer: an existing one, used unchanged with its own start and end tokens. Raises DataError and TokenizerError.
     """
-    lines = read_lines(sources)
-    keys = [_key(line.text) for line in lines]
+    lines = sources.lines()
+    texts = [line.text for line in lines]
+    keys = [_key(text) for text in texts]
     held_out = held_out_rows(keys, held_out_share)
-    used = tokenizer or vocabulary.train(_training_texts(keys, held_out, [line.text for line in lines]))
+    used = tokenizer or vocabulary.train(_training_texts(keys, held_out, texts))
     (first, last), rows = _boundary_tokens(used), []
-    for line, key, ids in zip(lines, keys, used.encode_many([line.text for line in lines]), strict=True):
+    for line, key, ids in zip(lines, keys, used.encode_many(texts), strict=True):
         _require(ids not in ([], [last]), line, "there is no text before the end token")
         # Do not duplicate tokens that the line has itself, like Tokenizer.encode().
-        start, end = [first] * (from_end and ids[0] != first), [last] * (ids[-1] != last)
-        tokens = [*start, *ids, *end]
+        tokens = [*[first] * (from_end and ids[0] != first), *ids, *[last] * (ids[-1] != last)]
         _require_fits(len(tokens), context, line, "line with its start and end" if from_end else "line with its end")
         rows.append(ExampleText(key=key, example=Example(tokens), prompt=_sample_prompt(used, tokens, last)))
     if from_end and tokenizer is None:
@@ -80,12 +90,12 @@ def examples_of_pairs(
 
     Raises DataError and TokenizerError.
     """
-    lines = read_lines(sources)
+    lines = sources.lines()
     for line in lines:
         _require(line.text.count("\t") == 1, line, "a pair is a source, one tab and a target")
         _require(bool(line.text.partition("\t")[0].strip()), line, "the source is empty")
     source_texts, target_texts = ([line.text.split("\t")[column] for line in lines] for column in (0, 1))
-    keys = list(map(_key, source_texts))
+    keys = [_key(text) for text in source_texts]
     held_out = held_out_rows(keys, held_out_share)
     used = tokenizer or vocabulary.train(_training_texts(keys, held_out, source_texts, target_texts))
     (first, last), rows = _boundary_tokens(used), []

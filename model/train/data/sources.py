@@ -1,6 +1,7 @@
 """Reads training text: files, folders, patterns, standard input, compressed or not; as documents or lines.
 
-Two blank lines or the end of a file end a document; each line of a .jsonl is a document.
+Two blank lines or the end of a file end a document; each line of a .jsonl is a document. Only the current line or
+document is in memory: files may be larger than memory.
 """
 
 from __future__ import annotations
@@ -13,81 +14,34 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
-# Only the current line is in memory: files may be larger than memory.
-
 STANDARD_INPUT = Path("-")
-_SIGNATURES = {
-    b"\xff\xfe": "UTF-16, not UTF-8: convert it (iconv -f utf-16 -t utf-8)",
-    b"\xfe\xff": "UTF-16, not UTF-8: convert it (iconv -f utf-16 -t utf-8)",
-    b"\x1f\x8b": "compressed by gzip, but not named .gz: rename it",
-    b"BZh": "compressed by bzip2: decompress it, or use .gz",
-    b"\xfd7zXZ": "compressed by xz: decompress it, or use .gz",
-    b"\x28\xb5\x2f\xfd": "compressed by zstd: decompress it, or use .gz",
-    b"PK\x03\x04": "a zip archive (or an office document): extract the text",
-    b"%PDF": "a PDF: extract the text (pdftotext)",
-}
+SUFFIXES = (".txt", ".md", ".jsonl")
+DEFAULT_TEXT_KEY = "text"
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class DataError(ValueError):
     """Training data that cannot be used; the message says what to change."""
 
 
-def lines_of(path: Path) -> Iterator[str]:
-    """The lines, each with its "\\n" except possibly the last; "\\r\\n" becomes "\\n". "-" is standard input.
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of a file, or the text in one line of a .jsonl."""
 
-    Raises DataError.
-    """
-    try:
-        with _opened(path) as file:
-            for number, line in enumerate(file, start=1):
-                yield _decoded(path, number, line)
-    except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise DataError(f"{path}: cannot be read ({reason})") from None
+    path: Path
+    number: int
+    text: str
 
-
-def suffix(path: Path) -> str:
-    """Suffix of the name, ignoring .gz."""
-    return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
-
-
-def _opened(path: Path) -> AbstractContextManager[BinaryIO | gzip.GzipFile]:
-    if path != STANDARD_INPUT:
-        return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
-    if sys.stdin is None:
-        raise DataError("-: there is no standard input to read")
-    return nullcontext(sys.stdin.buffer)
-
-
-def _decoded(path: Path, number: int, line: bytes) -> str:
-    if number == 1:
-        for start, what in _SIGNATURES.items():
-            if line.startswith(start):
-                raise DataError(f"{path}: this is {what}, or omit it")
-        line = line.removeprefix(codecs.BOM_UTF8)
-    if b"\0" in line:
-        raise DataError(f"{path}, line {number}: contains a NUL byte, so it is not text; omit the file")
-    try:
-        text = line.decode()
-    except UnicodeDecodeError as error:
-        byte = f"byte 0x{line[error.start]:02x}"
-        raise DataError(
-            f"{path}, line {number}: not UTF-8 text ({byte}); convert it (iconv -f ENCODING -t utf-8) or omit it"
-        ) from None
-    return f"{text[:-2]}\n" if text.endswith("\r\n") else text
-
-
-SUFFIXES = (".txt", ".md", ".jsonl")
-DEFAULT_TEXT_KEY = "text"
-_BLANK_LINES = 2
-_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
-_MAX_LISTED_KEYS = 5
+    @property
+    def location(self) -> str:
+        """File and line number, for messages."""
+        return f"{self.path}, line {self.number}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,36 +63,65 @@ class Sources:
         """Yields (file, document as UTF-8), at least one. Raises DataError."""
         found = False
         for path in self.paths():
-            is_json = suffix(path) == ".jsonl"
-            for text in _json_texts(path, self.text_key) if is_json else _split_documents(lines_of(path)):
-                found = True
-                yield path, text
+            lines = self._lines(path)
+            for text in (line.text.encode() for line in lines) if suffix(path) == ".jsonl" else _documents(lines):
+                if text:
+                    found = True
+                    yield path, text
         if not found:
             raise DataError(f"no text in {', '.join(self.names)}")
 
+    def lines(self) -> list[Line]:
+        """The non-blank lines, without their ends. Raises DataError."""
+        all_lines = (line for path in self.paths() for line in self._lines(path))
+        found = [Line(line.path, line.number, line.text.removesuffix("\n")) for line in all_lines]
+        if not (kept := [line for line in found if line.text.strip(" ")]):
+            raise DataError(f"no text in {', '.join(self.names)}")
+        return kept
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One line of a file."""
+    def _lines(self, path: Path) -> Iterator[Line]:
+        """The lines, each with its end except possibly the last; the texts of a .jsonl."""
+        for number, text in enumerate(_lines_of(path), start=1):
+            line = Line(path, number, text)
+            if suffix(path) != ".jsonl":
+                yield line
+            elif text.strip():
+                yield Line(path, number, _json_text(line, self.text_key))
 
-    location: str
-    """File and line number, for messages."""
-    text: str
+
+def suffix(path: Path) -> str:
+    """Suffix of the name, ignoring .gz."""
+    return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
 
 
-def read_lines(sources: Sources) -> list[Line]:
-    """The non-blank lines; the texts of a .jsonl. Raises DataError."""
-    lines: list[Line] = []
-    for path in sources.paths():
-        for number, line in enumerate(lines_of(path), start=1):
-            text = line.removesuffix("\n")
-            if suffix(path) == ".jsonl" and text.strip():
-                text = _json_text(path, number, text, sources.text_key)
-            if text.strip(" "):
-                lines.append(Line(f"{path}, line {number}", text))
-    if not lines:
-        raise DataError(f"no text in {', '.join(sources.names)}")
-    return lines
+def _lines_of(path: Path) -> Iterator[str]:
+    r"""The lines, each with its "\n" except possibly the last; "\r\n" becomes "\n"."""
+    try:
+        with _opened(path) as file:
+            for number, line in enumerate(file, start=1):
+                yield _decoded(path, number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line)
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise DataError(f"{path}: cannot be read ({reason})") from None
+
+
+def _opened(path: Path) -> AbstractContextManager[BinaryIO | gzip.GzipFile]:
+    if path == STANDARD_INPUT:
+        return nullcontext(sys.stdin.buffer)
+    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
+
+
+def _decoded(path: Path, number: int, line: bytes) -> str:
+    if b"\0" in line:
+        raise DataError(f"{path}, line {number}: contains a NUL byte, so it is not UTF-8 text; omit the file")
+    try:
+        text = line.decode()
+    except UnicodeDecodeError as error:
+        byte = f"byte 0x{line[error.start]:02x}"
+        raise DataError(
+            f"{path}, line {number}: not UTF-8 text ({byte}); convert it (iconv -f ENCODING -t utf-8) or omit it"
+        ) from None
+    return f"{text[:-2]}\n" if text.endswith("\r\n") else text
 
 
 def _expand(source: str, exclude: Path | None) -> list[Path]:
@@ -173,41 +156,27 @@ def _raise_unreadable(error: OSError) -> NoReturn:
     raise DataError(f"{error.filename}: cannot be read ({error.strerror})")
 
 
-def _split_documents(lines: Iterable[str]) -> Iterator[bytes]:
+def _documents(lines: Iterator[Line]) -> Iterator[bytes]:
+    """Documents without the blank lines around them, possibly empty."""
     buffer = bytearray()  # a document may be the whole corpus: a list of lines would take seven times its size
     blank = 0
     for line in lines:
-        buffer += line.encode()
-        blank = blank + 1 if line == "\n" else 0
-        if blank == _BLANK_LINES:
-            yield from _stripped(buffer)
+        buffer += line.text.encode()
+        blank = blank + 1 if line.text == "\n" else 0
+        if blank == 2:
+            yield bytes(buffer.strip(b"\n"))
             buffer.clear()
-    yield from _stripped(buffer)
+    yield bytes(buffer.strip(b"\n"))
 
 
-def _stripped(buffer: bytearray) -> Iterator[bytes]:
-    if text := bytes(buffer.strip(b"\n")):
-        yield text
-
-
-def _json_texts(path: Path, key: str) -> Iterator[bytes]:
-    for number, line in enumerate(lines_of(path), start=1):
-        if line.strip() and (text := _json_text(path, number, line, key)):
-            yield text.encode()
-
-
-def _json_text(path: Path, number: int, line: str, key: str) -> str:
+def _json_text(line: Line, key: str) -> str:
     try:
-        row = json.loads(line)
+        row = json.loads(line.text)
     except (ValueError, RecursionError):
         row = None
     text = row.get(key) if isinstance(row, dict) else None
     if isinstance(text, str) and not _LONE_SURROGATE.search(text):
         return text
-    others = [name for name, value in row.items() if isinstance(value, str)] if isinstance(row, dict) else []
-    if text is None and others:
-        raise DataError(
-            f'{path}, line {number}: no key "{key}"; keys with text are {", ".join(others[:_MAX_LISTED_KEYS])} '
-            "(--text-key)"
-        )
-    raise DataError(f'{path}, line {number}: must be a JSON object with a valid Unicode string under "{key}"')
+    raise DataError(
+        f'{line.location}: must be a JSON object with a valid Unicode string under "{key}" (--text-key names another)'
+    )

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,11 +18,9 @@ from numpy.typing import NDArray
 from model.checkpoint.manifest import MANIFEST_FILE, check_manifest, manifest_of
 from model.files import CheckpointError, sha256, sync_directory, write_file
 from model.tokenizer.tokenizer import Tokenizer
-from model.train.common.console import Ticker, print_stderr
+from model.train.reporting.console import Ticker, print_stderr
 
 Tokens = NDArray[np.unsignedinteger]
-_MAX_CORPORA = 2
-"""Corpora to keep per --out: the current one and the previous one, whose run may resume."""
 _UNFINISHED = ".tokens-"
 _PIECE = 1 << 18
 _MAX_BATCH_CHARACTERS = 1 << 21
@@ -55,11 +52,15 @@ class TokenCache:
 
     def read(self, name: str, tokenizer: Tokenizer) -> Tokens:
         """Memory-mapped tokens."""
-        return np.memmap(self.folder / f"{name}.bin", dtype=token_dtype(tokenizer), mode="r")
+        return np.memmap(self.folder / f"{name}.bin", dtype=_dtype(tokenizer), mode="r")
 
     def write(self, tokenizer: Tokenizer, parts: dict[str, list[bytes]]) -> None:
         """Tokenizes and writes all parts atomically. Raises CheckpointError."""
-        with self._unfinished() as folder:
+        for leftover in self.directory.glob(f"{_UNFINISHED}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        folder = self.directory / f"{_UNFINISHED}{self.key[:16]}"
+        try:
+            folder.mkdir(parents=True)
             for name, content in tokenizer.files().items():
                 write_file(folder / name, content.encode())
             for name, documents in parts.items():
@@ -69,31 +70,22 @@ class TokenCache:
             shutil.rmtree(self.folder, ignore_errors=True)
             folder.rename(self.folder)
             sync_directory(self.directory)
-
-    def evict_old(self) -> None:
-        """Removes the corpora of other inputs, except the most recent one."""
-        os.utime(self.folder)
-        others = [path.parent for path in self.directory.glob("*/train.bin") if path.parent != self.folder]
-        for old in sorted(others, key=lambda path: path.stat().st_mtime)[: 1 - _MAX_CORPORA]:
-            shutil.rmtree(old, ignore_errors=True)
-
-    @contextmanager
-    def _unfinished(self) -> Iterator[Path]:
-        for leftover in self.directory.glob(f"{_UNFINISHED}*"):
-            shutil.rmtree(leftover, ignore_errors=True)
-        folder = self.directory / f"{_UNFINISHED}{self.key[:16]}"
-        try:
-            folder.mkdir(parents=True)
-            yield folder
         except OSError as error:
             raise CheckpointError(f"{self.directory}: the tokens cannot be written ({error.strerror})") from None
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
+    def evict_old(self) -> None:
+        """Removes the corpora of other inputs, except the most recent one, whose run may resume."""
+        os.utime(self.folder)
+        others = [path.parent for path in self.directory.glob("*/train.bin") if path.parent != self.folder]
+        for old in sorted(others, key=lambda path: path.stat().st_mtime)[:-1]:
+            shutil.rmtree(old, ignore_errors=True)
+
 
 def encode(tokenizer: Tokenizer, documents: Iterable[bytes]) -> Iterator[Tokens]:
     """Yields the tokens of the documents in order, each after a separator, in pieces of bounded size."""
-    prefix, dtype = separator(tokenizer), token_dtype(tokenizer)
+    prefix, dtype = separator(tokenizer), _dtype(tokenizer)
     for batch in _batches(documents):
         ids = tokenizer.encode_many([text for text, _ in batch])
         for (_, starts_document), part in zip(batch, ids, strict=True):
@@ -107,7 +99,7 @@ def separator(tokenizer: Tokenizer) -> list[int]:
     return ends if starts == ends else ends + starts
 
 
-def token_dtype(tokenizer: Tokenizer) -> type[np.uint16] | type[np.uint32]:
+def _dtype(tokenizer: Tokenizer) -> type[np.uint16] | type[np.uint32]:
     """The smallest dtype that holds every id."""
     return np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
 
@@ -140,16 +132,9 @@ def _batches(documents: Iterable[bytes]) -> Iterator[list[tuple[str, bool]]]:
 
 def _write_tokens(path: Path, tokenizer: Tokenizer, documents: list[bytes]) -> None:
     ticker, all_bytes, read = Ticker(), sum(map(len, documents)), 0
-
-    def with_progress() -> Iterator[bytes]:
-        nonlocal read
-        for document in documents:
-            read += len(document)
-            ticker.tick(f"tokenizing: {100 * read / all_bytes:.0f} % of {all_bytes / 1e6:.0f} MB")
-            yield document
-
     with path.open("wb") as file:
-        for part in encode(tokenizer, with_progress()):
-            file.write(part.tobytes())
+        for part in encode(tokenizer, documents):
+            read += file.write(part.tobytes())
+            ticker.tick(f"tokenizing {all_bytes / 1e6:.0f} MB: {read / part.itemsize / 1e6:.1f} M tokens")
         file.flush()
         os.fsync(file.fileno())

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from tokenizers import AddedToken, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as RustTokenizer
 
 from model.tokenizer.tokenizer import SEPARATOR, Tokenizer, TokenizerError
 
-Kind = Literal["bpe", "words"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
 END = 0
 """Id of the end token in every tokenizer trained here; it also starts a text without a prompt."""
 UNKNOWN = "<unk>"
 """Id 1: any word that is not in the training text."""
-
 _NO_LIMIT = 2**31 - 1
 
 
@@ -26,7 +22,7 @@ _NO_LIMIT = 2**31 - 1
 class Vocabulary:
     """Settings of the tokenizer to train."""
 
-    kind: Kind
+    kind: Literal["bpe", "words"]
     size: int | None
     """bpe: exactly this many tokens, or fewer if `fewer`. words: the maximum; None means one token per word."""
     end_token: str
@@ -36,7 +32,7 @@ class Vocabulary:
     def train(self, texts: list[str]) -> Tokenizer:
         """Trains a tokenizer on `texts`. Raises TokenizerError."""
         if self.kind == "words":
-            return train_words(texts, self.size, self.end_token)
+            return _train_words(texts, self.size or _NO_LIMIT, self.end_token)
         assert self.size is not None, "a bpe has a size"
         tokenizer = Tokenizer.train(texts, self.size, fewer=self.fewer)
         return tokenizer if self.end_token == SEPARATOR else _renamed(tokenizer, self.end_token)
@@ -52,18 +48,15 @@ def with_start_token(tokenizer: Tokenizer, end_token: str) -> Tokenizer:
     return Tokenizer(rust, end_token)
 
 
-def train_words(texts: Iterable[str], vocab_size: int | None, end_token: str) -> Tokenizer:
+def _train_words(texts: list[str], vocab_size: int, end_token: str) -> Tokenizer:
     """One token per word, at most `vocab_size` (the most frequent). Id 0 is `end_token`, id 1 UNKNOWN."""
     rust = RustTokenizer(models.WordLevel(unk_token=UNKNOWN))
     rust.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     # The whitespace before an end token belongs to it, as with words.
     special = [AddedToken(end_token, special=True, lstrip=True), AddedToken(UNKNOWN, special=True)]
-    trainer = trainers.WordLevelTrainer(
-        vocab_size=_NO_LIMIT if vocab_size is None else vocab_size, special_tokens=special, show_progress=False
-    )
+    trainer = trainers.WordLevelTrainer(vocab_size=vocab_size, special_tokens=special, show_progress=False)
     # The trainer would give special tokens that occur in the text a second id.
-    words = (text.replace(end_token, " ").replace(UNKNOWN, " ") for text in texts)
-    rust.train_from_iterator(words, trainer)
+    rust.train_from_iterator((text.replace(end_token, " ").replace(UNKNOWN, " ") for text in texts), trainer)
     return Tokenizer(rust, end_token)
 
 

@@ -1,5 +1,5 @@
-"""Reports of a run: progress, metrics, plots, model card, export.
+"""Reports of a run: console, progress, log, plot, samples, model card.
 
-Main names: MetricsLog, Report, write_result().
+Main names: Report, MetricsLog, model_card().
 Invariants: Reports never end a run: what cannot be written is reported and the training goes on.
 """

@@ -7,31 +7,28 @@ dark setting, on the plot's own background.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import pairwise
 
-from model.train.common.console import format_count
+from model.train.reporting.console import format_count
 from model.train.reporting.metrics_log import Record
 
 Point = tuple[float, float]
 """(tokens, bits per byte)."""
 
 _WIDTH, _HEIGHT = 860, 480
-_LEFT, _RIGHT, _TOP, _BOTTOM = 76, 28, 92, 62
+_LEFT, _RIGHT, _TOP, _BOTTOM = 76, 832, 92, 418
 _MAX_TICKS = 8
 _STYLE = """
-text { font: 13px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #57606a; }
+text { font: 13px system-ui, sans-serif; fill: #57606a; }
 .title { font-size: 18px; font-weight: 600; fill: #1f2328; }
-.ground { fill: #ffffff; } .grid { stroke: #eaedf0; } .axis { stroke: #8c959f; }
-polyline, .key { fill: none; stroke-linejoin: round; stroke-linecap: round; stroke-width: 2.25; }
+.ground { fill: #ffffff; } .grid { stroke: #eaedf0; }
+polyline { fill: none; stroke-linejoin: round; stroke-width: 2.25; }
 .training { stroke: #2a78d6; } .noise { stroke: #2a78d6; stroke-width: 1; opacity: .3; }
-.held-out { stroke: #d9480f; } .dot { fill: #d9480f; stroke: #ffffff; stroke-width: 1.5; }
+.held-out { stroke: #d9480f; } .dot { fill: #d9480f; }
 @media (prefers-color-scheme: dark) {
-text { fill: #9198a1; } .title { fill: #f0f6fc; }
-.ground { fill: #0d1117; } .grid { stroke: #21262d; } .axis { stroke: #656c76; }
-.training, .noise { stroke: #58a6ff; } .held-out { stroke: #ff9a5c; } .dot { fill: #ff9a5c; stroke: #0d1117; }
+text { fill: #9198a1; } .title { fill: #f0f6fc; } .ground { fill: #0d1117; } .grid { stroke: #21262d; }
 }"""
 
 
@@ -44,21 +41,19 @@ class _Frame:
     high: float
 
     def x(self, tokens: float) -> float:
-        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * tokens / self.most_tokens
+        return _LEFT + (_RIGHT - _LEFT) * tokens / self.most_tokens
 
     def y(self, bits: float) -> float:
         share = math.log(min(max(bits, self.low), self.high) / self.low) / math.log(self.high / self.low)
-        return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * share
+        return _BOTTOM - (_BOTTOM - _TOP) * share
 
     def line(self, points: Sequence[Point], css: str) -> str:
-        if not points:
-            return ""
         coordinates = " ".join(f"{self.x(tokens):.1f},{self.y(bits):.1f}" for tokens, bits in points)
         return f'<polyline class="{css}" points="{coordinates}"/>'
 
-    def dots(self, points: Sequence[Point], radius: float) -> str:
-        coordinates = [f'cx="{self.x(tokens):.1f}" cy="{self.y(bits):.1f}"' for tokens, bits in points]
-        return "".join(f'<circle class="dot" {coordinate} r="{radius}"/>' for coordinate in coordinates)
+    def dots(self, points: Sequence[Point], radius: float) -> Iterator[str]:
+        for tokens, bits in points:
+            yield f'<circle class="dot" cx="{self.x(tokens):.1f}" cy="{self.y(bits):.1f}" r="{radius}"/>'
 
 
 def loss_curve(records: Sequence[Record], *, title: str, measured: str) -> str | None:
@@ -74,12 +69,11 @@ def loss_curve(records: Sequence[Record], *, title: str, measured: str) -> str |
     values = [bits for _, bits in (*training, *held_out, *whole)]
     newest = records[-1]
     frame = _Frame(most_tokens=max(newest["tokens"], 1), low=0.97 * min(values), high=1.03 * max(values))
-    summary = f"training {training[-1][1]:.3f}" + "".join(
-        f", {measured} {bits:.4f}" for _, bits in (whole or held_out)[-1:]
+    summary = f"training {training[-1][1]:.3f} (blue, smoothed)" + "".join(
+        f", {measured} {bits:.4f} (orange)" for _, bits in (whole or held_out)[-1:]
     )
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">',
-        f"<title>{escape(summary)} bits per byte</title>",
         f"<style>{_STYLE}\n</style>",
         f'<rect class="ground" width="{_WIDTH}" height="{_HEIGHT}" rx="8"/>',
         _text(28, 38, f"Bits per byte: {summary}", css="title"),
@@ -88,33 +82,21 @@ def loss_curve(records: Sequence[Record], *, title: str, measured: str) -> str |
         frame.line(noise, "noise"),
         frame.line(training, "training"),
         frame.line(held_out, "held-out"),
-        frame.dots(held_out, 3.5) + frame.dots(whole, 5.5),
-        *_legend({"training": "training, smoothed"} | ({"held-out": measured} if held_out else {})),
+        *frame.dots(held_out, 3.5),
+        *frame.dots(whole, 5.5),
         "</svg>\n",
     ]
-    return "\n".join(part for part in parts if part)
+    return "\n".join(parts)
 
 
 def round_ticks(low: float, high: float) -> list[float]:
     """A few multiples of 1, 2 or 5 times a power of ten within [low, high]."""
-    if not high > low:
-        return [low]
     power = 10.0 ** math.floor(math.log10((high - low) / _MAX_TICKS))
     for step in (factor * power for factor in (1, 2, 5, 10, 20)):
         first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
         if last - first < _MAX_TICKS:
             break
     return [i * step for i in range(first, last + 1)]
-
-
-def tick_label(value: float, ticks: list[float]) -> str:
-    """The number with enough digits to distinguish it from its neighbors, and k, M or G for large numbers."""
-    largest, gap = max(map(abs, ticks)), min((b - a for a, b in pairwise(ticks)), default=1.0)
-    size, unit = next(((s, u) for s, u in ((1e9, " G"), (1e6, " M"), (1e3, " k")) if largest >= s), (1.0, ""))
-    if value == 0:
-        return "0"
-    digits = max(0, -math.floor(math.log10(gap / size) + 1e-9))
-    return f"{value / size:.{digits}f}{unit}"
 
 
 def _points(records: Sequence[Record], key: str) -> list[Point]:
@@ -134,29 +116,13 @@ def _smoothed(points: list[Point]) -> list[Point]:
 
 
 def _axes(frame: _Frame) -> Iterator[str]:
-    right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
-    across, up = round_ticks(0, frame.most_tokens), round_ticks(frame.low, frame.high)
-    for bits in up:
+    for bits in round_ticks(frame.low, frame.high):
         y = frame.y(bits)
-        yield f'<line class="grid" x1="{_LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>'
-        yield _text(_LEFT - 10, y + 4.5, tick_label(bits, up), anchor="end", css="y-tick")
-    yield f'<line class="axis" x1="{_LEFT}" y1="{bottom}" x2="{right}" y2="{bottom}"/>'
-    for tokens in across:
-        x = frame.x(tokens)
-        yield f'<line class="axis" x1="{x:.1f}" y1="{bottom}" x2="{x:.1f}" y2="{bottom + 5}"/>'
-        yield _text(x, bottom + 21, tick_label(tokens, across), anchor="middle", css="x-tick")
-    yield _text((_LEFT + right) / 2, _HEIGHT - 16, "tokens seen", anchor="middle", css="x-label")
-    middle = (_TOP + bottom) / 2
-    label = "bits per byte (log scale): loss / ln 2 / bytes a token"
-    yield f'<text class="y-label" text-anchor="middle" transform="translate(24 {middle}) rotate(-90)">{label}</text>'
-
-
-def _legend(labels: Mapping[str, str]) -> Iterator[str]:
-    x = _WIDTH - _RIGHT - 190
-    for i, (css, label) in enumerate(labels.items()):
-        y = _TOP + 19 + 26 * i
-        yield f'<line class="key {css}" x1="{x + 10}" y1="{y}" x2="{x + 38}" y2="{y}"/>'
-        yield _text(x + 48, y + 4.5, label, css="legend")
+        yield f'<line class="grid" x1="{_LEFT}" y1="{y:.1f}" x2="{_RIGHT}" y2="{y:.1f}"/>'
+        yield _text(_LEFT - 10, y + 4.5, f"{bits:.4g}", anchor="end", css="y-tick")
+    for tokens in round_ticks(0, frame.most_tokens):
+        yield _text(frame.x(tokens), _BOTTOM + 21, f"{tokens / 1e6:.4g} M", anchor="middle", css="x-tick")
+    yield _text((_LEFT + _RIGHT) / 2, _HEIGHT - 16, "tokens seen; bits per byte (log scale)", anchor="middle")
 
 
 def _text(x: float, y: float, label: str, *, anchor: str = "start", css: str = "words") -> str:

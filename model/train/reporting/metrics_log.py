@@ -14,27 +14,24 @@ from pathlib import Path
 from typing import Any
 
 from model.files import CheckpointError, write_file
-from model.train.common.console import print_stderr
-from model.train.data.sources import DataError
-from model.train.reporting.progress import RunInfo, Status
+from model.train.reporting.console import print_stderr
+from model.train.reporting.progress import Progress, RateTracker, RunInfo
 
 _NOT_PLOTTED = ("step", "fraction")
+_RECORDS = 1000
+Record = dict[str, Any]
+"""Has at least the key "step"; numbers that are not finite are null."""
 
 
 def tensorboard_writer() -> Any:
-    """The class that writes event files for tensorboard --logdir DIR. Raises DataError if it is not installed."""
+    """The class that writes event files for tensorboard --logdir DIR. Raises ValueError if it is not installed."""
     try:  # not at module level: optional, and slow to import
         return import_module("torch.utils.tensorboard").SummaryWriter
     except ImportError:
-        raise DataError(
+        raise ValueError(
             "--tensorboard: the package tensorboard is not installed; install it (pip install tensorboard) or "
             "omit the flag, log.jsonl and loss.svg are written anyway"
         ) from None
-
-
-Record = dict[str, Any]
-"""Has at least the key "step"; numbers that are not finite are null."""
-_RECORDS = 1000
 
 
 class MetricsLog:
@@ -48,23 +45,22 @@ class MetricsLog:
         self._tensorboard = tensorboard(folder, purge_step=start_step + 1) if tensorboard else None
         self.records = read_records(path, start_step=start_step)
         self._mark = _mark(self.records[-1]["fraction"]) if self.records and self.records[-1]["step"] else -1
-        self._losses: list[float] = []
-        self._norms: list[float] = []
+        self._steps: list[Progress] = []
+        """Steps since the last record."""
         self._can_append, self._has_warned = False, False
         if path.exists():
             self._write()
 
-    def step(self, status: Status) -> None:
+    def step(self, progress: Progress, rates: RateTracker) -> None:
         """Adds a step; writes a record when due."""
-        self._losses.append(status.progress.loss)
-        self._norms.append(status.progress.grad_norm)
-        if _mark(status.progress.fraction) > self._mark:
-            self._record(status)
+        self._steps.append(progress)
+        if _mark(progress.fraction) > self._mark:
+            self._record(rates)
 
-    def measure(self, status: Status | None, measured: Mapping[str, float]) -> None:
-        """Adds an evaluation to the record of the last step, or of step 0; creates the record if needed."""
-        if status and self._losses:
-            self._record(status)
+    def measure(self, measured: Mapping[str, Any], rates: RateTracker) -> None:
+        """Adds an evaluation or samples to the record of the last step, or of step 0; creates the record if needed."""
+        if self._steps:
+            self._record(rates)
         elif not self.records:
             self.add({"step": 0, "tokens": 0, "epoch": 0.0, "fraction": 0.0, "seconds": 0.0})
         added = {key: _finite(value) for key, value in measured.items()}
@@ -79,8 +75,8 @@ class MetricsLog:
         self._write()
         self._log_to_tensorboard(self.records[-1])
 
-    def _record(self, status: Status) -> None:
-        p, loss = status.progress, math.fsum(self._losses) / len(self._losses)
+    def _record(self, rates: RateTracker) -> None:
+        p, loss = self._steps[-1], math.fsum(step.loss for step in self._steps) / len(self._steps)
         record = {
             "step": p.step,
             "tokens": p.tokens,
@@ -89,19 +85,18 @@ class MetricsLog:
             "seconds": round(p.seconds, 3),
             "loss": loss,
             "bits_per_byte": loss / math.log(2) / self._run_info.bytes_per_target,
-            "grad_norm": max(self._norms),
-            "tokens_per_second": round(status.tokens_per_second, 1),
-            "mfu": status.mfu,
+            "grad_norm": max(step.grad_norm for step in self._steps),
+            "tokens_per_second": round(rates.tokens_per_second, 1),
+            "mfu": rates.mfu,
         }
         self.add(record | {name: rate * p.lr_factor for name, rate in self._run_info.rates.items()})
         self._mark = _mark(p.fraction)
-        self._losses.clear()
-        self._norms.clear()
+        self._steps.clear()
 
     def _log_to_tensorboard(self, record: Mapping[str, Any]) -> None:
         if self._tensorboard:
             for key, value in record.items():
-                if key not in _NOT_PLOTTED and value is not None:
+                if key not in _NOT_PLOTTED and isinstance(value, int | float):
                     self._tensorboard.add_scalar(key, value, record["step"])
             self._tensorboard.flush()
 
@@ -110,9 +105,9 @@ class MetricsLog:
         try:
             if may_append:
                 with self.path.open("ab") as file:
-                    file.write(json_line(self.records[-1]).encode())
+                    file.write(_json_line(self.records[-1]).encode())
             else:
-                write_file(self.path, "".join(map(json_line, self.records)).encode())
+                write_file(self.path, "".join(map(_json_line, self.records)).encode())
             self._can_append = True
         except (OSError, CheckpointError) as error:
             if not self._has_warned:
@@ -125,24 +120,19 @@ def read_records(path: Path, *, start_step: int) -> list[Record]:
 
     start_step: step of the snapshot that the run resumes from; 0 for a new run.
     """
-    try:
-        lines = path.read_bytes().splitlines() if start_step else []
-    except OSError:
-        return []
-    return [record for line in lines if (record := _parsed(line)) is not None and record["step"] <= start_step]
+    records = []
+    for line in path.read_bytes().splitlines() if start_step and path.is_file() else []:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if record["step"] <= start_step:
+            records.append(record)
+    return records
 
 
-def json_line(record: Record) -> str:
-    """The line of a record in a file."""
+def _json_line(record: Record) -> str:
     return json.dumps(record, allow_nan=False) + "\n"
-
-
-def _parsed(line: bytes) -> Record | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and type(record.get("step")) is int else None
 
 
 def _finite(value: object) -> object:

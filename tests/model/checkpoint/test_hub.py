@@ -23,7 +23,7 @@ from model.checkpoint import hub_download
 from model.checkpoint.hub import hub_model, resolve_weights, source_of
 from model.checkpoint.tensor_index import check_layout
 from model.files import CheckpointError, read_json
-from model.train.setup.finetune import load_base
+from model.train.finetune import load_base
 from tests.support import ROOT
 from tests.support.fake_hub import TOKEN, FakeHub, fake_hub
 from tests.support.model.tiny_models import tiny_weights

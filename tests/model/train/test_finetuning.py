@@ -64,7 +64,7 @@ def _theirs(case: str, directory: Path, dtype: torch.dtype = torch.float32) -> A
 @pytest.fixture(autouse=True)
 def _no_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing them takes longer than the training here."""
-    monkeypatch.setattr("model.train.common.sample.sample_text", lambda *_, **__: "")
+    monkeypatch.setattr("model.train.sampling.sample_text", lambda *_, **__: "")
 
 
 def _train(init: Path, text: Path, out: Path, *flags: str) -> int:

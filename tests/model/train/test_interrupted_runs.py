@@ -19,7 +19,7 @@ from app.cli.check import main as check
 from model.checkpoint.config_file import load_config
 from model.files import RESUME_FILE, STATE_FOLDER, CheckpointError, unfinished_run
 from model.train.loop import Loop
-from model.train.step.trainer import Trainer
+from model.train.trainer import Trainer
 from model.train.training_checkpoint import load_snapshot, newest_snapshot
 from tests.support import ROOT
 from tests.support.disk_faults import SPACE, Operations, no_space, watched
@@ -261,7 +261,7 @@ def test_no_room_for_the_model_of_an_interrupted_run_is_a_warning_and_the_run_ca
 ) -> None:
     out, flags = tmp_path / "out", [*TINY, "--steps", "50"]
     with monkeypatch.context() as patch:
-        patch.setattr("model.train.run.write_result", _full)
+        patch.setattr("model.train.run.write_files", _full)
         train_until(2, text, out, *flags)
     error = capsys.readouterr().err
     assert "warning: no model was exported (cannot be written (No space left on device))" in error
@@ -275,7 +275,7 @@ def test_no_room_for_the_model_of_an_interrupted_run_is_a_warning_and_the_run_ca
 def test_a_second_signal_ends_at_once() -> None:
     program = (
         "import signal, sys\n"
-        "from model.train.common.console import StopRequest\n"
+        "from model.train.interrupts import StopRequest\n"
         "with StopRequest().handle_signals():\n"
         "    signal.raise_signal(signal.SIGTERM)\n"
         "    print('alive', flush=True)\n"

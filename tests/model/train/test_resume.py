@@ -60,6 +60,14 @@ def test_ten_steps_resumed_for_ten_more_equal_twenty_bit_for_bit(tmp_path: Path,
     a, b = (json.loads(found[0].as_json()) | {"seconds": 0} for found in (whole, halves))
     assert a == b and a["step"] == 20 and a["best_step"] > 0
     assert same(weights_of(tmp_path / "whole"), weights_of(tmp_path / "halves"))
+    for name in ("samples.md", "generation_config.json", "golden.json"):
+        assert (tmp_path / "halves" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert _losses(tmp_path / "halves") == _losses(tmp_path / "whole")
+
+
+def _losses(out: Path) -> list[tuple[object, ...]]:
+    records = map(json.loads, (out / "log.jsonl").read_text().splitlines())
+    return [tuple(record.get(key) for key in ("step", "tokens", "loss", "held_out", "grad_norm")) for record in records]
 
 
 def test_a_run_that_stands_there_is_neither_lost_nor_continued_by_accident(

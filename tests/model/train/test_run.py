@@ -20,11 +20,11 @@ from model.nn.reference import generate, logits
 from model.presets import PRESET_NAMES, SIZES, preset
 from model.tokenizer.tokenizer import Tokenizer
 from model.train.reporting.metrics_log import read_records
-from model.train.step.trainer import Trainer
+from model.train.trainer import Trainer
 from tests.support.lazy_modules import transformers
 from tests.support.model.hub_checkpoints import their_logits
 from tests.support.model.tiny_models import TEXT
-from tests.support.model.training_runs import EXACT, TINY, signal_after, train, train_until
+from tests.support.model.training_runs import EXACT, TINY, signal_after, train
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +57,7 @@ def test_a_run_learns_and_leaves_what_a_person_wants_to_see(
     assert log[-1]["held_out_whole"] < 0.7 * log[0]["bits_per_byte"]
     assert ElementTree.parse(out / "loss.svg").getroot().tag.endswith("svg")
     page, card = (out / "samples.md").read_text(), (out / "README.md").read_text()
-    assert page.count("\n## ") == page.count("**100 %**, step 60:") == 2
+    assert page.count("\n## ") == page.count("**100 %**, step 60, training") == 2
     assert all(f"\n## {prompt}\n" in page and f"> {prompt}" in page and f"--- {prompt}" in shown for prompt in prompts)
     assert "\n# plays\n" in card and read_model_name(out) == "plays"
     assert card.startswith('---\nlicense: "mit"\n') and r"| never seen: unseen\_1.txt | " in card
@@ -67,29 +67,14 @@ def test_a_run_learns_and_leaves_what_a_person_wants_to_see(
     assert (generation["temperature"], generation["top_p"], generation["repetition_penalty"]) == (0.8, 0.95, 1.05)
 
 
-def test_a_resumed_run_has_the_log_of_one_without_a_break(tmp_path: Path, text: Path) -> None:
-    assert train(text, tmp_path / "whole", *FLAGS) == 0
-    train_until(5, text, tmp_path / "halves", *FLAGS)
-    assert [record["step"] for record in _log(tmp_path / "halves")] == [1, 2, 3, 4, 5]
-    assert ElementTree.parse(tmp_path / "halves/loss.svg"), "there is a picture of a run that was interrupted"
-    assert train(text, tmp_path / "halves", *FLAGS, "--resume") == 0
-    assert _log(tmp_path / "halves") == _log(tmp_path / "whole")
-    # The opening of the held-out end of the text, as much of it as half of the context holds.
-    assert "\n## Once upon" in (tmp_path / "whole/samples.md").read_text()
-    for name in ("samples.md", "generation_config.json", "golden.json"):
-        assert (tmp_path / "halves" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-
-
 def test_samples_in_the_middle_of_a_run_change_nothing_and_a_signal_goes_first(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sampling uses its own random generator and leaves no state behind."""
     assert train(text, tmp_path / "without", *FLAGS) == 0
-    monkeypatch.setattr("model.train.reporting.samples._FIRST_SECONDS", 0.0)
-    monkeypatch.setattr("model.train.reporting.samples._MAX_TIME_SHARE", 1e6)
+    monkeypatch.setattr("model.train.reporting.report._MAX_SAMPLE_SHARE", 1e6)
     assert train(text, tmp_path / "with", *FLAGS, "--ema", "0.9", "--keep", "last") == 0
-    stages = [record["step"] for record in read_records(tmp_path / "with/.training/samples.jsonl", start_step=99)]
-    assert stages == [1, 3, 6, 12]
+    assert [record["step"] for record in _log(tmp_path / "with") if "samples" in record] == [1, 3, 6, 12]
     losses = [[record["loss"] for record in _log(tmp_path / name)] for name in ("with", "without")]
     assert losses[0] == losses[1]
     signal_after(1, monkeypatch)

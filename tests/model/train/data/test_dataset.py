@@ -17,11 +17,11 @@ import torch
 
 from model.tokenizer.tokenizer import SEPARATOR
 from model.train.data.batch import StepOrder
-from model.train.data.corpus import Corpus, Document, document_key, openings, prepare, split_documents
+from model.train.data.corpus import Corpus, document_of, openings, prepare, split_documents
+from model.train.data.dataset import windows_of
 from model.train.data.sources import DataError, Sources
 from model.train.data.token_cache import split_text
 from model.train.data.vocabulary import Vocabulary
-from model.train.setup.dataset import _windows
 from tests.support.model.tiny_models import TEXT
 
 VOCABULARY = Vocabulary(kind="bpe", size=300, end_token=SEPARATOR)
@@ -63,7 +63,7 @@ def test_held_out_documents_are_never_trained_on_not_even_as_copies(tmp_path: Pa
 
 
 def _split(texts: list[bytes], share: float) -> tuple[list[bytes], list[bytes]]:
-    return split_documents([Document(text, document_key(text)) for text in texts], share)
+    return split_documents([document_of(text) for text in texts], share)
 
 
 def test_samples_begin_as_held_out_documents_do_not_with_headings_or_half_sentences() -> None:
@@ -247,7 +247,7 @@ def test_unseen_texts_are_kept_by_file_and_are_no_part_of_what_is_learnt(tmp_pat
 @pytest.mark.parametrize("n_tokens", [2, 9, 10, 11, 100, 101, 4097, 5000])
 def test_every_token_of_what_is_measured_is_a_target_once(n_tokens: int) -> None:
     tokens = np.arange(n_tokens, dtype=np.uint16)
-    batches = _windows(tokens, 10)
+    batches = windows_of(tokens, 10)
     pairs = torch.cat([torch.stack([b.inputs_RN, b.targets_RN]).flatten(1) for b in batches], dim=1)
     assert torch.equal(pairs, torch.stack([torch.arange(n_tokens - 1), torch.arange(1, n_tokens)]))
     assert max(len(batch.inputs_RN) for batch in batches) <= 204

@@ -12,17 +12,12 @@ from app.engine.sampling.parameters import SamplingInput
 from app.engine.sampling.sampler import ADJUSTMENTS, apply_stages, row_parameters
 from model.nn.transformer import Decoder
 from model.tokenizer.tokenizer import Tokenizer
-from model.train.common.sample import (
-    DEFAULT_SAMPLING,
-    Prompt,
-    Sample,
-    _penalised,
-    generate_samples,
-)
 from model.train.data.batch import batch_of_windows
-from model.train.reporting.report import Report
-from model.train.reporting.samples import STAGES, SampleLog, plain, quoted, samples_page, visible
-from model.train.step.objective import Objective
+from model.train.data.examples import Prompt
+from model.train.objective import Objective
+from model.train.reporting.report import STAGES, Report
+from model.train.reporting.samples import Sample, plain, quoted, samples_page, visible
+from model.train.sampling import DEFAULT_SAMPLING, _penalised, generate_samples
 from tests.model.train.reporting.test_report import OUTLINE, progress
 from tests.support.model.tiny_models import TEXT, tiny_config
 
@@ -57,9 +52,10 @@ def _run(out: Path, first: int, last: int, *, seconds_a_step: float = 1000.0) ->
 def test_texts_are_drawn_at_each_stage_and_at_the_end(tmp_path: Path) -> None:
     assert _run(tmp_path, 1, 100) == [round(100 * stage) for stage in STAGES]
     page = (tmp_path / "samples.md").read_text()
-    assert "| 5 % | 5 | 500 | 1.4427 | 1.9500 |" in page, "2 nats are 1.4427 bits a byte of half a target"
-    assert "| 1 % | 1 | 100 | 1.4427 |  |" in page, "nothing was measured yet"
-    assert "| 100 % | 100 | 10,000 | 1.4427 | 0.9000 |" in page
+    bits = "training bits per byte 1.4427"  # of 2 nats a target, which has two bytes
+    assert f"**1 %**, step 1, {bits}:" in page, "nothing was measured yet"
+    assert f"**5 %**, step 5, {bits}, held-out bits per byte 1.9500:" in page
+    assert f"**100 %**, step 100, {bits}, held-out bits per byte 0.9000:" in page
     first, second = page.split("## ")[1:]
     assert first.startswith("Once upon\n") and second.startswith("\u201cWhere?\u201d\n")
     positions = [first.index(f"> Once upon {text}  \n") for text in ("text of 1", "text of 5", "text of 50", "the end")]
@@ -78,24 +74,23 @@ def test_a_run_that_went_on_has_the_samples_of_one_that_was_never_interrupted(tm
     assert not (tmp_path / "halves/samples.md").exists(), "another run forgets them"
 
 
-def test_drawing_takes_a_hundredth_of_the_time_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each drawing takes two seconds of a run of 1,000: there is time for four, and the fifth would be too many."""
+def test_drawing_takes_a_hundredth_of_the_time_so_far_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing is assumed to take half a second at first; then the last one counts."""
     now = [0.0]
-    monkeypatch.setattr("model.train.reporting.samples.time.monotonic", lambda: now[0])
-    gallery = SampleLog(tmp_path / "samples.md", tmp_path / "store.jsonl", title="t", start_step=0)
+    monkeypatch.setattr("model.train.reporting.report.time.monotonic", lambda: now[0])
 
     def draw() -> list[Sample]:
-        now[0] += 2.0
+        now[0] += 3.0
         return _draw("text")
 
     drawn = []
-    for step in range(1, 1000):
-        measured = progress(step, of=1000, seconds=float(step))
-        if gallery.is_due(measured):
-            gallery.add({"step": step, "tokens": step, "fraction": step / 1000}, {"training": 1.0}, draw)
-            drawn.append(step)
-            assert 2.0 * len(drawn) <= 0.01 * step or len(drawn) == 1, "the cost of the first is unknown"
-    assert drawn == [50, 400, 600]
+    with Report(tmp_path, OUTLINE, start_step=0, report_seconds=60) as report:
+        for step in range(1, 1000):
+            before = now[0]
+            report.step(progress(step, of=1000))
+            report.sample(draw)
+            drawn += [step] * (now[0] > before)
+    assert drawn == [50, 300, 500]
 
 
 def test_drawing_again_gives_the_same_texts_and_leaves_nothing_behind() -> None:
@@ -141,7 +136,7 @@ def test_what_came_is_shown_and_not_taken_for_markup(text: str, shown: str) -> N
 
 
 def test_a_resumed_run_may_have_other_prompts() -> None:
-    old = {"step": 1, "tokens": 9, "fraction": 0.1, "bits_per_byte": {}, "prompts": ["One"], "texts": ["One day"]}
-    new = {**old, "step": 2, "prompts": ["Two", "One"], "texts": ["Two went", "One night"]}
-    page = samples_page([old, new], title="t")
+    old = {"step": 1, "fraction": 0.1, "bits_per_byte": 1.0, "samples": {"One": "One day"}}
+    new = {**old, "step": 2, "samples": {"Two": "Two went", "One": "One night"}}
+    page = samples_page([old, new], title="t", measured="held-out")
     assert page.index("> Two went") < page.index("> One day") < page.index("> One night")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import math
 import threading
@@ -11,13 +12,17 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from model.device import choose_dtype
 from model.nn.transformer import Decoder
-from model.train.common.thread_pool import map_shares, run_each
 from model.train.data.batch import Batch
 from model.train.data.sources import DataError
-from model.train.step.distributed import GradientSums, ProcessGroup
-from model.train.step.objective import Objective
-from model.train.step.optimizer import ParameterUpdates
+from model.train.distributed import ProcessGroup
+from model.train.objective import Objective, choose_loss_backend
+from model.train.optimizer import ParameterUpdates
+from model.train.thread_pool import map_shares, run_each
+
+_CPU_MICRO_BATCH_TOKENS = 2048
+"""Tokens per micro-batch on a CPU: large enough to be efficient, small enough to fit into the caches."""
 
 
 class WeightAverage:
@@ -31,37 +36,25 @@ class WeightAverage:
     def __init__(self, decoder: Decoder, decay: float) -> None:
         self.decay = decay
         self._parameters = dict(decoder.named_parameters())
-        self._averaged = {name: p.detach().float().clone() for name, p in self._parameters.items()}
+        self.tensors = {name: p.detach().float().clone() for name, p in self._parameters.items()}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Adds the weights after `step` steps to the average."""
         weight = 1.0 - min(self.decay, (1 + step) / (10 + step))
         torch._foreach_lerp_(
-            list(self._averaged.values()), [p.detach().float() for p in self._parameters.values()], weight
+            list(self.tensors.values()), [p.detach().float() for p in self._parameters.values()], weight
         )
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """Swaps the averaged weights into the decoder within the block."""
         saved = {name: p.detach().clone() for name, p in self._parameters.items()}
-        _copy(self._averaged, self._parameters)
+        copy_tensors(self.tensors, self._parameters)
         try:
             yield
         finally:
-            _copy(saved, self._parameters)
-
-    def copy_to_decoder(self) -> None:
-        """Copies the averaged weights to the decoder; ends the training."""
-        _copy(self._averaged, self._parameters)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All state: parameter -> its average."""
-        return self._averaged
-
-    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse of tensors()."""
-        _copy(tensors, self._averaged)
+            copy_tensors(saved, self._parameters)
 
 
 class BestWeights:
@@ -70,36 +63,38 @@ class BestWeights:
     def __init__(self) -> None:
         self.step = 0
         self.bits = math.inf
-        self._weights: dict[str, Tensor] = {}
+        self.tensors: dict[str, Tensor] = {}
 
     def keep_if_best(self, decoder: Decoder, step: int, bits: float) -> None:
         """Copies the decoder's weights if they are the best so far; the first of equal ones wins."""
         if bits < self.bits:
             self.step, self.bits = step, bits
             # Copy explicitly: .cpu() alone would share memory with weights on the CPU.
-            self._weights = {name: p.detach().to("cpu", copy=True) for name, p in decoder.named_parameters()}
-
-    def copy_to(self, decoder: Decoder) -> None:
-        """Copies the best weights to the decoder; ends the training."""
-        _copy(self._weights, dict(decoder.named_parameters()))
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The weights by name; empty before the first evaluation."""
-        return self._weights
-
-    def load(self, tensors: Mapping[str, Tensor], *, step: int, bits: float) -> None:
-        """Restores the state of a snapshot."""
-        self.step, self.bits, self._weights = step, bits, dict(tensors)
+            self.tensors = {name: p.detach().to("cpu", copy=True) for name, p in decoder.named_parameters()}
 
 
 @torch.no_grad()
-def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+def copy_tensors(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+    """Copies values by name, for all names of the target."""
     for name, tensor in target.items():
         tensor.copy_(source[name])
 
 
-_CPU_MICRO_BATCH_TOKENS = 2048
-"""Tokens per micro-batch on a CPU: large enough to be efficient, small enough to fit into the caches."""
+def build_trainer(
+    decoder: Decoder, options: argparse.Namespace, device: torch.device, ranks: ProcessGroup | None = None
+) -> Trainer:
+    """The trainer of a decoder on this device, with the flags applied. Raises ValueError."""
+    backend = choose_loss_backend(options.compile, device.type, has_encoder=decoder.config.n_encoder_layers > 0)
+    objective = Objective(decoder, device, choose_dtype(options.dtype, device), backend)
+    optimizer = ParameterUpdates(
+        decoder,
+        options.optimizer,
+        matrix_lr=options.matrix_lr,
+        other_lr=options.lr,
+        weight_decay=options.weight_decay,
+    )
+    micro = options.micro_windows
+    return Trainer(objective, optimizer, ema=options.ema, ranks=ranks or ProcessGroup(), micro_windows=micro)
 
 
 class Trainer:
@@ -120,9 +115,6 @@ class Trainer:
         self.micro_windows = micro_windows
         """Rows per micro-batch; None means as many as fit."""
         self._may_shrink = micro_windows is None
-        self._sums = GradientSums(ranks, list(self.decoder.parameters()))
-        self._has_fit = False
-        """Whether a step has fit into memory, so that the next one may send gradients before its end."""
 
     def gradients(self, batch: Batch, check_stop: Callable[[], None] = lambda: None) -> tuple[float, float]:
         """(mean loss in nats per target, norm of its gradient) over the rows of all ranks; clips the gradients.
@@ -130,17 +122,13 @@ class Trainer:
         check_stop: called before each micro-batch. If it raises, the state is that of the last complete step.
         """
         share, n_targets = self.ranks.share(batch), batch.n_targets
-        overlaps = self._has_fit and self.ranks.size > 1 and not self.objective.loss_backend.is_handwritten
-        accumulate = self._accumulate_overlapped if overlaps else self._accumulate
         while True:
             try:
-                loss = accumulate(share, n_targets, check_stop)
+                loss = self._accumulate(share, n_targets, check_stop)
                 break
             except torch.OutOfMemoryError:
-                self._halve_micro_batch(len(share.inputs_RN), may_shrink=not overlaps)
-        self._has_fit = True
-        self._sums.finish()
-        self.ranks.start_sum([loss])()
+                self._halve_micro_batch(len(share.inputs_RN))
+        self.ranks.all_reduce_sum([loss, *(p.grad for p in self.decoder.parameters() if p.grad is not None)])
         # The only synchronization with the device in a step: later work is launched while the update runs.
         nats, norm = torch.stack([loss.float(), self.optimizer.clip().float()]).tolist()
         return nats, norm
@@ -162,7 +150,7 @@ class Trainer:
     def tensors(self) -> dict[str, Tensor]:
         """All state by name. Randomness (initial weights, order of the data) depends only on the seed."""
         weights = {f"decoder.{name}": tensor for name, tensor in self.decoder.state_dict().items()}
-        average = self.average.tensors() if self.average else {}
+        average = self.average.tensors if self.average else {}
         return weights | self.optimizer.tensors() | {f"ema.{name}": tensor for name, tensor in average.items()}
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
@@ -170,7 +158,7 @@ class Trainer:
         self.decoder.load_state_dict(select_prefix("decoder", tensors))
         self.optimizer.load_tensors(dict(tensors))
         if self.average:
-            self.average.load_tensors(select_prefix("ema", tensors))
+            copy_tensors(select_prefix("ema", tensors), self.average.tensors)
 
     def restore_micro_windows(self, saved: str) -> None:
         """Restores the micro-batch size of a snapshot, unless a flag sets it."""
@@ -214,22 +202,10 @@ class Trainer:
             parameter.grad = gradient
         return torch.stack([loss for loss, _ in results]).sum()
 
-    def _accumulate_overlapped(self, share: Batch, n_targets: int, check_stop: Callable[[], None]) -> Tensor:
-        """_accumulate() on one thread; sends gradients to the other ranks while backward computes the rest."""
-        self.decoder.zero_grad(set_to_none=True)
-        losses, parts = list[Tensor](), share.split(self.micro_batch_rows(share))
-        for part in parts:
-            check_stop()
-            loss = self.objective.loss_sum(part, 1 / n_targets)
-            with self._sums.overlapped() if part is parts[-1] else nullcontext():
-                loss.backward()
-            losses.append(loss.detach())
-        return torch.stack(losses).sum()
-
-    def _halve_micro_batch(self, rows: int, *, may_shrink: bool) -> None:
+    def _halve_micro_batch(self, rows: int) -> None:
         """Halves the micro-batch after the device ran out of memory."""
         tried = min(rows, self.micro_windows or rows)
-        if tried == 1 or not self._may_shrink or not may_shrink:
+        if tried == 1 or not self._may_shrink:
             raise DataError(
                 f"{tried} windows at once do not fit into the device's memory: lower --micro-windows or --context"
             ) from None

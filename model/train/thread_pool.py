@@ -18,9 +18,9 @@ import torch
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 """M_TRIM_THRESHOLD, M_TOP_PAD and M_MMAP_THRESHOLD of glibc's malloc.h."""
-_NEVER = 2**31 - 1
-_TWO_HEAPS = 2**27
-_LARGE = 2**30
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def keep_freed_memory() -> None:
@@ -33,19 +33,15 @@ def keep_freed_memory() -> None:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_TRIM_THRESHOLD, _NEVER)
-        mallopt(_MMAP_THRESHOLD, _LARGE)
-        mallopt(_TOP_PAD, _TWO_HEAPS)
+        mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+        mallopt(_MMAP_THRESHOLD, 2**30)
+        mallopt(_TOP_PAD, 2**27)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether Python, torch's CPU allocator or CUDA ran out of memory; torch reports it only in the message."""
     message = str(error)
     return isinstance(error, MemoryError) or "allocate memory" in message or "out of memory" in message
-
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 def map_shares(work: Callable[[Sequence[T]], R], items: Sequence[T], workers: int) -> list[R]:

@@ -13,14 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from model.nn.transformer import Decoder
 from model.presets import preset, reshaped
 from model.tokenizer.tokenizer import Tokenizer
-from model.train.common.sample import GREEDY_SAMPLING, Prompt, generate_samples
 from model.train.data.batch import Batch, batch_of_windows
+from model.train.data.examples import Prompt
 from model.train.data.sources import DataError
+from model.train.distributed import ProcessGroup
 from model.train.loop import Loop
-from model.train.step.distributed import ProcessGroup
-from model.train.step.objective import Objective
-from model.train.step.optimizer import ParameterUpdates
-from model.train.step.trainer import BestWeights, Trainer, WeightAverage, select_prefix
+from model.train.objective import Objective
+from model.train.optimizer import ParameterUpdates
+from model.train.sampling import GREEDY_SAMPLING, generate_samples
+from model.train.trainer import BestWeights, Trainer, WeightAverage, copy_tensors, select_prefix
 from tests.support.model.tiny_models import TEXT, tiny_decoder
 from tests.support.model.training_runs import EXACT, TINY, same, state_of, train, weights_of
 
@@ -192,8 +193,8 @@ def test_an_average_follows_its_formula() -> None:
         average.update(step)
         decay = min(0.5, (1 + step) / (10 + step))
         expected = decay * expected + (1 - decay) * value
-    assert torch.allclose(average.tensors()["embedding"], torch.tensor(expected))
-    assert average.tensors()["embedding"].dtype == torch.float32
+    assert torch.allclose(average.tensors["embedding"], torch.tensor(expected))
+    assert average.tensors["embedding"].dtype == torch.float32
 
 
 def test_the_best_weights_are_a_copy_and_the_first_of_equal_ones() -> None:
@@ -204,7 +205,7 @@ def test_the_best_weights_are_a_copy_and_the_first_of_equal_ones() -> None:
     best.keep_if_best(decoder, 10, 2.0)
     best.keep_if_best(decoder, 15, float("nan"))
     assert (best.step, best.bits) == (5, 2.0)
-    best.copy_to(decoder)
+    copy_tensors(best.tensors, dict(decoder.named_parameters()))
     assert bool((decoder.embedding == 1.0).all())
 
 

@@ -11,20 +11,11 @@ from torch import Tensor
 from model.nn.reference import generate
 from model.nn.transformer import Decoder
 from model.tokenizer.tokenizer import Tokenizer
-from model.train.common.thread_pool import run_each
+from model.train.data.examples import Prompt
+from model.train.reporting.samples import Sample
+from model.train.thread_pool import run_each
 
 _SEED = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
-    """A prompt to sample from."""
-
-    text: str
-    """The start of the text, or the source of one."""
-    tokens: list[int]
-    source: list[int] | None = None
-    """Input of the encoder, if the model has one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,18 +27,16 @@ class SamplingSettings:
     repetition_penalty: float = 1.0
     """As in CTRL (Keskar et al., 2019), over prompt and text."""
 
+    def __str__(self) -> str:
+        """For the model card."""
+        if not self.temperature:
+            return "The likeliest token each time"
+        how = f"temperature {self.temperature:g}, top_p {self.top_p:g}"
+        return f"Drawn with {how} and repetition_penalty {self.repetition_penalty:g}"
+
 
 DEFAULT_SAMPLING = SamplingSettings(temperature=0.8, top_p=0.95, repetition_penalty=1.05)
 GREEDY_SAMPLING = SamplingSettings(temperature=0.0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """A generated text."""
-
-    prompt: str
-    full_text: str
-    """Prompt and text, for display."""
 
 
 def generate_samples(
@@ -55,16 +44,12 @@ def generate_samples(
 ) -> list[Sample]:
     """One sample per prompt, from a fixed seed: the same weights give the same texts. On a CPU, one per thread."""
 
-    def draw(prompt: Prompt) -> str:
-        return sample_text(decoder, tokenizer, prompt, max_tokens, sampling)
+    def draw(prompt: Prompt) -> Sample:
+        text = sample_text(decoder, tokenizer, prompt, max_tokens, sampling)
+        full_text = prompt.text + text if prompt.source is None else f"{prompt.text} -> {text.lstrip()}"
+        return Sample(prompt=prompt.text, full_text=full_text)
 
-    texts = run_each(draw, prompts) if decoder.embedding.is_cpu else map(draw, prompts)
-    return [Sample(prompt=p.text, full_text=join_prompt(p, text)) for p, text in zip(prompts, texts, strict=True)]
-
-
-def join_prompt(prompt: Prompt, text: str) -> str:
-    """Joins prompt and text for display."""
-    return prompt.text + text if prompt.source is None else f"{prompt.text} -> {text.lstrip()}"
+    return run_each(draw, prompts) if decoder.embedding.is_cpu else list(map(draw, prompts))
 
 
 def sample_text(

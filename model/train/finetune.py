@@ -32,8 +32,8 @@ from model.families.spec import FamilySpec
 from model.files import CheckpointError, parse_object, read_bytes, read_json, write_files
 from model.nn.transformer import Decoder
 from model.tokenizer.tokenizer import Tokenizer
-from model.train.common.console import print_stderr
-from model.train.setup.options import check_sources
+from model.train.options import check_sources
+from model.train.reporting.console import print_stderr
 
 _BASE_FOLDER = "init"
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
@@ -60,33 +60,6 @@ class Base:
     files: Mapping[str, bytes]
     """Files that the result keeps: name -> content."""
 
-    @property
-    def dtype(self) -> str:
-        """The dtype in its config.json, as in transformers 4 and 5; float32 by default."""
-        raw = self._config()
-        named = str(raw.get("dtype", raw.get("torch_dtype")))
-        return named if named in DTYPES else "float32"
-
-    @property
-    def lr(self) -> float:
-        """Default learning rate of AdamW: lower for wider models, in which a step has a larger effect.
-
-        At width 256 it is 9.8e-4. There, fine-tuning our model on 80 kB of plays lowered held-out bits per byte from
-        3.040 to 1.869 at 2e-4, 1.715 at 1e-3 and 1.733 at 2e-3. GPT-2 (768) gets 1.9e-4, a 7 B model (4,096) 1.5e-5.
-        """
-        rate: float = _LR_BY_WIDTH / self.shape.width**1.5
-        return rate
-
-    def window(self, context: int | None) -> int:
-        """Tokens per training window. context: value of --context. Raises ConfigError."""
-        most = self.shape.context
-        if context is not None and not 2 <= context <= most:
-            raise ConfigError(
-                f"--context {context}: with --init it is the length of the windows to train on, from 2 to the {most} "
-                f"positions that the model in {self.directory} has"
-            )
-        return context or min(most, _LONGEST_WINDOW)
-
     def decoder(self, device: torch.device) -> Decoder:
         """Loads its weights in float32 for training. Raises CheckpointError if they are damaged or do not match."""
         checkpoint = load(self.directory, device=device, dtype=torch.float32)
@@ -97,17 +70,13 @@ class Base:
 
     def result(self, decoder: Decoder, dtype: torch.dtype) -> dict[str, bytes]:
         """Files of the directory with these weights: name -> content."""
-        name, raw = str(dtype).removeprefix("torch."), self._config()
-        config = self.files[_CONFIG]
-        if name != self.dtype:
+        name, raw, config = str(dtype).removeprefix("torch."), parse_object(self.files[_CONFIG]), self.files[_CONFIG]
+        if name != _dtype(raw):
             key = "dtype" if "dtype" in raw else "torch_dtype"
             config = (json.dumps({**raw, key: name}, indent=2) + "\n").encode()
         state = stored_state(decoder, dtype)
         weights = save(self.family.save(self.shape, state), metadata={"format": "pt"})
         return {**self.files, _CONFIG: config, WEIGHTS_FILE: weights}
-
-    def _config(self) -> dict[str, Any]:
-        return parse_object(self.files[_CONFIG])
 
 
 def load_base(options: argparse.Namespace, work: Path, *, resumes: bool) -> Base | None:
@@ -137,11 +106,25 @@ def save_base_files(base: Base | None, work: Path) -> None:
 
 def apply_base_defaults(options: argparse.Namespace, base: Base) -> None:
     """Checks the flags against the model, and sets those whose defaults depend on it. Raises ConfigError."""
-    model = f"the {base.family.name} in {base.directory}"
+    model, most = f"the {base.family.name} in {base.directory}", base.shape.context
     check_sources(options, model, has_encoder=base.shape.n_encoder_layers > 0)
-    options.context = base.window(options.context)
-    options.export_dtype = options.export_dtype or base.dtype
-    options.lr = options.lr or base.lr
+    if options.context is not None and not 2 <= options.context <= most:
+        raise ConfigError(
+            f"--context {options.context}: with --init it is the length of the windows to train on, from 2 to the "
+            f"{most} positions that the model in {base.directory} has"
+        )
+    options.context = options.context or min(most, _LONGEST_WINDOW)
+    options.export_dtype = options.export_dtype or _dtype(parse_object(base.files[_CONFIG]))
+    # Lower for wider models, in which a step has a larger effect. At width 256 it is 9.8e-4: there, fine-tuning our
+    # model on 80 kB of plays lowered held-out bits per byte from 3.040 to 1.869 at 2e-4, 1.715 at 1e-3 and 1.733 at
+    # 2e-3. GPT-2 (768) gets 1.9e-4, a 7 B model (4,096) 1.5e-5.
+    options.lr = options.lr or _LR_BY_WIDTH / base.shape.width**1.5
+
+
+def _dtype(config: Mapping[str, Any]) -> str:
+    """The dtype in a config.json, as in transformers 4 and 5; float32 by default."""
+    named = str(config.get("dtype", config.get("torch_dtype")))
+    return named if named in DTYPES else "float32"
 
 
 def _read(directory: Path) -> Base:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from model.config import ConfigError
+from model.presets import preset
 from model.tokenizer.tokenizer import Tokenizer
-from model.train.common.sample import Prompt
 from model.train.data.batch import (
     IGNORE_INDEX,
     Batch,
@@ -27,9 +27,10 @@ from model.train.data.batch import (
     shuffled_batches,
 )
 from model.train.data.corpus import Corpus, prepare
-from model.train.data.examples import ExampleTexts, examples_of_lines, examples_of_pairs
+from model.train.data.examples import ExampleTexts, Prompt, examples_of_lines, examples_of_pairs
+from model.train.data.sources import DEFAULT_TEXT_KEY, Sources, suffix
 from model.train.data.token_cache import Tokens
-from model.train.setup.options import sources, vocabulary
+from model.train.data.vocabulary import UNKNOWN, Vocabulary
 
 _PROMPTS = 4
 _MEASURED_AT_ONCE = 64
@@ -99,8 +100,21 @@ def build_dataset(
     straighten = default_share if options.straighten is None else options.straighten
     unseen = sources(options, options.unseen) if options.unseen else None
     corpus = prepare(read, cache, straighten=straighten, unseen=unseen, **given)
-    prompts = _prompts(corpus, options.sample_prompt, context)
-    return _dataset_of_text(corpus, max_vocab_size, context=context, prompts=prompts, **batch)
+    order = StepOrder(corpus.train, length=context, windows=options.windows, seed=options.seed)
+    n_train, n_held_out, note = len(corpus.train), len(corpus.held_out), _note(corpus.tokenizer, max_vocab_size)
+    return Dataset(
+        tokenizer=corpus.tokenizer,
+        batch=lambda step: batch_of_windows(torch.from_numpy(order.batch(step))),
+        rows=options.windows,
+        per_epoch=order.per_epoch,
+        row_tokens=context,
+        held_out=windows_of(corpus.held_out, context),
+        measured="held-out",
+        corpus=f"{corpus.n_documents} documents, {n_train} training and {n_held_out} held-out tokens{note}",
+        prompts=_prompts(corpus, options.sample_prompt, context),
+        unseen={name: windows_of(tokens, context) for name, tokens in corpus.unseen.items()},
+        digest=corpus.digest,
+    )
 
 
 def dataset_of_examples(texts: ExampleTexts, max_vocab_size: int | None, *, rows: int, seed: int) -> Dataset:
@@ -111,10 +125,12 @@ def dataset_of_examples(texts: ExampleTexts, max_vocab_size: int | None, *, rows
     found = {row.key: row for row in texts.rows if row.key in texts.held_out or not texts.held_out}
     measured = list(found.values())
     examples = [row.example for row in measured]
-    n_tokens, n_words = sum(len(example.tokens) - 1 for example in train), tokenizer.vocab_size
-    short = f"{_vocabulary_note(n_words)}; " if n_words < (max_vocab_size or 0) else ""
+    n_tokens, note = sum(len(example.tokens) - 1 for example in train), _note(tokenizer, max_vocab_size)
     few = f"none, {len(measured)} {noun} are too few; bits per byte are of the training {noun}"
     held_out = f"{len(measured)} {noun}" if texts.held_out else few
+    digest = hashlib.sha256("".join(tokenizer.files().values()).encode())
+    for row in texts.rows:
+        digest.update(repr(row.example).encode())
     return Dataset(
         tokenizer=tokenizer,
         batch=shuffled_batches(train, rows=rows, seed=seed),
@@ -123,55 +139,34 @@ def dataset_of_examples(texts: ExampleTexts, max_vocab_size: int | None, *, rows
         row_tokens=n_tokens / len(train),
         held_out=[pad_batch(examples[i : i + _MEASURED_AT_ONCE]) for i in range(0, len(examples), _MEASURED_AT_ONCE)],
         measured="held-out" if texts.held_out else "training",
-        corpus=f"{len(texts.rows)} {noun}, {n_tokens} training tokens; {short}held-out: {held_out}",
+        corpus=f"{len(texts.rows)} {noun}, {n_tokens} training tokens; held-out: {held_out}{note}",
         prompts=[row.prompt for row in measured[:_PROMPTS]],
         unseen={},
-        digest=_digest(texts),
+        digest=digest.hexdigest(),
     )
 
 
-def _prompts(corpus: Corpus, given: Sequence[str] | None, context: int) -> list[Prompt]:
-    """What samples continue: what --sample-prompt gives, or openings of held-out text. Raises ConfigError."""
-    encode, most = corpus.tokenizer.encode, context // 2
-    if given:
-        prompts = [Prompt(text=text, tokens=encode(text)) for text in given]
-        for prompt in prompts:
-            if len(prompt.tokens) > most:
-                raise ConfigError(
-                    f"--sample-prompt has {len(prompt.tokens)} tokens, and half of the context of {context} is the most"
-                )
-        return prompts
-    openings = [encode(text)[:most] for text in corpus.openings]
-    return [Prompt(text=corpus.tokenizer.decode(tokens), tokens=tokens) for tokens in openings]
+def vocabulary(options: argparse.Namespace) -> Vocabulary:
+    """Settings of the tokenizer to train. Raises ConfigError."""
+    end: str = options.end_token
+    if not end or end.split() != [end] or end == UNKNOWN:
+        raise ConfigError(f"--end-token must be one word other than {UNKNOWN}, not {end!r}")
+    size = preset(options.preset).vocab_size if options.tokenizer == "bpe" else None
+    # An explicit size that the text cannot fill is an error; a preset's size is only an upper bound.
+    fewer = options.vocab_size is None
+    return Vocabulary(kind=options.tokenizer, size=options.vocab_size or size, end_token=end, fewer=fewer)
 
 
-def _dataset_of_text(
-    corpus: Corpus, max_vocab_size: int | None, *, context: int, prompts: Sequence[Prompt], rows: int, seed: int
-) -> Dataset:
-    """Dataset of concatenated documents, in windows of `context` tokens."""
-    order = StepOrder(corpus.train, length=context, windows=rows, seed=seed)
-    n_train, n_held_out, n_words = len(corpus.train), len(corpus.held_out), corpus.tokenizer.vocab_size
-    short = f"; {_vocabulary_note(n_words)}" if n_words < (max_vocab_size or 0) else ""
-    return Dataset(
-        tokenizer=corpus.tokenizer,
-        batch=lambda step: batch_of_windows(torch.from_numpy(order.batch(step))),
-        rows=rows,
-        per_epoch=order.per_epoch,
-        row_tokens=context,
-        held_out=_windows(corpus.held_out, context),
-        measured="held-out",
-        corpus=f"{corpus.n_documents} documents, {n_train} training and {n_held_out} held-out tokens{short}",
-        prompts=prompts,
-        unseen={name: _windows(tokens, context) for name, tokens in corpus.unseen.items()},
-        digest=corpus.digest,
-    )
+def sources(options: argparse.Namespace, names: Sequence[str]) -> Sources:
+    """Text sources of these names, with the flags for reading applied. Raises ConfigError and DataError."""
+    if options.text_key is not None:
+        read = Sources([*(options.pairs or options.data), *(options.unseen or [])], exclude=Path(options.out))
+        if not any(suffix(path) == ".jsonl" for path in read.paths()):
+            raise ConfigError("--text-key needs .jsonl files, and the data has none: omit it")
+    return Sources(names, text_key=options.text_key or DEFAULT_TEXT_KEY, exclude=Path(options.out))
 
 
-def _vocabulary_note(n_words: int) -> str:
-    return f"a vocabulary of {n_words}, the maximum for this text"
-
-
-def _windows(tokens: Tokens, context: int) -> list[Batch]:
+def windows_of(tokens: Tokens, context: int) -> list[Batch]:
     """Batches in which every token but the first is a target once. Groups short windows; the remainder is separate."""
     tokens_N = torch.from_numpy(tokens.astype("int64"))
     n_whole = (len(tokens_N) - 1) // context
@@ -181,8 +176,20 @@ def _windows(tokens: Tokens, context: int) -> list[Batch]:
     return [batch_of_windows(part_RN) for part_RN in (*parts, rest_RN) if len(part_RN) and part_RN.shape[1] > 1]
 
 
-def _digest(texts: ExampleTexts) -> str:
-    digest = hashlib.sha256("".join(texts.tokenizer.files().values()).encode())
-    for row in texts.rows:
-        digest.update(repr(row.example).encode())
-    return digest.hexdigest()
+def _prompts(corpus: Corpus, given: Sequence[str] | None, context: int) -> list[Prompt]:
+    """What samples continue: what --sample-prompt gives, or openings of held-out text. Raises ConfigError."""
+    encode, most = corpus.tokenizer.encode, context // 2
+    if not given:
+        starts = [encode(text)[:most] for text in corpus.openings]
+        return [Prompt(text=corpus.tokenizer.decode(tokens), tokens=tokens) for tokens in starts]
+    prompts = [Prompt(text=text, tokens=encode(text)) for text in given]
+    longest = max(len(prompt.tokens) for prompt in prompts)
+    if longest > most:
+        raise ConfigError(f"--sample-prompt has {longest} tokens, and half of the context of {context} is the most")
+    return prompts
+
+
+def _note(tokenizer: Tokenizer, max_vocab_size: int | None) -> str:
+    """Says if the vocabulary is smaller than the requested maximum."""
+    size = tokenizer.vocab_size
+    return f"; a vocabulary of {size}, the maximum for this text" if size < (max_vocab_size or 0) else ""

@@ -1,11 +1,21 @@
-"""The training loss: cross-entropy with its gradient, loss on batches, held-out bits per byte."""
+"""The training loss: how a device computes it, cross-entropy with its gradient, held-out bits per byte.
+
+         | --compile off     | auto                      | on
+    CPU  | gradients by hand | gradients by hand         | torch's own, compiled (C++)
+    CUDA | torch's own       | compiled where Triton is  | compiled, or an error
+
+Handwritten gradients save memory passes on a CPU; on a GPU they would be thousands of small kernels.
+Shape legend: T tokens, V vocabulary, S tokens of a slice.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from itertools import islice
 from typing import Any
 
@@ -14,20 +24,47 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from model.nn.attention import Attend, CausalAttend
 from model.nn.reference import read_sources
 from model.nn.transformer import Decoder
-from model.train.common.console import print_stderr
-from model.train.common.thread_pool import run_each
+from model.train.attention import TrainingAttend
 from model.train.data.batch import IGNORE_INDEX, Batch
-from model.train.step.attention import TrainingAttend
-from model.train.step.loss_backend import LossBackend, choose_loss_backend
-
-# Shape legend: T tokens, V vocabulary, S tokens of a slice.
+from model.train.reporting.console import print_stderr
+from model.train.thread_pool import run_each
 
 _SLICE_ELEMENTS = 2**18
 """Elements per slice: in float32 they fit into a core's own cache."""
+_CHUNK_ELEMENTS = 2**26
+"""Logits at a time where neither a compiler nor a handwritten gradient avoids float32 copies of all of them."""
+_GROUP = 32
+"""Batches evaluated between checks for a stop."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossBackend:
+    """One way to compute the loss."""
+
+    is_handwritten: bool = False
+    """Whether to use the handwritten gradients of this package instead of autograd."""
+    backend: str | None = None
+    """Backend of torch.compile; None means not compiled."""
+    may_fall_back: bool = False
+    """Whether a compiler failure is only a warning."""
+
+
+def choose_loss_backend(mode: str, device: str, *, has_encoder: bool = False) -> LossBackend:
+    """The backend for --compile (auto | on | off) on a device (cpu | cuda). Raises ValueError.
+
+    Models with an encoder are not compiled: their rows vary in length, and each length would be compiled separately.
+    """
+    is_compiled_by_default = device == "cuda" and not has_encoder and find_spec("triton") is not None
+    if mode == "off" or (mode == "auto" and not is_compiled_by_default):
+        return LossBackend(is_handwritten=device == "cpu")
+    if has_encoder:
+        raise ValueError("--compile on: a model with an encoder is not compiled; omit the flag")
+    return LossBackend(backend="inductor", may_fall_back=mode == "auto")
 
 
 def cross_entropy(logits_TV: Tensor, targets_T: Tensor, *, weight: float, ignore_index: int) -> Tensor:
@@ -78,57 +115,6 @@ def _logits_to_gradient(
     return loss
 
 
-_CHUNK_ELEMENTS = 2**26
-"""Logits at a time where neither a compiler nor a handwritten gradient avoids float32 copies of all of them."""
-
-
-def chunked_cross_entropy(
-    head: Callable[[Tensor], Tensor], hidden_TD: Tensor, targets_T: Tensor, parameters: Sequence[Tensor], size: int
-) -> Tensor:
-    """Nats of head(hidden) summed over the targets that are not ignored, for `size` tokens at a time.
-
-    Its gradient is computed beside it, so that no more than one chunk's logits exist. parameters: those of `head`.
-    """
-    if torch.is_grad_enabled():
-        loss: Tensor = _ChunkedCrossEntropy.apply(hidden_TD, targets_T, head, size, *parameters)  # type: ignore[no-untyped-call]
-        return loss
-    chunks = zip(hidden_TD.split(size), targets_T.split(size), strict=True)
-    return torch.stack([_summed_loss(head(hidden_CD), targets_C) for hidden_CD, targets_C in chunks]).sum()
-
-
-def _summed_loss(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
-    return F.cross_entropy(logits_TV.float(), targets_T, reduction="sum", ignore_index=IGNORE_INDEX)
-
-
-class _ChunkedCrossEntropy(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, hidden_TD: Tensor, targets_T: Tensor, head: Callable[[Tensor], Tensor], size: int, *parameters: Tensor
-    ) -> Tensor:
-        total, gradient_TD = hidden_TD.new_zeros((), dtype=torch.float32), torch.empty_like(hidden_TD)
-        sums = [torch.zeros_like(parameter) for parameter in parameters]
-        for start in range(0, len(hidden_TD), size):
-            chunk = slice(start, start + size)
-            with torch.enable_grad():
-                hidden_CD = hidden_TD[chunk].detach().requires_grad_()
-                loss = _summed_loss(head(hidden_CD), targets_T[chunk])
-            gradient_TD[chunk], *gradients = torch.autograd.grad(loss, [hidden_CD, *parameters])
-            torch._foreach_add_(sums, gradients)
-            total += loss.detach()
-        ctx.save_for_backward(gradient_TD, *sums)
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gradient_TD, *gradients = ctx.saved_tensors
-        return gradient_TD * grad, None, None, None, *torch._foreach_mul(gradients, grad)
-
-
-_GROUP = 32
-"""Batches evaluated between checks for a stop."""
-
-
 class Objective:
     """The decoder's loss on batches, computed in `dtype`."""
 
@@ -136,9 +122,7 @@ class Objective:
         self, decoder: Decoder, device: torch.device, dtype: torch.dtype, loss_backend: LossBackend | None = None
     ) -> None:
         """loss_backend: by default that of the device, not compiled."""
-        self.decoder = decoder
-        self.device = device
-        self.dtype = dtype
+        self.decoder, self.device, self.dtype = decoder, device, dtype
         self.loss_backend = loss_backend or choose_loss_backend("off", device.type)
         backend = self.loss_backend.backend
         self._compiled = torch.compile(self._whole, backend=backend) if backend else None
@@ -173,15 +157,22 @@ class Objective:
         return nats, sum(len(bytes_of[token]) for token in targets)
 
     def _plain(self, batch: Batch, targets_T: Tensor) -> Tensor:
-        decoder = self.decoder
-        matrix = decoder.embedding if decoder.untied_head is None else decoder.untied_head
-        parameters = [matrix] if decoder.head_bias is None else [matrix, decoder.head_bias]
-        size = max(1, _CHUNK_ELEMENTS // decoder.config.vocab_size)
-        return chunked_cross_entropy(self._head, self._hidden(batch, CausalAttend), targets_T, parameters, size)
+        """By autograd; the logits of one chunk of tokens exist at a time, and are computed again for their gradient."""
+        size = max(1, _CHUNK_ELEMENTS // self.decoder.config.vocab_size)
+        chunks = zip(self._hidden(batch, CausalAttend).split(size), targets_T.split(size), strict=True)
+        losses = [
+            checkpoint(self._head_loss, hidden_TD, part_T, use_reentrant=False, preserve_rng_state=False)
+            for hidden_TD, part_T in chunks
+        ]
+        return torch.stack(losses).sum()
 
     def _whole(self, batch: Batch, targets_T: Tensor) -> Tensor:
         """For the compiler, which computes a loss and its gradient from logits in the compute dtype."""
-        return _summed_loss(self._head(self._hidden(batch, CausalAttend)), targets_T)
+        return self._head_loss(self._hidden(batch, CausalAttend), targets_T)
+
+    def _head_loss(self, hidden_TD: Tensor, targets_T: Tensor) -> Tensor:
+        logits_TV = self._head(hidden_TD).float()
+        return F.cross_entropy(logits_TV, targets_T, reduction="sum", ignore_index=IGNORE_INDEX)
 
     def _compiled_or_plain(self, batch: Batch, targets_T: Tensor) -> Tensor:
         assert self._compiled is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,11 +18,10 @@ from model.nn.attention import CausalAttend
 from model.nn.layers import RMSNorm
 from model.nn.transformer import Decoder
 from model.presets import preset, reshaped
+from model.train import objective
+from model.train.attention import TrainingAttend
 from model.train.data.batch import IGNORE_INDEX, Batch, batch_of_windows
-from model.train.step import loss_backend, objective
-from model.train.step.attention import TrainingAttend
-from model.train.step.loss_backend import CompileMode, LossBackend, choose_loss_backend, missing_for
-from model.train.step.objective import Objective, cross_entropy
+from model.train.objective import LossBackend, Objective, choose_loss_backend, cross_entropy
 
 pytestmark = pytest.mark.slow
 
@@ -32,56 +30,28 @@ _HANDWRITTEN, _PLAIN = LossBackend(is_handwritten=True), LossBackend()
 
 
 @pytest.mark.parametrize(
-    ("requested", "device", "missing", "expected"),
+    ("requested", "device", "has_triton", "expected"),
     [
-        ("auto", "cpu", None, _HANDWRITTEN),
-        ("off", "cpu", None, _HANDWRITTEN),
-        ("on", "cpu", "", LossBackend(backend="inductor")),
-        ("auto", "cuda", "", LossBackend(backend="inductor", may_fall_back=True)),
-        ("auto", "cuda", "triton", _PLAIN),
-        ("off", "cuda", None, _PLAIN),
-        ("on", "cuda", "", LossBackend(backend="inductor")),
-        ("on", "cuda", "triton", None),
+        ("auto", "cpu", True, _HANDWRITTEN),
+        ("off", "cpu", True, _HANDWRITTEN),
+        ("on", "cpu", False, LossBackend(backend="inductor")),
+        ("auto", "cuda", True, LossBackend(backend="inductor", may_fall_back=True)),
+        ("auto", "cuda", False, _PLAIN),
+        ("off", "cuda", True, _PLAIN),
+        ("on", "cuda", True, LossBackend(backend="inductor")),
     ],
 )
 def test_a_gpu_compiles_and_a_cpu_has_its_gradients_by_hand(
-    requested: CompileMode,
-    device: str,
-    missing: str | None,
-    expected: LossBackend | None,
-    monkeypatch: pytest.MonkeyPatch,
+    requested: str, device: str, has_triton: bool, expected: LossBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without need, nothing is searched for a compiler."""
-    monkeypatch.setattr(loss_backend, "missing_for", (lambda _: missing) if missing is not None else None)
-    if expected is None:
-        with pytest.raises(ValueError, match="--compile on needs triton"):
-            choose_loss_backend(requested, device)
-    else:
-        assert choose_loss_backend(requested, device) == expected
+    monkeypatch.setattr(objective, "find_spec", lambda _: object() if has_triton else None)
+    assert choose_loss_backend(requested, device) == expected
 
 
 def test_an_encoder_is_never_compiled() -> None:
     assert choose_loss_backend("auto", "cuda", has_encoder=True) == _PLAIN
     with pytest.raises(ValueError, match="encoder is not compiled"):
         choose_loss_backend("on", "cpu", has_encoder=True)
-
-
-def test_what_a_compiler_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    tool = tmp_path / "tool"
-    tool.write_text("#!/bin/sh\n")
-    tool.chmod(0o755)
-    (tmp_path / "Python.h").write_text("")
-    here, nowhere = {"CXX": str(tool), "CC": str(tool)}, {"CXX": "no-such-tool", "CC": "no-such-tool"}
-    monkeypatch.setattr(loss_backend.sysconfig, "get_path", lambda _: str(tmp_path))
-    monkeypatch.setattr(loss_backend, "find_spec", lambda _: None)
-    assert missing_for("cpu", here) == ""
-    assert "C++ compiler (no-such-tool" in missing_for("cpu", nowhere)
-    assert "triton" in missing_for("cuda", here)
-    monkeypatch.setattr(loss_backend, "find_spec", lambda _: object())
-    assert missing_for("cuda", here) == ""
-    assert "a C compiler (no-such-tool" in missing_for("cuda", nowhere)
-    (tmp_path / "Python.h").unlink()
-    assert "python3-dev" in missing_for("cpu", here)
 
 
 @pytest.mark.parametrize("native", [True, False])
