@@ -7,7 +7,8 @@ the rows. The summed gradients are those of one process with as many micro-batch
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
 
@@ -74,13 +75,19 @@ class ProcessGroup:
         except RuntimeError:  # the process that hosts the store has ended, and reported why
             return False
 
-    def all_reduce_sum(self, tensors: Sequence[Tensor]) -> None:
-        """Replaces each tensor with its sum over all ranks, by a single all-reduce."""
-        if self.size > 1:
-            flat = torch.cat([tensor.flatten() for tensor in tensors])
-            self._collective(lambda: dist.all_reduce(flat))
+    def start_sum(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
+        """Begins a single all-reduce of all tensors; the result waits for it, and replaces each with its sum."""
+        if self.size == 1:
+            return lambda: None
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        work = self._collective(lambda: dist.all_reduce(flat, async_op=True))
+
+        def finish() -> None:
+            self._collective(work.wait)
             sums = flat.split([tensor.numel() for tensor in tensors])
             torch._foreach_copy_(list(tensors), [x.view_as(tensor) for x, tensor in zip(sums, tensors, strict=True)])
+
+        return finish
 
     def all_reduce_max(self, seconds: float, signal_number: int) -> tuple[float, int]:
         """Maximum of each value over all ranks: clocks differ, and a signal may have reached only one rank."""
@@ -104,6 +111,59 @@ class ProcessGroup:
             return exchange()
         except RuntimeError as error:
             raise PeerExited(f"another process of this run has exited, so this one exits too ({error})") from None
+
+
+_BUCKET_BYTES = 25 << 20
+"""Gradients of an all-reduce: large enough for the bandwidth, and several to a model."""
+
+
+class GradientSums:
+    """Sums of gradients over all ranks, bucket by bucket: those of the last layers, which are there first, go first.
+
+    Every rank sends the same buckets in the same order, whether backward computes the others meanwhile or not.
+    """
+
+    def __init__(self, ranks: ProcessGroup, parameters: Sequence[Tensor], bucket_bytes: int = _BUCKET_BYTES) -> None:
+        self._ranks = ranks
+        self._buckets: list[list[Tensor]] = [[]]
+        for parameter in reversed(parameters):
+            if sum(p.nbytes for p in self._buckets[-1]) >= bucket_bytes:
+                self._buckets.append([])
+            self._buckets[-1].append(parameter)
+        self._missing: list[set[int]] = []
+        self._finish: list[Callable[[], None]] = []
+
+    @contextmanager
+    def overlapped(self) -> Iterator[None]:
+        """Sends what the last backward pass of a step, in this block, has completed."""
+        self._missing = [{id(parameter) for parameter in bucket} for bucket in self._buckets]
+        hooks = [p.register_post_accumulate_grad_hook(self._add) for bucket in self._buckets for p in bucket]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def finish(self) -> None:
+        """Sends the remaining buckets, and replaces all gradients with their sums."""
+        while len(self._finish) < len(self._buckets):
+            self._send()
+        for finish in self._finish:
+            finish()
+        self._finish.clear()
+
+    def _add(self, parameter: Tensor) -> None:
+        for missing in self._missing:
+            missing.discard(id(parameter))
+        while len(self._finish) < len(self._buckets) and not self._missing[len(self._finish)]:
+            self._send()
+
+    def _send(self) -> None:
+        bucket = self._buckets[len(self._finish)]
+        for parameter in bucket:
+            if parameter.grad is None:  # the step does not use it
+                parameter.grad = torch.zeros_like(parameter)
+        self._finish.append(self._ranks.start_sum([p.grad for p in bucket if p.grad is not None]))
 
 
 def join(environment: Mapping[str, str] = os.environ, *, device: str) -> ProcessGroup:

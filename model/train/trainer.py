@@ -16,7 +16,7 @@ from model.device import choose_dtype
 from model.nn.transformer import Decoder
 from model.train.data.batch import Batch
 from model.train.data.sources import DataError
-from model.train.distributed import ProcessGroup
+from model.train.distributed import GradientSums, ProcessGroup
 from model.train.objective import Objective, choose_loss_backend
 from model.train.optimizer import ParameterUpdates
 from model.train.thread_pool import map_shares, run_each
@@ -115,6 +115,9 @@ class Trainer:
         self.micro_windows = micro_windows
         """Rows per micro-batch; None means as many as fit."""
         self._may_shrink = micro_windows is None
+        self._sums = GradientSums(ranks, list(self.decoder.parameters()))
+        self._has_fit = False
+        """Whether a step has fit into memory, so that the next one may send gradients before its end."""
 
     def gradients(self, batch: Batch, check_stop: Callable[[], None] = lambda: None) -> tuple[float, float]:
         """(mean loss in nats per target, norm of its gradient) over the rows of all ranks; clips the gradients.
@@ -122,13 +125,17 @@ class Trainer:
         check_stop: called before each micro-batch. If it raises, the state is that of the last complete step.
         """
         share, n_targets = self.ranks.share(batch), batch.n_targets
+        overlaps = self._has_fit and self.ranks.size > 1 and not self.objective.loss_backend.is_handwritten
+        accumulate = self._accumulate_overlapped if overlaps else self._accumulate
         while True:
             try:
-                loss = self._accumulate(share, n_targets, check_stop)
+                loss = accumulate(share, n_targets, check_stop)
                 break
             except torch.OutOfMemoryError:
-                self._halve_micro_batch(len(share.inputs_RN))
-        self.ranks.all_reduce_sum([loss, *(p.grad for p in self.decoder.parameters() if p.grad is not None)])
+                self._halve_micro_batch(len(share.inputs_RN), may_shrink=not overlaps)
+        self._has_fit = True
+        self._sums.finish()
+        self.ranks.start_sum([loss])()
         # The only synchronization with the device in a step: later work is launched while the update runs.
         nats, norm = torch.stack([loss.float(), self.optimizer.clip().float()]).tolist()
         return nats, norm
@@ -202,10 +209,22 @@ class Trainer:
             parameter.grad = gradient
         return torch.stack([loss for loss, _ in results]).sum()
 
-    def _halve_micro_batch(self, rows: int) -> None:
+    def _accumulate_overlapped(self, share: Batch, n_targets: int, check_stop: Callable[[], None]) -> Tensor:
+        """_accumulate() on one thread; sends gradients to the other ranks while backward computes the rest."""
+        self.decoder.zero_grad(set_to_none=True)
+        losses, parts = list[Tensor](), share.split(self.micro_batch_rows(share))
+        for part in parts:
+            check_stop()
+            loss = self.objective.loss_sum(part, 1 / n_targets)
+            with self._sums.overlapped() if part is parts[-1] else nullcontext():
+                loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
+    def _halve_micro_batch(self, rows: int, *, may_shrink: bool) -> None:
         """Halves the micro-batch after the device ran out of memory."""
         tried = min(rows, self.micro_windows or rows)
-        if tried == 1 or not self._may_shrink:
+        if tried == 1 or not self._may_shrink or not may_shrink:
             raise DataError(
                 f"{tried} windows at once do not fit into the device's memory: lower --micro-windows or --context"
             ) from None

@@ -8,14 +8,17 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from model.train.data.batch import Batch
 from model.train.data.sources import DataError
-from model.train.distributed import ProcessGroup, join
+from model.train.distributed import GradientSums, ProcessGroup, join
 from model.train.objective import LossBackend
 from tests.support.model.training_runs import EXACT, TINY, state_of, train, weights_of
 
@@ -122,6 +125,45 @@ def test_what_all_ranks_find_is_told_once(tmp_path: Path, text: Path, flags: str
     assert ranks.exit_codes() == [code, code], ranks.printed("err")
     told = "".join(ranks.printed("err" if code else "out"))
     assert told.count(words) == 1 and (code == 0 or told.count("\n") == 1)
+
+
+def test_gradients_are_sent_while_backward_computes_others() -> None:
+    """Buckets go in one order, those of the last layers first, also where nothing overlaps or a parameter is unused."""
+    sent: list[tuple[list[int], int]] = []
+
+    class Ranks(ProcessGroup):
+        """Two, of which the other one has the same gradients."""
+
+        def start_sum(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
+            sent.append(([tensor.numel() for tensor in tensors], sum(p.grad is not None for p in parameters)))
+            return lambda: torch._foreach_mul_(list(tensors), 2)
+
+    layers = [torch.nn.Linear(8, 8, bias=False) for _ in range(6)]
+    unused = torch.nn.Parameter(torch.ones(3))
+    parameters = [*(layer.weight for layer in layers), unused]
+    sums = GradientSums(Ranks(size=2), parameters, bucket_bytes=2 * 8 * 8 * 4)
+    expected = None
+    for overlaps in (False, True):
+        sent.clear()
+        torch.nn.Sequential(*layers).zero_grad()
+        unused.grad = None
+        with sums.overlapped() if overlaps else nullcontext():
+            torch.nn.Sequential(*layers)(torch.ones(1, 8)).sum().backward()
+            assert not sent, "the first bucket waits for the unused parameter"
+        sums.finish()
+        assert [numbers for numbers, _ in sent] == [[3, 64, 64], [64, 64], [64, 64]]
+        gradients = [p.grad for p in parameters]
+        expected = expected or [None if g is None else g.clone() for g in gradients]
+        assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))  # type: ignore[arg-type]
+    parameters.pop()
+    sums = GradientSums(Ranks(size=2), parameters, bucket_bytes=2 * 8 * 8 * 4)
+    sent.clear()
+    torch.nn.Sequential(*layers).zero_grad()
+    with sums.overlapped():
+        torch.nn.Sequential(*layers)(torch.ones(1, 8)).sum().backward()
+        assert [count for _, count in sent] == [2, 4, 6], "each bucket as soon as its gradients are there"
+    sums.finish()
+    assert len(sent) == 3
 
 
 def test_ranks_share_rows_without_losing_one() -> None:
