@@ -28,6 +28,7 @@ from app.common.errors import (
 from app.common.event_loop import TimeSlice
 from app.common.fault_injection import fault
 from app.engine_client.engine_pool import EnginePool
+from app.engine_client.token_stream import Writes
 from app.generation.request import Delta, Finished, GenerationRequest, TokenTable
 from app.generation.session import SessionTimes
 from app.http import sse
@@ -202,7 +203,7 @@ class RequestHandle:
         tokens = [TokenTable() for _ in self.session.choices]
         finished: dict[int, Finished] = {}
 
-        def collect_events() -> bool:
+        def collect_events(_writes: Writes) -> bool:
             """Whether there will be more."""
             self.record_progress()
             while self.session.events:
@@ -216,7 +217,7 @@ class RequestHandle:
             return not self.session.is_done
 
         try:
-            while collect_events():
+            while collect_events([]):
                 await self.session.wait_event(collect_events)
         except Exception as error:
             self.on_error(error)

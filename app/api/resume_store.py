@@ -12,6 +12,8 @@ _MAX_DETACHED = 256
 class ReplayBuffer:
     """The last frames of one stream: as many as fit into `limit` bytes, and always the newest one."""
 
+    __slots__ = ("_frames", "_limit", "_size", "next_number")
+
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._frames: deque[bytes] = deque()

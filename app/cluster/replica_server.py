@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -117,8 +118,8 @@ class _FrameWriter(BodyWriter):
     def is_ready(self) -> bool:
         return self._has_begun and not self._writer.is_closing()
 
-    def write(self, body: bytes) -> None:
-        self._writer.write(frame(BODY, body))
+    def prepare(self, body: bytes) -> tuple[Callable[[bytes], object], bytes]:
+        return self._writer.write, frame(BODY, body)
 
     async def send(self, message: Message) -> None:
         """The application's ASGI send()."""

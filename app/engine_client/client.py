@@ -25,7 +25,7 @@ from app.common.ipc import Cancel, Ready, Submit, WorkerConfig
 from app.common.types import Counters, PromptScores, Request, RequestStarted, StepReport
 from app.engine_client.fair_queue import prompt_tokens
 from app.engine_client.supervisor import TOKENS_TO_CLEAR, WORKER, EngineStopped, Supervisor
-from app.engine_client.token_stream import TokenSource, TokenStream
+from app.engine_client.token_stream import TokenSource, TokenStream, notify
 
 
 def deliver(report: StepReport, streams: Mapping[str, TokenStream], reached: set[TokenStream]) -> list[str]:
@@ -337,8 +337,7 @@ class EngineClient:
 
     def _notify_readers(self) -> None:
         reached, self._reached = self._reached, set()
-        for stream in reached:
-            stream.notify()
+        notify(reached)
 
     def on_ready(self) -> None:
         """The engine accepts requests: sends those that were in flight first; for the supervisor."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from msgspec import Struct
@@ -56,12 +56,26 @@ class TokenSource(Protocol):
         """Submits the open requests of a suspended stream again."""
 
 
+Writes = list[tuple[Callable[[bytes], object], bytes]]
+"""Writes to sockets, as (function, data), which wait until every stream of a report is encoded. A write wakes the
+client that reads the socket; it takes the core, and the caches with it, from the streams that are not encoded yet."""
+Consumer = Callable[[Writes], bool]
+"""Consumes what has arrived where it arrives, and adds what is to be written; it may take(), and must not raise.
+Returns whether the reader need not wake."""
+
+
 class TokenStream:
     """Owned by the event loop. cancel_sequence(), close(), cancel() and pause() cancel its sequences without waiting.
 
     The buffer is bounded: if more than MAX_BUFFERED is buffered and no reader awaits receive(), the stream is
     suspended. It never is while a reader awaits, even if much arrives at once because the event loop was busy.
     """
+
+    __slots__ = (  # every token touches an instance that the caches have lost: a dict would be further misses
+        *("requests", "crash_count", "n_suspensions", "incidents", "work_seconds", "engine", "is_suspended"),
+        *("_source", "_open", "_has_started", "_attempts", "_generated", "_scored", "_arrivals", "_n_buffered"),
+        *("_is_awaited", "_consumer", "_arrived"),
+    )
 
     def __init__(self, requests: Sequence[Request], source: TokenSource) -> None:
         self.requests = tuple(requests)
@@ -87,7 +101,7 @@ class TokenStream:
         self.is_suspended = False
         """Whether it is suspended because its reader does not keep up."""
         self._is_awaited = False
-        self._consume: Callable[[], bool] | None = None
+        self._consumer: Consumer | None = None
         """That of the reader that awaits receive()."""
         self._arrived = asyncio.Event()
 
@@ -111,19 +125,19 @@ class TokenStream:
         """The original requests that have not ended."""
         return [self.requests[index] for index in self._open.values()]
 
-    async def receive(self, consume: Callable[[], bool] | None = None) -> list[Arrival]:
+    async def receive(self, consumer: Consumer | None = None) -> list[Arrival]:
         """Everything that has arrived; empty after wake().
 
         An error, or a SampledEvent with `finish`, is the last item of its sequence.
 
-        consume: called after each report with items for this stream, instead of waking the reader, which would cost
-            more than the items; it may take() them, must not raise, and returns whether the reader need not wake.
+        consumer: called after each report with items for this stream, instead of waking the reader, which would cost
+            more than the items.
         """
-        self._is_awaited, self._consume = True, consume
+        self._is_awaited, self._consumer = True, consumer
         try:
             await self._arrived.wait()
         finally:
-            self._is_awaited, self._consume = False, None
+            self._is_awaited, self._consumer = False, None
         self._arrived.clear()
         return self.take()
 
@@ -217,9 +231,9 @@ class TokenStream:
             del self._open[request_id]
         self._arrivals.append(Arrival(at, index, item))
 
-    def notify(self) -> None:
-        """Lets the reader have what was pushed; for the engine client."""
-        if not (self._consume and self._consume()):
+    def notify(self, writes: Writes) -> None:
+        """Lets the reader have what was pushed; for notify() below, which makes the writes that this adds."""
+        if not (self._consumer and self._consumer(writes)):
             self._arrived.set()
 
     def fail(self, error: EngineError, at: float) -> None:
@@ -229,7 +243,7 @@ class TokenStream:
             self.push(request_id, at, error)
         if names:
             self._source.cancel(names)
-            self.notify()
+            notify([self])
 
     def _suspend(self) -> None:
         """Suspends the stream until its reader has taken what is buffered."""
@@ -241,3 +255,12 @@ class TokenStream:
 
     def _current_id(self, leader: str | None) -> str | None:
         return next((name for name, index in self._open.items() if self.requests[index].id == leader), None)
+
+
+def notify(streams: Iterable[TokenStream]) -> None:
+    """Lets the readers of these streams have what was pushed: first all of them encode, then all is written."""
+    writes: Writes = []
+    for stream in streams:
+        stream.notify(writes)
+    for write, data in writes:
+        write(data)

@@ -20,6 +20,8 @@ _TOKENS_PER_DELTA = 8
 class StreamDecoder:
     """Incremental UTF-8 decoder that emits whole characters; invalid bytes become U+FFFD. Decodes each byte once."""
 
+    __slots__ = ("_decoder", "_is_whole")
+
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._is_whole = True  # no incomplete character is pending
@@ -156,6 +158,11 @@ class TextRules:
 class OutputChoice:
     """Turns a sequence's token events into text deltas. Emits nothing after `ended` is set."""
 
+    __slots__ = (  # as in TokenStream
+        *("index", "echo", "n_tokens", "last_token_at", "logprob_sum", "ended", "_request", "_tokenizer", "_rules"),
+        *("_decoder", "_strips_space", "_is_plain", "_matcher", "_base", "_decoded", "_sent", "_pending_tokens"),
+    )
+
     def __init__(
         self, index: int, request: Request, tokenizer: Tokenizer, rules: TextRules, echo: PromptEcho | None = None
     ) -> None:
@@ -163,6 +170,8 @@ class OutputChoice:
         self.echo = echo
         """The prompt, if it must still be sent before the text."""
         self.n_tokens = 0
+        self.last_token_at: float | None = None
+        """When the engine sampled the last token, in monotonic seconds; None after an interruption. For the session."""
         self.logprob_sum = 0.0
         self.ended: Finished | None = None
         self._request = request
@@ -190,8 +199,6 @@ class OutputChoice:
         if self._is_plain and token is not None and event.logprob is None and event.finish is None:  # nearly all tokens
             self.n_tokens += 1
             text = self._decoder.feed(self._tokenizer.token_bytes(token))
-            self._decoded += len(text)
-            self._sent += len(text)
             return (Delta(self.index, text),) if text else ()
         deltas = self._take_echo()
         text = self._matched(self._decode(event))

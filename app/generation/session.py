@@ -8,9 +8,8 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -19,7 +18,7 @@ from app.common.errors import DeadlineExceeded, EngineError, InvalidRequest, Que
 from app.common.event_loop import LazyTimer
 from app.common.ipc import Ready
 from app.common.types import PromptScores, Request, RequestStarted, SampledEvent, SamplingParams
-from app.engine_client.token_stream import Arrival, Cancelled, Item, TokenStream
+from app.engine_client.token_stream import Arrival, Cancelled, Consumer, Item, TokenStream, Writes
 from app.generation.detokenizer import OutputChoice, PromptEcho, TextRules
 from app.generation.prompt_encoder import EncodedPrompt
 from app.generation.request import CompletionEvent, GenerationRequest, Heartbeat, Queued, Started
@@ -62,12 +61,21 @@ class SessionTimes:
 class GenerationSession:
     """Owns a token stream; the consumer of wait_event() and `events` must always call close()."""
 
+    __slots__ = (  # as in TokenStream
+        *("stream", "choices", "times", "prompt_tokens", "cached_tokens", "inter_token_latencies", "events"),
+        *("last_event_at", "_timeouts", "_deadline", "_paused_at", "_paused_seconds", "_started", "_failure"),
+        *("_queued_at", "_timer", "_consumer"),
+    )
+
     def __init__(
         self, stream: TokenStream, choices: Sequence[OutputChoice], timeouts: Timeouts, times: SessionTimes
     ) -> None:
         self.stream = stream
         self.choices = choices
         self.times = times
+        leaders = [request for request in stream.requests if request.leader is None]
+        self.prompt_tokens = sum(len(leader.prompt) + len(leader.source) for leader in leaders)
+        """Tokens of prompts and sources; a prompt with several choices counts once."""
         self.cached_tokens = 0
         self.inter_token_latencies: list[float] = []
         """Inter-token latencies in seconds since the metrics last collected them."""
@@ -77,9 +85,10 @@ class GenerationSession:
         self._paused_seconds = 0.0
         """Paused seconds since the last token, not yet added to `times.paused_seconds`."""
         self._started: set[int] = set()
-        self._last_tokens: dict[int, float] = {}
         self.events: deque[CompletionEvent] = deque()
         """Events that the consumer has not taken yet, in order."""
+        self._consumer: Consumer | None = None
+        """That of the consumer which awaits wait_event()."""
         self._failure: Exception | None = None
         self.last_event_at = self._queued_at = time.monotonic()
         """When the latest event was made, in monotonic seconds."""
@@ -91,11 +100,6 @@ class GenerationSession:
     def n_tokens(self) -> int:
         """Sampled tokens of all choices."""
         return sum(choice.n_tokens for choice in self.choices)
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of prompts and sources; a prompt with several choices counts once."""
-        return sum(len(r.prompt) + len(r.source) for r in self._leaders())
 
     @property
     def is_done(self) -> bool:
@@ -129,17 +133,18 @@ class GenerationSession:
         self.stream.incidents.append((now, "client resumed the stream"))
         paused = now - (self._paused_at or now)
         self._paused_at, self._queued_at = None, now
-        self._last_tokens.clear()
+        for choice in self.choices:
+            choice.last_token_at = None
         if times.first_token is not None:
             self._paused_seconds += paused
             return
         times.submitted += paused
         times.started = None if times.started is None else times.started + paused
 
-    async def wait_event(self, consume: Callable[[], bool] | None = None) -> bool:
+    async def wait_event(self, consumer: Consumer | None = None) -> bool:
         """Waits for an engine event or a timeout; False if that yields no completion event.
 
-        consume: called instead of waking the caller when something has arrived. It may handle the events; it returns
+        consumer: called instead of waking the caller when something has arrived. It may handle the events; it returns
             whether to wait for more. What it raises is raised here.
 
         Raises EngineError if the request cannot continue.
@@ -148,14 +153,16 @@ class GenerationSession:
             if self._failure:
                 raise self._failure
             self._timer.set(min(self.last_event_at + self._longest_silence, self._limit()))
-            self._on_arrivals(await self.stream.receive(consume and partial(self._run, consume)))
+            self._consumer = consumer
+            self._on_arrivals(await self.stream.receive(consumer and self._consume))
             self._check_timeouts(time.monotonic())
         return bool(self.events)
 
-    def _run(self, consume: Callable[[], bool]) -> bool:
+    def _consume(self, writes: Writes) -> bool:
+        assert self._consumer
         try:
             self._on_arrivals(self.stream.take())
-            return consume() and not self._failure
+            return self._consumer(writes) and not self._failure
         except Exception as error:  # concerns this request, not the engine whose report is being delivered
             self._failure = error
             return False
@@ -227,9 +234,9 @@ class GenerationSession:
         times, at = self.times, arrival.at
         times.first_token = times.first_token or at
         if event.token is not None:
-            if (previous := self._last_tokens.get(arrival.choice)) is not None:
-                self.inter_token_latencies.append(at - previous)
-            self._last_tokens[arrival.choice] = at
+            if choice.last_token_at is not None:
+                self.inter_token_latencies.append(at - choice.last_token_at)
+            choice.last_token_at = at
             if self._paused_seconds:
                 times.paused_seconds, self._paused_seconds = times.paused_seconds + self._paused_seconds, 0.0
             times.last_token = at
@@ -243,20 +250,14 @@ class GenerationSession:
 
     def _record_start(self, arrival: Arrival, started: RequestStarted) -> None:
         # A resumed stream starts again; its cache hits are then its own earlier work.
-        if arrival.choice in self._leader_indices() and arrival.choice not in self._started:
+        if self.stream.requests[arrival.choice].leader is None and arrival.choice not in self._started:
             self.cached_tokens += started.cached_tokens
         self._started.add(arrival.choice)
         if self.stream.n_suspensions:  # the client caused the gap, not the engine
-            self._last_tokens.pop(arrival.choice, None)
+            self.choices[arrival.choice].last_token_at = None
         if self.times.started is None:
             self.times.started = arrival.at
             self._emit(Started())
-
-    def _leader_indices(self) -> list[int]:
-        return [index for index, request in enumerate(self.stream.requests) if request.leader is None]
-
-    def _leaders(self) -> list[Request]:
-        return [self.stream.requests[index] for index in self._leader_indices()]
 
 
 _MAX_LOGPROBS = 200_000

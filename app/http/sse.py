@@ -97,6 +97,8 @@ class BodyWriter:
     A middleware that changes bodies, or keeps them, must remove BODY_WRITER from the scope.
     """
 
+    __slots__ = ("_cycle",)
+
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
 
@@ -110,7 +112,12 @@ class BodyWriter:
 
     def write(self, body: bytes) -> None:
         """Writes a part, which must not be empty; only if `is_ready`."""
-        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        write, data = self.prepare(body)
+        write(data)
+
+    def prepare(self, body: bytes) -> tuple[Callable[[bytes], object], bytes]:
+        """What write() would call, and with which data: the caller may do so until its callback of the loop ends."""
+        return self._cycle.transport.write, b"%x\r\n" % len(body) + body + b"\r\n"
 
 
 BODY_WRITER = "inkstream_body_writer"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from app.api.event_frames import EventFrames
 from app.api.openai.routes import _CompletionsResponder
+from app.engine_client.token_stream import Consumer, Writes
 from app.generation.request import CompletionEvent, Delta, Finished, TokenDetail
 from app.http.errors import ApiError
 
@@ -20,12 +21,18 @@ class _Completion:
 
     is_done = False
     last_event_at = 1.0
+    inter_token_latencies = ()
+    stream = SimpleNamespace(work_seconds=0.0)
 
     def __init__(self, *texts: str) -> None:
         self.events = deque(Delta(0, text) for text in texts)
 
-    async def wait_event(self, consume: Callable[[], bool] | None) -> bool:
-        return not (consume and consume()) and bool(self.events)
+    async def wait_event(self, consumer: Consumer) -> bool:
+        writes: Writes = []
+        must_wake = not consumer(writes)
+        for write, data in writes:
+            write(data)
+        return must_wake and bool(self.events)
 
 
 def _handle(*texts: str) -> Any:
@@ -42,7 +49,7 @@ class _Texts(EventFrames):
     """Frames are texts; cannot encode the text "bad"."""
 
     def __init__(self, *texts: str) -> None:
-        self.handle = _handle(*texts)
+        super().__init__(_handle(*texts))
         self.is_finished = False
 
     def encode(self, event: CompletionEvent) -> bytes:
@@ -64,8 +71,8 @@ class _Writer:
     def __init__(self) -> None:
         self.written: list[bytes] = []
 
-    def write(self, body: bytes) -> None:
-        self.written.append(body)
+    def prepare(self, body: bytes) -> Any:
+        return self.written.append, body
 
 
 def test_nothing_follows_an_error_that_was_written_while_the_task_slept() -> None:

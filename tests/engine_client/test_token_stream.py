@@ -11,7 +11,7 @@ import pytest
 from app.common.errors import EngineFailed, NotReady
 from app.common.types import PromptScores, Request, SampledEvent, StepReport
 from app.engine_client.supervisor import EngineStopped
-from app.engine_client.token_stream import MAX_BUFFERED, Arrival, Cancelled, TokenStream
+from app.engine_client.token_stream import MAX_BUFFERED, Arrival, Cancelled, Consumer, TokenStream, Writes
 from app.generation.request import Started
 from app.generation.session import GenerationSession, SessionTimes, Timeouts
 from tests.support.async_test import async_test
@@ -48,6 +48,7 @@ class _Silent:
 
     ended = echo = None
     n_tokens = 1
+    last_token_at: float | None = None
 
     def add(self, _event: SampledEvent) -> list[Any]:
         return []
@@ -201,7 +202,7 @@ async def test_a_consumer_takes_what_arrives_while_the_reader_sleeps_on() -> Non
     harness = _Harness()
     stream = harness.submit_long(3, 10)
     taken: list[list[Arrival]] = []
-    reader = asyncio.create_task(stream.receive(lambda: taken.append(stream.take()) is None and stream.is_open))
+    reader = asyncio.create_task(stream.receive(lambda _: taken.append(stream.take()) is None and stream.is_open))
     await asyncio.sleep(0)
     for times in (1, 4, 5):
         harness.step(times)
@@ -220,7 +221,7 @@ async def test_what_a_consumer_raises_concerns_its_own_request() -> None:
         for stream in (harness.submit_long(1, 5), harness.submit_long(1, 5))
     )
 
-    def fail() -> bool:
+    def fail(_writes: Writes) -> bool:
         raise ArithmeticError("no text")
 
     reader = asyncio.create_task(broken.wait_event(fail))
@@ -231,3 +232,26 @@ async def test_what_a_consumer_raises_concerns_its_own_request() -> None:
     assert broken.events.popleft() == Started(), "events that came before are handled first"
     with pytest.raises(ArithmeticError):
         await broken.wait_event()
+
+
+@async_test
+async def test_every_stream_encodes_what_a_step_brings_before_anything_is_written() -> None:
+    harness, calls = _Harness(), list[bytes]()
+    streams = [harness.submit((1, 2, name)) for name in range(3)]
+
+    def consumer(stream: TokenStream) -> Consumer:
+        def consume(writes: Writes) -> bool:
+            stream.take()
+            calls.append(b"encoded")
+            writes.append((calls.append, b"written"))
+            return True
+
+        return consume
+
+    readers = [asyncio.create_task(stream.receive(consumer(stream))) for stream in streams]
+    await asyncio.sleep(0)
+    harness.step()
+    await asyncio.sleep(0)
+    assert calls == [b"encoded"] * 3 + [b"written"] * 3
+    for reader in readers:
+        reader.cancel()

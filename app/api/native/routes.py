@@ -47,9 +47,9 @@ class ResumableStream(StoredStream, EventFrames):
         extra: Mapping[str, Any],
         replay_bytes: int,
     ) -> None:
-        super().__init__(resume_store, name=handle.name, owner=owner, replay_bytes=replay_bytes)
+        StoredStream.__init__(self, resume_store, name=handle.name, owner=owner, replay_bytes=replay_bytes)
+        EventFrames.__init__(self, handle)
         self.headers = handle.headers
-        self.handle = handle
         self._id_prefix = f"{handle.name}:"
         self._extra = extra
         self._receipt = schemas.Receipt.of(handle.admitted)
@@ -63,7 +63,7 @@ class ResumableStream(StoredStream, EventFrames):
                 raise ApiError(404, _WEIGHTS_CLOSED, code="events_gone")
             self.handle.service.require_open()  # the engine may be restarting: the stream waits for it
             self.handle.resume()
-        self._is_suspended = False
+        self._is_suspended, self._writer = False, None
         subscription = super().attach()
         self.handle.session.stream.wake()
         return subscription

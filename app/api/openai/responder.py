@@ -116,7 +116,7 @@ class Responder(EventFrames):
     chunk_type: type[OpenAIChunk] = OpenAIChunk
 
     def __init__(self, handle: RequestHandle, body: OpenAIFields, head: dict[str, Any]) -> None:
-        self.handle = handle
+        super().__init__(handle)
         self.started: set[int] = set()
         """Choices of which a chunk was encoded."""
         self._stream = bool(body.stream)
