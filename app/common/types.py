@@ -221,6 +221,8 @@ class Sequence:
     """Prompt and generated tokens, of type "q": the native kernels read them in place."""
     arrival: int
     """Sequence number of arrival: older requests have smaller ones; preemption does not change it."""
+    n_prompt: int = field(init=False)
+    """Tokens of the prompt."""
     max_length: int = field(init=False)
     """Most tokens that it can have."""
     num_computed: int = 0
@@ -244,12 +246,13 @@ class Sequence:
     """Steps skip it until its grammar's next mask is computed; the engine sets this before each plan."""
 
     def __post_init__(self) -> None:
-        self.max_length = self.request.max_length
+        self.n_prompt = len(self.request.prompt)
+        self.max_length = self.n_prompt + self.request.max_tokens
 
     @property
     def num_generated(self) -> int:
         """Tokens sampled so far."""
-        return len(self.tokens) - len(self.request.prompt)
+        return len(self.tokens) - self.n_prompt
 
     @property
     def num_scheduled(self) -> int:
@@ -266,7 +269,7 @@ class Sequence:
     def num_unscored(self) -> int:
         """Prompt tokens whose log-probabilities were requested and not reported yet."""
         is_requested = self.request.prompt_logprobs is not None
-        return max(0, len(self.request.prompt) - 1 - self.num_scored) if is_requested else 0
+        return max(0, self.n_prompt - 1 - self.num_scored) if is_requested else 0
 
     @property
     def max_cached_tokens(self) -> int:
@@ -281,7 +284,7 @@ class Sequence:
     @property
     def has_prompt(self) -> bool:
         """Whether the keys and values of the whole prompt are in the cache."""
-        return self.num_computed >= len(self.request.prompt)
+        return self.num_computed >= self.n_prompt
 
 
 class Chunk(Struct, frozen=True, gc=False):

@@ -93,7 +93,10 @@ class NativeCompute:
             start, stop, sequence = chunk.start, chunk.stop, chunk.sequence
             blocks = sequence.blocks or self._padding_blocks
             assert len(blocks) * BLOCK >= stop, "the kernels would read the blocks of the next sequence"
-            tokens += sequence.tokens[start:stop]
+            if stop - start == 1:
+                tokens.append(sequence.tokens[start])  # faster than a slice
+            else:
+                tokens += sequence.tokens[start:stop]
             chunks += (stop - start, start, blocks.buffer_info()[0])
         table = array("q", chunks)
         addresses = (tokens.buffer_info()[0], table.buffer_info()[0])

@@ -70,7 +70,7 @@ class NativeSampler:
         shape = (self._stride, self.vocab, len(rows), batch.update(self.vocab))
         self._sample(self._handle, self._scratch, self._address, *shape, outputs.address)
         if batch.max_top < 0:
-            tokens = outputs.tokens[: len(rows)]
+            tokens = outputs.tokens[: len(rows)].tolist()
             if min(tokens, default=0) >= 0:
                 return [*map(SampledToken, tokens)]  # faster than a comprehension
             return [SampledToken(token if token >= 0 else None) for token in tokens]
@@ -115,7 +115,7 @@ class _Batch:
     def update(self, vocab: int) -> int:
         """The address of the rows, with the tokens as they are now."""
         assert all(mask.dtype == np.int32 and 32 * len(mask) >= vocab for _, mask in self._masks)
-        self._fields[2::4] = array("q", map(len, self._tokens))
+        self._fields[2::4] = array("q", [*map(len, self._tokens)])  # faster from a list
         self._keepalive = [_as_array(self._tokens[i]) for i in self._counted]
         for i, tokens in zip(self._counted, self._keepalive, strict=True):
             self._fields[4 * i + 1] = tokens.buffer_info()[0]

@@ -228,6 +228,7 @@ class Engine:
         self._ahead = ahead
         self._masks = masks
         self._next: _NextStep | None = None
+        self._has_marked = False
         self._unchecked_steps = 0
         self._check_interval = max(_MIN_STEPS, scheduler.pool.total // _BLOCKS_PER_STEP)
 
@@ -278,8 +279,11 @@ class Engine:
         """Marks the sequences that the next step leaves out: their masks are late or cost too much."""
         if self._masks:
             running = self.scheduler.running
-            for sequence, waits in zip(running, self._masks.must_wait(running), strict=True):
-                sequence.waits_for_mask = waits
+            waits = self._masks.must_wait(running)
+            if self._has_marked or any(waits):
+                for sequence, must_wait in zip(running, waits, strict=True):
+                    sequence.waits_for_mask = must_wait
+                self._has_marked = any(waits)
 
     def _start(self, plan: BatchPlan, announce: Announce) -> _NextStep:
         if plan.started:

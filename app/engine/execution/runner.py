@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from itertools import repeat
-from operator import is_
 from typing import Any, NamedTuple, Protocol
 
 from app.common.fault_injection import fault
@@ -74,10 +72,20 @@ class MaskProvider(Protocol):
         ...
 
 
-class _UnguidedRows(NamedTuple):
-    sequences: list[Sequence]
-    ids: list[str]
-    inputs: list[SamplingInput]
+class _SampledRows:
+    """Sequences that sample, and what of them stays the same while the same sequences do: only their tokens grow."""
+
+    __slots__ = ("ids", "inputs", "is_guided", "sequences")
+
+    def __init__(self, sequences: list[Sequence], masks: Items[Array | None] = ()) -> None:
+        self.sequences = sequences
+        self.ids = [sequence.request.id for sequence in sequences]
+        self.is_guided = any(sequence.request.grammar for sequence in sequences)
+        masks = masks or [None] * len(sequences)
+        self.inputs = [
+            SamplingInput(s.request.params, s.tokens, len(s.request.prompt), s.request.stop_ids, mask)
+            for s, mask in zip(sequences, masks, strict=True)
+        ]
 
 
 class Runner:
@@ -87,7 +95,7 @@ class Runner:
         self.compute = compute
         self.grammars = grammars
         self.sampler = sampler
-        self._unguided = _UnguidedRows([], [], [])
+        self._sampled_rows = _SampledRows([])
 
     def run(self, plan: BatchPlan) -> StepResult:
         """Computes every chunk, samples where a chunk ends a prompt or decodes, and scores prompts if requested."""
@@ -112,34 +120,24 @@ class Runner:
         if not sampling:
             return {}
         logits_SV = self.compute.logits(last_rows)
-        allowed = self.grammars.allowed(sampling) if self.grammars else []
-        if all(map(is_, allowed, repeat(None))):
-            rows = self._unguided_rows(sampling)
-            return self._sample(rows.sequences, rows.ids, rows.inputs, logits_SV)
-        pairs = list(zip(sampling, allowed, strict=True))
-        decided = {s.request.id: result for s, result in pairs if isinstance(result, SampledToken)}
-        open_rows = [row for row, result in enumerate(allowed) if not isinstance(result, SampledToken)]
-        inputs = [_sampling_input(s, mask) for s, mask in pairs if not isinstance(mask, SampledToken)]
-        logits_SV = logits_SV[open_rows] if decided else logits_SV
-        sampling = [sampling[row] for row in open_rows]
-        return decided | self._sample(sampling, [s.request.id for s in sampling], inputs, logits_SV)
+        if sampling != self._sampled_rows.sequences:
+            self._sampled_rows = _SampledRows(sampling)
+        rows = self._sampled_rows
+        if not (rows.is_guided and self.grammars):
+            return dict(zip(rows.ids, self._sample(rows, logits_SV), strict=True))
+        allowed = self.grammars.allowed(sampling)
+        decided = {id_: mask for id_, mask in zip(rows.ids, allowed, strict=True) if isinstance(mask, SampledToken)}
+        masks = {row: mask for row, mask in enumerate(allowed) if not isinstance(mask, SampledToken)}
+        if not masks:
+            return decided
+        logits_SV = logits_SV[[*masks]] if decided else logits_SV
+        rows = _SampledRows([sampling[row] for row in masks], [*masks.values()])
+        sampled = self.grammars.accept_tokens(rows.sequences, self._sample(rows, logits_SV))
+        return decided | dict(zip(rows.ids, sampled, strict=True))
 
-    def _sample(
-        self, sequences: list[Sequence], ids: list[str], inputs: list[SamplingInput], logits_SV: Logits
-    ) -> dict[str, SampledToken]:
-        if not sequences:
-            return {}
-        fault("engine.sample", sequences)
-        sampled = self.sampler.sample(logits_SV, inputs)
-        sampled = self.grammars.accept_tokens(sequences, sampled) if self.grammars else sampled
-        return dict(zip(ids, sampled, strict=True))
-
-    def _unguided_rows(self, sequences: list[Sequence]) -> _UnguidedRows:
-        """The same objects while the same sequences sample: only their tokens grow."""
-        if self._unguided.sequences != sequences:
-            inputs = [_sampling_input(sequence, None) for sequence in sequences]
-            self._unguided = _UnguidedRows(sequences, [sequence.request.id for sequence in sequences], inputs)
-        return self._unguided
+    def _sample(self, rows: _SampledRows, logits_SV: Logits) -> list[SampledToken]:
+        fault("engine.sample", rows.sequences)
+        return self.sampler.sample(logits_SV, rows.inputs)
 
     def _score(self, chunks: Items[Chunk]) -> dict[str, tuple[TokenScore, ...] | None]:
         scores, start = {}, 0
@@ -166,8 +164,3 @@ class Runner:
                 return None
             scores += scored
         return tuple(scores)
-
-
-def _sampling_input(sequence: Sequence, allowed: Array | None) -> SamplingInput:
-    request = sequence.request
-    return SamplingInput(request.params, sequence.tokens, len(request.prompt), request.stop_ids, allowed)

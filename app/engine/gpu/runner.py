@@ -77,13 +77,15 @@ class DeviceRunner:
     def launch(self, plan: BatchPlan) -> InFlightStep:
         """Launches the step without waiting. If it raises, the next step uploads the rows of the plan again."""
         fault("engine.launch", plan)
-        samples = [chunk.stop >= len(chunk.sequence.tokens) for chunk in plan.chunks]  # chunk.samples
-        sampling = [chunk.sequence for chunk in compress(plan.chunks, samples)]
+        sequences = [chunk.sequence for chunk in plan.chunks]
+        stops = [chunk.stop for chunk in plan.chunks]
+        samples = [stop >= len(sequence.tokens) for sequence, stop in zip(sequences, stops, strict=True)]
+        sampling = sequences if all(samples) else [*compress(sequences, samples)]
         if sampling != self._sampled_rows.sequences:  # else the same sequences sample again
             self._sampled_rows = _SampledRows(sampling)
         rows = self._sampled_rows
         n_drawn = self.graphs.rows(max(1, len(sampling)))
-        scores_X = self._forward(plan, samples, n_drawn)
+        scores_X = self._forward(plan, stops, samples, n_drawn)
         decided = self._load_masks(sampling) if rows.is_guided else {}
         if sampling:
             self.graphs.draw(n_drawn)
@@ -129,11 +131,11 @@ class DeviceRunner:
         """Captures parts of steps, which later steps replay. No step may be in flight."""
         self.graphs.capture(capture)
 
-    def _forward(self, plan: BatchPlan, samples: list[bool], n_drawn: int) -> Tensor | None:
+    def _forward(self, plan: BatchPlan, stops: list[int], samples: list[bool], n_drawn: int) -> Tensor | None:
         """Uploads the step and launches its forward pass. Returns the log-probabilities of its prompts, if any."""
-        staged, graphs = _StepUpload(self._steps, plan, samples, n_drawn), self.graphs
-        n_splits = splits(max(staged.stops))
-        if all(samples) and sum(staged.stops) - sum([chunk.start for chunk in plan.chunks]) == len(samples):
+        staged, graphs = _StepUpload(self._steps, plan, stops, samples, n_drawn), self.graphs
+        n_splits = splits(max(stops))
+        if all(samples) and sum(stops) - sum([chunk.start for chunk in plan.chunks]) == len(samples):
             staged.send()
             graphs.decode(n_drawn, n_splits)
             return None
@@ -169,15 +171,19 @@ class DeviceRunner:
 class _StepUpload:
     """The single host-to-device copy of a step: its rows and their updates, and what is added to `upload`."""
 
-    def __init__(self, steps: StepProgram, plan: BatchPlan, samples: list[bool], n_drawn: int) -> None:
+    def __init__(
+        self, steps: StepProgram, plan: BatchPlan, stops: list[int], samples: list[bool], n_drawn: int
+    ) -> None:
         self.upload = Upload()
         self._steps = steps
         self.rows, updates = steps.resident.assign_rows(plan.chunks)
-        self.stops = [chunk.stop for chunk in plan.chunks]
-        rows, lengths = ([*compress(each, samples)] for each in (self.rows, self.stops))
-        n_padding, size = n_drawn - len(rows), steps.drawn_2R.shape[1]
-        self.upload.add([*rows, *[steps.resident.padding_row] * n_padding], size)
-        self.upload.add([*lengths, *[1] * n_padding], size)
+        rows, lengths = array("i", compress(self.rows, samples)), array("i", compress(stops, samples))
+        n_padding, size = n_drawn - len(rows), len(steps.drawn_X) // 2
+        if n_padding:
+            rows.extend([steps.resident.padding_row] * n_padding)
+            lengths.extend([1] * n_padding)
+        self.upload.add(rows, size)
+        self.upload.add(lengths, size)
         self._blocks: list[slice] = []
         if plan.clear or plan.copies:
             columns = (plan.clear, *([pair[side] for pair in plan.copies] for side in (0, 1)))

@@ -168,23 +168,33 @@ class Scheduler:
         """Applies the step's results, except for sequences that have ended in the meantime."""
         self._in_flight.complete(plan)
         events, scores, failed = list[SampledEvent](), list[PromptScores](), list[RequestFailed]()
-        sampled_by_id, block_size = result.sampled, self.pool.block_size
+        sampled_of, block_size = result.sampled.get, self.pool.block_size
         for chunk in plan.chunks:
             sequence = chunk.sequence
             if sequence.ended:
                 continue
             request = sequence.request
-            sampled = sampled_by_id.get(request.id)
+            sampled = sampled_of(request.id)
             if sampled is None or sampled.token is None or request.prompt_logprobs is not None:
                 self._commit_checks(chunk, sampled, result, scores, failed)
                 if sampled is None or sampled is MASK_NOT_READY or sequence.ended:
                     continue
             else:  # most rows: a token and nothing else
-                sequence.num_computed = chunk.stop
-                if chunk.stop // block_size > sequence.num_registered:
+                stop = sequence.num_computed = chunk.stop
+                if stop // block_size > sequence.num_registered:
                     self._allocator.register_prefix(sequence)
-            events.append(event := _append_token(sequence, sampled))
-            if event.finish:
+            if not request.max_tokens:
+                sampled = SampledToken(None, finish=FinishReason.LENGTH)
+            token, finish, tokens = sampled.token, sampled.finish, sequence.tokens
+            index = len(tokens) - sequence.n_prompt
+            if token is not None:
+                tokens.append(token)
+                if token in request.stop_ids:
+                    finish = FinishReason.STOP
+                elif len(tokens) >= sequence.max_length and not sampled.is_undecided:
+                    finish = FinishReason.LENGTH
+            events.append(SampledEvent(request.id, index, token, sampled.logprob, sampled.top, finish))
+            if finish:
                 self._end(sequence)
         return StepReport(events=tuple(events), scores=tuple(scores), failed=tuple(failed), counters=self.counters)
 
@@ -344,22 +354,6 @@ class Scheduler:
     def _remove(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._allocator.release(sequence)
-
-
-def _append_token(sequence: Sequence, sampled: SampledToken) -> SampledEvent:
-    """Appends the token to the sequence, unless none was requested or sampled; returns the event to report."""
-    request, token, tokens = sequence.request, sampled.token, sequence.tokens
-    n_tokens, finish = len(tokens), None
-    index = n_tokens - len(request.prompt)
-    if token is None or not request.max_tokens:
-        finish = sampled.finish if request.max_tokens else FinishReason.LENGTH
-        return SampledEvent(request.id, index, None, finish=finish)
-    tokens.append(token)
-    if token in request.stop_ids:
-        finish = FinishReason.STOP
-    elif n_tokens + 1 >= sequence.max_length and not sampled.is_undecided:
-        finish = FinishReason.LENGTH
-    return SampledEvent(request.id, index, token, sampled.logprob, sampled.top, finish)
 
 
 def _add_prefill_chunks(budget: int, prefilling: list[Sequence], chunks: list[Chunk]) -> int:
