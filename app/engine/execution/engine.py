@@ -20,8 +20,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Callable
-from collections.abc import Sequence as Items
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from app.common.logs import trace_of
 from app.common.types import (
@@ -38,6 +37,9 @@ from app.common.types import (
 from app.engine.memory.device_errors import is_out_of_memory, lost_device
 from app.engine.scheduling.block_allocator import without_ended
 from app.engine.scheduling.scheduler import Scheduler
+
+if TYPE_CHECKING:  # it needs numpy, which the main loop of the process must not wait for
+    from app.engine.guided.grammar_tracker import GrammarTracker
 
 _log = logging.getLogger("inkstream")
 _FAILED = "the engine could not compute this request; the server's log gives the reason under the request's id"
@@ -187,18 +189,6 @@ _MIN_STEPS, _BLOCKS_PER_STEP = 1000, 10
 microsecond, and all of them after every step would take more than a small model's step."""
 
 
-class PendingMasks(Protocol):
-    """Readiness of grammar masks; app/engine/guided/grammar_tracker.py implements it."""
-
-    def must_wait(self, sequences: Items[Sequence], /) -> list[bool]:
-        """Whether the next step leaves out each of the running sequences."""
-        ...
-
-    def wait(self, seconds: float, /) -> None:
-        """Waits for the next mask."""
-        ...
-
-
 class _NextStep(NamedTuple):
     """The step that is completed next; without a handle it was not launched and must be run."""
 
@@ -216,9 +206,9 @@ class Engine:
         ahead: AsyncStepRunner | None = None,
         *,
         release: Callable[[], None] = lambda: None,
-        masks: PendingMasks | None = None,
+        masks: GrammarTracker | None = None,
     ) -> None:
-        """`ahead` is the same runner if it can launch steps. Without `masks`, masks are always ready.
+        """`ahead` is the same runner if it can launch steps. `masks` knows which are ready; without it, all are.
 
         `release` frees the memory that a failed step held (app/engine/memory/memory_plan.py).
         """

@@ -72,14 +72,16 @@ class MaskProvider(Protocol):
         ...
 
 
-class _SampledRows:
+class SampledRows:
     """Sequences that sample, and what of them stays the same while the same sequences do: only their tokens grow."""
 
-    __slots__ = ("ids", "inputs", "is_guided", "sequences")
+    __slots__ = ("counts", "ids", "inputs", "is_guided", "sequences")
 
     def __init__(self, sequences: list[Sequence], masks: Items[Array | None] = ()) -> None:
         self.sequences = sequences
         self.ids = [sequence.request.id for sequence in sequences]
+        self.counts = [sequence.request.params.logprobs for sequence in sequences]
+        """Most likely tokens that are reported; None: no log-probabilities."""
         self.is_guided = any(sequence.request.grammar for sequence in sequences)
         masks = masks or [None] * len(sequences)
         self.inputs = [
@@ -95,7 +97,7 @@ class Runner:
         self.compute = compute
         self.grammars = grammars
         self.sampler = sampler
-        self._sampled_rows = _SampledRows([])
+        self._sampled_rows = SampledRows([])
 
     def run(self, plan: BatchPlan) -> StepResult:
         """Computes every chunk, samples where a chunk ends a prompt or decodes, and scores prompts if requested."""
@@ -121,7 +123,7 @@ class Runner:
             return {}
         logits_SV = self.compute.logits(last_rows)
         if sampling != self._sampled_rows.sequences:
-            self._sampled_rows = _SampledRows(sampling)
+            self._sampled_rows = SampledRows(sampling)
         rows = self._sampled_rows
         if not (rows.is_guided and self.grammars):
             return dict(zip(rows.ids, self._sample(rows, logits_SV), strict=True))
@@ -131,11 +133,11 @@ class Runner:
         if not masks:
             return decided
         logits_SV = logits_SV[[*masks]] if decided else logits_SV
-        rows = _SampledRows([sampling[row] for row in masks], [*masks.values()])
+        rows = SampledRows([sampling[row] for row in masks], [*masks.values()])
         sampled = self.grammars.accept_tokens(rows.sequences, self._sample(rows, logits_SV))
         return decided | dict(zip(rows.ids, sampled, strict=True))
 
-    def _sample(self, rows: _SampledRows, logits_SV: Logits) -> list[SampledToken]:
+    def _sample(self, rows: SampledRows, logits_SV: Logits) -> list[SampledToken]:
         fault("engine.sample", rows.sequences)
         return self.sampler.sample(logits_SV, rows.inputs)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from app.common.fault_injection import fault
 from app.common.types import BatchPlan, Request, SampledToken, Sequence, StepResult, TokenScore
-from app.engine.execution.runner import MaskProvider
+from app.engine.execution.runner import MaskProvider, SampledRows
 from app.engine.execution.warmup_batches import dummies
 from app.engine.gpu.graphs import Capture, StepGraphs
 from app.engine.gpu.kernels.sampling_state import SampleOut, samples_of
@@ -26,23 +26,11 @@ from app.engine.gpu.step import SCORED_ROWS, StepProgram
 from app.engine.sampling.parameters import token_mask
 
 
-class _SampledRows:
-    """Sequences that sample, in the order of the rows of the draw."""
-
-    __slots__ = ("counts", "ids", "is_guided", "sequences")
-
-    def __init__(self, sequences: list[Sequence]) -> None:
-        self.sequences = sequences
-        self.ids = [sequence.request.id for sequence in sequences]
-        self.counts = [sequence.request.params.logprobs for sequence in sequences]
-        """Most likely tokens that are reported; None: no log-probabilities."""
-        self.is_guided = any(sequence.request.grammar for sequence in sequences)
-
-
 class InFlightStep(NamedTuple):
     """A step that was launched and not collected."""
 
-    sampling: _SampledRows
+    sampling: SampledRows
+    """In the order of the rows of the draw."""
     scoring: list[tuple[Request, int]]
     """Requests with scored prompts, and how many of their tokens this step scores."""
     decided: dict[str, SampledToken]
@@ -63,7 +51,7 @@ class DeviceRunner:
         self._steps = graphs.steps
         self._resident = graphs.steps.resident
         self._grammars = grammars
-        self._sampled_rows = _SampledRows([])
+        self._sampled_rows = SampledRows([])
 
     def launchable(self, plan: BatchPlan) -> bool:
         """Whether the step needs no mask, which depends on the tokens of the step before."""
@@ -82,7 +70,7 @@ class DeviceRunner:
         samples = [stop >= len(sequence.tokens) for sequence, stop in zip(sequences, stops, strict=True)]
         sampling = sequences if all(samples) else [*compress(sequences, samples)]
         if sampling != self._sampled_rows.sequences:  # else the same sequences sample again
-            self._sampled_rows = _SampledRows(sampling)
+            self._sampled_rows = SampledRows(sampling)
         rows = self._sampled_rows
         n_drawn = self.graphs.rows(max(1, len(sampling)))
         scores_X = self._forward(plan, stops, samples, n_drawn)
