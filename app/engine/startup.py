@@ -24,7 +24,7 @@ from app.engine.cpu.toolchain.backend_selection import Libraries, SelectedBacken
 from app.engine.execution.engine import Engine
 from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.memory.device_errors import broken_capture, lacked_device_memory
-from app.engine.memory.memory_plan import CacheShape, choose_context, format_table
+from app.engine.memory.memory_plan import CacheShape, choose_context
 from app.engine.scheduling.block_allocator import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from app.engine.startup_checks import check_batch_invariance, check_finite_logits, check_golden
@@ -189,8 +189,8 @@ def _cache_shape(
 def _blocks(config: WorkerConfig, backend: Backend, announce: Announce) -> int:
     """Number of cache blocks; logs the memory plan. Raises ValueError."""
     blocks = backend.plan_memory(config, announce)
-    for line in format_table(blocks.rows):
-        _start_log.info("%s: memory: %s", config.name, line)
+    for row in blocks.rows:
+        _start_log.info("%s: memory: %s", config.name, row)
     return blocks.number
 
 

@@ -11,7 +11,7 @@ The numbers come from torch.cuda, or from a fake in tests.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -37,6 +37,9 @@ class PlanRow(NamedTuple):
     size: int | None
     """Bytes; None: not measured."""
     note: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what}: {mib(self.size)}{f' ({self.note})' if self.note else ''}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,21 +99,6 @@ class MemoryPlan:
         others = f"; {mib(self.other)} are used by other processes" if self.limit < self.share else ""
         setting = f"--gpu-memory-utilization {self.utilization:g} of {mib(self.total)}{others}"
         return f"{mib(self.cache_budget)} are left of {mib(self.limit)} ({setting}) after {used}"
-
-    def utilization_for(self, cache: int) -> float | None:
-        """The least --gpu-memory-utilization, in hundredths, with which a cache of this size fits; None if none."""
-        for hundredths in range(1, 101):
-            if replace(self, utilization=hundredths / 100).cache_budget >= max(1, cache):
-                return hundredths / 100
-        return None
-
-
-def format_table(rows: Sequence[PlanRow]) -> list[str]:
-    """One line per row, in aligned columns."""
-    names, sizes = max(len(row.what) for row in rows), [mib(row.size) for row in rows]
-    width = max(map(len, sizes))
-    notes = [f" ({row.note})" if row.note else "" for row in rows]
-    return [f"{row.what:<{names}}  {size:>{width}}{note}" for row, size, note in zip(rows, sizes, notes, strict=True)]
 
 
 def mib(size: int | None) -> str:
@@ -195,7 +183,8 @@ class CacheShape:
         if affordable < needed:
             raise ValueError(
                 f"a sequence of {self.context} tokens needs {mib(self.cache_bytes(needed))} of cache, and "
-                f"{plan.describe_shortage()}: {self._advice(affordable, plan)}"
+                f"{plan.describe_shortage()}: give a smaller --max-context or --max-running, a larger "
+                "--gpu-memory-utilization, or stop what else uses the GPU"
             )
         if not requested:
             return min(affordable, _MAX_GPU_BLOCKS)
@@ -210,17 +199,6 @@ class CacheShape:
                 f"and {plan.describe_shortage()}: give at most {affordable}"
             )
         return requested
-
-    def _advice(self, affordable: int, plan: MemoryPlan) -> str:
-        """Settings with which one sequence fits, if none fits now."""
-        flags = []
-        if self.source_bytes:  # the sources of all running requests need memory, too
-            flags.append("a smaller --max-context or --max-running")
-        elif affordable:
-            flags.append(f"--max-context {affordable * self.block_size} or less")
-        if utilization := plan.utilization_for(self.cache_bytes(self.needed_blocks)):
-            flags.append(f"--gpu-memory-utilization {utilization:g} or more")
-        return f"give {', or '.join(flags)}" if flags else "use a smaller model, or stop what else uses the GPU"
 
     @property
     def _token_bytes(self) -> int:
