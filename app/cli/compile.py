@@ -6,6 +6,7 @@ Imports only the standard library and the builder, so that the build stage of a 
 from __future__ import annotations
 
 import argparse
+import platform
 import signal
 import sys
 from collections.abc import Sequence
@@ -18,9 +19,8 @@ from app.engine.cpu.toolchain.cpu_target import (
     CompilerNotFound,
     KernelsUnavailable,
     UnsupportedCpu,
-    levels_to_package,
+    levels_of,
     this_level,
-    this_machine,
 )
 from app.engine.cpu.toolchain.library_cache import BuildRecipe
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         if options.check:
             return _check(directory)
-        for level in levels_to_package(*this_machine()) if options.all_levels else (this_level(),):
+        for level in levels_of(platform.machine()) if options.all_levels else (this_level(),):
             _build(BuildRecipe(level=level), need_cache_directory(directory), options)
     except (UnsupportedCpu, CompilerNotFound) as error:
         if not options.quiet:

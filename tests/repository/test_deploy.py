@@ -12,7 +12,7 @@ import yaml
 
 from app.api.health import router
 from app.common.settings import Settings
-from app.engine.cpu.toolchain.cpu_target import NEON, X86_LEVELS, levels_to_package
+from app.engine.cpu.toolchain.cpu_target import NEON, X86_LEVELS, levels_of
 from tests.container.engine import PORTS
 from tests.support import ROOT
 from tests.support.docs_commands import commands
@@ -238,5 +238,5 @@ def test_the_image_is_built_for_amd64_and_arm64() -> None:
         if path.is_file():
             text = re.sub(r"^#.*$", "", path.read_text(), flags=re.MULTILINE)
             assert not re.search(r"x86|amd64|aarch64|arm64|--platform|linux-gnu/", text), path
-    assert levels_to_package("aarch64", "Linux", "") == (NEON,)
-    assert levels_to_package("x86_64", "Linux", "") == X86_LEVELS
+    assert levels_of("aarch64") == (NEON,)
+    assert levels_of("x86_64") == X86_LEVELS

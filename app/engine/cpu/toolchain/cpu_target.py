@@ -1,13 +1,12 @@
 """Detects the instruction-set level that kernels are compiled for.
 
 A level is a name and its compiler flags. x86-64 has four and ARM has one, so that a library built on one machine runs
-on others of the same level (containers move); elsewhere the only level is the machine's own.
+on others of the same level (containers move).
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import platform
 import re
 from collections.abc import Callable
@@ -36,12 +35,11 @@ _REQUIRED_FLAGS = {
     "avx512": _AVX512,
     "avx2": _AVX2,
 }
-_NATIVE_FLAGS = {"x86_64": "-march=native", "aarch64": "-mcpu=native", "ppc64le": "-mcpu=native"}
 _MACHINE_ALIASES = {"amd64": "x86_64", "arm64": "aarch64"}
 
 
 class UnsupportedCpu(KernelsUnavailable):
-    """This CPU is too old for the native kernels; the message lists the missing features."""
+    """The native kernels do not support this CPU; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +49,6 @@ class CpuTarget:
     name: str
     machine: str
     flags: tuple[str, ...]
-    cpu: str = ""
-    """Distinguishes CPUs that the flags do not (-march=native)."""
 
 
 AMX = CpuTarget(name="amx", machine="x86_64", flags=("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"))
@@ -81,18 +77,13 @@ def request_tiles() -> bool:
     return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _TILE_DATA) == 0)
 
 
-def level_of(machine: str, system: str, cpuinfo: str, may_use_tiles: Callable[[], bool] = request_tiles) -> CpuTarget:
-    """The best level of a CPU, from platform.machine(), platform.system() and the text of /proc/cpuinfo.
+def level_of(machine: str, cpuinfo: str, may_use_tiles: Callable[[], bool] = request_tiles) -> CpuTarget:
+    """The best level of a CPU, from platform.machine() and the text of /proc/cpuinfo.
 
     `may_use_tiles` is called for a CPU that has them. Raises UnsupportedCpu.
     """
-    machine = _MACHINE_ALIASES.get(machine.lower(), machine.lower())
-    if (machine, system) == ("aarch64", "Linux"):
+    if levels_of(machine) == (NEON,):
         return NEON
-    if machine != "x86_64" or system != "Linux":
-        flag = _NATIVE_FLAGS.get(machine)
-        cpu = hashlib.sha256("\n".join(sorted(_cpu_identity(cpuinfo))).encode()).hexdigest()
-        return CpuTarget(name="native", machine=machine, flags=(flag,) if flag else (), cpu=cpu)
     # The cores of one machine may differ; only features that all of them have can be used.
     cores = [frozenset(flags.split()) for flags in re.findall(r"^flags\s*:(.*)$", cpuinfo, re.MULTILINE)]
     if not cores:
@@ -104,13 +95,12 @@ def level_of(machine: str, system: str, cpuinfo: str, may_use_tiles: Callable[[]
     raise UnsupportedCpu(f"this CPU has no {', '.join(sorted(_AVX2 - supported))}, which the native kernels need")
 
 
-def levels_to_package(machine: str, system: str, cpuinfo: str) -> tuple[CpuTarget, ...]:
-    """All levels of this machine's architecture, including those above its own. Raises UnsupportedCpu."""
-    try:
-        detected = level_of(machine, system, cpuinfo)
-    except UnsupportedCpu:
-        return X86_LEVELS
-    return _same_machine(detected)
+def levels_of(machine: str) -> tuple[CpuTarget, ...]:
+    """All levels of an architecture (platform.machine()), best first. Raises UnsupportedCpu."""
+    name = _MACHINE_ALIASES.get(machine.lower(), machine.lower())
+    if levels := tuple(level for level in LEVELS if level.machine == name):
+        return levels
+    raise UnsupportedCpu(f"this CPU is neither x86-64 nor 64-bit ARM, but {machine}")
 
 
 def runs_here(level: CpuTarget) -> bool:
@@ -119,31 +109,14 @@ def runs_here(level: CpuTarget) -> bool:
         detected = this_level()
     except UnsupportedCpu:
         return False
-    levels = _same_machine(detected)
+    levels = levels_of(detected.machine)
     return level in levels[levels.index(detected) :]
-
-
-def _same_machine(level: CpuTarget) -> tuple[CpuTarget, ...]:
-    """The levels of an architecture, best first."""
-    return X86_LEVELS if level in X86_LEVELS else (level,)
-
-
-def this_machine() -> tuple[str, str, str]:
-    """Machine, system and the text of /proc/cpuinfo, if it exists."""
-    try:
-        cpuinfo = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        cpuinfo = ""
-    return platform.machine(), platform.system(), cpuinfo
 
 
 def this_level() -> CpuTarget:
     """The best level of this machine, which this process may use from then on. Raises UnsupportedCpu."""
-    return level_of(*this_machine())
-
-
-def _cpu_identity(cpuinfo: str) -> set[str]:
-    """Lines that identify a CPU model, without those that change at run time (MHz)."""
-    names = ("flags", "features", "isa", "cpu", "cpu implementer", "cpu part", "model", "cpu family")
-    lines = (line.partition(":") for line in cpuinfo.splitlines())
-    return {f"{name.strip()}:{value.strip()}" for name, _, value in lines if name.strip().lower() in names}
+    try:
+        cpuinfo = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        cpuinfo = ""
+    return level_of(platform.machine(), cpuinfo)

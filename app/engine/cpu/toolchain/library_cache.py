@@ -50,7 +50,7 @@ class BuildRecipe:
     @property
     def name(self) -> str:
         """File name of the library. Reads the sources."""
-        parts = [str(ABI), self.level.machine, self.level.name, self.level.cpu, *self.flags]
+        parts = [str(ABI), self.level.machine, self.level.name, *self.flags]
         for path in sorted(self.source.iterdir()):
             if path.suffix in (".cpp", ".h"):
                 parts += [path.name, hashlib.sha256(path.read_bytes()).hexdigest()]
