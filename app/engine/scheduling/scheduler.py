@@ -258,10 +258,11 @@ class Scheduler:
             if n_unsampled < 0 or sequence.waits_for_mask or (n_unsampled and start + 1 >= sequence.max_length):
                 continue
             # A leader skips one step, so that its followers share the prompt while no step writes to its blocks.
-            if not (n_unsampled and sequence in leaders) or sequence.has_prompt:
-                chunks.append(Chunk(sequence, start, start + 1))
-                if len(sequence.blocks) * block_size <= start:
-                    growing.append(sequence)
+            if leaders and n_unsampled and sequence in leaders and not sequence.has_prompt:
+                continue
+            chunks.append(Chunk(sequence, start, start + 1))
+            if len(sequence.blocks) * block_size <= start:
+                growing.append(sequence)
         return chunks, growing
 
     def _fill(self, chunks: list[Chunk], *, may_admit: bool = True) -> BatchPlan:
