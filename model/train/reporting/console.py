@@ -71,12 +71,18 @@ def program_name() -> str:
 
 def program_command(verb: str) -> list[str]:
     """The command of a verb, train or serve, in the way this program was started."""
-    program, executable = Path(sys.argv[0]), os.path.relpath(sys.executable)
+    program, executable = Path(sys.argv[0]), _short_path(sys.executable)
     if program.name == "inkstream":
-        return [os.path.relpath(program), verb]
+        return [_short_path(program), verb]
     if program.parent.name == "inkstream":  # python -m inkstream
         return [executable, "-m", "inkstream", verb]
     return [executable, "-m", *{"train": ["model.train"], "serve": ["app", "serve"]}[verb]]
+
+
+def _short_path(program: str | Path) -> str:
+    """Path of a program, relative to the working directory if it is inside."""
+    directory, executable = Path.cwd(), Path(program)
+    return str(executable.relative_to(directory) if executable.is_relative_to(directory) else executable)
 
 
 def is_terminal(stream: TextIO | None) -> bool:
