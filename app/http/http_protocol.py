@@ -187,6 +187,8 @@ class HttpProtocol(HttpToolsProtocol):
                 self._parse(data[start : start + _PIECE_BYTES])
                 self._request_limits.after_parsing()
             self._update_old_deadline()
+            if self._request_limits.phase is ReceivePhase.HEAD and not self._is_busy:
+                self._connections.mark_idle(self.transport, ReceivePhase.HEAD)
         except httptools.HttpParserError as error:
             cause = error.__context__  # an error that a callback of this class raised in the parser
             self._reject(
@@ -230,6 +232,7 @@ class HttpProtocol(HttpToolsProtocol):
         self.expect_100_continue &= version != "1.0"  # RFC 9110, 10.1.1: HTTP/1.0 has no interim responses
         super().on_headers_complete()
         self.flow.resume_reading()  # uvicorn stops reading at a second request, and would miss the client's disconnect
+        self._connections.mark_active(self.transport)
         self._request_limits.phase = ReceivePhase.BODY
         self._is_last = not self.cycle.keep_alive or self._connections.is_draining or not self._is_within_limits
         self.cycle.keep_alive = True  # for now: a response before the end of the body must not close at once
@@ -341,6 +344,7 @@ class HttpProtocol(HttpToolsProtocol):
         elif self._is_busy:
             self._timeouts.set_deadline(max(0.0, self._response_deadline - time.monotonic()))
         elif (phase := self._request_limits.phase) in (ReceivePhase.HEAD, ReceivePhase.DONE):
+            self._connections.mark_idle(self.transport, phase)
             is_head = phase is ReceivePhase.HEAD
             self._timeouts.set_deadline(self._limits.head_seconds if is_head else self._limits.idle_seconds)
 
@@ -390,6 +394,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _linger(self) -> None:
         """Discards input for a moment, then closes the connection."""
         self._request_limits.phase = ReceivePhase.LINGER
+        self._connections.mark_idle(self.transport, ReceivePhase.LINGER)
         self.flow.unblock_reading()
         self.transport.write_eof()
         self._timeouts.set_deadline(self._limits.linger_seconds)

@@ -1,7 +1,11 @@
-"""R6: Clients that send or read very slowly are disconnected at their deadline, and other clients are not delayed.
+"""R6: Clients that send or read very slowly are disconnected at their deadline, connections that send nothing, or half
+a request head, are closed to make room, and other clients are not delayed.
 
-An address that opens too many connections is refused until the deadlines free some; other addresses are served. Behind
-nginx, which is one address to the service, its limit_conn bounds the requests of one client.
+A connection that is being answered, or whose body arrives, is never closed for that.
+
+Behind nginx, which is one address to the service, nginx closes silent and idle connections in the same way, but not
+those with half a head: beyond worker_connections they keep others out until client_header_timeout. Its limit_conn
+bounds the requests of one client.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import pytest
 
 from tests.support import ROOT
 from tests.support.http.nginx import needs_nginx, running_nginx
-from tests.support.http.raw_client import get, post, read_all, status_of
+from tests.support.http.raw_client import STREAM, get, post, read_all, status_of
 from tests.support.http.socket_queues import has_read_all
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server
@@ -143,15 +147,14 @@ def test_without_a_deadline_they_would_stay(serve: Services) -> None:
 
 
 MOST, OF_ONE = 40, 20
-HALF_BODY = post({"prompt": "a" * 100})[:-50]
-CROWDS = {"silent": b"", "half a head": get()[:-2], "idle": get(), "half a body": HALF_BODY}
+HALF_HEAD, HALF_BODY = get()[:-2], post({"prompt": "a" * 100})[:-50]
+CROWDS = {"silent": b"", "half a head": HALF_HEAD, "idle": get()}
 
 
 @pytest.fixture(scope="module")
 def small(serve_module: Services) -> Server:
-    """A service with few connections."""
-    limits = (f"--max-connections={MOST}", f"--max-connections-per-address={OF_ONE}")
-    return serve_module(*limits, *FLAGS, f"--keep-alive-timeout={DEADLINE}", fake_ms=1)
+    """A service that lets few in."""
+    return serve_module(f"--max-connections={MOST}", f"--max-connections-per-address={OF_ONE}", fake_ms=1)
 
 
 @pytest.fixture
@@ -171,24 +174,41 @@ def _dial(url: str, address: str, data: bytes = b"") -> socket.socket:
     return connection
 
 
-def _status(url: str, address: str, request: bytes = b"") -> int:
+def _status(url: str, address: str) -> int:
     body = {"prompt": "a", "max_tokens": 2, "stream": False}
-    with _dial(url, address, request or post(body, "/complete", "Connection: close")) as connection:
+    with _dial(url, address, post(body, "/complete", "Connection: close")) as connection:
         return status_of(read_all(connection))
+
+
+def _is_open(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return bool(connection.recv(65536))
+    except BlockingIOError:
+        return True
+    except ConnectionError:
+        return False
 
 
 @pytest.mark.parametrize("kind", CROWDS)
 @pytest.mark.parametrize("times", [1, 5])
-def test_a_crowd_of_one_address_keeps_no_other_out_and_itself_until_the_deadline(
+def test_a_crowd_keeps_no_other_client_out(
     small: Server, connections: list[socket.socket], promise: Promise, kind: str, times: int
 ) -> None:
-    connections += [_dial(small.url, "127.0.0.2", CROWDS[kind]) for _ in range(OF_ONE * times)]
+    for _ in range(OF_ONE * times):
+        connections += [_dial(small.url, address, CROWDS[kind]) for address in ("127.0.0.2", "127.0.0.3")]
     assert small.wait_for(lambda: has_read_all(small))
-    assert _status(small.url, "127.0.0.2") == 503
-    assert _status(small.url, "127.0.0.2", get("/health/live", "Connection: close")) == 200, "as a probe from a proxy"
-    answers = [_status(small.url, "127.0.0.9") for _ in range(15)]
+    answers = [_status(small.url, address) for address in ("127.0.0.9", "127.0.0.2", "127.0.0.3") for _ in range(5)]
     promise.all_of(f"requests answered beside a crowd that is {kind}", answers.count(200), len(answers))
-    assert small.wait_for(lambda: _status(small.url, "127.0.0.2") == 200, 10)
+
+
+@pytest.mark.parametrize("data", [HALF_BODY, post({**STREAM, "max_tokens": 8000})], ids=["body", "answer"])
+def test_who_has_a_request_is_not_sent_off(small: Server, connections: list[socket.socket], data: bytes) -> None:
+    """The reverse: where no connection is idle, the service evicts none, and existing connections stay."""
+    connections += [_dial(small.url, address, data) for _ in range(OF_ONE) for address in ("127.0.0.2", "127.0.0.3")]
+    assert small.wait_for(lambda: has_read_all(small))  # until then they are as silent as any
+    assert [_status(small.url, address) for address in ("127.0.0.9", "127.0.0.2")] == [503, 503]
+    assert all(_is_open(connection) for connection in connections)
 
 
 @needs_nginx

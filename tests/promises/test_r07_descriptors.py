@@ -24,6 +24,7 @@ from tests.support.services import Services
 
 LIMIT_256 = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))"
 HALF_BODY = post({"prompt": "a" * 100})[:-50]
+"""A client that has sent this has an active request; its connection is never evicted."""
 FLAGS = ("--head-timeout", "3", "--keep-alive-timeout", "3")
 
 
@@ -59,7 +60,7 @@ def _is_well(server: Server) -> bool:
 def test_a_thousand_connections_with_256_descriptors(serve: Services, promise: Promise) -> None:
     server = serve(*FLAGS, sabotage=LIMIT_256)
     before = open_files(server.process.pid)
-    # One address may have half of the limit.
+    # One address may have half of the limit. A connection after that finds no idle one to replace.
     busy = _connect_all(server, 80, HALF_BODY)
     assert server.wait_for(lambda: has_read_all(server))
     busy += _connect_all(server, 920, HALF_BODY)
