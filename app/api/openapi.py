@@ -23,7 +23,7 @@ _ERRORS = {
     403: "Not allowed, for example because of the origin.",
     404: "Unknown model, unknown request, or a request of another key.",
     405: "Method not allowed.",
-    409: "The request with this `Idempotency-Key` is still running.",
+    409: "The request with this `Idempotency-Key` is still running, and its response is too long to repeat.",
     413: "The body is too large.",
     415: "The Content-Type is not JSON.",
     429: "The key's rate limit is exceeded: try again after `Retry-After` seconds.",
@@ -35,7 +35,7 @@ _IDEMPOTENCY_KEY = {
     "name": "Idempotency-Key",
     "in": "header",
     "required": False,
-    "description": "A new text for each request. Sent again with it, a request gets the first one's response.",
+    "description": "A new text for each request. Sent again with it, a request joins the first or gets its response.",
     "schema": {"type": "string", "minLength": 1, "maxLength": 255},
 }
 _KEY = {"type": "http", "scheme": "bearer", "description": "API key, if the service is configured with keys."}

@@ -1,15 +1,16 @@
-"""Idempotency-Key: a POST that a client or proxy sends again gets the response of the first one, and computes nothing.
+"""Idempotency-Key: a POST that a client or proxy sends again joins the first one, or gets its response again.
 
-The header is that of draft-ietf-httpapi-idempotency-key-header. A successful response is kept for a while after its
-end; while it is being made, a second request gets 409. A native stream is resumed from its start instead, running or
-cut, because the resume store has its events.
+The header is that of draft-ietf-httpapi-idempotency-key-header. Requests of one owner to one path with the same key
+share one exchange with the application: every connection gets the same bytes, from the start. The exchange is cancelled
+like any request when its last connection closes; its successful response is kept for a while after its end. A native
+stream that was cut is resumed from its start by the next request with its key, instead of being computed again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from dataclasses import dataclass, field
+from collections import OrderedDict, deque
 
 from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,30 +18,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from app.http.auth import owner_of
 from app.http.errors import ApiError
 from app.http.request_log import record_of, respond
-from app.http.sse import BODY_WRITER
+from app.http.sse import BODY_WRITER, until_disconnect
 
 _MAX_KEY_LENGTH = 255
-_MAX_KEPT = 256
+_MAX_FINISHED = 256
+_NO_BODY: Message = {"type": "http.request", "body": b"", "more_body": False}
 _Name = tuple[str, str, bytes]
-
-
-@dataclass(slots=True, eq=False)
-class _Exchange:
-    """The first request with a key, and its response as far as it is kept."""
-
-    digest: bytes
-    """SHA-256 of the body."""
-    messages: list[Message] = field(default_factory=list)
-    size: int = 0
-    stream_id: str = ""
-    """Id of a native stream, by which the resume store knows it."""
-    is_running: bool = True
-
-    @property
-    def is_repeatable(self) -> bool:
-        """Whether the response is complete, or one that can be resumed."""
-        last = self.messages[-1] if self.messages else {}
-        return bool(self.stream_id) or (last.get("type") == "http.response.body" and not last.get("more_body", False))
 
 
 class IdempotencyMiddleware:
@@ -48,14 +31,17 @@ class IdempotencyMiddleware:
 
     Args:
         max_body_bytes: longer bodies go to the application as they are, which rejects them.
-        replay_bytes: longer responses are not kept, unless they are native streams.
-        seconds: how long a response is kept after its end; at most 256 are.
+        replay_bytes: longer responses are not kept: a request with such a key gets 409 while it runs, later a new one.
+        seconds: how long a finished response is kept; at most 256 are.
     """
 
     def __init__(self, app: ASGIApp, *, max_body_bytes: int, replay_bytes: int, seconds: float) -> None:
         self._app = app
         self._max_body_bytes, self._replay_bytes, self._seconds = max_body_bytes, replay_bytes, seconds
         self._exchanges: dict[_Name, _Exchange] = {}
+        self._finished: OrderedDict[_Name, asyncio.TimerHandle] = OrderedDict()
+        self._cut: dict[_Name, tuple[bytes, str]] = {}
+        """Digest of the body and stream id of native streams whose clients are away."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         values = [value for name, value in scope.get("headers", ()) if name == b"idempotency-key"]
@@ -65,23 +51,31 @@ class IdempotencyMiddleware:
         request = Request(scope)
         if len(values) > 1 or not 0 < len(values[0]) <= _MAX_KEY_LENGTH:
             message = f"send one header Idempotency-Key of 1 to {_MAX_KEY_LENGTH} characters"
-            await respond(request, _error(400, message))(scope, receive, send)
+            await respond(request, ApiError(400, message, param="Idempotency-Key"))(scope, receive, send)
             return
         messages = await self._read_body(receive)
-        receive = _replaying(messages, receive)
         if messages[-1].get("more_body", True):  # too long, or the client has disconnected
-            await self._app(scope, receive, send)
+            await self._app(scope, _replaying(messages, receive), send)
             return
         digest = hashlib.sha256(b"".join(message["body"] for message in messages)).digest()
         name = owner_of(request), scope["path"], values[0]
+        known, stream_id = self._cut.get(name, (digest, ""))
         exchange = self._exchanges.get(name)
-        if exchange is None:
-            await self._run(name, _Exchange(digest), scope, receive, send)
-        elif error := _reason_against(exchange, digest):
+        if error := exchange.reason_against(digest) if exchange else _reason_against(known, digest):
             await respond(request, error)(scope, receive, send)
-        else:
+            return
+        if exchange or stream_id:
             record_of(request).outcome = "replayed"
-            await self._repeat(name, exchange, scope, receive, send)
+            send = _with_header(send, (b"idempotent-replayed", b"true"))
+        if exchange is None:
+            inner, messages = (_resumption(scope, stream_id), [_NO_BODY]) if stream_id else (scope, messages)
+            exchange = self._exchanges[name] = _Exchange(self._app, inner, messages, digest, self._replay_bytes)
+        try:
+            await until_disconnect(exchange.deliver(send), receive)
+        finally:
+            scope["route"] = exchange.scope.get("route")  # for the request log
+            if not exchange.positions:
+                await self._release(name, exchange)
 
     async def _read_body(self, receive: Receive) -> list[Message]:
         """The messages of the body, of which the last has `more_body` if it is too long."""
@@ -95,83 +89,137 @@ class IdempotencyMiddleware:
                 break
         return messages
 
-    async def _run(self, name: _Name, exchange: _Exchange, scope: Scope, receive: Receive, send: Send) -> None:
-        self._exchanges[name] = exchange
-        is_kept = bool(self._seconds)
-
-        async def record(message: Message) -> None:
-            nonlocal is_kept
-            if message["type"] == "http.response.start":
-                is_kept = is_kept and message["status"] < 300
-                exchange.stream_id = _native_stream_id(scope, message) if is_kept else ""
-            exchange.size += len(message.get("body", b""))
-            if is_kept and not exchange.stream_id and exchange.size <= self._replay_bytes:
-                exchange.messages.append(message)
-            else:
-                exchange.messages.clear()
-            await send(message)
-
-        scope.pop(BODY_WRITER, None)
-        try:
-            await self._app(scope, receive, record)
-        finally:
-            exchange.is_running = False
-            if is_kept and exchange.is_repeatable:
-                self._keep(name, exchange)
-            else:
-                self._forget(name, exchange)
-
-    def _keep(self, name: _Name, exchange: _Exchange) -> None:
-        asyncio.get_running_loop().call_later(self._seconds, self._forget, name, exchange)
-        if len(self._exchanges) > _MAX_KEPT:
-            oldest = next(name for name, each in self._exchanges.items() if not each.is_running)
-            del self._exchanges[oldest]
-
-    def _forget(self, name: _Name, exchange: _Exchange) -> None:
-        if self._exchanges.get(name) is exchange:
-            del self._exchanges[name]
-
-    async def _repeat(self, name: _Name, exchange: _Exchange, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_repeated(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                if message["status"] >= 300:  # of the resumption: the events are gone, and the key starts anew
-                    self._forget(name, exchange)
-                message = {**message, "headers": [*message["headers"], (b"idempotent-replayed", b"true")]}
-            await send(message)
-
-        if not exchange.stream_id:
-            for message in exchange.messages:
-                await send_repeated(message)
+    async def _release(self, name: _Name, exchange: _Exchange) -> None:
+        """Called when the last connection is gone: keeps a complete response, cancels an incomplete one."""
+        self._forget(name)
+        loop = asyncio.get_running_loop()
+        if exchange.is_repeatable and self._seconds:
+            self._exchanges[name] = exchange
+            self._finished[name] = loop.call_later(self._seconds, self._forget, name)
+            if len(self._finished) > _MAX_FINISHED:
+                self._forget(next(iter(self._finished)))
             return
-        path = f"/complete/{exchange.stream_id}/events"
-        resumption = {"method": "GET", "path": path, "raw_path": path.encode("ascii"), "query_string": b"after=-1"}
-        inner = {**scope, **resumption}
+        if (stream_id := exchange.native_stream_id) and self._seconds:
+            self._cut[name] = cut = exchange.digest, stream_id
+            loop.call_later(self._seconds, lambda: self._cut.get(name) is cut and self._cut.pop(name))
+        await exchange.cancel()
+
+    def _forget(self, name: _Name) -> None:
+        self._exchanges.pop(name, None)
+        self._cut.pop(name, None)
+        if timer := self._finished.pop(name, None):
+            timer.cancel()
+
+
+class _Exchange:
+    """One run of the application, whose response any number of connections read; it waits for the fastest of them.
+
+    Up to `replay_bytes` of the response are kept. A connection that falls further behind than that ends incomplete.
+    """
+
+    def __init__(self, app: ASGIApp, scope: Scope, body: list[Message], digest: bytes, replay_bytes: int) -> None:
+        self.scope = {key: value for key, value in scope.items() if key != BODY_WRITER}
+        self.digest = digest
+        self.positions: dict[object, int] = {}
+        """How many messages each connection has sent."""
+        self._replay_bytes = replay_bytes
+        self._head: Message = {}
+        self._messages: deque[Message] = deque()
+        self._first = 0
+        """The number of the first message that is kept."""
+        self._size = 0
+        self._can_replay = True
+        self._changed = asyncio.Event()
+        self._is_cancelled = asyncio.Event()
+        self._task = asyncio.ensure_future(app(self.scope, _replaying(body, self._wait_cancelled), self._send))
+        self._task.add_done_callback(self._notify)
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether the response is complete, kept from its start, and one that a retry would not change."""
+        if not self._can_replay or self._head.get("status", 500) >= 300:
+            return False
+        return self._messages[-1]["type"] == "http.response.body" and not self._messages[-1].get("more_body", False)
+
+    @property
+    def native_stream_id(self) -> str:
+        """The id by which the resume store knows this stream; empty for every other response."""
+        headers = dict(self._head.get("headers", ()))
+        is_stream = headers.get(b"content-type", b"").startswith(b"text/event-stream")
+        is_native = self.scope["path"].startswith("/complete")
+        return headers.get(b"x-request-id", b"").decode("ascii") if is_stream and is_native else ""
+
+    def reason_against(self, digest: bytes) -> ApiError | None:
+        """Why a request with this body's digest cannot join."""
+        if self._can_replay or digest != self.digest:
+            return _reason_against(self.digest, digest)
+        message = "the request with this Idempotency-Key is still running, and its response is too long to repeat"
+        return ApiError(409, message, param="Idempotency-Key", code="idempotency_key_in_use")
+
+    async def deliver(self, send: Send) -> None:
+        """Sends the response from its start. Raises what the application raised."""
+        connection = object()
+        self.positions[connection] = position = 0
         try:
-            await self._app(inner, receive, send_repeated)
+            while not self._task.done() or position < self._end:
+                if position == self._end:
+                    await self._changed.wait()
+                    continue
+                if position < self._first:
+                    return
+                await send(self._messages[position - self._first])
+                position = self.positions[connection] = position + 1
+                self._notify()
         finally:
-            scope["route"] = inner.get("route")  # for the request log
+            del self.positions[connection]
+            self._notify()
+        self._task.result()
+
+    async def cancel(self) -> None:
+        """Tells the application that the client has disconnected, and waits for its end."""
+        self._is_cancelled.set()
+        self._notify()
+        await asyncio.wait([self._task])
+
+    @property
+    def _end(self) -> int:
+        return self._first + len(self._messages)
+
+    async def _wait_cancelled(self) -> Message:
+        await self._is_cancelled.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        self._head = self._head or message
+        self._messages.append(message)
+        self._size += len(message.get("body", b""))
+        self._notify()
+        end = self._end
+        while not self._is_cancelled.is_set() and all(sent < end for sent in self.positions.values()):
+            await self._changed.wait()
+        self._can_replay = self._can_replay and self._size <= self._replay_bytes
+        slowest = min(self.positions.values(), default=end)
+        while not self._can_replay and self._messages and (self._first < slowest or self._size > self._replay_bytes):
+            self._size -= len(self._messages.popleft().get("body", b""))
+            self._first += 1
+
+    def _notify(self, _: object = None) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
-def _native_stream_id(scope: Scope, start: Message) -> str:
-    """The id of a native stream; empty for every other response."""
-    headers = dict(start["headers"])
-    is_stream = headers.get(b"content-type", b"").startswith(b"text/event-stream")
-    return headers[b"x-request-id"].decode("ascii") if is_stream and scope["path"] == "/complete" else ""
+def _reason_against(known: bytes, digest: bytes) -> ApiError | None:
+    """The error for a key that was sent with another body before."""
+    if known == digest:
+        return None
+    message = "this Idempotency-Key belongs to a request with another body: send each request with a new key"
+    return ApiError(400, message, param="Idempotency-Key", code="idempotency_key_reused")
 
 
-def _reason_against(exchange: _Exchange, digest: bytes) -> ApiError | None:
-    """Why a request with this body's digest gets no response of the first one."""
-    if exchange.digest != digest:
-        message = "this Idempotency-Key belongs to a request with another body: send each request with a new key"
-        return _error(400, message, "idempotency_key_reused")
-    if exchange.is_running and not exchange.stream_id:
-        message = "the request with this Idempotency-Key is still running: send it again later"
-        return _error(409, message, "idempotency_key_in_use")
-    return None
-
-
-def _error(status: int, message: str, code: str | None = None) -> ApiError:
-    return ApiError(status, message, param="Idempotency-Key", code=code)
+def _resumption(scope: Scope, stream_id: str) -> Scope:
+    """The request that resumes a native stream from its start."""
+    path = f"/complete/{stream_id}/events"
+    return {**scope, "method": "GET", "path": path, "raw_path": path.encode("ascii"), "query_string": b"after=-1"}
 
 
 def _replaying(messages: list[Message], receive: Receive) -> Receive:
@@ -182,3 +230,12 @@ def _replaying(messages: list[Message], receive: Receive) -> Receive:
         return next(rest, None) or await receive()
 
     return replay
+
+
+def _with_header(send: Send, header: tuple[bytes, bytes]) -> Send:
+    async def send_with_header(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], header]}
+        await send(message)
+
+    return send_with_header

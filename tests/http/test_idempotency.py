@@ -1,4 +1,4 @@
-"""Requests with an Idempotency-Key: refused while the first one runs, repeated after its end, computed once."""
+"""Requests with an Idempotency-Key: joined while the first one runs, repeated after its end, computed once."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from starlette.types import Message, Receive, Scope, Send
 from app.http.auth import AuthMiddleware
 from app.http.idempotency import IdempotencyMiddleware
 from app.http.request_log import RequestLogMiddleware
-from app.http.sse import until_disconnect
 from tests.support.async_test import async_test
 
 
 class _Application:
-    """Answers with `parts`, after each of which it waits for `step`; counts its calls."""
+    """Answers with `parts`, each when `step` is called; counts its calls, and those that saw a disconnect."""
 
-    def __init__(self, *parts: bytes, status: int = 200) -> None:
+    def __init__(self, parts: tuple[bytes, ...] = (b"one", b"two"), status: int = 200) -> None:
         self.bodies: list[bytes] = []
-        self._parts, self._status = parts or (b"one", b"two"), status
+        self.cancelled = 0
+        self.sent = 0
+        self._parts, self._status = parts, status
         self._steps = asyncio.Semaphore(0)
 
     def step(self, n: int = 1) -> None:
@@ -34,12 +35,20 @@ class _Application:
             message = await receive()
             body, has_more = body + message["body"], message["more_body"]
         self.bodies.append(body)
+        watching = asyncio.ensure_future(receive())
         await send({"type": "http.response.start", "status": self._status, "headers": []})
         for part in self._parts:
-            await send({"type": "http.response.body", "body": part, "more_body": True})
-            if await until_disconnect(self._steps.acquire(), receive) is None:
+            stepping = asyncio.ensure_future(self._steps.acquire())
+            await asyncio.wait({watching, stepping}, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                assert watching.result()["type"] == "http.disconnect"
+                self.cancelled += 1
+                stepping.cancel()
                 return
+            self.sent += 1
+            await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
+        watching.cancel()
 
 
 class _Client:
@@ -47,6 +56,8 @@ class _Client:
 
     def __init__(self, stack: Any, *, key: str | None = "k", body: bytes = b"{}", path: str = "/complete") -> None:
         self.received: list[Message] = []
+        self.is_reading = asyncio.Event()
+        self.is_reading.set()
         self._left = asyncio.Event()
         parts = [body[start : start + 2] for start in range(0, len(body), 2)]
         self._body = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
@@ -78,6 +89,7 @@ class _Client:
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Message) -> None:
+        await self.is_reading.wait()
         self.received.append(message)
 
 
@@ -95,45 +107,51 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 
 @async_test
-async def test_a_second_request_is_refused_while_the_first_one_runs() -> None:
+async def test_two_requests_with_one_key_are_computed_once_and_get_the_same_bytes() -> None:
     app = _Application()
     stack = _stack(app)
     first = _Client(stack)
+    app.step()
     await _until(lambda: first.text == b"one")
     second = _Client(stack)
-    await second.task
-    assert (second.status, b"idempotency_key_in_use" in second.text) == (409, True)
-    app.step(2)
-    await first.task
-    assert (first.text, first.is_repeated, app.bodies) == (b"onetwo", False, [b"{}"])
+    await _until(lambda: len(second.received) == 2)
+    assert second.text == b"one", "it joins at the start of the response, not at its end"
+    app.step()
+    await asyncio.gather(first.task, second.task)
+    assert (first.text, second.text, app.bodies) == (b"onetwo", b"onetwo", [b"{}"])
+    assert (first.is_repeated, second.is_repeated) == (False, True)
 
 
 @async_test
 async def test_a_finished_response_is_repeated_for_a_while_only() -> None:
     app = _Application()
-    stack = _stack(app, seconds=0.1)
+    stack = _stack(app, seconds=0.05)
     app.step(4)
     await _Client(stack).task
     again = _Client(stack)
     await again.task
     assert (again.text, again.is_repeated, len(app.bodies)) == (b"onetwo", True, 1)
-    await asyncio.sleep(0.15)
+    await asyncio.sleep(0.1)
     late = _Client(stack)
     await late.task
     assert (late.text, late.is_repeated, len(app.bodies)) == (b"onetwo", False, 2)
 
 
 @async_test
-async def test_the_key_starts_anew_after_a_connection_that_closed_too_early() -> None:
+async def test_the_application_is_cancelled_when_the_last_connection_leaves_and_not_before() -> None:
     app = _Application()
     stack = _stack(app)
-    first = _Client(stack)
-    await _until(lambda: first.text == b"one")
-    await first.leave()
+    clients = [_Client(stack), _Client(stack)]
+    app.step()
+    await _until(lambda: all(client.text == b"one" for client in clients))
+    await clients[0].leave()
+    assert app.cancelled == 0
+    await clients[1].leave()
+    assert (app.cancelled, len(app.bodies)) == (1, 1)
     app.step(2)
     retry = _Client(stack)
     await retry.task
-    assert (retry.text, retry.is_repeated, len(app.bodies)) == (b"onetwo", False, 2)
+    assert (retry.text, retry.is_repeated) == (b"onetwo", False)
 
 
 @async_test
@@ -151,41 +169,77 @@ async def test_a_key_belongs_to_one_body_one_path_and_to_requests_that_send_it()
     assert app.bodies == [b"a", b"a", b"a"]
 
 
-@pytest.mark.parametrize("app", [_Application(b"x" * 101), _Application(status=503)], ids=["too long", "error"])
 @async_test
-async def test_a_response_that_is_too_long_or_an_error_is_not_kept(app: _Application) -> None:
+async def test_a_response_too_long_to_repeat_is_refused_while_it_runs() -> None:
+    app = _Application(parts=(b"x" * 101, b"end"))
+    stack = _stack(app)
+    first = _Client(stack)
+    app.step()
+    await _until(lambda: len(first.text) == 101)
+    second = _Client(stack)
+    await second.task
+    assert (second.status, b"idempotency_key_in_use" in second.text) == (409, True)
+    app.step()
+    await first.task
+    assert first.text.endswith(b"end")
+    app.step(2)
+    third = _Client(stack)
+    await third.task
+    assert (third.status, third.is_repeated, len(app.bodies)) == (200, False, 2)
+
+
+@async_test
+async def test_an_error_is_not_kept() -> None:
+    app = _Application(status=503)
+    stack = _stack(app)
     app.step(4)
-    stack = _stack(app)
-    for n in (1, 2):
-        client = _Client(stack)
-        await client.task
-        assert (client.is_repeated, len(app.bodies)) == (False, n)
-
-
-@async_test
-async def test_a_failure_is_an_error_and_starts_the_key_anew() -> None:
-    async def app(_scope: Scope, receive: Receive, _send: Send) -> None:
-        await receive()
-        raise RuntimeError("bug")
-
-    stack = _stack(app)
     for _ in range(2):
         client = _Client(stack)
         await client.task
-        assert client.status == 500
+        assert (client.status, client.is_repeated) == (503, False)
+    assert len(app.bodies) == 2
 
 
 @async_test
-async def test_at_most_256_responses_are_kept_and_the_oldest_goes_first() -> None:
-    app = _Application()
+async def test_every_connection_learns_of_a_failure() -> None:
+    async def app(_scope: Scope, receive: Receive, _send: Send) -> None:
+        await receive()
+        await asyncio.sleep(0.01)
+        raise RuntimeError("bug")
+
     stack = _stack(app)
-    app.step(2 * 258)
-    is_repeated = []
-    for n in (*range(257), 256, 0):
-        client = _Client(stack, key=str(n))
-        await client.task
-        is_repeated.append(client.is_repeated)
-    assert is_repeated == [*[False] * 257, True, False]
+    clients = [_Client(stack), _Client(stack)]
+    await asyncio.gather(*(client.task for client in clients))
+    assert [client.status for client in clients] == [500, 500]
+
+
+@async_test
+async def test_a_connection_that_does_not_read_does_not_stop_another_one() -> None:
+    app = _Application(parts=(b"x" * 60,) * 50)
+    stack = _stack(app, replay_bytes=100)
+    slow, fast = _Client(stack), _Client(stack)
+    await _until(lambda: bool(slow.received and fast.received))
+    slow.is_reading.clear()
+    app.step(50)
+    await fast.task
+    assert len(fast.text) == 60 * 50
+    slow.is_reading.set()
+    await slow.task
+    assert slow.text.strip(b"x") == b"" and len(slow.text) < 60 * 50, "it ends incomplete, because the rest is gone"
+
+
+@async_test
+async def test_the_application_waits_for_a_slow_reader() -> None:
+    app = _Application(parts=(b"x",) * 50)
+    client = _Client(_stack(app))
+    await _until(lambda: bool(client.received))
+    client.is_reading.clear()
+    app.step(50)
+    await asyncio.sleep(0.01)
+    assert app.sent == 1
+    client.is_reading.set()
+    await client.task
+    assert client.text == b"x" * 50
 
 
 @async_test
@@ -198,9 +252,12 @@ async def test_a_body_beyond_the_limit_goes_to_the_application_whole() -> None:
 
 
 @pytest.mark.parametrize("key", ["", "k" * 256])
-@async_test
-async def test_a_bad_key_is_refused(key: str) -> None:
-    app = _Application()
-    client = _Client(_stack(app), key=key)
-    await client.task
-    assert (client.status, b"Idempotency-Key" in client.text, app.bodies) == (400, True, [])
+def test_a_bad_key_is_refused(key: str) -> None:
+    @async_test
+    async def check() -> None:
+        app = _Application()
+        client = _Client(_stack(app), key=key)
+        await client.task
+        assert (client.status, b"Idempotency-Key" in client.text, app.bodies) == (400, True, [])
+
+    check()
