@@ -291,6 +291,8 @@ class FailoverStream(StoredStream):
         self._splicer = StreamSplicer(self.name)
         self._is_cancelled = False
         self._started = time.monotonic()
+        self._written_at = 0.0
+        """When tokens were last written while frames() waited, in monotonic seconds."""
 
     @property
     def current_id(self) -> str:
@@ -334,6 +336,7 @@ class FailoverStream(StoredStream):
                 return False
             if output := self._new_tokens(chunk):
                 writer.write(output)
+                self._written_at = time.monotonic()
             return bool(output)
 
         try:
@@ -353,7 +356,14 @@ class FailoverStream(StoredStream):
                         response, parser = starting.result(), EventParser()
                         self._check_cancelled()
                     response.consume = write
-                    if (chunk := await response.next()) is None:
+                    try:
+                        async with asyncio.timeout(_HEARTBEAT_SECONDS):  # a replica may hang without closing anything
+                            chunk = await response.next()
+                    except TimeoutError:
+                        if time.monotonic() >= self._written_at + _HEARTBEAT_SECONDS:
+                            yield PING
+                        continue
+                    if chunk is None:
                         raise ReplicaLost  # the response ended without a final event
                     output = self._splice(parser, chunk) if subscription is self._subscription else b""
                 except ReplicaLost:

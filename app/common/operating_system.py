@@ -21,8 +21,9 @@ _PR_SET_PDEATHSIG = 1
 def die_with_parent() -> None:
     """Asks the kernel to kill this process when its parent exits, even while it hangs or computes. Linux only.
 
-    Strictly, when the *thread* that started it exits: child processes are started from the event loop, which runs in
-    the main thread. If the parent exited before this call, or on other systems, only the closed pipe reveals it.
+    Strictly, when the *thread* that started it exits: start child processes from the main thread or from threads that
+    live as long as the process, such as those of an executor. If the parent exited before this call, or on other
+    systems, only the closed pipe reveals it.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

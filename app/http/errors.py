@@ -132,7 +132,7 @@ def from_validation(error: ValidationError, fields: Mapping[str, Any]) -> ApiErr
             return ApiError(400, f"{'.'.join(map(str, first['loc']))} is required", param=name)
     if name is None:  # the message of an error about several fields starts with the name of one
         return ApiError(400, message, param=message.partition(" ")[0])
-    if name == "prompt" and first["type"].endswith("_type"):
+    if name == "prompt" and len(first["loc"]) > 1 and first["type"].endswith("_type"):  # one of several kinds
         message = "must be text, a list of token ids, a list of texts, or a list of lists of token ids"
     return ApiError(400, f"{name}: {message}", param=name)
 

@@ -149,7 +149,8 @@ class SandboxPool:
 
     async def _start(self) -> None:
         """Starts the first children, which is charged to no tenant; returns when one is ready. Raises EngineFailed."""
-        if self._starting is None or (self._starting.done() and not self.pids):
+        last = self._starting
+        if last is None or (last.done() and (last.cancelled() or last.exception())):
             loop = asyncio.get_running_loop()
             starts = [loop.run_in_executor(None, self._sandbox.start) for _ in range(_WORKERS)]
             for start in starts:

@@ -250,6 +250,18 @@ async def test_comments_fill_the_silence_until_another_replica_takes_over(monkey
 
 
 @async_test
+async def test_comments_fill_the_silence_of_a_replica_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failover_stream, "_HEARTBEAT_SECONDS", 0.01)
+    stream, request = _stream_of(Played(taken(*STARTED, token("Once"), Silent)), max_retries=1)
+    frames = stream.frames(stream.attach(), await request.send())
+    found = b""
+    while found.count(b": ping\n\n") < 3:
+        found += await anext(frames)
+    assert b"Once" in found
+    await frames.aclose()
+
+
+@async_test
 async def test_a_client_that_leaves_a_silence_leaves_no_replica_behind() -> None:
     for turns in range(8):
         late = asyncio.Event()

@@ -24,7 +24,7 @@ HEAD = 1.0
 WALL_CLOCK = {
     "app/api/openai/responder.py",
     "app/chat/template_worker.py",
-    "app/common/terminal_log.py",
+    "app/common/logs.py",
     "app/serving/model_instance.py",
 }
 """Say what time it is, to people."""

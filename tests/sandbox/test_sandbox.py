@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from app.access.tenant_queue import Busy, WorkAccount
-from app.sandbox.sandbox import SandboxError, SandboxPool
+from app.common.errors import EngineFailed
+from app.sandbox.sandbox import Sandbox, SandboxError, SandboxPool
 from tests.support import ROOT
 from tests.support.async_test import async_test
 
@@ -52,6 +53,27 @@ async def test_one_child_answers_question_after_question_of_any_size() -> None:
         assert await pool.put(b"print") == b"print", "what the child prints is no answer"
         assert first <= set(pool.pids), "no child was replaced"
         assert b"INKSTREAM" not in await pool.put(b"environment")
+
+
+@async_test
+async def test_a_child_that_did_not_start_is_started_again_although_another_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failures = [EngineFailed("the first one does not start")]
+    start = Sandbox.start
+
+    def fails_once(sandbox: Sandbox) -> None:
+        if failures:
+            raise failures.pop()
+        start(sandbox)
+
+    monkeypatch.setattr(Sandbox, "start", fails_once)
+    async with aclosing(Pool()) as pool:
+        with pytest.raises(EngineFailed, match="the first one"):
+            await pool.put(b"a")
+        while not pool.pids:  # noqa: ASYNC110 - another child starts meanwhile
+            await asyncio.sleep(0.01)
+        assert await pool.put(b"a") == b"a"
 
 
 @async_test

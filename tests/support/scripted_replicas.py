@@ -65,14 +65,17 @@ class _ScriptedResponse(ReplicaResponse):
     async def play(self) -> Scripted | None:
         """The next part; None at the end."""
         while self._parts and not self._is_closed:
-            match part := self._parts.pop(0):
+            part = self._parts[0]
+            if isinstance(part, asyncio.Event):  # who is cancelled while it waits may ask again
+                await part.wait()
+            elif part is Silent:
+                await asyncio.Event().wait()
+            match self._parts.pop(0):
                 case asyncio.Event():
-                    await part.wait()
+                    pass
                 case type() if part is Lost:
                     raise ReplicaLost
-                case type() if part is Silent:
-                    await asyncio.Event().wait()
-                case bytes() if self.consume and self.consume(part):
+                case bytes(body) if self.consume and self.consume(body):
                     pass
                 case _:
                     return part
