@@ -10,13 +10,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from app.access.api_keys import KeyFileError, StoredKey, add_key, new_key, read_keys, revoke_key, stored
-from model.command_line import OneLineParser, non_negative_int, positive_number
+from model.command_line import OneLineParser
 
 _VARIABLE = "INKSTREAM_KEYS_FILE"
 
 
+class _KeyNotPrinted(Exception):
+    """The new key could not be printed, so it was revoked."""
+
+
 def main(argv: Sequence[str]) -> int:
-    """Exit codes: 0 done, 2 bad arguments or keys file."""
+    """Exit codes: 0 done, 1 a new key could not be printed, 2 bad arguments or keys file."""
     parser = build_parser()
     options = parser.parse_args(argv)
     file = options.keys_file or os.environ.get(_VARIABLE)
@@ -33,11 +37,12 @@ def main(argv: Sequence[str]) -> int:
                 print(f"revoked {options.name}: a running service rejects it within a second", file=sys.stderr)
             case "list":
                 _list(read_keys(Path(file)))
-    except OverflowError:
-        parser.error("--days is too large")
     except KeyFileError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except _KeyNotPrinted as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -56,11 +61,9 @@ def build_parser() -> argparse.ArgumentParser:
         ("--concurrency", "concurrent requests"),
     ]:
         add.add_argument(
-            flag, type=non_negative_int, default=0, metavar="N", help=f"maximum number of {description} (0: unlimited)"
+            flag, type=_count, default=0, metavar="N", help=f"maximum number of {description} (0: unlimited)"
         )
-    add.add_argument(
-        "--days", type=positive_number, metavar="N", help="days until the key expires (default: it does not expire)"
-    )
+    add.add_argument("--days", type=_days, metavar="N", help="days until the key expires (default: it does not expire)")
     for verb in (add, listing, revoke):
         verb.add_argument("--keys-file", metavar="FILE", help=f"file of the keys (default: the variable {_VARIABLE})")
     return parser
@@ -72,14 +75,42 @@ def _add(file: Path, options: argparse.Namespace) -> None:
     add_key(file, stored(key, options.name, **limits, days=options.days))
     if sys.stdout.isatty():
         print("this key is shown only once; the file stores only its hash:", file=sys.stderr)
-    print(key, flush=True)
+    try:
+        print(key, flush=True)
+    except OSError as error:
+        # The interpreter flushes standard output at exit, which must not fail a second time.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        revoke_key(file, options.name)
+        raise _KeyNotPrinted(f"the key could not be printed ({error.strerror}) and was revoked") from None
 
 
 def _list(keys: Sequence[StoredKey]) -> None:
-    print(f"{'NAME':<20} {'CREATED':<10} {'EXPIRES':<20} {'REQUESTS/MIN':>12} {'TOKENS/MIN':>12} {'AT ONCE':>8}")
+    rows: list[tuple[str, ...]] = [("NAME", "CREATED", "EXPIRES", "REQUESTS/MIN", "TOKENS/MIN", "AT ONCE")]
     for key in keys:
-        expires = f"{key.expires:%Y-%m-%d}" if key.expires else "-"
-        if key.expires and key.expires <= datetime.now(UTC):
-            expires += " (expired)"
-        limits = f"{key.requests_per_minute or '-':>12} {key.tokens_per_minute or '-':>12} {key.concurrency or '-':>8}"
-        print(f"{key.name:<20} {key.created:%Y-%m-%d} {expires:<20} {limits}")
+        limits = (key.requests_per_minute, key.tokens_per_minute, key.concurrency)
+        rows.append((key.name, f"{key.created:%Y-%m-%d}", _end(key), *(str(limit or "-") for limit in limits)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _end(key: StoredKey) -> str:
+    if key.expires is None:
+        return "-"
+    return f"{key.expires:%Y-%m-%d}{' (expired)' if key.expires <= datetime.now(UTC) else ''}"
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not text.isascii() or len(text) > 12:
+        raise argparse.ArgumentTypeError("must be a whole number from 0 to 999999999999")
+    return int(text)
+
+
+def _days(text: str) -> float:
+    try:
+        days = float(text)
+    except ValueError:
+        days = 0.0
+    if not 0 < days <= 36500:
+        raise argparse.ArgumentTypeError("must be a number of days above 0, at most 36500")
+    return days

@@ -14,7 +14,7 @@ from typing import Protocol
 from msgspec import Struct
 from msgspec.structs import replace
 
-from app.common.errors import EngineError
+from app.common.errors import EngineError, EngineFailed
 from app.common.types import PromptScores, Request, RequestStarted, SampledEvent
 
 MAX_BUFFERED = 4096
@@ -259,8 +259,15 @@ class TokenStream:
 
 def notify(streams: Iterable[TokenStream]) -> None:
     """Lets the readers of these streams have what was pushed: first all of them encode, then all is written."""
-    writes: Writes = []
+    encoded: list[tuple[TokenStream, Writes]] = []
     for stream in streams:
+        writes: Writes = []
         stream.notify(writes)
-    for write, data in writes:
-        write(data)
+        if writes:
+            encoded.append((stream, writes))
+    for stream, writes in encoded:
+        try:
+            for write, data in writes:
+                write(data)
+        except Exception as error:  # concerns this request, not the engine whose report is being delivered
+            stream.fail(EngineFailed(f"the response cannot be written: {error}"), time.monotonic())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 import resource
+import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,7 +28,7 @@ from model.train.data.sources import STANDARD_INPUT
 from model.train.finetune import apply_base_defaults, load_base
 from model.train.options import limits, shape
 from model.train.output_dir import free_bytes
-from model.train.reporting.console import duration, format_count
+from model.train.reporting.console import duration, format_count, print_stdout
 from model.train.resources import meta_decoder, require_memory, sizes
 from model.train.trainer import build_trainer
 
@@ -60,7 +62,7 @@ def resolve_preset(options: argparse.Namespace, *, follows: bool = False) -> Non
     shape(_with_preset(options, SIZES[0]))
     n_bytes = sum(len(text) for _, text in sources(options, options.data).documents())
     options.preset, why = choose_preset(options, n_bytes)
-    print(f"--preset auto takes {options.preset}: {why}", flush=True)
+    print_stdout(f"--preset auto takes {options.preset}: {why}")
     if not options.dry_run:
         write_file(kept, f"{options.preset}\n".encode())
 
@@ -92,6 +94,7 @@ def forecast(options: argparse.Namespace) -> None:
     if base:
         apply_base_defaults(options, base)
     config = base.shape if base else shape(options)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # removes the folder, as SIGINT does
     with TemporaryDirectory() as cache:
         context, tokenizer = options.context or config.context, base.tokenizer if base else None
         dataset = build_dataset(options, context, Path(cache), tokenizer)
@@ -122,7 +125,7 @@ def forecast(options: argparse.Namespace) -> None:
         "speed", f"{dataset.tokens(1) / seconds:.0f} tokens/s on {describe(device)}, measured on a few micro-batches"
     )
     _print("time", f"about {duration(steps * seconds)}, plus evaluation and saving")
-    print("it fits; nothing was written. Start it without --dry-run", flush=True)
+    print_stdout("it fits; nothing was written. Start it without --dry-run")
 
 
 def measure(config: ModelConfig, options: argparse.Namespace, device: torch.device, batch: Batch) -> float:
@@ -169,4 +172,4 @@ def _run_tokens(options: argparse.Namespace, config: ModelConfig, text_tokens: f
 
 
 def _print(what: str, text: str) -> None:
-    print(f"{what:11} {text}", flush=True)
+    print_stdout(f"{what:11} {text}")

@@ -16,6 +16,8 @@ from model.checkpoint.model_summary import describe_bytes
 from model.checkpoint.tensor_index import INDEX_FILE, WEIGHTS_FILE
 from model.files import STATE_FOLDER
 
+_LOCK = "lock"
+
 
 @contextlib.contextmanager
 def locked(out: Path, *, overwrite: bool) -> Iterator[None]:
@@ -26,7 +28,7 @@ def locked(out: Path, *, overwrite: bool) -> Iterator[None]:
     missing = [folder for folder in (work, out, *out.parents) if not folder.exists()]
     try:
         work.mkdir(parents=True, exist_ok=True)
-        lock = os.open(work, os.O_RDONLY)
+        lock = os.open(work / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)  # NFS locks no folders
     except OSError as error:
         raise ValueError(f"--out {out}: cannot be written ({error.strerror}); use a writable folder") from None
     try:
@@ -34,12 +36,24 @@ def locked(out: Path, *, overwrite: bool) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process
         except BlockingIOError:
             raise ValueError(f"--out {out}: another run uses it; use another folder") from None
-        yield
+        if not _is_current(lock, work / _LOCK):
+            raise ValueError(f"--out {out}: another run has just ended; try again")
+        try:
+            yield
+        finally:
+            (work / _LOCK).unlink(missing_ok=True)
     finally:
         os.close(lock)
         for folder in missing:
             with contextlib.suppress(OSError):  # not empty: the run has started
                 folder.rmdir()
+
+
+def _is_current(lock: int, path: Path) -> bool:
+    """Whether the path still names the locked file: a run that just ended removes it."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(lock), path.stat())
+    return False
 
 
 def require_disk_space(out: Path, n_bytes: int) -> None:

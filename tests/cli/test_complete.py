@@ -65,10 +65,10 @@ def played() -> Iterator[Played]:
                 self.send_header(name, value)
             self.send_header("transfer-encoding", "chunked")
             self.end_headers()
-            for part in service.parts:
+            for number, part in enumerate(service.parts):
+                if service.waits and number == 1:
+                    service.waits.wait(120)
                 self.wfile.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
-            if service.waits:
-                service.waits.wait(120)
             self.close_connection = True
             if not service.breaks_off:
                 self.wfile.write(b"0\r\n\r\n")

@@ -37,7 +37,7 @@ def test_the_phases_are_told_in_their_order_and_where_the_memory_goes(
     assert [words for words in phases if words in PHASES] == [LOADING_WEIGHTS, WARMING_UP, PROVING]
     lines = [record.getMessage().split() for record in caplog.records if "memory:" in record.getMessage()]
     assert [line[:4] for line in lines][1:] == [
-        ["engine", "1:", "memory:", name] for name in ("weights", "activations", "cache")
+        ["engine", "1:", "memory:", name] for name in ("weights:", "activations:", "cache:")
     ]
     assert ready.blocks_total > 0
 

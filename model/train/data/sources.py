@@ -107,6 +107,8 @@ def _lines_of(path: Path) -> Iterator[str]:
 
 def _opened(path: Path) -> AbstractContextManager[BinaryIO | gzip.GzipFile]:
     if path == STANDARD_INPUT:
+        if sys.stdin is None:
+            raise DataError("-: there is no standard input to read")
         return nullcontext(sys.stdin.buffer)
     return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
 

@@ -17,6 +17,7 @@ from model.train.reporting.console import ERASE_LINE, duration, format_count, is
 _RATE_STEPS = 10
 _DECAY = 0.9
 _BAR_COLUMNS = 20
+_NARROWEST_BAR = 5
 _REDRAW_SECONDS = 0.1
 
 
@@ -100,17 +101,17 @@ class RateTracker:
 
 
 def progress_line(progress: Progress, rates: RateTracker, held_out: float | None) -> str:
-    """Figures of a run in one line, the most important ones first. held_out: the latest bits per byte, if any."""
+    """Figures of a run, the most important ones first. held_out: the latest bits per byte, if any."""
     mfu, speed = rates.mfu, rates.tokens_per_second
     parts = [
         f"step {progress.step}",
-        f"loss {rates.loss:.4f}",
-        f"held-out {held_out:.4f}" if held_out is not None else "",
-        f"{speed:.0f} tokens/s" if speed else "",
+        f"loss {rates.loss:.3f}",
+        f"held-out {held_out:.3f}" if held_out is not None else "",
+        f"{speed:.0f} tok/s" if speed else "",
         f"{duration(rates.seconds_left)} left",
         f"epoch {progress.epoch:.2f}",
-        f"{format_count(progress.tokens)} tokens",
         f"MFU {'n/a' if mfu is None else f'{100 * mfu:.0f} %'}" if speed else "",
+        f"{format_count(progress.tokens)} tokens",
     ]
     return f"{100 * progress.fraction:.1f} % " + "  ".join(part for part in parts if part)
 
@@ -128,8 +129,8 @@ class ProgressDisplay:
         """Shows a line if an update is due. fraction: completed fraction of the run."""
         now = time.monotonic()
         if now - self._last_drawn >= _REDRAW_SECONDS:
-            self._last_drawn, done = now, math.floor(_BAR_COLUMNS * fraction)
-            self._draw(f"[{'#' * done}{'.' * (_BAR_COLUMNS - done)}] {line}")
+            self._last_drawn = now
+            self._draw(line, fraction)
         if self._is_plain and now - self._last_printed >= self._every:
             self._last_printed = now
             print_stdout(line)
@@ -137,13 +138,34 @@ class ProgressDisplay:
     def close(self, line: str) -> None:
         """Erases the bar and prints the last line instead."""
         if self._terminal:
-            self._draw("")
+            self._draw("", 0.0)
             print_stdout(line)
 
-    def _draw(self, text: str) -> None:
+    def _draw(self, line: str, fraction: float) -> None:
+        """Draws the line behind a bar; a run in the background draws nothing."""
         if self._terminal:
             with contextlib.suppress(OSError, ValueError):  # the terminal was closed: the run continues
-                columns = os.get_terminal_size(self._terminal.fileno()).columns
-                # The cursor stays at the start of the line: what a signal or C code prints goes there.
-                self._terminal.write(f"{ERASE_LINE}{text[: columns - 1]}\r")
-                self._terminal.flush()
+                if _is_foreground(self._terminal.fileno()):
+                    free = (os.get_terminal_size(self._terminal.fileno()).columns or 80) - 1
+                    # The cursor stays at the start of the line: what a signal or C code prints goes there.
+                    self._terminal.write(f"{ERASE_LINE}{_behind_bar(line, fraction, free) if line else ''}\r")
+                    self._terminal.flush()
+
+
+def _behind_bar(line: str, fraction: float, columns: int) -> str:
+    """The figures behind a bar of at least _NARROWEST_BAR columns, for which the last figures are left out."""
+    figures = line.split("  ")
+    while len(figures) > 1 and len("  ".join(figures)) + len("[] ") + _NARROWEST_BAR > columns:
+        figures.pop()
+    line = "  ".join(figures)
+    bar = min(columns - len(line) - len("[] "), _BAR_COLUMNS) // 5 * 5  # steady while figures change their length
+    done = math.floor(bar * fraction)
+    return f"[{'#' * done}{'.' * (bar - done)}] {line}" if bar > 0 else line[:columns]
+
+
+def _is_foreground(terminal: int) -> bool:
+    """Whether this process is in the terminal's foreground; elsewhere a write may stop it (SIGTTOU, `stty tostop`)."""
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:  # not our controlling terminal
+        return True

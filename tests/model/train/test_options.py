@@ -221,13 +221,14 @@ def test_what_an_output_directory_holds_is_neither_shared_nor_lost(
     assert "--out out: holds a model without a run" in capsys.readouterr().err
     assert (here / "out/model.safetensors").read_bytes() == before
     (here / "out/.training").mkdir(parents=True)
-    lock = os.open(here / "out/.training", os.O_RDONLY)
+    lock = os.open(here / "out/.training/lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(lock, fcntl.LOCK_EX)
     assert _exit_code(*RUN, "--overwrite") == 2
     assert "--out out: another run uses it" in capsys.readouterr().err
     os.close(lock)
     assert _exit_code(*RUN, "--overwrite") == 0, "what a killed run left is no lock"
     assert (here / "out/model.safetensors").read_bytes() != before
+    assert not (here / "out/.training/lock").exists()
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import fcntl
 import io
 import os
 import pty
+import re
 import select
 import struct
 import sys
@@ -69,13 +70,13 @@ def test_the_bar_is_one_line_below_all_output_and_ends_clean(terminal: Terminal,
             report.step(progress(step))
             before, bar = terminal.shown()
             assert before == "" and len(bar) <= columns and bar.endswith("\r") and "\n" not in bar
-        assert bar.startswith("[####................] 20.0 % step 4  loss 2.0000")
+        assert re.fullmatch(r"\[#\.{4}\] 20\.0 % step 4  loss 2\.000  \d+ tok/s  \S+ left  .*\r", bar), bar
         print_stderr("a warning")
         assert terminal.shown() == ["", "a warning\r\n"]
         report.held_out(4, 1.5)
         assert terminal.shown()[1] == "step 4: held-out bits per byte 1.5000 (subset)\r\n"
     *_, last = terminal.shown()
-    assert last.startswith("20.0 % step 4  loss 2.0000  held-out 1.5000") and last.endswith("\r\n")
+    assert last.startswith("20.0 % step 4  loss 2.000  held-out 1.500") and last.endswith("\r\n")
 
 
 def test_a_terminal_that_has_gone_ends_nothing(terminal: Terminal, tmp_path: Path) -> None:
@@ -103,6 +104,16 @@ def test_a_redirected_stream_has_plain_lines_and_the_other_one_the_bar(
         assert terminal.shown()[-1].startswith(expected)
     assert file.getvalue().startswith("5.0 % step 1  loss" if redirected == "stdout" else "")
     assert "\x1b" not in file.getvalue()
+
+
+def test_a_run_in_the_background_draws_nothing(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    terminal.take_over()
+    monkeypatch.setattr(os, "tcgetpgrp", lambda _: os.getpgrp() + 1)
+    with _report(tmp_path) as report:
+        report.step(progress(1))
+        assert terminal.shown() == [""]
 
 
 def test_durations_are_in_their_largest_units() -> None:

@@ -142,7 +142,7 @@ def test_without_a_terminal_there_are_plain_lines_at_an_interval(
     out = capsys.readouterr().out
     lines = out.splitlines()
     assert "\r" not in out and "\x1b" not in out
-    assert lines[0] == "25.0 % step 5  loss 2.0000  100 tokens/s  15s left  epoch 0.50  500 tokens  MFU n/a"
+    assert lines[0] == "25.0 % step 5  loss 2.000  100 tok/s  15s left  epoch 0.50  MFU n/a  500 tokens"
     assert len(lines) == 5 and lines[-1] == "step 20: held-out bits per byte 1.5000 (subset)"
 
 
