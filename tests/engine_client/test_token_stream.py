@@ -255,3 +255,28 @@ async def test_every_stream_encodes_what_a_step_brings_before_anything_is_writte
     assert calls == [b"encoded"] * 3 + [b"written"] * 3
     for reader in readers:
         reader.cancel()
+
+
+@async_test
+async def test_a_write_that_fails_ends_its_own_stream_and_takes_nothing_from_others() -> None:
+    harness, written = _Harness(), list[bytes]()
+    broken, whole = streams = [harness.submit((1, 2, name)) for name in range(2)]
+
+    def fail(_data: bytes) -> None:
+        raise RuntimeError("no place left")
+
+    def consumer(stream: TokenStream) -> Consumer:
+        def consume(writes: Writes) -> bool:
+            stream.take()
+            writes.append((fail if stream is broken else written.append, b"token"))
+            return stream.is_open
+
+        return consume
+
+    readers = [asyncio.create_task(stream.receive(consumer(stream))) for stream in streams]
+    await asyncio.sleep(0)
+    harness.step()
+    await asyncio.sleep(0)
+    assert written == [b"token"] and whole.is_open and not broken.is_open
+    for reader in readers:
+        reader.cancel()
