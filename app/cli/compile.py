@@ -45,8 +45,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-class _Parser(argparse.ArgumentParser):
-    """One-line errors like those of model/command_line.py, which is not available in a build stage."""
+class PlainParser(argparse.ArgumentParser):
+    """One-line errors like those of model/command_line.py, which needs packages: a build stage has none."""
 
     def error(self, message: str) -> NoReturn:
         """One line, and exit code 2."""
@@ -55,7 +55,7 @@ class _Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of this verb."""
-    parser = _Parser(
+    parser = PlainParser(
         prog="inkstream compile",
         description="Build the native kernels, which are faster than torch. Does nothing if they are already built.",
         allow_abbrev=False,

@@ -21,11 +21,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from app import VERSION
+from app.cli.compile import PlainParser
 from app.common.cpu_topology import read_topology
 from app.common.operating_system import why_no_cuda
 from app.engine.cpu.toolchain.builder import find, find_compiler
 from app.engine.cpu.toolchain.cpu_target import BuildError, UnsupportedCpu, this_level
-from model.command_line import OneLineParser
 from model.machine import INSTALL_TORCH, describe_cpu, free_memory
 
 Level = Literal["ok", "slow", "broken", "unknown"]
@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of this verb."""
-    parser = OneLineParser(
+    parser = PlainParser(
         prog="inkstream doctor",
         description="Report what this machine has, and what keeps the service from running or makes it slow.",
         allow_abbrev=False,
