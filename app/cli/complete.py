@@ -8,7 +8,8 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from app.api.native.routes import CompleteRequest
@@ -113,19 +114,19 @@ def _prompt(options: argparse.Namespace, command: argparse.ArgumentParser) -> st
 
 def _print_choices(client: Client, body: dict[str, Any]) -> None:
     """Prints the first choice as it streams, then the others. Raises ServiceError, ServiceUnreachable."""
-    first, *others = texts = [list[str]() for _ in range(body.get("n", 1))]
+    n, texts = body.get("n", 1), defaultdict[int, list[str]](list)
     try:
         _stream(client, body, texts)
-        first.append("")  # complete, even if it is empty
+        texts[0].append("")  # complete, even if it is empty
     finally:
-        _write("\n" if first else "")
-    for number, text in enumerate(others, 2):
-        _write(f"\n[{number} of {len(texts)}]\n{''.join(text)}\n")
+        _write("\n" if texts[0] else "")
+    for index in range(1, n):
+        _write(f"\n[{index + 1} of {n}]\n{''.join(texts[index])}\n")
     if "logprobs" in body:
         _note("--json prints the log-probabilities")
 
 
-def _stream(client: Client, body: dict[str, Any], texts: list[list[str]]) -> None:
+def _stream(client: Client, body: dict[str, Any], texts: Mapping[int, list[str]]) -> None:
     """Adds the pieces of each choice's text to `texts`, and prints those of the first as they arrive."""
     with contextlib.closing(client.events(body)) as events:
         for name, data in events:
@@ -134,7 +135,7 @@ def _stream(client: Client, body: dict[str, Any], texts: list[list[str]]) -> Non
             elif name == "start":
                 if data.get("truncated"):
                     _note("the prompt was truncated to its end")
-                _write(f"[1 of {len(texts)}]\n" if len(texts) > 1 else "")
+                _write(f"[1 of {body['n']}]\n" if body.get("n", 1) > 1 else "")
             elif name == "token":
                 texts[data["index"]].append(data["text"])
                 _write(data["text"] if data["index"] == 0 else "")
@@ -181,7 +182,7 @@ def _take_turn(client: Client, body: dict[str, Any], turns: list[_Turn], entry: 
     turns.append((entry, pieces))
     text = "".join(typed + "".join(continuation) for typed, continuation in turns)
     try:
-        _stream(client, {**body, "prompt": text}, [pieces])
+        _stream(client, {**body, "prompt": text}, {0: pieces})
         _write("\n")
     except KeyboardInterrupt:
         print()

@@ -161,6 +161,9 @@ def test_the_services_errors_are_shown_as_it_words_them(server: Server, run: Run
         assert error.startswith("error: temperature: ")
     code, _, error = run("a", "--url", server.url, "--min-tokens", "-1")
     assert (code, "min_tokens" in error) == (1, True)
+    for n in ("0", "-1", "1000000"):
+        code, printed, error = run("a", "--url", server.url, "--n", n)
+        assert (code, printed, error.startswith("error: n: ")) == (1, "", True)
     code, _, error = run("--source", "a", "--url", server.url)
     assert (code, "no encoder" in error) == (1, True)
 
