@@ -56,6 +56,9 @@ class AsyncLogHandler(logging.Handler):
         self._hurry = threading.Event()
         """Ends the pause between two batches."""
         self._reported = 0
+        self._late = threading.Event()
+        """The last flush that took too long; set once its turn has come."""
+        self._late.set()
         threading.Thread(target=self._run, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -75,11 +78,12 @@ class AsyncLogHandler(logging.Handler):
         self._queue.put(f"{line}\n".encode(self._encoding, "backslashreplace"))
 
     def flush(self) -> None:
-        """Waits until all lines are written, for a second at most."""
+        """Waits until all lines are written, for a second at most; not at all while an earlier flush is late."""
         done = threading.Event()
         self._queue.put(done)
         self._hurry.set()
-        done.wait(_FLUSH_SECONDS)
+        if not done.wait(_FLUSH_SECONDS if self._late.is_set() else 0):
+            self._late = done
 
     def _run(self) -> None:
         batch = b""

@@ -129,6 +129,27 @@ def test_lines_beyond_the_bound_are_dropped_and_counted_and_told(pipe: tuple[int
     assert numbers == sorted(set(numbers)) and len(numbers) == n - dropped
 
 
+def test_only_the_first_flush_waits_for_a_reader_that_does_not_read(pipe: tuple[int, int]) -> None:
+    ours, theirs = pipe
+    writer = AsyncLogHandler(theirs, "utf-8")
+    logger = _logger(writer)
+    while select.select([], [theirs], [], 0)[1]:
+        os.write(theirs, b"x" * 4096)
+    logger.info("stuck")
+    writer.flush()
+    began = time.monotonic()
+    for _ in range(10):
+        writer.flush()
+    assert time.monotonic() - began < 1
+    text = b""
+    while not text.endswith(b"stuck\n"):
+        text += os.read(ours, 65536)
+    assert writer._late.wait(60)
+    logger.info("read")
+    writer.flush()
+    assert os.read(ours, 100) == b"read\n", "the next one waits again"
+
+
 def test_a_reader_that_has_gone_costs_lines_and_nothing_else(pipe: tuple[int, int]) -> None:
     writer = AsyncLogHandler(pipe[1], "utf-8")
     os.close(pipe[0])
