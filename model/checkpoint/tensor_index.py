@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 from safetensors import SafetensorError, safe_open
@@ -126,13 +126,9 @@ class ChatTemplateFile:
     """Special tokens that the template may use: "bos_token", ... -> text."""
 
 
-class _NamedTemplate(Struct):
-    name: str | None = None
-    template: str | None = None
-
-
 class _TemplateField(Struct):
-    chat_template: str | list[_NamedTemplate] | None = None
+    chat_template: str | list[Any] | None = None
+    """A list has named templates, of which only the one named "default" is read."""
 
 
 def read_chat_template(directory: Path) -> ChatTemplateFile | None:
@@ -153,9 +149,13 @@ def read_chat_template(directory: Path) -> ChatTemplateFile | None:
 
 def _template_field(path: Path) -> str | None:
     value = read_struct(path, _TemplateField, optional=True).chat_template
-    if isinstance(value, list):
-        return next((each.template for each in value if each.name == "default"), None)
-    return value
+    if not isinstance(value, list):
+        return value
+    named = (each for each in value if isinstance(each, dict) and each.get("name") == "default")
+    source = next(named, {}).get("template")
+    if source is None or isinstance(source, str):
+        return source
+    raise CheckpointError(f"{path}: the chat template named default is no text")
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,6 +92,14 @@ def test_a_chat_reads_as_in_transformers(tmp_path: Path, source: str) -> None:
             "b",
         ),
         ({"tokenizer_config.json": {"chat_template": [{"name": "rag", "template": "c"}]}}, None),
+        (
+            {
+                "tokenizer_config.json": {
+                    "chat_template": [5, {"name": 7, "template": []}, {"name": "default", "template": "b"}]
+                }
+            },
+            "b",
+        ),
         ({"tokenizer_config.json": {"chat_template": "a"}, "chat_template.json": {"chat_template": "d"}}, "d"),
         ({"chat_template.json": {"chat_template": "d"}, "chat_template.jinja": "e\u2581"}, "e\u2581"),
     ],
@@ -114,7 +122,7 @@ def test_the_template_is_found_wherever_transformers_puts_it(
         ("chat_template.json", b"[]", "JSON object"),
         ("tokenizer_config.json", b'{"chat_template": 7}', "got `int`"),
         ("tokenizer_config.json", b'{"chat_template": "a\\ud800"}', "is not UTF-8"),
-        ("tokenizer_config.json", b'{"chat_template": [{"name": "default", "template": 7}]}', "got `int`"),
+        ("tokenizer_config.json", b'{"chat_template": [{"name": "default", "template": 7}]}', "default is no text"),
     ],
 )
 def test_a_template_that_cannot_be_read_is_named(tmp_path: Path, name: str, content: bytes, reason: str) -> None:
