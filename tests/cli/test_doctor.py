@@ -119,6 +119,23 @@ def test_a_taken_port_and_weights_that_cannot_be_served_are_broken(
     assert "port (INKSTREAM_PORT)" in capsys.readouterr().out
 
 
+def test_a_port_that_a_service_of_ours_has_is_ok() -> None:
+    program = (
+        "import socket as s; x = s.create_server(('127.0.0.1', 0)); print(x.getsockname()[1], flush=True); input()"
+    )
+    command = [sys.executable, "-c", program, "inkstream", "serve"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as service:
+        assert service.stdout
+        (port,) = _found("port", port=int(service.stdout.readline()))
+        service.communicate("\n")
+    assert port.level == "ok" and "another inkstream" in port.text
+
+
+def test_a_model_of_the_hub_is_no_missing_directory() -> None:
+    (weights,) = _found("weights", weights="org/name")
+    assert weights.level == "ok" and "inkstream check org/name" in weights.text
+
+
 def test_without_a_folder_weights_the_included_model_is_examined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

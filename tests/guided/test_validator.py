@@ -65,12 +65,24 @@ async def test_good_guides_pass_and_bad_ones_say_what_is_wrong(weights: Path) ->
 
 
 @async_test
-async def test_a_bomb_is_refused_in_time_and_the_next_guide_is_checked_by_a_new_process(weights: Path) -> None:
-    checker = GrammarValidator(weights, seconds=2)
+async def test_a_bomb_is_refused_in_time_while_others_go_on_and_the_next_guide_is_checked_by_a_new_process(
+    weights: Path,
+) -> None:
+    checker, ticks = GrammarValidator(weights, seconds=2), 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.01)
+            ticks += 1
+
     try:
         await _check(checker, regex="a")
         before = set(checker.pids)
+        ticking = asyncio.create_task(tick())
         assert "compiling it takes" in await _problem(checker, json_schema=SLOW)  # too long, or too much memory
+        ticking.cancel()
+        assert ticks > 5
         (killed,) = before - set(checker.pids)
         assert has_exited(killed)
         await _check(checker, regex="b")

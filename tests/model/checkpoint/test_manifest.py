@@ -74,6 +74,15 @@ def test_a_manifest_may_name_the_model(whole: Path) -> None:
     assert read_model_name(whole) is None
 
 
+def test_a_link_out_of_the_directory_is_not_followed(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    other = tmp_path_factory.mktemp("elsewhere") / "config.json"
+    other.write_bytes(FILES["config.json"])
+    (whole / "config.json").unlink()
+    (whole / "config.json").symlink_to(other)
+    with pytest.raises(CheckpointError, match="leads out of the directory"):
+        check_manifest(whole)
+
+
 @pytest.mark.parametrize(("name", "model_name"), [("weights", "period-8.7m"), ("weights-32m", "period-32m")])
 def test_the_weights_of_the_repository_are_whole_and_have_a_name(name: str, model_name: str, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(ROOT / name, tmp_path / name))
