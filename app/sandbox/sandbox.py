@@ -149,14 +149,14 @@ class SandboxPool:
 
     async def _start(self) -> None:
         """Starts the first children, which is charged to no tenant; returns when one is ready. Raises EngineFailed."""
-        last = self._starting
-        if last is None or (last.done() and (last.cancelled() or last.exception())):
+        starting = self._starting
+        if starting is None or (starting.done() and (starting.cancelled() or starting.exception())):
             loop = asyncio.get_running_loop()
             starts = [loop.run_in_executor(None, self._sandbox.start) for _ in range(_WORKERS)]
             for start in starts:
                 start.add_done_callback(lambda done: done.cancelled() or done.exception())
-            self._starting = starts[0]
-        await asyncio.shield(self._starting)
+            starting = self._starting = starts[0]
+        await asyncio.shield(starting)
 
 
 class _Child:
