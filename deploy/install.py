@@ -231,7 +231,8 @@ class Installer:
     def _choose_tool(self) -> None:
         """uv where it is installed and pip has no settings or arguments of its own."""
         loudness = [] if sys.stderr.isatty() else ["-qq"]
-        config = subprocess.run([self._python, "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
+        ask = [self._python, "-m", "pip", "config", "list"]
+        config = subprocess.run(ask, env=self._environment, capture_output=True, text=True).stdout
         uv = shutil.which(self._settings.uv) if self._settings.uv else None
         if uv and not self._settings.pip_args and not config.strip():
             command = [uv, "pip", "install", "--python", self._python, "--index-strategy", "unsafe-best-match"]

@@ -46,7 +46,9 @@ esac
 INNER = f"""#!/bin/sh
 site="$(dirname "$0")/../lib/python3.11/site-packages"
 case "$*" in
-"-m pip config list") [ "$FAKE" != configured ] || echo "global.index-url='x'";;
+"-m pip config list")
+  env | sed -n "s/^PIP_/:env:./p"
+  [ "$FAKE" != configured ] || echo "global.index-url='x'";;
 "-m pip install"*)
   echo "$@" >> "$CALLS"
   [ -z "$LOCK$PIP_ARGS" ] || echo "make's variables reach pip" >> "$CALLS"
@@ -161,7 +163,7 @@ def checkout(tmp_path: Path) -> Path:
 
 def _command(folder: Path, *arguments: str, fake: str = "") -> tuple[list[str], dict[str, str]]:
     kept_out = ("LOCK", "MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PIP_ARGS", "PYTHON_ASKED", "TORCH", "UV", "VENV")
-    environment = {name: value for name, value in os.environ.items() if name not in kept_out}
+    environment = {name: value for name, value in os.environ.items() if name not in kept_out and name[:4] != "PIP_"}
     environment |= {"FAKE": fake, "REAL": os.path.realpath(sys.executable), "PATH": f"{folder}:{os.environ['PATH']}"}
     environment |= {"BASE": str(folder / "python"), "CALLS": str(folder / "calls")}
     return ["make", "UV=", *arguments], environment
