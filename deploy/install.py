@@ -18,6 +18,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -151,10 +152,14 @@ def base_python() -> str:
 
 
 class Installer:
-    """One installation. The caller holds the lock, and the environment is not what is asked for."""
+    """One installation. The caller holds the lock, and the environment is not what is asked for.
 
-    def __init__(self, settings: Settings) -> None:
+    What it starts inherits the lock: a pip that outlives this keeps other makes waiting.
+    """
+
+    def __init__(self, settings: Settings, lock: int) -> None:
         self._settings = settings
+        self._inherited = (lock,)
         self._venv = settings.venv
         self._python = str(settings.venv / "bin/python")
         self._note = read_note(settings.venv)
@@ -178,7 +183,9 @@ class Installer:
         log = self._venv / "kernels.log"
         with log.open("wb") as output:
             command = [base_python(), "-m", "app", "compile"]
-            kernels = subprocess.Popen(command, cwd=ROOT, env=self._environment, stdout=output, stderr=output)
+            kernels = subprocess.Popen(
+                command, cwd=ROOT, env=self._environment, stdout=output, stderr=output, pass_fds=self._inherited
+            )
         try:
             build = self._install_all()
         except BaseException:
@@ -225,7 +232,8 @@ class Installer:
                 elif path.name != "installed":
                     path.unlink()
         self._note = None
-        if subprocess.run([base_python(), "-m", "venv", str(self._venv)], stdout=sys.stderr).returncode:
+        command = [base_python(), "-m", "venv", str(self._venv)]
+        if subprocess.run(command, stdout=sys.stderr, pass_fds=self._inherited).returncode:
             self._fail(f"{base_python()} cannot make a virtual environment (Debian: apt install python3-venv)")
 
     def _choose_tool(self) -> None:
@@ -268,7 +276,7 @@ class Installer:
             )
         if self._group == "dev":  # tools import most modules; some of torch's files are no Python
             command = [self._python, "-m", "compileall", "-qq", "-j", "0", str(self._venv / "lib")]
-            subprocess.run(command, env=self._environment, stdout=subprocess.DEVNULL)
+            subprocess.run(command, env=self._environment, stdout=subprocess.DEVNULL, pass_fds=self._inherited)
         if self._torch in ("", "auto"):
             return "" if build == "any" else build
         return self._torch
@@ -278,7 +286,8 @@ class Installer:
         say(f"  {step} ({self._tool} installs)")
         impatient = {"PIP_RETRIES": "1", "PIP_TIMEOUT": "15", "PIP_DEFAULT_TIMEOUT": "15", "UV_HTTP_RETRIES": "1"}
         environment = {**self._environment, **impatient} if may_fail else self._environment
-        done = subprocess.run([*self._install, *arguments], cwd=ROOT, env=environment, stdout=sys.stderr)
+        command = [*self._install, *arguments]
+        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=sys.stderr, pass_fds=self._inherited)
         if done.returncode and (not may_fail or self._is_full()):
             self._fail(
                 f"{step} could not be installed, {self._tool} says why above; if the package index cannot be reached, "
@@ -312,7 +321,7 @@ def install(settings: Settings, *, is_report: bool) -> None:
         except OSError:
             pass  # a network file system without locks
         if not is_complete(settings, read_note(settings.venv)):
-            Installer(settings).run()
+            Installer(settings, lock).run()
             return
     # After an update of the sources, or where a compiler was installed since. Without one this says nothing.
     subprocess.run([sys.executable, "-SEm", "app", "compile", "--quiet"], cwd=ROOT, stdout=sys.stderr)
@@ -322,6 +331,7 @@ def install(settings: Settings, *, is_report: bool) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Exit codes: 0 all is there; 2 it could not be installed; 130 interrupted."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         install(Settings.read(arguments[0], os.environ), is_report="--report" in arguments)
     except InstallError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -9,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,7 +56,7 @@ case "$*" in
   [ -z "$LOCK$PIP_ARGS" ] || echo "make's variables reach pip" >> "$CALLS"
   case "$FAKE $*" in
   offline*) echo "ERROR: No matching distribution" >&2; exit 1;;
-  slow*torch*) exec sleep 60;;
+  slow*torch*) echo $$ $PPID > pids; exec sleep 60;;
   no-cpu*torch==*+cpu*) exit 1;;
   *) mkdir -p "$site/$(echo "$*" | cksum | tr ' ' -)";;
   esac;;
@@ -306,6 +308,39 @@ def test_an_interrupted_installation_is_begun_anew(checkout: Path) -> None:
     assert make.returncode and read_note(checkout / ".venv") == {}
     (checkout / ".venv/part").touch()
     assert _make(checkout, "runtime").returncode == 0 and not (checkout / ".venv/part").exists()
+
+
+def _pids(folder: Path) -> tuple[int, int]:
+    """Of the pip that installs torch and of the installation, once it has begun."""
+    while not (folder / "pids").exists() or not (folder / "pids").read_text().endswith("\n"):
+        time.sleep(0.02)
+    pip, installation = map(int, (folder / "pids").read_text().split())
+    return pip, installation
+
+
+@needs_make
+@pytest.mark.parametrize("ends", [signal.SIGTERM, signal.SIGKILL])
+def test_no_pip_writes_without_the_lock(checkout: Path, ends: signal.Signals) -> None:
+    """kill ends pip, too; a pip that outlives its make holds the lock."""
+    command, environment = _command(checkout, "PYTHON=python", "runtime", fake="slow")
+    lock = os.open(checkout, os.O_RDONLY)
+    with subprocess.Popen(command, cwd=checkout, env=environment, stderr=subprocess.PIPE, text=True) as make:
+        pip, installation = _pids(checkout)
+        try:
+            os.kill(installation, ends)
+            if ends == signal.SIGKILL:
+                make.wait(20)
+                with pytest.raises(BlockingIOError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            else:
+                assert make.stderr and "interrupted: the next make begins again" in make.stderr.read()
+                make.wait(20)
+                assert not Path(f"/proc/{pip}").exists()
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pip, signal.SIGKILL)
+            os.close(lock)
 
 
 @needs_make
