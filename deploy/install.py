@@ -256,7 +256,7 @@ class Installer:
         pin = re.findall(r"^torch==\S+", pins, re.MULTILINE)[0]
         constraints = self._venv / "constraints.txt"
         constraints.write_text(pins.replace(f"{pin}\n", ""))
-        locks = [name for name in self._settings.locks if self._group == "dev" or "-dev" not in name]
+        locks = [name for name in self._settings.locks if self._group == "dev" or "-dev" not in Path(name).name]
         if locks:
             files = [part for name in locks for part in ("-r", name)]
             self._call("packages", "--require-hashes", "--no-deps", *files)

@@ -198,6 +198,14 @@ def test_serve_installs_what_it_needs_and_nothing_the_second_time(checkout: Path
 
 
 @needs_make
+def test_a_lock_counts_as_one_for_developers_by_its_name_alone(checkout: Path) -> None:
+    (checkout / "my-dev").mkdir()
+    shutil.copy(checkout / "requirements.lock", checkout / "my-dev")
+    assert _make(checkout, "runtime", "LOCK=my-dev/requirements.lock my-dev/requirements-dev.lock").returncode == 0
+    assert _calls(checkout)[0].endswith("-r my-dev/requirements.lock")
+
+
+@needs_make
 def test_developers_tools_come_with_install_and_leave_torch_as_it_is(checkout: Path) -> None:
     assert _make(checkout, "runtime", "TORCH=torch==2.12.0").returncode == 0
     _calls(checkout)
