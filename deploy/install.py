@@ -32,7 +32,7 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 EXTRAS = {"runtime": "guided", "dev": "dev"}
 """Group -> extras of this package. In order: a group has all that those before it need."""
 _GROUPS = list(EXTRAS)
-_KEYS = {"root", "inputs", "group", "torch", "python"}
+_KEYS = {"root", "inputs", "group", "asked", "built", "python"}
 _SOURCES = re.compile(r"--(index-url|extra-index-url|find-links|no-index)\b|-[if]")
 _START = "import app.cli.serve, app.engine.startup, app.engine.worker_loop, app.chat.template_worker"
 """What a start of the service imports."""
@@ -80,18 +80,20 @@ class Settings(NamedTuple):
         return any(map(_SOURCES.match, self.pip_args))
 
 
-def choose_torch(asked: str, pin: str, *, names_sources: bool) -> tuple[str, list[list[str]]]:
+def choose_torch(asked: str, built: str, pin: str, *, names_sources: bool) -> tuple[str, list[list[str]]]:
     """The build (cpu, cuda, or any, which leaves the choice to pip) and arguments for pip, to be tried in turn.
 
-    asked: TORCH=, or the build of before; auto and nothing take the one for this machine. Raises InstallError.
+    asked: TORCH=, of this make or one before. built: the build of before, which stays unless this make asks; without
+    one (nothing, any) it is that for this machine. Raises InstallError.
     """
     build = asked if asked in ("cpu", "cuda") else ""
-    requirement = pin if build or asked in ("", "auto") else asked
+    requirement = pin if build or not asked else asked
     if build and sys.platform != "linux":
         raise InstallError(f"TORCH={asked} is for Linux: this system has one build of torch; leave it out")
     is_open = sys.platform == "linux" and not names_sources and re.fullmatch(r"torch==[\w.]+", requirement)
-    if not build:
-        build = ("cuda" if has_gpu() else "cpu") if is_open else "any"
+    if not build and is_open:
+        build = built if built in ("cpu", "cuda") else "cuda" if has_gpu() else "cpu"
+    build = build or "any"
     if build == "cuda":
         return build, [[f"{requirement},!={requirement.partition('==')[2]}+cpu"]]
     if build == "any":
@@ -141,7 +143,7 @@ def is_complete(settings: Settings, note: Mapping[str, Any] | None) -> bool:
         and note["root"] == str(ROOT)
         and note["inputs"] == inputs_digest()
         and settings.group in _GROUPS[: _GROUPS.index(note["group"]) + 1]
-        and settings.torch in ("", note["torch"])
+        and settings.torch in ("", note["asked"])
         and (not settings.asks_for_python or note["python"] == base_python())
     )
 
@@ -165,7 +167,9 @@ class Installer:
         self._note = read_note(settings.venv)
         known = self._note or {}
         self._group = max(settings.group, known.get("group", "runtime"), key=_GROUPS.index)
-        self._torch = settings.torch or known.get("torch", "")
+        asked = settings.torch or known.get("asked", "")
+        self._asked = "" if asked == "auto" else asked
+        self._built = "" if settings.torch else known.get("built", "")
         self._temporary = settings.venv / "tmp"
         kept = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
         self._environment = {**kept, "TMPDIR": str(self._temporary)}  # /tmp may be too small for torch
@@ -198,8 +202,8 @@ class Installer:
         if kernels.wait():
             say(f"  no native kernels, torch computes instead, but slower: {log.read_text().strip()[-500:]}")
         inputs = inputs_digest()
-        note = {"root": str(ROOT), "inputs": inputs, "group": self._group, "torch": build, "python": base_python()}
-        write_note(self._venv, note)
+        note = {"root": str(ROOT), "inputs": inputs, "group": self._group, "python": base_python()}
+        write_note(self._venv, {**note, "asked": self._asked, "built": build})
         say(f"installed in {time.monotonic() - began:.0f} s")
 
     def _check_owned(self) -> None:
@@ -250,7 +254,7 @@ class Installer:
         self._install = [self._python, "-m", "pip", "install", *options]
 
     def _install_all(self) -> str:
-        """Packages, torch, this folder. Returns torch's build, to be kept by later runs."""
+        """Packages, torch, this folder. Returns torch's build."""
         self._choose_tool()
         pins = (ROOT / "constraints.txt").read_text()
         pin = re.findall(r"^torch==\S+", pins, re.MULTILINE)[0]
@@ -260,7 +264,7 @@ class Installer:
         if locks:
             files = [part for name in locks for part in ("-r", name)]
             self._call("packages", "--require-hashes", "--no-deps", *files)
-        build, attempts = choose_torch(self._torch, pin, names_sources=self._settings.names_sources)
+        build, attempts = choose_torch(self._asked, self._built, pin, names_sources=self._settings.names_sources)
         for attempt in attempts:
             is_last = attempt is attempts[-1]
             step = f"torch, {build} build"
@@ -277,9 +281,7 @@ class Installer:
         if self._group == "dev":  # tools import most modules; some of torch's files are no Python
             command = [self._python, "-m", "compileall", "-qq", "-j", "0", str(self._venv / "lib")]
             subprocess.run(command, env=self._environment, stdout=subprocess.DEVNULL, pass_fds=self._inherited)
-        if self._torch in ("", "auto"):
-            return "" if build == "any" else build
-        return self._torch
+        return build
 
     def _call(self, step: str, *arguments: str, may_fail: bool = False) -> bool:
         """Whether pip or uv could install this. Raises InstallError unless it may fail."""

@@ -68,23 +68,26 @@ UV = '#!/bin/sh\necho "uv $@" >> "$CALLS"\n'
 
 
 @pytest.mark.parametrize(
-    ("asked", "names_sources", "gpu", "platform", "build", "attempts"),
+    ("asked", "built", "names_sources", "gpu", "platform", "build", "attempts"),
     [
-        ("", False, False, "linux", "cpu", [[CPU, *FROM_INDEX], [PIN]]),
-        ("", False, True, "linux", "cuda", [[CUDA]]),
-        ("", False, True, "darwin", "any", [[PIN]]),
-        ("auto", False, True, "linux", "cuda", [[CUDA]]),
-        ("cpu", False, True, "linux", "cpu", [[CPU, *FROM_INDEX]]),
-        ("cuda", False, False, "linux", "cuda", [[CUDA]]),
-        ("torch==2.12.0", False, False, "linux", "cpu", [["torch==2.12.0+cpu", *FROM_INDEX], ["torch==2.12.0"]]),
-        ("torch==2.12.0+cu126", False, False, "linux", "any", [["torch==2.12.0+cu126"]]),
-        ("./torch.whl", False, True, "linux", "any", [["./torch.whl"]]),
-        ("", True, False, "linux", "any", [[PIN]]),
-        ("cpu", True, False, "linux", "cpu", [[CPU]]),
+        ("", "", False, False, "linux", "cpu", [[CPU, *FROM_INDEX], [PIN]]),
+        ("", "any", False, True, "linux", "cuda", [[CUDA]]),
+        ("", "", False, True, "darwin", "any", [[PIN]]),
+        ("", "cpu", False, True, "linux", "cpu", [[CPU, *FROM_INDEX], [PIN]]),
+        ("", "cpu", True, False, "linux", "any", [[PIN]]),
+        ("torch==2.12.0", "cuda", False, False, "linux", "cuda", [["torch==2.12.0,!=2.12.0+cpu"]]),
+        ("cpu", "", False, True, "linux", "cpu", [[CPU, *FROM_INDEX]]),
+        ("cuda", "cpu", False, False, "linux", "cuda", [[CUDA]]),
+        ("torch==2.12.0", "", False, False, "linux", "cpu", [["torch==2.12.0+cpu", *FROM_INDEX], ["torch==2.12.0"]]),
+        ("torch==2.12.0+cu126", "", False, False, "linux", "any", [["torch==2.12.0+cu126"]]),
+        ("./torch.whl", "", False, True, "linux", "any", [["./torch.whl"]]),
+        ("", "", True, False, "linux", "any", [[PIN]]),
+        ("cpu", "", True, False, "linux", "cpu", [[CPU]]),
     ],
 )
 def test_torch_comes_in_the_build_for_the_machine_unless_a_variable_says_otherwise(
     asked: str,
+    built: str,
     names_sources: bool,
     gpu: bool,
     platform: str,
@@ -94,13 +97,13 @@ def test_torch_comes_in_the_build_for_the_machine_unless_a_variable_says_otherwi
 ) -> None:
     monkeypatch.setattr(install, "has_gpu", lambda: gpu)
     monkeypatch.setattr(sys, "platform", platform)
-    assert choose_torch(asked, PIN, names_sources=names_sources) == (build, attempts)
+    assert choose_torch(asked, built, PIN, names_sources=names_sources) == (build, attempts)
 
 
 def test_a_build_can_be_chosen_on_linux_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(InstallError, match="TORCH=cuda is for Linux"):
-        choose_torch("cuda", PIN, names_sources=False)
+        choose_torch("cuda", "", PIN, names_sources=False)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +128,8 @@ def test_settings_are_makes_variables() -> None:
 
 
 def test_an_environment_is_complete_if_it_has_what_is_asked_for(tmp_path: Path) -> None:
-    note = {"root": str(ROOT), "inputs": install.inputs_digest(), "group": "dev", "torch": "cpu", "python": "/other"}
+    note = {"root": str(ROOT), "inputs": install.inputs_digest(), "group": "dev", "asked": "cpu", "built": "cpu"}
+    note["python"] = "/other"
     asked = Settings(group="dev", venv=tmp_path, torch="cpu")
     assert is_complete(asked, note) and is_complete(asked._replace(group="runtime", torch=""), note)
     assert not is_complete(asked._replace(torch="cuda"), note)
@@ -236,6 +240,14 @@ def test_the_build_of_torch_stays_when_a_gpu_appears_until_make_is_asked_to_look
     _calls(checkout)
     assert _make(checkout, "install").returncode == 0 and CPU in _calls(checkout)[1]
     assert _make(checkout, "runtime", "TORCH=auto").returncode == 0 and _calls(checkout)[1].endswith(f" {CUDA}")
+
+
+@needs_make
+def test_the_build_of_before_is_not_demanded_from_another_index(checkout: Path) -> None:
+    assert _make(checkout, "runtime").returncode == 0
+    _calls(checkout)
+    assert _make(checkout, "install", "PIP_ARGS=--index-url mirror").returncode == 0
+    assert _calls(checkout)[1].endswith(f" {PIN}")
 
 
 @needs_make
@@ -394,7 +406,7 @@ def test_two_at_once_install_once(checkout: Path) -> None:
     command, environment = _command(checkout, "PYTHON=python", "runtime")
     with subprocess.Popen(command, cwd=checkout, env=environment, stderr=subprocess.PIPE, text=True) as make:
         assert make.stderr and "another make is installing here" in make.stderr.readline()
-        note = {"root": str(checkout), "inputs": install.inputs_digest(), "group": "runtime", "torch": ""}
+        note = {"root": str(checkout), "inputs": install.inputs_digest(), "group": "runtime", "asked": "", "built": ""}
         (checkout / ".venv").mkdir()
         (checkout / ".venv/installed").write_text(json.dumps({**note, "python": str(checkout / "python")}))
         os.close(lock)
