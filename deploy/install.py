@@ -143,9 +143,15 @@ def is_complete(settings: Settings, note: Mapping[str, Any] | None) -> bool:
         and note["root"] == str(ROOT)
         and note["inputs"] == inputs_digest()
         and settings.group in _GROUPS[: _GROUPS.index(note["group"]) + 1]
-        and settings.torch in ("", note["asked"])
+        and (settings.torch in ("", note["asked"]) or (settings.torch == "auto" and _is_for_machine(settings, note)))
         and (not settings.asks_for_python or note["python"] == base_python())
     )
+
+
+def _is_for_machine(settings: Settings, note: Mapping[str, Any]) -> bool:
+    """Whether torch is what TORCH=auto would install."""
+    build, _ = choose_torch("", "", "torch==0", names_sources=settings.names_sources)
+    return not note["asked"] and bool(note["built"] == build)
 
 
 def base_python() -> str:
