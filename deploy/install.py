@@ -184,6 +184,7 @@ class Installer:
     def run(self) -> None:
         """Raises InstallError, OSError, KeyboardInterrupt."""
         began = time.monotonic()
+        inputs = inputs_digest()  # a git pull meanwhile is installed by the next make
         self._check_owned()
         say(f"installing into {self._venv}, for {self._group} (docs/install.md)")
         self._make_environment()
@@ -207,7 +208,6 @@ class Installer:
             shutil.rmtree(self._temporary, ignore_errors=True)
         if kernels.wait():
             say(f"  no native kernels, torch computes instead, but slower: {log.read_text().strip()[-500:]}")
-        inputs = inputs_digest()
         note = {"root": str(ROOT), "inputs": inputs, "group": self._group, "python": base_python()}
         write_note(self._venv, {**note, "asked": self._asked, "built": build})
         say(f"installed in {time.monotonic() - began:.0f} s")

@@ -57,6 +57,7 @@ case "$*" in
   case "$FAKE $*" in
   offline*) echo "ERROR: No matching distribution" >&2; exit 1;;
   slow*torch*) echo $$ $PPID > pids; exec sleep 60;;
+  updated*torch*) echo another==1 >> constraints.txt;;
   no-cpu*torch==*+cpu*) exit 1;;
   *) mkdir -p "$site/$(echo "$*" | cksum | tr ' ' -)";;
   esac;;
@@ -231,6 +232,13 @@ def test_another_torch_and_an_update_install_again_and_pips_arguments_are_handed
     with (checkout / "constraints.txt").open("a") as file:
         file.write("another==1\n")
     assert _make(checkout, "runtime").returncode == 0 and "torch==2.13.0+cpu" in _calls(checkout)[1]
+
+
+@needs_make
+def test_an_update_during_an_installation_is_installed_by_the_next_make(checkout: Path) -> None:
+    assert _make(checkout, "runtime", fake="updated").returncode == 0 and _calls(checkout)
+    assert _make(checkout, "runtime").returncode == 0 and _calls(checkout)
+    assert _make(checkout, "runtime").stderr == "" and _calls(checkout) == []
 
 
 @needs_make
