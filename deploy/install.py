@@ -230,9 +230,14 @@ class Installer:
         is_stale = note is not None and (
             note.get("root") != str(ROOT) or (self._settings.asks_for_python and note["python"] != base_python())
         )
-        pip = [self._python, "-m", "pip", "--version"]
-        if not is_stale and Path(self._python).exists() and not subprocess.run(pip, capture_output=True).returncode:
-            return
+        if not is_stale and Path(self._python).exists():
+            look = [self._python, "-c", "import sys; print('%d.%d' % sys.version_info[:2]); import pip"]
+            found = subprocess.run(look, capture_output=True, text=True)
+            version = found.stdout.strip()
+            if version and tuple(map(int, version.split("."))) < (3, 11):
+                raise InstallError(f"{self._venv} has Python {version}, too old: remove it, then run make again")
+            if not found.returncode:
+                return
         self._venv.mkdir(parents=True, exist_ok=True)
         if note is not None:  # one of ours; the folder may be a mount point
             write_note(self._venv, {})

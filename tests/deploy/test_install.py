@@ -48,6 +48,8 @@ esac
 INNER = f"""#!/bin/sh
 site="$(dirname "$0")/../lib/python3.11/site-packages"
 case "$*" in
+*"sys.exit(sys.version_info"*) [ "$FAKE" != old-venv ];;
+*"print("*sys.version_info*) case "$FAKE" in old-venv) echo 3.10;; *) echo 3.11;; esac;;
 "-m pip config list")
   env | sed -n "s/^PIP_/:env:./p"
   [ "$FAKE" != configured ] || echo "global.index-url='x'";;
@@ -300,6 +302,16 @@ def test_each_obstacle_is_one_line_that_says_what_to_do(checkout: Path, fake: st
     assert result.returncode == 2 and len(errors) == 1 and said in errors[0], result.stderr
     assert "Traceback" not in result.stderr and not (checkout / ".venv/installed").exists()
     assert _make(checkout, "serve").returncode == 0
+
+
+@needs_make
+def test_an_environment_of_an_old_python_is_named(checkout: Path) -> None:
+    (checkout / ".venv/bin").mkdir(parents=True)
+    shutil.copy(checkout / "inner", checkout / ".venv/bin/python")
+    result = _make(checkout, "serve", "PYTHON=python", fake="old-venv")
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
+    assert result.returncode == 2 and _calls(checkout) == [], result.stderr
+    assert errors == [f"error: {checkout}/.venv has Python 3.10, too old: remove it, then run make again"]
 
 
 @needs_make
