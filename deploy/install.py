@@ -37,6 +37,7 @@ _SOURCES = re.compile(r"--(index-url|extra-index-url|find-links|no-index)\b|-[if
 _START = "import app.cli.serve, app.engine.startup, app.engine.worker_loop, app.chat.template_worker"
 """What a start of the service imports."""
 _FULL_BYTES = 100_000_000
+_FULL = re.compile(r"No space left on device|Disk quota exceeded|os error 28\b")
 _NOT_INHERITED = {"LOCK", "PIP_ARGS", "PYTHONDONTWRITEBYTECODE", "PYTHONHOME", "PYTHONPATH", "TORCH", "UV", "VENV",
                   "VIRTUAL_ENV"}  # fmt: skip
 
@@ -180,6 +181,7 @@ class Installer:
         kept = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
         self._environment = {**kept, "TMPDIR": str(self._temporary)}  # /tmp may be too small for torch
         self._tool, self._install = "pip", list[str]()
+        self._was_full = False
 
     def run(self) -> None:
         """Raises InstallError, OSError, KeyboardInterrupt."""
@@ -300,16 +302,30 @@ class Installer:
         impatient = {"PIP_RETRIES": "1", "PIP_TIMEOUT": "15", "PIP_DEFAULT_TIMEOUT": "15", "UV_HTTP_RETRIES": "1"}
         environment = {**self._environment, **impatient} if may_fail else self._environment
         command = [*self._install, *arguments]
-        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=sys.stderr, pass_fds=self._inherited)
-        if done.returncode and (not may_fail or self._is_full()):
+        # pip's progress is on stdout. uv's is on stderr, and only shown if that is the terminal.
+        errors = subprocess.PIPE if self._tool == "pip" or may_fail else None
+        with subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=sys.stderr, stderr=errors, pass_fds=self._inherited,
+            text=True, errors="replace",
+        ) as child:  # fmt: skip
+            try:
+                for line in child.stderr or ():
+                    self._was_full |= bool(_FULL.search(line))
+                    print(line, end="", file=sys.stderr, flush=True)
+                code = child.wait()
+            except BaseException:
+                child.kill()
+                raise
+        if code and (not may_fail or self._is_full()):
             self._fail(
                 f"{step} could not be installed, {self._tool} says why above; if the package index cannot be reached, "
                 "docs/install.md says how to install from another one or from a folder; then run make again"
             )
-        return not done.returncode
+        return not code
 
     def _is_full(self) -> bool:
-        return shutil.disk_usage(self._venv).free < _FULL_BYTES
+        """Whether the disk is or was full: pip and uv remove what they could not finish."""
+        return self._was_full or shutil.disk_usage(self._venv).free < _FULL_BYTES
 
     def _fail(self, message: str) -> None:
         if self._is_full():

@@ -59,6 +59,7 @@ case "$*" in
   case "$FAKE $*" in
   offline*) echo "ERROR: No matching distribution" >&2; exit 1;;
   slow*torch*) echo $$ $PPID > pids; exec sleep 60;;
+  full*torch*) echo "ERROR: [Errno 28] No space left on device" >&2; exit 1;;
   updated*torch*) echo another==1 >> constraints.txt;;
   no-cpu*torch==*+cpu*) exit 1;;
   *) mkdir -p "$site/$(echo "$*" | cksum | tr ' ' -)";;
@@ -271,6 +272,14 @@ def test_where_no_cpu_build_can_be_had_it_says_so_before_it_takes_the_other(chec
     assert "no CPU build of torch there: the build with CUDA comes instead" in result.stderr
     demanded = _make(checkout, "runtime", "TORCH=cpu", fake="no-cpu")
     assert demanded.returncode == 2 and "error: torch, cpu build could not be installed" in demanded.stderr
+
+
+@needs_make
+def test_a_full_disk_is_no_missing_build(checkout: Path) -> None:
+    result = _make(checkout, "runtime", fake="full")
+    assert len(_calls(checkout)) == 2 and "no CPU build" not in result.stderr and result.returncode == 2
+    assert "ERROR: [Errno 28]" in result.stderr, "pip's own words"
+    assert f"error: the disk of {checkout}/.venv is full: free 2 GB" in result.stderr
 
 
 @needs_make
