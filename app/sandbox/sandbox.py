@@ -150,7 +150,7 @@ class SandboxPool:
     async def _start(self) -> None:
         """Starts the first children, which is charged to no tenant; returns when one is ready. Raises EngineFailed."""
         starting = self._starting
-        if starting is None or (starting.done() and (starting.cancelled() or starting.exception())):
+        if starting is None or (starting.done() and (starting.cancelled() or starting.exception() or not self.pids)):
             loop = asyncio.get_running_loop()
             starts = [loop.run_in_executor(None, self._sandbox.start) for _ in range(_WORKERS)]
             for start in starts:
