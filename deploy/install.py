@@ -315,6 +315,7 @@ class Installer:
                 code = child.wait()
             except BaseException:
                 child.kill()
+                child.wait()
                 raise
         if code and (not may_fail or self._is_full()):
             self._fail(
