@@ -17,9 +17,11 @@ import logging
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import httpx2
 from huggingface_hub import constants, hf_hub_url
@@ -46,6 +48,8 @@ _SMALL_FILES = re.compile(
     r"|model\.safetensors\.index\.json|(LICEN[CS]E|NOTICE)(\.(txt|md))?"
 )
 _LOGIN = "set HF_TOKEN to an access token of your account, or run hf auth login"
+_PAUSES = (0.5, 1.0, 2.0)
+"""Seconds before each further try."""
 _Say = Callable[[str], None]
 
 
@@ -104,10 +108,21 @@ def _cached_snapshot(folder: Path, named: HubModel) -> Path | None:
 
 
 def _info(named: HubModel) -> ModelInfo:
+    api, pauses = HfApi(library_name="inkstream"), iter(_PAUSES)
     try:
-        return HfApi(library_name="inkstream").model_info(
-            named.repository, revision=named.revision, files_metadata=True, timeout=constants.HF_HUB_ETAG_TIMEOUT
-        )
+        while True:
+            try:
+                return api.model_info(
+                    named.repository,
+                    revision=named.revision,
+                    files_metadata=True,
+                    timeout=constants.HF_HUB_ETAG_TIMEOUT,
+                )
+            except HfHubHTTPError as error:
+                status, pause = error.response.status_code, next(pauses, None)
+                if pause is None or (status != 429 and status < 500):
+                    raise
+                time.sleep(pause)
     except HFValidationError as error:
         raise CheckpointError(f"{named}: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, httpx2.InvalidURL):
@@ -187,16 +202,7 @@ def _fetch_files(named: HubModel, folder: Path, commit: str, files: Iterable[_Fi
         with partial.open("ab+", buffering=0) as output:  # unbuffered: a killed process loses nothing
             if output.tell() > file.size:
                 output.truncate(0)
-            for is_last in (False, False, True):  # the library goes on after other errors of the network, not this one
-                try:
-                    http_get(
-                        url, output, resume_size=output.tell(), headers=headers, expected_size=file.size,
-                        displayed_filename=file.name,
-                    )  # fmt: skip
-                    break
-                except httpx2.ReadError:
-                    if is_last:
-                        raise
+            _fetch_rest(url, output, headers, file)
         if not file.is_intact(partial):
             partial.unlink()
             raise CheckpointError(
@@ -204,6 +210,31 @@ def _fetch_files(named: HubModel, folder: Path, commit: str, files: Iterable[_Fi
                 "try again, and look at the proxy or mirror if there is one"
             )
         partial.replace(blobs / file.etag)
+
+
+def _fetch_rest(url: str, output: BinaryIO, headers: dict[str, str], file: _File) -> None:
+    """Appends what is missing, in several tries, which count afresh when more arrived than ever before.
+
+    The library makes such tries after some errors of the network, but not after others, nor after a status of 5xx.
+    """
+    pauses, most = iter(_PAUSES), output.tell()
+    while True:
+        try:
+            http_get(
+                url, output, resume_size=output.tell(), headers=headers, expected_size=file.size,
+                displayed_filename=file.name,
+            )  # fmt: skip
+            return
+        except (HfHubHTTPError, httpx2.TransportError) as error:
+            if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
+                raise
+            if output.tell() > most:
+                pauses, most = iter(_PAUSES), output.tell()
+            elif isinstance(error, (httpx2.ConnectError, httpx2.TimeoutException, httpx2.RemoteProtocolError)):
+                raise  # the library has tried it several times
+            if (pause := next(pauses, None)) is None:
+                raise
+            time.sleep(pause)
 
 
 def _link(snapshot: Path, files: Iterable[_File]) -> None:

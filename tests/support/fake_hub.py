@@ -43,6 +43,8 @@ class FakeHub:
     card: dict[str, Any] = field(default_factory=dict)
     status: int = 0
     """Status of every response, for a server that is not the Hub; 0 answers as the Hub does."""
+    failures: list[tuple[str, int]] = field(default_factory=list)
+    """(part of a path, status) of the next responses to such paths, one after the other."""
     cut_after: list[int] = field(default_factory=list)
     """Bytes after which the next large responses break off, one after the other."""
     damaged: int = 0
@@ -107,6 +109,8 @@ class _Handler(BaseHTTPRequestHandler):
         hub.asked.append(Asked(self.command, path, self.headers.get("Range", ""), token))
         if hub.status:
             return self._send(hub.status, b"<html>")
+        if hub.failures and hub.failures[0][0] in path:
+            return self._send(hub.failures.pop(0)[1], b"<html>")
         if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
             return self._info(found[1], found[2] or "main", token)
         if found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):

@@ -13,8 +13,10 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import httpx
+import httpx2
 import pytest
 import torch
 from huggingface_hub import constants, file_download
@@ -55,6 +57,7 @@ def hub(files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         )
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        monkeypatch.setattr(hub_download, "_PAUSES", (0.01,) * len(hub_download._PAUSES))
         monkeypatch.delenv("HF_TOKEN", raising=False)
         monkeypatch.chdir(tmp_path)
         yield running
@@ -145,6 +148,34 @@ def test_a_cut_connection_is_continued(hub: FakeHub, ignores_ranges: bool, monke
     assert len(ranges) == 3
     assert ranges[0] == ""
     assert all(0 < int(text[6:-1]) < 200_000 for text in ranges[1:])
+
+
+def test_errors_of_the_server_end_neither_the_look_up_nor_a_download(hub: FakeHub) -> None:
+    hub.failures = [("/api/models", 429), ("/api/models", 502), ("/config.json", 500), ("/storage", 503)]
+    directory, _ = resolve()
+    assert (directory / "model.safetensors").read_bytes() == hub.repositories[NAME]["model.safetensors"]
+    assert not hub.failures
+
+
+def test_a_download_goes_on_while_its_file_grows(
+    hub: FakeHub, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[int] = []
+    ends = 50_000
+
+    def resets(url: str, output: BinaryIO, *, displayed_filename: str, **others: Any) -> None:
+        position = output.tell()
+        if displayed_filename == "model.safetensors" and position < 60_000:
+            tries.append(position)
+            output.write(files[displayed_filename][position : min(position + 10_000, ends)])
+            raise httpx2.ReadError("reset")
+        file_download.http_get(url, output, displayed_filename=displayed_filename, **others)
+
+    monkeypatch.setattr(hub_download, "http_get", resets)
+    assert f"cannot reach {hub.url} (reset)" in problem()
+    assert tries == [0, 10_000, 20_000, 30_000, 40_000, 50_000, 50_000, 50_000]
+    ends = 60_000
+    assert (resolve()[0] / "model.safetensors").read_bytes() == files["model.safetensors"]
 
 
 def test_a_damaged_file_is_refused_and_fetched_anew(hub: FakeHub) -> None:
