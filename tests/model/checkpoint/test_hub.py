@@ -157,6 +157,24 @@ def test_errors_of_the_server_end_neither_the_look_up_nor_a_download(hub: FakeHu
     assert not hub.failures
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("is_service", [True, False])
+def test_what_the_library_logs_is_one_line_in_the_format_of_the_log(
+    hub: FakeHub, tmp_path: Path, is_service: bool
+) -> None:
+    hub.failures = [("/storage", 429)]
+    script = f"from app.common import logs; logs.set_up('info', 'json')\n{RESOLVE}" if is_service else RESOLVE
+    script = script.replace("print(line, file=sys.stderr, flush=True)", "None")
+    command = [sys.executable, "-c", script, NAME]
+    done = subprocess.run(
+        command, env=environment(hub, tmp_path), cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+    )
+    lines = done.stderr.splitlines()
+    assert len([line for line in lines if "HTTP Error 429" in line]) == 1, done.stderr
+    if is_service:
+        assert all(json.loads(line) for line in lines)
+
+
 def test_a_download_goes_on_while_its_file_grows(
     hub: FakeHub, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
