@@ -64,8 +64,8 @@ def hub_model(weights: str) -> HubModel | None:
 def resolve_weights(weights: Path | str, say: Callable[[str], None]) -> Path:
     """The weights directory that the user gave, or that of the model of the Hub, downloaded if need be.
 
-    A directory wins over a model of the same name, and `say` gets a line that says so. It also gets the progress of a
-    download where there is no terminal. Raises CheckpointError.
+    A directory wins over a model of the same name, and `say` gets a line that says so. It also gets a line before the
+    weights are downloaded and one after; a terminal shows the progress between them. Raises CheckpointError.
     """
     text = str(weights)
     named = hub_model(text)
