@@ -241,7 +241,7 @@ class Installer:
             if not found.returncode:
                 return
         self._venv.mkdir(parents=True, exist_ok=True)
-        if note is not None:  # one of ours; the folder may be a mount point
+        if note is not None:  # make made it, so make may empty it; the folder stays, since it may be a mount point
             write_note(self._venv, {})
             for path in self._venv.iterdir():
                 if path.is_dir() and not path.is_symlink():
@@ -335,7 +335,7 @@ class Installer:
 
 
 def say(text: str) -> None:
-    """A line for whoever watches."""
+    """Prints a line to standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
