@@ -30,11 +30,11 @@ from model.device import choose_device, choose_dtype
 from model.nn.transformer import Decoder
 from model.presets import preset
 from model.train.data.batch import batch_of_windows
-from model.train.distributed import ProcessGroup
-from model.train.objective import Objective, choose_loss_backend
-from model.train.optimizer import ParameterUpdates
-from model.train.thread_pool import keep_freed_memory
-from model.train.trainer import Trainer
+from model.train.step.distributed import ProcessGroup
+from model.train.step.objective import Objective, choose_loss_backend
+from model.train.step.optimizer import ParameterUpdates
+from model.train.step.thread_pool import keep_freed_memory
+from model.train.step.trainer import Trainer
 
 _Clocks = tuple[float, float]
 """Wall and CPU seconds."""

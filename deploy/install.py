@@ -46,7 +46,7 @@ class InstallError(Exception):
     """A failure with a message for users: what is wrong and what to do."""
 
 
-class Settings(NamedTuple):
+class InstallOptions(NamedTuple):
     """What make's variables ask for."""
 
     group: str
@@ -59,8 +59,8 @@ class Settings(NamedTuple):
     """Whether the environment must be one of the Python that runs this."""
 
     @classmethod
-    def read(cls, group: str, variables: Mapping[str, str]) -> Settings:
-        """Of make's variables, as it exports them. Raises InstallError."""
+    def read(cls, group: str, variables: Mapping[str, str]) -> InstallOptions:
+        """Reads make's variables from the environment. Raises InstallError."""
         try:
             pip_args = tuple(shlex.split(variables.get("PIP_ARGS", "")))
         except ValueError as error:
@@ -131,13 +131,13 @@ def write_note(venv: Path, note: Mapping[str, Any] | None) -> None:
 
 
 def inputs_digest() -> str:
-    """Of the files that say what belongs into the environment. The locks only repeat constraints.txt with hashes."""
+    """Digest of the files that name the environment's packages. The locks only add hashes to constraints.txt."""
     return hashlib.sha256(
         b"".join((ROOT / name).read_bytes() for name in ("constraints.txt", "pyproject.toml"))
     ).hexdigest()
 
 
-def is_complete(settings: Settings, note: Mapping[str, Any] | None) -> bool:
+def is_complete(settings: InstallOptions, note: Mapping[str, Any] | None) -> bool:
     """Whether the environment is what the settings ask for."""
     return bool(
         note
@@ -149,7 +149,7 @@ def is_complete(settings: Settings, note: Mapping[str, Any] | None) -> bool:
     )
 
 
-def _is_for_machine(settings: Settings, note: Mapping[str, Any]) -> bool:
+def _is_for_machine(settings: InstallOptions, note: Mapping[str, Any]) -> bool:
     """Whether torch is what TORCH=auto would install."""
     build, _ = choose_torch("", "", "torch==0", names_sources=settings.names_sources)
     return not note["asked"] and bool(note["built"] == build)
@@ -166,7 +166,7 @@ class Installer:
     What it starts inherits the lock: a pip that outlives this keeps other makes waiting.
     """
 
-    def __init__(self, settings: Settings, lock: int) -> None:
+    def __init__(self, settings: InstallOptions, lock: int) -> None:
         self._settings = settings
         self._inherited = (lock,)
         self._venv = settings.venv
@@ -339,7 +339,7 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def install(settings: Settings, *, is_report: bool) -> None:
+def install(settings: InstallOptions, *, is_report: bool) -> None:
     """Completes the environment; a second make waits for the first. Raises InstallError, OSError, KeyboardInterrupt."""
     if not is_complete(settings, read_note(settings.venv)):
         lock = os.open(ROOT, os.O_RDONLY)
@@ -363,7 +363,7 @@ def main(arguments: Sequence[str]) -> int:
     """Exit codes: 0 all is there; 2 it could not be installed; 130 interrupted."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        install(Settings.read(arguments[0], os.environ), is_report="--report" in arguments)
+        install(InstallOptions.read(arguments[0], os.environ), is_report="--report" in arguments)
     except InstallError as error:
         say(f"error: {error}")
         return 2

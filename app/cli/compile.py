@@ -67,7 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="cache directory, the same as that of serve (default: INKSTREAM_CACHE_DIR, or ~/.cache/inkstream)",
     )
     parser.add_argument(
-        "--all-levels", action="store_true", help="build for every supported x86-64 CPU level: for container images"
+        "--all-levels", action="store_true", help="build for every supported CPU level: for container images"
     )
     parser.add_argument(
         "--check",
@@ -114,7 +114,7 @@ def _check(directory: Path | None) -> int:
         library = find(directory)
         if library:
             check_loads(library)
-    except (UnsupportedCpu, KernelsUnavailable) as error:
+    except KernelsUnavailable as error:
         print(f"using torch: {error}")
         return 1
     if library is None:

@@ -167,7 +167,8 @@ def _service(given: Given) -> Iterator[Finding]:
         yield Finding("settings", str(error), "broken", "docs/settings.md lists the settings")
         return
     size = sum(path.stat().st_size for path in settings.weights.glob("*.safetensors"))
-    yield Finding("weights", f"{settings.weights}, {_size(size)}; inkstream check {settings.weights} reads all of it")
+    found = f"{settings.weights}, {_size(size)}" if size else f"{settings.weights}"
+    yield Finding("weights", f"{found}; inkstream check {settings.weights} reads all of it")
     if size > free_memory():
         yield Finding("memory", "the weights are larger", "broken", "serve smaller weights, or try --quantize int8")
     for topic, check in {**start.CHECKS, "port": lambda settings: start.bind(settings).close()}.items():

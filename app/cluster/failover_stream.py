@@ -14,6 +14,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -291,8 +292,8 @@ class FailoverStream(StoredStream):
         self._splicer = StreamSplicer(self.name)
         self._is_cancelled = False
         self._started = time.monotonic()
-        self._written_at = 0.0
-        """When tokens were last written while frames() waited, in monotonic seconds."""
+        self._sent_at = 0.0
+        """When the client was last sent something, in monotonic seconds."""
 
     @property
     def current_id(self) -> str:
@@ -336,9 +337,10 @@ class FailoverStream(StoredStream):
                 return False
             if output := self._new_tokens(chunk):
                 writer.write(output)
-                self._written_at = time.monotonic()
+                self._sent_at = time.monotonic()
             return bool(output)
 
+        self._sent_at = time.monotonic()
         try:
             if number < self.next_number:
                 yield self._replay_buffer.since(number)
@@ -356,16 +358,10 @@ class FailoverStream(StoredStream):
                         response, parser = starting.result(), EventParser()
                         self._check_cancelled()
                     response.consume = write
-                    try:
-                        async with asyncio.timeout(_HEARTBEAT_SECONDS):  # a replica may hang without closing anything
-                            chunk = await response.next()
-                    except TimeoutError:
-                        if time.monotonic() >= self._written_at + _HEARTBEAT_SECONDS:
-                            yield PING
-                        continue
-                    if chunk is None:
-                        raise ReplicaLost  # the response ended without a final event
-                    output = self._splice(parser, chunk) if subscription is self._subscription else b""
+                    if not (chunk := await self._next_part(response)):
+                        output = PING
+                    else:
+                        output = self._splice(parser, chunk) if subscription is self._subscription else b""
                 except ReplicaLost:
                     if response:
                         response.close()
@@ -373,10 +369,24 @@ class FailoverStream(StoredStream):
                 except ApiError as error:
                     output = self._fail(error.body(self.name)) if subscription is self._subscription else b""
                 if output:
+                    self._sent_at = time.monotonic()
                     yield output
         finally:
             if response:
                 response.close()
+
+    async def _next_part(self, response: ReplicaResponse) -> bytes:
+        """The next part of a body; empty once the client was sent nothing for too long. Raises ReplicaLost.
+
+        A replica may hang without closing its connection.
+        """
+        while (seconds := self._sent_at + _HEARTBEAT_SECONDS - time.monotonic()) > 0:  # tokens were written meanwhile
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    if (part := await response.next()) is None:
+                        raise ReplicaLost  # the response ended without a final event
+                    return part
+        return b""
 
     async def _send_again(self) -> ReplicaResponse:
         """Starts a replica from the beginning. Raises ReplicaLost, and ApiError if the replica rejects the request."""

@@ -152,6 +152,11 @@ def divide(topology: Topology, engines: int, threads: int = 0) -> tuple[EngineSh
     if not threads:
         each = min([each, *(part.compute_threads // groups.count(group) for group, part in parts.items())])
     each = max(1, each)
+    room = min(sum(len(core.cpus) for core in part.cores) // groups.count(group) for group, part in parts.items())
+    if room < each if threads else 2 * room <= topology.compute_threads // engines:
+        # Affinity leaves a node too few CPUs: the system places the threads.
+        parts, groups = {nodes: topology}, [nodes] * engines
+        each = max(1, (threads or topology.compute_threads) // engines)
     most = min([topology.n_cpus // engines, *(part.n_cpus // groups.count(group) for group, part in parts.items())])
     others = {1, max(1, each // 2), max(1, most)} - {each}
     return tuple(

@@ -167,7 +167,7 @@ class Settings(BaseSettings):
         )
         for name in _split(value):
             if not re.fullmatch(pattern, name):
-                raise ValueError(f"{name[:100]!r} is not possible: write {right}")
+                raise ValueError(f"{name[:100]!r} is not {'a host name' if is_host else 'an origin'}: write {right}")
         return value
 
     @model_validator(mode="before")

@@ -125,11 +125,6 @@ class Request(Struct, frozen=True, kw_only=True):
         require(0 <= self.scored <= len(self.prompt), "scored must not be above the length of the prompt")
         require(len(self.generated) <= self.max_tokens, "generated must not be longer than max_tokens")
 
-    @property
-    def max_length(self) -> int:
-        """Maximum length of the sequence in tokens."""
-        return len(self.prompt) + self.max_tokens
-
 
 class FinishReason(StrEnum):
     """Why the engine ended a sequence; the API process handles stop strings, deadlines and cancellation."""

@@ -66,7 +66,7 @@ class Sandbox:
             try:
                 response = child.response(request, seconds, max_bytes)
             except TimeoutError:
-                raise SandboxError(f"takes more than {seconds:.2g} seconds") from None
+                raise SandboxError(f"takes more than {seconds:.1f} seconds") from None
             finally:
                 self._release(child)
             if response is not None:
@@ -183,7 +183,7 @@ class _Child:
         return self._process.poll() is None
 
     def response(self, request: bytes | None, seconds: float, max_bytes: int) -> bytes | None:
-        """The response to a request, or with None the first one; None if the child died, or said too much.
+        """The response to a request, or with None the first one; None if the child died or wrote over `max_bytes`.
 
         Raises TimeoutError. No child survives an error.
         """

@@ -214,7 +214,7 @@ def _fetch_files(named: HubModel, folder: Path, commit: str, files: Iterable[_Fi
 
 
 def _fetch_rest(url: str, output: BinaryIO, headers: dict[str, str], file: _File) -> None:
-    """Appends what is missing, in several tries, which count afresh when more arrived than ever before.
+    """Appends what is missing, in several tries, whose count restarts whenever the file has grown.
 
     The library makes such tries after some errors of the network, but not after others, nor after a status of 5xx.
     """
@@ -226,9 +226,15 @@ def _fetch_rest(url: str, output: BinaryIO, headers: dict[str, str], file: _File
                 displayed_filename=file.name,
             )  # fmt: skip
             return
-        except (HfHubHTTPError, httpx2.TransportError) as error:
-            if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
-                raise
+        except (HfHubHTTPError, httpx2.TransportError, OSError) as error:
+            if isinstance(error, HfHubHTTPError):
+                if error.response.status_code < 500:
+                    raise
+            elif isinstance(error, OSError) and error.errno is not None:
+                raise  # of the disk; without a number it is the library's, of a file of another size
+            if output.tell() > file.size:
+                output.seek(0)
+                output.truncate()
             if output.tell() > most:
                 pauses, most = iter(_PAUSES), output.tell()
             elif isinstance(error, (httpx2.ConnectError, httpx2.TimeoutException, httpx2.RemoteProtocolError)):
@@ -275,6 +281,8 @@ def _explain(error: Exception, named: HubModel) -> tuple[str, bool]:
             return "HF_HUB_OFFLINE is set, which keeps it from the network", True
         case httpx2.TransportError():
             return f"cannot reach {constants.ENDPOINT} ({str(error) or type(error).__name__})", True
+        case OSError(errno=None):
+            problem = f"what arrives has another size than {constants.ENDPOINT} names; look at the proxy or mirror"
         case OSError():
             problem = (
                 f"{error.filename or constants.HF_HUB_CACHE}: {error.strerror or error}; make room or give permission "

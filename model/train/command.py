@@ -11,14 +11,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from model.files import one_line
-from model.train.distributed import PeerExited, ProcessGroup, join
 from model.train.dry_run import forecast, resolve_preset
 from model.train.interrupts import Interrupted
 from model.train.loop import Diverged
 from model.train.output_dir import locked
 from model.train.reporting.console import print_stderr, program_command, program_name
 from model.train.run import Run
-from model.train.thread_pool import is_out_of_memory, keep_freed_memory
+from model.train.step.distributed import PeerExited, ProcessGroup, join
+from model.train.step.thread_pool import is_out_of_memory, keep_freed_memory
 
 _NO_MEMORY = (
     "out of memory; use a smaller --micro-windows, --windows, --context or --preset. Saved state is kept: --resume"

@@ -30,7 +30,7 @@ from model.train.options import limits, shape
 from model.train.output_dir import free_bytes
 from model.train.reporting.console import duration, format_count, print_stdout
 from model.train.resources import meta_decoder, require_memory, sizes
-from model.train.trainer import build_trainer
+from model.train.step.trainer import build_trainer
 
 _REPEATS = 3
 _TOKENS_PER_PARAMETER = 5

@@ -19,8 +19,8 @@ from model.train.reporting.progress import Progress
 from model.train.reporting.report import Report
 from model.train.reporting.samples import Sample
 from model.train.sampling import SamplingSettings, generate_samples
-from model.train.schedule import Limits, Schedule
-from model.train.trainer import BestWeights, Trainer, copy_tensors, select_prefix
+from model.train.step.schedule import Limits, Schedule
+from model.train.step.trainer import BestWeights, Trainer, copy_tensors, select_prefix
 from model.train.training_checkpoint import Position, newest_snapshot, save_snapshot
 
 QUICK_EVAL_TARGETS = 40_000

@@ -12,7 +12,7 @@ from model.config import ConfigError, ModelConfig
 from model.presets import ARCHS, PRESET_NAMES, preset, reshaped
 from model.tokenizer.tokenizer import SEPARATOR
 from model.train.reporting.console import program_name
-from model.train.schedule import SHAPES, Limits
+from model.train.step.schedule import SHAPES, Limits
 
 DEFAULTS: dict[str, object] = {
     "per_line": False,

@@ -29,7 +29,6 @@ from model.files import RESUME_FILE, STATE_FOLDER, CheckpointError, parse_object
 from model.nn.transformer import Decoder
 from model.train.data.dataset import Dataset, build_dataset
 from model.train.data.sources import DataError
-from model.train.distributed import ProcessGroup
 from model.train.finetune import apply_base_defaults, load_base, save_base_files
 from model.train.interrupts import Interrupted
 from model.train.loop import QUICK_EVAL_TARGETS, Diverged, Loop
@@ -50,8 +49,9 @@ from model.train.reporting.report import Report
 from model.train.reporting.samples import Sample, plain, visible
 from model.train.resources import flops_per_token, meta_decoder, peak_flops, require_memory, sizes
 from model.train.sampling import DEFAULT_SAMPLING, GREEDY_SAMPLING, generate_samples
-from model.train.schedule import Limits, Schedule
-from model.train.trainer import build_trainer
+from model.train.step.distributed import ProcessGroup
+from model.train.step.schedule import Limits, Schedule
+from model.train.step.trainer import build_trainer
 from model.train.training_checkpoint import Position, load_snapshot, newest_snapshot, remove_snapshots
 
 _SAMPLE_TOKENS = 120

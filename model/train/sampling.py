@@ -13,7 +13,7 @@ from model.nn.transformer import Decoder
 from model.tokenizer.tokenizer import Tokenizer
 from model.train.data.examples import Prompt
 from model.train.reporting.samples import Sample
-from model.train.thread_pool import run_each
+from model.train.step.thread_pool import run_each
 
 _SEED = 1
 

@@ -152,3 +152,10 @@ def test_an_installation_carries_every_package_and_the_sources() -> None:
     patterns = setup["package-data"]["inkstream.app.engine.cpu"]
     carried = {path for pattern in patterns for path in SOURCE.parent.glob(pattern)}
     assert {path for path in SOURCE.rglob("*") if path.is_file()} == carried
+
+
+def test_a_compiler_that_takes_longer_than_it_may_is_ended(tmp_path: Path, slow: FakeCompiler) -> None:
+    code, _, errors = _run(tmp_path / "cache", "--quiet", "--time-limit", "0.5", CXX=str(slow.path))
+    message = f"error: {slow.path} took more than 0.5 seconds; inkstream compile --time-limit gives it more\n"
+    assert (code, errors) == (1, message)
+    assert _leftovers(tmp_path / "cache") == []

@@ -131,7 +131,7 @@ def services(weights: Path) -> Iterator[Callable[[str], str]]:
 
 def _stop(server: Server) -> None:
     code, log = stop_server(server), server.log.read_text()
-    assert code == 0 and "Traceback" not in log and " ERROR " not in log, f"exit code {code}\n{log[-4000:]}"
+    assert code == 0 and "Traceback" not in log and '"level": "error"' not in log, f"exit code {code}\n{log[-4000:]}"
 
 
 def run(client: Client, url: Callable[[str], str], weights: Path) -> Outcome:

@@ -185,3 +185,14 @@ def test_a_process_is_bound_to_cpus_and_what_cannot_be_bound_is_said() -> None:
         assert bind_process([1 << 12]).startswith("CPUs are not divided among engines (")
     finally:
         os.sched_setaffinity(0, before)
+
+
+@pytest.mark.parametrize(("threads", "each"), [(0, 15), (16, 8)])
+def test_an_engine_is_not_put_on_a_node_of_which_affinity_leaves_nearly_nothing(
+    tmp_path: Path, threads: int, each: int
+) -> None:
+    cpus = [*range(30), 32, 33]
+    shares = divide(_machine(tmp_path, cores=64, nodes=2, cpus=cpus), 2, threads)
+    assert {(share.threads, share.cpus) for share in shares} == {(each, ())}
+    even = divide(_machine(tmp_path, cores=64, nodes=2), 2, threads)
+    assert [len(share.cpus) for share in even] == [32, 32]

@@ -17,7 +17,16 @@ from pathlib import Path
 import pytest
 
 from deploy import install
-from deploy.install import CPU_INDEX, InstallError, Settings, choose_torch, has_gpu, is_complete, read_note, write_note
+from deploy.install import (
+    CPU_INDEX,
+    InstallError,
+    InstallOptions,
+    choose_torch,
+    has_gpu,
+    is_complete,
+    read_note,
+    write_note,
+)
 from tests.support import ROOT
 
 PIN, CPU, CUDA = "torch==2.13.0", "torch==2.13.0+cpu", "torch==2.13.0,!=2.13.0+cpu"
@@ -123,18 +132,20 @@ def test_a_gpu_is_one_that_nvidias_driver_reports(
 
 
 def test_settings_are_makes_variables() -> None:
-    settings = Settings.read("dev", {"PIP_ARGS": "--find-links 'a b'", "LOCK": "x.lock y.lock", "VENV": "", "UV": " "})
+    settings = InstallOptions.read(
+        "dev", {"PIP_ARGS": "--find-links 'a b'", "LOCK": "x.lock y.lock", "VENV": "", "UV": " "}
+    )
     assert settings.pip_args == ("--find-links", "a b") and settings.names_sources
     assert settings.locks == ("x.lock", "y.lock") and settings.venv == ROOT / ".venv" and settings.uv == ""
-    assert not Settings.read("dev", {"PIP_ARGS": "--retries 2"}).names_sources
+    assert not InstallOptions.read("dev", {"PIP_ARGS": "--retries 2"}).names_sources
     with pytest.raises(InstallError, match="PIP_ARGS cannot be read"):
-        Settings.read("dev", {"PIP_ARGS": "'"})
+        InstallOptions.read("dev", {"PIP_ARGS": "'"})
 
 
 def test_an_environment_is_complete_if_it_has_what_is_asked_for(tmp_path: Path) -> None:
     note = {"root": str(ROOT), "inputs": install.inputs_digest(), "group": "dev", "asked": "cpu", "built": "cpu"}
     note["python"] = "/other"
-    asked = Settings(group="dev", venv=tmp_path, torch="cpu")
+    asked = InstallOptions(group="dev", venv=tmp_path, torch="cpu")
     assert is_complete(asked, note) and is_complete(asked._replace(group="runtime", torch=""), note)
     assert not is_complete(asked._replace(torch="cuda"), note)
     assert not is_complete(asked._replace(asks_for_python=True), note)

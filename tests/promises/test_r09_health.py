@@ -162,3 +162,20 @@ def _load(server: Server, lane: int, deadline: float) -> None:
 def _ask(lane: int, number: int) -> Ask:
     prompt, max_tokens = "fox " * (600 if number % 10 == 0 else 5), 20 + 10 * lane
     return Ask(body={"prompt": prompt, "ignore_eos": True, "seed": number, "max_tokens": max_tokens})
+
+
+def test_a_guide_that_takes_its_time_is_no_hang(serve: Services, faults: Faults, promise: Promise) -> None:
+    """The grammar compiles concurrently with the steps, within its own limits."""
+    server = serve("--engine-silence", "1", fake_ms=5, environment=faults.environment)
+    lengths = iter(range(5, 8))  # a grammar that is compiled already would take no time
+
+    def restarts() -> float:
+        before = server.metric("engine_restarts_total")
+        faults.arm("engine.guide", "sleep", seconds=2.5, times=1)
+        body = {"prompt": "a", "regex": f"[ab]{{{next(lengths)}}}", "max_tokens": 8, "stream": False}
+        assert httpx.post(f"{server.url}/complete", json=body, timeout=60).status_code == 200
+        assert not faults.is_armed("engine.guide")
+        return server.metric("engine_restarts_total") - before
+
+    # Who gets no core for a second is silent.
+    assert promise.measured(restarts, lambda restarts: restarts == 0) == 0

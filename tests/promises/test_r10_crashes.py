@@ -155,7 +155,7 @@ def test_a_request_that_kills_the_engine_is_the_only_one_refused(
 def test_requests_that_kill_the_engine_do_not_end_an_otherwise_idle_service(
     serve: Services, faults: Faults, promise: Promise, engines: int
 ) -> None:
-    """After each the engine shows by a text of ours that it works; so no engine is given up, either."""
+    """After each the engine shows by a canary request that it works; so no engine is given up, either."""
     server = serve("--replicas", str(engines), fake_ms=5, environment=faults.environment, logs_tracebacks=True)
     faults.arm("engine.step", "kill", match="max_tokens=119,")
     for number in range(3):

@@ -115,7 +115,7 @@ def _seconds_to_end(serve: Services) -> float:
         began = time.monotonic()
         assert stop_server(server) == 0
         seconds = time.monotonic() - began
-    assert " ERROR " not in server.log.read_text()
+    assert '"level": "error"' not in server.log.read_text()
     return seconds
 
 

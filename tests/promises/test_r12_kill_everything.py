@@ -15,6 +15,7 @@ import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 
@@ -23,6 +24,7 @@ from tests.promises.test_r18_disk_full import _save_run, _version_of_run
 from tests.support import ROOT
 from tests.support.armed_faults import Faults
 from tests.support.disk_faults import Operations, kill, watched
+from tests.support.fake_compiler import FakeCompiler, fake_compiler
 from tests.support.load.concurrent_clients import Ask, children, crowd, engine_pid, engine_pids, told, visit
 from tests.support.model.tiny_models import TEXT
 from tests.support.processes import has_exited
@@ -186,3 +188,35 @@ def test_training_killed_while_it_saves_goes_on_from_the_newest(tmp_path: Path, 
         good += found is not None and found[0].step == named[-1] > last
         last = named[-1]
     promise.all_of("model.train killed while it saves: goes on from the newest snapshot", good, n)
+
+
+def test_the_processes_that_check_guides_die_with_a_killed_service(serve: Services) -> None:
+    server = serve(fake_ms=5)
+    guided = {"prompt": "a", "regex": "[ab]{5}", "max_tokens": 8, "stream": False}
+    assert httpx.post(f"{server.url}/complete", json=guided, timeout=60).status_code == 200
+    pids = children(server)
+    checker = [pid for pid in pids if b"validator_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(checker[0], signal.SIGSTOP)  # a second one may be starting
+    server.process.kill()
+    server.process.wait()
+    assert server.wait_for(lambda: all(map(has_exited, pids)), 10)
+
+
+@pytest.fixture
+def slow(tmp_path: Path, stub_library: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCompiler:
+    """A compiler that never ends."""
+    fake = fake_compiler(tmp_path, stub_library, before="while true; do sleep 0.1; done")
+    monkeypatch.setenv("CXX", str(fake.path))
+    return fake
+
+
+def test_the_engines_own_build_of_kernels_dies_with_a_killed_service(
+    serve: Services, tmp_path: Path, slow: FakeCompiler
+) -> None:
+    cache_dir = tmp_path / "cache"
+    server = serve("--kernels", "native", "--cache-dir", str(cache_dir), wait=False)
+    assert server.wait_for(lambda: bool(slow.pids)), server.log.read_text()
+    pids = [*children(server), *slow.pids]
+    server.process.kill()
+    server.process.wait()
+    assert server.wait_for(lambda: all(map(has_exited, pids)), 10)

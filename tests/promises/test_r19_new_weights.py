@@ -6,6 +6,7 @@ Bad weights are loaded by the real engine, around a tiny model; switches are tri
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import time
 from collections.abc import Iterator
@@ -218,3 +219,17 @@ def test_old_engines_that_stay_and_streams_that_go_on_with_the_new_one_would_be_
 
 def _undisturbed(server: Server) -> str:
     return text_of(stream(server.url, **_FOX))
+
+
+def test_a_hang_up_asks_for_new_weights_and_a_terminal_that_closes_ends_the_service(
+    tmp_path: Path, weights: Path
+) -> None:
+    ours, theirs = pty.openpty()
+    server = start_server(tmp_path, weights, environment=_ONE_THREAD, fake_ms=5, terminal=theirs)
+    os.close(theirs)
+    server.process.send_signal(signal.SIGHUP)
+    assert server.wait_for(lambda: reloads(server, "switched") == 1)
+    engines = _engines(server)
+    os.close(ours)  # the kernel sends SIGHUP
+    assert server.process.wait(timeout=60) == 0
+    assert not [pid for pid in engines if Path(f"/proc/{pid}").exists()]

@@ -109,6 +109,8 @@ def test_open_asks_the_browser(tmp_path: Path, weights: Path) -> None:
     with _service(weights, "--open", BROWSER=str(browser)) as terminal:
         terminal.expect("opened http://127.0.0.1:")  # before or after the summary, which another thread prints
         assert _stop(terminal) == 0
+        opened, shown = (re.search(rf"{word} +(http://127[.\d]+:\d+)", terminal.output) for word in ("opened", "page"))
+        assert opened and shown and opened[1] == shown[1]
 
 
 @pytest.mark.parametrize(

@@ -75,19 +75,14 @@ class MaskProvider(Protocol):
 class SampledRows:
     """Sequences that sample, and what of them stays the same while the same sequences do: only their tokens grow."""
 
-    __slots__ = ("counts", "ids", "inputs", "is_guided", "sequences")
+    __slots__ = ("counts", "ids", "is_guided", "sequences")
 
-    def __init__(self, sequences: list[Sequence], masks: Items[Array | None] = ()) -> None:
+    def __init__(self, sequences: list[Sequence]) -> None:
         self.sequences = sequences
         self.ids = [sequence.request.id for sequence in sequences]
         self.counts = [sequence.request.params.logprobs for sequence in sequences]
         """Most likely tokens that are reported; None: no log-probabilities."""
         self.is_guided = any(sequence.request.grammar for sequence in sequences)
-        masks = masks or [None] * len(sequences)
-        self.inputs = [
-            SamplingInput(s.request.params, s.tokens, len(s.request.prompt), s.request.stop_ids, mask)
-            for s, mask in zip(sequences, masks, strict=True)
-        ]
 
 
 class Runner:
@@ -98,6 +93,8 @@ class Runner:
         self.grammars = grammars
         self.sampler = sampler
         self._sampled_rows = SampledRows([])
+        self._inputs: list[SamplingInput] = []
+        """Of the rows, without masks."""
 
     def run(self, plan: BatchPlan) -> StepResult:
         """Computes every chunk, samples where a chunk ends a prompt or decodes, and scores prompts if requested."""
@@ -124,22 +121,24 @@ class Runner:
         logits_SV = self.compute.logits(last_rows)
         if sampling != self._sampled_rows.sequences:
             self._sampled_rows = SampledRows(sampling)
+            self._inputs = [_sampling_input(sequence, None) for sequence in sampling]
         rows = self._sampled_rows
         if not (rows.is_guided and self.grammars):
-            return dict(zip(rows.ids, self._sample(rows, logits_SV), strict=True))
+            return dict(zip(rows.ids, self._sample(sampling, self._inputs, logits_SV), strict=True))
         allowed = self.grammars.allowed(sampling)
         decided = {id_: mask for id_, mask in zip(rows.ids, allowed, strict=True) if isinstance(mask, SampledToken)}
         masks = {row: mask for row, mask in enumerate(allowed) if not isinstance(mask, SampledToken)}
         if not masks:
             return decided
         logits_SV = logits_SV[[*masks]] if decided else logits_SV
-        rows = SampledRows([sampling[row] for row in masks], [*masks.values()])
-        sampled = self.grammars.accept_tokens(rows.sequences, self._sample(rows, logits_SV))
-        return decided | dict(zip(rows.ids, sampled, strict=True))
+        sampling = [sampling[row] for row in masks]
+        inputs = [_sampling_input(sequence, mask) for sequence, mask in zip(sampling, masks.values(), strict=True)]
+        sampled = self.grammars.accept_tokens(sampling, self._sample(sampling, inputs, logits_SV))
+        return decided | dict(zip([rows.ids[row] for row in masks], sampled, strict=True))
 
-    def _sample(self, rows: SampledRows, logits_SV: Logits) -> list[SampledToken]:
-        fault("engine.sample", rows.sequences)
-        return self.sampler.sample(logits_SV, rows.inputs)
+    def _sample(self, sequences: list[Sequence], inputs: list[SamplingInput], logits_SV: Logits) -> list[SampledToken]:
+        fault("engine.sample", sequences)
+        return self.sampler.sample(logits_SV, inputs)
 
     def _score(self, chunks: Items[Chunk]) -> dict[str, tuple[TokenScore, ...] | None]:
         scores, start = {}, 0
@@ -166,3 +165,8 @@ class Runner:
                 return None
             scores += scored
         return tuple(scores)
+
+
+def _sampling_input(sequence: Sequence, mask: Array | None) -> SamplingInput:
+    request = sequence.request
+    return SamplingInput(request.params, sequence.tokens, sequence.n_prompt, request.stop_ids, mask)

@@ -274,8 +274,6 @@ class GrammarTracker:
         A SampledToken instead means that no token is to be sampled: the mask is not ready, the text has ended, or the
         grammar cannot be followed. Raises the error of a failed job.
         """
-        if not self._states and not any(sequence.request.grammar for sequence in sequences):
-            return [None] * len(sequences)
         states = [self._state_of(sequence) if _is_guided(sequence) else None for sequence in sequences]
         while len(self._states) > max(self._max_states, len(sequences)):
             self._release(self._states.popitem(last=False)[1])

@@ -328,7 +328,7 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> bool:
         """Allocates the blocks of a waiting sequence; False if too few are free."""
         is_final = sequence.preemptions >= self.limits.max_preemptions  # never preempted again
-        length = sequence.request.max_length if is_final else len(sequence.tokens)
+        length = sequence.max_length if is_final else len(sequence.tokens)
         # Keep one spare block per running sequence, so that growing one does not preempt the newly admitted sequence.
         is_admitted = self._allocator.admit(sequence, length, spare=0 if is_final else len(self.running))
         if is_admitted:

@@ -123,7 +123,9 @@ def test_too_little_memory_is_refused_with_what_is_needed_and_left_and_what_othe
     assert f"needs {mib(cache_shape.cache_bytes(16))} of cache" in message and "other processes" not in message
     assert f"{mib(cache_shape.cache_bytes(4))} are left of 3,200 MiB" in message
     full = replace(PLAN, utilization=0.9, other=6000 * M)  # a reload's engine next to the old one
-    assert "6,000 MiB are used by other processes" in _refused(cache_shape, full)
+    message = _refused(cache_shape, full)
+    assert "6,000 MiB are used by other processes" in message
+    assert "a smaller --max-context or --max-running" in message and message.endswith("stop what else uses the GPU")
 
 
 def test_with_an_encoder_its_sources_are_taken_off_first() -> None:
@@ -134,7 +136,8 @@ def test_with_an_encoder_its_sources_are_taken_off_first() -> None:
     reading = replace(cache_shape, shape=shape)
     blocks = reading.blocks_on_gpu(0, PLAN)
     assert blocks * reading.block_bytes < PLAN.cache_budget - reading.source_bytes < PLAN.cache_budget
-    _refused(reading, replace(PLAN, weights=PLAN.share - 400 * M - reading.cache_bytes(4)))
+    message = _refused(reading, replace(PLAN, weights=PLAN.share - 400 * M - reading.cache_bytes(4)))
+    assert "a smaller --max-context or --max-running" in message
 
 
 def test_a_gpu_is_asked_when_only_the_weights_are_there() -> None:

@@ -13,9 +13,9 @@ from model.train import dry_run
 from model.train.__main__ import main
 from model.train.data.batch import Batch
 from model.train.dry_run import choose_preset, resolve_preset
-from model.train.optimizer import ParameterUpdates
 from model.train.options import parse, shape
 from model.train.resources import flops_per_token, peak_flops, sizes
+from model.train.step.optimizer import ParameterUpdates
 from model.train.training_checkpoint import load_snapshot
 from tests.support.model.tiny_models import TEXT
 

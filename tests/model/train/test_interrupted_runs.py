@@ -19,7 +19,7 @@ from app.cli.check import main as check
 from model.checkpoint.config_file import load_config
 from model.files import RESUME_FILE, STATE_FOLDER, CheckpointError, unfinished_run
 from model.train.loop import Loop
-from model.train.trainer import Trainer
+from model.train.step.trainer import Trainer
 from model.train.training_checkpoint import load_snapshot, newest_snapshot
 from tests.support import ROOT
 from tests.support.disk_faults import SPACE, Operations, no_space, watched

@@ -20,7 +20,7 @@ from model.nn.reference import generate, logits
 from model.presets import PRESET_NAMES, SIZES, preset
 from model.tokenizer.tokenizer import Tokenizer
 from model.train.reporting.metrics_log import read_records
-from model.train.trainer import Trainer
+from model.train.step.trainer import Trainer
 from tests.support.lazy_modules import transformers
 from tests.support.model.hub_checkpoints import their_logits
 from tests.support.model.tiny_models import TEXT

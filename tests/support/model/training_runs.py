@@ -14,8 +14,8 @@ from torch import Tensor
 
 from model.train.__main__ import main
 from model.train.data.batch import Batch
-from model.train.objective import Objective
-from model.train.trainer import Trainer
+from model.train.step.objective import Objective
+from model.train.step.trainer import Trainer
 from model.train.training_checkpoint import load_snapshot
 
 SMALL = ["--preset", "nano", "--vocab-size", "300", "--context", "32", "--windows", "4", "--device", "cpu"]

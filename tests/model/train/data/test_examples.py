@@ -17,7 +17,7 @@ from model.train.data.dataset import dataset_of_examples
 from model.train.data.examples import examples_of_lines, examples_of_pairs
 from model.train.data.sources import Sources
 from model.train.data.vocabulary import END, Vocabulary, with_start_token
-from model.train.objective import Objective
+from model.train.step.objective import Objective
 from tests.support.model.tiny_models import TEXT, tiny_decoder
 
 WORDS = Vocabulary(kind="words", size=None, end_token="<EOS>")

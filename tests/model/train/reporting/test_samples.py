@@ -14,10 +14,10 @@ from model.nn.transformer import Decoder
 from model.tokenizer.tokenizer import Tokenizer
 from model.train.data.batch import batch_of_windows
 from model.train.data.examples import Prompt
-from model.train.objective import Objective
 from model.train.reporting.report import STAGES, Report
 from model.train.reporting.samples import Sample, plain, quoted, samples_page, visible
 from model.train.sampling import DEFAULT_SAMPLING, _penalised, generate_samples
+from model.train.step.objective import Objective
 from tests.model.train.reporting.test_report import OUTLINE, progress
 from tests.support.model.tiny_models import TEXT, tiny_config
 

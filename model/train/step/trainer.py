@@ -16,10 +16,10 @@ from model.device import choose_dtype
 from model.nn.transformer import Decoder
 from model.train.data.batch import Batch
 from model.train.data.sources import DataError
-from model.train.distributed import GradientSums, ProcessGroup
-from model.train.objective import Objective, choose_loss_backend
-from model.train.optimizer import ParameterUpdates
-from model.train.thread_pool import map_shares, run_each
+from model.train.step.distributed import GradientSums, ProcessGroup
+from model.train.step.objective import Objective, choose_loss_backend
+from model.train.step.optimizer import ParameterUpdates
+from model.train.step.thread_pool import map_shares, run_each
 
 _CPU_MICRO_BATCH_TOKENS = 2048
 """Tokens per micro-batch on a CPU: large enough to be efficient, small enough to fit into the caches."""

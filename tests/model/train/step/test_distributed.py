@@ -18,8 +18,8 @@ from torch import Tensor
 
 from model.train.data.batch import Batch
 from model.train.data.sources import DataError
-from model.train.distributed import GradientSums, ProcessGroup, join
-from model.train.objective import LossBackend
+from model.train.step.distributed import GradientSums, ProcessGroup, join
+from model.train.step.objective import LossBackend
 from tests.support.model.training_runs import EXACT, TINY, state_of, train, weights_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")]
@@ -75,7 +75,7 @@ def test_two_ranks_learn_what_one_learns_and_one_of_them_writes(
 ) -> None:
     """By handwritten gradients, or by autograd as on a GPU."""
     monkeypatch.setattr(
-        "model.train.trainer.choose_loss_backend", lambda *_, **__: LossBackend(is_handwritten=is_handwritten)
+        "model.train.step.trainer.choose_loss_backend", lambda *_, **__: LossBackend(is_handwritten=is_handwritten)
     )
     one, two = tmp_path / "one", tmp_path / "two"
     ranks = Ranks(text, two, "--steps", "8")

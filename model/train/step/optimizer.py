@@ -18,7 +18,7 @@ from torch.optim import Muon
 
 from model.command_line import Optimizer
 from model.nn.transformer import Decoder
-from model.train.thread_pool import run_each
+from model.train.step.thread_pool import run_each
 
 # torch.optim.Muon orthogonalizes one matrix after another: about 25 kernels each, 1,800 for ten layers, whose launches
 # stall a GPU. Source: Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks".

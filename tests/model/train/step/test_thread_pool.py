@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from model.train.thread_pool import map_shares, run_each
+from model.train.step.thread_pool import map_shares, run_each
 from tests.support import ROOT
 
 
@@ -62,7 +62,7 @@ def test_what_a_part_raises_reaches_the_caller_when_all_have_ended(bad: int) -> 
 _PROGRAM = """
 import ctypes, resource, sys
 from concurrent.futures import ThreadPoolExecutor
-from model.train.thread_pool import keep_freed_memory
+from model.train.step.thread_pool import keep_freed_memory
 if sys.argv[1] == "kept":
     keep_freed_memory()
 libc = ctypes.CDLL(None)

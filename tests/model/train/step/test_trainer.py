@@ -16,12 +16,12 @@ from model.tokenizer.tokenizer import Tokenizer
 from model.train.data.batch import Batch, batch_of_windows
 from model.train.data.examples import Prompt
 from model.train.data.sources import DataError
-from model.train.distributed import ProcessGroup
 from model.train.loop import Loop
-from model.train.objective import Objective
-from model.train.optimizer import ParameterUpdates
 from model.train.sampling import GREEDY_SAMPLING, generate_samples
-from model.train.trainer import BestWeights, Trainer, WeightAverage, copy_tensors, select_prefix
+from model.train.step.distributed import ProcessGroup
+from model.train.step.objective import Objective
+from model.train.step.optimizer import ParameterUpdates
+from model.train.step.trainer import BestWeights, Trainer, WeightAverage, copy_tensors, select_prefix
 from tests.support.model.tiny_models import TEXT, tiny_decoder
 from tests.support.model.training_runs import EXACT, TINY, same, state_of, train, weights_of
 

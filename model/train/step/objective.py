@@ -29,10 +29,10 @@ from torch.utils.checkpoint import checkpoint
 from model.nn.attention import Attend, CausalAttend
 from model.nn.reference import read_sources
 from model.nn.transformer import Decoder
-from model.train.attention import TrainingAttend
 from model.train.data.batch import IGNORE_INDEX, Batch
 from model.train.reporting.console import print_stderr
-from model.train.thread_pool import run_each
+from model.train.step.attention import TrainingAttend
+from model.train.step.thread_pool import run_each
 
 _SLICE_ELEMENTS = 2**18
 """Elements per slice: in float32 they fit into a core's own cache."""

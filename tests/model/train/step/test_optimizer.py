@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.nn.transformer import Decoder
 from model.presets import preset, reshaped
-from model.train.optimizer import ParameterUpdates, step_stacked
+from model.train.step.optimizer import ParameterUpdates, step_stacked
 
 _SHAPES = ((24, 24), (24, 24), (48, 24), (24, 48), (24, 48), (40, 24))
 _SETTINGS = {"lr": 0.02, "weight_decay": 0.05, "momentum": 0.95}

@@ -18,10 +18,10 @@ from model.nn.attention import CausalAttend
 from model.nn.layers import RMSNorm
 from model.nn.transformer import Decoder
 from model.presets import preset, reshaped
-from model.train import objective
-from model.train.attention import TrainingAttend
 from model.train.data.batch import IGNORE_INDEX, Batch, batch_of_windows
-from model.train.objective import LossBackend, Objective, choose_loss_backend, cross_entropy
+from model.train.step import objective
+from model.train.step.attention import TrainingAttend
+from model.train.step.objective import LossBackend, Objective, choose_loss_backend, cross_entropy
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from model.train.schedule import Limits, Schedule
+from model.train.step.schedule import Limits, Schedule
 
 
 def _lr_factor(shape: str, step: int, done: float, *, warm_up: int = 10, warm_down: float = 0.4) -> float:
