@@ -50,6 +50,7 @@ SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 BF16, FP16, FP32, INT32 = torch.bfloat16, torch.float16, torch.float32, torch.int32
 _ENGINE_BLOCK, _FP8_CAPABILITY = 64, 89
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
+_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/ +(?:@!?U?P\d+ +)?(.+?) *;")
 Launch = Callable[[TritonKernels], object]
 Launches = dict[str, Launch]
 """Calls of the kernels' Python functions, by a name. What a call compiles depends on shapes and formats only."""
@@ -225,8 +226,9 @@ def _facts(kernel: Any) -> dict[str, Any]:
         file.write(kernel.asm["cubin"])
         file.flush()
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    registers, stack, local = map(int, _USAGE.findall(usage)[-1])
+        dump = partial(subprocess.run, capture_output=True, text=True, check=True)
+        registers, stack, local = map(int, _USAGE.findall(dump([tool, "-res-usage", file.name]).stdout)[-1])
+        machine_code = dump([tool, "-sass", file.name]).stdout if stack + local else ""
     return {
         "apart": apart,
         "shared": kernel.metadata.shared,
@@ -234,6 +236,7 @@ def _facts(kernel: Any) -> dict[str, Any]:
         "stages": kernel.metadata.num_stages,
         "registers": registers,
         "stack": stack + local,
+        "stack_in_loops": stack_accesses_in_loops(machine_code),
         "fused": len(re.findall(r"\bfma\.", code)),
         "units": sorted(set(re.findall(r"(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)\S+", code))),
         "layouts": sorted(set(re.findall(r"#ttg\.nvidia_mma<\{[^}]*\}>", kernel.asm["ttgir"]))),
@@ -241,6 +244,23 @@ def _facts(kernel: Any) -> dict[str, Any]:
         "waits": [int(most) for most in re.findall(r"async_wait.*?num = (\d+)", kernel.asm["ttgir"])],
         "rounding": sorted(set(re.findall(r"cvt\.\S*e4m3\S*|div\.\S+f32", code))),
     }
+
+
+def stack_accesses_in_loops(machine_code: str) -> list[int]:
+    """Reads and writes of the stack in each innermost loop with a matrix product, in what `cuobjdump -sass` prints."""
+    found = [(int(address, 16), text.split()) for address, text in _INSTRUCTION.findall(machine_code)]
+    loops = [
+        range(target, address)
+        for address, words in found
+        if words[0].startswith("BRA") and words[-1].startswith("0x") and (target := int(words[-1], 16)) < address
+    ]
+    counts = []
+    for loop in loops:
+        inside = [words[0] for address, words in found if address in loop]
+        is_innermost = not any(other.start in loop and other.stop in loop for other in loops)
+        if is_innermost and any("MMA" in name for name in inside):
+            counts.append(sum(name.startswith(("LDL", "STL")) for name in inside))
+    return counts
 
 
 class Driver:

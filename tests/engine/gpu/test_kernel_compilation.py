@@ -27,7 +27,7 @@ MATRIX_UNITS = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcg
 MAX_STACK = 64
 """Bytes of a thread. Registers that do not fit lie there, in memory."""
 MAX_BLACKWELL_STACK = 216
-"""The same on Blackwell for attention that adds split after split: the sums of earlier splits wait there."""
+"""The same on Blackwell for attention that adds split after split: outside the loops over tiles, as everywhere."""
 LAUNCHES_PER_LAYER = 10
 Facts = dict[str, Any]
 
@@ -84,6 +84,32 @@ def test_every_kernel_compiles_and_fits_on_every_gpu(compiled: dict[int, dict[st
         has_splits = capability == 100 and name.endswith(", 2 attention_kernel")
         most = MAX_BLACKWELL_STACK if has_splits else MAX_STACK
         assert facts["stack"] <= most, (capability, name, facts["stack"])
+
+
+def test_no_loop_over_keys_and_values_reads_or_writes_the_stack(compiled: dict[int, dict[str, Facts]]) -> None:
+    """What lies on the stack costs once for each split of 512 positions, not for each tile."""
+    with_stack = [(capability, name, facts) for capability, name, facts in _all(compiled) if facts["stack"]]
+    assert any(capability == 100 for capability, _, _ in with_stack)
+    for capability, name, facts in with_stack:
+        assert not any(facts["stack_in_loops"]), (capability, name, facts["stack_in_loops"])
+        assert facts["stack_in_loops"] or not facts["waits"], (capability, name, "no loop was found")
+
+
+def test_accesses_of_the_stack_are_counted_in_innermost_loops_alone() -> None:
+    compilation = pytest.importorskip("benchmarks.gpu.compilation", reason="imports Triton")
+    lines = [
+        "STL [R1+0x8], R4",
+        "LDL R4, [R1+0x8]",  # 0x10: the outer loop
+        "@!P0 BRA 0x80",
+        "LDL R36, [R1+0x54]",  # 0x30: the inner loop
+        "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], !UPT",
+        "STL.64 [R1+0x78], R104",
+        "@P0 BRA 0x30",
+        "@P1 BRA 0x10",
+        "BRA 0x80",
+    ]
+    code = "".join(f"        /*{16 * index:04x}*/    {line} ;    /* 0x0000 */\n" for index, line in enumerate(lines))
+    assert compilation.stack_accesses_in_loops(code) == [2]
 
 
 def test_two_programs_of_attention_fit_on_a_multiprocessor(compiled: dict[int, dict[str, Facts]]) -> None:
