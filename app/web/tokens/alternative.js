@@ -1,15 +1,14 @@
-// A token that may be taken in a place: a button with its bar. Beside it one that could not be drawn alone (a part of
-// a character) says why.
+// One alternative for a position: a button with the token and its bar. A token that cannot be chosen says why.
 
 import { element, put } from "../elements.js";
 import { isPart, isSilent, percent, spoken, written } from "./token.js";
 
-/** Why a token cannot be taken; "" where it can. */
+/** Why a token cannot be chosen; "" if it can. */
 export function obstacle(token) {
   return isPart(token) ? "This is only a part of a character: no text can end in it." : "";
 }
 
-/** A token written so that everything in it is seen. */
+/** A token with all its characters visible. */
 export function label(token) {
   const pieces = written(token).map(([kind, text]) => {
     const piece = element("span", text);
@@ -23,31 +22,31 @@ export function label(token) {
 
 export class Alternative {
   #token;
-  #said = element("span"); // the model's share, and what sampling makes of it
-  #made = element("span");
-  #name = element("span"); // all of it in words, for a screen reader
+  #share = element("span"); // the model's probability
+  #sampled = element("span"); // the probability after sampling filters
+  #name = element("span"); // all of this in words, for a screen reader
   #outline = element("span");
   #fill = element("span");
   #button = element("button");
   #chosen;
 
-  /** `chosen`: the one that stands in the text. */
+  /** `chosen`: whether this token is the one in the text. */
   constructor(token, chosen = false) {
     [this.#token, this.#chosen] = [token, chosen];
     const track = put(element("span"), this.#outline, this.#fill);
     track.className = "track";
     this.#outline.className = "outline";
     this.#fill.className = "fill";
-    [this.#said.className, this.#made.className] = ["share", "share made"];
+    [this.#share.className, this.#sampled.className] = ["share", "share sampled"];
     this.#button.type = "button";
     this.#button.className = "alternative";
     if (chosen) this.#button.setAttribute("aria-current", "true");
     if (obstacle(token)) this.#button.setAttribute("aria-disabled", "true");
     this.#name.className = "unseen";
     this.#button.title = isSilent(token) ? "Ends the text here" : obstacle(token);
-    const seen = [label(token), track, this.#said, this.#made];
-    for (const part of seen) part.setAttribute("aria-hidden", "true");
-    put(this.#button, this.#name, ...seen);
+    const visible = [label(token), track, this.#share, this.#sampled];
+    for (const part of visible) part.setAttribute("aria-hidden", "true");
+    put(this.#button, this.#name, ...visible);
   }
 
   get element() {
@@ -58,16 +57,16 @@ export class Alternative {
     return this.#token;
   }
 
-  /** `model`: its share as the model says; `left`: as sampling leaves it, or null; `full`: the share of a whole bar. */
+  /** `model`: the model's probability; `left`: the one after sampling, or null; `full`: that of a full-width bar. */
   show({ model, left = null, full = 1 }) {
     this.#outline.style.width = `${(100 * model) / full}%`;
     this.#fill.style.width = `${(100 * (left ?? model)) / full}%`;
-    this.#said.textContent = percent(model);
-    this.#made.textContent = left === null ? "" : left === 0 ? "out" : percent(left);
+    this.#share.textContent = percent(model);
+    this.#sampled.textContent = left === null ? "" : left === 0 ? "out" : percent(left);
     this.#button.classList.toggle("out", left === 0);
     const sampled = left === null ? [] : [left === 0 ? "cut off" : `${percent(left)} after sampling`];
-    const said = [spoken(this.#token), percent(model), ...sampled, ...this.#remarks()];
-    this.#name.textContent = said.join(", ").replaceAll("\u00a0", " ");
+    const words = [spoken(this.#token), percent(model), ...sampled, ...this.#remarks()];
+    this.#name.textContent = words.join(", ").replaceAll("\u00a0", " ");
   }
 
   #remarks() {
@@ -76,7 +75,7 @@ export class Alternative {
   }
 }
 
-/** The arrow keys of a list of buttons. */
+/** Arrow-key navigation in a list of buttons. */
 export function walk(event, buttons) {
   const steps = { ArrowDown: 1, ArrowUp: -1, Home: -Infinity, End: Infinity };
   const step = steps[event.key];

@@ -1,12 +1,12 @@
-// The next token as bars: what the model says (outline) and what sampling leaves of it (filled), drawn again at once
-// when a setting changes.
+// The next token's distribution as bars: the model's probability (outline) and the probability after sampling filters
+// (filled). Redrawn whenever a setting changes.
 
 import { element, put } from "../elements.js";
 import { Alternative, obstacle, walk } from "./alternative.js";
 import { OFF, sampled } from "./sampling.js";
 import { percent, probability, restOf } from "./token.js";
 
-// What also decides, and is not drawn: it depends on more than this place. With what counts as unset.
+// Settings that the bars do not show because their effect depends on the text before; with the values that mean "off".
 const OTHERS = {
   repetition_penalty: ["1"],
   presence_penalty: ["0"],
@@ -18,8 +18,8 @@ const OTHERS = {
   grammar: [],
 };
 
-const REST = 300; // ms without a key until the next token is asked for
-const MOST = 10; // bars, beside that of the chosen token and that of all others
+const REST = 300; // ms without typing until the next token is requested
+const MOST = 10; // bars, besides those of the chosen token and of all other tokens
 
 export class Bars {
   #onpick;
@@ -33,7 +33,7 @@ export class Bars {
   #typed = {};
   #resolved = {};
 
-  /** `onpick(token)`: a bar was taken. */
+  /** `onpick(token)`: the user chose a bar. */
   constructor(root, { onpick }) {
     this.#onpick = onpick;
     this.#list.className = "alternatives";
@@ -46,7 +46,7 @@ export class Bars {
     this.#list.addEventListener("keydown", (event) => walk(event, this.#alternatives.map((one) => one.element)));
   }
 
-  /** The most likely tokens of a place; `chosen`: the id of the one that stands in the text. */
+  /** Shows the most likely tokens of a position; `chosen`: the id of the one in the text. */
   show(top, { vocabulary, chosen = null }) {
     const hadFocus = this.#list.contains(document.activeElement);
     [this.#top, this.#vocabulary] = [top, vocabulary];
@@ -58,13 +58,13 @@ export class Bars {
     if (hadFocus) this.#alternatives[0]?.element.focus({ preventScroll: true });
   }
 
-  /** The settings as typed, and what the model takes where nothing is. */
+  /** Sets the settings as typed, and the model's defaults for empty ones. */
   settings(typed, resolved = {}) {
     [this.#typed, this.#resolved] = [typed, resolved];
     this.#draw();
   }
 
-  /** In place of bars. */
+  /** Shows a sentence instead of bars. */
   say(sentence) {
     this.show([], { vocabulary: 0 });
     this.#head.replaceChildren();
@@ -84,8 +84,8 @@ export class Bars {
     this.#alternatives.forEach((one, at) => one.show({ model: models[at], left: made[at], full }));
     this.#drawHead(full);
     this.#drawRest(others, full);
-    const told = percent(1 - restOf(this.#top));
-    const estimate = `Estimated: the ${this.#top.length} best hold ${told}, the rest is taken to fall off as words do.`;
+    const known = percent(1 - restOf(this.#top));
+    const estimate = `Estimated: the ${this.#top.length} most likely hold ${known}, the others are assumed to follow a power law.`;
     this.#note.textContent = [...doubts, ...(exact ? [] : [estimate])].join(" ");
   }
 
@@ -94,7 +94,7 @@ export class Bars {
     this.#head.replaceChildren(...words.map((text) => element("span", text)));
   }
 
-  // All that have no bar of their own: `known` [[token, share]] of those that were told, and those that were not.
+  // All tokens without a bar of their own: `known` [[token, share]] of those that the server sent, and `rest`.
   #others(known, rest) {
     return {
       others: Math.max(this.#vocabulary - this.#alternatives.length, 0),
@@ -106,7 +106,7 @@ export class Bars {
 
   #drawRest({ others, model, share, count }, full) {
     this.#rest.hidden = others === 0;
-    const parts = ["label", "track", "share", "share made"].map((name) => Object.assign(element("span"), { className: name }));
+    const parts = ["label", "track", "share", "share sampled"].map((name) => Object.assign(element("span"), { className: name }));
     parts[0].append(count > 0 && count < others ? `${count} of ${others} others` : `${others} others`);
     for (const [name, width] of [["outline", model], ["fill", share]]) {
       const bar = Object.assign(element("span"), { className: name });
@@ -119,7 +119,7 @@ export class Bars {
     this.#rest.replaceChildren(...parts);
   }
 
-  // Numbers for the arithmetic, and sentences on what it leaves out.
+  // The settings as numbers, and sentences about those that are not drawn.
   #settings() {
     const [values, doubts] = [{}, []];
     for (const name of Object.keys(OFF)) {
@@ -133,11 +133,11 @@ export class Bars {
     return { values, doubts };
   }
 
-  // What the weights set by themselves holds always, and is no news.
+  // The model's own default counts as unset.
   #isSet(name) {
     const text = this.#typed[name]?.trim() ?? "";
-    const rests = text === "" || text === String(this.#resolved[name] ?? "");
-    return !rests && !OTHERS[name].some((neutral) => text === neutral || Number(text) === Number(neutral));
+    const isDefault = text === "" || text === String(this.#resolved[name] ?? "");
+    return !isDefault && !OTHERS[name].some((neutral) => text === neutral || Number(text) === Number(neutral));
   }
 
   #clicked({ target }) {
@@ -149,27 +149,29 @@ export class Bars {
   }
 }
 
-// The share of a whole bar, in steps: a bar that grows must not be outrun by its scale.
+// The probability of a full-width bar. It changes in steps, so that a bar visibly grows with its probability.
 function scale(largest) {
   return [0.25, 0.5].find((step) => largest <= step) ?? 1;
 }
 
-/** The next token after a text that is being written: asked for when the hand rests, one question at a time, and none twice.
-    `ask(text, signal)` resolves to the server's token, or null at the end of the context; `onanswer(token)` and
-    `onerror(error)` receive the result. */
+/**
+ * Requests the next token of a text that is being typed: once typing pauses, one request at a time, no text twice.
+ * `ask(text, signal)` resolves to the server's token, or null at the end of the context; `onanswer(token)` and
+ * `onerror(error)` receive the result.
+ */
 export class NextToken {
   #ask;
   #onanswer;
   #onerror;
   #timer = 0;
-  #request = null; // the AbortController of the question that is out
-  #wanted = null; // the text that was asked for last, or is waited for
+  #request = null; // the AbortController of the request in flight
+  #wanted = null; // the text of the last or pending request
 
   constructor(ask, { onanswer, onerror }) {
     [this.#ask, this.#onanswer, this.#onerror] = [ask, onanswer, onerror];
   }
 
-  /** From now on only what follows this text is of interest. */
+  /** Requests the token after this text, and forgets any other request. */
   want(text) {
     if (text === this.#wanted) return;
     this.stop();
@@ -177,7 +179,7 @@ export class NextToken {
     this.#timer = setTimeout(() => this.#send(text), REST);
   }
 
-  /** Nothing is, for now. */
+  /** Cancels the request. */
   stop() {
     clearTimeout(this.#timer);
     this.#request?.abort();
@@ -191,7 +193,7 @@ export class NextToken {
       if (this.#request === request) this.#onanswer(token);
     } catch (error) {
       if (this.#request !== request) return; // superseded by a newer request
-      this.#wanted = null; // the same text may be asked for again
+      this.#wanted = null; // the same text may be requested again
       this.#onerror(error);
     }
   }

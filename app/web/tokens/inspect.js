@@ -1,5 +1,5 @@
-// The inspect view: the text as the sheet shows it, each token marked by how likely it was, to be walked by keys like
-// buttons of which one has the focus. Enter opens the alternatives of a token.
+// The inspect view: the text as the sheet shows it, with each token marked by its probability. Arrow keys move between
+// tokens (roving focus), and Enter opens the alternatives of a token.
 
 import { element, put } from "../elements.js";
 import { Popover } from "./popover.js";
@@ -14,9 +14,12 @@ export class Inspect {
   #selection;
   #popover;
   #onselect;
-  #column = null; // where the walk from line to line began
+  #column = null; // x position that ArrowUp and ArrowDown keep, px
 
-  /** `onpick(at, token)`: the alternative taken in that place; `onselect(unit)`: a token was selected; `arrival(token)`: ms after the one before. */
+  /**
+   * `onpick(at, token)`: the user chose an alternative for that position; `onselect(unit)`: a token was selected;
+   * `arrival(token)`: ms since the previous token.
+   */
   constructor(root, scroller, { onpick, onselect, arrival }) {
     this.#onselect = onselect;
     this.#page.className = "page tokens";
@@ -35,17 +38,17 @@ export class Inspect {
     this.#page.addEventListener("focus", () => this.#go(this.#rows.inSight() ?? this.#rows.end(1)));
   }
 
-  /** The unit that is selected, or null. */
+  /** The selected unit, or null. */
   get selected() {
     return this.#selection.unit;
   }
 
-  /** What the marks stand for: one of MEASURES (scale.js), from the next show() on. */
+  /** What the marks show: one of MEASURES (scale.js), from the next show() on. */
   set measure(value) {
     this.#rows.measure = value;
   }
 
-  /** The whole text; `written`: [[start, end]] of what the model wrote. What was selected stays so, where there still is a token. */
+  /** Shows the whole text; `written`: [[start, end]] of what the model wrote. The selection stays if its token does. */
   show(text, units, written) {
     const before = this.selected;
     const hadFocus = this.#page.contains(document.activeElement);
@@ -53,14 +56,14 @@ export class Inspect {
     this.#page.tabIndex = 0;
     this.#rows.show(text, units, written);
     if (!before && !hadFocus) return;
-    const token = before ? this.#rows.at(before.start) : this.#rows.inSight(); // who came before the tokens has the first one
+    const token = before ? this.#rows.at(before.start) : this.#rows.inSight(); // the focus was on a page without tokens
     this.#select(token ?? this.#rows.end(1));
     if (before && this.selected?.tokens[0] === before.tokens[0]) this.#popover.move(this.#selection.token);
     else this.#popover.close();
     if (hadFocus) this.focus();
   }
 
-  /** A unit that came at the end, and its text. */
+  /** Appends a unit and its text. */
   append(unit, text) {
     this.#rows.append(unit, text);
   }
@@ -80,7 +83,7 @@ export class Inspect {
     const isFar = event.ctrlKey || event.metaKey;
     if (!this.selected || event.altKey) return;
     if (event.key === "Enter" || event.key === " ") {
-      if (isFar) return; // the page's own
+      if (isFar) return; // Ctrl+Enter generates
       event.preventDefault();
       return this.#open();
     }
@@ -93,7 +96,7 @@ export class Inspect {
     this.#column = isVertical ? column : null;
   }
 
-  // undefined: not a key of ours; null: there is none.
+  // The token that a key leads to; null if there is none, undefined if this view does not handle the key.
   #target(key, isFar, column) {
     const from = this.#selection.token;
     const beside = (token, step) => this.#selection.beside(token, step);
@@ -123,10 +126,10 @@ export class Inspect {
   }
 }
 
-// Positions of tokens in lines as laid out by the browser. `beside(element, step)` returns the previous (-1) or next (1)
-// token, or null.
+// Geometry of tokens in the lines that the browser laid out. `beside(element, step)` returns the previous (-1) or next
+// (1) token, or null.
 
-// The element in the line above (-1) or below (1) that is nearest to `x`, or null where there is no such line.
+// The token of the line above (-1) or below (1) that is nearest to `x`, or null if there is no such line.
 function nextLine(token, step, x, beside) {
   const from = topOf(token);
   let line = null;
@@ -141,7 +144,7 @@ function nextLine(token, step, x, beside) {
   return best;
 }
 
-// The first (-1) or last (1) element of the line.
+// The first (-1) or last (1) token of the line.
 function lineEnd(token, step, beside) {
   const from = topOf(token);
   let last = token;
@@ -149,13 +152,13 @@ function lineEnd(token, step, beside) {
   return last;
 }
 
-// Where a token stands from left to right.
+// The horizontal center of a token, px.
 function middle(token) {
   const { left, right } = first(token);
   return (left + right) / 2;
 }
 
-// Of the line in which most of it stands: a word that begins a line has its blank at the end of the line before.
+// The widest rectangle of a token: the space of a word that begins a line is at the end of the previous line.
 function first(token) {
   const rects = [...token.getClientRects()];
   return rects.reduce((widest, rect) => (rect.width > widest.width ? rect : widest), rects[0] ?? new DOMRect());

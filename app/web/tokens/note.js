@@ -1,4 +1,4 @@
-// The line under the inspect view: what the marks stand for, curves along the text, and the token table as a file.
+// Below the inspect view: the choice of what the marks show with its legend, curves along the text, and a CSV export.
 
 import { classed, element, put } from "../elements.js";
 import { legend, MEASURES } from "./scale.js";
@@ -16,7 +16,7 @@ export class Note {
   #curves = classed("figure", "curves");
   #table = [];
 
-  /** `onmeasure(measure)`: the marks are to stand for another measure. */
+  /** `onmeasure(measure)`: the user chose another measure for the marks. */
   constructor(root, { onmeasure }) {
     this.#root = root;
     const choice = element("select", ...MEASURES.map((measure) => element("option", measure)));
@@ -36,7 +36,7 @@ export class Note {
     this.#message.textContent = message;
   }
 
-  /** The text as the view shows it; see tokenTable(). */
+  /** Updates the curves and the table; parameters as of tokenTable(). */
   show(text, units, written, arrival) {
     this.#table = tokenTable(text, units, written, arrival);
     const surprises = this.#table.map(({ token }) => surprise(token));
@@ -63,7 +63,7 @@ export class Note {
   }
 }
 
-// One line for each list of values, from 0 to its highest, broken where a value is unknown.
+// One curve for each list of values, scaled from 0 to its maximum, with gaps at unknown values.
 function curves(lists) {
   const svg = document.createElementNS(SVG, "svg");
   svg.setAttribute("viewBox", `0 0 ${WIDTH} ${HEIGHT}`);

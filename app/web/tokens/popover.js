@@ -1,5 +1,5 @@
-// What could have stood in the place of a token: the most likely ones to choose from, and the numbers of the place.
-// Shown above the page next to its token.
+// The alternatives of a token: the most likely tokens of its position to choose from, with rank, surprise and entropy.
+// Shown in a popover next to the token.
 
 import { element, put } from "../elements.js";
 import { Alternative, label, obstacle, walk } from "./alternative.js";
@@ -15,9 +15,9 @@ export class Popover {
   #arrival;
   #anchor = null;
   #alternatives = [];
-  #top = []; // all that were told of the place
+  #top = []; // all alternatives that the server sent
 
-  /** `onpick(token)`: the alternative that was taken; `arrival(token)`: ms after the token before, or undefined. */
+  /** `onpick(token)`: the user chose this alternative; `arrival(token)`: ms since the previous token, or undefined. */
   constructor(parent, { onpick, arrival }) {
     [this.#onpick, this.#arrival] = [onpick, arrival];
     this.#root.className = "popover";
@@ -37,7 +37,7 @@ export class Popover {
     return this.#anchor !== null;
   }
 
-  /** Beside `anchor`, whose text this unit is. */
+  /** Opens next to `anchor`, the element of this unit. */
   open({ tokens }, text, anchor) {
     const [token] = tokens;
     this.#top = token.top ?? [];
@@ -63,7 +63,7 @@ export class Popover {
     if (this.isOpen) this.#root.hidePopover();
   }
 
-  /** Beside another element of the same token: the text was drawn again. */
+  /** Moves to another element of the same token, after the text was redrawn. */
   move(anchor) {
     if (this.isOpen) this.#anchor = anchor;
     this.#place();
@@ -95,7 +95,7 @@ export class Popover {
     }
   }
 
-  // Below its token, or above it where there is no room; never beyond the window.
+  // Below the token, or above it if there is no room below; always inside the window.
   #place() {
     if (!this.isOpen) return;
     const { left, top, bottom } = this.#anchor.getClientRects()[0] ?? this.#anchor.getBoundingClientRect();

@@ -1,11 +1,11 @@
-// What the page shows of tokens, kept in step with the document: the inspect view and what it has to have measured,
-// and the bars of the next token.
+// Keeps everything about tokens up to date with the document: the inspect view, for which it has text scored, and the
+// bars of the next token.
 
 import { difference } from "../text/manuscript.js";
 import { Bars, NextToken } from "./bars.js";
 import { Inspect } from "./inspect.js";
 import { Note } from "./note.js";
-import { fill, gaps, isTold, within } from "./units.js";
+import { fill, gaps, isMeasured, within } from "./units.js";
 
 export class Reading {
   #elements;
@@ -13,22 +13,22 @@ export class Reading {
   #inspect;
   #bars;
   #note;
-  #arrivals = new WeakMap(); // ms that each token of a stream came after the one before it
-  #latest = 0; // when the last one came, 0 before the first of a run
+  #arrivals = new WeakMap(); // streamed token -> ms since the previous one
+  #latest = 0; // arrival of the latest token, 0 before the first of a run
   #isRunning = false;
   #next;
   #onerror;
   #document = { text: "", units: [], written: [], running: false };
-  #known = { text: "", units: [] }; // what the view shows, with all that was measured
-  #measuredText = null; // the text of which all is known that the server can tell: of a long one the end
-  #request = null; // the AbortController of the measurement that is out
+  #known = { text: "", units: [] }; // what the view shows, including scored tokens
+  #measuredText = null; // the text that the server has scored, of a long one as much as the context holds
+  #request = null; // the AbortController of the scoring request in flight
   #vocabulary = 0;
   #drawn = null; // the text whose next token the bars show
 
   /**
    * `elements`: inspect (the view), scroller (what it scrolls in), note (the line under it), next (<details>), bars.
    * `server`: tokenize(text, signal), score(ids, logprobs, signal), next(text, signal): see fill() and NextToken.
-   * `onpick(at, token)`: that token in that place; `onerror(error)` for what is more than the view's own concern.
+   * `onpick(at, token)`: the user chose this token for that position; `onerror(error)`: a request failed.
    */
   constructor(elements, server, { onpick, onerror }) {
     [this.#elements, this.#server, this.#onerror] = [elements, server, onerror];
@@ -43,12 +43,12 @@ export class Reading {
     elements.next.addEventListener("toggle", () => this.#drawBars());
   }
 
-  /** Whether the inspect view is shown: then a run should tell its tokens. */
+  /** Whether the inspect view is open: then a run should request its tokens' alternatives. */
   get isOpen() {
     return !this.#elements.inspect.hidden;
   }
 
-  /** Of the model, once it is known; what was refused for want of a key is asked again. */
+  /** The model's vocabulary size, once it is known. Repeats requests that failed for lack of a key. */
   set vocabulary(count) {
     this.#vocabulary = count;
     this.show(this.#document);
@@ -66,17 +66,17 @@ export class Reading {
     this.#drawBars();
   }
 
-  /** The document changed, or a run began or ended: { text, units, written, running }, as they are whenever they are read. */
+  /** The document changed, or a run began or ended. `document`: { text, units, written, running }, always current. */
   show(document) {
     this.#document = document;
     if (document.running !== this.#isRunning) this.#latest = 0; // a run began or ended
     this.#isRunning = document.running;
-    this.#request?.abort(); // what it measures is not this text, or not all of it
+    this.#request?.abort(); // it scores an older text
     if (this.isOpen) this.#read();
     this.#drawBars();
   }
 
-  /** A unit that came at the end, and its text. */
+  /** Appends a unit and its text. */
   append(unit, text) {
     if (!this.isOpen) return;
     this.#timed(unit);
@@ -85,17 +85,17 @@ export class Reading {
     if (unit.tokens) this.#known.units.push(unit);
   }
 
-  /** The settings as typed, and what the model takes where nothing is. */
+  /** Sets the settings as typed, and the model's defaults for empty ones. */
   settings(typed, resolved) {
     this.#bars.settings(typed, resolved);
   }
 
-  // Where the bars stand: the selected token's place, or the end of the text.
+  // The position whose next token the bars show: the selected token's, or the end of the text.
   get #place() {
     return this.isOpen ? this.#inspect.selected.start : this.#document.text.length;
   }
 
-  // While the bars are still those of another text.
+  // Whether the bars still show another text's next token.
   get #isStale() {
     return this.#elements.bars.ariaBusy === "true";
   }
@@ -108,7 +108,7 @@ export class Reading {
     const { text, units, running } = this.#document;
     const isWhole = () => this.#measuredText === text || !gaps(this.#known.units, text.length).length;
     if (this.#known.text === text && isWhole()) return this.#describe();
-    const all = [...units.filter(isTold), ...this.#measured(text, units)].sort((a, b) => a.start - b.start);
+    const all = [...units.filter(isMeasured), ...this.#measured(text, units)].sort((a, b) => a.start - b.start);
     this.#show(text, all, 0);
     if (running || !gaps(all, text.length).length) return;
     const { signal } = (this.#request = new AbortController());
@@ -149,7 +149,7 @@ export class Reading {
     this.#inspect.show(this.#known.text, this.#known.units, this.#document.written);
   }
 
-  // The first token of a run has no time: that is the one to the first token, which the status line shows.
+  // The first token of a run has no arrival: its latency is the time to first token, which the status line shows.
   #timed({ tokens }) {
     const now = performance.now();
     for (const token of tokens ?? []) {

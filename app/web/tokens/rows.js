@@ -1,26 +1,26 @@
-// The text, one element for each token and one row for each paragraph, so that a token that comes makes the browser
-// lay out one paragraph and not the text (and of a long one its end). What streams in is written once a frame,
-// and no more than the frame has time for.
+// The text with one element for each token and one row for each paragraph, so that a new token makes the browser lay
+// out one paragraph (the end of it, if it is long) instead of the whole text. Streamed tokens are written once a frame,
+// as many as the frame has time for.
 
 import { element } from "../elements.js";
 import { tint } from "./scale.js";
 import { single } from "./units.js";
 
 const MOST = 200; // tokens in a row
-const FOLD = "fold"; // the class of a row that goes on with a paragraph
-const NEAR = 24; // px: so close to the bottom counts as being there
-const BUDGET = 1; // ms of a frame for making elements; laying them out and painting them takes three times that
+const FOLD = "fold"; // the class of a row that continues a paragraph
+const NEAR = 24; // px from the bottom that count as the bottom
+const BUDGET = 1; // ms of a frame for creating elements; layout and paint take three times as long
 
 export class Rows {
   #root;
   #scroller;
   #row = null;
-  #units = new WeakMap(); // of an element
+  #units = new WeakMap(); // element -> unit
   #queue = [];
   #frame = 0;
   #width = 0;
 
-  /** What the marks stand for: one of MEASURES (scale.js). */
+  /** What the marks show: one of MEASURES (scale.js). */
   measure = "probability";
 
   constructor(root, scroller) {
@@ -28,7 +28,7 @@ export class Rows {
     new ResizeObserver(() => this.#resized()).observe(root);
   }
 
-  /** The whole text; `written`: [[start, end]] of what the model wrote. What no unit tells of has no mark. */
+  /** Shows the whole text; `written`: [[start, end]] of what the model wrote. Text without a unit has no mark. */
   show(text, units, written) {
     this.#forget();
     this.#root.replaceChildren();
@@ -42,7 +42,7 @@ export class Rows {
     this.#putPlain(text, at, text.length, written);
   }
 
-  /** A unit that came, and its text. */
+  /** Appends a unit and its text. */
   append(unit, text) {
     for (const one of single([unit], text, unit.start)) {
       this.#queue.push([one, text.slice(one.start - unit.start, one.end - unit.start)]);
@@ -50,7 +50,7 @@ export class Rows {
     this.#frame ||= requestAnimationFrame(() => this.#write());
   }
 
-  /** The unit of an element, or undefined where it is none of a token. */
+  /** The unit of an element, or undefined if it shows plain text. */
   unit(token) {
     return this.#units.get(token);
   }
@@ -61,18 +61,18 @@ export class Rows {
     return tokens[step > 0 ? tokens.length - 1 : 0] ?? null;
   }
 
-  /** The token in which this place of the text is, or null. */
+  /** The token at this offset of the text, or null. */
   at(offset) {
     return [...this.#tokens].find((token) => this.unit(token).end > offset) ?? null;
   }
 
-  /** The first token that is in sight, or null. */
+  /** The first visible token, or null. */
   inSight() {
     const { top } = this.#scroller.getBoundingClientRect();
     return [...this.#tokens].find((token) => token.getBoundingClientRect().top >= top) ?? null;
   }
 
-  /** The element before (-1) or behind (1) this one, whatever it is of; null at the ends. */
+  /** The previous (-1) or next (1) element, token or plain text; null at the ends. */
   beside(token, step) {
     if (step > 0) return token.nextElementSibling ?? token.parentElement.nextElementSibling?.firstElementChild ?? null;
     return token.previousElementSibling ?? token.parentElement.previousElementSibling?.lastElementChild ?? null;
@@ -87,7 +87,7 @@ export class Rows {
     [this.#queue, this.#frame] = [[], 0];
   }
 
-  // The view follows the text only for a reader who is at its end; who scrolled up to read stays there.
+  // Scrolls along with the text only if the reader is at its end, not if they scrolled up.
   #write() {
     const { scrollTop, scrollHeight, clientHeight } = this.#scroller;
     const following = scrollHeight - scrollTop - clientHeight < NEAR;
@@ -100,7 +100,7 @@ export class Rows {
     this.#frame = this.#queue.length ? requestAnimationFrame(() => this.#write()) : 0;
   }
 
-  // Text of which no token is known, in the ink of each of its parts.
+  // Text without known tokens, each part in the color of its author.
   #putPlain(text, start, end, written) {
     const borders = written.flat().filter((border) => border > start && border < end);
     [start, ...borders].forEach((from, index) => {
@@ -125,7 +125,7 @@ export class Rows {
     if (this.#row) this.#row = this.#root.lastElementChild;
   }
 
-  // An element in two, which are of the same unit; returns the second.
+  // Splits an element in two of the same unit; returns the second.
   #split(token, at) {
     const rest = element("span", token.firstChild.splitText(at));
     rest.className = token.className;
@@ -152,10 +152,9 @@ function isIn(ranges, offset) {
   return ranges.some(([start, end]) => offset >= start && offset < end);
 }
 
-// Moves the last line of a row that has grown long into a row of its own; returns the row to go on with. A browser lays out
-// a paragraph as a whole, and 2,000 tokens of one take it 10 ms. Where a line ends anyway, the next one may as well begin a
-// row of its own. It does not look different, until the width changes: then unfold(). `split(token, at)` cuts an element in
-// two.
+// Moves the last line of a long row into a row of its own, and returns the row to append to. A browser lays out a
+// paragraph as a whole, which takes 10 ms for 2,000 tokens. Since the line ended there anyway, nothing looks different
+// until the width changes, which calls unfold(). `split(token, at)` splits an element in two.
 function fold(row, split) {
   if (row.childElementCount < MOST) return row;
   const first = lastLine(row, split);
@@ -168,7 +167,7 @@ function fold(row, split) {
   return next;
 }
 
-// Paragraphs in one row each, as they were.
+// Joins the rows of each paragraph again.
 function unfold(root) {
   for (const row of root.querySelectorAll(`.${FOLD}`)) {
     row.previousElementSibling.append(...row.childNodes);
@@ -176,8 +175,8 @@ function unfold(root) {
   }
 }
 
-// The element that begins the last line. A line is cut behind a blank, and most tokens begin with one: then the word
-// stands on the new line, and its blank on the old one.
+// The element that begins the last line. Lines break after a space, and most tokens begin with one: such a token is
+// split, with its space on the old line and its word on the new one.
 function lastLine(row, split) {
   let below = top(row.lastChild, row.lastChild.textContent.length - 1);
   for (let token = row.lastChild; token.previousSibling; token = token.previousSibling) {
@@ -185,12 +184,12 @@ function lastLine(row, split) {
     if (word > 0 && top(token, word) === below && top(token, 0) < below) return split(token, word);
     const before = token.previousSibling;
     if (top(token, 0) === below && top(before, before.textContent.length - 1) < below) return token;
-    if (top(token, 0) < below) below = top(token, 0); // a word that is longer than a line: try the line above
+    if (top(token, 0) < below) below = top(token, 0); // the word is longer than a line: try the line above
   }
   return null;
 }
 
-// Of the line in which a character stands.
+// The top of the line that holds a character, px.
 function top(token, at) {
   const range = document.createRange();
   range.setStart(token.firstChild, at);

@@ -1,19 +1,20 @@
-// What sampling leaves of the next token's distribution: temperature -> top_k -> typical_p -> top_p -> min_p, in the
-// server's order and by its rules (docs/sampling.md): every filter is a threshold, and equals stay together.
-// The server sends the most likely tokens; of the others only their total is known,
-// and they are assumed to fall off as a power law from the last one that was sent, as words do. (Spread evenly instead, the
-// shares after temperature and top_p were off by four times as much.) Pure.
+// The next token's distribution after temperature -> top_k -> typical_p -> top_p -> min_p, in the server's order and by
+// its rules (docs/sampling.md): every filter is a threshold, and tokens with equal logits are kept or dropped together.
+// The server sends the most likely tokens and only the total probability of the others, which are assumed to follow
+// a power law from the last token sent, as word frequencies do (Zipf). With a uniform tail the shares after temperature
+// and top_p were off by four times as much. Pure functions.
 
 import { restOf } from "./token.js";
 
 export const OFF = { temperature: 1, top_k: 0, typical_p: 1, top_p: 1, min_p: 0 };
-const GROUPS = 48; // of tokens that were not told
-const STEEPEST = 1e4; // power law
-const COLDEST = 1e-30; // temperatures below count as this one
+const GROUPS = 48; // of tokens that the server did not send
+const STEEPEST = 1e4; // highest exponent of the power law
+const COLDEST = 1e-30; // lowest temperature; anything below is treated as this
 
 /**
- * { shares, rest: { share, count }, exact }: the share of each token of `top` (most likely first), 0 for one that is
- * cut off, and of all others together with how many of them are left. `exact`: the server's own numbers, not estimates.
+ * { shares, rest: { share, count }, exact }: the probability of each token of `top` (most likely first), 0 if it is
+ * filtered out; the total probability and number of the other tokens that remain; and whether these are the server's
+ * numbers rather than estimates.
  */
 export function sampled(top, vocabulary, settings) {
   const set = { ...OFF, ...settings };
@@ -39,7 +40,7 @@ function filter(groups, { temperature, top_k, typical_p, top_p, min_p }) {
   drop(groups, ({ weight }) => weight < least);
 }
 
-// The most likely one alone; the first of `top` is the lowest id among equals.
+// Keeps only the most likely token; among equals, the first of `top`, which has the lowest id.
 function keepFirst(groups) {
   const left = groups.map(({ weight = 1 }) => weight);
   const first = left.indexOf(Math.max(...left));
@@ -50,7 +51,7 @@ function keepCount(groups, count) {
   let before = 0;
   const edge = groups.find((group) => (before += group.count) >= count);
   if (!edge) return;
-  if (edge.count > 1) edge.count -= before - count; // these tokens differ, but by how much is unknown
+  if (edge.count > 1) edge.count -= before - count; // the tokens of a group differ by an unknown amount
   drop(groups, ({ logprob }) => logprob < edge.logprob);
 }
 
@@ -61,7 +62,7 @@ function keepTypical(groups, share) {
   keepShare(groups, (group) => Math.abs(surprise(group) - mean), share);
 }
 
-// The fewest tokens of least cost that reach this share of what is left, and their equals.
+// Keeps the fewest tokens of lowest cost that reach this share of the remaining probability, and their equals.
 function keepShare(groups, cost, share) {
   const wanted = share * sum(groups, massOf);
   const costs = new Map(groups.map((group) => [group, cost(group)]));
@@ -78,10 +79,11 @@ function keepShare(groups, cost, share) {
   drop(groups, (group) => costs.get(group) > edge);
 }
 
-// Whether what was not told changes nothing: none of it is left for certain, or as much of it as there was.
+// Whether the result does not depend on the tokens that the server did not send: all of them are certainly filtered out,
+// or none is.
 function isExact(top, { temperature, top_k, typical_p, top_p, min_p }) {
   if (temperature === 0 || top_k === 1 || (top_p === 0 && typical_p === 1)) return true;
-  const highest = Math.min(top.at(-1).logprob, Math.log(restOf(top))); // that one of them may have
+  const highest = Math.min(top.at(-1).logprob, Math.log(restOf(top))); // possible logprob of a token not sent
   if (top_k > 0 && top_k <= top.length) return top[top_k - 1].logprob > highest;
   if (top_k > 0 || typical_p < 1) return false;
   const best = top[0].logprob;
@@ -107,22 +109,22 @@ function sum(groups, value) {
   return groups.reduce((total, group) => total + value(group), 0);
 }
 
-/** The tokens that the server did not send: groups of equals, { logprob, count }, from likely to unlikely; none where nothing is missing. */
+/** The tokens that the server did not send, as groups of equal probability { logprob, count }, most likely first. */
 export function tail(top, vocabulary) {
   const rest = restOf(top);
-  const [told, last] = [top.length, top.at(-1)?.logprob];
-  if (vocabulary <= told || rest === 0) return [];
-  const edges = Array.from({ length: GROUPS + 1 }, (_, i) => Math.round(told * (vocabulary / told) ** (i / GROUPS)));
-  const groups = [...new Set(edges)].slice(1).map((to, i, all) => ({ from: (all[i - 1] ?? told) + 1, to }));
+  const [sent, last] = [top.length, top.at(-1)?.logprob];
+  if (vocabulary <= sent || rest === 0) return [];
+  const edges = Array.from({ length: GROUPS + 1 }, (_, i) => Math.round(sent * (vocabulary / sent) ** (i / GROUPS)));
+  const groups = [...new Set(edges)].slice(1).map((to, i, all) => ({ from: (all[i - 1] ?? sent) + 1, to }));
   const at = (steepness) =>
     groups.map(({ from, to }) => {
-      const place = (from + to) / 2 / told; // times the last one that was told
-      return { logprob: last - steepness * Math.log(place), count: to - from + 1 };
+      const rank = (from + to) / 2 / sent; // as a multiple of the last sent token's
+      return { logprob: last - steepness * Math.log(rank), count: to - from + 1 };
     });
   return at(solve((steepness) => mass(at(steepness)) - rest));
 }
 
-// Where a falling function meets 0, by halves.
+// The root of a decreasing function, by bisection.
 function solve(excess) {
   let [low, high] = [0, STEEPEST];
   for (let step = 0; step < 60; step++) {

@@ -1,11 +1,11 @@
-// What the marks under the tokens say, in six steps: the less likely a token, the stronger its mark, and the likely ones
-// have none. Steps and not a slide, so that two of them can be told apart, and one hue, so that no eye needs to tell
-// hues. The colors are in tokens.css.
+// Scales of the marks under the tokens: six steps, the less likely a token the stronger its mark, none for likely ones.
+// Distinct steps are easier to compare than a gradient, and a single hue works with color blindness. The colors are in
+// tokens.css.
 
 import { element } from "../elements.js";
 import { entropy, probability, rank } from "./token.js";
 
-// Each: what comes before the steps and their names in the legend, and the step of a token, or null if that is unknown.
+// For each measure: the legend's lead text, the names of the steps, and the step of a unit, or null if it is unknown.
 const SCALES = {
   probability: {
     lead: "at least",
@@ -23,16 +23,16 @@ const SCALES = {
     step: ([token]) => (token.top?.length ? stepUp(entropy(token.top), [1, 2, 3, 4, 5, Infinity]) : null),
   },
 };
-/** What the marks may stand for. */
+/** Names of the measures that the marks can show. */
 export const MEASURES = Object.keys(SCALES);
 
-/** The class of the mark under the text of these tokens, or "" where nothing is known of it. */
+/** The CSS class of the mark under these tokens, or "" if the measure is unknown. */
 export function tint(tokens, measure) {
   const step = tokens[0].logprob === null ? null : SCALES[measure].step(tokens);
   return step === null ? "" : `tint-${step}`;
 }
 
-/** The legend, in one line. */
+/** The legend of a measure, on one line. */
 export function legend(measure) {
   const { lead, names } = SCALES[measure];
   const steps = names.map((name, index) => {
@@ -45,7 +45,7 @@ export function legend(measure) {
   return line;
 }
 
-/** How likely the whole text of these tokens was. */
+/** Joint probability of these tokens. */
 function likelihood(tokens) {
   return tokens.reduce((product, token) => product * (probability(token) ?? 1), 1);
 }

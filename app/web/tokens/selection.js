@@ -1,5 +1,5 @@
-// The one token that is selected: it alone can have the focus, its blanks are seen, and a screen reader hears what it
-// was worth. A token may consist of several elements (a line break splits it): the first one represents it.
+// The selected token, which alone is focusable: shows its whitespace, and gives a screen reader its probability and
+// rank. A token may consist of several elements (a line break splits it), of which the first has the focus.
 
 import { bits, MARKS, percent, probability, rank, spoken, surprise } from "./token.js";
 
@@ -13,7 +13,7 @@ export class Selection {
     this.#rows = rows;
   }
 
-  /** The element, or null. */
+  /** The selected token's first element, or null. */
   get token() {
     return this.#token;
   }
@@ -26,19 +26,19 @@ export class Selection {
     return this.#parts(this.#token).map(({ textContent }) => textContent).join("");
   }
 
-  /** Another one, or none (null). */
+  /** Selects a token, or none (null). */
   set(token) {
     if (this.#token) this.#leave();
     this.#token = token && this.#parts(token)[0];
     if (this.#token) this.#enter();
   }
 
-  /** The elements are gone. */
+  /** Drops the selection without touching its elements, which no longer exist. */
   forget() {
     this.#token = null;
   }
 
-  /** The first element of the token before (-1) or behind (1) this one, past plain text; null at the ends. */
+  /** The first element of the previous (-1) or next (1) token, skipping plain text; null at the ends. */
   beside(token, step) {
     const unit = this.#rows.unit(token);
     let one = token;

@@ -1,5 +1,5 @@
-// Numbers of a text's tokens: a table of all that is known of each, as CSV, and two curves along the text.
-// Pure.
+// Statistics of a text's tokens: a table with one line for each token, its CSV form, and the values of two curves.
+// Pure functions.
 
 import { entropy, isSilent, probability, rank, surprise } from "./token.js";
 import { single } from "./units.js";
@@ -8,19 +8,19 @@ const COLUMNS = ["start", "end", "author", "id", "token", "probability", "logpro
 
 /**
  * One entry for each token whose probability is known, in order: { start, end, isWritten, token, ms }. `written` is
- * [[start, end]] of what the model wrote; `arrival(token)` ms after the token before it, or undefined.
+ * [[start, end]] of what the model wrote; `arrival(token)`: ms since the previous token, or undefined.
  */
 export function tokenTable(text, units, written, arrival = () => undefined) {
   const isWritten = ({ start }) => written.some(([from, to]) => start >= from && start < to);
-  const told = single(units, text).filter((unit) => unit.tokens);
-  return told.flatMap((unit) =>
+  const known = single(units, text).filter((unit) => unit.tokens);
+  return known.flatMap((unit) =>
     unit.tokens
       .filter((token) => !isSilent(token))
       .map((token) => ({ start: unit.start, end: unit.end, isWritten: isWritten(unit), token, ms: arrival(token) })),
   );
 }
 
-/** The table as CSV (RFC 4180). A token's text is a JSON string, which shows blanks and is no formula. */
+/** The table as CSV (RFC 4180). A token's text is a JSON string, so that whitespace is visible and no spreadsheet takes it for a formula. */
 export function csv(table) {
   const lines = table.map(({ start, end, isWritten, token, ms }) => {
     const top = token.top ?? [];
@@ -42,7 +42,7 @@ export function csv(table) {
   return [COLUMNS, ...lines].map((line) => `${line.map(cell).join(",")}\r\n`).join("");
 }
 
-/** The values in at most `most` bins of equal size, each by its mean; values that are unknown (null) do not count. */
+/** The means of at most `most` bins of equal size; unknown values (null) are ignored. */
 export function binned(values, most) {
   const count = Math.min(most, values.length);
   return Array.from({ length: count }, (_, index) => {
@@ -52,7 +52,7 @@ export function binned(values, most) {
   });
 }
 
-/** Tokens per second around each token, from the arrival of the `span` before it; null where that is unknown. */
+/** Tokens per second at each token, over the last `span` tokens; null where an arrival is unknown. */
 export function rates(table, span = 8) {
   return table.map((_, index) => {
     const times = table.slice(Math.max(0, index - span + 1), index + 1).map(({ ms }) => ms);

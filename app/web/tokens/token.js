@@ -1,44 +1,43 @@
-// One token as the server tells of it, { id, text, bytes, logprob, top }, and what a reader wants to know: how likely
-// it was, which place it had, how open the place was, and how it is written where blanks must be seen.
-// Pure.
+// One token as the server sends it, { id, text, bytes, logprob, top }: probability, surprise, rank, entropy of its
+// position, and its spelling with visible whitespace. Pure functions.
 
 const NBSP = "\u00a0";
-/** What is drawn in the place of a blank. */
+/** Visible characters for whitespace. */
 export const MARKS = { " ": "\u00b7", "\t": "\u2192", "\n": "\u21b5", "\r": "\u240d" };
 
-/** How likely it was, 0 to 1; null where nothing stood before it. */
+/** Probability, 0 to 1; null for the first token of a text. */
 export function probability({ logprob }) {
   return logprob === null ? null : Math.exp(logprob);
 }
 
-/** Its surprise in bits: how many yes-or-no answers it was worth. */
+/** Surprise in bits; null for the first token of a text. */
 export function surprise({ logprob }) {
   return logprob === null ? null : -logprob / Math.LN2 || 0; // never -0
 }
 
-/** Its place among the most likely ones, from 1; null where it is beyond those that were told. */
+/** Rank among the most likely tokens, from 1; null if it is not among those that the server sent. */
 export function rank({ id, top = [] }) {
-  const place = top.findIndex((other) => other.id === id);
-  return place < 0 ? null : place + 1;
+  const index = top.findIndex((other) => other.id === id);
+  return index < 0 ? null : index + 1;
 }
 
-/** What all tokens beside the most likely ones have together. */
+/** Total probability of all tokens that are not in `top`. */
 export function restOf(top) {
   return Math.max(1 - top.reduce((sum, { logprob }) => sum + Math.exp(logprob), 0), 0);
 }
 
-/** Entropy of the next token in bits, with all that was not told counted as one token: the true one is not lower. */
+/** Lower bound of the next token's entropy in bits: counts all tokens that the server did not send as one. */
 export function entropy(top) {
   const shares = [...top.map(({ logprob }) => Math.exp(logprob)), restOf(top)];
   return shares.reduce((sum, share) => (share > 0 ? sum - share * Math.log2(share) : sum), 0);
 }
 
-/** A special token, which ends or steers a text and is none of it. */
+/** Whether it is a special token, which controls a text without being part of it. */
 export function isSilent({ bytes }) {
   return bytes.length === 0;
 }
 
-/** Only a part of a character: no text can end in it. */
+/** Whether its bytes are an incomplete character, with which no text can end. */
 export function isPart({ bytes }) {
   try {
     new TextDecoder("utf-8", { fatal: true, ignoreBOM: true }).decode(Uint8Array.from(bytes));
@@ -48,7 +47,7 @@ export function isPart({ bytes }) {
   }
 }
 
-/** [[kind, text]]: a token written so that everything in it is seen. Kinds: text, blank, bytes, end. */
+/** [[kind, text]]: the token with all its characters visible. Kinds: text, blank, bytes, end. */
 export function written(token) {
   if (isSilent(token)) return [["end", "end of text"]];
   if (isPart(token)) return [["bytes", token.bytes.map(hex).join(" ")]];
@@ -57,7 +56,7 @@ export function written(token) {
   );
 }
 
-/** The same for the ear. */
+/** The token in words, for a screen reader. */
 export function spoken(token) {
   if (isSilent(token)) return "end of text";
   if (isPart(token)) return `part of a character, ${token.bytes.map(hex).join(" ")}`;
@@ -66,7 +65,7 @@ export function spoken(token) {
   return Array.from(token.text, (blank) => names[blank] ?? "blank").join(", ");
 }
 
-/** "12 %"; as many digits as it takes to tell it from nothing. */
+/** "12 %", with more digits for small shares. */
 export function percent(share) {
   const value = share * 100;
   if (value >= 9.95 || value === 0) return Math.round(value) + NBSP + "%";

@@ -1,20 +1,20 @@
-// Units of the document in which every token stands alone: { start, end, tokens }, with several tokens only where they
-// share a character. Made of what the server streams (tokens with their bytes) or of what it measured afterwards
-// (tokens with their places). Offsets in UTF-16 units, as everywhere in a browser.
+// Units of the document, { start, end, tokens }: one token each, or several that share a character. They come from the
+// stream (tokens with their bytes) or from a later measurement (tokens with their offsets). Offsets are in UTF-16 code
+// units, as in all browser APIs.
 
-const PLACES = 20; // the most alternatives that the server tells
+const ALTERNATIVES = 20; // the most that the server sends for a token
 
 /**
- * The units of a run, cut into one for each token. The server's `text` of a part of a character is U+FFFD, so text is
- * made of the bytes. A unit whose tokens do not tell its text has none: it comes back with `tokens` null.
- * `text` is the document's from `from` on.
+ * Splits the units of a run into one for each token. Decodes the tokens' bytes, since the server's `text` of an
+ * incomplete character is U+FFFD. A unit whose tokens do not yield its text is returned whole, with `tokens` null.
+ * `text` is the document's text from offset `from` on.
  */
 export function single(units, text, from = 0) {
   const textOf = ({ start, end }) => text.slice(start - from, end - from);
   return units.flatMap((unit) => (unit.tokens?.length ? cut(unit, textOf(unit)) : [unit]));
 }
 
-/** Units of tokens that a tokenizer placed: `places` holds { start, end } in code points of the text, one for each. */
+/** Units of tokens with known offsets: `places` has { start, end } in code points of the text for each token. */
 export function placed(tokens, places, text) {
   const offsets = [0];
   for (const character of text) offsets.push(offsets.at(-1) + character.length);
@@ -22,7 +22,7 @@ export function placed(tokens, places, text) {
   tokens.forEach((token, index) => {
     const [start, end] = [offsets[places[index].start], offsets[places[index].end]];
     const last = units.at(-1);
-    if (start === end) return; // a token that was added, which the text does not show
+    if (start === end) return; // a special token, which is not part of the text
     if (last && start < last.end) {
       last.tokens.push(token);
       last.end = Math.max(last.end, end);
@@ -31,29 +31,29 @@ export function placed(tokens, places, text) {
   return units;
 }
 
-/** Whether a unit says what its tokens were worth, and what could have stood there. */
-export function isTold({ tokens }) {
+/** Whether the logprobs and alternatives of a unit's tokens are known. */
+export function isMeasured({ tokens }) {
   return tokens?.every(({ logprob, top }) => logprob === null || top?.length) ?? false;
 }
 
-/** [[start, end]]: where a text of this length has no such unit. */
+/** [[start, end]]: the parts of a text of this length that no measured unit covers. */
 export function gaps(units, length) {
   const holes = [];
   let at = 0;
-  for (const { start, end } of units.filter(isTold)) {
+  for (const { start, end } of units.filter(isMeasured)) {
     if (start > at) holes.push([at, start]);
     at = Math.max(at, end);
   }
   return at < length ? [...holes, [at, length]] : holes;
 }
 
-/** What of these units lies between `start` and `end`. Of one that is cut by the border, the part that is inside. */
+/** The units between `start` and `end`; those that cross a border are clipped. */
 export function within(units, [start, end]) {
   const inside = units.filter((unit) => unit.start < end && unit.end > start);
   return inside.map((unit) => ({ ...unit, start: Math.max(unit.start, start), end: Math.min(unit.end, end) }));
 }
 
-// A unit's text is that of its tokens, less what the server took away: a first space, or what stands behind a stop.
+// A unit's text is its tokens' text without what the server removed: a leading space, or everything from a stop string on.
 function cut({ start, end, tokens }, text) {
   const pieces = decoded(tokens);
   const first = pieces.map((piece) => piece.text).join("").indexOf(text);
@@ -63,7 +63,7 @@ function cut({ start, end, tokens }, text) {
   return within(units, [start, end]);
 }
 
-// [{ text, tokens }]: tokens that only begin a character go with the one that ends it. Line ends as in the document.
+// [{ text, tokens }]: tokens that begin a character are joined with the one that completes it. Line ends are LF.
 function decoded(tokens) {
   const utf8 = new TextDecoder("utf-8", { ignoreBOM: true });
   const pieces = [];
@@ -77,7 +77,7 @@ function decoded(tokens) {
   };
   for (const token of tokens) {
     if (token.bytes.length === 0) continue;
-    // Where this token does not go on with a character that was begun, that one is broken, and stands alone.
+    // This token does not continue the character that was begun, which is therefore broken, and a piece of its own.
     if (waiting.length && !continues(token.bytes[0])) take(utf8.decode());
     waiting.push(token);
     const text = utf8.decode(Uint8Array.from(token.bytes), { stream: true });
@@ -85,7 +85,7 @@ function decoded(tokens) {
   }
   const tail = utf8.decode();
   if (waiting.length) take(tail);
-  else if (tail !== "") pieces.at(-1).text += tail; // begun by a token that ended another character
+  else if (tail !== "") pieces.at(-1).text += tail; // begun by a token that also completed another character
   return pieces;
 }
 
@@ -94,24 +94,23 @@ function continues(byte) {
 }
 
 /**
- * The tokens of the whole document: those that were streamed, and for all other text (the user's own words, what a reload
- * kept) the tokens as the model reads them, measured by the server.
+ * The tokens of the whole document: those that were streamed, and for all other text (typed by the user, or restored
+ * after a reload) the tokens as the model reads them, scored by the server.
  *
- * { units, unread }: units that cover the text, but for that of its first `unread` tokens, which the context of the
- * model has no room for.
+ * { units, unread }: units that cover the text except its first `unread` tokens, which exceed the model's context.
  *
- * `tokenize(text, signal)` and `score(ids, logprobs, signal)` are POST /tokenize and POST /score as JSON. Neither is
- * asked where nothing is missing. Throws what they throw.
+ * `tokenize(text, signal)` and `score(ids, logprobs, signal)` are POST /tokenize and POST /score as JSON. They are not
+ * called if nothing is missing. Throws what they throw.
  */
 export async function fill(text, units, { tokenize, score, signal }) {
-  const told = single(units, text).filter(isTold);
-  const holes = gaps(told, text.length);
-  if (holes.length === 0) return { units: told, unread: 0 };
+  const known = single(units, text).filter(isMeasured);
+  const holes = gaps(known, text.length);
+  if (holes.length === 0) return { units: known, unread: 0 };
   const { tokens: ids, pieces: places, max_model_len: most } = await tokenize(text, signal);
   const first = Math.max(ids.length - most, 0);
-  const { scores } = await score(ids.slice(first), PLACES, signal);
+  const { scores } = await score(ids.slice(first), ALTERNATIVES, signal);
   const measured = placed(scores[0].tokens, places.slice(first), text);
   const added = holes.flatMap((hole) => within(measured, hole));
-  const all = [...told, ...added].sort((a, b) => a.start - b.start);
+  const all = [...known, ...added].sort((a, b) => a.start - b.start);
   return { units: all, unread: first };
 }
