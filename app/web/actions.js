@@ -10,8 +10,7 @@ export class Actions {
 
   /**
    * `parts`: { notebook, panel, reading, truncation, caret, status }; `buttons`: { generate, regenerate, stop, undo, redo } and
-   * `word`, what the first one says; `view`: what switches between the views; `documents()` and `help()` show the documents and
-   * the keys.
+   * `word`, the label of the first; `view`: the switch between views; `documents()` and `help()` open those dialogs.
    */
   constructor(parts, { word, ...buttons }, { view, documents, help }) {
     [this.#parts, this.#buttons] = [parts, { word, ...buttons }];
@@ -28,7 +27,7 @@ export class Actions {
     listen({ ...actions, ...views, documents, help }, () => notebook.running);
   }
 
-  /** Continues the text where the caret says, which the user may have to be asked for. */
+  /** Continues the text at the end, the caret or the selection; asks the user first if that is ambiguous. */
   generate() {
     const { notebook, caret } = this.#parts;
     if (notebook.running) return;
@@ -51,9 +50,9 @@ export class Actions {
   regenerate() {
     const { notebook, panel, status } = this.#parts;
     if (!notebook.canRegenerate) return;
-    const { typed, finish, seed, at, span } = notebook.tree.lastRun.facts; // one that was stopped has more to come
+    const { typed, finish, seed, at, span } = notebook.tree.lastRun.facts; // no finish: the run was stopped
     const before = { ...typed, seed };
-    if (span) Object.assign(before, { n: panel.typed.n, max_tokens: panel.typed.max_tokens }); // which the span decides on
+    if (span) Object.assign(before, { n: panel.typed.n, max_tokens: panel.typed.max_tokens }); // the span sets these
     const isSame = Object.entries(panel.typed).every(([name, text]) => (before[name] ?? "") === text);
     if (finish && panel.typed.seed && isSame) {
       status.show("idle", "The seed is locked, so the text would be the same. Unlock it, or change a setting.");
@@ -68,11 +67,11 @@ export class Actions {
     else if (at < notebook.text.length) notebook.open(notebook.text.slice(0, at));
   }
 
-  /** Shows which actions there are now. */
+  /** Updates which actions are available. */
   show() {
     const { notebook, caret } = this.#parts;
     const { word, generate, stop, undo, redo, regenerate } = this.#buttons;
-    // aria-disabled and not disabled: a button that is disabled while it has the focus drops it.
+    // aria-disabled instead of disabled, since disabling a focused button drops the focus.
     const enable = (button, isEnabled) => button.setAttribute("aria-disabled", String(!isEnabled));
     swap(generate, stop, notebook.running);
     enable(undo, notebook.canUndo);
@@ -84,8 +83,8 @@ export class Actions {
     word.textContent = words ?? (notebook.tree.lastRun ? "Continue" : "Generate");
   }
 
-  // The inspect view shows tokens as they arrive; without it the page scores them afterwards. The tree shows what each
-  // run was worth, which needs no alternatives.
+  // The inspect view shows alternatives as tokens arrive; if it is closed, the page scores the text later. The tree shows
+  // probabilities only, which need no alternatives.
   #request(span = null) {
     const { notebook, panel, reading, truncation, caret } = this.#parts;
     const cut = span?.isInfill ? {} : truncation.fields(notebook.text);
@@ -94,7 +93,7 @@ export class Actions {
   }
 }
 
-// One button in the place of another; the focus goes with it.
+// Replaces one button by another, which takes over the focus.
 function swap(first, second, isSecond) {
   const [shown, gone] = isSecond ? [second, first] : [first, second];
   const hadFocus = document.activeElement === gone;
@@ -116,10 +115,10 @@ function listen(actions, running) {
 }
 
 function nameOf({ key, target, ctrlKey, metaKey, altKey, shiftKey }, isRunning) {
-  if (target.closest?.("dialog")) return null; // which covers what the actions change
+  if (target.closest?.("dialog")) return null;
   if (key === "Escape") return isRunning ? "stop" : null;
   if (key === "?" && !target.closest?.("input, textarea, select")) return "help";
-  if (!(ctrlKey || metaKey) || altKey) return null; // Ctrl with Alt is how some keyboards write letters
+  if (!(ctrlKey || metaKey) || altKey) return null; // some keyboard layouts type letters with Ctrl+Alt
   if (key === "/") return "help";
   if (key.toLowerCase() === "k" && !shiftKey) return "documents";
   if (key === "Enter") return shiftKey ? "regenerate" : "generate";
@@ -131,25 +130,25 @@ function nameOf({ key, target, ctrlKey, metaKey, altKey, shiftKey }, isRunning) 
   return letter === "y" ? "redo" : null;
 }
 
-/** The switch between the views of the document: writing, inspecting, and the tree of its branches. */
+/** Switches between the views of the document: write, inspect, and tree. */
 export class ViewSwitch {
   #elements;
   #parts;
-  #places = {}; // how far each view was scrolled
+  #places = {}; // scroll position of each view
 
-  /** `elements`: { scroller, write, inspect, tree, buttons: { write, inspect, tree } }, the views and what shows them;
+  /** `elements`: { scroller, write, inspect, tree, buttons: { write, inspect, tree } }, the views and their buttons;
       `parts`: { sheet, reading, treeView, announcer }. */
   constructor(elements, parts) {
     [this.#elements, this.#parts] = [elements, parts];
     for (const [name, button] of Object.entries(elements.buttons)) button.addEventListener("click", () => this.show(name));
   }
 
-  /** Shows this view, or goes back to writing where it is shown already; for a key, which takes the focus along. */
+  /** Toggles between this view and writing, for a keyboard shortcut: moves the focus, too. */
   toggle(name) {
     this.show(this.#elements[name].hidden ? name : "write", { withFocus: true });
   }
 
-  /** Writing and inspecting set the same lines, so the place on the sheet stays. */
+  /** Writing and inspecting share a scroll position, since their lines are the same. */
   show(name, { withFocus = this.#elements.scroller.contains(document.activeElement) } = {}) {
     const { scroller, buttons, tree } = this.#elements;
     const { sheet, reading, treeView, announcer } = this.#parts;
@@ -159,7 +158,7 @@ export class ViewSwitch {
       button.setAttribute("aria-pressed", String(other === name));
       if (other !== "inspect") this.#elements[other].hidden = other !== name;
     }
-    announcer.muted = name !== "write"; // there each token or branch is a thing to read by itself
+    announcer.muted = name !== "write"; // screen readers read tokens and branches one by one
     if (name === "inspect") reading.open({ withFocus });
     else reading.close();
     scroller.scrollTop = this.#places[name === "tree" ? "tree" : "text"] ?? 0;

@@ -1,22 +1,22 @@
-// Where the next run writes: at the end of the text, at the caret, or in place of what is selected. A model that cannot
-// read what stands behind the caret leaves the user a choice, which is remembered.
+// Where the next run writes: at the end of the text, at the caret, or over the selection. If the model cannot read the text
+// after the caret, the user chooses between caret and end, and the choice is stored.
 
 import { rewritten } from "./text/sentences.js";
 
-const ALTERNATIVES = 3; // to a selection, where the settings ask for one continuation
-const CHARACTERS = 3; // of a token, at least: so many tokens can say what the selection said
-const MARGIN = 8; // tokens
+const ALTERNATIVES = 3; // number of rewritings of a selection if n is 1
+const CHARACTERS = 3; // assumed of a token, at least, to derive max_tokens from the selection's length
+const MARGIN = 8; // tokens added to that
 
 export class Caret {
   #elements;
   #page;
   #choice; // "caret", "end", or "" for none yet
-  #then = null; // what the choice was asked for
+  #then = null; // what to do once the user has chosen
 
   /**
-   * `elements`: { radios [caret, end], dialog (a popover with two buttons) }. `page`: { text(), selection() as the sheet has
-   * it, or null where the sheet is not seen, canFillIn(text) whether the model reads what is behind, onchange() }. `stored` is
-   * what `data` gave before, or anything else on a first visit.
+   * `elements`: { radios [caret, end], dialog (a popover with two buttons) }. `page`: { text(), selection() of the sheet, or
+   * null if another view is shown, canFillIn(text) whether the model can read the text after the caret, onchange() }.
+   * `stored`: an earlier value of `data`; anything else counts as a first visit.
    */
   constructor({ radios, dialog }, page, stored) {
     [this.#elements, this.#page] = [{ radios, dialog }, page];
@@ -26,7 +26,7 @@ export class Caret {
     document.addEventListener("selectionchange", () => page.onchange());
   }
 
-  /** Takes the choice that was made for another document. */
+  /** Restores the choice of another document. */
   restore(stored) {
     this.#choice = ["caret", "end"].includes(stored) ? stored : "";
   }
@@ -35,7 +35,7 @@ export class Caret {
     return this.#choice;
   }
 
-  /** null at the end; else { start, end, isInfill }, `end` being `start` where nothing is replaced. */
+  /** Where the next run writes: null for the end, else { start, end, isInfill }; `end` is `start` if nothing is replaced. */
   get span() {
     const text = this.#page.text();
     const selection = this.#page.selection();
@@ -45,7 +45,7 @@ export class Caret {
     const isRewriting = selected !== "";
     if (!isRewriting && this.#mode !== "caret") return null;
     const { start, end } = isRewriting ? rewritten(text, selection) : { start: selection.start, end: selection.start };
-    if (isRewriting && text.slice(start, end).trim() === text.trim()) return null; // nothing stands around it to rewrite it by
+    if (isRewriting && text.slice(start, end).trim() === text.trim()) return null; // no text around it to rewrite it from
     return { start, end, isInfill: end < text.length && this.#page.canFillIn(text) };
   }
 
@@ -54,7 +54,7 @@ export class Caret {
     return this.#mode === "" && this.#isInMiddle;
   }
 
-  /** The fields of a request for this span, where they are other than the settings: `typed`. */
+  /** Request fields for this span: those of `typed` that it changes. */
   fields({ start, end, isInfill }, typed) {
     if (end === start) return {};
     const tokens = Math.ceil((end - start) / CHARACTERS) + MARGIN;
@@ -63,7 +63,7 @@ export class Caret {
     return isInfill ? { n } : { n, max_tokens: String(Math.min(tokens, most)) };
   }
 
-  /** Asks for the choice, and then calls `then`. */
+  /** Asks the user to choose, then calls `then`. */
   ask(then) {
     this.#then = then;
     this.#elements.dialog.showPopover();

@@ -87,7 +87,7 @@ function headers(body, inputs) {
   };
 }
 
-// Not where a number has more digits than JavaScript keeps: a seed must be shown as it is.
+// Not for numbers with more digits than JavaScript keeps: a seed must be shown exactly.
 function pretty(output, kind) {
   const text = output.textContent;
   if (!kind.startsWith("application/json") || text.length > 1e6 || /\d{16}/.test(text)) return;

@@ -19,7 +19,7 @@ try {
   $("trouble").hidden = false;
 }
 
-// The model's entry in GET /v1/models, or nothing while it loads: the page works without.
+// The model's entry in GET /v1/models, or nothing while the model loads.
 async function modelFacts() {
   try {
     return (await (await fetch("v1/models", { cache: "no-store" })).json()).data[0];
@@ -44,7 +44,7 @@ function show(api, facts) {
   addEventListener("hashchange", openTarget);
 }
 
-// POST /complete takes these defaults from the weights, where they have some; elsewhere the neutral ones hold.
+// Defaults of POST /complete that the weights may set; other routes use neutral ones.
 function withModelDefaults({ CompleteRequest: native, CompletionsRequest: neutral }, defaults) {
   for (const [name, field] of Object.entries(native.properties)) {
     if (field.default !== undefined || neutral.properties[name]?.default === undefined) continue;
@@ -103,7 +103,7 @@ function defaultOf({ default: value, defaultWords }) {
   return classed("small", "default", "default ", element("code", defaultWords ?? JSON.stringify(value)));
 }
 
-// The successful ones in full, and the errors behind one line: all have one shape.
+// Successful responses in full, and all errors, which share one schema, on one line.
 function responses(all) {
   const list = (entries) => classed("dl", "fields", ...entries.map((entry) => response(...entry)));
   const isError = ([status]) => Number(status) >= 400;
@@ -167,7 +167,7 @@ function prose(node, text = "") {
   return node;
 }
 
-// A link leads to what is folded; without one, the first route is open.
+// Expands the route that a link refers to, or the first one.
 function openTarget() {
   const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
   const opened = target ?? document.querySelector(".route");

@@ -11,7 +11,7 @@ import { Receipt } from "./request/receipt.js";
 import { decode, encode, isShared } from "./request/share.js";
 import { LANGUAGES, snippet } from "./request/snippets.js";
 
-const SHOWN = 2500; // ms that "Copied" stays
+const SHOWN = 2500; // ms for which "Copied" is shown
 
 export class Exchange {
   #notebook;
@@ -96,10 +96,10 @@ export class Exchange {
 
 // Copies the current request as a program, or the text and its settings as a link, to the clipboard.
 class Exits {
-  #told = element("p");
+  #outcome = element("p");
   #timer = 0;
 
-  /** `program(language)` and `link()` give the text to be copied, or a promise of it; an Error's message is told. */
+  /** `program(language)` and `link()` return the text to copy, or a promise of it; the message of an Error is shown. */
   constructor(root, { program, link }) {
     const button = element("button", "Copy link");
     button.type = "button";
@@ -109,16 +109,16 @@ class Exits {
     const row = element("div");
     row.className = "exits";
     new Menu(row, { label: "Copy as", items: LANGUAGES, onpick });
-    this.#told.setAttribute("role", "status");
-    this.#told.className = "told";
-    put(root, put(row, button), this.#told);
+    this.#outcome.setAttribute("role", "status");
+    this.#outcome.className = "outcome";
+    put(root, put(row, button), this.#outcome);
   }
 
-  /** Says something about a link or a program. */
+  /** Shows a sentence about a link or a program. */
   tell(sentence, { lasting = true } = {}) {
     clearTimeout(this.#timer);
-    this.#told.textContent = sentence;
-    if (!lasting) this.#timer = setTimeout(() => (this.#told.textContent = ""), SHOWN);
+    this.#outcome.textContent = sentence;
+    if (!lasting) this.#timer = setTimeout(() => (this.#outcome.textContent = ""), SHOWN);
   }
 
   async #copy(text, sentence) {

@@ -27,7 +27,7 @@ import { Truncation } from "./truncation.js";
 const FIRST_TEXT = "Once upon a time";
 const $ = (id) => document.getElementById(id);
 let compared = null; // the branch that is compared with the text
-let hasKeyboard = matchMedia("(hover: hover)").matches; // on a phone, a focused field would open one over the page
+let hasKeyboard = matchMedia("(hover: hover)").matches; // on a phone, focusing a field opens a keyboard over the page
 addEventListener("keydown", ({ key, ctrlKey, metaKey }) => (hasKeyboard ||= key === "Tab" || ctrlKey || metaKey));
 
 const documents = new Documents({ button: $("documents-button"), dialog: $("documents"), dropzone: $("paper") });
@@ -161,7 +161,7 @@ function typed(text, isStep) {
   refresh();
 }
 
-// The text of a branch, to be written on.
+// Goes to the text of a branch.
 function goOn(entry) {
   view.show("write");
   notebook.visit(entry);
@@ -207,7 +207,7 @@ function showParameters(parameters, facts) {
 }
 
 function onagree() {
-  $("generate").focus(); // the button that agreed disappears, and its focus with it
+  $("generate").focus(); // the clicked button disappears
   actions.generate();
 }
 
@@ -219,7 +219,7 @@ function capture() {
   return { tree: notebook.soFar.data, settings: panel.typed, truncation: truncation.data, caret: caret.data };
 }
 
-// Shows another document. One that was imported as text takes the settings that are there.
+// Shows another document. One that was imported as text keeps the current settings.
 function restore({ tree, settings, truncation: agreement, caret: place }) {
   if (settings) {
     panel.reset();

@@ -1,13 +1,13 @@
-// The life of the document: generate, stop, undo, redo, regenerate, pick another token, take a branch. Holds the text
-// and its history, runs one request at a time, and notifies its view of changes.
+// The document's operations: generate, stop, undo, redo, regenerate, pick another token, take a branch. Holds the text and
+// its history, runs one request at a time, and notifies its view of changes.
 
 import { difference, Manuscript } from "./text/manuscript.js";
 import { fit } from "./text/sentences.js";
 import { Tree } from "./text/tree.js";
 
-const MOST_CHOICES = 16; // of a request, in any server
-const PAUSE = 1500; // ms between two keys that belong to one step of undo
-const SENTENCE_END = /[.!?\u2026\u3002]["'\u201d\u2019)\]]*\s$|\n$/; // closes a step, too
+const MOST_CHOICES = 16; // the server's limit for n
+const PAUSE = 1500; // ms without typing that end an undo step
+const SENTENCE_END = /[.!?\u2026\u3002]["'\u201d\u2019)\]]*\s$|\n$/; // also ends an undo step
 
 export class Notebook {
   #complete;
@@ -15,15 +15,14 @@ export class Notebook {
   #tree;
   #manuscript;
   #run = null; // the current run: { abort, before, drafts, facts, picked, span }
-  #typedAt = -Infinity; // -Infinity: the next key begins a step
+  #typedAt = -Infinity; // time of the last typed text; -Infinity: the next one begins an undo step
 
   /**
-   * `complete(prompt, typed, signal)`: see request/completion.js; `typed` may be a list
-   * (concurrently()), with a list of the services that each goes to as the fourth argument. `view` receives events:
-   * changed() the text is another one; labeled() the tree's names, bookmarks and folds are; began(count, typed, names,
-   * span) `typed` a list if it is a comparison, of presets with these names; received(type, data) a server event;
-   * wrote(index, unit, text);
-   * ended({ error, stopped, nodes }) with the tree's node for each continuation, null for an empty one.
+   * `complete(prompt, typed, signal, origins)`: see request/completion.js; `typed` and `origins` are lists for
+   * concurrently(). `view` receives events: changed(), of the text; labeled(), of names, bookmarks or collapsed branches;
+   * began(count, typed, names, span), with lists for a comparison of presets; received(type, data), a server event;
+   * wrote(index, unit, text); and ended({ error, stopped, nodes }), with the tree's node of each continuation, null for
+   * an empty one.
    */
   constructor(complete, view, tree = new Tree({ text: "", units: [] })) {
     [this.#complete, this.#view, this.#tree] = [complete, view, tree];
@@ -128,20 +127,21 @@ export class Notebook {
     };
   }
 
-  /** Continues the text. `typed`: request fields as the user typed them; n above 1 writes n concurrent drafts. `span`
-      { start, end, isInfill }: in place of that, with what is behind it as the suffix or unread; null: at the end. */
+  /** Continues the text. `typed`: request fields as the user typed them; n above 1 writes n concurrent drafts. `span`:
+      { start, end, isInfill }, which the text replaces, with the text after it as the suffix if `isInfill`; null: writes
+      at the end. */
   generate(typed, span = null) {
     return this.#start(typed, { span });
   }
 
-  /** As generate(), with each of these settings side by side: [{ name, typed, origin }, ...], `origin` of another
-      service or "". */
+  /** As generate(), once for each of these settings, side by side: [{ name, typed, origin }, ...]; `origin`: another
+      service's, or "". */
   compare(variants, span = null) {
     const [names, origins] = [variants.map(({ name }) => name), variants.map(({ origin = "" }) => origin)];
     return this.#start(variants.map(({ typed }) => typed), { names, origins, span });
   }
 
-  /** The last run once more, from where it began. What follows now stays in the tree. */
+  /** Repeats the last run from where it began. The current text stays in the tree. */
   regenerate(typed) {
     if (!this.canRegenerate) return null;
     const { parent, state, facts } = this.#tree.lastRun;
@@ -170,7 +170,7 @@ export class Notebook {
     this.#run?.abort.abort();
   }
 
-  /** The history as it would be if the run ended now: for a page that closes during one. */
+  /** The history as if the run ended now, for a page that closes during a run. */
   get soFar() {
     if (!this.running) return this.#tree;
     const tree = Tree.from(this.#tree.data);
@@ -178,7 +178,7 @@ export class Notebook {
     return tree;
   }
 
-  // `picked`: the logprobs of a token that was taken for the run to go on from, or null.
+  // `picked`: the logprobs of the token that the user chose and the run continues, or null.
   async #start(typed, { picked = null, names = [], origins = [], span = null } = {}) {
     if (this.running) return;
     const abort = new AbortController();
@@ -215,7 +215,7 @@ export class Notebook {
     this.#typedAt = -Infinity;
     if (span) close(run);
     const nodes = keep(this.#tree, run);
-    if (span && count === 1 && !nodes[0]) this.#manuscript = new Manuscript(this.#tree.current.state); // nothing came
+    if (span && count === 1 && !nodes[0]) this.#manuscript = new Manuscript(this.#tree.current.state); // no text
     this.#view.ended({ error, stopped: signal.aborted, nodes });
   }
 
@@ -233,7 +233,7 @@ export class Notebook {
     this.#view.wrote(index, unit, drafts[index].text.slice(unit.start, unit.end));
   }
 
-  // The blank with which a model begins a word, where a rewritten line begins with that word.
+  // The space at the beginning of the first token, which is dropped if the token begins a line.
   #blankAtLineStart(text) {
     const { before, span } = this.#run;
     const isLineStart = span && !span.isInfill && [undefined, "\n"].includes(before[span.start - 1]);
@@ -247,7 +247,7 @@ export class Notebook {
   }
 }
 
-// Adds a node for each text of a run, and none for an empty one, so that undo keeps its target.
+// Adds a node for each non-empty text of a run. An empty one would be a step of undo without effect.
 function keep(tree, { before, drafts, facts, picked, span }) {
   return drafts.map((draft, index) => {
     const one = span ? { ...facts[index], span: { until: lengthOf(facts[index]) + span.start, ...span, ...facts[index].span } } : facts[index];
@@ -258,7 +258,7 @@ function keep(tree, { before, drafts, facts, picked, span }) {
   });
 }
 
-// Joins what was written into a span with what stands behind it.
+// Joins the texts that were written into a span with the text after it.
 function close({ before, drafts, facts, span }) {
   drafts.forEach((draft, index) => {
     const length = lengthOf(facts[index]);
@@ -274,12 +274,12 @@ function lengthOf({ logprobs: { lengths } }) {
   return lengths.reduce((sum, length) => sum + length, 0);
 }
 
-// What a run's tokens were worth, one behind the other: { from, lengths, values } in characters and natural logarithms.
+// The logprobs of a run's tokens: { from, lengths, values }, offsets and lengths in characters.
 function logprobsFrom(at, picked) {
   return picked ? structuredClone(picked) : { from: at, lengths: [], values: [] };
 }
 
-// Of a run that started after a picked token: that token.
+// The logprobs of the picked token with which a run began, or none.
 function first({ at, logprobs = { from: at, lengths: [], values: [] } }) {
   const { from, lengths, values } = logprobs;
   return from < at ? { from, lengths: lengths.slice(0, 1), values: values.slice(0, 1) } : logprobsFrom(at);
@@ -290,13 +290,13 @@ function logprobOf(tokens) {
   return Number(tokens.reduce((sum, { logprob }) => sum + logprob, 0).toFixed(3));
 }
 
-// Number of continuations; 1 where n is invalid, so that the server reports the error.
+// Number of continuations; 1 if n is invalid, so that the server reports the error.
 function continuations(n) {
   const count = Number(n);
   return Number.isInteger(count) && count > 1 && count <= MOST_CHOICES ? count : 1;
 }
 
-// Keeps the facts of a run that describe and reproduce it.
+// Records what describes and reproduces a run: seed, finish reasons, receipts.
 function note(facts, type, data) {
   if (type === "start") for (const one of facts) one.seed = String(data.seed);
   if (type !== "done") return;

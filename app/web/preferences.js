@@ -1,5 +1,5 @@
-// How the pages look to this user: theme, face and width of the text, spell checking. Kept for all tabs of this
-// browser; style sheets read data-* attributes of the root, and what is the default has none.
+// Preferences of this browser, shared by all tabs: theme, font and width of the text, spell checking. Style sheets read
+// them from data-* attributes of the root element, which has none for defaults.
 
 import { classed, element, put } from "./elements.js";
 
@@ -12,19 +12,19 @@ const PREFERENCES = {
   spelling: ["off", "on"],
 };
 
-/** What is stored, without what is no choice: { name: choice }. */
+/** The stored preferences, { name: choice }; ignores invalid choices. */
 export function valid(stored) {
   const isChoice = ([name, choice]) => PREFERENCES[name]?.slice(1).includes(choice);
   return Object.fromEntries(Object.entries(stored ?? {}).filter(isChoice));
 }
 
-/** Applies what the user chose last, and again when another tab changes it. Returns the choices. */
+/** Applies the stored preferences, and again when another tab changes them. Returns them. */
 export function applyPreferences() {
   addEventListener("storage", ({ key }) => key === PLACE && apply(load()));
   return apply(load());
 }
 
-/** The choices in a popover, whose button has this `root` as its target. `onchange(choices)` comes with each change. */
+/** Creates the controls in the popover `root`, and calls `onchange(choices)` at each change. */
 export function showPreferences(root, onchange) {
   const chosen = applyPreferences();
   onchange(chosen);
@@ -58,7 +58,7 @@ function load() {
   try {
     return valid(JSON.parse(localStorage.getItem(PLACE)));
   } catch {
-    return {}; // no storage, or no JSON
+    return {}; // no storage, or invalid JSON
   }
 }
 
@@ -66,6 +66,6 @@ function save(choices) {
   try {
     localStorage.setItem(PLACE, JSON.stringify(choices));
   } catch {
-    // Switched off or full: the choice lasts as long as the page.
+    // Storage is disabled or full: the choice lasts as long as the page.
   }
 }

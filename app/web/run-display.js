@@ -8,30 +8,30 @@ import { lastSentence } from "./text/sentences.js";
 export class RunDisplay {
   #parts;
   #page;
-  #span = null; // where it writes, see Notebook.generate()
+  #span = null; // where the run writes, see Notebook.generate()
   #typed = {}; // the settings of the current run, as they were typed
-  #nodes = []; // of the tree, one for each continuation of the last run
+  #nodes = []; // the tree's nodes, one for each continuation of the last run
 
   /** The notebook whose view this is; set before its first event. */
   notebook;
 
   /**
    * `parts`: { sheet, columns, branches, treeView, reading, announcer, status, panel, service, truncation, numbers }.
-   * `page`: { onchange() the text or the run's state is another one, onbegin() a run begins, onend() a run ended }.
+   * `page`: { onchange() the text or the run's state changed, onbegin() a run begins, onend() a run ended }.
    */
   constructor(parts, page) {
     [this.#parts, this.#page] = [parts, page];
   }
 
-  /** To the continuation with this index of the last run. */
+  /** Goes to the continuation with this index of the last run. */
   take(index) {
     this.notebook.go(this.#nodes[index].id);
   }
 
-  /** Shows the seed of the current text, so that the user can lock it, also after a reload or on another branch. */
+  /** Shows the seed of the current text's run, so that the user can lock it. */
   showSeed() {
     const seed = this.notebook.tree.lastRun?.facts.seed;
-    if (seed) this.#parts.panel.explain({ seed });
+    if (seed) this.#parts.panel.showDefaults({ seed });
   }
 
   changed() {
@@ -81,7 +81,7 @@ export class RunDisplay {
     if (columns.isOpen) columns.append(index, text, unit.tokens);
     else {
       sheet.append(text);
-      if (!this.#span) reading.append(unit, text); // in the middle it is shown when the run has ended
+      if (!this.#span) reading.append(unit, text); // text in the middle is shown when the run has ended
       announcer.stream(text);
     }
     status.token(index);
@@ -95,7 +95,7 @@ export class RunDisplay {
     if (this.#span && nodes.length === 1) sheet.show(this.notebook.text, this.notebook.written, nodes[0]?.facts.span.until);
     if (this.#span && columns.isOpen) this.#fitColumns();
     if (nodes.some(Boolean)) columns.end();
-    else columns.close(); // nothing came
+    else columns.close(); // no text
     branches.hold(false);
     this.labeled();
     reading.show(this.notebook);
@@ -111,7 +111,7 @@ export class RunDisplay {
     this.#parts.columns.open(count, lastSentence(text.slice(0, start)), { names, replaced: text.slice(start, end) });
   }
 
-  // What came is shown as it would stand in the text.
+  // Shows each continuation as it would be inserted into the text.
   #fitColumns() {
     this.#nodes.forEach((node, index) => {
       if (node) this.#parts.columns.fit(index, node.state.text.slice(node.facts.at, node.facts.span.until));
@@ -123,8 +123,8 @@ export class RunDisplay {
     status.started(data);
     const isComparison = Array.isArray(this.#typed); // whose settings are not those of the panel
     const all = Object.entries({ ...(isComparison ? {} : data.settings), seed: data.seed });
-    panel.explain(Object.fromEntries(all.filter(([name]) => !this.#typed[name])));
-    if (!isComparison) service.show(data.model, data.weights_version); // other weights may have come since the page was loaded
+    panel.showDefaults(Object.fromEntries(all.filter(([name]) => !this.#typed[name])));
+    if (!isComparison) service.show(data.model, data.weights_version); // the service may have reloaded its weights
     numbers.hidden = false;
     this.#page.onchange();
   }

@@ -7,7 +7,7 @@ import { parameters } from "./request/schema.js";
 export class Service {
   #elements;
   #page;
-  #isConnecting = true; // the status line says so, or why the model's facts could not be read
+  #isConnecting = true; // the status line shows "connecting", or why the model's facts could not be read
 
   /** The model's entry in GET /v1/models; empty until the response arrives. */
   facts = {};
@@ -40,7 +40,7 @@ export class Service {
     }
   }
 
-  /** A run was answered by these weights. If others have come since the page was loaded, their facts are read anew. */
+  /** These weights answered a run. Reads the model's facts again if they are not those known to the page. */
   show(name, version) {
     if (!version || (version === this.facts.weights_version && name === this.facts.id)) return;
     this.facts = { ...this.facts, id: name, weights_version: version, n_params: null, max_model_len: null };
@@ -62,12 +62,12 @@ export class Service {
     if (error.status === 401) this.#elements.form.hidden = false;
   }
 
-  /** A run began: from here on the status line is about that. */
+  /** A run began, which takes over the status line. */
   began() {
     this.#isConnecting = false;
   }
 
-  // The page works on: the next run shows whether the service is back.
+  // The page stays usable: the next run shows whether the service is back.
   #report(error) {
     const { status } = this.#page;
     this.#isConnecting = true;

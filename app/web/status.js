@@ -4,7 +4,7 @@
 import { copy, REFUSED } from "./request/clipboard.js";
 import { shortSeed } from "./request/field.js";
 
-const SHOWN = 1200; // ms that "copied" stands in the place of the seed
+const SHOWN = 1200; // ms for which "copied" replaces the seed
 const FIRST = "Waiting for the first token";
 const NONE = "\u2013"; // en dash
 
@@ -13,14 +13,14 @@ export class Status {
   #numbers;
   #seed = null;
   #sent = 0;
-  #first = 0; // when the first and the latest token arrived, ms on the clock of performance.now()
+  #first = 0; // arrival of the first and the latest token, ms of performance.now()
   #latest = 0;
   #count = 0;
-  #counts = []; // of each continuation
-  #rate = null; // tokens per second, once the server has measured it
-  #read = null; // tokens of the prompt
-  #cut = false; // the beginning of a long prompt was left out
-  #context = null; // tokens that the model can see
+  #counts = []; // tokens of each continuation
+  #rate = null; // tokens per second, as measured by the server; null until then
+  #read = null; // prompt tokens
+  #cut = false; // whether the prompt was truncated
+  #context = null; // the model's context, tokens
   #frame = 0;
   #remedy;
 
@@ -36,12 +36,12 @@ export class Status {
     this.#paint();
   }
 
-  // Screen readers speak the line when it changes, so it changes with the state and never with a token.
+  // Screen readers speak the line whenever it changes, so it changes with the state and not with each token.
   show(state, sentence) {
     if (this.#line.dataset.state === state && this.#line.textContent === sentence) return;
     this.#line.dataset.state = state;
     this.#line.textContent = sentence;
-    this.#remedy.hidden = true; // it was for what the line said before
+    this.#remedy.hidden = true; // it belonged to the previous message
   }
 
   /** Offers an action next to the line. */
@@ -69,7 +69,7 @@ export class Status {
     this.show("waiting", `Waiting in queue, position ${position}${eta}`);
   }
 
-  /** The server refused for now; the page retries after so many seconds. */
+  /** The server is busy; the page retries after this many seconds. */
   waits({ seconds, message }) {
     this.show("waiting", `${message.replace(/\.?$/, ".")} Trying again in ${seconds} s.`);
   }
@@ -82,11 +82,11 @@ export class Status {
     this.#seed = String(seed);
     this.#cut = truncated;
     this.#read = read ?? null;
-    this.show("waiting", FIRST); // out of the queue
+    this.show("waiting", FIRST); // no longer queued
     this.#paint();
   }
 
-  /** A token of the continuation with this index has come. */
+  /** Counts a token of the continuation with this index. */
   token(index = 0) {
     this.#latest = performance.now();
     if (this.#count === 0) this.#first = this.#latest;
@@ -97,10 +97,10 @@ export class Status {
   }
 
   done({ choices, usage, timings }) {
-    // Better than our own count: a token that ended inside a code point had no event of its own.
+    // The server's count is exact: a token that ended inside a code point had no event of its own.
     this.#count = usage?.completion_tokens ?? this.#count;
     if (choices.length === 1) this.#counts = [this.#count];
-    // And than our own clock, which sees tokens in the bundles that the network delivers.
+    // So is its rate: the network delivers tokens in bundles.
     this.#rate = timings?.tokens_per_second ?? null;
     const reasons = [...new Set(choices.map((choice) => choice.finish_reason))].join(", ");
     this.show("done", `Done (${reasons})${this.#cut ? "; the model read the end of the text only" : ""}`);
@@ -138,12 +138,12 @@ export class Status {
     setTimeout(() => this.#paint(), SHOWN);
   }
 
-  /** Whether the model can see no more than what it has read and written. */
+  /** Whether prompt and output fill the model's context. */
   get isFull() {
     return this.#context !== null && this.#used >= this.#context;
   }
 
-  // Tokens that the model sees, of the longest continuation: each has the context for itself.
+  // Context tokens used by the longest continuation; each has a context of its own.
   get #used() {
     return this.#read === null ? null : this.#read + Math.max(0, ...this.#counts);
   }

@@ -1,5 +1,5 @@
-// What happens to a text that is longer than the model's context: the server refuses it until the user agrees, for this
-// text or for every one, that the model reads its end only. The agreement is stored with the document.
+// Texts that are longer than the model's context: the server refuses them until the user agrees, for this text or for all,
+// that the model reads only the end. The agreement is stored with the document.
 
 const PREFIX = 200; // characters at the beginning that identify a text
 
@@ -10,9 +10,9 @@ export class Truncation {
   #isAlways; // the user agreed for every text
 
   /**
-   * `elements`: { status (status.js), label, checkbox }. `page`: { text(), context() tokens that the model sees, maxTokens()
-   * of a run, onagree() the user agreed for this text, onchange() for every text, or no longer }. `stored` is what `data`
-   * gave before, or anything else on a first visit.
+   * `elements`: { status (status.js), label, checkbox }. `page`: { text(), context() in tokens, maxTokens() of a run,
+   * onagree() the user agreed for this text, onchange() for all texts, or no longer }. `stored`: an earlier value of
+   * `data`; anything else counts as a first visit.
    */
   constructor(elements, page, stored) {
     [this.#elements, this.#page] = [elements, page];
@@ -23,7 +23,7 @@ export class Truncation {
     });
   }
 
-  /** Takes the agreement of another document. */
+  /** Restores the agreement of another document. */
   restore(stored) {
     this.#agreed = typeof stored?.agreed === "string" ? stored.agreed : null;
     this.#isAlways = stored?.always === true;

@@ -1,15 +1,14 @@
-// The body of POST /complete as text, and each value in both ways of writing it: as the user types it into a field, and as
-// JSON. No number on the way is a JavaScript number: a seed is an int64, of which those hold 53 bits. What cannot be what
-// the field is for goes out as the string it is: there is one judge of values, the server, and it explains itself better.
-// Pure.
+// The body of POST /complete: converts values between what the user types into a field and JSON text. Numbers stay text,
+// since a seed is an int64 and a JavaScript number has 53 bits. An invalid value is sent as a string, for the server to
+// explain. Pure functions.
 
 const ESCAPES = { "\\n": "\n", "\\r": "\r", "\\t": "\t", "\\\\": "\\" };
 const TOKEN = /"(?:[^"\\]|\\.)*"|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?/g;
 
 /**
- * [[name, JSON text], ...] of everything that is sent. `typed` maps a field to what the user typed into it; an empty
- * one is left out, and the server's default holds. `parameters` (schema.js) tell the kinds; before they are known a
- * number is a number and the rest is text.
+ * [[name, JSON text], ...] of the fields to send. `typed` maps a field to what the user typed into it; an empty one is
+ * left out, so that the server's default applies. `parameters` (schema.js) have the kinds; until they are known, what
+ * looks like a number is one, and the rest is text.
  */
 export function requestFields(prompt, typed, parameters = []) {
   const kinds = new Map(parameters.map(({ name, kind }) => [name, kind]));
@@ -17,24 +16,24 @@ export function requestFields(prompt, typed, parameters = []) {
   return [["prompt", JSON.stringify(prompt)], ["stream", "true"], ...fields.filter(([, json]) => json !== null)];
 }
 
-/** The body itself. */
+/** The body as JSON text. */
 export function requestBody(prompt, typed, parameters) {
   return bodyOf(requestFields(prompt, typed, parameters));
 }
 
-/** Of requestFields(); `space` goes before each field, "" for a body on one line. */
+/** The JSON text of requestFields(); `space` goes before each field, "" for a body on one line. */
 export function bodyOf(fields, space = "") {
   const [between, end] = space === "" ? ["", ""] : [" ", "\n"];
   const parts = fields.map(([name, json]) => `${end}${space}${JSON.stringify(name)}:${between}${json}`);
   return `{${parts.join(",")}${end}}`;
 }
 
-// What these are may look like a number, and is text all the same.
+// Fields whose text may look like a number.
 function guess(name) {
   return ["source", "suffix"].includes(name) ? "text" : undefined;
 }
 
-/** JSON text of what was typed into a field of this kind (schema.js; undefined: unknown), or null for an empty one. */
+/** JSON text of what was typed into a field of this kind (schema.js; undefined if unknown), or null if it is empty. */
 export function literal(kind, text) {
   const word = text.trim();
   if (kind === "text") return text === "" ? null : JSON.stringify(text);
@@ -46,7 +45,7 @@ export function literal(kind, text) {
   return numeral(word);
 }
 
-/** The inverse, for a value that JSON was parsed to (parseExact()): what one would have typed to send it. */
+/** The inverse: what the user would type to send this value (of parseExact()). */
 export function typedAs(kind, value) {
   if (value === null || value === undefined) return "";
   if (kind === "texts") return [value].flat().map(escaped).join("\n");
@@ -55,7 +54,7 @@ export function typedAs(kind, value) {
   return isPlain ? value : JSON.stringify(value);
 }
 
-/** The texts of a list that is typed one a line; \n, \r, \t and \\ stand for a line end, a tab and a backslash. */
+/** The texts of a list typed one per line; \n, \r, \t and \\ are escapes. */
 export function lines(text) {
   const read = (line) => line.replace(/\\[nrt\\]/g, (escape) => ESCAPES[escape]);
   return text.split("\n").filter((line) => line !== "").map(read);
@@ -85,12 +84,12 @@ function isJson(text) {
   }
 }
 
-/** What JSON.parse gives, but a whole number that JavaScript would round, such as a seed, is a text of its digits. */
+/** JSON.parse, except that an integer that JavaScript would round, such as a seed, becomes a string of its digits. */
 export function parseExact(json) {
   return JSON.parse(json.replace(TOKEN, (token) => (isLong(token) ? `"${token}"` : token)));
 }
 
-/** Whether these digits are a whole number that JavaScript rounds. */
+/** Whether these digits are an integer that JavaScript rounds. */
 export function isLong(token) {
   return /^-?\d{16,}$/.test(token) && !Number.isSafeInteger(Number(token));
 }

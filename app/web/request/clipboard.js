@@ -1,18 +1,18 @@
-// Puts text on the clipboard. Browsers allow it to pages that came over TLS or from this machine; for the others there
-// is the old way, a selection and the command that Ctrl+C is.
+// Copies text to the clipboard. Only pages from https or this machine may use the Clipboard API; others use a selection and
+// document.execCommand("copy").
 
 import { element } from "../elements.js";
 
-/** What to say where it is not allowed. */
+/** The message if the browser does not allow it. */
 export const REFUSED = "This browser does not let the page copy. Over https, or from this machine, it would.";
 
-/** Whether `text` is there now. */
+/** Copies `text`; returns whether that worked. */
 export async function copy(text) {
   try {
     await navigator.clipboard.writeText(text);
     return true;
   } catch {
-    return copySelected(text); // refused, or no such thing
+    return copySelected(text); // refused or missing
   }
 }
 
@@ -20,7 +20,7 @@ function copySelected(text) {
   const { activeElement: before } = document;
   const area = element("textarea");
   area.value = text;
-  area.readOnly = true; // a phone shows no keyboard for it
+  area.readOnly = true; // opens no keyboard on a phone
   area.className = "unseen";
   document.body.append(area);
   area.select();

@@ -5,31 +5,30 @@
 import { parseExact, requestBody } from "./body.js";
 import { SseParser } from "./sse.js";
 
-const PATIENCE = 5; // how often a request that was refused with Retry-After is sent again
-const RESUME_SECONDS = [0.25, 0.5, 1, 2, 4, 8, 8, 8]; // pauses before the attempts to go on with a broken stream
+const PATIENCE = 5; // retries of a request that was refused with Retry-After
+const RESUME_SECONDS = [0.25, 0.5, 1, 2, 4, 8, 8, 8]; // pauses before attempts to resume a broken stream
 const UNREACHABLE = "The server cannot be reached. Is it running, and are you online?";
 const LOST = "The connection was lost before the end. The text so far is kept.";
-const KEY = "inkstream.key"; // of the session storage
+const KEY = "inkstream.key"; // in the session storage
 let key = stored();
 
-/** Anything that ended a request other than `done` or the user. The message is meant for the user's eyes. */
+/** A request failed. The message is for the user. */
 export class CompletionError extends Error {
   constructor(message, { status = null, retryAfter = null, detail = {} } = {}) {
     super(message);
-    this.status = status; // of the answer, where there was one
-    this.retryAfter = retryAfter; // seconds, or null where the server did not say
+    this.status = status; // HTTP status, or null without a response
+    this.retryAfter = retryAfter; // seconds, or null
     this.detail = detail; // the server's error object
   }
 }
 
 /**
- * Yields { type, data }: start, queue and token as the server sends them, wait { seconds, message } once a second
- * while it is too busy, lost { seconds } where the connection broke and is sought again, and done as the last.
- * Everything else throws: an `error` event, a refusal, a lost connection (CompletionError), or the caller's own
- * abort (AbortError).
+ * Yields { type, data }: start, queue, token and finally done as the server sends them; wait { seconds, message } once a
+ * second while the server is busy; and lost { seconds } when the connection broke and will be resumed. Throws
+ * CompletionError for an `error` event, a refusal or a lost connection, and AbortError after an abort.
  *
- * `typed` maps a request field to what the user typed into it. An empty one is left out: the model's default.
- * `parameters` (schema.js) tell of which kind each is. `origin`: of another service, which gets no key; "" for this one.
+ * `typed` maps a request field to what the user typed into it; empty ones take the server's defaults. `parameters`
+ * (schema.js) have their kinds. `origin`: another service's, which gets no key; "" for this one.
  */
 export async function* complete(prompt, typed, signal, parameters = [], origin = "") {
   const body = requestBody(prompt, typed, parameters);
@@ -43,13 +42,13 @@ export async function* complete(prompt, typed, signal, parameters = [], origin =
   }
 }
 
-/** The JSON that the server answers: to `body` by POST, without one by GET. Throws CompletionError or AbortError. */
+/** The JSON response to a POST of `body`, or to a GET without one. Throws CompletionError or AbortError. */
 export async function ask(path, body = null, signal = null) {
   const response = body === null ? await get(path, signal) : await post(path, JSON.stringify(body), signal);
   return reach(response.json(), LOST);
 }
 
-/** { id, weights_version, ... } of the model that is being served, here or at another service's origin. */
+/** { id, weights_version, ... } of the model that this service, or the one at `origin`, serves. */
 export async function model(origin = "") {
   return (await ask(at(origin, "v1/models"))).data[0];
 }
@@ -58,7 +57,7 @@ function at(origin, path) {
   return origin ? `${origin}/${path}` : path;
 }
 
-// The key is that of this service, and no other one's.
+// Only this service gets the key.
 function keyFor(url) {
   return isElsewhere(url) ? {} : authorization();
 }
@@ -76,7 +75,7 @@ function get(url, signal, headers = {}) {
   return answer(url, { headers: { ...headers, ...keyFor(url) }, cache: "no-store", signal });
 }
 
-// A browser does not tell a page whether a service of another origin is down or refuses the page.
+// Browsers do not reveal whether a service of another origin is down or refuses this page.
 async function answer(url, request) {
   const elsewhere = () => `${new URL(url).origin} cannot be reached. Is it running, with --allow-origin ${location.origin}?`;
   const response = await reach(fetch(url, request), isElsewhere(url) ? elsewhere() : UNREACHABLE);
@@ -84,14 +83,14 @@ async function answer(url, request) {
   return response;
 }
 
-// One stream, over as many connections as it takes.
+// The events of one stream, across reconnections.
 async function* stream(response, signal, origin) {
   const last = { id: "" };
   signal?.addEventListener("abort", () => cancel(origin, last.id), { once: true });
   for (let lost = 0; ; ) {
     try {
       for await (const event of events(response, last)) {
-        lost = 0; // it goes on: the next break is a new one
+        lost = 0; // resumed: the next break starts with the shortest pause
         yield event;
         if (event.type === "done") return;
       }
@@ -108,7 +107,7 @@ async function* stream(response, signal, origin) {
   }
 }
 
-// A disconnected client might reconnect: only this tells the server to cancel the completion.
+// Closing the connection does not cancel a completion, since a client may reconnect: a DELETE does.
 function cancel(origin, id) {
   if (!id) return;
   const url = streamAt(origin, id);
@@ -119,7 +118,7 @@ function streamAt(origin, id) {
   return at(origin, `complete/${encodeURIComponent(id.replace(/:\d+$/, ""))}`);
 }
 
-// null where the server cannot be reached yet; where it knows nothing of the stream any more, there is no hope.
+// The resumed response; null if the server cannot be reached yet. Throws if it no longer knows the stream.
 async function resumed(origin, id, signal) {
   try {
     return await get(`${streamAt(origin, id)}/events`, signal, { Accept: "text/event-stream", "Last-Event-ID": id });
@@ -148,8 +147,8 @@ async function* events(response, last) {
       }
     }
   } finally {
-    // Whatever went wrong, an open body would keep the server generating. One that is broken has nothing left to
-    // cancel, and its reason was thrown above. After `done` the server closes, and the connection can be used again.
+    // An open body would keep the server generating. A broken one needs no cancel, and its error was thrown above. After
+    // `done` the server ends the body, and the connection can be reused.
     if (!ended) reader.cancel().catch(() => {});
   }
 }
@@ -163,7 +162,7 @@ async function connected(promise) {
   }
 }
 
-// fetch tells "no network" by a TypeError with a text that differs from browser to browser.
+// fetch reports a network failure by a TypeError whose text differs between browsers.
 async function reach(promise, sentence) {
   try {
     return await promise;
@@ -173,7 +172,7 @@ async function reach(promise, sentence) {
 }
 
 async function refusal(response) {
-  // A proxy in between answers in HTML: then the status is all that there is to say.
+  // A proxy answers in HTML, of which only the status is useful.
   const body = await response.json().catch(() => null);
   const message = body?.error?.message ?? `The server answered ${response.status} ${response.statusText}`.trim() + ".";
   const retryAfter = secondsOf(response.headers.get("Retry-After"));
@@ -205,11 +204,11 @@ function secondsOf(header) {
 }
 
 /**
- * Several runs of one prompt as one: their events with the index of the run that each is of.
+ * Merges several runs of one prompt into one stream of events, each with the index of its run.
  *
- * `streams`: what complete() gives, one for each run. Yields the first run's start, each run's tokens with `index`, and a
- * `done` that has the choices and receipts of all. A run that fails ends alone: the message is its finish reason. Throws
- * the error of the first one if all fail, and whatever is not a CompletionError.
+ * `streams`: one of complete() for each run. Yields the first run's start, all tokens with `index`, and one `done` with
+ * the choices and receipts of all. If a run fails, its error message becomes its finish reason. Throws the first run's
+ * error if all fail, and every error that is not a CompletionError.
  */
 export async function* concurrently(streams) {
   const iterators = streams.map((stream) => stream[Symbol.asyncIterator]());
@@ -257,19 +256,19 @@ export function score(ids, logprobs, signal) {
   return ask("score", { prompt: ids, logprobs }, signal);
 }
 
-/** The most likely next token, with all alternatives that the server tells; null where it generates none. */
+/** The most likely next token with its alternatives; null if the server generates none. */
 export async function nextToken(prompt, signal, { source, truncate_prompt_tokens: most }) {
   const fields = { ...(source && { source }), ...(most && { truncate_prompt_tokens: Number(most) }) };
   const body = { prompt, max_tokens: 1, logprobs: 20, stream: false, temperature: 0, ...fields };
   return (await ask("complete", body, signal)).choices[0].tokens[0] ?? null;
 }
 
-/** What a request needs beside its own headers. */
+/** The Authorization header, or no header. */
 export function authorization() {
   return key ? { Authorization: `Bearer ${key}` } : {};
 }
 
-/** Keeps what the user typed; false for what can be no key. */
+/** Stores the key that the user typed; false if it cannot be one. */
 export function useKey(typed) {
   const text = typed.trim();
   if (!/^[\x21-\x7e]+$/.test(text)) return false;
@@ -277,7 +276,7 @@ export function useKey(typed) {
   try {
     sessionStorage.setItem(KEY, key);
   } catch {
-    // Switched off: the key lasts as long as the page.
+    // Storage is disabled: the key lasts as long as the page.
   }
   return true;
 }

@@ -1,56 +1,55 @@
-// Input controls by type of parameter: each has `value`, a string, and focus(). Sliders and choices of a few numbers, too.
+// Input controls by kind of parameter, each with `value`, a string, and focus(); and sliders and radio groups of numbers.
 
 import { element, put } from "../elements.js";
 
-const AREAS = ["text", "texts", "json"]; // what may have more than one line
+const AREAS = ["text", "texts", "json"]; // kinds that may have several lines
 const MODES = { integer: "numeric", number: "decimal", integers: "numeric" };
 
 /** The control of a parameter (schema.js). */
 export function control(parameter) {
   const { kind, example } = parameter;
-  const made = kind === "boolean" ? choice() : AREAS.includes(kind) ? area() : element("input");
-  made.id = idOf(parameter);
-  made.autocomplete = "off";
-  made.spellcheck = false;
-  made.autocapitalize = "off";
-  if (MODES[kind]) made.inputMode = MODES[kind];
-  if (kind !== "boolean") made.placeholder = example ? `such as ${example}` : "default";
-  return made;
+  const input = kind === "boolean" ? choice() : AREAS.includes(kind) ? area() : element("input");
+  input.id = idOf(parameter);
+  input.autocomplete = "off";
+  input.spellcheck = false;
+  input.autocapitalize = "off";
+  if (MODES[kind]) input.inputMode = MODES[kind];
+  if (kind !== "boolean") input.placeholder = example ? `such as ${example}` : "default";
+  return input;
 }
 
-/** The id of a parameter's control. The server may call a field whatever it likes: only the main ones are known. */
+/** The id of a parameter's control. Prefixed, since the server may name a field like any id of the page. */
 export function idOf({ name, group }) {
   return (group === "main" ? name : `setting-${name}`).replaceAll("_", "-");
 }
 
-/** Shows what holds where the control is left empty. */
-export function explain(made, value) {
+/** Shows the default that applies while the control is empty. */
+export function showDefault(input, value) {
   const isObject = typeof value === "object" && !Array.isArray(value);
   const shown = isObject ? JSON.stringify(value) : [value].flat().join(", ");
   const isEmpty = shown === "" || shown === "{}";
-  if (made.localName === "select") made.options[0].textContent = `default (${value ? "on" : "off"})`;
-  else made.placeholder = isEmpty ? "none" : shown;
+  if (input.localName === "select") input.options[0].textContent = `default (${value ? "on" : "off"})`;
+  else input.placeholder = isEmpty ? "none" : shown;
 }
 
 function area() {
-  const made = element("textarea");
-  made.rows = 1; // grows with its text, by style sheet or by hand
-  return made;
+  const input = element("textarea");
+  input.rows = 1; // grows with its text, by style sheet or by the user
+  return input;
 }
 
 function choice() {
   const options = [["", "default"], ["true", "on"], ["false", "off"]];
-  const made = put(element("select"), ...options.map(([, words]) => element("option", words)));
-  options.forEach(([value], place) => (made.options[place].value = value));
-  return made;
+  const input = put(element("select"), ...options.map(([, words]) => element("option", words)));
+  options.forEach(([value], index) => (input.options[index].value = value));
+  return input;
 }
 
-/** A small choice between whole numbers, one of which is chosen: radio buttons side by side. Its first one is what
-    holds anyway, so it stands for an empty text. */
+/** Radio buttons side by side for a few integers. The first is the default, which an empty text means. */
 export class Segments {
-  #other = null; // the place of a number that is not offered: it came with a receipt or a link, and is shown as it is
+  #other = null; // the button of a number that is not offered, which came with a receipt or a link
 
-  /** `values` are numbers, `id` is for the group, `label` its name. */
+  /** `values` are numbers; `id` and `label` are the group's. */
   constructor(values, { id, label }) {
     this.element = element("div");
     this.element.id = id;
@@ -92,13 +91,13 @@ export class Segments {
   }
 }
 
-/** A slider that is in step with a field. The field holds the truth: the slider shows it as well as it can, at its end
-    where the field says more, and at what holds anyway where the field says nothing. */
+/** A slider that is synchronized with a field. It shows the field's value clamped to its range, or the default of an empty
+    field. */
 export class Slider {
   #field;
-  #resting = null; // what holds where the field is empty
+  #resting = null; // the default, shown while the field is empty
 
-  /** `field` is the input of a number, `sweep` where it goes (schema.js), `label` its name. */
+  /** `field` is a number input, `sweep` the slider's range (schema.js), `label` the field's name. */
   constructor(field, sweep, label) {
     this.#field = field;
     this.element = element("input");
@@ -108,13 +107,13 @@ export class Slider {
     this.show();
   }
 
-  /** What holds where the field is empty. */
+  /** Sets the default, which is shown while the field is empty. */
   rest(value) {
     this.#resting = value;
     this.show();
   }
 
-  /** The field has changed. */
+  /** Updates the slider after the field has changed. */
   show() {
     const text = this.#field.value.trim();
     const shown = text === "" ? (this.#resting ?? this.element.min) : text;
@@ -125,7 +124,7 @@ export class Slider {
     this.element.style.setProperty("--at", (value - min) / (max - min));
   }
 
-  // The input event bubbles to listeners on parent elements, which then find the field up to date.
+  // The input event bubbles, so listeners on parent elements find the field up to date.
   #slid() {
     this.#field.value = this.element.value;
     this.show();

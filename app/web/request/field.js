@@ -1,11 +1,11 @@
-// One setting: its name, its control, a slider where there is a range, a way back to the default, what it does in
-// words, and what is wrong with what was typed. What is wrong is marked, never changed: the server is the judge.
+// One setting: its name, control, slider if it has a range, button back to the default, description, and a message about
+// an invalid value, which is marked but sent as typed.
 
 import { element, put } from "../elements.js";
-import { control, explain, idOf, Segments, Slider } from "./control.js";
+import { control, idOf, Segments, showDefault, Slider } from "./control.js";
 import { complaint, hint } from "./range.js";
 
-const MOST_ABREAST = 4; // as many as there is room for side by side
+const MOST_ABREAST = 4; // radio buttons that fit side by side
 
 export class Field {
   #parameter;
@@ -14,7 +14,7 @@ export class Field {
   #reset = element("button", "reset");
   #wrong = element("p");
 
-  /** `parameter` is one of schema.js; `start` the text that the field begins with, and goes back to. */
+  /** `parameter`: see schema.js; `start`: the initial text, which a reset restores. */
   constructor(parameter, start = "") {
     [this.#parameter, this.#start] = [parameter, start];
     this.element = element("div");
@@ -28,7 +28,7 @@ export class Field {
     return this.#parameter.name;
   }
 
-  /** What it does, and what it takes. */
+  /** Description and allowed values. */
   get help() {
     const words = this.control instanceof Segments ? "" : hint(this.#parameter);
     return `${this.#parameter.help} ${words && `${words[0].toUpperCase()}${words.slice(1)}.`}`.trim();
@@ -52,10 +52,10 @@ export class Field {
     this.fill(this.#start);
   }
 
-  /** What the server puts in the place of nothing. */
-  explain(value) {
+  /** Shows the server's default for an empty field. */
+  showDefault(value) {
     if (this.control instanceof Segments) return;
-    explain(this.control, value);
+    showDefault(this.control, value);
     this.#slider?.rest(value);
   }
 
@@ -63,7 +63,7 @@ export class Field {
     this.control.focus();
   }
 
-  /** The control holds something else: everything around it follows. */
+  /** Updates everything else after the control has changed. */
   show() {
     const wrong = complaint(this.#parameter, this.typed);
     if (this.#wrong.textContent !== wrong) this.#wrong.textContent = wrong;
@@ -73,7 +73,7 @@ export class Field {
     this.#slider?.show();
   }
 
-  /** The element that is the control. */
+  /** The control's element. */
   get input() {
     return this.control instanceof Segments ? this.control.element : this.control;
   }
@@ -103,7 +103,7 @@ export class Field {
 
   #back() {
     this.reset();
-    this.focus(); // the button is gone, and its focus with it
+    this.focus(); // the button with the focus has been removed
     this.input.dispatchEvent(new Event("input", { bubbles: true }));
   }
 }
@@ -115,11 +115,11 @@ function segments(parameter) {
   return new Segments(values, { id: idOf(parameter), label });
 }
 
-/** The seed: random each time, and told; or locked, so that the same text comes again. A seed is an int64, of which a
-    JavaScript number holds 53 bits: here it is a text of digits. */
+/** The seed: random for each run, and shown afterwards, or locked, to get the same text again. A string of digits, since a
+    seed is an int64 and a JavaScript number has 53 bits. */
 export class SeedField extends Field {
   #lock = element("button", "Lock");
-  #used = null; // the seed of the last run
+  #used = null; // seed of the last run
 
   constructor(parameter, start = "") {
     super(parameter, start);
@@ -132,34 +132,34 @@ export class SeedField extends Field {
     this.show();
   }
 
-  /** A random seed was asked for, and this is the one that the server drew. */
-  explain(value) {
+  /** Shows the random seed that the server drew. */
+  showDefault(value) {
     this.#used = String(value);
     this.control.placeholder = `random, was ${shortSeed(this.#used)}`;
   }
 
   show() {
     super.show();
-    if (!(#lock in this)) return; // the field shows itself once before it is all there
+    if (!(#lock in this)) return; // called by the superclass's constructor
     const locked = this.typed !== "";
     this.#lock.setAttribute("aria-pressed", String(locked));
     this.#lock.title = locked ? "Draw another seed each time" : "Keep the seed, so that the same text comes again";
   }
 
-  // Locked without a run to take it from, it is drawn here.
+  // Locking without a previous run draws a seed here.
   #turn() {
     this.fill(this.typed === "" ? (this.#used ?? drawSeed()) : "");
     this.control.dispatchEvent(new Event("input", { bubbles: true }));
   }
 }
 
-/** A random seed, as the server would draw it: 53 bits. */
+/** A random seed of 53 bits, as the server draws them. */
 export function drawSeed() {
   const [high, low] = crypto.getRandomValues(new Uint32Array(2));
   return String((BigInt(high >>> 11) << 32n) | BigInt(low));
 }
 
-/** The beginning of a seed that is too long for its place. */
+/** The seed, abbreviated if it is too long. */
 export function shortSeed(seed) {
   return seed.length > 8 ? `${seed.slice(0, 6)}\u2026` : seed;
 }

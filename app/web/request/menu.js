@@ -1,17 +1,17 @@
-// A button with a menu: opened by a click, Enter, Space or an arrow key; arrows, Home and End go through it, Escape and
-// a click elsewhere close it. The list is a popover, which nothing else on the page can cover.
+// A menu button (ARIA practices): a click, Enter, Space or an arrow key opens it; arrow keys, Home and End move in it;
+// Escape and a click elsewhere close it. The list is a popover, so that nothing covers it.
 
 import { element, put } from "../elements.js";
 
-const GAP = 4; // px between the button and its list, and around that
+const GAP = 4; // px between button, list and window
 
 export class Menu {
   #button;
   #list = element("div");
   #onpick;
-  #following = null; // the AbortController of the listeners that keep the list at its button
+  #following = null; // the AbortController of the listeners that keep the list next to its button
 
-  /** `items` is { value: what it is called }; `onpick(value)` is called with the one that was chosen. */
+  /** `items`: { value: label }; `onpick(value)`: the user chose this item. */
   constructor(root, { label, items, onpick }) {
     this.#onpick = onpick;
     this.#button = put(element("button"), label);
@@ -25,7 +25,7 @@ export class Menu {
     this.element.className = "menu";
     root.append(this.element);
     this.#button.addEventListener("click", () => (this.#isOpen ? this.#leave() : this.#open()));
-    // Safari gives no focus to a button that is clicked: the list would lose it, and be gone before the click.
+    // Safari does not focus a clicked button: the list would lose the focus and close before the click.
     this.element.addEventListener("mousedown", (event) => event.preventDefault());
     this.element.addEventListener("keydown", (event) => this.#pressed(event));
     this.element.addEventListener("focusout", ({ relatedTarget: to }) => this.element.contains(to) || this.#close());
@@ -59,11 +59,11 @@ export class Menu {
   }
 
   #leave() {
-    this.#button.focus(); // before the list goes, and what is in it
+    this.#button.focus(); // before the focused item disappears
     this.#close();
   }
 
-  // Below its button, or above it where there is no room.
+  // Below the button, or above it if there is no room below.
   #place() {
     const { left, top, bottom } = this.#button.getBoundingClientRect();
     const { offsetWidth: width, offsetHeight: height } = this.#list;
@@ -87,6 +87,6 @@ export class Menu {
     else if (!this.#isOpen) this.#open(go);
     else items.at(go % items.length).focus();
     event.preventDefault();
-    event.stopPropagation(); // Escape stops a run, but not from here
+    event.stopPropagation(); // the page's own Escape stops the run
   }
 }

@@ -1,12 +1,12 @@
-// The settings panel of a request: the main ones visible, the others folded away, each as the server describes it.
-// Values are kept exactly as the user typed them.
+// The panel of request settings: the main ones visible, the others collapsed, each as the server describes it. Keeps values
+// exactly as the user typed them.
 
 import { classed, element, put } from "../elements.js";
 import { Field, SeedField } from "./field.js";
 import { FIRST } from "./schema.js";
 
 const START = { max_tokens: "128" };
-// What holds where neither the request nor the weights say anything (docs/api.md); the first run tells it for sure.
+// The service's defaults (docs/api.md) for fields without a default of the weights; the first run reports the actual ones.
 const NEUTRAL = {
   temperature: 1,
   top_p: 1,
@@ -22,16 +22,16 @@ const NEUTRAL = {
 
 export class Panel {
   #fields = [];
-  #parameters = []; // empty until the server has described itself
-  #held = {}; // what was typed, also into fields that are not there yet
+  #parameters = []; // empty until the server's description has arrived
+  #held = {}; // typed values, including those of fields that do not exist yet
   #main = classed("div", "main-settings");
   #more = classed("div", "more-settings");
-  #hint = classed("p", "hint", "What a setting does is told here.");
+  #hint = classed("p", "hint", "This line explains the setting with the focus.");
   #folded = element("details");
   #count = classed("span", "count");
   #reset = element("button", "Reset all");
 
-  /** `onchange()` is called when the user changed a setting. */
+  /** `onchange()`: the user changed a setting. */
   constructor(root, { onchange }) {
     Object.assign(this.#reset, { type: "button", className: "quiet" });
     const title = element("h2", "Settings");
@@ -39,38 +39,38 @@ export class Panel {
     const head = put(classed("div", "panel-head"), title, this.#count, this.#reset);
     this.#reset.addEventListener("click", () => {
       this.reset();
-      title.focus(); // the button is gone, and its focus with it
+      title.focus(); // the button with the focus has been hidden
       onchange();
     });
     put(this.#folded, element("summary", "More settings"), this.#more);
-    this.#hint.setAttribute("aria-hidden", "true"); // a screen reader has it from the field
+    this.#hint.setAttribute("aria-hidden", "true"); // screen readers read the field's own description
     put(root, head, this.#main, this.#hint, this.#folded);
-    const tell = ({ target }) => this.#tell(target);
-    for (const event of ["focusin", "pointerover"]) this.#main.addEventListener(event, tell);
+    const showHint = ({ target }) => this.#showHint(target);
+    for (const event of ["focusin", "pointerover"]) this.#main.addEventListener(event, showHint);
     root.addEventListener("input", () => (this.#changed(), onchange()));
     this.#lay(FIRST);
   }
 
-  /** What the server says that there is (schema.js); `defaults` are those of the weights. Keeps what was typed. */
+  /** Builds the fields for the server's parameters (schema.js); `defaults` are those of the weights. Keeps typed values. */
   build(parameters, defaults = {}) {
     this.#parameters = parameters;
     this.#lay(parameters);
     const resting = { ...NEUTRAL, ...defaults };
-    for (const field of this.#fields) if (field.name in resting) field.explain(resting[field.name]);
+    for (const field of this.#fields) if (field.name in resting) field.showDefault(resting[field.name]);
   }
 
-  /** What build() was told. */
+  /** The parameters of the last build(). */
   get parameters() {
     return this.#parameters;
   }
 
-  /** { name: text }; an empty text stands for the server's default. */
+  /** { name: text }; an empty text means the server's default. */
   get typed() {
     const typed = Object.fromEntries(this.#fields.map((field) => [field.name, field.typed]));
     return this.#parameters.length ? typed : { ...this.#held, ...typed };
   }
 
-  /** Fields that `typed` does not name stay as they are. */
+  /** Sets the fields that `typed` names. */
   fill(typed) {
     Object.assign(this.#held, typed);
     for (const field of this.#fields) if (field.name in typed) field.fill(typed[field.name]);
@@ -83,17 +83,17 @@ export class Panel {
     this.#changed();
   }
 
-  /** Unfolds the settings as far as it takes to see this one. */
+  /** Expands what hides this setting. */
   open(name, { withFocus }) {
     const field = this.#fields.find((one) => one.name === name);
     if (field && this.#more.contains(field.element)) this.#folded.open = true;
     if (withFocus) field?.focus();
   }
 
-  /** Shows in every field that is left empty what the server puts in its place; for the seed, the one it drew. */
-  explain(resolved) {
+  /** Shows the server's value for each empty field; for the seed, the one it drew. */
+  showDefaults(resolved) {
     for (const field of this.#fields) {
-      if (field.typed === "" && resolved[field.name] != null) field.explain(resolved[field.name]);
+      if (field.typed === "" && resolved[field.name] != null) field.showDefault(resolved[field.name]);
     }
   }
 
@@ -107,7 +107,7 @@ export class Panel {
     this.#more.replaceChildren(...of("more"));
     this.#folded.hidden = this.#more.children.length === 0;
     this.#changed();
-    const again = before?.isConnected ? null : document.getElementById(before?.id); // one who was typing goes on typing
+    const again = before?.isConnected ? null : document.getElementById(before?.id); // restores the focus
     again?.focus();
     if (again && selection[0] !== null) again.setSelectionRange?.(...selection);
   }
@@ -131,7 +131,7 @@ export class Panel {
     this.#folded.firstElementChild.textContent = more ? `More settings (${more} changed)` : "More settings";
   }
 
-  #tell(target) {
+  #showHint(target) {
     const field = this.#fields.find((one) => one.element.contains(target));
     if (field) this.#hint.textContent = field.help;
   }

@@ -1,11 +1,11 @@
-// What a parameter allows, in words, and whether a text that was typed is within it. Pure, and no judge: what is out
-// of range is marked, and sent as it was typed.
+// The values that a parameter allows, in words, and whether a typed text is one. Only for marking: an invalid value is sent
+// as typed. Pure functions.
 
 import { lines, literal } from "./body.js";
 
 const LINES = "one text a line (\\n for a line end)";
 
-/** "a number from 0 to 10": goes behind "Allowed: ". */
+/** Such as "a number from 0 to 10", to follow "Allowed: ". */
 export function allowed(parameter) {
   const { kind, choices, maxItems } = parameter;
   if (choices) return `one of ${choices.join(", ")}`;
@@ -18,7 +18,7 @@ export function allowed(parameter) {
   return "JSON";
 }
 
-/** As much of that as tells a user something beforehand: no limit of 2 ** 31 does, and "JSON" does not. */
+/** The same for a description, or "" if it would not help: limits such as 2 ** 31, or just "JSON". */
 export function hint(parameter) {
   const { kind, maximum, below } = parameter;
   if (kind === "texts") return LINES;
@@ -28,7 +28,7 @@ export function hint(parameter) {
   return isWide || kind === "boolean" || ["a number", "a text", "JSON"].includes(words) ? "" : words;
 }
 
-/** A sentence about a text that is not within what is allowed, or "" for one that is. */
+/** A sentence about a text that is not allowed, or "". */
 export function complaint(parameter, text) {
   const json = literal(parameter.kind, text);
   return json === null || fits(parameter, text, json) ? "" : `Allowed: ${allowed(parameter)}.`;
@@ -54,18 +54,18 @@ function isWhole(json, parameter) {
   return /^-?\d+$/.test(json) && isWithin(BigInt(json), parameter);
 }
 
-// JavaScript compares a BigInt with a number exactly.
+// BigInt and number compare exactly in JavaScript.
 function isWithin(value, { minimum = -Infinity, maximum = Infinity, above = -Infinity, below = Infinity }) {
   return value >= minimum && value <= maximum && value > above && value < below;
 }
 
-// The server counts characters, a JavaScript text 16-bit halves of some.
+// The server counts code points, JavaScript UTF-16 code units.
 function hasLength(text, { minLength = 0, maxLength = Infinity }) {
   const { length } = [...text];
   return length >= minLength && length <= maxLength;
 }
 
-// Of whole numbers a limit that is not allowed itself is the next one that is. 2 ** 63 - 1 needs a BigInt.
+// For integers, turns an exclusive limit into an inclusive one. 2 ** 63 - 1 needs a BigInt.
 function wholeLimits({ minimum, maximum, above, below }) {
   return {
     minimum: minimum === undefined && above !== undefined ? BigInt(above) + 1n : exactly(minimum),

@@ -1,10 +1,10 @@
-// What a receipt says: read from JSON, turned into settings to send again, and two runs compared by theirs. `settings`
-// and `seed` of a receipt, sent with the same prompt, give the same text on the same weights, build and hardware.
+// Receipts: parsing, converting to settings, and comparing two runs. A receipt's `settings` and `seed`, sent with the same
+// prompt, give the same text on the same weights, build and hardware.
 
 import { parseExact, typedAs } from "./body.js";
 
 const EXPECTED = "A receipt is the JSON that a run ends with: an object with weights_version, seed and settings.";
-// The page decides on these itself, and none of them changes what is written. The prompt's cut does.
+// Settings that the page sets itself and that do not change the text, unlike the truncation of the prompt.
 const NOT_SETTINGS = ["logprobs", "echo"];
 const WHY = {
   weights_version: "the weights are others",
@@ -20,7 +20,7 @@ export function readReceipt(text) {
   } catch {
     throw new Error(`This is no JSON. ${EXPECTED}`);
   }
-  const receipt = found?.receipt ?? found; // a whole answer has one inside
+  const receipt = found?.receipt ?? found; // the user may paste a whole response
   if (receipt === null || typeof receipt !== "object" || Array.isArray(receipt)) throw new Error(EXPECTED);
   const { settings, seed } = receipt;
   const missing = ["weights_version", "seed", "settings"].filter((name) => receipt[name] === undefined);
@@ -30,13 +30,13 @@ export function readReceipt(text) {
   return { ...receipt, seed: String(seed) };
 }
 
-/** JSON text of a receipt whose seed is a text of digits: there it is a number again. */
+/** JSON text of a receipt whose seed is a string of digits, which becomes a number again. */
 export function receiptJson(receipt) {
   const text = JSON.stringify({ ...receipt, seed: 0 }, null, 2);
-  return text.replace(/^ {2}"seed": 0/m, () => `  "seed": ${receipt.seed}`); // deeper ones stand further right
+  return text.replace(/^ {2}"seed": 0/m, () => `  "seed": ${receipt.seed}`); // nested ones have more indentation
 }
 
-/** { field: text } of all that a receipt says, to be sent again; `parameters` (schema.js) tell the kinds. */
+/** { field: text } that repeats the receipt's request; `parameters` (schema.js) have the kinds. */
 export function typedOf(receipt, parameters) {
   const kinds = new Map(parameters.map(({ name, kind }) => [name, kind]));
   const settings = Object.entries(receipt.settings).filter(([name]) => !NOT_SETTINGS.includes(name));
@@ -45,11 +45,11 @@ export function typedOf(receipt, parameters) {
 }
 
 function isNothing(name, value) {
-  // An empty list is none. An empty object is one only here: as a json_schema it is a wish, for any JSON.
+  // An empty list counts as unset. An empty object does, too, except for json_schema, where it allows any JSON.
   return (Array.isArray(value) || name === "logit_bias") && isEmpty(value ?? {});
 }
 
-/** [[name, what to show, the whole of it], ...]: what a reader wants to see of a receipt. */
+/** [[name, shown text, full text], ...] of a receipt. */
 export function rowsOf({ settings = {}, seed, weights_version: weights, numerics, version, prompt_sha256: prompt }) {
   const short = (digest) => (typeof digest === "string" ? digest.replace(/^sha256:/, "").slice(0, 12) : "several");
   const shown = Object.entries(settings).filter(([, value]) => value !== null && !isEmpty(value));
@@ -66,14 +66,14 @@ function isEmpty(value) {
   return typeof value === "object" && Object.keys(value).length === 0;
 }
 
-/** SHA-256 of a text as receipts have it, or null where the browser keeps it from pages that came without TLS. */
+/** SHA-256 of a text as in receipts; null on pages without TLS, where browsers lack crypto.subtle. */
 export async function digest(text) {
   if (!globalThis.crypto?.subtle) return null;
   const bytes = new Uint8Array(await crypto.subtle.digest("SHA-256", new TextEncoder().encode(text)));
   return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
 }
 
-/** What to say of a receipt whose settings were taken over; `here` is { weights_version, numerics, prompt_sha256 }. */
+/** A sentence about a receipt whose settings were applied; `here`: { weights_version, numerics, prompt_sha256 }. */
 export function taken(receipt, here) {
   const other = (name) => receipt[name] && here[name] && receipt[name] !== here[name];
   const { truncate_prompt_tokens: cut } = receipt.settings;
@@ -87,8 +87,8 @@ export function taken(receipt, here) {
 }
 
 /**
- * What a replay showed: { same, at, sentence }. `first` and `again` are { text, receipt }; `at` is where the texts
- * part (UTF-16 units), or null.
+ * The result of a replay: { same, at, sentence }. `first` and `again`: { text, receipt }; `at`: where the texts first
+ * differ (UTF-16 code units), or null.
  */
 export function compared(first, again) {
   if (first.text === again.text) return verdict(true, null, `The same text, to the letter: ${counted(again.text)}.`);
@@ -113,7 +113,7 @@ function reason(first, again) {
   return "Weights, build and number format are the same: the hardware may be another.";
 }
 
-// Where two texts part, never inside a character.
+// The first difference of two texts, never inside a character.
 function parting(a, b) {
   let at = 0;
   while (at < a.length && at < b.length && a[at] === b[at]) at += 1;
@@ -131,11 +131,11 @@ function counted(text, unit = "characters", more = 0) {
 }
 
 /**
- * Replays a run without changing the document: the same prompt with the settings and the seed of its receipt. Returns what compared() says of the run once it has come again. `run` is { prompt, text, index, typed, receipt };
- * `complete(prompt, typed, signal)` and what it throws: see completion.js.
+ * Replays a run with the settings and seed of its receipt, without changing the document, and returns compared() of both.
+ * `run`: { prompt, text, index, typed, receipt }; for `complete(prompt, typed, signal)` and its errors see completion.js.
  */
 export async function replay(run, { complete, parameters, signal }) {
-  // What a receipt has only a digest of (a source, a suffix) is as it was typed.
+  // Source and suffix, of which a receipt has only digests, are taken as typed.
   const typed = { ...run.typed, ...typedOf(run.receipt, parameters) };
   let [text, receipt] = ["", null];
   for await (const { type, data } of complete(run.prompt, typed, signal)) {

@@ -1,4 +1,4 @@
-// The receipt of a run, to be read, copied and replayed, and an input for a receipt from another user.
+// Shows the receipt of a run, copies and replays it, and takes a receipt from another user.
 
 import { element, put } from "../elements.js";
 import { copy, REFUSED } from "./clipboard.js";
@@ -12,14 +12,14 @@ export class Receipt {
   #none = element("p", NONE);
   #buttons = element("div");
   #replay = button("Replay");
-  #told = element("p"); // what became of copying and replaying
-  #taken = element("p"); // and of the pasted receipt, next to its button
+  #outcome = element("p"); // of copying and replaying
+  #pasteOutcome = element("p"); // of using a pasted receipt, next to its button
   #pasted = element("textarea");
   #handlers;
 
   /**
-   * `replay()` runs it again and resolves to a sentence, `stop()` ends that early, `take(receipt)` uses one that was
-   * pasted and resolves to a sentence. Whatever they throw is told by its message.
+   * `replay()` repeats the run and resolves to a sentence, `stop()` ends that early, and `take(receipt)` uses a pasted
+   * receipt and resolves to a sentence. Messages of their errors are shown.
    */
   constructor(root, handlers) {
     this.#handlers = handlers;
@@ -28,45 +28,45 @@ export class Receipt {
     this.#replay.addEventListener("click", () => this.#again());
     this.#buttons.className = "exits";
     this.#rows.className = "receipt";
-    this.#none.className = "told";
-    for (const told of [this.#told, this.#taken]) {
-      told.className = "told";
-      told.setAttribute("role", "status");
+    this.#none.className = "outcome";
+    for (const line of [this.#outcome, this.#pasteOutcome]) {
+      line.className = "outcome";
+      line.setAttribute("role", "status");
     }
-    put(root, this.#none, put(this.#buttons, copying, this.#replay), this.#told, this.#rows, this.#form());
+    put(root, this.#none, put(this.#buttons, copying, this.#replay), this.#outcome, this.#rows, this.#form());
     this.show(null);
   }
 
-  /** The receipt of the run that one looks at, or null. */
+  /** Shows the receipt of the current run, or null. */
   show(receipt) {
     if (receipt === this.#receipt && this.#rows.hidden === (receipt === null)) return;
     this.#receipt = receipt;
     this.#none.hidden = receipt !== null;
     this.#rows.hidden = this.#buttons.hidden = receipt === null;
-    this.#told.textContent = "";
+    this.#outcome.textContent = "";
     this.#rows.replaceChildren(...(receipt === null ? [] : rowsOf(receipt).map(row)));
   }
 
   async #copy() {
-    this.#told.textContent = (await copy(receiptJson(this.#receipt))) ? "Copied the receipt." : REFUSED;
+    this.#outcome.textContent = (await copy(receiptJson(this.#receipt))) ? "Copied the receipt." : REFUSED;
   }
 
   async #again() {
     if (this.#replay.textContent === "Stop") return this.#handlers.stop();
     this.#replay.textContent = "Stop";
-    await this.#tell(this.#told, "Replaying", () => this.#handlers.replay());
+    await this.#report(this.#outcome, "Replaying", () => this.#handlers.replay());
     this.#replay.textContent = "Replay";
   }
 
-  // Says what `sentence()` resolves to, or why it failed, in `place`.
-  async #tell(place, meanwhile, sentence) {
+  // Shows what `sentence()` resolves to, or why it failed, in `line`.
+  async #report(line, meanwhile, sentence) {
     const receipt = this.#receipt;
-    const tell = (words) => this.#receipt === receipt && (place.textContent = words); // not beside another run's
-    tell(meanwhile);
+    const show = (words) => this.#receipt === receipt && (line.textContent = words); // unless another run's is shown
+    show(meanwhile);
     try {
-      tell(await sentence());
+      show(await sentence());
     } catch (error) {
-      tell(error.name === "AbortError" ? "The replay was stopped." : error.message);
+      show(error.name === "AbortError" ? "The replay was stopped." : error.message);
     }
   }
 
@@ -77,10 +77,10 @@ export class Receipt {
     label.htmlFor = this.#pasted.id;
     const take = button("Use its settings");
     take.type = "submit";
-    const form = put(element("form"), label, this.#pasted, take, this.#taken);
+    const form = put(element("form"), label, this.#pasted, take, this.#pasteOutcome);
     form.addEventListener("submit", (event) => {
       event.preventDefault();
-      this.#tell(this.#taken, "", () => this.#handlers.take(readReceipt(this.#pasted.value)));
+      this.#report(this.#pasteOutcome, "", () => this.#handlers.take(readReceipt(this.#pasted.value)));
     });
     const folded = put(element("details"), element("summary", "Use another receipt"), form);
     folded.className = "paste";
@@ -95,7 +95,7 @@ function row([name, words, whole]) {
 }
 
 function button(words) {
-  const made = element("button", words);
-  made.type = "button";
-  return made;
+  const button = element("button", words);
+  button.type = "button";
+  return button;
 }

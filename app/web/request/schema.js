@@ -1,14 +1,13 @@
-// The parameters of POST /complete, read out of the server's own description (GET /openapi.json): what may be set,
-// of which kind, within which limits. A field that this page has never heard of comes along by its type.
-// Pure.
+// The parameters of POST /complete with their kinds and limits, from the server's GET /openapi.json. Fields that this page
+// does not know get a control by their type. Pure functions.
 
 const PATH = "/complete";
 const MAIN = ["temperature", "top_p", "top_k", "max_tokens", "seed", "n"];
-// The page sets these itself, or they make no sense on it.
+// Fields that the page sets itself, or that make no sense on it.
 const LEFT_OUT = ["prompt", "stream", "echo", "user", "request_id", "logprobs", "truncate_prompt_tokens"];
 const WORDS = { json: "JSON", eos: "EOS" };
 const LABELS = { n: "Continuations" };
-// Where one works, within what is allowed: from 1 to 10 no temperature is worth a pixel of a slider.
+// Useful ranges of sliders, narrower than what is allowed.
 const SWEEPS = {
   temperature: { min: 0, max: 2, step: 0.05 },
   top_k: { min: 0, max: 100, step: 1 },
@@ -16,22 +15,22 @@ const SWEEPS = {
   repetition_penalty: { min: 0.5, max: 2, step: 0.05 },
 };
 
-// Main fields as far as they are known before the server has described itself.
+// Types of main fields, for before the server's description has arrived.
 const KNOWN = {
   temperature: { type: "number" },
   top_p: { type: "number", minimum: 0, maximum: 1 },
   n: { type: "integer", minimum: 1, maximum: 4 },
 };
 
-/** The main parameters before the server has described itself: enough to begin with, and in the same places. */
+/** The main parameters for before the server's description has arrived, in the same order. */
 export const FIRST = MAIN.map((name) => parameter(name, KNOWN[name] ?? { type: "integer" }, {}));
 
 /**
  * A list of { name, label, help, kind, group, sweep, minimum, maximum, above, below, minLength, maxLength, maxItems,
- * choices, example }: the main group first, then the others as the server orders them; what there is none of is absent.
+ * choices, example }: the main group first, then the others in the server's order; without limits that do not exist.
  *
  * `kind` is integer, number, boolean, text, texts, integers or json; `group` main or more; `sweep` the { min, max,
- * step } of a slider, where one makes sense. `above` and `below` are limits that are not allowed themselves.
+ * step } of a slider, or null. `above` and `below` are exclusive limits.
  */
 export function parameters(openapi, { encoder = false } = {}) {
   const { content } = openapi.paths[PATH].post.requestBody;
@@ -41,7 +40,7 @@ export function parameters(openapi, { encoder = false } = {}) {
   return all.sort((a, b) => place(a, all) - place(b, all));
 }
 
-// Sorting is stable: what has the same place stays in the server's order. A switch of the stops stands with them.
+// The sort key of a parameter; include_stop follows stop.
 function place({ name }, all) {
   const main = MAIN.indexOf(name);
   if (main >= 0) return main;
@@ -70,7 +69,7 @@ function resolved(schema, openapi) {
   return path.length ? path.reduce((node, step) => node[step], openapi) : schema;
 }
 
-// What the field may be, without null: that is said by leaving it out.
+// The schemas of a field's alternatives without null, which leaving the field out means.
 function alternatives(schema, openapi) {
   const found = resolved(schema, openapi);
   const several = found.anyOf ?? found.oneOf;
@@ -89,7 +88,7 @@ function kindOf(types) {
   if (only("integer", "number")) return "number";
   if (only("boolean")) return "boolean";
   if (only("integers")) return "integers";
-  if (only("string", "integers")) return "text"; // one who wants token ids there writes a program
+  if (only("string", "integers")) return "text"; // token ids are for programs
   if (only("string", "strings")) return "texts";
   return "json";
 }

@@ -8,10 +8,10 @@ const MOST_LINK = 30_000; // characters: mail programs and chats cut longer ones
 const MOST_TEXT = 4_000_000; // bytes that a link may unpack to
 const BROKEN = "This link is broken: a part of it is missing or was changed. Your own text is untouched.";
 
-/** Why something cannot be shared or opened. The message is meant for the user's eyes. */
+/** A text cannot be shared or opened. The message is for the user. */
 export class ShareError extends Error {}
 
-/** The fragment, with its "#", of `text` and `typed` (the settings as they were typed; empty ones are left out). */
+/** The fragment, with its "#", of `text` and `typed` (the settings as typed; empty ones are left out). */
 export async function encode({ text, typed }) {
   const settings = Object.fromEntries(Object.entries(typed).filter(([, value]) => value !== ""));
   const bytes = new TextEncoder().encode(JSON.stringify({ text, typed: settings }));
@@ -23,12 +23,12 @@ export async function encode({ text, typed }) {
   throw new ShareError(`The text is too long for a link: ${why}. Send the text itself.`);
 }
 
-/** Whether a fragment looks like one that encode() made: there are others, and they are none of our business. */
+/** Whether a fragment looks like one of encode(). */
 export function isShared(fragment) {
   return FORM.test(fragment) || fragment.startsWith(`#${VERSION}.`);
 }
 
-/** { text, typed } of a fragment; ShareError for one that is broken. */
+/** { text, typed } of a fragment. Throws ShareError if it is invalid. */
 export async function decode(fragment) {
   const [, version, data] = fragment.match(FORM) ?? [];
   if (data === undefined) throw new ShareError(BROKEN);
@@ -56,7 +56,7 @@ function checked(state) {
 
 async function through(transform, bytes) {
   const writer = transform.writable.getWriter();
-  // What goes wrong here goes wrong for the reader, too: it is told there.
+  // The reader reports an error.
   writer.write(bytes).catch(() => {});
   writer.close().catch(() => {});
   const chunks = [];

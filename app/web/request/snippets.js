@@ -1,5 +1,5 @@
-// A request as a program: curl, Python and JavaScript, each ready to be pasted and run. The key is never a part of
-// it: the program takes it from the environment, as INKSTREAM_KEY. Pure.
+// A request as a program in curl, Python or JavaScript, ready to paste and run. It takes the key from the variable
+// INKSTREAM_KEY. Pure functions.
 
 import { bodyOf, isLong } from "./body.js";
 
@@ -7,13 +7,12 @@ const WRITERS = { curl, python, node };
 const TOKEN = /"(?:[^"\\]|\\.)*"|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null/g;
 const PYTHON = { true: "True", false: "False", null: "None" };
 
-/** { language: how it is called }, in the order of a menu. */
+/** { language: label }, in the order of the menu. */
 export const LANGUAGES = { curl: "curl", python: "Python", node: "JavaScript" };
 
 /**
- * The program. `fields` are those of requestFields() (body.js), `url` is the address of POST /complete, `keyed` tells
- * whether the service asks for a key. Several continuations come as one answer: side by side in a stream, a terminal
- * would mix them up.
+ * The program. `fields`: of requestFields() (body.js); `url`: of POST /complete; `keyed`: whether the service requires a
+ * key. Several continuations are requested without streaming, since a terminal would mix them up.
  */
 export function snippet(language, { url, fields, keyed }) {
   const several = fields.some(([name, json]) => name === "n" && json !== "1");
@@ -21,7 +20,7 @@ export function snippet(language, { url, fields, keyed }) {
   return WRITERS[language]({ url, fields: sent, keyed, several });
 }
 
-// The body stands in a here-document: nothing in it means anything to the shell, and it may be of any length.
+// The body is in a here-document, which needs no quoting and has no length limit.
 function curl({ url, fields, keyed }) {
   const key = keyed ? ' \\\n  -H "Authorization: Bearer $INKSTREAM_KEY"' : "";
   const head = `curl -N ${quoted(url)} \\\n  -H 'Content-Type: application/json'${key} \\\n  --data-binary @- <<'JSON'`;
@@ -43,7 +42,7 @@ function python({ url, fields, keyed, several }) {
   ].join("\n");
 }
 
-// JSON is Python but for three words.
+// JSON is valid Python except for three words.
 function pythonic(json) {
   return json.replace(TOKEN, (token) => PYTHON[token] ?? token);
 }
@@ -81,13 +80,13 @@ if (!answer.ok) throw new Error((await answer.json()).error.message);
   return head + (several ? SCRIPT_WHOLE : SCRIPT_STREAM);
 }
 
-// JavaScript rounds long whole numbers and takes one name of a field for something else: then the body is a text.
+// JavaScript rounds large integers and treats __proto__ specially: such a body stays a string.
 function content(fields) {
   const all = fields.map(([, json]) => json).join(" ");
   const isText = (all.match(TOKEN) ?? []).some((token) => isLong(token) || token === '"__proto__"');
   if (!isText) return `const body = JSON.stringify(${bodyOf(fields, "  ")});`;
   const text = JSON.stringify(bodyOf(fields));
-  return `// A text, since JavaScript would round its longest numbers.\nconst body = ${text};`;
+  return `// A string, since JavaScript would round its largest integers.\nconst body = ${text};`;
 }
 
 const SCRIPT_WHOLE = `const { choices } = await answer.json();

@@ -6,14 +6,14 @@ const BOM = "\uFEFF";
 
 export class SseParser {
   #utf8 = new TextDecoder("utf-8", { ignoreBOM: true });
-  #line = ""; // the line that has no end yet
-  #first = true; // nothing decoded so far: a byte order mark may still come
-  #afterCR = false; // the last chunk ended in CR: an LF that comes first now belongs to it
+  #line = ""; // the incomplete last line
+  #first = true; // nothing decoded so far, so that a byte order mark may follow
+  #afterCR = false; // the last chunk ended in CR, so a leading LF belongs to the same line end
   #data = [];
   #type = "";
   #id = "";
 
-  /** Bytes (Uint8Array) in, a list of { type, data, id } out. What is unfinished waits for the next call. */
+  /** Bytes (Uint8Array) in, a list of { type, data, id } out. Incomplete events wait for the next call. */
   feed(bytes) {
     const events = [];
     const lines = this.#decode(bytes).split(/\r\n|\r|\n/);
@@ -23,16 +23,16 @@ export class SseParser {
     return events;
   }
 
-  // There is no flush(): the standard drops an event that the stream did not finish with an empty line.
+  // There is no flush(): the standard drops an event without a final empty line.
 
   #decode(bytes) {
-    // stream: true keeps a code point that the chunk cut in two until its other half comes.
+    // stream: true keeps the bytes of a code point that is split between chunks.
     let text = this.#utf8.decode(bytes, { stream: true });
     if (text === "") return text;
     if (this.#first && text[0] === BOM) text = text.slice(1);
     this.#first = false;
-    // A CR ends its line at once, so that an event never waits for the byte behind it. The price is to forget
-    // the LF of a CR LF that was cut between the two.
+    // A CR ends its line at once, so that an event never waits for the next byte. An LF at the beginning of the next chunk
+    // is then skipped.
     if (this.#afterCR && text[0] === "\n") text = text.slice(1);
     this.#afterCR = text.endsWith("\r");
     return text;
@@ -47,12 +47,11 @@ export class SseParser {
     if (name === "data") this.#data.push(value);
     if (name === "event") this.#type = value;
     if (name === "id" && !value.includes("\0")) this.#id = value;
-    // `retry` is for a client that reconnects by itself, which this one does not; other names are ignored.
+    // `retry` is for clients that reconnect automatically; other names are ignored.
   }
 
   #dispatch(events) {
-    // Without any data line there is no event, but its name is forgotten all the same. The id is not: it holds
-    // until the next one.
+    // Without data there is no event, but its name is dropped. The id stays until the next one.
     if (this.#data.length) {
       events.push({ type: this.#type || "message", data: this.#data.join("\n"), id: this.#id });
     }

@@ -1,6 +1,5 @@
-// Screen reader announcements, besides the status line: whole sentences of the text as it streams, and short messages.
-// At most one announcement per second, since more would cut each other off. `region` is a visually hidden element with
-// aria-live="polite".
+// Screen reader announcements besides the status line: whole sentences of streamed text, and short messages. At most one
+// a second, since more would interrupt each other. `region` is a visually hidden element with aria-live="polite".
 
 import { Sentences } from "./sentences.js";
 
@@ -12,25 +11,25 @@ export class Announcer {
   #waiting = [];
   #timer = null;
 
-  /** While true, streamed text is not spoken: another view says what there is. Messages are. */
+  /** While true, only messages are spoken, because another view presents the text. */
   muted = false;
 
   constructor(region) {
     this.#region = region;
   }
 
-  /** A message, such as "3 continuations". */
+  /** Speaks a message, such as "3 continuations". */
   say(message) {
     this.#waiting.push(message);
     if (this.#timer === null) this.#speak();
   }
 
-  /** Generated text, as it comes: spoken once a sentence is whole. */
+  /** Takes streamed text, and speaks each sentence once it is complete. */
   stream(text) {
     for (const sentence of this.#sentences.feed(text)) if (!this.muted) this.say(sentence);
   }
 
-  /** The run is over: the rest is spoken, whole or not. */
+  /** The run has ended: speaks the rest. */
   end() {
     for (const rest of this.#sentences.flush()) if (!this.muted) this.say(rest);
   }

@@ -1,26 +1,26 @@
-// The tree strip: every entry of the outline as a dot, joined to what it went on from, and one line that says what a dot is.
-// For the keyboard it is one stop, a tree whose arrows go along the lines.
+// The tree strip: a dot for each entry of the outline, connected to its parent, and a line that describes one dot. A
+// single tab stop, in which arrow keys follow the edges (ARIA tree).
 
 import { classed, element } from "../elements.js";
 import { inOrder, lay, neighbour } from "./lanes.js";
 import { titleOf } from "./tree-view.js";
 
-const COLUMN = 32; // px from dot to dot, and
-const LANE = 24; // px from line to line: as much as a finger needs
+const COLUMN = 32; // px between dots
+const LANE = 24; // px between lanes: the least height of a touch target
 
 export class Branches {
   #root;
   #onselect;
   #strip = classed("div", "branch-strip");
-  #lines = [svg("path"), svg("path")]; // the faint ones, then the path one is on
+  #lines = [svg("path"), svg("path")]; // other edges, and those of the current path
   #words = classed("p", "branch-words");
-  #dots = new Map(); // id -> its element, which stays the same, so that the focus stays in it
+  #dots = new Map(); // id -> element, reused so that it keeps the focus
   #entries = new Map();
   #places = new Map();
-  #stop = null; // the id of the dot that Tab leads to
+  #stop = null; // the id of the dot in the tab order
   #current = null;
 
-  /** `root` is a section of the page; `onselect(entry)` hears which one is wanted. */
+  /** `root`: a section of the page; `onselect(entry)`: the user selected a dot. */
   constructor(root, { onselect }) {
     this.#root = root;
     this.#onselect = onselect;
@@ -30,14 +30,14 @@ export class Branches {
     this.#strip.setAttribute("role", "tree");
     this.#strip.setAttribute("aria-label", "Runs");
     this.#strip.append(picture);
-    this.#words.setAttribute("aria-hidden", "true"); // the dots' names say the same
+    this.#words.setAttribute("aria-hidden", "true"); // repeats the dot's label
     root.hidden = true;
     root.append(this.#strip, this.#words);
     this.#strip.addEventListener("click", (event) => this.#select(dotOf(event)));
     this.#strip.addEventListener("keydown", (event) => this.#pressed(event));
     this.#strip.addEventListener("focusin", (event) => this.#focused(dotOf(event)));
     this.#strip.addEventListener("focusout", () => this.#settle());
-    this.#strip.addEventListener("pointerover", (event) => (dotOf(event) ? this.#tell(dotOf(event)) : this.#settle()));
+    this.#strip.addEventListener("pointerover", (event) => (dotOf(event) ? this.#describe(dotOf(event)) : this.#settle()));
     this.#strip.addEventListener("pointerleave", () => this.#settle());
   }
 
@@ -48,14 +48,14 @@ export class Branches {
     this.#places = places;
     this.#current = entries.find(({ current }) => current)?.key ?? null;
     this.#stop = this.#current ?? this.#entries.keys().next().value;
-    this.#root.hidden = entries.length < 3; // one run is undone and redone; there is nowhere else to go
+    this.#root.hidden = entries.length < 3; // undo and redo suffice for one run
     this.#draw(edges, columns, lanes);
     this.#order();
-    this.#tell(this.#current);
+    this.#describe(this.#current);
     if (!this.#root.hidden) this.#reveal();
   }
 
-  /** While a run goes on there is no going elsewhere. */
+  /** Disables the dots during a run. */
   hold(held) {
     this.#strip.setAttribute("aria-disabled", String(held));
   }
@@ -91,8 +91,7 @@ export class Branches {
     set(dot, "aria-posinset", among.indexOf(id) + 1);
   }
 
-  // A screen reader reads them in the order of the document: a run, then what was written on from it. A dot that
-  // is there already is never moved, since moving it would take the focus from it.
+  // Puts the dots in depth-first order for screen readers. Never moves an existing dot, which would lose the focus.
   #order() {
     let after = this.#strip.firstChild;
     for (const id of inOrder(this.#places)) {
@@ -106,7 +105,7 @@ export class Branches {
     const dot = this.#dots.get(this.#current);
     if (!dot) return;
     const [strip, box] = [this.#strip.getBoundingClientRect(), dot.getBoundingClientRect()];
-    const left = box.left - strip.left - (strip.width - box.width) * 0.7; // most of what is seen led here
+    const left = box.left - strip.left - (strip.width - box.width) * 0.7; // shows more of its ancestors
     const top = box.top - strip.top - (strip.height - box.height) / 2;
     this.#strip.scrollBy({ left, top });
   }
@@ -122,7 +121,7 @@ export class Branches {
     const other = neighbour(this.#places, id, event.key);
     const chosen = event.key === "Enter" || event.key === " ";
     if (other === null && !chosen && !/^(Arrow|Home|End)/.test(event.key)) return;
-    event.preventDefault(); // an arrow that leads nowhere does not scroll either
+    event.preventDefault(); // no scrolling, even by an arrow key that leads nowhere
     if (chosen) this.#select(id);
     else if (other !== null) this.#dots.get(other).focus();
   }
@@ -132,14 +131,14 @@ export class Branches {
     if (this.#dots.has(this.#stop)) this.#dots.get(this.#stop).tabIndex = -1;
     this.#dots.get(id).tabIndex = 0;
     this.#stop = id;
-    this.#tell(id);
+    this.#describe(id);
   }
 
   #settle() {
-    this.#tell(dotOf({ target: document.activeElement }) ?? this.#current);
+    this.#describe(dotOf({ target: document.activeElement }) ?? this.#current);
   }
 
-  #tell(id) {
+  #describe(id) {
     const run = this.#entries.get(id);
     const text = run ? sentence(run) : "";
     if (this.#words.textContent !== text) this.#words.textContent = text;
@@ -159,13 +158,13 @@ function newDot(id) {
 
 function sentence(entry) {
   const { name, words, kind, facts: { finish, seed } } = entry;
-  const told = [titleOf(entry), ...(name ? [name] : []), words || "nothing yet"];
-  if (kind === "run" && finish) told.push(`ended by ${finish}`);
-  if (kind === "run" && seed !== undefined) told.push(`seed ${seed}`);
-  return told.join(" \u00b7 ");
+  const parts = [titleOf(entry), ...(name ? [name] : []), words || "nothing yet"];
+  if (kind === "run" && finish) parts.push(`ended by ${finish}`);
+  if (kind === "run" && seed !== undefined) parts.push(`seed ${seed}`);
+  return parts.join(" \u00b7 ");
 }
 
-// An attribute that is set again is work for the browser and a change for the screen reader, also if it is the same.
+// Sets an attribute only if it changes: setting it again costs layout work and may be announced.
 function set(dot, name, value) {
   if (dot.getAttribute(name) !== String(value)) dot.setAttribute(name, value);
 }

@@ -1,5 +1,5 @@
-// Continuations side by side, over the sheet: how the text ends so far, and the ways in which it may go on, as they
-// stream. One is taken, or none. main.js supplies the events.
+// Several continuations side by side over the sheet, below the end of the text, while they stream. The user takes one or
+// none. main.js supplies the events.
 
 import { classed, element, put } from "../elements.js";
 import { Mirror } from "./mirror.js";
@@ -9,20 +9,20 @@ const FIELDS = "input, textarea, select, [contenteditable]";
 export class Columns {
   #root;
   #over;
-  #hear;
+  #handlers;
   #columns = [];
-  #before = null; // what had the focus
-  #keys = null; // the AbortController of the listener for keys
+  #before = null; // the element that had the focus
+  #keys = null; // the AbortController of the keydown listener
   #running = false;
   #frame = 0;
 
   /**
-   * `root` stands over the element `over`. Closes itself, and then calls ontake(index) or onclose();
-   * announce(words) is for who does not see it.
+   * `root` covers the element `over`. Closes itself before it calls ontake(index) or onclose(); announce(words) speaks to
+   * screen readers.
    */
   constructor(root, { over, ontake, onclose, announce }) {
     [this.#root, this.#over] = [root, over];
-    this.#hear = { ontake, onclose, announce };
+    this.#handlers = { ontake, onclose, announce };
     root.setAttribute("role", "group");
     root.tabIndex = -1;
   }
@@ -31,7 +31,7 @@ export class Columns {
     return this.#keys !== null;
   }
 
-  /** Columns for `count` continuations behind `tail`, the end of the text so far, in place of `replaced`. `names` are
+  /** Opens columns for `count` continuations of `tail`, the end of the text so far, that replace `replaced`. `names` are
       headings, or []. */
   open(count, tail, { names = [], replaced = "" } = {}) {
     this.close();
@@ -53,28 +53,28 @@ export class Columns {
     if (this.#over.contains(this.#before) || this.#before === document.body) this.#root.focus({ preventScroll: true });
     this.#over.inert = true;
     this.#root.scrollIntoView({ block: "nearest" });
-    this.#hear.announce(`${count} ${what}.`);
+    this.#handlers.announce(`${count} ${what}.`);
   }
 
-  /** More of one of them; `tokens` as the server told them, or null. All are written in one go, once a frame. */
+  /** Appends text to a continuation; `tokens` as the server sent them, or null. Written once a frame. */
   append(index, text, tokens = null) {
     this.#columns[index].append(text, tokens);
     this.#frame ||= requestAnimationFrame(() => this.#write());
   }
 
-  /** One of them has ended. */
+  /** A continuation has ended. */
   finish(index, reason) {
     this.#columns[index].finish(reason);
-    this.#hear.announce(`Continuation ${index + 1} ended.`);
+    this.#handlers.announce(`Continuation ${index + 1} ended.`);
   }
 
-  /** The text of one of them is this one. */
+  /** Replaces the text of a continuation. */
   fit(index, text) {
     this.#write();
     this.#columns[index].fit(text);
   }
 
-  /** The run is over: what has come can be taken. */
+  /** The run has ended: the user can take a continuation. */
   end() {
     if (!this.isOpen) return;
     this.#write();
@@ -98,7 +98,7 @@ export class Columns {
     if (inside) this.#before.focus({ preventScroll: true });
   }
 
-  // It takes its room from the beginning, so that nothing moves once it is seen.
+  // Invisible but laid out from the start, so that nothing moves when it appears.
   #foot(count) {
     const none = classed("button", "quiet", "Take none");
     none.type = "button";
@@ -106,7 +106,7 @@ export class Columns {
     return classed("p", "columns-note later", `All ${count} stay as branches. `, none);
   }
 
-  // The view stays at the beginnings: they are what is compared.
+  // Does not scroll: the user compares the beginnings.
   #write() {
     cancelAnimationFrame(this.#frame);
     this.#frame = 0;
@@ -116,16 +116,16 @@ export class Columns {
   #take(index) {
     if (this.#running || !this.#columns[index]?.hasText) return;
     this.close();
-    this.#hear.ontake(index);
+    this.#handlers.ontake(index);
   }
 
   #leave() {
     this.close();
-    this.#hear.onclose();
+    this.#handlers.onclose();
   }
 
   #pressed(event) {
-    if (event.defaultPrevented || event.target.closest("dialog")) return; // it stopped the run just now
+    if (event.defaultPrevented || event.target.closest("dialog")) return; // the key has just stopped the run
     if (event.ctrlKey || event.metaKey || event.altKey || event.isComposing) return;
     const number = /^[1-9]$/.test(event.key) && !event.target.closest(FIELDS) ? Number(event.key) : 0;
     if (number > 0) this.#take(number - 1);
@@ -135,15 +135,14 @@ export class Columns {
   }
 }
 
-/** The line above columns: what they go on from. */
+/** The line above the columns: the text that they continue. */
 export function lead(...words) {
   const line = classed("p", "tail", ...words);
-  line.tabIndex = 0; // it may have to be scrolled
+  line.tabIndex = 0; // scrollable by keyboard
   return line;
 }
 
-// One continuation among several: its text as it streams, how it ended, how sure the model was of it, and the button that
-// takes it.
+// One of several continuations: its streamed text, finish reason, mean probability, and the button that takes it.
 class Column {
   #box = classed("div", "abreast-text inks");
   #text = new Mirror(this.#box);
@@ -151,18 +150,18 @@ class Column {
   #facts = classed("span", "facts");
   #button = classed("button", "take");
   #pending = "";
-  #logprob = 0; // the sum over
-  #tokens = 0; // so many tokens
+  #logprob = 0; // sum over #tokens
+  #tokens = 0;
   #ended = false;
 
-  /** `number` counts from 1, and is the key that takes it; `name` is a heading, if there is one. */
+  /** `number`, from 1, is also the key that takes it; `name` is a heading, or "". */
   constructor(number, ontake, name = "") {
-    this.#box.tabIndex = 0; // it may have to be scrolled
+    this.#box.tabIndex = 0; // scrollable by keyboard
     this.#box.setAttribute("role", "group");
     this.#box.setAttribute("aria-label", `Continuation ${number}${name && `, ${name}`}`);
     put(this.#button, "Take this ", element("kbd", String(number)));
     this.#button.type = "button";
-    this.#button.setAttribute("aria-label", `Take this ${number}`); // a phone shows no number
+    this.#button.setAttribute("aria-label", `Take this ${number}`); // phones hide the number
     this.#button.setAttribute("aria-keyshortcuts", String(number));
     this.#button.setAttribute("aria-disabled", "true");
     this.#button.addEventListener("click", ontake);
@@ -178,28 +177,28 @@ class Column {
     return this.#written || this.#pending !== "";
   }
 
-  /** `tokens` as the server told them, or null. Seen after the next write(). */
+  /** `tokens` as the server sent them, or null. Visible after the next write(). */
   append(text, tokens) {
     this.#pending += text;
-    const told = (tokens ?? []).filter(({ logprob }) => logprob !== null);
-    for (const { logprob } of told) this.#logprob += logprob;
-    this.#tokens += told.length;
+    const known = (tokens ?? []).filter(({ logprob }) => logprob !== null);
+    for (const { logprob } of known) this.#logprob += logprob;
+    this.#tokens += known.length;
   }
 
   write() {
-    // A token starts with its space, which would look like an indent at the top of a column.
+    // Most tokens start with a space, which would look like an indent at the top of a column.
     if (this.#pending !== "") this.#text.append(this.#written ? this.#pending : this.#pending.replace(/^ +/, ""));
     this.#written ||= this.#pending !== "";
     this.#pending = "";
   }
 
-  /** This text in place of what was written. */
+  /** Replaces the text. */
   fit(text) {
     const shown = text.replace(/^ +/, "");
     this.#text.paint(shown, [[0, shown.length]]);
   }
 
-  /** `reason` as the server names it. The mean is the geometric one: the text's probability, shared out. */
+  /** `reason`: the server's finish_reason. Shows the geometric mean of the tokens' probabilities. */
   finish(reason) {
     const mean = Math.exp(this.#logprob / this.#tokens).toFixed(2);
     this.#facts.textContent = this.#tokens ? `${reason} \u00b7 mean probability ${mean}` : reason;

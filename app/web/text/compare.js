@@ -1,4 +1,4 @@
-// Two branches side by side, over the sheet: what they have in common above, and the words that differ marked.
+// Two branches side by side over the sheet: their common text above, and the words that differ marked.
 
 import { classed, element, put } from "../elements.js";
 import { lead } from "./columns.js";
@@ -9,13 +9,13 @@ import { wordDifference } from "./words.js";
 export class Compare {
   #root;
   #over;
-  #hear;
-  #before = null; // what had the focus
-  #keys = null; // the AbortController of the listener for keys
+  #handlers;
+  #before = null; // the element that had the focus
+  #keys = null; // the AbortController of the keydown listener
 
-  /** `root` stands over the element `over`; `ontake(index)`: that text is wanted; `onclose()`: none, the focus is back. */
+  /** `root` covers the element `over`; `ontake(index)`: the user takes that text; `onclose()`: neither. */
   constructor(root, { over, ontake, onclose }) {
-    [this.#root, this.#over, this.#hear] = [root, over, { ontake, onclose }];
+    [this.#root, this.#over, this.#handlers] = [root, over, { ontake, onclose }];
     root.setAttribute("role", "group");
     root.setAttribute("aria-label", "Two branches compared");
     root.tabIndex = -1;
@@ -63,7 +63,7 @@ export class Compare {
 
   #column(title, pieces, index) {
     const text = classed("div", "abreast-text compared", ...pieces.map(([isDifferent, piece]) => (isDifferent ? element("mark", piece) : piece)));
-    text.tabIndex = 0; // it may have to be scrolled
+    text.tabIndex = 0; // scrollable by keyboard
     text.setAttribute("role", "group");
     text.setAttribute("aria-label", title);
     if (!pieces.length) text.append(classed("span", "nothing", "ends here"));
@@ -77,12 +77,12 @@ export class Compare {
 
   #take(index) {
     this.close();
-    this.#hear.ontake(index);
+    this.#handlers.ontake(index);
   }
 
   #leave() {
     this.close();
-    this.#hear.onclose();
+    this.#handlers.onclose();
   }
 
   #pressed(event) {

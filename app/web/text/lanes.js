@@ -1,15 +1,15 @@
-// Where the dots of the tree stand: a column for each depth, a lane for each branch, as in a small git graph. Pure:
-// maps runs to positions in the grid.
+// Layout of the tree strip, as in a git graph: a column for each depth, a lane for each branch. Pure: maps runs to
+// positions in a grid.
 //
-//   lane -1          o---o        older siblings stand above their parent's line,
-//   lane  0  o---o---o---o---o    the path one is on is straight,
-//   lane  1      \---o            newer ones stand below: so no two edges ever cross.
+//   lane -1          o---o        older siblings are above their parent's lane,
+//   lane  0  o---o---o---o---o    the current path is straight,
+//   lane  1      \---o            newer siblings are below, so that edges never cross
 
 /**
- * `runs` is what tree.runs() gives: [{ id, parent, next, here, ... }], parents before their children. Gives back
+ * `runs`: [{ id, parent, next, here, ... }], parents before their children. Returns
  * { places, edges, columns, lanes: [first, last] }, where `places` maps an id to
- * { id, column, lane, parent, children, next }: children from the top down, `next` the child on the same line: the
- * one on the path, else the one that was there last, else the one in the middle.
+ * { id, column, lane, parent, children, next }: children from the top down, `next` the child on the same lane (on the
+ * current path, else the one that redo goes to, else the middle one).
  */
 export function lay(runs) {
   const places = new Map();
@@ -21,7 +21,7 @@ export function lay(runs) {
   }
   const here = new Set(runs.filter((run) => run.here).map((run) => run.id));
   const outlines = new Map();
-  const offsets = new Map(); // how many lanes a child stands from its parent
+  const offsets = new Map(); // id -> lanes between a child and its parent
   for (const place of [...places.values()].reverse()) {
     const { children, next } = place;
     const middle = children[Math.floor((children.length - 1) / 2)];
@@ -40,7 +40,7 @@ export function lay(runs) {
   return { places, edges, columns, lanes: [Math.min(0, ...lanes), Math.max(0, ...lanes)] };
 }
 
-/** The ids in reading order: a run, then everything that was written on from it. */
+/** The ids in depth-first order. */
 export function inOrder(places) {
   const ids = [];
   const open = [...places.values()].filter((place) => place.parent === null).map((place) => place.id).reverse();
@@ -52,7 +52,7 @@ export function inOrder(places) {
   return ids;
 }
 
-/** Where an arrow key leads from `id`: an id, or null where there is nothing that way. */
+/** The id that an arrow key leads to from `id`, or null if there is none. */
 export function neighbour(places, id, key) {
   const place = places.get(id);
   if (key === "ArrowLeft") return place.parent;
@@ -66,8 +66,8 @@ export function neighbour(places, id, key) {
   return beyond.sort((a, b) => way * (a.lane - b.lane))[0]?.id ?? null;
 }
 
-// The outline of a subtree: for each column the first and last lane it takes, counted from its own first dot.
-// The next run keeps the lane; the others are pushed out from it, nearest first, until they touch nothing.
+// The outline of a subtree: its first and last lane in each column, relative to its root. The next run keeps the lane;
+// its siblings are pushed away from it, nearest first, until nothing overlaps.
 function surround(place, outlines, offsets) {
   const outline = outlines.get(place.next) ?? new Map();
   const middle = place.children.indexOf(place.next);
@@ -83,8 +83,8 @@ function surround(place, outlines, offsets) {
   return widen(outline, place.column, 0, 0);
 }
 
-// How far out a span has to move to be beside what stands in its column; an empty column still leaves one lane,
-// since the line to the next run goes through its middle.
+// How far a span has to move to clear what is in its column. An empty column counts as one lane, since the line to the
+// next run crosses it.
 function gap(taken, [first, last], way) {
   const [top, bottom] = taken ?? [0, 0];
   return way > 0 ? bottom + 1 - first : last + 1 - top;

@@ -1,15 +1,15 @@
-// The document as it stands: its text, and which stretches of it the model wrote ("units", one for each token that
-// came). Pure. Offsets are in UTF-16 units, as everywhere in a browser.
+// The document: its text, and the stretches of it that the model wrote ("units", one for each token). Offsets are in
+// UTF-16 code units, as in all browser APIs. Pure: no DOM.
 
-const PIECE = 4096; // characters that are compared at once, a power of 16
+const PIECE = 4096; // characters compared at once, a power of 16
 
 export class Manuscript {
-  #text; // up to where the model writes,
+  #text; // up to the position where the model writes
   #units;
-  #rest = null; // and { text, units } behind that; null where it writes at the end
-  #afterCR = false; // the last piece ended in CR: an LF that comes first now belongs to it
+  #rest = null; // { text, units } after that position; null if the model writes at the end
+  #afterCR = false; // the last piece ended in CR, so a leading LF belongs to the same line end
 
-  /** `units`: [{ start, end, tokens }], in order, not overlapping; `tokens` is what the server told of them, or null. */
+  /** `units`: [{ start, end, tokens }], in order, not overlapping; `tokens` as the server sent them, or null. */
   constructor({ text = "", units = [] } = {}) {
     this.#text = text;
     this.#units = [...units];
@@ -25,18 +25,18 @@ export class Manuscript {
     return [...this.#units, ...this.#rest.units.map(({ start, end }) => ({ start: start + shift, end: end + shift, tokens: null }))];
   }
 
-  /** What a history may keep: it never changes again. */
+  /** An immutable copy, for the history. */
   get state() {
     return { text: this.text, units: [...this.units] };
   }
 
-  /** [[start, end]]: the stretches that the model wrote, neighbours joined. */
+  /** [[start, end]]: the stretches that the model wrote, adjacent ones joined. */
   get written() {
     return joined(this.units);
   }
 
-  /** From now on the model's text stands in place of what is between `start` and `end`, until close(). What stands behind
-      it moves along, without its details, which held for what stood before it. */
+  /** Until close(), the model's text replaces what is between `start` and `end`. Units after it move along and lose their
+      token details, which depended on the text before them. */
   open(start, end) {
     const text = this.#text.slice(end);
     const behind = this.#units.filter((unit) => unit.end > end);
@@ -44,7 +44,7 @@ export class Manuscript {
     this.#rest = { text, units: behind.map((unit) => ({ start: Math.max(unit.start - end, 0), end: unit.end - end })) };
   }
 
-  /** The model has written: its text is cut at `end`, and `blank` is put behind it. Returns where that ends. */
+  /** Ends the model's text: cuts it at `end` and appends `blank`. Returns the offset after that. */
   close(end, blank = "") {
     const rest = this.#rest;
     this.cut(end);
@@ -55,7 +55,7 @@ export class Manuscript {
     return until;
   }
 
-  /** Text from the model, where it writes; returns its unit. A textarea knows one line end, LF: so does the document. */
+  /** Appends text from the model at its position; returns its unit. Line ends become LF, as in a textarea. */
   append(text, tokens = null) {
     const piece = this.#afterCR && text[0] === "\n" ? text.slice(1) : text;
     if (text !== "") this.#afterCR = text.endsWith("\r");
@@ -66,8 +66,8 @@ export class Manuscript {
     return unit;
   }
 
-  /** The user's hand: the whole text as it is now. What was touched is the user's; what stands behind it moves along,
-      without its details, which held for what stood before it. */
+  /** Replaces the text by what the user made of it. The changed part becomes the user's; units after it move along and
+      lose their token details, which depended on the text before them. */
   rewrite(text) {
     const { start, removed, added } = difference(this.#text, text);
     this.#rest = null;
@@ -84,13 +84,13 @@ export class Manuscript {
     [this.#text, this.#units, this.#afterCR] = [text, units, false];
   }
 
-  /** Everything from `at` on goes. */
+  /** Deletes everything from `at` on. */
   cut(at) {
     this.rewrite(this.#text.slice(0, at));
   }
 }
 
-/** [[start, end]] of units, neighbours joined. */
+/** [[start, end]] of units, adjacent ones joined. */
 export function joined(units) {
   const stretches = [];
   for (const { start, end } of units) {
@@ -101,7 +101,7 @@ export function joined(units) {
   return stretches;
 }
 
-/** The one stretch in which two texts differ: `removed` characters of `before` at `start` became `added` of `after`. */
+/** The stretch in which two texts differ: `removed` characters of `before` at `start` became `added` of `after`. */
 export function difference(before, after) {
   const shorter = Math.min(before.length, after.length);
   const start = shared(shorter, (from, to) => before.slice(from, to) === after.slice(from, to));
@@ -110,7 +110,7 @@ export function difference(before, after) {
   return { start, removed: before.length - tail - start, added: after.length - tail - start };
 }
 
-// How many characters from 0 on are the same, at most `limit`. Browsers compare pieces a hundred times as fast as characters.
+// The number of equal characters from 0 on, at most `limit`. Browsers compare slices a hundred times as fast as characters.
 function shared(limit, isSame) {
   let count = 0;
   for (let step = PIECE; step >= 1; step /= 16) {

@@ -1,23 +1,23 @@
-// The document's text once more, in two inks: what the user wrote and what the model wrote. A line of the text is a
-// block of its own, so that appending text lays out and paints its last line only.
+// A copy of the document's text in two colors: the user's and the model's. Each line is a block of its own, so that
+// appending text lays out and paints only the last line.
 
 import { element } from "../elements.js";
 
 export class Mirror {
   #root;
-  #block = null; // the line that the model writes into: the last one, where there is none
-  #behind = []; // the spans of that line which stand behind it
+  #block = null; // the line that the model writes into; null for the last one
+  #behind = []; // the spans of that line after the model's position
 
   constructor(root) {
     this.#root = root;
   }
 
-  /** While text comes at the end, a caret of the model's ink stands there. */
+  /** Shows a caret in the model's color at the end while text streams there. */
   set isStreaming(value) {
     this.#root.classList.toggle("streaming", value);
   }
 
-  /** The whole text as it is now; `written`: [[start, end]] of what the model wrote. Touches only what differs. */
+  /** Shows the whole text; `written`: [[start, end]] of what the model wrote. Changes only elements that differ. */
   paint(text, written) {
     this.close();
     const lines = split(text, written);
@@ -26,14 +26,14 @@ export class Mirror {
     lines.forEach((parts, index) => paintLine(blocks[index] ?? this.#root.appendChild(element("div")), parts));
   }
 
-  /** From now on text is appended at this offset of the text, and not at its end. */
+  /** Until close(), append() writes at this offset instead of at the end. */
   open(offset) {
     let rest = offset;
     for (const block of this.#root.children) {
       const { length } = block.textContent;
       if (rest <= length) {
         this.#behind = splitAt(block, rest);
-        this.#behind[0]?.classList.add("ahead"); // the caret of the model's ink stands before it
+        this.#behind[0]?.classList.add("ahead"); // draws the model's caret before it
         this.#block = block;
         return;
       }
@@ -45,7 +45,7 @@ export class Mirror {
     [this.#block, this.#behind] = [null, []];
   }
 
-  /** Text of the model's, where it writes. */
+  /** Appends text from the model at its position. */
   append(text) {
     const [first, ...more] = text.split("\n");
     this.#write(this.#block ?? this.#root.lastElementChild ?? this.#root.appendChild(element("div")), first);
@@ -61,7 +61,7 @@ export class Mirror {
     return line;
   }
 
-  /** Where the character at this offset of the text stands in the window, as a DOMRect; null in an empty text. */
+  /** The DOMRect of the character at this offset, in window coordinates; null in an empty text. */
   place(offset) {
     let rest = offset;
     for (const block of this.#root.children) {
@@ -95,7 +95,7 @@ function rectAt(block, offset) {
   return block.getBoundingClientRect();
 }
 
-// The spans of this line behind the offset, of which one is cut in two where it must be.
+// The spans of this line after the offset; splits the span that contains it.
 function splitAt(block, offset) {
   let rest = offset;
   for (const one of block.children) {
@@ -129,12 +129,12 @@ function paintLine(block, parts) {
 }
 
 function span(kind, text) {
-  const made = element("span", text);
-  made.className = kind;
-  return made;
+  const span = element("span", text);
+  span.className = kind;
+  return span;
 }
 
-// A list for each line, of [kind, text]: own and written stretches in turn.
+// For each line a list of [kind, text], alternating between "own" and "written".
 function split(text, written) {
   const lines = [[]];
   const put = (kind, stretch) => {

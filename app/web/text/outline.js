@@ -1,26 +1,27 @@
-// The history as a reader sees it: a tree of texts in which each stretch stands once, with siblings where they part.
-// (The history itself follows time: there a text that was changed in its middle hangs from what it was before.) Pure.
+// The history as a prefix tree: each stretch of text appears once, with siblings where texts differ. (In the history
+// itself a text that was changed in its middle is a child of the text before the change.) Pure: no DOM.
 //
 //   history:  "Once" -> "Once there was a king" -> (another token taken) "Once there was a cat"
 //   outline:  "Once" - " there was a" - " king"
 //                                     \ " cat"
 
 const WORDS = 8;
-const LONGEST_WORDS = 400; // characters in which these are looked for
-const LONGEST_WORD = 32; // characters by which a parting moves back to the beginning of a word
+const LONGEST_WORDS = 400; // characters that are searched for these words
+const LONGEST_WORD = 32; // most characters by which a fork moves back to the beginning of a word
 
 /**
- * A list of entries, parents first, in reading order: {
- *   key        stays the same while the tree grows,
- *   parent     the key of another entry, or null,
- *   level      1 for the first,
- *   kind       "run" the model wrote it, "text" the user did, "parting" where others part,
- *   id         the tree's node with this text, or null; `source`: the first node whose text goes on through here,
- *   start, end where its own stretch stands in the text of `source`; `words`: how it begins,
+ * A list of entries in depth-first order: {
+ *   key        stable while the tree grows,
+ *   parent     the key of the parent entry, or null,
+ *   level      depth, from 1,
+ *   kind       "run" generated, "text" written by the user, "parting" a fork without a node,
+ *   id         the tree's node with this text, or null; `source`: the oldest node whose text includes this entry,
+ *   start, end the entry's own stretch in the text of `source`; `words`: its first words,
  *   number     of the run, from 1,
- *   chances    of its own tokens: { first, mean }, each a probability or null,
+ *   chances    of the stretch's tokens: { first, mean }, each a probability or null,
  *   facts, name, isBookmarked, isCollapsed   of the node,
- *   current    the text is this one, or goes on from it; `here`: on the way there; `next`: the child where redo leads }
+ *   current    this entry is, or is the last one before, the current text; `here`: on the path to it; `next`: the child
+ *              that redo goes to }
  */
 export function outline(tree) {
   const { top, stemAt } = grow(tree);
@@ -38,7 +39,7 @@ export function outline(tree) {
   }));
 }
 
-/** The entries of which no part is folded away. */
+/** The entries that no collapsed ancestor hides. */
 export function unfolded(entries) {
   const hidden = new Set();
   return entries.filter(({ key, parent, isCollapsed }) => {
@@ -48,15 +49,15 @@ export function unfolded(entries) {
   });
 }
 
-/** The ids of all nodes whose text goes through this entry: what is deleted with it. */
+/** The ids of all nodes whose text includes this entry, which are deleted with it. */
 export function within(tree, { source, start, end }) {
   const { text } = tree.node(source).state;
   const goesThrough = (other) => parting(text.slice(0, end), other, start) > start;
   return tree.nodes.filter(({ state }) => goesThrough(state.text)).map(({ id }) => id);
 }
 
-/** How far two texts are the same, which is known of their first `from` characters: to the beginning of a word, or to the
-    end of one of them. */
+/** The length of two texts' common prefix, moved back to the beginning of a word unless it ends one of them. Their first
+    `from` characters are known to be the same. */
 export function parting(a, b, from) {
   const shorter = Math.min(a.length, b.length);
   let at = from;
@@ -69,11 +70,11 @@ export function parting(a, b, from) {
   return start > from && a[start - 1] === " " ? start - 1 : start;
 }
 
-// A stem is a place in the text where others part or a text ends: { source, end, parent, children, nodes }.
+// A stem is a node of the prefix tree, where texts fork or one ends: { source, end, parent, children, nodes }.
 function grow(tree) {
   const root = stemOf(tree.nodes[0], 0, null);
   const stemOfNode = new Map();
-  // From the nearest text before it that this one goes on from: most do, and the walk is short.
+  // The stem of the nearest ancestor whose text this one continues. Most texts continue their parent's, so this is fast.
   const from = ({ parent, state }, end) => {
     for (let node = tree.node(parent); node; node = tree.node(node.parent)) {
       const stem = stemOfNode.get(node.id);
@@ -96,11 +97,11 @@ function grow(tree) {
   }
   settle(root);
   const top = root.nodes.length || root.children.length !== 1 ? root : root.children[0];
-  top.parent = null; // the beginning that all have in common
+  top.parent = null; // the common prefix of all texts
   return { top, stemAt };
 }
 
-// The texts that always have a place of their own: runs, what a run went on from that no run had, what the user marked.
+// The texts that always get an entry: runs, prompts of runs that are no run's text, and what the user labeled.
 function points(tree) {
   return tree.nodes.flatMap((node) => {
     const { kind, facts, state, name, isBookmarked } = node;
@@ -158,7 +159,7 @@ function stemOf(source, end, parent) {
   return { source, end, parent, children: [], nodes: [] };
 }
 
-// The last stem on the way of this text.
+// The last stem on the path of this text.
 function follow(from, text) {
   let stem = from;
   for (;;) {
@@ -173,7 +174,7 @@ function isOn(from, text) {
   return end === text.length || children.some((child) => textOf(child).startsWith(text));
 }
 
-// The source of a stem is the oldest text through it, and older children come first.
+// Sets each stem's source to the oldest text that includes it, and sorts children by age.
 function settle(stem) {
   for (const child of stem.children) settle(child);
   for (const { source } of stem.children) if (source.id < stem.source.id) stem.source = source;
@@ -195,7 +196,7 @@ function textOf({ source, end }) {
   return source.state.text.slice(0, end);
 }
 
-// Of several with the same text the one that the user is at, or the last run, or the last.
+// Among nodes with the same text: the current one, else the last run, else the last.
 function nodeOf({ nodes }, current) {
   return nodes.find((node) => node === current) ?? nodes.findLast(({ kind }) => kind === "run") ?? nodes.at(-1) ?? null;
 }
@@ -237,12 +238,12 @@ function keyOf({ source, end }) {
 }
 
 function wordsOf(stretch) {
-  const beginning = stretch.slice(0, LONGEST_WORDS).replace(/^[.,;:!?]+(?=\s)/u, ""); // a mark that ends the sentence before
+  const beginning = stretch.slice(0, LONGEST_WORDS).replace(/^[.,;:!?]+(?=\s)/u, ""); // ends the previous sentence
   const words = beginning.trim().split(/\s+/);
   return words.slice(0, WORDS).join(" ") + (words.length > WORDS ? " \u2026" : "");
 }
 
-// A run keeps the logprobs of its tokens, one behind the other: { from, lengths, values }; null is unknown.
+// A run stores its tokens' logprobs as { from, lengths, values }, null if unknown; lengths in characters.
 function chances({ facts: { logprobs } }, start, end) {
   let [at, sum, count, first] = [logprobs?.from ?? 0, 0, 0, null];
   (logprobs?.lengths ?? []).forEach((length, index) => {

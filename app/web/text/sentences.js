@@ -1,24 +1,24 @@
-// Incremental sentence splitter: text chunks in, whole sentences out. Pure. English rules; it waits if in doubt, since
-// a sentence that is too long is still understood, and one that is cut is not.
+// Incremental sentence splitter for English: text chunks in, whole sentences out. If in doubt it waits, since listeners
+// understand a sentence that is too long better than one that is cut. Pure functions.
 
 // A mark, then the quotes and brackets that close with it. A blank line ends a sentence too (a heading, a verse).
 const END = /[.!?\u2026]+["'\u201d\u2019\u00bb)\]*_]*(?=\s)|[\u3002\uff01\uff1f]+[\u300d\u201d]*|(?=\n[ \t\r]*\n)/gu;
-// Written with a point that ends nothing, even before a capital.
+// Abbreviations whose period ends no sentence, even before a capital letter.
 const TITLES = "Mr|Mrs|Ms|Messrs|Mme|Mlle|Dr|Prof|St|Rev|Hon|Gen|Col|Capt|Lt|Sgt|Jr|Sr|Mt";
 const WORDS = "vs|viz|cf|ca|etc|al|e\\.g|i\\.e|a\\.m|p\\.m";
 const SHORT = new RegExp(`(?<![\\p{L}.])(?:${TITLES}|${WORDS})\\.$`, "u");
 const NUMBERED = /(?<!\p{L})(?:No|Nos|Vol|Fig|Ch|pp?)\.$/u; // before a number: "No. 7", but "No. I won't."
 const INITIAL = /(?<!\p{L})(?!I)\p{Lu}\.$/u; // "U.S.", "J. R. R.", but "So did I."
-const CLOSED = /[.!?\u2026\u3002]["'\u201d\u2019)\]]*\s*$/; // the end of a text that is over
+const CLOSED = /[.!?\u2026\u3002]["'\u201d\u2019)\]]*\s*$/; // the end of a finished text
 const SENTENCE_END = /[.!?\u2026\u3002]["'\u201d\u2019)\]]*$/;
-const WORD_SEGMENTER = Intl.Segmenter && new Intl.Segmenter(undefined, { granularity: "word" }); // Firefox has it since 125
-const REACH = 200; // characters around a place in which the word it is inside of is looked for
-const LONGEST = 400; // characters: code and lists have no sentences, and are read in pieces
+const WORD_SEGMENTER = Intl.Segmenter && new Intl.Segmenter(undefined, { granularity: "word" }); // in Firefox since 125
+const REACH = 200; // characters on each side of an offset that are searched for its word
+const LONGEST = 400; // characters of a piece of text without sentences, such as code or a list
 
 export class Sentences {
   #text = "";
 
-  /** Takes the next bit of text; gives the sentences that are whole by now. */
+  /** Takes the next chunk of text; returns the sentences that are complete. */
   feed(text) {
     this.#text += text;
     const whole = [];
@@ -29,7 +29,7 @@ export class Sentences {
     return whole.map(plain).filter((sentence) => sentence !== "");
   }
 
-  /** What has no end yet, as it is: the text is over. */
+  /** Ends the text; returns the rest as the last sentence. */
   flush() {
     const rest = plain(this.#text);
     this.#text = "";
@@ -46,7 +46,7 @@ export function lastSentence(text, longest = 240) {
   return `\u2026${rest.slice(rest.length - longest).replace(/^\S*\s/, " ")}`;
 }
 
-/** The length of the sentences that are whole: up to the last end that can be told, or all where it ends with one. */
+/** The length of the complete sentences of a finished text. */
 function wholeSentences(text) {
   if (CLOSED.test(text)) return text.trimEnd().length;
   let length = 0;
@@ -54,7 +54,7 @@ function wholeSentences(text) {
   return text.slice(0, length).trimEnd().length;
 }
 
-// The index behind the first sentence of the text, or 0 where none can be told to have ended yet.
+// The end of the first sentence of the text, or 0 if none has certainly ended.
 function nextEnd(text) {
   for (const { 0: mark, index } of text.matchAll(END)) {
     const end = index + mark.length;
@@ -78,14 +78,16 @@ function ends(text, end, mark) {
   if (/\n[ \t\r]*\n/.test(blank)) return true;
   const next = text.slice(end + blank.length).match(/^["'\u201c\u2018\u00ab([*_-]*(.)/u)?.[1];
   if (NUMBERED.test(before) && /^\d/.test(next ?? "")) return false;
-  // '"Stop!" he said.' goes on: what follows in a small letter is the same sentence. Nothing there yet: wait.
+  // '"Stop!" he said.': a lower-case letter continues the sentence. Without a next letter, wait.
   return next !== undefined && !/[\p{Ll},;:]/u.test(next);
 }
 
 const plain = (text) => text.replace(/\s+/gu, " ").trim();
 
-/** How text that was written without knowing what stands behind it is made to fit in there: { length, blank }: how much of `written` stays in place of `replaced`, and what parts it from `behind`. Where the user's
-    words were whole sentences, so are the model's, if there are any. */
+/**
+ * How to insert generated text before `behind`, which the model did not read: { length, blank }, the length of `written`
+ * that replaces `replaced`, and the whitespace after it. If `replaced` was whole sentences, cuts `written` to whole ones.
+ */
 export function fit(written, replaced, behind) {
   const sentences = SENTENCE_END.test(replaced) ? wholeSentences(written) : 0;
   const length = sentences || written.length;
@@ -93,8 +95,10 @@ export function fit(written, replaced, behind) {
   return { length, blank: isJoined ? " " : "" };
 }
 
-/** The span that is rewritten where this is selected: whole words (Unicode Standard Annex 29, and the browser's dictionaries
-    where a script has no blanks) with the blank before them, as a model writes them. */
+/**
+ * The span to rewrite for a selection: whole words (Unicode Standard Annex 29, and the browser's dictionaries for scripts
+ * without spaces) with the space before them, as tokens have it.
+ */
 export function rewritten(text, { start, end }) {
   const selected = text.slice(start, end);
   const first = wordAround(text, start + selected.length - selected.trimStart().length).start;
@@ -102,8 +106,8 @@ export function rewritten(text, { start, end }) {
   return { start: text[first - 1] === " " ? first - 1 : first, end: last };
 }
 
-// The word that this place is inside of, or the place itself where it is between words. It segments no more than REACH
-// characters on each side: a line may have a million, and this runs whenever the selection changes.
+// The word around an offset, or the offset itself if it is between words. Segments only REACH characters on each side: a
+// line may have a million, and this runs at each change of the selection.
 function wordAround(text, at) {
   if (!WORD_SEGMENTER) return { start: at, end: at };
   const from = Math.max(at - REACH, text.lastIndexOf("\n", at - 1) + 1, 0);

@@ -1,28 +1,28 @@
-// The sheet: one textarea, and a mirror behind it that shows the same text with the model's words in another ink (a
-// textarea has one colour only). The mirror's height makes the textarea's, and both scroll together in `scroller`.
-// While text streams it is seen in the mirror, with one write per animation frame; the textarea, which lays its whole
-// text out again for every letter, follows now and then.
+// The sheet: a textarea over a mirror that shows the same text with the model's words in another color, since a textarea
+// has only one. The mirror sets the height of both, and they scroll together in `scroller`. Streamed text appears in the
+// mirror, one write per animation frame; the textarea, which lays out its whole text for every change, is updated less
+// often.
 
 import { difference } from "./manuscript.js";
 import { Mirror } from "./mirror.js";
 
-const NEAR = 24; // px: so close to the bottom counts as being there
-const LAG = 500; // ms that the textarea may be behind the mirror
+const NEAR = 24; // px from the bottom that count as the bottom
+const LAG = 500; // ms by which the textarea may lag behind the mirror
 const AT_ONE_GO = /^(insertFrom|insertReplacement|deleteByCut|deleteByDrag|history)/; // values of InputEvent.inputType
 
 export class Sheet {
   #scroller;
   #area;
   #mirror;
-  #unseen = ""; // text that is not in the mirror yet,
-  #unwritten = ""; // and text that is not in the textarea yet
+  #unseen = ""; // text that is not yet in the mirror
+  #unwritten = ""; // text that is not yet in the textarea
   #writtenAt = -Infinity;
   #frame = 0;
-  #height = 0; // of the scroller, when it was last laid out
+  #height = 0; // of the scroller at the last layout, px
   #caretAtEnd = false;
-  #place = null; // where the model writes: an offset that grows with its text, or null at the end
+  #place = null; // offset where the model writes, which grows with its text; null at the end
 
-  /** `ontype(text, isStep)` is called when the user changed the text, by a key or, `isStep`, at one go. */
+  /** `ontype(text, isStep)`: the user changed the text; `isStep`: not by typing but by pasting, cutting or the like. */
   constructor({ scroller, area, mirror }, { ontype }) {
     [this.#scroller, this.#area, this.#mirror] = [scroller, area, new Mirror(mirror)];
     area.addEventListener("input", ({ inputType }) => ontype(area.value, AT_ONE_GO.test(inputType)));
@@ -33,8 +33,8 @@ export class Sheet {
     this.#area.focus({ preventScroll: true });
   }
 
-  /** The whole text as it is now; `written`: [[start, end]] of what the model wrote. The caret goes to the change, or to
-      `caret`. */
+  /** Shows the whole text; `written`: [[start, end]] of what the model wrote. Moves the caret to `caret`, or to the
+      change. */
   show(text, written, caret = null) {
     this.#forget();
     const { start, removed, added } = difference(this.#area.value, text);
@@ -46,7 +46,7 @@ export class Sheet {
     this.#reveal(place);
   }
 
-  /** The mirror alone: the text stands in the textarea already. */
+  /** Updates the mirror, for text that the textarea already has. */
   paint(text, written) {
     this.#mirror.paint(text, written);
   }
@@ -56,27 +56,27 @@ export class Sheet {
     this.follow();
   }
 
-  /** Selects all of the text, so that what is typed replaces it. */
+  /** Selects the whole text, so that typing replaces it. */
   selectAll() {
     this.#area.select();
   }
 
   /** Scrolls to the end of the text. */
   follow() {
-    this.#scroller.scrollTop = 1e9; // as far as it goes
+    this.#scroller.scrollTop = 1e9; // clamped to the end
   }
 
-  /** The caret, or what is selected: { start, end }. */
+  /** The caret or selection: { start, end }. */
   get selection() {
     const { selectionStart: start, selectionEnd: end } = this.#area;
     return { start, end };
   }
 
-  /** From here to close() the text belongs to the stream: what the user types would land in its middle. `at`: where it
-      comes, or null for the end. `isSeen`: in this view, so that one who was writing elsewhere is brought there. */
+  /** Makes the text read-only until close(), since typed text would land in the middle of the stream. `at`: the stream's
+      offset, or null for the end. `isSeen`: whether this view shows it, and therefore scrolls there. */
   open({ at = null, isSeen }) {
     const { selectionStart, selectionEnd, value } = this.#area;
-    if (at === null && selectionStart === 0 && selectionEnd === value.length) this.#caretToEnd(); // all was selected
+    if (at === null && selectionStart === 0 && selectionEnd === value.length) this.#caretToEnd(); // drops "select all"
     this.#caretAtEnd = this.#area.selectionStart === value.length;
     this.#place = isSeen ? at : null;
     if (this.#place !== null) {
@@ -86,17 +86,17 @@ export class Sheet {
     } else if (isSeen && !this.#caretAtEnd) this.follow();
     this.#area.readOnly = true;
     this.#mirror.isStreaming = isSeen && this.#place === null;
-    this.#writtenAt = -Infinity; // what comes first is written at once: there may be a placeholder
+    this.#writtenAt = -Infinity; // writes the first text at once, which may replace a placeholder
   }
 
-  /** Text from the model, where it writes. */
+  /** Appends text from the model at its position. */
   append(text) {
     this.#unseen += text;
     this.#unwritten += text;
     this.#frame ||= requestAnimationFrame(() => this.#draw());
   }
 
-  /** Writes what is waiting, without waiting for the frame: a tab in the background draws none. */
+  /** Writes pending text at once: a tab in the background gets no animation frames. */
   flush() {
     cancelAnimationFrame(this.#frame);
     this.#draw(0);
@@ -107,15 +107,15 @@ export class Sheet {
     this.#mirror.isStreaming = false;
     this.#area.readOnly = false;
     this.#place = null;
-    // Who was writing at the end goes on writing at the new end; who selected something keeps it.
+    // A caret at the end moves to the new end; a selection stays.
     const { selectionStart, selectionEnd } = this.#area;
     if (this.#caretAtEnd && selectionStart === selectionEnd) this.#caretToEnd();
   }
 
-  // Scrolls as little as it takes to see the line of this place with the lines around it.
+  // Scrolls as little as possible to show the line of this offset and those around it.
   #reveal(offset) {
     const line = this.#mirror.place(offset);
-    if (!line || !this.#area.offsetParent) return; // another view of the text stands in its place
+    if (!line || !this.#area.offsetParent) return; // another view is shown
     const { top, bottom } = this.#scroller.getBoundingClientRect();
     const around = Math.min(2 * line.height, (bottom - top) / 3);
     if (line.top - around < top) this.#scroller.scrollTop += line.top - around - top;
@@ -127,7 +127,7 @@ export class Sheet {
     [this.#unseen, this.#unwritten, this.#frame] = ["", "", 0];
   }
 
-  // The view follows the text only for a reader who is at its end; who scrolled up to read stays there.
+  // Scrolls along with the text only if the reader is at its end, not if they scrolled up.
   #draw(lag = LAG) {
     if (this.#unwritten === "") return;
     const following = this.#isFollowing();
@@ -146,8 +146,8 @@ export class Sheet {
     return line !== null && line.bottom > top && line.top < bottom;
   }
 
-  // The same where the sheet gets lower: what came under it, or a phone's keyboard, does not hide the end. Not while
-  // another view of the text stands in its place.
+  // Keeps the end visible when the sheet gets lower, for example because a phone's keyboard opens. Not while another
+  // view is shown.
   #resized() {
     if (this.#area.offsetParent && this.#atEnd(this.#height)) this.follow();
     this.#height = this.#scroller.clientHeight;

@@ -1,17 +1,17 @@
-// The tree of branches as a list that folds: every stretch of text once, what goes on from it below it, and what can be
-// done with the one that has the focus. A line without siblings is not indented, so that a long story stays readable.
+// The tree of branches as a collapsible list: each stretch of text once, its continuations below it, and a toolbar for the
+// focused row. Rows without siblings are not indented, so that a long story stays readable.
 
 import { classed, element, put } from "../elements.js";
 import { Manuscript } from "./manuscript.js";
 import { unfolded, within } from "./outline.js";
 
-const LONGEST = 320; // characters of a stretch in the list
-const DEEPEST = 10; // steps of indentation that are seen
+const LONGEST = 320; // characters shown of a stretch
+const DEEPEST = 10; // visible steps of indentation
 const HELP = "Branches. Arrow keys go from one to the next, Enter goes on writing there.";
 
 export class TreeView {
   #root;
-  #hear;
+  #handlers;
   #outline = [];
   #rows = classed("div", "tree-rows");
   #foot = classed("div", "tree-foot");
@@ -22,18 +22,18 @@ export class TreeView {
   #form;
   #elements = new Map(); // key -> row
   #entries = new Map(); // key -> entry
-  #list = []; // the keys that are seen, from the top down
-  #focused = null; // the key of the row that Tab leads to
-  #restore = null; // takes the last deletion back
-  #tree = null; // that was shown last
+  #list = []; // the keys of visible rows, from the top down
+  #focused = null; // the key of the row in the tab order
+  #restore = null; // undoes the last deletion
+  #tree = null; // the tree that was shown last
 
   /** The notebook whose tree this is; set before the first show(). */
   notebook;
 
-  /** `ongo(entry)`: the user goes on writing there; `oncompare(entry)`: with the text as it
-      is now; `announce(words)` is for those who do not see it. */
+  /** `ongo(entry)`: the user continues there; `oncompare(entry)`: compares it with the current text; `announce(words)`
+      speaks to screen readers. */
   constructor(root, { ongo, oncompare, announce }) {
-    [this.#root, this.#hear] = [root, { ongo, oncompare, announce }];
+    [this.#root, this.#handlers] = [root, { ongo, oncompare, announce }];
     this.#rows.setAttribute("role", "tree");
     this.#rows.setAttribute("aria-label", HELP);
     this.#rows.addEventListener("keydown", (event) => this.#pressed(event));
@@ -48,15 +48,15 @@ export class TreeView {
     put(root, this.#rows, put(this.#foot, this.#facts, this.#tools, this.#form, this.#note));
   }
 
-  /** Draws these entries (outline.js) of the notebook's tree, at once or when the view is opened. */
+  /** Shows these entries (outline.js) of the notebook's tree, at once or when the view opens. */
   show(entries) {
     this.#outline = entries;
-    if (this.notebook.tree !== this.#tree) this.#tell(""); // another document
+    if (this.notebook.tree !== this.#tree) this.#showNote(""); // another document
     this.#tree = this.notebook.tree;
     if (!this.#root.hidden) this.#redraw();
   }
 
-  /** At the text as it is now. */
+  /** Opens the view at the current text. */
   open({ withFocus }) {
     this.#redraw();
     this.#stop(this.#nearest(null));
@@ -65,13 +65,13 @@ export class TreeView {
     row.scrollIntoView({ block: "center" });
   }
 
-  /** Takes the last deletion back; false where there is none. */
+  /** Undoes the last deletion; false if there is none. */
   undo() {
     if (!this.#restore || this.notebook.running) return false;
     const restore = this.#restore;
-    this.#tell("");
+    this.#showNote("");
     restore();
-    this.#hear.announce("Restored.");
+    this.#handlers.announce("Restored.");
     return true;
   }
 
@@ -96,7 +96,7 @@ export class TreeView {
     return this.#entries.get(this.#focused);
   }
 
-  // Where that row is folded away, the one it is folded into; where it is gone, the text as it is now.
+  // The visible row for a key: the collapsed ancestor that hides it, or the current text if it no longer exists.
   #nearest(key) {
     let entry = this.#entries.get(key) ?? [...this.#entries.values()].find(({ current }) => current);
     while (entry && !this.#elements.has(entry.key)) entry = this.#entries.get(entry.parent);
@@ -109,7 +109,7 @@ export class TreeView {
       const row = this.#elements.get(key) ?? newRow(key);
       this.#elements.set(key, row);
       this.#fill(row, this.#entries.get(key), where.get(key));
-      // A row that stands right is not moved: moving it would take the focus from it.
+      // Does not move a row that is in place, which would lose the focus.
       if (after ? after.nextSibling !== row : this.#rows.firstChild !== row) after ? after.after(row) : this.#rows.prepend(row);
       after = row;
     }
@@ -146,7 +146,7 @@ export class TreeView {
     return parts;
   }
 
-  // In two inks, as in the document.
+  // The text in two colors, as in the document.
   #stretch({ source, start, end }) {
     const { text, units } = this.notebook.tree.node(source).state;
     const first = start + text.slice(start, end).search(/\S|$/);
@@ -199,7 +199,7 @@ export class TreeView {
     };
     return {
       open: button("Go on here", "\u23ce", () => this.#open()),
-      compare: button("Compare", "C", () => this.#hear.oncompare(this.#entry)),
+      compare: button("Compare", "C", () => this.#handlers.oncompare(this.#entry)),
       name: button("Name", "F2", () => this.#rename()),
       bookmark: button("Bookmark", "B", () => this.#bookmark()),
       next: button("Next bookmark", "N", () => this.#toBookmark()),
@@ -242,7 +242,7 @@ export class TreeView {
   }
 
   #open() {
-    if (!this.notebook.running) this.#hear.ongo(this.#entry);
+    if (!this.notebook.running) this.#handlers.ongo(this.#entry);
   }
 
   #label(labels) {
@@ -251,7 +251,7 @@ export class TreeView {
 
   #bookmark() {
     this.#label({ isBookmarked: !this.#entry.isBookmarked });
-    this.#hear.announce(this.#entry.isBookmarked ? "Bookmarked." : "Bookmark removed.");
+    this.#handlers.announce(this.#entry.isBookmarked ? "Bookmarked." : "Bookmark removed.");
   }
 
   #toBookmark() {
@@ -264,7 +264,7 @@ export class TreeView {
     this.#toRow();
   }
 
-  // What stands above it is unfolded.
+  // Expands the ancestors of an entry.
   #unfold({ parent }) {
     for (let entry = this.#entries.get(parent); entry; entry = this.#entries.get(entry.parent)) {
       if (entry.isCollapsed) this.notebook.label(entry, { isCollapsed: false });
@@ -277,7 +277,7 @@ export class TreeView {
     const count = entriesBelow(this.#entries, entry.key);
     this.#stop(entry.parent);
     const restore = this.notebook.remove(within(this.notebook.tree, entry), this.#entry);
-    this.#tell(count === 1 ? "Deleted one branch." : `Deleted ${count} branches.`, () => {
+    this.#showNote(count === 1 ? "Deleted one branch." : `Deleted ${count} branches.`, () => {
       restore();
       this.#stop(this.#nearest(entry.key));
       this.#toRow();
@@ -285,13 +285,13 @@ export class TreeView {
     this.#toRow();
   }
 
-  #tell(words, restore = null) {
+  #showNote(words, restore = null) {
     this.#restore = restore;
     const button = classed("button", "quiet", "Undo");
     button.type = "button";
     button.addEventListener("click", () => this.undo());
     this.#note.replaceChildren(...(words ? [`${words} `, button] : []));
-    if (words) this.#hear.announce(`${words} Control Z brings it back.`);
+    if (words) this.#handlers.announce(`${words} Control Z brings it back.`);
   }
 
   #clicked(event) {
@@ -328,7 +328,7 @@ export class TreeView {
     return to === undefined ? null : () => to !== null && this.#elements.get(to)?.focus();
   }
 
-  // The keys of a tree as the ARIA practices have them. undefined: none of these; null: it leads nowhere.
+  // The row that a key leads to in an ARIA tree; null if there is none, undefined for other keys.
   #target(key) {
     const { isCollapsed, parent } = this.#entry;
     const at = this.#list.indexOf(this.#focused);
@@ -345,7 +345,7 @@ export class TreeView {
   }
 }
 
-/** What to call an entry. */
+/** The title of an entry. */
 export function titleOf({ kind, number, parent, facts }) {
   if (number) return facts.preset ? `Run ${number}, ${facts.preset}` : `Run ${number}`;
   if (parent === null) return "Beginning";
@@ -367,7 +367,7 @@ function percentOf(share) {
   return `${share < 0.1 ? (100 * share).toPrecision(1) : Math.round(100 * share)}\u00a0%`;
 }
 
-// For each key its indentation, which grows where others part, and its place among its siblings.
+// For each key its indentation, which grows at forks, and its position among its siblings.
 function places(entries) {
   const children = new Map(entries.map(({ key }) => [key, []]));
   for (const { key, parent } of entries) children.get(parent)?.push(key);

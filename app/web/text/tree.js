@@ -1,28 +1,27 @@
-// The history of the document, as a tree: undoing and going on another way grows a branch, and nothing is lost.
-// Pure.
+// The document's history as a tree: writing on after an undo grows a new branch, and no text is lost. Pure: no DOM.
 
 import { difference, joined, Manuscript } from "./manuscript.js";
 
 const MOST_NODES = 1000;
 
 export class Tree {
-  #nodes = new Map(); // id -> node, in order of birth
+  #nodes = new Map(); // id -> node, oldest first
   #patches = new WeakMap(); // state -> { before, patch }
   #current;
   #next = 0;
 
-  /** `state` is what a Manuscript calls so: { text, units }. */
+  /** `state`: of a Manuscript, { text, units }. */
   constructor(state) {
     this.#current = this.#grow(null, "text", state, {});
   }
 
-  /** { id, parent, kind, state, facts, latest }. `latest` is the child where redo() leads. A user may give a node more
-      than that: see label(). */
+  /** { id, parent, kind, state, facts, latest }. `latest` is the child that redo() goes to. See label() for the user's
+      own labels. */
   get current() {
     return this.#current;
   }
 
-  /** All of them, in order of birth. */
+  /** All nodes, oldest first. */
   get nodes() {
     return [...this.#nodes.values()];
   }
@@ -35,19 +34,19 @@ export class Tree {
     return [...this.#nodes.values()].filter(({ parent }) => parent === id);
   }
 
-  /** A new child of the current node, not gone to. `kind`: "text" (typed or opened) or "run" (the model wrote it). */
+  /** Adds a child of the current node without going to it. `kind`: "text" (typed or opened) or "run" (generated). */
   add(kind, state, facts = {}) {
     const node = this.#grow(this.#current.id, kind, state, facts);
     this.#prune();
     return node;
   }
 
-  /** A new child of the current node, and the current one from now on. */
+  /** Adds a child of the current node and goes to it. */
   commit(kind, state, facts = {}) {
     return this.go(this.add(kind, state, facts).id);
   }
 
-  /** The user goes on typing: no step of its own, unless another branch begins at the state that would be lost. */
+  /** Typed text. `joined`: updates the current node instead of adding one, unless another branch begins there. */
   type(state, joined) {
     const { kind, id, parent } = this.#current;
     const open = joined && kind === "text" && parent !== null && this.children(id).length === 0;
@@ -86,13 +85,13 @@ export class Tree {
     return node ?? null;
   }
 
-  /** The user's own marks on a node: { name, isBookmarked, isCollapsed }. What `labels` does not have stays. */
+  /** Sets a node's labels, { name, isBookmarked, isCollapsed }; leaves those alone that `labels` does not have. */
   label(id, labels) {
     const node = Object.assign(this.node(id), labels);
     for (const [name, value] of Object.entries(labels)) if (!value) delete node[name];
   }
 
-  /** The node at which the text of node `id` is as short as `end`: one that is there, or a new one, not gone to. */
+  /** The node whose text is that of node `id` up to `end`: an existing one, or a new one, without going to it. */
   part(id, end) {
     const source = this.node(id);
     const text = source.state.text.slice(0, end);
@@ -103,8 +102,8 @@ export class Tree {
     return this.#grow(source.parent ?? source.id, "text", manuscript.state, {});
   }
 
-  /** Without these nodes, none of which may be the current one; what goes on from them hangs from what was before them.
-      Returns what restore() takes. */
+  /** Removes these nodes, none of which may be the current one, and attaches their children to the nearest remaining
+      ancestor. Returns the argument of restore(). */
   remove(ids) {
     const gone = new Set(ids);
     if (gone.has(this.#current.id)) throw new Error("the current node cannot be removed");
@@ -118,7 +117,7 @@ export class Tree {
     return { removed, before };
   }
 
-  /** Takes a remove() back, whatever has come since. */
+  /** Undoes a remove(), whatever changed since. */
   restore({ removed, before }) {
     const all = [...this.#nodes.values(), ...removed].sort((a, b) => a.id - b.id);
     this.#nodes = new Map(all.map((node) => [node.id, node]));
@@ -126,14 +125,14 @@ export class Tree {
     this.#joinRoots();
   }
 
-  /** Plain data for storage: each text as its difference from its parent's, without the details of tokens (they are
-      many, and can be had again). */
+  /** Plain data for storage: each text as its difference from its parent's, without token details, which are large and
+      can be requested again. */
   get data() {
     const nodes = [...this.#nodes.values()].map(({ state, ...node }) => ({ ...node, ...this.#patch(node.parent, state) }));
     return { nodes, current: this.#current.id };
   }
 
-  /** The tree that `data` was taken of; throws where it is none. */
+  /** The tree that `data` describes. Throws if it describes none. */
   static from({ nodes, current }) {
     const tree = new Tree({ text: "", units: [] });
     tree.#nodes.clear();
@@ -151,7 +150,7 @@ export class Tree {
     return tree;
   }
 
-  // A state never changes: its difference from the same parent is looked for once, however often it is stored.
+  // States are immutable, so the difference from the same parent is computed once, however often it is stored.
   #patch(parent, state) {
     const before = this.node(parent)?.state ?? null;
     const known = this.#patches.get(state);
@@ -181,13 +180,13 @@ export class Tree {
     for (const node of others) node.parent = root.id;
   }
 
-  // The oldest end that one is not on goes first, where there is but one line its beginning; the ways on from here last,
-  // since one of them is about to be chosen. What the user named or bookmarked stays.
+  // Removes the oldest leaf off the current path, or the oldest ancestor if there is only one path. Children of the
+  // current node go last, since the user may be about to choose one. Named and bookmarked nodes stay.
   #prune() {
     while (this.#nodes.size > MOST_NODES) {
       const parents = new Set(this.nodes.map(({ parent }) => parent));
       const path = new Set(this.#path(this.#current));
-      const others = this.nodes.slice(0, -1).filter((node) => node !== this.#current); // not the one that was just born
+      const others = this.nodes.slice(0, -1).filter((node) => node !== this.#current); // nor the newest
       const plain = others.filter(({ name, isBookmarked }) => !name && !isBookmarked);
       const ends = plain.filter((node) => !parents.has(node.id) && !path.has(node));
       const end = ends.find(({ parent }) => parent !== this.#current.id) ?? (path.size === 1 ? ends[0] : plain[0]);

@@ -1,9 +1,9 @@
-// How two texts differ, word by word (Myers, "An O(ND) Difference Algorithm", 1986). Pure.
+// Word difference of two texts (Myers, "An O(ND) Difference Algorithm", 1986). Pure functions.
 
-const WORD = /(\s*)([\p{L}\p{N}\p{M}]+(?:['\u2019-][\p{L}\p{N}\p{M}]+)*|[^\s]|$)/gu; // a word or a sign, and the blanks before it
-const MOST_CHANGES = 1500; // beyond that two texts have little in common, and the search takes seconds
+const WORD = /(\s*)([\p{L}\p{N}\p{M}]+(?:['\u2019-][\p{L}\p{N}\p{M}]+)*|[^\s]|$)/gu; // a word or sign, with the whitespace before it
+const MOST_CHANGES = 1500; // beyond that texts have little in common, and the search takes seconds
 
-/** { a, b, count }: each text as [[isDifferent, piece], ...], and in how many places they differ. */
+/** { a, b, count }: each text as [[isDifferent, piece], ...], and the number of places in which they differ. */
 export function wordDifference(a, b) {
   const [before, after] = [a, b].map((text) => [...text.matchAll(WORD)].filter(([all]) => all !== ""));
   const words = [before, after].map((matches) => matches.map(([, , word]) => word));
@@ -12,7 +12,7 @@ export function wordDifference(a, b) {
   return { a: x, b: y, count: stretches(pairs, before.length, after.length) };
 }
 
-// Different words in a row are one piece, together with the blanks between them.
+// Joins consecutive differing words, and the whitespace between them, into one piece.
 function mark(words, same) {
   const pieces = [];
   const put = (isDifferent, piece) => {
@@ -33,7 +33,7 @@ function stretches(pairs, lengthOfA, lengthOfB) {
   return edges.slice(1).filter(([x, y], index) => x > edges[index][0] + 1 || y > edges[index][1] + 1).length;
 }
 
-// A few letters that happen to stay, with more on both sides that do not, would only make the two hard to read.
+// Drops short matches between longer differences, which would only make the comparison harder to read.
 function withoutIslands(pairs, a, b) {
   const [lettersOfA, lettersOfB] = [a, b].map(lettersBefore);
   const size = (run) => lettersOfA[run.at(-1)[0] + 1] - lettersOfA[run[0][0]];
@@ -56,14 +56,14 @@ function withoutIslands(pairs, a, b) {
   return kept.flat();
 }
 
-// For each word how many letters the words before it have together, and last how many all have.
+// Prefix sums of the words' lengths.
 function lettersBefore(words) {
   const sums = [0];
   for (const word of words) sums.push(sums.at(-1) + word.length);
   return sums;
 }
 
-/** [[index in a, index in b]]: as many words as two lists can have in common, in order. */
+/** [[index in a, index in b]]: a longest common subsequence of two lists. */
 export function common(a, b) {
   let start = 0;
   while (start < a.length && start < b.length && a[start] === b[start]) start += 1;
@@ -75,7 +75,7 @@ export function common(a, b) {
   return [...head, ...middle.map(([x, y]) => [x + start, y + start]), ...end];
 }
 
-// `furthest[k]` is how far in a the best path with so many changes gets on diagonal k (x - y).
+// `furthest[k]` is the furthest index in a that a path with this number of changes reaches on diagonal k (x - y).
 function search(a, b) {
   const most = Math.min(a.length + b.length, MOST_CHANGES);
   const furthest = new Int32Array(2 * most + 3);
