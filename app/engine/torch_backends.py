@@ -11,7 +11,8 @@ from app.common.ipc import WorkerConfig
 from app.common.startup_timer import PLANNING_MEMORY, WARMING_UP
 from app.engine.backends import Announce, Backend, Placement, full_numerics, warmed_up
 from app.engine.cpu.toolchain.backend_selection import SelectedBackend
-from app.engine.execution.runner import BackendRunners, Runner, StepExecutor
+from app.engine.execution.encoder_cache import EncoderCache
+from app.engine.execution.runner import BackendRunners, Runner
 from app.engine.execution.torch_executor import TorchExecutor
 from app.engine.execution.warmup_batches import PermissiveGrammars, costliest_step
 from app.engine.gpu.kernels.interface import SHARED_BYTES, attention_fits
@@ -19,8 +20,6 @@ from app.engine.gpu.linears import check_quantize, describe_unquantized, quantiz
 from app.engine.gpu.setup import TritonBackend
 from app.engine.gpu.triton_loader import LoadedKernels, check_triton, quantized_kernels, triton_kernels
 from app.engine.guided.grammar_tracker import GrammarTracker
-from app.engine.memory.encoder_cache import EncoderCache
-from app.engine.memory.kv_cache import KVCache
 from app.engine.memory.memory_plan import (
     BlockBudget,
     CacheShape,
@@ -91,16 +90,12 @@ class TorchBackend:
             Runner(self._compute(blocks), sampler=TorchSampler(), grammars=grammars), self._limits.max_running
         )
 
-    def _compute(self, blocks: int) -> StepExecutor:
-        decoder, cache_shape, device = self._decoder, self._cache_shape, self._device
-        dtype = decoder.embedding.dtype
-        cache = KVCache(decoder.config, blocks=blocks, block_size=cache_shape.block_size, dtype=dtype, device=device)
-        if not decoder.config.n_encoder_layers:
-            return TorchExecutor(decoder, cache)
-        slots, context = cache_shape.max_running, cache_shape.context
-        return TorchExecutor(
-            decoder, cache, EncoderCache(decoder, slots=slots, context=context, dtype=dtype, device=device)
-        )
+    def _compute(self, blocks: int) -> TorchExecutor:
+        decoder, cache_shape = self._decoder, self._cache_shape
+        attend = None
+        if decoder.config.n_encoder_layers:
+            attend = EncoderCache(decoder, slots=cache_shape.max_running, context=cache_shape.context).attend
+        return TorchExecutor(decoder, blocks=blocks, block_size=cache_shape.block_size, attend_sources=attend)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -108,6 +108,8 @@ class GrammarCompileQueue:
         self._max_prepared = max_prepared
         self._queues: dict[str, deque[_GuidedRequest]] = {}
         self._failed: list[RequestFailed] = []
+        self._is_used = False
+        """Whether a guided request has come: before the first one there is nothing to report or to drop."""
 
     @property
     def n_waiting(self) -> int:
@@ -120,6 +122,7 @@ class GrammarCompileQueue:
 
     def add(self, request: Request) -> None:
         """Adds a request."""
+        self._is_used = True
         self._queues.setdefault(request.cache_namespace, deque()).append(_GuidedRequest(request))
         self._compile()
 
@@ -148,15 +151,19 @@ class GrammarCompileQueue:
 
     def take_work(self) -> tuple[tuple[str, float], ...]:
         """CPU seconds by request, for StepReport.work."""
-        return self._grammars.take_work()
+        return self._grammars.take_work() if self._is_used else ()
 
     def release_finished(self, report: StepReport) -> None:
         """Drops the grammars of requests that have ended."""
+        if not self._is_used:
+            return
         for request_id in [e.request_id for e in report.events if e.finish] + [f.request_id for f in report.failed]:
             self._grammars.forget(request_id)
 
     def cancel(self, request_id: str) -> None:
         """Drops a request and its grammar, if there are any."""
+        if not self._is_used:
+            return
         for queue in self._queues.values():
             for entry in [entry for entry in queue if entry.request.id == request_id]:
                 queue.remove(entry)

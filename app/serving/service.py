@@ -441,10 +441,11 @@ class Service:
             self._failed.set_result(reason)
 
     def _timeouts(self, request: GenerationRequest, heartbeat: float) -> Timeouts:
-        limit = self.settings.max_deadline_ms
-        if request.deadline_ms is not None and request.deadline_ms > limit:
-            raise InvalidRequest(f"deadline_ms must be at most {limit}, this server's own limit", "deadline_ms")
-        deadline = self.settings.request_timeout if request.deadline_ms is None else request.deadline_ms / 1e3
+        deadline = self.settings.request_timeout
+        if request.deadline_ms is not None:
+            if request.deadline_ms > (limit := self.settings.max_deadline_ms):
+                raise InvalidRequest(f"deadline_ms must be at most {limit}, this server's own limit", "deadline_ms")
+            deadline = request.deadline_ms / 1e3
         return Timeouts(deadline=deadline, queue=self.settings.queue_timeout, heartbeat=heartbeat)
 
 

@@ -1,7 +1,7 @@
 """Attention without a cache: training, the encoder, the reference implementation.
 
-Paged attention is in app/engine/memory/kv_cache.py. Shape legend: T tokens, H query heads, K kv heads, G = H / K, C
-head_dim, B sequences, N tokens of each, S tokens of each source.
+Paged attention is in app/engine/execution/torch_executor.py. Shape legend: T tokens, H query heads, K kv heads, G =
+H / K, C head_dim, B sequences, N tokens of each, S tokens of each source.
 """
 
 from __future__ import annotations

@@ -217,6 +217,8 @@ class Engine:
         self.isolation = FaultIsolation(runner, ahead, release=release)
         self._ahead = ahead
         self._masks = masks
+        self._has_guided = False
+        """Whether a request with a grammar has come: before the first one no step asks for masks."""
         self._next: _NextStep | None = None
         self._has_marked = False
         self._unchecked_steps = 0
@@ -229,6 +231,7 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queues a request."""
+        self._has_guided = self._has_guided or bool(request.grammar)
         self.scheduler.add(request)
 
     def cancel(self, request_id: str) -> None:
@@ -267,7 +270,7 @@ class Engine:
 
     def _mark_pending_masks(self) -> None:
         """Marks the sequences that the next step leaves out: their masks are late or cost too much."""
-        if self._masks:
+        if self._masks and self._has_guided:
             running = self.scheduler.running
             waits = self._masks.must_wait(running)
             if self._has_marked or any(waits):

@@ -82,7 +82,7 @@ def test_the_engine_draws_the_tokens_of_the_oracle() -> None:
 def test_a_slot_that_held_numbers_that_are_not_finite_harms_no_later_request() -> None:
     decoder, requests = _decoder(), _requests(1, seed=6, sources=1)
     engine = tiny_engine(decoder, max_running=1)
-    sources = engine.runner.compute._sources  # type: ignore[attr-defined]
+    sources = engine.runner.compute._attend_sources.__self__  # type: ignore[attr-defined]
     sources._cache.data.fill_(torch.nan)
     sources._cache.clear([sources._cache.padding_block])
     assert serve(engine, requests) == alone(decoder, requests)

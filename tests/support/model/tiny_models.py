@@ -16,12 +16,11 @@ from app.engine.cpu.library import load_library
 from app.engine.cpu.program import BLOCK
 from app.engine.cpu.sampler import NativeSampler
 from app.engine.cpu.toolchain.builder import find_or_build
+from app.engine.execution.encoder_cache import EncoderCache
 from app.engine.execution.engine import Engine
 from app.engine.execution.runner import Runner, StepExecutor
 from app.engine.execution.torch_executor import TorchExecutor
 from app.engine.guided.grammar_tracker import GrammarTracker
-from app.engine.memory.encoder_cache import EncoderCache
-from app.engine.memory.kv_cache import KVCache
 from app.engine.quantization.int8_weights import round_weights
 from app.engine.sampling.sampler import TorchSampler
 from app.engine.scheduling.block_allocator import BlockPool
@@ -104,15 +103,11 @@ def tiny_engine(
         compute: StepExecutor = native_compute(decoder, blocks, int8=WAY.get() == "int8")
         sampler = NativeSampler(kernels(), decoder.config.vocab_size)
         return Engine(scheduler, Runner(compute, sampler=sampler, grammars=guides), masks=guides)
-    dtype, device = decoder.embedding.dtype, decoder.embedding.device
-    cache = KVCache(decoder.config, blocks=blocks, block_size=block_size, dtype=dtype, device=device)
-    sources = None
+    attend = None
     if decoder.config.n_encoder_layers:
-        context = decoder.config.context
-        sources = EncoderCache(decoder, slots=max_running, context=context, dtype=dtype, device=device)
-    return Engine(
-        scheduler, Runner(TorchExecutor(decoder, cache, sources), sampler=TorchSampler(), grammars=guides), masks=guides
-    )
+        attend = EncoderCache(decoder, slots=max_running, context=decoder.config.context).attend
+    executor = TorchExecutor(decoder, blocks=blocks, block_size=block_size, attend_sources=attend)
+    return Engine(scheduler, Runner(executor, sampler=TorchSampler(), grammars=guides), masks=guides)
 
 
 def can_be_native(decoder: Decoder) -> bool:

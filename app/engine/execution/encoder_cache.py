@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from app.common.types import Chunk
-from app.engine.memory.kv_cache import KVCache, RowGroup, as_addend, attend_groups
+from app.engine.execution.torch_executor import KVCache, RowGroup, as_addend, attend_groups
 from app.engine.memory.memory_plan import TILE, source_tokens
 from model.nn.attention import EncoderAttend
 from model.nn.transformer import Decoder
@@ -25,10 +25,10 @@ Source = tuple[int, ...]
 class EncoderCache:
     """Slots for sources; the least recently used source is evicted first."""
 
-    def __init__(self, decoder: Decoder, *, slots: int, context: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, decoder: Decoder, *, slots: int, context: int) -> None:
         self._decoder = decoder
         self._tiles = source_tokens(context) // TILE
-        self._cache = KVCache(decoder.config, blocks=slots * self._tiles, block_size=TILE, dtype=dtype, device=device)
+        self._cache = KVCache(decoder, blocks=slots * self._tiles, block_size=TILE)
         self._free = list(range(slots))
         self._slots: OrderedDict[Source, int] = OrderedDict()
 
