@@ -24,8 +24,7 @@ from prometheus_client.registry import Collector
 
 from app import VERSION
 from app.common import logs
-from app.engine_client.client import EngineClient
-from app.engine_client.engine_pool import EnginePool
+from app.engine_client.engine_pool import EngineClient, EnginePool
 from app.generation.session import GenerationSession
 from app.http.connection_limits import ConnectionLimits
 

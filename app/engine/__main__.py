@@ -1,4 +1,4 @@
-"""Entry point of the engine process: `python -m app.engine FD`, started by app/engine_client/client.py."""
+"""Entry point of the engine process: `python -m app.engine FD`, started by app/engine_client/engine_pool.py."""
 
 from __future__ import annotations
 

@@ -4,9 +4,10 @@ loading --all have loaded the same--> serving --the last engine stops--> stopped
        +------------ one engine stops ---------------------------------------^
 
 A request leaves the queue when an engine has capacity for it, and only then a router chooses the engine: it prefers one
-with a cached prefix. The pool serves as long as one engine does. After a crash, the requests that were in flight wait
-for the next process of their engine, so they cannot crash another one. Only an engine that keeps crashing is stopped,
-and then its requests return to the head of the queue.
+with a cached prefix. An engine is sent a few requests more than it runs, so that it need not wait for the event loop
+when one ends. The pool serves as long as one engine does. After a crash, the requests that were in flight wait for the
+next process of their engine, so they cannot crash another one. Only an engine that keeps crashing is stopped, and then
+its requests return to the head of the queue.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from itertools import islice
 
 from msgspec.structs import replace
 
-from app.common.errors import EngineError, EngineFailed, NotReady
-from app.common.ipc import Ready
-from app.common.types import Request, StepReport
-from app.engine_client.client import EngineClient
-from app.engine_client.fair_queue import FairQueue
-from app.engine_client.supervisor import EngineStopped, WeightsFiles, read_directory
-from app.engine_client.token_stream import TokenStream
+from app.common.errors import EngineError, EngineFailed, InvalidRequest, NotReady
+from app.common.ipc import Cancel, Ready, Submit, WorkerConfig
+from app.common.types import Counters, PromptScores, Request, RequestStarted, StepReport
+from app.engine_client.crash_recovery import CANARY_ID, CanaryRequest, CrashRecovery
+from app.engine_client.fair_queue import FairQueue, prompt_tokens
+from app.engine_client.supervisor import WORKER, EngineStopped, Supervisor, WeightsFiles, read_directory
+from app.engine_client.token_stream import TokenStream, notify
+
+_log = logging.getLogger("inkstream")
 
 # An engine that has the prompt's first blocks in its prefix cache need not compute them. The router does not query the
 # engines but remembers which blocks it sent: the chained hashes of the blocks, as many as the cache has blocks, with
@@ -102,7 +105,228 @@ class PrefixRouter:
         self._blocks_of[engine].clear()
 
 
-_log = logging.getLogger("inkstream")
+_REFUSED = "the engine crashed twice while it worked on this request, so it is not retried: change the request"
+
+_PREFETCHED_SHARE, _MAX_PREFETCHED = 4, 8
+"""Requests that an engine has beyond those that it can run: a quarter as many, at most eight."""
+_STEP_PROMPT_TOKENS = 256
+"""Prompt tokens that an engine on a CPU starts in one step."""
+
+
+def deliver(report: StepReport, streams: Mapping[str, TokenStream], reached: set[TokenStream]) -> list[str]:
+    """Adds a report to the streams of its requests, which it adds to `reached`; returns the ids of ended requests.
+
+    This may suspend a stream, which removes its requests from `streams`.
+    """
+    ended = []
+    for request_id, seconds in report.work:
+        if stream := streams.get(request_id):
+            stream.work_seconds += seconds
+    items: list[RequestStarted | PromptScores] = [*report.started, *report.scores]
+    for item in items:
+        if stream := streams.get(item.request_id):
+            stream.push(item.request_id, report.at, item)
+            reached.add(stream)
+    for event in report.events:
+        if stream := streams.get(event.request_id):
+            stream.push(event.request_id, report.at, event)
+            reached.add(stream)
+            if event.finish:
+                ended.append(event.request_id)
+    for failure in report.failed:
+        if stream := streams.get(failure.request_id):
+            error = InvalidRequest(failure.message) if failure.is_user_error else EngineFailed(failure.message)
+            stream.push(failure.request_id, report.at, error)
+            reached.add(stream)
+            ended.append(failure.request_id)
+    return ended
+
+
+class EngineClient:
+    """Owns an engine, and the requests that it has been sent or will be sent again after a crash."""
+
+    def __init__(self, config: WorkerConfig, *, silence_seconds: float = 30.0, command: Sequence[str] = WORKER) -> None:
+        self.pool: EnginePool  # set by the pool
+        self.counters = Counters()
+        self._past_counters = Counters()  # of earlier processes of this engine
+        self.replayed = 0
+        """Requests that were resubmitted to another engine process after a crash, counted each time."""
+        self.max_running = config.max_running
+        """Most requests that it runs at once."""
+        self._index = config.replica
+        self._step_prompt_tokens = config.tokens_per_step or _STEP_PROMPT_TOKENS
+        self.supervisor = Supervisor(config, self, silence_seconds=silence_seconds, command=command)
+        self._streams: dict[str, TokenStream] = {}  # by request id, in the order of sending
+        self._reached: set[TokenStream] = set()  # whose readers do not know yet what has arrived
+        self._unstarted: dict[str, Request] = {}  # those that the engine has and has not started
+        self._recovery = CrashRecovery()
+        self._canary = CanaryRequest()
+
+    @property
+    def ready(self) -> Ready | None:
+        """Facts about the loaded model; None while the engine does not accept requests."""
+        return self.supervisor.ready
+
+    @property
+    def load(self) -> int:
+        """Number of unfinished requests."""
+        return len(self._streams)
+
+    @property
+    def requests(self) -> dict[str, TokenStream]:
+        """Its unfinished requests by id, in the order of sending."""
+        return dict(self._streams)
+
+    @property
+    def cumulative_counters(self) -> Counters:
+        """Monotonic counters over all its processes: a sum over engines that drops would look like a counter reset."""
+        one, two = self._past_counters, self.counters
+        preemptions, violations = one.preemptions + two.preemptions, one.block_violations + two.block_violations
+        return Counters(preemptions=preemptions, block_violations=violations)
+
+    @property
+    def n_suspects(self) -> int:
+        """Requests that were in flight in a crash, and are retried one by one."""
+        return self._recovery.n_suspects
+
+    @property
+    def expects_progress(self) -> bool:
+        """Whether the engine has work besides grammars, and so must make progress; for the supervisor."""
+        return self._recovery.n_in_flight > len(self._compiling)
+
+    @property
+    def is_running_canary(self) -> bool:
+        """Whether the engine runs only the canary request; for the supervisor."""
+        return self._canary.is_open
+
+    @property
+    def can_start(self) -> bool:
+        """Whether one more request would probably start at once."""
+        return self.load < self.max_running and not self.counters.waiting
+
+    def has(self, stream: TokenStream) -> bool:
+        """Whether this engine computes some of the stream's sequences, or will after a crash."""
+        return any(request_id in self._streams for request_id in stream.open_ids)
+
+    def has_capacity(self, request: Request) -> bool:
+        """Whether the request may be sent now.
+
+        With API keys, the last eighth of the slots and the prefetch are only for tenants that have nothing here,
+        and a tenant gets no further ahead than what the engine can start in one step: the requests that the engine
+        has not started are in order of arrival, and others' turns must not wait for them. Requests whose grammars are
+        being compiled take no capacity from others, since they take no part in the steps.
+        """
+        if self.ready is None or self.n_suspects:
+            return False
+        compiling = self._compiling
+        taken = compiling if request.grammar else self._streams.keys() - compiling
+        if len(taken) >= self.max_running + max(1, min(_MAX_PREFETCHED, self.max_running // _PREFETCHED_SHARE)):
+            return False
+        namespace = request.cache_namespace
+        own = [name for name in taken if self._streams[name].requests[0].cache_namespace == namespace]
+        if not (namespace and own):
+            return True
+        tokens = sum(prompt_tokens(self._unstarted[name]) for name in own if name in self._unstarted)
+        return len(taken) < self.max_running - self.max_running // 8 and tokens < self._step_prompt_tokens
+
+    def send(self, stream: TokenStream, request_id: str) -> None:
+        """Sends a request for which there is capacity; a suspect is sent once no other one is on trial."""
+        self._streams[request_id] = stream
+        if stream.crash_count:
+            self._recovery.add_suspect(request_id, stream.crash_count)
+            self._send_suspects()
+        else:
+            self._recovery.add(request_id, self._progress(request_id))
+            self._submit(request_id)
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        """Cancels those of these requests that it has; their streams keep their crash counts."""
+        for request_id in request_ids:
+            if stream := self._streams.get(request_id):
+                stream.crash_count = max(stream.crash_count, self._recovery.crash_count(request_id))
+                self.supervisor.send(Cancel(request_id))
+        self._remove(request_ids)
+
+    def on_report(self, report: StepReport) -> None:
+        """Handles the report of a step; for the supervisor."""
+        self.counters = report.counters
+        for started in report.started:
+            self._unstarted.pop(started.request_id, None)
+        is_scheduled = bool(self._reached)
+        ended = deliver(report, self._streams, self._reached)
+        if self._reached and not is_scheduled:  # once for all sequences, and all reports in the pipe
+            asyncio.get_running_loop().call_soon(self._notify_readers)
+        self._remove(ended)
+        self._send_suspects()
+        self.pool.on_report(report, ended)
+
+    def _notify_readers(self) -> None:
+        reached, self._reached = self._reached, set()
+        notify(reached)
+
+    def on_ready(self) -> None:
+        """The engine accepts requests: sends those that were in flight first; for the supervisor."""
+        n_open = len(self._streams)
+        self.pool.on_ready(self._index)
+        if self.ready and n_open:
+            _log.warning("%d open requests continue on this engine", n_open)
+            self.replayed += n_open
+        if self.ready and (canary := self._canary.start(self.ready, self.pool.new_stream)):
+            self._streams[CANARY_ID] = canary
+            self._recovery.add_first(CANARY_ID)
+        self._send_suspects()
+        self.pool.on_capacity()
+
+    def on_crash(self) -> bool:
+        """Returns whether a request is refused; all others wait for the next process. For the supervisor."""
+        self._past_counters = self.cumulative_counters
+        self.counters = Counters()
+        self._unstarted.clear()
+        self._remove(self._canary.on_crash())
+        for stream in dict.fromkeys(self._streams.values()):
+            stream.incidents.append((time.monotonic(), "engine crashed"))
+        refused = self._recovery.on_crash(self._progress)
+        # A stream fails as a whole: all its sequences have the same parameters.
+        for stream in {self._streams[request_id] for request_id in refused}:
+            _log.error("request %s is refused: the engine crashed twice while it worked on it", stream.requests[0].id)
+            stream.fail(EngineFailed(_REFUSED), time.monotonic())
+            self._canary.schedule()
+        self.pool.on_crash(self._index)
+        return bool(refused)
+
+    def on_stopped(self, reason: EngineStopped) -> None:
+        """The engine will not be restarted; for the supervisor."""
+        self._past_counters = self.cumulative_counters
+        self.counters = Counters()
+        self._remove(self._canary.on_crash())
+        self.pool.on_stopped(self._index, reason)
+
+    @property
+    def _compiling(self) -> set[str]:
+        """Requests whose grammars the engine compiles or has just compiled."""
+        return {request_id for request_id, request in self._unstarted.items() if request.grammar}
+
+    def _send_suspects(self) -> None:
+        """Sends the next suspect, if it can start at once: while it waits it could not clear itself."""
+        self._recovery.update_trial(self._progress)
+        can_start = self._recovery.n_in_flight < self.max_running and not self.counters.waiting
+        if self.ready and can_start and (request_id := self._recovery.pop_next(self._progress)):
+            self._submit(request_id)
+
+    def _submit(self, request_id: str) -> None:
+        self._unstarted[request_id] = request = self._streams[request_id].request(request_id)
+        self.supervisor.send(Submit(request))
+
+    def _progress(self, request_id: str) -> int:
+        return self._streams[request_id].progress(request_id)
+
+    def _remove(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self._recovery.remove(request_id)
+            self._streams.pop(request_id, None)
+            self._unstarted.pop(request_id, None)
+
+
 _COMMON_FIELDS = ("weights_version", "numerics", "context", "vocab_size", "block_size")
 """Fields in which all engines must agree, since a response may continue on any of them."""
 
@@ -174,9 +398,19 @@ class EnginePool:
         if self.ready is None:
             raise NotReady(f"the model is not ready yet ({self.phase}): try again in a moment", 1)
         self.queue.check(requests, time.monotonic())
-        stream = TokenStream(requests, self)
+        stream = self.new_stream(requests)
         self._enqueue(stream, requests)
         return stream
+
+    def new_stream(self, requests: Sequence[Request]) -> TokenStream:
+        """A stream for requests that no queue has yet."""
+        return TokenStream(
+            requests,
+            cancel=self.cancel,
+            position=self.queue.position,
+            suspend=self.suspend,
+            resume=self.resume_suspended,
+        )
 
     def resume(self, stream: TokenStream) -> None:
         """Queues a paused stream's open sequences again, even while engines restart. Raises NotReady, QueueFull."""
@@ -193,10 +427,6 @@ class EnginePool:
             self.queue.remove(request_id)
         for engine in self.engines:
             engine.release(request_ids)
-
-    def position(self, request_id: str) -> int | None:
-        """Number of requests that wait ahead of this one; for its stream."""
-        return self.queue.position(request_id)
 
     def suspend(self, stream: TokenStream) -> None:
         """Cancels the requests of a stream whose reader does not keep up, until resume_suspended(); for the stream."""

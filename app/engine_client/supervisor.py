@@ -199,7 +199,7 @@ async def read_directory() -> Mapping[str, str]:
 
 
 class Listener(Protocol):
-    """Receives the engine's events: app/engine_client/client.py."""
+    """Receives the engine's events: EngineClient in engine_pool.py, and a test's that hears only of the end."""
 
     @property
     def expects_progress(self) -> bool:

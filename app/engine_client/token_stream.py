@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -40,22 +39,6 @@ class Arrival(Struct, frozen=True, gc=False):
     item: Item
 
 
-class TokenSource(Protocol):
-    """Produces the tokens: app/engine_client/engine_pool.py."""
-
-    def cancel(self, request_ids: Sequence[str]) -> None:
-        """Cancels these requests; unknown ids are ignored."""
-
-    def position(self, request_id: str) -> int | None:
-        """How many requests wait ahead of this one; None if it does not wait."""
-
-    def suspend(self, stream: TokenStream) -> None:
-        """Cancels the open requests of the stream until resume_suspended()."""
-
-    def resume_suspended(self, stream: TokenStream) -> None:
-        """Submits the open requests of a suspended stream again."""
-
-
 Writes = list[tuple[Callable[[bytes], object], bytes]]
 """Writes to sockets, as (function, data), which wait until every stream of a report is encoded. A write wakes the
 client that reads the socket; it takes the core, and the caches with it, from the streams that are not encoded yet."""
@@ -73,11 +56,20 @@ class TokenStream:
 
     __slots__ = (  # every token touches an instance that the caches have lost: a dict would be further misses
         *("requests", "crash_count", "n_suspensions", "incidents", "work_seconds", "engine", "is_suspended"),
-        *("_source", "_open", "_has_started", "_attempts", "_generated", "_scored", "_arrivals", "_n_buffered"),
-        *("_is_awaited", "_consumer", "_arrived"),
+        *("_cancel", "_position", "_suspend_in_pool", "_resume_in_pool", "_open", "_has_started", "_attempts"),
+        *("_generated", "_scored", "_arrivals", "_n_buffered", "_is_awaited", "_consumer", "_arrived"),
     )
 
-    def __init__(self, requests: Sequence[Request], source: TokenSource) -> None:
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        *,
+        cancel: Callable[[Sequence[str]], None],
+        position: Callable[[str], int | None],
+        suspend: Callable[[TokenStream], None],
+        resume: Callable[[TokenStream], None],
+    ) -> None:
+        """The callbacks are methods of the engine pool: EnginePool.new_stream() in engine_pool.py passes them."""
         self.requests = tuple(requests)
         self.crash_count = 0
         """Consecutive crashes in which it was in flight when it was released; for the engine client."""
@@ -89,7 +81,7 @@ class TokenStream:
         """CPU time of its grammars outside the engine's steps."""
         self.engine: int | None = None
         """Engine that the latest of its requests was sent to; for the engine pool."""
-        self._source = source
+        self._cancel, self._position, self._suspend_in_pool, self._resume_in_pool = cancel, position, suspend, resume
         self._open = {request.id: index for index, request in enumerate(requests)}
         self._has_started = False
         self._attempts = 1
@@ -108,7 +100,7 @@ class TokenStream:
     @property
     def queue_position(self) -> int | None:
         """How many requests wait ahead of this stream's first; None once one of its requests runs, or all ended."""
-        return None if self._has_started or not self._open else self._source.position(next(iter(self._open)))
+        return None if self._has_started or not self._open else self._position(next(iter(self._open)))
 
     @property
     def is_open(self) -> bool:
@@ -145,7 +137,7 @@ class TokenStream:
         """Everything that has arrived, without waiting."""
         arrivals, self._arrivals, self._n_buffered = self._arrivals, [], 0
         if self.is_suspended and self._open:
-            self._source.resume_suspended(self)
+            self._resume_in_pool(self)
         return arrivals
 
     def wake(self) -> None:
@@ -157,14 +149,14 @@ class TokenStream:
         request_id = next((name for name, other in self._open.items() if other == index), None)
         if request_id is not None:
             del self._open[request_id]
-            self._source.cancel([request_id])
+            self._cancel([request_id])
 
     def close(self) -> None:
         """Cancels the open sequences when the reader is done; idempotent."""
         names = list(self._open)
         self._open.clear()
         if names:
-            self._source.cancel(names)
+            self._cancel(names)
 
     def cancel(self) -> None:
         """Like close(), and ends the stream with a Cancelled error for its reader."""
@@ -174,7 +166,7 @@ class TokenStream:
         """Cancels the open sequences in the engine; keeps what has arrived."""
         self.is_suspended = False
         if self._open:
-            self._source.cancel(list(self._open))
+            self._cancel(list(self._open))
 
     def renew(self) -> list[Request]:
         """The sequences that have not ended, as requests that continue from their last token; for the engine client.
@@ -242,7 +234,7 @@ class TokenStream:
         for request_id in names:
             self.push(request_id, at, error)
         if names:
-            self._source.cancel(names)
+            self._cancel(names)
             notify([self])
 
     def _suspend(self) -> None:
@@ -251,7 +243,7 @@ class TokenStream:
             self.is_suspended = True
             self.n_suspensions += 1
             self.incidents.append((time.monotonic(), "suspended: the client does not read"))
-            self._source.suspend(self)
+            self._suspend_in_pool(self)
 
     def _current_id(self, leader: str | None) -> str | None:
         return next((name for name, index in self._open.items() if self.requests[index].id == leader), None)

@@ -17,8 +17,7 @@ from app.common.ipc import WorkerConfig
 from app.common.logs import START
 from app.common.settings import Settings
 from app.engine.cpu.toolchain.library_cache import cache_directory
-from app.engine_client.client import EngineClient
-from app.engine_client.engine_pool import EnginePool
+from app.engine_client.engine_pool import EngineClient, EnginePool
 from app.engine_client.fair_queue import FairQueue
 from app.serving.kernel_prebuild import libraries_at_start
 from app.serving.model_instance import ModelInstance

@@ -19,7 +19,7 @@ from app.cluster.replica_pool import ReplicaPool
 from app.cluster.replica_server import ReplicaServer
 from app.common.errors import NotReady
 from app.common.settings import Settings
-from app.engine_client.client import EngineClient
+from app.engine_client.engine_pool import EngineClient
 from app.main import create_app
 from tests.support.async_test import async_test
 from tests.support.completion_client import parse_events, text_of

@@ -14,8 +14,7 @@ from app.common.ipc import WorkerConfig
 from app.common.types import Request
 from app.engine.guided.grammar_workers import Job
 from app.engine.worker_loop import GrammarCompileQueue, heartbeat
-from app.engine_client.client import EngineClient
-from app.engine_client.engine_pool import EnginePool
+from app.engine_client.engine_pool import EngineClient, EnginePool
 from app.engine_client.fair_queue import FairQueue
 from tests.support import ROOT
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine_client.client import CrashRecovery
+from app.engine_client.crash_recovery import CrashRecovery
 from app.engine_client.supervisor import MAX_FORGIVEN, TOKENS_TO_CLEAR, WINDOW_SECONDS, RestartPolicy
 
 

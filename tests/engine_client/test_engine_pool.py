@@ -22,7 +22,7 @@ from app.common.ipc import Submit
 from app.common.settings import Settings
 from app.common.types import Counters, Request, RequestStarted, StepReport
 from app.engine.memory.memory_plan import CacheShape
-from app.engine_client.client import CANARY_ID
+from app.engine_client.crash_recovery import CANARY_ID
 from app.engine_client.engine_pool import PrefixRouter, block_hashes
 from app.engine_client.supervisor import EngineStopped
 from app.engine_client.token_stream import MAX_BUFFERED, TokenStream

@@ -73,7 +73,8 @@ def test_a_sigint_that_was_ignored_at_the_start_stays_ignored(tmp_path: Path, we
 
 def test_an_engine_that_cannot_be_started_ends_the_service(tmp_path: Path, weights: Path) -> None:
     sabotage = (
-        "import app.engine_client.client as c; c.EngineClient.__init__.__kwdefaults__['command'] = ('/nonexistent',)"
+        "from app.engine_client.engine_pool import EngineClient as c; "
+        "c.__init__.__kwdefaults__['command'] = ('/nonexistent',)"
     )
     server = start_server(tmp_path, weights, wait=False, sabotage=sabotage)
     assert server.process.wait(60) == 2

@@ -8,8 +8,7 @@ from typing import Any
 
 from app.common.ipc import Cancel, Down, Ready, Submit, WorkerConfig
 from app.common.types import Counters, FinishReason, Request, RequestStarted, SampledEvent, StepReport
-from app.engine_client.client import EngineClient
-from app.engine_client.engine_pool import EnginePool
+from app.engine_client.engine_pool import EngineClient, EnginePool
 from app.engine_client.fair_queue import FairQueue
 from app.engine_client.supervisor import EngineStopped, WeightsFiles, read_directory
 from app.engine_client.token_stream import Arrival, TokenStream

@@ -20,7 +20,7 @@ from app import main as wiring
 from app import server
 from app.__main__ import main
 from app.access.rate_limiter import ANONYMOUS, RateLimits, Tenant
-from app.engine_client import client
+from app.engine_client import engine_pool
 from app.http import auth
 from app.serving import instance_factory
 
@@ -50,8 +50,8 @@ def _with_tenants(quotas: dict[str, dict[str, int]]) -> Callable[..., FastAPI]:
 
 if __name__ == "__main__":
     command = (sys.executable, "-P", "-m", "tests.support.fake_engine", sys.argv[1])
-    client.EngineClient.__init__.__kwdefaults__["command"] = command
-    assert instance_factory.EngineClient is client.EngineClient
+    engine_pool.EngineClient.__init__.__kwdefaults__["command"] = command
+    assert instance_factory.EngineClient is engine_pool.EngineClient
     if "CALLERS" in os.environ:
         server.create_app = _with_tenants(json.loads(os.environ["CALLERS"]))
     sys.exit(main(sys.argv[2:]))
