@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from app.engine.cpu.toolchain.library_cache import ABI
 from model.number_formats import Array
 
 # With pages of 2 MiB instead of 4 KiB, reading 256 MB of weights ran at 53 instead of 41 GB/s (2026-11-21).
@@ -131,7 +130,6 @@ class Step(Structure):
 
 
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "ink_abi": (c_int, ()),
     "ink_sizes": (c_int, ()),
     "ink_open_pool": (c_void_p, (c_int, c_int)),
     "ink_close_pool": (None, (c_void_p,)),
@@ -160,6 +158,6 @@ def load_library(path: Path) -> CDLL:
     except (OSError, AttributeError) as error:
         raise LibraryError(f"{path}: cannot be loaded ({error})") from None
     expected_sizes = sum(ctypes.sizeof(each) * 1000**i for i, each in enumerate((Matrix, Operation, Shape)))
-    if (library.ink_abi(), library.ink_sizes()) != (ABI, expected_sizes):
+    if library.ink_sizes() != expected_sizes:
         raise LibraryError(f"{path}: has a different interface, because it was built from other sources")
     return library

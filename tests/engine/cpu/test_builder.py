@@ -24,7 +24,7 @@ from app.engine.cpu.toolchain.library_cache import (
 from tests.support.fake_compiler import FakeCompiler, compiled, fake_compiler
 from tests.support.processes import has_exited
 
-STUB = '#include "value.h"\nextern "C" int ink_abi() { return VALUE; }'
+STUB = '#include "value.h"\nextern "C" int ink_sizes() { return VALUE; }'
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def source(tmp_path: Path) -> Path:
     folder = tmp_path / "source"
     folder.mkdir()
     (folder / "inkstream.cpp").write_text(STUB)
-    (folder / "value.h").write_text(f"#define VALUE {library_cache.ABI}\n")
+    (folder / "value.h").write_text("#define VALUE 8\n")
     return folder
 
 
@@ -72,7 +72,7 @@ def test_a_folder_in_the_cache_leaves_the_cache_itself_unwritable_for_others(tmp
 def test_the_machines_own_compiler_makes_a_library_that_loads(source: Path, cache_dir: Path) -> None:
     wanted = BuildRecipe(level=this_level(), source=source)
     library = build(wanted, cache_dir)
-    assert ctypes.CDLL(str(library)).ink_abi() == library_cache.ABI
+    assert ctypes.CDLL(str(library)).ink_sizes() == 8
     assert _leftovers(cache_dir) == {library.name, f"{library.name}.json"}
     note = read_metadata(library)
     assert note and note["bytes"] == library.stat().st_size
@@ -101,11 +101,10 @@ def test_its_name_depends_on_everything_it_is_made_of(source: Path, monkeypatch:
         lambda: (source / "more.h").write_text(""),
         lambda: (source / "more.h").rename(source / "most.h"),
         lambda: monkeypatch.setattr(library_cache, "FLAGS", (*library_cache.FLAGS, "-g")),
-        lambda: monkeypatch.setattr(library_cache, "ABI", library_cache.ABI + 1),
     ):
         change()
         names.add(BuildRecipe(level=X86_LEVELS[0], source=source).name)
-    assert len(names) == 8
+    assert len(names) == 7
 
 
 def _flip(library: Path) -> None:
@@ -186,9 +185,11 @@ def test_a_failed_build_tells_its_first_error_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        ('extern "C" int other() { return 1; }', "does not load.*ink_abi"),
-        ('extern "C" int ink_abi() { return 99; }', "99"),
-        ('#include <csignal>\nstatic int now = raise(SIGILL); extern "C" int ink_abi() { return now; }', "by signal 4"),
+        ('extern "C" int other() { return 1; }', "does not load.*ink_sizes"),
+        (
+            '#include <csignal>\nstatic int now = raise(SIGILL); extern "C" int ink_sizes() { return now; }',
+            "by signal 4",
+        ),
     ],
 )
 def test_a_library_that_would_not_work_or_crashes_is_not_kept(

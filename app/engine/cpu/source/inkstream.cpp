@@ -18,8 +18,6 @@ auto with_format(int is_bf16, int is_int8, F&& f) {
 
 extern "C" {
 
-int ink_abi() { return 8; }
-
 // Lets Python check that its structures have the same layout.
 int ink_sizes() { return int(sizeof(InkMatrix) + sizeof(InkOperation) * 1000 + sizeof(InkShape) * 1000000); }
 

@@ -27,7 +27,6 @@ from app.engine.cpu.toolchain.cpu_target import (
 )
 from app.engine.cpu.toolchain.guarded_subprocess import guarded_command
 from app.engine.cpu.toolchain.library_cache import (
-    ABI,
     PACKAGED,
     UNIT,
     BuildRecipe,
@@ -127,7 +126,7 @@ def _one_line(line: str) -> str:
 
 TIMEOUT_SECONDS = 600.0
 _CHECK_SECONDS = 60.0
-_CHECK_SCRIPT = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).ink_abi())"
+_CHECK_SCRIPT = "import ctypes, sys; ctypes.CDLL(sys.argv[1]).ink_sizes()"
 
 
 def _ignore_compiler(compiler: Compiler) -> None:
@@ -160,13 +159,11 @@ def need_cache_directory(requested: Path | None) -> Path:
 
 
 def check_loads(library: Path) -> None:
-    """Raises KernelsUnavailable if the file cannot be loaded, or has another interface version."""
+    """Raises KernelsUnavailable if the file cannot be loaded."""
     try:
-        abi = ctypes.CDLL(str(library)).ink_abi()
+        ctypes.CDLL(str(library)).ink_sizes()
     except (OSError, AttributeError) as error:
         raise KernelsUnavailable(f"{library} does not load ({' '.join(str(error).split())})") from None
-    if abi != ABI:
-        raise KernelsUnavailable(f"{library} has interface version {abi}, not {ABI}")
 
 
 def build(
@@ -211,13 +208,8 @@ def _check_library(built: Path, recipe: BuildRecipe, folder: Path) -> None:
     if not runs_here(recipe.level):
         return
     try:
-        abi = run((sys.executable, "-I", "-S", "-c", _CHECK_SCRIPT, str(built)), folder, _CHECK_SECONDS).strip()
+        run((sys.executable, "-I", "-S", "-c", _CHECK_SCRIPT, str(built)), folder, _CHECK_SECONDS)
     except BuildError as error:
         raise BuildError(
             f"the library does not load ({error}): where the disk is mounted noexec, give a directory with --cache-dir"
         ) from None
-    if abi != str(ABI):
-        raise BuildError(
-            f"the library has interface version {abi}, not {ABI}: "
-            f"app/engine/cpu/toolchain/library_cache.py and {UNIT} differ"
-        )

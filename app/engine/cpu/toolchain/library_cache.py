@@ -26,8 +26,6 @@ from app.engine.cpu.toolchain.cpu_target import BuildError, CpuTarget
 # The file name includes a hash of everything that the library depends on except the compiler: a machine without one
 # (the last stage of a container build) must be able to find the right library.
 
-ABI = 8
-"""Interface version, which ink_abi() must return; incremented whenever an exported function changes."""
 SOURCE = Path(__file__).parents[1] / "source"
 UNIT = "inkstream.cpp"
 """The one file that is compiled; it includes all others."""
@@ -50,7 +48,7 @@ class BuildRecipe:
     @property
     def name(self) -> str:
         """File name of the library. Reads the sources."""
-        parts = [str(ABI), self.level.machine, self.level.name, *self.flags]
+        parts = [self.level.machine, self.level.name, *self.flags]
         for path in sorted(self.source.iterdir()):
             if path.suffix in (".cpp", ".h"):
                 parts += [path.name, hashlib.sha256(path.read_bytes()).hexdigest()]
