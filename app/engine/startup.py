@@ -70,7 +70,8 @@ def build_engine(
         )
         cache_shape = _cache_shape(config, weights.config, placement, selected)
         backend = _backend(selected, weights, cache_shape, limits, config, packed_cache, announce)
-        blocks = _blocks(config, backend, announce)
+        blocks, plan = backend.plan_memory(config, announce)
+        _start_log.info("%s: memory: %s", config.name, plan)
     grammars = GrammarTracker(
         lambda: tokenizer().bytes_of, vocab_size=weights.config.vocab_size, max_states=config.max_running
     )
@@ -184,14 +185,6 @@ def _cache_shape(
         max_running=config.max_running,
         dtype=placement.dtype,
     )
-
-
-def _blocks(config: WorkerConfig, backend: Backend, announce: Announce) -> int:
-    """Number of cache blocks; logs the memory plan. Raises ValueError."""
-    blocks = backend.plan_memory(config, announce)
-    for row in blocks.rows:
-        _start_log.info("%s: memory: %s", config.name, row)
-    return blocks.number
 
 
 def _ready(

@@ -1,4 +1,4 @@
-"""Plans an engine's memory: what is in use, what a step needs, the size of the KV cache, and the table for the log.
+"""Plans an engine's memory: what is in use, what a step needs, and the size of the KV cache.
 
 total
 +-- share (--gpu-memory-utilization) ------------------------------+-- kept free --+
@@ -28,18 +28,6 @@ TILE = 64
 """Positions of a source that attention in torch takes at once."""
 _SPARE_SHARE = 64
 """A 64th of the memory stays free: kernels are loaded on first use, and torch's allocator fragments memory."""
-
-
-class PlanRow(NamedTuple):
-    """One row of the table."""
-
-    what: str
-    size: int | None
-    """Bytes; None: not measured."""
-    note: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.what}: {mib(self.size)}{f' ({self.note})' if self.note else ''}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,31 +67,27 @@ class MemoryPlan:
         """Bytes that are left for the cache."""
         return max(0, self.limit - self.needed)
 
-    @property
-    def rows(self) -> tuple[PlanRow, ...]:
-        """Rows of the plan for the log."""
-        return (
-            PlanRow("GPU memory", self.total),
-            PlanRow("CUDA, other processes", self.other),
-            PlanRow("available", self.limit, f"--gpu-memory-utilization {self.utilization:g}"),
-            PlanRow("weights", self.weights),
-            PlanRow("activations", self.activations, "measured at the largest step"),
-            PlanRow("graphs", self.graphs, "reserved for captured steps"),
-            PlanRow("cache", self.cache),
-            PlanRow("unused", self.limit - self.needed - self.cache),
-        )
+    def __str__(self) -> str:
+        unused = self.limit - self.needed - self.cache
+        return f"{self._available}: {self._used}, {mib(self.cache)} of cache, {mib(unused)} unused"
 
     def describe_shortage(self) -> str:
         """Part of an error message for a cache that does not fit: how much memory is left, and why."""
-        used = f"{mib(self.weights)} of weights, {mib(self.activations)} of activations, {mib(self.graphs)} of graphs"
-        others = f"; {mib(self.other)} are used by other processes" if self.limit < self.share else ""
-        setting = f"--gpu-memory-utilization {self.utilization:g} of {mib(self.total)}{others}"
-        return f"{mib(self.cache_budget)} are left of {mib(self.limit)} ({setting}) after {used}"
+        return f"{mib(self.cache_budget)} are left of {self._available} after {self._used}"
+
+    @property
+    def _available(self) -> str:
+        setting = f"--gpu-memory-utilization {self.utilization:g} of {mib(self.total)}"
+        return f"{mib(self.limit)} ({setting}; {mib(self.other)} are used by CUDA and other processes)"
+
+    @property
+    def _used(self) -> str:
+        return f"{mib(self.weights)} of weights, {mib(self.activations)} of activations, {mib(self.graphs)} of graphs"
 
 
-def mib(size: int | None) -> str:
+def mib(size: int) -> str:
     """Formats bytes in whole MiB, small sizes in KiB."""
-    return "not measured" if size is None else f"{size / 2**20:,.0f} MiB" if size >= 2**20 else f"{size >> 10} KiB"
+    return f"{size / 2**20:,.0f} MiB" if size >= 2**20 else f"{size >> 10} KiB"
 
 
 _CPU_SHARE = 0.5
@@ -223,7 +207,7 @@ class BlockBudget(NamedTuple):
 
     number: int
     """Number of blocks."""
-    rows: tuple[PlanRow, ...]
+    plan: str
     """The memory plan, for the log."""
 
 
@@ -236,13 +220,8 @@ def blocks_on_cpu(
     """
     free = free_memory()
     number = cache_shape.blocks(requested, free if are_loaded else free - weights, engines)
-    rows = (
-        PlanRow("free memory", free),
-        PlanRow("weights", weights, "already loaded" if are_loaded else "read next"),
-        PlanRow("activations", None),
-        PlanRow("cache", cache_shape.cache_bytes(number), "at most half of the free memory"),
-    )
-    return BlockBudget(number, rows)
+    state, cache = "loaded" if are_loaded else "read next", mib(cache_shape.cache_bytes(number))
+    return BlockBudget(number, f"{mib(free)} are free; {mib(weights)} of weights, {state}; {cache} of cache")
 
 
 def blocks_on_gpu(
@@ -271,7 +250,7 @@ def blocks_on_gpu(
         other=max(0, total - free - weights),
     )
     number = cache_shape.blocks_on_gpu(requested, plan)
-    return BlockBudget(number, replace(plan, cache=cache_shape.cache_bytes(number)).rows)
+    return BlockBudget(number, str(replace(plan, cache=cache_shape.cache_bytes(number))))
 
 
 def step_peak(compute_once: Callable[[], object], device: Device, meter: MemoryMeter) -> int:

@@ -80,15 +80,12 @@ def test_the_cache_gets_what_is_left_of_the_share_and_others_reduce_it_only_wher
     assert replace(PLAN, other=6400 * M).limit == replace(PLAN, other=6400 * M).cache_budget == 0
 
 
-def test_the_rows_of_the_plan_add_up() -> None:
-    plan = replace(PLAN, cache=1792 * M)
-    sizes = {row.what: row.size for row in plan.rows}
-    parts = ("weights", "activations", "graphs", "cache", "unused")
-    assert sum(sizes[name] or 0 for name in parts) == sizes["available"] == plan.limit
-    assert [str(row) for row in plan.rows][:3:2] == [
-        "GPU memory: 6,400 MiB",
-        "available: 3,200 MiB (--gpu-memory-utilization 0.5)",
-    ]
+def test_the_plan_in_the_log_adds_up() -> None:
+    assert str(replace(PLAN, cache=1792 * M)) == (
+        "3,200 MiB (--gpu-memory-utilization 0.5 of 6,400 MiB; 200 MiB are used by CUDA and other processes): "
+        "1,000 MiB of weights, 300 MiB of activations, 100 MiB of graphs, 1,792 MiB of cache, 8 MiB unused"
+    )
+    assert PLAN.limit / M == 1000 + 300 + 100 + 1792 + 8
 
 
 def test_a_gpus_cache_takes_all_that_is_left_with_the_padding_block() -> None:
@@ -120,11 +117,11 @@ def test_too_little_memory_is_refused_with_what_is_needed_and_left_and_what_othe
     cache_shape = _cache_shape()
     tight = replace(PLAN, weights=PLAN.share - 400 * M - cache_shape.cache_bytes(4))
     message = _refused(cache_shape, tight)
-    assert f"needs {mib(cache_shape.cache_bytes(16))} of cache" in message and "other processes" not in message
+    assert f"needs {mib(cache_shape.cache_bytes(16))} of cache" in message
     assert f"{mib(cache_shape.cache_bytes(4))} are left of 3,200 MiB" in message
     full = replace(PLAN, utilization=0.9, other=6000 * M)  # a reload's engine next to the old one
     message = _refused(cache_shape, full)
-    assert "6,000 MiB are used by other processes" in message
+    assert "6,000 MiB are used by CUDA and other processes" in message
     assert "a smaller --max-context or --max-running" in message and message.endswith("stop what else uses the GPU")
 
 
@@ -145,7 +142,7 @@ def test_a_gpu_is_asked_when_only_the_weights_are_there() -> None:
     peaks = MemoryPeaks(activations=300 * M, graphs=100 * M)
     blocks = blocks_on_gpu(_cache_shape(), CUDA, requested=0, utilization=0.5, peaks=peaks, meter=gpu)
     assert blocks.number == _cache_shape().blocks_on_gpu(0, PLAN), "what torch kept was given back"
-    assert blocks.rows == replace(PLAN, cache=_cache_shape().cache_bytes(blocks.number)).rows
+    assert blocks.plan == str(replace(PLAN, cache=_cache_shape().cache_bytes(blocks.number)))
 
 
 def test_a_steps_peak_counts_the_gaps_and_what_was_there_before_does_not() -> None:
