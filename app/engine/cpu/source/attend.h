@@ -176,10 +176,7 @@ inline void compute_scores_in_tiles(const InkShape& h, const Blocks<BF16>& block
             keys[i] = blocks.key(first + std::min(b + i, n_blocks - 1));
             next[i] = blocks.key(first + std::min(b + i + 4, n_blocks - 1));
         }
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
+        zero_sums();
         for (int c = 0; c < h.padded_head; c += 2 * kAttentionSteps) {
             _tile_loadd(4, queries + c, h.padded_head * 2);
             _tile_loadd(6, keys[0] + c * kBlock, 64);
@@ -193,11 +190,7 @@ inline void compute_scores_in_tiles(const InkShape& h, const Blocks<BF16>& block
             for (const bf16* each : next)
                 for (int i = 0; i < kAttentionSteps; i++) __builtin_prefetch(each + c * kBlock + i * 32);
         }
-        float* to = scores + b * kBlock;
-        _tile_stored(0, to, stride * 4);
-        _tile_stored(1, to + kBlock, stride * 4);
-        _tile_stored(2, to + 2 * kBlock, stride * 4);
-        _tile_stored(3, to + 3 * kBlock, stride * 4);
+        store_sums(scores + b * kBlock, stride * 4);
     }
 }
 
@@ -206,10 +199,7 @@ inline void add_values_in_tiles(const InkShape& h, const Blocks<BF16>& blocks, c
                                 int first, int n_blocks, int column, Floats* sums) {
     const int vectors = (h.padded_head - column) / kLanes;
     const long row_bytes = h.padded_head * 4;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    zero_sums();
     for (int b = 0; b < n_blocks; b++) {
         const auto at = [&](int block) {
             return reinterpret_cast<const char*>(blocks.value(first + block) + column * 2);
@@ -233,10 +223,7 @@ inline void add_values_in_tiles(const InkShape& h, const Blocks<BF16>& blocks, c
         for (int i = 0; i < kAttentionSteps; i++)
             for (int v = 0; v < std::min(vectors, 4); v++) __builtin_prefetch(next + i * row_bytes + v * 64);
     }
-    _tile_stored(0, sums, 256);
-    _tile_stored(1, sums + 1, 256);
-    _tile_stored(2, sums + 2, 256);
-    _tile_stored(3, sums + 3, 256);
+    store_sums(sums, 256);
 }
 
 // As attend(), up to 16 rows. scratch: 16 * (the padded head + 2 * (keys in groups of 4 blocks)) floats.

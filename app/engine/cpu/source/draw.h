@@ -3,12 +3,81 @@
 // One thread samples a row, and the order of its sums depends on that row alone. The caller owns all memory.
 #pragma once
 
+#include <array>
+
 #include "sample.h"
-#include "philox.h"
-#include "logprobs.h"
 #include "threads.h"
 
 namespace ink {
+
+// Counter-based random numbers: Philox 4x32-10 (Salmon et al., SC 2011). No state.
+using Words4 = std::array<uint32_t, 4>;
+
+inline Words4 philox(Words4 c, uint32_t k0, uint32_t k1) {
+    for (int round = 0; round < 10; round++) {
+        const uint64_t p0 = uint64_t{c[0]} * 0xD2511F53u, p1 = uint64_t{c[2]} * 0xCD9E8D57u;
+        c = {static_cast<uint32_t>(p1 >> 32) ^ c[1] ^ k0, static_cast<uint32_t>(p1),
+             static_cast<uint32_t>(p0 >> 32) ^ c[3] ^ k1, static_cast<uint32_t>(p0)};
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    return c;
+}
+
+// In [0, 1), 53 bits: the upper 27 of one word, the upper 26 of the next.
+inline double uniform(int64_t seed, int64_t choice, int64_t position) {
+    const auto low = [](int64_t value) { return static_cast<uint32_t>(static_cast<uint64_t>(value)); };
+    const auto high = [](int64_t value) { return static_cast<uint32_t>(static_cast<uint64_t>(value) >> 32); };
+    const Words4 words = philox({low(position), high(position), low(choice), 0}, low(seed), high(seed));
+    return (static_cast<double>(words[0] >> 5) * 67108864.0 + static_cast<double>(words[1] >> 6)) * 0x1p-53;
+}
+
+// Log-probabilities of the raw logits: the sampled token's, and the most likely tokens.
+struct TokenLogprob {
+    float logprob;
+    uint32_t id;
+};
+
+// Converts a logit of the row to its log-probability.
+struct LogSoftmax {
+    double best, log_total;
+
+    // Clamped above -inf, which rounding may give a finite logit far below the others. Monotonic in the logit.
+    INK_INLINE float of(float logit) const { return clamp_to_float((logit - best) - log_total); }
+
+    // A lower bound for the logits whose log-probability is this one.
+    float lowest_logit(float logprob) const {
+        const double slack = 1e-6 * std::fabs(logprob) + 1e-12 * (std::fabs(best) + log_total) + 1e-40;
+        const float logit = clamp_to_float(best + log_total + logprob - slack);
+        return std::max(-FLOAT_MAX, std::nextafter(logit, -FLOAT_MAX));
+    }
+};
+
+inline LogSoftmax log_softmax_of_row(Scratch& scratch) {
+    const float best = scratch.best();
+    return {best, std::log(compute_row_weights<false>(scratch, Scale{best, 1}).total)};
+}
+
+// Writes the `count` most likely tokens, the lower id among equals; count is at most the vocabulary.
+inline void write_top_logprobs(Scratch& scratch, const LogSoftmax& softmax, int64_t count, int64_t* ids,
+                               double* logprobs) {
+    if (!count) return;
+    const float kth = kth_largest(scratch, scratch.block_max, scratch.blocks, count);
+    // Tokens whose log-probability rounds to the same number may have a lower logit and a lower id.
+    const float least = softmax.lowest_logit(softmax.of(kth));
+    collect_candidates(scratch, scratch.x, scratch.block_max, least, scratch.candidates.x);
+    TokenLogprob* found = reinterpret_cast<TokenLogprob*>(scratch.key);
+    static_assert(sizeof(TokenLogprob) == sizeof(uint64_t));
+    const Candidates& candidates = scratch.candidates;
+    for (int64_t i = 0; i < candidates.n; i++) found[i] = {softmax.of(candidates.x[i]), candidates.id[i]};
+    std::partial_sort(found, found + count, found + candidates.n, [](const TokenLogprob& a, const TokenLogprob& b) {
+        return a.logprob > b.logprob || (a.logprob == b.logprob && a.id < b.id);
+    });
+    for (int64_t i = 0; i < count; i++) {
+        ids[i] = found[i].id;
+        logprobs[i] = found[i].logprob;
+    }
+}
 
 // Most likely tokens reported for a row, at most.
 constexpr int64_t INK_TOP = 20;

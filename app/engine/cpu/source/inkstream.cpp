@@ -46,9 +46,8 @@ void ink_quantize(void* pool, const void* from, int n_rows, int k, int is_bf16, 
 
 void* ink_open(const InkShape* shape, void* pool) {
     Pool& threads = *static_cast<Pool*>(pool);
-    Executor* executor = shape->is_bf16 ? static_cast<Executor*>(new ink::Decoder<BF16, I8>(*shape, threads))
-                                      : new ink::Decoder<F32, I8F32>(*shape, threads);
-    return executor;
+    if (shape->is_bf16) return static_cast<Executor*>(new ink::Decoder<BF16, I8>(*shape, threads));
+    return static_cast<Executor*>(new ink::Decoder<F32, I8F32>(*shape, threads));
 }
 void ink_close(void* executor) { delete static_cast<Executor*>(executor); }
 

@@ -46,10 +46,6 @@ INK_INLINE void set_logit(Scratch& scratch, int64_t token, double value) {
     scratch.dirty[token / BLOCK] = 1;
 }
 
-inline void add_biases(Scratch& scratch, const InkParams& p) {
-    for (int i = 0; i < p.n_biases; i++) set_logit(scratch, p.bias_ids()[i], scratch.x[p.bias_ids()[i]] + p.biases()[i]);
-}
-
 // CTRL's repetition penalty: applied once to each token of prompt and output. The weights are not computed yet, so
 // scratch.w can save the logits: a token that comes again gets the same result again, without a branch.
 inline void penalize_repetition(Scratch& scratch, const InkRow& row) {
@@ -111,7 +107,7 @@ inline void ban_stop_tokens(Scratch& scratch, const InkParams& p) {
 
 inline void adjust_logits(Scratch& scratch, const InkRow& row) {
     const InkParams& p = *row.params;
-    add_biases(scratch, p);
+    for (int i = 0; i < p.n_biases; i++) set_logit(scratch, p.bias_ids()[i], scratch.x[p.bias_ids()[i]] + p.biases()[i]);
     if (p.repetition != 1) penalize_repetition(scratch, row);
     if (p.presence != 0 || p.frequency != 0) penalize_presence(scratch, row);
     if (row.allowed) apply_mask(scratch, row.allowed);

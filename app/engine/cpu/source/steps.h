@@ -139,22 +139,14 @@ class Decoder : public Executor {
         const float* position_embedding = table ? table + long(rows_[row].position) * shape_.width : nullptr;
         float* to = floats(kResidual, row);
         for (int i = 0; i < shape_.width; i++) {
-            float parts[P::kStep];
-            unpack<P>(column + 2L * (i / P::kStep) * P::kBytes, lane, parts);
-            to[i] = parts[i % P::kStep] * scale + (position_embedding ? position_embedding[i] : 0.0f);
+            const auto packed = P::weights(column + 2L * (i / P::kStep) * P::kBytes)[lane];
+            float number;
+            if constexpr (P::kStep == 1) number = packed;
+            else number = to_float(bf16{uint16_t(packed >> 16 * (i % 2))});
+            to[i] = number * scale + (position_embedding ? position_embedding[i] : 0.0f);
         }
         // Products also read the padding, where an earlier step may have left NaN (0 * inf).
         std::fill(to + shape_.width, to + shape_.register_columns[kResidual], 0.0f);
-    }
-
-    template <class P>
-    static void unpack(const char* at, int lane, float* parts) {
-        const typename P::Operand w = P::weights(at);
-        if constexpr (P::kStep == 1) {
-            parts[0] = w[lane];
-        } else {
-            parts[0] = to_float(bf16{uint16_t(w[lane])}), parts[1] = to_float(bf16{uint16_t(w[lane] >> 16)});
-        }
     }
 
     void normalize(const InkOperation& op, int row) {
@@ -293,11 +285,8 @@ class Decoder : public Executor {
     void add(const InkOperation& op, int row) {
         float* to = floats(op.out, row);
         const Number* from = numbers(op.in, row);
-        for (int c = 0; c < op.columns; c++) to[c] += as_float(from[c]);
+        for (int c = 0; c < op.columns; c++) to[c] += to_float(from[c]);
     }
-
-    static float as_float(float x) { return x; }
-    static float as_float(bf16 x) { return to_float(x); }
 
     void store_logits(float* to, const Floats& x) {
         store(to, shape_.soft_cap > 0 ? tanh(x / shape_.soft_cap) * shape_.soft_cap : x);

@@ -32,6 +32,22 @@ inline void configure_tiles(int rows, int others, int steps = kTileSteps) {
     asm volatile("ldtilecfg %0" ::"m"(shapes));  // GCC's intrinsic names only 8 bytes of it
 }
 
+INK_INLINE void zero_sums() {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+}
+
+// Stores the sums side by side.
+INK_INLINE void store_sums(void* to, long row_bytes) {
+    char* at = static_cast<char*>(to);
+    _tile_stored(0, at, row_bytes);
+    _tile_stored(1, at + 64, row_bytes);
+    _tile_stored(2, at + 128, row_bytes);
+    _tile_stored(3, at + 192, row_bytes);
+}
+
 // Up to 32 rows by one panel, or up to 16 rows by two. sums: [rows][panels][2] vectors.
 template <class W>
 void multiply_tiles(const bf16* x, long stride, int rows, const char* panel, long panel_bytes, int panels, int steps,
@@ -43,10 +59,7 @@ void multiply_tiles(const bf16* x, long stride, int rows, const char* panel, lon
     const auto prefetch_half = [](const char* weights) {
         for (int i = 0; i < kBytes / 2; i += 64) __builtin_prefetch(weights + kBytes + i);
     };
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    zero_sums();
     for (int s = 0; s < steps; s += kTileSteps, panel += kBytes) {
         const bf16* from = x + 2 * s;
         long row_numbers = stride;
