@@ -45,7 +45,6 @@ from app.engine.cpu.toolchain.cpu_target import LEVELS, runs_here
 from app.engine.cpu.toolchain.library_cache import BuildRecipe, cache_directory
 from app.engine.execution.engine import Engine
 from app.engine.gpu.decoder import PagedDecoder
-from app.engine.gpu.kernels.reference_operations import ReferenceKernels
 from app.engine.gpu.runner import DeviceRunner
 from app.engine.gpu.setup import device_runner
 from app.engine.scheduling.block_allocator import BlockPool
@@ -55,6 +54,7 @@ from app.engine.worker_loop import BuiltEngine
 from app.guided.grammar import grammar_from
 from benchmarks.common import alternate, command_line, median_of, print_result
 from benchmarks.engine_driver import cancel_all, random_prompt, request, run_until_decoding
+from benchmarks.gpu.reference_kernels import ReferenceKernels
 from benchmarks.shapes import SHAPES, parameter_reader
 from model.checkpoint.config_file import load_config
 from model.config import ModelConfig

@@ -15,11 +15,11 @@ from app.common.ipc import WorkerConfig
 from app.engine import startup
 from app.engine.execution.engine import Engine
 from app.engine.gpu.decoder import PagedDecoder
-from app.engine.gpu.kernels.reference_operations import ReferenceKernels
 from app.engine.gpu.setup import device_runner
 from app.engine.scheduling.block_allocator import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from app.engine.worker_loop import BuiltEngine
+from benchmarks.gpu.reference_kernels import ReferenceKernels
 from benchmarks.gpu.results import Finding, StageContext
 from benchmarks.shapes import SHAPES, WeightsInMemory, smaller, weights_in_memory
 from model.checkpoint.checkpoint import load_decoder

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.gpu.kernels.reference_operations import FP8_MULTIPLE, fp8_product, quantize_fp8_weight
+from app.engine.gpu.kernels.reference_products import FP8_MULTIPLE, fp8_product, quantize_fp8_weight
 from app.engine.gpu.triton_loader import REFERENCE_KERNELS, QuantizedKernels
 from app.engine.quantization.int8_weights import quantize as quantize_int8
 from model.nn.layers import Linear, product

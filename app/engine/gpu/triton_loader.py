@@ -1,4 +1,4 @@
-"""Loads the Triton kernels, or the reference kernels if Triton is not installed.
+"""Loads the Triton kernels, or for quantized products the reference if Triton is not installed.
 
 Triton is an optional dependency, and only this file checks for it.
 """
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from app.engine.gpu.kernels.interface import SHARED_BYTES, Kernels
-from app.engine.gpu.kernels.reference_operations import (
+from app.engine.gpu.kernels.reference_products import (
     Fp8RowQuantizer,
     Int8Product,
     dequantized_product,

@@ -1,22 +1,22 @@
 """The sampler: logits and parameters of each row in, tokens and log-probabilities out. Pure functions on tensors.
 
 Order (docs/sampling.md): log-probabilities of the raw logits; then the stages ADJUSTMENTS and FILTERS, and the draw.
-Rows are independent: the sampled token depends on (seed, choice, position) and the row alone. draw_tokens() serves the
-host (TorchSampler) and the reference implementation of the GPU's kernels (app/engine/gpu/kernels).
+Rows are independent: the sampled token depends on (seed, choice, position) and the row alone. draw_tokens() serves
+TorchSampler and the reference implementation of the GPU's kernels (benchmarks/gpu/reference_kernels.py).
 
 Random numbers come from Philox 4x32-10 (Salmon et al., 2011), a pure function of (seed, choice, position). On the host
 it is computed in plain Python integers for many counters at once: each occupies a lane of 64 bits of one long integer.
 A product of two 32-bit words fits into its lane, so one multiplication serves all lanes (6 us a row became 1 us at 32
-rows). On a device, the same function computes with tensors of int64, whose low 64 bits are correct if products wrap.
+rows). The GPU's reference computes the same function with tensors of int64, whose low 64 bits are correct if products
+wrap.
 
 repetition_penalty r (CTRL: Keskar et al., 2019), for each token of prompt and output: logit / r where it is positive,
 logit * r elsewhere. presence_penalty p and frequency_penalty f (OpenAI), for each token generated c > 0 times:
 logit - f c - p. Computed in float64 and clamped to the range of float32, so that no penalty results in an infinity.
 
 Every filter is a threshold that keeps all tokens at or above it, so that tokens of equal logits stay together and the
-result never depends on the order of a sort. Sums are float64. A row's weights depend on that row alone. Nothing waits
-for the device unless RowParameters.may_wait allows it: then a filter tries the top tokens before it sorts whole rows,
-with the same result.
+result never depends on the order of a sort. Sums are float64. A row's weights depend on that row alone. A filter tries
+the top tokens before it sorts whole rows, with the same result.
 
 Shape legend: S rows, V vocabulary, B blocks of it, N entries of a row, X columns of any kind or flattened.
 """
@@ -68,14 +68,6 @@ def uniforms(draws: Iterable[Draw]) -> list[float]:
     return [((a >> 5) * 2**26 + (b >> 6)) * 2.0**-53 for a, b in pairs]
 
 
-def device_uniforms(seed_low: Tensor, seed_high: Tensor, choice: Tensor, position: Tensor) -> Tensor:
-    """uniforms() as float64, one for each element. Words may be signed; positions are not negative."""
-    position = position.long()
-    counter = (position & _MASK32, position >> 32, choice.long() & _MASK32, position * 0)
-    first, second, _, _ = philox(counter, (seed_low.long() & _MASK32, seed_high.long() & _MASK32))
-    return ((first >> 5) * 2**26 + (second >> 6)).double() * 2.0**-53
-
-
 def philox(
     counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word], lanes: int = 1
 ) -> tuple[Word, Word, Word, Word]:
@@ -107,8 +99,6 @@ class RowParameters:
 
     stages: frozenset[str]
     """Names of the stages to run: at least those that a row requests. A stage leaves all other rows as they are."""
-    may_wait: bool
-    """Whether the host may wait for values on the device; if not, all shapes are static, as a CUDA graph needs."""
     header_SX: Tensor
     """int32: the first words of the layout."""
     stop_ids_SN: Tensor
@@ -122,7 +112,7 @@ class RowParameters:
     counts_SV: Tensor | None
     """int32, as count_tokens() counts; None if no row has penalties."""
     counted_ids_SN: Tensor | None = None
-    """int64: ids with all counts that are not 0; None if any id may be counted."""
+    """int64: ids with all counts that are not 0; None if no row has penalties."""
     allowed_SX: Tensor | None = None
     """int32 bitmasks of grammars; None if no row has one."""
 
@@ -187,18 +177,16 @@ def _add_biases(values: StageValues, rows: RowParameters) -> None:
 
 
 def _penalize(values: StageValues, rows: RowParameters) -> None:
-    if rows.counts_SV is None:
+    if rows.counts_SV is None or (ids_SN := rows.counted_ids_SN) is None:
         return
-    logits_SX, counts_SX, ids_SN = values.logits_SV, rows.counts_SV, rows.counted_ids_SN
-    if ids_SN is not None:
-        logits_SX, counts_SX = logits_SX.gather(1, ids_SN), counts_SX.gather(1, ids_SN)
+    logits_SX, counts_SX = values.logits_SV.gather(1, ids_SN), rows.counts_SV.gather(1, ids_SN)
     r_S1 = rows.number(layout.REPETITION)
     repeated_SX = _clamped((logits_SX / r_S1).where(logits_SX > 0, logits_SX * r_S1)).where(counts_SX > 0, logits_SX)
     generated_SX = counts_SX >> 1
     # One subtraction: penalties that cancel out must not take a tiny logit's digits with them.
     penalty_SX = rows.number(layout.FREQUENCY) * generated_SX + rows.number(layout.PRESENCE)
     logits_SX = _clamped(repeated_SX - penalty_SX).where(generated_SX > 0, repeated_SX)
-    values.logits_SV = logits_SX if ids_SN is None else values.logits_SV.scatter(1, ids_SN, logits_SX)
+    values.logits_SV = values.logits_SV.scatter(1, ids_SN, logits_SX)
 
 
 def _mask(values: StageValues, rows: RowParameters) -> None:
@@ -228,7 +216,7 @@ def _keep_top_k(values: StageValues, rows: RowParameters) -> None:
     vocab = values.logits_SV.shape[1]
     k_S1 = rows.word(layout.TOP_K)
     k_S1 = k_S1.where((k_S1 > 0) & (k_S1 < vocab), vocab)
-    most = int(k_S1.where(k_S1 < vocab, 1).amax()) if rows.may_wait else vocab
+    most = int(k_S1.where(k_S1 < vocab, 1).amax())
     best_SX = values.logits_SV.topk(most, dim=-1).values
     least_S1 = best_SX.gather(1, k_S1.clamp(max=most) - 1).where(k_S1 < vocab, NEG_INF)
     # Weights, not logits: exp() of -inf takes ten times as long as that of other numbers.
@@ -242,13 +230,13 @@ def _keep_typical(values: StageValues, rows: RowParameters) -> None:
     surprise_SV = total_S1.log() - values.scaled_SV
     entropy_S1 = _total((surprise_SV * weights_SV).where(weights_SV > 0, 0.0)) / total_S1
     nearness_SV = (-(surprise_SV - entropy_S1).abs()).where(weights_SV > 0, NEG_INF)
-    least_S1 = _threshold(nearness_SV, weights_SV, share_S1, may_wait=rows.may_wait)
+    least_S1 = _threshold(nearness_SV, weights_SV, share_S1)
     values.weights_SV = weights_SV.where((nearness_SV >= least_S1) | (share_S1 >= 1), 0.0)
 
 
 def _keep_top_p(values: StageValues, rows: RowParameters) -> None:
     weights_SV, share_S1 = values.weights_SV, rows.number(layout.TOP_P)
-    least_S1 = _threshold(weights_SV, weights_SV, share_S1, may_wait=rows.may_wait)
+    least_S1 = _threshold(weights_SV, weights_SV, share_S1)
     values.weights_SV = weights_SV.where((weights_SV >= least_S1) | (share_S1 >= 1), 0.0)
 
 
@@ -274,7 +262,6 @@ FILTERS = (
 """Stages of all other rows."""
 GREEDY = "greedy"
 """Name of the choice of the best token; the filters' rows draw instead."""
-STAGE_NAMES = frozenset({GREEDY, *(stage.name for stage in ADJUSTMENTS + FILTERS)})
 
 
 def requested_stages(rows: Items[SamplingInput]) -> frozenset[str]:
@@ -303,10 +290,10 @@ def _total(weights_SX: Tensor) -> Tensor:
     return _block_sums(weights_SX)[1][:, -1:]
 
 
-def _threshold(key_SX: Tensor, weights_SX: Tensor, share_S1: Tensor, *, may_wait: bool) -> Tensor:
+def _threshold(key_SX: Tensor, weights_SX: Tensor, share_S1: Tensor) -> Tensor:
     """[S, 1] key of the last token, in descending order of keys, needed to reach share_S1 of the total weight."""
     target_S1, width = _total(weights_SX) * share_S1, key_SX.shape[1]
-    tried = min(_TOP_TRIED, width) if may_wait else width
+    tried = min(_TOP_TRIED, width)
     least_S1, reached_S1 = _threshold_in_top(key_SX, weights_SX, target_S1, tried)
     if tried < width:
         # Few rows are so flat that the top tokens do not suffice: only those are sorted.
@@ -385,7 +372,7 @@ def draw_tokens(logits_SV: Tensor, rows: RowParameters, numbers_S1: Tensor) -> D
     raw_SV = logits_SV.float()
     # amax and amin propagate NaN; isfinite() over all logits would take most of the time.
     is_valid_S1 = raw_SV.amax(-1, keepdim=True).isfinite() & raw_SV.amin(-1, keepdim=True).isfinite()
-    if not (rows.may_wait and is_valid_S1.all()):
+    if not is_valid_S1.all():
         raw_SV = raw_SV.where(is_valid_S1, 0.0)
     logits_SV = apply_stages(raw_SV, rows, ADJUSTMENTS).logits_SV
     is_valid_S1 = is_valid_S1 & (logits_SV.amax(-1, keepdim=True) > NEG_INF)
@@ -465,7 +452,6 @@ def row_parameters(rows: Items[SamplingInput], vocab: int, device: torch.device 
     counts_SV, counted_ids_SN = _counts(rows, vocab, device)
     return RowParameters(
         stages=requested_stages(rows),
-        may_wait=True,
         header_SX=torch.frombuffer(header, dtype=torch.int32).view(len(rows), -1).to(device),
         stop_ids_SN=_table(stop_ids, -1, torch.int64, device),
         bias_ids_SN=_table([[token for token, _ in each] for each in biases], -1, torch.int64, device),

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from app.engine.gpu.kernels.interface import SPLIT, AttentionBatch, Kernels
-from app.engine.gpu.kernels.reference_operations import ReferenceKernels
 from benchmarks.gpu.conformance.harness import close, kernels_under_test, poisoned, random, same_bits
+from benchmarks.gpu.reference_kernels import ReferenceKernels
 from benchmarks.gpu.results import Finding
 
 Piece = tuple[int, int, int]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from app.engine.gpu.kernels.interface import Kernels
-from app.engine.gpu.kernels.reference_operations import ReferenceKernels
+from benchmarks.gpu.reference_kernels import ReferenceKernels
 from benchmarks.gpu.results import Finding
 
 _MAX_ULPS = {torch.float32: 64, torch.float16: 4, torch.bfloat16: 4}

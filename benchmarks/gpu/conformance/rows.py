@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from app.engine.gpu.kernels.interface import HeadsSpec, Kernels, NormSpec, RowState
-from app.engine.gpu.kernels.reference_operations import ReferenceKernels
 from benchmarks.gpu.conformance.harness import close, kernels_under_test, poisoned, random, rounded, same_bits
+from benchmarks.gpu.reference_kernels import ReferenceKernels
 from benchmarks.gpu.results import Finding
 from model.config import Activation, Norm
 

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from app.common.types import Request, SampledToken
-from app.engine.gpu.kernels.reference_operations import ReferenceKernels
 from app.engine.gpu.kernels.sampling_state import SampleOut, SamplingTable, samples_of
 from app.engine.gpu.linears import VOCAB_MULTIPLE
 from app.engine.sampling.parameters import SamplingInput, is_counted, pack_request, token_mask
 from app.engine.sampling.sampler import ADJUSTMENTS, FILTERS, Draw, apply_stages, row_parameters, sample, uniforms
 from benchmarks.gpu.conformance.harness import triton_kernels
 from benchmarks.gpu.conformance.sampling_cases import Case, chance, edges
+from benchmarks.gpu.reference_kernels import ReferenceKernels
 from benchmarks.gpu.results import Finding
 
 Sample = Callable[[Tensor, Tensor, Tensor, SamplingTable, SampleOut], None]

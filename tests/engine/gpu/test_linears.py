@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.gpu.kernels import reference_operations
-from app.engine.gpu.kernels.reference_operations import dequantized_product
+from app.engine.gpu.kernels import reference_products
+from app.engine.gpu.kernels.reference_products import dequantized_product
 from app.engine.gpu.linears import (
     Quantize,
     check_quantize,
@@ -87,7 +87,7 @@ def test_a_row_does_not_see_the_others(kind: Quantize) -> None:
 
 def test_rows_are_rounded_to_the_nearest_with_a_scale_of_their_own() -> None:
     x = torch.cat((_normal(3, 64, dtype=torch.float32) * torch.tensor([[1.0], [1e-4], [1e4]]), torch.zeros(1, 64)))
-    numbers, scales = reference_operations.quantize_fp8_rows(x)
+    numbers, scales = reference_products.quantize_fp8_rows(x)
     assert numbers.dtype == torch.float8_e4m3fn
     assert torch.equal(numbers.float().abs().amax(1), torch.tensor([448.0, 448.0, 448.0, 0.0]))
     error = (numbers.float() * scales - x).abs()
@@ -108,21 +108,21 @@ def test_what_is_done_piece_by_piece_gives_the_same_as_a_whole(monkeypatch: pyte
     weight, x, bias = _normal(50, 64), _normal(3, 64, seed=1), _normal(50, seed=2)
 
     def both() -> tuple[Tensor, ...]:
-        fp8 = reference_operations.quantize_fp8_weight(weight)
+        fp8 = reference_products.quantize_fp8_weight(weight)
         return fp8.numbers.float(), fp8.scales_X1, dequantized_product(x, quantize(weight), bias).float()
 
     whole = both()
-    monkeypatch.setattr(reference_operations, "_CHUNK_NUMBERS", 64 * 7)
+    monkeypatch.setattr(reference_products, "_CHUNK_NUMBERS", 64 * 7)
     assert all(torch.allclose(a, b, rtol=2**-7) for a, b in zip(both(), whole, strict=True))
 
 
 def test_the_product_of_torch_takes_what_it_is_given() -> None:
     """torch has it for CPUs too, with the same arguments: the layouts that a GPU is given are tried here."""
-    x = reference_operations.quantize_fp8_rows(_normal(5, 64))
-    weight = reference_operations.quantize_fp8_weight(_normal(48, 64, seed=1))
+    x = reference_products.quantize_fp8_rows(_normal(5, 64))
+    weight = reference_products.quantize_fp8_weight(_normal(48, 64, seed=1))
     for bias in (_normal(48, seed=2), None):
-        ours = reference_operations.fp8_product(x, weight, bias, torch.float32)
-        torchs = reference_operations.scaled_product(x, weight, bias, torch.bfloat16)
+        ours = reference_products.fp8_product(x, weight, bias, torch.float32)
+        torchs = reference_products.scaled_product(x, weight, bias, torch.bfloat16)
         assert torch.allclose(torchs.float(), ours, rtol=2**-7, atol=1e-2)
 
 
@@ -224,10 +224,10 @@ def test_a_row_is_scaled_by_itself_to_the_bits_of_its_reference(columns: int) ->
     wide = wide.to(DEVICE)
     numbers, scales = wide.new_empty(5, columns), wide.new_empty(5, 1)
     kernel, sizes = import_module(TRITON).quantize_row_kernel, {"N_COLUMNS": columns, "PADDED": 256}
-    kernel[(5,)](wide, numbers, scales, 300, FP8_MAX=reference_operations.FP8_MAX, **sizes)
-    reference = reference_operations.quantize_fp8_rows(wide[:, :columns])
+    kernel[(5,)](wide, numbers, scales, 300, FP8_MAX=reference_products.FP8_MAX, **sizes)
+    reference = reference_products.quantize_fp8_rows(wide[:, :columns])
     assert torch.equal(scales[:4], reference.scales_X1[:4])
-    assert torch.equal(numbers[:4].to(reference_operations.FP8_DTYPE).float(), reference.numbers[:4].float())
+    assert torch.equal(numbers[:4].to(reference_products.FP8_DTYPE).float(), reference.numbers[:4].float())
     assert numbers[4, 7].isnan(), "a number that is none must not look like one"
 
 

@@ -15,7 +15,6 @@ from app.common.types import BatchPlan, Chunk, Request, SampledEvent, Sequence, 
 from app.engine.execution.engine import Engine
 from app.engine.execution.warmup_batches import dummies
 from app.engine.gpu.graphs import CudaCapture
-from app.engine.gpu.kernels.reference_operations import ReferenceKernels
 from app.engine.gpu.resident_batch import Download, ResidentBatch
 from app.engine.gpu.runner import DeviceRunner
 from app.engine.gpu.step import StepProgram
@@ -24,6 +23,7 @@ from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.scheduling.scheduler import StepLimits
 from app.engine.startup_checks import check_batch_invariance
 from app.guided.grammar import grammar_from
+from benchmarks.gpu.reference_kernels import ReferenceKernels
 from tests.engine.execution.test_parity import _requests
 from tests.engine.execution.test_parity_switches import _config
 from tests.engine.execution.test_parity_switches import _requests as _few_requests

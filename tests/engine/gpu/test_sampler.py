@@ -17,11 +17,12 @@ from app.common.types import Request, SamplingParams
 from app.engine.gpu.kernels.sampling_state import SampleOut, SamplingTable
 from app.engine.sampling import parameters as layout
 from app.engine.sampling.parameters import SamplingInput, pack_request
-from app.engine.sampling.sampler import Draw, device_uniforms
+from app.engine.sampling.sampler import Draw
 from app.engine.sampling.sampler import sample as oracle
 from app.engine.sampling.sampler import uniforms as plain_uniforms
 from benchmarks.gpu.conformance.sampler import draw, wrong
 from benchmarks.gpu.conformance.sampling_cases import FULL, Case, chance, edges
+from benchmarks.gpu.reference_kernels import device_uniforms
 from model.number_formats import Array
 from tests.support.gpu.kernel_backends import BOTH, DEVICE, kernels, needs_triton
 

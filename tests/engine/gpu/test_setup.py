@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 from app.common.types import SamplingParams
 from app.engine.execution.warmup_batches import PermissiveGrammars, costliest_step
 from app.engine.gpu.kernels.interface import PARTIAL_BYTES
-from app.engine.gpu.kernels.reference_operations import ReferenceKernels
 from app.engine.gpu.resident_batch import StepInputs, Upload
 from app.engine.gpu.setup import _GRAPH_BYTES, TritonBackend
 from app.engine.gpu.step import SCORED_ROWS
@@ -29,6 +28,7 @@ from app.engine.sampling.parameters import SamplingInput
 from app.engine.sampling.sampler import sample
 from app.engine.scheduling.scheduler import StepLimits
 from app.engine.torch_backends import TorchBackend
+from benchmarks.gpu.reference_kernels import ReferenceKernels
 from tests.support import ROOT
 from tests.support.gpu.emulated_engine import tiny_device_runner
 from tests.support.gpu.kernel_backends import needs_triton

@@ -8,12 +8,12 @@ from app.engine.execution.engine import Engine
 from app.engine.gpu.decoder import PagedDecoder
 from app.engine.gpu.graphs import Capture
 from app.engine.gpu.kernels.interface import Kernels
-from app.engine.gpu.kernels.reference_operations import ReferenceKernels
 from app.engine.gpu.runner import DeviceRunner
 from app.engine.gpu.setup import device_runner
 from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.scheduling.block_allocator import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
+from benchmarks.gpu.reference_kernels import ReferenceKernels
 from model.nn.transformer import Decoder
 
 

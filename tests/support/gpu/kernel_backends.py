@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from app.engine.gpu.kernels.interface import Kernels
-from app.engine.gpu.kernels.reference_operations import ReferenceKernels
 from benchmarks.gpu.conformance.attention import Shape
 from benchmarks.gpu.conformance.harness import triton_kernels
+from benchmarks.gpu.reference_kernels import ReferenceKernels
 from tests.support.gpu.triton_interpreter import repair
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

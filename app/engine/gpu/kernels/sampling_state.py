@@ -1,6 +1,6 @@
 """Sampling parameters, token masks and token counts of resident rows on the device, and the samples of a step.
 
-reference_operations.py and triton/sampler.py sample from them. Nothing here waits for the device.
+triton/sampler.py samples from them. Nothing here waits for the device.
 
 Shape legend: R resident rows (the last one is padding: greedy, never counted), W words of a row, M words of a bitmask
 of the vocabulary, V vocabulary, N rows that change, X tokens of their histories, S sampled rows of a step.
@@ -16,7 +16,7 @@ from torch import Tensor
 from app.common.types import Request, SampledToken, SamplingParams, TokenScore
 from app.engine.sampling import parameters as layout
 from app.engine.sampling.parameters import pack_request
-from app.engine.sampling.sampler import STAGE_NAMES, RowParameters, count_tokens
+from app.engine.sampling.sampler import count_tokens
 
 TOP = 20
 """Most likely tokens reported for a sampled row."""
@@ -127,20 +127,3 @@ class SamplingTable:
     def load_masks(self, rows_N: Tensor, masks_X: Tensor) -> None:
         """Replaces the masks of rows; masks_X: one after the other."""
         self.masks_RM.index_copy_(0, rows_N.long(), masks_X.view(len(rows_N), -1))
-
-    def parameters(self, rows_S: Tensor, positions_S: Tensor) -> RowParameters:
-        """The parameters of the resident rows of a step, for all stages."""
-        words_SW = self.words_RW.index_select(0, rows_S)
-        n_generated_S = positions_S - words_SW[:, layout.N_PROMPT]
-        is_masked_S1 = (n_generated_S < words_SW[:, layout.MIN_TOKENS])[:, None]
-        return RowParameters(
-            stages=STAGE_NAMES - {"min_tokens"},  # the mask lacks the tokens that end the text
-            may_wait=False,
-            header_SX=words_SW[:, : layout.HEADER_WORDS],
-            stop_ids_SN=words_SW[:, :0].long(),
-            bias_ids_SN=words_SW[:, layout.BIAS_IDS : layout.BIASES].long(),
-            biases_SN=words_SW[:, layout.BIASES :].view(torch.float64),
-            positions_S1=positions_S[:, None],
-            counts_SV=self.counts_RV.index_select(0, rows_S),
-            allowed_SX=self.masks_RM.index_select(0, rows_S).where(is_masked_S1, -1),
-        )

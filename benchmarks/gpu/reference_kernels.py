@@ -1,36 +1,25 @@
-"""Reference implementation of a step's operations in plain torch, which the Triton kernels are tested against.
+"""Reference implementation of a step's operations on a GPU in plain torch, which the Triton kernels are tested against.
 
-Sums are computed in float64 and rounded where interface.py specifies it, so that the order of summation does not
-affect the result, and a row is the same in any batch. Nothing is read on the host, and no shape depends on a value.
-Shape legend: interface.py. Products with 8-bit weights (int8, and fp8 e4m3) have one scale for each row.
+It computes in float64 and rounds where app/engine/gpu/kernels/interface.py says so, so that the order of summation does
+not affect the result, and a row has the same bits alone, in any batch and in any chunk. Tests and measurements also run
+the GPU's engine with it on a CPU. Shape legend: as in interface.py; N tokens of a tile, G = H / K, L positions.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.gpu.kernels.interface import (
-    SPLIT,
-    AttentionBatch,
-    HeadsSpec,
-    NormSpec,
-    RowLookup,
-    RowState,
-)
+from app.engine.gpu.kernels.interface import SPLIT, AttentionBatch, HeadsSpec, NormSpec, RowLookup, RowState
 from app.engine.gpu.kernels.sampling_state import TOP, SampleOut, SamplingTable
-from app.engine.quantization.int8_weights import Quantized
-from app.engine.sampling import parameters
-from app.engine.sampling.sampler import device_uniforms, draw_tokens, score
+from app.engine.sampling import parameters as layout
+from app.engine.sampling.sampler import ADJUSTMENTS, FILTERS, GREEDY, RowParameters, draw_tokens, philox, score
 from model.config import Activation
 from model.nn.layers import ACTIVATIONS, rotate
 
-# Everything is computed in float64 and rounded once, so that a row has the same bits alone, in any batch and in any
-# chunk. Shape legend: as in interface.py; N tokens of a tile, G = H / K, L positions.
+_STAGES = frozenset({GREEDY, *(stage.name for stage in ADJUSTMENTS + FILTERS)}) - {"min_tokens"}
+"""All but that: the mask of a resident row lacks the tokens that end the text."""
 
 
 def attention(q_THC: Tensor, layer_cache: Tensor, batch: AttentionBatch, window: int | None) -> Tensor:
@@ -117,13 +106,13 @@ def sample(
 
     A row with logits that are not finite, or whose mask allows no token, gets -1 and is not counted.
     """
-    rows = table.parameters(rows_S, positions_S)
-    seed_low_S1, seed_high_S1 = rows.word(parameters.SEED), rows.word(parameters.SEED + 1)
-    numbers_S1 = device_uniforms(seed_low_S1, seed_high_S1, rows.word(parameters.CHOICE), rows.positions_S1)
+    rows = _row_parameters(table, rows_S, positions_S)
+    seed_low_S1, seed_high_S1 = rows.word(layout.SEED), rows.word(layout.SEED + 1)
+    numbers_S1 = device_uniforms(seed_low_S1, seed_high_S1, rows.word(layout.CHOICE), rows.positions_S1)
     tokens_S1, is_valid_S1, raw_SV = draw_tokens(logits_SV, rows, numbers_S1)
     table.last_token_R.index_copy_(0, rows_S.long(), tokens_S1.where(is_valid_S1, 0).squeeze(1).to(torch.int32))
     index_S1 = rows_S.long()[:, None] * table.vocab_size + tokens_S1
-    increment_S1 = 2 * ((rows.word(parameters.FLAGS) & parameters.COUNTED > 0) & is_valid_S1)
+    increment_S1 = 2 * ((rows.word(layout.FLAGS) & layout.COUNTED > 0) & is_valid_S1)
     table.counts_RV.view(-1).index_add_(0, index_S1.squeeze(1), increment_S1.to(torch.int32).squeeze(1))
     if given_S is not None:
         tokens_S1 = given_S.long()[:, None]
@@ -133,6 +122,33 @@ def sample(
     out.logprob_S.copy_(logprob_S)
     out.top_ids_SN.fill_(-1)[:, :n_top].copy_(ids_SN)
     out.top_logprobs_SN.fill_(float("-inf"))[:, :n_top].copy_(logprobs_SN)
+
+
+def _row_parameters(table: SamplingTable, rows_S: Tensor, positions_S: Tensor) -> RowParameters:
+    """The parameters of the resident rows of a step, for all stages."""
+    words_SW = table.words_RW.index_select(0, rows_S)
+    n_generated_S = positions_S - words_SW[:, layout.N_PROMPT]
+    is_masked_S1 = (n_generated_S < words_SW[:, layout.MIN_TOKENS])[:, None]
+    return RowParameters(
+        stages=_STAGES,
+        header_SX=words_SW[:, : layout.HEADER_WORDS],
+        stop_ids_SN=words_SW[:, :0].long(),
+        bias_ids_SN=words_SW[:, layout.BIAS_IDS : layout.BIASES].long(),
+        biases_SN=words_SW[:, layout.BIASES :].view(torch.float64),
+        positions_S1=positions_S[:, None],
+        counts_SV=table.counts_RV.index_select(0, rows_S),
+        counted_ids_SN=torch.arange(table.vocab_size, device=rows_S.device).expand(len(rows_S), -1),
+        allowed_SX=table.masks_RM.index_select(0, rows_S).where(is_masked_S1, -1),
+    )
+
+
+def device_uniforms(seed_low: Tensor, seed_high: Tensor, choice: Tensor, position: Tensor) -> Tensor:
+    """uniforms() as float64, one for each element. Words may be signed; positions are not negative."""
+    position = position.long()
+    low = 0xFFFFFFFF
+    counter = (position & low, position >> 32, choice.long() & low, position * 0)
+    first, second, _, _ = philox(counter, (seed_low.long() & low, seed_high.long() & low))
+    return ((first >> 5) * 2**26 + (second >> 6)).double() * 2.0**-53
 
 
 class ReferenceKernels:
@@ -206,83 +222,3 @@ def _write_cache(cache_XKC: Tensor, slots_T: Tensor, new_TKC: Tensor) -> None:
     valid_T11 = (slots_T >= 0)[:, None, None]
     slots_T = slots_T.where(slots_T >= 0, len(cache_XKC) - 1)
     cache_XKC.index_copy_(0, slots_T, new_TKC.where(valid_T11, cache_XKC[-1]))
-
-
-# Reference implementation of app/engine/gpu/kernels/triton/quantized_products.py. Shape legend: T tokens of the step,
-# K columns, N rows of the weight.
-
-Int8Product = Callable[[Tensor, Quantized, Tensor | None], Tensor]
-"""(x [T, K], weight, bias [N] or None) -> [T, N] in x's number format, summed in float32."""
-_CHUNK_NUMBERS = 1 << 22
-"""Numbers of a weight that are converted to float32 at a time."""
-
-
-def dequantized_product(x_TK: Tensor, weight: Quantized, bias_N: Tensor | None) -> Tensor:
-    """The product with the weight converted to float32 in chunks, never as a whole.
-
-    As in the kernel, int8 numbers are exact in bfloat16, and scales are applied last.
-    """
-    rows = max(1, _CHUNK_NUMBERS // weight.numbers.shape[1])
-    pieces = zip(weight.numbers.split(rows), weight.scales.split(rows), strict=True)
-    parts = [F.linear(x_TK.float(), numbers.float()) * scales for numbers, scales in pieces]
-    out_TN = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-    return (out_TN if bias_N is None else out_TN + bias_N.float()).to(x_TK.dtype)
-
-
-# A row's largest number becomes 448 or -448, the largest in e4m3. The scale of a row of activations depends on that row
-# only, so other rows of a step do not change it. On a GPU the product is torch's scaled one; on a CPU the same
-# quantized numbers are converted back to float32, for tests and quality measurements.
-#
-# Shape legend: T tokens of the step, K columns, N rows of the weight.
-
-FP8_DTYPE = torch.float8_e4m3fn
-FP8_MAX = 448.0
-FP8_MULTIPLE = 16
-"""Rows and columns of a matrix must be multiples of it for the GPU's product."""
-
-
-class Fp8Matrix(NamedTuple):
-    """A matrix [rows, K] quantized row by row: numbers * scales."""
-
-    numbers: Tensor
-    """e4m3."""
-    scales_X1: Tensor
-    """float32 [rows, 1], above 0."""
-
-
-Fp8RowQuantizer = Callable[[Tensor], Fp8Matrix]
-"""x [T, K] -> quantized rows, each with its own scale."""
-
-
-def quantize_fp8_rows(x_TK: Tensor) -> Fp8Matrix:
-    """Rounds to nearest. A row of zeros stays zero; a row that is not finite has no finite numbers afterwards."""
-    wide_TK = x_TK.float()
-    # Divide by a tensor: by a Python number, a GPU multiplies with the rounded inverse, which changes the last bit.
-    scales_T1 = wide_TK.abs().amax(dim=-1, keepdim=True) / wide_TK.new_full((), FP8_MAX)
-    scales_T1 = scales_T1.where(scales_T1 != 0, 1.0)
-    return Fp8Matrix((wide_TK / scales_T1).to(FP8_DTYPE), scales_T1)
-
-
-def quantize_fp8_weight(weight_NK: Tensor) -> Fp8Matrix:
-    """quantize_fp8_rows() in chunks: a float32 copy of the whole weight may not fit into memory."""
-    rows = max(1, _CHUNK_NUMBERS // weight_NK.shape[1])
-    parts = [quantize_fp8_rows(part) for part in weight_NK.detach().split(rows)]
-    return Fp8Matrix(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
-
-
-def fp8_product(x: Fp8Matrix, weight: Fp8Matrix, bias_N: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """x W^T + b [T, N] in `dtype`, summed in float32; on a GPU `dtype` is bfloat16."""
-    if x.numbers.is_cuda:
-        return scaled_product(x, weight, bias_N, dtype)
-    out_TN = F.linear(_dequantize(x), _dequantize(weight), None if bias_N is None else bias_N.float())
-    return out_TN.to(dtype)
-
-
-def scaled_product(x: Fp8Matrix, weight: Fp8Matrix, bias_N: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """torch's scaled product."""
-    by_row, weight_KN, scales_1N = F.ScalingType.RowWise, weight.numbers.t(), weight.scales_X1.t()
-    return F.scaled_mm(x.numbers, weight_KN, x.scales_X1, by_row, scales_1N, by_row, bias=bias_N, output_dtype=dtype)
-
-
-def _dequantize(quantized: Fp8Matrix) -> Tensor:
-    return quantized.numbers.float() * quantized.scales_X1
