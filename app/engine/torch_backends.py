@@ -29,7 +29,7 @@ from app.engine.memory.memory_plan import (
     memory_releaser,
     step_peak,
 )
-from app.engine.quantization.int8_weights import round_weights
+from app.engine.quantization.quantized_weights import round_weights
 from app.engine.sampling.sampler import TorchSampler
 from app.engine.scheduling.scheduler import StepLimits
 from model.checkpoint.checkpoint import load_decoder

@@ -37,7 +37,7 @@ from app.engine.gpu.kernels.sampling_state import SampleOut, SamplingTable
 from app.engine.gpu.kernels.triton.operations import TritonKernels
 from app.engine.gpu.kernels.triton.quantized_products import int8_product, quantize_fp8_rows
 from app.engine.gpu.linears import VOCAB_MULTIPLE
-from app.engine.quantization.int8_weights import Quantized
+from app.engine.quantization.quantized_weights import Quantized
 from benchmarks.gpu.conformance import attention as attention_checks
 from benchmarks.gpu.conformance import rows as row_checks
 from benchmarks.gpu.parity import LAYOUTS

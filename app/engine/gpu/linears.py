@@ -24,9 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.gpu.kernels.reference_products import FP8_MULTIPLE, fp8_product, quantize_fp8_weight
 from app.engine.gpu.triton_loader import REFERENCE_KERNELS, QuantizedKernels
-from app.engine.quantization.int8_weights import quantize as quantize_int8
+from app.engine.quantization.quantized_weights import FP8_MULTIPLE, fp8_product, quantize, quantize_fp8_weight
 from model.nn.layers import Linear, product
 from model.nn.transformer import Decoder
 
@@ -39,7 +38,7 @@ _FP8_TORCH = {(8, 9): (2, 12)}
 
 
 def quantized_product(
-    weight: Tensor, bias: Tensor | None, quantize: Quantize, kernels: QuantizedKernels = REFERENCE_KERNELS
+    weight: Tensor, bias: Tensor | None, number_format: Quantize, kernels: QuantizedKernels = REFERENCE_KERNELS
 ) -> Product | None:
     """x [T, K] -> x W^T + b [T, N]. Takes ownership of the weight [N, K]: quantizing frees the original.
 
@@ -47,11 +46,11 @@ def quantized_product(
     of bfloat16; None if it does not support the sizes (fits_fp8). kernels: see quantized_kernels().
     """
     bias_N = None if bias is None else bias.detach()
-    if quantize == "int8":
-        int8 = quantize_int8(weight)
+    if number_format == "int8":
+        int8 = quantize(weight)
         _free(weight)
         return lambda x_TK, _weight, _bias: kernels.int8_product(x_TK, int8, bias_N)
-    if quantize == "none" or not fits_fp8(weight):
+    if number_format == "none" or not fits_fp8(weight):
         return None
     fp8 = quantize_fp8_weight(weight)
     _free(weight)
@@ -122,13 +121,13 @@ def _pad_rows(rows: Tensor) -> Tensor:
     return padded
 
 
-def quantize_decoder(decoder: Decoder, quantize: Quantize, kernels: QuantizedKernels = REFERENCE_KERNELS) -> None:
+def quantize_decoder(decoder: Decoder, number_format: Quantize, kernels: QuantizedKernels = REFERENCE_KERNELS) -> None:
     """Quantizes every matrix and frees the original; to be called before cache_attributes()."""
     for owner in decoder.modules():
         if isinstance(owner, Linear):
-            owner.product = quantized_product(owner.weight, owner.bias, quantize, kernels) or product
+            owner.product = quantized_product(owner.weight, owner.bias, number_format, kernels) or product
     if decoder.untied_head is not None:  # padded_lm_head() handles an unquantized head
-        head = quantized_product(decoder.untied_head, decoder.head_bias, quantize, kernels)
+        head = quantized_product(decoder.untied_head, decoder.head_bias, number_format, kernels)
         decoder.head_product = head or product
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from app.engine.gpu.kernels.interface import SHARED_BYTES, Kernels
-from app.engine.gpu.kernels.reference_products import (
+from app.engine.quantization.quantized_weights import (
     Fp8RowQuantizer,
     Int8Product,
     dequantized_product,

@@ -23,7 +23,7 @@ from app.engine.cpu.sampler import NativeSampler
 from app.engine.cpu.toolchain.builder import build
 from app.engine.cpu.toolchain.cpu_target import AMX, X86_LEVELS, this_level
 from app.engine.cpu.toolchain.library_cache import BuildRecipe
-from app.engine.quantization.int8_weights import quantize, round_weights
+from app.engine.quantization.quantized_weights import quantize, round_weights
 from app.engine.sampling.parameters import SamplingInput
 from model.checkpoint.checkpoint import load
 from model.checkpoint.stored_weights import find_weights

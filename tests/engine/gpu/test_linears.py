@@ -16,8 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.gpu.kernels import reference_products
-from app.engine.gpu.kernels.reference_products import dequantized_product
 from app.engine.gpu.linears import (
     Quantize,
     check_quantize,
@@ -27,7 +25,8 @@ from app.engine.gpu.linears import (
     quantized_product,
 )
 from app.engine.gpu.triton_loader import REFERENCE_KERNELS, quantized_kernels
-from app.engine.quantization.int8_weights import Quantized, quantize, round_weights
+from app.engine.quantization import quantized_weights
+from app.engine.quantization.quantized_weights import Quantized, dequantized_product, quantize, round_weights
 from app.engine.startup_checks import check_golden
 from model.checkpoint.golden import GOLDEN_FILE
 from model.checkpoint.golden_export import golden_file
@@ -87,7 +86,7 @@ def test_a_row_does_not_see_the_others(kind: Quantize) -> None:
 
 def test_rows_are_rounded_to_the_nearest_with_a_scale_of_their_own() -> None:
     x = torch.cat((_normal(3, 64, dtype=torch.float32) * torch.tensor([[1.0], [1e-4], [1e4]]), torch.zeros(1, 64)))
-    numbers, scales = reference_products.quantize_fp8_rows(x)
+    numbers, scales = quantized_weights.quantize_fp8_rows(x)
     assert numbers.dtype == torch.float8_e4m3fn
     assert torch.equal(numbers.float().abs().amax(1), torch.tensor([448.0, 448.0, 448.0, 0.0]))
     error = (numbers.float() * scales - x).abs()
@@ -108,21 +107,21 @@ def test_what_is_done_piece_by_piece_gives_the_same_as_a_whole(monkeypatch: pyte
     weight, x, bias = _normal(50, 64), _normal(3, 64, seed=1), _normal(50, seed=2)
 
     def both() -> tuple[Tensor, ...]:
-        fp8 = reference_products.quantize_fp8_weight(weight)
+        fp8 = quantized_weights.quantize_fp8_weight(weight)
         return fp8.numbers.float(), fp8.scales_X1, dequantized_product(x, quantize(weight), bias).float()
 
     whole = both()
-    monkeypatch.setattr(reference_products, "_CHUNK_NUMBERS", 64 * 7)
+    monkeypatch.setattr(quantized_weights, "_CHUNK_NUMBERS", 64 * 7)
     assert all(torch.allclose(a, b, rtol=2**-7) for a, b in zip(both(), whole, strict=True))
 
 
 def test_the_product_of_torch_takes_what_it_is_given() -> None:
     """torch has it for CPUs too, with the same arguments: the layouts that a GPU is given are tried here."""
-    x = reference_products.quantize_fp8_rows(_normal(5, 64))
-    weight = reference_products.quantize_fp8_weight(_normal(48, 64, seed=1))
+    x = quantized_weights.quantize_fp8_rows(_normal(5, 64))
+    weight = quantized_weights.quantize_fp8_weight(_normal(48, 64, seed=1))
     for bias in (_normal(48, seed=2), None):
-        ours = reference_products.fp8_product(x, weight, bias, torch.float32)
-        torchs = reference_products.scaled_product(x, weight, bias, torch.bfloat16)
+        ours = quantized_weights.fp8_product(x, weight, bias, torch.float32)
+        torchs = quantized_weights.scaled_product(x, weight, bias, torch.bfloat16)
         assert torch.allclose(torchs.float(), ours, rtol=2**-7, atol=1e-2)
 
 
@@ -224,10 +223,10 @@ def test_a_row_is_scaled_by_itself_to_the_bits_of_its_reference(columns: int) ->
     wide = wide.to(DEVICE)
     numbers, scales = wide.new_empty(5, columns), wide.new_empty(5, 1)
     kernel, sizes = import_module(TRITON).quantize_row_kernel, {"N_COLUMNS": columns, "PADDED": 256}
-    kernel[(5,)](wide, numbers, scales, 300, FP8_MAX=reference_products.FP8_MAX, **sizes)
-    reference = reference_products.quantize_fp8_rows(wide[:, :columns])
+    kernel[(5,)](wide, numbers, scales, 300, FP8_MAX=quantized_weights.FP8_MAX, **sizes)
+    reference = quantized_weights.quantize_fp8_rows(wide[:, :columns])
     assert torch.equal(scales[:4], reference.scales_X1[:4])
-    assert torch.equal(numbers[:4].to(reference_products.FP8_DTYPE).float(), reference.numbers[:4].float())
+    assert torch.equal(numbers[:4].to(quantized_weights.FP8_DTYPE).float(), reference.numbers[:4].float())
     assert numbers[4, 7].isnan(), "a number that is none must not look like one"
 
 

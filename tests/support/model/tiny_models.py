@@ -21,7 +21,7 @@ from app.engine.execution.engine import Engine
 from app.engine.execution.runner import Runner, StepExecutor
 from app.engine.execution.torch_executor import TorchExecutor
 from app.engine.guided.grammar_tracker import GrammarTracker
-from app.engine.quantization.int8_weights import round_weights
+from app.engine.quantization.quantized_weights import round_weights
 from app.engine.sampling.sampler import TorchSampler
 from app.engine.scheduling.block_allocator import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits

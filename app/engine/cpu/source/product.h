@@ -170,7 +170,7 @@ void pack(Pool& pool, const char* from, int n_rows, int k, int gate_rows, int pa
 }
 
 // Rounds each row of a matrix to int8 numbers and a scale, with which its largest number becomes 127 or -127; a row of
-// zeros stays zero. The bits are those of quantize() in app/engine/quantization/int8_weights.py.
+// zeros stays zero. The bits are those of quantize() in app/engine/quantization/quantized_weights.py.
 template <class Number>
 void quantize(Pool& pool, const Number* from, int n_rows, int k, int8_t* numbers, float* scales) {
     constexpr int kRows = 16;

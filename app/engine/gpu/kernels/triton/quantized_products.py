@@ -8,8 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from app.engine.gpu.kernels.interface import COLUMNS, ROW_LAUNCH
-from app.engine.gpu.kernels.reference_products import FP8_DTYPE, FP8_MAX, Fp8Matrix
-from app.engine.quantization.int8_weights import Quantized
+from app.engine.quantization.quantized_weights import FP8_DTYPE, FP8_MAX, Fp8Matrix, Quantized
 
 # t: tokens, 16 or 64 of a tile
 #            +---------------+
@@ -28,7 +27,7 @@ from app.engine.quantization.int8_weights import Quantized
 # With more tokens the multiplications dominate, and a library is faster: on an H100 the kernel took 2.3 times as long
 # as cuBLAS in bfloat16 for a prompt of 1,000 tokens. W is then widened in pieces that fit into the L2 cache.
 #
-# The reference is in reference_products.py. Shape legend: T tokens of the step, K columns, N rows of the weight, Y
+# The reference is in quantized_weights.py. Shape legend: T tokens of the step, K columns, N rows of the weight, Y
 # splits.
 
 BLOCK_N = 64
@@ -193,7 +192,7 @@ def add_splits_kernel(
 
 
 # One program quantizes a whole row, so that its bits depend on nothing else; they equal those of quantize_fp8_rows() in
-# reference_products.py. Shape legend: T tokens of the step, K columns, W the next power of two.
+# quantized_weights.py. Shape legend: T tokens of the step, K columns, W the next power of two.
 
 _COLUMNS_PER_WARP = 1024
 _MAX_WARPS = 16
