@@ -9,7 +9,7 @@ from __future__ import annotations
 import select
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import msgspec
@@ -125,8 +125,10 @@ Down = WorkerConfig | Submit | Cancel
 Up = Phase | Ready | Fatal | StepReport
 
 _encoder = msgspec.msgpack.Encoder()
-_down = msgspec.msgpack.Decoder(Down)
-_up = msgspec.msgpack.Decoder(Up)
+decode_down: Callable[[bytes], Down] = msgspec.msgpack.Decoder(Down).decode
+"""Decodes a frame that was sent to the engine process."""
+decode_up: Callable[[bytes], Up] = msgspec.msgpack.Decoder(Up).decode
+"""Decodes a frame that was sent to the API process."""
 
 
 class FrameDecoder:
@@ -154,18 +156,6 @@ def encode_frame(message: Down | Up) -> bytes:
     """Encodes a message as a frame: its length, then its body."""
     body = _encoder.encode(message)
     return _LENGTH.pack(len(body)) + body
-
-
-def decode_down(body: bytes) -> Down:
-    """Decodes a frame that was sent to the engine process."""
-    frame: Down = _down.decode(body)
-    return frame
-
-
-def decode_up(body: bytes) -> Up:
-    """Decodes a frame that was sent to the API process."""
-    frame: Up = _up.decode(body)
-    return frame
 
 
 class FrameReceiver:

@@ -29,6 +29,7 @@ from app.common.types import StepReport
 # -P and an explicit path: a folder called app in the working directory must not be imported.
 WORKER = (sys.executable, "-P", "-m", "app.engine")
 _ROOT = Path(__file__).parents[2]
+_GRACE_SECONDS = 1.0
 
 
 class EngineProcess:
@@ -80,11 +81,11 @@ class EngineProcess:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
-    async def terminate(self, grace_seconds: float = 1.0) -> int:
+    async def terminate(self) -> int:
         """Closes the pipe, waits for the process to exit, and kills it if it does not. Returns its exit code."""
         self._transport.close()
         try:
-            await asyncio.wait_for(self._process.wait(), grace_seconds)
+            await asyncio.wait_for(self._process.wait(), _GRACE_SECONDS)
         except TimeoutError:
             self.kill()
         except asyncio.CancelledError:  # cannot wait, but must not leave an orphan

@@ -247,10 +247,6 @@ class ResidentBatch:
         """The row of a resident sequence."""
         return self._resident_rows[sequence].row
 
-    def is_resident(self, sequence: Sequence) -> bool:
-        """Whether the sequence has a row."""
-        return sequence in self._resident_rows
-
     def assign_rows(self, chunks: Items[Chunk]) -> tuple[list[int], ResidentUpdates]:
         """Returns the row of each chunk's sequence, and the updates to upload before the step."""
         updates, rows, get = ResidentUpdates(), list[int](), self._resident_rows.get

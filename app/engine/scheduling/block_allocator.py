@@ -42,10 +42,6 @@ from typing import NamedTuple
 from app.common.types import BatchPlan, Sequence
 
 
-class OutOfBlocks(Exception):
-    """Fewer blocks are available than were requested."""
-
-
 class BlockCounts(NamedTuple):
     """How many blocks are in each state."""
 
@@ -96,9 +92,8 @@ class BlockPool:
             self._cached.pop(block, None)
 
     def allocate(self, count: int) -> list[int]:
-        """Returns `count` unregistered blocks with one reference each. Raises OutOfBlocks and then takes none."""
-        if count > self.available:
-            raise OutOfBlocks(f"{count} blocks requested, {self.available} available")
+        """Returns `count` unregistered blocks with one reference each; the caller ensures that they are available."""
+        assert count <= self.available, f"{count} blocks requested, {self.available} available"
         return [self._take() for _ in range(count)]
 
     def register_prefix(self, block: int, block_hash: bytes) -> None:
@@ -219,8 +214,11 @@ class BlockAllocator:
 
     def admit(self, sequence: Sequence, length: int, *, spare: int) -> bool:
         """Allocates blocks for `length` tokens; False if fewer than `spare` blocks would be left."""
-        leader = sequence.active_leader
-        reused = self._leader_blocks(leader) if leader else self._find_cached(sequence)
+        size, leader = self.pool.block_size, sequence.active_leader
+        if leader:  # its complete, read-only prompt blocks, without that of the last prompt token
+            reused = leader.blocks[: (leader.n_prompt - 1) // size].tolist()
+        else:
+            reused = self.pool.find(self._hashes(sequence, sequence.max_cached_tokens // size))
         self.pool.share(reused)
         missing = self.pool.needed(length) - len(reused)
         if missing + spare > self.pool.available:
@@ -228,9 +226,12 @@ class BlockAllocator:
             return False
         sequence.blocks = array("i", reused + self._allocate(missing))
         sequence.num_registered = len(reused)
-        sequence.num_computed = len(reused) * self.pool.block_size
+        sequence.num_computed = len(reused) * size
         if leader and not leader.ahead:
-            self._inherit_prompt(sequence, leader)
+            sequence.hashes = leader.hashes[: len(reused)]
+            sequence.num_computed = leader.n_prompt - 1
+            if sequence.num_computed > len(reused) * size:
+                self._copies.append((leader.blocks[len(reused)], sequence.blocks[len(reused)]))
         return True
 
     def missing(self, sequence: Sequence) -> int:
@@ -269,23 +270,6 @@ class BlockAllocator:
         clear, copies = tuple(self._clear), tuple(self._copies)
         self._clear, self._copies = [], []
         return clear, copies
-
-    def _full_prompt_blocks(self, leader: Sequence) -> int:
-        """Number of complete, read-only prompt blocks, without the block of the last prompt token."""
-        return (len(leader.request.prompt) - 1) // self.pool.block_size
-
-    def _leader_blocks(self, leader: Sequence) -> list[int]:
-        return leader.blocks[: self._full_prompt_blocks(leader)].tolist()
-
-    def _inherit_prompt(self, sequence: Sequence, leader: Sequence) -> None:
-        full = self._full_prompt_blocks(leader)
-        sequence.hashes = leader.hashes[:full]
-        sequence.num_computed = len(leader.request.prompt) - 1
-        if sequence.num_computed > full * self.pool.block_size:
-            self._copies.append((leader.blocks[full], sequence.blocks[full]))
-
-    def _find_cached(self, sequence: Sequence) -> list[int]:
-        return self.pool.find(self._hashes(sequence, sequence.max_cached_tokens // self.pool.block_size))
 
     def _allocate(self, count: int) -> list[int]:
         blocks = self.pool.allocate(count)

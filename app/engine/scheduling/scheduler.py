@@ -45,6 +45,9 @@ from app.common.types import (
 )
 from app.engine.scheduling.block_allocator import BlockAllocator, BlockPool, StepsInFlight
 
+_PROMPT_TOKENS_PER_DECODE = 4
+"""Prompt tokens that are always allowed per decode: a step of many decodes takes long in any case."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLimits:
@@ -57,14 +60,9 @@ class StepLimits:
     """Most prompt tokens in a step that also decodes; None: as many as fit."""
     prompt_tokens_shared: int | None = None
     """Most prompt tokens in any step while API keys are in use: another key's first token may wait for that step."""
-    prompt_tokens_per_decode: int = 4
-    """Prompt tokens that are always allowed per decode: a step of many decodes takes long in any case."""
 
     def __post_init__(self) -> None:
-        if self.tokens_per_step < self.max_running:
-            raise ValueError(
-                f"tokens per step ({self.tokens_per_step}) must be at least the running requests ({self.max_running})"
-            )
+        assert self.tokens_per_step >= self.max_running, "each running request takes a token of a step"
 
     def prompt_budget(self, n_decodes: int, *, is_shared: bool = False) -> int:
         """Prompt tokens that fit into a step with `n_decodes` decodes."""
@@ -73,18 +71,14 @@ class StepLimits:
             budget = min(budget, self.prompt_tokens_shared)
         if not n_decodes or self.prompt_tokens_with_decodes is None:
             return budget
-        return min(budget, max(self.prompt_tokens_with_decodes, self.prompt_tokens_per_decode * n_decodes))
+        return min(budget, max(self.prompt_tokens_with_decodes, _PROMPT_TOKENS_PER_DECODE * n_decodes))
 
 
-def leader_of(request: Request, older: Iterable[Sequence]) -> Sequence | None:
+def _leader_of(request: Request, older: Iterable[Sequence]) -> Sequence | None:
     """The leader, if its prompt, source and namespace are equal; otherwise its keys and values would be wrong."""
-    if request.leader is None:
-        return None
-    leader = next((sequence for sequence in older if sequence.request.id == request.leader), None)
-    same = leader and all(
-        getattr(leader.request, x) == getattr(request, x) for x in ("prompt", "source", "cache_namespace")
-    )
-    return leader if same else None
+    facts = (request.leader, request.prompt, request.source, request.cache_namespace)
+    known = ((s, s.request) for s in older)
+    return next((s for s, r in known if facts == (r.id, r.prompt, r.source, r.cache_namespace)), None)
 
 
 _log = logging.getLogger("inkstream")
@@ -128,7 +122,7 @@ class Scheduler:
         tokens = array("q", request.prompt + request.generated)
         sequence = Sequence(request=request, tokens=tokens, arrival=self._arrivals, num_scored=request.scored)
         # Prompt log-probabilities need the sequence's own rows, so it cannot take over a leader's prompt.
-        sequence.leader = None if sequence.num_unscored else leader_of(request, chain(self.waiting, self.running))
+        sequence.leader = None if sequence.num_unscored else _leader_of(request, chain(self.waiting, self.running))
         self.waiting.append(sequence)
 
     def cancel(self, request_id: str) -> None:

@@ -302,7 +302,7 @@ def test_a_row_is_given_away_only_where_its_sequence_does_not_run() -> None:
     second[0].sequence.tokens.append(7)
     indices, changes = rows.assign_rows([Chunk(second[0].sequence, 1, 2), *third])
     assert indices == [0, 1] and changes.loaded_rows == [1], "the second one is known"
-    assert not rows.is_resident(first[0].sequence) and rows.is_resident(second[0].sequence)
+    assert first[0].sequence not in rows._resident_rows and second[0].sequence in rows._resident_rows
 
 
 def test_a_trial_row_has_room_beside_as_many_as_may_run() -> None:
