@@ -6,7 +6,8 @@ count towards the phase in which they arrive.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
 
 STARTING = "starting"
 """The process, Python, and its imports."""
@@ -19,27 +20,12 @@ PROVING = "proving"
 PHASES = (STARTING, LOADING_WEIGHTS, BUILDING_KERNELS, PLANNING_MEMORY, WARMING_UP, CAPTURING_GRAPHS, PROVING)
 
 
-class StartupTimer:
-    """Times one engine process, from the moment it is spawned."""
-
-    def __init__(self, now: float) -> None:
-        self._phase, self._since = STARTING, now
-        self._seconds: dict[str, float] = {}
-
-    def on_phase(self, name: str, now: float) -> None:
-        """The engine reports a phase; times of a repeated phase are added up, unknown names are ignored."""
-        if name in PHASES:
-            self._close(now)
-            self._phase = name
-
-    def finish(self, now: float) -> dict[str, float]:
-        """The engine is ready: returns the seconds of each phase, in order."""
-        self._close(now)
-        return self._seconds
-
-    def _close(self, now: float) -> None:
-        self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now - self._since
-        self._since = now
+def phase_seconds(starts: Iterable[tuple[str, float]], end: float) -> dict[str, float]:
+    """Seconds of each phase, in order, from (phase, start in seconds); those of a repeated phase are added up."""
+    seconds: dict[str, float] = {}
+    for (phase, start), (_, stop) in pairwise([*starts, ("", end)]):
+        seconds[phase] = seconds.get(phase, 0.0) + stop - start
+    return seconds
 
 
 def format_phases(seconds: Mapping[str, float]) -> str:

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from app.common.ipc import Down, Fatal, FrameDecoder, Phase, Ready, Up, WorkerConfig, decode_up, encode_frame
 from app.common.logs import START
-from app.common.startup_timer import StartupTimer, format_phases
+from app.common.startup_timer import PHASES, STARTING, format_phases, phase_seconds
 from app.common.types import StepReport
 
 # -P and an explicit path: a folder called app in the working directory must not be imported.
@@ -251,7 +251,8 @@ class Supervisor:
         self._client_steps = self._canary_steps = 0
         """Steps of this process that delivered tokens or scores to clients, and to the canary request."""
         self._restart_policy = RestartPolicy()
-        self._startup_timer = StartupTimer(time.monotonic())
+        self._phases: list[tuple[str, float]] = []
+        """Phases of the current start, each with the time at which it began."""
         self._tasks: list[asyncio.Task[None]] = []
         self._stopped: EngineStopped | None = None
 
@@ -322,7 +323,7 @@ class Supervisor:
     async def _run_process(self) -> None:
         """Runs one engine process from its start to its exit."""
         self._kill_reason, self._last_frame, self._has_reported = "", time.monotonic(), False
-        self._startup_timer = StartupTimer(self._last_frame)
+        self._phases = [(STARTING, self._last_frame)]
         try:
             self._process = process = await EngineProcess.spawn(self._on_frame, self._command)
         except (FileNotFoundError, PermissionError) as error:  # unlike a lack of memory, these last
@@ -401,7 +402,8 @@ class Supervisor:
                 self._listener.on_report(frame)
             case Phase():
                 self.phase = frame.name
-                self._startup_timer.on_phase(frame.name, self._last_frame)
+                if frame.name in PHASES:
+                    self._phases.append((frame.name, self._last_frame))
                 _start_log.info("%s: %s", self._config.name, frame.name)
             case Ready() if self._version in ("", frame.weights_version):
                 self._on_ready(frame)
@@ -415,7 +417,7 @@ class Supervisor:
     def _on_ready(self, frame: Ready) -> None:
         self.ready, self.phase, self._version = frame, "ready", frame.weights_version
         self._last_progress = time.monotonic()
-        self.start_seconds = self._startup_timer.finish(self._last_progress)
+        self.start_seconds = phase_seconds(self._phases, self._last_progress)
         log = _log if self.restarts else _start_log
         log.info("%s: started in %s", self._config.name, format_phases(self.start_seconds))
         _start_log.info(

@@ -6,19 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from app.common.startup_timer import CAPTURING_GRAPHS, LOADING_WEIGHTS, PROVING, STARTING, StartupTimer, format_phases
+from app.common.startup_timer import CAPTURING_GRAPHS, LOADING_WEIGHTS, PROVING, STARTING, format_phases, phase_seconds
 from app.engine.worker_loop import keep_triton_cache
 
 
-def test_each_phase_lasts_until_the_next_and_news_begin_none() -> None:
-    clock = StartupTimer(10.0)
-    phases = (LOADING_WEIGHTS, 12.0), (PROVING, 15.0), ("golden.json passed", 15.5), (CAPTURING_GRAPHS, 16.0)
-    for words, now in (*phases, (PROVING, 18.0)):
-        clock.on_phase(words, now)
-    seconds = clock.finish(19.0)
+def test_each_phase_lasts_until_the_next() -> None:
+    phases = (STARTING, 10.0), (LOADING_WEIGHTS, 12.0), (PROVING, 15.0), (CAPTURING_GRAPHS, 16.0), (PROVING, 18.0)
+    seconds = phase_seconds(phases, 19.0)
     assert seconds == {STARTING: 2.0, LOADING_WEIGHTS: 3.0, PROVING: 2.0, CAPTURING_GRAPHS: 2.0}
     assert format_phases(seconds).startswith("9.0 s: starting 2.0, loading weights 3.0, proving 2.0")
-    assert StartupTimer(1.0).finish(4.0) == {STARTING: 3.0}, "of an engine that names no phase"
+    assert phase_seconds([(STARTING, 1.0)], 4.0) == {STARTING: 3.0}, "of an engine that names no phase"
 
 
 @pytest.mark.parametrize(
