@@ -15,7 +15,6 @@ import os
 import shutil
 import stat
 import tempfile
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +60,6 @@ PACKAGED = Path(__file__).parents[1] / "built"
 CACHE_VARIABLE = "INKSTREAM_CACHE_DIR"
 MAX_OLD_LIBRARIES = 4
 """Libraries of other versions that remove_old_libraries() keeps."""
-_STALE_SECONDS = 3600.0
 
 
 def cache_directory(requested: Path | None, environment: Mapping[str, str] | None = None) -> Path | None:
@@ -137,8 +135,9 @@ def build_directory(directory: Path, content: str = "native kernels") -> Iterato
                 f"{directory} belongs to another user or is writable by others: run chmod go-w on it, or "
                 "give another directory with --cache-dir"
             )
-        with _lock(directory / ".lock") as is_locked:
-            _remove_stale_builds(directory, 0.0 if is_locked else _STALE_SECONDS)
+        with _locked(directory / ".lock"):
+            for killed in directory.glob(".building-*"):
+                shutil.rmtree(killed, ignore_errors=True)
             with tempfile.TemporaryDirectory(prefix=".building-", dir=directory, ignore_cleanup_errors=True) as folder:
                 yield Path(folder)
     except OSError as error:
@@ -199,25 +198,11 @@ def _sync(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _lock(path: Path) -> Iterator[bool]:
-    """Waits for the lock. Yields False if the file system has no locks, as some network file systems."""
+def _locked(path: Path) -> Iterator[None]:
+    """Waits for the lock. Raises OSError, also where the file system has none."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            is_locked = True
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-                raise
-            is_locked = False
-        yield is_locked
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
     finally:
         os.close(descriptor)
-
-
-def _remove_stale_builds(directory: Path, least_age: float) -> None:
-    """Removes the folders of builds that were killed."""
-    for folder in directory.glob(".building-*"):
-        with contextlib.suppress(OSError):
-            if time.time() - folder.stat().st_mtime >= least_age:
-                shutil.rmtree(folder)
