@@ -92,10 +92,7 @@ _PROMPT_TOKENS_PER_STEP = 8
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    request_id: str
-    cache_namespace: str
-    is_follower: bool
-    has_grammar: bool
+    request: Request
     arrival: int
     tokens: int
     work: float
@@ -181,15 +178,8 @@ class FairQueue:
         """Adds a request behind all others of its tenant, or before them with `first`."""
         self._arrivals, self._returns = self._arrivals + (not first), self._returns + first
         tokens = prompt_tokens(request)
-        entry = _Entry(
-            request_id=request.id,
-            cache_namespace=request.cache_namespace,
-            is_follower=request.leader is not None,
-            has_grammar=bool(request.grammar),
-            arrival=-self._returns if first else self._arrivals,
-            tokens=tokens,
-            work=tokens / _PROMPT_TOKENS_PER_STEP + request.max_tokens,
-        )
+        arrival = -self._returns if first else self._arrivals
+        entry = _Entry(request, arrival, tokens, tokens / _PROMPT_TOKENS_PER_STEP + request.max_tokens)
         subqueue = self._subqueues.setdefault(request.cache_namespace, _SubQueue())
         subqueue.entries.insert(0 if first else len(subqueue.entries), entry)
         subqueue.tokens += tokens
@@ -205,17 +195,18 @@ class FairQueue:
         for namespace, subqueue in self._subqueues.items():
             can_compile = True
             for index, entry in enumerate(subqueue.entries):
-                if entry.has_grammar and not can_compile:
+                request = entry.request
+                if request.grammar and not can_compile:
                     continue
-                engine = choose(entry.request_id)
+                engine = choose(request.id)
                 if engine is not None:
                     del subqueue.entries[index]
                     subqueue.sent += 1
-                    self._sent[entry.request_id] = None
+                    self._sent[request.id] = None
                     self._subqueues[namespace] = self._subqueues.pop(namespace)
-                    return entry.request_id, engine
-                can_compile &= not entry.has_grammar
-                if not (entry.is_follower or entry.has_grammar):
+                    return request.id, engine
+                can_compile &= not request.grammar
+                if not (request.leader or request.grammar):
                     break
         return None
 
@@ -234,7 +225,7 @@ class FairQueue:
     def remove(self, request_id: str) -> None:
         """Removes a request; one that does not wait is ignored."""
         if entry := self._entries.pop(request_id, None):
-            subqueue = self._subqueues[entry.cache_namespace]
+            subqueue = self._subqueues[entry.request.cache_namespace]
             if request_id in self._sent:
                 del self._sent[request_id]
                 subqueue.sent -= 1
@@ -242,7 +233,7 @@ class FairQueue:
                 del subqueue.entries[_index(subqueue, entry)]
             subqueue.tokens -= entry.tokens
             self._work = self._work - entry.work if self._entries else 0.0
-            self._remove_if_empty(entry.cache_namespace, subqueue)
+            self._remove_if_empty(entry.request.cache_namespace, subqueue)
 
     def position(self, request_id: str) -> int | None:
         """Requests that will start before this one; None if it does not wait."""
@@ -250,7 +241,9 @@ class FairQueue:
             return None
         if request_id in self._sent:
             return list(self._sent).index(request_id)
-        return self._position(entry.cache_namespace, _index(self._subqueues[entry.cache_namespace], entry))
+        return self._position(
+            entry.request.cache_namespace, _index(self._subqueues[entry.request.cache_namespace], entry)
+        )
 
     def eta_seconds(self, position: int, now: float) -> float:
         """Estimated wait of a request at this queue position."""
