@@ -52,20 +52,8 @@ class _FaultRegistry:
         return spec
 
 
-def _raise(spec: Mapping[str, Any]) -> None:
-    raise InjectedFault(f"injected: {spec}")
-
-
-def _disk_full(_spec: Mapping[str, Any]) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def _out_of_memory(_spec: Mapping[str, Any]) -> None:
-    raise MemoryError("injected")
-
-
-def _lose_device(_spec: Mapping[str, Any]) -> None:
-    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _hold_gil(spec: Mapping[str, Any]) -> None:
@@ -74,10 +62,10 @@ def _hold_gil(spec: Mapping[str, Any]) -> None:
 
 
 _ACTIONS: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
-    "raise": _raise,
-    "disk full": _disk_full,
-    "out of memory": _out_of_memory,
-    "lose device": _lose_device,
+    "raise": lambda spec: _raise(InjectedFault(f"injected: {spec}")),
+    "disk full": lambda _spec: _raise(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
+    "out of memory": lambda _spec: _raise(MemoryError("injected")),
+    "lose device": lambda _spec: _raise(RuntimeError("CUDA error: an illegal memory access was encountered")),
     "sleep": lambda spec: time.sleep(spec.get("seconds", 600)),
     "hold gil": _hold_gil,
     "exit": lambda spec: os._exit(spec.get("code", 0)),
