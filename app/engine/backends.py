@@ -117,10 +117,11 @@ class CppBackend:
         )
         self._choose_threads(compute, announce)
         sampler = NativeSampler(self._library, config.vocab_size, pool=compute.executor.pool)
-        runners = warmed_up(Runner(compute, sampler=sampler, grammars=grammars), self._cache_shape.max_running)
+        runner = Runner(compute, sampler=sampler, grammars=grammars)
+        runner.warm_up(self._cache_shape.max_running)
         if self._entry and restored is None:
             self._entry.store_in_background(compute.program.memory)
-        return runners
+        return BackendRunners(runner)
 
     def _choose_threads(self, compute: NativeCompute, announce: Announce) -> None:
         """Leaves `compute` with the number of threads that takes the least time for a step of one row and one of 8."""
@@ -153,9 +154,3 @@ def full_numerics(backend: str, cache_shape: CacheShape, config: WorkerConfig, *
     """Backend, number format, quantization, and `more` that affects bits."""
     quantized = [] if config.quantize == "none" else [config.quantize]
     return "-".join((backend, cache_shape.dtype, *quantized, *more))
-
-
-def warmed_up(runner: Runner, max_running: int) -> BackendRunners:
-    """The runner, after its first steps."""
-    runner.warm_up(max_running)
-    return BackendRunners(runner)

@@ -9,7 +9,7 @@ import torch
 
 from app.common.ipc import WorkerConfig
 from app.common.startup_timer import PLANNING_MEMORY, WARMING_UP
-from app.engine.backends import Announce, Backend, Placement, full_numerics, warmed_up
+from app.engine.backends import Announce, Backend, Placement, full_numerics
 from app.engine.cpu.toolchain.backend_selection import SelectedBackend
 from app.engine.execution.encoder_cache import EncoderCache
 from app.engine.execution.runner import BackendRunners, Runner
@@ -26,7 +26,7 @@ from app.engine.memory.memory_plan import (
     MemoryPeaks,
     blocks_on_cpu,
     blocks_on_gpu,
-    memory_releaser,
+    release_memory,
     step_peak,
 )
 from app.engine.quantization.quantized_weights import round_weights
@@ -86,9 +86,9 @@ class TorchBackend:
     def start(self, blocks: int, grammars: GrammarTracker, announce: Announce) -> BackendRunners:
         """See Backend.start."""
         announce(WARMING_UP)
-        return warmed_up(
-            Runner(self._compute(blocks), sampler=TorchSampler(), grammars=grammars), self._limits.max_running
-        )
+        runner = Runner(self._compute(blocks), sampler=TorchSampler(), grammars=grammars)
+        runner.warm_up(self._limits.max_running)
+        return BackendRunners(runner)
 
     def _compute(self, blocks: int) -> TorchExecutor:
         decoder, cache_shape = self._decoder, self._cache_shape
@@ -133,7 +133,7 @@ class _LoadedBackend:
 
     def release(self) -> None:
         """See Backend.release."""
-        memory_releaser(self.decoder.embedding.device, torch.cuda)()
+        release_memory(self.decoder.embedding.device, torch.cuda)
 
 
 def choose_backend(

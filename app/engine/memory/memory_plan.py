@@ -279,15 +279,12 @@ def step_peak(compute_once: Callable[[], object], device: Device, meter: MemoryM
     )
 
 
-def memory_releaser(device: Device, meter: MemoryMeter) -> Callable[[], None]:
-    """Returns a function that frees the memory which a failed step held, so that the next step can use it.
+def release_memory(device: Device, meter: MemoryMeter) -> None:
+    """Frees the memory of a GPU which a failed step held, so that the next step can use it.
 
-    If the device is lost, the function raises CUDA's error: no further step can succeed, whatever the last one raised.
+    Raises CUDA's error if the device is lost: no further step can succeed, whatever the last one raised.
     """
-
-    def release() -> None:
+    if device.type == "cuda":
         gc.collect()  # reference cycles may keep an error's frames alive, and these the step's tensors
         meter.synchronize(device)
         meter.empty_cache()
-
-    return release if device.type == "cuda" else lambda: None

@@ -15,8 +15,8 @@ from app.engine.memory.memory_plan import (
     MemoryPlan,
     blocks_on_cpu,
     blocks_on_gpu,
-    memory_releaser,
     mib,
+    release_memory,
     step_peak,
 )
 from app.engine.scheduling.scheduler import StepLimits
@@ -171,8 +171,8 @@ def test_a_largest_step_that_does_not_fit_is_refused_with_what_makes_it_smaller(
 
 def test_memory_is_given_back_only_after_the_device_was_waited_for_and_a_cpu_has_none_to_give() -> None:
     gpu = FakeGpu()
-    memory_releaser(CUDA, gpu)()
-    memory_releaser(CPU, gpu)()
+    release_memory(CUDA, gpu)
+    release_memory(CPU, gpu)
     assert gpu.calls == ["synchronize", "empty cache"]
 
 
