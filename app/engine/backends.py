@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from app.common.cpu_topology import read_topology
@@ -16,6 +15,7 @@ from app.engine.cpu.library import load_library
 from app.engine.cpu.packed_cache import PackedCache
 from app.engine.cpu.sampler import NativeSampler
 from app.engine.cpu.thread_count import choose_threads
+from app.engine.cpu.toolchain.backend_selection import SelectedBackend
 from app.engine.execution.runner import BackendRunners, Runner
 from app.engine.execution.warmup_batches import dummies
 from app.engine.guided.grammar_tracker import GrammarTracker
@@ -82,23 +82,21 @@ class CppBackend:
 
     def __init__(
         self,
-        library: Path,
+        selected: SelectedBackend,
         weights: StoredWeights,
         cache_shape: CacheShape,
         config: WorkerConfig,
-        packed_cache: PackedCache | None = None,
-        *,
-        numerics: str,
-        reason: str,
+        packed_cache: PackedCache | None,
     ) -> None:
-        """packed_cache: has hashed the files of `weights`."""
-        self.numerics, self.reason = full_numerics(numerics, cache_shape, config), reason
-        self._library, self._weights, self._cache_shape = load_library(library), weights, cache_shape
+        """selected: has a library. packed_cache: has hashed the files of `weights`."""
+        assert selected.library
+        self.numerics, self.reason = full_numerics(selected.numerics, cache_shape, config), selected.reason
+        self._library, self._weights, self._cache_shape = load_library(selected.library), weights, cache_shape
         self._config = config
         self.threads = _threads(config)
         """Compute threads; start() may choose another number."""
         facts = (weights.config, cache_shape.dtype, config.quantize)
-        self._entry = packed_cache and packed_cache.entry(library.name, *facts)
+        self._entry = packed_cache and packed_cache.entry(selected.library.name, *facts)
 
     def plan_memory(self, config: WorkerConfig, announce: Announce) -> BlockBudget:
         """See Backend.plan_memory."""

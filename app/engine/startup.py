@@ -69,7 +69,12 @@ def build_engine(
             config.kernels, placement.dtype, placement.device, weights.config, libraries, announce
         )
         cache_shape = _cache_shape(config, weights.config, placement, selected)
-        backend = _backend(selected, weights, cache_shape, limits, config, packed_cache, announce)
+        backend: Backend
+        if selected.library:
+            backend = CppBackend(selected, weights, cache_shape, config, packed_cache)
+        else:
+            backends = _torch_backends(config, selected.reason)
+            backend = backends.choose_backend(selected, weights, cache_shape, limits, config, announce)
         blocks, plan = backend.plan_memory(config, announce)
         _start_log.info("%s: memory: %s", config.name, plan)
     grammars = GrammarTracker(
@@ -106,30 +111,6 @@ def _torch_backends(config: WorkerConfig, reason: str) -> Any:
             f"torch is not installed, and without it only the native kernels compute: {reason}; or {INSTALL_TORCH}"
         )
     return import_module("app.engine.torch_backends")
-
-
-def _backend(
-    selected: SelectedBackend,
-    weights: StoredWeights,
-    cache_shape: CacheShape,
-    limits: StepLimits,
-    config: WorkerConfig,
-    packed_cache: PackedCache | None,
-    announce: Announce,
-) -> Backend:
-    if selected.library:
-        return CppBackend(
-            selected.library,
-            weights,
-            cache_shape,
-            config,
-            packed_cache,
-            numerics=selected.numerics,
-            reason=selected.reason,
-        )
-    backends = _torch_backends(config, selected.reason)
-    backend: Backend = backends.choose_backend(selected, weights, cache_shape, limits, config, announce)
-    return backend
 
 
 @contextlib.contextmanager
