@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from msgspec.structs import replace
 
@@ -32,13 +32,19 @@ _ROOT = Path(__file__).parents[2]
 _GRACE_SECONDS = 1.0
 
 
-class EngineProcess:
-    """A child process, connected by a socket pair; it exits when the socket is closed."""
+class EngineProcess(asyncio.Protocol):
+    """A child process, connected by a socket pair; it exits when the socket is closed.
 
-    def __init__(self, process: asyncio.subprocess.Process, transport: asyncio.WriteTransport, pipe: _Pipe) -> None:
+    Decodes frames in the transport's callback: a reader task would add a loop iteration to every engine step.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process, on_frame: Callable[[Up], None]) -> None:
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the process has closed its end; raises the error of on_frame, after which no frames are read."""
         self._process = process
-        self._transport = transport
-        self._pipe = pipe
+        self._on_frame = on_frame
+        self._frames = FrameDecoder()
+        self._transport: Any = None
 
     @classmethod
     async def spawn(cls, on_frame: Callable[[Up], None], command: Sequence[str] = WORKER) -> EngineProcess:
@@ -59,17 +65,13 @@ class EngineProcess:
                 start_new_session=True,  # Ctrl+C on the terminal must only reach the API process
             )
             on_error.pop_all()
-        transport, pipe = await asyncio.get_running_loop().create_connection(lambda: _Pipe(on_frame), sock=parent_end)
-        return cls(process, transport, pipe)
+        loop = asyncio.get_running_loop()
+        return (await loop.create_connection(lambda: cls(process, on_frame), sock=parent_end))[1]
 
     @property
     def pid(self) -> int:
         """Process id."""
         return self._process.pid
-
-    async def wait_closed(self) -> None:
-        """Waits until the process has closed its end. Raises the error of on_frame, after which no frames are read."""
-        await self._pipe.closed
 
     def send(self, frame: Down) -> None:
         """Sends a frame without waiting; frames to a process that has exited are dropped."""
@@ -93,6 +95,25 @@ class EngineProcess:
             raise
         return await self._process.wait()
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio.Protocol."""
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        try:
+            for body in self._frames.feed(data):
+                self._on_frame(decode_up(body))
+        except Exception as error:  # the event loop would only log it
+            if not self.closed.done():
+                self.closed.set_exception(error)
+            self._transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the child has exited in any case
+        """See asyncio.Protocol."""
+        if not self.closed.done():
+            self.closed.set_result(None)
+
 
 def describe_exit(code: int) -> str:
     """Describes how a process ended, by its exit code."""
@@ -102,39 +123,6 @@ def describe_exit(code: int) -> str:
         return f"was ended by {signal.Signals(-code).name}"
     except ValueError:
         return f"was ended by signal {-code}"
-
-
-class _Pipe(asyncio.Protocol):
-    """Decodes frames in the transport's callback: a reader task would add a loop iteration to every engine step."""
-
-    def __init__(self, on_frame: Callable[[Up], None]) -> None:
-        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._on_frame = on_frame
-        self._frames = FrameDecoder()
-        self._transport: asyncio.BaseTransport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            for body in self._frames.feed(data):
-                self._on_frame(decode_up(body))
-        except Exception as error:  # the event loop would only log it
-            self._close(error)
-            assert self._transport
-            self._transport.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the child has exited in any case
-        self._close(None)
-
-    def _close(self, error: Exception | None) -> None:
-        if self.closed.done():
-            return
-        if error:
-            self.closed.set_exception(error)
-        else:
-            self.closed.set_result(None)
 
 
 class EngineStopped(Exception):
@@ -333,7 +321,7 @@ class Supervisor:
             config = replace(self._config, files=await self._files())
             # A restarted process reuses the memory of its predecessor, and the other engines have allocated theirs.
             process.send(replace(config, concurrent_loaders=0) if self._version else config)
-            await process.wait_closed()
+            await process.closed
         finally:
             self._process = None
             self._set_unready()
