@@ -1,6 +1,6 @@
 """No request made from the service's own description, fitting or not, is answered with a 5xx.
 
-Our own generator, so that it runs every time; schemathesis, which knows more tricks, runs over the same document with
+The generator is that of `make redteam`; schemathesis, which knows more tricks, runs over the same document with
 `make clients ONLY=schemathesis`. 504 is what a deadline of a millisecond gets and is no fault.
 """
 
@@ -8,50 +8,48 @@ from __future__ import annotations
 
 import collections
 import http.client
-from collections.abc import Iterable
 from random import Random
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import urlsplit
 
 import httpx
 
-from tests.support.http.openapi_requests import Asked, Maker
+from tests.redteam.json_bodies import Request, RequestGenerator
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, is_clean
 from tests.support.services import Services
 
 
-def _send(connection: http.client.HTTPConnection, asked: Asked) -> tuple[int, bytes, str]:
-    path = asked.path + (f"?{urlencode(asked.query, errors='surrogatepass')}" if asked.query else "")
-    headers = {} if asked.content is None else {"Content-Type": "application/json"}
-    connection.request(asked.method, path, asked.content, headers)
+def _send(connection: http.client.HTTPConnection, request: Request) -> tuple[int, bytes, str]:
+    headers = {} if request.body is None else {"Content-Type": "application/json"}
+    connection.request(request.method, request.path, request.body, headers)
     response = connection.getresponse()
     return response.status, response.read(), response.headers.get("Content-Type", "")
 
 
-def _faults(server: Server, requests: Iterable[Asked]) -> tuple[list[str], collections.Counter[int]]:
-    """The defects of the answers, and their statuses."""
+def _faults(server: Server, count: int) -> tuple[list[str], collections.Counter[int]]:
+    """The defects of the answers to so many requests, and their statuses."""
+    generator = RequestGenerator(Random(7), httpx.get(f"{server.url}/openapi.json").json())
     found, statuses = [], collections.Counter[int]()
     connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=60)
-    for asked in requests:
+    for _ in range(count):
+        request = generator.next()
         try:
-            status, content, kind = _send(connection, asked)
+            status, content, kind = _send(connection, request)
         except (http.client.HTTPException, OSError) as error:
             status, content, kind = 0, repr(error).encode(), ""
-        if status == 0:
             connection.close()
         statuses[status] += 1
-        has_shape = status < 400 or b'"error"' in content or asked.method == "HEAD"
+        has_shape = status < 400 or b'"error"' in content
         broke_off = "event-stream" in kind and b"event: error" in content and b"timeout_error" not in content
         if status == 0 or (status >= 500 and status != 504) or broke_off or not has_shape:
-            found.append(f"{asked} {status} {content[:300]!r}"[:1000])
+            found.append(f"{request} {status} {content[:300]!r}"[:1000])
     connection.close()
     return found, statuses
 
 
 def test_nothing_that_is_described_ends_in_a_5xx(server: Server, promise: Promise) -> None:
-    maker = Maker(httpx.get(f"{server.url}/openapi.json").json(), Random(7))
     n = promise.size(250, 2000)
-    faults, statuses = _faults(server, maker.requests(n))
+    faults, statuses = _faults(server, n)
     print(*faults, statuses, sep="\n")
     promise.at_most("answers with a 5xx, without one, or without the errors' shape", len(faults), target=0, n=n)
     assert statuses[200] > n / 5 and statuses[400] > n / 10, statuses
@@ -61,5 +59,4 @@ def test_nothing_that_is_described_ends_in_a_5xx(server: Server, promise: Promis
 def test_a_route_that_fails_is_found_out(serve: Services) -> None:
     harm = "import app.serving.service as s; s.Service.require_ready = lambda self: 1 / 0"
     server = serve(wait=False, sabotage=harm, is_killed=True)
-    maker = Maker(httpx.get(f"{server.url}/openapi.json").json(), Random(7))
-    assert _faults(server, maker.requests(40))[0]
+    assert _faults(server, 40)[0]

@@ -1,4 +1,4 @@
-"""Random JSON bodies made from the service's own /openapi.json: valid, nearly valid, and hostile."""
+"""Random requests made from the service's own /openapi.json: valid, nearly valid, and hostile."""
 
 from __future__ import annotations
 
@@ -6,28 +6,90 @@ import json
 import math
 import re
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from random import Random
 from typing import Any
+from urllib.parse import urlencode
 
 from tests.redteam.attack import Budget, Setting, attack
 from tests.redteam.http_client import Answer, MalformedAnswer
 from tests.redteam.service import INTERNALS
 
-ALLOWED = {200, 400, 404, 408, 413, 415, 429, 503, 504}
+ALLOWED = {200, 400, 404, 405, 408, 413, 415, 429, 503, 504}
 PATH_OR_TRACE = re.compile(r"Traceback|File \"/|/site-packages/|\.py\b|0x[0-9a-f]{8,}|<class ")
 HANG_SECONDS = 25.0
+
+
+TEXTS = ("", "a", "Once\nupon", "\u00e9\u4e2d\U0001f600", "\u0000", " " * 9, "<|endoftext|>", "x" * 300)
+SEGMENTS = ("x", "req-1", "%00", "%F0%9F%98%80", "..%2f..", "a" * 300, "%ff", "tiny")
+"""Values of path parameters."""
+
+SLOW = {"max_tokens": (0, 8), "max_completion_tokens": (0, 8), "min_tokens": (0, 4), "deadline_ms": (1, 8000)}
+"""Least and most of numbers whose large values are right and only cost time."""
 
 
 class Raw(str):
     """JSON text that no serializer would write."""
 
 
-class BodyGenerator:
-    """Values by a JSON schema, and others instead of them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """A method of a path, its parameters, and the schema of its body if it has one."""
+
+    method: str
+    path: str
+    parameters: list[dict[str, Any]]
+    schema: dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is sent; a body is JSON, or was before it was damaged."""
+
+    method: str
+    path: str
+    body: bytes | None
+
+
+class RequestGenerator:
+    """Requests for the operations of a document, with values by their schemas, and others instead of them."""
 
     def __init__(self, rng: Random, document: dict[str, Any]) -> None:
         self.rng = rng
         self._document = document
+        self.operations = list(self._operations())
+
+    def _operations(self) -> Iterator[Operation]:
+        for path, methods in self._document["paths"].items():
+            for method, described in methods.items():
+                parameters = described.get("parameters", [])
+                content = described.get("requestBody", {}).get("content", {})
+                schemas = [schema for body in content.values() for schema in self.alternatives(body["schema"])]
+                for schema in schemas or (None,):
+                    yield Operation(method=method.upper(), path=path, parameters=parameters, schema=schema)
+
+    def next(self) -> Request:
+        """A request for any operation; two of five fit the document."""
+        rng = self.rng
+        operation, is_valid = rng.choice(self.operations), rng.random() < 0.4
+        method, path, query = operation.method, operation.path, {}
+        for parameter in operation.parameters:
+            name = parameter["name"]
+            if parameter["in"] == "path":
+                path = path.replace("{" + name + "}", rng.choice(SEGMENTS))
+            elif parameter["in"] == "query" and rng.random() < 0.7:
+                query[name] = self.text(self.valid(parameter["schema"]) if is_valid else self.hostile())[:300]
+        if not is_valid and rng.random() < 0.1:
+            method = rng.choice(["PUT", "PATCH", "TRACE", "OPTIONS"])
+        body = None if operation.schema is None else self._body(operation.schema, is_valid=is_valid)
+        return Request(method=method, path=f"{path}?{urlencode(query)}" if query else path, body=body)
+
+    def _body(self, schema: dict[str, Any], *, is_valid: bool) -> bytes:
+        body, properties = self.object(schema), list(schema.get("properties", {}))
+        for name in SLOW.keys() & (body.keys() | {"max_tokens"}) & set(properties):
+            body[name] = self.rng.randint(*SLOW[name])
+        return self.text(body).encode() if is_valid else self.spoiled(body, properties)
 
     def resolved(self, schema: dict[str, Any]) -> dict[str, Any]:
         """The schema behind a reference."""
@@ -47,6 +109,8 @@ class BodyGenerator:
 
     def valid(self, schema: dict[str, Any], depth: int = 0) -> Any:
         """A value that the schema allows."""
+        if schema.get("examples") and self.rng.random() < 0.3:
+            return self.rng.choice(schema["examples"])
         chosen = self.rng.choice(self.alternatives(schema))
         if "anyOf" in chosen or "oneOf" in chosen:
             return self.valid(chosen, depth)
@@ -64,8 +128,8 @@ class BodyGenerator:
         if kind in ("integer", "number"):
             return self.rng.choice(self.numbers(chosen))
         if kind == "string":
-            text = self.rng.choice(["a", "Once upon", "\u00e9\U0001f600", "\u0000", " " * 9, "x" * 60])
-            return text[: chosen.get("maxLength", 60)]
+            text = self.rng.choice(TEXTS)
+            return text[: chosen.get("maxLength", 300)] or "a" * chosen.get("minLength", 0)
         return {"boolean": self.rng.random() < 0.5, "null": None}.get(str(kind), "a")
 
     def numbers(self, schema: dict[str, Any]) -> list[Any]:
@@ -95,8 +159,8 @@ class BodyGenerator:
             Raw("NaN"), Raw("Infinity"), Raw("-Infinity"), Raw("1e999"), Raw("-0.0"), Raw("1E400"), Raw("9" * 5000),
             Raw("11.0"), Raw('"\\ud800"'), Raw('"\\udfff\\ud800"'), Raw('"\\u0000"'), Raw("[" * n + "]" * n),
             Raw('{"a":' * n + "1" + "}" * n),
-            2**31, 2**63, -(2**63) - 1, 2**64, 10**30, 0.5, -1, 0, True, None, "", "1", [], {}, [None], [[]], [-1],
-            [2**40], {"a": 1}, "x" * n, ["x"] * min(n, 5000), [0] * n, Raw("1.5e-400"), Raw("1" + "0" * 400),
+            2**31, 2**63, -(2**63) - 1, 2**64, 10**30, 1e308, 0.5, -1, 0, True, None, "", "1", [], {}, [None], [[]],
+            [-1], [2**40], {"a": 1}, "x" * n, ["x"] * min(n, 5000), [0] * n, Raw("1.5e-400"), Raw("1" + "0" * 400),
             [True, "a", 1.5], Raw("-9" + "9" * 30),
         ])  # fmt: skip
 
@@ -113,7 +177,9 @@ class BodyGenerator:
     def spoiled(self, body: dict[str, Any], properties: list[str]) -> bytes:
         """The body with fields replaced, or its text damaged."""
         for _ in range(self.rng.randint(1, 3)):
-            body[self.rng.choice([*properties, "prompt", "unknown", "", "__proto__"])] = self.hostile()
+            name = self.rng.choice([*properties, *body, "prompt", "unknown", "", "__proto__"])
+            kept = body.get(name)
+            body[name] = self.rng.choice([self.hostile(), self.hostile(), [kept], {"a": kept}])
         text = self.text(body)
         how = self.rng.randrange(9)
         if how == 0:
@@ -136,49 +202,23 @@ class BodyGenerator:
 @attack("json-bodies", share=14.0)
 def json_bodies(setting: Setting) -> None:
     """No body gets a 5xx other than 503 and 504, an undocumented error, or no answer; valid numbers are accepted."""
-    target, rng, report = setting.target, setting.rng, setting.report
+    report = setting.report
     report.limit = "documented answers only"
-    document = target.call("GET", "/openapi.json").json()
-    generator = BodyGenerator(rng, document)
-    operations = list(_operations(document, generator))
-    _boundaries(setting, generator, operations, setting.budget.share(0.5))
+    generator = RequestGenerator(setting.rng, setting.target.call("GET", "/openapi.json").json())
+    _boundaries(setting, generator, setting.budget.share(0.5))
     slowest = 0.0
     for _ in setting.tries():
-        method, path, schema = rng.choice(operations)
-        body = generator.object(schema)
-        properties = list(schema.get("properties", {}))
-        _keep_short(body, properties)
-        is_valid = rng.random() < 0.3
-        data = generator.text(body).encode() if is_valid else generator.spoiled(body, properties)
-        slowest = max(slowest, _send(setting, method, path, data))
+        slowest = max(slowest, _send(setting, generator.next()))
     report.worst = f"{report.found} bad answers, slowest {slowest:.2f} s"
 
 
-def _operations(document: dict[str, Any], generator: BodyGenerator) -> Any:
-    for path, methods in document["paths"].items():
-        for method, operation in methods.items():
-            content = operation.get("requestBody", {}).get("content", {}) if isinstance(operation, dict) else {}
-            for described in content.values():
-                for schema in generator.alternatives(described["schema"]):
-                    yield method.upper(), path, schema
-
-
-def _keep_short(body: dict[str, Any], properties: list[str]) -> None:
-    """So that a valid body does not run for minutes."""
-    if "max_tokens" in properties:
-        body["max_tokens"] = 2
-        body.pop("max_completion_tokens", None)
-    body.pop("min_tokens", None)
-    if "deadline_ms" in properties:
-        body["deadline_ms"] = 8000
-
-
-def _send(setting: Setting, method: str, path: str, data: bytes) -> float:
+def _send(setting: Setting, request: Request) -> float:
+    method, path, data = request.method, request.path, request.body or b""
     dots = "..." if len(data) > 300 else ""
     repro = f"{method} {path} {data[:300].hex()}{dots} ({len(data)} bytes: {data[:80]!r})"
     began = time.monotonic()
     try:
-        answer = setting.target.call(method, path, body=data, timeout=HANG_SECONDS)
+        answer = setting.target.call(method, path, body=request.body, timeout=HANG_SECONDS)
     except (OSError, MalformedAnswer) as error:
         if time.monotonic() - began >= HANG_SECONDS * 0.9 or isinstance(error, MalformedAnswer):
             setting.report.add("high", f"no answer or a broken one: {error}", repro)
@@ -204,10 +244,11 @@ def _problem(answer: Answer) -> tuple[str, str] | None:
     return None
 
 
-def _boundaries(setting: Setting, generator: BodyGenerator, operations: list[Any], budget: Budget) -> None:
+def _boundaries(setting: Setting, generator: RequestGenerator, budget: Budget) -> None:
     """Each number that the schema allows, alone in an otherwise plain body, must not be refused for its value."""
     skipped = {"min_tokens", "best_of", "stop_token_ids", "logit_bias", "created"}
-    for method, path, schema in operations:
+    for operation in generator.operations:
+        schema = operation.schema or {}
         properties = schema.get("properties", {})
         if "prompt" not in properties or not set(schema.get("required", ())) <= {"prompt"}:
             continue
@@ -216,13 +257,13 @@ def _boundaries(setting: Setting, generator: BodyGenerator, operations: list[Any
         for name in (name for name in properties if name not in skipped):
             kinds = [a for a in generator.alternatives(properties[name]) if a.get("type") in ("integer", "number")]
             for value in (value for kind in kinds for value in generator.numbers(kind) if budget):
-                _boundary(setting, method, path, generator.text(plain | {name: value}), name)
+                _boundary(setting, operation, generator.text(plain | {name: value}), name)
 
 
-def _boundary(setting: Setting, method: str, path: str, text: str, name: str) -> None:
+def _boundary(setting: Setting, operation: Operation, text: str, name: str) -> None:
     setting.report.tries += 1
-    answer = setting.target.call(method, path, body=text.encode(), timeout=HANG_SECONDS)
-    error, repro = error_object(answer), f"{method} {path} {text}"
+    answer = setting.target.call(operation.method, operation.path, body=text.encode(), timeout=HANG_SECONDS)
+    error, repro = error_object(answer), f"{operation.method} {operation.path} {text}"
     if problem := _problem(answer):
         setting.report.add(*problem, repro)
     elif answer.status == 400 and error and error["param"] == name:

@@ -10,10 +10,9 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from tests.redteam.http_client import Address, Answer, call
 
@@ -85,13 +84,12 @@ class Target:
         return False
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Launcher:
     """Starts services below one temporary directory and ends every one of them."""
 
     directory: Path
     weights: Path
-    _started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def run(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
         """A verb of inkstream that ends within a minute. Raises TimeoutExpired."""
@@ -100,13 +98,16 @@ class Launcher:
             command, cwd=REPOSITORY, env=_environment(), capture_output=True, text=True, timeout=60, check=False
         )
 
-    def start(self, *flags: str, weights: Path | None = None, quotas: tuple[tuple[str, ...], ...] = ((), ())) -> Target:
+    @contextmanager
+    def running(
+        self, *flags: str, weights: Path | None = None, quotas: tuple[tuple[str, ...], ...] = ((), ())
+    ) -> Iterator[Target]:
         """A service that is ready, with a key for each of two tenants, each with its flags of `keys add`.
 
         Raises:
             ServiceFailed: it ended, or was not ready in time; the text is the end of its log.
         """
-        number = len(self._started)
+        number = len(list(self.directory.glob("service-*.log")))
         file, log = self.directory / f"keys-{number}.json", self.directory / f"service-{number}.log"
         first, second = (
             self.run("keys", "add", f"tenant-{i}", "--keys-file", file, *quota).stdout.strip()
@@ -118,24 +119,11 @@ class Launcher:
                 [*command, "--weights", str(weights or self.weights)], cwd=REPOSITORY, env=_environment(),
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
-        self._started.append(process)
-        target = Target(_wait_until_ready(process, log), (first, second), process, log)
-        target.new_log()
-        return target
-
-    @contextmanager
-    def running(self, *flags: str, **more: Any) -> Iterator[Target]:
-        """A service for one attack."""
-        target = self.start(*flags, **more)
         try:
+            target = Target(_wait_until_ready(process, log), (first, second), process, log)
+            target.new_log()
             yield target
         finally:
-            assert target.process is not None
-            _end(target.process)
-
-    def close(self) -> None:
-        """Ends whatever still runs."""
-        for process in self._started:
             _end(process)
 
 
@@ -154,7 +142,6 @@ def _wait_until_ready(process: subprocess.Popen[bytes], log: Path) -> Address:
                     return address
         time.sleep(0.05)
     code = process.poll()
-    _end(process)
     reason = f"not ready in {START_SECONDS:.0f} s" if code is None else f"exit code {code}"
     raise ServiceFailed(f"{reason}: {log.read_text(errors='replace')[-400:]}")
 
@@ -169,15 +156,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-
-def remote_target(url: str, keys: list[str]) -> Target:
-    """A service that the suite did not start."""
-    parts = urlsplit(url)
-    if parts.scheme != "http" or not parts.hostname:
-        raise ValueError(f"--url {url}: expected http://HOST:PORT")
-    first, second = [*keys, *keys, None, None][:2]
-    return Target(Address(host=parts.hostname, port=parts.port or 80), (first, second))
 
 
 def engine_of(pid: int) -> int | None:

@@ -199,7 +199,8 @@ CHAT_TEMPLATE = (
 def chat_templates(setting: Setting) -> None:
     """Conversations of thousands of messages, concurrent with another key's short one."""
     launcher, rng = setting.own_launcher, setting.rng
-    weights = copied_weights(launcher, files={"chat_template.jinja": CHAT_TEMPLATE.encode()})
+    weights = copied_weights(launcher)
+    (weights / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     route, victim = "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
     with launcher.running(weights=weights) as target:
 

@@ -47,13 +47,11 @@ class TensorFile:
         return struct.pack("<Q", len(header)) + header + bytes(self.data)
 
 
-def copied_weights(launcher: Launcher, *, files: dict[str, bytes] | None = None, proofs: bool = False) -> Path:
-    """A copy of the weights, with some files replaced; without the proofs, as most directories come."""
+def copied_weights(launcher: Launcher) -> Path:
+    """A copy of the weights without the proofs, as most directories come."""
     number = len(list(launcher.directory.glob("weights-*")))
     path = launcher.directory / f"weights-{number}"
-    shutil.copytree(launcher.weights, path, ignore=None if proofs else shutil.ignore_patterns(*PROOFS))
-    for name, data in (files or {}).items():
-        (path / name).write_bytes(data)
+    shutil.copytree(launcher.weights, path, ignore=shutil.ignore_patterns(*PROOFS))
     return path
 
 
