@@ -6,7 +6,7 @@ packets. The seed and the index of a message give the same bytes on every machin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -291,7 +291,7 @@ def generate(seed: str, index: int) -> Message:
         other = _request(rng, rng.choice(["valid", "valid", "valid", rng.choice(kinds)]))
         data = data + other if rng.random() < 0.6 else other + data
     if rng.random() < 0.25:
-        data, kind = _mutated(rng, data), f"{kind}, mutated"
+        data, kind = mutated(rng, data), f"{kind}, mutated"
     return Message(kind, _split(rng, data))
 
 
@@ -303,13 +303,14 @@ def _request(rng: Random, kind: str) -> bytes:
     return draft.written()
 
 
-def _mutated(rng: Random, data: bytes) -> bytes:
+def mutated(rng: Random, data: bytes, spice: Sequence[bytes] = _SPICE) -> bytes:
+    """The bytes with one to three changes: pieces of spice, and bytes removed, replaced or repeated."""
     wounded = bytearray(data)
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
         at = rng.randrange(len(wounded) + 1)
         match rng.randrange(5):
             case 0:
-                wounded[at:at] = rng.choice(_SPICE)
+                wounded[at:at] = rng.choice(spice)
             case 1:
                 del wounded[at : at + rng.randrange(1, 12)]
             case 2:
@@ -317,7 +318,7 @@ def _mutated(rng: Random, data: bytes) -> bytes:
             case 3:
                 wounded[at:at] = wounded[rng.randrange(len(wounded) + 1) :][: rng.randrange(1, 50)]
             case _:
-                wounded[at : at + rng.randrange(1, 8)] = rng.choice(_SPICE)
+                wounded[at : at + rng.randrange(1, 8)] = rng.choice(spice)
     return bytes(wounded)
 
 
