@@ -33,10 +33,10 @@ def ring(tmp_path: Path) -> Keyring:
     return Keyring(tmp_path / "keys.json")
 
 
-@pytest.fixture
-def served(serve: Services, ring: Keyring) -> Server:
-    ring.add("alice")
-    return serve(ring=ring, fake_ms=1)
+@pytest.fixture(scope="module")
+def served(serve_module: Services, tmp_path_factory: pytest.TempPathFactory) -> tuple[Server, Keyring]:
+    ring = Keyring.of(tmp_path_factory.mktemp("served") / "keys.json", "alice")
+    return serve_module(ring=ring, fake_ms=1), ring
 
 
 def _status(server: Server, key: str) -> int:
@@ -127,12 +127,14 @@ def test_two_that_add_at_once_lose_nothing(ring: Keyring, promise: Promise) -> N
     assert [path.name for path in ring.file.parent.iterdir()] == ["keys.json"], "nothing is left behind"
 
 
-def test_added_and_revoked_keys_count_within_seconds(served: Server, ring: Keyring, promise: Promise) -> None:
+def test_added_and_revoked_keys_count_within_seconds(served: tuple[Server, Keyring], promise: Promise) -> None:
+    server, ring = served
+
     def latest() -> float:
         key = ring.add("bob")
-        added = _seconds_until(served, key, 200)
+        added = _seconds_until(server, key, 200)
         ring.revoke("bob")
-        return max(added, _seconds_until(served, key, 401))
+        return max(added, _seconds_until(server, key, 401))
 
     late = max(promise.measured(latest, lambda seconds: seconds <= 3) for _ in range(2))
     promise.at_most("seconds until a key is known or revoked", late, target=1.5, floor=3, unit="s", n=4)
@@ -144,11 +146,12 @@ def _seconds_until(server: Server, key: str, status: int) -> float:
     return time.monotonic() - began
 
 
-def test_a_damaged_file_keeps_the_old_keys_and_is_told_once(served: Server, ring: Keyring) -> None:
+def test_a_damaged_file_keeps_the_old_keys_and_is_told_once(served: tuple[Server, Keyring]) -> None:
+    server, ring = served
     good, alice = ring.file.read_bytes(), ring.keys["alice"]
 
     def n_reports() -> int:
-        return sum("keys stay" in line["message"] for line in log_lines(served))
+        return sum("keys stay" in line["message"] for line in log_lines(server))
 
     damages: list[Callable[[], object]] = [
         lambda: ring.file.write_text("{"),
@@ -158,20 +161,21 @@ def test_a_damaged_file_keeps_the_old_keys_and_is_told_once(served: Server, ring
     ]
     for count, damage in enumerate(damages, 1):
         damage()
-        assert served.wait_for(lambda count=count: _status(served, alice) == 200 and n_reports() == count)
+        assert server.wait_for(lambda count=count: _status(server, alice) == 200 and n_reports() == count)
     time.sleep(1.2)
-    assert _status(served, alice) == 200 and n_reports() == len(damages)
-    assert _status(served, "ink-other") == 401
+    assert _status(server, alice) == 200 and n_reports() == len(damages)
+    assert _status(server, "ink-other") == 401
 
 
-def test_a_key_in_a_url_is_no_key(served: Server, ring: Keyring) -> None:
+def test_a_key_in_a_url_is_no_key(keyed_server: tuple[Server, Keyring]) -> None:
+    server, ring = keyed_server
     key = ring.keys["alice"]
     for query in (f"api_key={key}", f"key={key}", f"token={key}", f"Authorization=Bearer%20{key}"):
-        assert status_of(exchange(served.url, raw("GET", f"/v1/models?{query}", "Host: localhost"))) == 401
+        assert status_of(exchange(server.url, raw("GET", f"/v1/models?{query}", "Host: localhost"))) == 401
     user = raw("GET", f"http://{key}:{key}@localhost/v1/models", "Host: localhost")
-    assert status_of(exchange(served.url, user)) in (400, 401)
+    assert status_of(exchange(server.url, user)) in (400, 401)
     for header in (f"X-Api-Key: {key}", f"Cookie: key={key}", f"Proxy-Authorization: Bearer {key}", f"Api-Key: {key}"):
-        assert status_of(exchange(served.url, raw("GET", "/v1/models", "Host: localhost", header))) == 401
+        assert status_of(exchange(server.url, raw("GET", "/v1/models", "Host: localhost", header))) == 401
 
 
 def test_every_key_is_compared_whichever_it_is(ring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:

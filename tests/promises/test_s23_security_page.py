@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 from tests.support import ROOT
 from tests.support.promise_figures import Promise
 
@@ -42,7 +40,7 @@ def test_the_threat_model_is_whole(promise: Promise) -> None:
     assert list(found) == list(SECTIONS)
 
 
-@pytest.mark.parametrize("name", SECTIONS)
-def test_a_page_without_one_of_its_parts_is_found_out(name: str) -> None:
-    shorter = PAGE.replace(f"## {name}\n", "")
-    assert list(_sections(shorter)) != list(SECTIONS)
+def test_a_page_without_one_of_its_parts_is_found_out() -> None:
+    """The control."""
+    for name in SECTIONS:
+        assert list(_sections(PAGE.replace(f"## {name}\n", ""))) != list(SECTIONS)
