@@ -20,46 +20,33 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def _become(monkeypatch: pytest.MonkeyPatch, user: int, group: int, *more: int) -> None:
-    """As far as the process can determine."""
-    monkeypatch.setattr(os, "geteuid", lambda: user)
-    monkeypatch.setattr(os, "getegid", lambda: group)
-    monkeypatch.setattr(os, "getgroups", lambda: list(more))
+WHO = {  # effective user, groups, and whether they may use what the group of the file can read
+    "owner": (USER, [GROUP], False),
+    "member of the group": (USER + 1, [GROUP], True),
+    "member of several groups": (USER + 1, [GROUP + 1, GROUP + 2, GROUP], True),
+    "member of another group": (USER + 1, [GROUP + 1], False),
+    "root": (0, [0], True),
+}
+MODES = (0o400, 0o600, 0o440, 0o640, 0o604, 0o444, 0o644, 0o460, 0o620, 0o650, 0o601, 0o777)
 
 
-@pytest.mark.parametrize("mode", [0o440, 0o640, 0o400, 0o600])
-def test_a_secret_that_was_handed_to_our_group_is_taken(file: Path, mode: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mode", MODES, ids=oct)
+@pytest.mark.parametrize("who", WHO)
+def test_a_key_file_is_private_or_a_secret_of_our_group(
+    file: Path, monkeypatch: pytest.MonkeyPatch, who: str, mode: int
+) -> None:
+    user, (group, *more), may_use_secrets = WHO[who]
     file.chmod(mode)
-    owner = file.stat()
-    for groups in ([owner.st_gid], [GROUP + 1, GROUP + 2, owner.st_gid]):
-        _become(monkeypatch, owner.st_uid + USER, *groups)
-        assert [key.name for key in read_keys(file)] == ["alice"]
-
-
-def test_what_is_ours_must_be_ours_alone(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file.chmod(0o440)
     status = os.fstat
     monkeypatch.setattr(os, "fstat", lambda descriptor: _owned_by(status(descriptor), USER, GROUP))
-    _become(monkeypatch, USER, GROUP)
-    with pytest.raises(KeyFileError, match="can be read by others: chmod 600"):
-        read_keys(file)
-
-
-def test_a_group_of_others_is_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file.chmod(0o440)
-    owner = file.stat()
-    _become(monkeypatch, owner.st_uid + USER, owner.st_gid + GROUP)
-    with pytest.raises(KeyFileError, match="can be read by others"):
-        read_keys(file)
-
-
-@pytest.mark.parametrize("mode", [0o604, 0o444, 0o644, 0o460, 0o620, 0o650, 0o601, 0o777])
-def test_nothing_else_may_be_open(file: Path, mode: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    file.chmod(mode)
-    owner = file.stat()
-    for user in (owner.st_uid, owner.st_uid + USER, 0):
-        _become(monkeypatch, user, owner.st_gid)
-        with pytest.raises(KeyFileError, match="can be read by others"):
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    monkeypatch.setattr(os, "getegid", lambda: group)
+    monkeypatch.setattr(os, "getgroups", lambda: more)
+    open_to = mode & 0o077
+    if open_to == 0 or (open_to == 0o040 and may_use_secrets):
+        assert [key.name for key in read_keys(file)] == ["alice"]
+    else:
+        with pytest.raises(KeyFileError, match="can be read by others: chmod 600"):
             read_keys(file)
 
 
