@@ -9,7 +9,7 @@ from contextlib import suppress
 import httpx
 import pytest
 
-from tests.support.http.message_generator import mutated
+from tests.redteam.messages import mutated
 from tests.support.http.raw_client import connect, get, post, read_all
 from tests.support.keyed_server import line_of
 from tests.support.promise_figures import Promise

@@ -16,10 +16,12 @@ from typing import Any
 
 import pytest
 
+from tests.redteam.__main__ import main
 from tests.redteam.attack import Slowdown
 from tests.redteam.changing_files import backtracking_regex
-from tests.redteam.framing import LAST, Message, MessageGenerator, judge
+from tests.redteam.framing import LAST, judge
 from tests.redteam.http_client import MalformedAnswer, parse_answers
+from tests.redteam.messages import Message, MessageGenerator
 from tests.redteam.service import leaks_in
 from tests.redteam.starvation import GrammarGenerator
 from tests.redteam.weights_files import KINDS, TensorFile
@@ -52,10 +54,11 @@ def test_a_short_slice_of_the_suite_is_refused_by_the_service() -> None:
     assert ran.stdout.startswith("redteam: seed 1,")
 
 
-def test_a_wrong_command_exits_with_2() -> None:
-    for arguments in (("--only", "nothing"), ("--seconds", "0"), ("--url", "ftp://x"), ("--key", "a")):
-        ran = _run(*arguments)
-        assert ran.returncode == 2 and "Traceback" not in ran.stderr and "error:" in ran.stderr, arguments
+@pytest.mark.parametrize("arguments", ["--only nothing", "--seconds 0", "--url ftp://x", "--url http://x:y", "--key a"])
+def test_a_wrong_command_exits_with_2(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments.split())
+    assert ended.value.code == 2 and "error:" in capsys.readouterr().err
 
 
 KEY = "ink-planted"

@@ -20,7 +20,6 @@ from app.http.connection_limits import ConnectionLimits, HttpLimits
 from app.http.host_filter import TARGET_HOST_KEY, HostFilter
 from app.http.http_protocol import HttpProtocol
 from app.http.request_log import RequestLogMiddleware
-from tests.support.http.message_generator import Message
 
 LIMITS = HttpLimits(
     connections=1000,
@@ -356,9 +355,10 @@ def _unlike(ours: Request, theirs: Request, is_closed: bool) -> str | None:
     return None
 
 
-async def compare(harness: Harness, message: Message) -> tuple[str | None, Served, Reference]:
+async def compare(harness: Harness, packets: tuple[bytes, ...]) -> tuple[str | None, Served, Reference]:
     """One message through both; a few meet an application that answers without reading, as for a wrong key."""
-    harness.reads_body = zlib.crc32(message.data) % 8 != 0
-    served = await harness.serve(message.packets)
-    reference = read_with_h11(message.data)
+    data = b"".join(packets)
+    harness.reads_body = zlib.crc32(data) % 8 != 0
+    served = await harness.serve(packets)
+    reference = read_with_h11(data)
     return difference(served, reference), served, reference
