@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import httpx
@@ -12,16 +9,9 @@ import pytest
 
 from app.cli.serve import main as serve_verb
 from app.common import logs
-from tests.support import ROOT
 from tests.support.keyed_server import Keyring
 from tests.support.promise_figures import Promise
 from tests.support.services import Services
-
-
-def _serve(weights: Path, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("INKSTREAM_")} | variables
-    command = [sys.executable, "-m", "app", "serve", "--weights", str(weights), "--port", "0", *flags]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.fixture
@@ -58,13 +48,11 @@ def test_strangers_are_kept_out_where_no_key_is_set(
     ]
     refused = 0
     for flags, words in cases:
-        # In this process, up to where it would listen: a start takes a second.
+        # In this process, up to where it would listen: a start takes a second. R25 holds that nothing is bound.
         assert serve_verb(["--weights", str(weights), "--port", "0", *flags]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert words in line, (flags, line)
         refused += 1
-    result = _serve(weights, *everywhere)
-    assert result.returncode == 2 and len(result.stderr.splitlines()) == 1
     promise.all_of("starts refused that would let strangers in", refused, len(cases))
 
 

@@ -5,6 +5,7 @@ Checks the files; tests/container/run checks real containers. The same rules app
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,7 @@ def _values(stage: list[str], instruction: str) -> list[str]:
     return [line.partition(" ")[2].strip() for line in stage if line.startswith(f"{instruction} ")]
 
 
+@functools.cache
 def _services(compose: str) -> list[dict[str, Any]]:
     """Ours first, then those of the profiles."""
     services = yaml.safe_load(compose)["services"]

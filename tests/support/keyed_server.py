@@ -98,8 +98,3 @@ def line_of(server: Server, answer: httpx.Response) -> dict[str, Any]:
     assert server.tells(request_id)
     (line,) = [line for line in request_lines(server) if line["request_id"] == request_id]
     return line
-
-
-def is_alive(server: Server) -> bool:
-    """Whether the service still completes texts."""
-    return server.process.poll() is None and httpx.get(f"{server.url}/health/ready", timeout=30).status_code == 200
