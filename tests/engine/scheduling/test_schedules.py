@@ -136,8 +136,10 @@ class World:
             assert sum(ends) == 1, f"{name}: {ends}"
             wasted = self.device.draws[name] - len(tokens)
             if name in self.delivered.finished:
-                assert (len(tokens), len(scores)) == (len(expected.tokens(name)), len(expected.scores[name]))
-                by_length = self.delivered.events[name][-1].finish == FinishReason.LENGTH
+                assert (tokens, scores) == (expected.tokens(name), expected.scores[name])
+                finish = self.delivered.events[name][-1].finish
+                assert finish is expected.events[name][-1].finish
+                by_length = finish is FinishReason.LENGTH
                 assert wasted <= (0 if by_length else self._is_ahead), "rows of a request that has ended"
             assert 0 <= wasted <= (2 if name in self.failed else 1)
             self.counts["wasted"] += wasted

@@ -5,12 +5,11 @@ It reads through the block table, so that a block that is shared wrongly, releas
 
 from __future__ import annotations
 
-import hashlib
-
 from app.common.types import (
     MASK_NOT_READY,
     BatchPlan,
     Chunk,
+    FinishReason,
     Request,
     SampledEvent,
     SampledToken,
@@ -50,7 +49,7 @@ class SimulatedDevice:
         for chunk in good:
             own = [(block, offset) for block in chunk.sequence.blocks for offset in range(self.block_size)]
             assert not self.poison.intersection(own), "a block that was not cleared"
-        drawn = {c.sequence.request.id: self._draw(c.sequence, c.stop) for c in good if c.samples}
+        drawn = {c.sequence.request.id: SampledToken(self._draw(c)) for c in good if c.samples}
         scores = {c.sequence.request.id: self._score(c) for c in good if c.scores}
         drawn |= {c.sequence.request.id: SampledToken(None) for c in spoilt if c.samples}
         drawn |= dict.fromkeys(late & drawn.keys(), MASK_NOT_READY)
@@ -63,22 +62,32 @@ class SimulatedDevice:
                     self.slots[target, offset] = self.slots[source, offset]
                 assert (source, offset) not in self.poison, "a copy of what is not finite"
 
+    def _draw(self, chunk: Chunk) -> int:
+        return _drawn(chunk.sequence.request, self._read(chunk))
+
     def _score(self, chunk: Chunk) -> tuple[TokenScore, ...]:
-        """One number for each token: the hash of what stands before it, and of itself."""
         assert all(chunk.start < position <= chunk.stop for position in chunk.scores), "a row that was not computed"
-        seen = [
-            (self._draw(chunk.sequence, position).token, chunk.sequence.tokens[position]) for position in chunk.scores
-        ]
-        return tuple((float(hash(pair)), ()) for pair in seen)
+        request, read = chunk.sequence.request, self._read(chunk)
+        return tuple((_scored(request, read, position), ()) for position in chunk.scores)
+
+    def _read(self, chunk: Chunk) -> list[tuple[int, int]]:
+        """The slots of all positions up to the end of the chunk."""
+        read = [self.slots[self._slot(chunk.sequence, position)] for position in range(chunk.stop)]
+        assert [position for position, _ in read] == list(range(chunk.stop)), "a slot holds another position"
+        return read
 
     def _slot(self, sequence: Sequence, position: int) -> tuple[int, int]:
         return sequence.blocks[position // self.block_size], position % self.block_size
 
-    def _draw(self, sequence: Sequence, length: int) -> SampledToken:
-        read = [self.slots[self._slot(sequence, position)] for position in range(length)]
-        assert [position for position, _ in read] == list(range(length)), "a slot holds another position"
-        seen = hashlib.sha256(repr((sequence.request.params.seed, read)).encode()).digest()
-        return SampledToken(int.from_bytes(seen[:4], "big") % VOCAB)
+
+def _drawn(request: Request, read: list[tuple[int, int]]) -> int:
+    """The model: a token that depends on all (position, token) before it."""
+    return hash((request.params.seed, *read)) % VOCAB
+
+
+def _scored(request: Request, read: list[tuple[int, int]], position: int) -> float:
+    """One number for a token of the prompt: it depends on what stands before it, and on itself."""
+    return float(hash((_drawn(request, read[:position]), request.prompt[position])))
 
 
 def step(scheduler: Scheduler, device: SimulatedDevice) -> tuple[BatchPlan, StepReport]:
@@ -128,10 +137,16 @@ def make_scheduler(blocks: int, block_size: int, budget: int, running: int, *, b
 
 
 def alone(request: Request) -> Delivered:
-    """What the simulated model generates with unlimited capacity."""
-    scheduler, device = make_scheduler(64, 4, 512, 1), SimulatedDevice(4)
-    scheduler.add(request)
-    delivered = Delivered([request])
-    while scheduler.has_work:
-        delivered.take(step(scheduler, device)[1])
+    """What the simulated model generates, by its definition: there is no scheduler, and no cache."""
+    delivered, read = Delivered([request]), list(enumerate(request.prompt))
+    if request.prompt_logprobs is not None:
+        positions = range(request.scored + 1, len(read))
+        delivered.scores[request.id] += [_scored(request, read, position) for position in positions]
+    while not delivered.finished:
+        index, token = len(read) - len(request.prompt), None
+        if request.max_tokens:
+            read.append((len(read), token := _drawn(request, read)))
+        is_last = len(read) == len(request.prompt) + request.max_tokens
+        finish = FinishReason.STOP if token in request.stop_ids else FinishReason.LENGTH if is_last else None
+        delivered.take(StepReport(events=(SampledEvent(request.id, index, token, finish=finish),)))
     return delivered
