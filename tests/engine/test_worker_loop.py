@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
 import time
@@ -10,12 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from app.common.ipc import WorkerConfig
 from app.common.types import Request
 from app.engine.guided.grammar_workers import Job
 from app.engine.worker_loop import GrammarCompileQueue, heartbeat
-from app.engine_client.engine_pool import EngineClient, EnginePool
-from app.engine_client.fair_queue import FairQueue
 from tests.support import ROOT
 
 
@@ -138,20 +134,3 @@ def test_a_process_that_hangs_says_where_also_where_it_holds_the_gil(tmp_path: P
     assert "Timeout" in output and "stuck" in output
     program = "for _ in range(100): trace.alive(time.monotonic()); time.sleep(0.01)"
     assert "" in (_hang(tmp_path, program) for _ in range(3))
-
-
-def test_an_engine_that_never_says_anything_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.engine_client.supervisor._STARTING_SILENCE", 0.5)
-
-    async def scenario() -> None:
-        command = (sys.executable, "-c", "import time; time.sleep(60)")
-        line = FairQueue(max_requests=1, max_prompt_tokens=1)
-        client = EnginePool([EngineClient(WorkerConfig(weights=""), silence_seconds=0.2, command=command)], line)
-        client.start()
-        try:
-            stopped = await asyncio.wait_for(client.wait_stopped(), 60)
-            assert client.restarts == 3 and stopped.exit_code == 1
-        finally:
-            await client.stop()
-
-    asyncio.run(scenario())

@@ -2,132 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from app.engine_client.crash_recovery import CrashRecovery
 from app.engine_client.supervisor import MAX_FORGIVEN, TOKENS_TO_CLEAR, WINDOW_SECONDS, RestartPolicy
-
-
-class _Simulation:
-    """An engine that computes `slots` requests at once, and dies when it computes a poisoned one `fuse` times."""
-
-    def __init__(self, *, slots: int, poison: Sequence[str] = (), fuse: int = 0) -> None:
-        self.recovery = CrashRecovery()
-        self.progress: dict[str, int] = {}
-        self.refused: list[str] = []
-        self.crashes = 0
-        self._slots, self._poison, self._fuse = slots, set(poison), fuse
-        self._unsent: list[str] = []
-        self._queue: list[str] = []
-        self._running: dict[str, int] = {}
-
-    def submit(self, name: str) -> None:
-        self.progress[name] = 0
-        self._unsent.append(name)
-        self._send()
-
-    def disconnect(self, name: str) -> None:
-        self.recovery.remove(name)
-        self._unsent = [one for one in self._unsent if one != name]
-        self._queue = [one for one in self._queue if one != name]
-        self._running.pop(name, None)
-
-    def step(self, times: int = 1) -> None:
-        for _ in range(times):
-            self._step()
-
-    def clear(self) -> None:
-        """All that are in flight make progress: one suspect after the other, as far as there are slots."""
-        self.step((len(self.open) + 1) * (TOKENS_TO_CLEAR + 1))
-
-    def _step(self) -> None:
-        for name in self._queue[: self._slots - len(self._running)]:
-            self._queue.remove(name)
-            self._running[name] = 0
-        for name in self._running:
-            if name in self._poison and self._running[name] == self._fuse:
-                self.crash()
-                return
-        for name in self._running:
-            self._running[name] += 1
-            self.progress[name] += 1
-        self._send()
-
-    def crash(self) -> None:
-        self.crashes += 1
-        self._queue, self._running = [], {}
-        for name in self.recovery.on_crash(self.progress.__getitem__):
-            self.refused.append(name)
-            self.recovery.remove(name)
-        self._send()
-
-    @property
-    def open(self) -> list[str]:
-        return [name for name in self.progress if name not in self.refused]
-
-    def _send(self) -> None:
-        """Suspects first, one by one, as far as there are slots; then the others, one more than there are slots."""
-        self.recovery.update_trial(self.progress.__getitem__)
-        can_start = self.recovery.n_in_flight < self._slots
-        if can_start and (name := self.recovery.pop_next(self.progress.__getitem__)):
-            self._queue.append(name)
-        while self._unsent and not self.recovery.n_suspects and self.recovery.n_in_flight <= self._slots:
-            self._queue.append(name := self._unsent.pop(0))
-            self.recovery.add(name, self.progress[name])
+from app.engine_client.token_stream import MAX_BUFFERED
+from tests.support.async_test import async_test
+from tests.support.engine_pool import PoolHarness, alone
 
 
 @given(
-    names=st.integers(1, 12).map(lambda n: [f"r{i}" for i in range(n)]),
-    poison=st.integers(0, 11),
+    n=st.integers(1, 12),
+    engines=st.integers(1, 3),
     slots=st.integers(1, 12),
     fuse=st.integers(0, TOKENS_TO_CLEAR - 1),
     late=st.integers(0, 5),
 )
-def test_only_the_poisoned_request_is_refused_after_two_crashes(
-    names: list[str], poison: int, slots: int, fuse: int, late: int
+@async_test
+async def test_only_the_poisoned_request_is_refused_after_two_crashes_of_one_engine(
+    n: int, engines: int, slots: int, fuse: int, late: int
 ) -> None:
-    """Whichever it is, whenever it comes, and also where it first makes a step of progress in every life."""
-    victim = names[poison % len(names)]
-    simulation = _Simulation(slots=slots, poison=[victim], fuse=fuse)
-    for name in names:
-        if name != victim:
-            simulation.submit(name)
-    simulation.step(late)
-    simulation.submit(victim)
-    for _ in range(200):
-        simulation.step()
-        for name in [name for name in simulation.open if simulation.progress[name] > 10]:
-            simulation.disconnect(name)
-    assert simulation.refused == [victim]
-    assert simulation.crashes == 2
-    assert all(simulation.progress[name] > 10 for name in simulation.open)
+    """Whenever it comes, and also where it first makes a step of progress in every life."""
+    harness = PoolHarness(engines, slots=slots)
+    for engine in harness.engines:
+        engine.deadly, engine.fuse = f"r{n - 1}/0", fuse
+    for who in range(n - 1):
+        harness.submit((who,) * 8)
+    harness.step(late)
+    harness.submit((n,) * 8)
+    for _ in range(250):
+        if not any(stream.is_open for stream in harness.streams):
+            break
+        harness.step()
+        for engine in harness.engines:
+            if engine.ready is None:
+                engine.load()
+    *texts, victim = await harness.texts()
+    assert victim == "EngineFailed" and texts == [alone(stream) for stream in harness.streams[:-1]]
+    assert sorted(engine.restarts for engine in harness.engines) == [*[0] * (engines - 1), 2]
 
 
 @given(
     data=st.lists(st.sampled_from(["submit", "step", "step", "step", "disconnect", "kill"]), max_size=60),
     slots=st.integers(1, 5),
 )
-def test_crashes_from_outside_with_progress_between_them_refuse_no_request(data: list[str], slots: int) -> None:
-    simulation = _Simulation(slots=slots)
+@async_test
+async def test_crashes_from_outside_with_progress_between_them_refuse_no_request(data: list[str], slots: int) -> None:
+    harness, n_closed = PoolHarness(1, slots=slots), 0
+    (engine,), (client,) = harness.engines, harness.pool.engines
+
+    def let_all_progress() -> None:
+        """One suspect after the other, as far as there are slots."""
+        harness.step((client.load + 1) * (TOKENS_TO_CLEAR + 1))
+
     for number, deed in enumerate(data):
         if deed == "submit":
-            simulation.submit(f"r{number}")
+            harness.submit((number,), max_tokens=MAX_BUFFERED - 1)
         elif deed == "step":
-            simulation.step()
-        elif deed == "disconnect" and simulation.open:
-            disconnected = simulation.open[0]
-            simulation.disconnect(disconnected)
-            del simulation.progress[disconnected]
+            harness.step()
+        elif deed == "disconnect" and n_closed < len(harness.streams):
+            harness.streams[n_closed].close()
+            n_closed += 1
         elif deed == "kill":
-            simulation.clear()
-            simulation.crash()
-    simulation.clear()
-    assert not simulation.refused
-    assert not simulation.recovery.n_suspects or slots < len(simulation.open)
+            let_all_progress()
+            engine.crash()
+            engine.load()
+    let_all_progress()
+    assert not client.n_suspects or slots < client.load
+    assert all(stream.is_open for stream in harness.streams[n_closed:])
 
 
 def test_suspects_go_one_by_one_in_order_and_keep_their_count_under_another_id() -> None:

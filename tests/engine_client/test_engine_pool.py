@@ -21,13 +21,11 @@ from app.common.errors import NotReady, QueueFull
 from app.common.ipc import Submit
 from app.common.settings import Settings
 from app.common.types import Counters, Request, RequestStarted, StepReport
-from app.engine.memory.memory_plan import CacheShape
 from app.engine_client.crash_recovery import CANARY_ID
 from app.engine_client.engine_pool import PrefixRouter, block_hashes
 from app.engine_client.supervisor import EngineStopped
 from app.engine_client.token_stream import MAX_BUFFERED, TokenStream
 from app.serving.instance_factory import _worker_configs, make_engine_pool
-from model.config import ModelConfig
 from tests.support.async_test import async_test
 from tests.support.engine_pool import PoolHarness, alone, tokens_of
 
@@ -216,24 +214,6 @@ async def test_after_a_crash_what_waits_goes_on_elsewhere_and_keeps_its_place() 
     assert await harness.texts() == [alone(stream) for stream in harness.streams]
     in_flight = {request.id for stream in delayed for request in stream.requests}
     assert not in_flight.intersection(harness.engines[1].seen), "what was in flight met no other engine"
-
-
-@async_test
-async def test_a_request_that_kills_engines_kills_one_engine_twice_and_no_other() -> None:
-    harness = PoolHarness(slots=4)
-    for engine in harness.engines:
-        engine.deadly = "r5/0"
-    for who in range(12):
-        harness.submit((who,) * 8)
-    for _ in range(300):
-        harness.step()
-        for engine in harness.engines:
-            if engine.ready is None:
-                engine.load()
-    texts = await harness.texts()
-    assert texts.pop(5) == "EngineFailed"
-    assert texts == [alone(stream) for i, stream in enumerate(harness.streams) if i != 5]
-    assert sorted(engine.restarts for engine in harness.engines) == [0, 2]
 
 
 @async_test
@@ -512,14 +492,6 @@ def test_the_router_keeps_the_bound_and_takes_the_longest_prefix_within_it(seed:
     assert (used[chosen], chosen in allowed) == (used[best], True)
 
 
-def test_without_cached_blocks_engines_take_turns() -> None:
-    router = PrefixRouter(3)
-    for turn in range(6):
-        chosen = router.choose([], dict.fromkeys(range(3), 0), 1)
-        router.record(chosen, [], 10)
-        assert chosen == turn % 3
-
-
 @given(st.integers(0, 2**32), st.integers(1, 30))
 def test_what_the_router_remembers_is_bounded_and_is_whole_prefixes(seed: int, most: int) -> None:
     """A block that is known without the one before it would be counted, and be of no use."""
@@ -555,19 +527,3 @@ async def test_engines_that_will_wait_for_one_another_are_logged(
     monkeypatch.setattr("app.serving.instance_factory.read_topology", lambda: two_cores)
     make_engine_pool(Settings(replicas=replicas, threads=threads, kernels="torch"))
     assert words in caplog.text and bool(caplog.text) == bool(words)
-
-
-def test_engines_share_the_memory_that_is_free() -> None:
-    sizes: dict[str, Any] = {"vocab_size": 8, "width": 8, "n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "head_dim": 8}
-    shape = ModelConfig(**sizes, mlp_width=8, context=64)
-    cache_shape = CacheShape(shape=shape, context=64, block_size=16, max_running=32, dtype="float32")
-    free = 2 * 100 * cache_shape.block_bytes
-    assert (cache_shape.blocks(0, free), cache_shape.blocks(0, free, 2)) == (100, 50)
-    with pytest.raises(ValueError, match=r"--kv-blocks 60 .* and each engine's part .* \(--replicas 2\) holds 50$"):
-        cache_shape.blocks(60, free, 2)
-    with pytest.raises(ValueError, match=r"and half of the free memory holds 100$"):
-        cache_shape.blocks(160, free)
-    with pytest.raises(ValueError, match=r"give a smaller --max-context or --replicas, or free some$"):
-        cache_shape.blocks(0, free, 50)
-    with pytest.raises(ValueError, match=r"half of the free memory holds: give a smaller --max-context, or free some$"):
-        cache_shape.blocks(0, free // 50)

@@ -1,47 +1,48 @@
-"""A supervisor whose engine process can never be run."""
+"""A supervisor whose engine process can never be run, or never says anything."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from app.common.ipc import WorkerConfig
-from app.engine_client.supervisor import EngineStopped, Supervisor
+from app.engine_client.client import EngineClient
+from app.engine_client.engine_pool import EnginePool
+from app.engine_client.fair_queue import FairQueue
+from app.engine_client.supervisor import EngineStopped
+from tests.support.async_test import async_test
 
 
-class _Listener:
-    def __init__(self) -> None:
-        self.stopped: asyncio.Future[EngineStopped] = asyncio.get_running_loop().create_future()
-
-    def __getattr__(self, name: str) -> Any:
-        raise AssertionError(f"{name} is only for an engine that was run")
-
-    def on_stopped(self, reason: EngineStopped) -> None:
-        self.stopped.set_result(reason)
-
-    def on_crash(self) -> bool:
-        return False
+async def _stopped(*command: str) -> tuple[EngineStopped, int]:
+    """Why an engine of this command is given up, and how often it was restarted."""
+    client = EngineClient(WorkerConfig(weights=""), silence_seconds=0.2, command=command)
+    pool = EnginePool([client], FairQueue(max_requests=1, max_prompt_tokens=1))
+    pool.start()
+    try:
+        return await asyncio.wait_for(pool.wait_stopped(), 60), pool.restarts
+    finally:
+        await pool.stop()
 
 
 @pytest.mark.parametrize(("mode", "why"), [(0o644, "Permission denied"), (None, "No such file or directory")])
-def test_a_program_that_cannot_be_run_is_named_and_not_tried_again(tmp_path: Path, mode: int | None, why: str) -> None:
+@async_test
+async def test_a_program_that_cannot_be_run_is_named_and_not_tried_again(
+    tmp_path: Path, mode: int | None, why: str
+) -> None:
     """Such as a Python below the home directory of another user, where the service runs as a user of its own."""
     program = tmp_path / "python"
     if mode is not None:
         program.write_text("")
         program.chmod(mode)
+    reason, restarts = await _stopped(str(program))
+    assert (str(reason), reason.exit_code, restarts) == (f"{program}: cannot be run: {why}", 2, 0)
 
-    async def start() -> tuple[EngineStopped, int]:
-        listener: Any = _Listener()
-        supervisor = Supervisor(WorkerConfig(weights=""), listener, silence_seconds=5, command=[str(program)])
-        supervisor.start()
-        reason = await asyncio.wait_for(listener.stopped, 30)
-        await supervisor.stop()
-        return reason, supervisor.restarts
 
-    reason, restarts = asyncio.run(start())
-    assert (str(reason), reason.exit_code) == (f"{program}: cannot be run: {why}", 2)
-    assert restarts == 0
+@async_test
+async def test_an_engine_that_never_says_anything_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.engine_client.supervisor._STARTING_SILENCE", 0.5)
+    reason, restarts = await _stopped(sys.executable, "-c", "import time; time.sleep(60)")
+    assert (reason.exit_code, restarts) == (1, 3)

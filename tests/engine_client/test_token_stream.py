@@ -235,40 +235,21 @@ async def test_what_a_consumer_raises_concerns_its_own_request() -> None:
 
 
 @async_test
-async def test_every_stream_encodes_what_a_step_brings_before_anything_is_written() -> None:
-    harness, calls = _Harness(), list[bytes]()
-    streams = [harness.submit((1, 2, name)) for name in range(3)]
+async def test_all_streams_encode_what_a_step_brings_before_any_writes_and_a_failed_write_ends_its_own_stream() -> None:
+    harness, calls, written = _Harness(), list[str](), set[TokenStream]()
+    broken, *others = streams = [harness.submit((1, 2, name)) for name in range(3)]
+
+    def write(stream: TokenStream) -> None:
+        calls.append("write")
+        if stream is broken:
+            raise RuntimeError("no place left")
+        written.add(stream)
 
     def consumer(stream: TokenStream) -> Consumer:
         def consume(writes: Writes) -> bool:
             stream.take()
-            calls.append(b"encoded")
-            writes.append((calls.append, b"written"))
-            return True
-
-        return consume
-
-    readers = [asyncio.create_task(stream.receive(consumer(stream))) for stream in streams]
-    await asyncio.sleep(0)
-    harness.step()
-    await asyncio.sleep(0)
-    assert calls == [b"encoded"] * 3 + [b"written"] * 3
-    for reader in readers:
-        reader.cancel()
-
-
-@async_test
-async def test_a_write_that_fails_ends_its_own_stream_and_takes_nothing_from_others() -> None:
-    harness, written = _Harness(), list[bytes]()
-    broken, whole = streams = [harness.submit((1, 2, name)) for name in range(2)]
-
-    def fail(_data: bytes) -> None:
-        raise RuntimeError("no place left")
-
-    def consumer(stream: TokenStream) -> Consumer:
-        def consume(writes: Writes) -> bool:
-            stream.take()
-            writes.append((fail if stream is broken else written.append, b"token"))
+            calls.append("encode")
+            writes.append((lambda _data: write(stream), b"token"))
             return stream.is_open
 
         return consume
@@ -277,6 +258,7 @@ async def test_a_write_that_fails_ends_its_own_stream_and_takes_nothing_from_oth
     await asyncio.sleep(0)
     harness.step()
     await asyncio.sleep(0)
-    assert written == [b"token"] and whole.is_open and not broken.is_open
+    assert calls[:4] == ["encode"] * 3 + ["write"]
+    assert written == {*others} and not broken.is_open and all(stream.is_open for stream in others)
     for reader in readers:
         reader.cancel()

@@ -51,8 +51,8 @@ class FakeSupervisor:
         """Top log-probabilities that come with each token."""
         self.seen: list[str] = []
         """Requests that came, in order; those that came back after a crash are there again."""
-        self.deadly = ""
-        """A request that kills it in its first step."""
+        self.deadly, self.fuse = "", 0
+        """A request that kills it, and the tokens that it gets in each life before."""
 
     def send(self, frame: Down) -> None:
         self.frames.append(frame)
@@ -102,12 +102,16 @@ class FakeSupervisor:
             self.running[name] = request = self.waiting.pop(name)
             self._progress[name] = len(request.generated), _hash((*request.prompt, *request.generated))
             started.append(RequestStarted(name, 0))
-        if self.deadly in self.running:
+        if self._is_killed():
             self.client.on_report(StepReport(started=tuple(started), counters=self.counters))
             self.crash()
             return
         events = [self._sample(request) for request in list(self.running.values())]
         self.client.on_report(StepReport(events=tuple(events), started=tuple(started), counters=self.counters, at=1.0))
+
+    def _is_killed(self) -> bool:
+        deadly = self.running.get(self.deadly)
+        return deadly is not None and self._progress[deadly.id][0] - len(deadly.generated) >= self.fuse
 
     def _sample(self, request: Request) -> SampledEvent:
         index, state = self._progress[request.id]

@@ -190,9 +190,20 @@ def test_the_largest_step_is_as_large_as_the_limits_let_it_be(tokens: int, rows:
     assert [bool(chunk.scores) for chunk in costly.chunks] == [lengths[0] > 2] + [False] * (rows - 1)
 
 
-def test_the_plan_of_a_cpu_keeps_its_half(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.engine.memory.memory_plan.free_memory", lambda: 2 * 100 * _cache_shape().block_bytes)
-    alone, concurrent = (
-        blocks_on_cpu(_cache_shape(), 1000, are_loaded=True, requested=0, engines=engines) for engines in (1, 2)
-    )
-    assert (alone.number, concurrent.number) == (64, 50)
+@pytest.mark.parametrize(("max_running", "number"), [(4, 64), (32, 100)])
+def test_engines_on_a_cpu_share_half_of_the_free_memory(
+    max_running: int, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache_shape = _cache_shape(max_running=max_running)
+    free = 2 * 100 * cache_shape.block_bytes
+    monkeypatch.setattr("app.engine.memory.memory_plan.free_memory", lambda: free)
+    plans = [blocks_on_cpu(cache_shape, 1000, are_loaded=True, requested=0, engines=engines) for engines in (1, 2)]
+    assert [plan.number for plan in plans] == [number, 50]
+    for requested, bytes_, engines, words in (
+        (60, free, 2, r"--kv-blocks 60 .* and each engine's part .* \(--replicas 2\) holds 50$"),
+        (160, free, 1, r"and half of the free memory holds 100$"),
+        (0, free, 50, r"give a smaller --max-context or --replicas, or free some$"),
+        (0, free // 50, 1, r"half of the free memory holds: give a smaller --max-context, or free some$"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            cache_shape.blocks(requested, bytes_, engines)
