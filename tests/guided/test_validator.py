@@ -24,8 +24,8 @@ SLOW = {"anyOf": [{"type": "integer", "multipleOf": prime} for prime in (999983,
 
 
 @contextlib.asynccontextmanager
-async def _validator(weights: Path) -> AsyncIterator[GrammarValidator]:
-    checker = GrammarValidator(weights, seconds=60)
+async def _validator(weights: Path, seconds: float = 60) -> AsyncIterator[GrammarValidator]:
+    checker = GrammarValidator(weights, seconds=seconds)
     try:
         yield checker
     finally:
@@ -68,7 +68,7 @@ async def test_good_guides_pass_and_bad_ones_say_what_is_wrong(weights: Path) ->
 async def test_a_bomb_is_refused_in_time_while_others_go_on_and_the_next_guide_is_checked_by_a_new_process(
     weights: Path,
 ) -> None:
-    checker, ticks = GrammarValidator(weights, seconds=2), 0
+    ticks = 0
 
     async def tick() -> None:
         nonlocal ticks
@@ -76,7 +76,7 @@ async def test_a_bomb_is_refused_in_time_while_others_go_on_and_the_next_guide_i
             await asyncio.sleep(0.01)
             ticks += 1
 
-    try:
+    async with _validator(weights, seconds=2) as checker:
         await _check(checker, regex="a")
         before = set(checker.pids)
         ticking = asyncio.create_task(tick())
@@ -86,28 +86,19 @@ async def test_a_bomb_is_refused_in_time_while_others_go_on_and_the_next_guide_i
         (killed,) = before - set(checker.pids)
         assert has_exited(killed)
         await _check(checker, regex="b")
-    finally:
-        await checker.close()
 
 
 @async_test
-async def test_a_grammar_that_was_killed_is_refused_unseen_for_every_tenant(weights: Path) -> None:
+async def test_a_grammar_that_was_killed_is_refused_unseen_for_every_tenant_until_that_is_forgotten(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checker = GrammarValidator(weights, seconds=0.3)
     assert "takes more than" in await _problem(checker, tenant="a", json_schema=SLOW)
     await checker.close()  # nothing can be asked any more
     assert "takes more than" in await _problem(checker, tenant="b", json_schema=SLOW)
-
-
-@async_test
-async def test_a_time_out_is_forgotten_after_a_while_as_the_machine_may_have_been_busy(
-    weights: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checker = GrammarValidator(weights, seconds=0.3)
-    await _problem(checker, json_schema=SLOW)
-    await checker.close()
     later = time.monotonic() + 301
     monkeypatch.setattr("app.guided.validator.time.monotonic", lambda: later)
-    with pytest.raises(EngineFailed, match="closed"):
+    with pytest.raises(EngineFailed, match="closed"):  # asked again: the machine may have been busy
         await _check(checker, json_schema=SLOW)
 
 
@@ -123,23 +114,20 @@ async def test_an_acceptance_is_known_to_its_own_tenant_only(weights: Path) -> N
 
 @async_test
 async def test_requests_of_one_tenant_for_one_grammar_share_a_question_and_leave_one_by_one(weights: Path) -> None:
-    checker, checked_tenants = GrammarValidator(weights, seconds=60), []
-    call = checker._pool.call
+    async with _validator(weights) as checker:
+        checked_tenants, call = [], checker._pool.call
 
-    async def counted(question: bytes, account: WorkAccount) -> bytes:
-        checked_tenants.append(account.tenant)
-        return await call(question, account)
+        async def counted(question: bytes, account: WorkAccount) -> bytes:
+            checked_tenants.append(account.tenant)
+            return await call(question, account)
 
-    checker._pool.call = counted  # type: ignore[assignment]
-    try:
+        checker._pool.call = counted  # type: ignore[assignment]
         checks = [asyncio.create_task(_check(checker, tenant=t, regex="x+y")) for t in ("a", "a", "a", "b")]
         await asyncio.sleep(0)
         checks[0].cancel()  # its check continues for the others
         found = await asyncio.gather(*checks, return_exceptions=True)
         assert [type(one) for one in found] == [asyncio.CancelledError, type(None), type(None), type(None)]
         assert checked_tenants == ["a", "b"]
-    finally:
-        await checker.close()
 
 
 @async_test
