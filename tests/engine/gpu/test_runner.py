@@ -5,13 +5,17 @@ from __future__ import annotations
 import warnings
 from array import array
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from msgspec.structs import replace
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from app.common.types import BatchPlan, Chunk, Request, SampledEvent, Sequence, StepReport, TokenScore
+from app.common.types import BatchPlan, Chunk, Request, SampledEvent, Sequence
 from app.engine.execution.engine import Engine
 from app.engine.execution.warmup_batches import dummies
 from app.engine.gpu.graphs import CudaCapture
@@ -27,8 +31,8 @@ from benchmarks.gpu.reference_kernels import ReferenceKernels
 from tests.engine.execution.test_parity import _requests
 from tests.engine.execution.test_parity_switches import _config
 from tests.engine.execution.test_parity_switches import _requests as _few_requests
+from tests.support.engine.mixed_requests import serve
 from tests.support.gpu.emulated_engine import tiny_device_engine, tiny_device_runner
-from tests.support.gpu.emulated_graph import Watch, record
 from tests.support.gpu.kernel_backends import DEVICE, needs_triton
 from tests.support.model.tiny_models import run_all, tiny_decoder, tiny_engine
 
@@ -52,6 +56,49 @@ def _assert_same_texts(some: Events, others: Events) -> None:
             assert all(abs(a[1] - b[1]) < CLOSE for a, b in zip(one.top, other.top, strict=True)), name
 
 
+_READS = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "item", "_unique2")
+"""Operations that wait for the device: the host decides by their result, or a shape depends on it."""
+
+
+class Watch(TorchDispatchMode):
+    """A CUDA graph emulated without CUDA: notes the operations of a step with their tensors.
+
+    `replay` does them once more and runs no Python of the step: what the host decided or read while they were noted
+    stays as it was then. Reading a number of the device meanwhile is an error, as it is there.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seen: list[tuple[Callable[..., Any], Any, Any, list[Tensor]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.split(".")[0]
+        assert name not in _READS, f"the host waits for the device in {name}"
+        if name == "index":
+            indices = [t for t in tree_leaves(args[1]) if isinstance(t, Tensor)]
+            assert not any(t.dtype == torch.bool for t in indices), "a mask's shape"
+        result = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        fresh = [t for t in made if t.untyped_storage().data_ptr() not in given]
+        self._seen.append((func, args, kwargs or {}, fresh if len(fresh) == len(made) else []))
+        return result
+
+    def replay(self) -> None:
+        """On the same tensors."""
+        for func, args, kwargs, fresh in self._seen:
+            again = [t for t in tree_leaves(func(*args, **kwargs)) if isinstance(t, Tensor)]
+            for old, new in zip(fresh, again, strict=False):
+                old.copy_(new)
+
+
+def _recorded(work: Callable[[], None], replayed: list[bool]) -> Callable[[], None]:
+    """A `Capture` of app/engine/gpu/graphs.py that counts the replays."""
+    with Watch() as watch:
+        work()
+    return lambda: (replayed.append(True), watch.replay())[1]
+
+
 @pytest.fixture(scope="module")
 def texts() -> Events:
     return run_all(tiny_engine(tiny_decoder(), blocks=400), _requests(16, seed=1))
@@ -72,13 +119,9 @@ def test_the_device_draws_the_tokens_of_the_torch_way(depth: int, limits: dict[s
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_captured_step_reads_nothing_on_the_host_and_draws_the_same(depth: int, texts: Events) -> None:
-    replayed = []
-
-    def recorded(work: Callable[[], None]) -> Callable[[], None]:
-        replay = record(work)
-        return lambda: (replayed.append(1), replay())[1]
-
-    engine = tiny_device_engine(tiny_decoder(), depth=depth, blocks=400, max_running=8, capture=recorded)
+    replayed, decoder = list[bool](), tiny_decoder()
+    capture = partial(_recorded, replayed=replayed)
+    engine = tiny_device_engine(decoder, depth=depth, blocks=400, max_running=8, capture=capture)
     _assert_same_texts(run_all(engine, _requests(16, seed=1)), texts)
     assert len(replayed) > 50
 
@@ -148,13 +191,9 @@ def test_every_kind_of_decoder_says_what_it_says_in_torch(seed: int) -> None:
 def test_guided_rows_and_scored_prompts_are_launched_and_replayed_like_any() -> None:
     """With the texts and scores of the torch backend; only a step with a mask waits for the one before."""
     decoder, requests, replayed = tiny_decoder(), _mixed(), list[bool]()
-
-    def recorded(work: Callable[[], None]) -> Callable[[], None]:
-        replay = record(work)
-        return lambda: (replayed.append(True), replay())[1]
-
-    wanted, scores = _run_all_scored(tiny_engine(decoder, blocks=200, guides=_grammar_tracker()), requests)
-    engine = tiny_device_engine(decoder, blocks=200, max_running=12, capture=recorded, guides=_grammar_tracker())
+    wanted = serve(tiny_engine(decoder, blocks=200, guides=_grammar_tracker()), requests)
+    sizes, capture = {"blocks": 200, "max_running": 12}, partial(_recorded, replayed=replayed)
+    engine = tiny_device_engine(decoder, **sizes, capture=capture, guides=_grammar_tracker())
     runner = engine.runner
     assert isinstance(runner, DeviceRunner)
     launched, launch = list[tuple[bool, bool]](), runner.launch
@@ -164,17 +203,16 @@ def test_guided_rows_and_scored_prompts_are_launched_and_replayed_like_any() -> 
         return launch(plan)
 
     runner.launch = noted  # type: ignore[method-assign]
-    found, found_scores = _run_all_scored(engine, requests)
-    _assert_same_texts(found, wanted)
+    found = serve(engine, requests)
+    assert not any(outcome.failures for outcome in found.values())
+    _assert_same_texts({r.id: found[r.id].events for r in requests}, {r.id: wanted[r.id].events for r in requests})
     assert len(replayed) > len(launched), (
         "a step is a forward pass and a draw, and nothing here is too large to capture"
     )
     assert {(True, False), (False, True), (False, False)} == {*launched}
     assert runner.launchable(dummies(1, 4, prompt_logprobs=0)), "nothing of a score comes from the host"
-    assert found_scores.keys() == scores.keys()
-    for name, own in scores.items():
-        assert len(own) == len(found_scores[name])
-        for (one, top), (other, other_top) in zip(own, found_scores[name], strict=True):
+    for name, outcome in wanted.items():
+        for (one, top), (other, other_top) in zip(outcome.scores, found[name].scores, strict=True):
             assert abs(one - other) < CLOSE and [x for x, _ in top] == [x for x, _ in other_top], name
 
 
@@ -208,9 +246,11 @@ def test_every_log_probability_comes_from_one_implementation() -> None:
     for batch in ([requests], [[request] for request in requests]):
         for each in batch:
             engine = tiny_device_engine(tiny_decoder(), blocks=200, kernels=_MarkedKernels(), guides=_grammar_tracker())
-            events, scores = _run_all_scored(engine, each)
-            reported = {e.logprob for own in events.values() for e in own if e.token is not None}
-            assert reported | {own for rows in scores.values() for own, _ in rows} == {_MarkedKernels.MARK}
+            outcomes = serve(engine, each).values()
+            assert not any(outcome.failures for outcome in outcomes)
+            reported = {e.logprob for outcome in outcomes for e in outcome.events if e.token is not None}
+            reported |= {own for outcome in outcomes for own, _ in outcome.scores}
+            assert reported == {_MarkedKernels.MARK}
 
 
 def test_batch_invariance_holds_with_fixed_shapes() -> None:
@@ -232,11 +272,12 @@ def test_where_shapes_do_not_change_no_company_changes_a_bit() -> None:
         sizes = {"blocks": blocks, "max_running": 8, "guides": _grammar_tracker()}
         return tiny_device_engine(decoder, deterministic=True, **sizes)
 
-    alone = {r.id: _run_all_scored(fixed(64), [r]) for r in requests}
+    alone = {r.id: serve(fixed(64), [r])[r.id] for r in requests}
+    assert not any(outcome.failures for outcome in alone.values())
     preemptions = 0
     for blocks, batch in ((400, requests), *[(12, requests[::-1])] * 5):
-        texts, scores = _run_all_scored(engine := fixed(blocks), batch)
-        assert all((texts[name], scores.get(name)) == (own[0][name], own[1].get(name)) for name, own in alone.items())
+        engine = fixed(blocks)
+        assert serve(engine, batch) == alone
         if preemptions := engine.scheduler.preemptions:
             break  # late masks may keep requests apart, so that nothing is preempted
     assert preemptions > 0
@@ -352,18 +393,3 @@ def _mixed() -> list[Request]:
 def _grammar_tracker() -> GrammarTracker:
     bytes_of = [bytes([i % 256]) for i in range(320)]
     return GrammarTracker(lambda: bytes_of, vocab_size=320, max_states=32)
-
-
-def _run_all_scored(engine: Engine, requests: list[Request]) -> tuple[Events, dict[str, list[TokenScore]]]:
-    """Texts, and the scores of prompts."""
-    scores: dict[str, list[TokenScore]] = {}
-    step = engine.step
-
-    def scored() -> StepReport:
-        report = step()
-        for part in report.scores:
-            scores.setdefault(part.request_id, []).extend(part.tokens)
-        return report
-
-    engine.step = scored  # type: ignore[method-assign]
-    return run_all(engine, requests), scores
