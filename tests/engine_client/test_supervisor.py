@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from app.common.ipc import WorkerConfig
-from app.engine_client.client import EngineClient
-from app.engine_client.engine_pool import EnginePool
+from app.engine_client.engine_pool import EngineClient, EnginePool
 from app.engine_client.fair_queue import FairQueue
 from app.engine_client.supervisor import EngineStopped
 from tests.support.async_test import async_test

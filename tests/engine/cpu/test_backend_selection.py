@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,11 +106,16 @@ def test_native_builds_and_says_so(cache_dir: Path) -> None:
     ],
 )
 def test_what_the_kernels_do_not_compute_torch_does(cache_dir: Path, odd: dict[str, str], words: str) -> None:
-    choice = _choose("auto", Libraries(found=find_or_build(cache_dir), cache_dir=cache_dir), **odd)  # type: ignore[arg-type]
-    assert choice.library is None and words in choice.reason
-    assert not _choose("auto", Libraries(cache_dir=cache_dir), **odd).waits_for_build  # type: ignore[arg-type]
+    for found in (find_or_build(cache_dir), None):
+        _check_that_torch_computes(Libraries(found=found, cache_dir=cache_dir), words, **odd)
+
+
+def _check_that_torch_computes(libraries: Libraries, words: str, **odd: Any) -> None:
+    """And that native kernels, where they are asked for, are refused in the same words."""
+    choice = _choose("auto", libraries, **odd)
+    assert (choice.library, choice.waits_for_build) == (None, False) and words in choice.reason
     with pytest.raises(ValueError, match=f"--kernels native is not possible: .*{words}"):
-        _choose("native", Libraries(cache_dir=cache_dir), **odd)  # type: ignore[arg-type]
+        _choose("native", libraries, **odd)
 
 
 def test_a_cpu_without_a_level_computes_with_torch(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,10 +123,7 @@ def test_a_cpu_without_a_level_computes_with_torch(cache_dir: Path, monkeypatch:
         raise UnsupportedCpu("this CPU has no avx2")
 
     monkeypatch.setattr("app.engine.cpu.toolchain.backend_selection.this_level", none)
-    choice = _choose("auto", Libraries(cache_dir=cache_dir))
-    assert (choice.library, choice.waits_for_build) == (None, False) and "no avx2" in choice.reason
-    with pytest.raises(ValueError, match="no avx2"):
-        _choose("native", Libraries(cache_dir=cache_dir))
+    _check_that_torch_computes(Libraries(cache_dir=cache_dir), "no avx2")
     with pytest.raises(ValueError, match="--kernels native is not possible: this CPU has no avx2"):
         check_native_available("native", "auto", Libraries())
 
@@ -131,10 +134,7 @@ def test_a_library_above_the_level_that_the_engine_may_use_leaves_it_to_torch(
     """A sandbox may treat the processes of a service differently; the library's instructions would end the engine."""
     libraries = Libraries(found=find_or_build(cache_dir), cache_dir=cache_dir)
     monkeypatch.setattr("app.engine.cpu.toolchain.backend_selection.this_level", lambda: X86_LEVELS[-1])
-    choice = _choose("auto", libraries)
-    assert choice.library is None and "level avx2 only" in choice.reason
-    with pytest.raises(ValueError, match="level avx2 only"):
-        _choose("native", libraries)
+    _check_that_torch_computes(libraries, "level avx2 only")
 
 
 def test_a_library_that_does_not_load_leaves_it_to_torch(
@@ -143,11 +143,7 @@ def test_a_library_that_does_not_load_leaves_it_to_torch(
     """It loaded when it was built: the system has changed since, or the disk is mounted noexec now."""
     monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, compiled(tmp_path, "int other() { return 1; }")).path))
     monkeypatch.setattr("app.engine.cpu.toolchain.builder._check_library", lambda *_: None)
-    libraries = Libraries(found=find_or_build(cache_dir), cache_dir=cache_dir)
-    choice = _choose("auto", libraries)
-    assert choice.library is None and "does not load" in choice.reason
-    with pytest.raises(ValueError, match="does not load"):
-        _choose("native", libraries)
+    _check_that_torch_computes(Libraries(found=find_or_build(cache_dir), cache_dir=cache_dir), "does not load")
 
 
 def test_native_is_refused_before_the_model_loads_where_that_can_be_known(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from app.engine.cpu.toolchain.library_cache import (
     build_directory,
     cache_directory,
     is_trusted_directory,
+    metadata_path,
     read_metadata,
 )
 from tests.support.fake_compiler import FakeCompiler, compiled, fake_compiler
@@ -117,20 +117,19 @@ def _link(library: Path) -> None:
     library.symlink_to(library.rename(library.with_suffix(".elsewhere")))
 
 
-def _note(library: Path) -> Path:
-    return library.with_name(f"{library.name}.json")
-
-
 DAMAGE = {
     "a bit": _flip,
     "its end": lambda library: os.truncate(library, 100),
     "all of it": lambda library: library.unlink(),
-    "the note": lambda library: _note(library).unlink(),
-    "the note's text": lambda library: _note(library).write_text('{"sha256": '),
+    "the note": lambda library: metadata_path(library).unlink(),
+    "the note's text": lambda library: metadata_path(library).write_text('{"sha256": '),
     "others may write it": lambda library: library.chmod(0o664),
-    "others may write the note": lambda library: _note(library).chmod(0o646),
+    "others may write the note": lambda library: metadata_path(library).chmod(0o646),
     "a link": _link,
 }
+if os.geteuid() == 0:  # only root can give files away
+    DAMAGE["another user's"] = lambda library: os.chown(library, 54321, -1)
+    DAMAGE["another user's note"] = lambda library: os.chown(metadata_path(library), 54321, -1)
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -144,60 +143,40 @@ def test_a_library_that_is_damaged_or_that_others_could_have_written_is_built_ag
     assert len(compiler.pids) == 2
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("whose", ["library", "note", "directory"])
-def test_what_belongs_to_another_user_is_not_loaded(cache_dir: Path, whose: str) -> None:
-    library = find_or_build(cache_dir)
-    os.chown({"library": library, "note": _note(library), "directory": cache_dir}[whose], 54321, -1)
-    assert find(cache_dir) is None
-
-
-@pytest.mark.usefixtures("compiler")
-def test_a_directory_that_others_can_write_is_neither_read_nor_written(cache_dir: Path) -> None:
+@pytest.mark.parametrize("is_given_away", [False, *[True] * (os.geteuid() == 0)])
+def test_a_directory_that_others_can_write_is_neither_read_nor_written(cache_dir: Path, is_given_away: bool) -> None:
     find_or_build(cache_dir)
-    cache_dir.chmod(0o777)
+    if is_given_away:
+        os.chown(cache_dir, 54321, -1)
+    else:
+        cache_dir.chmod(0o777)
     assert find(cache_dir) is None
-    with pytest.raises(BuildError, match="writable by others"):
+    with pytest.raises(BuildError, match="belongs to another user or is writable by others"):
         find_or_build(cache_dir)
 
 
 @pytest.mark.parametrize(
-    ("before", "words"),
+    ("before", "code", "words"),
     [
-        ('echo "In file included" >&2; echo "y.h:7:3: error: no\tsuch" >&2; exit 1', "y.h:7:3: error: no such"),
-        ('echo "ld: final link failed: No space left on device" >&2; exit 1', "No space left on device"),
-        ("exit 3", "exit code 3"),
-        ("kill -9 $$", "killed by signal 9"),
-        ("exit 0", "wrote no library"),
+        ('echo "In file included" >&2; echo "y.h:7:3: error: no\tsuch" >&2; exit 1', "", "y.h:7:3: error: no such"),
+        ('echo "ld: final link failed: No space left on device" >&2; exit 1', "", "No space left on device"),
+        ("exit 3", "", "exit code 3"),
+        ("kill -9 $$", "", "killed by signal 9"),
+        ("exit 0", "", "wrote no library"),
+        ("", "int other() { return 1; }", "does not load.*ink_sizes"),
+        ("", "int raise(int); int now = raise(4); int ink_sizes() { return now; }", "by signal 4"),
     ],
-)  # fmt: skip
+)
 def test_a_failed_build_tells_its_first_error_and_leaves_nothing(
-    tmp_path: Path, cache_dir: Path, stub_library: Path, monkeypatch: pytest.MonkeyPatch, before: str, words: str
-) -> None:
-    _use(monkeypatch, tmp_path, stub_library, before)
+    tmp_path: Path, cache_dir: Path, stub_library: Path, monkeypatch: pytest.MonkeyPatch, before: str, code: str,
+    words: str,
+) -> None:  # fmt: skip
+    product = compiled(tmp_path, f'extern "C" {{ {code} }}') if code else stub_library
+    _use(monkeypatch, tmp_path, product, before)
     with pytest.raises(BuildError, match=words) as caught:
         find_or_build(cache_dir)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
-    assert _leftovers(cache_dir) == set()
-
-
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [
-        ('extern "C" int other() { return 1; }', "does not load.*ink_sizes"),
-        (
-            '#include <csignal>\nstatic int now = raise(SIGILL); extern "C" int ink_sizes() { return now; }',
-            "by signal 4",
-        ),
-    ],
-)
-def test_a_library_that_would_not_work_or_crashes_is_not_kept(
-    tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch, code: str, words: str
-) -> None:
-    _use(monkeypatch, tmp_path, compiled(tmp_path, code), "")
-    with pytest.raises(BuildError, match=words):
-        find_or_build(cache_dir)
     assert _leftovers(cache_dir) == set()
 
 
@@ -247,14 +226,15 @@ def test_a_compiler_that_does_not_answer_is_passed_over(
 
 @pytest.mark.usefixtures("compiler")
 def test_libraries_of_other_versions_go_but_for_the_newest(source: Path, cache_dir: Path) -> None:
-    old = []
-    for number in range(MAX_OLD_LIBRARIES + 3):
-        (source / "version.h").write_text(f"// {number}")
-        old.append(build(BuildRecipe(level=X86_LEVELS[2], source=source), cache_dir))
-        os.utime(old[-1], (time.time() - 1000 + number,) * 2)
-    (source / "version.h").unlink()
-    mine = [build(BuildRecipe(level=level, source=source), cache_dir) for level in X86_LEVELS]
-    kept = {path.name for path in [*old[-MAX_OLD_LIBRARIES:], *mine]}
+    cache_dir.mkdir(mode=0o755, parents=True)
+    mine = [BuildRecipe(level=level, source=source).name for level in X86_LEVELS]
+    old = [mine[2].replace(".so", f"{number}.so") for number in range(MAX_OLD_LIBRARIES + 3)]
+    for time, name in enumerate([*mine[1:], *old]):
+        for path in (cache_dir / name, metadata_path(cache_dir / name)):
+            path.write_text("")
+            os.utime(path, (time, time))
+    build(BuildRecipe(level=X86_LEVELS[0], source=source), cache_dir)
+    kept = {*mine, *old[-MAX_OLD_LIBRARIES:]}
     assert _leftovers(cache_dir) == kept | {f"{name}.json" for name in kept}
 
 

@@ -20,7 +20,7 @@ from app.common.types import BatchPlan, Chunk, Request, SamplingParams, Sequence
 from app.engine.cpu.compute import NativeCompute, ThreadPool
 from app.engine.cpu.library import HugepageAllocator, LibraryError, address_of, load_library, zeros
 from app.engine.cpu.sampler import NativeSampler
-from app.engine.cpu.toolchain.builder import build
+from app.engine.cpu.toolchain.builder import build, need_cache_directory
 from app.engine.cpu.toolchain.cpu_target import AMX, X86_LEVELS, this_level
 from app.engine.cpu.toolchain.library_cache import BuildRecipe
 from app.engine.quantization.quantized_weights import quantize, round_weights
@@ -196,10 +196,10 @@ def test_weights_are_packed_from_the_files_one_tensor_at_a_time(tmp_path: Path, 
         NativeCompute(kernels(), stored.config, stored.read, pool, dtype=name, blocks=8)
 
 
-def test_every_level_computes_the_same_bits(tmp_path: Path) -> None:
+def test_every_level_computes_the_same_bits() -> None:
     """avx2 is the variant for machines without AVX-512: two registers a vector, pairs of bfloat16 split."""
     assert this_level() in X86_LEVELS, "this test knows the levels of x86-64 only"
-    library = load_library(build(BuildRecipe(level=X86_LEVELS[-1]), tmp_path))
+    library = load_library(build(BuildRecipe(level=X86_LEVELS[-1]), need_cache_directory(None)))
     differ = []
     for shape, dtype, int8 in FORMS:
         decoder = tiny_decoder(tiny_config(**SHAPES[shape]), dtype=dtype)
@@ -233,6 +233,24 @@ def _check_batch_invariance(compute: NativeCompute, sequence: Sequence, whole: T
             rows = torch.from_numpy(compute.logits(range(stop - start)))
             assert torch.equal(rows, whole[start:stop]), f"{size} rows at once"
             assert torch.equal(torch.from_numpy(compute.logits([0])), whole[start : start + 1]), "head of one row"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_bits_of_a_step_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> None:
+    """Other numbers of threads read the cache that one thread began, in one decoder."""
+    decoder = tiny_decoder(dtype=dtype)
+    alone, shared = native_compute(decoder, 64, threads=1), native_compute(decoder, 64, threads=1)
+    executors = [shared.executor_on(ThreadPool(kernels(), threads)) for threads in (2, 3, 5)]
+    rows = [_sequence(40, decoder.config.vocab_size, first_block=3 * row) for row in range(9)]
+    for start, stop in ((0, 17), (17, 18), (18, 40)):
+        plan = BatchPlan(tuple(Chunk(row, start, stop) for row in rows))
+        shared.executor = executors[start % 3]
+        assert shared.executor.pool.count > 1
+        results = []
+        for compute in (alone, shared):
+            compute.run(plan)
+            results.append(compute.logits(range(9 * (stop - start))).copy())
+        assert np.array_equal(*results)
 
 
 def test_a_sampler_keeps_the_threads_that_it_draws_with() -> None:

@@ -1,28 +1,22 @@
-"""The number of threads that an engine measures and takes; the bits do not depend on it."""
+"""The number of threads that an engine measures and takes."""
 
 from __future__ import annotations
 
 import random
-from array import array
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Sequence_
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from msgspec.structs import replace
 
 from app.common.ipc import WorkerConfig
-from app.common.types import BatchPlan, Chunk, Request, SamplingParams, Sequence
-from app.engine.cpu.compute import ThreadPool
 from app.engine.cpu.thread_count import BUDGET_SECONDS, choose_threads
 from app.engine.cpu.toolchain.builder import find_or_build
 from app.engine.startup import build_engine
 from benchmarks.engine_driver import request, run_all
-from tests.support.model.tiny_models import kernels, native_compute, tiny_config, tiny_decoder, tiny_weights
+from tests.support.model.tiny_models import tiny_weights
 
 
 class FakeMachine:
@@ -87,36 +81,8 @@ def test_stalls_that_strike_by_chance_do_not_decide() -> None:
 
 
 @pytest.mark.usefixtures("native_library", "one_thread")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_bits_of_a_step_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> None:
-    """Other numbers of threads read the cache that one thread began, in one decoder."""
-    decoder = tiny_decoder(tiny_config(), dtype=dtype)
-    alone, shared = native_compute(decoder, 64, threads=1), native_compute(decoder, 64, threads=1)
-    executors = [shared.executor_on(ThreadPool(kernels(), threads)) for threads in (2, 3, 5)]
-    tokens = array("q", (random.Random(1).randrange(decoder.config.vocab_size) for _ in range(40)))
-    rows = [
-        Sequence(
-            request=Request(id=f"{row}", prompt=tuple(tokens), max_tokens=1, params=SamplingParams()),
-            tokens=tokens,
-            arrival=row,
-            blocks=array("i", range(3 * row, 3 * row + 3)),
-        )
-        for row in range(9)
-    ]
-    for start, stop in ((0, 17), (17, 18), (18, 40)):
-        plan = BatchPlan(tuple(Chunk(row, start, stop) for row in rows))
-        shared.executor = executors[start % 3]
-        assert shared.executor.pool.count > 1
-        results = []
-        for compute in (alone, shared):
-            compute.run(plan)
-            results.append(compute.logits(range(9 * (stop - start))).copy())
-        assert np.array_equal(*results)
-
-
-@pytest.mark.usefixtures("native_library", "one_thread")
 def test_an_engine_computes_with_what_it_has_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def choose(time_step: Callable[[int], float], default: int, candidates: Sequence_[int]) -> tuple[int, str]:
+    def choose(time_step: Callable[[int], float], default: int, candidates: Sequence[int]) -> tuple[int, str]:
         assert (default, candidates) == (2, [1, 3]) and all(time_step(threads) > 0 for threads in (2, 1, 3))
         return 3, "a test"
 
