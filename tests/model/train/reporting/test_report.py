@@ -1,21 +1,32 @@
-"""Reports of a training run: log.jsonl through crashes and resumes, plain lines, and the recent pace."""
+"""Reports of a training run: log.jsonl and samples.md through crashes and resumes, what the console shows, the pace."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import io
 import json
 import math
 import os
+import pty
 import re
+import select
+import struct
 import sys
+import termios
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import pytest
 
+from model.train.reporting.console import ERASE_LINE, duration, print_stderr
 from model.train.reporting.metrics_log import MetricsLog, read_records, tensorboard_writer
 from model.train.reporting.progress import Progress, RateTracker, RunInfo
-from model.train.reporting.report import Report
+from model.train.reporting.report import STAGES, Report
+from model.train.reporting.samples import Sample
 from tests.support import ROOT
 
 OUTLINE = RunInfo(title="nano", measured="held-out", bytes_per_target=2.0, rates={"lr": 0.004, "matrix_lr": 0.02})
@@ -35,12 +46,33 @@ def progress(step: int, *, of: int = 20, loss: float = 2.0, seconds: float | Non
     )
 
 
-def _report(out: Path, first: int, last: int, *, of: int = 20, measure: tuple[int, ...] = ()) -> None:
+def _report(out: Path, *, every: float = 60) -> Report:
+    return Report(out, OUTLINE, start_step=0, report_seconds=every)
+
+
+def _draw(text: str) -> list[Sample]:
+    return [Sample(prompt=prompt, full_text=f"{prompt} {text}") for prompt in ("Once upon", "\u201cWhere?\u201d")]
+
+
+def _run(
+    out: Path, first: int, last: int, *, of: int = 20, measure: Sequence[int] = (), pace: float = 1.0
+) -> list[int]:
+    """Reports a run of a step every `pace` seconds from step `first` on. Returns the steps that drew."""
+    drawn: list[int] = []
+
+    def draw(step: int) -> list[Sample]:
+        drawn.append(step)
+        return _draw(f"text of {step}")
+
     with Report(out, OUTLINE, start_step=first - 1, report_seconds=60) as report:
         for step in range(first, last + 1):
-            report.step(progress(step, of=of, loss=2.0 + step / 100))
+            report.step(progress(step, of=of, loss=2.0 + step / 100, seconds=pace * step))
             if step in measure:
-                report.held_out(step, 1.5)
+                report.held_out(step, 2.0 - step / 100)
+            report.sample(lambda step=step: draw(step))
+        if last == of:
+            report.finish(0.9, _draw("the end"))
+    return drawn
 
 
 def _records(out: Path) -> list[dict[str, object]]:
@@ -48,34 +80,53 @@ def _records(out: Path) -> list[dict[str, object]]:
 
 
 def test_every_record_has_every_documented_key_and_each_measurement_stands_where_it_was_made(tmp_path: Path) -> None:
-    _report(tmp_path, 1, 20, measure=(10,))
+    _run(tmp_path, 1, 20, measure=(10,))
     records = _records(tmp_path)
     table = [line for line in (ROOT / "docs/train-log.md").read_text().splitlines() if line.startswith("| `")]
     keys = {key for line in table for key in re.findall(r"`(\w+)`", line.split("|")[1])}
-    keys -= {"held_out", "held_out_whole", "samples"}
-    assert len(keys) == 12
-    assert all(keys <= set(record) <= {*keys, "held_out"} for record in records)
+    now_and_then = {"held_out", "held_out_whole", "samples"}
+    assert len(keys - now_and_then) == 12 and all(keys - now_and_then <= set(record) <= keys for record in records)
     assert [record["step"] for record in records if "held_out" in record] == [10]
     assert records[0]["bits_per_byte"] == pytest.approx(2.01 / math.log(2) / 2.0)
     assert (records[0]["lr"], records[0]["matrix_lr"]) == (0.002, 0.01)
     assert records[-1]["tokens_per_second"] == 100.0
 
 
-def test_a_run_that_went_on_has_the_log_of_one_that_was_never_interrupted(tmp_path: Path) -> None:
-    """The last snapshot was made at step 10; steps 11 to 13 were logged, and are computed again."""
-    _report(tmp_path / "whole", 1, 20, measure=(5, 15))
-    _report(tmp_path / "halves", 1, 13, measure=(5,))
-    with (tmp_path / "halves/log.jsonl").open("a") as file:
-        file.write('{"step": 14, "lo')  # the power went while this was written
-    _report(tmp_path / "halves", 11, 20, measure=(15,))
-    whole, halves = ([r | {"tokens_per_second": 0} for r in _records(tmp_path / n)] for n in ("whole", "halves"))
-    assert halves == whole
+def test_texts_are_drawn_at_each_stage_and_at_the_end(tmp_path: Path) -> None:
+    assert _run(tmp_path, 1, 100, of=100, measure=range(5, 101, 5), pace=1000) == [round(100 * x) for x in STAGES]
+    page = (tmp_path / "samples.md").read_text()
+    bits = [(2 + step / 100) / math.log(2) / 2 for step in (1, 5, 100)]  # each target has two bytes
+    assert f"**1 %**, step 1, training bits per byte {bits[0]:.4f}:" in page, "nothing was measured yet"
+    assert f"**5 %**, step 5, training bits per byte {bits[1]:.4f}, held-out bits per byte 1.9500:" in page
+    assert f"**100 %**, step 100, training bits per byte {bits[2]:.4f}, held-out bits per byte 0.9000:" in page
+    first, second = page.split("## ")[1:]
+    assert first.startswith("Once upon\n") and second.startswith("\u201cWhere?\u201d\n")
+    positions = [first.index(f"> Once upon {text}  \n") for text in ("text of 1", "text of 5", "text of 50", "the end")]
+    assert positions == sorted(positions)
+
+
+def test_a_run_that_went_on_has_the_log_and_samples_of_one_that_was_never_interrupted(tmp_path: Path) -> None:
+    """The last snapshot was made at step 10: steps 11 to 60 were logged, and are computed again."""
+    whole, halves, long = tmp_path / "whole", tmp_path / "halves", {"of": 100, "pace": 1000}
+    _run(whole, 1, 100, measure=(5, 15), **long)
+    _run(halves, 1, 60, measure=(5, 15), **long)
+    with (halves / "log.jsonl").open("a") as file:
+        file.write('{"step": 61, "lo')  # the power went while this was written
+    _run(halves, 11, 12, **long)
+    assert "text of 5 " in (halves / "samples.md").read_text()
+    assert "text of 20" not in (halves / "samples.md").read_text()
+    _run(halves, 13, 100, measure=(15,), **long)
+    assert (halves / "samples.md").read_text() == (whole / "samples.md").read_text()
+    logs = [[record | {"tokens_per_second": 0} for record in _records(out)] for out in (whole, halves)]
+    assert logs[0] == logs[1]
+    _run(halves, 1, 1, of=100)
+    assert not (halves / "samples.md").exists(), "another run forgets them"
 
 
 def test_what_weights_knew_before_they_are_trained_on_is_the_record_of_step_0(tmp_path: Path) -> None:
-    _report(tmp_path, 1, 20)
+    _run(tmp_path, 1, 20)
     for _ in range(2):  # each run forgets the ones before
-        with Report(tmp_path, OUTLINE, start_step=0, report_seconds=60) as report:
+        with _report(tmp_path) as report:
             report.held_out(0, 3.5)
             report.step(progress(1, of=5000))
             report.sample(list)
@@ -88,7 +139,7 @@ def test_what_weights_knew_before_they_are_trained_on_is_the_record_of_step_0(tm
 
 
 def test_a_long_run_has_about_a_thousand_records_that_miss_no_step(tmp_path: Path) -> None:
-    _report(tmp_path, 1, 5000, of=5000)
+    _run(tmp_path, 1, 5000, of=5000)
     records = _records(tmp_path)
     assert 1000 <= len(records) <= 1001
     record = records[1]
@@ -134,7 +185,7 @@ def test_without_a_terminal_there_are_plain_lines_at_an_interval(
 ) -> None:
     now = [0.0]
     monkeypatch.setattr("model.train.reporting.progress.time.monotonic", lambda: now[0])
-    with Report(tmp_path, OUTLINE, start_step=0, report_seconds=5) as report:
+    with _report(tmp_path, every=5) as report:
         for step in range(1, 21):
             now[0] += 1
             report.step(progress(step))
@@ -165,3 +216,124 @@ def test_tensorboard_is_told_what_the_log_is(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ValueError, match=r"--tensorboard: .*pip install tensorboard"):
         tensorboard_writer()
+
+
+def test_drawing_takes_a_hundredth_of_the_time_so_far_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing is assumed to take half a second at first; then the last one counts."""
+    now = [0.0]
+    monkeypatch.setattr("model.train.reporting.report.time.monotonic", lambda: now[0])
+
+    def draw() -> list[Sample]:
+        now[0] += 3.0
+        return _draw("text")
+
+    drawn = []
+    with _report(tmp_path) as report:
+        for step in range(1, 1000):
+            before = now[0]
+            report.step(progress(step, of=1000))
+            report.sample(draw)
+            drawn += [step] * (now[0] > before)
+    assert drawn == [50, 300, 500]
+
+
+def test_the_picture_is_there_when_a_run_ends_however_that_is(tmp_path: Path) -> None:
+    with contextlib.suppress(KeyboardInterrupt), _report(tmp_path) as report:
+        report.step(progress(1))
+        raise KeyboardInterrupt
+    assert ElementTree.fromstring((tmp_path / "loss.svg").read_text()).tag.endswith("}svg")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.jsonl", "loss.svg"]
+
+
+class Terminal:
+    """A pseudo terminal; take_over() replaces both standard streams with it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.master, slave = pty.openpty()
+        self.stream, self.patch = os.fdopen(slave, "w", encoding="utf-8"), monkeypatch
+        monkeypatch.setenv("TERM", "xterm-256color")
+        monkeypatch.setattr("model.train.reporting.progress._REDRAW_SECONDS", 0.0)
+
+    def take_over(self) -> None:
+        """pytest restores its own streams after a fixture, so the test calls this."""
+        for name in ("stdout", "stderr"):
+            self.patch.setattr(sys, name, self.stream)
+
+    def resize(self, columns: int) -> None:
+        fcntl.ioctl(self.stream.fileno(), termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+
+    def shown(self) -> list[str]:
+        """What was written since the last call, parted where the line is erased."""
+        text = ""
+        while select.select([self.master], [], [], 0.01)[0]:
+            text += os.read(self.master, 1 << 20).decode()
+        return text.split(ERASE_LINE)
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    """Of a suite that may have none itself."""
+    terminal = Terminal(monkeypatch)
+    yield terminal
+    monkeypatch.undo()
+    with contextlib.suppress(OSError):  # the test has closed the other end
+        terminal.stream.close()
+    os.close(terminal.master)
+
+
+def test_the_bar_is_one_line_below_all_output_and_ends_clean(terminal: Terminal, tmp_path: Path) -> None:
+    terminal.take_over()
+    with _report(tmp_path, every=1e-9) as report:
+        for step, columns in enumerate((80, 30, 200, 80), start=1):
+            terminal.resize(columns)
+            report.step(progress(step))
+            before, bar = terminal.shown()
+            assert before == "" and len(bar) <= columns and bar.endswith("\r") and "\n" not in bar
+        assert re.fullmatch(r"\[#\.{4}\] 20\.0 % step 4  loss 2\.000  \d+ tok/s  \S+ left  .*\r", bar), bar
+        print_stderr("a warning")
+        assert terminal.shown() == ["", "a warning\r\n"]
+        report.held_out(4, 1.5)
+        assert terminal.shown()[1] == "step 4: held-out bits per byte 1.5000 (subset)\r\n"
+    *_, last = terminal.shown()
+    assert last.startswith("20.0 % step 4  loss 2.000  held-out 1.500") and last.endswith("\r\n")
+
+
+def test_a_terminal_that_has_gone_ends_nothing(terminal: Terminal, tmp_path: Path) -> None:
+    terminal.take_over()
+    os.close(terminal.master)
+    with _report(tmp_path, every=1e-9) as report:
+        report.step(progress(1))
+    terminal.master = os.open(os.devnull, os.O_RDONLY)
+
+
+@pytest.mark.parametrize("redirected", ["stdout", "stderr", "both, to a terminal that cannot erase"])
+def test_a_redirected_stream_has_plain_lines_and_the_other_one_the_bar(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, redirected: str
+) -> None:
+    terminal.take_over()
+    terminal.resize(80)
+    file = io.StringIO()
+    if redirected.startswith("std"):
+        monkeypatch.setattr(sys, redirected, file)
+    else:
+        monkeypatch.setenv("TERM", "dumb")
+    with _report(tmp_path, every=1e-9) as report:
+        report.step(progress(1))
+        expected = "[" if redirected.startswith("std") else "5.0 % step 1"
+        assert terminal.shown()[-1].startswith(expected)
+    assert file.getvalue().startswith("5.0 % step 1  loss" if redirected == "stdout" else "")
+    assert "\x1b" not in file.getvalue()
+
+
+def test_a_run_in_the_background_draws_nothing(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    terminal.take_over()
+    monkeypatch.setattr(os, "tcgetpgrp", lambda _: os.getpgrp() + 1)
+    with _report(tmp_path, every=1e-9) as report:
+        report.step(progress(1))
+        assert terminal.shown() == [""]
+
+
+def test_durations_are_in_their_largest_units() -> None:
+    assert [duration(seconds) for seconds in (0, 59.4, 59.6, 3570, None)] == ["0s", "59s", "1m", "1h 00m", "?"]
