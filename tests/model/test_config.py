@@ -88,9 +88,3 @@ def test_what_is_at_the_edge_of_a_rule_is_allowed(change: dict[str, Any]) -> Non
 def test_impossible_rope_scalings_are_refused(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         RopeScaling(**{"kind": "llama3", "factor": 8.0, **change})
-
-
-def test_the_derived_numbers() -> None:
-    assert tiny_config(rotary_dim=4).effective_rotary_dim == 4
-    assert tiny_config().effective_rotary_dim == 16
-    assert tiny_config().kv_elements_per_token == 2 * 2 * 2 * 16
