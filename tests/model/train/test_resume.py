@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,6 @@ from tests.support.model.training_runs import (
     EXACT,
     SMALL,
     TINY,
-    at_micro_batch,
     same,
     signal_after,
     state_of,
@@ -34,7 +31,6 @@ WORDS = ["--tokenizer", "words"]
 FORMS = {
     "windows, muon": (["--optimizer", "muon"], ""),
     "windows, adamw, cosine, average": (["--optimizer", "adamw", "--schedule", "cosine", "--ema", "0.9"], ""),
-    "windows in micro-batches": (["--micro-windows", "1"], ""),
     "lines": ([*WORDS, "--per-line"], LINES),
     "pairs": ([*WORDS, "--preset", "cross", "--pairs"], PAIRS),
 }
@@ -156,22 +152,3 @@ def test_a_snapshot_of_another_version_is_named_as_such(
         assert train(text, out, "--steps", "4", *TINY, "--resume") == 2
         error = capsys.readouterr().err
         assert f"has format {number}" in error and "--overwrite" in error and error.count("\n") == 1
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_run_killed_with_nine_ends_as_if_it_had_not_been(tmp_path: Path, text: Path) -> None:
-    """In a fork, within step 8; the snapshot is of step 7. Kills within a save are R12's (tests/promises)."""
-    flags = [*TINY, *EXACT, "--steps", "12", "--warm-up", "5"]
-    torch.set_num_threads(1)  # a fork has none of its parent's threads
-    assert train(text, tmp_path / "whole", *flags) == 0
-    child = os.fork()
-    if child == 0:
-        with pytest.MonkeyPatch.context() as patch:
-            at_micro_batch(8, patch, lambda _: os.kill(os.getpid(), signal.SIGKILL))
-            train(text, tmp_path / "out", *flags, "--save-seconds", "0.000001")
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    assert state_of(tmp_path / "out")[0] == 7
-    assert train(text, tmp_path / "out", *flags, "--resume") == 0
-    assert same(state_of(tmp_path / "whole")[1], state_of(tmp_path / "out")[1])
-    assert same(weights_of(tmp_path / "whole"), weights_of(tmp_path / "out"))

@@ -20,11 +20,11 @@ from model.nn.reference import generate, logits
 from model.presets import PRESET_NAMES, SIZES, preset
 from model.tokenizer.tokenizer import Tokenizer
 from model.train.reporting.metrics_log import read_records
-from model.train.step.trainer import Trainer
+from model.train.step.trainer import Trainer, select_prefix
 from tests.support.lazy_modules import transformers
 from tests.support.model.hub_checkpoints import their_logits
 from tests.support.model.tiny_models import TEXT
-from tests.support.model.training_runs import EXACT, TINY, signal_after, train
+from tests.support.model.training_runs import EXACT, TINY, same, signal_after, state_of, train, weights_of
 
 pytestmark = pytest.mark.slow
 
@@ -67,16 +67,21 @@ def test_a_run_learns_and_leaves_what_a_person_wants_to_see(
     assert (generation["temperature"], generation["top_p"], generation["repetition_penalty"]) == (0.8, 0.95, 1.05)
 
 
-def test_samples_in_the_middle_of_a_run_change_nothing_and_a_signal_goes_first(
+def test_samples_and_an_average_change_no_step_and_a_signal_goes_first(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sampling uses its own random generator and leaves no state behind."""
+    """Sampling uses its own random generator and leaves no state behind; the average is what is exported."""
     assert train(text, tmp_path / "without", *FLAGS) == 0
     monkeypatch.setattr("model.train.reporting.report._MAX_SAMPLE_SHARE", 1e6)
     assert train(text, tmp_path / "with", *FLAGS, "--ema", "0.9", "--keep", "last") == 0
     assert [record["step"] for record in _log(tmp_path / "with") if "samples" in record] == [1, 3, 6, 12]
     losses = [[record["loss"] for record in _log(tmp_path / name)] for name in ("with", "without")]
     assert losses[0] == losses[1]
+    (_, averaged), (_, plain) = (state_of(tmp_path / name) for name in ("with", "without"))
+    assert same(select_prefix("decoder", averaged), select_prefix("decoder", plain))
+    exported = weights_of(tmp_path / "with")["model.embed_tokens.weight"]
+    assert torch.equal(exported, averaged["ema.embedding"]) and not torch.equal(exported, plain["decoder.embedding"])
+    assert "average of the last steps (decay 0.9) after the last step" in (tmp_path / "with/README.md").read_text()
     signal_after(1, monkeypatch)
     assert train(text, tmp_path / "out", *FLAGS) == 143
     assert not (tmp_path / "out/samples.md").exists()

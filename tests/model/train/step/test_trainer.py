@@ -21,9 +21,9 @@ from model.train.sampling import GREEDY_SAMPLING, generate_samples
 from model.train.step.distributed import ProcessGroup
 from model.train.step.objective import Objective
 from model.train.step.optimizer import ParameterUpdates
-from model.train.step.trainer import BestWeights, Trainer, WeightAverage, copy_tensors, select_prefix
+from model.train.step.trainer import BestWeights, Trainer, WeightAverage, copy_tensors
 from tests.support.model.tiny_models import TEXT, tiny_decoder
-from tests.support.model.training_runs import EXACT, TINY, same, state_of, train, weights_of
+from tests.support.model.training_runs import EXACT, TINY, state_of, train, weights_of
 
 BATCH = batch_of_windows(torch.randint(300, (6, 17), generator=torch.Generator().manual_seed(1)))
 
@@ -207,19 +207,6 @@ def test_the_best_weights_are_a_copy_and_the_first_of_equal_ones() -> None:
     assert (best.step, best.bits) == (5, 2.0)
     copy_tensors(best.tensors, dict(decoder.named_parameters()))
     assert bool((decoder.embedding == 1.0).all())
-
-
-@pytest.mark.slow
-def test_an_average_is_exported_and_does_not_touch_what_is_learnt(tmp_path: Path, text: Path) -> None:
-    flags = [*TINY, *EXACT, "--steps", "6", "--warm-up", "1"]
-    assert train(text, tmp_path / "off", *flags) == 0
-    assert train(text, tmp_path / "on", *flags, "--ema", "0.9", "--keep", "last") == 0
-    (_, off), (_, on) = state_of(tmp_path / "off"), state_of(tmp_path / "on")
-    assert same(select_prefix("decoder", off), select_prefix("decoder", on))
-    averages, exported = select_prefix("ema", on), weights_of(tmp_path / "on")
-    assert torch.equal(averages["embedding"], exported["model.embed_tokens.weight"])
-    assert not torch.equal(averages["embedding"], on["decoder.embedding"])
-    assert "average of the last steps (decay 0.9) after the last step" in (tmp_path / "on/README.md").read_text()
 
 
 @pytest.mark.slow
