@@ -135,17 +135,16 @@ def test_stalled_readers_of_much_take_little_memory(
     promise.at_most(f"memory of a stalled reader of {kind}", held, target=2048, floor=MOST_MEMORY, unit="KiB", n=n)
 
 
-def test_without_a_bound_they_would_take_all_that_they_asked_for(serve: Services, faults: Faults) -> None:
-    """The control."""
+def test_without_a_bound_they_would_take_all_and_without_a_write_time_out_they_would_stay(
+    serve: Services, faults: Faults
+) -> None:
+    """The controls."""
     faults.arm("stream.unbounded", "keep")
     flags = ("--write-timeout", "600", "--kv-blocks", "40000")
     server = serve(*flags, fake_ms=1, environment=faults.removing("stream.unbounded"))
     assert _memory_of(server, 2, HOSTILE) > MOST_MEMORY
-
-
-def test_without_a_write_time_out_they_would_stay(serve: Services) -> None:
-    """The control."""
-    server = serve("--write-timeout", "600", fake_ms=1)
+    faults.disarm()
+    assert server.wait_for(lambda: server.metric("connections") <= 1)
     with _stalled(server, 3):
         cut = 'connections_cut_total{reason="write_stalled"}'
         assert not server.wait_for(lambda: server.metric(cut) == 3, 3)

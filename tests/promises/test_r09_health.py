@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.support.armed_faults import Faults
 from tests.support.load.concurrent_clients import Ask, crowd, engine_pid, is_live, is_ready, told, visit
@@ -93,11 +94,14 @@ def _hung(server: Server, faults: Faults, hang: Callable[[Server, Faults], None]
     return _Found(seconds, server.metric("engine_restarts_total") - restarts, server.told()[since:])
 
 
-def test_six_ways_to_hang_are_found_and_the_engine_comes_back(
-    serve: Services, faults: Faults, promise: Promise
-) -> None:
-    flags = ("--engine-silence", f"{_SILENCE}")
-    server = serve(*flags, fake_ms=5, environment=faults.removing("engine.idle"), logs_tracebacks=True)
+@pytest.fixture(scope="module")
+def server(serve_module: Services, faults: Faults) -> Server:
+    """A service with a watchdog that is not patient."""
+    flags = ("--engine-silence", f"{_SILENCE}", "--max-running", "16")
+    return serve_module(*flags, fake_ms=5, environment=faults.removing("engine.idle"), logs_tracebacks=True)
+
+
+def test_six_ways_to_hang_are_found_and_the_engine_comes_back(server: Server, faults: Faults, promise: Promise) -> None:
     found: dict[str, _Found] = {}
     expected = told(visit(server, _ASKS))
     for name, hang in _HANGS.items():
@@ -125,10 +129,8 @@ def test_without_the_watchdog_a_hang_is_not_found(serve: Services) -> None:
     os.kill(engine_pid(server), signal.SIGCONT)
 
 
-def test_no_load_makes_health_flip(serve: Services, promise: Promise) -> None:
+def test_no_load_makes_health_flip(server: Server, promise: Promise) -> None:
     """Ten times as many requests as run at once, prompts long and short, and the shortest silence there is."""
-    flags = ("--engine-silence", "1", "--max-running", "16")
-    server = serve(*flags, fake_ms=5)
     seconds = promise.size(6, 600)
     # An engine that others keep from any core for a second is silent: not by this load.
     flips, looks, restarts = promise.measured(lambda: _flips(server, seconds), lambda found: found[0] == found[2] == 0)
@@ -164,9 +166,8 @@ def _ask(lane: int, number: int) -> Ask:
     return Ask(body={"prompt": prompt, "ignore_eos": True, "seed": number, "max_tokens": max_tokens})
 
 
-def test_a_guide_that_takes_its_time_is_no_hang(serve: Services, faults: Faults, promise: Promise) -> None:
+def test_a_guide_that_takes_its_time_is_no_hang(server: Server, faults: Faults, promise: Promise) -> None:
     """The grammar compiles concurrently with the steps, within its own limits."""
-    server = serve("--engine-silence", "1", fake_ms=5, environment=faults.environment)
     lengths = iter(range(5, 8))  # a grammar that is compiled already would take no time
 
     def restarts() -> float:
