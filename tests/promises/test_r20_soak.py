@@ -14,10 +14,11 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
+
+import pytest
 
 from tests.support.armed_faults import Faults
+from tests.support.http.raw_client import get, post
 from tests.support.processes import children, memory, open_files
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, is_clean
@@ -26,13 +27,14 @@ from tests.support.services import Services
 CI_FLOOR = 400.0
 """MiB an hour: 0.11 MiB a second, 1 KiB a request or so."""
 COUNTED = ("fds", "threads", "tasks")
-_BODY = b'{"prompt": "soak %d", "max_tokens": %d, "seed": %d, "stream": %s}'
 _MALFORMED = [
-    b"GARBAGE\r\n\r\n", b"POST /complete HTTP/1.1\r\nContent-Length: -1\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n",
-    b"POST /complete HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1\r\n\r\n{",
-    b"POST /complete HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{\"a\"",
-    b"GET /nowhere HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
-]  # fmt: skip
+    b"GARBAGE\r\n\r\n",
+    b"POST /complete HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+    b"GET / HTTP/9.9\r\n\r\n",
+    post({}).replace(b"Length: 2", b"Length: 1")[:-1],
+    post({"a": "b" * 490})[:-480],
+    get("/nowhere", "Connection: close"),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +53,7 @@ class Clients:
     """Keeps four clients busy, each with one kind of request after another."""
 
     def __init__(self, server: Server, seed: int) -> None:
-        self._place = urlsplit(server.url)
+        self._address = server.service.address
         self._rng = random.Random(seed)
         self.done: Counter[str] = Counter()
 
@@ -69,33 +71,32 @@ class Clients:
                 self.done[kind.__name__] += 1
 
     async def _send(self, content: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        assert self._place.hostname
-        reader, writer = await asyncio.open_connection(self._place.hostname, self._place.port)
+        reader, writer = await asyncio.open_connection(self._address.host, self._address.port)
         writer.write(content)
         return reader, writer
 
-    def _request(self, max_tokens: int, stream: bytes) -> bytes:
-        # Prompts come again, as people's do; all of them fit the cache.
-        body = _BODY % (self._rng.randrange(50), max_tokens, self._rng.randrange(1000), stream)
-        head = b"POST /complete HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        return head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    def _request(self, max_tokens: int, *, stream: bool = True) -> bytes:
+        """Prompts come again, as people's do; all of them fit the cache."""
+        prompt, seed = f"soak {self._rng.randrange(50)}", self._rng.randrange(1000)
+        body = {"prompt": prompt, "max_tokens": max_tokens, "seed": seed, "stream": stream}
+        return post(body, "/complete", "Connection: close")
 
-    async def _normal(self, stream: bytes = b"true") -> None:
-        reader, writer = await self._send(self._request(self._rng.randint(1, 30), stream))
+    async def _normal(self, *, stream: bool = True) -> None:
+        reader, writer = await self._send(self._request(self._rng.randint(1, 30), stream=stream))
         try:
             assert await reader.read()
         finally:
             writer.close()
 
     async def _whole(self) -> None:
-        await self._normal(b"false")
+        await self._normal(stream=False)
 
     async def _burst(self) -> None:
         await asyncio.gather(*(self._normal() for _ in range(16)))
 
     async def _abort(self) -> None:
         """Leaves before, or somewhere in, the answer; half of them with a reset."""
-        reader, writer = await self._send(self._request(200, b"true"))
+        reader, writer = await self._send(self._request(200))
         if self._rng.random() < 0.8:
             await reader.read(self._rng.randint(1, 3000))
         writer.transport.abort() if self._rng.random() < 0.5 else writer.close()
@@ -107,7 +108,7 @@ class Clients:
         writer.close()
 
     async def _slow(self) -> None:
-        reader, writer = await self._send(self._request(60, b"true"))
+        reader, writer = await self._send(self._request(60))
         while await reader.read(400):  # noqa: ASYNC110 - a slow reader, it does not poll
             await asyncio.sleep(0.02)
         writer.close()
@@ -160,15 +161,19 @@ def _is_flat(soaked: tuple[list[Sample], Clients]) -> bool:
     return len(clients.done) == 6 and not grows
 
 
-def _start(serve: Services, environment: dict[str, str], **options: Any) -> Server:
-    # Memory that is meant to be taken is taken soon: a stream that broke off can be resumed for a minute by default,
-    # and the prefix cache remembers texts until its blocks are used up, of which the fake engine has 16,384.
+@pytest.fixture(scope="module")
+def server(serve_module: Services, faults: Faults) -> Server:
+    """Memory that is meant to be taken is taken soon.
+
+    A stream that broke off can be resumed for a minute by default, and the prefix cache remembers texts until its
+    blocks are used up, of which the fake engine has 16,384.
+    """
     flags = ("--resume-seconds", "1", "--kv-blocks", "512", "--max-context", "4096")
-    return serve(*flags, fake_ms=2, environment={**environment, "MALLOC_ARENA_MAX": "2"}, **options)
+    environment = faults.removing("service.leak") | {"MALLOC_ARENA_MAX": "2"}
+    return serve_module(*flags, fake_ms=2, environment=environment)
 
 
-def test_nothing_grows_under_a_mix_of_requests(serve: Services, promise: Promise) -> None:
-    server = _start(serve, {})
+def test_nothing_grows_under_a_mix_of_requests(server: Server, promise: Promise) -> None:
     seconds = promise.size(10, 1800)
 
     def soak() -> tuple[list[Sample], Clients]:
@@ -184,9 +189,8 @@ def test_nothing_grows_under_a_mix_of_requests(serve: Services, promise: Promise
         promise.at_most(f"growth of {what}", _growth(samples, what), target=0, n=n)
 
 
-def test_a_planted_leak_is_found_out(serve: Services, faults: Faults) -> None:
+def test_a_planted_leak_is_found_out(server: Server, faults: Faults) -> None:
     """Control: 64 KiB, a descriptor and a task for each request."""
-    server = _start(serve, faults.removing("service.leak"), is_killed=True)
     faults.arm("service.leak", "leak")
     samples, _ = _soak(server, warm_up=0.5, seconds=4, n_samples=4)
     assert _slope(samples) > 2 * CI_FLOOR
