@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 
@@ -43,8 +43,7 @@ def _first_token(outcomes: list[Outcome]) -> float:
     return open_loop.summary(outcomes).first_token.p50
 
 
-@dataclass(frozen=True, slots=True)
-class _Overloaded:
+class _Overloaded(NamedTuple):
     """Results of one overload, and the service's capacity for comparison."""
 
     peak: float

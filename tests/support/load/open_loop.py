@@ -134,7 +134,6 @@ class Load:
     """A generator in a process of its own."""
 
     def __init__(self, plan: Plan) -> None:
-        self.seconds = plan.seconds
         self._longest = plan.seconds + plan.patience + 120  # it starts and sends late where others have the cores
         # Not a pipe: the test reads nothing while it watches the service, and uvloop's processes write only what fits.
         self._results = tempfile.TemporaryFile()  # noqa: SIM115 - stop() closes it
