@@ -21,8 +21,7 @@ from app.api.openai.schemas import StreamOptions
 from app.api.schemas import TokenEvent, Usage
 from app.common.event_loop import LazyTimer
 from app.common.ipc import Cancel, FrameDecoder, FrameReceiver, decode_down, decode_up, encode_frame
-from app.common.types import Counters, FinishReason, Request, RequestStarted, SampledEvent, StepReport
-from app.generation.detokenizer import OutputChoice, TextRules
+from app.common.types import Counters, FinishReason, RequestStarted, SampledEvent, StepReport
 from app.http import sse
 from tests.support.async_test import async_test
 
@@ -63,32 +62,6 @@ def test_a_chunk_is_the_encoding_of_its_model(
         reference.started.add(3)
         chunk = kind.chunk_type(**head, choices=[choice], user=user, warnings=warnings, **usage)
         assert responder._chunk(3, text, ()) == f"data: {json.dumps(to_builtins(chunk))}\n\n".encode("ascii")
-
-
-@given(st.lists(st.integers(0, 255), min_size=1))
-def test_a_choice_with_nothing_to_look_for_gives_the_text_of_one_that_looks_in_vain(ids: list[int]) -> None:
-    plain, looking = (
-        OutputChoice(0, Request(id="r", prompt=(65,), max_tokens=9), _Bytes(), TextRules(stops=stops))  # type: ignore[arg-type]
-        for stops in ((), ("\0" * 9,))
-    )
-    texts = ["", ""]
-    for index, token in enumerate(ids):
-        finish = FinishReason.LENGTH if index == len(ids) - 1 else None
-        event = SampledEvent("r", index, token, finish=finish)
-        for n, choice in enumerate((plain, looking)):
-            texts[n] += "".join(delta.text for delta in choice.add(event))
-    assert texts[0] == texts[1] == bytes(ids).decode("utf-8", "replace")
-    assert plain.n_tokens == looking.n_tokens == len(ids)
-    assert plain.ended == looking.ended is not None
-
-
-class _Bytes:
-    """A tokenizer whose tokens are single bytes."""
-
-    strips_first_space = False
-
-    def token_bytes(self, token: int) -> bytes:
-        return bytes([token])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 64, 10_000])

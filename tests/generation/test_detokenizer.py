@@ -97,7 +97,7 @@ class _Table:
 
 
 def _run(
-    ids: list[int], rules: TextRules, last: FinishReason, echo: PromptEcho | None = None
+    ids: list[int], rules: TextRules, last: FinishReason, echo: PromptEcho | None = None, *, is_scored: bool = True
 ) -> tuple[OutputChoice, list[Delta]]:
     table: Any = _Table()
     request = Request(id="r", prompt=(0,), max_tokens=len(ids), stop_ids=(EOS,))
@@ -106,7 +106,8 @@ def _run(
         if choice.ended:
             break
         finish = last if index == len(ids) - 1 else None
-        deltas += choice.add(SampledEvent("r", index, token, -0.5, ((token, -0.5),), finish))
+        scores: tuple[Any, ...] = (-0.5, ((token, -0.5),)) if is_scored else (None, ())
+        deltas += choice.add(SampledEvent("r", index, token, *scores, finish))
     return choice, deltas
 
 
@@ -144,6 +145,8 @@ def _complete(data: bytes) -> str:
 _IDS = st.lists(st.integers(0, len(PIECES) - 1), min_size=1, max_size=25).map(
     lambda ids: [t for t in ids if t != EOS] or [0]
 )
+_PARTS = st.lists(st.sampled_from([0, 8, 9, 10, 11, 12, 13]), min_size=12, max_size=25)
+"""Tokens of which most are parts of characters."""
 _RULES = st.builds(
     TextRules,
     stops=st.lists(st.sampled_from(["stop", "st", "ab", "b", "\u00e9", "o s", "\ufffd"]), max_size=3, unique=True).map(
@@ -154,14 +157,18 @@ _RULES = st.builds(
 )
 
 
-@given(ids=_IDS, rules=_RULES)
-def test_the_pieces_add_up_to_the_text_before_the_earliest_stop(ids: list[int], rules: TextRules) -> None:
-    choice, deltas = _run(ids, rules, FinishReason.LENGTH)
+@given(ids=_IDS | _PARTS, rules=_RULES | st.just(TextRules()), is_scored=st.booleans())
+def test_the_pieces_add_up_to_the_text_before_the_earliest_stop(
+    ids: list[int], rules: TextRules, is_scored: bool
+) -> None:
+    """Nearly all tokens take a faster path: those without scores, where there are no stops."""
+    choice, deltas = _run(ids, rules, FinishReason.LENGTH, is_scored=is_scored)
     text, stop = _expected(ids, rules)
     assert "".join(delta.text for delta in deltas) == text
     assert choice.ended is not None
     assert choice.ended.stop_reason == stop
     assert choice.ended.finish_reason == ("length" if stop is None else "stop")
+    assert choice.n_tokens == len(ids) or stop
 
 
 @given(ids=_IDS, rules=_RULES, prompt=_IDS)

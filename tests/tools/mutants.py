@@ -43,10 +43,7 @@ SUBJECTS = {
     "scheduler": Subject((f"{_ENGINE}/scheduling/scheduler.py",), _SCHEDULING),
     "allocator": Subject((f"{_ENGINE}/scheduling/block_allocator.py",), _SCHEDULING),
     "sampler": Subject((f"{_ENGINE}/sampling/sampler.py",), ("tests/engine/sampling",)),
-    "text": Subject(
-        ("app/generation/detokenizer.py",),
-        ("tests/generation", "tests/api/test_fast_paths.py"),
-    ),
+    "text": Subject(("app/generation/detokenizer.py",), ("tests/generation",)),
     "quotas": Subject(
         ("app/access/rate_limiter.py", "app/access/tenant_queue.py"),
         ("tests/access", "tests/api/test_invalid_input.py", f"{_PROMISES}/test_s04_limits_by_key.py"),
