@@ -52,7 +52,9 @@ def test_every_way_to_ask_gives_the_same_answer(server: Server, body: dict[str, 
 
 
 def _compare_native(server: Server, answer: dict[str, Any], events: list[Any], cut: int) -> None:
-    name, after = events[0].id.rpartition(":")[0], min(cut, len(events) - 1)
+    name, after = events[0].data["id"], min(cut, len(events) - 1)
+    assert [event.id for event in events] == [f"{name}:{number}" for number in range(len(events))]
+    assert [event.name for event in events] == ["start", *["token"] * (len(events) - 2), "done"]
     resumed = httpx.get(f"{server.url}/complete/{name}/events", params={"after": after - 1}, timeout=60)
     assert parse_events(resumed.text) == events[after:]
     for choice in answer["choices"]:
@@ -63,25 +65,45 @@ def _compare_native(server: Server, answer: dict[str, Any], events: list[Any], c
     done = events[-1].data
     assert _facts(done["choices"]) == _facts(answer["choices"])
     counts = ("prompt_tokens", "completion_tokens", "total_tokens")
-    assert [done["usage"][key] for key in counts] == [answer["usage"][key] for key in counts]
-    assert {**done["receipt"], "seed": 0} == {**answer["receipt"], "seed": 0}
+    n_prompt, n_completion, n_total = (done["usage"][key] for key in counts)
+    assert [n_prompt, n_completion, n_total] == [answer["usage"][key] for key in counts]
+    assert n_prompt == events[0].data["prompt_tokens"] and n_total == n_prompt + n_completion
+    assert done["receipt"] == answer["receipt"] and done["receipt"]["seed"] == events[0].data["seed"]
 
 
 def _compare_openai(answer: dict[str, Any], other: dict[str, Any], parts: list[dict[str, Any]]) -> None:
     assert _facts(other["choices"]) == _facts(answer["choices"])
+    assert parts[-1]["choices"] == [], "the usage comes in a chunk of its own"
     for mine, theirs in zip(answer["choices"], other["choices"], strict=True):
         assert theirs["text"] == mine["text"]
         pieces = [part["choices"][0] for part in parts[:-1] if part["choices"][0]["index"] == mine["index"]]
         assert "".join(piece["text"] for piece in pieces) == mine["text"]
+        assert all(piece["text"] for piece in pieces[1:-1]), "the first one may echo an empty prompt"
         assert pieces[-1]["finish_reason"] == mine["finish_reason"]
-        if mine["tokens"] is None:
-            continue
-        shape = theirs["logprobs"]
-        assert shape["token_logprobs"] == [token["logprob"] for token in mine["tokens"]]
-        for key, values in shape.items():
-            assert [value for piece in pieces if piece["logprobs"] for value in piece["logprobs"][key]] == values
+        if mine["tokens"] is not None:
+            _compare_tokens(mine, theirs["logprobs"], answer["receipt"]["settings"]["logprobs"])
+            for key, values in theirs["logprobs"].items():
+                assert [value for piece in pieces if piece["logprobs"] for value in piece["logprobs"][key]] == values
     for key in ("prompt_tokens", "completion_tokens"):
         assert other["usage"][key] == parts[-1]["usage"][key] == answer["usage"][key]
+
+
+def _compare_tokens(choice: dict[str, Any], legacy: dict[str, Any], n_top: int) -> None:
+    """The tokens of a choice, and its log-probabilities in OpenAI's legacy shape."""
+    tokens, text = choice["tokens"], choice["text"]
+    assert legacy["token_logprobs"] == [token["logprob"] for token in tokens]
+    for token, name, top in zip(tokens, legacy["tokens"], legacy["top_logprobs"], strict=True):
+        if token["logprob"] is None:
+            assert top is None, "the first token of a prompt has no context"
+        else:
+            values = [other["logprob"] for other in token["top"]]
+            assert len(values) == n_top and values == sorted(values, reverse=True)
+            assert all(token["logprob"] <= best for best in values[:1])
+            assert top[name] == token["logprob"] and len(top) - n_top in (0, 1)
+    if choice["finish_reason"] == "length":  # no stop has cut a token off
+        assert text == b"".join(bytes(token["bytes"]) for token in tokens).decode("utf-8", "replace")
+        for token, name, offset in zip(tokens, legacy["tokens"], legacy["text_offset"], strict=True):
+            assert not token["bytes"] or name.startswith("bytes:") or text.startswith(name, offset)
 
 
 NARROWING = {

@@ -53,10 +53,3 @@ def test_regex_and_grammar_are_followed_to_the_last_token(server: Server) -> Non
     assert re.fullmatch("[abc]{5}/", answer["choices"][0]["text"])
     answer = whole(server.url, **BODY, grammar='start: "<" /[xy]{3}/ ">"')
     assert re.fullmatch("<[xy]{3}>", answer["choices"][0]["text"])
-
-
-def test_openais_response_format_is_the_same_guide(server: Server) -> None:
-    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
-    response = httpx.post(f"{server.url}/v1/completions", json=BODY | {"response_format": wanted}, timeout=60)
-    assert response.status_code == 200, response.text
-    assert set(json.loads(response.json()["choices"][0]["text"])) == {"mood", "age"}

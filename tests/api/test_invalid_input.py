@@ -7,8 +7,6 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.support.servers import Server
 
@@ -85,12 +83,6 @@ def test_a_wrong_value_names_its_field(server: Server, field: str, value: Any) -
     assert field in error["message"]
 
 
-@pytest.mark.parametrize("field", [field for field, _ in WRONG if field != "prompt"])
-def test_null_means_the_default(server: Server, field: str) -> None:
-    body = {"prompt": "a", "max_tokens": 1, "stream": False, field: None}
-    assert _post(server, body).status_code == 200
-
-
 @pytest.mark.parametrize(("field", "hint"), [("temprature", "temperature"), ("max_token", "max_tokens"), ("x", "docs")])
 def test_an_unknown_field_is_named_with_the_one_that_was_meant(server: Server, field: str, hint: str) -> None:
     error = _error(_post(server, {"prompt": "a", field: 2}), 400)
@@ -103,21 +95,14 @@ def test_a_missing_prompt_is_named(server: Server) -> None:
 
 
 BODIES = {
-    "empty": b"",
     "not json": b"hello",
     "half": b'{"prompt": "a"',
-    "nan": b'{"prompt": "a", "temperature": NaN}',
-    "infinity": b'{"prompt": "a", "temperature": Infinity}',
-    "overflow": b'{"prompt": "a", "temperature": 1e999}',
-    "surrogate": b'{"prompt": "\\ud800"}',
-    "bad utf-8": b'{"prompt": "\xff"}',
-    "huge integer": b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
     "deep": b'{"prompt": ' + b"[" * 100_000,
-    "deep and closed": b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
     "twice": b'{"prompt": 5, "prompt": 6}',
     "null byte": b'{"prompt": "a"}\x00',
     "long key": b'{"prompt": "a", "' + b"k" * 5000 + b'": 1}',
 }
+"""Those that tests/promises/test_s24_advisories.py does not try, and one that breaks a limit."""
 
 
 @pytest.mark.parametrize("name", BODIES)
@@ -151,21 +136,3 @@ def test_a_body_that_is_no_object_is_told_so_and_no_field_is_named(server: Serve
     error = _error(_post(server, body), 400)
     assert "a JSON object" in error["message"]
     assert error["param"] is None
-
-
-_JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
-    max_leaves=8,
-)
-
-
-@settings(max_examples=300)
-@given(st.dictionaries(st.sampled_from([field for field, _ in WRONG]), _JSON, max_size=4))
-def test_no_json_object_gets_a_5xx(server: Server, fields: dict[str, Any]) -> None:
-    response = _post(server, {"prompt": "a", **fields, "max_tokens": 1})
-    assert response.status_code in (200, 400), response.text
-    if response.status_code == 400:
-        _error(response, 400)
-    elif fields.get("stream") is not False:
-        assert "event: done" in response.text

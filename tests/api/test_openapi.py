@@ -1,4 +1,4 @@
-"""The OpenAPI document is complete, and the service's answers match it."""
+"""The OpenAPI document is complete, and the service takes and answers what it describes."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ from app.main import create_app
 from tests.support.completion_client import stream
 from tests.support.servers import Server
 
+POSTS = ("/complete", "/v1/completions", "/v1/chat/completions", "/score", "/tokenize", "/detokenize")
+REQUIRED: dict[str, Any] = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "tokens": [1]}
+NEEDED = {"top_logprobs": {"logprobs": True}, "min_tokens": {"max_tokens": 30}, "best_of": {"n": 1}}
+FEW = {"max_tokens": 2, "n": 1, "best_of": 2, "deadline_ms": 5000, "max_completion_tokens": 2, "min_tokens": 1}
 METHODS = ("get", "post", "delete", "put", "patch", "head")
 
 
@@ -121,6 +125,73 @@ def test_a_default_is_what_an_absent_field_stands_for(
     for name, value in defaults.items():
         assert effective(**{name: value}) == effective(), name
     assert effective(n=2) != effective(), "the control"
+
+
+def _body_schema(document: dict[str, Any], route: str) -> dict[str, Any]:
+    content = document["paths"][route]["post"]["requestBody"]["content"]["application/json"]
+    schema: dict[str, Any] = document["components"]["schemas"][content["schema"]["$ref"].rpartition("/")[2]]
+    return schema
+
+
+def _integers(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(route, field, its schema) of each field that may be an integer, or a list of them."""
+    for route in POSTS:
+        for field, schema in _body_schema(document, route)["properties"].items():
+            if field == "source":  # for encoders, which the tiny model has none of; of the prompt's type
+                continue
+            for kind in schema.get("anyOf", [schema]):
+                if kind.get("type") == "integer" or kind.get("items", {}).get("type") == "integer":
+                    yield route, field, kind
+
+
+def _post(server: Server, document: dict[str, Any], route: str, fields: dict[str, Any]) -> httpx.Response:
+    """A body with these fields, and those that the document requires."""
+    required = {field: REQUIRED[field] for field in _body_schema(document, route).get("required", [])}
+    return httpx.post(f"{server.url}{route}", json=required | fields, timeout=60)
+
+
+def _is_taken(answer: httpx.Response) -> bool:
+    """The tiny model has no chat template; the service reports that once the fields of a chat are valid."""
+    return answer.status_code == 200 or answer.json()["error"]["code"] == "no_chat_template"
+
+
+def test_a_whole_number_may_be_written_with_a_fraction(server: Server, document: dict[str, Any]) -> None:
+    def post(route: str, field: str, value: Any) -> httpx.Response:
+        short = {"max_tokens": 2, "stream": False} if "complet" in route else {}
+        return _post(server, document, route, {**short, **NEEDED.get(field, {}), field: value})
+
+    tried = list(_integers(document))
+    assert len(tried) > 25
+    for route, field, kind in tried:
+        number = FEW.get(field, max(1, kind.get("minimum", 1)))
+        for value, is_right in ((float(number), True), (number + 0.5, False)):
+            answer = post(route, field, [value] if kind["type"] == "array" else value)
+            assert _is_taken(answer) == is_right, (route, field, answer.text)
+            assert is_right or answer.json()["error"]["param"] == field, (route, field, answer.text)
+    assert post("/complete", "seed", 2.0**53).status_code == post("/complete", "seed", 2**54).status_code == 200
+    assert post("/complete", "seed", 2.0**54).json()["error"]["param"] == "seed", "no float holds it exactly"
+
+
+def test_the_longest_deadline_is_described_and_kept(server: Server, document: dict[str, Any]) -> None:
+    described = {route: kind["maximum"] for route, field, kind in _integers(document) if field == "deadline_ms"}
+    assert described == dict.fromkeys(POSTS[:4], 600_000)
+    for route in described.keys() - {"/v1/chat/completions"}:  # which needs a template
+        assert _post(server, document, route, {"deadline_ms": 600_000}).status_code == 200
+        error = _post(server, document, route, {"deadline_ms": 600_001}).json()["error"]
+        assert error["param"] == "deadline_ms" and "600000" in error["message"]
+
+
+@pytest.mark.parametrize("route", POSTS)
+def test_null_means_the_default_for_every_field(server: Server, document: dict[str, Any], route: str) -> None:
+    schema = _body_schema(document, route)
+    optional = dict.fromkeys(schema["properties"].keys() - schema.get("required", []))
+    answer = _post(server, document, route, optional)
+    assert _is_taken(answer), answer.text
+    if route == "/v1/completions":
+        for prompt in (None, [[]]):
+            usage = _post(server, document, route, {**optional, "prompt": prompt}).json()["usage"]
+            assert usage["prompt_tokens"] == 1, "an absent prompt starts from nothing"
+            assert usage["completion_tokens"] <= 16
 
 
 def test_every_example_is_accepted_as_it_is(server: Server, document: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from model.checkpoint.manifest import MANIFEST_FILE, manifest_file
 from tests.support.model.tiny_models import tiny_weights
 from tests.support.servers import Server, start_server, stop_server
 
@@ -21,8 +22,9 @@ SOME: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 10, "seed": 4, "igno
 
 @pytest.fixture(scope="module")
 def chat_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A model with a chat template."""
+    """A model with a chat template, and with a name in its manifest."""
     weights = tiny_weights(tmp_path_factory.mktemp("chat") / "tiny")
+    (weights / MANIFEST_FILE).write_bytes(manifest_file({}, "plays-5m"))
     (weights / "chat_template.jinja").write_text(TEMPLATE)
     server = start_server(tmp_path_factory.mktemp("server"), weights)
     yield server
@@ -94,3 +96,16 @@ def test_the_whole_context_is_the_limit_where_none_is_asked_for(chat_server: Ser
     usage = _post(chat_server, **body).json()["usage"]
     assert usage["total_tokens"] == 256
     assert _post(chat_server, **body, max_completion_tokens=3).json()["usage"]["completion_tokens"] == 3
+
+
+def test_a_named_model_is_served_under_its_name_and_that_of_its_directory(chat_server: Server) -> None:
+    (model,) = httpx.get(f"{chat_server.url}/v1/models").json()["data"]
+    assert model["id"] == "plays-5m"
+    for name in ("plays-5m", "tiny"):
+        assert _post(chat_server, **SOME, model=name).json()["model"] == "plays-5m"
+        assert httpx.get(f"{chat_server.url}/v1/models/{name}").json() == model
+    native = httpx.post(f"{chat_server.url}/complete", json={"prompt": "x", "max_tokens": 2, "stream": False})
+    assert native.json()["model"] == "plays-5m"
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        refused = httpx.post(f"{chat_server.url}{path}", json={**SOME, "model": "weights-32m"})
+        assert refused.status_code == 404 and "the served model is 'plays-5m'" in refused.json()["error"]["message"]
