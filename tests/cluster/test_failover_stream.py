@@ -236,29 +236,20 @@ async def test_a_stream_keeps_little_more_than_the_text_of_its_tokens() -> None:
     assert splicer._choices[0].expected == "".join(f"{number} " for number in range(tokens))
 
 
+@pytest.mark.parametrize("is_lost", [True, False], ids=["until another replica takes over", "of one that hangs"])
 @async_test
-async def test_comments_fill_the_silence_until_another_replica_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_comments_fill_the_silence(monkeypatch: pytest.MonkeyPatch, is_lost: bool) -> None:
     monkeypatch.setattr(failover_stream, "_HEARTBEAT_SECONDS", 0.01)
     late = asyncio.Event()
-    replicas = Played(taken(*STARTED, Lost), [late, *taken(*STARTED, token("Once"), done())])
+    lost = [taken(*STARTED, Lost), [late, *taken(*STARTED, token("Once"), done())]]
+    replicas = Played(*(lost if is_lost else [taken(*STARTED, token("Once"), late, done())]))
     stream, request = _stream_of(replicas, max_retries=1)
     frames = stream.frames(stream.attach(), await request.send())
-    await anext(frames)
-    assert [await anext(frames) for _ in range(3)] == [b": ping\n\n"] * 3
+    seen: list[bytes] = []
+    while seen.count(b": ping\n\n") < 3:
+        seen.append(await anext(frames))
     late.set()
-    assert text_of(await _events(frames)) == "Once"
-
-
-@async_test
-async def test_comments_fill_the_silence_of_a_replica_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failover_stream, "_HEARTBEAT_SECONDS", 0.01)
-    stream, request = _stream_of(Played(taken(*STARTED, token("Once"), Silent)), max_retries=1)
-    frames = stream.frames(stream.attach(), await request.send())
-    found = b""
-    while found.count(b": ping\n\n") < 3:
-        found += await anext(frames)
-    assert b"Once" in found
-    await frames.aclose()
+    assert text_of(await _events(frames, seen)) == "Once"
 
 
 @async_test

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +36,7 @@ from tests.support.scripted_replicas import (
 )
 
 BODY = {"prompt": "Once", "max_tokens": 9}
+TRACE = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", "tracestate": "a=b"}
 WORDS = b'data: {"choices": [{"text": "Once"}]}\n\n'
 STARTED = (EVENTS, event("start", **START))
 WHOLE_STREAM = taken(*STARTED, token("Once"), done())
@@ -90,7 +91,7 @@ async def test_a_stream_goes_on_with_another_replica_from_the_seed_that_was_told
     again = taken(*STARTED, token("Once upon"), token(" a time"), done())
     replicas = Played(taken(*STARTED, token("Once "), token("up"), *ending), again)
     async with client_of(replicas, max_retries=2) as client:
-        response = await client.post("/complete", json={**BODY, "deadline_ms": 60_000})
+        response = await client.post("/complete", json={**BODY, "deadline_ms": 60_000}, headers=TRACE)
         assert await counted(client, replicas) == {"replayed": 1}
     events = parse_events(response.text)
     assert text_of(events) == "Once upon a time"
@@ -101,6 +102,8 @@ async def test_a_stream_goes_on_with_another_replica_from_the_seed_that_was_told
     assert retried.pop("deadline_ms") <= 60_000
     assert retried == {**BODY, "seed": 7}
     assert replicas.calls[1].header(b"content-length") == str(len(replicas.calls[1].body))
+    for call in replicas.calls:
+        assert {name: call.header(name.encode()) for name in TRACE} == TRACE
 
 
 @pytest.mark.parametrize(
@@ -337,7 +340,10 @@ async def test_metrics_of_all_that_answer_are_served_and_tell_who_hangs() -> Non
 
         async def reported(*answers: Any) -> set[str]:
             replicas._all = list(answers)
-            lines = (await client.get("/metrics")).text.splitlines()
+            merged = await client.get("/metrics", headers={"Accept": "application/openmetrics-text"})
+            assert merged.headers["content-type"].startswith("text/plain"), "what the gateway can merge"
+            assert replicas.calls_of_all[-1].header(b"accept") is None
+            lines = merged.text.splitlines()
             assert lines.count("# TYPE a_total counter") == 1 and "inkstream_relay_resent_total 0.0" in lines
             return {line for line in lines if line.startswith(("a_total", "inkstream_relay_s", _OF))}
 
@@ -354,47 +360,27 @@ async def test_metrics_of_all_that_answer_are_served_and_tell_who_hangs() -> Non
 
 
 @async_test
-async def test_a_body_is_read_as_far_as_a_replica_needs_it_to_refuse_it() -> None:
-    replicas = Played(taken(Head(413, ()), b"{}"))
-    response = await fetch(replicas, "/complete", content=b"x" * 10_000, settings={"max_body_bytes": 2000})
-    assert response.status_code == 413 and len(replicas.calls[0].body) == 2001
-
-
-@pytest.mark.parametrize("key", [None, "unknown", "good"])
-@async_test
-async def test_no_byte_is_read_of_a_body_whose_sender_has_no_key(tmp_path: Path, key: str | None) -> None:
-    """The gateway also sends it to no replica."""
-    good = new_key()
+async def test_without_a_key_no_byte_of_a_body_is_read_and_only_health_reaches_a_replica(tmp_path: Path) -> None:
+    """With one, a body is read as far as a replica needs it to refuse it."""
+    good, n_read = new_key(), 0
     add_key(tmp_path / "keys.json", stored(good, "ann"))
-    read: list[str] = []
-    answers: list[int] = []
 
-    async def receive() -> Message:
-        read.append("piece")
-        await asyncio.sleep(0)
-        return {"type": "http.request", "body": b"x" * 100, "more_body": True}
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal n_read
+        while True:
+            n_read += 100
+            yield b"x" * 100
 
-    async def send(message: Message) -> None:
-        answers.append(message.get("status", 0))
-
-    replicas = Played(taken(Head(413, ()), b"{}"))
-    gateway = Gateway(Settings(keys_file=tmp_path / "keys.json", max_body_bytes=2000), replicas, max_retries=0)
-    sent = {None: None, "unknown": "ink-unknown", "good": good}[key]
-    headers = [(b"authorization", f"Bearer {sent}".encode())] if sent else []
-    scope = {"type": "http", "method": "POST", "path": "/complete", "query_string": b"", "headers": headers}
-    await gateway(scope, receive, send)
-    assert bool(read) == bool(replicas.calls) == (key == "good")
-    assert answers[0] == (413 if key == "good" else 401)
-
-
-@async_test
-async def test_health_needs_no_key_and_takes_no_body(tmp_path: Path) -> None:
-    add_key(tmp_path / "keys.json", stored(new_key(), "ann"))
-    replicas = Played(taken(JSON, b"{}"))
-    async with client_of(replicas, keys_file=tmp_path / "keys.json") as client:
-        assert (await client.request("GET", "/health/ready", content=b"x" * 10_000)).status_code == 200
-        assert replicas.calls[0].body == b""
+    replicas = Played(taken(JSON, b"{}"), taken(Head(413, ()), b"{}"))
+    async with client_of(replicas, keys_file=tmp_path / "keys.json", max_body_bytes=2000) as client:
+        for headers in ({}, {"authorization": "Bearer ink-unknown"}):
+            assert (await client.post("/complete", content=endless(), headers=headers)).status_code == 401
         assert (await client.get("/v1/models")).status_code == 401
+        assert not n_read and not replicas.calls
+        assert (await client.request("GET", "/health/ready", content=b"x" * 10_000)).status_code == 200
+        headers = {"authorization": f"Bearer {good}"}
+        assert (await client.post("/complete", content=endless(), headers=headers)).status_code == 413
+    assert [len(call.body) for call in replicas.calls] == [0, 2001] and n_read < 3000
 
 
 @async_test
@@ -443,21 +429,3 @@ async def test_whenever_a_visit_is_cancelled_its_replica_is_let_go(path: str) ->
         return bool(sent)
 
     assert [await visit(turns) for turns in range(40)][-1], "it never came as far as the answer"
-
-
-@async_test
-async def test_trace_context_reaches_every_replica_that_a_request_is_sent_to() -> None:
-    replicas = Played([Lost], WHOLE_STREAM)
-    context = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", "tracestate": "a=b"}
-    await fetch(replicas, "/complete", json=BODY, headers=context)
-    assert len(replicas.calls) == 2
-    for call in replicas.calls:
-        assert {name: call.header(name.encode()) for name in context} == context
-
-
-@async_test
-async def test_replicas_are_asked_for_the_text_that_the_gateway_can_merge() -> None:
-    replicas = Played(all_of=[full("one", JSON, b"# TYPE a gauge\na 1\n")])
-    page = await fetch(replicas, "/metrics", "GET", headers={"Accept": "application/openmetrics-text"})
-    assert page.headers["content-type"].startswith("text/plain") and 'a{server="one"} 1.0' in page.text
-    assert [call.header(b"accept") for call in replicas.calls_of_all] == [None]

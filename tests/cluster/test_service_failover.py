@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,35 +15,14 @@ from fastapi import FastAPI
 from app.cluster.messages import Call
 from app.cluster.replica_pool import ReplicaPool
 from app.cluster.replica_server import ReplicaServer
-from app.common.errors import NotReady
-from app.common.settings import Settings
-from app.engine_client.engine_pool import EngineClient
-from app.main import create_app
 from tests.support.async_test import async_test
 from tests.support.completion_client import parse_events, text_of
-from tests.support.model.tiny_models import tiny_weights
+from tests.support.fake_app import running_app
 from tests.support.scripted_replicas import Mortal, client_of, served, until
 
 pytestmark = pytest.mark.slow
 
-FAKE = (sys.executable, "-P", "-m", "tests.support.fake_engine", "1")
 BODY: dict[str, Any] = {"prompt": "Once upon", "max_tokens": 40, "temperature": 1.0, "ignore_eos": True}
-
-
-@pytest.fixture
-def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
-    """Of a replica around the fake engine."""
-    monkeypatch.setitem(EngineClient.__init__.__kwdefaults__, "command", FAKE)
-    return Settings(weights=tiny_weights(tmp_path / "tiny", context=4096), resume_seconds=0, kernels="torch")
-
-
-async def _until_ready(app: FastAPI) -> None:
-    while True:
-        try:
-            app.state.service.require_ready()
-            return
-        except NotReady:
-            await asyncio.sleep(0.01)
 
 
 async def _send(app: FastAPI, deaths: Sequence[int], path: str, method: str = "POST", **request: Any) -> httpx.Response:
@@ -53,19 +30,11 @@ async def _send(app: FastAPI, deaths: Sequence[int], path: str, method: str = "P
         return await client.request(method, path, **request)
 
 
-@asynccontextmanager
-async def _running(settings: Settings) -> AsyncGenerator[FastAPI, None]:
-    app = create_app(settings)
-    async with app.router.lifespan_context(app):
-        await _until_ready(app)
-        yield app
-
-
 @async_test
-async def test_wherever_a_replica_is_lost_the_answer_is_that_of_one(settings: Settings) -> None:
+async def test_wherever_a_replica_is_lost_the_answer_is_that_of_one(weights: Path) -> None:
     """Streams with token details and several choices, a seed chosen by the service, answers without streaming."""
 
-    async with _running(settings) as app:
+    async with running_app(weights, resume_seconds=0) as app:
         detailed = {**BODY, "seed": 5, "n": 2, "logprobs": 1}
         expected = (await _send(app, [], "/complete", json={**detailed, "stream": False})).json()["choices"]
         for deaths in ([1], [2], [3], [9], [5, 20], [30, 2, 12]):
@@ -84,8 +53,8 @@ async def test_wherever_a_replica_is_lost_the_answer_is_that_of_one(settings: Se
 
 
 @async_test
-async def test_pages_and_errors_are_the_services_own(settings: Settings) -> None:
-    async with _running(settings) as app:
+async def test_pages_and_errors_are_the_services_own(weights: Path) -> None:
+    async with running_app(weights, resume_seconds=0) as app:
         for path, status in (("/", 200), ("/docs", 200), ("/v1/models", 200), ("/health", 200), ("/no", 404)):
             assert (await _send(app, [], path, "GET")).status_code == status
         refused = await _send(app, [], "/complete", json={**BODY, "max_token": 1})
@@ -97,7 +66,7 @@ async def test_pages_and_errors_are_the_services_own(settings: Settings) -> None
 
 
 @async_test
-async def test_whenever_a_question_is_cancelled_the_replica_lets_go_of_it(settings: Settings) -> None:
+async def test_whenever_a_question_is_cancelled_the_replica_lets_go_of_it(weights: Path) -> None:
     """Be it in the very moment in which it was admitted; after as many turns of the event loop as there may be."""
 
     async def visit(pool: ReplicaPool, server: ReplicaServer, app: FastAPI, turns: int) -> None:
@@ -112,7 +81,7 @@ async def test_whenever_a_question_is_cancelled_the_replica_lets_go_of_it(settin
         await until(lambda: not server.n_open)
         assert not app.state.service.engine.engines[0].load, f"after {turns} turns"
 
-    async with _running(settings) as app, served(app) as (pool, _, (server,)):
+    async with running_app(weights, resume_seconds=0) as app, served(app) as (pool, _, (server,)):
         await visit(pool, server, app, 1000)
         for turns in range(100):
             await visit(pool, server, app, turns)
