@@ -57,12 +57,12 @@ def test_the_address_with_the_most_gives_one_up() -> None:
     assert queue.next_victim() is slow, "as many as the other, and for longer"
 
 
-def test_twenty_thousand_random_steps_against_a_plain_list() -> None:
+def test_random_steps_against_a_plain_list() -> None:
     rng = random.Random(7)
     queue = EvictionQueue()
     plain: dict[asyncio.Transport, tuple[ReceivePhase, int]] = {}
     clients: dict[asyncio.Transport, str] = {_Transport(): rng.choice("aaaabbcdefg") for _ in range(60)}
-    for step in range(20_000):
+    for step in range(5_000):
         client = rng.choice([*clients])
         if rng.random() < 0.6:
             wait = rng.choice([*ReceivePhase])
@@ -83,7 +83,7 @@ def test_twenty_thousand_random_steps_against_a_plain_list() -> None:
 def test_a_flood_at_the_limit_costs_microseconds_each() -> None:
     connections = _connections(4096, 2048)
     began = time.process_time()
-    for i in range(40_000):
+    for i in range(10_000):
         assert connections.register(_Transport(), f"{i % 4}")
     assert connections.count == 4096
-    assert (time.process_time() - began) / 40_000 < 50e-6
+    assert (time.process_time() - began) / 10_000 < 50e-6

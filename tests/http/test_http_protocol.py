@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import httpx
 import pytest
@@ -84,12 +83,3 @@ def test_a_request_hears_of_a_disconnect_while_another_one_waits_behind_it() -> 
         return [bool(received and received.is_complete) for received in result.requests]
 
     assert uvloop.run(run()) == [False], "one request was started, and it received the disconnect"
-
-
-def test_trailers_do_not_become_headers(server: Server) -> None:
-    body = b"POST /complete HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
-    with connect(server) as connection:
-        connection.sendall(body + b"2\r\n{}\r\n")
-        time.sleep(0.05)
-        connection.sendall(b"0\r\nContent-Type: application/json\r\n\r\n")
-        assert status_of(read_all(connection)) == 415

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -38,14 +37,6 @@ class Collector:
 
     url: str
     spans: list[Collected] = field(default_factory=list)
-
-    def wait(self, name: str, n: int = 1, seconds: float = 30.0) -> list[Collected]:
-        """At least `n` spans of this name."""
-        deadline = time.monotonic() + seconds
-        while len(found := [span for span in self.spans if span.name == name]) < n:
-            assert time.monotonic() < deadline, (name, [span.name for span in self.spans])
-            time.sleep(0.02)
-        return found
 
     def children(self, parent: Collected) -> dict[str, Collected]:
         """The spans below `parent`, by name, in order of their start."""
