@@ -17,7 +17,7 @@ from app.engine.execution.engine import Engine
 from app.engine.gpu.runner import DeviceRunner
 from app.engine.worker_loop import EngineStartError
 from benchmarks.engine_driver import Outputs, cancel_all, random_prompt, request, run_all, run_until_decoding
-from benchmarks.gpu.engines import build_device_engine, build_engine, shape_of
+from benchmarks.gpu.engines import StartupPhases, build_device_engine, build_engine, shape_of
 from benchmarks.gpu.parity import LAYOUTS
 from benchmarks.gpu.results import Finding, StageContext, Unsupported
 from benchmarks.shapes import smaller
@@ -82,15 +82,14 @@ def graphs(context: StageContext) -> Iterator[Finding]:
 def deterministic(context: StageContext) -> Iterator[Finding]:
     """Bitwise reproducibility: alone, in a batch, and again. On a GPU only --deterministic guarantees it."""
     for name, options in (("by default", {}), ("deterministic", {"deterministic": True})):
-        shape, reported = _llama(context), list[str]()
+        shape, phases = _llama(context), StartupPhases()
         sizes: dict[str, Any] = {"max_running": 40, "tokens_per_step": 256, "cache_tokens": 32_768, **options}
         try:
-            engines = [build_engine(context, shape, announce=reported.append, **sizes) for _ in range(2)]
+            engines = [build_engine(context, shape, phases=phases, **sizes) for _ in range(2)]
         except EngineStartError as error:
             yield Finding(what=f"{name}: starts", value="refused", ok=False, note=str(error))
             continue
-        proof = next((line for line in reported if "proven" in line), "")
-        yield Finding(what=f"{name}: starts", value="yes", note=proof)
+        yield Finding(what=f"{name}: starts", value="yes", note=phases.proof)
         lengths = range(3, 60, 19) if context.tiny else range(3, 600, 18)
         requests = _mixed_requests(shape, "", [(length, 5 if context.tiny else 40) for length in lengths])
         batched = run_all(engines[0], requests)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +18,6 @@ from app.engine.gpu.decoder import PagedDecoder
 from app.engine.gpu.setup import device_runner
 from app.engine.scheduling.block_allocator import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
-from app.engine.worker_loop import BuiltEngine
 from benchmarks.gpu.reference_kernels import ReferenceKernels
 from benchmarks.gpu.results import Finding, StageContext
 from benchmarks.shapes import SHAPES, WeightsInMemory, smaller, weights_in_memory
@@ -36,10 +35,16 @@ class StartupPhases:
     def __init__(self) -> None:
         self._phases = [("before", time.monotonic(), 0)]
         self.numerics = ""
+        """With their reason; known when the engine is built."""
 
     def __call__(self, name: str) -> None:
         """Starts a phase."""
         self._phases.append((name, time.monotonic(), _reserved_bytes()))
+
+    @property
+    def proof(self) -> str:
+        """What the self-test of a deterministic engine reported; empty without one."""
+        return next((name for name, _, _ in self._phases if "proven" in name), "")
 
     def findings(self) -> Iterator[Finding]:
         """When the engine is built: its seconds, and what it computes with."""
@@ -71,7 +76,7 @@ def build_engine(
     context: StageContext,
     shape: ModelConfig | None,
     weights: WeightsInMemory | None = None,
-    announce: Callable[[str], None] = lambda _phase: None,
+    phases: StartupPhases | None = None,
     cache_tokens: int = 0,
     **options: Any,
 ) -> Engine:
@@ -84,24 +89,18 @@ def build_engine(
     """
     placement = {"device": context.device, "dtype": "float32" if context.device == "cpu" else "bfloat16"}
     cache = {"kv_blocks": -(-cache_tokens // _BLOCK_SIZES[context.device])} if cache_tokens else {}
-    options = {**placement, **cache, **options}
-    if shape is None:
-        return _logged(startup.build_engine(WorkerConfig(weights=str(context.weights), **options), announce), announce)
-    folder = context.folder / "tokenizer"
-    if not folder.exists():
-        folder.mkdir()
-        for path in context.weights.glob("tokenizer*.json"):  # of another vocabulary; the engine does not use it
-            shutil.copy(path, folder)
-    config = WorkerConfig(weights=str(folder), **options)
-    return _logged(startup.build_engine(config, announce, lambda _: weights or weights_in_memory(shape)), announce)
-
-
-def _logged(built: BuiltEngine, announce: Callable[[str], None]) -> Engine:
-    """The engine. Its numerics and their reason go to the log, and to the phases if they are recorded."""
-    numerics = f"{built.ready.numerics}: {built.ready.numerics_reason}"
-    _log.info("numerics %s", numerics)
-    if isinstance(announce, StartupPhases):
-        announce.numerics = numerics
+    phases, folder = phases or StartupPhases(), context.weights
+    if shape:
+        folder = context.folder / "tokenizer"
+        if not folder.exists():
+            folder.mkdir()
+            for path in context.weights.glob("tokenizer*.json"):  # of another vocabulary; the engine does not use it
+                shutil.copy(path, folder)
+        weights = weights or weights_in_memory(shape)
+    config = WorkerConfig(weights=str(folder), **{**placement, **cache, **options})
+    built = startup.build_engine(config, phases, (lambda _: weights) if weights else None)
+    phases.numerics = f"{built.ready.numerics}: {built.ready.numerics_reason}"
+    _log.info("numerics %s", phases.numerics)
     return built.engine
 
 

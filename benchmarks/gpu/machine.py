@@ -7,7 +7,6 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -19,7 +18,6 @@ from model.device import describe
 
 _LEAST_CAPABILITY = (8, 0)
 _SMI_FIELDS = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu"
-_WEIGHT_BYTES = {"bf16": 2, "int8": 1}
 
 
 def probe(_context: StageContext) -> Iterator[Finding]:
@@ -99,41 +97,25 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Roofline:
-    """Least times of one model's steps; None if stage `roofs` did not measure the peaks."""
+def least_seconds(
+    context: StageContext, config: ModelConfig, *, tokens: float, rows: int, kept: float, weight_bytes: int = 2
+) -> float | None:
+    """Least time of a step that computes `tokens` tokens and samples for `rows` sequences of `kept` tokens each.
 
-    config: ModelConfig
-    bytes_per_second: float | None
-    operations_per_second: float | None
-    precision: str = "bf16"
-    """Precision of the weights; int8 for all 8-bit formats, whose products are still computed in bfloat16."""
+    The step reads all matrices once, and the keys and values, which are bfloat16. Operations leave out the products
+    of attention, which are few compared with those of the matrices at the lengths measured here. None if the roofs are
+    unknown.
 
-    @classmethod
-    def of(cls, context: StageContext, config: ModelConfig, precision: str = "bf16") -> Roofline:
-        """Takes the peaks from the same run. None on a CPU, where a share of tiny sizes would mean nothing."""
-        numbers = (context.numbers or {}) if context.device == "cuda" else {}
-        return cls(
-            config=config,
-            bytes_per_second=numbers.get("roofs: most bytes/s"),
-            operations_per_second=numbers.get("roofs: bf16 operations/s"),
-            precision=precision,
-        )
-
-    def least_seconds(self, *, tokens: float, rows: int, kept: float) -> float | None:
-        """Least time of a step that computes `tokens` tokens and samples for `rows` sequences of `kept` tokens each.
-
-        The step reads all matrices once, and the keys and values, which are bfloat16. Operations leave out the products
-        of attention, which are few compared with those of the matrices at the lengths measured here.
-        """
-        if not self.bytes_per_second or not self.operations_per_second:
-            return None
-        config = self.config
-        heads, kv_heads = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-        attention = config.width * (2 * heads + 2 * kv_heads)
-        body = config.n_layers * (attention + (3 if config.gated else 2) * config.width * config.mlp_width)
-        head = config.vocab_size * config.width
-        weights_read = (body + head) * _WEIGHT_BYTES[self.precision]
-        bytes_read = weights_read + rows * kept * config.kv_elements_per_token * 2
-        operations = 2.0 * (body * tokens + head * rows)
-        return max(bytes_read / self.bytes_per_second, operations / self.operations_per_second)
+    Args:
+        weight_bytes: of a number in a matrix; products of 8-bit numbers are computed in bfloat16, too.
+    """
+    bytes_per_second, operations_per_second = context.roof("most bytes/s"), context.roof("bf16 operations/s")
+    if not bytes_per_second or not operations_per_second:
+        return None
+    heads, kv_heads = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    attention = config.width * (2 * heads + 2 * kv_heads)
+    body = config.n_layers * (attention + (3 if config.gated else 2) * config.width * config.mlp_width)
+    head = config.vocab_size * config.width
+    bytes_read = (body + head) * weight_bytes + rows * kept * config.kv_elements_per_token * 2
+    operations = 2.0 * (body * tokens + head * rows)
+    return max(bytes_read / bytes_per_second, operations / operations_per_second)

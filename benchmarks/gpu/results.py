@@ -53,6 +53,10 @@ class StageContext:
         """Seconds until the deadline; never negative."""
         return max(0.0, self.deadline - time.monotonic())
 
+    def roof(self, what: str) -> float | None:
+        """A peak that stage `roofs` measured in this run; None on a CPU, where a share of tiny sizes means nothing."""
+        return (self.numbers or {}).get(f"roofs: {what}") if self.device == "cuda" else None
+
 
 class Unsupported(RuntimeError):
     """This engine or machine does not support what the stage measures; not a failure."""

@@ -19,7 +19,7 @@ from app.engine.execution.engine import Engine
 from app.engine.worker_loop import EngineStartError
 from benchmarks.engine_driver import cancel_all, random_prompt, request, run_until_decoding
 from benchmarks.gpu.engines import StartupPhases, build_engine, shape_of
-from benchmarks.gpu.machine import Roofline, synchronize
+from benchmarks.gpu.machine import least_seconds, synchronize
 from benchmarks.gpu.results import Finding, StageContext, Unsupported
 from model.checkpoint.config_file import load_config
 from model.config import ModelConfig
@@ -54,7 +54,7 @@ def speed(context: StageContext) -> Iterator[Finding]:
     shape = None if context.variant == "default" else shape_of(context)
     tokens_per_step = max(*sizes.rows, 64 if context.tiny else 8192)
     phases = StartupPhases()
-    engine = build_engine(context, shape, announce=phases, max_running=max(sizes.rows), tokens_per_step=tokens_per_step)
+    engine = build_engine(context, shape, phases=phases, max_running=max(sizes.rows), tokens_per_step=tokens_per_step)
     yield from phases.findings()
     bench = _Bench(engine, shape or load_config(context.weights), sizes, context)
     for rows in sizes.rows:
@@ -75,7 +75,7 @@ def quantized(context: StageContext) -> Iterator[Finding]:
         engine = build_engine(
             context,
             shape,
-            announce=phases,
+            phases=phases,
             quantize=context.variant,
             max_running=max(sizes.rows),
             tokens_per_step=64 if context.tiny else 1024,
@@ -84,7 +84,7 @@ def quantized(context: StageContext) -> Iterator[Finding]:
     except EngineStartError as error:
         raise Unsupported(str(error)) from None
     yield from phases.findings()
-    bench = _Bench(engine, replace(shape, context=min(shape.context, 1024)), sizes, context, "int8")
+    bench = _Bench(engine, replace(shape, context=min(shape.context, 1024)), sizes, context, weight_bytes=1)
     for finding in chain(map(bench.decode, sizes.rows), map(bench.prefill, sizes.prompt_lengths)):
         baseline = (context.numbers or {}).get(f"speed-8b: {finding.what}")
         assert isinstance(finding.value, float)
@@ -100,7 +100,7 @@ class _Bench:
     shape: ModelConfig
     sizes: Sizes
     context: StageContext
-    precision: str = "bf16"
+    weight_bytes: int = 2
 
     def decode(self, rows: int, **params: Any) -> Finding:
         """Times windows of pure decode steps; synchronizes before and after each."""
@@ -137,8 +137,8 @@ class _Bench:
 
     def _finding(self, what: str, seconds: list[float], of: str, *, tokens: int, rows: int, kept: float) -> Finding:
         middle = statistics.median(seconds)
-        roofline = Roofline.of(self.context, self.shape, self.precision)
-        least = roofline.least_seconds(tokens=tokens, rows=rows, kept=kept)
+        sizes: dict[str, Any] = {"tokens": tokens, "rows": rows, "kept": kept, "weight_bytes": self.weight_bytes}
+        least = least_seconds(self.context, self.shape, **sizes)
         spread = f"{min(seconds) * 1000:.3f} to {max(seconds) * 1000:.3f}"
         note = f"{middle * 1000:.3f} ms {of}, {spread}"
         share = least and least / middle
@@ -197,7 +197,7 @@ def batch(context: StageContext) -> Iterator[Finding]:
     n_requests, prompt, tokens, per_step = (4, 20, 6, 64) if context.tiny else (256, 1024, 1024, 8192)
     shape, phases = shape_of(context), StartupPhases()
     engine = build_engine(
-        context, shape, announce=phases, max_running=n_requests, tokens_per_step=per_step, max_context=prompt + tokens
+        context, shape, phases=phases, max_running=n_requests, tokens_per_step=per_step, max_context=prompt + tokens
     )
     yield from phases.findings()
     pool = engine.scheduler.pool
@@ -217,11 +217,11 @@ def batch(context: StageContext) -> Iterator[Finding]:
         first = first or (time.perf_counter() - start if events >= n_requests else 0.0)
     synchronize(context.device)
     seconds = time.perf_counter() - start
-    counters, total, roofline = engine.scheduler.counters, n_requests * tokens, Roofline.of(context, shape)
+    counters, total = engine.scheduler.counters, n_requests * tokens
     counts = f"{steps} steps, {counters.preemptions} preemptions, {counters.blocks_total} blocks"
     # Prefilling all prompts in full steps, then decoding with half of the output on average.
-    prefill = roofline.least_seconds(tokens=per_step, rows=1, kept=0)
-    decode = roofline.least_seconds(tokens=n_requests, rows=n_requests, kept=prompt + tokens / 2)
+    prefill = least_seconds(context, shape, tokens=per_step, rows=1, kept=0)
+    decode = least_seconds(context, shape, tokens=n_requests, rows=n_requests, kept=prompt + tokens / 2)
     least = prefill and decode and prefill * n_requests * prompt / per_step + decode * tokens
     cut = "" if events == total else f"cut at {events} of {total} tokens; "
     yield Finding(

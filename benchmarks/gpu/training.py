@@ -34,8 +34,8 @@ def train(context: StageContext) -> Iterator[Finding]:
     step = statistics.median(seconds[1 if context.tiny else _WARM_UP :])
     tokens = windows * config.context
     # 2 operations a weight forward, 4 backward. Products of attention are not counted.
-    peak = (context.numbers or {}).get("roofs: bf16 operations/s")
-    share = 6 * trainer.decoder.n_params * tokens / step / peak if peak and context.device == "cuda" else None
+    peak = context.roof("bf16 operations/s")
+    share = 6 * trainer.decoder.n_params * tokens / step / peak if peak else None
     memory = torch.cuda.max_memory_allocated() / 2**30 if context.device == "cuda" else 0.0
     note = f"{1000 * step:.1f} ms a step of {tokens:,} tokens, {sum(seconds[:_WARM_UP]):.1f} s for the first {_WARM_UP}"
     yield Finding(

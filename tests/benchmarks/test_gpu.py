@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,9 +17,9 @@ import pytest
 import torch
 
 from benchmarks.engine_driver import random_prompt, request
-from benchmarks.gpu import conform, conformance, speed
+from benchmarks.gpu import conform, speed
 from benchmarks.gpu.__main__ import main
-from benchmarks.gpu.machine import Roofline
+from benchmarks.gpu.machine import least_seconds
 from benchmarks.gpu.packages import WheelsError, install, missing
 from benchmarks.gpu.parity import score_output
 from benchmarks.gpu.results import Finding, Record, Report, StageContext, file_name
@@ -225,26 +226,19 @@ def test_a_report_is_good_until_a_stage_fails_or_a_check_breaks(tmp_path: Path) 
     assert not report.is_good
 
 
-_CHECKS = """
-from benchmarks.gpu.results import Finding
-def check_sums(device, tiny):
-    yield Finding(what="rows", ok=tiny and device == "cpu", value=2, unit="ulp")
-def check_wrong(device, tiny):
-    yield Finding(what="one", ok=False, value="")
-    raise ValueError("and then this")
-"""
-
-
 def test_checks_of_kernels_fail_each_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "norms.py").write_text(_CHECKS)
-    (tmp_path / "absent.py").write_text("import there_is_no_such_package\n")
-    monkeypatch.setattr(conformance, "__path__", [str(tmp_path)])
-    found = {finding.what: finding for finding in conform.conform(_context(tmp_path))}
-    assert found["absent"].ok is None, "what a machine lacks breaks no law"
-    assert (found["norms: sums"].ok, found["norms: sums"].value, found["norms: sums"].note) == (True, 1, "2 ulp")
-    assert found["norms: wrong, one"].ok is False
-    wrong = found["norms: wrong"]
+    def check_sums(device: str, tiny: bool) -> Iterator[Finding]:
+        yield Finding(what="rows", ok=tiny and device == "cpu", value=2, unit="ulp")
+
+    def check_wrong(**_: object) -> Iterator[Finding]:
+        yield Finding(what="one", ok=False, value="")
+        raise ValueError("and then this")
+
+    monkeypatch.setattr(conform, "CHECKS", (check_wrong, check_sums))
+    violation, wrong, sums = conform.conform(_context(tmp_path))
+    assert (violation.what, violation.ok) == ("wrong, one", False)
     assert (wrong.ok, wrong.value, wrong.note) == (False, 0, "then ValueError: and then this")
+    assert (sums.ok, sums.value, sums.note) == (True, 1, "2 ulp")
 
 
 def test_the_oracle_notices_a_wrong_token_and_a_wrong_log_probability() -> None:
@@ -266,15 +260,21 @@ def test_the_oracle_notices_a_wrong_token_and_a_wrong_log_probability() -> None:
     )
 
 
-def test_a_roof_is_reading_once_or_multiplying_whichever_takes_longer() -> None:
+def test_a_roof_is_reading_once_or_multiplying_whichever_takes_longer(tmp_path: Path) -> None:
     shape = smaller(SHAPES["C"])  # width 64, 2 layers, 4 and 2 heads of 16, mlp 96, vocabulary 320
     body, head, kv = 2 * (64 * 2 * (64 + 32) + 3 * 64 * 96), 320 * 64, 2 * 2 * 2 * 16
-    reading = Roofline(config=shape, bytes_per_second=10.0, operations_per_second=1e9)
-    assert reading.least_seconds(tokens=4, rows=4, kept=5) == 2 * (body + head + 4 * 5 * kv) / 10
-    multiplying = Roofline(config=shape, bytes_per_second=1e9, operations_per_second=10.0, precision="int8")
-    assert multiplying.least_seconds(tokens=50, rows=1, kept=0) == 2 * (body * 50 + head) / 10
-    blind = Roofline(config=shape, bytes_per_second=None, operations_per_second=None)
-    assert blind.least_seconds(tokens=1, rows=1, kept=0) is None
+
+    def on_a_gpu(bytes_per_second: float, operations_per_second: float) -> StageContext:
+        roofs = {"roofs: most bytes/s": bytes_per_second, "roofs: bf16 operations/s": operations_per_second}
+        return replace(_context(tmp_path), device="cuda", numbers=roofs)
+
+    reading, multiplying = on_a_gpu(10.0, 1e9), on_a_gpu(1e9, 10.0)
+    assert least_seconds(reading, shape, tokens=4, rows=4, kept=5) == 2 * (body + head + 4 * 5 * kv) / 10
+    found = least_seconds(multiplying, shape, tokens=50, rows=1, kept=0, weight_bytes=1)
+    assert found == 2 * (body * 50 + head) / 10
+    assert least_seconds(reading, shape, tokens=1, rows=1, kept=0, weight_bytes=1) == (body + head) / 10
+    for blind in (replace(reading, device="cpu"), replace(reading, numbers=None)):
+        assert least_seconds(blind, shape, tokens=1, rows=1, kept=0) is None
 
 
 def test_random_weights_let_no_token_win_always() -> None:

@@ -12,7 +12,7 @@ import pytest
 from fastapi import FastAPI
 
 from app.common.settings import Settings
-from app.engine_client.client import EngineClient
+from app.engine_client.engine_pool import EngineClient
 from app.main import create_app
 
 _COMMAND = (sys.executable, "-P", "-m", "tests.support.fake_engine", "1")
