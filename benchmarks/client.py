@@ -229,10 +229,10 @@ async def keep_busy(
             group.create_task(stream())
 
 
-async def get(address: Address, path: str) -> Exchange:
-    """One GET on a connection of its own."""
+async def exchange_alone(address: Address, exchange: Exchange) -> Exchange:
+    """One exchange on a connection of its own."""
     client = Client(address)
     try:
-        return await client.run(Exchange(address.request("GET", path)))
+        return await client.run(exchange)
     finally:
         client.close()

@@ -74,11 +74,15 @@ def alternate(measurements: Mapping[str, Callable[[], T]], rounds: int) -> list[
 
     So a slow moment of the machine affects all of them, and the first round warms them up.
     """
-    names, results = list(measurements), []
-    for number in range(rounds + 1):
-        first = number % len(names)
-        results.append({name: measurements[name]() for name in (*names[first:], *names[:first])})
+    names = list(measurements)
+    results = [{name: measurements[name]() for name in in_turn(names, number)} for number in range(rounds + 1)]
     return results[1:]
+
+
+def in_turn(names: Sequence[str], number: int) -> Sequence[str]:
+    """The order of a round: each round begins with another one."""
+    first = number % len(names)
+    return (*names[first:], *names[:first])
 
 
 def median_of(rounds: Sequence[Mapping[str, float]], name: str, by: str = "") -> float:

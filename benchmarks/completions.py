@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from app.http.sse import EventParser
-from benchmarks.client import Address, Client, Exchange
+from benchmarks.client import Address, Exchange
 
 _SUCCESSFUL_FINISHES = ("length", "stop", None)
 _TEXT_START = 2_000
@@ -67,13 +67,8 @@ class Failed:
     message: str
 
 
-async def complete(client: Client, request: CompletionRequest) -> Completed | Failed:
-    """Runs one completion. Errors of the server or the network are returned as Failed, never raised."""
-    return measure(await client.run(request.exchange(client.address)))
-
-
 def measure(exchange: Exchange) -> Completed | Failed:
-    """Measurements of an exchange that has ended."""
+    """Measurements of an exchange that has ended. Errors of server and network are returned as Failed, never raised."""
     if exchange.error:
         return Failed(printable(exchange.error))
     body = exchange.body

@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from app.common import event_loop
-from benchmarks.client import Address, Exchange, get, keep_busy, parse_address
+from benchmarks.client import Address, Exchange, exchange_alone, keep_busy, parse_address
 from benchmarks.common import Machine, Percentiles, json_line, now_text, percentiles_ms, this_machine
 from benchmarks.completions import Completed, CompletionRequest, Failed, OpenAIRequest, measure
 from benchmarks.prompts import pseudo_prose
@@ -234,7 +234,8 @@ async def _fetch_models(plan: LoadPlan) -> Any:
     exchange = None
     with suppress(TimeoutError):
         async with asyncio.timeout(_ANSWER_SECONDS):
-            exchange = await get(plan.address, "/v1/models")
+            request = Exchange(plan.address.request("GET", "/v1/models"))
+            exchange = await exchange_alone(plan.address, request)
     if exchange is None:
         raise UnreachableError(f"nothing answers at {plan.url} within {_ANSWER_SECONDS} s{_START}")
     if exchange.error:

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.client import Client
+from benchmarks.client import exchange_alone
 from benchmarks.common import alternate, command_line, print_result, range_of
-from benchmarks.completions import CompletionRequest, Failed, complete
+from benchmarks.completions import CompletionRequest, Failed, measure
 from benchmarks.service_process import ServiceStartError, running, serve_command
 
 _REQUEST = CompletionRequest(prompt="Once upon a time", max_tokens=4, temperature=0.8, seed=1)
@@ -54,16 +54,10 @@ def _measure(weights: Path, kernels: str) -> dict[str, float]:
     with running(serve_command("--weights", weights, "--kernels", kernels)) as service:
         live = service.wait_for_route("/health/live")
         ready = service.wait_for_route("/health/ready")
-
-        async def first_completion() -> float:
-            client = Client(service.address)
-            outcome = await complete(client, _REQUEST)
-            client.close()
-            if isinstance(outcome, Failed) or outcome.first_token is None:
-                raise OSError(outcome.message if isinstance(outcome, Failed) else "the first completion had no text")
-            return outcome.first_token
-
-        return {"live": live, "ready": ready, "first_token": ready + asyncio.run(first_completion())}
+        outcome = measure(asyncio.run(exchange_alone(service.address, _REQUEST.exchange(service.address))))
+        if isinstance(outcome, Failed) or outcome.first_token is None:
+            raise OSError(outcome.message if isinstance(outcome, Failed) else "the first completion had no text")
+        return {"live": live, "ready": ready, "first_token": ready + outcome.first_token}
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ the same load in their own processes. Whatever fails is dropped, with its reason
 from __future__ import annotations
 
 import asyncio
+import itertools
 import socket
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,9 +15,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
-from benchmarks.common import Percentiles, percentiles_ms, range_of
+from benchmarks.common import Percentiles, in_turn, percentiles_ms, range_of
 from benchmarks.load import LevelProgress, LoadPlan, run_level
 from benchmarks.peers.peer_pool import AdapterProcess, Workspace, plain_environment
 from benchmarks.peers.provision import OURS, PeerError, llama_library
@@ -30,7 +31,6 @@ _START_SECONDS = 300
 _POLL_SECONDS = 0.1
 _DTYPES = {"bf16": "bfloat16", "f32": "float32", "int8": "bfloat16"}
 _STREAMS = 32
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,32 +121,24 @@ def compare(
                 result.facts[name], targets[name] = stack.enter_context(start())
             except (PeerError, ServiceStartError) as error:
                 result.missing[name] = str(error)
-        for number, figure, name in schedule(list(targets), figures, 1 + rounds):
-            if name not in targets:
-                continue
-            try:
-                sample, row = targets[name](figure, number)
-            except PeerError as error:
-                result.missing[name] = str(error)
-                del targets[name]
-                continue
-            if number:
-                result.samples[figure.title].setdefault(name, {})[number] = sample
-                rows[figure.title, name, number] = row
+        for number, figure in itertools.product(range(1 + rounds), figures):
+            for name in in_turn(list(starts), number):
+                if name not in targets:
+                    continue
+                try:
+                    sample, row = targets[name](figure, number)
+                except PeerError as error:
+                    result.missing[name] = str(error)
+                    del targets[name]
+                    continue
+                if number:
+                    result.samples[figure.title].setdefault(name, {})[number] = sample
+                    rows[figure.title, name, number] = row
     for (title, name, number), row in rows.items():
         if row and name != OURS and (ours := rows.get((title, OURS, number))):
             counts = result.same_tokens.setdefault(title, {})
             counts[name] = min(counts.get(name, len(row)), common_prefix_length(ours, row))
     return result
-
-
-def schedule(engines: Sequence[str], figures: Sequence[T], rounds: int) -> Iterator[tuple[int, T, str]]:
-    """(round, figure, engine): each round measures every figure of every engine, starting with another engine."""
-    for number in range(rounds):
-        first = number % len(engines) if engines else 0
-        for figure in figures:
-            for engine in (*engines[first:], *engines[:first]):
-                yield number, figure, engine
 
 
 def common_prefix_length(ours: Sequence[int], theirs: Sequence[int]) -> int:

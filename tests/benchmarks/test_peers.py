@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -20,12 +19,10 @@ from benchmarks.peers.comparison import (
     Row,
     Sample,
     Start,
-    Target,
     common_prefix_length,
     compare,
     engine_figures,
     measure_engine,
-    schedule,
     table,
 )
 from benchmarks.peers.peer_pool import AdapterProcess, plain_environment
@@ -121,13 +118,6 @@ def test_a_conversion_is_complete_or_absent_and_made_once(tmp_path: Path) -> Non
         install("openvino", tmp_path)
 
 
-def test_each_round_measures_every_engine_once_and_begins_with_another_one() -> None:
-    found = list(schedule(["a", "b", "c"], [1, 8], 4))
-    assert Counter(found) == Counter((r, f, s) for r in range(4) for f in (1, 8) for s in "abc")
-    assert [s for r, f, s in found if f == 8] == [*"abc", *"bca", *"cab", *"abc"]
-    assert not list(schedule([], [1], 3))
-
-
 def test_no_sequence_is_longer_than_the_context() -> None:
     titles = [figure.title for figure in engine_figures(["engine", "prefill"], [1, 8], 1024)]
     assert titles == ["decode x1", "decode x8", "prefill 512"]
@@ -159,12 +149,27 @@ def _fake(speeds: list[float], row: Row) -> Start:
         half = Percentiles(p50=speeds[number] / 2, p99=9)
         return Sample(tokens_per_second=speeds[number], first_token_ms=half, inter_token_ms=half), row
 
-    @contextmanager
-    def start():  # type: ignore[no-untyped-def]
-        started: tuple[dict[str, str], Target] = {"version": "1"}, target
-        yield started
+    return lambda: nullcontext(({"version": "1"}, target))
 
-    return start
+
+def test_each_round_measures_every_engine_once_and_begins_with_another_one() -> None:
+    calls: list[tuple[int, int, str]] = []
+
+    def noting(name: str) -> Start:
+        def target(figure: Figure, number: int) -> tuple[Sample, Row]:
+            calls.append((number, figure.rows, name))
+            return Sample(tokens_per_second=1), []
+
+        return lambda: nullcontext(({}, target))
+
+    figures = [Figure(what="decode", rows=rows) for rows in (1, 8)]
+    compare("C", "bf16", {name: noting(name) for name in "abc"}, figures, 3)
+    assert calls == [
+        (number, rows, name)
+        for number, order in enumerate(("abc", "bca", "cab", "abc"))
+        for rows in (1, 8)
+        for name in order
+    ]
 
 
 def test_a_comparison_drops_what_fails_and_its_table_says_so() -> None:
