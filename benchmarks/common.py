@@ -104,14 +104,9 @@ def range_of(samples: Sequence[float]) -> Range:
     return Range(median=statistics.median(samples), least=min(samples), most=max(samples))
 
 
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Percentile of ascending values, linearly interpolated (numpy's default; Hyndman and Fan, type 7)."""
-    if not ordered:
-        raise ValueError("no values have no percentile")
-    index = (len(ordered) - 1) * percent / 100
-    below = int(index)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (index - below)
+def percentile(values: Sequence[float], percent: int) -> float:
+    """Linearly interpolated (numpy's default; Hyndman and Fan, type 7)."""
+    return values[0] if len(values) == 1 else statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,5 +124,4 @@ def percentiles_ms(seconds: Sequence[float]) -> Percentiles:
     """Of seconds in any order."""
     if not seconds:
         return Percentiles(p50=None, p99=None)
-    ordered = sorted(seconds)
-    return Percentiles(p50=percentile(ordered, 50) * 1000, p99=percentile(ordered, 99) * 1000)
+    return Percentiles(p50=percentile(seconds, 50) * 1000, p99=percentile(seconds, 99) * 1000)

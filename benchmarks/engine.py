@@ -44,17 +44,14 @@ from app.engine.cpu.toolchain.builder import build, find_or_build
 from app.engine.cpu.toolchain.cpu_target import LEVELS, runs_here
 from app.engine.cpu.toolchain.library_cache import BuildRecipe, cache_directory
 from app.engine.execution.engine import Engine
-from app.engine.gpu.decoder import PagedDecoder
 from app.engine.gpu.runner import DeviceRunner
-from app.engine.gpu.setup import device_runner
-from app.engine.scheduling.block_allocator import BlockPool
-from app.engine.scheduling.scheduler import Scheduler, StepLimits
+from app.engine.scheduling.scheduler import StepLimits
 from app.engine.startup import build_engine
 from app.engine.worker_loop import BuiltEngine
 from app.guided.grammar import grammar_from
 from benchmarks.common import alternate, command_line, median_of, print_result
 from benchmarks.engine_driver import cancel_all, random_prompt, request, run_until_decoding
-from benchmarks.gpu.reference_kernels import ReferenceKernels
+from benchmarks.gpu.engines import emulated_engine
 from benchmarks.shapes import SHAPES, parameter_reader
 from model.checkpoint.config_file import load_config
 from model.config import ModelConfig
@@ -166,13 +163,11 @@ def _cpu_host_engine(weights: Path, rows: int) -> Engine:
 
 def _gpu_host_engine(rows: int) -> Engine:
     """The engine of a GPU with its memory on the CPU, and with graphs that replay nothing."""
-    decoder, kernels = Decoder(preset("nano")).requires_grad_(False), ReferenceKernels()
-    limits, pool = StepLimits(tokens_per_step=512, max_running=rows), BlockPool(8 * rows, 64)
-    paged, context = PagedDecoder(decoder, kernels), decoder.config.context
-    runner = device_runner(paged, kernels, limits, blocks=pool.total, block_size=pool.block_size, context=context)
-    runner.capture(lambda _work: lambda: None)
-    runner.graphs.steps.out.numbers_X.zero_()
-    return Engine(Scheduler(limits, pool), runner, runner)
+    decoder, limits = Decoder(preset("nano")).requires_grad_(False), StepLimits(tokens_per_step=512, max_running=rows)
+    engine = emulated_engine(decoder, limits, blocks=8 * rows, block_size=64, capture=lambda _work: lambda: None)
+    assert isinstance(engine.runner, DeviceRunner)
+    engine.runner.graphs.steps.out.numbers_X.zero_()
+    return engine
 
 
 def _time_host(engine: Engine, rows: int, steps: int) -> dict[str, float]:

@@ -101,8 +101,8 @@ async def _measure(service: ServiceProcess, plan: LoadPlan, seconds: float) -> d
     begin, end = before[-1], after[-1]
     failures = [outcome.message for e in exchanges if e.ended and isinstance(outcome := measure(e), Failed)]
     n_tokens = sum(begin <= at < end for e in exchanges for at in e.arrivals)
-    first = sorted(e.arrivals[0] - e.sent for e in exchanges if e.arrivals and begin <= e.arrivals[0] < end)
-    gaps = sorted(b - a for e in exchanges for a, b in pairwise(e.arrivals) if begin <= b < end and a < b)
+    first = [e.arrivals[0] - e.sent for e in exchanges if e.arrivals and begin <= e.arrivals[0] < end]
+    gaps = [b - a for e in exchanges for a, b in pairwise(e.arrivals) if begin <= b < end and a < b]
     if failures or not first or not gaps:
         raise OSError(failures[0] if failures else "no request finished in time; raise --seconds")
     api, engine, load, wall = (late - early for early, late in zip(before, after, strict=True))

@@ -15,6 +15,7 @@ from app.common.ipc import WorkerConfig
 from app.engine import startup
 from app.engine.execution.engine import Engine
 from app.engine.gpu.decoder import PagedDecoder
+from app.engine.gpu.graphs import Capture
 from app.engine.gpu.setup import device_runner
 from app.engine.scheduling.block_allocator import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
@@ -23,10 +24,10 @@ from benchmarks.gpu.results import Finding, StageContext
 from benchmarks.shapes import SHAPES, WeightsInMemory, smaller, weights_in_memory
 from model.checkpoint.checkpoint import load_decoder
 from model.config import ModelConfig
+from model.nn.transformer import Decoder
 
 _log = logging.getLogger(__name__)
 _BLOCK_SIZES = {"cpu": 16, "cuda": 64}
-_EMULATED_BLOCK = 16
 
 
 class StartupPhases:
@@ -122,12 +123,19 @@ def build_device_engine(
         options = {"prompt_tokens_beside": prompt_tokens_beside, "dtype": dtype}
         sizes |= {name: value for name, value in options.items() if value}
         return build_engine(context, shape, weights, cache_tokens=cache_tokens, **sizes)
-    number_format = getattr(torch, dtype or "float32")
-    decoder = load_decoder(weights, device=torch.device("cpu"), dtype=number_format)
-    blocks, kernels = -(-cache_tokens // _EMULATED_BLOCK), ReferenceKernels()
+    decoder = load_decoder(weights, device=torch.device("cpu"), dtype=getattr(torch, dtype or "float32"))
     limits = StepLimits(prompt_tokens_with_decodes=prompt_tokens_beside, **sizes)
+    block = _BLOCK_SIZES["cpu"]
+    return emulated_engine(decoder, limits, blocks=-(-cache_tokens // block), block_size=block)
+
+
+def emulated_engine(
+    decoder: Decoder, limits: StepLimits, *, blocks: int, block_size: int, capture: Capture = lambda work: work
+) -> Engine:
+    """A GPU's engine with its memory on the CPU: reference kernels, and a step that runs again instead of a graph."""
+    kernels, context = ReferenceKernels(), decoder.config.context
     paged = PagedDecoder(decoder, kernels)
-    runner = device_runner(paged, kernels, limits, blocks=blocks, block_size=_EMULATED_BLOCK, context=shape.context)
-    runner.warm_up(tokens_per_step)
-    runner.capture(lambda work: work)
-    return Engine(Scheduler(limits, BlockPool(blocks, _EMULATED_BLOCK)), runner, runner)
+    runner = device_runner(paged, kernels, limits, blocks=blocks, block_size=block_size, context=context)
+    runner.warm_up(limits.tokens_per_step)
+    runner.capture(capture)
+    return Engine(Scheduler(limits, BlockPool(blocks, block_size)), runner, runner)

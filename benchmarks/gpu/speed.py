@@ -137,8 +137,9 @@ class _Bench:
 
     def _finding(self, what: str, seconds: list[float], of: str, *, tokens: int, rows: int, kept: float) -> Finding:
         middle = statistics.median(seconds)
-        sizes: dict[str, Any] = {"tokens": tokens, "rows": rows, "kept": kept, "weight_bytes": self.weight_bytes}
-        least = least_seconds(self.context, self.shape, **sizes)
+        least = least_seconds(
+            self.context, self.shape, tokens=tokens, rows=rows, kept=kept, weight_bytes=self.weight_bytes
+        )
         spread = f"{min(seconds) * 1000:.3f} to {max(seconds) * 1000:.3f}"
         note = f"{middle * 1000:.3f} ms {of}, {spread}"
         share = least and least / middle

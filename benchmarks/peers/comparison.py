@@ -95,17 +95,15 @@ class Comparison:
     same_tokens: dict[str, dict[str, int]] = field(default_factory=dict)
     """By title and engine: length of the common prefix with inkstream's greedy tokens, the shortest of all rounds."""
 
-    def speeds(self, title: str) -> dict[str, dict[int, float]]:
-        """Tokens per second, by engine and round."""
-        engines = self.samples[title].items()
-        return {engine: {n: sample.tokens_per_second for n, sample in rounds.items()} for engine, rounds in engines}
-
     def ratios(self, title: str) -> dict[str, float]:
         """Median ratio of inkstream to every other engine, round by round, so that a slow moment affects both."""
-        speeds = self.speeds(title)
-        ours = speeds.pop(OURS, {})
-        pairs = {name: [ours[n] / theirs[n] for n in ours if theirs.get(n)] for name, theirs in speeds.items()}
-        return {name: statistics.median(each) for name, each in pairs.items() if each}
+        engines = self.samples[title]
+        ours, found = engines.get(OURS, {}), {}
+        for name, theirs in engines.items():
+            each = [ours[n].tokens_per_second / theirs[n].tokens_per_second for n in ours if n in theirs]
+            if each and name != OURS:
+                found[name] = statistics.median(each)
+        return found
 
 
 def compare(

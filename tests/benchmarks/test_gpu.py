@@ -19,6 +19,7 @@ import torch
 from benchmarks.engine_driver import random_prompt, request
 from benchmarks.gpu import conform, speed
 from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.conformance import attention, rows, sampler
 from benchmarks.gpu.machine import least_seconds
 from benchmarks.gpu.packages import WheelsError, install, missing
 from benchmarks.gpu.parity import score_output
@@ -234,6 +235,8 @@ def test_checks_of_kernels_fail_each_for_itself(tmp_path: Path, monkeypatch: pyt
         yield Finding(what="one", ok=False, value="")
         raise ValueError("and then this")
 
+    every = {one for module in (attention, rows, sampler) for key, one in vars(module).items() if key[:6] == "check_"}
+    assert every == {*conform.CHECKS}
     monkeypatch.setattr(conform, "CHECKS", (check_wrong, check_sums))
     violation, wrong, sums = conform.conform(_context(tmp_path))
     assert (violation.what, violation.ok) == ("wrong, one", False)
