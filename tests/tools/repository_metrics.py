@@ -60,12 +60,6 @@ def package_edges(root: Path) -> dict[tuple[str, str], list[str]]:
     return edges
 
 
-def two_way_pairs(root: Path) -> list[tuple[str, str]]:
-    """Packages that import each other."""
-    edges = package_edges(root)
-    return sorted(pair for pair in edges if pair[::-1] in edges and pair < pair[::-1])
-
-
 def colliding_classes(root: Path) -> dict[str, list[str]]:
     """Name of a public class -> the files that define one of that name, where there are several."""
     files: dict[str, list[str]] = defaultdict(list)
