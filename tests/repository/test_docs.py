@@ -283,27 +283,6 @@ def test_constraints_pin_every_dependency_exactly() -> None:
     assert pins["torch"] == "2.13.0"
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("[!c]*.yml")), ids=lambda path: path.stem
-)
-def test_an_issue_form_is_one_that_github_accepts(path: Path) -> None:
-    """It shows nothing of a form with an unknown type, a field without a label, or an id that is there twice."""
-    form = yaml.safe_load(path.read_text())
-    assert set(form) == {"name", "description", "labels", "body"}
-    ids = [field["id"] for field in form["body"] if field["type"] != "markdown"]
-    assert len(ids) == len(set(ids))
-    for field in form["body"]:
-        assert field["type"] in {"markdown", "input", "textarea", "checkboxes", "dropdown"}
-        assert field["attributes"]["value" if field["type"] == "markdown" else "label"]
-        assert set(field) <= {"type", "id", "attributes", "validations"}
-
-
-def test_the_form_for_bugs_asks_for_what_the_doctor_says() -> None:
-    form = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/bug.yml").read_text())
-    (field,) = [field for field in form["body"] if field.get("id") == "doctor"]
-    assert "inkstream doctor" in field["attributes"]["label"] and field["validations"] == {"required": True}
-
-
 def test_the_citation_is_of_this_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert {"cff-version", "message", "title", "authors", "version", "license"} <= set(citation)

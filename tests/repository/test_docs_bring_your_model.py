@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+from app.__main__ import main as inkstream
 from model.checkpoint.checkpoint import load
 from model.config import MODEL_TYPES
 from model.families.registry import read_config
@@ -25,9 +26,9 @@ from model.nn.transformer import Decoder
 from model.presets import preset
 from tests.support import ROOT
 from tests.support.completion_client import whole
-from tests.support.docs_commands import Newcomer, commands_of, fences
+from tests.support.docs_commands import commands_of, fences
 from tests.support.lazy_modules import transformers
-from tests.support.servers import start_server, stop_server
+from tests.support.servers import running_server
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +37,7 @@ SCRIPTS = {
     name: body for body, name in re.findall(r'^```python\n("""(\w+\.py) .*?)^```', PAGE, re.MULTILINE | re.DOTALL)
 }
 TYPED = next(typed for typed in map(commands_of, fences(PAGE)) if any("export.py" in line for line in typed))
-"""The commands that convert a nanoGPT, and serve it."""
+"""The commands that convert a nanoGPT, check it, and serve it."""
 CHARACTERS = "\n !,.:EMORabcdefghijklmnopqrstuvwxyz\u00e9\u2014\U0001f98a"
 CONTEXT = 48
 
@@ -117,27 +118,23 @@ def test_transformers_loads_the_gpt2_layout_too(nano: nn.Module, checkpoint: Pat
 def test_a_nanogpt_of_characters_is_checked_and_served(
     nano: nn.Module, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("export.py", "chars.py"):
-        (tmp_path / name).write_text(SCRIPTS[name])
     meta = tmp_path / "data/shakespeare_char/meta.pkl"
     for path in (meta, tmp_path / "out/ckpt.pt"):
         path.parent.mkdir(parents=True)
     shutil.copy(checkpoint, tmp_path / "out/ckpt.pt")
     meta.write_bytes(pickle.dumps({"stoi": {c: i for i, c in enumerate(CHARACTERS)}}))
     monkeypatch.chdir(tmp_path)
-    newcomer, folder = Newcomer(tmp_path, tmp_path), tmp_path / "my-model"
-    for command in ("export.py", "chars.py", "inkstream check"):
-        newcomer.types(next(line for line in TYPED if command in line))
+    export, chars, check = (shlex.split(line)[1:] for line in TYPED[:3])
+    for script, *arguments in (export, chars):
+        run_script(script, *arguments)
+    assert inkstream(check) == 0
     assert "#" not in CHARACTERS  # and is left out
     prompt = "ROMEO:\n\u00e9\u2014\U0001f98a, "
     tokens = [CHARACTERS.index(character) for character in prompt]
     for _ in range(20):
         tokens.append(int(nano(torch.tensor([tokens])).logits[0, -1].argmax()))
-    server = start_server(tmp_path, folder, "--dtype", "float32")
-    try:
+    with running_server(tmp_path, tmp_path / "my-model", "--dtype", "float32") as server:
         (answer,) = whole(server.url, prompt=f"#{prompt}", max_tokens=20, temperature=0)["choices"]
-    finally:
-        assert stop_server(server) == 0
     assert answer["text"] == "".join(CHARACTERS[token] for token in tokens[len(prompt) :])
 
 
