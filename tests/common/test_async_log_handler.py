@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import re
@@ -25,14 +26,16 @@ from tests.support.armed_faults import Faults
 
 pytestmark = pytest.mark.slow
 
-BEFORE_FULL = 400
-"""Requests whose lines, one of 200 bytes each at least, are more than a pipe takes."""
+PIPE_BYTES = 4096
+BEFORE_FULL = 40
+"""Requests whose lines, one of 200 bytes each at least, are more than such a pipe takes."""
 
 
 @contextlib.contextmanager
 def _server(weights: Path, **environment: str) -> Iterator[tuple[subprocess.Popen[bytes], str, int]]:
     """A service with the fake engine whose log is a pipe; the end that reads is ours, and read up to the address."""
     ours, theirs = os.pipe()
+    fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     variables = {k: v for k, v in os.environ.items() if not k.startswith("INKSTREAM_")} | environment
     variables["PYTHONPATH"] = str(ROOT)
     command = [sys.executable, "-m", "tests.support.fake_service", "5", "serve", "--port", "0"]
