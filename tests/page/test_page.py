@@ -3,10 +3,8 @@
 import re
 
 import httpx
-import pytest
 
 from tests.support.page.browser import (
-    DONE,
     PROMPT,
     answer_with,
     as_textarea,
@@ -14,6 +12,7 @@ from tests.support.page.browser import (
     cut_stream,
     generate,
     play,
+    run_of,
     set_fields,
     setting,
     start,
@@ -56,15 +55,14 @@ def test_the_keys_generate_from_the_text_and_from_any_field(page):
 # Stop, seed, undo
 
 
-@pytest.mark.parametrize("how", ["button", "Escape"])
-def test_stop_keeps_the_text_tells_the_server_and_hands_the_pen_back(page, server, long_seed, how):
+def test_stop_keeps_the_text_tells_the_server_and_hands_the_pen_back(page, server, long_seed):
     set_fields(page, seed=long_seed, max_tokens=200)
     trickle(page, frames=4)  # thirteen seconds to interrupt 200 tokens
     start(page)
     wait_for(page, "streaming")
     assert not page.locator("#document").is_editable()
     with page.expect_request(lambda request: request.method == "DELETE") as told:
-        page.locator("#stop").click() if how == "button" else page.keyboard.press("Escape")
+        page.locator("#stop").click()
     assert "/complete/req-" in told.value.url
     wait_for(page, "stopped")
     assert status(page) == "Stopped"
@@ -77,6 +75,12 @@ def test_stop_keeps_the_text_tells_the_server_and_hands_the_pen_back(page, serve
     assert whole.startswith((kept, kept.removesuffix("\n")))
     page.locator("#document").press_sequentially("!")
     assert text(page) == kept + "!", "the caret stands behind the new text, as it stood behind the prompt"
+    page.locator("#document").fill(PROMPT)
+    start(page)
+    wait_for(page, "streaming")
+    with page.expect_request(lambda request: request.method == "DELETE"):
+        page.keyboard.press("Escape")
+    wait_for(page, "stopped")
 
 
 def test_undo_and_redo_go_over_whole_generations_and_over_what_was_typed(page, long_seed):
@@ -121,7 +125,7 @@ def test_regenerate_begins_where_the_run_began_and_with_a_locked_seed_says_why_i
 
 def test_the_models_words_have_another_ink_and_what_is_typed_among_them_has_not(page):
     inks = "() => [...document.querySelectorAll('#mirror span:not(.tail)')].map((e) => [e.className, e.textContent])"
-    play(page, ("start", {"seed": 1}), ("token", {"text": ", there"}), ("token", {"text": " was"}), DONE)
+    play(page, *run_of(", there", " was"))
     generate(page)
     assert page.evaluate(inks) == [["own", PROMPT], ["written", ", there was"]]
     page.locator("#document").evaluate("(e, at) => (e.focus(), e.setSelectionRange(at, at))", len(PROMPT) + 2)
@@ -203,7 +207,7 @@ def test_a_stream_survives_a_connection_that_breaks(page, server, long_seed):
 def test_a_place_in_the_queue_is_shown(page):
     said = watch_status(page)
     trickle(page)
-    play(page, ("queue", {"position": 3, "eta_ms": 1500}), ("start", {"seed": 1}), ("token", {"text": "!"}), DONE)
+    play(page, ("queue", {"position": 3, "eta_ms": 1500}), *run_of("!"))
     generate(page)
     assert said.json_value() == [
         "Waiting for the first token",
@@ -266,18 +270,13 @@ def test_no_width_has_a_horizontal_scroll(page):
         assert page.locator("#paper").evaluate("e => e.scrollWidth - e.clientWidth") == 0
 
 
-def test_a_reload_keeps_text_and_settings(page):
+def test_a_reload_keeps_settings_and_an_emptied_text(page):
     assert text(page) == PROMPT, "what a first visit begins with"
     set_fields(page, temperature="0.7", seed="5", max_tokens="12")
-    page.locator("#document").fill("It was a dark")
-    generate(page)
-    written = text(page)
-    page.reload()
-    assert text(page) == written
-    kept = [page.locator(f"#{name}").input_value() for name in ("temperature", "top-p", "max-tokens", "seed")]
-    assert kept == ["0.7", "", "12", "5"]
     page.locator("#document").fill("")
     page.reload()
+    kept = [page.locator(f"#{name}").input_value() for name in ("temperature", "top-p", "max-tokens", "seed")]
+    assert kept == ["0.7", "", "12", "5"]
     assert text(page) == "", "an emptied text is no first visit"
 
 
@@ -321,7 +320,7 @@ def test_where_the_storage_has_room_for_the_text_alone_that_is_kept_and_told(pag
     page.locator("#document").fill("a" * 1500)
     page.wait_for_function("() => localStorage.length > 0")
     assert "storage is full" not in status(page)
-    play(page, ("start", {"seed": 1}), ("token", {"text": "c"}), DONE)
+    play(page, *run_of("c"))
     generate(page)
     page.locator("#document").fill("b" * 1500)
     page.get_by_text("it keeps the text, not its history").wait_for()
@@ -336,7 +335,7 @@ def test_a_burst_of_tokens_is_a_few_writes(page):
         window.writes = 0;
         HTMLTextAreaElement.prototype.setRangeText = function (...args) { window.writes += 1; write.apply(this, args) };
     }""")
-    play(page, ("start", {"seed": 1}), *[("token", {"text": f" {i}"}) for i in range(2000)], DONE)
+    play(page, *run_of(*[f" {i}" for i in range(2000)]))
     generate(page)
     assert text(page) == PROMPT + "".join(f" {i}" for i in range(2000))
     assert 1 <= page.evaluate("() => window.writes") <= 30
@@ -346,7 +345,7 @@ def test_the_view_follows_at_the_bottom_and_stays_anywhere_else(page):
     """Also when the tree strip comes under it and the sheet gets lower."""
     top, area = "e => e.scrollTop", page.locator("#paper")
     page.locator("#document").fill("line\n" * 100)
-    play(page, ("start", {"seed": 1}), ("token", {"text": "more\n" * 100}), DONE)
+    play(page, *run_of("more\n" * 100))
     area.evaluate("e => { e.scrollTop = 40 }")
     generate(page)
     assert area.evaluate(top) == 40

@@ -12,6 +12,7 @@ from tests.support.page.browser import (
     give,
     keep_answers_open,
     play,
+    run_of,
     start,
     status,
     trickle,
@@ -81,7 +82,7 @@ def test_stop_stands_in_the_place_of_the_primary_button_and_has_its_focus(page):
 
 def test_the_seed_is_short_and_a_click_copies_all_of_it(page):
     allow_clipboard(page)
-    play(page, ("start", {"seed": 1234567890123456}), ("token", {"text": "."}), DONE)
+    play(page, *run_of(".", seed=1234567890123456))
     generate(page)
     assert page.locator("#used-seed").inner_text() == "123456\u2026"
     page.locator("#used-seed").click()

@@ -3,19 +3,20 @@
 import pytest
 
 from tests.support.page.browser import (
-    DONE,
     PROMPT,
     allow_modules,
     generate,
     give,
     keep_answers_open,
     play,
+    run_of,
     set_fields,
     start,
     text,
     wait_for,
 )  # fmt: skip
 
+ARIA = ("level", "posinset", "setsize", "selected")
 CHOICES = [{"index": 0, "finish_reason": "length"}, {"index": 1, "finish_reason": "stop"}]
 TWO = [
     ("start", {"seed": 7}),
@@ -25,13 +26,13 @@ TWO = [
 ]
 
 
-def play_run(page, words, seed=7):
-    play(page, ("start", {"seed": seed}), ("token", {"text": words}), DONE)
+def play_run(page, words):
+    play(page, *run_of(words))
     generate(page)
 
 
 def regenerate(page, words):
-    play(page, ("start", {"seed": 8}), ("token", {"text": words}), DONE)
+    play(page, *run_of(words, seed=8))
     page.get_by_role("button", name="Regenerate").click()
     wait_for(page, "done")
 
@@ -84,8 +85,16 @@ def test_the_strip_tells_of_the_dot_under_the_pointer_or_the_focus_and_else_of_w
     assert words.inner_text().startswith("Run 1"), "the focus is still there"
 
 
-def test_the_tree_is_one_stop_for_the_keyboard_and_its_arrows_go_along_the_lines(branched):
+def test_the_tree_is_one_for_a_screen_reader_and_one_stop_for_the_keyboard_whose_arrows_go_along_the_lines(branched):
     page = branched
+    seen = [[d.get_attribute(f"aria-{name}") for name in ARIA] for d in dots(page).all()]
+    assert seen == [
+        ["1", "1", "1", "false"],
+        ["2", "1", "1", "false"],
+        ["3", "1", "2", "false"],
+        ["3", "2", "2", "true"],
+    ]
+    assert page.get_by_role("tree", name="Runs").count() == 1
     assert [d.get_attribute("tabindex") for d in dots(page).all()].count("0") == 1
     dot(page, "three").focus()
     for key, name in [
@@ -105,20 +114,6 @@ def test_the_tree_is_one_stop_for_the_keyboard_and_its_arrows_go_along_the_lines
     page.keyboard.press("Shift+Tab")
     page.keyboard.press("Tab")
     assert "two" in page.evaluate("() => document.activeElement.getAttribute('aria-label')")
-
-
-def test_a_screen_reader_gets_the_tree_as_one(branched):
-    seen = [
-        [d.get_attribute(f"aria-{name}") for name in ("level", "posinset", "setsize", "selected")]
-        for d in dots(branched).all()
-    ]
-    assert seen == [
-        ["1", "1", "1", "false"],
-        ["2", "1", "1", "false"],
-        ["3", "1", "2", "false"],
-        ["3", "2", "2", "true"],
-    ]
-    assert branched.get_by_role("tree", name="Runs").count() == 1
 
 
 def test_two_hundred_runs_are_a_strip_that_scrolls_to_where_one_is(page):
@@ -155,14 +150,10 @@ def test_two_hundred_runs_are_a_strip_that_scrolls_to_where_one_is(page):
 def abreast(page):
     """Two continuations that have come to their ends."""
     play(page, *TWO, ("done", {"choices": CHOICES}))
-    choose_two(page)
+    set_fields(page, n="2")
     page.locator("#document").press("Control+Enter")
     wait_for(page, "done")
     return page
-
-
-def choose_two(page):
-    set_fields(page, n="2")
 
 
 def continuations(page):
@@ -189,12 +180,8 @@ def test_two_continuations_stand_beside_each_other_with_the_end_of_the_text_abov
     assert reached == [PROMPT, *ways, "Take none"], "the end of the text above can be scrolled"
 
 
-@pytest.mark.parametrize("how", ["key", "button"])
-def test_one_is_taken_and_the_other_stays_a_branch(abreast, how):
-    if how == "key":
-        abreast.keyboard.press("2")
-    else:
-        abreast.get_by_role("button", name="Take this 2").click()
+def test_one_is_taken_and_the_other_stays_a_branch(abreast):
+    abreast.keyboard.press("2")
     assert text(abreast) == f"{PROMPT} a girl."
     assert continuations(abreast).is_hidden()
     assert abreast.evaluate("() => document.activeElement.id") == "document"
@@ -216,7 +203,7 @@ def test_escape_takes_none_and_both_stay_branches(abreast):
 
 
 def test_during_the_run_escape_stops_it_and_nothing_can_be_taken_yet(page):
-    choose_two(page)
+    set_fields(page, n="2")
     keep_answers_open(page)
     page.locator("#document").press("Control+Enter")
     give(page, *TWO)
@@ -246,31 +233,19 @@ def listen(page):
     }""")
 
 
-def test_whole_sentences_are_announced_and_the_rest_at_the_end(page):
+def test_whole_sentences_are_announced_and_the_rest_at_the_end_but_not_in_the_inspect_view(page):
+    page.get_by_role("button", name="Inspect").click()
     listen(page)
+    play(page, *run_of(" It rained. Then"))
+    generate(page)
+    page.get_by_role("button", name="Write").click()
     keep_answers_open(page)
     start(page)
-    give(
-        page,
-        ("start", {"seed": 1}),
-        *[("token", {"text": part}) for part in (" Mr", ".", " Darcy", " bowed", ".", " She")],
-    )
-    page.wait_for_function("() => window.announcements.length === 1")
-    assert announcements(page) == ["Mr. Darcy bowed."]
-    give(page, ("token", {"text": " smiled"}), DONE)
+    *tokens, done = run_of(" Mr", ".", " Darcy", " bowed", ".", " She")
+    give(page, *tokens)
+    page.wait_for_function("() => window.announcements.length")
+    assert announcements(page) == ["Mr. Darcy bowed."], "while it is written, and nothing of the first run"
+    give(page, ("token", {"text": " smiled"}), done)
     wait_for(page, "done")
     page.wait_for_function("() => window.announcements.length === 2")
     assert announcements(page)[1] == "She smiled"
-
-
-def test_in_the_inspect_view_the_stream_is_not_read_out(page):
-    page.get_by_role("button", name="Inspect").click()
-    listen(page)
-    play(page, ("start", {"seed": 1}), ("token", {"text": " It rained. Then"}), DONE)
-    page.locator("#generate").click()
-    wait_for(page, "done")
-    page.get_by_role("button", name="Write").click()
-    generate(page)
-    page.wait_for_function("() => window.announcements.length")
-    assert announcements(page)[0].startswith("It rained."), "the second run's, and the first that was announced"
-    assert " ".join(announcements(page)).count("It rained.") == 1

@@ -1,25 +1,19 @@
 """Writing at the caret, and rewriting what is selected, in a real browser."""
 
-import pytest
-
 from tests.support.page.browser import (
-    DONE,
-    body_of,
+    answer_each,
+    describe_the_model,
+    drafts_of,
     generate,
     give,
     keep_answers_open,
+    run_of,
     set_fields,
-    stream_of,
     text,
     wait_for,
 )
 
 TEXT = "The door was old. She waited. It opened."
-
-
-def token(words, index=0):
-    one = {"id": 1, "text": words, "bytes": list(words.encode()), "logprob": -0.5, "top": []}
-    return ("token", {"index": index, "text": words, "tokens": [one]})
 
 
 def write(page, words=TEXT, caret=None, end=None):
@@ -36,19 +30,6 @@ def caret(page):
     return page.locator("#document").evaluate("(area) => [area.selectionStart, area.selectionEnd]")
 
 
-def requests(page, *events):
-    """The bodies of the page's POST /complete from now on, each answered with these events."""
-    bodies = []
-
-    def answer(route):
-        bodies.append(body_of(route.request))
-        route.fulfill(content_type="text/event-stream", body=stream_of(*events))
-
-    page.unroute("**/complete")
-    page.route("**/complete", answer)
-    return bodies
-
-
 def inks(page):
     """What the mirror shows, with the model's words in brackets."""
     return page.locator("#mirror").evaluate("""(mirror) => {
@@ -57,22 +38,8 @@ def inks(page):
     }""")
 
 
-def fill_in(page):
-    """The model has fill-in-the-middle tokens."""
-
-    def described(route):
-        answer = route.fetch()
-        models = answer.json()
-        models["data"][0]["has_infill"] = True
-        route.fulfill(response=answer, json=models)
-
-    page.route("**/v1/models", described)
-    page.reload()
-    page.locator("#at-caret:checked").wait_for()
-
-
 def test_the_caret_in_the_middle_is_asked_about_once_and_remembered(page):
-    bodies = requests(page, ("start", {"seed": 7}), token(" and red"), DONE)
+    bodies = answer_each(page, *run_of(" and red"))
     write(page, caret=16)
     page.locator("#document").press("Control+Enter")
     assert page.evaluate("() => document.activeElement.textContent") == "Insert here"
@@ -100,8 +67,9 @@ def test_the_caret_in_the_middle_is_asked_about_once_and_remembered(page):
 
 
 def test_what_stands_behind_the_caret_is_the_suffix_where_the_model_can_read_it(page):
-    fill_in(page)
-    bodies = requests(page, ("start", {"seed": 7}), token("ver"), token("y\nvery "), DONE)
+    describe_the_model(page, has_infill=True)
+    page.locator("#at-caret:checked").wait_for()
+    bodies = answer_each(page, *run_of("ver", "y\nvery "))
     write(page, caret=13)
     page.locator("#generate-word", has_text="Insert here").wait_for()
     generate(page)
@@ -124,7 +92,7 @@ def test_text_streams_into_the_middle_where_it_is_seen(page):
     page.locator("#paper").evaluate("(paper) => paper.scrollTo(0, 1e9)")
     keep_answers_open(page)
     page.keyboard.press("Control+Enter")
-    give(page, ("start", {"seed": 7}), token(" and"), token(" a half\nA"))
+    give(page, *run_of(" and", " a half\nA")[:-1])
     page.locator("#mirror", has_text="Line 0 and a half").wait_for()
     assert inks(page).startswith("Line 0[ and a half]\n[A] of a text"), "during the run"
     assert page.locator("#paper").evaluate("(paper) => paper.scrollTop") < 50
@@ -135,12 +103,8 @@ def test_text_streams_into_the_middle_where_it_is_seen(page):
     assert caret(page) == [19, 19]
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-def test_a_selection_is_rewritten_by_the_alternative_that_is_taken(page, width):
-    page.set_viewport_size({"width": width, "height": 800})
-    ends = [{"index": index, "finish_reason": "length"} for index in range(3)]
-    alternatives = [token(" Nobody came. And"), token(" She knocked.", 1), token(" Rain fell.", 2)]
-    bodies = requests(page, ("start", {"seed": 7}), *alternatives, ("done", {"choices": ends}))
+def test_a_selection_is_rewritten_by_the_alternative_that_is_taken(page):
+    bodies = answer_each(page, *drafts_of(" Nobody came. And", " She knocked.", " Rain fell."))
     set_fields(page, max_tokens=64)
     write(page, caret=18, end=29)
     page.locator("#generate-word", has_text="Rewrite").wait_for()
@@ -159,39 +123,36 @@ def test_a_selection_is_rewritten_by_the_alternative_that_is_taken(page, width):
     assert page.get_by_role("treeitem", name="She knocked").count() == 1, "the others stay as branches"
 
 
-@pytest.mark.parametrize(("start", "end"), [(0, 5), (1, 4)], ids=["all", "all, extended to whole words"])
-def test_all_of_the_text_is_continued_and_not_rewritten_from_nothing(page, start, end):
-    bodies = requests(page, ("start", {"seed": 7}), token(" again."), DONE)
-    write(page, "Hello", start, end)
-    page.locator("#document").press("Control+Enter")
-    wait_for(page, "done")
-    assert (bodies[0]["prompt"], text(page)) == ("Hello", "Hello again.")
+def test_all_of_the_text_is_continued_and_not_rewritten_from_nothing(page):
+    bodies = answer_each(page, *run_of(" again."))
+    for start, end in [(0, 5), (1, 4)]:  # all of it, and what is all of it in whole words
+        write(page, "Hello", start, end)
+        page.locator("#document").press("Control+Enter")
+        wait_for(page, "done")
+        assert (bodies.pop()["prompt"], text(page)) == ("Hello", "Hello again.")
 
 
-@pytest.mark.parametrize(
-    ("before", "replaced", "after", "span"),
-    [
-        ("The door was old.", " She waited", ". It opened.", (20, 27)),
-        ("\u6211\u559c\u6b22", "\u5317\u4eac", "\u3002\u597d", (4, 5)),
-        ("\u05e9\u05dc\u05d5\u05dd", " \u05e2\u05d5\u05dc\u05dd", " \u05d8\u05d5\u05d1", (6, 7)),
-    ],
-    ids=["english", "chinese", "hebrew"],
-)
-def test_a_selection_that_begins_or_ends_inside_a_word_is_rewritten_in_whole_words(page, before, replaced, after, span):
-    words = before + replaced + after
-    ends = [{"index": index, "finish_reason": "length"} for index in range(3)]
-    alternatives = [token(" Yes", index) for index in range(3)]
-    bodies = requests(page, ("start", {"seed": 7}), *alternatives, ("done", {"choices": ends}))
-    write(page, words, *span)
-    page.locator("#document").press("Control+Enter")
-    wait_for(page, "done")
-    assert bodies[0]["prompt"] == before
-    assert page.locator("#columns .replaced").inner_text() == replaced.strip(), "it is shown before it is taken"
-    page.keyboard.press("1")
-    written = text(page)
-    assert written.startswith(before + " Yes") and written.endswith(after)
-    page.keyboard.press("Control+z")
-    assert text(page) == words, "one step"
+WORDS = [
+    ("The door was old.", " She waited", ". It opened.", (20, 27)),
+    ("\u6211\u559c\u6b22", "\u5317\u4eac", "\u3002\u597d", (4, 5)),  # Chinese
+    ("\u05e9\u05dc\u05d5\u05dd", " \u05e2\u05d5\u05dc\u05dd", " \u05d8\u05d5\u05d1", (6, 7)),  # Hebrew
+]
+
+
+def test_a_selection_that_begins_or_ends_inside_a_word_is_rewritten_in_whole_words(page):
+    bodies = answer_each(page, *drafts_of(" Yes", " Yes", " Yes"))
+    for before, replaced, after, span in WORDS:
+        words = before + replaced + after
+        write(page, words, *span)
+        page.locator("#document").press("Control+Enter")
+        wait_for(page, "done")
+        assert bodies.pop()["prompt"] == before
+        assert page.locator("#columns .replaced").inner_text() == replaced.strip(), "it is shown before it is taken"
+        page.keyboard.press("1")
+        written = text(page)
+        assert written.startswith(before + " Yes") and written.endswith(after)
+        page.keyboard.press("Control+z")
+        assert text(page) == words, "one step"
 
 
 def test_tokens_in_the_middle_are_the_models_and_the_rest_is_measured_again(page):

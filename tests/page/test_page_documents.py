@@ -5,10 +5,10 @@ import json
 import pytest
 
 from tests.support.page.browser import (
-    DONE,
     PATIENCE_MS,
     generate,
     play,
+    run_of,
     saved,
     set_fields,
     setting,
@@ -78,7 +78,7 @@ def test_five_documents_keep_text_settings_and_branches_across_a_reload(page):
     documents(page)
     assert titles(page) == [], "an untouched page is no document"
     page.keyboard.press("Escape")
-    play(page, ("start", {"seed": 7}), ("token", {"text": " there was"}), DONE)
+    play(page, *run_of(" there was"))
     generate(page)
     for name in ("Second", "Third", "Fourth"):
         create(page, name)
@@ -178,9 +178,8 @@ def test_the_open_document_is_deleted_and_comes_back(page):
 
 def test_a_whole_document_moves_to_another_browser(page, browser, server):
     receipt = {"weights_version": "w", "seed": "7", "settings": {"top_k": 40}}
-    choices = [{"index": 0, "finish_reason": "length"}]
-    done = ("done", {"choices": choices, "receipt": receipt})
-    play(page, ("start", {"seed": 7}), ("token", {"text": " there was"}), done)
+    *events, (name, done) = run_of(" there was")
+    play(page, *events, (name, {**done, "receipt": receipt}))
     set_fields(page, top_k="40")
     generate(page)
     title = "Once upon a time there was"
@@ -264,7 +263,7 @@ def test_a_full_storage_is_reported_and_a_history_too_large_for_one_comes_from_t
             setItem.call(this, key, value);
         };""")
     page.reload()
-    play(page, ("start", {"seed": 7}), ("token", {"text": " there was"}), DONE)
+    play(page, *run_of(" there was"))
     generate(page)
     page.wait_for_function("() => localStorage.getItem('inkstream.notebook').includes('there was')")
     page.reload()

@@ -14,6 +14,7 @@ from tests.support.page.browser import (
     described,
     generate,
     play,
+    run_of,
     set_fields,
     setting,
     start,
@@ -48,15 +49,10 @@ LASTING = """(() => {
 })()"""
 
 
-def run_of(*pieces, **receipt):
-    """The events of a run that writes these pieces."""
-    ends = {
-        "choices": [{"index": 0, "finish_reason": "length", "stop_reason": None}],
-        "receipt": {**RECEIPT, **receipt},
-    }
-    tokens = [("token", {"index": 0, "text": piece}) for piece in pieces]
-    start = ("start", {"seed": 9007199254740993, "model": "tiny", "weights_version": "w", "settings": {}})
-    return [start, *tokens, ("done", ends)]
+def run_with_receipt(*pieces):
+    """The events of a run that writes these pieces, and has RECEIPT."""
+    *events, (name, done) = run_of(*pieces, seed=RECEIPT["seed"])
+    return [*events, (name, {**done, "receipt": RECEIPT})]
 
 
 @pytest.fixture(autouse=True)
@@ -203,7 +199,7 @@ def test_a_receipt_is_shown_copied_and_replayed_to_the_letter(page):
 
 def test_a_replay_can_be_stopped(page):
     unfold_run(page)
-    play(page, *run_of(" there was"))
+    play(page, *run_with_receipt(" there was"))
     generate(page)
     page.route("**/complete", lambda _: None)
     page.get_by_role("button", name="Replay").click()
@@ -228,7 +224,7 @@ def test_a_receipt_that_one_was_sent_gives_its_settings_and_seed(page):
     status_of(page, "#receipt").filter(has_text="The settings and the seed are those of the receipt.").wait_for()
     said = status_of(page, "#receipt form").inner_text()
     assert "another text than this one" in said and "weights here are others" in said and "native-int8" in said
-    play(page, *run_of())
+    play(page, *run_with_receipt())
     with page.expect_request("**/complete") as request:
         start(page)
     wait_for(page, "done")

@@ -49,7 +49,7 @@ def sent(page):
 # What is there
 
 
-def test_every_parameter_of_the_schema_is_there_with_its_name_and_its_words(page):
+def test_every_parameter_of_the_schema_is_there_with_its_name_its_words_and_the_default_that_holds(page, server):
     unfold(page)
     schema = page.request.get("/openapi.json").json()["components"]["schemas"]["CompleteRequest"]["properties"]
     wanted = set(schema) - LEFT_OUT
@@ -64,6 +64,11 @@ def test_every_parameter_of_the_schema_is_there_with_its_name_and_its_words(page
     assert page.locator("#panel .field").count() == len(wanted)
     main = page.locator(".main-settings .field .caption").all_inner_texts()
     assert main == ["Temperature", "Top p", "Top k", "Max tokens", "Seed", "Continuations"]
+    settings = complete(server, max_tokens=0)["receipt"]["settings"] | {"max_tokens": 128}
+    numbers = {name: value for name, value in settings.items() if type(value) in (int, float) and name != "n"}
+    assert len(numbers) == 10
+    shown = {name: setting(page, name).get_attribute("placeholder") for name in numbers}
+    assert {name: float(value) for name, value in shown.items()} == numbers
 
 
 def test_a_field_that_the_page_has_never_heard_of_appears_by_its_type_and_is_sent(page):
@@ -79,15 +84,6 @@ def test_a_field_that_the_page_has_never_heard_of_appears_by_its_type_and_is_sen
     assert field.locator(".slider").input_value() == "3"
     assert sent(page)["sparkle_level"] == 3
     page.unroute("**/openapi.json")
-
-
-def test_the_defaults_that_are_shown_are_those_that_hold(page, server):
-    unfold(page)
-    settings = complete(server, max_tokens=0)["receipt"]["settings"] | {"max_tokens": 128}
-    numbers = {name: value for name, value in settings.items() if type(value) in (int, float) and name != "n"}
-    assert len(numbers) == 10
-    shown = {name: setting(page, name).get_attribute("placeholder") for name in numbers}
-    assert {name: float(value) for name, value in shown.items()} == numbers
 
 
 def test_one_can_write_before_the_server_has_described_itself_and_nothing_typed_is_lost(page):

@@ -8,10 +8,11 @@ import pytest
 from tests.support.model.tiny_models import tiny_weights
 from tests.support.page.browser import (
     BROWSER,
-    DONE,
     PROMPT,
+    answer_each,
     body_of,
     new_context,
+    run_of,
     set_fields,
     setting,
     stream_of,
@@ -32,10 +33,6 @@ def pressed(page):
 
 def values(page, *names):
     return [setting(page, name).input_value() for name in names]
-
-
-def token(words):
-    return ("token", {"index": 0, "text": words, "tokens": [{"id": 1, "text": words, "logprob": -1.0}]})
 
 
 def compare(page, count):
@@ -106,10 +103,10 @@ def test_columns_compare_presets_with_one_seed_and_each_keeps_its_settings(descr
             return route.fulfill(status=400, json={"error": {"message": "Too hot."}})
         words = " cold" if body.get("temperature") == 0.3 else " mild"
         seed = body.get("seed", 1)
-        start = ("start", {"seed": seed, "settings": {"temperature": body.get("temperature", 0.8)}})
+        *events, (name, done) = run_of(words, seed=seed)
         receipt = {"weights_version": "w", "seed": str(seed), "settings": {}}
-        events = stream_of(start, token(words), ("done", {**DONE[1], "receipt": receipt}))
-        return route.fulfill(content_type="text/event-stream", body=events)
+        events.append((name, {**done, "receipt": receipt}))
+        return route.fulfill(content_type="text/event-stream", body=stream_of(*events))
 
     page.route("**/complete", answer)
     page.get_by_role("button", name="Compare", exact=False).press("Enter")
@@ -136,13 +133,7 @@ def test_columns_compare_presets_with_one_seed_and_each_keeps_its_settings(descr
 
 
 def test_settings_are_compared_where_the_caret_is(described):
-    page, sent = described, []
-
-    def answer(route):
-        sent.append(body_of(route.request))
-        route.fulfill(content_type="text/event-stream", body=stream_of(("start", {"seed": 1}), token(" red"), DONE))
-
-    page.route("**/complete", answer)
+    page, sent = described, answer_each(described, *run_of(" red"))
     page.locator("#document").fill("The door was old. She waited.")
     page.locator("#at-caret").check()
     page.locator("#document").evaluate("(area) => area.setSelectionRange(12, 12)")

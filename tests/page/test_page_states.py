@@ -12,12 +12,13 @@ from axe_playwright_python import base as axe
 from tests.support import ROOT
 from tests.support.page.browser import (
     BROWSER,
-    DONE,
     answer_with,
+    drafts_of,
     generate,
     give,
     keep_answers_open,
     play,
+    run_of,
     set_fields,
     start,
     wait_for,
@@ -51,14 +52,14 @@ def fail(page):
 
 def write(page):
     page.locator("#document").fill(STORY)
-    play(page, ("start", {"seed": 1}), ("token", {"text": ENDS[0]}), DONE)
+    play(page, *run_of(ENDS[0]))
     generate(page)
 
 
 def branch(page):
     for end in ENDS:
         page.locator("#undo").click()
-        play(page, ("start", {"seed": 1}), ("token", {"text": end}), DONE)
+        play(page, *run_of(end))
         generate(page)
 
 
@@ -78,9 +79,7 @@ def stand_side_by_side(page):
     page.keyboard.press("Control+b")
     page.locator("#document").fill(STORY)
     set_fields(page, n="3")
-    ends = [{"index": i, "finish_reason": "length"} for i in range(3)]
-    tokens = [("token", {"index": i, "text": end, "tokens": None}) for i, end in enumerate(ENDS)]
-    play(page, ("start", {"seed": 1}), *tokens, ("done", {"choices": ends}))
+    play(page, *drafts_of(*ENDS))
     page.locator("#document").press("Control+Enter")
     wait_for(page, "done")
 
@@ -93,7 +92,7 @@ def choose_columns(page):
 
 
 def compare_settings(page):
-    play(page, ("start", {"seed": 1}), ("token", {"text": ENDS[1]}), DONE)
+    play(page, *run_of(ENDS[1]))
     page.locator("#comparison").get_by_role("button", name="Compare 2").click()
     wait_for(page, "done")
 
@@ -107,9 +106,7 @@ def choose_the_place(page):
 
 def rewrite(page):
     page.keyboard.press("Escape")
-    ends = [{"index": i, "finish_reason": "length"} for i in range(3)]
-    tokens = [("token", {"index": i, "text": end, "tokens": None}) for i, end in enumerate(ENDS)]
-    play(page, ("start", {"seed": 1}), *tokens, ("done", {"choices": ends}))
+    play(page, *drafts_of(*ENDS))
     page.locator("#document").evaluate("(area) => { area.focus(); area.setSelectionRange(127, area.value.length); }")
     page.keyboard.press("Control+Enter")
     page.locator("#columns .replaced").wait_for()
@@ -161,7 +158,7 @@ def receive(page):
     page.locator("#document").fill(STORY)
     keep_answers_open(page)
     start(page)
-    give(page, ("start", {"seed": 1}), ("token", {"text": ENDS[0]}))
+    give(page, *run_of(ENDS[0])[:-1])
     wait_for(page, "streaming")
 
 

@@ -12,6 +12,7 @@ from tests.support.page.browser import (
     body_of,
     generate,
     play,
+    run_of,
     saved,
     set_fields,
     status,
@@ -40,7 +41,7 @@ def test_all_text_is_shown_and_every_token_of_it_measured(page):
 
 
 def test_a_run_tells_its_tokens_only_to_those_who_look(page):
-    play(page, ("start", {"seed": 1}), ("token", {"text": "!"}), DONE)
+    play(page, *run_of("!"))
     for look, logprobs in [(lambda: None, 0), (lambda: inspect(page), 20)]:
         look()
         with page.expect_request("**/complete") as request:
@@ -105,16 +106,20 @@ def test_a_long_paragraph_looks_the_same_streamed_or_whole_and_at_every_width(pa
     assert max(moved) < 0.6
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_tints_grow_steadily_apart_from_the_paper_and_let_the_ink_be_read(page, scheme):
-    page.evaluate("(scheme) => (document.documentElement.dataset.theme = scheme)", scheme)
+def test_tints_grow_steadily_apart_from_the_paper_and_let_the_ink_be_read(page):
     inspect(page)
-    ground, ink = page.locator("#paper").evaluate(COLOUR, "backgroundColor"), page.locator(".page").first
-    steps = [page.locator(f".legend .tint-{step}").evaluate(COLOUR, "backgroundColor") for step in range(6)]
-    contrasts = [contrast(step, ground) for step in steps]
-    assert contrasts == sorted(contrasts)
-    assert min(b / a for a, b in itertools.pairwise(contrasts[1:])) > 1.1
-    assert min(contrast(step, ink.evaluate(COLOUR, "color")) for step in steps) >= 4.5
+    grounds = set()
+    for scheme in ("light", "dark"):
+        page.evaluate("(scheme) => (document.documentElement.dataset.theme = scheme)", scheme)
+        page.wait_for_function("() => document.getAnimations().every(({ playState }) => playState !== 'running')")
+        ground, ink = page.locator("#paper").evaluate(COLOUR, "backgroundColor"), page.locator(".page").first
+        grounds.add(tuple(ground))
+        steps = [page.locator(f".legend .tint-{step}").evaluate(COLOUR, "backgroundColor") for step in range(6)]
+        contrasts = [contrast(step, ground) for step in steps]
+        assert contrasts == sorted(contrasts), scheme
+        assert min(b / a for a, b in itertools.pairwise(contrasts[1:])) > 1.1, scheme
+        assert min(contrast(step, ink.evaluate(COLOUR, "color")) for step in steps) >= 4.5, scheme
+    assert len(grounds) == 2
 
 
 def contrast(one, other):
@@ -350,7 +355,7 @@ def test_the_next_token_is_asked_for_when_the_hand_rests_and_taken_by_a_click(pa
     with page.expect_request("**/complete"):
         page.locator("#document").press("!")
     page.locator("#bars[aria-busy=false] button").first.wait_for()
-    play(page, ("start", {"seed": 1}), ("token", {"text": "!"}), DONE)
+    play(page, *run_of("!"))
     page.get_by_role("button", name=re.compile("^'b', 25 %")).click()
     wait_for(page, "done")
     assert prompts[:2] == [PROMPT + "!", PROMPT + "!b"], "then what follows the new text, if the hand has rested by now"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.page.browser import DONE, PROMPT, allow_modules, generate, play, text, wait_for
+from tests.support.page.browser import DONE, PROMPT, allow_modules, generate, play, run_of, text, wait_for
 
 
 def play_run(page, *words, logprob=-0.5):
@@ -38,7 +38,7 @@ def focused(page):
     )
 
 
-def test_siblings_stand_where_they_part_and_a_screen_reader_gets_the_tree_as_one(grown):
+def test_siblings_stand_where_they_part_for_a_screen_reader_too_and_two_are_compared_word_by_word(grown):
     seen = rows(grown).evaluate_all("""(rows) => rows.map((row) => [
         row.querySelector(".words").textContent.trim(), row.ariaLevel, row.ariaPosInSet, row.ariaSetSize,
         row.ariaExpanded, row.ariaSelected, row.querySelector(".chance")?.lastChild.textContent ?? "",
@@ -54,6 +54,17 @@ def test_siblings_stand_where_they_part_and_a_screen_reader_gets_the_tree_as_one
     assert tree.count() == 1
     assert tree.get_by_role("treeitem", name="Run 3: knight , mean probability 0.14").count() == 1
     assert grown.locator("#branches").is_hidden(), "the strip shows the same tree"
+    grown.keyboard.press("ArrowUp")
+    grown.keyboard.press("c")
+    both = grown.get_by_role("group", name="Two branches compared")
+    assert both.locator(".tail").inner_text() == f"{PROMPT} there was a"
+    assert both.locator(".compared").all_inner_texts() == ["knight", "king and a queen"]
+    assert both.locator("mark").all_inner_texts() == ["knight", "king and a queen"]
+    grown.keyboard.press("Escape")
+    assert (focused(grown).strip(), both.is_hidden()) == ("and a queen", True)
+    grown.keyboard.press("c")
+    grown.keyboard.press("2")
+    assert (text(grown), focused(grown)) == (f"{PROMPT} there was a king and a queen", "document")
 
 
 def test_the_keys_of_a_tree_walk_fold_and_go_on_writing_there(grown):
@@ -83,6 +94,11 @@ def test_the_keys_of_a_tree_walk_fold_and_go_on_writing_there(grown):
     assert page.evaluate("() => document.activeElement.textContent").startswith("Go on here")
     page.keyboard.press("Control+b")
     assert page.locator("#document").is_visible()
+    page.keyboard.press("Control+b")
+    play(page, *run_of(" rode"))
+    page.keyboard.press("Control+Enter")
+    wait_for(page, "done")
+    assert (page.locator("#document").is_visible(), text(page)) == (True, f"{PROMPT} rode"), "a run shows the text"
 
 
 def test_what_is_deleted_comes_back_and_with_it_the_text(grown):
@@ -124,28 +140,6 @@ def test_names_bookmarks_and_folds_are_kept(grown):
     assert rows(page).count() == 4, "what stands above a bookmark is unfolded"
     page.keyboard.press("b")
     assert page.locator("#tree").get_by_role("button", name="Next bookmark").is_hidden()
-
-
-def test_two_branches_are_compared_word_by_word(grown):
-    page = grown
-    page.keyboard.press("ArrowUp")
-    page.keyboard.press("c")
-    both = page.get_by_role("group", name="Two branches compared")
-    assert both.locator(".tail").inner_text() == f"{PROMPT} there was a"
-    assert both.locator(".compared").all_inner_texts() == ["knight", "king and a queen"]
-    assert both.locator("mark").all_inner_texts() == ["knight", "king and a queen"]
-    page.keyboard.press("Escape")
-    assert (focused(page).strip(), both.is_hidden()) == ("and a queen", True)
-    page.keyboard.press("c")
-    page.keyboard.press("2")
-    assert (text(page), focused(page)) == (f"{PROMPT} there was a king and a queen", "document")
-
-
-def test_a_run_brings_the_text_into_view(grown):
-    play(grown, ("start", {"seed": 7}), ("token", {"text": " rode"}), DONE)
-    grown.keyboard.press("Control+Enter")
-    wait_for(grown, "done")
-    assert grown.locator("#document").is_visible()
 
 
 def test_three_hundred_branches_stay_fluent_and_fit_a_phone(page):

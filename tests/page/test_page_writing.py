@@ -1,17 +1,21 @@
 """What a writer needs of the page: long texts, the caret, undo, other scripts, paper, a phone; in a real browser."""
 
 import base64
+import re
 
 import httpx
-import pytest
 
 from tests.support.page.browser import (
     CHROMIUM_ONLY,
     DONE,
     PROMPT,
     body_of,
+    describe_the_model,
+    drafts_of,
+    end_of,
     generate,
     play,
+    run_of,
     set_fields,
     setting,
     start,
@@ -23,16 +27,19 @@ from tests.support.page.browser import (
 LINES = "".join(f"Line {number} of a text that is longer than the window.\n" for number in range(120))
 
 
-def play_run(page, words="", *, read=5, count=1, seed=7):
-    choices = [{"index": 0, "finish_reason": "length", "stop_reason": None}]
+def play_run(page, words="", *, read=5, count=1):
     tokens = [("token", {"text": words})] if words else []
-    done = ("done", {"choices": choices, "usage": {"completion_tokens": count}})
-    play(page, ("start", {"seed": seed, "prompt_tokens": read}), *tokens, done)
+    done = (DONE[0], {**DONE[1], "usage": {"completion_tokens": count}})
+    play(page, ("start", {"seed": 7, "prompt_tokens": read}), *tokens, done)
     generate(page)
 
 
 def context_of(server):
     return httpx.get(f"{server.url}/v1/models").json()["data"][0]["max_model_len"]
+
+
+def ready(page):
+    page.locator("#status", has_text=re.compile("^Ready$")).wait_for()
 
 
 def sent_by(page, act):
@@ -63,7 +70,7 @@ FIRST_LINE = "() => document.getElementById('mirror').firstElementChild.getBound
 
 def test_a_text_that_fills_the_context_is_continued_from_its_end_also_after_a_reload(page, server):
     context = context_of(server)
-    page.wait_for_function("() => document.getElementById('status').textContent === 'Ready'")
+    ready(page)
     play_run(page, read=context, count=0)
     remedy = page.get_by_role("button", name="Go on from the end")
     assert remedy.is_visible(), status(page)
@@ -71,14 +78,14 @@ def test_a_text_that_fills_the_context_is_continued_from_its_end_also_after_a_re
     wait_for(page, "done")
     assert remedy.is_hidden(), "the user agreed"
     page.reload()
-    page.wait_for_function("() => document.getElementById('status').textContent === 'Ready'")
+    ready(page)
     assert "truncate_prompt_tokens" in sent_by(page, lambda: start(page))
 
 
 def test_a_run_that_leaves_room_or_another_text_offers_nothing(page, server):
     context = context_of(server)
     remedy = page.get_by_role("button", name="Go on from the end")
-    page.wait_for_function("() => document.getElementById('status').textContent === 'Ready'")
+    ready(page)
     play_run(page, " more", read=context - 2, count=1)
     assert remedy.is_hidden()
     play_run(page, " more", read=context - 1, count=1)
@@ -88,7 +95,7 @@ def test_a_run_that_leaves_room_or_another_text_offers_nothing(page, server):
 
 
 def test_always_goes_on_from_the_end_of_every_text_until_it_is_unchecked(page, server):
-    page.wait_for_function("() => document.getElementById('status').textContent === 'Ready'")
+    ready(page)
     play_run(page, read=context_of(server), count=0)
     page.get_by_label("Always go on from the end").check()
     fill(page, "Another text")
@@ -98,10 +105,9 @@ def test_always_goes_on_from_the_end_of_every_text_until_it_is_unchecked(page, s
 
 
 def test_the_context_is_that_of_the_longest_continuation(page):
-    choices = [{"index": index, "finish_reason": "length"} for index in range(3)]
     tokens = [("token", {"index": index, "text": " a"}) for index in (0, 0, 0, 1, 2)]
-    usage = {"completion_tokens": 5}
-    play(page, ("start", {"seed": 7, "prompt_tokens": 4}), *tokens, ("done", {"choices": choices, "usage": usage}))
+    name, end = end_of(3)
+    play(page, ("start", {"seed": 7, "prompt_tokens": 4}), *tokens, (name, {**end, "usage": {"completion_tokens": 5}}))
     set_fields(page, n=3)
     generate(page)
     assert page.locator("#context").inner_text().startswith("7 of ")
@@ -116,7 +122,7 @@ def test_new_text_is_seen_also_when_the_caret_stands_elsewhere(page):
     page.locator("#document").evaluate("(area) => area.setSelectionRange(10, 10)")
     page.locator("#paper").evaluate("(paper) => paper.scrollTo(0, 0)")
     assert not is_seen(page, LAST_LINE), "the text is longer than the window"
-    play(page, ("start", {"seed": 7}), ("token", {"text": "the end"}), DONE)
+    play(page, *run_of("the end"))
     page.keyboard.press("Control+Enter")
     wait_for(page, "done")
     assert is_seen(page, LAST_LINE)
@@ -199,29 +205,21 @@ def test_what_gets_the_focus_is_not_under_the_next_token_nor_is_a_menu(page):
     page.locator("#next > summary").click()
     page.locator("#bars button").first.wait_for()
     page.locator("#panel summary").click()
-    for control in page.locator("#panel :is(input, select, textarea):visible").all():
-        control.focus()
-        assert control.evaluate("""(one) => {
+    count, covered = page.evaluate("""() => {
+        const controls = [...document.querySelectorAll("#panel :is(input, select, textarea)")];
+        const shown = controls.filter((one) => one.checkVisibility() && one.getBoundingClientRect().width);
+        const isCovered = (one) => {
+            one.focus();
             const { left, top, width, height } = one.getBoundingClientRect();
             const hit = document.elementFromPoint(left + width / 2, top + height / 2);
-            return one.contains(hit) || hit.contains(one);
-        }"""), control.get_attribute("id")
+            return !one.contains(hit) && !hit?.contains(one);
+        };
+        return [shown.length, shown.filter(isCovered).map(({ id }) => id)];
+    }""")
+    assert count > 20 and covered == []
     page.get_by_role("button", name="Copy as").click()
     for item in page.get_by_role("menuitem").all():
         item.click(trial=True, timeout=5000)
-
-
-def describe_the_model(page, **facts):
-    """Adds these to the model's entry in GET /v1/models, and loads the page again."""
-
-    def described(route):
-        answer = route.fetch()
-        models = answer.json()
-        models["data"][0].update(facts)
-        route.fulfill(response=answer, json=models)
-
-    page.route("**/v1/models", described)
-    page.reload()
 
 
 def test_a_model_with_an_encoder_asks_for_its_source(page):
@@ -277,19 +275,11 @@ def test_the_whole_text_is_printed_and_nothing_else(page):
         assert page.locator(hidden).is_hidden(), hidden
 
 
-@pytest.fixture
-def phone(page):
+def test_on_a_phone_continuations_stand_one_below_the_other_without_a_window_of_their_own(page):
     page.set_viewport_size({"width": 390, "height": 780})
-    return page
-
-
-def test_on_a_phone_continuations_stand_one_below_the_other_without_a_window_of_their_own(phone):
-    choices = [{"index": index, "finish_reason": "length"} for index in range(3)]
-    tokens = [("token", {"index": index, "text": " word" * 60}) for index in range(3)]
-    play(phone, ("start", {"seed": 7}), *tokens, ("done", {"choices": choices}))
-    set_fields(phone, n=3)
-    generate(phone)
-    columns = phone.locator("#columns")
-    assert columns.evaluate("(one) => one.scrollHeight <= one.clientHeight + 1")
-    phone.get_by_role("button", name="Take this 3").click()
-    assert text(phone).endswith(" word")
+    play(page, *drafts_of(*[" word" * 60] * 3))
+    set_fields(page, n=3)
+    generate(page)
+    assert page.locator("#columns").evaluate("(one) => one.scrollHeight <= one.clientHeight + 1")
+    page.get_by_role("button", name="Take this 3").click()
+    assert text(page).endswith(" word")

@@ -3,7 +3,6 @@
 import json
 import random
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +11,15 @@ import torch
 from app.common.types import SamplingParams
 from app.engine.sampling.parameters import SamplingInput
 from app.engine.sampling.sampler import FILTERS, apply_stages, row_parameters
+from tests.support import ROOT
 from tests.support.nodejs import NODE
 
-_SCRIPT = Path(__file__).with_name("sampled.mjs")
+_SCRIPT = f"""
+    import {{ readFileSync }} from "node:fs";
+    import {{ sampled }} from "{ROOT}/app/web/tokens/sampling.js";
+    const cases = JSON.parse(readFileSync(0, "utf8"));
+    console.log(JSON.stringify(cases.map(({{ top, vocabulary, settings }}) => sampled(top, vocabulary, settings))));
+"""
 _VOCABULARY = 16
 _GRID: dict[str, list[float]] = {
     "temperature": [0.3, 0.8, 1.0, 1.7],
@@ -62,7 +67,8 @@ def _sampled_shares(row: list[float], settings: dict[str, Any]) -> list[float]:
 
 def _in_node(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     assert NODE
-    done = subprocess.run([NODE, str(_SCRIPT)], input=json.dumps(cases), capture_output=True, text=True, timeout=60)
+    command = [NODE, "--input-type=module", "-e", _SCRIPT]
+    done = subprocess.run(command, input=json.dumps(cases), capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     answers: list[dict[str, Any]] = json.loads(done.stdout)
     return answers

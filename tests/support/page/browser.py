@@ -60,6 +60,13 @@ HOLD_DOWNLOAD = """() => {
 
 @pytest.fixture(scope="module")
 def browser():
+    with launched() as browser:
+        yield browser
+
+
+@contextmanager
+def launched():
+    """A browser. While it runs, nothing in this process can run an event loop of its own."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="make install brings playwright")
     path = next(filter(None, map(shutil.which, BROWSERS[BROWSER])), None)
     if not path:
@@ -119,7 +126,23 @@ def long_seed(server):
     raise AssertionError("50 seeds, and every text ended before 200 tokens")
 
 
-DONE = ("done", {"choices": [{"index": 0, "finish_reason": "length", "stop_reason": None}]})
+def end_of(count):
+    """The last event of a run with so many continuations."""
+    return ("done", {"choices": [{"index": i, "finish_reason": "length", "stop_reason": None} for i in range(count)]})
+
+
+DONE = end_of(1)
+
+
+def run_of(*pieces, seed=7):
+    """The events of a run that writes these pieces."""
+    return [("start", {"seed": seed}), *[("token", {"text": piece}) for piece in pieces], DONE]
+
+
+def drafts_of(*texts):
+    """The events of a run with these continuations."""
+    tokens = [("token", {"index": i, "text": text, "tokens": None}) for i, text in enumerate(texts)]
+    return [("start", {"seed": 7}), *tokens, end_of(len(texts))]
 
 
 # For a picture of a page in Firefox, Playwright adds the style "body {}" to it, which the page's policy blocks.
@@ -191,6 +214,19 @@ def allow_modules(page):
     page.reload()
 
 
+def describe_the_model(page, **facts):
+    """Adds these to the model's entry in GET /v1/models, and loads the page again."""
+
+    def described(route):
+        answer = route.fetch()
+        models = answer.json()
+        models["data"][0].update(facts)
+        route.fulfill(response=answer, json=models)
+
+    page.route("**/v1/models", described)
+    page.reload()
+
+
 def described(page):
     """Waits until the page has the service's description of itself."""
     page.locator("#panel summary").wait_for()
@@ -242,6 +278,19 @@ def wait_for(page, state):
 def play(page, *events):
     """Answer the page's POST /complete with these events, all at once, and then close the connection."""
     answer_with(page, content_type="text/event-stream", body=stream_of(*events))
+
+
+def answer_each(page, *events):
+    """The bodies of the page's POST /complete from now on, each answered with these events."""
+    bodies = []
+
+    def answer(route):
+        bodies.append(body_of(route.request))
+        route.fulfill(content_type="text/event-stream", body=stream_of(*events))
+
+    page.unroute("**/complete")
+    page.route("**/complete", answer)
+    return bodies
 
 
 def stream_of(*events):
