@@ -9,14 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from app.engine.cpu.toolchain.cpu_target import X86_LEVELS, this_level
-from app.engine.cpu.toolchain.library_cache import SOURCE, BuildRecipe
+from app.engine.cpu.toolchain.library_cache import BuildRecipe
 from tests.support import ROOT
 from tests.support.fake_compiler import FakeCompiler, fake_compiler
 from tests.support.processes import has_exited
@@ -141,17 +140,6 @@ def test_the_stage_of_the_container_copies_all_that_a_build_needs(tmp_path: Path
     assert (code, errors) == (0, "")
     levels = X86_LEVELS if this_level() in X86_LEVELS else (this_level(),)
     assert {BuildRecipe(level=level).name for level in levels} <= set(_leftovers(tmp_path / "cache"))
-
-
-def test_an_installation_carries_every_package_and_the_sources() -> None:
-    setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    folders = {path.parent for top in ("app", "inkstream", "model") for path in (ROOT / top).rglob("__init__.py")}
-    names = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
-    expected = {name if name == "inkstream" else f"inkstream.{name}" for name in names}
-    assert expected | {"inkstream.weights"} == set(setup["packages"])
-    patterns = setup["package-data"]["inkstream.app.engine.cpu"]
-    carried = {path for pattern in patterns for path in SOURCE.parent.glob(pattern)}
-    assert {path for path in SOURCE.rglob("*") if path.is_file()} == carried
 
 
 def test_a_compiler_that_takes_longer_than_it_may_is_ended(tmp_path: Path, slow: FakeCompiler) -> None:

@@ -14,8 +14,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -26,71 +24,17 @@ from app.api.native.routes import CompleteRequest
 from app.cli.request_flags import add_flags, given_fields
 from tests.support import ROOT
 from tests.support.completion_client import whole
+from tests.support.scripted_service import ScriptedService, scripted_service
 from tests.support.servers import Server
 
 DONE = {"choices": [{"index": 0, "finish_reason": "stop", "stop_reason": None}]}
 
 
-@dataclass
-class Played:
-    """A fake service that answers every request from a script, and records the requests."""
-
-    url: str = ""
-    status: int = 200
-    headers: dict[str, str] = field(default_factory=dict)
-    parts: list[bytes] = field(default_factory=list)
-    seen: list[dict[str, Any]] = field(default_factory=list)
-    keys: list[str | None] = field(default_factory=list)
-    breaks_off: bool = False
-    waits: threading.Event | None = None
-
-    def plays(self, *events: tuple[str, dict[str, Any]]) -> None:
-        """A stream of these events."""
-        self.headers = {"content-type": "text/event-stream; charset=utf-8"}
-        self.parts = [f"id: r:0\nevent: {name}\ndata: {json.dumps(data)}\n\n".encode() for name, data in events]
-
-
 @pytest.fixture
-def played() -> Iterator[Played]:
-    service = Played()
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_POST(self) -> None:
-            service.seen.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
-            service.keys.append(self.headers["authorization"])
-            self.send_response(service.status)
-            for name, value in service.headers.items():
-                self.send_header(name, value)
-            self.send_header("transfer-encoding", "chunked")
-            self.end_headers()
-            for number, part in enumerate(service.parts):
-                if service.waits and number == 1:
-                    service.waits.wait(120)
-                self.wfile.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
-            self.close_connection = True
-            if not service.breaks_off:
-                self.wfile.write(b"0\r\n\r\n")
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    class Quiet(ThreadingHTTPServer):
-        daemon_threads = True
-
-        def handle_error(self, *_: Any) -> None:
-            """The client disconnected."""
-
-    server = Quiet(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    service.url = f"http://127.0.0.1:{server.server_port}"
-    service.plays(("start", {}), ("token", {"index": 0, "text": "x"}), ("done", DONE))
-    yield service
-    server.shutdown()
-    thread.join()
-    server.server_close()
+def played() -> Iterator[ScriptedService]:
+    with scripted_service() as service:
+        service.plays(("start", {}), ("token", {"index": 0, "text": "x"}), ("done", DONE))
+        yield service
 
 
 Run = Callable[..., tuple[int, str, str]]
@@ -211,7 +155,7 @@ def test_a_value_that_cannot_be_is_named_with_its_flag(arguments: tuple[str, str
     assert arguments[0] in str(caught.value)
 
 
-def test_the_key_goes_where_keys_go(played: Played, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_goes_where_keys_go(played: ScriptedService, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run("a", "--url", played.url)
     monkeypatch.setenv("INKSTREAM_API_KEY", "from the environment")
     run("a", "--url", played.url)
@@ -224,7 +168,7 @@ def test_the_key_goes_where_keys_go(played: Played, run: Run, monkeypatch: pytes
     assert played.seen == [{"prompt": "a"}] * 4
 
 
-def test_the_variable_names_the_service(played: Played, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variable_names_the_service(played: ScriptedService, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INKSTREAM_URL", played.url)
     run("a")
     assert played.seen == [{"prompt": "a"}]
@@ -235,7 +179,7 @@ def test_the_variable_names_the_service(played: Played, run: Run, monkeypatch: p
     assert (code, "(or the variable INKSTREAM_URL) must look like http://127.0.0.1:8000" in error) == (2, True)
 
 
-def test_several_texts_stand_one_behind_the_other(played: Played, run: Run) -> None:
+def test_several_texts_stand_one_behind_the_other(played: ScriptedService, run: Run) -> None:
     texts = [(1, "b"), (0, "a"), (2, "c"), (0, "a\n"), (1, "b")]
     tokens = [("token", {"index": index, "text": text}) for index, text in texts]
     played.plays(("start", {}), *tokens, ("done", DONE))
@@ -243,7 +187,7 @@ def test_several_texts_stand_one_behind_the_other(played: Played, run: Run) -> N
     assert played.seen == [{"prompt": "x", "n": 3}]
 
 
-def test_what_goes_wrong_in_the_middle_is_said_behind_the_text(played: Played, run: Run) -> None:
+def test_what_goes_wrong_in_the_middle_is_said_behind_the_text(played: ScriptedService, run: Run) -> None:
     token = ("token", {"index": 0, "text": "half"})
     played.plays(token, ("error", {"error": {"message": "the engine failed"}}))
     assert run("a", "--url", played.url) == (1, "half\n", "error: the engine failed\n")
@@ -260,7 +204,7 @@ def test_what_goes_wrong_in_the_middle_is_said_behind_the_text(played: Played, r
 
 
 @pytest.mark.parametrize("more", [(), ("--json",)])
-def test_a_foreign_server_is_not_taken_for_a_service(played: Played, run: Run, more: tuple[str, ...]) -> None:
+def test_a_foreign_server_is_not_taken_for_a_service(played: ScriptedService, run: Run, more: tuple[str, ...]) -> None:
     played.headers, played.parts = {"content-type": "text/html"}, [b"<html>"]
     code, _, error = run("a", "--url", played.url, *more)
     assert (code, "is not an inkstream service" in error) == (2, True)
@@ -279,7 +223,7 @@ def test_without_a_service_it_says_so(run: Run, url: str, message: str) -> None:
     assert message in error
 
 
-def test_there_must_be_something_to_continue(played: Played, run: Run) -> None:
+def test_there_must_be_something_to_continue(played: ScriptedService, run: Run) -> None:
     for stdin in (b"", None):
         code, _, error = run("--url", played.url, stdin=stdin)
         assert (code, "the text to complete is missing" in error) == (2, True)
@@ -289,7 +233,7 @@ def test_there_must_be_something_to_continue(played: Played, run: Run) -> None:
     assert played.seen == [{"prompt": ""}] * 2, "nothing is a prompt where it is asked for"
 
 
-def test_a_text_does_not_steer_the_terminal(played: Played, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_does_not_steer_the_terminal(played: ScriptedService, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     played.plays(("token", {"index": 0, "text": "a\t\x1b[2J\x9b\u00e9\n"}), ("done", DONE))
     assert run("a", "--url", played.url)[1] == "a\t\x1b[2J\x9b\u00e9\n\n", "but a file gets what was written"
     screen = Terminal(io.BytesIO(), encoding="utf-8")
@@ -298,7 +242,7 @@ def test_a_text_does_not_steer_the_terminal(played: Played, run: Run, monkeypatc
     assert screen.buffer.getvalue().decode() == "a\t\ufffd[2J\ufffd\u00e9\n\n"  # type: ignore[attr-defined]
 
 
-def test_a_reader_that_leaves_and_ctrl_c_end_it_silently(played: Played) -> None:
+def test_a_reader_that_leaves_and_ctrl_c_end_it_silently(played: ScriptedService) -> None:
     played.waits = threading.Event()
     played.plays(*[("token", {"index": 0, "text": "line\n"})] * 3)
     command = [sys.executable, "-m", "app", "complete", "a", "--url", played.url]

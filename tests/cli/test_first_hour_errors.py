@@ -1,7 +1,8 @@
 """Likely mistakes of a first hour: each error says what to do next.
 
 Only those whose messages no other test checks; typos in fields, unknown models and hosts, and bad values are in
-tests/api, flags of serve and train with their verbs.
+tests/api, flags of serve and train with their verbs, misspelled verbs in test_verbs.py, `bench` without a service in
+tests/benchmarks/test_load.py.
 """
 
 from __future__ import annotations
@@ -59,11 +60,9 @@ def test_a_wrong_key_says_who_creates_one(serve_module: Services, tmp_path: Path
 
 
 COMMANDS = [
-    (("server",), "did you mean serve?"),
     (("serve", "--host", "http://0.0.0.0"), "without http:// and port"),
     (("complete", "hello", "world"), "; a text with spaces stands in quotes: inkstream complete 'hello world'"),
     (("complete", "a", "--url", "http://127.0.0.1:9/v1"), "leave /v1 out (http://127.0.0.1:9)"),
-    (("bench", "--url", "http://127.0.0.1:9"), "start a service with inkstream serve"),
     (("keys", "revoke", "bob", "--keys-file", "{keys}"), "inkstream keys list shows the names"),
     (("keys", "add", "alice", "--keys-file", "{keys}"), "(inkstream keys revoke alice)"),
     (("keys", "add", "alice", "--keys-file", "/no/such/folder/keys.json"), "name one in a folder that exists"),

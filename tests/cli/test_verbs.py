@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from app.__main__ import main
 from app.common.settings import GROUPS, Settings, grouped_fields
+from benchmarks.service_process import ServiceProcess, child_pids
 from tests.support import ROOT
 from tests.support.servers import Server
 
@@ -174,3 +178,34 @@ def test_ctrl_c_in_an_import_that_makes_an_error_of_it_ends_silently(tmp_path: P
         command, cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False
     )
     assert (result.returncode, result.stdout, result.stderr) == (130, b"", b"")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_no_socket_of_a_service_takes_the_number_of_a_closed_standard_stream(weights: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    serve = ["-m", "tests.support.fake_service", "1", "serve", "--port", str(port), "--weights", str(weights)]
+    variables = {k: v for k, v in os.environ.items() if not k.startswith("INKSTREAM_")} | {"PYTHONPATH": str(ROOT)}
+    command = ["sh", "-c", 'exec "$0" "$@" <&- >&- 2>&-', sys.executable, *serve]
+    null = subprocess.DEVNULL
+    process = subprocess.Popen(command, cwd=ROOT, env=variables, stdin=null, stdout=null, stderr=null)
+    service = ServiceProcess(process, Path(os.devnull), time.monotonic(), url)
+    try:
+        service.wait_for_route("/health/ready")
+        (engine,) = child_pids(process.pid)
+        for pid in (process.pid, engine):
+            for number in range(3):
+                assert str(Path(f"/proc/{pid}/fd/{number}").readlink()) == os.devnull, (pid, number)
+        answer = httpx.post(f"{url}/complete", json={"prompt": "x", "max_tokens": 3, "stream": False})
+        assert answer.status_code == 200
+        assert service.stop() == 0
+    finally:
+        service.kill()
+
+
+def test_an_error_without_standard_error_is_no_output() -> None:
+    """print() with no sys.stderr writes to standard output."""
+    command = ["sh", "-c", '"$0" -m app check /nothing 2>&-', sys.executable]
+    result = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, timeout=300, check=False)
+    assert (result.returncode, result.stdout) == (2, b"")

@@ -7,10 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
@@ -18,6 +15,7 @@ import pytest
 
 from tests.support import ROOT
 from tests.support.nodejs import NODE
+from tests.support.scripted_service import ScriptedService, scripted_service
 from tests.support.servers import Server
 
 if NODE is None or shutil.which("curl") is None:
@@ -41,45 +39,18 @@ EVENTS = (
 )
 
 
-@dataclass(slots=True)
-class Recorder:
-    """A service that keeps what it was sent, and answers each time the same."""
-
-    url: str = ""
-    status: int = 200
-    answer: str = "".join(EVENTS)
-    bodies: list[bytes] = field(default_factory=list)
-    keys: list[str | None] = field(default_factory=list)
-
-
 @pytest.fixture(scope="module")
-def recording() -> Iterator[Recorder]:
-    """On a socket of this machine."""
-    recorder = Recorder()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            recorder.bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
-            recorder.keys.append(self.headers["Authorization"])
-            assert self.headers["Content-Type"] == "application/json"
-            self.send_response(recorder.status)
-            self.end_headers()
-            self.wfile.write(recorder.answer.encode())
-
-        def log_message(self, *_: object) -> None:
-            """Logs nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        recorder.url = f"http://127.0.0.1:{server.server_port}/it's/complete"
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield recorder
-        server.shutdown()
+def recording() -> Iterator[ScriptedService]:
+    """With a quote in its path."""
+    with scripted_service() as service:
+        service.url += "/it's/complete"
+        yield service
 
 
 @pytest.fixture(autouse=True)
-def fresh(recording: Recorder) -> None:
+def fresh(recording: ScriptedService) -> None:
     """Each test plays its own answer."""
-    recording.status, recording.answer = 200, "".join(EVENTS)
+    recording.status, recording.parts = 200, ["".join(EVENTS).encode()]
 
 
 def written(url: str, prompt: str, typed: Mapping[str, str], *, keyed: bool = False) -> dict[str, str]:
@@ -108,7 +79,9 @@ def run(language: str, program: str, folder: Path, **environment: str) -> subpro
     )
 
 
-def test_any_text_arrives_to_the_letter_and_no_program_runs_a_part_of_it(recording: Recorder, tmp_path: Path) -> None:
+def test_any_text_arrives_to_the_letter_and_no_program_runs_a_part_of_it(
+    recording: ScriptedService, tmp_path: Path
+) -> None:
     typed = {
         "temperature": "0.7",
         "seed": "9223372036854775807",
@@ -128,7 +101,7 @@ def test_any_text_arrives_to_the_letter_and_no_program_runs_a_part_of_it(recordi
     for language, program in written(recording.url, NASTY, typed, keyed=True).items():
         done = run(language, program, tmp_path, INKSTREAM_KEY="ink-secret", HOME="/nowhere")
         assert done.returncode == 0, f"{language}: {done.stderr}\n{program}"
-        assert json.loads(recording.bodies[-1]) == expected, language
+        assert recording.seen[-1] == expected, language
         assert recording.keys[-1] == "Bearer ink-secret", language
         assert "INKSTREAM_KEY" in program
         shown = "".join(EVENTS) if language == "curl" else "caf\u00e9 \U0001f600\n"
@@ -136,29 +109,29 @@ def test_any_text_arrives_to_the_letter_and_no_program_runs_a_part_of_it(recordi
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_service_without_keys_is_sent_none(recording: Recorder, tmp_path: Path) -> None:
+def test_a_service_without_keys_is_sent_none(recording: ScriptedService, tmp_path: Path) -> None:
     for language, program in written(recording.url, "Once", {}).items():
         assert "KEY" not in program and run(language, program, tmp_path).returncode == 0
         assert recording.keys[-1] is None
-        assert json.loads(recording.bodies[-1]) == {"prompt": "Once", "stream": True}
+        assert recording.seen[-1] == {"prompt": "Once", "stream": True}
 
 
-def test_a_refusal_is_shown_and_nothing_else(recording: Recorder, tmp_path: Path) -> None:
-    recording.answer = json.dumps({"error": {"message": "temperature: too hot"}})
-    for status, answer in [(400, recording.answer), (200, f"event: error\ndata: {recording.answer}\n\n")]:
-        recording.status, recording.answer = status, answer
+def test_a_refusal_is_shown_and_nothing_else(recording: ScriptedService, tmp_path: Path) -> None:
+    refusal = json.dumps({"error": {"message": "temperature: too hot"}})
+    for status, answer in [(400, refusal), (200, f"event: error\ndata: {refusal}\n\n")]:
+        recording.status, recording.parts = status, [answer.encode()]
         for language, program in written(recording.url, "Once", {}).items():
             done = run(language, program, tmp_path)
             assert "temperature: too hot" in done.stdout + done.stderr, language
             assert language == "curl" or done.returncode != 0
 
 
-def test_a_long_text_is_no_argument_of_a_program(recording: Recorder, tmp_path: Path) -> None:
+def test_a_long_text_is_no_argument_of_a_program(recording: ScriptedService, tmp_path: Path) -> None:
     """Linux takes 128 KiB in one."""
     prompt = "all work and no play " * 10_000
     for language, program in written(recording.url, prompt, {}).items():
         assert run(language, program, tmp_path).returncode == 0
-        assert json.loads(recording.bodies[-1])["prompt"] == prompt, language
+        assert recording.seen[-1]["prompt"] == prompt, language
 
 
 def test_the_real_service_writes_the_same_texts_for_each(server: Server, tmp_path: Path) -> None:
