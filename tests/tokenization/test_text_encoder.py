@@ -25,8 +25,8 @@ from tests.support.model.tiny_models import TEXT
 pytestmark = pytest.mark.slow
 
 QUADRATIC = r"\s+$"
+BEYOND_THE_LIMIT = r"(?:\w+\s?)+!"
 CATASTROPHIC = (
-    r"(?:\w+\s?)+!",
     r"([a-z]+)*\d",
     r"(?:a|aa)+$",
     r"(?:\p{L}+\p{M}*)+(?!\p{L}|\s)",
@@ -34,7 +34,6 @@ CATASTROPHIC = (
     r"(?:[a-c]+[b-d]+)+E",
     r"(.*?,){12}P",
     r"^(([a-z])+.)+[A-Z]([a-z])+$",
-    r"\w*\w*\w*;",
     r"(?i:it|is|\s*)*\u2019",
 )
 
@@ -67,7 +66,7 @@ def test_a_catastrophic_pattern_is_refused_in_one_line(pattern: str, tmp_path: P
 
 def test_a_pattern_of_a_normalizer_is_tried_too(tmp_path: Path) -> None:
     rust = gpt2()
-    rust.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Replace(Regex(CATASTROPHIC[0]), "!")])
+    rust.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Replace(Regex(BEYOND_THE_LIMIT), "!")])
     with pytest.raises(TokenizerError, match="the regular expression"):
         check_regexes(save(rust, tmp_path))
 
@@ -123,7 +122,7 @@ def test_a_text_that_takes_too_long_ends_in_an_error_and_the_next_is_read(tmp_pa
 
 
 def test_a_pattern_beyond_the_limit_of_retries_is_the_text_s_fault(tmp_path: Path) -> None:
-    directory = with_pattern(tmp_path, CATASTROPHIC[0])
+    directory = with_pattern(tmp_path, BEYOND_THE_LIMIT)
     tokenizer = Tokenizer.load(directory)
 
     def use(box: TokenizerSandbox) -> None:
@@ -134,7 +133,7 @@ def test_a_pattern_beyond_the_limit_of_retries_is_the_text_s_fault(tmp_path: Pat
 
 
 def test_a_panic_in_this_process_is_an_error_of_the_engine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    tokenizer = Tokenizer.load(with_pattern(tmp_path, CATASTROPHIC[0]))
+    tokenizer = Tokenizer.load(with_pattern(tmp_path, BEYOND_THE_LIMIT))
     with caplog.at_level(logging.ERROR), pytest.raises(EngineFailed, match="the model's tokenizer failed on this text"):
         TextEncoder(tokenizer).encode("a" * 60 + ";!")
     (record,) = caplog.records

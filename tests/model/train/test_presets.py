@@ -33,7 +33,7 @@ WORDS = ["--tokenizer", "words", "--context", "16"]
 def _reversed_digits(n: int, *, seed: int) -> list[tuple[str, str]]:
     chance, found = random.Random(seed), set()
     while len(found) < n:
-        found.add(tuple(chance.choice("012345") for _ in range(chance.randint(3, 4))))
+        found.add(tuple(chance.choice("0123456789") for _ in range(3)))
     return [(" ".join(digits), " ".join(reversed(digits))) for digits in sorted(found)]
 
 
@@ -85,9 +85,7 @@ def test_each_preset_learns_is_saved_comes_back_and_streams_what_it_answers_in_o
     assert len(generated) == 3
     card = (out / "README.md").read_text()
     assert all(f"| {what} | {text} |" in card for what, text in shape_lines(run.shape)) and "llama" not in card
-    if (
-        form == "lines" or name == "standalone"
-    ):  # served as any other: test_parity_switches.py has its scale of attention
+    if name in ("standalone", "toy"):  # test_parity_switches.py computes with their switches
         return
     given = {"source": "1 2 3"} if form == "pairs" else {"prompt": "Once upon a time", "ignore_eos": True}
     with running_server(tmp_path, out, "--dtype", "float32") as server:
@@ -116,11 +114,11 @@ def test_the_toy_answers_both_questions_with_no_flag_but_its_data(
 def test_pairs_teach_an_encoder_and_decoder_to_reverse_what_it_never_saw(
     tmp_path: Path, data: dict[str, list[str]]
 ) -> None:
-    pairs = _reversed_digits(1100, seed=2)
+    pairs = _reversed_digits(700, seed=2)
     unseen = set(random.Random(3).sample(pairs, 40))
     _write_pairs(tmp_path / "pairs.tsv", [pair for pair in pairs if pair not in unseen])
-    flags = ["--preset", "cross", *data["pairs"], *TINY, "--steps", "200", "--out", str(tmp_path / "out")]
-    run = Run(parse(flags), "")
+    flags = [*data["pairs"], *TINY, "--layers", "1", "--steps", "100", "--out", str(tmp_path / "out")]
+    run = Run(parse(["--preset", "cross", *flags]), "")
     run.train()
     tokenizer, right = run.dataset.tokenizer, 0
     for source, target in sorted(unseen):

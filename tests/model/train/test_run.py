@@ -43,7 +43,7 @@ def test_a_run_learns_and_leaves_what_a_person_wants_to_see(
 ) -> None:
     out, unseen = tmp_path / "out", tmp_path / "unseen_1.txt"
     unseen.write_text("It was never seen that a fox could read what a hen had written. " * 20)
-    flags = ["--steps", "60", *EXACT, "--license", "mit", "--name", "plays", "--unseen", str(unseen)]
+    flags = ["--steps", "60", *EXACT, *TINY, "--license", "mit", "--name", "plays", "--unseen", str(unseen)]
     prompts = ["\u201cWho are", '"Who are']
     assert train(text, out, *flags, *(word for prompt in prompts for word in ("--sample-prompt", prompt))) == 0
     shown = capsys.readouterr().out

@@ -75,9 +75,9 @@ def their_model(case: str, **changes: Any) -> Any:
     return model
 
 
-def save_theirs(case: str, directory: Path, **changes: Any) -> Any:
+def save_theirs(case: str, directory: Path) -> Any:
     """Writes their model to `directory`, and returns it."""
-    model = their_model(case, **changes)
+    model = their_model(case)
     model.save_pretrained(directory)
     return model
 
