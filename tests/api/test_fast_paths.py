@@ -55,9 +55,10 @@ def test_a_chunk_is_the_encoding_of_its_model(
     head = {"id": "x", "object": "o", "created": 1, "model": f"model {unknown}", "system_fingerprint": "f", "seed": 2}
     responder, reference = kind(handle, body, head), kind(handle, body, head)
     usage: dict[str, Any] = {"usage": None} if options else {}
-    if len(options) == 2:
-        usage["usage"] = Usage.of(handle.session)
     for text in texts:
+        session.n_tokens += 1
+        if len(options) == 2:
+            usage["usage"] = Usage.of(handle.session)
         choice = reference.chunk_choice(3, text, (), None)
         reference.started.add(3)
         chunk = kind.chunk_type(**head, choices=[choice], user=user, warnings=warnings, **usage)
