@@ -155,23 +155,6 @@ async def test_only_before_the_first_model_is_loaded_is_the_service_starting(dir
         assert not isinstance(refused.value, Starting)
 
 
-@async_test
-async def test_new_requests_get_the_new_weights_and_the_old_ones_end_with_their_last_answer(directory: Path) -> None:
-    async with _serving(House(directory)) as house:
-        old = house.service.instance
-        old.acquire()
-        engine = await _new_engine(house)
-        assert house.service.instance is old and house.running == [0, 1]
-        engine.finish()
-        await _until(lambda: house.service.instance is not old)
-        assert house.noted == ["switched"] and house.service.engine is engine  # type: ignore[comparison-overlap]
-        await asyncio.sleep(0.2)
-        assert house.running == [0, 1]
-        old.release()
-        await _until(lambda: house.running == [1])
-        assert old.is_closed
-
-
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
@@ -355,7 +338,8 @@ def test_a_look_sees_replaced_files_and_ignores_unrelated_ones(directory: Path) 
 
 
 def test_every_answer_names_its_weights(server: Server) -> None:
-    version = httpx.get(f"{server.url}/v1/models").json()["data"][0]["weights_version"]
+    model = httpx.get(f"{server.url}/v1/models").json()["data"][0]
+    version = model["weights_version"]
     fox: dict[str, Any] = {"prompt": "fox", "max_tokens": 2}
     requests: list[tuple[str, str, dict[str, Any] | None]] = [
         *(("POST", "/complete", {**fox, "stream": streamed}) for streamed in (True, False)),
@@ -369,6 +353,7 @@ def test_every_answer_names_its_weights(server: Server) -> None:
         assert (answer.status_code, answer.headers["X-Weights-Version"]) == (200, version), path
     receipt = whole(server.url, prompt="fox", max_tokens=1)["receipt"]
     assert receipt["weights_version"] == version and receipt["numerics"].endswith("-float32")
+    assert "weights_revision" not in {**model, **receipt}, "which only a model of the Hub has"
     for chunk in chunks(server.url, prompt="fox", max_tokens=2):
         assert chunk["system_fingerprint"] == f"{version[:16]}-{receipt['numerics']}"
 

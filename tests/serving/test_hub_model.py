@@ -12,7 +12,7 @@ import pytest
 from app.http.download_responder import answer_not_ready
 from tests.support.completion_client import whole
 from tests.support.fake_hub import fake_hub
-from tests.support.servers import Server, start_server, stop_server
+from tests.support.servers import start_server, stop_server
 
 pytestmark = pytest.mark.slow
 
@@ -37,11 +37,6 @@ def test_a_served_model_has_its_name_and_commit(tmp_path: Path, weights: Path) -
         assert server.tells("new weights are served: org/tiny")
         assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["weights_revision"] == commit
         assert stop_server(server) == 0
-
-
-def test_a_directory_has_no_revision(server: Server) -> None:
-    assert "weights_revision" not in httpx.get(f"{server.url}/v1/models").json()["data"][0]
-    assert "weights_revision" not in whole(server.url, prompt="fox", max_tokens=1)["receipt"]
 
 
 def test_the_port_answers_while_a_model_downloads() -> None:

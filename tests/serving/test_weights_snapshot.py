@@ -75,28 +75,22 @@ def _switch_link(directory: Path) -> None:
 
 
 SPOILED: list[Callable[[Path], None]] = [_overwrite, _truncate, _replace_files, _unlink, _move_away, _switch_link]
+WITHOUT_COPIES = list(zip(SPOILED[2:], ([], ["missing"], [], ["missing"]), strict=True))
+"""Descriptors alone outlive all but writes to the same file."""
 
 
-@pytest.mark.parametrize("spoil", SPOILED)
+@pytest.mark.parametrize(("spoil", "folders"), [*((spoil, ["missing", "."]) for spoil in SPOILED), *WITHOUT_COPIES])
 def test_what_was_opened_is_read_whatever_becomes_of_the_directory(
-    directory: Path, snapshot: WeightsSnapshot, spoil: Callable[[Path], None]
+    directory: Path, tmp_path: Path, spoil: Callable[[Path], None], folders: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    before = _hashes(directory)
+    snapshot, before = WeightsSnapshot.open(directory), _hashes(directory)
+    snapshot.copy([tmp_path / folder for folder in folders])
+    assert ("no private copy" in caplog.text) == ("." not in folders)
     spoil(directory)
     with snapshot.reading():
         assert _hashes(directory) == before
     with pytest.raises(ValueError, match=re.escape(str(directory))):
         _hashes(directory)
-
-
-@pytest.mark.parametrize("spoil", SPOILED[2:])
-def test_descriptors_alone_outlive_all_but_writes_to_the_same_file(
-    directory: Path, spoil: Callable[[Path], None]
-) -> None:
-    snapshot, before = WeightsSnapshot.open(directory), _hashes(directory)
-    spoil(directory)
-    with snapshot.reading():
-        assert _hashes(directory) == before
     snapshot.close()
 
 
@@ -169,18 +163,6 @@ def test_a_full_disk_is_told_and_the_originals_stay(
     snapshot.copy([tmp_path])
     assert "no private copy of" in caplog.text and "model.safetensors (No space left on device)" in caplog.text
     _replace_files(directory)
-    with snapshot.reading():
-        assert _hashes(directory) == before
-    snapshot.close()
-
-
-@pytest.mark.parametrize("folders", [[], ["missing"], ["missing", "."]])
-def test_a_folder_that_cannot_take_copies_is_passed_over(
-    directory: Path, tmp_path: Path, folders: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    snapshot, before = WeightsSnapshot.open(directory), _hashes(directory)
-    snapshot.copy([tmp_path / folder for folder in folders])
-    assert ("no private copy" in caplog.text) == ("." not in folders)
     with snapshot.reading():
         assert _hashes(directory) == before
     snapshot.close()
