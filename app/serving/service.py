@@ -61,19 +61,11 @@ _PROBLEM = (
 class FailureMonitor:
     """Health state from recent outcomes; owned by the service, which runs run() as one task."""
 
-    def __init__(
-        self,
-        canary: Callable[[], Awaitable[bool | None]],
-        *,
-        failures: int = FAILURES,
-        recheck_seconds: float = RECHECK_SECONDS,
-    ) -> None:
+    def __init__(self, canary: Callable[[], Awaitable[bool | None]]) -> None:
         """`canary` runs a request through the service; returns whether it succeeded, or None if that is unknown."""
         self.problem = ""
         """Why the service is not ready; empty while it is healthy."""
         self._canary = canary
-        self._max_failures = failures
-        self._recheck_seconds = recheck_seconds
         self._failures = 0
         self._is_suspected = asyncio.Event()
 
@@ -88,7 +80,7 @@ class FailureMonitor:
     def record_failure(self) -> None:
         """A request failed through the server's fault."""
         self._failures += 1
-        if self._failures >= self._max_failures:
+        if self._failures >= FAILURES:
             self._is_suspected.set()
 
     async def run(self) -> None:
@@ -102,7 +94,7 @@ class FailureMonitor:
             elif succeeded is False and self._is_suspected.is_set() and not self.problem:
                 self.problem = _PROBLEM
                 _log.error("not ready: the last %d answers failed, and so does a canary request", self._failures)
-            await asyncio.sleep(self._recheck_seconds)
+            await asyncio.sleep(RECHECK_SECONDS)
 
 
 # Admission before tokenization uses cheap estimates, because tokenizing a megabyte of text takes half a second; the

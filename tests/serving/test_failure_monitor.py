@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from app.serving.service import FailureMonitor
+from app.serving import service
+from app.serving.service import FAILURES, FailureMonitor
 from tests.support.async_test import async_test
 
 
@@ -18,7 +19,7 @@ class MonitorHarness:
     def __init__(self) -> None:
         self.canary: bool | None = False
         self.canary_runs = 0
-        self.monitor = FailureMonitor(self._run_canary, failures=3, recheck_seconds=0.01)
+        self.monitor = FailureMonitor(self._run_canary)
 
     async def _run_canary(self) -> bool | None:
         self.canary_runs += 1
@@ -33,9 +34,11 @@ class MonitorHarness:
 @asynccontextmanager
 async def _running() -> AsyncIterator[MonitorHarness]:
     harness = MonitorHarness()
-    task = asyncio.create_task(harness.monitor.run())
-    yield harness
-    task.cancel()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(service, "RECHECK_SECONDS", 0.01)
+        task = asyncio.create_task(harness.monitor.run())
+        yield harness
+        task.cancel()
 
 
 async def _fail(harness: MonitorHarness, times: int) -> None:
@@ -47,7 +50,7 @@ async def _fail(harness: MonitorHarness, times: int) -> None:
 @async_test
 async def test_failures_in_a_row_that_the_canary_shares_make_it_unready_until_the_canary_succeeds() -> None:
     async with _running() as harness:
-        await _fail(harness, 2)
+        await _fail(harness, FAILURES - 1)
         assert not harness.canary_runs and not harness.monitor.problem
         await _fail(harness, 1)
         await harness.until(is_ready=False)
@@ -58,9 +61,9 @@ async def test_failures_in_a_row_that_the_canary_shares_make_it_unready_until_th
 @async_test
 async def test_one_success_is_enough() -> None:
     async with _running() as harness:
-        await _fail(harness, 2)
+        await _fail(harness, FAILURES - 1)
         harness.monitor.record_success()
-        await _fail(harness, 2)
+        await _fail(harness, FAILURES - 1)
         assert not harness.canary_runs
         await _fail(harness, 1)
         await harness.until(is_ready=False)
@@ -88,5 +91,5 @@ async def test_a_success_while_the_canary_runs_outweighs_it() -> None:
             return False
 
         harness.monitor._canary = succeed_meanwhile
-        await _fail(harness, 3)
+        await _fail(harness, FAILURES)
         assert not harness.monitor.problem
