@@ -24,7 +24,7 @@ from tests.support.async_test import async_test
 from tests.support.completion_client import parse_events, text_of
 from tests.support.http.nginx import needs_nginx, running_nginx
 from tests.support.promise_figures import Promise
-from tests.support.servers import Server, free_ports, stop_server
+from tests.support.servers import Server, stop_server
 from tests.support.services import Services
 
 pytestmark = needs_nginx
@@ -97,11 +97,11 @@ def test_a_silence_longer_than_the_read_time_out_is_survived(
     promise.all_of("silence of 16 s survives a read time-out of 15 s", 1, 1)
 
 
-def _two_servers(ports: list[int]) -> str:
+def _two_servers(servers: list[Server]) -> str:
     """The shipped file with these addresses."""
     text = (ROOT / "deploy/nginx/two-servers.conf").read_text()
-    for name, port in zip(("a", "b"), ports, strict=True):
-        text = text.replace(f"server inkstream-{name}:8000", f"server 127.0.0.1:{port}")
+    for name, server in zip(("a", "b"), servers, strict=True):
+        text = text.replace(f"server inkstream-{name}:8000", f"server {server.url.removeprefix('http://')}")
     return text.replace("listen 8080", "listen 127.0.0.1:PORT")
 
 
@@ -119,19 +119,20 @@ async def _send_until(is_over: asyncio.Event, url: str, outcomes: Counter[str]) 
                 return
 
 
-async def _restart_under_load(serve: Services, folder: Path, conf: str, ports: list[int], times: int) -> Counter[str]:
-    servers = [serve("--port", str(port), fake_ms=3) for port in ports]
+async def _restart_under_load(
+    servers: list[Server], serve: Services, folder: Path, conf: str, restarts: int
+) -> Counter[str]:
     outcomes: Counter[str] = Counter()
     is_over = asyncio.Event()
     with running_nginx(folder, conf) as url:
         clients = [asyncio.create_task(_send_until(is_over, url, outcomes)) for _ in range(12)]
-        for i in itertools.islice(itertools.cycle(range(2)), 2 * times):
-            assert await asyncio.to_thread(stop_server, servers[i]) == 0
-            servers[i] = await asyncio.to_thread(serve, "--port", str(ports[i]), fake_ms=3)
+        for number in range(restarts):
+            index, port = number % 2, str(servers[number % 2].service.address.port)
+            assert await asyncio.to_thread(stop_server, servers[index]) == 0
+            servers[index] = await asyncio.to_thread(serve, "--port", port, fake_ms=3)
         is_over.set()
         await asyncio.gather(*clients)
-    for server in servers:
-        stop_server(server)
+    print(outcomes)
     return outcomes
 
 
@@ -139,22 +140,19 @@ async def _restart_under_load(serve: Services, folder: Path, conf: str, ports: l
 async def test_each_of_two_services_restarts_and_no_request_fails(
     serve: Services, tmp_path: Path, promise: Promise
 ) -> None:
-    ports = free_ports(2)
-    conf = _two_servers(ports)
-    outcomes = await _restart_under_load(serve, tmp_path, conf, ports, promise.size(1, 10))
-    print(outcomes)
+    servers = [serve(fake_ms=3), serve(fake_ms=3)]
+    conf = _two_servers(servers)
+    outcomes = await _restart_under_load(servers, serve, tmp_path, conf, 2 * promise.size(1, 10))
     promise.all_of("requests complete while two services restart in turn", outcomes["complete"], outcomes.total())
     assert outcomes.total() > 50, outcomes
     without_retry = re.sub(r"proxy_next_upstream .*;", "proxy_next_upstream off;", conf)
     (tmp_path / "control").mkdir()
-    control = await _restart_under_load(serve, tmp_path / "control", without_retry, ports, 1)
+    control = await _restart_under_load(servers, serve, tmp_path / "control", without_retry, 1)
     assert control["complete"] < control.total(), "nothing was to be retried"
 
 
 def test_a_stream_is_resumed_at_the_service_that_began_it(serve: Services, tmp_path: Path) -> None:
-    servers = [serve(fake_ms=10), serve(fake_ms=10)]
-    conf = _two_servers([server.service.address.port for server in servers])
-    with running_nginx(tmp_path, conf) as url:
+    with running_nginx(tmp_path, _two_servers([serve(fake_ms=10), serve(fake_ms=10)])) as url:
         whole = parse_events(httpx.post(f"{url}/complete", json=SHORT, timeout=60).text)
         for _ in range(4):
             with httpx.stream("POST", f"{url}/complete", json=SHORT, timeout=60) as response:
