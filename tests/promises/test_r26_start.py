@@ -5,10 +5,7 @@ Measured from the start of the process, on the cores there are; the median, beca
 
 from __future__ import annotations
 
-import re
 import statistics
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +13,9 @@ from pathlib import Path
 import httpx
 
 from tests.support import ROOT
+from tests.support.load.concurrent_clients import is_live
 from tests.support.promise_figures import Promise
+from tests.support.servers import start_server, stop_server
 
 LIVE, READY = 4.0, 15.0
 """Seconds that a start may take on shared cores."""
@@ -24,47 +23,36 @@ LIVE, READY = 4.0, 15.0
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Seconds from the start of the process, and the responses meanwhile."""
+    """Seconds from the start of the process, and the phase in each answer meanwhile."""
 
     live: float
     ready: float
-    phases: tuple[str, ...]
-    n_not_ready: int
+    phases: list[str]
 
 
-def _get(url: str) -> tuple[int, dict[str, str]]:
-    answer = httpx.get(url, timeout=60)
-    return answer.status_code, {**answer.json(), "retry": answer.headers.get("Retry-After", "")}
+def _start(folder: Path, kernels: str = "auto") -> Start:
+    server = start_server(folder, ROOT / "weights", "--kernels", kernels, wait=False)
+    assert is_live(server)
+    live, phases = time.monotonic() - server.service.started_at, []
 
+    def is_ready() -> bool:
+        answer = httpx.get(f"{server.url}/health/ready")
+        if answer.status_code == 200:
+            return True
+        said = answer.json()
+        assert answer.status_code == 503 and said["status"] == "not ready", said
+        assert int(answer.headers["Retry-After"]) >= 1
+        phases.append(said["phase"])
+        return False
 
-def _start(log: Path, kernels: str = "auto") -> Start:
-    weights = ("--weights", str(ROOT / "weights"))
-    command = [sys.executable, "-m", "app", "serve", *weights, "--port", "0", "--kernels", kernels]
-    with log.open("w") as file:
-        began = time.monotonic()
-        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
-    try:
-        while not (found := re.search(r"listening on (http://[\w.:\[\]]+)[^\w.:\[\]]", log.read_text())):
-            assert process.poll() is None and time.monotonic() - began < 60, log.read_text()
-            time.sleep(0.005)
-        code, _ = _get(f"{found.group(1)}/health/live")
-        assert code == 200
-        live, phases, n_not_ready = time.monotonic() - began, [], 0
-        while (answer := _get(f"{found.group(1)}/health/ready"))[0] != 200:
-            assert answer[0] == 503 and answer[1]["status"] == "not ready" and int(answer[1]["retry"]) >= 1, answer
-            assert process.poll() is None and time.monotonic() - began < 60, log.read_text()
-            phases += [answer[1]["phase"]] if answer[1]["phase"] not in phases else []
-            n_not_ready += 1
-            time.sleep(0.01)
-        return Start(live, time.monotonic() - began, tuple(phases), n_not_ready)
-    finally:
-        process.terminate()
-        assert process.wait(60) == 0
+    ready = server.service.wait_for(is_ready, poll=0.01, most=60)
+    assert stop_server(server) == 0
+    return Start(live, ready, phases)
 
 
 def _is_reported(start: Start) -> bool:
     """A client that gets no CPU and asks too late misses a phase or all of them."""
-    return start.n_not_ready > 0 and len(start.phases) > 1
+    return len(set(start.phases)) > 1
 
 
 def _is_in_time(start: Start) -> bool:
@@ -73,15 +61,11 @@ def _is_in_time(start: Start) -> bool:
 
 def test_a_start_answers_at_once_and_is_ready_in_time(tmp_path: Path, promise: Promise) -> None:
     """With native kernels the service may be ready before a client can ask twice; torch takes a second to import."""
-    n = promise.size(2, 9)
-
-    def start(kernels: str = "auto") -> Start:
-        return _start(tmp_path / f"{time.monotonic_ns()}", kernels)
-
+    n = promise.size(1, 9)
     if promise.full:
-        start()  # files are read into memory, bytecode is written
-    starts = [promise.measured(start, _is_in_time) for _ in range(n)]
-    slow_starts = [promise.measured(lambda: start("torch"), _is_reported) for _ in range(n)]
+        _start(tmp_path)  # files are read into memory, bytecode is written
+    starts = [promise.measured(lambda: _start(tmp_path), _is_in_time) for _ in range(n)]
+    slow_starts = [promise.measured(lambda: _start(tmp_path, "torch"), _is_reported) for _ in range(n)]
     print(*starts, *slow_starts, sep="\n")
     reported = sum(_is_reported(start) for start in slow_starts)
     live, ready = (statistics.median(getattr(start, name) for start in starts) for name in ("live", "ready"))
