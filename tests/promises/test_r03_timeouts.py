@@ -5,7 +5,6 @@ a request that waits longer than --queue-timeout gets an error, and one that lea
 from __future__ import annotations
 
 import socket
-import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -24,6 +23,7 @@ from tests.support.http.raw_client import (
     post,
     read_all,
     read_answer,
+    reset,
     status_of,
 )
 from tests.support.promise_figures import Promise
@@ -146,12 +146,12 @@ def test_a_slow_reader_that_reads_is_not_cut(impatient: Server, promise: Promise
     assert n_cut == 0
 
 
-def test_pipelined_requests_do_not_pile_up(server: Server) -> None:
-    with connect(server) as connection:
+def test_pipelined_requests_do_not_pile_up(impatient: Server) -> None:
+    with connect(impatient) as connection:
         connection.sendall(post({**STREAM, "max_tokens": 100}) + get() * 5000)
         said = read_all(connection)
     assert said.count(b"HTTP/1.1 200 OK") == 1 and b"event: done" in said
-    with connect(server) as connection:  # one after the other is no pile
+    with connect(impatient) as connection:  # one after the other is no pile
         for _ in range(50):
             connection.sendall(get())
             assert status_of(read_answer(connection)) == 200
@@ -167,10 +167,18 @@ def test_a_post_of_a_client_that_has_finished_sending_is_that_of_one_that_has_le
 
 _QUEUE_SECONDS = 1.0
 _HOLDER: dict[str, Any] = {"prompt": "hold", "max_tokens": 8000, "ignore_eos": True}
+_ONE_SLOT = ("--max-running", "1", "--resume-seconds", "0", "--queue-timeout")
 
 
-_FLAGS = ("--max-running", "1", "--resume-seconds", "0", "--queue-timeout")
-"""One slot."""
+@pytest.fixture(scope="module")
+def narrow(serve_module: Services) -> Server:
+    """One slot, for which requests wait as long as they like."""
+    return serve_module(*_ONE_SLOT, "600", fake_ms=5)
+
+
+def _started(server: Server) -> float:
+    """How many requests have begun: only what began has its time in the queue counted."""
+    return server.metric("queue_duration_seconds_count")
 
 
 def _send(server: Server, **body: Any) -> socket.socket:
@@ -185,26 +193,22 @@ def _post(server: Server, **body: Any) -> tuple[int, float, httpx.Response]:
     return response.status_code, time.monotonic() - start, response
 
 
-def test_who_leaves_while_waiting_is_never_computed(serve: Services, promise: Promise) -> None:
-    server = serve(*_FLAGS, "600", fake_ms=5)
-    n = promise.size(40, 400)
-    with _send(server, **_HOLDER) as holder:
+def test_who_leaves_while_waiting_is_never_computed(narrow: Server, promise: Promise) -> None:
+    n, before = promise.size(40, 400), _started(narrow)
+    with _send(narrow, **_HOLDER) as holder:
         assert holder.recv(100)
-        waiting = [_send(server, **_HOLDER | {"prompt": f"word {i}", "stream": i % 3 > 0}) for i in range(n)]
-        assert server.wait_for(lambda: server.metric("requests_waiting") == n)
+        waiting = [_send(narrow, **_HOLDER | {"prompt": f"word {i}", "stream": i % 3 > 0}) for i in range(n)]
+        assert narrow.wait_for(lambda: narrow.metric("requests_waiting") == n)
         for i, connection in enumerate(waiting):
-            if i % 2 == 0:
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
-            connection.close()
-        assert server.wait_for(lambda: server.metric("requests_waiting") == 0)  # the holder's text takes 40 s
-    assert is_clean(server, 30)
-    # The holder's is the only request that began: only what began has its time in the queue counted.
-    started = server.metric("queue_duration_seconds_count")
-    promise.all_of("requests whose client left the queue are never computed", n - (int(started) - 1), n)
+            reset(connection) if i % 2 == 0 else connection.close()
+        assert narrow.wait_for(lambda: narrow.metric("requests_waiting") == 0)  # the holder's text takes 40 s
+    assert is_clean(narrow, 30)
+    computed = int(_started(narrow) - before) - 1  # without the holder's
+    promise.all_of("requests whose client left the queue are never computed", n - computed, n)
 
 
 def test_who_waits_too_long_is_told_so_on_time_and_leaves_the_engine_alone(serve: Services, promise: Promise) -> None:
-    server = serve(*_FLAGS, str(_QUEUE_SECONDS), fake_ms=5)
+    server = serve(*_ONE_SLOT, str(_QUEUE_SECONDS), fake_ms=5)
     n = promise.size(8, 32)
 
     def measure() -> float:
@@ -221,31 +225,29 @@ def test_who_waits_too_long_is_told_so_on_time_and_leaves_the_engine_alone(serve
     assert latest >= _QUEUE_SECONDS
     promise.at_most("a queue time-out comes late by", latest - _QUEUE_SECONDS, target=0.2, floor=1, unit="s", n=n)
     assert is_clean(server, 30)
-    assert server.wait_for(lambda: server.metric("queue_duration_seconds_count") == 1)
+    assert server.wait_for(lambda: _started(server) == 1)
 
 
 def test_a_deadline_holds_in_the_queue_while_a_text_is_written_and_while_one_is_read(
-    serve: Services, promise: Promise
+    narrow: Server, promise: Promise
 ) -> None:
-    server = serve(*_FLAGS, "600", fake_ms=5)
-
     def is_on_time(found: tuple[int, float, httpx.Response]) -> bool:
         return found[1] < 1
 
-    with _send(server, **_HOLDER) as holder:
+    with _send(narrow, **_HOLDER) as holder:
         assert holder.recv(100)
-        status, seconds, _ = promise.measured(lambda: _post(server, deadline_ms=300), is_on_time)
+        status, seconds, _ = promise.measured(lambda: _post(narrow, deadline_ms=300), is_on_time)
         assert status == 504 and 0.25 <= seconds < 1
-    assert is_clean(server, 30)
+    assert is_clean(narrow, 30)
     long = {"max_tokens": 8000, "ignore_eos": True, "deadline_ms": 300}
     # Without a token in its 300 ms it gets 504, as in the queue.
     status, seconds, response = promise.measured(
-        lambda: _post(server, **long), lambda found: is_on_time(found) and found[0] == 200
+        lambda: _post(narrow, **long), lambda found: is_on_time(found) and found[0] == 200
     )
     assert (status, response.json()["choices"][0]["finish_reason"]) == (200, "timeout") and seconds < 1
     # A thread reads long texts one after the other: the deadline of those that wait for it runs already.
     with ThreadPoolExecutor(8) as threads:
-        answers = list(threads.map(lambda _: _post(server, prompt="fox" * 30_000, deadline_ms=5), range(8)))
+        answers = list(threads.map(lambda _: _post(narrow, prompt="fox" * 30_000, deadline_ms=5), range(8)))
     assert {status for status, _, _ in answers} <= {400, 503, 504}
     assert any(status == 504 for status, _, _ in answers)
-    assert is_clean(server, 30)
+    assert is_clean(narrow, 30)
