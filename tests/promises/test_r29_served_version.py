@@ -38,7 +38,6 @@ from tests.support.reloads import has_reloaded
 from tests.support.servers import Server
 from tests.support.services import Services
 
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 _TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 Copy = Callable[[Path, Path], Iterator[None]]
 """(new files, weights directory) -> a pause after each step."""
@@ -166,23 +165,25 @@ def _kill_during(server: Server, copy: Iterator[None], steps: int, asks: list[As
     return answers
 
 
-@pytest.mark.parametrize("way", WAYS)
 def test_streams_survive_a_kill_at_every_moment_of_a_copy(
-    serve: Services, tmp_path: Path, sets: list[Path], directory: Path, way: str, promise: Promise
+    serve: Services, tmp_path: Path, sets: list[Path], directory: Path, promise: Promise
 ) -> None:
-    asks, copy = _asks(max_tokens=promise.size(100, 200)), WAYS[way]
-    moments = sum(1 for _ in copy(sets[1], Path(shutil.copytree(sets[0], tmp_path / "counted"))))
-    n = promise.size(2 if way == "in place" else 1, max(20, moments))
-    rng, same = random.Random(f"{way}/29"), 0
-    server = serve(weights=directory, environment=_ENVIRONMENT, fake_ms=5)
-    for attempt in range(n):
-        expected = told(visit(server, asks))
-        steps = 1 + (attempt % moments if promise.full else rng.randrange(moments))
-        found = _kill_during(server, copy(sets[(attempt + 1) % 2], directory), steps, asks)
-        same += count_same(found, expected)
-        assert same == (attempt + 1) * len(asks), (steps, server.log.read_text()[-3000:])
-        _reload(server)
-    promise.all_of(f"answers as undisturbed, kills during a copy {way}", same, n * len(asks))
+    """One service for all ways: after each kill it loads the new files and starts the next way from there."""
+    asks, server, reloads = _asks(max_tokens=promise.size(100, 200)), serve(weights=directory, fake_ms=5), 0
+    for way, copy in WAYS.items():
+        counted = Path(shutil.copytree(sets[0], tmp_path / way / "weights"))
+        moments = sum(1 for _ in copy(sets[1], counted))
+        n = promise.size(2 if way == "in place" else 1, max(20, moments))
+        rng, same = random.Random(f"{way}/29"), 0
+        for attempt in range(n):
+            expected = told(visit(server, asks))
+            steps = 1 + (attempt % moments if promise.full else rng.randrange(moments))
+            reloads += 1
+            found = _kill_during(server, copy(sets[reloads % 2], directory), steps, asks)
+            same += count_same(found, expected)
+            assert same == (attempt + 1) * len(asks), (way, steps, server.log.read_text()[-3000:])
+            _reload(server)
+        promise.all_of(f"answers as undisturbed, kills during a copy {way}", same, n * len(asks))
 
 
 @pytest.mark.parametrize("way", ["in place", "removed first"])
@@ -191,8 +192,7 @@ def test_without_a_snapshot_the_service_ends(
 ) -> None:
     """The control: the engine starts from whatever is in the directory by then."""
     faults.arm("weights.no_snapshot", "skip")
-    environment = {**_ENVIRONMENT, **faults.removing("weights.no_snapshot")}
-    server = serve(weights=directory, environment=environment, fake_ms=5)
+    server = serve(weights=directory, environment=faults.removing("weights.no_snapshot"), fake_ms=5)
     deque(WAYS[way](sets[1], directory), maxlen=0)
     os.kill(engine_pid(server), signal.SIGKILL)
     assert server.process.wait(timeout=60) == 1
@@ -211,7 +211,7 @@ def test_real_engines_guides_and_chats_stay_with_the_served_version(
         Ask(path="/v1/chat/completions", body=chat),
     ]
     flags = ("--dtype", "float32", "--threads", "1", "--kv-blocks", "64")
-    server, n, same = serve(*flags, weights=directory, environment=_ENVIRONMENT), promise.size(1, 20), 0
+    server, n, same = serve(*flags, weights=directory), promise.size(1, 20), 0
     for attempt in range(n):
         expected, new = told(visit(server, asks)), sets[(attempt + 1) % 2]
         deque(_replaced_in_place(new, directory), maxlen=0)
