@@ -70,7 +70,7 @@ def test_31_of_32_do_not_notice_a_poisoned_one(
     faults = arm_this_process(tmp_path, monkeypatch)
     good = n = 0
     engine = _engine()
-    for seed in range(promise.size(2, 40)):
+    for seed in range(promise.size(1, 40)):
         requests = mixed_requests(32, seed=seed)
         before = serve(_engine(), requests)
         for point, order in PLACES.values():
@@ -113,12 +113,25 @@ def test_blocks_that_are_not_cleared_show(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 N, INDEX = 32, 16
-MODES = ("events", "whole", "chunks")
-CASES = ("validate", "tokenise", "prefill", "sampler", "NaN row", "logprobs", "detokenise", "stop", "encode")
 TOKENIZER = Tokenizer.train([TEXT], VOCAB)
 BAD_BYTE = TOKENIZER.bytes_of.index(b"\xf5")
 """No text in UTF-8 has this byte."""
 VICTIMS_IDS = TOKENIZER.encode("The victim sang to the moon")
+_IDS = {"match": str(tuple(VICTIMS_IDS))[:-1]}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "validate": ("api.validate", {"match": "victim"}),
+    "tokenise": ("text.encode", {"match": "The victim sang"}),
+    "prefill": ("engine.forward", _IDS),
+    "sampler": ("engine.sample", {**_IDS, "after": 5}),
+    "NaN row": ("", {}),  # by what the victim sends
+    "logprobs": ("engine.score", _IDS),
+    "detokenise": ("text.decode", {**_IDS, "after": 4}),
+    "stop": ("text.stop", {**_IDS, "after": 4}),
+    "encode": ("api.{}", {"match": "'victim'"}),
+}
+"""Where the victim fails: a fault point, and what else is ordered there."""
+MODES = {"events": "event", "whole": "answer", "chunks": "chunk"}
+"""Each with what is encoded in it."""
 
 
 def _poisoned_weights(folder: Path) -> Path:
@@ -137,24 +150,23 @@ def server(serve_module: Services, faults: Faults, tmp_path_factory: pytest.Temp
 
 
 def _bodies() -> list[dict[str, Any]]:
-    rng, words = random.Random(5), TEXT.split()[:60]
-    return [_body(index, rng, words) for index in range(N)]
-
-
-def _body(index: int, rng: random.Random, words: list[str]) -> dict[str, Any]:
-    if index == INDEX:
-        own = {"prompt": "The victim sang to the moon", "user": "victim", "logprobs": 2, "echo": True}
-        return {**own, "stop": ["never written"], "max_tokens": 9, "seed": 1, "logit_bias": {str(BAD_BYTE): -100}}
-    return {
-        "prompt": " ".join(rng.choices(words, k=rng.randint(1, 4))),
-        "max_tokens": rng.randint(4, 9),
-        "seed": index,
-        "temperature": rng.choice([0.0, 0.9]),
-        "logprobs": rng.choice([None, None, None, 1]),
-        "stop": rng.choice([None, ["the"]]),
-        "logit_bias": {str(BAD_BYTE): -100},
-        "user": f"u{index}",
-    }
+    rng, words, common = random.Random(5), TEXT.split()[:60], {"logit_bias": {str(BAD_BYTE): -100}}
+    bodies = [
+        {
+            **common,
+            "prompt": " ".join(rng.choices(words, k=rng.randint(1, 4))),
+            "max_tokens": rng.randint(4, 9),
+            "seed": index,
+            "temperature": rng.choice([0.0, 0.9]),
+            "logprobs": rng.choice([None, None, None, 1]),
+            "stop": rng.choice([None, ["the"]]),
+            "user": f"u{index}",
+        }
+        for index in range(N)
+    ]
+    victim = {"prompt": "The victim sang to the moon", "user": "victim", "logprobs": 2, "echo": True, "seed": 1}
+    bodies[INDEX] = {**common, **victim, "stop": ["never written"], "max_tokens": 9}
+    return bodies
 
 
 def _all_at_once(server: Server, bodies: list[dict[str, Any]], mode: str) -> list[Answer]:
@@ -169,27 +181,6 @@ def _error(output: Any) -> dict[str, Any] | None:
     return errors[0]
 
 
-def _arm(faults: Faults, case: str, mode: str) -> str:
-    """Arms the fault point of a case for the victim alone; empty where the victim's own body causes the failure."""
-    ids = str(tuple(VICTIMS_IDS))[:-1]
-    encoding = {"events": "api.event", "whole": "api.answer", "chunks": "api.chunk"}[mode]
-    points: dict[str, tuple[str, dict[str, Any]]] = {
-        "validate": ("api.validate", {"match": "victim"}),
-        "tokenise": ("text.encode", {"match": "The victim sang"}),
-        "prefill": ("engine.forward", {"match": ids}),
-        "sampler": ("engine.sample", {"match": ids, "after": 5}),
-        "logprobs": ("engine.score", {"match": ids}),
-        "detokenise": ("text.decode", {"match": ids, "after": 4}),
-        "stop": ("text.stop", {"match": ids, "after": 4}),
-        "encode": (encoding, {"match": "'victim'"}),
-    }
-    if case not in points:
-        return ""
-    point, order = points[case]
-    faults.arm(point, "raise", **order)
-    return point
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_31_of_32_clients_do_not_notice_a_poisoned_one(
     server: Server, faults: Faults, mode: str, promise: Promise
@@ -197,14 +188,14 @@ def test_31_of_32_clients_do_not_notice_a_poisoned_one(
     bodies, good = _bodies(), 0
     before = [answer.told() for answer in _all_at_once(server, bodies, mode)]
     assert not any(map(_error, before))
-    for case in CASES:
-        written = len(server.told())
-        point = _arm(faults, case, mode)
-        sent = bodies
-        if case == "NaN row":
-            sent = [{**b, "prompt": [*VICTIMS_IDS, BAD_BYTE, 5]} if b.get("user") == "victim" else b for b in bodies]
+    for case, (point, order) in CASES.items():
+        written, sent = len(server.told()), list(bodies)
+        if point:
+            faults.arm(point.format(MODES[mode]), "raise", **order)
+        else:
+            sent[INDEX] = {**bodies[INDEX], "prompt": [*VICTIMS_IDS, BAD_BYTE, 5]}
         answers = _all_at_once(server, sent, mode)
-        faults.disarm(point or "nothing")
+        faults.disarm()
         after = [answer.told() for answer in answers]
         error = _error(after[INDEX])
         assert error and set(error) == {"message", "type", "param", "code"}, (case, after[INDEX])
