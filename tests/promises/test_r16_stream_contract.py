@@ -85,8 +85,7 @@ def _is_same(answers: list[Answer], expected: _Outcome) -> list[bool]:
 
 
 def _is_error(answers: list[Answer], kind: str) -> list[bool]:
-    outcomes = [_outcome(answer) for answer in answers]
-    return [outcome.error == kind and outcome.finish is None for outcome in outcomes]
+    return [(outcome.error, outcome.finish) == (kind, None) for outcome in map(_outcome, answers)]
 
 
 @pytest.fixture(scope="module")
@@ -168,19 +167,16 @@ def _deadline(stage: _Stage) -> list[bool]:
 
 
 def _not_finite(stage: _Stage) -> list[bool]:
-    stage.faults.arm("fake.not_finite", "nothing", after=40)
-    answers = visit(stage.server, _asks())
-    stage.faults.disarm("fake.not_finite")
-    return _is_error(answers, "server_error")
+    with stage.faults.armed("fake.not_finite", "nothing", after=40):
+        return _is_error(visit(stage.server, _asks()), "server_error")
 
 
 def _poisoned(stage: _Stage) -> list[bool]:
     companion = Ask(body={**_BODY, "max_tokens": 400})
     with crowd(stage.server, [companion]) as others:
         assert stage.server.wait_for(lambda: others[0].n_events > 3)
-        stage.faults.arm("engine.step", "kill", match="max_tokens=120,")
-        answers = visit(stage.server, _asks())
-        stage.faults.disarm("engine.step")
+        with stage.faults.armed("engine.step", "kill", match="max_tokens=120,"):
+            answers = visit(stage.server, _asks())
     assert _outcome(others[0]).finish == "length"
     assert stage.server.wait_for(lambda: is_ready(stage.server), 30)
     return _is_error(answers, "server_error")
