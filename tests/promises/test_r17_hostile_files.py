@@ -28,7 +28,7 @@ def _run(folder: Path, *flags: str) -> dict[str, Any]:
 
 
 def test_mutated_directories_are_refused_in_one_line_or_harmless(tmp_path: Path, promise: Promise) -> None:
-    count = promise.size(500, 10_000)
+    count = promise.size(300, 10_000)
     report = _run(tmp_path, "--count", str(count), "--seed", "17")
     print(*report["failures"], sep="\n")
     good = count - len(report["failures"])
