@@ -69,39 +69,23 @@ def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of packages: the wheel's, and others named `app` and `model`, which fail when they are imported."""
-    others = [_other_wheel(name, tmp_path_factory.mktemp(name)) for name in ("app", "model")]
-    first, last = tmp_path_factory.mktemp("first") / "site", tmp_path_factory.mktemp("last") / "site"
-    for folder, wheels in ((first, [wheel, *others]), (last, [*others, wheel])):
-        for one in wheels:
-            _run(*PIP, "install", "--no-deps", "--no-index", "--target", folder, one, folder=folder.parent)
-    assert _contents(first) == _contents(last), "the order of installation decides which files there are"
-    return last
-
-
-def _contents(folder: Path) -> dict[str, bytes]:
-    """Name -> content of every file of Python."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.py")}
-
-
-def _other_wheel(name: str, folder: Path) -> Path:
-    """A wheel of another project: one package, which is not to be imported by inkstream."""
-    path = folder / f"other_{name}-1.0-py3-none-any.whl"
-    with ZipFile(path, "w") as archive:
-        info = f"other_{name}-1.0.dist-info"
-        archive.writestr(f"{name}/__init__.py", OTHER)
-        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: other-{name}\nVersion: 1.0\n")
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(f"{info}/RECORD", "")
-    return path
+    folder = tmp_path_factory.mktemp("site") / "site"
+    _run(*PIP, "install", "--no-deps", "--no-index", "--target", folder, wheel, folder=folder.parent)
+    _write_other_packages(folder)
+    return folder
 
 
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> Path:
     """A working directory with folders named `app` and `model`."""
-    for name in ("app", "model"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text(OTHER)
+    _write_other_packages(tmp_path)
     return tmp_path
+
+
+def _write_other_packages(folder: Path) -> None:
+    for name in ("app", "model"):
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text(OTHER)
 
 
 def test_a_wheel_holds_one_package_with_all_that_runs_and_nothing_else(wheel: Path) -> None:
