@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import pytest
 import yaml
 
 from tests.support import ROOT
-from tests.support.servers import Server
+from tests.support.servers import Server, free_ports
 from tests.support.services import Services
 
 ALERTS = ROOT / "deploy/prometheus/alerts.yml"
@@ -68,8 +67,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory, service: Server) -> Ite
         "scrape_configs": [{"job_name": "inkstream", "static_configs": [{"targets": [target]}]}],
     }
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_ports(1)[0]}"
     arguments = (f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data")
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(["prometheus", *arguments, f"--web.listen-address={address}"], stderr=log)

@@ -7,7 +7,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from pathlib import Path
 from app.__main__ import main as inkstream
 from tests.support import ROOT
 from tests.support.nodejs import NODE
-from tests.support.servers import Server, start_server, stop_server
+from tests.support.servers import Server, free_ports, start_server, stop_server
 
 INKSTREAM = ".venv/bin/inkstream"
 # What a clone has, but for `weights`: those are tiny here. Pages may write beside them, and into none of them.
@@ -126,8 +125,7 @@ class Newcomer:
         self._started: Server | None = None
         self._flags: list[str] = []
         self._steps = 2
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self._proxy_port = free.getsockname()[1]
+        (self._proxy_port,) = free_ports(1)
         (clone / ".venv/bin").mkdir(parents=True)
         for name in _CLONED:
             if (ROOT / name).exists():

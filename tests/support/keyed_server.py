@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import httpx
 
 from app.access.api_keys import add_key, new_key, revoke_key, stored
+from tests.support.http.raw_client import status_of as status_of
 from tests.support.servers import Server
 
 
@@ -71,12 +71,6 @@ def raw(method: str, target: str, *headers: str, body: bytes = b"") -> bytes:
     if body:
         lines.append(f"Content-Length: {len(body)}")
     return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
-
-
-def status_of(answer: bytes) -> int:
-    """Of the first answer; 0 where the connection was closed without one."""
-    found = re.match(rb"HTTP/1\.1 (\d{3}) ", answer)
-    return int(found[1]) if found else 0
 
 
 def log_lines(server: Server) -> list[dict[str, Any]]:

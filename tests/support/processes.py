@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
+from benchmarks.service_process import child_pids
+
 
 def has_exited(pid: int) -> bool:
     """Whether the process has ended, also if its parent has not noticed."""
@@ -17,13 +19,10 @@ def is_stopped(pid: int) -> bool:
 
 
 def children(pid: int) -> list[int]:
-    """Child processes of all threads."""
-    found: list[int] = []
+    """Child processes of all threads; none of a process that has ended."""
     with suppress(FileNotFoundError, ProcessLookupError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
-                found += [int(child) for child in (task / "children").read_text().split()]
-    return found
+        return child_pids(pid)
+    return []
 
 
 def family(pid: int) -> list[int]:

@@ -67,9 +67,9 @@ def cost(victim: Callable[[], float], load: Load, *, rounds: int, each: int) -> 
     return Cost(alone=statistics.median(alone), concurrent=statistics.median(concurrent), n=rounds * each)
 
 
-def _wait_until_quiet(victim: Callable[[], float], alone: float, seconds: float = 15.0) -> None:
+def _wait_until_quiet(victim: Callable[[], float], alone: float) -> None:
     """The service may go on with the attacker's last requests for a while, which would count as alone."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + 15
     while max(victim() for _ in range(3)) > 2 * alone and time.monotonic() < end:
         pass
 

@@ -43,14 +43,14 @@ def train_until(step: int, text: Path, out: Path, *flags: str) -> None:
         assert train(text, out, *flags) == 143
 
 
-def signal_after(steps: int, patch: pytest.MonkeyPatch, number: signal.Signals = signal.SIGTERM) -> None:
-    """Sends this process a signal just after so many updates of the weights."""
+def signal_after(steps: int, patch: pytest.MonkeyPatch) -> None:
+    """Sends this process SIGTERM just after so many updates of the weights."""
     update = Trainer.update
 
     def update_and_signal(learner: Trainer, step: int, lr_factor: float) -> None:
         update(learner, step, lr_factor)
         if step + 1 == steps:
-            signal.raise_signal(number)
+            signal.raise_signal(signal.SIGTERM)
 
     patch.setattr(Trainer, "update", update_and_signal)
 
