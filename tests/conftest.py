@@ -31,7 +31,7 @@ from tests.support.engine.native_sampler import Sample, native_sample
 from tests.support.engine.native_sampler import compiled as compiled_sampler
 from tests.support.fake_compiler import compiled
 from tests.support.longest_files import LONGEST
-from tests.support.model.tiny_models import TEXT, WAY, tiny_weights
+from tests.support.model.tiny_models import TEXT, WAY, kernels, tiny_weights
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, forbid_servers, own_servers, start_server, stop_server
 from tests.support.services import Services, services
@@ -150,10 +150,13 @@ def promise(request: pytest.FixtureRequest) -> Promise:
 
 @pytest.fixture(scope="session")
 def sampling_library(tmp_path_factory: pytest.TempPathFactory) -> CDLL:
-    """The native sampling kernels alone, with entry points for tests."""
+    """The native sampling kernels with entry points for their functions."""
     if not shutil.which("g++"):
         pytest.skip("the native sampler needs g++")
-    return compiled_sampler(tmp_path_factory.mktemp("native"))
+    try:
+        return compiled_sampler(tmp_path_factory.mktemp("native"))
+    except UnsupportedCpu as error:
+        pytest.skip(f"no native kernels here: {error}")
 
 
 @pytest.fixture(params=["torch", pytest.param("native", marks=pytest.mark.slow)])
@@ -161,7 +164,8 @@ def sample(request: pytest.FixtureRequest) -> Sample:
     """Both samplers: the same laws hold for each."""
     if request.param == "torch":
         return torch_sample
-    return native_sample(request.getfixturevalue("sampling_library"))
+    request.getfixturevalue("native_library")
+    return native_sample(kernels())
 
 
 @pytest.fixture(params=["torch", *(pytest.param(way, marks=pytest.mark.slow) for way in ("native", "int8"))])

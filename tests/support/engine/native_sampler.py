@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import subprocess
 from collections.abc import Callable
 from collections.abc import Sequence as Items
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from app.common.types import SampledToken
 from app.engine.cpu.sampler import NativeSampler
+from app.engine.cpu.toolchain.cpu_target import this_level
 from app.engine.sampling.parameters import SamplingInput
 from tests.support import ROOT
 
@@ -39,10 +39,13 @@ double probe_uniform(int64_t seed, int64_t choice, int64_t position) {
 
 
 def compiled(folder: Path) -> CDLL:
-    """The kernels of draw.h. INKSTREAM_TEST_FLAGS say for which processor, and more, such as -fsanitize=address."""
+    """The kernels of draw.h. INKSTREAM_TEST_FLAGS say for which processor, and more, such as -fsanitize=address.
+
+    Raises UnsupportedCpu where the product has no kernels for this one.
+    """
     unit, library = folder / "draw.cpp", folder / "draw.so"
     unit.write_text(_UNIT)
-    flags = os.environ.get("INKSTREAM_TEST_FLAGS", _level()).split()
+    flags = os.environ.get("INKSTREAM_TEST_FLAGS", " ".join(this_level().flags)).split()
     subprocess.run(["g++", *_FLAGS, *_WARNINGS, *flags, f"-I{_SOURCE}", str(unit), "-o", str(library)], check=True)
     return CDLL(str(library))
 
@@ -51,11 +54,3 @@ def native_sample(library: CDLL) -> Sample:
     """The native sampler with the interface of its reference: for any vocabulary, and tensors."""
     sampler = cache(lambda vocab: NativeSampler(library, vocab))
     return lambda logits_SV, rows: sampler(logits_SV.shape[1]).sample(logits_SV.float().numpy(), rows)
-
-
-def _level() -> str:
-    """The best that this processor can run."""
-    cpuinfo = Path("/proc/cpuinfo")
-    flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
-    wide = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"} <= flags
-    return "-march=x86-64-v4" if wide and platform.machine() == "x86_64" else "-march=native"
