@@ -18,15 +18,14 @@ def token(page, content):
     return page.locator(".token").filter(has_text=content).first
 
 
-def played(words, first_id=1000):
+def played(words):
     """Token events with their details: each word was the second of three."""
-    return [("token", {"text": word, "tokens": [detail(word, first_id + i)]}) for i, word in enumerate(words)]
+    return [("token", {"text": word, "tokens": [detail(word, token_id)]}) for token_id, word in enumerate(words, 1000)]
 
 
-def detail(word, token_id, shares=(0.5, 0.25, 0.125)):
-    others = [(token_id + 1, " other"), (token_id, word), (token_id + 2, " third")]
-    top = [piece(word, one, share) for (one, word), share in zip(others, shares, strict=True)]
-    return {**piece(word, token_id, shares[1]), "top": top}
+def detail(word, token_id):
+    own = piece(word, token_id, 0.25)
+    return {**own, "top": [piece(" other", token_id + 1, 0.5), own, piece(" third", token_id + 2, 0.125)]}
 
 
 def piece(word, token_id, share):
