@@ -10,6 +10,8 @@ import httpx
 import msgspec
 import pytest
 
+from app.access.api_keys import add_key, new_key, stored
+from tests.support.keyed_server import Keyring, bearer
 from tests.support.load import open_loop
 from tests.support.load.open_loop import Plan
 from tests.support.promise_figures import Promise
@@ -17,10 +19,8 @@ from tests.support.servers import Server
 from tests.support.services import Services
 
 _SLOTS, _STEP = 16, 0.005
-_TENANTS = {name: {} for name in ("flood", "light")} | {
-    "limited": {"concurrency": 12},
-    "reader": {"requests_per_minute": 3},
-}
+_KEYS = {name: new_key() for name in ("flood", "light", "limited", "reader")}
+_LIMITS = {"limited": {"concurrency": 12}, "reader": {"requests_per_minute": 3}}
 _SMALL_REQUEST = json.dumps({"prompt": "Hello there", "max_tokens": 10, "ignore_eos": True}).encode()
 _FLOOD = json.dumps({"prompt": "Once upon a time", "max_tokens": 100, "ignore_eos": True}).encode()
 _RATE = 8.0
@@ -28,16 +28,27 @@ _RATE = 8.0
 
 
 @pytest.fixture(scope="module")
-def server(serve_module: Services) -> Server:
+def server(serve_module: Services, tmp_path_factory: pytest.TempPathFactory) -> Server:
     """Four tenants."""
-    flags, environment = ("--max-running", str(_SLOTS), "--max-waiting", "2048"), {"CALLERS": json.dumps(_TENANTS)}
-    return serve_module(*flags, fake_ms=_STEP * 1e3, environment=environment, is_killed=True)
+    ring = Keyring(tmp_path_factory.mktemp("keys") / "keys.json")
+    for name, key in _KEYS.items():
+        add_key(ring.file, stored(key, name, **_LIMITS.get(name, {})))
+    flags = ("--max-running", str(_SLOTS), "--max-waiting", "2048")
+    return serve_module(*flags, ring=ring, fake_ms=_STEP * 1e3, is_killed=True)
+
+
+def _header(name: str) -> tuple[tuple[str, str], ...]:
+    return tuple(bearer(_KEYS[name]).items())
+
+
+def _count(server: Server, state: str) -> float:
+    """Requests that are running or waiting."""
+    return server.metric(f"requests_{state}", bearer(_KEYS["light"]))
 
 
 def _visit(server: Server, seconds: float, name: str) -> list[float]:
     """Seconds to each first token of the light tenant."""
-    header = (("X-Caller", name),)
-    plan = Plan(url=server.url, bodies=(_SMALL_REQUEST,), headers=header, rate=_RATE, seconds=seconds)
+    plan = Plan(url=server.url, bodies=(_SMALL_REQUEST,), headers=_header(name), rate=_RATE, seconds=seconds)
     outcomes = open_loop.run(plan)
     assert all(o.is_good for o in outcomes), open_loop.summary(outcomes)
     return [o.first_token for o in outcomes if o.first_token is not None]
@@ -45,16 +56,15 @@ def _visit(server: Server, seconds: float, name: str) -> list[float]:
 
 def _flood(server: Server, name: str, requests: int, seconds: float) -> AbstractContextManager[open_loop.Load]:
     """All at once."""
-    header = (("X-Caller", name),)
     at_once = Plan(url=server.url, bodies=(_FLOOD,), rate=1000, seconds=10, most=requests)
-    return open_loop.started(msgspec.structs.replace(at_once, headers=header, patience=seconds))
+    return open_loop.started(msgspec.structs.replace(at_once, headers=_header(name), patience=seconds))
 
 
 def _has_arrived(server: Server, least: int) -> bool:
     """Whether more than so many wait, and no more come."""
-    before = server.metric("requests_waiting")
+    before = _count(server, "waiting")
     time.sleep(0.1)
-    return least < server.metric("requests_waiting") <= before
+    return least < _count(server, "waiting") <= before
 
 
 @pytest.mark.timed
@@ -62,13 +72,13 @@ def test_a_thousand_waiting_requests_of_one_key_do_not_keep_another_waiting(serv
     seconds = promise.size(4, 20)
 
     def measure() -> tuple[float, int]:
-        assert server.wait_for(lambda: server.metric("requests_waiting") == 0)
+        assert server.wait_for(lambda: _count(server, "waiting") == 0)
         alone = open_loop.spread(_visit(server, seconds, "light"))
         # The service answers 32 each second, also while a slow machine still sends; 1,300 give it ten seconds.
         with _flood(server, "flood", 1300, seconds + 60):
             assert server.wait_for(lambda: _has_arrived(server, 1000))
             loaded = open_loop.spread(_visit(server, seconds, "light"))
-            assert server.metric("requests_waiting") > 500
+            assert _count(server, "waiting") > 500
         # What a fifth of a second does is the machine's doing, and a first token takes two steps in any case.
         return loaded.p99 / max(alone.p99, 0.02), loaded.n
 
@@ -76,22 +86,23 @@ def test_a_thousand_waiting_requests_of_one_key_do_not_keep_another_waiting(serv
     promise.at_most("first-token p99 beside another key's 1,000, against alone", ratio, target=3, floor=3, n=n)
 
 
-def test_without_keys_everybody_waits_in_one_line(server: Server) -> None:
+def test_one_tenant_waits_behind_its_own_flood(server: Server) -> None:
     """Positive control: the same flood by the same tenant."""
-    assert server.wait_for(lambda: server.metric("requests_waiting") == 0)
-    with _flood(server, "", 800, 60):
-        assert server.wait_for(lambda: server.metric("requests_waiting") > 300)
+    assert server.wait_for(lambda: _count(server, "waiting") == 0)
+    with _flood(server, "flood", 800, 60):
+        assert server.wait_for(lambda: _count(server, "waiting") > 300)
         plan = Plan(url=server.url, bodies=(_SMALL_REQUEST,), rate=_RATE, seconds=1, patience=2)
+        plan = msgspec.structs.replace(plan, headers=_header("flood"))
         waited = [o.first_token or 99 for o in open_loop.run(plan)]
     assert open_loop.spread(waited).p50 > 0.5
 
 
 def test_requests_at_a_time_are_never_more_than_the_key_may_have(server: Server, promise: Promise) -> None:
-    assert server.wait_for(lambda: server.metric("requests_waiting") + server.metric("requests_running") == 0)
+    assert server.wait_for(lambda: _count(server, "waiting") + _count(server, "running") == 0)
     with _flood(server, "limited", 60, 5) as load:
         most, end = 0.0, time.monotonic() + 1.5
         while time.monotonic() < end:
-            most = max(most, server.metric("requests_running") + server.metric("requests_waiting"))
+            most = max(most, _count(server, "running") + _count(server, "waiting"))
         summary = open_loop.summary(load.outcomes())
     assert set(summary.statuses) == {200, 429} and summary.good >= 12
     promise.at_most("requests at a time of a key that may have 12", most, target=12, n=summary.offered)
@@ -99,6 +110,6 @@ def test_requests_at_a_time_are_never_more_than_the_key_may_have(server: Server,
 
 def test_routes_that_draw_nothing_count_as_requests_too(server: Server) -> None:
     asked = [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [40]}), ("/tokenize", {"prompt": "b"})] * 2
-    answers = [httpx.post(f"{server.url}{path}", json=body, headers={"X-Caller": "reader"}) for path, body in asked]
+    answers = [httpx.post(f"{server.url}{path}", json=body, headers=bearer(_KEYS["reader"])) for path, body in asked]
     assert [answer.status_code for answer in answers] == [200] * 3 + [429] * 3
     assert int(answers[-1].headers["retry-after"]) >= 1
