@@ -1,8 +1,9 @@
 """Reference implementation of a step's operations on a GPU in plain torch, which the Triton kernels are tested against.
 
 It computes in float64 and rounds where app/engine/gpu/kernels/interface.py says so, so that the order of summation does
-not affect the result, and a row has the same bits alone, in any batch and in any chunk. Tests and measurements also run
-the GPU's engine with it on a CPU. Shape legend: as in interface.py; N tokens of a tile, G = H / K, L positions.
+not affect the result, and a row has the same bits alone, in any batch and in any chunk. Nothing is read on the host,
+and no shape depends on a value. Tests and measurements also run the GPU's engine with it on a CPU. Shape legend: as in
+interface.py; N tokens of a tile, G = H / K, L positions.
 """
 
 from __future__ import annotations
@@ -131,6 +132,7 @@ def _row_parameters(table: SamplingTable, rows_S: Tensor, positions_S: Tensor) -
     is_masked_S1 = (n_generated_S < words_SW[:, layout.MIN_TOKENS])[:, None]
     return RowParameters(
         stages=_STAGES,
+        may_wait=False,
         header_SX=words_SW[:, : layout.HEADER_WORDS],
         stop_ids_SN=words_SW[:, :0].long(),
         bias_ids_SN=words_SW[:, layout.BIAS_IDS : layout.BIASES].long(),

@@ -15,8 +15,9 @@ logit * r elsewhere. presence_penalty p and frequency_penalty f (OpenAI), for ea
 logit - f c - p. Computed in float64 and clamped to the range of float32, so that no penalty results in an infinity.
 
 Every filter is a threshold that keeps all tokens at or above it, so that tokens of equal logits stay together and the
-result never depends on the order of a sort. Sums are float64. A row's weights depend on that row alone. A filter tries
-the top tokens before it sorts whole rows, with the same result.
+result never depends on the order of a sort. Sums are float64. A row's weights depend on that row alone. Nothing waits
+for the device unless RowParameters.may_wait allows it: then a filter tries the top tokens before it sorts whole rows,
+with the same result.
 
 Shape legend: S rows, V vocabulary, B blocks of it, N entries of a row, X columns of any kind or flattened.
 """
@@ -99,6 +100,8 @@ class RowParameters:
 
     stages: frozenset[str]
     """Names of the stages to run: at least those that a row requests. A stage leaves all other rows as they are."""
+    may_wait: bool
+    """Whether the host may wait for values on the device; if not, all shapes are static, as a CUDA graph needs."""
     header_SX: Tensor
     """int32: the first words of the layout."""
     stop_ids_SN: Tensor
@@ -216,7 +219,7 @@ def _keep_top_k(values: StageValues, rows: RowParameters) -> None:
     vocab = values.logits_SV.shape[1]
     k_S1 = rows.word(layout.TOP_K)
     k_S1 = k_S1.where((k_S1 > 0) & (k_S1 < vocab), vocab)
-    most = int(k_S1.where(k_S1 < vocab, 1).amax())
+    most = int(k_S1.where(k_S1 < vocab, 1).amax()) if rows.may_wait else vocab
     best_SX = values.logits_SV.topk(most, dim=-1).values
     least_S1 = best_SX.gather(1, k_S1.clamp(max=most) - 1).where(k_S1 < vocab, NEG_INF)
     # Weights, not logits: exp() of -inf takes ten times as long as that of other numbers.
@@ -230,13 +233,13 @@ def _keep_typical(values: StageValues, rows: RowParameters) -> None:
     surprise_SV = total_S1.log() - values.scaled_SV
     entropy_S1 = _total((surprise_SV * weights_SV).where(weights_SV > 0, 0.0)) / total_S1
     nearness_SV = (-(surprise_SV - entropy_S1).abs()).where(weights_SV > 0, NEG_INF)
-    least_S1 = _threshold(nearness_SV, weights_SV, share_S1)
+    least_S1 = _threshold(nearness_SV, weights_SV, share_S1, may_wait=rows.may_wait)
     values.weights_SV = weights_SV.where((nearness_SV >= least_S1) | (share_S1 >= 1), 0.0)
 
 
 def _keep_top_p(values: StageValues, rows: RowParameters) -> None:
     weights_SV, share_S1 = values.weights_SV, rows.number(layout.TOP_P)
-    least_S1 = _threshold(weights_SV, weights_SV, share_S1)
+    least_S1 = _threshold(weights_SV, weights_SV, share_S1, may_wait=rows.may_wait)
     values.weights_SV = weights_SV.where((weights_SV >= least_S1) | (share_S1 >= 1), 0.0)
 
 
@@ -290,10 +293,10 @@ def _total(weights_SX: Tensor) -> Tensor:
     return _block_sums(weights_SX)[1][:, -1:]
 
 
-def _threshold(key_SX: Tensor, weights_SX: Tensor, share_S1: Tensor) -> Tensor:
+def _threshold(key_SX: Tensor, weights_SX: Tensor, share_S1: Tensor, *, may_wait: bool) -> Tensor:
     """[S, 1] key of the last token, in descending order of keys, needed to reach share_S1 of the total weight."""
     target_S1, width = _total(weights_SX) * share_S1, key_SX.shape[1]
-    tried = min(_TOP_TRIED, width)
+    tried = min(_TOP_TRIED, width) if may_wait else width
     least_S1, reached_S1 = _threshold_in_top(key_SX, weights_SX, target_S1, tried)
     if tried < width:
         # Few rows are so flat that the top tokens do not suffice: only those are sorted.
@@ -372,7 +375,7 @@ def draw_tokens(logits_SV: Tensor, rows: RowParameters, numbers_S1: Tensor) -> D
     raw_SV = logits_SV.float()
     # amax and amin propagate NaN; isfinite() over all logits would take most of the time.
     is_valid_S1 = raw_SV.amax(-1, keepdim=True).isfinite() & raw_SV.amin(-1, keepdim=True).isfinite()
-    if not is_valid_S1.all():
+    if not (rows.may_wait and is_valid_S1.all()):
         raw_SV = raw_SV.where(is_valid_S1, 0.0)
     logits_SV = apply_stages(raw_SV, rows, ADJUSTMENTS).logits_SV
     is_valid_S1 = is_valid_S1 & (logits_SV.amax(-1, keepdim=True) > NEG_INF)
@@ -452,6 +455,7 @@ def row_parameters(rows: Items[SamplingInput], vocab: int, device: torch.device 
     counts_SV, counted_ids_SN = _counts(rows, vocab, device)
     return RowParameters(
         stages=requested_stages(rows),
+        may_wait=True,
         header_SX=torch.frombuffer(header, dtype=torch.int32).view(len(rows), -1).to(device),
         stop_ids_SN=_table(stop_ids, -1, torch.int64, device),
         bias_ids_SN=_table([[token for token, _ in each] for each in biases], -1, torch.int64, device),
