@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from app.common.types import BatchPlan, FinishReason, Request
+from app.common.types import BatchPlan, FinishReason, Request, RequestFailed, SampledToken, StepResult
 from app.engine.execution.engine import Engine
 from app.engine.scheduling.block_allocator import BlockPool, chain_hash, root_hash
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
@@ -108,6 +108,14 @@ def test_no_tokens_asked_for_ends_with_length_and_warms_the_cache() -> None:
     (event,) = step(scheduler, SimulatedDevice(4))[1].events
     assert (event.token, event.finish) == (None, FinishReason.LENGTH)
     assert scheduler.pool.counts.cached == 2
+
+
+def test_a_grammar_that_cannot_be_followed_is_the_users_mistake_and_frees_all_blocks() -> None:
+    scheduler = make_scheduler(16, 4, 64, 4)
+    scheduler.add(_request("r", 9, grammar="any"))
+    report = scheduler.commit(scheduler.plan(), StepResult({"r": SampledToken(None, failure="too complex")}))
+    assert report.failed == (RequestFailed("r", "too complex", is_user_error=True),) and not report.events
+    assert not scheduler.has_work and scheduler.pool.counts.active == 0
 
 
 def test_a_follower_lets_others_pass_while_its_leaders_prompt_is_computed() -> None:
