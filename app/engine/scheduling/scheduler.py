@@ -122,7 +122,8 @@ class Scheduler:
         tokens = array("q", request.prompt + request.generated)
         sequence = Sequence(request=request, tokens=tokens, arrival=self._arrivals, num_scored=request.scored)
         # Prompt log-probabilities need the sequence's own rows, so it cannot take over a leader's prompt.
-        sequence.leader = None if sequence.num_unscored else _leader_of(request, chain(self.waiting, self.running))
+        if request.leader and not sequence.num_unscored:
+            sequence.leader = _leader_of(request, chain(self.waiting, self.running))
         self.waiting.append(sequence)
 
     def cancel(self, request_id: str) -> None:
