@@ -36,7 +36,7 @@ STAGES = (
     _stage("kernels", "compilation", 40, needs=(*ENGINE, "triton"), tiny=False),
     _stage("roofs", "machine", 10, needs=("torch",)),
     # Correctness matters more than speed: checks come first.
-    _stage("conform", "conform", 70),
+    _stage("conform", "conform", 70, needs=("torch", "numpy", "msgspec")),
     _stage("parity", "parity", 45),
     _stage("graphs", "engine_checks", 30),
     _stage("syncs", "engine_checks", 15),

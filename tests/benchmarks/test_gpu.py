@@ -24,7 +24,7 @@ from benchmarks.gpu.machine import least_seconds
 from benchmarks.gpu.packages import WheelsError, install, missing
 from benchmarks.gpu.parity import score_output
 from benchmarks.gpu.results import Finding, Record, Report, StageContext, file_name
-from benchmarks.gpu.stages import NAMES, STAGES, choose, seconds_for
+from benchmarks.gpu.stages import ENGINE, HTTP, NAMES, STAGES, choose, seconds_for
 from benchmarks.gpu.subprocess_stage import StartMethod, run_in_subprocess
 from benchmarks.shapes import SHAPES, decoder_of, random_state, smaller
 from model.nn.reference import generate, logits
@@ -242,6 +242,14 @@ def test_checks_of_kernels_fail_each_for_itself(tmp_path: Path, monkeypatch: pyt
     assert (violation.what, violation.ok) == ("wrong, one", False)
     assert (wrong.ok, wrong.value, wrong.note) == (False, 0, "then ValueError: and then this")
     assert (sums.ok, sums.value, sums.note) == (True, 1, "2 ulp")
+
+
+def test_checks_of_kernels_need_no_packages_of_an_engine() -> None:
+    """A machine with a GPU may have torch and little else."""
+    (needs,) = (stage.needs for stage in STAGES if stage.name == "conform")
+    absent = dict.fromkeys({*ENGINE, *HTTP} - {*needs})
+    script = f"import sys; sys.modules.update({absent}); import benchmarks.gpu.conform"
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
 
 
 def test_the_oracle_notices_a_wrong_token_and_a_wrong_log_probability() -> None:
