@@ -69,6 +69,17 @@ def test_a_folder_in_the_cache_leaves_the_cache_itself_unwritable_for_others(tmp
         os.umask(before)
 
 
+def test_without_locks_nothing_is_stored(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    refusal = pytest.raises(BuildError, match=r"cannot be stored in .* \(No locks available\): .* --cache-dir$")
+    with refusal, build_directory(cache_dir):
+        pytest.fail("two builds could meet here")
+    assert not _leftovers(cache_dir)
+
+
 def test_the_machines_own_compiler_makes_a_library_that_loads(source: Path, cache_dir: Path) -> None:
     wanted = BuildRecipe(level=this_level(), source=source)
     library = build(wanted, cache_dir)
