@@ -20,11 +20,11 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from app.common.operating_system import is_in_memory
 from app.engine.cpu.library import HugepageAllocator
@@ -40,6 +40,7 @@ from app.engine.cpu.toolchain.library_cache import (
 )
 from model.files import one_line, sha256, snapshot_path
 
+T = TypeVar("T")
 _log = logging.getLogger("inkstream")
 FOLDER = "packed"
 """Within the cache directory."""
@@ -50,6 +51,7 @@ _KEY_DIGITS = 24
 _SETTLED_NS = 2_000_000_000
 """Age of a weights file from which its times tell whether it changes: no file system's clock is coarser."""
 _SHARE_OF_FREE_SPACE = 0.5
+_MAX_KNOWN_FILES = 1024
 _ROOT = Path(__file__).parents[3]
 _SOURCES = ("app/engine/cpu/*.py", "model/*.py", "model/checkpoint/*.py", "model/families/*.py", "model/nn/*.py")
 
@@ -162,16 +164,40 @@ class PackedEntry:
             return None
         with contextlib.suppress(OSError):  # the cache may be read-only
             os.utime(self.path)
+        known = dict(_known_files(metadata))
+        if self._files.keys() - known.keys():  # the same weights elsewhere: the next start need not hash them
+            files = [*(known | self._files).items()][-_MAX_KNOWN_FILES:]
+            self._start(self._describe, {**metadata, "files": files})
         return memory
 
     def store_in_background(self, memory: HugepageAllocator) -> threading.Thread | None:
         """Writes the packed weights in a thread, which ends with the process; None if they are not to be kept."""
-        size = memory.used_bytes
+        if (size := memory.used_bytes) in self._sizes:
+            return self._start(self._store, memory)
         if size >= self._sizes.stop:
             _log.info("packed weights are not kept: %d bytes are more than --packed-cache-bytes", size)
-        if size not in self._sizes:
-            return None
-        thread = threading.Thread(target=self._store, args=(memory,), name="packed cache", daemon=True)
+        return None
+
+    @property
+    def _files(self) -> dict[FileIdentity, str]:
+        """SHA-256 of the weights files that a later start finds again: not of a snapshot's copies."""
+        return {each.identity: each.digest for each in self._hashed.values() if each.identity and each.identity.links}
+
+    def _start(self, write: Callable[[T, Path], None], what: T) -> threading.Thread | None:
+        """Calls `write` in a thread, with a temporary folder and the lock of the cache. Logs what is wrong."""
+
+        def run() -> None:
+            with contextlib.suppress(OSError):  # the steps of the engine go first
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+            try:
+                if any(each.identity is None for each in self._hashed.values()):
+                    raise BuildError("the weights files are too new, or have no times that would show a change")
+                with build_directory(self.path.parent, "packed weights") as folder:
+                    write(what, folder)
+            except BuildError as error:
+                _log.warning("packed weights are not kept: %s", error)
+
+        thread = threading.Thread(target=run, name="packed cache", daemon=True)
         try:
             thread.start()
         except RuntimeError as error:  # no more threads are allowed
@@ -179,19 +205,7 @@ class PackedEntry:
             return None
         return thread
 
-    def _store(self, memory: HugepageAllocator) -> None:
-        """Writes the entry at a low priority, since the steps of the engine go first. Logs what is wrong."""
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-        try:
-            if any(each.identity is None for each in self._hashed.values()):
-                raise BuildError("the weights files are too new, or have no times that would show a change")
-            with build_directory(self.path.parent, "packed weights") as folder:
-                self._write(memory, folder)
-        except BuildError as error:
-            _log.warning("packed weights are not kept: %s", error)
-
-    def _write(self, memory: HugepageAllocator, folder: Path) -> None:
+    def _store(self, memory: HugepageAllocator, folder: Path) -> None:
         """Raises OSError."""
         if _read_metadata(self.path):  # another service was first
             return
@@ -211,13 +225,16 @@ class PackedEntry:
                 file.write(piece)
         if any(FileIdentity.of(each.opened) != each.identity for each in self._hashed.values()):
             raise OSError(0, "the weights files changed while they were read")
-        # Those that a later start finds again: not a snapshot's copies.
-        files = [
-            (each.identity, each.digest) for each in self._hashed.values() if each.identity and each.identity.links
-        ]
-        metadata = _sealed({"sha256": _root(digests), "bytes": size, "files": files})
+        metadata = _sealed({"sha256": _root(digests), "bytes": size, "files": [*self._files.items()]})
         publish(temporary, self.path, metadata, mode=0o600)
         _log.info("packed weights kept: %s, %d MiB, %.1f s", self.path, size >> 20, time.monotonic() - started)
+
+    def _describe(self, metadata: Mapping[str, Any], folder: Path) -> None:
+        """Replaces the metadata of the entry. Raises OSError."""
+        (temporary := folder / self.path.name).write_text(json.dumps(_sealed(metadata)))
+        temporary.chmod(0o600)
+        if self.path.exists():
+            temporary.replace(metadata_path(self.path))
 
 
 def describe(directory: Path) -> tuple[int, int]:
