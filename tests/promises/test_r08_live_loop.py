@@ -49,8 +49,8 @@ def _p99(before: dict[float, float], after: dict[float, float]) -> tuple[float, 
     return min(bound for bound, count in new.items() if count >= 0.99 * total), int(total)
 
 
-def _measure(server: Server, prompts: int, seconds: float) -> tuple[float, int, open_loop.Spread]:
-    """Loop lag p99 and its n, and health checks' times, while a full batch streams and the prompts are read."""
+def _measure(server: Server, prompts: int, seconds: float) -> tuple[float, int, open_loop.Spread, set[int]]:
+    """Loop lag p99 and its n, and health checks' times and statuses, while a full batch streams and prompts are read."""
     batch = Plan(url=server.url, bodies=(_STREAM,), rate=_SLOTS / 1.2, seconds=seconds + 1)
     checks = Plan(url=server.url, bodies=(), path="/health/live", rate=50, seconds=seconds)
 
@@ -68,23 +68,23 @@ def _measure(server: Server, prompts: int, seconds: float) -> tuple[float, int, 
             answers = health.outcomes()
         after = _lags(server)
     assert set(statuses) <= {200, 503} and statuses.count(200) >= min(prompts, 8), statuses
-    assert all(o.status == 200 for o in answers)
-    return *_p99(before, after), open_loop.spread(o.end for o in answers if o.end)
+    return *_p99(before, after), open_loop.spread(o.end for o in answers if o.end), {o.status for o in answers}
 
 
 @pytest.mark.timed
 def test_long_prompts_and_a_full_batch_leave_the_loop_live(server: Server, promise: Promise) -> None:
-    lag, n, health = promise.measured(
+    lag, n, health, statuses = promise.measured(
         lambda: _measure(server, promise.size(10, 64), promise.size(4, 30)),
         lambda found: found[0] <= 0.05 and found[2].p99 <= 0.1,
     )
+    assert statuses == {200}
     promise.at_most("event loop lag p99 (upper bound of its bucket)", lag, target=0.02, floor=0.05, unit="s", n=n)
     promise.at_most("GET /health/live p99", health.p99, target=0.05, floor=0.1, unit="s", n=health.n)
 
 
 def test_a_service_that_reads_long_texts_on_its_loop_is_noticed(server: Server, faults: Faults) -> None:
-    """Positive control."""
+    """Positive control. On a busy machine some health checks get no response in time."""
     faults.arm("long_texts.on_loop", "yes")
-    lag, _, health = _measure(server, 8, 3)
+    lag, _, health, _ = _measure(server, 8, 3)
     assert lag > 0.05
     assert health.most > 0.1
