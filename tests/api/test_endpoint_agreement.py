@@ -81,17 +81,19 @@ def _compare_openai(answer: dict[str, Any], other: dict[str, Any], parts: list[d
         assert all(piece["text"] for piece in pieces[1:-1]), "the first one may echo an empty prompt"
         assert pieces[-1]["finish_reason"] == mine["finish_reason"]
         if mine["tokens"] is not None:
-            _compare_tokens(mine, theirs["logprobs"], answer["receipt"]["settings"]["logprobs"])
+            _compare_tokens(mine, theirs["logprobs"], answer["receipt"]["settings"])
             for key, values in theirs["logprobs"].items():
                 assert [value for piece in pieces if piece["logprobs"] for value in piece["logprobs"][key]] == values
     for key in ("prompt_tokens", "completion_tokens"):
         assert other["usage"][key] == parts[-1]["usage"][key] == answer["usage"][key]
 
 
-def _compare_tokens(choice: dict[str, Any], legacy: dict[str, Any], n_top: int) -> None:
+def _compare_tokens(choice: dict[str, Any], legacy: dict[str, Any], settings: dict[str, Any]) -> None:
     """The tokens of a choice, and its log-probabilities in OpenAI's legacy shape."""
-    tokens, text = choice["tokens"], choice["text"]
+    tokens, text, n_top = choice["tokens"], choice["text"], settings["logprobs"]
     assert legacy["token_logprobs"] == [token["logprob"] for token in tokens]
+    without = [index for index, token in enumerate(tokens) if token["logprob"] is None]
+    assert without in ([], [0]) if settings["echo"] else not without
     for token, name, top in zip(tokens, legacy["tokens"], legacy["top_logprobs"], strict=True):
         if token["logprob"] is None:
             assert top is None, "the first token of a prompt has no context"

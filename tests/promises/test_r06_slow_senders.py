@@ -136,7 +136,7 @@ CROWDS = {"silent": b"", "half a head": HALF_HEAD, "idle": get()}
 
 @pytest.fixture(scope="module")
 def small(serve_module: Services) -> Server:
-    """A service that lets few in and has patience with them."""
+    """A service with low limits of connections and a long deadline for a head."""
     flags = (f"--max-connections={MOST}", f"--max-connections-per-address={OF_ONE}", "--head-timeout=60")
     return serve_module(*flags, fake_ms=1)
 

@@ -27,7 +27,7 @@ HALF_BODY = post({"prompt": "a" * 100})[:-50]
 
 
 def _limited(descriptors: int) -> tuple[str, ...]:
-    """Runs the command that follows with so few of them."""
+    """The beginning of a command: what follows runs with this limit of open files."""
     return "bash", "-c", f'ulimit -n {descriptors}; exec "$@"', "bash"
 
 

@@ -96,7 +96,7 @@ def _hung(server: Server, faults: Faults, hang: Callable[[Server, Faults], None]
 
 @pytest.fixture(scope="module")
 def server(serve_module: Services, faults: Faults) -> Server:
-    """A service with a watchdog that is not patient."""
+    """A service whose watchdog acts after the shortest silence that can be set."""
     flags = ("--engine-silence", f"{_SILENCE}", "--max-running", "16")
     return serve_module(*flags, fake_ms=5, environment=faults.removing("engine.idle"), logs_tracebacks=True)
 

@@ -179,6 +179,9 @@ def _odd_json(server: Server) -> None:
             headers = {"Content-Type": "application/json"}
             answer = httpx.post(f"{server.url}{path}", content=content, headers=headers, timeout=60)
             assert answer.status_code == 400, (path, content[:50], answer.text[:300])
+            error = answer.json()["error"]
+            assert error["type"] == "invalid_request_error", (path, content[:50])
+            assert error["request_id"] == answer.headers["x-request-id"]
     _answers(*_values("prompt", *_ODD_TEXTS))(server)
 
 

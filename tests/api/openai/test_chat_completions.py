@@ -101,11 +101,13 @@ def test_the_whole_context_is_the_limit_where_none_is_asked_for(chat_server: Ser
 def test_a_named_model_is_served_under_its_name_and_that_of_its_directory(chat_server: Server) -> None:
     (model,) = httpx.get(f"{chat_server.url}/v1/models").json()["data"]
     assert model["id"] == "plays-5m"
+    native = {"prompt": "x", "max_tokens": 2, "stream": False}
     for name in ("plays-5m", "tiny"):
         assert _post(chat_server, **SOME, model=name).json()["model"] == "plays-5m"
+        plain = httpx.post(f"{chat_server.url}/v1/completions", json={**native, "model": name})
+        assert plain.json()["model"] == "plays-5m"
         assert httpx.get(f"{chat_server.url}/v1/models/{name}").json() == model
-    native = httpx.post(f"{chat_server.url}/complete", json={"prompt": "x", "max_tokens": 2, "stream": False})
-    assert native.json()["model"] == "plays-5m"
+    assert httpx.post(f"{chat_server.url}/complete", json=native).json()["model"] == "plays-5m"
     for path in ("/v1/completions", "/v1/chat/completions"):
         refused = httpx.post(f"{chat_server.url}{path}", json={**SOME, "model": "weights-32m"})
         assert refused.status_code == 404 and "the served model is 'plays-5m'" in refused.json()["error"]["message"]
