@@ -64,16 +64,22 @@ async def counted(client: httpx.AsyncClient, replicas: Played) -> dict[str, floa
     return {name: float(count) for name, count in found if float(count)}
 
 
+def _traces(replicas: Played) -> list[dict[str, str | None]]:
+    """The trace context of each call."""
+    return [{name: call.header(name.encode()) for name in TRACE} for call in replicas.calls]
+
+
 @pytest.mark.parametrize("died", [[], [JSON], [JSON, b'{"half']], ids=["at once", "behind the head", "in the body"])
 @async_test
 async def test_a_whole_answer_is_asked_for_again_and_never_mixed(died: list[Any]) -> None:
     replicas = Played(taken(*died, Lost), taken(JSON, b'{"whole": 1}'))
     async with client_of(replicas, max_retries=2) as client:
-        response = await client.post("/score", json=BODY)
+        response = await client.post("/score", json=BODY, headers=TRACE)
         assert (response.status_code, response.json()) == (200, {"whole": 1})
         assert await counted(client, replicas) == {"resent": 1}
     assert replicas.calls[0].body == replicas.calls[1].body
     assert replicas.calls[0].request_id != replicas.calls[1].request_id
+    assert _traces(replicas) == [TRACE, TRACE]
 
 
 @async_test
@@ -102,8 +108,7 @@ async def test_a_stream_goes_on_with_another_replica_from_the_seed_that_was_told
     assert retried.pop("deadline_ms") <= 60_000
     assert retried == {**BODY, "seed": 7}
     assert replicas.calls[1].header(b"content-length") == str(len(replicas.calls[1].body))
-    for call in replicas.calls:
-        assert {name: call.header(name.encode()) for name in TRACE} == TRACE
+    assert _traces(replicas) == [TRACE, TRACE]
 
 
 @pytest.mark.parametrize(
