@@ -92,7 +92,7 @@ def test_a_wheel_holds_one_package_with_all_that_runs_and_nothing_else(wheel: Pa
     names = {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}
     product = [path for top in ("app", "model", "inkstream") for path in (ROOT / top).rglob("*.py")]
     assets = [path for path in (ROOT / "app/web").rglob("*") if path.is_file()]
-    sources = [path for path in (ROOT / "app/engine/cpu/source").iterdir() if path.is_file()]
+    sources = [path for path in (ROOT / "app/engine/cpu/source").rglob("*") if path.is_file()]
     weights = [path for path in (ROOT / "weights").iterdir() if path.suffix in (".json", ".safetensors")]
     expected = {str(path.relative_to(ROOT)) for path in [*product, *assets, *sources, *weights]}
     expected |= {*BENCH, "weights/README.md"}
