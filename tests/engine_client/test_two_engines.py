@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.support.armed_faults import Faults
-from tests.support.load.concurrent_clients import Ask, crowd, engine_pids, is_ready, visit
+from tests.support.load.concurrent_clients import RequestSpec, concurrent_requests, engine_pids, is_ready, send_all
 from tests.support.processes import is_stopped
 from tests.support.servers import Server, is_clean, start_server, stop_server
 
@@ -21,9 +21,9 @@ pytestmark = pytest.mark.slow
 _TEXT: dict[str, Any] = {"ignore_eos": True, "temperature": 1.0}
 
 
-def _streams(count: int, **extra: Any) -> list[Ask]:
+def _streams(count: int, **extra: Any) -> list[RequestSpec]:
     """Of prompts that have nothing in common, so that they go round."""
-    return [Ask(body={**_TEXT, "prompt": chr(97 + i) * 40, "seed": i, **extra}) for i in range(count)]
+    return [RequestSpec(body={**_TEXT, "prompt": chr(97 + i) * 40, "seed": i, **extra}) for i in range(count)]
 
 
 def _of(server: Server, index: int, what: str) -> float:
@@ -53,19 +53,22 @@ def pair(tmp_path: Path, weights: Path, faults: Faults) -> Iterator[Server]:
 def test_a_crash_of_one_engine_is_a_pause_for_its_streams_and_nothing_for_the_others(
     pair: Server, faults: Faults
 ) -> None:
-    requests = [*_streams(5, max_tokens=300), Ask(body={**_TEXT, "prompt": "f" * 40, "seed": 5, "max_tokens": 301})]
-    expected = [answer.told() for answer in visit(pair, requests)]
+    requests = [
+        *_streams(5, max_tokens=300),
+        RequestSpec(body={**_TEXT, "prompt": "f" * 40, "seed": 5, "max_tokens": 301}),
+    ]
+    expected = [answer.output() for answer in send_all(pair, requests)]
     # It does not share free memory: all others have taken theirs, and a part of the rest may be too little to start.
     faults.arm("fake.load", "stop", times=1, match="concurrent_loaders=0")
     faults.arm("engine.step", "stop", after=100, times=1, match="max_tokens=301,")
-    with crowd(pair, requests) as answers:
+    with concurrent_requests(pair, requests) as answers:
         assert pair.wait_for(lambda: bool(_stopped(pair)))
         (victim,) = _stopped(pair)  # half-way, and until we come
         (survivor,) = set(engine_pids(pair)) - {victim}
         os.kill(victim, signal.SIGKILL)
         assert pair.wait_for(lambda: bool(_stopped(pair)) and victim not in _stopped(pair))
         assert pair.metric("engine_restarts_total") == 1 and is_ready(pair)
-        (newcomer,) = visit(pair, [Ask(body={**_TEXT, "prompt": "z", "max_tokens": 5, "seed": 1})])
+        (newcomer,) = send_all(pair, [RequestSpec(body={**_TEXT, "prompt": "z", "max_tokens": 5, "seed": 1})])
         assert newcomer.status == 200
         # Three end while the crashed engine's three stand still.
         assert pair.wait_for(lambda: sum(b"event: done" in answer.body[-2000:] for answer in answers) == 3)
@@ -74,7 +77,7 @@ def test_a_crash_of_one_engine_is_a_pause_for_its_streams_and_nothing_for_the_ot
         assert httpx.get(f"{pair.url}/v1/models").json()["data"][0]["device"] == "2 x none"
         (successor,) = set(engine_pids(pair)) - {survivor}
         os.kill(successor, signal.SIGCONT)
-    assert [answer.told() for answer in answers] == expected
+    assert [answer.output() for answer in answers] == expected
     assert pair.metric("replayed_requests_total") == 3
     assert is_clean(pair)
 
@@ -88,26 +91,26 @@ def test_two_real_engines_say_what_one_says(tmp_path: Path, weights: Path, serve
     requests = [
         *_streams(6, max_tokens=60),
         *[
-            Ask(body={**_TEXT, "prompt": "The fox sang to the moon, and", "seed": i, "max_tokens": 30})
+            RequestSpec(body={**_TEXT, "prompt": "The fox sang to the moon, and", "seed": i, "max_tokens": 30})
             for i in range(6)
         ],
-        Ask(body={**one, "n": 3, "logprobs": 2}),
-        Ask(body={**one, "stream": False, "echo": True, "logprobs": 1}),
-        Ask(body={**one, "prompt": ["one", "two", "three"]}),
-        Ask(path="/v1/completions", body={**one, "best_of": 3, "n": 2}),
-        Ask(path="/score", body={"prompt": ["A fox and the moon", "An owl"], "logprobs": 2}),
+        RequestSpec(body={**one, "n": 3, "logprobs": 2}),
+        RequestSpec(body={**one, "stream": False, "echo": True, "logprobs": 1}),
+        RequestSpec(body={**one, "prompt": ["one", "two", "three"]}),
+        RequestSpec(path="/v1/completions", body={**one, "best_of": 3, "n": 2}),
+        RequestSpec(path="/score", body={"prompt": ["A fox and the moon", "An owl"], "logprobs": 2}),
     ]
-    expected = [answer.told() for answer in visit(server, requests)]
+    expected = [answer.output() for answer in send_all(server, requests)]
     flags = ("--dtype", "float32", "--replicas", "2", "--threads", "2")
     pair = start_server(tmp_path, weights, *flags, environment=faults.environment)
     try:
         faults.arm("engine.step", "stop", after=10)
-        with crowd(pair, requests) as answers:
+        with concurrent_requests(pair, requests) as answers:
             assert pair.wait_for(lambda: len(_stopped(pair)) == 2)
             faults.disarm("engine.step")
             for engine in engine_pids(pair):
                 os.kill(engine, signal.SIGCONT)
-        assert [answer.told() for answer in answers] == expected
+        assert [answer.output() for answer in answers] == expected
         assert "2 x " in httpx.get(f"{pair.url}/v1/models").json()["data"][0]["device"]
     finally:
         assert stop_server(pair) == 0

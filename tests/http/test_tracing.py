@@ -158,7 +158,7 @@ def test_histograms_point_to_a_trace_and_so_does_the_log(traced: Server, collect
     for name in ("time_to_first_token", "request_duration", "queue_duration", "prefill_duration"):
         found = re.findall(rf'^inkstream_{name}_seconds_bucket{{.*trace_id="([0-9a-f]+)"', page, re.M)
         assert trace in found, name
-    assert traced.tells(f'"trace_id": "{trace}"')
+    assert traced.has_logged(f'"trace_id": "{trace}"')
 
 
 def test_spans_of_the_last_requests_are_exported_before_the_service_ends(serve: Services, collector: Collector) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.armed_faults import Faults
 from tests.support.http.raw_client import connect, post
-from tests.support.load.concurrent_clients import seeded, visit
+from tests.support.load.concurrent_clients import seeded, send_all
 from tests.support.processes import memory
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server
@@ -56,7 +56,7 @@ def _has_started(connection: socket.socket) -> bool:
 
 
 def _p99_gap(server: Server) -> float:
-    streams = visit(server, seeded(NORMAL, N_NORMAL))
+    streams = send_all(server, seeded(NORMAL, N_NORMAL))
     assert all(stream.is_complete for stream in streams)
     gaps = sorted(gap for stream in streams for gap in stream.gaps)
     return gaps[int(len(gaps) * 0.99)]
@@ -85,8 +85,8 @@ def test_stalled_readers_cost_others_nothing_and_little_memory(serve: Services, 
         seen.append(_measure_while_stalled(server, n))
         return seen[-1][0]
 
-    visit(server, seeded({**STALLED, "max_tokens": 300}, n))  # what a service of this size takes for itself
-    visit(server, seeded(NORMAL, N_NORMAL))
+    send_all(server, seeded({**STALLED, "max_tokens": 300}, n))  # what a service of this size takes for itself
+    send_all(server, seeded(NORMAL, N_NORMAL))
     slower = promise.measured(measure, lambda slower: slower <= SLOWER)
     _, held, blocks = map(max, zip(*seen, strict=True))
     what = "p99 between tokens beside stalled readers, of that alone"
@@ -118,7 +118,7 @@ def test_stalled_readers_are_cut(serve: Services, promise: Promise) -> None:
 
 def _memory_of(server: Server, n: int, body: dict[str, Any]) -> float:
     """KiB of memory for each of `n` readers who take nothing."""
-    visit(server, seeded({**body, "max_tokens": 20}, n))  # what the service takes for itself
+    send_all(server, seeded({**body, "max_tokens": 20}, n))  # what the service takes for itself
     before = memory(server.process.pid)
     with _stalled(server, n, body):
         return (memory(server.process.pid) - before) / n / 1024

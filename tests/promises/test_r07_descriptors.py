@@ -112,7 +112,7 @@ def test_no_descriptor_at_all_is_survived(server: Server, promise: Promise) -> N
         assert status_of(read_answer(early)) == 200
         resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (open_files(server.process.pid), limits[1]))
         connections = _connect_all(server, 300)
-        assert server.tells("no file descriptors left")  # it looks once a second
+        assert server.has_logged("no file descriptors left")  # it looks once a second
         cpu = promise.measured(lambda: _cpu_share(server), lambda share: share <= 0.2)
         early.sendall(post({"prompt": "a", "max_tokens": 3, "stream": False}))
         assert status_of(read_answer(early)) == 200, "a client with a connection is served"
@@ -120,7 +120,7 @@ def test_no_descriptor_at_all_is_survived(server: Server, promise: Promise) -> N
     for connection in connections:
         connection.close()
     assert server.wait_for(lambda: _is_well(server), 5)
-    assert server.told().count("no file descriptors left") == 1
+    assert server.log_text().count("no file descriptors left") == 1
     promise.at_most("CPU while nothing can be accepted", cpu, target=0.2, floor=0.6, unit="s/s", n=300)
     promise.all_of("well again after descriptors ran out", 1, 1)
 
@@ -134,12 +134,12 @@ def _vanish(server: Server, request: dict[str, Any], after: float) -> None:
 
 
 def test_clients_that_reset_in_mid_answer_leave_no_trace(server: Server, promise: Promise) -> None:
-    n, since, before = promise.size(60, 500), len(server.told()), open_files(server.process.pid)
+    n, since, before = promise.size(60, 500), len(server.log_text()), open_files(server.process.pid)
     for i in range(n):
         request = {"prompt": "a", "max_tokens": 3000, "ignore_eos": True, "stream": i % 4 != 0}
         _vanish(server, request, 0.002 * (i % 12))
     assert server.wait_for(lambda: server.metric("requests_running") == 0)
     assert server.wait_for(lambda: open_files(server.process.pid) <= before + 2)
     assert _is_well(server)
-    assert stop_server(server) == 0 and '"level": "error"' not in server.told()[since:]
+    assert stop_server(server) == 0 and '"level": "error"' not in server.log_text()[since:]
     promise.all_of("resets in mid-answer without trace", n, n)

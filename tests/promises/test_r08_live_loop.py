@@ -50,7 +50,7 @@ def _p99(before: dict[float, float], after: dict[float, float]) -> tuple[float, 
 
 
 def _measure(server: Server, prompts: int, seconds: float) -> tuple[float, int, open_loop.Spread, set[int]]:
-    """Loop lag p99 and its n, and health checks' times and statuses, while a full batch streams and prompts are read."""
+    """Loop lag p99 and its n, health checks' times and statuses, while a full batch streams and prompts are read."""
     batch = Plan(url=server.url, bodies=(_STREAM,), rate=_SLOTS / 1.2, seconds=seconds + 1)
     checks = Plan(url=server.url, bodies=(), path="/health/live", rate=50, seconds=seconds)
 

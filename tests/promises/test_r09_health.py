@@ -18,15 +18,23 @@ import httpx
 import pytest
 
 from tests.support.armed_faults import Faults
-from tests.support.load.concurrent_clients import Ask, crowd, engine_pid, is_live, is_ready, told, visit
+from tests.support.load.concurrent_clients import (
+    RequestSpec,
+    concurrent_requests,
+    engine_pid,
+    is_live,
+    is_ready,
+    outputs,
+    send_all,
+)
 from tests.support.processes import has_exited
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server
 from tests.support.services import Services
 
 _SILENCE = 1.0
-_ASKS = [
-    Ask(body={"prompt": "Once", "max_tokens": 120, "ignore_eos": True, "seed": seed, "temperature": 1.0})
+_SPECS = [
+    RequestSpec(body={"prompt": "Once", "max_tokens": 120, "ignore_eos": True, "seed": seed, "temperature": 1.0})
     for seed in range(4)
 ]
 
@@ -71,14 +79,14 @@ class _Found:
 
 
 def _hung(server: Server, faults: Faults, hang: Callable[[Server, Faults], None], expected: list[Any]) -> _Found:
-    restarts, since = server.metric("engine_restarts_total"), len(server.told())
+    restarts, since = server.metric("engine_restarts_total"), len(server.log_text())
 
     def is_found() -> bool:
         # A fake engine is back after half a second, which may go by unseen.
         return not is_ready(server) or server.metric("engine_restarts_total") > restarts
 
     faults.arm("engine.step", "sleep", seconds=0.05)  # the texts take 6 s, and so may what follows
-    with crowd(server, _ASKS) as answers:
+    with concurrent_requests(server, _SPECS) as answers:
         assert server.wait_for(lambda: all(answer.n_events > 3 for answer in answers))
         hung = engine_pid(server)
         hang(server, faults)
@@ -89,9 +97,9 @@ def _hung(server: Server, faults: Faults, hang: Callable[[Server, Faults], None]
         faults.disarm()
         assert server.wait_for(lambda: is_ready(server), 60), server.log.read_text()
         assert has_exited(hung) and engine_pid(server) != hung
-    assert told(answers) == expected, "a hang is a pause"
-    assert server.tells("ready: ", since=since)  # and so all that was said before it
-    return _Found(seconds, server.metric("engine_restarts_total") - restarts, server.told()[since:])
+    assert outputs(answers) == expected, "a hang is a pause"
+    assert server.has_logged("ready: ", since=since)  # and so all that was said before it
+    return _Found(seconds, server.metric("engine_restarts_total") - restarts, server.log_text()[since:])
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +111,7 @@ def server(serve_module: Services, faults: Faults) -> Server:
 
 def test_six_ways_to_hang_are_found_and_the_engine_comes_back(server: Server, faults: Faults, promise: Promise) -> None:
     found: dict[str, _Found] = {}
-    expected = told(visit(server, _ASKS))
+    expected = outputs(send_all(server, _SPECS))
     for name, hang in _HANGS.items():
         # An engine that gets no core for a second is silent, too: it comes back once more than it hung.
         found[name] = promise.measured(
@@ -157,13 +165,13 @@ def _flips(server: Server, seconds: float) -> tuple[int, int, float]:
 def _load(server: Server, lane: int, deadline: float) -> None:
     number = 0
     while time.monotonic() < deadline:
-        visit(server, [_ask(lane, number + index) for index in range(80)])
+        send_all(server, [_ask(lane, number + index) for index in range(80)])
         number += 80
 
 
-def _ask(lane: int, number: int) -> Ask:
+def _ask(lane: int, number: int) -> RequestSpec:
     prompt, max_tokens = "fox " * (600 if number % 10 == 0 else 5), 20 + 10 * lane
-    return Ask(body={"prompt": prompt, "ignore_eos": True, "seed": number, "max_tokens": max_tokens})
+    return RequestSpec(body={"prompt": prompt, "ignore_eos": True, "seed": number, "max_tokens": max_tokens})
 
 
 def test_a_guide_that_takes_its_time_is_no_hang(server: Server, faults: Faults, promise: Promise) -> None:

@@ -16,7 +16,16 @@ import pytest
 
 from app.engine_client.supervisor import TOKENS_TO_CLEAR
 from tests.support.armed_faults import Faults
-from tests.support.load.concurrent_clients import Answer, Ask, count_same, crowd, is_ready, kill_engine, told, visit
+from tests.support.load.concurrent_clients import (
+    Answer,
+    RequestSpec,
+    concurrent_requests,
+    count_same,
+    is_ready,
+    kill_engine,
+    outputs,
+    send_all,
+)
 from tests.support.model.tiny_models import tiny_weights
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, is_clean
@@ -25,33 +34,33 @@ from tests.support.services import Services
 _TEXT: dict[str, Any] = {"prompt": "Once upon a time", "ignore_eos": True, "temperature": 1.0}
 
 
-def _streams(count: int, **extra: Any) -> list[Ask]:
-    return [Ask(body={**_TEXT, "seed": seed, **extra}) for seed in range(count)]
+def _streams(count: int, **extra: Any) -> list[RequestSpec]:
+    return [RequestSpec(body={**_TEXT, "seed": seed, **extra}) for seed in range(count)]
 
 
-def _mixed(max_tokens: int) -> list[Ask]:
+def _mixed(max_tokens: int) -> list[RequestSpec]:
     """32 requests of every kind that goes through a crash in a way of its own."""
     common: dict[str, Any] = {**_TEXT, "max_tokens": max_tokens}
     one: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": max_tokens, "seed": 5}
     long_prompt = "Once upon a time there was a fox. " * 30
     guided = {**common, "ignore_eos": False, "regex": "[a-z ]{200,300}"}
-    asks = [
-        Ask(body={**common, "seed": 1, "n": 2}),
-        Ask(body={**common, "seed": 2, "n": 3, "stop": ["zq"], "logprobs": 2}),
-        Ask(body={**common, "seed": 3, "echo": True, "logprobs": 2, "prompt": long_prompt}),
-        Ask(body={**common, "seed": 4, "prompt": ["one", "two", "three"]}),
-        Ask(body={**common, "seed": 5, "stream": False}),
-        Ask(body={**common, "seed": 6, "stream": False, "n": 2, "echo": True, "logprobs": 1}),
-        Ask(body={**guided, "seed": 7}),
-        Ask(body={**guided, "seed": 8, "stream": False}),
-        Ask(body={**common, "seed": 9, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "min_tokens": 20}),
-        Ask(path="/v1/completions", body={**one, "stream": True}),
-        Ask(path="/v1/completions", body={**one, "stream": True, "n": 2, "logprobs": 1}),
-        Ask(path="/v1/completions", body={**one, "best_of": 3, "n": 2}),
-        Ask(path="/v1/completions", body={**one, "echo": True, "logprobs": 3, "prompt": long_prompt}),
-        Ask(path="/score", body={"prompt": [long_prompt, "A fox and the moon"], "logprobs": 2}),
+    specs = [
+        RequestSpec(body={**common, "seed": 1, "n": 2}),
+        RequestSpec(body={**common, "seed": 2, "n": 3, "stop": ["zq"], "logprobs": 2}),
+        RequestSpec(body={**common, "seed": 3, "echo": True, "logprobs": 2, "prompt": long_prompt}),
+        RequestSpec(body={**common, "seed": 4, "prompt": ["one", "two", "three"]}),
+        RequestSpec(body={**common, "seed": 5, "stream": False}),
+        RequestSpec(body={**common, "seed": 6, "stream": False, "n": 2, "echo": True, "logprobs": 1}),
+        RequestSpec(body={**guided, "seed": 7}),
+        RequestSpec(body={**guided, "seed": 8, "stream": False}),
+        RequestSpec(body={**common, "seed": 9, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "min_tokens": 20}),
+        RequestSpec(path="/v1/completions", body={**one, "stream": True}),
+        RequestSpec(path="/v1/completions", body={**one, "stream": True, "n": 2, "logprobs": 1}),
+        RequestSpec(path="/v1/completions", body={**one, "best_of": 3, "n": 2}),
+        RequestSpec(path="/v1/completions", body={**one, "echo": True, "logprobs": 3, "prompt": long_prompt}),
+        RequestSpec(path="/score", body={"prompt": [long_prompt, "A fox and the moon"], "logprobs": 2}),
     ]
-    return asks + _streams(32 - len(asks), max_tokens=max_tokens)
+    return specs + _streams(32 - len(specs), max_tokens=max_tokens)
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +83,14 @@ def _all_move(server: Server, answers: list[Answer]) -> bool:
     return server.wait_for(lambda: all(_has_ended(a) or a.n_events > n + TOKENS_TO_CLEAR for a, n in streams))
 
 
-def _disturbed(server: Server, asks: list[Ask], kills: int) -> tuple[list[Answer], int]:
+def _disturbed(server: Server, specs: list[RequestSpec], kills: int) -> tuple[list[Answer], int]:
     """Answers of concurrent clients while the engine is killed repeatedly; how many kills hit running streams."""
     killed = 0
-    with crowd(server, asks) as answers:
+    with concurrent_requests(server, specs) as answers:
         # All were admitted: a starting service refuses requests. Those that do not stream were sent first.
-        streams = [a for a, ask in zip(answers, asks, strict=True) if ask.body.get("stream", ask.path == "/complete")]
+        streams = [
+            a for a, spec in zip(answers, specs, strict=True) if spec.body.get("stream", spec.path == "/complete")
+        ]
         assert _have_begun(server, streams)
         while killed < kills and not all(map(_has_ended, answers)):
             kill_engine(server)
@@ -90,13 +101,13 @@ def _disturbed(server: Server, asks: list[Ask], kills: int) -> tuple[list[Answer
     return answers, killed
 
 
-def _count_identical(server: Server, asks: list[Ask], kills: int, *, at_once: int) -> tuple[int, int]:
+def _count_identical(server: Server, specs: list[RequestSpec], kills: int, *, at_once: int) -> tuple[int, int]:
     """Answers that are as undisturbed in rounds of at most so many kills, and all answers."""
-    expected, killed, same, n = told(visit(server, asks)), 0, 0, 0
+    expected, killed, same, n = outputs(send_all(server, specs)), 0, 0, 0
     before = server.metric("engine_restarts_total")
     while killed < kills:
-        answers, times = _disturbed(server, asks, min(at_once, kills - killed))
-        same, killed, n = same + count_same(answers, expected), killed + times, n + len(asks)
+        answers, times = _disturbed(server, specs, min(at_once, kills - killed))
+        same, killed, n = same + count_same(answers, expected), killed + times, n + len(specs)
     assert server.metric("engine_restarts_total") == before + killed
     return same, n
 
@@ -127,26 +138,26 @@ def test_a_request_that_kills_the_engine_is_the_only_one_refused(
     server: Server, faults: Faults, promise: Promise, point: str
 ) -> None:
     """The request fails when it is computed, or already when it is read; 31 others are unaffected."""
-    asks, restarts = _streams(31, max_tokens=120), server.metric("engine_restarts_total")
-    expected = told(visit(server, asks))
+    specs, restarts = _streams(31, max_tokens=120), server.metric("engine_restarts_total")
+    expected = outputs(send_all(server, specs))
     faults.arm(point, "kill", match="max_tokens=119,")
     faults.arm("engine.forward", "sleep", seconds=0.05)  # a request after the crash would be refused
-    poison = Ask(body={**_TEXT, "max_tokens": 119, "seed": 1})
-    with crowd(server, asks) as answers:
+    poison = RequestSpec(body={**_TEXT, "max_tokens": 119, "seed": 1})
+    with concurrent_requests(server, specs) as answers:
         assert _have_begun(server, answers)
-        with crowd(server, [poison]) as poisoned:
+        with concurrent_requests(server, [poison]) as poisoned:
             assert server.wait_for(lambda: server.metric("engine_restarts_total") > restarts)
             faults.disarm("engine.forward")
-    refused = poisoned[0].told()["end"]["error"]
+    refused = poisoned[0].output()["end"]["error"]
     assert refused["code"] == "engine_failed" and "crashed twice" in refused["message"]
     promise.all_of(f"others identical beside a poisoned request ({point})", count_same(answers, expected), 31)
     assert server.metric("engine_restarts_total") == restarts + 2
     for _ in range(2):  # whole, and again: it ends itself, not the service
         assert server.wait_for(lambda: is_ready(server), 60)
-        (answer,) = visit(server, [Ask(body={**poison.body, "stream": False})])
-        assert answer.status == 500 and answer.told()["error"]["code"] == "engine_failed"
+        (answer,) = send_all(server, [RequestSpec(body={**poison.body, "stream": False})])
+        assert answer.status == 500 and answer.output()["error"]["code"] == "engine_failed"
         assert server.wait_for(lambda: is_ready(server), 60)
-        assert count_same(visit(server, asks[:1]), expected[:1]) == 1
+        assert count_same(send_all(server, specs[:1]), expected[:1]) == 1
 
 
 @pytest.mark.parametrize("engines", [1, 2])
@@ -156,33 +167,34 @@ def test_requests_that_kill_the_engine_do_not_end_an_otherwise_idle_service(
     """After each the engine shows by a canary request that it works; so no engine is given up, either."""
     if engines == 2:
         server = serve("--replicas", "2", fake_ms=5, environment=faults.environment, logs_tracebacks=True)
-    restarts, since = server.metric("engine_restarts_total"), len(server.told())
+    restarts, since = server.metric("engine_restarts_total"), len(server.log_text())
     faults.arm("engine.step", "kill", match="max_tokens=119,")
     for number in range(3):
         assert server.wait_for(lambda: server.metric("requests_suspect") == 0 and is_ready(server), 60)
-        (answer,) = visit(server, [Ask(body={**_TEXT, "max_tokens": 119, "seed": number})])
-        assert answer.told()["end"]["error"]["code"] == "engine_failed"
+        (answer,) = send_all(server, [RequestSpec(body={**_TEXT, "max_tokens": 119, "seed": number})])
+        assert answer.output()["end"]["error"]["code"] == "engine_failed"
     assert server.wait_for(lambda: is_ready(server), 60)
-    (answer,) = visit(server, _streams(1, max_tokens=5))
+    (answer,) = send_all(server, _streams(1, max_tokens=5))
     assert b"event: done" in answer.body
     promise.all_of(f"poisoned requests in a row outlived, {engines} engines", 3, 3)
     assert server.metric("engine_restarts_total") == restarts + 6 and is_clean(server, 30)
-    assert "given up" not in server.told()[since:]
+    assert "given up" not in server.log_text()[since:]
 
 
 def test_a_lost_device_pauses_all_and_blames_no_request(server: Server, faults: Faults, promise: Promise) -> None:
     """After such an error of CUDA every call fails: no row is tried, and the next engine has what was open."""
-    asks, restarts, since = _streams(16, max_tokens=120), server.metric("engine_restarts_total"), len(server.told())
-    expected = told(visit(server, asks))
+    specs, restarts = _streams(16, max_tokens=120), server.metric("engine_restarts_total")
+    since = len(server.log_text())
+    expected = outputs(send_all(server, specs))
     faults.arm("engine.step", "sleep", seconds=0.05)  # a request after the crash would be refused
-    with crowd(server, asks) as answers:
+    with concurrent_requests(server, specs) as answers:
         assert _have_begun(server, answers)
         faults.arm("engine.forward", "lose device", times=1)
         faults.disarm("engine.step")
     same = count_same(answers, expected)
-    promise.all_of("streams identical through a device that is lost", same, len(asks))
+    promise.all_of("streams identical through a device that is lost", same, len(specs))
     assert server.metric("engine_restarts_total") == restarts + 1 and not faults.is_armed("engine.forward")
-    log = server.told()[since:]
+    log = server.log_text()[since:]
     assert "the device is lost: an illegal memory access was encountered" in log
     assert "failed in the engine" not in log, "a row that is tried alone would be blamed"
 
@@ -190,10 +202,10 @@ def test_a_lost_device_pauses_all_and_blames_no_request(server: Server, faults: 
 def test_a_crash_loop_ends_the_service(serve: Services, faults: Faults, promise: Promise) -> None:
     """An engine that dies at every step, for any request: streams get an error, and the exit code is not 0."""
     server = serve(fake_ms=5, environment=faults.environment, logs_tracebacks=True)
-    with crowd(server, _streams(8, max_tokens=8000)) as answers:  # 40 s, if they were let
+    with concurrent_requests(server, _streams(8, max_tokens=8000)) as answers:  # 40 s, if they were let
         assert _have_begun(server, answers)
         faults.arm("engine.step", "exit", code=3)
-    ends = [answer.told()["end"]["error"]["code"] for answer in answers]
+    ends = [answer.output()["end"]["error"]["code"] for answer in answers]
     assert ends == ["engine_failed"] * 8
     code = server.process.wait(60)
     log = server.log.read_text()
@@ -207,7 +219,7 @@ def test_a_service_that_ends_while_its_engine_restarts_ends(serve: Services, fau
     for comes_back in (True, False):
         drain, max_tokens = ("60", 400) if comes_back else ("1", 8000)
         server = serve("--drain-timeout", drain, fake_ms=5, environment=faults.environment, logs_tracebacks=True)
-        with crowd(server, _streams(4, max_tokens=max_tokens)) as answers:
+        with concurrent_requests(server, _streams(4, max_tokens=max_tokens)) as answers:
             assert _have_begun(server, answers)
             if not comes_back:
                 faults.arm("engine.load", "sleep", seconds=60)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.armed_faults import Faults
 from tests.support.http.raw_client import connect, get, post, read_all, read_answer, status_of
-from tests.support.load.concurrent_clients import crowd, seeded
+from tests.support.load.concurrent_clients import concurrent_requests, seeded
 from tests.support.processes import family, living
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, stop_server
@@ -47,13 +47,13 @@ def _drained(serve: Services, faults: Faults, number: signal.Signals, n: int) ->
     flags = ("--max-running", str(n * 3 // 4), "--drain-timeout", "60")
     server = serve(*flags, fake_ms=STEP_MS, environment=faults.environment)
     pids = family(server.process.pid)
-    with connect(server) as kept_alive, crowd(server, seeded(_request(1), n)) as streams:
+    with connect(server) as kept_alive, concurrent_requests(server, seeded(_request(1), n)) as streams:
         kept_alive.sendall(get())
         assert status_of(read_answer(kept_alive)) == 200
         assert _running(server, n)
         server.process.send_signal(number)
         began = time.monotonic()
-        assert server.tells("ending")
+        assert server.has_logged("ending")
         ready = httpx.get(f"{server.url}/health/ready", timeout=60)
         not_ready_after = time.monotonic() - began
         refused = httpx.post(f"{server.url}/complete", json={"prompt": "a"}, timeout=60)
@@ -94,7 +94,7 @@ def test_streams_that_take_longer_are_told(serve: Services, promise: Promise) ->
     flags = ("--max-running", "200", "--drain-timeout", "0.5")
     server = serve(*flags, fake_ms=STEP_MS)
     pids = family(server.process.pid)
-    with crowd(server, seeded(_request(20), n)) as streams:
+    with concurrent_requests(server, seeded(_request(20), n)) as streams:
         assert _running(server, n)
         server.process.send_signal(signal.SIGTERM)
     reported = [s.body.count(b"event: error") == 1 and b"shutting down" in s.body for s in streams]
@@ -127,10 +127,10 @@ def test_a_stuck_reader_does_not_hold_the_end_up(serve: Services, promise: Promi
 def test_a_second_signal_ends_at_once_with_exit_code_one(serve: Services, promise: Promise) -> None:
     server = serve("--drain-timeout", "60", fake_ms=STEP_MS)
     pids = family(server.process.pid)
-    with crowd(server, seeded(_request(30), 5)):
+    with concurrent_requests(server, seeded(_request(30), 5)):
         assert _running(server, 5)
         server.process.send_signal(signal.SIGTERM)
-        assert server.tells("ending")
+        assert server.has_logged("ending")
         time.sleep(0.3)
         assert server.process.poll() is None
         began = time.monotonic()
@@ -143,7 +143,7 @@ def test_a_second_signal_ends_at_once_with_exit_code_one(serve: Services, promis
 def test_a_kill_of_the_service_would_be_seen(serve: Services) -> None:
     """The control: streams that are cut do not count as complete."""
     server = serve(fake_ms=STEP_MS)
-    with crowd(server, seeded(_request(10), 5)) as streams:
+    with concurrent_requests(server, seeded(_request(10), 5)) as streams:
         assert _running(server, 5)
         os.kill(server.process.pid, signal.SIGKILL)
         server.process.wait()

@@ -25,18 +25,26 @@ from tests.support import ROOT
 from tests.support.armed_faults import Faults
 from tests.support.disk_faults import Operations, kill, watched
 from tests.support.fake_compiler import fake_compiler
-from tests.support.load.concurrent_clients import Ask, children, crowd, engine_pid, engine_pids, told, visit
+from tests.support.load.concurrent_clients import (
+    RequestSpec,
+    children,
+    concurrent_requests,
+    engine_pid,
+    engine_pids,
+    outputs,
+    send_all,
+)
 from tests.support.model.tiny_models import TEXT
 from tests.support.processes import living
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, free_ports
 from tests.support.services import Services
 
-_ASKS = [
-    Ask(body={"prompt": "Once", "max_tokens": 150, "ignore_eos": True, "seed": seed, "temperature": 1.0})
+_SPECS = [
+    RequestSpec(body={"prompt": "Once", "max_tokens": 150, "ignore_eos": True, "seed": seed, "temperature": 1.0})
     for seed in range(16)
 ]
-_LONG = [Ask(body={**ask.body, "max_tokens": 8000}) for ask in _ASKS]
+_LONG = [RequestSpec(body={**spec.body, "max_tokens": 8000}) for spec in _SPECS]
 """40 s, if they are let."""
 
 
@@ -63,10 +71,10 @@ def test_it_starts_again_after_kill_9_of_everything(
         return serve(*flags, fake_ms=5, environment=environment, wait=wait)
 
     server = start()
-    expected = told(visit(server, _ASKS))
+    expected = outputs(send_all(server, _SPECS))
     good = 0
     for number in range(rounds):
-        with crowd(server, _ASKS):
+        with concurrent_requests(server, _SPECS):
             time.sleep(rng.uniform(0.05, 0.5))
             pids = _kill_all(server, api_first=number % 2 == 0)
         if number % 4 == 3:  # and once while it starts
@@ -74,7 +82,7 @@ def test_it_starts_again_after_kill_9_of_everything(
             time.sleep(rng.uniform(0.0, 0.5))
             pids += _kill_all(server, api_first=True)
         server = start()
-        same = told(visit(server, _ASKS)) == expected
+        same = outputs(send_all(server, _SPECS)) == expected
         clean = not any(scratch.iterdir()) and _files(weights) == before
         good += same and clean and server.wait_for(lambda pids=pids: not living(pids))  # type: ignore[misc]
     promise.all_of("starts after kill -9 of everything under load", good, rounds)
@@ -94,7 +102,7 @@ def _die_with_killed_service(server: Server, pids: list[int], seconds: float = 1
 def test_the_engine_dies_with_a_killed_service_whatever_it_does(serve: Services, faults: Faults, deed: str) -> None:
     """It need not look at the pipe for that."""
     server = serve(fake_ms=5, environment=faults.environment)
-    with crowd(server, _LONG) as answers:
+    with concurrent_requests(server, _LONG) as answers:
         assert server.wait_for(lambda: answers[0].n_events > 2)
         faults.arm("engine.step", deed, times=1)
         assert server.wait_for(lambda: not faults.is_armed("engine.step")), "it does not do it"
@@ -198,7 +206,7 @@ def test_an_engine_that_computes_and_processes_that_check_guides_die_with_a_kill
     pids = children(server)
     checker = [pid for pid in pids if b"validator_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     os.kill(checker[0], signal.SIGSTOP)  # a second one may be starting
-    with crowd(server, _LONG) as answers:
+    with concurrent_requests(server, _LONG) as answers:
         assert server.wait_for(lambda: answers[0].n_events > 2)
         assert _die_with_killed_service(server, pids, 3)
 

@@ -23,7 +23,7 @@ from model.files import write_files
 from model.tokenizer.tokenizer import Tokenizer
 from tests.support.armed_faults import Faults, arm_this_process
 from tests.support.engine.mixed_requests import POISON, VICTIM, Outcome, mixed_requests, poisoned_decoder, serve
-from tests.support.load.concurrent_clients import Answer, Ask, visit
+from tests.support.load.concurrent_clients import Answer, RequestSpec, send_all
 from tests.support.model.tiny_models import TEXT, VOCAB, tiny_config, tiny_decoder, tiny_engine
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server
@@ -171,7 +171,7 @@ def _bodies() -> list[dict[str, Any]]:
 
 def _all_at_once(server: Server, bodies: list[dict[str, Any]], mode: str) -> list[Answer]:
     path = "/v1/completions" if mode == "chunks" else "/complete"
-    return visit(server, [Ask(path=path, body={**body, "stream": mode != "whole"}) for body in bodies])
+    return send_all(server, [RequestSpec(path=path, body={**body, "stream": mode != "whole"}) for body in bodies])
 
 
 def _error(output: Any) -> dict[str, Any] | None:
@@ -186,22 +186,22 @@ def test_31_of_32_clients_do_not_notice_a_poisoned_one(
     server: Server, faults: Faults, mode: str, promise: Promise
 ) -> None:
     bodies, good = _bodies(), 0
-    before = [answer.told() for answer in _all_at_once(server, bodies, mode)]
+    before = [answer.output() for answer in _all_at_once(server, bodies, mode)]
     assert not any(map(_error, before))
     for case, (point, order) in CASES.items():
-        written, sent = len(server.told()), list(bodies)
+        written, sent = len(server.log_text()), list(bodies)
         if point:
             faults.arm(point.format(MODES[mode]), "raise", **order)
         else:
             sent[INDEX] = {**bodies[INDEX], "prompt": [*VICTIMS_IDS, BAD_BYTE, 5]}
         answers = _all_at_once(server, sent, mode)
         faults.disarm()
-        after = [answer.told() for answer in answers]
+        after = [answer.output() for answer in answers]
         error = _error(after[INDEX])
         assert error and set(error) == {"message", "type", "param", "code"}, (case, after[INDEX])
         assert error["type"] == "server_error", case
         if case != "NaN row":  # which is not a programming error, so it has no traceback in the log
-            assert server.tells(answers[INDEX].name, "InjectedFault", since=written), case
+            assert server.has_logged(answers[INDEX].name, "InjectedFault", since=written), case
             begun = {kind: after[INDEX].get(kind, {}).get(0, []) for kind in ("texts", "tokens")}
             assert all(before[INDEX][kind][0][: len(part)] == part for kind, part in begun.items() if part), case
         good += [*after[:INDEX], *after[INDEX + 1 :]] == [*before[:INDEX], *before[INDEX + 1 :]]
@@ -222,9 +222,9 @@ def test_a_guide_whose_compilation_raises_fails_its_request_alone(
     before = _all_at_once(server, bodies, "events")
     with faults.armed("engine.guide", "raise", match="[0-9]{4}"):
         after = _all_at_once(server, bodies, "events")
-    error = _error(after[INDEX].told())
+    error = _error(after[INDEX].output())
     assert error and error["type"] == "server_error" and "guide" in error["message"]
-    assert server.tells(after[INDEX].name)
+    assert server.has_logged(after[INDEX].name)
     pairs = [(one, other) for i, (one, other) in enumerate(zip(before, after, strict=True)) if i != INDEX]
     assert server.metric("engine_restarts_total") == 0
-    promise.all_of("answers beside one whose guide raises", sum(a.told() == b.told() for a, b in pairs), N - 1)
+    promise.all_of("answers beside one whose guide raises", sum(a.output() == b.output() for a, b in pairs), N - 1)

@@ -25,7 +25,15 @@ import pytest
 
 from tests.support.armed_faults import Faults
 from tests.support.completion_client import parse_events
-from tests.support.load.concurrent_clients import Answer, Ask, crowd, engine_pid, is_ready, received, visit
+from tests.support.load.concurrent_clients import (
+    Answer,
+    RequestSpec,
+    concurrent_requests,
+    engine_pid,
+    is_ready,
+    received,
+    send_all,
+)
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, is_clean
 from tests.support.services import Services
@@ -54,10 +62,10 @@ class _Stage:
     serve: Services
 
 
-def _asks(**extra: Any) -> list[Ask]:
+def _specs(**extra: Any) -> list[RequestSpec]:
     endpoints = ("/complete", "/v1/completions")
     return [
-        Ask(path=endpoint, body={**_BODY, **extra, "stream": stream})
+        RequestSpec(path=endpoint, body={**_BODY, **extra, "stream": stream})
         for endpoint in endpoints
         for stream in (True, False)
     ]
@@ -65,7 +73,7 @@ def _asks(**extra: Any) -> list[Ask]:
 
 def _outcome(answer: Answer) -> _Outcome:
     """Strict about the form."""
-    output = answer.told()
+    output = answer.output()
     if "texts" not in output:  # whole
         assert (answer.status == 200) == ("error" not in output), output
         if "error" in output:
@@ -73,7 +81,7 @@ def _outcome(answer: Answer) -> _Outcome:
         (choice,) = output["choices"]
         return _Outcome(choice["text"], choice["finish_reason"], None)
     text = output["texts"].get(0, "")
-    if "end" in output:  # the native stream: exactly one terminal event, as told() asserts
+    if "end" in output:  # the native stream: exactly one terminal event, as outputs() asserts
         error = output["end"].get("error")
         return _Outcome(text, None if error else output["end"]["choices"][0]["finish_reason"], error and error["type"])
     assert len(output["ends"]) + len(output["errors"]) == 1, "one finish_reason or one error, and [DONE] behind it"
@@ -101,9 +109,9 @@ def _slow_from(stage: _Stage, step: int) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _under_way(server: Server, asks: list[Ask]) -> Iterator[list[Answer]]:
+def _under_way(server: Server, specs: list[RequestSpec]) -> Iterator[list[Answer]]:
     """The answers of concurrent clients whose streams have started."""
-    with crowd(server, asks) as answers:
+    with concurrent_requests(server, specs) as answers:
         assert server.wait_for(lambda: server.metric("requests_running") == 4)  # also those without an event yet
         assert server.wait_for(lambda: answers[0].n_events > 5 and answers[2].n_events > 3)
         yield answers
@@ -111,7 +119,7 @@ def _under_way(server: Server, asks: list[Ask]) -> Iterator[list[Answer]]:
 
 def _undisturbed(stage: _Stage, **extra: Any) -> _Outcome:
     """What all four say where nothing goes wrong."""
-    outcomes = {_outcome(answer) for answer in visit(stage.server, _asks(**extra))}
+    outcomes = {_outcome(answer) for answer in send_all(stage.server, _specs(**extra))}
     assert len(outcomes) == 1, outcomes
     (outcome,) = outcomes
     return outcome
@@ -121,7 +129,7 @@ def _broken_engine(break_it: Callable[[_Stage], None]) -> Callable[[_Stage], lis
     def meet(stage: _Stage) -> list[bool]:
         expected, before = _undisturbed(stage), stage.server.metric("replayed_requests_total")
         # All four are there to be broken for half a minute, however late this is.
-        with _slow_from(stage, 20), _under_way(stage.server, _asks()) as answers:
+        with _slow_from(stage, 20), _under_way(stage.server, _specs()) as answers:
             break_it(stage)
             stage.faults.disarm("engine.forward")
         assert stage.server.wait_for(lambda: is_ready(stage.server), 30)
@@ -133,7 +141,7 @@ def _broken_engine(break_it: Callable[[_Stage], None]) -> Callable[[_Stage], lis
 
 def _slow_reader(stage: _Stage) -> list[bool]:
     expected = _undisturbed(stage)
-    with crowd(stage.server, _asks(), pause=0.02) as answers:
+    with concurrent_requests(stage.server, _specs(), pause=0.02) as answers:
         pass
     return _is_same(answers, expected)
 
@@ -142,25 +150,25 @@ def _stop_string(stage: _Stage) -> list[bool]:
     stop = _undisturbed(stage).text[30:33]
     expected = _undisturbed(stage, stop=stop)
     assert expected.finish == "stop" and stop not in expected.text
-    return _is_same(visit(stage.server, _asks(stop=stop)), expected)
+    return _is_same(send_all(stage.server, _specs(stop=stop)), expected)
 
 
 def _half_a_character(stage: _Stage) -> list[bool]:
     """Of the tokens of the fake engine many are single bytes that begin a character."""
     for max_tokens in range(20, 60):
-        (answer,) = visit(stage.server, _asks(max_tokens=max_tokens)[:1])
+        (answer,) = send_all(stage.server, _specs(max_tokens=max_tokens)[:1])
         last = parse_events(answer.body.decode())[-2]
         if last.name == "token" and last.data["text"].endswith("\ufffd"):
             expected = _undisturbed(stage, max_tokens=max_tokens)
             assert expected.text.endswith("\ufffd")
-            return _is_same(visit(stage.server, _asks(max_tokens=max_tokens)), expected)
+            return _is_same(send_all(stage.server, _specs(max_tokens=max_tokens)), expected)
     raise AssertionError("no text ends in the middle of a character")
 
 
 def _deadline(stage: _Stage) -> list[bool]:
     text = _undisturbed(stage).text
     with _slow_from(stage, 60):
-        outcomes = [_outcome(answer) for answer in visit(stage.server, _asks(deadline_ms=3000))]
+        outcomes = [_outcome(answer) for answer in send_all(stage.server, _specs(deadline_ms=3000))]
     assert all(outcome.text for outcome in outcomes)
     # The last character may have been cut in its middle.
     return [o.finish == "timeout" and text.startswith(o.text.rstrip("\ufffd")) for o in outcomes]
@@ -168,15 +176,15 @@ def _deadline(stage: _Stage) -> list[bool]:
 
 def _not_finite(stage: _Stage) -> list[bool]:
     with stage.faults.armed("fake.not_finite", "nothing", after=40):
-        return _is_error(visit(stage.server, _asks()), "server_error")
+        return _is_error(send_all(stage.server, _specs()), "server_error")
 
 
 def _poisoned(stage: _Stage) -> list[bool]:
-    companion = Ask(body={**_BODY, "max_tokens": 400})
-    with crowd(stage.server, [companion]) as others:
+    companion = RequestSpec(body={**_BODY, "max_tokens": 400})
+    with concurrent_requests(stage.server, [companion]) as others:
         assert stage.server.wait_for(lambda: others[0].n_events > 3)
         with stage.faults.armed("engine.step", "kill", match="max_tokens=120,"):
-            answers = visit(stage.server, _asks())
+            answers = send_all(stage.server, _specs())
     assert _outcome(others[0]).finish == "length"
     assert stage.server.wait_for(lambda: is_ready(stage.server), 30)
     return _is_error(answers, "server_error")
@@ -184,29 +192,30 @@ def _poisoned(stage: _Stage) -> list[bool]:
 
 def _disconnected(stage: _Stage) -> list[bool]:
     good = []
-    for ask in _asks(max_tokens=8000):  # a minute
+    for spec in _specs(max_tokens=8000):  # a minute
         disconnect = threading.Event()
-        with crowd(stage.server, [ask], disconnect=disconnect) as (answer,):
+        with concurrent_requests(stage.server, [spec], disconnect=disconnect) as (answer,):
             assert stage.server.wait_for(lambda: stage.server.metric("requests_running") == 1)
-            assert stage.server.wait_for(lambda answer=answer, ask=ask: answer.n_events > 2 or not ask.body["stream"])  # type: ignore[misc]
+            streams = spec.body["stream"]
+            assert stage.server.wait_for(lambda: answer.n_events > 2 or not streams)  # noqa: B023
             disconnect.set()
         text = answer.body.decode("ascii").rpartition("\n\n")[0]
-        if ask.body["stream"] and ask.path == "/complete":
+        if spec.body["stream"] and spec.path == "/complete":
             assert all(event.name not in ("done", "error") for event in parse_events(text + "\n\n"))
-        good.append(bool(text) == ask.body["stream"] and is_clean(stage.server, 30.0))
+        good.append(bool(text) == spec.body["stream"] and is_clean(stage.server, 30.0))
     return good
 
 
 def _no_turn(stage: _Stage) -> list[bool]:
     server, disconnect = stage.serve("--max-running", "1", "--queue-timeout", "1", fake_ms=8), threading.Event()
-    with crowd(server, [Ask(body={**_BODY, "max_tokens": 8000})], disconnect=disconnect) as first:
+    with concurrent_requests(server, [RequestSpec(body={**_BODY, "max_tokens": 8000})], disconnect=disconnect) as first:
         assert server.wait_for(lambda: first[0].n_events > 1)
-        return _is_error(visit(server, _asks()), "unavailable_error")
+        return _is_error(send_all(server, _specs()), "unavailable_error")
 
 
 def _end_of_the_service(stage: _Stage) -> list[bool]:
     server = stage.serve("--drain-timeout", "0.5", fake_ms=8)
-    with _under_way(server, _asks(max_tokens=8000)) as answers:
+    with _under_way(server, _specs(max_tokens=8000)) as answers:
         server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(60) == 0
     return _is_error(answers, "unavailable_error")

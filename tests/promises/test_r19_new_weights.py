@@ -107,7 +107,7 @@ class _SteadyLoad:
 def _read(answer: concurrent_clients.Answer, prompt: str) -> _Answer:
     """Every place that names the weights must name the same ones."""
     assert answer.status == 200
-    output = answer.told()
+    output = answer.output()
     if "texts" in output:
         assert answer.is_complete
     text = output["texts"][0] if "texts" in output else output["choices"][0]["text"]

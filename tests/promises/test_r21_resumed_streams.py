@@ -119,7 +119,7 @@ def test_a_stream_that_lost_client_and_engine_goes_on(server: Server, promise: P
     body = {**_BODY, "max_tokens": 400}
     expected = text_of(stream(server.url, **body, seed=5))
 
-    async def visit() -> int:
+    async def send_all() -> int:
         good = 0
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
             for _ in range(n):
@@ -130,4 +130,4 @@ def test_a_stream_that_lost_client_and_engine_goes_on(server: Server, promise: P
                 assert server.wait_for(lambda: is_ready(server), 30)
         return good
 
-    promise.all_of("streams whole that lost client and engine", asyncio.run(visit()), n)
+    promise.all_of("streams whole that lost client and engine", asyncio.run(send_all()), n)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support import ROOT
 from tests.support.http.raw_client import connect, error_of, get, post, read_answer, seconds_until_close, status_of
-from tests.support.load.concurrent_clients import crowd, seeded
+from tests.support.load.concurrent_clients import concurrent_requests, seeded
 from tests.support.model.tiny_models import tiny_weights
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server
@@ -63,7 +63,7 @@ def _across(server: Server, clock: Path, before: int, jump: int) -> list[bool]:
     """What is right of five things that a jump meets half-way; the first is measured with the clock on the wall."""
     clock.write_text(f"{before:+d}")
     request = {"prompt": "a", "max_tokens": 600, "ignore_eos": True}
-    with connect(server) as idle, crowd(server, seeded(request, 8)) as streams:
+    with connect(server) as idle, concurrent_requests(server, seeded(request, 8)) as streams:
         idle.sendall(get())
         read_answer(idle)
         are_under_way = server.wait_for(lambda: server.metric("requests_running") == 8)
@@ -84,7 +84,7 @@ def _across(server: Server, clock: Path, before: int, jump: int) -> list[bool]:
 
 
 def test_only_what_tells_people_the_time_asks_for_it() -> None:
-    asks = re.compile(r"\b(time\.(time|localtime)|datetime\.(now|utcnow|today))\b")
-    asking = {str(path.relative_to(ROOT)) for path in (ROOT / "app").rglob("*.py") if asks.search(path.read_text())}
+    clocks = re.compile(r"\b(time\.(time|localtime)|datetime\.(now|utcnow|today))\b")
+    asking = {str(path.relative_to(ROOT)) for path in (ROOT / "app").rglob("*.py") if clocks.search(path.read_text())}
     assert asking <= READS_WALL_CLOCK.keys()
     assert "app/serving/model_instance.py" in asking, "the check was meant to find something"

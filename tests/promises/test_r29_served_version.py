@@ -22,15 +22,15 @@ import pytest
 from tests.support.armed_faults import Faults
 from tests.support.load.concurrent_clients import (
     Answer,
-    Ask,
+    RequestSpec,
     children,
+    concurrent_requests,
     count_same,
-    crowd,
     engine_pid,
     is_ready,
     kill_engine,
-    told,
-    visit,
+    outputs,
+    send_all,
 )
 from tests.support.model.bad_weights import good_weights
 from tests.support.promise_figures import Promise
@@ -43,12 +43,12 @@ Copy = Callable[[Path, Path], Iterator[None]]
 """(new files, weights directory) -> a pause after each step."""
 
 
-def _asks(max_tokens: int) -> list[Ask]:
+def _specs(max_tokens: int) -> list[RequestSpec]:
     common: dict[str, Any] = {"ignore_eos": True, "temperature": 1.0, "max_tokens": max_tokens}
     bodies: list[dict[str, Any]] = [{"seed": 1}, {"seed": 2, "n": 2}, {"seed": 3, "stream": False}]
-    asks = [Ask(body={**common, "prompt": "Once upon a time", **body}) for body in bodies]
+    specs = [RequestSpec(body={**common, "prompt": "Once upon a time", **body}) for body in bodies]
     one = {"prompt": "The moon", "max_tokens": max_tokens, "seed": 4, "stream": True}
-    return [*asks, Ask(path="/v1/completions", body=one)]
+    return [*specs, RequestSpec(path="/v1/completions", body=one)]
 
 
 def _replaced_in_place(new: Path, weights: Path) -> Iterator[None]:
@@ -148,14 +148,14 @@ def _model(server: Server) -> str:
 
 def _reload(server: Server) -> None:
     before = _model(server)
-    assert has_reloaded(server), server.told()
+    assert has_reloaded(server), server.log_text()
     assert server.wait_for(lambda: len(children(server)) == 1)
     assert _model(server) != before
 
 
-def _kill_during(server: Server, copy: Iterator[None], steps: int, asks: list[Ask]) -> list[Answer]:
+def _kill_during(server: Server, copy: Iterator[None], steps: int, specs: list[RequestSpec]) -> list[Answer]:
     """Streams that run while the engine is killed after so many steps of a copy."""
-    with crowd(server, asks) as answers:
+    with concurrent_requests(server, specs) as answers:
         assert server.wait_for(lambda: all(answer.n_events > 3 for answer in (answers[0], answers[1], answers[3])))
         for _ in range(steps):
             next(copy, None)
@@ -169,21 +169,21 @@ def test_streams_survive_a_kill_at_every_moment_of_a_copy(
     serve: Services, tmp_path: Path, sets: list[Path], directory: Path, promise: Promise
 ) -> None:
     """One service for all ways: after each kill it loads the new files and starts the next way from there."""
-    asks, server, reloads = _asks(max_tokens=promise.size(100, 200)), serve(weights=directory, fake_ms=5), 0
+    specs, server, reloads = _specs(max_tokens=promise.size(100, 200)), serve(weights=directory, fake_ms=5), 0
     for way, copy in WAYS.items():
         counted = Path(shutil.copytree(sets[0], tmp_path / way / "weights"))
         moments = sum(1 for _ in copy(sets[1], counted))
         n = promise.size(2 if way == "in place" else 1, max(20, moments))
         rng, same = random.Random(f"{way}/29"), 0
         for attempt in range(n):
-            expected = told(visit(server, asks))
+            expected = outputs(send_all(server, specs))
             steps = 1 + (attempt % moments if promise.full else rng.randrange(moments))
             reloads += 1
-            found = _kill_during(server, copy(sets[reloads % 2], directory), steps, asks)
+            found = _kill_during(server, copy(sets[reloads % 2], directory), steps, specs)
             same += count_same(found, expected)
-            assert same == (attempt + 1) * len(asks), (way, steps, server.log.read_text()[-3000:])
+            assert same == (attempt + 1) * len(specs), (way, steps, server.log.read_text()[-3000:])
             _reload(server)
-        promise.all_of(f"answers as undisturbed, kills during a copy {way}", same, n * len(asks))
+        promise.all_of(f"answers as undisturbed, kills during a copy {way}", same, n * len(specs))
 
 
 @pytest.mark.parametrize("way", ["in place", "removed first"])
@@ -205,22 +205,22 @@ def test_real_engines_guides_and_chats_stay_with_the_served_version(
     """All helper processes are killed after the copy, too: grammar validators read the tokenizer again."""
     common: dict[str, Any] = {"temperature": 0, "max_tokens": 40, "seed": 1}
     chat = {"messages": [{"role": "user", "content": "The fox"}], "temperature": 0, "max_tokens": 20, "seed": 1}
-    asks = [
-        Ask(body={**common, "prompt": "The fox", "ignore_eos": True}),
-        Ask(body={**common, "prompt": "The fox", "regex": "[a-z ]{20,30}", "stream": False}),
-        Ask(path="/v1/chat/completions", body=chat),
+    specs = [
+        RequestSpec(body={**common, "prompt": "The fox", "ignore_eos": True}),
+        RequestSpec(body={**common, "prompt": "The fox", "regex": "[a-z ]{20,30}", "stream": False}),
+        RequestSpec(path="/v1/chat/completions", body=chat),
     ]
     flags = ("--dtype", "float32", "--threads", "1", "--kv-blocks", "64")
     server, n, same = serve(*flags, weights=directory), promise.size(1, 20), 0
     for attempt in range(n):
-        expected, new = told(visit(server, asks)), sets[(attempt + 1) % 2]
+        expected, new = outputs(send_all(server, specs)), sets[(attempt + 1) % 2]
         deque(_replaced_in_place(new, directory), maxlen=0)
         (directory / "tokenizer.json").write_text("{}")
         kill_engine(server, *(pid for pid in children(server) if pid != engine_pid(server)))
         assert server.wait_for(lambda: is_ready(server))
-        same += count_same(visit(server, asks), expected)
+        same += count_same(send_all(server, specs), expected)
         shutil.copyfile(new / "tokenizer.json", directory / "tokenizer.json")
         before = _model(server)
         server.process.send_signal(signal.SIGHUP)
-        assert server.wait_for(lambda before=before: _model(server) != before), server.told()
-    promise.all_of("answers as before the copy, all helper processes killed behind it", same, n * len(asks))
+        assert server.wait_for(lambda before=before: _model(server) != before), server.log_text()
+    promise.all_of("answers as before the copy, all helper processes killed behind it", same, n * len(specs))

@@ -73,5 +73,5 @@ def test_mutated_requests_get_4xx_or_a_close_and_the_service_lives(server: Serve
     assert is_clean(server, 30)
     assert httpx.get(f"{server.url}/health/ready").status_code == 200
     line_of(server, httpx.get(f"{server.url}/v1/models"))  # what came before it is written
-    assert '"level": "error"' not in server.told()
+    assert '"level": "error"' not in server.log_text()
     promise.all_of(f"mutated raw requests, sent {how}, get 4xx, close or service", n - len(failures), n)

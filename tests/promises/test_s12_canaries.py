@@ -141,7 +141,7 @@ def test_no_canary_is_found_where_it_was_not_sent(watched: tuple[Server, Keyring
     for path in _ENDPOINTS:
         for body in _bodies(bobs):
             seen.append(httpx.post(f"{server.url}{path}", headers=ring.headers("bob"), json=body, timeout=60).text)
-    assert server.tells("InjectedFault")
+    assert server.has_logged("InjectedFault")
     line_of(server, httpx.get(f"{server.url}/v1/models", headers=ring.headers("bob")))  # what came before it is written
     log = server.log.read_text()
     found = canary.found_in(log) + bobs.found_in(log) + canary.found_in("".join(seen))

@@ -83,7 +83,7 @@ def test_a_body_that_breaks_off_in_nonsense_is_one_line_with_the_id_of_its_answe
         client.sendall(b"no chunk\r\n" if pause else b"")
         answer = b"".join(iter(lambda: client.recv(4096), b"")).decode()
     (name,) = re.findall(r"x-request-id: (\S+)", answer)
-    assert server.tells(name)
+    assert server.has_logged(name)
     (line,) = request_lines(server)[before:]
     assert (line["request_id"], line["route"], line["key"]) == (name, "/complete", "alice")
     assert (line["status"], line["outcome"]) == (400, "bad_request") and answer.startswith("HTTP/1.1 400 ")

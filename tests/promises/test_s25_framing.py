@@ -163,4 +163,4 @@ def test_an_offer_of_http2_with_a_body_gets_the_answer_of_the_request(keyed_serv
     offer = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAAP__")
     said = exchange(server.url, _completion(ring, "alice", *offer) + LAST)
     assert [part[:3] for part in said.split(b"HTTP/1.1 ")[1:]] == [b"200", b"401"]
-    assert '"level": "error"' not in server.told()
+    assert '"level": "error"' not in server.log_text()

@@ -28,13 +28,13 @@ def test_a_served_model_has_its_name_and_commit(tmp_path: Path, weights: Path) -
         assert httpx.get(f"{server.url}/v1/models/org/tiny").json() == model
         answer = whole(server.url, prompt="fox", max_tokens=1)
         assert (answer["model"], answer["receipt"]["weights_revision"]) == ("org/tiny", commit)
-        assert "HTTP Request" not in server.told()  # the addresses of the storage server are signed
-        assert server.tells("downloading org/tiny: ", "downloaded org/tiny, commit", "--watch has no effect")
+        assert "HTTP Request" not in server.log_text()  # the addresses of the storage server are signed
+        assert server.has_logged("downloading org/tiny: ", "downloaded org/tiny, commit", "--watch has no effect")
 
         hub.repositories["org/tiny"]["generation_config.json"] = b"{}"  # a newer commit: a reload does not take it
         server.process.send_signal(signal.SIGHUP)
-        assert server.tells(f"this is commit {commit[:12]} of org/tiny again: restart for a newer one")
-        assert server.tells("new weights are served: org/tiny")
+        assert server.has_logged(f"this is commit {commit[:12]} of org/tiny again: restart for a newer one")
+        assert server.has_logged("new weights are served: org/tiny")
         assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["weights_revision"] == commit
         assert stop_server(server) == 0
 

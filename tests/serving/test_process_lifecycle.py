@@ -18,7 +18,7 @@ import pytest
 from tests.support import ROOT
 from tests.support.armed_faults import Faults
 from tests.support.completion_client import parse_events, whole
-from tests.support.load.concurrent_clients import Ask, crowd, engine_pid
+from tests.support.load.concurrent_clients import RequestSpec, concurrent_requests, engine_pid
 from tests.support.model.tiny_models import tiny_weights
 from tests.support.processes import is_stopped
 from tests.support.reloads import reloads
@@ -35,7 +35,7 @@ def test_sigterm_to_the_whole_process_group_is_a_drain_too(tmp_path: Path, weigh
     server = start_server(tmp_path, weights, fake_ms=1, environment=faults.environment)
     engine = engine_pid(server)
     faults.arm("engine.step", "stop", after=120, times=1)  # however fast it is, the stream is open until SIGCONT
-    with crowd(server, [Ask(body=LONG)]) as (answer,):
+    with concurrent_requests(server, [RequestSpec(body=LONG)]) as (answer,):
         assert server.wait_for(lambda: is_stopped(engine))
         os.kill(engine, signal.SIGTERM)
         server.process.send_signal(signal.SIGTERM)
@@ -148,7 +148,7 @@ def test_a_request_in_the_queue_hears_its_position(tmp_path: Path, weights: Path
     with running_server(tmp_path, weights, "--max-running", "1", fake_ms=1) as server:
         engine = engine_pid(server)
         os.kill(engine, signal.SIGSTOP)
-        with crowd(server, [Ask(body=LONG)] * 2) as answers:
+        with concurrent_requests(server, [RequestSpec(body=LONG)] * 2) as answers:
             assert server.wait_for(lambda: any(b"event: queue" in answer.body for answer in answers))
             os.kill(engine, signal.SIGCONT)
         (events,) = [parse_events(a.body.decode()) for a in answers if b"event: queue" in a.body]

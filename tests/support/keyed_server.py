@@ -75,7 +75,7 @@ def raw(method: str, target: str, *headers: str, body: bytes = b"") -> bytes:
 
 def log_lines(server: Server) -> list[dict[str, Any]]:
     """The lines of a log in JSON so far; fails where one is no JSON object."""
-    lines = server.told().splitlines()
+    lines = server.log_text().splitlines()
     parsed = [json.loads(line) for line in lines]
     assert all(isinstance(line, dict) and {"time", "level", "message"} <= line.keys() for line in parsed)
     return parsed
@@ -89,6 +89,6 @@ def request_lines(server: Server) -> list[dict[str, Any]]:
 def line_of(server: Server, answer: httpx.Response) -> dict[str, Any]:
     """The one line of this request, once it is written."""
     request_id = answer.headers["x-request-id"]
-    assert server.tells(request_id)
+    assert server.has_logged(request_id)
     (line,) = [line for line in request_lines(server) if line["request_id"] == request_id]
     return line

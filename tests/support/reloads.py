@@ -29,4 +29,4 @@ def has_reloaded(server: Server, outcome: str = "switched") -> bool:
 
 def refusals(server: Server) -> list[str]:
     """Log lines about weights that were refused."""
-    return [line for line in server.told().splitlines() if "new weights are refused" in line]
+    return [line for line in server.log_text().splitlines() if "new weights are refused" in line]

@@ -56,14 +56,14 @@ class Server:
         assert found, f"no metric {name}"
         return float(found.group(1))
 
-    def told(self) -> str:
+    def log_text(self) -> str:
         """The whole lines of the log: the last one may be half written."""
         whole, newline, _ = self.log.read_bytes().rpartition(b"\n")
         return (whole + newline).decode()
 
-    def tells(self, *words: str, since: int = 0) -> bool:
+    def has_logged(self, *words: str, since: int = 0) -> bool:
         """Whether all these words appear in the log after `since` characters; a separate thread writes it later."""
-        return self.wait_for(lambda: all(word in self.told()[since:] for word in words))
+        return self.wait_for(lambda: all(word in self.log_text()[since:] for word in words))
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = 60.0) -> bool:
         """Polls until `condition` is true or the time has expired. A poll costs CPU time, so pauses grow to 0.1 s."""

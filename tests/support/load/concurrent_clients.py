@@ -1,4 +1,4 @@
-"""Concurrent clients of all endpoints, and their answers without the fields that differ from run to run."""
+"""Concurrent clients of all endpoints, and their responses without the fields that differ from run to run."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _VOLATILE = {"id", "created", "timings", "request_id", "cached_tokens", "prompt_
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class RequestSpec:
     """One request."""
 
     path: str = "/complete"
     body: dict[str, Any]
 
 
-def seeded(body: dict[str, Any], n: int) -> list[Ask]:
+def seeded(body: dict[str, Any], n: int) -> list[RequestSpec]:
     """The same completion with seeds from 0."""
-    return [Ask(body={**body, "seed": seed}) for seed in range(n)]
+    return [RequestSpec(body={**body, "seed": seed}) for seed in range(n)]
 
 
 class Answer(Exchange):
@@ -81,7 +81,7 @@ class Answer(Exchange):
         """Seconds between arrivals, of which each is a token or more."""
         return [after - before for before, after in pairwise(self.arrivals) if after > before]
 
-    def told(self) -> Any:
+    def output(self) -> Any:
         """Output without the fields that differ from run to run; checks the form strictly."""
         assert not self.error, self.error
         text = self.body.decode()
@@ -101,8 +101,8 @@ def received(body: bytes) -> Answer:
 
 
 @contextmanager
-def crowd(
-    server: Server, asks: Sequence[Ask], *, pause: float = 0.0, disconnect: threading.Event | None = None
+def concurrent_requests(
+    server: Server, specs: Sequence[RequestSpec], *, pause: float = 0.0, disconnect: threading.Event | None = None
 ) -> Iterator[list[Answer]]:
     """Sends all requests at once; the answers fill while the test runs, and are complete at the end.
 
@@ -110,8 +110,8 @@ def crowd(
     which the end of the block does too.
     """
     address = server.service.address
-    answers = [Answer(address.request("POST", ask.path, json.dumps(ask.body).encode())) for ask in asks]
-    thread = threading.Thread(target=asyncio.run, args=(_visit(address, answers, pause, disconnect),))
+    answers = [Answer(address.request("POST", spec.path, json.dumps(spec.body).encode())) for spec in specs]
+    thread = threading.Thread(target=asyncio.run, args=(_send_all(address, answers, pause, disconnect),))
     thread.start()
     try:
         yield answers
@@ -121,9 +121,9 @@ def crowd(
         thread.join()
 
 
-def visit(server: Server, asks: Sequence[Ask]) -> list[Answer]:
+def send_all(server: Server, specs: Sequence[RequestSpec]) -> list[Answer]:
     """Sends all requests at once and waits for their answers."""
-    with crowd(server, asks) as answers:
+    with concurrent_requests(server, specs) as answers:
         pass
     return answers
 
@@ -142,7 +142,7 @@ class _PausingClient(Client):
             asyncio.get_running_loop().call_later(self._pause, transport.resume_reading)
 
 
-async def _visit(address: Address, answers: list[Answer], pause: float, disconnect: threading.Event | None) -> None:
+async def _send_all(address: Address, answers: list[Answer], pause: float, disconnect: threading.Event | None) -> None:
     clients = [_PausingClient(address, pause) for _ in answers]
     work = asyncio.gather(*(client.run(answer) for client, answer in zip(clients, answers, strict=True)))
     deadline = time.monotonic() + _LONGEST
@@ -192,14 +192,14 @@ def _output_of_chunks(text: str) -> Any:
     return {"texts": texts, "ends": ends, "errors": [_same(chunk["error"]) for chunk in chunks if "error" in chunk]}
 
 
-def told(answers: Sequence[Answer]) -> list[Any]:
-    """What each of them is told."""
-    return [answer.told() for answer in answers]
+def outputs(answers: Sequence[Answer]) -> list[Any]:
+    """The output of each response."""
+    return [answer.output() for answer in answers]
 
 
 def count_same(answers: Sequence[Answer], expected: Sequence[Any]) -> int:
-    """How many are told what was expected; prints the others."""
-    pairs = list(zip(told(answers), expected, strict=True))
+    """Number of responses with the expected output; prints the others."""
+    pairs = list(zip(outputs(answers), expected, strict=True))
     print(*[(output, one) for output, one in pairs if output != one], sep="\n")
     return sum(output == one for output, one in pairs)
 
