@@ -173,12 +173,10 @@ def _join_point(early: Spans, late: Spans, offset: int, overlap: int) -> tuple[i
     """(tokens to keep of the early piece, tokens to skip of the late one, which starts at character `offset`)."""
     first, last = overlap // 4, overlap * 3 // 4
     a, b = _starting_between(early, offset + first, offset + last), _starting_between(late, first, last)
-    if not a or [early.ids[i] for i in a] != [late.ids[i] for i in b]:
-        return None
-    same = [(i, j) for i, j in zip(a, b, strict=True) if early.starts[i] == late.starts[j] + offset]
-    # Join only at character boundaries: several tokens may share a character.
-    clean = [(i, j) for i, j in same if early.ends[i - 1] <= early.starts[i]]
-    return clean[len(clean) // 2] if clean and len(same) == len(a) else None
+    same_ids = [early.ids[i] for i in a] == [late.ids[i] for i in b]
+    same_starts = [early.starts[i] for i in a] == [late.starts[i] + offset for i in b]
+    middle = len(a) // 2
+    return (a[middle], b[middle]) if a and same_ids and same_starts else None
 
 
 def _starting_between(spans: Spans, first: int, last: int) -> range:

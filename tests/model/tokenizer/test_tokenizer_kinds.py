@@ -176,6 +176,20 @@ def test_a_long_text_is_not_read_in_one() -> None:
     assert max(pieces_read("gpt2", "Once upon a time there was a fox. " * 300, 1024)) == 1024
 
 
+@pytest.mark.parametrize(("period", "width"), [(3, 1), (1, 3)])
+def test_pieces_with_other_ids_or_starts_are_not_joined(period: int, width: int) -> None:
+    """Each piece begins 224 characters after the one before it: not a multiple of three."""
+
+    def encode(part: str) -> Spans:
+        starts = range(0, len(part), width)
+        ends = array("I", (min(start + width, len(part)) for start in starts))
+        return Spans(array("I", (index % period for index in range(len(starts)))), array("I", starts), ends)
+
+    whole = CompactSpans()
+    whole.append(encode("a" * 1000))
+    assert list(run_to_completion(encode_in_pieces(encode, "a" * 1000, 256))) == list(whole)
+
+
 def test_flat_and_compact_spans_are_the_same_tokens() -> None:
     starts = [0, 0, 3, 70_000, 70_000, 70_300]
     ends = [3, 3, 70_000, 70_000, 70_300, 70_301]
