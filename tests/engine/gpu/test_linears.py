@@ -173,7 +173,7 @@ def test_every_token_of_every_tile_is_computed_from_its_own_row(
     kernel, float32 = import_module(TRITON), torch.float32
     numbers = _normal(rows, columns, seed=1, dtype=float32).mul(40).round().clamp(-127, 127).to(torch.int8).to(DEVICE)
     weight, bias = Quantized(numbers, 0.5 ** (torch.arange(rows) % 3).to(DEVICE)), torch.arange(rows).to(DEVICE)
-    x = _normal(70, columns + 100, dtype=float32).mul(3).round().to(DEVICE)[:, :columns]  # its rows may be strided
+    x = _normal(70, columns + 100, dtype=float32).mul(1000).round().to(DEVICE)[:, :columns]  # its rows may be strided
     exact = x @ numbers.float().t() * weight.scales
     assert torch.equal(dequantized_product(x, weight, bias.float()), exact + bias)
     for few in (1, 16, 64):
