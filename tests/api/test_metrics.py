@@ -13,6 +13,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from app import VERSION
+from app.common.startup_timer import PHASES, PROVING, STARTING
 from app.http.request_log import RejectConnection, RequestCounts
 from tests.support import ROOT
 from tests.support.async_test import async_test
@@ -88,6 +89,12 @@ def test_processes_are_measured_and_versions_named(fake: Server) -> None:
     ((info, one),) = _samples(fake, "inkstream_build_info")
     numbers = {"version": VERSION, "python": platform.python_version(), "torch": version("torch")}
     assert one == 1 and info == {**numbers, "numerics": "fake"}
+
+
+def test_the_start_of_an_engine_is_measured_by_its_phases_alone(server: Server) -> None:
+    """Its other messages, such as the result of the self-test, belong to the phase in which they arrive."""
+    phases = [labels["phase"].replace("_", " ") for labels, _ in _samples(server, "inkstream_engine_start_seconds")]
+    assert phases[0] == STARTING and PROVING in phases and set(phases) <= set(PHASES)
 
 
 def test_a_scraper_that_asks_for_it_gets_openmetrics(fake: Server) -> None:
