@@ -1,7 +1,7 @@
 # Everything runs from a virtual environment that `make install` makes; all other targets install first if need be.
 #
 #   make serve [PORT=8000] [WEIGHTS=weights] [ARGS="--max-running 64"]
-#   make test [JOBS=4] [ARGS="tests/engine"]    all tests, or those of a folder or a file
+#   make test [JOBS=6] [ARGS="tests/engine"]    all tests, or those of a folder or a file
 #   make test-fast [ARGS="tests/engine"]        unit tests alone, in about a minute
 #   make train DATA="books notes.txt" [OUT=out] [ARGS="--preset nano --max-minutes 10"]
 #   make clients [ONLY="openai-3 llm"]          real clients of /v1/completions, each in an environment of its own
@@ -30,7 +30,7 @@ DATA ?=
 ARGS ?=
 ONLY ?=
 EXTRAS ?=
-JOBS ?= 3
+JOBS ?= 4
 LOCK ?= requirements.lock requirements-dev.lock
 
 UV ?= uv
@@ -76,15 +76,13 @@ runtime:
 serve: runtime
 	@exec $(BIN)/python -m app serve $(if $(PORT),--port $(PORT)) $(if $(WEIGHTS),--weights "$(WEIGHTS)") $(ARGS)
 
-# JOBS test processes, a file each, and what they start: so many threads as there are cores in each of them would be in
-# each other's way, and those that spin would starve the others. Tests of what threads change ask for their number.
-# The longest files come first, as tests/support/longest_files.py says; xdist itself would begin with those of the most
-# tests.
-# One process more than CI has cores: the long tests mostly wait, for time-outs and for processes to start. Those are some
-# hundred, and each would compile our sources again where the environment forbids to keep what was compiled.
+# JOBS test processes, a file each, and the processes that they start. One thread each: as many as there are cores would
+# compete, and threads that spin would starve the others. Tests of the number of threads set their own.
+# The longest files start first (tests/support/longest_files.py); xdist would start with those of the most tests.
+# Twice as many processes as CI has cores, because long tests mostly wait, for timeouts and for processes to start.
 # JOBS=0: all in one process, as --pdb needs it.
-# What is held against a clock comes last and alone. ARGS may leave one of the two runs without tests (5), not both.
-# The tests run make themselves, and would pass this make's arguments on.
+# Timed tests run last and alone. ARGS may leave one of the two runs without tests (exit code 5), but not both.
+# The variables are unset because the tests run make themselves.
 test: install
 	@unset MAKEFLAGS MFLAGS ARGS JOBS; export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE PYTHONDONTWRITEBYTECODE=; ran=no; \
 	for run in "-n $(JOBS) --dist loadfile --no-loadscope-reorder --timed no" "--timed only"; do \
