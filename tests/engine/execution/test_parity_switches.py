@@ -18,7 +18,7 @@ from tests.support.engine.parity import expect_parity
 from tests.support.model.tiny_models import round_weights_for, run_all, tiny_config, tiny_decoder, tiny_engine
 
 DTYPES = [torch.float32, torch.bfloat16]
-SEEDS = range(12)
+SEEDS = range(3 * len(get_args(Activation)))
 SCALINGS = [
     None,
     RopeScaling(kind="linear", factor=2.5),
