@@ -1,7 +1,6 @@
 """What a writer needs of the page: long texts, the caret, undo, other scripts, paper, a phone; in a real browser."""
 
 import base64
-import re
 
 import httpx
 
@@ -38,10 +37,6 @@ def context_of(server):
     return httpx.get(f"{server.url}/v1/models").json()["data"][0]["max_model_len"]
 
 
-def ready(page):
-    page.locator("#status", has_text=re.compile("^Ready$")).wait_for()
-
-
 def sent_by(page, act):
     with page.expect_request("**/complete") as request:
         act()
@@ -70,7 +65,6 @@ FIRST_LINE = "() => document.getElementById('mirror').firstElementChild.getBound
 
 def test_a_text_that_fills_the_context_is_continued_from_its_end_also_after_a_reload(page, server):
     context = context_of(server)
-    ready(page)
     play_run(page, read=context, count=0)
     remedy = page.get_by_role("button", name="Go on from the end")
     assert remedy.is_visible(), status(page)
@@ -78,14 +72,13 @@ def test_a_text_that_fills_the_context_is_continued_from_its_end_also_after_a_re
     wait_for(page, "done")
     assert remedy.is_hidden(), "the user agreed"
     page.reload()
-    ready(page)
+    page.locator("#status", has_text="Ready").wait_for()
     assert "truncate_prompt_tokens" in sent_by(page, lambda: start(page))
 
 
 def test_a_run_that_leaves_room_or_another_text_offers_nothing(page, server):
     context = context_of(server)
     remedy = page.get_by_role("button", name="Go on from the end")
-    ready(page)
     play_run(page, " more", read=context - 2, count=1)
     assert remedy.is_hidden()
     play_run(page, " more", read=context - 1, count=1)
@@ -95,7 +88,6 @@ def test_a_run_that_leaves_room_or_another_text_offers_nothing(page, server):
 
 
 def test_always_goes_on_from_the_end_of_every_text_until_it_is_unchecked(page, server):
-    ready(page)
     play_run(page, read=context_of(server), count=0)
     page.get_by_label("Always go on from the end").check()
     fill(page, "Another text")

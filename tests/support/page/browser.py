@@ -84,8 +84,9 @@ def launched():
 
 @pytest.fixture
 def page(browser, server):
-    """A new user with the page open."""
+    """A new user with the page open, which has asked the service for its model: the status line changes no more."""
     with visit(browser, server, "/") as page:
+        page.locator("#status").filter(has_not_text="Connecting").wait_for()
         yield page
 
 
