@@ -25,7 +25,7 @@ from app.engine.quantization.quantized_weights import (
 )
 
 _MAX_MESSAGE_LENGTH = 200
-_GPU = Path(__file__).parent
+_ENGINE = Path(__file__).parents[1]
 
 
 class LoadedKernels(NamedTuple):
@@ -56,13 +56,14 @@ def triton_kernels(shared_bytes: int = SHARED_BYTES) -> LoadedKernels | None:
     return LoadedKernels(kernels, f"triton-{version}-{sources_key()}")
 
 
-def sources_key(folder: Path = _GPU) -> str:
+def sources_key(engine: Path = _ENGINE) -> str:
     """Eight digits of a hash of the sources on which the bits of a step depend: kernels, tile sizes, products.
 
-    Every edit of them changes it, since a change of bits is easily overlooked.
+    Every edit of them changes it, since a change of bits is easily overlooked. engine: the folder app/engine.
     """
-    parts = ("decoder.py", "linears.py", "kernels/interface.py", "kernels/triton/*.py")
-    sources = [path for part in parts for path in folder.glob(part)]
+    gpu = ("decoder.py", "linears.py", "kernels/interface.py", "kernels/triton/*.py")
+    parts = ("quantization/quantized_weights.py", *(f"gpu/{part}" for part in gpu))
+    sources = [path for part in parts for path in engine.glob(part)]
     contents = (path.name.encode() + b"\0" + path.read_bytes() + b"\0" for path in sorted(sources))
     return hashlib.sha256(b"".join(contents)).hexdigest()[:8]
 

@@ -201,18 +201,19 @@ def test_no_tensor_of_the_host_has_a_part_in_a_step(deterministic: bool) -> None
 
 def test_an_edit_of_the_kernels_changes_their_name_in_receipts(tmp_path: Path) -> None:
     """Tiles of 32 positions instead of 64 changed bits, and the name stayed."""
-    sources, copy = ROOT / "app/engine/gpu", tmp_path / "gpu"
-    shutil.copytree(sources, copy)
+    copy = tmp_path / "engine"
+    shutil.copytree(ROOT / "app/engine", copy)
     before = sources_key()
     assert sources_key(copy) == before and len(before) == 8
-    for name in ("kernels/interface.py", "kernels/triton/attention.py", "linears.py"):
+    computes = ("gpu/kernels/interface.py", "gpu/kernels/triton/attention.py", "gpu/linears.py")
+    for name in (*computes, "quantization/quantized_weights.py"):
         old = sources_key(copy)
         with (copy / name).open("a") as file:
             file.write("TILE = 32\n")
         assert sources_key(copy) != old, name
     old = sources_key(copy)
-    (copy / "graphs.py").write_text("")
-    assert sources_key(copy) == old, "what does not compute has no part in it"
+    (copy / "gpu/graphs.py").write_text("")
+    assert sources_key(copy) == old, "a file that decides no bits does not count"
 
 
 @pytest.fixture
