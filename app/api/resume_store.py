@@ -31,13 +31,9 @@ class ReplayBuffer:
         self._frames.append(frame)
         self.next_number += 1
         self._size += len(frame)
-        if self._size > self._limit:
-            self._evict()
-        return frame
-
-    def _evict(self) -> None:
         while self._size > self._limit and len(self._frames) > 1:
             self._size -= len(self._frames.popleft())
+        return frame
 
     def since(self, number: int) -> bytes:
         """The frames from this number on, which must all be in the buffer."""

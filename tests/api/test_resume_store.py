@@ -67,3 +67,5 @@ def test_a_journal_gives_its_frames_from_any_that_it_keeps() -> None:
     assert [journal.append(frame) for frame in (b"ab", b"cd", b"ef", b"gh")] == [b"ab", b"cd", b"ef", b"gh"]
     assert (journal.first, journal.next_number) == (1, 4)
     assert [journal.since(number) for number in (1, 3, 4)] == [b"cdefgh", b"gh", b""]
+    journal.append(b"above the limit")
+    assert (journal.first, journal.since(4)) == (4, b"above the limit"), "the last frame stays, whatever its size"

@@ -169,6 +169,11 @@ def test_the_pieces_add_up_to_the_text_before_the_earliest_stop(
     assert choice.ended.stop_reason == stop
     assert choice.ended.finish_reason == ("length" if stop is None else "stop")
     assert choice.n_tokens == len(ids) or stop
+    assert choice.mean_logprob == (-0.5 if is_scored else 0.0)
+
+
+def test_without_tokens_the_mean_log_probability_is_zero() -> None:
+    assert _run([], TextRules(), FinishReason.LENGTH)[0].mean_logprob == 0.0
 
 
 @given(ids=_IDS, rules=_RULES, prompt=_IDS)

@@ -7,7 +7,7 @@ import json
 import random
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -342,7 +342,7 @@ class _ManualWorkers:
         self.queued = [each for each in self.queued if each is not job]
         return True
 
-    def wait(self, _jobs: object, _seconds: float) -> None: ...
+    def wait(self, jobs: Iterable[Job], seconds: float) -> None: ...
 
 
 def _sequence(name: str, namespace: str, grammar: str = "start: /a*/") -> EngineSequence:
@@ -425,3 +425,59 @@ def test_the_time_of_a_request_is_limited_by_its_tokens_and_reported_when_it_add
 def test_masks_of_tenants_are_computed_in_turns() -> None:
     jobs = [Job(tenant, lambda: None) for tenant in "aaabbc"]
     assert [job.tenant for job in grammar_tracker._in_turns(jobs)] == list("abcaba")
+
+
+class _Clock:
+    """Stands in for the module `time`; a test moves it on."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def thread_time(self) -> float:
+        return self.now
+
+
+class _TimedWorkers(_ManualWorkers):
+    """Each job that the step runs takes 0.6 ms; records what the step waits for."""
+
+    def __init__(self, clock: _Clock) -> None:
+        super().__init__()
+        self._clock = clock
+        self.n_run_here = 0
+        self.waits: list[tuple[int, float]] = []
+        """(jobs, seconds) of each call."""
+
+    def run_here(self, job: Job) -> None:
+        super().run_here(job)
+        self.n_run_here += 1
+        self._clock.now += 0.0006
+
+    def wait(self, jobs: Iterable[Job], seconds: float) -> None:
+        self.waits.append((len(list(jobs)), round(seconds, 6)))
+
+
+@pytest.mark.parametrize(("tenants", "computed", "left"), [("aaaaaa", (4, 0), 0.0014), ("aaaaab", (2, 2, 0), 0.0004)])
+def test_a_step_computes_masks_within_its_time_and_stops_waiting_after_an_overrun(
+    tenants: str, computed: tuple[int, ...], left: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2 ms for one tenant, 1 ms while several share the engine. A job that has begun is finished, in 0.6 ms, and a
+    step that overran its time leaves less to the steps after it."""
+    clock = _Clock()
+    monkeypatch.setattr(grammar_tracker, "time", clock)
+    workers = _TimedWorkers(clock)
+    tracker = GrammarTracker(lambda: TOKENIZER.bytes_of, vocab_size=VOCAB, max_states=16, workers=workers)  # type: ignore[arg-type]
+    rows = [_sequence(f"r{i}", tenant) for i, tenant in enumerate(tenants)]
+    for step, count in enumerate(computed):
+        workers.n_run_here = 0
+        allowed = tracker.allowed(rows)
+        assert workers.n_run_here == count
+        assert sum(isinstance(mask, np.ndarray) for mask in allowed) == sum(computed[: step + 1])
+    assert workers.waits == [(0, 0.0)] * (len(computed) - 1), "the last step has no time left to wait"
+    tracker.wait(1.0)
+    assert workers.waits[-1] == (1, 1.0), "the engine waits for one mask, not for all"
+    clock.now += 1.0
+    tracker.allowed([_sequence("late", tenants[0])])
+    assert workers.waits[-1] == (0, pytest.approx(left)), "the rest of the step's time after one mask"
