@@ -183,6 +183,20 @@ async def test_a_job_that_is_cancelled_takes_no_turn_from_others() -> None:
 
 
 @async_test
+async def test_a_job_that_is_cancelled_after_its_grant_frees_the_worker_and_costs_nothing() -> None:
+    """Between the grant and the next turn of the event loop."""
+    clients = QueueClients(_queue(workers=1))
+    await clients.join("a")
+    cancelled = await clients.join("b")
+    waiting = await clients.join("c")
+    clients.turns.pop(0)[1].end(1.0)
+    cancelled.cancel()
+    await asyncio.wait([cancelled, waiting], timeout=5)
+    assert cancelled.cancelled() and clients.order == ["a", "c"]
+    assert clients.queue._tenants["b"].seconds == 0.0
+
+
+@async_test
 async def test_a_worker_rests_in_proportion_to_its_turns() -> None:
     queue, loop = _queue(workers=1, max_busy_share=0.25), asyncio.get_running_loop()
     started_at = loop.time()
