@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from app.access.rate_limiter import RateLimiter, RateLimits, Tenant
-from app.access.tenant_queue import Busy, TenantQueue, Turn, WorkAccount
+from app.access.tenant_queue import Busy, LoopShare, TenantQueue, Turn, WorkAccount
 from tests.support.async_test import async_test
 
 
@@ -141,8 +141,9 @@ def test_size_is_bounded_like_jobs_and_a_first_job_always_fits() -> None:
 @async_test
 async def test_a_refusal_says_when_the_jobs_of_this_tenant_may_be_done() -> None:
     queue, account = _queue(workers=1), WorkAccount("a")
-    (await queue.acquire(account, 10)).end(50.0)
-    for size, wait in ((3, 15), (500, 60)):  # 3 of 50 s for each 10.9; never more than a minute
+    # Of 3: 3 of 50 s for each 10.9, then 3 of 45 s for each 19.8. Of 500: never more than a minute.
+    for seconds, size, wait in ((50.0, 3, 15), (0.0, 3, 8), (50.0, 500, 60)):
+        (await queue.acquire(account, 10)).end(seconds)
         with (
             queue.admitted(account, size),
             pytest.raises(Busy, match=f"in {wait} s") as busy,
@@ -162,6 +163,8 @@ async def test_a_turn_is_charged_to_the_lease_and_frees_its_worker_once() -> Non
     turn.end(2.05)
     turn.end(100)
     assert reservation.headers(0.0)["x-ratelimit-remaining-tokens"] in ("8000", "8001")
+    reservation.charge_work(100, 0.0)
+    assert reservation.headers(0.0)["x-ratelimit-remaining-tokens"] == "0"
     (await queue.acquire(WorkAccount("a", reservation), 1)).end()
 
 
@@ -203,3 +206,10 @@ async def test_a_worker_rests_in_proportion_to_its_turns() -> None:
     for _ in range(3):
         (await queue.acquire(WorkAccount("a"), 1)).end(0.01)
     assert loop.time() - started_at > 2 * 0.03 * 0.9
+
+
+@async_test
+async def test_a_pause_ends_its_turn_by_itself() -> None:
+    share = LoopShare()
+    for _ in range(3):
+        await asyncio.wait_for(share.pause(WorkAccount()), timeout=5)

@@ -176,6 +176,13 @@ def test_without_tokens_the_mean_log_probability_is_zero() -> None:
     assert _run([], TextRules(), FinishReason.LENGTH)[0].mean_logprob == 0.0
 
 
+def test_a_token_arrives_with_the_text_that_it_completes() -> None:
+    fox, rest = PIECES.index(b"\xf0\x9f"), PIECES.index(b"\xa6\x8a")
+    _, deltas = _run([0, fox, rest, 1], TextRules(), FinishReason.LENGTH)
+    arrived = [(delta.text, [detail.id for detail in delta.tokens]) for delta in deltas]
+    assert arrived == [("a", [0]), ("\U0001f98a", [fox, rest]), ("b", [1])]
+
+
 @given(ids=_IDS, rules=_RULES, prompt=_IDS)
 def test_tokens_come_with_their_text_and_its_place(ids: list[int], rules: TextRules, prompt: list[int]) -> None:
     echo = _echo(prompt, len(prompt))
