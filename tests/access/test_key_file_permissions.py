@@ -20,7 +20,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-WHO = {  # effective user, groups, and whether they may use what the group of the file can read
+PROCESSES = {  # effective user, groups, and whether a file that its group can read is accepted
     "owner": (USER, [GROUP], False),
     "member of the group": (USER + 1, [GROUP], True),
     "member of several groups": (USER + 1, [GROUP + 1, GROUP + 2, GROUP], True),
@@ -31,11 +31,11 @@ MODES = (0o400, 0o600, 0o440, 0o640, 0o604, 0o444, 0o644, 0o460, 0o620, 0o650, 0
 
 
 @pytest.mark.parametrize("mode", MODES, ids=oct)
-@pytest.mark.parametrize("who", WHO)
-def test_a_key_file_is_private_or_a_secret_of_our_group(
-    file: Path, monkeypatch: pytest.MonkeyPatch, who: str, mode: int
+@pytest.mark.parametrize("process", PROCESSES)
+def test_key_file_must_be_private_or_a_secret_of_the_process_group(
+    file: Path, monkeypatch: pytest.MonkeyPatch, process: str, mode: int
 ) -> None:
-    user, (group, *more), may_use_secrets = WHO[who]
+    user, (group, *more), may_use_secrets = PROCESSES[process]
     file.chmod(mode)
     status = os.fstat
     monkeypatch.setattr(os, "fstat", lambda descriptor: _owned_by(status(descriptor), USER, GROUP))
@@ -51,7 +51,7 @@ def test_a_key_file_is_private_or_a_secret_of_our_group(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_who_could_read_it_can_after_a_change(file: Path) -> None:
+def test_changing_a_key_file_keeps_owner_and_group(file: Path) -> None:
     os.chown(file, 0, GROUP)
     file.chmod(0o440)
     add_key(file, stored(new_key(), "bob"))

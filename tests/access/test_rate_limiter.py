@@ -18,7 +18,7 @@ def _tenant(**quota: int) -> Tenant:
     return Tenant(name="ann", cache_namespace="s", limits=RateLimits(**quota))
 
 
-def test_without_limits_nothing_is_kept() -> None:
+def test_unlimited_tenants_have_no_account() -> None:
     limiter = RateLimiter()
     assert all(limiter.reserve(ANONYMOUS, 10**9, 0.0) is UNLIMITED for _ in range(1000))
     assert not limiter._accounts
@@ -38,7 +38,7 @@ def test_never_more_than_the_limit_in_any_minute_and_retry_after_is_enough(
         except RateLimitExceeded as refused:
             now += refused.retry_after
             longest = max(longest, refused.retry_after)
-            # Whichever limit it was, the other may refuse once more, and then no more.
+            # After the first limit allows the request, only the other one may still refuse it, once.
             try:
                 reservation = limiter.reserve(tenant, tokens, now)
             except RateLimitExceeded as again:
@@ -61,7 +61,7 @@ def test_retry_after_is_not_later_than_needed() -> None:
     assert refused.value.retry_after == math.ceil(60.1 - 30.0)
 
 
-def test_what_never_fits_is_an_invalid_request_that_names_the_limit() -> None:
+def test_request_beyond_the_limit_itself_is_invalid_and_names_the_limit() -> None:
     limiter, tenant = RateLimiter(), _tenant(tokens_per_minute=100)
     with pytest.raises(InvalidRequest, match=r"may take 101 tokens.* at most 100 a minute"):
         limiter.reserve(tenant, 101, 0.0)
@@ -72,7 +72,7 @@ def test_what_never_fits_is_an_invalid_request_that_names_the_limit() -> None:
     limiter.reserve(tenant, 100, 0.0)
 
 
-def test_tokens_that_were_not_taken_are_given_back_once() -> None:
+def test_unused_tokens_are_refunded_once() -> None:
     limiter, tenant = RateLimiter(), _tenant(tokens_per_minute=100)
     reservation = limiter.reserve(tenant, 10, 0.0)
     reservation.charge(90, 1.0)
@@ -84,10 +84,10 @@ def test_tokens_that_were_not_taken_are_given_back_once() -> None:
     with pytest.raises(RateLimitExceeded):
         limiter.reserve(tenant, 1, 1.0)
     limiter.reserve(tenant, 100, 61.2)
-    reservation.end(0)  # long forgotten
+    reservation.end(0)  # the reservation expired long ago
 
 
-def test_requests_at_a_time_are_released_at_the_end_and_while_the_client_is_away() -> None:
+def test_concurrency_is_released_at_the_end_and_while_the_client_is_disconnected() -> None:
     limiter, tenant = RateLimiter(), _tenant(concurrency=2)
     first, second = (limiter.reserve(tenant, 1, 0.0) for _ in range(2))
     with pytest.raises(RateLimitExceeded, match="2 requests at a time"):
@@ -112,7 +112,7 @@ def test_requests_at_a_time_are_released_at_the_end_and_while_the_client_is_away
     assert limiter._accounts["ann"].running == 0
 
 
-def test_recorded_usage_gives_the_rest_back_while_the_request_still_counts_as_running() -> None:
+def test_recorded_usage_refunds_the_rest_while_the_request_still_counts_as_running() -> None:
     limiter, tenant = RateLimiter(), _tenant(tokens_per_minute=100, concurrency=2)
     sending = limiter.reserve(tenant, 90, 0.0)
     for _ in range(2):
@@ -125,14 +125,14 @@ def test_recorded_usage_gives_the_rest_back_while_the_request_still_counts_as_ru
         limiter.reserve(tenant, 1, 0.0)
 
 
-def test_a_request_that_the_service_refused_counts_as_nothing() -> None:
+def test_cancelled_reservation_does_not_count() -> None:
     limiter, tenant = RateLimiter(), _tenant(requests_per_minute=1, tokens_per_minute=10, concurrency=1)
     for _ in range(10):
         limiter.reserve(tenant, 10, 0.0).cancel()
     limiter.reserve(tenant, 10, 0.0)
 
 
-def test_callers_do_not_share_a_quota_and_a_changed_one_holds_at_once() -> None:
+def test_tenants_do_not_share_a_quota_and_changed_limits_apply_at_once() -> None:
     limiter, tenant = RateLimiter(), _tenant(requests_per_minute=1)
     limiter.reserve(tenant, 1, 0.0)
     limiter.reserve(Tenant(name="bob", limits=tenant.limits), 1, 0.0)
@@ -141,7 +141,7 @@ def test_callers_do_not_share_a_quota_and_a_changed_one_holds_at_once() -> None:
     limiter.reserve(_tenant(requests_per_minute=2), 1, 0.0)
 
 
-def test_headers_tell_what_is_left() -> None:
+def test_headers_report_the_remaining_quota() -> None:
     reservation = RateLimiter().reserve(_tenant(requests_per_minute=3, tokens_per_minute=50), 20, 100.0)
     assert reservation.headers(110.0) == {
         "x-ratelimit-limit-requests": "3",
@@ -154,7 +154,7 @@ def test_headers_tell_what_is_left() -> None:
     assert UNLIMITED.headers(0.0) == {}
 
 
-def test_who_is_away_has_what_was_not_taken_and_who_comes_back_pays_like_any_other() -> None:
+def test_pause_refunds_unused_tokens_and_resume_reserves_them_again() -> None:
     limiter, tenant = RateLimiter(), _tenant(requests_per_minute=3, tokens_per_minute=100)
     reservation = limiter.reserve(tenant, 90, 0.0)
     reservation.pause(10)
@@ -169,7 +169,7 @@ def test_who_is_away_has_what_was_not_taken_and_who_comes_back_pays_like_any_oth
     reservation.end(40)
     reservation.pause(40)
     assert account.tokens.used == 50
-    again = limiter.reserve(tenant, 1, 61.0)  # the first of three is forgotten
+    again = limiter.reserve(tenant, 1, 61.0)  # the first of three requests has left the window
     again.pause(1)
     with pytest.raises(RateLimitExceeded, match="3 requests a minute"):
         again.resume(1, 61.0)

@@ -1,4 +1,4 @@
-"""Turns by tenant: order, the last worker, bounds, charges. The test sets a worker's time."""
+"""Tenant queue: order of turns, the last worker, bounds, charges. The tests set how long a worker takes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _queue(workers: int = 2, **options: Any) -> TenantQueue:
 
 
 class QueueClients:
-    """Jobs that wait; who got a turn, in order."""
+    """Submits waiting jobs and records which tenant gets a turn, in order."""
 
     def __init__(self, queue: TenantQueue) -> None:
         self.queue = queue
@@ -28,7 +28,7 @@ class QueueClients:
         self.tasks: list[asyncio.Task[None]] = []
 
     async def join(self, tenant: str, cost: int = 1) -> asyncio.Task[None]:
-        """One more job."""
+        """Adds a job."""
 
         async def job() -> None:
             turn = await self.queue.acquire(WorkAccount(tenant), cost)
@@ -40,7 +40,7 @@ class QueueClients:
         return self.tasks[-1]
 
     async def end(self, seconds: float = 1.0) -> None:
-        """The oldest running job is done."""
+        """Ends the oldest running job."""
         self.turns.pop(0)[1].end(seconds)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -61,7 +61,7 @@ async def test_the_tenant_with_the_least_recent_work_is_next_in_any_order_of_arr
     clients = QueueClients(_queue())
     for _ in range(5):
         await clients.join("a")
-    await clients.join("other")  # both workers are busy now
+    await clients.join("other")  # both workers are busy
     for _ in range(3):
         await clients.join("b")
     for _ in range(6):
@@ -71,7 +71,7 @@ async def test_the_tenant_with_the_least_recent_work_is_next_in_any_order_of_arr
 
 
 @async_test
-async def test_tenants_who_always_wait_get_equal_time_whatever_their_jobs_cost() -> None:
+async def test_tenants_with_waiting_jobs_get_equal_time_whatever_their_jobs_cost() -> None:
     queue, spent = _queue(workers=1), Counter[str]()
     seconds = {"a": 0.9, "b": 0.1, "c": 0.3}
     clients = QueueClients(queue)
@@ -110,7 +110,7 @@ async def test_jobs_of_one_tenant_keep_their_order() -> None:
 
 
 @async_test
-async def test_a_tenant_may_hold_half_alone_and_always_leaves_space_for_another() -> None:
+async def test_lone_tenant_may_fill_half_of_the_queue_and_always_leaves_space_for_another() -> None:
     queue = _queue(max_jobs=16)
     admissions = []
 
@@ -127,7 +127,7 @@ async def test_a_tenant_may_hold_half_alone_and_always_leaves_space_for_another(
     assert admissions[0].__exit__(None, None, None) in (None, False)
 
 
-def test_size_is_bounded_like_jobs_and_a_first_job_always_fits() -> None:
+def test_total_size_is_bounded_like_the_number_of_jobs_and_a_first_job_always_fits() -> None:
     queue = _queue()
     with queue.admitted(WorkAccount("a"), 500):
         with pytest.raises(Busy), queue.admitted(WorkAccount("a"), 1):
@@ -139,7 +139,7 @@ def test_size_is_bounded_like_jobs_and_a_first_job_always_fits() -> None:
 
 
 @async_test
-async def test_a_refusal_says_when_the_jobs_of_this_tenant_may_be_done() -> None:
+async def test_refusal_estimates_when_the_jobs_of_this_tenant_are_done() -> None:
     queue, account = _queue(workers=1), WorkAccount("a")
     # Of 3: 3 of 50 s for each 10.9, then 3 of 45 s for each 19.8. Of 500: never more than a minute.
     for seconds, size, wait in ((50.0, 3, 15), (0.0, 3, 8), (50.0, 500, 60)):
@@ -154,7 +154,7 @@ async def test_a_refusal_says_when_the_jobs_of_this_tenant_may_be_done() -> None
 
 
 @async_test
-async def test_a_turn_is_charged_to_the_lease_and_frees_its_worker_once() -> None:
+async def test_turn_is_charged_to_its_account_and_frees_its_worker_once() -> None:
     limiter = RateLimiter()
     tenant = Tenant(name="a", cache_namespace="a", limits=RateLimits(tokens_per_minute=10_000))
     reservation = limiter.reserve(tenant, 0, 0.0)
@@ -169,7 +169,7 @@ async def test_a_turn_is_charged_to_the_lease_and_frees_its_worker_once() -> Non
 
 
 @async_test
-async def test_a_job_that_is_cancelled_takes_no_turn_from_others() -> None:
+async def test_cancelled_job_uses_no_turn() -> None:
     rng = random.Random(0)
     clients = QueueClients(_queue(workers=2))
     for number in range(200):
@@ -200,7 +200,7 @@ async def test_a_job_that_is_cancelled_after_its_grant_frees_the_worker_and_cost
 
 
 @async_test
-async def test_a_worker_rests_in_proportion_to_its_turns() -> None:
+async def test_worker_pauses_in_proportion_to_its_turns() -> None:
     queue, loop = _queue(workers=1, max_busy_share=0.25), asyncio.get_running_loop()
     started_at = loop.time()
     for _ in range(3):
