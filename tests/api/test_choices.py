@@ -19,7 +19,7 @@ def _texts(answer: dict[str, Any]) -> list[str]:
     return [choice["text"] for choice in answer["choices"]]
 
 
-def test_choices_stand_in_the_order_of_prompts_and_each_is_what_its_prompt_gets_alone(server: Server) -> None:
+def test_choices_follow_the_order_of_prompts_and_equal_those_of_each_prompt_alone(server: Server) -> None:
     together = _texts(whole(server.url, prompt=["Once", "The moon"], n=3, **SOME))
     alone = [_texts(whole(server.url, prompt=prompt, n=3, **SOME)) for prompt in ("Once", "The moon")]
     assert together == [*alone[0], *alone[1]]
@@ -35,13 +35,13 @@ def test_greedy_choices_are_equal_and_a_prompt_counts_once(server: Server) -> No
     assert answer["usage"]["total_tokens"] == answer["usage"]["prompt_tokens"] + 20
 
 
-def test_one_bad_prompt_of_a_batch_is_named_and_nothing_runs(server: Server) -> None:
+def test_bad_prompt_in_a_batch_is_named_and_no_prompt_runs(server: Server) -> None:
     body = {"prompt": [[1], [320]], "stream": False}
     error = httpx.post(f"{server.url}/complete", json=body).json()["error"]
     assert "prompt 1" in error["message"] and error["param"] == "prompt"
 
 
-def test_receipts_give_the_same_texts_under_load_too(server: Server) -> None:
+def test_receipts_reproduce_completions_under_load(server: Server) -> None:
     kinds: list[dict[str, Any]] = [
         {"prompt": "Once", "n": 3, "typical_p": 0.9, "frequency_penalty": 0.3},
         {"prompt": "Once", "top_k": 40, "logit_bias": {"5": -3.5}, "presence_penalty": 0.5},
@@ -61,7 +61,7 @@ def test_receipts_give_the_same_texts_under_load_too(server: Server) -> None:
         assert answer["receipt"] == firsts[index % len(kinds)]["receipt"]
 
 
-def test_stop_tokens_end_the_text_and_say_so(server: Server) -> None:
+def test_stop_tokens_end_the_completion_and_are_reported(server: Server) -> None:
     first = whole(server.url, prompt="Once", logprobs=0, **SOME)["choices"][0]
     token = first["tokens"][4]
     body = {"prompt": "Once", "stop_token_ids": [token["id"]], **SOME}
@@ -71,7 +71,7 @@ def test_stop_tokens_end_the_text_and_say_so(server: Server) -> None:
     assert kept["text"] == cut["text"] + token["text"]
 
 
-def test_a_prompt_is_cut_only_where_asked_and_the_answer_says_so(server: Server) -> None:
+def test_prompts_are_truncated_only_on_request_and_the_response_reports_it(server: Server) -> None:
     ids = [5 + i % 200 for i in range(300)]
     cut = whole(server.url, prompt=ids, truncate_prompt_tokens=20, **SOME)
     assert cut["truncated"] is True and cut["usage"]["prompt_tokens"] == 20
@@ -79,7 +79,7 @@ def test_a_prompt_is_cut_only_where_asked_and_the_answer_says_so(server: Server)
     assert _texts(cut) == _texts(short) and "truncated" not in short
 
 
-def test_names_given_by_the_client_are_echoed(server: Server) -> None:
+def test_client_supplied_names_are_echoed(server: Server) -> None:
     names = {"user": "someone_1", "request_id": "mine-2"}
     answer = whole(server.url, prompt="a", max_tokens=1, **names)
     assert {name: answer[name] for name in names} == names
@@ -89,14 +89,14 @@ def test_names_given_by_the_client_are_echoed(server: Server) -> None:
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_more_continuations_than_the_queue_holds_are_refused_for_good(server: Server, streamed: bool) -> None:
+def test_more_choices_than_the_queue_fits_are_invalid(server: Server, streamed: bool) -> None:
     body = {"prompt": ["a"] * 100, "n": 16, "max_tokens": 1, "stream": streamed}
     response = httpx.post(f"{server.url}/complete", json=body)
     assert response.status_code == 400
     assert "1600" in response.json()["error"]["message"]
 
 
-def test_more_log_probabilities_than_an_answer_can_hold_are_refused(server: Server) -> None:
+def test_more_log_probabilities_than_a_response_may_contain_are_refused(server: Server) -> None:
     body = {"prompt": [[5] * 250] * 60, "n": 16, "echo": True, "logprobs": 20, "max_tokens": 1, "stream": False}
     response = httpx.post(f"{server.url}/complete", json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "logprobs")

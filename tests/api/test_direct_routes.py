@@ -35,7 +35,7 @@ def test_the_router_would_choose_the_same_endpoint() -> None:
 
 
 def _included_endpoint(router: APIRouter, scope: dict[str, Any]) -> Any:
-    """Where FastAPI's included routers match as a whole: the first endpoint of their routes."""
+    """Where FastAPI matches included routers as a whole: the first matching endpoint among their routes."""
     routes = [
         route for other in router.routes for route in getattr(getattr(other, "original_router", None), "routes", ())
     ]

@@ -1,4 +1,4 @@
-"""One request in four forms: both APIs, streamed or not, also interrupted and resumed; one answer."""
+"""One request in four forms: both APIs, streamed or not, also interrupted and resumed. All give the same completion."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def _facts(choices: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 
 @settings(max_examples=40)
 @given(body=_BODIES, include=st.booleans(), cut=st.integers(0, 60))
-def test_every_way_to_ask_gives_the_same_answer(server: Server, body: dict[str, Any], include: bool, cut: int) -> None:
+def test_all_request_forms_give_the_same_completion(
+    server: Server, body: dict[str, Any], include: bool, cut: int
+) -> None:
     native = {**body, "include_stop": include}
     answer = whole(server.url, **native)
     if not (include or body.get("echo") or body.get("min_tokens")):
@@ -73,7 +75,7 @@ def _compare_native(server: Server, answer: dict[str, Any], events: list[Any], c
 
 def _compare_openai(answer: dict[str, Any], other: dict[str, Any], parts: list[dict[str, Any]]) -> None:
     assert _facts(other["choices"]) == _facts(answer["choices"])
-    assert parts[-1]["choices"] == [], "the usage comes in a chunk of its own"
+    assert parts[-1]["choices"] == [], "a separate chunk has the usage"
     for mine, theirs in zip(answer["choices"], other["choices"], strict=True):
         assert theirs["text"] == mine["text"]
         pieces = [part["choices"][0] for part in parts[:-1] if part["choices"][0]["index"] == mine["index"]]
@@ -102,7 +104,7 @@ def _compare_tokens(choice: dict[str, Any], legacy: dict[str, Any], settings: di
             assert len(values) == n_top and values == sorted(values, reverse=True)
             assert all(token["logprob"] <= best for best in values[:1])
             assert top[name] == token["logprob"] and len(top) - n_top in (0, 1)
-    if choice["finish_reason"] == "length":  # no stop has cut a token off
+    if choice["finish_reason"] == "length":  # no stop string cut a token short
         assert text == b"".join(bytes(token["bytes"]) for token in tokens).decode("utf-8", "replace")
         for token, name, offset in zip(tokens, legacy["tokens"], legacy["text_offset"], strict=True):
             assert not token["bytes"] or name.startswith("bytes:") or text.startswith(name, offset)
@@ -120,8 +122,8 @@ NARROWING = {
 }
 
 
-def test_each_sampling_field_changes_the_text_alike_on_both_apis(server: Server) -> None:
-    """A field that is accepted and never reaches the sampler would change nothing."""
+def test_each_sampling_field_changes_the_completion_alike_on_both_apis(server: Server) -> None:
+    """A field that is accepted but never reaches the sampler would change nothing."""
     assert NARROWING.keys() == set(SAMPLING_FIELDS)
     body = {"prompt": "Once upon", "max_tokens": 30, "temperature": 1.2, "seed": 5, "ignore_eos": True}
     plain = whole(server.url, **body)["choices"][0]["text"]

@@ -1,4 +1,4 @@
-"""Streams of either API with an error in the middle of one write, and with a connection that another one replaced."""
+"""Streams of either API: an error in the middle of a write, and a connection that a newer one replaced."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _handle(*texts: str) -> Any:
 
 
 class _Texts(EventFrames):
-    """Frames are texts; cannot encode the text "bad"."""
+    """A frame is the event's text; encoding the text "bad" fails."""
 
     def __init__(self, *texts: str) -> None:
         super().__init__(_handle(*texts))
@@ -75,14 +75,14 @@ class _Writer:
         return self.written.append, body
 
 
-def test_nothing_follows_an_error_that_was_written_while_the_task_slept() -> None:
+def test_error_written_while_the_task_slept_ends_the_stream() -> None:
     frames, writer = _Texts("a", "b", "bad", "c"), _Writer()
     assert asyncio.run(frames.next_frames(writer)) == b""  # type: ignore[arg-type]
     assert writer.written == [b"ab(broken by bad)"]
     assert frames.is_finished
 
 
-def test_a_connection_that_was_replaced_takes_no_events() -> None:
+def test_replaced_connection_takes_no_events() -> None:
     frames, writer = _Texts("a"), _Writer()
     assert asyncio.run(frames.next_frames(writer, lambda: False)) == b""  # type: ignore[arg-type]
     assert not writer.written
@@ -90,7 +90,7 @@ def test_a_connection_that_was_replaced_takes_no_events() -> None:
 
 
 class _BrokenChunks(_CompletionsResponder):
-    """Cannot encode the text "bad"."""
+    """Fails to encode the text "bad"."""
 
     def _chunk(self, index: int, text: str, tokens: Sequence[TokenDetail], finished: Finished | None = None) -> bytes:
         if text == "bad":
@@ -98,7 +98,7 @@ class _BrokenChunks(_CompletionsResponder):
         return super()._chunk(index, text, tokens, finished)
 
 
-def test_what_was_written_before_an_error_is_sent_before_it() -> None:
+def test_frames_encoded_before_an_error_are_sent_first() -> None:
     body: Any = SimpleNamespace(stream=True, stream_options=None, user=None, request_id=None, warnings=[])
     head = {"id": "r", "object": "o", "created": 1, "model": "m", "system_fingerprint": "f", "seed": 2}
 

@@ -1,4 +1,4 @@
-"""Fast paths that nearly all tokens take give byte for byte the result of the slow paths."""
+"""The fast paths that nearly all tokens take give byte for byte the result of the slow paths."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.async_test import async_test
 
 
 @given(st.integers(0, 20), st.text())
-def test_a_text_event_is_the_event_of_its_dict(index: int, text: str) -> None:
+def test_text_event_equals_the_generic_event(index: int, text: str) -> None:
     event = TokenEvent(index, text)
     assert sse.text_event(index, text, "req-1:5") == sse.event("token", event, "req-1:5")
     assert json.loads(sse.ascii_json(event)) == {"index": index, "text": text}
@@ -42,7 +42,7 @@ def test_a_text_event_is_the_event_of_its_dict(index: int, text: str) -> None:
     unknown=st.text(),
     user=st.none() | st.from_regex(r"\A[A-Za-z0-9_-]{1,9}\Z"),
 )
-def test_a_chunk_is_the_encoding_of_its_model(
+def test_chunk_equals_the_encoding_of_its_model(
     kind: type[Responder], options: dict[str, bool], texts: list[str], unknown: str, user: str | None
 ) -> None:
     session = SimpleNamespace(prompt_tokens=3, n_tokens=2, cached_tokens=1)
@@ -66,7 +66,7 @@ def test_a_chunk_is_the_encoding_of_its_model(
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 64, 10_000])
-def test_frames_cut_anywhere_are_the_same_frames(size: int) -> None:
+def test_frames_decode_the_same_wherever_reads_split_them(size: int) -> None:
     report = StepReport(
         events=(SampledEvent("a", 0, 7, -0.5, ((7, -0.5),)), SampledEvent("b", 3, None, finish=FinishReason.LENGTH)),
         started=(RequestStarted("c", 4),),
@@ -80,7 +80,7 @@ def test_frames_cut_anywhere_are_the_same_frames(size: int) -> None:
     assert [decode_up(body) for body in bodies] == reports
 
 
-def test_the_inbox_gives_what_there_is_and_ends_with_its_pipe() -> None:
+def test_ipc_reader_returns_pending_messages_and_ends_with_its_pipe() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         inbox = FrameReceiver(theirs)
@@ -94,7 +94,7 @@ def test_the_inbox_gives_what_there_is_and_ends_with_its_pipe() -> None:
             inbox.receive(5.0)
 
 
-def test_gaps_are_counted_where_prometheus_counts_them() -> None:
+def test_gap_histogram_has_the_buckets_of_prometheus() -> None:
     gaps = _InterTokenLatency()
     gaps.add([0.001, 0.0011, 0.3, 99.0])
     (family,) = gaps.collect()
@@ -105,7 +105,7 @@ def test_gaps_are_counted_where_prometheus_counts_them() -> None:
 
 @pytest.mark.parametrize("dues", [(0.02,), (0.02, 30.0), (30.0, 0.02)])
 @async_test
-async def test_an_alarm_set_to_later_rings_early_and_set_to_earlier_rings_earlier(dues: tuple[float, ...]) -> None:
+async def test_lazy_timer_set_to_later_fires_early_and_set_to_earlier_fires_earlier(dues: tuple[float, ...]) -> None:
     arrived = asyncio.Event()
     alarm = LazyTimer(arrived.set)
     for due in dues:
@@ -113,7 +113,7 @@ async def test_an_alarm_set_to_later_rings_early_and_set_to_earlier_rings_earlie
     await asyncio.wait_for(arrived.wait(), 20)
 
 
-def test_a_cancelled_alarm_is_silent() -> None:
+def test_cancelled_lazy_timer_does_not_fire() -> None:
     async def rung() -> bool:
         arrived = asyncio.Event()
         alarm = LazyTimer(arrived.set)

@@ -1,4 +1,4 @@
-"""Guided decoding through the service: the output follows the grammar, in every form of answer."""
+"""Guided decoding through the service: the output follows the grammar in every form of response."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCHEMA = {
 BODY: dict[str, Any] = {"prompt": "Once", "max_tokens": 200, "seed": 3}
 
 
-def test_every_choice_and_the_stream_follow_the_schema(server: Server) -> None:
+def test_all_choices_and_streams_follow_the_schema(server: Server) -> None:
     answer = whole(server.url, **BODY, json_schema=SCHEMA, n=3)
     texts = [choice["text"] for choice in answer["choices"]]
     for choice in answer["choices"]:
@@ -35,8 +35,8 @@ def test_every_choice_and_the_stream_follow_the_schema(server: Server) -> None:
     assert whole(server.url, **BODY, json_schema=json.dumps(SCHEMA))["choices"][0]["text"] == texts[0]
 
 
-def test_no_guided_request_is_in_the_way_of_later_ones(tmp_path: Path, weights: Path) -> None:
-    """Whether it is only scored, finishes at once, or loses its client while it waits."""
+def test_earlier_guided_requests_do_not_block_later_ones(tmp_path: Path, weights: Path) -> None:
+    """Earlier requests: scored only, finished at once, or disconnected while waiting."""
     with running_server(tmp_path, weights, "--max-running", "2") as server:
         for _ in range(3):
             whole(server.url, **BODY | {"max_tokens": 0}, regex="[ab]+")
@@ -48,7 +48,7 @@ def test_no_guided_request_is_in_the_way_of_later_ones(tmp_path: Path, weights: 
         assert whole(server.url, **BODY, regex="abc")["choices"][0]["text"] == "abc"
 
 
-def test_regex_and_grammar_are_followed_to_the_last_token(server: Server) -> None:
+def test_output_follows_regex_and_grammar_to_the_last_token(server: Server) -> None:
     answer = whole(server.url, **BODY, regex="[abc]{5}/", ignore_eos=True)
     assert re.fullmatch("[abc]{5}/", answer["choices"][0]["text"])
     answer = whole(server.url, **BODY, grammar='start: "<" /[xy]{3}/ ">"')

@@ -1,4 +1,4 @@
-"""Bad input of every field: a 4xx in the one error shape, never a 5xx, and the service keeps running."""
+"""Invalid input in every field: a 4xx in the common error shape, never a 5xx, and the service keeps running."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in WRONG for value in values])
-def test_a_wrong_value_names_its_field(server: Server, field: str, value: Any) -> None:
+def test_invalid_value_names_its_field(server: Server, field: str, value: Any) -> None:
     error = _error(_post(server, {"prompt": "a", "max_tokens": 1, field: value}), 400)
     assert error["type"] == "invalid_request_error"
     assert error["param"] == field
@@ -84,13 +84,13 @@ def test_a_wrong_value_names_its_field(server: Server, field: str, value: Any) -
 
 
 @pytest.mark.parametrize(("field", "hint"), [("temprature", "temperature"), ("max_token", "max_tokens"), ("x", "docs")])
-def test_an_unknown_field_is_named_with_the_one_that_was_meant(server: Server, field: str, hint: str) -> None:
+def test_unknown_field_suggests_the_closest_one(server: Server, field: str, hint: str) -> None:
     error = _error(_post(server, {"prompt": "a", field: 2}), 400)
     assert (error["param"], error["code"]) == (field, "unknown_field")
     assert hint in error["message"]
 
 
-def test_a_missing_prompt_is_named(server: Server) -> None:
+def test_missing_prompt_is_named(server: Server) -> None:
     assert _error(_post(server, {"max_tokens": 1}), 400)["param"] == "prompt"
 
 
@@ -106,7 +106,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_a_body_that_is_no_request_is_refused(server: Server, name: str) -> None:
+def test_malformed_body_is_refused(server: Server, name: str) -> None:
     assert _error(_post(server, BODIES[name]), 400)["type"] == "invalid_request_error"
 
 
@@ -125,14 +125,14 @@ def test_unknown_routes_and_wrong_methods_have_the_error_shape(server: Server) -
 
 
 @pytest.mark.parametrize("path", ["/", "/docs", "/health", "/metrics", "/web/page.js"])
-def test_a_wrong_method_is_told_all_that_are_allowed(server: Server, path: str) -> None:
+def test_wrong_method_lists_the_allowed_ones(server: Server, path: str) -> None:
     response = httpx.patch(f"{server.url}{path}")
     assert "use GET, HEAD" in _error(response, 405)["message"]
     assert response.headers["allow"] == "GET, HEAD"
 
 
 @pytest.mark.parametrize("body", [[], "text", None, 5])
-def test_a_body_that_is_no_object_is_told_so_and_no_field_is_named(server: Server, body: Any) -> None:
+def test_body_other_than_an_object_is_refused_without_a_field(server: Server, body: Any) -> None:
     error = _error(_post(server, body), 400)
     assert "a JSON object" in error["message"]
     assert error["param"] is None

@@ -55,7 +55,7 @@ def test_requests_are_counted_by_method_route_and_status(fake: Server) -> None:
     assert {series: value for series, value in counted.items() if value and series[1] != "/metrics"} == {
         ("GET", "none", "404"): 3,
         ("GET", "/complete", "405"): 1,
-        ("none", "none", "400"): 2,  # heads that are no HTTP never reach the application
+        ("none", "none", "400"): 2,  # malformed heads never reach the application
         ("GET", "/complete/{request_id}/events", "404"): 1,
         ("POST", "/complete", "200"): 2,
         ("POST", "/complete", "415"): 1,
@@ -63,7 +63,7 @@ def test_requests_are_counted_by_method_route_and_status(fake: Server) -> None:
 
 
 @async_test
-async def test_a_connection_beyond_the_limits_is_counted_too() -> None:
+async def test_connection_beyond_the_limits_is_counted() -> None:
     counts = RequestCounts()
     transport = httpx.ASGITransport(app=RejectConnection(lambda *_: None, counts))  # type: ignore[arg-type]
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
@@ -71,7 +71,7 @@ async def test_a_connection_beyond_the_limits_is_counted_too() -> None:
     assert counts == {("GET", "none", 503): 1}
 
 
-def test_every_limit_stands_beside_what_it_limits(fake: Server) -> None:
+def test_every_limit_is_exported_with_the_value_it_limits(fake: Server) -> None:
     limits = {name: fake.metric(f"{name}_limit") for name in ("requests_running", "requests_waiting", "connections")}
     assert limits == {"requests_running": 3, "requests_waiting": 70, "connections": 50}
     assert (fake.metric("prompt_tokens_waiting"), fake.metric("prompt_tokens_waiting_limit")) == (0, 900)
@@ -79,7 +79,7 @@ def test_every_limit_stands_beside_what_it_limits(fake: Server) -> None:
     assert fake.metric("connections") == 1
 
 
-def test_processes_are_measured_and_versions_named(fake: Server) -> None:
+def test_metrics_report_processes_and_versions(fake: Server) -> None:
     ((_, resident),) = _samples(fake, "process_resident_memory_bytes")
     ((_, started),) = _samples(fake, "process_start_time_seconds")
     ((engine, engine_resident),) = _samples(fake, "inkstream_engine_process_resident_memory_bytes")
@@ -91,13 +91,13 @@ def test_processes_are_measured_and_versions_named(fake: Server) -> None:
     assert one == 1 and info == {**numbers, "numerics": "fake"}
 
 
-def test_the_start_of_an_engine_is_measured_by_its_phases_alone(server: Server) -> None:
+def test_engine_start_is_measured_by_phase_only(server: Server) -> None:
     """Its other messages, such as the result of the self-test, belong to the phase in which they arrive."""
     phases = [labels["phase"].replace("_", " ") for labels, _ in _samples(server, "inkstream_engine_start_seconds")]
     assert phases[0] == STARTING and PROVING in phases and set(phases) <= set(PHASES)
 
 
-def test_a_scraper_that_asks_for_it_gets_openmetrics(fake: Server) -> None:
+def test_openmetrics_is_served_on_request(fake: Server) -> None:
     page = httpx.get(f"{fake.url}/metrics", headers={"Accept": OPENMETRICS})
     assert page.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
     names = {family.name for family in parse_openmetrics(page.text)}
@@ -105,13 +105,13 @@ def test_a_scraper_that_asks_for_it_gets_openmetrics(fake: Server) -> None:
 
 
 @pytest.mark.parametrize("accept", ["", "*/*", "text/plain", "application/json", "text/plain;version=no", "\x80;;,q=x"])
-def test_everybody_else_gets_text(fake: Server, accept: str) -> None:
+def test_default_format_is_text(fake: Server, accept: str) -> None:
     page = httpx.get(f"{fake.url}/metrics", headers={"Accept": accept.encode("latin-1")})
     assert page.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     assert "# EOF" not in page.text
 
 
-def test_the_page_of_metrics_names_every_one_and_no_other(fake: Server) -> None:
+def test_observability_page_lists_exactly_the_exposed_metrics(fake: Server) -> None:
     families = text_string_to_metric_families(httpx.get(f"{fake.url}/metrics").text)
     exposed = {f"{family.name}_total" if family.type == "counter" else family.name for family in families}
     section = (ROOT / "docs/observability.md").read_text().partition("\n## Metrics\n")[2].partition("\n## ")[0]

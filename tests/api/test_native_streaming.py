@@ -1,4 +1,4 @@
-"""POST /complete over a real socket: headers, and requests that are sent again with their key."""
+"""POST /complete over a real socket: headers, and requests that are sent again with their idempotency key."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 240, "ignore_eos": True, "seed": 7}
 
 
-def test_headers_tell_proxies_to_keep_their_hands_off(server: Server) -> None:
+def test_headers_prevent_buffering_and_transformation_by_proxies(server: Server) -> None:
     response = httpx.post(f"{server.url}/complete", json={"prompt": "a", "max_tokens": 1})
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert response.headers["cache-control"] == "no-cache, no-transform"
@@ -29,7 +29,7 @@ def test_headers_tell_proxies_to_keep_their_hands_off(server: Server) -> None:
 
 
 @pytest.mark.parametrize("body", [{}, {"stream": False}, {"model": "", "stream": True}])
-def test_a_request_that_is_sent_again_with_its_key_gets_the_same_response(server: Server, body: dict[str, Any]) -> None:
+def test_request_repeated_with_its_idempotency_key_gets_the_same_response(server: Server, body: dict[str, Any]) -> None:
     path = "/v1/completions" if "model" in body else "/complete"
     headers = {"Idempotency-Key": f"{path} {body}"}
     body = {"prompt": "The fox", "max_tokens": 5, **body}
@@ -40,8 +40,8 @@ def test_a_request_that_is_sent_again_with_its_key_gets_the_same_response(server
     assert second.headers["x-request-id"] != first.headers["x-request-id"]
 
 
-def test_a_stream_that_was_cut_is_sent_again_by_its_key(server: Server) -> None:
-    """The same completion from its start: a seed that the service chooses would give another text."""
+def test_interrupted_stream_is_replayed_by_its_idempotency_key(server: Server) -> None:
+    """The same completion from its start: a new seed chosen by the service would give a different one."""
     headers = {"Idempotency-Key": "a stream that is cut"}
     with httpx.stream("POST", f"{server.url}/complete", json={**LONG, "seed": None}, headers=headers) as response:
         start = next(line for line in response.iter_lines() if line.startswith("data: "))

@@ -1,4 +1,4 @@
-"""The OpenAPI document is complete, and the service takes and answers what it describes."""
+"""The OpenAPI document is complete, and the service accepts and returns what it describes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _references(node: Any) -> Iterator[str]:
             yield from _references(value)
 
 
-def test_every_route_is_told_with_words_and_a_place(document: dict[str, Any]) -> None:
+def test_every_route_has_a_description_and_a_tag(document: dict[str, Any]) -> None:
     tags = {tag["name"] for tag in document["tags"]}
     names = [operation["operationId"] for _, operation in _operations(document)]
     assert len(set(names)) == len(names) >= 10
@@ -62,19 +62,19 @@ def test_every_route_is_told_with_words_and_a_place(document: dict[str, Any]) ->
         assert len(operation["tags"]) == 1 and set(operation["tags"]) <= tags, name
 
 
-def test_every_field_is_told(document: dict[str, Any]) -> None:
+def test_every_field_has_a_description(document: dict[str, Any]) -> None:
     for name, schema in document["components"]["schemas"].items():
         assert schema.get("description"), name
         for field, field_schema in schema.get("properties", {}).items():
             assert "$ref" in field_schema or field_schema.get("description"), f"{name}.{field}"
 
 
-def test_every_reference_leads_somewhere_and_everything_is_referred_to(document: dict[str, Any]) -> None:
+def test_every_reference_resolves_and_every_schema_is_referenced(document: dict[str, Any]) -> None:
     found = {reference.rpartition("/")[2] for reference in _references(document)}
     assert found == set(document["components"]["schemas"])
 
 
-def test_every_error_has_the_one_shape_and_its_words(document: dict[str, Any]) -> None:
+def test_every_error_has_the_common_shape_and_a_description(document: dict[str, Any]) -> None:
     for name, operation in _operations(document):
         for status, response in operation["responses"].items():
             assert response["description"] not in ("Successful Response", "Validation Error") or status == "200", name
@@ -84,7 +84,7 @@ def test_every_error_has_the_one_shape_and_its_words(document: dict[str, Any]) -
                 assert ("Retry-After" in response.get("headers", {})) == (status in ("429", "503")), name
 
 
-def test_what_asks_for_a_key_says_so(document: dict[str, Any]) -> None:
+def test_routes_that_need_a_key_declare_it(document: dict[str, Any]) -> None:
     for name, operation in _operations(document):
         assert ("security" in operation) == ("401" in operation["responses"]) == ("/health" not in name), name
     assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
@@ -106,7 +106,7 @@ def test_bodies_are_components_with_examples(document: dict[str, Any]) -> None:
     ("model", "required"),
     [(CompleteRequest, {"prompt": "a"}), (CompletionsRequest, {}), (ChatRequest, {"messages": [{"role": "user"}]})],
 )
-def test_a_default_is_what_an_absent_field_stands_for(
+def test_documented_defaults_equal_those_of_absent_fields(
     model: type[SamplingFields], required: dict[str, Any], document: dict[str, Any]
 ) -> None:
     def effective(**fields: Any) -> Any:
@@ -121,10 +121,10 @@ def test_a_default_is_what_an_absent_field_stands_for(
     properties = document["components"]["schemas"][model.__name__]["properties"]
     defaults = {name: field["default"] for name, field in properties.items() if "default" in field}
     assert {"n", "stream", "presence_penalty"} <= defaults.keys()
-    assert ("temperature" in defaults) == (model is not CompleteRequest), "the weights may have another default there"
+    assert ("temperature" in defaults) == (model is not CompleteRequest), "the model may set another default there"
     for name, value in defaults.items():
         assert effective(**{name: value}) == effective(), name
-    assert effective(n=2) != effective(), "the control"
+    assert effective(n=2) != effective(), "positive control"
 
 
 def _body_schema(document: dict[str, Any], route: str) -> dict[str, Any]:
@@ -134,10 +134,10 @@ def _body_schema(document: dict[str, Any], route: str) -> dict[str, Any]:
 
 
 def _integers(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(route, field, its schema) of each field that may be an integer, or a list of them."""
+    """Yields (route, field, schema) for each field that accepts an integer or a list of integers."""
     for route in POSTS:
         for field, schema in _body_schema(document, route)["properties"].items():
-            if field == "source":  # for encoders, which the tiny model has none of; of the prompt's type
+            if field == "source":  # needs an encoder, which the tiny model does not have; of the prompt's type
                 continue
             for kind in schema.get("anyOf", [schema]):
                 if kind.get("type") == "integer" or kind.get("items", {}).get("type") == "integer":
@@ -145,17 +145,17 @@ def _integers(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, An
 
 
 def _post(server: Server, document: dict[str, Any], route: str, fields: dict[str, Any]) -> httpx.Response:
-    """A body with these fields, and those that the document requires."""
+    """A body with these fields and those that the document requires."""
     required = {field: REQUIRED[field] for field in _body_schema(document, route).get("required", [])}
     return httpx.post(f"{server.url}{route}", json=required | fields, timeout=60)
 
 
-def _is_taken(answer: httpx.Response) -> bool:
+def _is_accepted(answer: httpx.Response) -> bool:
     """The tiny model has no chat template; the service reports that once the fields of a chat are valid."""
     return answer.status_code == 200 or answer.json()["error"]["code"] == "no_chat_template"
 
 
-def test_a_whole_number_may_be_written_with_a_fraction(server: Server, document: dict[str, Any]) -> None:
+def test_integers_may_be_written_as_floats(server: Server, document: dict[str, Any]) -> None:
     def post(route: str, field: str, value: Any) -> httpx.Response:
         short = {"max_tokens": 2, "stream": False} if "complet" in route else {}
         return _post(server, document, route, {**short, **NEEDED.get(field, {}), field: value})
@@ -166,16 +166,16 @@ def test_a_whole_number_may_be_written_with_a_fraction(server: Server, document:
         number = FEW.get(field, max(1, kind.get("minimum", 1)))
         for value, is_right in ((float(number), True), (number + 0.5, False)):
             answer = post(route, field, [value] if kind["type"] == "array" else value)
-            assert _is_taken(answer) == is_right, (route, field, answer.text)
+            assert _is_accepted(answer) == is_right, (route, field, answer.text)
             assert is_right or answer.json()["error"]["param"] == field, (route, field, answer.text)
     assert post("/complete", "seed", 2.0**53).status_code == post("/complete", "seed", 2**54).status_code == 200
     assert post("/complete", "seed", 2.0**54).json()["error"]["param"] == "seed", "no float holds it exactly"
 
 
-def test_the_longest_deadline_is_described_and_kept(server: Server, document: dict[str, Any]) -> None:
+def test_maximum_deadline_is_documented_and_enforced(server: Server, document: dict[str, Any]) -> None:
     described = {route: kind["maximum"] for route, field, kind in _integers(document) if field == "deadline_ms"}
     assert described == dict.fromkeys(POSTS[:4], 600_000)
-    for route in described.keys() - {"/v1/chat/completions"}:  # which needs a template
+    for route in described.keys() - {"/v1/chat/completions"}:  # needs a template
         assert _post(server, document, route, {"deadline_ms": 600_000}).status_code == 200
         error = _post(server, document, route, {"deadline_ms": 600_001}).json()["error"]
         assert error["param"] == "deadline_ms" and "600000" in error["message"]
@@ -186,7 +186,7 @@ def test_null_means_the_default_for_every_field(server: Server, document: dict[s
     schema = _body_schema(document, route)
     optional = dict.fromkeys(schema["properties"].keys() - schema.get("required", []))
     answer = _post(server, document, route, optional)
-    assert _is_taken(answer), answer.text
+    assert _is_accepted(answer), answer.text
     if route == "/v1/completions":
         for prompt in (None, [[]]):
             usage = _post(server, document, route, {**optional, "prompt": prompt}).json()["usage"]
@@ -194,7 +194,7 @@ def test_null_means_the_default_for_every_field(server: Server, document: dict[s
             assert usage["completion_tokens"] <= 16
 
 
-def test_every_example_is_accepted_as_it_is(server: Server, document: dict[str, Any]) -> None:
+def test_every_example_is_accepted(server: Server, document: dict[str, Any]) -> None:
     number = 0
     for name, operation in _operations(document):
         content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
@@ -206,7 +206,7 @@ def test_every_example_is_accepted_as_it_is(server: Server, document: dict[str, 
     assert number > 10
 
 
-def test_the_stream_and_its_events_are_told(document: dict[str, Any]) -> None:
+def test_stream_and_its_events_are_documented(document: dict[str, Any]) -> None:
     answer = document["paths"]["/complete"]["post"]["responses"]["200"]
     event_schemas = [event["properties"] for event in answer["content"]["text/event-stream"]["schema"]["anyOf"]]
     assert [event["event"]["const"] for event in event_schemas] == list(EVENTS)
@@ -215,7 +215,7 @@ def test_the_stream_and_its_events_are_told(document: dict[str, Any]) -> None:
     assert all(f"`{name}`" in answer["description"] for name in EVENTS)
 
 
-def test_events_are_what_is_told_of_them(server: Server) -> None:
+def test_events_match_their_schemas(server: Server) -> None:
     seen = set()
     fields = {"max_tokens": 5, "logprobs": 2, "n": 2, "user": "u", "request_id": "r", "truncate_prompt_tokens": 2}
     for event in stream(server.url, prompt="The moon", **fields):
@@ -226,7 +226,7 @@ def test_events_are_what_is_told_of_them(server: Server) -> None:
     assert {"start", "token", "done"} <= seen
 
 
-def test_chunks_of_openais_door_are_what_is_told_of_them(server: Server, document: dict[str, Any]) -> None:
+def test_openai_chunks_match_their_schemas(server: Server, document: dict[str, Any]) -> None:
     response = document["paths"]["/v1/completions"]["post"]["responses"]["200"]
     chunk, error, done = response["content"]["text/event-stream"]["schema"]["anyOf"]
     assert chunk["properties"]["data"]["contentSchema"] == response["content"]["application/json"]["schema"]
@@ -242,7 +242,7 @@ def test_chunks_of_openais_door_are_what_is_told_of_them(server: Server, documen
             TypeAdapter(CompletionsResponse).validate_python(answer)
 
 
-def test_the_service_hands_it_out(server: Server, document: dict[str, Any]) -> None:
+def test_service_serves_the_document(server: Server, document: dict[str, Any]) -> None:
     published = httpx.get(f"{server.url}/openapi.json").json()
     assert published == json.loads(json.dumps(document))
     for path in ("/health", "/v1/models", "/tokenizer_info"):
@@ -251,7 +251,7 @@ def test_the_service_hands_it_out(server: Server, document: dict[str, Any]) -> N
         assert set(httpx.get(f"{server.url}{path}").json()) <= set(fields["properties"])
 
 
-def test_a_route_keeps_the_dependencies_it_declares() -> None:
+def test_route_keeps_its_declared_dependencies() -> None:
     """RequestRoute calls endpoints without solving dependencies; it must not skip one that refuses."""
 
     async def refuse() -> None:

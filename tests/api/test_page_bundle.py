@@ -1,4 +1,4 @@
-"""The pages as one document each: modules joined in the order of their imports, compressed and revalidated."""
+"""Each page as one document: modules joined in the order of their imports, compressed and revalidated."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODULES = {
 }
 
 
-def test_a_joined_script_does_what_its_modules_do() -> None:
+def test_joined_script_behaves_like_its_modules() -> None:
     joined = join_modules("main.js", MODULES.__getitem__)
     order = re.findall(r"^// (\S+\.js)$", joined, re.MULTILINE)
     assert order == ["factor.js", "parts/box.js", "log.js", "main.js"]
@@ -43,12 +43,12 @@ def test_a_joined_script_does_what_its_modules_do() -> None:
         ('import * as all from "./log.js";', "cannot join"),
     ],
 )
-def test_what_cannot_be_joined_is_an_error(line: str, message: str) -> None:
+def test_modules_that_cannot_be_joined_are_an_error(line: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         join_modules("main.js", {**MODULES, "factor.js": f"{line}\n{MODULES['factor.js']}"}.__getitem__)
 
 
-def test_a_page_holds_its_styles_and_script_and_names_versions_of_its_fonts(tmp_path: Path) -> None:
+def test_page_inlines_styles_and_script_and_versions_its_fonts(tmp_path: Path) -> None:
     (tmp_path / "page.html").write_text(
         '    <link rel="stylesheet" href="web/a.css">\n    <link rel="stylesheet" href="web/b.css">\n'
         '    <script type="module" src="web/page.js"></script>\n'
@@ -65,7 +65,7 @@ def test_a_page_holds_its_styles_and_script_and_names_versions_of_its_fonts(tmp_
 
 
 @pytest.mark.parametrize("text", ['let a = "</script>";', 'let a = "<!-- <script>";'])
-def test_a_script_that_the_html_parser_would_cut_is_an_error(tmp_path: Path, text: str) -> None:
+def test_script_that_the_html_parser_would_cut_is_an_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "page.html").write_text('<script type="module" src="web/page.js"></script>\n')
     (tmp_path / "page.js").write_text(text)
     with pytest.raises(ValueError, match="would not read past"):
@@ -74,7 +74,7 @@ def test_a_script_that_the_html_parser_would_cut_is_an_error(tmp_path: Path, tex
 
 def test_files_are_compressed_versioned_and_revalidated(server: Server) -> None:
     page = httpx.get(server.url)
-    assert page.headers["cache-control"] == "no-cache, no-transform", "a rewritten script has another hash"
+    assert page.headers["cache-control"] == "no-cache, no-transform", "a changed script has another hash"
     assert not re.search(r'<script[^>]+src=|rel="stylesheet"', page.text), "one response"
     font, *others = set(re.findall(r'(?:href=|src=|url\()"(web/[^"]+)"', page.text))
     assert re.fullmatch(r"web/literata\.woff2\?v=\w{16}", font) and others == []

@@ -1,4 +1,4 @@
-"""Resume store: time-outs, eviction, replayed frames; tests/api/test_resumed_streams.py covers the rest of it."""
+"""Resume store: time-outs, eviction, replayed frames; tests/api/test_resumed_streams.py covers the rest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.support.async_test import async_test
 
 
 class DisconnectedStream:
-    """A stream whose client disconnected before its end, or after it."""
+    """A stream whose client disconnected before or after its end."""
 
     def __init__(self, name: str, owner: str = "", *, is_finished: bool = False) -> None:
         self.name, self.owner, self.is_finished, self.is_closed = name, owner, is_finished, False
@@ -25,7 +25,7 @@ def _disconnect(store: ResumeStore, streams: list[DisconnectedStream]) -> None:
 
 
 @async_test
-async def test_a_tenant_that_leaves_many_streams_evicts_only_its_own() -> None:
+async def test_tenant_with_many_abandoned_streams_evicts_only_its_own() -> None:
     store, flood = ResumeStore(60.0), [DisconnectedStream(f"f{i}", "flood") for i in range(1000)]
     others = [DisconnectedStream(f"o{i}", f"owner {i % 10}") for i in range(100)]
     _disconnect(store, [*others, *flood])
@@ -34,19 +34,19 @@ async def test_a_tenant_that_leaves_many_streams_evicts_only_its_own() -> None:
 
 
 @async_test
-async def test_streams_that_were_read_to_their_end_make_room_first() -> None:
+async def test_streams_read_to_the_end_are_evicted_first() -> None:
     store, broken = ResumeStore(60.0), [DisconnectedStream(f"b{i}") for i in range(200)]
     finished = [DisconnectedStream(f"f{i}", is_finished=True) for i in range(300)]
     _disconnect(store, [*broken, *finished])
     assert sum(not one.is_closed for one in (*broken, *finished)) == 256
     more = [DisconnectedStream(f"m{i}") for i in range(256)]
     _disconnect(store, more)
-    assert not any(one.is_closed for one in more), "the oldest go where all broke off"
+    assert not any(one.is_closed for one in more), "the oldest go if no client read to the end"
     assert all(one.is_closed for one in broken)
 
 
 @async_test
-async def test_a_stream_is_closed_after_its_time_unless_its_client_is_back() -> None:
+async def test_stream_is_closed_after_its_time_out_unless_its_client_returns() -> None:
     store = ResumeStore(0.02)
     away, back = (DisconnectedStream(name, "a") for name in ("away", "back"))
     _disconnect(store, [away, back])
@@ -62,7 +62,7 @@ async def test_a_stream_is_closed_after_its_time_unless_its_client_is_back() -> 
     assert at_once.is_closed
 
 
-def test_a_journal_gives_its_frames_from_any_that_it_keeps() -> None:
+def test_replay_buffer_replays_from_any_frame_it_keeps() -> None:
     journal = ReplayBuffer(limit=6)
     assert [journal.append(frame) for frame in (b"ab", b"cd", b"ef", b"gh")] == [b"ab", b"cd", b"ef", b"gh"]
     assert (journal.first, journal.next_number) == (1, 4)

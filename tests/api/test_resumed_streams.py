@@ -1,4 +1,4 @@
-"""Streams whose clients leave and come back, or stop reading and go on: the text is the same, and nothing is held.
+"""Streams whose clients disconnect and return, or pause and go on reading: output is the same, no slot stays in use.
 
 Also access to other tenants' streams, and deadlines.
 """
@@ -40,7 +40,7 @@ GUIDED: dict[str, Any] = {**MANY, "max_tokens": 500, "regex": "([a-z]{3,9} )*"}
 
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
-    """Of long_server."""
+    """Faults that tests inject into `long_server`."""
     return Faults(tmp_path_factory.mktemp("faults"))
 
 
@@ -62,7 +62,7 @@ def _first_events(server: Server, count: int, headers: dict[str, str] | None = N
 
 
 def _read(response: httpx.Response, count: int) -> list[Event]:
-    """So many events, and none of those that came in one piece with the last of them."""
+    """Reads `count` events, without those that arrived in one piece with the last of them."""
     text, parts = "", response.iter_text()
     while text.count("\n\n") < count:
         text += next(parts)
@@ -92,7 +92,7 @@ def _assert_same(events: list[Event], expected: list[Event]) -> None:
     assert events[-1].data["usage"]["completion_tokens"] == expected[-1].data["usage"]["completion_tokens"]
 
 
-def test_it_can_break_off_again_and_again_with_several_choices(long_server: Server) -> None:
+def test_stream_of_several_choices_survives_repeated_disconnects(long_server: Server) -> None:
     body = {**LONG, "n": 3, "max_tokens": 400, "stop": ["zq"], "logprobs": 2}
     expected = stream(long_server.url, **body)
     events = _first_events(long_server, 20, **body)
@@ -105,8 +105,8 @@ def test_it_can_break_off_again_and_again_with_several_choices(long_server: Serv
     _assert_same(events, expected)
 
 
-def test_a_second_connection_takes_a_running_stream_over(long_server: Server, faults: Faults) -> None:
-    """Its engine stops itself half-way: however late the second one comes, the stream runs."""
+def test_second_connection_takes_over_a_running_stream(long_server: Server, faults: Faults) -> None:
+    """The fault stops the engine half-way, so the stream still runs when the second connection opens."""
     expected = text_of(stream(long_server.url, **LONG))
     faults.arm("engine.step", "stop", after=300, times=1)
     with httpx.stream("POST", f"{long_server.url}/complete", json=LONG, timeout=60) as first:
@@ -121,10 +121,10 @@ def test_a_second_connection_takes_a_running_stream_over(long_server: Server, fa
             again += "".join(rest)
         assert text_of(parse_events(again)) == expected
         text += "".join(parts)
-    assert "event: done" not in text, "the first connection was meant to lose the stream"
+    assert "event: done" not in text, "the second connection did not take the stream over"
 
 
-def test_a_stream_belongs_to_the_tenant_that_began_it(long_server: Server) -> None:
+def test_stream_belongs_to_the_tenant_that_started_it(long_server: Server) -> None:
     mine, other = {"Authorization": "Bearer mine"}, {"Authorization": "Bearer other"}
     name = _first_events(long_server, 5, mine, **ENDLESS)[0].data["id"]
     for headers in (None, other):
@@ -135,7 +135,7 @@ def test_a_stream_belongs_to_the_tenant_that_began_it(long_server: Server) -> No
     assert events[-1].data["choices"][0]["finish_reason"] == "cancelled"
 
 
-def test_what_cannot_be_resumed_is_said(long_server: Server) -> None:
+def test_invalid_resume_requests_are_refused(long_server: Server) -> None:
     name = stream(long_server.url, **{**LONG, "max_tokens": 3})[0].data["id"]
     assert _resume(long_server, "req-unknown").status_code == 404
     assert _resume(long_server, name, after=1000).status_code == 400
@@ -143,10 +143,10 @@ def test_what_cannot_be_resumed_is_said(long_server: Server) -> None:
     assert _resume(long_server, name, {"Last-Event-ID": "other:3"}).status_code == 400
 
 
-def test_time_away_does_not_count(long_server: Server) -> None:
+def test_timings_exclude_the_time_while_disconnected(long_server: Server) -> None:
     began = time.monotonic()
     seen = _first_events(long_server, 40, **LONG)
-    assert is_clean(long_server), "it has been seen that the client left"
+    assert is_clean(long_server), "the service did not notice the disconnect"
     time.sleep(0.5)
     done = parse_events(_resume(long_server, seen[0].data["id"], after=39).text)[-1].data
     took_ms = (time.monotonic() - began) * 1e3
@@ -155,7 +155,7 @@ def test_time_away_does_not_count(long_server: Server) -> None:
     assert done["timings"]["decode_ms"] < took_ms - 500
 
 
-def _resting(server: Server, body: dict[str, Any]) -> socket.socket:
+def _suspended_connection(server: Server, body: dict[str, Any]) -> socket.socket:
     """A stream whose client does not read, once it is suspended and the engine has no work for it.
 
     If the event loop gets no CPU for long, most of a stream may arrive at once at a waiting writer, and the service
@@ -177,7 +177,7 @@ def _resting(server: Server, body: dict[str, Any]) -> socket.socket:
 
 
 def _rest_of(connection: socket.socket) -> list[Event]:
-    """The whole answer; through a small buffer it would take its time."""
+    """Reads the rest of the response, through a larger buffer to be quick."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
     response = HTTPResponse(connection)
     response.begin()
@@ -186,22 +186,22 @@ def _rest_of(connection: socket.socket) -> list[Event]:
 
 
 @pytest.mark.parametrize("body", [CHOICES, ECHO, GUIDED], ids=["choices", "echo", "guided"])
-def test_what_a_reader_gets_who_rested_is_what_all_get(long_server: Server, body: dict[str, Any]) -> None:
+def test_suspended_stream_delivers_the_same_events(long_server: Server, body: dict[str, Any]) -> None:
     expected = stream(long_server.url, **body)
-    with _resting(long_server, body) as connection:
+    with _suspended_connection(long_server, body) as connection:
         _assert_same(_rest_of(connection), expected)
     assert is_clean(long_server)
 
 
-def test_a_held_stream_is_cancelled_or_resumed_as_any_other(long_server: Server) -> None:
+def test_suspended_stream_can_be_cancelled_or_resumed(long_server: Server) -> None:
     expected = stream(long_server.url, **CHOICES)
-    for deed in ("cancel", "resume"):
-        with _resting(long_server, CHOICES) as connection:
+    for action in ("cancel", "resume"):
+        with _suspended_connection(long_server, CHOICES) as connection:
             # Only peek: reading resumes the stream, and it could finish before the DELETE arrives.
             head = connection.recv(300, socket.MSG_PEEK)
             name = head.partition(b"x-request-id: ")[2].partition(b"\r\n")[0].decode()
             url = f"{long_server.url}/complete/{name}"
-            if deed == "cancel":
+            if action == "cancel":
                 assert httpx.delete(url).status_code == 200
                 choices = _rest_of(connection)[-1].data["choices"]
                 assert {choice["finish_reason"] for choice in choices} == {"cancelled"}
@@ -217,23 +217,23 @@ def _counted(server: Server, reason: str) -> float:
     return float(found.group(1)) if found else 0.0
 
 
-def test_a_client_that_is_away_holds_nothing_in_the_engine_and_may_still_cancel(long_server: Server) -> None:
+def test_disconnected_client_uses_no_engine_slot_and_may_cancel(long_server: Server) -> None:
     before = _counted(long_server, "cancelled")
     name = _first_events(long_server, 3, **ENDLESS)[0].data["id"]
     assert is_clean(long_server, 30.0)
-    assert httpx.delete(f"{long_server.url}/complete/{name}").status_code == 200, "it has not ended"
+    assert httpx.delete(f"{long_server.url}/complete/{name}").status_code == 200, "the stream still runs"
     assert parse_events(_resume(long_server, name, after=2).text)[-1].name == "done"
     assert long_server.wait_for(lambda: _counted(long_server, "cancelled") == before + 1)
 
 
-def test_streams_are_forgotten_after_a_while_and_counted_then(tmp_path: Path, weights: Path) -> None:
+def test_abandoned_streams_expire_and_are_counted(tmp_path: Path, weights: Path) -> None:
     with running_server(tmp_path, weights, "--resume-seconds", "0.3", fake_ms=20) as server:
         name = _first_events(server, 3, **{**LONG, "max_tokens": 8000})[0].data["id"]
         assert server.wait_for(lambda: _counted(server, "disconnected") == 1)
         assert _resume(server, name, after=3).json()["error"]["code"] == "unknown_request"
 
 
-def test_waiting_begins_anew_when_a_stream_is_resumed(tmp_path: Path, weights: Path) -> None:
+def test_queue_timeout_restarts_when_a_stream_is_resumed(tmp_path: Path, weights: Path) -> None:
     with running_server(tmp_path, weights, "--queue-timeout", "3", fake_ms=1) as server:
         seen = _first_events(server, 3, **LONG)
         time.sleep(3.2)
@@ -243,7 +243,7 @@ def test_waiting_begins_anew_when_a_stream_is_resumed(tmp_path: Path, weights: P
 
 @pytest.fixture(scope="module")
 def narrow_server(serve_module: Services) -> Server:
-    """One stream at a time, of which few bytes are kept."""
+    """Runs one stream at a time and keeps few bytes of it."""
     return serve_module("--max-running", "1", "--resume-bytes", "1000", fake_ms=20)
 
 
@@ -259,14 +259,14 @@ def test_a_deadline_before_the_first_token_is_an_error(narrow_server: Server) ->
     assert is_clean(narrow_server, 30.0)
 
 
-def test_only_so_many_bytes_of_a_stream_are_kept(narrow_server: Server) -> None:
+def test_replay_buffer_is_bounded_in_bytes(narrow_server: Server) -> None:
     events = stream(narrow_server.url, **{**LONG, "max_tokens": 40})
     refused = _resume(narrow_server, events[0].data["id"], after=0)
     assert refused.json()["error"]["code"] == "events_gone"
 
 
-def test_a_cancelled_stream_ends_with_cancelled(narrow_server: Server) -> None:
-    """It would last for minutes: it still runs when the DELETE comes."""
+def test_cancelled_stream_ends_with_finish_reason_cancelled(narrow_server: Server) -> None:
+    """The completion would take minutes, so it still runs when the DELETE arrives."""
     url, body = narrow_server.url, {**LONG, "max_tokens": 8000}
     with httpx.stream("POST", f"{url}/complete", json=body, timeout=60) as response:
         request_id = response.headers["x-request-id"]

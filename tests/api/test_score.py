@@ -32,7 +32,7 @@ def _decoder(weights: Path) -> Decoder:
     return load(weights, device=torch.device("cpu"), dtype=torch.float32).decoder
 
 
-def test_scores_equal_a_forward_pass(server: Server, weights: Path) -> None:
+def test_scores_equal_those_of_a_forward_pass(server: Server, weights: Path) -> None:
     scores = _scores(server.url, prompt=TEXTS, logprobs=5)
     tokenizer, decoder = Tokenizer.load(weights), _decoder(weights)
     for text, score in zip(TEXTS, scores, strict=True):
@@ -52,7 +52,7 @@ def test_scores_equal_a_forward_pass(server: Server, weights: Path) -> None:
         assert score["bits_per_byte"] == pytest.approx(-total / math.log(2) / n_bytes)
 
 
-def test_a_batch_of_texts_is_scored_as_each_alone_cached_or_not(server: Server) -> None:
+def test_batched_and_cached_scores_equal_those_of_each_text_alone(server: Server) -> None:
     together = _scores(server.url, prompt=TEXTS, logprobs=2)
     for index, text in enumerate(TEXTS):
         (alone,) = _scores(server.url, prompt=text, logprobs=2)
@@ -64,7 +64,7 @@ def test_one_token_has_no_score(server: Server) -> None:
     assert (score["logprob"], score["n_scored"], score["perplexity"], score["bits_per_byte"]) == (0.0, 0, None, None)
 
 
-def test_echo_of_the_native_door_tells_the_same(server: Server) -> None:
+def test_native_echo_reports_the_same_scores(server: Server) -> None:
     (score,) = _scores(server.url, prompt=TEXTS[0], logprobs=3)
     body = {"prompt": TEXTS[0], "echo": True, "logprobs": 3, "max_tokens": 0, "stream": False}
     choice = httpx.post(f"{server.url}/complete", json=body).json()["choices"][0]

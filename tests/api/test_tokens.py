@@ -1,4 +1,4 @@
-"""The tokenizer endpoints and the facts of the model: round trips, character offsets, errors."""
+"""The tokenizer endpoints and model metadata: round trips, character offsets, errors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_text_to_tokens_to_text_is_exact(server: Server, text: str) -> None:
     assert pieces == answer["pieces"]
 
 
-def test_each_piece_has_id_text_bytes_and_place(server: Server, weights: Path) -> None:
+def test_each_piece_has_id_text_bytes_and_offsets(server: Server, weights: Path) -> None:
     text = f"The moon{SEPARATOR} \U0001f98b"
     answer = _post(server, "/tokenize", prompt=text, add_special_tokens=True)
     assert set(answer) == {"count", "max_model_len", "tokens", "pieces"}
@@ -75,8 +75,8 @@ def test_each_piece_has_id_text_bytes_and_place(server: Server, weights: Path) -
     assert (last["text"], last["bytes"], text[last["start"] : last["end"]]) == ("\ufffd", [0x8B], "\U0001f98b")
 
 
-def test_texts_longer_than_the_context_come_in_pieces_as_well(server: Server) -> None:
-    text = TEXT * 6  # two thousand tokens are written at a time, and twenty thousand characters are long
+def test_texts_longer_than_the_context_are_tokenized(server: Server) -> None:
+    text = TEXT * 6  # responses are written in parts of 2,000 tokens, and 20,000 characters count as long
     answer = _post(server, "/tokenize", prompt=text, add_special_tokens=False)
     assert answer["count"] == len(answer["tokens"]) == len(answer["pieces"]) > 10 * answer["max_model_len"]
     assert len(text) > 20_000
@@ -104,7 +104,7 @@ def test_texts_longer_than_the_context_come_in_pieces_as_well(server: Server) ->
         ("/detokenize", {"tokens": [1], "model": "x"}, "model", "unknown field"),
     ],
 )
-def test_what_cannot_be_is_refused_by_its_name(
+def test_invalid_fields_are_refused_by_name(
     server: Server, path: str, body: Any, param: str | None, message: str
 ) -> None:
     error = _refused(server, path, body)
@@ -112,7 +112,7 @@ def test_what_cannot_be_is_refused_by_its_name(
     assert message in error["message"]
 
 
-def test_the_tokenizer_tells_what_clients_must_know(server: Server) -> None:
+def test_tokenizer_info_has_all_that_clients_read(server: Server) -> None:
     """lm-eval's remote tokenizer reads eos_token, bos_token and chat_template, and encodes their names."""
     info = httpx.get(f"{server.url}/tokenizer_info").json()
     model = httpx.get(f"{server.url}/v1/models").json()["data"][0]
@@ -133,7 +133,7 @@ def test_the_tokenizer_tells_what_clients_must_know(server: Server) -> None:
     assert _post(server, "/tokenize", prompt=info["eos_token"], add_special_tokens=False)["tokens"] == [0]
 
 
-def test_one_model_has_its_facts_and_others_are_not_found(server: Server) -> None:
+def test_served_model_is_found_and_others_are_404(server: Server) -> None:
     listed = httpx.get(f"{server.url}/v1/models").json()["data"][0]
     assert httpx.get(f"{server.url}/v1/models/{listed['id']}").json() == listed
     for name in ("", "other", "meta/llama", "a%2Fb", listed["id"] + "/x"):
@@ -143,7 +143,7 @@ def test_one_model_has_its_facts_and_others_are_not_found(server: Server) -> Non
 
 
 @async_test
-async def test_long_work_waits_for_its_turn_and_short_work_does_not() -> None:
+async def test_long_texts_wait_for_a_turn_and_short_ones_do_not() -> None:
     done: list[str] = []
     texts = TokenizerPool()
     long_ones = [

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: the weights' template makes a prompt of the messages; the rest is a completion."""
+"""POST /v1/chat/completions: the model's template renders the messages to a prompt; the rest is a completion."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SOME: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 10, "seed": 4, "igno
 
 @pytest.fixture(scope="module")
 def chat_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A model with a chat template, and with a name in its manifest."""
+    """A model with a chat template, and a name in its manifest."""
     weights = tiny_weights(tmp_path_factory.mktemp("chat") / "tiny")
     (weights / MANIFEST_FILE).write_bytes(manifest_file({}, "plays-5m"))
     (weights / "chat_template.jinja").write_text(TEMPLATE)
@@ -42,7 +42,7 @@ def _plain(server: Server, **body: Any) -> dict[str, Any]:
     return answer
 
 
-def test_a_chat_is_a_completion_of_what_the_template_writes(chat_server: Server) -> None:
+def test_chat_is_a_completion_of_the_rendered_template(chat_server: Server) -> None:
     answer = _post(chat_server, **SOME).json()
     assert answer["object"] == "chat.completion" and answer["id"].startswith("chatcmpl-")
     (choice,) = answer["choices"]
@@ -51,14 +51,14 @@ def test_a_chat_is_a_completion_of_what_the_template_writes(chat_server: Server)
     assert choice["finish_reason"] == "length"
 
 
-def test_parts_of_content_are_one_text(chat_server: Server) -> None:
+def test_content_parts_are_joined(chat_server: Server) -> None:
     parts = [{"type": "text", "text": "Once "}, {"type": "text", "text": "upon"}]
     messages = [{"role": "user", "content": parts}, MESSAGES[1]]
     first, second = _post(chat_server, **SOME).json(), _post(chat_server, **{**SOME, "messages": messages}).json()
     assert first["choices"] == second["choices"]
 
 
-def test_a_streamed_chat_adds_up_to_the_answer(chat_server: Server) -> None:
+def test_streamed_chat_equals_the_whole_response(chat_server: Server) -> None:
     body = {**SOME, "n": 2, "logprobs": True, "top_logprobs": 2}
     answer = _post(chat_server, **body).json()
     blocks = _post(chat_server, **body, stream=True, stream_options={"include_usage": True}).text.split("\n\n")
@@ -75,7 +75,7 @@ def test_a_streamed_chat_adds_up_to_the_answer(chat_server: Server) -> None:
     assert chunks[-1]["usage"]["completion_tokens"] == answer["usage"]["completion_tokens"] == 20
 
 
-def test_a_model_without_a_template_says_so(server: Server) -> None:
+def test_model_without_a_template_refuses_chats(server: Server) -> None:
     error = _post(server, **SOME).json()["error"]
     assert error["code"] == "no_chat_template" and "/v1/completions" in error["message"]
 
@@ -91,14 +91,14 @@ def test_bad_chats_are_refused(chat_server: Server, field: str, value: Any) -> N
     assert field in response.json()["error"]["message"]
 
 
-def test_the_whole_context_is_the_limit_where_none_is_asked_for(chat_server: Server) -> None:
+def test_default_max_tokens_is_the_rest_of_the_context(chat_server: Server) -> None:
     body = {name: value for name, value in SOME.items() if name != "max_tokens"}
     usage = _post(chat_server, **body).json()["usage"]
     assert usage["total_tokens"] == 256
     assert _post(chat_server, **body, max_completion_tokens=3).json()["usage"]["completion_tokens"] == 3
 
 
-def test_a_named_model_is_served_under_its_name_and_that_of_its_directory(chat_server: Server) -> None:
+def test_named_model_is_served_under_its_name_and_its_directory(chat_server: Server) -> None:
     (model,) = httpx.get(f"{chat_server.url}/v1/models").json()["data"]
     assert model["id"] == "plays-5m"
     native = {"prompt": "x", "max_tokens": 2, "stream": False}

@@ -31,7 +31,7 @@ def _whole(server: Server, **body: Any) -> dict[str, Any]:
     return answer
 
 
-def test_best_of_answers_the_likeliest_of_those_drawn(server: Server) -> None:
+def test_best_of_returns_the_most_likely_of_its_samples(server: Server) -> None:
     body = {**SOME, "logprobs": 0}
     drawn = _whole(server, **body, n=6)["choices"]
     means = [sum(c["logprobs"]["token_logprobs"]) / 12 for c in drawn]
@@ -42,7 +42,7 @@ def test_best_of_answers_the_likeliest_of_those_drawn(server: Server) -> None:
     assert best["usage"]["completion_tokens"] == 6 * 12
 
 
-def test_fields_without_effect_are_named(server: Server) -> None:
+def test_fields_without_effect_are_refused_by_name(server: Server) -> None:
     assert "warnings" not in _whole(server, **SOME)
     options = {"include_usage": True, "colour": 1}
     warnings = _whole(server, **SOME, temprature=0.1, stream_options=options)["warnings"]
@@ -59,7 +59,7 @@ def test_fields_without_effect_are_named(server: Server) -> None:
      ({"best_of": 1, "n": 2}, "best_of", 400), ({"best_of": 2, "stream": True}, "best_of", 400),
      ({"regex": "a", "grammar": "b"}, "regex", 400), ({"prompt": ["a", [1]]}, "prompt", 400)],
 )  # fmt: skip
-def test_an_error_names_one_field_in_the_one_shape(
+def test_error_names_one_field_in_the_common_shape(
     server: Server, body: dict[str, Any], param: str, status: int
 ) -> None:
     response = _post(server, **{**SOME, **body})
@@ -69,9 +69,7 @@ def test_an_error_names_one_field_in_the_one_shape(
 
 
 @async_test
-async def test_silence_is_broken_by_a_line_that_every_client_skips(
-    weights: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_idle_streams_send_comments_that_clients_skip(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name in ((routes, "PING_SECONDS"), (responder, "PING_SECONDS"), (session, "_QUEUE_EVENT_SECONDS")):
         monkeypatch.setattr(module, name, 0.05)
     async with running_app(weights, max_running=1) as app:
