@@ -1,1 +1,1 @@
-"""Tests of benchmarks: that each runs, and what its pure parts compute."""
+"""Tests of benchmarks: that each one runs, and what its pure parts compute."""

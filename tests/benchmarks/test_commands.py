@@ -1,4 +1,4 @@
-"""Each benchmark command runs in tiny sizes, and its last line is the result as JSON."""
+"""Each benchmark command runs at tiny sizes, and its last line is the result as JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Run = Callable[..., tuple[list[str], dict[str, Any]]]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command: the lines that it printed, and the JSON of the last one."""
+    """Runs a command; returns the lines it printed and the JSON of the last one."""
 
     def run(main: Callable[[list[str]], int], *flags: str) -> tuple[list[str], dict[str, Any]]:
         assert main([*flags]) == 0
@@ -37,7 +37,7 @@ def weights(tmp_path: Path) -> str:
 
 
 @pytest.mark.usefixtures("native_library")
-def test_engine_operations_report_every_kind(run: Run) -> None:
+def test_engine_operations_report_every_kind_of_operation(run: Run) -> None:
     lines, result = run(engine.main, "operations", "--steps", "2", "--int8")
     assert (result["benchmark"], result["shape"], result["int8"]) == ("operations", "default", True)
     names = {"norm", "q, k, v", "rotate, cache", "attention", "out", "gate, up", "down"}
@@ -96,7 +96,7 @@ def test_service_reports_both_endpoints(weights: str, run: Run) -> None:
         assert cost["control_us"] > 0 and cost["alone"] > cost["tokens_per_second"]
 
 
-def test_start_reports_three_moments_in_their_order(weights: str, run: Run) -> None:
+def test_start_reports_its_three_times_in_order(weights: str, run: Run) -> None:
     lines, result = run(start.main, "--weights", weights, "--kernels", "auto", "--starts", "1")
     assert len(lines) == 2 and result["benchmark"] == "start"
     (kind,) = result["kinds"]
@@ -110,7 +110,7 @@ def test_a_service_that_does_not_start_is_status_1(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.usefixtures("native_library")
-def test_quality_reads_a_text_in_every_number_format(tmp_path: Path, weights: str, run: Run) -> None:
+def test_quality_scores_a_text_in_every_number_format(tmp_path: Path, weights: str, run: Run) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     (_, *table), result = run(
         quality.main, "--weights", weights, "--text", str(tmp_path / "text.txt"), "--tokens", "700"
@@ -119,14 +119,14 @@ def test_quality_reads_a_text_in_every_number_format(tmp_path: Path, weights: st
     bits = result["bits_per_byte"]
     assert bits["native float32"] == pytest.approx(bits["torch float32"], rel=1e-5)
     assert bits["native float32 int8"] == pytest.approx(bits["torch float32 int8"], rel=1e-5)
-    assert bits["native float32 int8"] != pytest.approx(bits["native float32"], rel=1e-5), "nothing was rounded"
+    assert bits["native float32 int8"] != pytest.approx(bits["native float32"], rel=1e-5), "no number was rounded"
     assert bits["emulated bfloat16 fp8"] == pytest.approx(bits["torch bfloat16"], rel=0.05)
-    assert bits["emulated bfloat16 fp8"] != pytest.approx(bits["torch bfloat16"], rel=1e-5), "nothing was rounded"
+    assert bits["emulated bfloat16 fp8"] != pytest.approx(bits["torch bfloat16"], rel=1e-5), "no number was rounded"
     assert bits["native bfloat16"] == pytest.approx(bits["torch float32"], rel=0.05)
 
 
 @pytest.mark.parametrize(("text", "weights_name"), [("none", "weights"), ("empty", "weights"), ("text", "none")])
-def test_quality_says_in_one_line_what_it_cannot_read(
+def test_quality_reports_unreadable_input_in_one_line(
     tmp_path: Path, weights: str, capsys: pytest.CaptureFixture[str], text: str, weights_name: str
 ) -> None:
     assert weights.endswith("weights")

@@ -1,4 +1,4 @@
-"""`make gpu-check`: it runs as a whole without a GPU, a failing stage affects no other, and its arithmetic holds."""
+"""`make gpu-check`: all of it runs without a GPU, a failing stage affects no other, and its arithmetic is right."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _context(folder: Path, seconds: float = 60) -> StageContext:
 
 
 @pytest.mark.slow
-def test_every_stage_that_a_cpu_can_try_runs_and_its_checks_hold(tmp_path: Path) -> None:
+def test_every_stage_that_can_run_on_a_cpu_passes_its_checks(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--tiny", "--minutes", "20"]
     command += ["--out", str(tmp_path)]
     # Reference kernels are enough here; other tests run the real kernels in Triton's interpreter.
@@ -57,7 +57,7 @@ def test_every_stage_that_a_cpu_can_try_runs_and_its_checks_hold(tmp_path: Path)
 
 
 def _run_stage(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str, start: StartMethod = "fork") -> Record:
-    """Runs a stage with two findings and this line between them."""
+    """Runs a stage that yields two findings, with this line between them."""
     name = f"stage_{abs(hash(body))}"
     lines = ["import os, signal, subprocess, sys", "from benchmarks.gpu.results import Finding, Unsupported"]
     lines += ["def run(context):", "    yield Finding(what='first', value=1.0)", f"    {body}"]
@@ -82,7 +82,7 @@ def _run_stage(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str, start: 
         ("while True: signal.pause()", "timed out", "killed"),
     ],
 )
-def test_a_stage_ends_alone_and_leaves_what_it_had_found(
+def test_failing_stage_ends_alone_and_keeps_its_findings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, status: str, why: str
 ) -> None:
     record = _run_stage(tmp_path, monkeypatch, body)
@@ -92,21 +92,21 @@ def test_a_stage_ends_alone_and_leaves_what_it_had_found(
 
 
 @pytest.mark.slow
-def test_a_stage_can_begin_as_a_fresh_process_and_dies_with_what_it_has_started(
+def test_spawned_stage_is_a_fresh_process_and_its_children_end_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = "open(context.folder / 'pid', 'w').write(str(subprocess.Popen(['sleep', '600']).pid))"
     record = _run_stage(tmp_path, monkeypatch, f"assert 'pytest' not in sys.modules; {start}", "spawn")
     assert (record.status, len(record.findings)) == ("done", 2), record
     pid, deadline = int((tmp_path / "pid").read_text()), time.monotonic() + 60
-    # A killed process ends once it gets a core.
+    # A killed process ends only when the scheduler runs it.
     while not has_exited(pid) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert has_exited(pid)
 
 
 @pytest.mark.slow
-def test_wheels_of_a_folder_are_importable_for_this_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wheels_of_a_folder_are_importable_during_the_run_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheels, site = tmp_path / "wheels", tmp_path / "site"
     wheels.mkdir()
     with pytest.raises(WheelsError, match="holds no wheels"):
@@ -125,26 +125,26 @@ def test_wheels_of_a_folder_are_importable_for_this_run_alone(tmp_path: Path, mo
 
 
 @pytest.mark.slow
-def test_without_a_gpu_one_line_says_what_is_needed(
+def test_missing_gpu_is_reported_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr("benchmarks.gpu.__main__.signal.signal", lambda *_: None)  # pytest's own handlers stay
+    monkeypatch.setattr("benchmarks.gpu.__main__.signal.signal", lambda *_: None)  # keep pytest's handlers
     assert main(["--out", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and "needs a CUDA GPU" in line and "--device cpu --tiny" in line
 
 
 @pytest.fixture
-def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with a GPU, as far as main() looks before it runs stages."""
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes main() detect a GPU before it runs stages."""
     monkeypatch.setattr("benchmarks.gpu.__main__._detect_device", lambda *_: ("a GPU", "fork"))
     monkeypatch.setattr("benchmarks.gpu.__main__.signal.signal", lambda *_: None)
     monkeypatch.setenv("TRITON_CACHE_DIR", "unused")
 
 
-@pytest.mark.usefixtures("pretended_gpu")
-def test_a_run_on_a_gpu_that_would_skip_stages_ends_before_it_begins(
+@pytest.mark.usefixtures("fake_gpu")
+def test_gpu_run_that_would_skip_stages_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran: list[str] = []
@@ -157,11 +157,11 @@ def test_a_run_on_a_gpu_that_would_skip_stages_ends_before_it_begins(
     assert ran == ["benchmarks.gpu.machine.machine"]
 
 
-@pytest.mark.usefixtures("pretended_gpu")
+@pytest.mark.usefixtures("fake_gpu")
 @pytest.mark.parametrize(
     ("why", "runs"), [("AcceleratorError: CUDA error: an illegal memory access", 2), ("ValueError: no", 1)]
 )
-def test_an_error_of_cuda_is_looked_for_again_where_it_is_made(
+def test_cuda_errors_are_reproduced_with_blocking_launches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str, runs: int
 ) -> None:
     blocking: list[bool] = []
@@ -178,7 +178,7 @@ def test_an_error_of_cuda_is_looked_for_again_where_it_is_made(
     assert names == ["machine", "machine (CUDA_LAUNCH_BLOCKING=1)"][:runs]
 
 
-def test_requests_of_a_batch_that_do_not_fit_are_named_and_left_out(
+def test_requests_of_a_batch_that_do_not_fit_are_reported_and_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(speed, "build_engine", partial(speed.build_engine, cache_tokens=64))
@@ -202,13 +202,13 @@ def test_stages_are_chosen_by_name_or_noun_and_share_the_time() -> None:
     assert chosen == [name for name in NAMES if name == "roofs" or name.startswith("speed-")], "shares are of the roofs"
     assert [stage.name for stage in choose(["parity"], tiny=False)] == ["parity"]
     remaining = 480.0
-    for i, stage in enumerate(STAGES):  # each stage uses its full share, and every stage gets one
+    for i, stage in enumerate(STAGES):  # every stage gets a share and uses all of it
         share = seconds_for(stage, STAGES[i + 1 :], remaining)
         assert share == pytest.approx(480.0 * stage.weight / sum(s.weight for s in STAGES))
         remaining -= share
 
 
-def test_a_report_is_good_until_a_stage_fails_or_a_check_breaks(tmp_path: Path) -> None:
+def test_report_is_good_until_a_stage_or_a_check_fails(tmp_path: Path) -> None:
     record = Record(name="speed")
     report = Report(path=tmp_path / (file_name("NVIDIA H200", "2026-11-22-1200") + ".json"), facts={}, records=[record])
     report.write()
@@ -227,7 +227,7 @@ def test_a_report_is_good_until_a_stage_fails_or_a_check_breaks(tmp_path: Path) 
     assert not report.is_good
 
 
-def test_checks_of_kernels_fail_each_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_checks_fail_independently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def check_sums(device: str, tiny: bool) -> Iterator[Finding]:
         yield Finding(what="rows", ok=tiny and device == "cpu", value=2, unit="ulp")
 
@@ -244,15 +244,15 @@ def test_checks_of_kernels_fail_each_for_itself(tmp_path: Path, monkeypatch: pyt
     assert (sums.ok, sums.value, sums.note) == (True, 1, "2 ulp")
 
 
-def test_checks_of_kernels_need_no_packages_of_an_engine() -> None:
-    """A machine with a GPU may have torch and little else."""
+def test_kernel_checks_need_no_packages_of_the_engine() -> None:
+    """A machine with a GPU may have little more than torch."""
     (needs,) = (stage.needs for stage in STAGES if stage.name == "conform")
     absent = dict.fromkeys({*ENGINE, *HTTP} - {*needs})
     script = f"import sys; sys.modules.update({absent}); import benchmarks.gpu.conform"
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
 
 
-def test_the_oracle_notices_a_wrong_token_and_a_wrong_log_probability() -> None:
+def test_oracle_detects_a_wrong_token_and_a_wrong_log_probability() -> None:
     shape = smaller(SHAPES["8b"])
     decoder = decoder_of(shape, random_state(shape, device=torch.device("cpu"), dtype=torch.float32))
     greedy = request("1", random_prompt(9, shape.vocab_size, 1), 5)
@@ -267,11 +267,11 @@ def test_the_oracle_notices_a_wrong_token_and_a_wrong_log_probability() -> None:
     off_by_half = score_output(decoder, greedy, tokens, (expected[0] - 0.5, *expected[1:]))
     assert off_by_half.difference == pytest.approx(0.5, abs=1e-5)
     assert not score_output(decoder, greedy, tokens, (None, *expected[1:])).difference < 1e9, (
-        "none at all is no small difference"
+        "missing log-probabilities must not count as a small difference"
     )
 
 
-def test_a_roof_is_reading_once_or_multiplying_whichever_takes_longer(tmp_path: Path) -> None:
+def test_roofline_is_the_longer_of_memory_and_compute_time(tmp_path: Path) -> None:
     shape = smaller(SHAPES["C"])  # width 64, 2 layers, 4 and 2 heads of 16, mlp 96, vocabulary 320
     body, head, kv = 2 * (64 * 2 * (64 + 32) + 3 * 64 * 96), 320 * 64, 2 * 2 * 2 * 16
 
@@ -288,7 +288,7 @@ def test_a_roof_is_reading_once_or_multiplying_whichever_takes_longer(tmp_path: 
         assert least_seconds(blind, shape, tokens=1, rows=1, kept=0) is None
 
 
-def test_random_weights_let_no_token_win_always() -> None:
+def test_random_weights_do_not_favor_one_token() -> None:
     shape = smaller(SHAPES["8b"])
     state = random_state(shape, device=torch.device("cpu"), dtype=torch.float32)
     logits_TV = logits(decoder_of(shape, state), list(random_prompt(64, shape.vocab_size, 0)))

@@ -1,4 +1,4 @@
-"""The load generator against a small fake server: its counts, its errors, and its output."""
+"""The load generator against a small fake server: counts, errors, and output."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def chunks(body: bytes, size: int = 50) -> bytes:
 
 
 async def answer_well(writer: asyncio.StreamWriter, _: dict[str, Any]) -> None:
-    """Chunks of 11 bytes, written 7 bytes at a time: no event begins where a chunk or a write does."""
+    """Chunks of 11 bytes, written 7 bytes at a time: no event begins at the start of a chunk or a write."""
     wire = HEAD + chunks(events(*TOKENS, DONE), 11)
     for at in range(0, len(wire), 7):
         writer.write(wire[at : at + 7])
@@ -68,7 +68,7 @@ def answer_with(wire: bytes) -> Answer:
 
 
 class FakeServer:
-    """Answers GET /v1/models with a list, and POST /complete with `answer`; notes what it was asked."""
+    """Answers GET /v1/models with a list and POST /complete with `answer`; records the requests."""
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
@@ -100,7 +100,7 @@ def with_url(server: FakeServer, use: Callable[[str], Awaitable[T]]) -> T:
         try:
             return await use(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
         finally:
-            listener.close()  # no waiting: answers that hang are cancelled when the loop ends
+            listener.close()  # do not wait: responses that hang are cancelled when the loop ends
 
     return asyncio.run(scene())
 
@@ -120,7 +120,7 @@ def closed_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_tokens_are_those_of_the_usage_and_the_warm_up_is_not_counted() -> None:
+def test_tokens_come_from_the_usage_and_the_warm_up_is_not_counted() -> None:
     server = FakeServer(answer_well)
     (level,) = load(server).levels
     assert (level.streams, level.requests, level.completed, level.errors, level.unfinished) == (2, 4, 4, 0, 0)
@@ -139,20 +139,20 @@ def test_each_request_asks_for_exactly_max_tokens_with_its_number_as_seed() -> N
     assert counted == [{"max_tokens": 6, "temperature": 0.5, "ignore_eos": True, "stream": True}] * 16
 
 
-def test_other_servers_are_asked_with_every_filter_switched_off() -> None:
+def test_requests_to_other_servers_disable_every_sampling_filter() -> None:
     body = msgspec.to_builtins(LoadPlan(api="openai", max_tokens=6, temperature=0.5).request(3))
     assert (body["max_tokens"], body["temperature"], body["ignore_eos"], body["seed"]) == (6, 0.5, True, 3)
     assert (body["top_k"], body["top_p"], body["min_p"], body["stream_options"]) == (0, 1, 0, {"include_usage": True})
 
 
-def test_a_connection_that_closed_behind_a_stream_is_opened_again() -> None:
+def test_connection_closed_after_a_stream_is_reopened() -> None:
     """llama-server does this without announcing it."""
     server = FakeServer(answer_with(HEAD + chunks(events(*TOKENS, DONE))))
     (level,) = load(server, requests=12).levels
     assert (level.completed, level.errors) == (12, 0)
 
 
-def test_a_server_that_says_close_gets_a_new_connection_for_each_request() -> None:
+def test_connection_close_leads_to_a_new_connection_for_each_request() -> None:
     head = HEAD.replace(b"200 OK", b"200 OK\r\nConnection: close")
     result = load(FakeServer(answer_with(head + chunks(events(*TOKENS, DONE)))))
     assert (result.levels[0].completed, result.failed) == (4, False)
@@ -187,8 +187,8 @@ def test_a_request_that_fails_is_counted_and_the_first_message_is_kept(wire: byt
     assert (level.output_tokens, level.first_token_ms.p50, level.inter_token_ms.p99) == (0, None, None)
 
 
-def test_what_the_time_limit_cuts_is_no_error_if_something_finished() -> None:
-    for seconds in (0.4, 10.0):  # a machine that is busy may finish nothing in the first
+def test_requests_cut_by_the_time_limit_are_no_errors_if_others_finished() -> None:
+    for seconds in (0.4, 10.0):  # on a busy machine the first one may finish no request
         result = load(FakeServer(answer_two_then_never), seconds=seconds)
         level = result.levels[0]
         if level.completed == 2:
@@ -197,18 +197,18 @@ def test_what_the_time_limit_cuts_is_no_error_if_something_finished() -> None:
     assert not result.failed
 
 
-def test_a_level_in_which_nothing_finished_has_failed() -> None:
+def test_level_without_a_finished_request_fails() -> None:
     assert load(FakeServer(answer_never), seconds=0.1).failed
 
 
-def test_nothing_at_the_url_is_one_line_on_stderr_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreachable_url_is_one_line_on_stderr_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     url = f"http://127.0.0.1:{closed_port()}"
     assert main(["--url", url]) == 2
     remedy = "start a service with inkstream serve, or name another with --url"
     assert capsys.readouterr() == ("", f"nothing answers at {url}: connection refused; {remedy}\n")
 
 
-def test_there_is_a_row_for_each_level_and_the_last_line_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_has_a_row_for_each_level_and_ends_with_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(FakeServer(answer_well), "--streams", "1,2", "--requests", "3") == 0
     *rows, last = capsys.readouterr().out.splitlines()
     assert [line.split()[:3] for line in rows[2:]] == [["1", "3", "0"], ["2", "3", "0"]]
@@ -224,7 +224,7 @@ def test_json_only_prints_one_line_and_a_failed_request_is_status_1(capsys: pyte
     assert json.loads(line)["levels"][0]["first_error"] == "HTTP 503: full"
 
 
-def test_prompts_of_a_file_are_used_in_turn_and_one_prompt_always_if_asked(tmp_path: Path) -> None:
+def test_prompts_of_a_file_rotate_and_a_single_prompt_repeats(tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("one\n\ntwo\n", encoding="utf-8")
     plan, is_json_only = parse_options(["--prompts", str(tmp_path / "prompts.txt")])
     assert ([plan.prompt(i) for i in range(3)], is_json_only) == (["one", "two", "one"], False)
@@ -232,7 +232,7 @@ def test_prompts_of_a_file_are_used_in_turn_and_one_prompt_always_if_asked(tmp_p
     assert same.prompt(7) == same.prompt(0)
 
 
-def test_ctrl_c_prints_what_there_is_and_ends_with_130() -> None:
+def test_ctrl_c_prints_partial_results_and_exits_with_130() -> None:
     all_sent = asyncio.Event()
 
     async def answer(writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
@@ -258,8 +258,8 @@ def test_ctrl_c_prints_what_there_is_and_ends_with_130() -> None:
     assert returncode == 130
 
 
-def answered(api: type[CompletionRequest], *pieces: tuple[float, bytes]) -> Completed | Failed:
-    """Of an exchange whose answer arrives in these pieces, sent at second 1."""
+def measured(api: type[CompletionRequest], *pieces: tuple[float, bytes]) -> Completed | Failed:
+    """Measures an exchange, sent at second 1, whose response arrives in these pieces."""
     exchange = Exchange(b"", api.MARKER)
     exchange.sent, exchange.status = 1.0, 200
     for arrived, piece in pieces:
@@ -270,7 +270,7 @@ def answered(api: type[CompletionRequest], *pieces: tuple[float, bytes]) -> Comp
     return measure(exchange)
 
 
-def test_every_token_is_timed_wherever_its_event_is_cut() -> None:
+def test_every_token_is_timed_wherever_reads_split_its_event() -> None:
     wire = b'event: token\ndata: {"text": "a"}\n\n' * 3 + b"event: done\ndata: {}\n\n"
     for size in range(1, 40):
         exchange = Exchange(b"")
@@ -284,7 +284,7 @@ def test_the_first_token_is_the_first_with_text_and_gaps_lie_between_all_token_e
         (at, b'event: token\ndata: {"text": "%b"}\n\n' % text) for at, text in ((3, b""), (7, b"a"), (15, b"b c"))
     ]
     done = (31.0, b'event: done\ndata: {"usage": {"completion_tokens": 9}}\n\n')
-    assert answered(CompletionRequest, *tokens, done) == Completed(first_token=6.0, gaps=[4.0, 8.0], tokens=9)
+    assert measured(CompletionRequest, *tokens, done) == Completed(first_token=6.0, gaps=[4.0, 8.0], tokens=9)
 
 
 def _chunk(text: str, finish: str | None = None, **more: object) -> bytes:
@@ -296,11 +296,11 @@ LAST_CHUNK = b"data: [DONE]\n\n"
 
 
 @pytest.mark.parametrize("space", [b" ", b""])
-def test_chunks_with_text_are_timed_and_the_last_one_counts(space: bytes) -> None:
+def test_chunks_with_text_are_timed_and_the_last_one_has_the_usage(space: bytes) -> None:
     chunks = [(2.0, _chunk("")), (3.0, _chunk("a")), (7.0, _chunk("b c")), (8.0, _chunk("", "length"))]
     chunks += [(9.0, b'data: {"choices": [], "usage": {"completion_tokens": 9}}\n\n'), (9.5, LAST_CHUNK)]
     spaced = [(at, chunk.replace(b'": ', b'":' + space)) for at, chunk in chunks]
-    assert answered(OpenAIRequest, *spaced) == Completed(first_token=2.0, gaps=[4.0], tokens=9)
+    assert measured(OpenAIRequest, *spaced) == Completed(first_token=2.0, gaps=[4.0], tokens=9)
 
 
 @pytest.mark.parametrize(
@@ -311,11 +311,11 @@ def test_chunks_with_text_are_timed_and_the_last_one_counts(space: bytes) -> Non
         (b'data: {"error": {"message": "full"}}\n\n', "full"),
     ],
 )
-def test_a_stream_of_chunks_that_is_not_whole_is_a_failure(body: bytes, message: str) -> None:
-    assert answered(OpenAIRequest, (1.0, body), (1.0, LAST_CHUNK)) == Failed(message)
+def test_incomplete_stream_of_chunks_is_a_failure(body: bytes, message: str) -> None:
+    assert measured(OpenAIRequest, (1.0, body), (1.0, LAST_CHUNK)) == Failed(message)
 
 
-def test_a_percentile_lies_between_two_values_and_one_value_is_all_of_them() -> None:
+def test_percentiles_interpolate_and_a_single_value_is_every_percentile() -> None:
     assert (percentile([3.0, 1.0, 2.0], 50), percentile([1.0, 0.0], 99)) == (2.0, pytest.approx(0.99))
     assert percentile([3.0], 99) == 3.0
 
@@ -333,7 +333,7 @@ def test_measurements_alternate_and_the_first_round_warms_up() -> None:
     assert (median_of(rounds, "a"), median_of(rounds, "a", by="b")) == (7, (6 / 4 + 8 / 9) / 2)
 
 
-def test_the_variable_names_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_url_defaults_to_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INKSTREAM_URL", "http://127.0.0.1:8123")
     assert parse_options([])[0].url == "http://127.0.0.1:8123"
     assert parse_options(["--url", "http://127.0.0.1:9"])[0].url == "http://127.0.0.1:9"
@@ -346,7 +346,7 @@ def test_no_two_prompts_begin_with_the_same_words() -> None:
     assert len({tuple(prompt.split()[:3]) for prompt in prompts}) == len(prompts)
 
 
-def test_a_prompt_has_exactly_its_words_and_is_the_same_each_time() -> None:
+def test_prompt_has_the_requested_words_and_is_deterministic() -> None:
     for words in (1, 2, 3, 64):
         assert len(pseudo_prose(index=3, words=words, seed=0).split()) == words
     assert pseudo_prose(index=3, words=64, seed=0) == pseudo_prose(index=3, words=64, seed=0)
@@ -372,7 +372,7 @@ def test_a_prompt_has_exactly_its_words_and_is_the_same_each_time() -> None:
         ("--what", "unrecognized arguments"),
     ],
 )
-def test_flags_that_make_no_plan_are_status_2(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_without_a_valid_plan_exit_with_2(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(shlex.split(flags))
     assert ended.value.code == 2

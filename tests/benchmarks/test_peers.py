@@ -1,4 +1,4 @@
-"""The comparison with peers: plan, ratios, adapter processes, tables, shapes. Installs and measures no peer."""
+"""The comparison with peers: plan, ratios, adapter processes, tables, shapes. Runs without any peer."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def adapter(folder: Path, precision: str = "bf16"):  # type: ignore[no-untyped-d
         process.close()
 
 
-def test_an_adapter_answers_one_question_after_the_other_whatever_its_library_prints(tmp_path: Path) -> None:
+def test_adapter_answers_requests_in_turn_whatever_its_library_prints(tmp_path: Path) -> None:
     with adapter(tmp_path) as process:
         assert process.facts() == {"version": "1"}
         sample, row = measure_engine(process, 50, Figure(what="decode", rows=2, prompt=4, tokens=3), 1)
@@ -93,19 +93,19 @@ def test_an_adapter_answers_one_question_after_the_other_whatever_its_library_pr
 
 
 @pytest.mark.parametrize(("precision", "message"), [("int8", "no int8 here"), ("f32", "OSError: broken")])
-def test_an_adapter_that_cannot_load_says_why(tmp_path: Path, precision: str, message: str) -> None:
+def test_adapter_that_cannot_load_reports_the_reason(tmp_path: Path, precision: str, message: str) -> None:
     with adapter(tmp_path, precision) as process, pytest.raises(PeerError, match=f"^{message}$"):
         process.facts()
 
 
-def test_no_engine_is_tuned_by_the_variables_of_this_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuning_variables_of_the_shell_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     tuning = {"OMP_WAIT_POLICY", "KMP_BLOCKTIME", "INKSTREAM_KERNELS", "PYTHONPATH"}
     for name in (*tuning, "LANG"):
         monkeypatch.setenv(name, "x")
     assert "LANG" in plain_environment() and not tuning & plain_environment().keys()
 
 
-def test_a_conversion_is_complete_or_absent_and_made_once(tmp_path: Path) -> None:
+def test_conversion_is_atomic_and_runs_once(tmp_path: Path) -> None:
     write = [sys.executable, "-c", "import sys; open(sys.argv[2], 'w').write(sys.argv[1])"]
     target = convert_once(tmp_path / "models/a.bin", [*write, "first"])
     assert convert_once(target, [*write, "second"]).read_text() == "first"
@@ -125,7 +125,7 @@ def test_no_sequence_is_longer_than_the_context() -> None:
     assert prefill.prompt + prefill.tokens == 512
 
 
-def test_ratios_are_taken_round_by_round_and_agreement_ends_at_the_first_difference() -> None:
+def test_ratios_are_medians_over_rounds_and_agreement_ends_at_the_first_difference() -> None:
     rounds = {"inkstream": [10.0, 100.0, 30.0], "openvino": [5.0, 50.0, 10.0, 1.0], "llama.cpp": []}
     samples = {
         name: {n: Sample(tokens_per_second=speed) for n, speed in enumerate(each)} for name, each in rounds.items()
@@ -134,14 +134,14 @@ def test_ratios_are_taken_round_by_round_and_agreement_ends_at_the_first_differe
     assert [common_prefix_length([1, 2, 3], other) for other in ([1, 2, 3], [1, 2, 4], [9, 2, 3], [1])] == [3, 2, 0, 3]
 
 
-def test_every_engine_reads_the_same_prompts_and_each_round_other_ones() -> None:
+def test_engines_share_prompts_and_each_round_has_new_ones() -> None:
     first, again, other = (prompts_of(vocab_size=50, rows=8, length=64, seed=seed) for seed in (1, 1, 2))
     assert first == again != other
     assert {len(prompt) for prompt in first} == {64} and all(0 < token < 50 for p in first for token in p)
 
 
 def _fake(speeds: list[float], row: Row) -> Start:
-    """A target with these speeds; it fails when they are over."""
+    """A target with these speeds; it fails once they are used up."""
 
     def target(_figure: Figure, number: int) -> tuple[Sample, Row]:
         if number == len(speeds):
@@ -152,10 +152,10 @@ def _fake(speeds: list[float], row: Row) -> Start:
     return lambda: nullcontext(({"version": "1"}, target))
 
 
-def test_each_round_measures_every_engine_once_and_begins_with_another_one() -> None:
+def test_each_round_measures_every_engine_once_starting_with_a_different_one() -> None:
     calls: list[tuple[int, int, str]] = []
 
-    def noting(name: str) -> Start:
+    def recording(name: str) -> Start:
         def target(figure: Figure, number: int) -> tuple[Sample, Row]:
             calls.append((number, figure.rows, name))
             return Sample(tokens_per_second=1), []
@@ -163,7 +163,7 @@ def test_each_round_measures_every_engine_once_and_begins_with_another_one() -> 
         return lambda: nullcontext(({}, target))
 
     figures = [Figure(what="decode", rows=rows) for rows in (1, 8)]
-    compare("C", "bf16", {name: noting(name) for name in "abc"}, figures, 3)
+    compare("C", "bf16", {name: recording(name) for name in "abc"}, figures, 3)
     assert calls == [
         (number, rows, name)
         for number, order in enumerate(("abc", "bca", "cab", "abc"))
@@ -172,7 +172,7 @@ def test_each_round_measures_every_engine_once_and_begins_with_another_one() -> 
     ]
 
 
-def test_a_comparison_drops_what_fails_and_its_table_says_so() -> None:
+def test_comparison_drops_failing_engines_and_its_table_reports_them() -> None:
     def absent() -> None:
         raise PeerError("it computes float32 only")
 
@@ -193,7 +193,7 @@ def test_the_shapes_have_the_documented_sizes(name: str, millions: float) -> Non
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_a_random_checkpoint_is_complete_and_its_tokenizer_has_as_many_tokens(tmp_path: Path) -> None:
+def test_random_checkpoint_is_complete_with_a_matching_tokenizer(tmp_path: Path) -> None:
     write_random(smaller(SHAPES["C"]), tmp_path)
     loaded = load(tmp_path, device=torch.device("cpu"), dtype=torch.bfloat16).decoder
     tokenizer = Tokenizer.load(tmp_path)
@@ -204,7 +204,7 @@ def test_a_random_checkpoint_is_complete_and_its_tokenizer_has_as_many_tokens(tm
 @pytest.mark.slow
 @pytest.mark.usefixtures("native_library")
 def test_the_last_line_is_one_json_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Our engine and service alone, since no peer is installed."""
+    """Compares only our engine and service, since no peer is installed."""
     weights, folder = tiny_weights(tmp_path / "weights", context=1024), tmp_path / "peers"
     folder.mkdir()
     (folder / "transformers").write_text("in the way")
@@ -228,7 +228,7 @@ def test_the_last_line_is_one_json_object(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("flags", [["--models", "D"], ["--peers", "vllm"], ["--rounds", "0"], ["--streams", "1,64"]])
-def test_a_flag_that_means_nothing_is_status_2(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_flag_value_exits_with_2(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(flags)
     assert flags[1].rpartition(",")[2] in capsys.readouterr().err

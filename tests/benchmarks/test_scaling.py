@@ -1,4 +1,4 @@
-"""The scaling benchmark: rates that it fits give the times that they were fitted to."""
+"""The scaling benchmark: fitted rates reproduce the times from which they were fitted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.scaling import fit, fit_synchronization
 from tests.support.model.tiny_models import tiny_config
 
 
-def test_rates_are_found_again_in_the_times_that_they_cause() -> None:
+def test_fit_recovers_the_rates_behind_the_times() -> None:
     config, rates = tiny_config(), Rates(weights=2e9, products=3e9, cache=5e8, numbers=7e8)
     least = {
         rows: array(
