@@ -1,4 +1,4 @@
-"""inkstream compile as a person, a Makefile, a container's build stage run it; alone, twice at once, interrupted."""
+"""inkstream compile as a person, a Makefile and a container's build stage run it: alone, twice at once, interrupted."""
 
 from __future__ import annotations
 
@@ -56,13 +56,15 @@ def compiler(tmp_path: Path, stub_library: Path) -> FakeCompiler:
 
 @pytest.fixture
 def slow(tmp_path: Path, stub_library: Path) -> FakeCompiler:
-    """Never ends by itself; has a child, as compilers do."""
+    """A compiler that never ends and has a child process, as compilers do."""
     (tmp_path / "slow").mkdir()
     calls = tmp_path / "slow" / "calls"
     return fake_compiler(tmp_path / "slow", stub_library, before=f'{SLOW} & echo $! >> "{calls}"; wait')
 
 
-def test_it_tells_what_it_built_and_check_whether_a_start_would_use_it(tmp_path: Path, compiler: FakeCompiler) -> None:
+def test_compile_reports_the_library_and_check_whether_a_start_would_use_it(
+    tmp_path: Path, compiler: FakeCompiler
+) -> None:
     cache, level = tmp_path / "cache", this_level().name
     code, out, errors = _run(cache, "--check")
     assert (code, errors) == (1, "") and "using torch" in out and "inkstream compile" in out
@@ -76,7 +78,7 @@ def test_it_tells_what_it_built_and_check_whether_a_start_would_use_it(tmp_path:
     assert len(compiler.pids) == 1
 
 
-def test_without_a_compiler_it_names_the_package_and_quietly_says_nothing(tmp_path: Path) -> None:
+def test_missing_compiler_names_the_package_and_quiet_prints_nothing(tmp_path: Path) -> None:
     code, out, errors = _run(tmp_path / "cache", PATH="/nonexistent", CXX="")
     assert (code, out) == (2, "")
     assert (
@@ -107,7 +109,7 @@ def test_an_interrupted_build_leaves_no_file_no_process_and_no_traceback(
     assert all(map(has_exited, slow.pids))
 
 
-def test_a_killed_build_takes_its_compiler_along_and_the_next_one_cleans_up(
+def test_killed_build_ends_its_compiler_and_the_next_build_cleans_up(
     tmp_path: Path, slow: FakeCompiler, compiler: FakeCompiler
 ) -> None:
     process = _start(tmp_path / "cache", CXX=str(slow.path))
@@ -121,8 +123,8 @@ def test_a_killed_build_takes_its_compiler_along_and_the_next_one_cleans_up(
     assert stale not in _leftovers(tmp_path / "cache")
 
 
-def test_the_stage_of_the_container_copies_all_that_a_build_needs(tmp_path: Path, compiler: FakeCompiler) -> None:
-    """-S hides installed packages: the stage has none."""
+def test_container_build_stage_copies_all_that_a_build_needs(tmp_path: Path, compiler: FakeCompiler) -> None:
+    """-S hides installed packages, since the build stage has none."""
     stage = (ROOT / "Dockerfile").read_text().split(" AS kernels\n")[1].split("\nFROM ")[0]
     for line in re.findall(r"^COPY (.*)$", stage, re.MULTILINE):
         *sources, target = line.split()
@@ -142,7 +144,7 @@ def test_the_stage_of_the_container_copies_all_that_a_build_needs(tmp_path: Path
     assert {BuildRecipe(level=level).name for level in levels} <= set(_leftovers(tmp_path / "cache"))
 
 
-def test_a_compiler_that_takes_longer_than_it_may_is_ended(tmp_path: Path, slow: FakeCompiler) -> None:
+def test_compiler_beyond_its_time_limit_is_killed(tmp_path: Path, slow: FakeCompiler) -> None:
     code, _, errors = _run(tmp_path / "cache", "--quiet", "--time-limit", "0.5", CXX=str(slow.path))
     message = f"error: {slow.path} took more than 0.5 seconds; inkstream compile --time-limit gives it more\n"
     assert (code, errors) == (1, message)

@@ -1,6 +1,6 @@
 """inkstream complete: what it sends, what it prints, and its error messages.
 
-Against the real service where it can be; rare behavior comes from a small fake service with scripted answers.
+Mostly against the real service; rare behavior comes from a small fake service with scripted responses.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DONE = {"choices": [{"index": 0, "finish_reason": "stop", "stop_reason": None}]}
 
 
 @pytest.fixture
-def played() -> Iterator[ScriptedService]:
+def scripted() -> Iterator[ScriptedService]:
     with scripted_service() as service:
         service.plays(("start", {}), ("token", {"index": 0, "text": "x"}), ("done", DONE))
         yield service
@@ -41,7 +41,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 class Terminal(io.TextIOWrapper):
-    """Something that a person looks at."""
+    """Reports that it is a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -49,7 +49,7 @@ class Terminal(io.TextIOWrapper):
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """`inkstream complete` with these arguments: exit code, what it printed, what it complained of."""
+    """Runs `inkstream complete` with these arguments; returns exit code, stdout and stderr."""
     monkeypatch.delenv("INKSTREAM_API_KEY", raising=False)
 
     def complete(*arguments: str, stdin: bytes | None = b"") -> tuple[int, str, str]:
@@ -67,7 +67,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     return complete
 
 
-def test_a_full_disk_is_said_in_one_line(server: Server, weights: Path) -> None:
+def test_full_disk_is_reported_in_one_line(server: Server, weights: Path) -> None:
     complete = ["complete", "a", "--max-tokens", "3", "--url", server.url]
     for verb in (complete, [*complete, "--json"], ["check", str(weights)]):
         with Path("/dev/full").open("w") as full:
@@ -77,14 +77,14 @@ def test_a_full_disk_is_said_in_one_line(server: Server, weights: Path) -> None:
         assert result.stderr.count("\n") == 1 and "cannot be written" in result.stderr
 
 
-def test_a_closed_standard_input_is_said() -> None:
+def test_closed_standard_input_is_reported() -> None:
     for prompt in ("", "-"):
         command = ["sh", "-c", f'"$0" -m app complete {prompt} <&-', sys.executable]
         result = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
         assert result.returncode == 2 and "standard input is closed" in result.stderr
 
 
-def test_the_text_is_the_services_own(server: Server, run: Run) -> None:
+def test_output_is_the_completion_of_the_service(server: Server, run: Run) -> None:
     flags = ("--max-tokens", "20", "--seed", "5", "--temperature", "0.8", "--stop", "zq", "--top-k", "-1")
     expected = whole(server.url, prompt="The moon", max_tokens=20, seed=5, temperature=0.8, stop="zq")
     text = expected["choices"][0]["text"]
@@ -98,7 +98,7 @@ def test_the_text_is_the_services_own(server: Server, run: Run) -> None:
     assert answer["choices"][0]["tokens"]
 
 
-def test_the_services_errors_are_shown_as_it_words_them(server: Server, run: Run) -> None:
+def test_service_errors_are_shown_verbatim(server: Server, run: Run) -> None:
     for more in ((), ("--json",)):
         code, printed, error = run("a", "--url", server.url, "--temperature", "99", *more)
         assert (code, printed) == (1, "")
@@ -116,7 +116,7 @@ def _given(*arguments: str) -> dict[str, Any]:
     parser = argparse.ArgumentParser(prog="test", exit_on_error=False)
     names = add_flags(parser, CompleteRequest.model_json_schema(), without={"prompt", "stream"})
     assert set(names) == set(CompleteRequest.model_fields) - {"prompt", "stream"}
-    assert {action.dest for action in parser._actions} == {*names, "help"}, "nothing else has a flag"
+    assert {action.dest for action in parser._actions} == {*names, "help"}, "no other flags"
     parser.format_help()
     return given_fields(parser.parse_args(arguments), names)
 
@@ -149,29 +149,33 @@ def test_flags_become_fields_of_the_right_type(tmp_path: Path) -> None:
         (("--grammar", "@/no/such/file"), "No such file"),
     ],
 )
-def test_a_value_that_cannot_be_is_named_with_its_flag(arguments: tuple[str, str], message: str) -> None:
+def test_invalid_value_is_named_with_its_flag(arguments: tuple[str, str], message: str) -> None:
     with pytest.raises(argparse.ArgumentError, match=message) as caught:
         _given(*arguments)
     assert arguments[0] in str(caught.value)
 
 
-def test_the_key_goes_where_keys_go(played: ScriptedService, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    run("a", "--url", played.url)
+def test_api_key_is_sent_as_a_bearer_token(
+    scripted: ScriptedService, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("a", "--url", scripted.url)
     monkeypatch.setenv("INKSTREAM_API_KEY", "from the environment")
-    run("a", "--url", played.url)
-    run("a", "--url", played.url, "--api-key", "given")
+    run("a", "--url", scripted.url)
+    run("a", "--url", scripted.url, "--api-key", "given")
     monkeypatch.setenv("INKSTREAM_API_KEY", "")
-    run("a", "--url", played.url)
-    assert played.keys == [None, "Bearer from the environment", "Bearer given", None]
-    code, _, error = run("a", "--url", played.url, "--api-key", "a\nb")
+    run("a", "--url", scripted.url)
+    assert scripted.keys == [None, "Bearer from the environment", "Bearer given", None]
+    code, _, error = run("a", "--url", scripted.url, "--api-key", "a\nb")
     assert (code, "keys are printable ASCII" in error) == (2, True)
-    assert played.seen == [{"prompt": "a"}] * 4
+    assert scripted.seen == [{"prompt": "a"}] * 4
 
 
-def test_the_variable_names_the_service(played: ScriptedService, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("INKSTREAM_URL", played.url)
+def test_url_defaults_to_the_environment_variable(
+    scripted: ScriptedService, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INKSTREAM_URL", scripted.url)
     run("a")
-    assert played.seen == [{"prompt": "a"}]
+    assert scripted.seen == [{"prompt": "a"}]
     code, _, error = run("a", "--url", "http://127.0.0.1:9")  # the flag wins
     assert (code, "no service answers at http://127.0.0.1:9 " in error) == (2, True)
     monkeypatch.setenv("INKSTREAM_URL", "127.0.0.1")
@@ -179,37 +183,39 @@ def test_the_variable_names_the_service(played: ScriptedService, run: Run, monke
     assert (code, "(or the variable INKSTREAM_URL) must look like http://127.0.0.1:8000" in error) == (2, True)
 
 
-def test_several_texts_stand_one_behind_the_other(played: ScriptedService, run: Run) -> None:
+def test_several_choices_are_printed_one_after_the_other(scripted: ScriptedService, run: Run) -> None:
     texts = [(1, "b"), (0, "a"), (2, "c"), (0, "a\n"), (1, "b")]
     tokens = [("token", {"index": index, "text": text}) for index, text in texts]
-    played.plays(("start", {}), *tokens, ("done", DONE))
-    assert run("x", "--n", "3", "--url", played.url) == (0, "[1 of 3]\naa\n\n\n[2 of 3]\nbb\n\n[3 of 3]\nc\n", "")
-    assert played.seen == [{"prompt": "x", "n": 3}]
+    scripted.plays(("start", {}), *tokens, ("done", DONE))
+    assert run("x", "--n", "3", "--url", scripted.url) == (0, "[1 of 3]\naa\n\n\n[2 of 3]\nbb\n\n[3 of 3]\nc\n", "")
+    assert scripted.seen == [{"prompt": "x", "n": 3}]
 
 
-def test_what_goes_wrong_in_the_middle_is_said_behind_the_text(played: ScriptedService, run: Run) -> None:
+def test_error_in_the_middle_is_reported_after_the_partial_output(scripted: ScriptedService, run: Run) -> None:
     token = ("token", {"index": 0, "text": "half"})
-    played.plays(token, ("error", {"error": {"message": "the engine failed"}}))
-    assert run("a", "--url", played.url) == (1, "half\n", "error: the engine failed\n")
-    played.plays(token)
+    scripted.plays(token, ("error", {"error": {"message": "the engine failed"}}))
+    assert run("a", "--url", scripted.url) == (1, "half\n", "error: the engine failed\n")
+    scripted.plays(token)
     for breaks_off in (False, True):
-        played.breaks_off = breaks_off
-        code, text, error = run("a", "--url", played.url)
+        scripted.breaks_off = breaks_off
+        code, text, error = run("a", "--url", scripted.url)
         assert (code, text, "before the text was complete" in error) == (1, "half\n", True)
-    played.plays(token)
-    played.parts.append(b'id: r:1\nevent: token\ndata: {"index": 0, "te')
-    assert run("a", "--url", played.url)[:2] == (1, "half\n")
-    code, text, error = run("a", "--url", played.url, "--json")
+    scripted.plays(token)
+    scripted.parts.append(b'id: r:1\nevent: token\ndata: {"index": 0, "te')
+    assert run("a", "--url", scripted.url)[:2] == (1, "half\n")
+    code, text, error = run("a", "--url", scripted.url, "--json")
     assert (code, text, "connection was lost" in error) == (1, "", True)
 
 
 @pytest.mark.parametrize("more", [(), ("--json",)])
-def test_a_foreign_server_is_not_taken_for_a_service(played: ScriptedService, run: Run, more: tuple[str, ...]) -> None:
-    played.headers, played.parts = {"content-type": "text/html"}, [b"<html>"]
-    code, _, error = run("a", "--url", played.url, *more)
+def test_other_servers_are_not_mistaken_for_the_service(
+    scripted: ScriptedService, run: Run, more: tuple[str, ...]
+) -> None:
+    scripted.headers, scripted.parts = {"content-type": "text/html"}, [b"<html>"]
+    code, _, error = run("a", "--url", scripted.url, *more)
     assert (code, "is not an inkstream service" in error) == (2, True)
-    played.status = 404
-    code, _, error = run("a", "--url", played.url, *more)
+    scripted.status = 404
+    code, _, error = run("a", "--url", scripted.url, *more)
     assert (code, "status 404" in error, "html" in error) == (1, True, False)
 
 
@@ -217,35 +223,37 @@ def test_a_foreign_server_is_not_taken_for_a_service(played: ScriptedService, ru
     ("url", "message"),
     [("http://127.0.0.1:9", "serve"), ("ftp://x", "--url"), ("nonsense", "--url"), ("http://x:y", "")],
 )
-def test_without_a_service_it_says_so(run: Run, url: str, message: str) -> None:
+def test_unreachable_service_is_reported(run: Run, url: str, message: str) -> None:
     code, text, error = run("a", "--url", url)
     assert (code, text) == (2, "")
     assert message in error
 
 
-def test_there_must_be_something_to_continue(played: ScriptedService, run: Run) -> None:
+def test_missing_prompt_is_an_error(scripted: ScriptedService, run: Run) -> None:
     for stdin in (b"", None):
-        code, _, error = run("--url", played.url, stdin=stdin)
+        code, _, error = run("--url", scripted.url, stdin=stdin)
         assert (code, "the text to complete is missing" in error) == (2, True)
-    assert played.seen == []
+    assert scripted.seen == []
     for prompt in ("-", ""):
-        assert run(prompt, "--url", played.url) == (0, "x\n", "")
-    assert played.seen == [{"prompt": ""}] * 2, "nothing is a prompt where it is asked for"
+        assert run(prompt, "--url", scripted.url) == (0, "x\n", "")
+    assert scripted.seen == [{"prompt": ""}] * 2, "an explicitly empty prompt is valid"
 
 
-def test_a_text_does_not_steer_the_terminal(played: ScriptedService, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    played.plays(("token", {"index": 0, "text": "a\t\x1b[2J\x9b\u00e9\n"}), ("done", DONE))
-    assert run("a", "--url", played.url)[1] == "a\t\x1b[2J\x9b\u00e9\n\n", "but a file gets what was written"
+def test_control_characters_do_not_reach_the_terminal(
+    scripted: ScriptedService, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted.plays(("token", {"index": 0, "text": "a\t\x1b[2J\x9b\u00e9\n"}), ("done", DONE))
+    assert run("a", "--url", scripted.url)[1] == "a\t\x1b[2J\x9b\u00e9\n\n", "output to a file is not filtered"
     screen = Terminal(io.BytesIO(), encoding="utf-8")
     monkeypatch.setattr(sys, "stdout", screen)
-    run("a", "--url", played.url)
+    run("a", "--url", scripted.url)
     assert screen.buffer.getvalue().decode() == "a\t\ufffd[2J\ufffd\u00e9\n\n"  # type: ignore[attr-defined]
 
 
-def test_a_reader_that_leaves_and_ctrl_c_end_it_silently(played: ScriptedService) -> None:
-    played.waits = threading.Event()
-    played.plays(*[("token", {"index": 0, "text": "line\n"})] * 3)
-    command = [sys.executable, "-m", "app", "complete", "a", "--url", played.url]
+def test_closed_pipe_and_ctrl_c_end_it_silently(scripted: ScriptedService) -> None:
+    scripted.waits = threading.Event()
+    scripted.plays(*[("token", {"index": 0, "text": "line\n"})] * 3)
+    command = [sys.executable, "-m", "app", "complete", "a", "--url", scripted.url]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     for disconnects in (False, True):
         with subprocess.Popen(
@@ -255,7 +263,7 @@ def test_a_reader_that_leaves_and_ctrl_c_end_it_silently(played: ScriptedService
             assert process.stdout.readline() == b"line\n"
             if disconnects:
                 process.stdout.close()
-                played.waits.set()
+                scripted.waits.set()
             else:
                 process.send_signal(signal.SIGINT)
             assert process.stderr.read() == b""

@@ -1,4 +1,4 @@
-"""inkstream completion: the scripts in real shells, where these are installed."""
+"""inkstream completion: the generated scripts in the real shells that are installed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
 
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the script of each shell; the interpreter's own capture works in no module fixture."""
+    """A folder with the script of each shell; capsys does not work in a module fixture."""
     folder = tmp_path_factory.mktemp("completion")
     for shell in ("bash", "zsh", "fish"):
         with (folder / shell).open("w") as file, pytest.MonkeyPatch.context() as patch:
@@ -34,7 +34,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory: a directory and a file that begin alike."""
+    """The working directory, with a directory and a file that share a prefix."""
     (tmp_path / "weights-a").mkdir()
     (tmp_path / "weights.txt").write_text("")
     monkeypatch.chdir(tmp_path)
@@ -65,7 +65,7 @@ def test_bash_completes_verbs_flags_choices_and_directories(
     assert (found, done.stderr) == (expected, "")
 
 
-def test_bash_completes_files_of_flags_that_take_files(scripts: Path, folder: Path) -> None:
+def test_bash_completes_files_for_flags_that_take_files(scripts: Path, folder: Path) -> None:
     words = ("inkstream", "serve", "--keys-file", "wei")
     command = ["bash", "--norc", "-c", _TRY, "bash", str(scripts / "bash"), *words]
     assert "weights.txt" in subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
@@ -99,7 +99,7 @@ def test_zsh_completes_the_same(scripts: Path, folder: Path) -> None:
             terminal.send("\x15\r")
 
 
-def test_an_unknown_shell_is_refused_with_those_that_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_shell_is_refused_with_the_list_of_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["completion", "tcsh"])
     error = capsys.readouterr().err

@@ -19,7 +19,7 @@ from tests.support import ROOT
 
 @pytest.fixture(autouse=True)
 def bare_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No program is found outside a folder of the test, no kernels are built, and no setting is made."""
+    """Hides programs outside a folder of the test, builds no kernels, and clears all settings."""
     for name in [name for name in os.environ if name.startswith("INKSTREAM_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -37,9 +37,7 @@ def _program(folder: Path, name: str, body: str) -> None:
     (folder / name).chmod(0o755)
 
 
-def test_a_gpu_is_listed_and_a_torch_that_does_not_use_it_is_slow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_is_listed_and_a_torch_without_cuda_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert _found("gpu") == [Finding("gpu", "none (no NVIDIA driver)")]
     _program(tmp_path, "nvidia-smi", "echo 'NVIDIA H100, 81559 MiB, 4 MiB, 570.1'")
     monkeypatch.setattr(doctor, "why_no_cuda", lambda: "it computes on CPUs only")
@@ -51,7 +49,7 @@ def test_a_gpu_is_listed_and_a_torch_that_does_not_use_it_is_slow(
 
 
 @pytest.mark.parametrize("body", ["exit 9", "while :; do :; done", None])
-def test_a_broken_nvidia_smi_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str | None) -> None:
+def test_broken_nvidia_smi_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str | None) -> None:
     _program(tmp_path, "nvidia-smi", body or "")
     if body is None:
         (tmp_path / "nvidia-smi").write_text("not a program")
@@ -60,7 +58,7 @@ def test_a_broken_nvidia_smi_is_a_finding(tmp_path: Path, monkeypatch: pytest.Mo
     assert gpu.level == "slow" and gpu.remedy and gpu.text.startswith("nvidia-smi fails (")
 
 
-def test_without_a_compiler_and_without_kernels_the_remedy_is_to_install_one(
+def test_without_kernels_or_a_compiler_the_remedy_is_to_install_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (kernels,) = _found("kernels")
@@ -74,7 +72,7 @@ def test_without_a_compiler_and_without_kernels_the_remedy_is_to_install_one(
     assert _found("kernels") == [Finding("kernels", "not built; g++ 12", "slow", "inkstream compile (a minute or so)")]
 
 
-def test_a_missing_package_is_named_with_the_command_that_installs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = doctor._version
     monkeypatch.setattr(doctor, "_version", lambda name: None if name in ("msgspec", "uvloop") else installed(name))
     others, missing = _found("packages")
@@ -82,7 +80,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs(monkeypatch: 
     assert "numpy" in others.text and "uvloop" not in others.text
 
 
-def test_variables_are_listed_secrets_are_hidden_and_a_misspelled_one_is_broken(
+def test_variables_are_listed_secrets_hidden_and_misspelled_ones_broken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("INKSTREAM_URL", "http://127.0.0.1:1")
@@ -90,13 +88,13 @@ def test_variables_are_listed_secrets_are_hidden_and_a_misspelled_one_is_broken(
     (listed,) = _found("variables")
     assert "INKSTREAM_URL=http://127.0.0.1:1" in listed.text
     assert "INKSTREAM_API_KEY=(hidden)" in listed.text and "secret" not in listed.text
-    assert not _found("settings"), "those of clients are no unknown settings"
+    assert not _found("settings"), "variables of clients are known"
     monkeypatch.setenv("INKSTREAM_PROT", "1")
     (wrong,) = _found("settings")
     assert wrong.level == "broken" and "did you mean INKSTREAM_PORT?" in wrong.text
 
 
-def test_a_check_that_fails_is_a_finding_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_check_is_a_finding_and_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: Given) -> Iterator[Finding]:
         raise RuntimeError("odd\nmachine")
 
@@ -105,9 +103,7 @@ def test_a_check_that_fails_is_a_finding_and_the_others_go_on(monkeypatch: pytes
     assert _found("variables")
 
 
-def test_a_taken_port_and_weights_that_cannot_be_served_are_broken(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_used_port_and_unservable_weights_are_broken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         assert main(["--port", str(port), "--weights", str(tmp_path / "none"), "--json"]) == 1
@@ -119,7 +115,7 @@ def test_a_taken_port_and_weights_that_cannot_be_served_are_broken(
     assert "port (INKSTREAM_PORT)" in capsys.readouterr().out
 
 
-def test_a_port_that_a_service_of_ours_has_is_ok() -> None:
+def test_port_used_by_an_inkstream_service_is_ok() -> None:
     program = (
         "import socket as s; x = s.create_server(('127.0.0.1', 0)); print(x.getsockname()[1], flush=True); input()"
     )
@@ -131,12 +127,12 @@ def test_a_port_that_a_service_of_ours_has_is_ok() -> None:
     assert port.level == "ok" and "another inkstream" in port.text
 
 
-def test_a_model_of_the_hub_is_no_missing_directory() -> None:
+def test_hub_model_is_not_a_missing_directory() -> None:
     (weights,) = _found("weights", weights="org/name")
     assert weights.level == "ok" and "inkstream check org/name" in weights.text
 
 
-def test_without_a_folder_weights_the_included_model_is_examined(
+def test_bundled_model_is_checked_without_a_weights_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -145,7 +141,7 @@ def test_without_a_folder_weights_the_included_model_is_examined(
 
 
 @pytest.mark.slow
-def test_it_imports_no_torch_and_survives_a_python_without_packages() -> None:
+def test_doctor_imports_no_torch_and_runs_without_packages() -> None:
     program = (
         "import sys; from app.cli.doctor import main; main(['--json', '--port', '0']); print('torch' in sys.modules)"
     )

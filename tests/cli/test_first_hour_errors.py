@@ -1,4 +1,4 @@
-"""Likely mistakes of a first hour: each error says what to do next.
+"""Likely mistakes in the first hour: each error tells the user what to do next.
 
 Only those whose messages no other test checks; typos in fields, unknown models and hosts, and bad values are in
 tests/api, flags of serve and train with their verbs, misspelled verbs in test_verbs.py, `bench` without a service in
@@ -37,12 +37,12 @@ BODIES = [
 
 
 @pytest.mark.parametrize(("body", "hint"), BODIES, ids=lambda part: repr(part[:30]))
-def test_a_wrong_body_says_how_a_right_one_looks(service: Server, body: bytes, hint: str) -> None:
+def test_invalid_body_error_shows_a_valid_one(service: Server, body: bytes, hint: str) -> None:
     headers = {"content-type": "application/json"}
     assert hint in httpx.post(f"{service.url}/complete", content=body, headers=headers).json()["error"]["message"]
 
 
-def test_wrong_paths_methods_and_types_say_what_to_use(service: Server) -> None:
+def test_errors_for_wrong_paths_methods_and_types_name_the_right_one(service: Server) -> None:
     def message(method: str, path: str, **options: object) -> str:
         return str(httpx.request(method, service.url + path, **options).json()["error"]["message"])  # type: ignore[arg-type]
 
@@ -51,7 +51,7 @@ def test_wrong_paths_methods_and_types_say_what_to_use(service: Server) -> None:
     assert "(curl: -H 'content-type: application/json')" in message("POST", "/complete", content=b'{"prompt":"a"}')
 
 
-def test_a_wrong_key_says_who_creates_one(serve_module: Services, tmp_path: Path) -> None:
+def test_invalid_key_error_names_the_command_that_creates_one(serve_module: Services, tmp_path: Path) -> None:
     ring = Keyring(tmp_path / "keys.json")
     ring.add("alice")
     service = serve_module(ring=ring, fake_ms=0)
@@ -70,7 +70,7 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize(("command", "hint"), COMMANDS, ids=lambda part: " ".join(part)[:40])
-def test_a_wrong_command_names_the_right_one(
+def test_wrong_command_suggests_the_right_one(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, command: tuple[str, ...], hint: str
 ) -> None:
     keys = tmp_path / "keys.json"

@@ -1,4 +1,4 @@
-"""inkstream complete -i in a pseudo-terminal, with a live service around the fake engine; and streams that resume."""
+"""inkstream complete -i in a pseudo-terminal, with a live service around the fake engine; and resumed streams."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def complete(*flags: str) -> contextlib.AbstractContextManager[PseudoTerminal]:
     )
 
 
-def test_a_text_grows_in_turns_and_what_was_typed_is_kept(service: Server) -> None:
+def test_completions_and_typed_input_accumulate_over_turns(service: Server) -> None:
     def after(text: str) -> str:
         return str(whole(service.url, prompt=text, max_tokens=6, seed=3)["choices"][0]["text"])
 
@@ -58,7 +58,9 @@ def test_ctrl_c_stops_the_completion_and_not_the_program(service: Server) -> Non
         assert service.wait_for(lambda: service.metric("requests_running") == 1)
         terminal.send("\x03")
         terminal.expect("> ")
-        assert service.wait_for(lambda: service.metric("requests_running") == 0, 5), "the service was told"
+        assert service.wait_for(lambda: service.metric("requests_running") == 0, 5), (
+            "the service was not asked to cancel"
+        )
         terminal.send("half a line")
         terminal.expect("half a line")
         terminal.send("\x03")
@@ -66,7 +68,7 @@ def test_ctrl_c_stops_the_completion_and_not_the_program(service: Server) -> Non
         assert terminal.leave() == 0
 
 
-def test_an_error_of_the_service_ends_the_turn_and_not_the_program() -> None:
+def test_service_error_ends_the_turn_and_not_the_program() -> None:
     with complete("--url", "http://127.0.0.1:9") as terminal:
         terminal.expect("> ")
         terminal.send("a\r")
@@ -85,7 +87,7 @@ def test_an_error_of_the_service_ends_the_turn_and_not_the_program() -> None:
         (("--n", "2"), True, "--n cannot be combined with -i"),
     ],
 )
-def test_it_needs_a_terminal_and_one_text(
+def test_interactive_mode_needs_a_terminal_and_a_single_choice(
     flags: tuple[str, ...],
     is_terminal: bool,
     message: str,
@@ -99,16 +101,16 @@ def test_it_needs_a_terminal_and_one_text(
     assert end.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_a_lost_connection_is_resumed_without_a_gap(service: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lost_connection_resumes_without_a_gap(service: Server, capsys: pytest.CaptureFixture[str]) -> None:
     text = whole(service.url, prompt="a", max_tokens=60, seed=1)["choices"][0]["text"]
     with cutting_proxy(service.url, 1500, 1200, 40) as (url, _):
         assert main(["complete", "a", "--max-tokens", "60", "--seed", "1", "--url", url]) == 0
     printed = capsys.readouterr()
     assert printed.out == text + "\n"
-    assert printed.err == "note: the connection was lost; resuming the text\n" * 2, "once for each place"
+    assert printed.err == "note: the connection was lost; resuming the text\n" * 2, "one note for each lost connection"
 
 
-def test_a_stream_that_is_gone_ends_with_the_reason(service: Server) -> None:
+def test_unresumable_stream_ends_with_the_reason(service: Server) -> None:
     with cutting_proxy(service.url, 1500, 0) as (url, _):
         client = Client(url, "", resume_seconds=0.5)
         events = client.events({"prompt": "a", "max_tokens": 60})
@@ -119,10 +121,10 @@ def test_a_stream_that_is_gone_ends_with_the_reason(service: Server) -> None:
         next(events)
 
 
-def test_a_completion_that_is_closed_early_is_cancelled(service: Server) -> None:
+def test_closing_a_completion_early_cancels_it(service: Server) -> None:
     events = Client(service.url, "").events({"prompt": "a", "max_tokens": 8000, "ignore_eos": True})
     request_id = next(data["id"] for name, data in events if name == "start")
     events.close()
     rest = httpx.get(f"{service.url}/complete/{request_id}/events?after=0").text
-    assert '"finish_reason": "cancelled"' in rest, "it is not kept for this client to resume"
+    assert '"finish_reason": "cancelled"' in rest, "a closed completion is cancelled, not kept for resuming"
     assert service.wait_for(lambda: service.metric("requests_running") == 0, 5)

@@ -1,4 +1,4 @@
-"""The command line: each verb as a person would try it, also wrongly."""
+"""The command line: each verb as a user would try it, with typical mistakes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
-    """Runs a command in this process: one of its own would import for up to two seconds first."""
+    """Runs a command in this process, because a new process would spend up to two seconds on imports."""
     on_interrupt = signal.getsignal(signal.SIGINT)
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -65,7 +65,7 @@ def test_check_prints_the_facts_of_a_good_directory(run: Run, weights: Path) -> 
 
 
 def test_bench_loads_a_running_service(server: Server) -> None:
-    """In a process of its own, as a person runs it."""
+    """Runs a command in a new process, as a user does."""
     flags = ["--url", server.url, "--streams", "2", "--max-tokens", "8", "--prompt-words", "5"]
     command = [sys.executable, "-m", "app", "bench", *flags]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
@@ -73,7 +73,7 @@ def test_bench_loads_a_running_service(server: Server) -> None:
     assert result.stdout.splitlines()[-1].startswith("{")
 
 
-def test_no_verb_gets_the_list_and_exit_code_two(run: Run) -> None:
+def test_missing_verb_prints_the_list_and_exits_with_2(run: Run) -> None:
     result = run()
     assert (result.returncode, result.stdout) == (2, "")
     assert "serve a weights directory" in result.stderr
@@ -89,7 +89,7 @@ def test_the_version_is_that_of_the_package(run: Run) -> None:
 
 
 @pytest.mark.parametrize(("word", "hint"), [("fly\nhigh", ""), ("chekc", "did you mean check? ")])
-def test_an_unknown_verb_is_named_in_one_line_with_those_that_are(run: Run, word: str, hint: str) -> None:
+def test_unknown_verb_is_one_line_with_the_known_ones(run: Run, word: str, hint: str) -> None:
     result = run(word)
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert result.stderr.startswith(
@@ -107,9 +107,7 @@ def test_an_unknown_verb_is_named_in_one_line_with_those_that_are(run: Run, word
         (("train", "--dat", "x", "--out", "y"), "--data"),
     ],
 )
-def test_a_misspelled_flag_of_any_verb_is_told_the_one_that_was_meant(
-    run: Run, arguments: tuple[str, ...], meant: str
-) -> None:
+def test_misspelled_flag_of_any_verb_gets_a_suggestion(run: Run, arguments: tuple[str, ...], meant: str) -> None:
     result = run(*arguments)
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert f"did you mean {meant}? see " in result.stderr
@@ -132,7 +130,7 @@ def test_every_setting_is_in_a_group() -> None:
 
 
 @pytest.mark.parametrize("verb", [verb for verb in _VERBS if verb not in ("keys", "completion")])
-def test_every_verb_explains_itself(run: Run, verb: str) -> None:
+def test_every_verb_has_help(run: Run, verb: str) -> None:
     result = run(verb, "--help")
     assert result.returncode == 0
     assert "--help" in result.stdout
@@ -153,14 +151,14 @@ def test_every_verb_explains_itself(run: Run, verb: str) -> None:
         ("train",),
     ],
 )
-def test_wrong_arguments_are_told_in_one_line(run: Run, arguments: tuple[str, ...]) -> None:
+def test_wrong_arguments_are_reported_in_one_line(run: Run, arguments: tuple[str, ...]) -> None:
     result = run(*arguments)
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert result.stderr.startswith("error: ") and "--help" in result.stderr
 
 
 @pytest.mark.parametrize(("verb", "rest"), [("check", ["weights"]), ("train", ["--data", "a.txt", "--out", "out"])])
-def test_a_verb_that_needs_torch_says_so_where_it_is_not_installed(verb: str, rest: list[str]) -> None:
+def test_verb_that_needs_torch_reports_that_it_is_missing(verb: str, rest: list[str]) -> None:
     program = "import sys; sys.modules['torch'] = None; from app.__main__ import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", program, verb, *rest]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
@@ -169,8 +167,8 @@ def test_a_verb_that_needs_torch_says_so_where_it_is_not_installed(verb: str, re
 
 
 @pytest.mark.parametrize("verb", ["serve", "complete"])
-def test_ctrl_c_in_an_import_that_makes_an_error_of_it_ends_silently(tmp_path: Path, verb: str) -> None:
-    """As pydantic does now and then."""
+def test_ctrl_c_during_an_import_that_converts_it_to_an_error_ends_silently(tmp_path: Path, verb: str) -> None:
+    """Some versions of pydantic do this."""
     program = "import os, signal, time\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(5)\n"
     (tmp_path / "pydantic.py").write_text(f"{program}except BaseException:\n    raise ImportError from None\n")
     command, variables = [sys.executable, "-m", "app", verb], {**os.environ, "PYTHONPATH": str(tmp_path)}
@@ -181,7 +179,7 @@ def test_ctrl_c_in_an_import_that_makes_an_error_of_it_ends_silently(tmp_path: P
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_no_socket_of_a_service_takes_the_number_of_a_closed_standard_stream(weights: Path) -> None:
+def test_sockets_do_not_reuse_the_descriptors_of_closed_standard_streams(weights: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
@@ -204,8 +202,8 @@ def test_no_socket_of_a_service_takes_the_number_of_a_closed_standard_stream(wei
         service.kill()
 
 
-def test_an_error_without_standard_error_is_no_output() -> None:
-    """print() with no sys.stderr writes to standard output."""
+def test_error_without_stderr_is_not_written_to_stdout() -> None:
+    """Without sys.stderr, print() writes to standard output."""
     command = ["sh", "-c", '"$0" -m app check /nothing 2>&-', sys.executable]
     result = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, timeout=300, check=False)
     assert (result.returncode, result.stdout) == (2, b"")
