@@ -16,7 +16,7 @@ from typing import Any
 
 
 def run_checks(namespace: Mapping[str, Any]) -> None:
-    """Runs every function named check_...; ends the process, with 1 where one failed."""
+    """Runs every function named check_...; ends the process with status 1 if one failed."""
     failed = 0
     for name, check in namespace.items():
         if name.startswith("check_"):
@@ -26,7 +26,7 @@ def run_checks(namespace: Mapping[str, Any]) -> None:
 
 @contextmanager
 def raises(kind: type[BaseException], *words: str) -> Iterator[list[Any]]:
-    """The block must raise `kind` with all `words` in its text; gives a list that receives the exception."""
+    """Asserts that the block raises `kind` with all `words` in its text; yields a list that receives the exception."""
     caught: list[Any] = []
     try:
         yield caught

@@ -1,6 +1,6 @@
-"""A direct forward pass of the model for the client scripts: one JSON request per line in, one answer per line out.
+"""A direct forward pass of the model for the client scripts: one JSON request per line in, one JSON response per line out.
 
-{"texts": [str]} -> ids of every text. {"rows": [[id]]} -> of every row, (log-probability, whether it was the best) of
+{"texts": [str]} -> ids of every text. {"rows": [[id]]} -> of every row, (log-probability, whether it was the most likely) of
 every id but the first. {"prompts": [[id]], "n": int} -> the n greedy ids that follow, as text.
 """
 
@@ -38,7 +38,7 @@ def _score(logits_TV: torch.Tensor, row: list[int]) -> list[tuple[float, bool]]:
 
 
 def main(directory: Path) -> None:
-    """Answers until stdin ends."""
+    """Answers requests until stdin ends."""
     decoder = load(directory, device=torch.device("cpu"), dtype=torch.float32).decoder
     tokenizer = Tokenizer.load(directory)
     for line in sys.stdin:

@@ -1,6 +1,6 @@
 """Runs real clients of the completions API against the service, and prints a table: `make clients ONLY="llm"`.
 
-Every client of clients.toml has an environment of its own in .clients/, made on first use. A client passes when its
+Every client of clients.toml has its own environment in .clients/, made on first use. A client passes when its
 script ends with 0; the script prints a line for each of its checks.
 """
 
@@ -32,7 +32,7 @@ ENVIRONMENTS = ROOT / ".clients"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Client:
-    """A client as clients.toml has it."""
+    """A client as described in clients.toml."""
 
     name: str
     script: str
@@ -44,12 +44,12 @@ class Client:
 
     @property
     def folder(self) -> Path:
-        """Directory of its environment."""
+        """The directory of its environment."""
         return ENVIRONMENTS / self.name
 
 
 class Outcome(NamedTuple):
-    """How a client fared."""
+    """The result of running a client."""
 
     client: Client
     passed: bool
@@ -59,13 +59,13 @@ class Outcome(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """0 when every client that was asked for passed."""
+    """Runs the clients; returns 0 if all of them pass."""
     clients = read_clients()
     light = [name for name, client in clients.items() if not client.heavy]
     parser = argparse.ArgumentParser(description="Run real clients against the service.")
     parser.add_argument("names", nargs="*", metavar="CLIENT", help=f"{', '.join(clients)}; default: all but heavy ones")
     parser.add_argument("--weights", type=Path, default=ROOT / "weights")
-    parser.add_argument("--list", action="store_true", help="only say which clients there are")
+    parser.add_argument("--list", action="store_true", help="only list the clients")
     options = parser.parse_args(argv)
     if unknown := [name for name in options.names if name not in clients]:
         parser.error(f"unknown {', '.join(unknown)}; clients are {', '.join(clients)}")
@@ -91,7 +91,7 @@ def read_clients() -> dict[str, Client]:
 
 
 def install(client: Client) -> None:
-    """Makes the client's environment, where it is not there or of other versions."""
+    """Makes the client's environment if it is missing or has other versions."""
     made_of = json.dumps([client.first, client.packages, client.npm])
     stamp = client.folder / "made-of.json"
     if stamp.exists() and stamp.read_text() == made_of:
@@ -112,9 +112,9 @@ def install(client: Client) -> None:
 
 @contextmanager
 def services(weights: Path) -> Iterator[Callable[[str], str]]:
-    """The address of a service with such flags, started when a client wants it.
+    """Yields a function from flags to the address of a service with these flags, started on first use.
 
-    Ends them all; raises AssertionError with the log of one that failed or complained.
+    Stops all services at the end; raises AssertionError with the log of one that failed or logged an error.
     """
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
 
@@ -135,13 +135,13 @@ def _stop(server: Server) -> None:
 
 
 def run(client: Client, url: Callable[[str], str], weights: Path) -> Outcome:
-    """The client's script, in its environment; what it prints is printed."""
+    """Runs the client's script in its environment and prints its output."""
     print(f"\n== {client.name}", flush=True)
     environment = {**os.environ, "PYTHONPATH": "", "CLIENT_WEIGHTS": str(weights), "CLIENT_ORACLE": sys.executable}
     script = HERE / client.script
     command: list[str | Path] = [client.folder / "bin/python" if client.packages else sys.executable, script]
     if client.npm:
-        # Node looks for packages from where the script lies.
+        # Node resolves packages from the script's directory.
         command = ["node", shutil.copy(script, client.folder)]
     urls = [url(flags) for flags in client.services]
     started = time.monotonic()
@@ -157,7 +157,7 @@ def run(client: Client, url: Callable[[str], str], weights: Path) -> Outcome:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """One line for each client."""
+    """The table, one line for each client."""
     lines = [f"\n{'client':13} {'version':45} {'checks':>6} {'seconds':>7}  result"]
     for outcome in outcomes:
         version = " ".join(outcome.client.packages[:1] + outcome.client.npm)

@@ -1,4 +1,5 @@
-"""Real clients of the completions API. Here the openai package of the dev extra; `make clients` has all the others."""
+"""Real clients of the completions API. This file runs the openai package of the dev extra; `make clients` runs the
+rest."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ WEIGHTS = ROOT / "weights"
 SCRIPTS = ROOT / "tests/clients"
 
 
-def test_all_that_the_openai_package_does() -> None:
+def test_openai_package_passes_all_checks() -> None:
     ours = replace(read_clients()["openai-3"], packages=())  # the environment of these tests has the package
     with services(WEIGHTS) as url:
         outcome = run(ours, url, WEIGHTS)
     assert outcome.passed and outcome.checks > 20
 
 
-def test_a_check_that_fails_fails_its_client(tmp_path: Path) -> None:
+def test_failing_check_fails_its_client(tmp_path: Path) -> None:
     outcomes = []
     for assertion in ("1 == 1", "1 == 2"):
         script = tmp_path / "script.py"
@@ -33,7 +34,7 @@ def test_a_check_that_fails_fails_its_client(tmp_path: Path) -> None:
     assert [(outcome.passed, outcome.checks) for outcome in outcomes] == [(True, 1), (False, 1)]
 
 
-def test_every_client_has_its_script_and_pinned_versions() -> None:
+def test_every_client_has_a_script_and_pinned_versions() -> None:
     clients = read_clients().values()
     scripts = {client.script for client in clients}
     assert scripts == {path.name for path in SCRIPTS.glob("use_*")}
@@ -42,7 +43,7 @@ def test_every_client_has_its_script_and_pinned_versions() -> None:
         assert all("@" in package for package in client.npm), client.name
 
 
-def test_the_table_of_clients_has_their_versions() -> None:
+def test_client_table_lists_the_pinned_versions() -> None:
     table = (ROOT / "docs/clients.md").read_text()
     for client in read_clients().values():
         name, version = client.npm[0].split("@") if client.npm else client.packages[0].split("==")

@@ -24,12 +24,12 @@ def check_streams() -> None:
     assert report["time_to_first_token"]["avg"] > 0
 
 
-def check_whole_answers() -> None:
+def check_whole_responses() -> None:
     measure()
 
 
 def measure(*flags: str) -> dict[str, Any]:
-    """Runs the benchmark; no request failed, and all have as many tokens as they asked for."""
+    """Runs the benchmark; checks that no request failed and that all have as many tokens as they asked for."""
     with tempfile.TemporaryDirectory() as folder:
         command = [Path(sys.executable).parent / "aiperf", "profile", "--model", MODEL, "--url", URL, "--ui", "none"]
         command += ["--endpoint-type", "completions", "--tokenizer", WEIGHTS, "--use-server-token-count", *flags]

@@ -22,12 +22,12 @@ def check_streams() -> None:
     assert benchmark["metrics"]["time_to_first_token_ms"]["successful"]["mean"] > 0
 
 
-def check_whole_answers() -> None:
+def check_whole_responses() -> None:
     measure(stream=False)
 
 
 def measure(*, stream: bool) -> dict[str, Any]:
-    """Runs the benchmark; no request failed, and every one has as many tokens as it asked for."""
+    """Runs the benchmark; checks that no request failed and that all have as many tokens as they asked for."""
     with tempfile.TemporaryDirectory() as folder:
         command = [Path(sys.executable).parent / "guidellm", "run", "--disable-console-interactive"]
         command += ["--backend", f"kind=openai_http,target={URL},request_format=/v1/completions,stream={stream}"]

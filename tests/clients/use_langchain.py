@@ -20,7 +20,7 @@ def check_invoke() -> None:
     assert llm.invoke(PROMPT) == llm.invoke(PROMPT)
 
 
-def check_a_stream_is_the_text_in_pieces() -> None:
+def check_stream_pieces_add_up_to_the_completion() -> None:
     pieces = list(llm.stream(PROMPT))
     assert len(pieces) > 3 and "".join(pieces) == llm.invoke(PROMPT)
 
@@ -31,7 +31,7 @@ async def check_asynchronous_calls() -> None:
 
 def check_a_batch_keeps_its_order() -> None:
     greedy = OpenAI(**ARGS, temperature=0)
-    prompts = [f"Chapter {i}. The" for i in range(24)]  # two requests: it sends twenty prompts in one
+    prompts = [f"Chapter {i}. The" for i in range(24)]  # two requests: langchain sends twenty prompts in one
     assert greedy.batch(prompts) == [greedy.invoke(prompt) for prompt in prompts]
 
 
@@ -55,7 +55,7 @@ def check_streaming_inside_generate() -> None:
     assert streaming.invoke(PROMPT) == llm.invoke(PROMPT)
 
 
-def check_errors_come_through() -> None:
+def check_errors_are_raised() -> None:
     with raises(Exception, "max_tokens"):
         OpenAI(**{**ARGS, "max_tokens": -5}).invoke(PROMPT)
 

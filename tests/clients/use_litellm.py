@@ -33,7 +33,7 @@ def check_text_completion() -> None:
     assert answer.usage.completion_tokens == 12
 
 
-def check_a_stream_is_the_text_in_pieces() -> None:
+def check_stream_pieces_add_up_to_the_completion() -> None:
     pieces = [chunk.choices[0].text or "" for chunk in litellm.text_completion(**ARGS, prompt=PROMPT, stream=True)]
     assert len(pieces) > 3
     assert "".join(pieces) == litellm.text_completion(**ARGS, prompt=PROMPT).choices[0].text
@@ -60,7 +60,7 @@ def check_log_probabilities_and_echo() -> None:
     )
 
 
-def check_the_usage_of_a_stream() -> None:
+def check_streams_report_usage() -> None:
     chunks = list(litellm.text_completion(**ARGS, prompt=PROMPT, stream=True, stream_options={"include_usage": True}))
     assert chunks[-1].usage.completion_tokens == 12
 

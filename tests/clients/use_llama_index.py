@@ -21,7 +21,7 @@ def check_complete() -> None:
     assert answer.text and answer.additional_kwargs["completion_tokens"] == 12
 
 
-def check_a_stream_is_the_text_in_pieces() -> None:
+def check_stream_pieces_add_up_to_the_completion() -> None:
     answers = list(llm.stream_complete(PROMPT))
     assert "".join(answer.delta for answer in answers) == answers[-1].text == llm.complete(PROMPT).text
 
@@ -36,16 +36,16 @@ def check_log_probabilities() -> None:
     assert len(scored) == 12 and all(token.logprob <= 0 for top in scored for token in top)
 
 
-def check_a_chat_becomes_a_prompt() -> None:
+def check_a_chat_is_sent_as_a_prompt() -> None:
     assert llm.chat([ChatMessage(role="user", content="Who are you?")]).message.content
 
 
-def check_fields_of_ours_go_through() -> None:
+def check_native_fields_are_passed_on() -> None:
     other = OpenAILike(**ARGS, additional_kwargs={"seed": 7, "stop": ["."], "extra_body": {"top_k": 3, "min_p": 0.1}})
     assert other.complete(PROMPT).text == other.complete(PROMPT).text
 
 
-def check_errors_come_through() -> None:
+def check_errors_are_raised() -> None:
     with raises(Exception, "top_p"):
         OpenAILike(**ARGS, additional_kwargs={"top_p": 7}).complete(PROMPT)
 

@@ -25,7 +25,7 @@ def check_the_model_is_listed() -> None:
     assert "OpenAI Completion: ink" in llm("models")
 
 
-def check_stream_and_whole_are_the_same_text() -> None:
+def check_stream_equals_the_whole_response() -> None:
     asked = ("-m", "ink", "-o", "max_tokens", "20", "-o", "seed", "7", PROMPT)
     text = llm("prompt", *asked)
     assert len(text) > 10 and llm("prompt", "--no-stream", *asked) == text
@@ -39,17 +39,17 @@ def check_log_probabilities_and_usage_are_logged() -> None:
     assert entry["response"] == "".join(token["text"] for token in response["logprobs"])
 
 
-def check_a_conversation_goes_on() -> None:
+def check_a_conversation_continues() -> None:
     assert llm("prompt", "-m", "ink", "-c", "-o", "max_tokens", "5", "And then")
 
 
-def check_an_error_is_told() -> None:
+def check_an_error_is_reported() -> None:
     message = llm("prompt", "-m", "ink", "-o", "top_p", "1", "-o", "max_tokens", "3", "word " * 9000, fails=True)
     assert "tokens" in message and "Traceback" not in message
 
 
 def llm(*arguments: str, fails: bool = False) -> str:
-    """The command's stdout; its stderr if it must fail."""
+    """The command's stdout, or its stderr if it must fail."""
     environment = {**os.environ, "LLM_USER_PATH": str(HOME), "OPENAI_API_KEY": "none"}
     command = [Path(sys.executable).parent / "llm", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, stdin=subprocess.DEVNULL)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 HOME = Path(tempfile.mkdtemp())
-# Before the imports: nothing is fetched, and nothing is kept outside of a folder of this run.
+# Set before the imports, so that nothing is downloaded and nothing is stored outside this run's folder.
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(HOME), "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"}
 
 import requests  # noqa: E402
@@ -59,7 +59,7 @@ DOCUMENTS = ["A short one.", SENTENCES * 5, "Caf\u00e9 \u8336 \u2014 na\u00efve.
 LONG_DOCUMENT = SENTENCES * 60
 
 _TOKENIZER = json.loads((Path(WEIGHTS) / "tokenizer_config.json").read_text())
-# What lm-eval puts in front of a text without context, and where its generations end.
+# The prefix of a text without context, and the stops of generations, as lm-eval sets them.
 PREFIX_TEXT = _TOKENIZER["bos_token"]
 END_TEXT = _TOKENIZER["eos_token"]
 # (batch size, tokenized_requests, tokenizer_backend, num_concurrent)
@@ -94,20 +94,20 @@ def check_perplexities_equal_a_direct_pass() -> None:
 
 
 def check_a_document_longer_than_the_context() -> None:
-    # As ids only: a window that begins inside of a word is other ids when its text is read again.
+    # As ids only: a window that begins inside a word has other ids when its text is tokenized again.
     way = (1, True, "remote", 1)
     (got,) = scores("long", way)
     ((expected,), (ids,)) = rolling_oracle(LONG_DOCUMENT), encode([LONG_DOCUMENT])
     assert abs(got - expected) <= TOLERANCE_OF_A_TOKEN * len(ids), (got, expected)
 
 
-def check_the_way_it_is_sent_changes_no_bit() -> None:
+def check_scores_do_not_depend_on_how_requests_are_sent() -> None:
     for kind in ("choice", "rolling"):
         alone, *others = [scores(kind, way) for way in WAYS]
         assert all(other == alone for other in others), kind
 
 
-def check_greedy_flags_of_both_kinds_were_seen() -> None:
+def check_both_greedy_flags_occurred() -> None:
     assert {greedy for _, greedy in choice_oracle()} == {True, False}
 
 
@@ -117,7 +117,7 @@ def check_generations_equal_the_reference() -> None:
             assert got == expected, way
 
 
-def check_ids_are_the_same_wherever_they_are_made() -> None:
+def check_local_and_remote_tokenizers_give_the_same_ids() -> None:
     texts = [*DOCUMENTS, *OPENINGS, PREFIX_TEXT + "Once"]
     for text, ids in zip(texts, encode(texts), strict=True):
         tokenized = requests.post(
@@ -129,7 +129,7 @@ def check_ids_are_the_same_wherever_they_are_made() -> None:
 
 
 def scores(kind: str, way: tuple[int, bool, str, int]) -> list[Any]:
-    """What lm-eval makes of the tasks: [(log-likelihood, greedy)] in the order of the questions, sums, or texts."""
+    """The results of lm-eval's tasks in the order of the requests: [(log-likelihood, greedy)], sums, or completions."""
     kinds = ("long",) if kind == "long" else ("choice", "rolling", "generate")
     samples = sorted(evaluate(kinds, way)[f"ink_{kind}"], key=lambda sample: sample["doc_id"])
     return [response[0] for sample in samples for response in sample["resps"]]
@@ -155,7 +155,7 @@ def evaluate(kinds: tuple[str, ...], way: tuple[int, bool, str, int]) -> dict[st
             model="local-completions",
             model_args=arguments,
             tasks=tasks,
-            task_manager=TaskManager(include_defaults=False),  # its own tasks take ten seconds to list
+            task_manager=TaskManager(include_defaults=False),  # listing its built-in tasks takes ten seconds
             batch_size=batch_size,
             bootstrap_iters=0,
         )
@@ -164,7 +164,7 @@ def evaluate(kinds: tuple[str, ...], way: tuple[int, bool, str, int]) -> dict[st
 
 
 def task(kind: str) -> dict[str, Any]:
-    """A task over local JSON, as lm-eval's YAML would say it."""
+    """A task over local JSON, as a YAML file of lm-eval would define it."""
     rows, shape = {
         "choice": (
             QUESTIONS,
@@ -193,16 +193,16 @@ _ROLLING = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_t
 
 @functools.cache
 def prefix() -> int:
-    """The id in front of a text without context."""
+    """The id that stands in for an empty context."""
     ((token,),) = encode([PREFIX_TEXT])
     return token
 
 
 @functools.cache
 def choice_oracle() -> list[tuple[float, bool]]:
-    """(log-likelihood, greedy) of every choice of every question."""
-    pairs = [(question["context"], choice) for question in QUESTIONS for choice in question["choices"]]
-    # lm-eval lets the continuation begin with the spaces that end the context; no context is a prefix token.
+    """Log-likelihood and greedy flag of every choice of every request."""
+    pairs = [(request["context"], choice) for request in QUESTIONS for choice in request["choices"]]
+    # lm-eval moves trailing spaces of the context to the continuation; an empty context becomes a prefix token.
     contexts = encode([context.rstrip() for context, _ in pairs])
     wholes = encode([context + choice for context, choice in pairs])
     return score(
@@ -218,7 +218,7 @@ def rolling_oracle(*documents: str) -> list[float]:
     """The log-likelihood of every document, in lm-eval's windows."""
     sums = []
     for ids in encode(documents):
-        # It keeps one position for the token that the service must generate, and one for the prefix.
+        # lm-eval reserves one position for the token that the service must generate, and one for the prefix.
         windows = get_rolling_token_windows(ids, prefix_token=prefix(), max_seq_len=CONTEXT - 2, context_len=1)
         pieces = [make_disjoint_window(window) for window in windows]
         sums.append(sum(logprob for logprob, _ in score([(len(a), a + b) for a, b in pieces])))
@@ -227,27 +227,27 @@ def rolling_oracle(*documents: str) -> list[float]:
 
 @functools.cache
 def generate_oracle() -> list[str]:
-    """Greedy texts up to the first of lm-eval's stops."""
+    """Greedy completions up to the first of lm-eval's stops."""
     texts = ask(prompts=encode(OPENINGS), n=N_GENERATED)
     return [text.partition("\n\n")[0].partition(END_TEXT)[0] for text in texts]
 
 
 def encode(texts: Sequence[str]) -> list[list[int]]:
-    """Ids, by our own tokenizer."""
+    """Ids by our own tokenizer."""
     return ask(texts=texts)
 
 
 def score(rows: list[tuple[int, list[int]]]) -> list[tuple[float, bool]]:
-    """(log-likelihood, greedy) of what follows the first so many ids of each row."""
+    """Log-likelihood and greedy flag of what follows the first n ids of each row."""
     logprobs = ask(rows=[ids for _, ids in rows])
     rests = [row[n - 1 :] for (n, _), row in zip(rows, logprobs, strict=True)]
     return [(sum(logprob for logprob, _ in rest), all(greedy for _, greedy in rest)) for rest in rests]
 
 
-def ask(**question: Any) -> list[Any]:
-    """The oracle's answer."""
+def ask(**request: Any) -> list[Any]:
+    """The response of the oracle."""
     assert ORACLE.stdin and ORACLE.stdout
-    print(json.dumps(question), file=ORACLE.stdin, flush=True)
+    print(json.dumps(request), file=ORACLE.stdin, flush=True)
     answer: list[Any] = json.loads(ORACLE.stdout.readline())
     return answer
 

@@ -6,7 +6,7 @@ const baseURL = `${process.argv[2]}/v1`;
 const client = new OpenAI({ baseURL, apiKey: "none", maxRetries: 0 });
 const model = (await client.models.list()).data[0].id;
 const prompt = "Once upon a time";
-const wish = { model, prompt, max_tokens: 12, seed: 7 };
+const request = { model, prompt, max_tokens: 12, seed: 7 };
 
 const checks = {
   "the model is found": async () => {
@@ -14,29 +14,29 @@ const checks = {
     await assert.rejects(client.models.retrieve("nowhere"), NotFoundError);
   },
   "a plain completion": async () => {
-    const answer = await client.completions.create(wish);
+    const answer = await client.completions.create(request);
     assert.equal(answer.object, "text_completion");
     assert.ok(answer.choices[0].text);
     assert.equal(answer.usage.total_tokens, answer.usage.prompt_tokens + answer.usage.completion_tokens);
   },
-  "a stream is the text in pieces": async () => {
+  "stream pieces add up to the completion": async () => {
     const pieces = [];
-    for await (const chunk of await client.completions.create({ ...wish, stream: true })) {
+    for await (const chunk of await client.completions.create({ ...request, stream: true })) {
       pieces.push(chunk.choices[0].text);
     }
     assert.ok(pieces.length > 3);
-    assert.equal(pieces.join(""), (await client.completions.create(wish)).choices[0].text);
+    assert.equal(pieces.join(""), (await client.completions.create(request)).choices[0].text);
   },
-  "usage comes last": async () => {
+  "the last chunk has the usage": async () => {
     let last;
     const options = { stream: true, stream_options: { include_usage: true } };
-    for await (const chunk of await client.completions.create({ ...wish, ...options })) last = chunk;
+    for await (const chunk of await client.completions.create({ ...request, ...options })) last = chunk;
     assert.deepEqual(last.choices, []);
     assert.ok(last.usage.completion_tokens <= 12);
   },
   "choices, echo and log-probabilities": async () => {
     const prompts = [prompt, "The moon"];
-    const answer = await client.completions.create({ ...wish, prompt: prompts, n: 2, echo: true, logprobs: 2 });
+    const answer = await client.completions.create({ ...request, prompt: prompts, n: 2, echo: true, logprobs: 2 });
     assert.deepEqual(answer.choices.map((choice) => choice.index), [0, 1, 2, 3]);
     for (const choice of answer.choices) {
       assert.ok(choice.text.startsWith(prompts[Math.floor(choice.index / 2)]));
@@ -44,22 +44,22 @@ const checks = {
       assert.equal(choice.logprobs.token_logprobs[0], null);
     }
   },
-  "a stream may be left": async () => {
-    const stream = await client.completions.create({ ...wish, max_tokens: 200, stream: true });
+  "a stream may be closed early": async () => {
+    const stream = await client.completions.create({ ...request, max_tokens: 200, stream: true });
     for await (const _ of stream) break;
-    assert.ok((await client.completions.create({ ...wish, max_tokens: 1 })).choices.length);
+    assert.ok((await client.completions.create({ ...request, max_tokens: 1 })).choices.length);
   },
-  "what is wrong is a BadRequestError": async () => {
-    await assert.rejects(client.completions.create({ ...wish, temperature: -1 }), (error) => {
+  "invalid values are a BadRequestError": async () => {
+    await assert.rejects(client.completions.create({ ...request, temperature: -1 }), (error) => {
       assert.ok(error instanceof BadRequestError);
       assert.equal(error.param, "temperature");
       assert.equal(error.requestID, error.error.request_id);
       return true;
     });
-    await assert.rejects(client.completions.create({ ...wish, model: "nowhere" }), NotFoundError);
+    await assert.rejects(client.completions.create({ ...request, model: "nowhere" }), NotFoundError);
   },
   "the raw response names the request": async () => {
-    const { data, request_id: id } = await client.completions.create(wish).withResponse();
+    const { data, request_id: id } = await client.completions.create(request).withResponse();
     assert.ok(id);
     assert.equal(data._request_id, id);
   },

@@ -1,4 +1,4 @@
-"""The openai package, 3.x and 2.x: all that its completions do. Arguments: the service, one that takes two requests."""
+"""The openai package, 3.x and 2.x: all its completion features. Arguments: the service, one that takes two requests."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ MODEL = client.models.list().data[0].id
 
 
 def complete(**fields: Any) -> Any:
-    """A completion, or a stream of one."""
+    """A completion or a stream."""
     return client.completions.create(**{"model": MODEL, "prompt": PROMPT, **fields})
 
 
 def text(**fields: Any) -> str:
-    """The text of a completion of one choice."""
+    """The text of a completion with one choice."""
     return complete(**fields).choices[0].text
 
 
 def streamed(**fields: Any) -> str:
-    """The same, in pieces."""
+    """The text of a streamed completion."""
     return "".join(chunk.choices[0].text for chunk in complete(**fields, stream=True))
 
 
@@ -57,7 +57,7 @@ def check_the_default_is_sixteen_tokens() -> None:
     assert answer.usage.completion_tokens == 16
 
 
-def check_a_stream_is_the_plain_text_in_pieces() -> None:
+def check_stream_pieces_add_up_to_the_plain_completion() -> None:
     request = {"max_tokens": 40, "seed": 7}
     plain = complete(**request)
     chunks = list(complete(**request, stream=True))
@@ -76,7 +76,7 @@ async def check_an_asynchronous_stream() -> None:
     assert "".join(pieces) == text(max_tokens=12, seed=7)
 
 
-def check_the_usage_of_a_stream_comes_last() -> None:
+def check_the_last_chunk_has_the_usage() -> None:
     request = {"max_tokens": 8, "temperature": 0}
     chunks = list(complete(**request, stream=True, stream_options={"include_usage": True}))
     assert chunks[-1].choices == [] and chunks[-1].usage == complete(**request).usage.model_copy(
@@ -106,7 +106,7 @@ def check_several_choices_of_several_prompts_keep_their_order() -> None:
     assert texts == [choice.text for choice in answer.choices]
 
 
-def check_the_best_of_several() -> None:
+def check_best_of_returns_one_of_its_samples() -> None:
     request = {"max_tokens": 6, "seed": 3}
     answer = complete(**request, n=1, best_of=3)
     assert len(answer.choices) == 1
@@ -117,7 +117,7 @@ def check_the_best_of_several() -> None:
         complete(**request, best_of=3, stream=True)
 
 
-def check_log_probabilities_in_the_shape_of_old() -> None:
+def check_log_probabilities_in_the_legacy_format() -> None:
     request = {"max_tokens": 10, "temperature": 0, "logprobs": 3}
     choice = complete(**request).choices[0]
     logprobs = choice.logprobs
@@ -134,7 +134,7 @@ def check_log_probabilities_in_the_shape_of_old() -> None:
     assert all(len(part.logprobs.tokens) == 1 for part in parts if part.logprobs and part.logprobs.tokens)
 
 
-def check_an_echo_tells_the_prompt_and_its_log_probabilities() -> None:
+def check_echo_returns_the_prompt_and_its_log_probabilities() -> None:
     answer = complete(max_tokens=2, temperature=0, logprobs=2, echo=True)
     choice, logprobs = answer.choices[0], answer.choices[0].logprobs
     n = answer.usage.total_tokens
@@ -157,7 +157,7 @@ def check_prompts_may_be_token_ids() -> None:
     assert complete(prompt=[one, two], max_tokens=1).usage.prompt_tokens == 5
 
 
-def check_a_stop_ends_the_text_before_it() -> None:
+def check_the_completion_ends_before_a_stop() -> None:
     request = {"max_tokens": 30, "temperature": 0}
     whole = text(**request)
     stop = whole[len(whole) // 2 :][:3]
@@ -166,12 +166,12 @@ def check_a_stop_ends_the_text_before_it() -> None:
     assert streamed(**request, stop=stop) == choice.text
 
 
-def check_a_bias_decides() -> None:
+def check_a_logit_bias_is_applied() -> None:
     answer = complete(max_tokens=3, temperature=0, logit_bias={"42": 100}, logprobs=0)
     assert len(set(answer.choices[0].logprobs.tokens)) == 1
 
 
-def check_a_schema_is_followed_streamed_or_not() -> None:
+def check_output_follows_a_schema_streamed_or_not() -> None:
     schema = {"type": "object", "properties": {"age": {"enum": [7, 8]}}, "required": ["age"]}
     schema["additionalProperties"] = False
     shape = {"type": "json_schema", "json_schema": {"name": "fox", "schema": schema}}
@@ -180,12 +180,12 @@ def check_a_schema_is_followed_streamed_or_not() -> None:
     assert streamed(**request) == text(**request)
 
 
-def check_what_is_not_known_is_named() -> None:
+def check_unknown_fields_are_named_in_warnings() -> None:
     answer = complete(max_tokens=1, extra_body={"mirostat": 2})
     assert "mirostat" in str(answer.model_extra["warnings"])
 
 
-def check_every_null_is_a_default() -> None:
+def check_null_means_the_default() -> None:
     nulls = ("best_of", "echo", "frequency_penalty", "logit_bias", "logprobs", "max_tokens", "n", "presence_penalty")
     nulls += ("seed", "stop", "stream", "stream_options", "suffix", "temperature", "top_p", "user")
     answer = complete(extra_body=dict.fromkeys(nulls))
@@ -193,14 +193,14 @@ def check_every_null_is_a_default() -> None:
     assert complete(prompt=None, max_tokens=2).choices
 
 
-def check_what_a_benchmark_sends() -> None:
+def check_fields_that_benchmarks_send() -> None:
     extra = {"repetition_penalty": 1.0, "ignore_eos": True, "min_tokens": 5, "top_k": -1, "best_of": 1}
     request = {"max_tokens": 5, "temperature": 0.0, "logprobs": None, "extra_body": extra}
     chunks = list(complete(**request, stream=True, stream_options={"include_usage": True}))
     assert chunks[-1].usage.completion_tokens == 5
 
 
-def check_what_is_wrong_is_a_bad_request() -> None:
+def check_invalid_values_are_bad_requests() -> None:
     for wrong in ({"temperature": -1}, {"n": 0}, {"logprobs": 99}, {"max_tokens": "many"}, {"stop": [""]}):
         with raises(openai.BadRequestError, next(iter(wrong))) as caught:
             complete(**wrong)
@@ -215,7 +215,7 @@ def check_what_is_wrong_is_a_bad_request() -> None:
         client.completions.create(model="nowhere", prompt=PROMPT)
 
 
-def check_a_chat_without_a_template_is_refused_in_words() -> None:
+def check_a_chat_without_a_template_is_refused() -> None:
     with raises(openai.BadRequestError, "template"):
         client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "Who are you?"}])
 
@@ -227,13 +227,13 @@ def check_the_raw_response_names_the_request() -> None:
         assert response.headers["x-request-id"] and response.json()["choices"]
 
 
-def check_a_client_may_leave_its_stream() -> None:
+def check_a_client_may_close_its_stream() -> None:
     with complete(max_tokens=200, stream=True) as stream:
         next(iter(stream))
     assert complete(max_tokens=1).choices
 
 
-def check_a_full_service_refuses_and_is_tried_again() -> None:
+def check_a_full_service_refuses_and_the_client_retries() -> None:
     request = {"model": MODEL, "prompt": PROMPT}
     with busy_streams() as end:
         refused = openai.OpenAI(base_url=f"{BUSY}/v1", api_key="none", max_retries=0)
@@ -248,7 +248,7 @@ def check_a_full_service_refuses_and_is_tried_again() -> None:
         assert raw.parse().choices and raw.retries_taken >= 1
 
 
-def check_a_quota_is_tried_again_when_it_says() -> None:
+def check_a_rate_limit_is_retried_after_the_given_time() -> None:
     with refusing_once(429) as url:
         started = time.monotonic()
         other = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=1)
@@ -258,13 +258,13 @@ def check_a_quota_is_tried_again_when_it_says() -> None:
 
 @contextmanager
 def busy_streams() -> Iterator[Callable[[], object]]:
-    """The busy service has one request running and one waiting; gives what ends both."""
+    """Occupies the busy service with one running and one waiting request; yields a function that ends both."""
     filling = openai.OpenAI(base_url=f"{BUSY}/v1", api_key="none", max_retries=0)
     request = {"model": MODEL, "prompt": PROMPT, "max_tokens": 100_000, "extra_body": {"ignore_eos": True}}
     request["stream"] = True
     first = filling.completions.create(**request)
     next(iter(first))
-    # A stream that waits has no first chunk: its headers come, so it is admitted.
+    # A queued stream has no first chunk yet; its headers show that it was admitted.
     second = filling.completions.create(**request)
     try:
         yield lambda: (first.close(), second.close())
@@ -275,7 +275,7 @@ def busy_streams() -> Iterator[Callable[[], object]]:
 
 @contextmanager
 def refusing_once(status: int) -> Iterator[str]:
-    """A service that refuses the first request with Retry-After: 1, then answers: no key of ours has a quota yet."""
+    """A service that refuses the first request with Retry-After: 1, then answers. No key of ours has a quota."""
     answers = [(status, {"error": {"message": "slow down", "type": "rate_limit_error"}})]
 
     class Handler(BaseHTTPRequestHandler):

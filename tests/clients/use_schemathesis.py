@@ -1,4 +1,4 @@
-"""schemathesis over /openapi.json: data that fits the description, and data that does not. Argument: the service."""
+"""schemathesis over /openapi.json: valid and invalid data. Argument: the service."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHECKS = (
 )
 
 
-def check_every_answer_is_as_described() -> None:
+def check_every_response_matches_the_description() -> None:
     with tempfile.TemporaryDirectory() as folder:
         command = [
             Path(sys.executable).parent / "schemathesis",
