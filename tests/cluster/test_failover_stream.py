@@ -1,4 +1,4 @@
-"""A stream from several replicas equals the text of one, however each splits it and whichever client reads it."""
+"""A stream from several replicas equals that of one, however each splits it and whichever client reads it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ STARTED = (EVENTS, event("start", **START))
 
 
 def output_of(splicer: StreamSplicer, *blocks: bytes) -> str:
-    """What the client gets of all this."""
+    """The output of the splicer for these blocks."""
     return b"".join(map(splicer.take, EventParser().blocks(b"".join(blocks)))).decode()
 
 
 def pieces(sequence: Any, offsets: set[int]) -> list[Any]:
-    """The text or the tokens, cut at these offsets."""
+    """The text or the token list, split at these offsets."""
     return [sequence[begin:end] for begin, end in pairwise([0, *sorted(offsets), len(sequence)])]
 
 
@@ -39,7 +39,7 @@ def pieces(sequence: Any, offsets: set[int]) -> list[Any]:
     st.lists(st.tuples(st.sets(st.integers(1, len(TEXT) - 1)), st.integers(0, 40)), min_size=1, max_size=3),
     st.sets(st.integers(1, len(TEXT) - 1)),
 )
-def test_the_text_is_whole_and_its_events_are_numbered_without_a_gap(
+def test_spliced_output_is_complete_with_consecutive_event_ids(
     lost: list[tuple[set[int], int]], last: set[int]
 ) -> None:
     splicer, sent = StreamSplicer("r"), ""
@@ -56,8 +56,8 @@ def test_the_text_is_whole_and_its_events_are_numbered_without_a_gap(
 
 
 @given(first=st.sets(st.integers(1, 5)), second=st.sets(st.integers(1, 5)), delivered=st.integers(0, 6))
-def test_each_token_is_sent_once_where_tokens_are_asked_for(first: set[int], second: set[int], delivered: int) -> None:
-    """Also tokens without a text of their own, such as half a character; of two choices in turn."""
+def test_each_token_detail_is_sent_once(first: set[int], second: set[int], delivered: int) -> None:
+    """Includes tokens without text, such as half a character; the events of two choices alternate."""
     tokens = [{"id": number, "text": text} for number, text in enumerate(["a", "", "bc", "", "d", "e"])]
 
     def events(cut: set[int]) -> list[bytes]:
@@ -87,7 +87,7 @@ def test_each_token_is_sent_once_where_tokens_are_asked_for(first: set[int], sec
     ],
     ids=["weights", "settings", "text", "shorter"],
 )
-def test_another_text_is_noticed(again: list[bytes]) -> None:
+def test_divergence_between_replicas_is_detected(again: list[bytes]) -> None:
     splicer = StreamSplicer("r")
     output_of(splicer, event("start", **START), token("Once upon"))
     splicer.restart()
@@ -96,17 +96,17 @@ def test_another_text_is_noticed(again: list[bytes]) -> None:
 
 
 @pytest.mark.parametrize("reason", ["cancelled", "timeout"])
-def test_what_ends_a_text_from_outside_may_end_it_sooner(reason: str) -> None:
+def test_cancellation_or_timeout_may_end_the_replayed_stream_earlier(reason: str) -> None:
     splicer = StreamSplicer("r")
     output_of(splicer, event("start", **START), token("Once upon"))
     splicer.restart()
-    assert output_of(splicer, event("queue", position=1, eta_ms=5)) == ": ping\n\n", "the client runs already"
+    assert output_of(splicer, event("queue", position=1, eta_ms=5)) == ": ping\n\n", "the request already runs"
     end = output_of(splicer, event("start", **START), token("On"), done(0, finish_reason=reason))
     assert '"finish_reason": "' + reason in end
 
 
 def _stream_of(replicas: Played, max_retries: int = 0, seconds: float = 60) -> tuple[FailoverStream, RetryingRequest]:
-    """One stream without its gateway."""
+    """A failover stream without a gateway."""
     call = Call(request_id="r", method="POST", path="/complete", query=b"", headers=(), body=b"{}")
     request = RetryingRequest(replicas, call, RetryCounters(), max_retries=max_retries, accept_timeout=60)
     return FailoverStream(request, ResumeStore(seconds), owner="o", replay_bytes=1000), request
@@ -118,11 +118,11 @@ async def _events(frames: AsyncGenerator[bytes, None], before: Sequence[bytes] =
 
 @pytest.mark.parametrize("ending", [[token("Once upon a time"), done()], [Lost]], ids=["goes on", "is lost"])
 @async_test
-async def test_a_newer_connection_takes_a_stream_over_and_the_older_one_does_no_harm(ending: list[Any]) -> None:
+async def test_newer_connection_takes_a_stream_over_undisturbed_by_the_older_one(ending: list[Any]) -> None:
     late = asyncio.Event()
     again = taken(*STARTED, token("Once upon "), token("a time"), done())
     replicas = Played(taken(*STARTED, late, *ending), again)
-    stream, request = _stream_of(replicas, seconds=0)  # a stream that no connection reads is gone at once
+    stream, request = _stream_of(replicas, seconds=0)  # a stream without a reader is dropped at once
     old_frames = stream.frames(old := stream.attach(), await request.send())
     assert "event: start" in (await anext(old_frames)).decode()
     new_frames = stream.frames(new := stream.attach(), None)
@@ -138,8 +138,8 @@ async def test_a_newer_connection_takes_a_stream_over_and_the_older_one_does_no_
 
 
 @async_test
-async def test_a_stream_that_is_stopped_on_its_way_to_another_replica_ends() -> None:
-    """Neither the lost replica nor the one that has not started knows the stream."""
+async def test_stream_cancelled_between_replicas_ends() -> None:
+    """A cancellation between two replicas: the lost one no longer has the stream, the next one has not started it."""
     late = asyncio.Event()
     replicas = Played(taken(*STARTED, Lost), taken(late, *STARTED, token("Once"), done()))
     stream, request = _stream_of(replicas, max_retries=1)
@@ -163,7 +163,7 @@ class _Writer(BodyWriter):
 
     @property
     def is_ready(self) -> bool:
-        return bool(self._sent)  # as that of a response that has begun
+        return bool(self._sent)  # as of a started response
 
     def write(self, body: bytes) -> None:
         self._sent.append(body)
@@ -172,7 +172,7 @@ class _Writer(BodyWriter):
 
 @pytest.mark.parametrize("with_tokens", [False, True])
 @async_test
-async def test_tokens_that_are_written_as_they_arrive_belong_to_the_text_that_another_replica_continues(
+async def test_tokens_written_directly_count_for_the_replica_that_continues(
     with_tokens: bool,
 ) -> None:
     def piece(text: str) -> bytes:
@@ -189,7 +189,7 @@ async def test_tokens_that_are_written_as_they_arrive_belong_to_the_text_that_an
     assert text_of(events) == "Once upon a time!"
     assert [event.id for event in events] == [f"r:{number}" for number in range(len(events))]
     assert [event.name for event in events] == ["start", *["token"] * 5, "done"]
-    assert writer.n_written == 5, "three from the first replica, two that the second did not repeat"
+    assert writer.n_written == 5, "three from the first replica, two new ones from the second"
     assert b"".join(sent) == stream._replay_buffer.since(0)
     stream.detach(subscription)
     assert replicas.closed == 2
@@ -197,7 +197,7 @@ async def test_tokens_that_are_written_as_they_arrive_belong_to_the_text_that_an
 
 @pytest.mark.parametrize("before", [[], [token("Once ")]], ids=["before the first token", "behind a token"])
 @async_test
-async def test_a_replica_that_an_older_connection_still_waits_for_writes_nothing_to_the_newer_one(
+async def test_replica_awaited_by_an_older_connection_writes_nothing_to_the_newer_one(
     before: list[bytes],
 ) -> None:
     late, later = asyncio.Event(), asyncio.Event()
@@ -224,21 +224,21 @@ async def test_a_replica_that_an_older_connection_still_waits_for_writes_nothing
 
 
 @async_test
-async def test_a_stream_keeps_little_more_than_the_text_of_its_tokens() -> None:
+async def test_stream_keeps_little_more_than_the_text_of_its_tokens() -> None:
     splicer, tokens = StreamSplicer("r"), 4000
     output_of(splicer, event("start", **START))
     largest = 0
     for number in range(tokens):
         splicer.take(event("token", index=0, text=f"{number} ", logprobs=["x" * 200])[:-2])
         largest = max(largest, sum(map(len, splicer._unparsed)))
-    assert 1000 < largest < 100_000, "of 900,000 bytes"
+    assert 1000 < largest < 100_000, "the stream sent 900,000 bytes"
     splicer.restart()
     assert splicer._choices[0].expected == "".join(f"{number} " for number in range(tokens))
 
 
 @pytest.mark.parametrize("is_lost", [True, False], ids=["until another replica takes over", "of one that hangs"])
 @async_test
-async def test_comments_fill_the_silence(monkeypatch: pytest.MonkeyPatch, is_lost: bool) -> None:
+async def test_comments_are_sent_while_the_replica_is_silent(monkeypatch: pytest.MonkeyPatch, is_lost: bool) -> None:
     monkeypatch.setattr(failover_stream, "_HEARTBEAT_SECONDS", 0.01)
     late = asyncio.Event()
     lost = [taken(*STARTED, Lost), [late, *taken(*STARTED, token("Once"), done())]]
@@ -253,7 +253,7 @@ async def test_comments_fill_the_silence(monkeypatch: pytest.MonkeyPatch, is_los
 
 
 @async_test
-async def test_a_client_that_leaves_a_silence_leaves_no_replica_behind() -> None:
+async def test_disconnect_from_a_silent_stream_releases_its_replica() -> None:
     for turns in range(8):
         late = asyncio.Event()
         replicas = Played(taken(*STARTED, Lost), [late, *taken(*STARTED, Silent)])
@@ -272,7 +272,7 @@ async def test_a_client_that_leaves_a_silence_leaves_no_replica_behind() -> None
 
 
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
-def test_events_cut_anywhere_are_the_same_events(line_end: bytes) -> None:
+def test_events_parse_the_same_wherever_reads_split_them(line_end: bytes) -> None:
     wire = b": ping\n\nid: 1\nevent: a\ndata: x\n\ndata:y\ndata: z\n\n".replace(b"\n", line_end)
     for size in range(1, 40):
         parser = EventParser()

@@ -1,4 +1,4 @@
-"""Clients of the gateway when a replica is lost or hangs: no effect, or a clean error; never half an answer."""
+"""Clients of the gateway when a replica is lost or hangs: no effect, or a clean error; never a partial response."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ UNKNOWN = taken(NOT_FOUND, b'{"error": {}}')
 async def fetch(
     replicas: Played, path: str, method: str = "POST", *, max_retries: int = 2, settings: Any = None, **request: Any
 ) -> httpx.Response:
-    """One request, read to the end of its answer."""
+    """Sends a request and reads the whole response."""
     async with client_of(replicas, max_retries=max_retries, **settings or {}) as client:
         return await asyncio.wait_for(client.request(method, path, **request), 60)
 
 
 def full(replica: str, head: Head, body: bytes = b"{}") -> FullResponse:
-    """An answer to a broadcast."""
+    """A response to a broadcast."""
     return FullResponse(replica, head, body)
 
 
 async def counted(client: httpx.AsyncClient, replicas: Played) -> dict[str, float]:
-    """What the gateway has counted of lost replicas, other than 0."""
+    """The gateway's nonzero counters of lost replicas."""
     replicas._all = [full("a", JSON, b"")]
     found = re.findall(r"^inkstream_relay_(\w+)_total (\S+)$", (await client.get("/metrics")).text, re.MULTILINE)
     return {name: float(count) for name, count in found if float(count)}
@@ -71,7 +71,7 @@ def _traces(replicas: Played) -> list[dict[str, str | None]]:
 
 @pytest.mark.parametrize("died", [[], [JSON], [JSON, b'{"half']], ids=["at once", "behind the head", "in the body"])
 @async_test
-async def test_a_whole_answer_is_asked_for_again_and_never_mixed(died: list[Any]) -> None:
+async def test_whole_response_is_requested_again_and_never_mixed(died: list[Any]) -> None:
     replicas = Played(taken(*died, Lost), taken(JSON, b'{"whole": 1}'))
     async with client_of(replicas, max_retries=2) as client:
         response = await client.post("/score", json=BODY, headers=TRACE)
@@ -83,7 +83,7 @@ async def test_a_whole_answer_is_asked_for_again_and_never_mixed(died: list[Any]
 
 
 @async_test
-async def test_a_stream_that_had_not_begun_is_asked_for_again_as_it_was() -> None:
+async def test_stream_that_had_not_started_is_requested_again_unchanged() -> None:
     waiting = event("queue", position=1, eta_ms=9)
     replicas = Played(taken(EVENTS, waiting, Lost), taken(EVENTS, waiting, *STARTED[1:], token("Once"), done()))
     events = parse_events((await fetch(replicas, "/complete", json=BODY)).text)
@@ -93,7 +93,7 @@ async def test_a_stream_that_had_not_begun_is_asked_for_again_as_it_was() -> Non
 
 @pytest.mark.parametrize("ending", [[Lost], []], ids=["lost", "ended without a word"])
 @async_test
-async def test_a_stream_goes_on_with_another_replica_from_the_seed_that_was_told(ending: list[Any]) -> None:
+async def test_stream_continues_on_another_replica_with_the_reported_seed(ending: list[Any]) -> None:
     again = taken(*STARTED, token("Once upon"), token(" a time"), done())
     replicas = Played(taken(*STARTED, token("Once "), token("up"), *ending), again)
     async with client_of(replicas, max_retries=2) as client:
@@ -123,7 +123,7 @@ async def test_a_stream_goes_on_with_another_replica_from_the_seed_that_was_told
     ids=["other weights", "another text", "refused", "failed", "all are lost"],
 )
 @async_test
-async def test_a_stream_that_cannot_go_on_ends_with_one_error(again: Any, code: str | None) -> None:
+async def test_stream_that_cannot_continue_ends_with_one_error(again: Any, code: str | None) -> None:
     replicas = Played(taken(*STARTED, token("Once"), Lost), again, again)
     async with client_of(replicas, max_retries=2) as client:
         events = parse_events((await client.post("/complete", json=BODY)).text)
@@ -135,7 +135,7 @@ async def test_a_stream_that_cannot_go_on_ends_with_one_error(again: Any, code: 
 
 @pytest.mark.parametrize("max_retries", [0, 2])
 @async_test
-async def test_a_request_that_replicas_die_with_is_not_sent_for_ever(max_retries: int) -> None:
+async def test_request_that_kills_replicas_is_retried_a_bounded_number_of_times(max_retries: int) -> None:
     replicas = Played(*[taken(Lost)] * 9)
     response = await fetch(replicas, "/complete", json=BODY, max_retries=max_retries)
     assert response.status_code == 503 and response.headers["retry-after"]
@@ -145,7 +145,7 @@ async def test_a_request_that_replicas_die_with_is_not_sent_for_ever(max_retries
 
 @pytest.mark.parametrize("before", [[], [EVENTS], [EVENTS, b": ping\n"]])
 @async_test
-async def test_a_stream_of_openai_is_asked_for_again_until_it_has_text(before: list[Any]) -> None:
+async def test_openai_stream_is_requested_again_until_it_has_text(before: list[Any]) -> None:
     replicas = Played(taken(*before, Lost), taken(EVENTS, WORDS, b"data: [DONE]\n\n", Lost))
     text = (await fetch(replicas, "/v1/completions", json=BODY)).text
     assert text.removeprefix(": ping\n") == WORDS.decode() + "data: [DONE]\n\n"
@@ -153,7 +153,7 @@ async def test_a_stream_of_openai_is_asked_for_again_until_it_has_text(before: l
 
 @pytest.mark.parametrize("ending", [[Lost], []], ids=["lost", "ended without a word"])
 @async_test
-async def test_a_stream_of_openai_that_had_text_ends_with_an_error(ending: list[Any]) -> None:
+async def test_openai_stream_with_text_ends_with_an_error(ending: list[Any]) -> None:
     replicas = Played(taken(EVENTS, WORDS, *ending), taken(EVENTS, WORDS))
     *sent, error, end, nothing = (await fetch(replicas, "/v1/completions", json=BODY)).text.split("\n\n")
     assert ["\n\n".join(sent).encode() + b"\n\n", end, nothing] == [WORDS, "data: [DONE]", ""]
@@ -162,8 +162,8 @@ async def test_a_stream_of_openai_that_had_text_ends_with_an_error(ending: list[
 
 
 @async_test
-async def test_a_body_is_no_more_than_its_bytes_until_another_replica_needs_it() -> None:
-    """One that Python reads otherwise than the replica that took it must not break the stream it began."""
+async def test_body_is_not_parsed_until_another_replica_needs_it() -> None:
+    """A body that Python parses differently from the replica must not break the stream that the replica started."""
     events = parse_events((await fetch(Played(WHOLE_STREAM), "/complete", content=b"not for Python")).text)
     assert text_of(events) == "Once"
 
@@ -178,11 +178,9 @@ async def test_no_client_waits_forever_for_a_replica(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("hung", [[Silent], taken(Silent), taken(JSON, b"{", Silent)], ids=["at once", "taken", "half"])
 @async_test
-async def test_health_is_answered_by_another_replica_where_one_hangs(
-    monkeypatch: pytest.MonkeyPatch, hung: Any
-) -> None:
+async def test_health_is_answered_by_another_replica_if_one_hangs(monkeypatch: pytest.MonkeyPatch, hung: Any) -> None:
     class Hangs(asyncio.Event):
-        """Raises the timeout once the first replica hangs, so that on a busy machine no other replica times out."""
+        """Raises the time-out once the first replica hangs, so that on a busy machine no other replica times out."""
 
         async def wait(self) -> Literal[True]:
             monkeypatch.setattr(gateway_module, "_ATTEMPT_SECONDS", 60.0)
@@ -219,7 +217,7 @@ async def disconnect_after(client: httpx.AsyncClient, replicas: Played, count: i
 
 
 @async_test
-async def test_a_client_that_leaves_stops_its_replica_and_may_come_back() -> None:
+async def test_disconnect_stops_the_replica_and_the_client_may_resume() -> None:
     again = taken(*STARTED, token("Once upon"), done())
     replicas = Played(taken(*STARTED, token("Once "), Silent), UNKNOWN, UNKNOWN, again, UNKNOWN)
     async with client_of(replicas) as client:
@@ -234,7 +232,7 @@ async def test_a_client_that_leaves_stops_its_replica_and_may_come_back() -> Non
 
 
 @async_test
-async def test_a_client_that_comes_back_while_there_is_no_capacity_may_come_back_later() -> None:
+async def test_client_that_resumes_without_capacity_may_retry_later() -> None:
     error = b'{"error": {"message": "m", "param": null, "code": "full"}}'
     busy = taken(Head(503, (*JSON.headers, (b"retry-after", b"7"))), error)
     replicas = Played(taken(*STARTED, token("On"), Silent), UNKNOWN, busy, UNKNOWN, [Lost], UNKNOWN, WHOLE_STREAM)
@@ -249,8 +247,8 @@ async def test_a_client_that_comes_back_while_there_is_no_capacity_may_come_back
 
 
 @async_test
-async def test_who_may_resume_is_for_a_replica_to_say() -> None:
-    """It is asked for another name: the replica that has the stream knows it by the same one."""
+async def test_a_replica_decides_who_may_resume() -> None:
+    """The resume request has a different name; the replica finds the stream by the original one."""
     replicas = Played(taken(*STARTED, Silent), taken(Head(401, JSON.headers), b'{"error": {"code": "x"}}'))
     async with client_of(replicas) as client:
         await disconnect_after(client, replicas, 1)
@@ -261,7 +259,7 @@ async def test_who_may_resume_is_for_a_replica_to_say() -> None:
 
 @pytest.mark.parametrize(("after", "status"), [("1.0", 400), ("-1", 200), ("1", 200), ("0&after=9", 400)])
 @async_test
-async def test_the_number_of_an_event_is_checked(after: str, status: int) -> None:
+async def test_event_number_of_a_resume_is_validated(after: str, status: int) -> None:
     replicas = Played(WHOLE_STREAM, UNKNOWN)
     async with client_of(replicas) as client:
         await client.post("/complete", json=BODY)
@@ -271,8 +269,8 @@ async def test_the_number_of_an_event_is_checked(after: str, status: int) -> Non
 
 @pytest.mark.parametrize("status", [200, 404])
 @async_test
-async def test_a_stream_is_stopped_by_its_own_name_wherever_it_is(status: int) -> None:
-    """404: no replica has it at the moment, for its client is away."""
+async def test_stream_is_cancelled_by_its_original_name_on_any_replica(status: int) -> None:
+    """404: no replica has the stream at the moment, because its client is disconnected."""
     answer = full("a", Head(status, JSON.headers), b'{"id": "of the replica"}')
     replicas = Played(taken(*STARTED, Lost), taken(*STARTED, token("Once"), Silent), UNKNOWN, all_of=[answer])
     async with client_of(replicas, max_retries=2) as client:
@@ -288,14 +286,14 @@ async def test_a_stream_is_stopped_by_its_own_name_wherever_it_is(status: int) -
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replica that hangs times out soon; on a busy machine one that answers needs more than 50 ms at times."""
+    """A short time-out for hanging replicas; on a busy machine a response may still take more than 50 ms."""
     monkeypatch.setattr(gateway_module, "_BROADCAST_SECONDS", 0.5)
 
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("all_of", [[full("a", JSON)], [Silent, full("a", NOT_FOUND)]], ids=["stopped", "hangs"])
 @async_test
-async def test_a_stopped_stream_does_not_go_on_with_another_replica(all_of: list[Any]) -> None:
+async def test_cancelled_stream_does_not_continue_on_another_replica(all_of: list[Any]) -> None:
     late = asyncio.Event()
     replicas = Played(taken(*STARTED, token("Once"), late, Lost), WHOLE_STREAM, all_of=all_of)
     async with client_of(replicas, max_retries=9) as client:
@@ -316,15 +314,15 @@ async def test_a_stopped_stream_does_not_go_on_with_another_replica(all_of: list
         ([404, 200], 3600.0, 200),
         ([401, 401], 3600.0, 401),
         ([404, 404], 3600.0, 404),
-        ([Silent, 404, 200], 3600.0, 200),  # at once
+        ([Silent, 404, 200], 3600.0, 200),  # immediately
         ([404, Lost], 3600.0, 404),
-        ([404, Silent], 0.05, 503),  # that replica may have it
+        ([404, Silent], 0.05, 503),  # the hanging replica may have it
         ([Silent, Lost], 0.05, 503),
         ([], 3600.0, 503),
     ],
 )
 @async_test
-async def test_a_completion_is_stopped_by_whichever_replica_has_it(
+async def test_completion_is_cancelled_by_the_replica_that_has_it(
     monkeypatch: pytest.MonkeyPatch, statuses: Sequence[Any], seconds: float, expected: int
 ) -> None:
     monkeypatch.setattr(gateway_module, "_BROADCAST_SECONDS", seconds)
@@ -339,14 +337,14 @@ _OF, _SILENT = "inkstream_relay_replica_answers", "inkstream_relay_silent_replic
 
 @pytest.mark.usefixtures("impatient")
 @async_test
-async def test_metrics_of_all_that_answer_are_served_and_tell_who_hangs() -> None:
+async def test_metrics_merge_responding_replicas_and_report_hanging_ones() -> None:
     replicas, page = Played(), b'# HELP a_total What.\n# TYPE a_total counter\na_total{b="c"} 1\n'
     async with client_of(replicas) as client:
 
         async def reported(*answers: Any) -> set[str]:
             replicas._all = list(answers)
             merged = await client.get("/metrics", headers={"Accept": "application/openmetrics-text"})
-            assert merged.headers["content-type"].startswith("text/plain"), "what the gateway can merge"
+            assert merged.headers["content-type"].startswith("text/plain"), "the format that the gateway can merge"
             assert replicas.calls_of_all[-1].header(b"accept") is None
             lines = merged.text.splitlines()
             assert lines.count("# TYPE a_total counter") == 1 and "inkstream_relay_resent_total 0.0" in lines
@@ -365,8 +363,8 @@ async def test_metrics_of_all_that_answer_are_served_and_tell_who_hangs() -> Non
 
 
 @async_test
-async def test_without_a_key_no_byte_of_a_body_is_read_and_only_health_reaches_a_replica(tmp_path: Path) -> None:
-    """With one, a body is read as far as a replica needs it to refuse it."""
+async def test_without_a_key_no_body_is_read_and_only_health_reaches_a_replica(tmp_path: Path) -> None:
+    """With a key, a body is read only as far as a replica needs it to refuse it."""
     good, n_read = new_key(), 0
     add_key(tmp_path / "keys.json", stored(good, "ann"))
 
@@ -389,8 +387,8 @@ async def test_without_a_key_no_byte_of_a_body_is_read_and_only_health_reaches_a
 
 
 @async_test
-async def test_pages_of_an_allowed_origin_may_read_what_the_gateway_says() -> None:
-    """Its own errors, and streams that continue."""
+async def test_allowed_origins_may_read_the_responses_of_the_gateway() -> None:
+    """Covers the gateway's own errors and resumed streams."""
     replicas, page = Played(WHOLE_STREAM, UNKNOWN), "https://page.example"
     async with client_of(replicas, allow_origin=page) as client:
         client.headers["origin"] = page
@@ -407,7 +405,7 @@ async def test_pages_of_an_allowed_origin_may_read_what_the_gateway_says() -> No
 
 @pytest.mark.parametrize("path", ["/complete", "/v1/completions"])
 @async_test
-async def test_whenever_a_visit_is_cancelled_its_replica_is_let_go(path: str) -> None:
+async def test_cancelling_a_request_at_any_point_releases_its_replica(path: str) -> None:
     """Ray cancels the work of a client that disconnects, even at the moment a replica starts."""
 
     async def visit(turns: int) -> bool:
@@ -433,4 +431,4 @@ async def test_whenever_a_visit_is_cancelled_its_replica_is_let_go(path: str) ->
         assert replicas.closed == len(replicas.calls) and not gateway._resume_store._streams, f"after {turns} turns"
         return bool(sent)
 
-    assert [await visit(turns) for turns in range(40)][-1], "it never came as far as the answer"
+    assert [await visit(turns) for turns in range(40)][-1], "no turn reached the response"

@@ -20,7 +20,7 @@ HEADERS = [(b"content-type", b"text/event-stream"), (b"x-name", "café".encode("
 
 
 class _Application:
-    """Sends the parts that it gets from `parts`; None ends the response."""
+    """Sends the body parts that tests put into `parts`; None ends the response."""
 
     def __init__(self, *parts: bytes | None) -> None:
         self.parts: asyncio.Queue[bytes | None] = asyncio.Queue()
@@ -43,14 +43,14 @@ class _Application:
 
 
 async def _start(pool: ReplicaPool) -> ReplicaResponse:
-    """A response whose head has arrived."""
+    """Sends a request and reads the head of the response."""
     response = await pool.send(CALL)
     assert await response.read_head() == Head(201, tuple(HEADERS))
     return response
 
 
 async def _fetch(pool: ReplicaPool) -> bytes:
-    """The body of a whole response."""
+    """Sends a request and reads the whole body."""
     response = await _start(pool)
     body = await response.body()
     response.close()
@@ -58,7 +58,7 @@ async def _fetch(pool: ReplicaPool) -> bytes:
 
 
 @async_test
-async def test_a_response_arrives_part_by_part_and_whole() -> None:
+async def test_response_arrives_in_parts_and_complete() -> None:
     app = _Application()
     async with served(app) as (pool, _, (server,)):
         response = await _start(pool)
@@ -76,7 +76,7 @@ async def test_a_response_arrives_part_by_part_and_whole() -> None:
 
 
 @async_test
-async def test_parts_of_a_body_may_be_taken_as_they_arrive() -> None:
+async def test_consumer_may_take_body_parts_as_they_arrive() -> None:
     app, consumed = _Application(), list[bytes]()
 
     def consume(body: bytes) -> bool:
@@ -99,7 +99,7 @@ async def test_parts_of_a_body_may_be_taken_as_they_arrive() -> None:
 
 @pytest.mark.parametrize("size", [100_000, 1_000_000], ids=["in one piece", "in many pieces"])
 @async_test
-async def test_a_response_that_is_not_taken_waits_in_the_replica(size: int) -> None:
+async def test_unread_response_waits_in_the_replica(size: int) -> None:
     app, n_sent = _Application(), 40_000_000 // size
     for _ in range(n_sent):
         app.parts.put_nowait(bytes(size))
@@ -108,18 +108,18 @@ async def test_a_response_that_is_not_taken_waits_in_the_replica(size: int) -> N
         connection = await replica_pool._Connection.open(addresses[0])
         assert await connection.request(CALL)
         await asyncio.sleep(0.2)
-        assert connection._n_unread < 2_000_000, "of 40 MB"
+        assert connection._n_unread < 2_000_000, "the response has 40 MB"
         await connection.read_head()
         body = b""
         while not connection.is_complete:
             body += await connection.read_body(None)
-            await asyncio.sleep(0.001)  # a part of a frame arrives while the client is written to
+            await asyncio.sleep(0.001)  # part of a frame arrives during the write to the client
         assert body == bytes(n_sent * size)
         connection.close()
 
 
 @async_test
-async def test_a_client_that_leaves_before_it_is_accepted_says_nothing_of_the_replica(
+async def test_disconnect_before_acceptance_does_not_blame_the_replica(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(replica_pool, "_AVOID_SECONDS", 3600.0)
@@ -133,13 +133,13 @@ async def test_a_client_that_leaves_before_it_is_accepted_says_nothing_of_the_re
 
 
 @async_test
-async def test_requests_in_turn_share_a_connection() -> None:
+async def test_sequential_requests_share_a_connection() -> None:
     app = _Application(*[b"a", None] * 3)
     async with served(app) as (pool, _, (server,)):
         connections = len(asyncio.all_tasks())
         for _ in range(3):
             assert await _fetch(pool) == b"a"
-        assert len(asyncio.all_tasks()) - connections == 2, "the connection, and its wait for the next request"
+        assert len(asyncio.all_tasks()) - connections == 2, "one task for the connection, one for its next request"
         assert app.n_requests == 3
         await until(lambda: not server.n_open)
 
@@ -161,7 +161,7 @@ async def test_the_replica_with_the_fewest_open_requests_gets_the_next_one() -> 
 
 
 @async_test
-async def test_a_gateway_that_leaves_cancels_the_request() -> None:
+async def test_closing_the_response_cancels_the_request() -> None:
     app = _Application()
     async with served(app) as (pool, _, (server,)):
         response = await _start(pool)
@@ -172,7 +172,7 @@ async def test_a_gateway_that_leaves_cancels_the_request() -> None:
 
 
 @async_test
-async def test_a_replica_that_breaks_is_lost() -> None:
+async def test_failing_replica_is_lost() -> None:
     async def broken(_scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -188,7 +188,7 @@ async def test_a_replica_that_breaks_is_lost() -> None:
 
 
 @async_test
-async def test_a_replica_that_stops_refuses_new_requests_and_ends_open_ones() -> None:
+async def test_draining_replica_refuses_new_requests_and_finishes_open_ones() -> None:
     leaving, other = _Application(), _Application(b"other", None)
     async with served(leaving, other) as (pool, addresses, (server, _)):
         pool.update(addresses[:1])
@@ -223,7 +223,7 @@ async def test_a_request_waits_for_a_replica() -> None:
 
 
 @async_test
-async def test_replicas_that_are_gone_or_hang_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_dead_and_hanging_replicas_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_pool, "_ACCEPT_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as hung, socket.create_server(("127.0.0.1", 0)) as gone:
         bad = [Address("x", *listener.getsockname(), bytes(16)) for listener in (hung, gone)]
@@ -235,7 +235,7 @@ async def test_replicas_that_are_gone_or_hang_are_passed_over(monkeypatch: pytes
 
 
 @async_test
-async def test_a_replica_serves_nothing_without_its_secret() -> None:
+async def test_replica_refuses_requests_without_its_secret() -> None:
     app = _Application(b"a", None)
     async with served(app) as (_, (address,), _):
         pool = ReplicaPool()
@@ -246,8 +246,8 @@ async def test_a_replica_serves_nothing_without_its_secret() -> None:
 
 
 @async_test
-async def test_a_machine_that_vanishes_is_noticed_by_the_system() -> None:
-    """As it closes no connection: probes go to an idle one, and unacknowledged data is given up."""
+async def test_vanished_machine_is_detected_by_tcp_timeouts() -> None:
+    """It closes no connection: keepalive probes detect that for idle ones, TCP_USER_TIMEOUT for unacknowledged data."""
     async with served(_Application(b"a", None)) as (_, (address,), _):
         connection = await replica_pool._Connection.open(address)
         of_system = connection._transport.get_extra_info("socket")
@@ -261,7 +261,7 @@ async def test_a_machine_that_vanishes_is_noticed_by_the_system() -> None:
 
 
 @async_test
-async def test_a_broadcast_reaches_every_replica_and_misses_lost_ones() -> None:
+async def test_broadcast_reaches_every_replica_and_reports_lost_ones() -> None:
     async with served(_Application(b"a", None), _Application(b"b", None)) as (pool, addresses, _):
         pool.update([*addresses, Address("x", "127.0.0.1", 9, bytes(16))])
         responses = await asyncio.gather(*pool.broadcast(CALL), return_exceptions=True)
@@ -270,7 +270,7 @@ async def test_a_broadcast_reaches_every_replica_and_misses_lost_ones() -> None:
 
 
 @async_test
-async def test_a_request_that_is_cancelled_before_it_is_accepted_leaves_nothing_open() -> None:
+async def test_request_cancelled_before_acceptance_leaves_no_connection() -> None:
     with socket.create_server(("127.0.0.1", 0)) as hung:
         pool = ReplicaPool()
         pool.update([Address("x", *hung.getsockname(), bytes(16))])

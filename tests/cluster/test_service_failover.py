@@ -1,4 +1,4 @@
-"""The gateway in front of the real service, with a replica lost at each point in turn: the text stays the same."""
+"""The gateway in front of the real service, losing a replica at each point in turn: the output stays the same."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ async def _send(app: FastAPI, deaths: Sequence[int], path: str, method: str = "P
 
 
 @async_test
-async def test_wherever_a_replica_is_lost_the_answer_is_that_of_one(weights: Path) -> None:
-    """Streams with token details and several choices, a seed chosen by the service, answers without streaming."""
+async def test_losing_replicas_at_any_point_does_not_change_the_response(weights: Path) -> None:
+    """Covers streams with token details and several choices, a seed chosen by the service, and whole responses."""
 
     async with running_app(weights, resume_seconds=0) as app:
         detailed = {**BODY, "seed": 5, "n": 2, "logprobs": 1}
@@ -53,7 +53,7 @@ async def test_wherever_a_replica_is_lost_the_answer_is_that_of_one(weights: Pat
 
 
 @async_test
-async def test_pages_and_errors_are_the_services_own(weights: Path) -> None:
+async def test_pages_and_errors_are_passed_through(weights: Path) -> None:
     async with running_app(weights, resume_seconds=0) as app:
         for path, status in (("/", 200), ("/docs", 200), ("/v1/models", 200), ("/health", 200), ("/no", 404)):
             assert (await _send(app, [], path, "GET")).status_code == status
@@ -66,8 +66,8 @@ async def test_pages_and_errors_are_the_services_own(weights: Path) -> None:
 
 
 @async_test
-async def test_whenever_a_question_is_cancelled_the_replica_lets_go_of_it(weights: Path) -> None:
-    """Be it in the very moment in which it was admitted; after as many turns of the event loop as there may be."""
+async def test_cancelling_a_broadcast_at_any_point_releases_the_replica(weights: Path) -> None:
+    """Cancels after every possible number of event loop turns, including the moment of admission."""
 
     async def visit(pool: ReplicaPool, server: ReplicaServer, app: FastAPI, turns: int) -> None:
         body = json.dumps(BODY).encode()
