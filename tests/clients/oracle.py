@@ -1,7 +1,7 @@
-"""A direct forward pass of the model for the client scripts: one JSON request per line in, one JSON response per line out.
+"""A direct forward pass of the model for the client scripts: one JSON request per line in, one response per line out.
 
-{"texts": [str]} -> ids of every text. {"rows": [[id]]} -> of every row, (log-probability, whether it was the most likely) of
-every id but the first. {"prompts": [[id]], "n": int} -> the n greedy ids that follow, as text.
+{"texts": [str]} -> the ids of every text. {"rows": [[id]]} -> for every row, (log-probability, whether it was the most
+likely) of every id but the first. {"prompts": [[id]], "n": int} -> the n greedy ids that follow, as text.
 """
 
 from __future__ import annotations
