@@ -33,7 +33,8 @@ BEFORE_FULL = 40
 
 @contextlib.contextmanager
 def _server(weights: Path, **environment: str) -> Iterator[tuple[subprocess.Popen[bytes], str, int]]:
-    """A service with the fake engine whose log is a pipe; the end that reads is ours, and read up to the address."""
+    """Runs the fake engine's service with its log in a pipe, and keeps the end that reads; it was read up to the
+    address."""
     ours, theirs = os.pipe()
     fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     variables = {k: v for k, v in os.environ.items() if not k.startswith("INKSTREAM_")} | environment
@@ -65,11 +66,11 @@ def _fill(url: str, count: int) -> None:
             assert client.get("/v1/models").status_code == 200
 
 
-def test_an_unread_log_blocks_neither_requests_nor_engines_nor_the_shutdown(tmp_path: Path, weights: Path) -> None:
+def test_unread_log_blocks_neither_requests_nor_engines_nor_shutdown(tmp_path: Path, weights: Path) -> None:
     faults = Faults(tmp_path / "faults")
     with _server(weights, **faults.environment) as (process, url, _):
         _fill(url, BEFORE_FULL)
-        faults.arm("engine.step", "raise", times=1)  # the engine logs why it fails, and the next one answers
+        faults.arm("engine.step", "raise", times=1)  # the engine logs its failure, and the next engine answers
         answer = httpx.post(f"{url}/complete", json={"prompt": "x", "max_tokens": 3, "stream": False}, timeout=60)
         assert answer.status_code == 200 and not faults.is_armed("engine.step")
         process.send_signal(signal.SIGTERM)
@@ -89,7 +90,7 @@ def test_a_second_signal_ends_at_once_with_an_unread_log(weights: Path) -> None:
             process.send_signal(signal.SIGTERM)
             _until_it_drains(url)  # two signals that are still pending count as one
             process.send_signal(signal.SIGTERM)
-            assert process.wait(timeout=20) == 1, "that is before the stream, and before the patience with it"
+            assert process.wait(timeout=20) == 1, "ends before the stream and before the drain timeout"
 
 
 def _until_it_drains(url: str) -> None:
@@ -113,7 +114,7 @@ def _logger(writer: AsyncLogHandler) -> logging.Logger:
     return logger
 
 
-def test_lines_beyond_the_bound_are_dropped_and_counted_and_told(pipe: tuple[int, int]) -> None:
+def test_lines_beyond_the_bound_are_dropped_counted_and_reported(pipe: tuple[int, int]) -> None:
     ours, theirs = pipe
     writer = AsyncLogHandler(theirs, "utf-8")
     logger, n = _logger(writer), MAX_PENDING_LINES + 1000
@@ -123,7 +124,7 @@ def test_lines_beyond_the_bound_are_dropped_and_counted_and_told(pipe: tuple[int
     writer.flush()
     assert time.monotonic() - began < 5
     dropped = writer.dropped
-    assert 0 < dropped < 1000  # what the pipe took is not lost
+    assert 0 < dropped < 1000  # the lines already in the pipe are kept
     text = b""
     while not re.search(rb"lines of the log were dropped", text) or text.count(b"x" * 100) < n - dropped:
         text += os.read(ours, 65536)
@@ -132,7 +133,7 @@ def test_lines_beyond_the_bound_are_dropped_and_counted_and_told(pipe: tuple[int
     assert numbers == sorted(set(numbers)) and len(numbers) == n - dropped
 
 
-def test_only_the_first_flush_waits_for_a_reader_that_does_not_read(pipe: tuple[int, int]) -> None:
+def test_only_the_first_flush_waits_for_a_stalled_reader(pipe: tuple[int, int]) -> None:
     ours, theirs = pipe
     writer = AsyncLogHandler(theirs, "utf-8")
     logger = _logger(writer)
@@ -150,10 +151,10 @@ def test_only_the_first_flush_waits_for_a_reader_that_does_not_read(pipe: tuple[
     assert writer._late.wait(60)
     logger.info("read")
     writer.flush()
-    assert os.read(ours, 100) == b"read\n", "the next one waits again"
+    assert os.read(ours, 100) == b"read\n", "the next flush waits again"
 
 
-def test_a_reader_that_has_gone_costs_lines_and_nothing_else(pipe: tuple[int, int]) -> None:
+def test_closed_pipe_only_drops_lines(pipe: tuple[int, int]) -> None:
     writer = AsyncLogHandler(pipe[1], "utf-8")
     os.close(pipe[0])
     _logger(writer).info("x")
@@ -166,7 +167,7 @@ def test_a_reader_that_has_gone_costs_lines_and_nothing_else(pipe: tuple[int, in
     assert any(thread.name == "log" for thread in threading.enumerate())
 
 
-def test_lines_that_come_together_are_few_writes_of_whole_lines(
+def test_lines_logged_together_take_few_writes_of_whole_lines(
     pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[bytes] = []
@@ -190,8 +191,8 @@ def test_lines_that_come_together_are_few_writes_of_whole_lines(
     assert len(written) < 50
 
 
-def test_a_warning_does_not_wait_for_others(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be the last line of a process that is killed; a line behind another one otherwise waits for more."""
+def test_warnings_are_written_immediately(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warning may be the last line of a process that is killed; other lines wait to be written together."""
     monkeypatch.setattr(logs, "_PAUSE_SECONDS", 60.0)
     ours, theirs = pipe
     logger = _logger(AsyncLogHandler(theirs, "utf-8"))
@@ -199,7 +200,7 @@ def test_a_warning_does_not_wait_for_others(pipe: tuple[int, int], monkeypatch: 
     assert os.read(ours, 100) == b"first\n"
     time.sleep(0.05)
     logger.info("second")
-    assert not select.select([ours], [], [], 0.1)[0], "the control: it waits"
+    assert not select.select([ours], [], [], 0.1)[0], "positive control: an info line waits"
     logger.warning("third")
     assert os.read(ours, 100) == b"second\nthird\n"
 
@@ -216,7 +217,7 @@ def test_a_non_blocking_pipe_loses_nothing(pipe: tuple[int, int]) -> None:
     assert text == (b"x" * 199 + b"\n") * 1000 and writer.dropped == 0
 
 
-def test_a_crash_is_told_without_waiting(pipe: tuple[int, int]) -> None:
+def test_crash_is_logged_without_waiting(pipe: tuple[int, int]) -> None:
     ours, theirs = pipe
     descriptor = open_nonblocking(theirs)
     try:

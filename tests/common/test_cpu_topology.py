@@ -1,4 +1,4 @@
-"""Cores, SMT siblings, NUMA nodes and quotas of made-up machines, and what each engine gets of them."""
+"""Cores, SMT siblings, NUMA nodes and quotas of made-up machines, and the CPUs and threads that each engine gets."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def _root(folder: Path, files: dict[str, str]) -> Path:
     ("limit", "cores"),
     [("max 100000", 8), ("200000 100000", 2), ("250000 100000", 2), ("50000 100000", 1), ("1600000 100000", 8)],
 )
-def test_version_2_limits_the_cores(tmp_path: Path, limit: str, cores: int) -> None:
-    """In a container of its own cgroup namespace: we are at the root of what is mounted."""
+def test_cgroup_v2_limits_the_cores(tmp_path: Path, limit: str, cores: int) -> None:
+    """In a container with its own cgroup namespace, this process is at the root of the mounted hierarchy."""
     files = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": f"{limit}\n"}
     assert read_topology(_root(tmp_path, files), EIGHT).n_cpus == cores
 
 
-def test_the_smallest_limit_on_the_way_to_the_root_holds(tmp_path: Path) -> None:
+def test_smallest_limit_up_to_the_root_applies(tmp_path: Path) -> None:
     files = {
         "proc/self/cgroup": "0::/a.slice/b.service\n",
         "sys/fs/cgroup/a.slice/cpu.max": "300000 100000\n",
@@ -44,14 +44,14 @@ def test_the_smallest_limit_on_the_way_to_the_root_holds(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("text", ["", "nonsense", "1 2 3", "100000 0"])
-def test_what_cannot_be_read_is_no_limit(tmp_path: Path, text: str) -> None:
+def test_unreadable_files_set_no_limit(tmp_path: Path, text: str) -> None:
     assert read_topology(tmp_path, EIGHT).n_cpus == 8
     for cgroup in ("0::/\n", text):
         files = {"proc/self/cgroup": cgroup, "sys/fs/cgroup/cpu.max": text}
         assert read_topology(_root(tmp_path, files), EIGHT).n_cpus == 8
 
 
-def test_never_more_than_the_machine_has() -> None:
+def test_limits_never_exceed_the_machine() -> None:
     assert 1 <= read_topology().compute_threads <= read_topology().n_cpus <= (os.cpu_count() or 1)
 
 
@@ -65,7 +65,7 @@ def _machine(
     cpus: Iterable[int] | None = None,
     files: Mapping[str, str] | None = None,
 ) -> Topology:
-    """A machine that numbers its CPUs as Linux does on x86-64: first one of each core, then their siblings."""
+    """A machine that numbers its CPUs as Linux does on x86-64: first one per core, then their siblings."""
     tree = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": f"{quota} 100000\n"}
     for core in range(cores):
         siblings = [core + cores * i for i in range(smt)]
@@ -79,7 +79,7 @@ def _machine(
     return read_topology(_root(folder, tree | dict(files or {})), range(cores * smt) if cpus is None else [*cpus])
 
 
-def test_siblings_of_a_core_get_one_thread(tmp_path: Path) -> None:
+def test_smt_siblings_share_one_thread(tmp_path: Path) -> None:
     topology = _machine(tmp_path, cores=4, smt=2)
     assert [core.cpus for core in topology.cores] == [(0, 4), (1, 5), (2, 6), (3, 7)]
     assert (topology.compute_threads, topology.n_cpus, topology.nodes) == (4, 8, (0,))
@@ -93,7 +93,7 @@ def test_siblings_of_a_core_get_one_thread(tmp_path: Path) -> None:
         ({"cores": 1}, 1),
         ({"cores": 2}, 2),
         ({"cores": 7}, 7),
-        ({"cores": 8}, 7),  # one for the API process, which finds no sibling
+        ({"cores": 8}, 7),  # one for the API process, because there are no siblings
         ({"cores": 8, "smt": 2}, 8),
         ({"cores": 8, "smt": 2, "quota": "800000"}, 7),
         ({"cores": 8, "smt": 2, "quota": "950000"}, 8),
@@ -107,7 +107,7 @@ def test_threads_compute_on_physical_cores(tmp_path: Path, machine: dict[str, An
     assert _machine(tmp_path, **machine).compute_threads == threads
 
 
-def test_slow_cores_of_a_hybrid_cpu_do_not_compute_by_default(tmp_path: Path) -> None:
+def test_efficiency_cores_do_not_compute_by_default(tmp_path: Path) -> None:
     intel = {"sys/devices/cpu_core/cpus": "0-3\n", "sys/devices/cpu_atom/cpus": "4-7\n"}
     topology = _machine(tmp_path, cores=8, files=intel)
     assert topology.compute_threads == 4 and divide(topology, 1) == (EngineShare(4, (1, 2, 8)),)
@@ -121,18 +121,18 @@ def test_without_sys_each_cpu_is_a_core(tmp_path: Path) -> None:
     assert (topology.compute_threads, topology.nodes, divide(topology, 1)) == (3, (0,), (EngineShare(3, (1,)),))
 
 
-def test_one_core_leaves_nothing_to_choose(tmp_path: Path) -> None:
+def test_single_core_has_one_layout(tmp_path: Path) -> None:
     assert divide(_machine(tmp_path, cores=1), 2) == (EngineShare(1),) * 2
 
 
-def test_engines_of_one_node_go_wherever_the_system_puts_them(tmp_path: Path) -> None:
+def test_engines_on_a_single_node_are_not_bound(tmp_path: Path) -> None:
     topology = _machine(tmp_path, cores=8, smt=2)
     assert divide(topology, 2) == (EngineShare(4, (1, 2, 8)),) * 2
     assert divide(topology, 2, threads=5) == (EngineShare(2),) * 2
     assert divide(topology, 64)[0].threads == 1
 
 
-def test_one_engine_takes_all_nodes(tmp_path: Path) -> None:
+def test_single_engine_uses_all_nodes(tmp_path: Path) -> None:
     topology = _machine(tmp_path, cores=8, smt=2, nodes=2)
     assert divide(topology, 1) == (EngineShare(8, (1, 4, 16)),)
     assert str(topology) == "8 physical cores, 16 CPUs, 2 NUMA nodes"
@@ -145,7 +145,7 @@ def test_each_engine_gets_a_node(tmp_path: Path) -> None:
     first, second = divide(topology, 2)
     assert first == EngineShare(4, (1, 2, 8), cpus=(0, 8, 1, 9, 2, 10, 3, 11))
     assert second == EngineShare(4, (1, 2, 8), cpus=(4, 12, 5, 13, 6, 14, 7, 15))
-    three = divide(topology, 3)  # two of them share a node, and all have equally many threads
+    three = divide(topology, 3)  # two of them share a node, and all have the same number of threads
     assert [share.cpus for share in three] == [first.cpus, first.cpus, second.cpus]
     assert {share.threads for share in three} == {2}
 
@@ -157,7 +157,7 @@ def test_few_engines_share_many_nodes_evenly(tmp_path: Path) -> None:
     assert {share.threads for share in shares} == {7}
 
 
-def test_no_division_exceeds_cores_quota_or_nodes(tmp_path: Path) -> None:
+def test_no_placement_exceeds_cores_quota_or_nodes(tmp_path: Path) -> None:
     numbers = count()
     for nodes in (1, 2, 4):
         for quota in ("max", "300000", "1250000"):
@@ -177,7 +177,7 @@ def _runs_on(share: EngineShare, topology: Topology, node: int) -> bool:
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
-def test_a_process_is_bound_to_cpus_and_what_cannot_be_bound_is_said() -> None:
+def test_process_is_bound_to_cpus_and_failures_are_reported() -> None:
     before = os.sched_getaffinity(0)
     try:
         assert not bind_process([]) and not bind_process([min(before)])
@@ -188,9 +188,7 @@ def test_a_process_is_bound_to_cpus_and_what_cannot_be_bound_is_said() -> None:
 
 
 @pytest.mark.parametrize(("threads", "each"), [(0, 15), (16, 8)])
-def test_an_engine_is_not_put_on_a_node_of_which_affinity_leaves_nearly_nothing(
-    tmp_path: Path, threads: int, each: int
-) -> None:
+def test_node_with_hardly_any_allowed_cpu_gets_no_engine(tmp_path: Path, threads: int, each: int) -> None:
     cpus = [*range(30), 32, 33]
     shares = divide(_machine(tmp_path, cores=64, nodes=2, cpus=cpus), 2, threads)
     assert {(share.threads, share.cpus) for share in shares} == {(each, ())}

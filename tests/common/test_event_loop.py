@@ -40,11 +40,11 @@ def _chosen_loop(way: str) -> int:
     return int(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout)
 
 
-def test_a_signal_that_comes_while_another_is_taken_in_is_one_signal() -> None:
+def test_signal_during_the_handling_of_another_is_delivered_once() -> None:
     assert _chosen_loop("ours") == 5
 
 
-def test_the_loops_own_way_would_take_it_for_two() -> None:
-    """When this fails, event_loop.on_signal() has had its day."""
+def test_uvloop_delivers_such_a_signal_twice() -> None:
+    """When this fails, event_loop.on_signal() is no longer needed."""
     pytest.importorskip("uvloop")
     assert _chosen_loop("uvloop's") > 5

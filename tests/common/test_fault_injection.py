@@ -1,4 +1,4 @@
-"""Named faults: inert without their variable, and what they do with it."""
+"""Named fault points: inert without their variable, and their effects with it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support import ROOT
 from tests.support.armed_faults import Faults
 
 
-def test_faults_are_inert_without_their_variable(tmp_path: Path) -> None:
+def test_fault_points_are_inert_without_their_variable(tmp_path: Path) -> None:
     armed = Faults(tmp_path)
     armed.arm("engine.step", "exit", code=7)
     program = "from app.common.fault_injection import fault; fault('engine.step')"
@@ -27,7 +27,7 @@ def test_faults_are_inert_without_their_variable(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("raised", [("raise", InjectedFault), ("disk full", OSError), ("out of memory", MemoryError)])
-def test_a_fault_happens_as_often_as_ordered(
+def test_fault_occurs_the_requested_number_of_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: tuple[str, type[Exception]]
 ) -> None:
     do, error = raised
@@ -43,7 +43,7 @@ def test_a_fault_happens_as_often_as_ordered(
     assert not Faults(tmp_path).is_armed("a.point")
 
 
-def test_every_point_is_named_once() -> None:
+def test_every_fault_point_is_named_once() -> None:
     named: list[str] = []
     for path in (*(ROOT / "app").rglob("*.py"), *(ROOT / "model").rglob("*.py")):
         named += re.findall(r'fault\("([a-z_.]+)"', path.read_text())

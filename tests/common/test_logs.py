@@ -1,4 +1,4 @@
-"""Lines of the log as a person reads them, and which format is chosen."""
+"""Log lines in the human-readable format, and the choice of the format."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NO_TOKENS = {"completion_tokens": None, "tokens_per_second": None}
         ({"method": "GET", "route": "/v1/models", "outcome": "ok", **NO_TOKENS}, "200  GET /v1/models  1,234.5 ms"),
     ],
 )  # fmt: skip
-def test_a_request_is_one_short_line_and_failures_name_its_id(changes: dict[str, Any], expected: str) -> None:
+def test_request_is_one_short_line_and_failures_name_its_id(changes: dict[str, Any], expected: str) -> None:
     assert _line("request", REQUEST, logging.INFO, COMPLETION | changes) == expected
 
 
@@ -51,7 +51,7 @@ def test_other_events_are_their_message_and_fields(level: int, expected: str) ->
 
 
 def _line(message: str, name: str, level: int, fields: dict[str, Any]) -> str:
-    """Without its time."""
+    """The line without its time."""
     record = logging.LogRecord(name, level, "", 0, message, None, None)
     record.fields = fields
     time, _, line = logs._TextFormatter().format(record).partition("  ")
@@ -63,7 +63,7 @@ def _line(message: str, name: str, level: int, fields: dict[str, Any]) -> str:
     ("setting", "is_terminal", "expected"),
     [("auto", True, "text"), ("auto", False, "json"), ("text", False, "text"), ("json", True, "json")],
 )
-def test_only_auto_depends_on_the_terminal(
+def test_only_format_auto_depends_on_the_terminal(
     monkeypatch: pytest.MonkeyPatch, setting: Any, is_terminal: bool, expected: str
 ) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal, raising=False)

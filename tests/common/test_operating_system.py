@@ -1,4 +1,4 @@
-"""What the system says of GPUs and of ports that are in use."""
+"""GPUs and ports in use, as the operating system reports them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from app.common.operating_system import listener_on, why_no_cuda
 
 
 def _install(monkeypatch: pytest.MonkeyPatch, folder: Path, versions: str, *, has_driver: bool = True) -> None:
-    """A torch whose file of versions reads so, and a driver."""
+    """Installs a fake torch with this version file, and a driver."""
     (folder / "version.py").write_text(versions)
     spec = ModuleSpec("torch", None, is_package=True)
     spec.submodule_search_locations = [str(folder)]
@@ -42,14 +42,14 @@ CUDA_BUILD = "cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
         (CUDA_BUILD, True, None, ""),
         (CUDA_BUILD, True, "0,1", ""),
         ("cuda: Optional[str] = None\nhip: Optional[str] = '6.4'\n", True, None, ""),
-        ("debug = False\n", True, None, ""),  # an unknown layout says nothing
+        ("debug = False\n", True, None, ""),  # an unknown layout gives no reason
         (CPU_BUILD, True, None, "the installed torch computes on CPUs only"),
         (CUDA_BUILD, True, "", "CUDA_VISIBLE_DEVICES hides every GPU"),
         (CUDA_BUILD, True, "-1", "CUDA_VISIBLE_DEVICES hides every GPU"),
         (CUDA_BUILD, False, None, "this machine has no NVIDIA driver (libcuda.so.1)"),
     ],
 )
-def test_a_gpu_that_cannot_be_used_has_a_reason(
+def test_unusable_gpu_has_a_reason(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, versions: str, has_driver: bool, visible: str | None, expected: str
 ) -> None:
     _install(monkeypatch, tmp_path, versions, has_driver=has_driver)
@@ -59,7 +59,7 @@ def test_a_gpu_that_cannot_be_used_has_a_reason(
     assert expected in problem and bool(problem) == bool(expected)
 
 
-def test_the_question_does_not_import_torch() -> None:
+def test_gpu_check_does_not_import_torch() -> None:
     program = (
         "import sys; from app.common.operating_system import why_no_cuda; why_no_cuda(); print('torch' in sys.modules)"
     )
@@ -69,7 +69,7 @@ def test_the_question_does_not_import_torch() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_who_listens_on_a_port_is_found(host: str) -> None:
+def test_process_that_listens_on_a_port_is_found(host: str) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, 0), family=family)

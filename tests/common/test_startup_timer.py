@@ -1,4 +1,4 @@
-"""Startup times of an engine, by phase, and the directory that Triton gets for its kernels."""
+"""Startup times of an engine by phase, and Triton's default kernel cache directory."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from app.common.startup_timer import CAPTURING_GRAPHS, LOADING_WEIGHTS, PROVING,
 from app.engine.worker_loop import keep_triton_cache
 
 
-def test_each_phase_lasts_until_the_next() -> None:
+def test_each_phase_ends_with_the_start_of_the_next() -> None:
     phases = (STARTING, 10.0), (LOADING_WEIGHTS, 12.0), (PROVING, 15.0), (CAPTURING_GRAPHS, 16.0), (PROVING, 18.0)
     seconds = phase_seconds(phases, 19.0)
     assert seconds == {STARTING: 2.0, LOADING_WEIGHTS: 3.0, PROVING: 2.0, CAPTURING_GRAPHS: 2.0}
     assert format_phases(seconds).startswith("9.0 s: starting 2.0, loading weights 3.0, proving 2.0")
-    assert phase_seconds([(STARTING, 1.0)], 4.0) == {STARTING: 3.0}, "of an engine that names no phase"
+    assert phase_seconds([(STARTING, 1.0)], 4.0) == {STARTING: 3.0}, "an engine that names no phase"
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_each_phase_lasts_until_the_next() -> None:
         (Path("/given"), {"TRITON_CACHE_DIR": "/elsewhere"}, "/elsewhere"),
     ],
 )
-def test_triton_keeps_its_kernels_below_ours_unless_it_is_told_where(
+def test_triton_cache_is_below_ours_unless_set_explicitly(
     directory: Path | None, environment: dict[str, str], kept: str
 ) -> None:
     variables = dict(environment)
