@@ -1,6 +1,6 @@
-"""Tests the promises of docs/deploy.md on real containers. tests/container/run builds them and starts this.
+"""Checks that docs/deploy.md is right on real containers. tests/container/run builds them and starts this program.
 
-One line for each check, and one JSON object of what was measured at the end. The first check that fails ends it.
+It prints one line for each check and, at the end, one JSON object of measurements. The first failing check ends it.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from tests.support.concurrent_readers import ConcurrentReaders, Reader
 from tests.support.docs_commands import commands
 
 SERVICE = Container("inkstream_inkstream_1")
-FRONT = Container("inkstream_nginx_1")
+PROXY = Container("inkstream_nginx_1")
 FIGURES: dict[str, Any] = {}
 BODY = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, "seed": 7, "n": 16}
 
 
 def starts_and_is_healthy() -> str:
-    """Runs with nothing mounted and no rights."""
+    """The service runs with nothing mounted and without rights."""
     began = time.monotonic()
     run("docker compose up --wait")
     commanded = time.monotonic() - began
@@ -56,9 +56,9 @@ def starts_and_is_healthy() -> str:
 
 
 def has_no_rights() -> str:
-    """What the kernel says of the process, not what the files say."""
-    said = SERVICE.inside("grep", "-E", "^(Uid|Gid|CapEff|CapBnd|NoNewPrivs):", "/proc/1/status")
-    facts = {line.split(":")[0]: line.split()[1] for line in said.splitlines()}
+    """Reads the rights of the process from the kernel, not from the compose file."""
+    status_lines = SERVICE.inside("grep", "-E", "^(Uid|Gid|CapEff|CapBnd|NoNewPrivs):", "/proc/1/status")
+    facts = {line.split(":")[0]: line.split()[1] for line in status_lines.splitlines()}
     none = "0" * 16
     assert facts == {"Uid": "10001", "Gid": "10001", "CapEff": none, "CapBnd": none, "NoNewPrivs": "1"}, facts
     refused = subprocess.run(["podman", "exec", SERVICE.name, "touch", "/srv/x"], capture_output=True, text=True)
@@ -67,15 +67,15 @@ def has_no_rights() -> str:
     compiler = subprocess.run(
         ["podman", "exec", SERVICE.name, "sh", "-c", "command -v g++ cc gcc"], capture_output=True
     )
-    assert compiler.returncode, "a compiler is in the image"
+    assert compiler.returncode, "the image has a compiler"
     return "uid 10001, no capabilities, no new privileges, read-only, no compiler"
 
 
 MOST_MEGABYTES, MOST_CODE_MEGABYTES = 700, 10
 
 
-def contains_only_what_serves() -> str:
-    """No installer, header or setuid program; a layer of its own for the code; a list of the packages."""
+def contains_only_what_serving_needs() -> str:
+    """No installer, header or setuid program; a separate layer for the code; a list of the packages."""
     image = json.loads(shell("docker image inspect $INKSTREAM_IMAGE"))[0]
     unwanted = r"-type f -perm /6000 -o -name pip -o -name ensurepip -o -name '*.h' -not -path '/srv/*'"
     found = shell(rf"docker exec --user 0 {SERVICE.name} find / -xdev \( {unwanted} \)")
@@ -89,8 +89,8 @@ def contains_only_what_serves() -> str:
     return f"{image['Size'] / 1e6:.0f} MB, {code} MB of it code; {len(listed)} packages listed"
 
 
-def checks_weights_and_says_that_it_cannot_train() -> str:
-    """What training needs and serving never loads is not in the image."""
+def checks_weights_and_refuses_to_train() -> str:
+    """The image lacks what training needs and serving never loads."""
     SERVICE.inside("inkstream", "check", "/srv/inkstream/weights")
     train = ["podman", "exec", SERVICE.name, "inkstream", "train", "--data", "/etc/passwd", "--out", "/tmp/out"]
     result = subprocess.run([*train, "--steps", "1"], capture_output=True, text=True)
@@ -102,7 +102,7 @@ MOST_MEGABYTES_WITHOUT_TORCH = 300
 
 
 def serves_without_torch() -> str:
-    """The smaller image gives the same text; what it cannot do is refused in one line."""
+    """The smaller image gives the same completion; it refuses what it cannot do in one line."""
     smaller = "$INKSTREAM_IMAGE:no-torch"
     size = json.loads(shell(f"docker image inspect {smaller}"))[0]["Size"] / 1e6
     shell(
@@ -126,7 +126,7 @@ def serves_without_torch() -> str:
 
 
 def can_download_models() -> str:
-    """Without a network: the packages of a download are there."""
+    """Works without a network: it checks that the packages for downloads are installed."""
     unreachable = "HF_ENDPOINT=http://127.0.0.1:9"
     check = ["podman", "exec", "--env", unreachable, SERVICE.name, "inkstream", "check", "org/name"]
     result = subprocess.run(check, capture_output=True, text=True)
@@ -135,7 +135,7 @@ def can_download_models() -> str:
 
 
 def computes_with_torch() -> str:
-    """With the kernels left aside, and 8-bit weights."""
+    """Runs without the native kernels, and with 8-bit weights."""
     flags = "serve --port 8001 --kernels torch --quantize int8"
     shell(f"podman exec --detach {SERVICE.name} inkstream {flags}")
     ask = "import urllib.request as r; r.urlopen('http://127.0.0.1:8001/health/ready')"
@@ -150,7 +150,7 @@ def computes_with_torch() -> str:
 
 
 def computes_with_native_kernels() -> str:
-    """The image contains the native kernels; torch computes nothing."""
+    """The image contains the native kernels; torch is not used."""
     body = {**BODY, "max_tokens": 4, "n": 1, "stream": False}
     kernels = json.dumps(httpx.post(f"{DIRECT}/complete", json=body, timeout=60).json())
     assert "native" in kernels, kernels
@@ -164,13 +164,15 @@ def streams_through_nginx() -> str:
     direct, proxied = Reader(BODY), Reader(BODY)
     for url, stream in ((DIRECT, direct), (NGINX, proxied)):
         stream.read(url)
-        assert stream.end == "done" and stream.at[-1] - stream.at[0] > 0.5 * stream.at[-1], "all in one piece"
+        assert stream.end == "done" and stream.at[-1] - stream.at[0] > 0.5 * stream.at[-1], (
+            "the response came in one piece"
+        )
     assert proxied.texts == direct.texts
     return f"first token after {direct.at[0]:.3f} s directly, {proxied.at[0]:.3f} s through nginx"
 
 
 def survives_a_thousand_requests() -> str:
-    """Through nginx, on a root that cannot be written."""
+    """Through nginx, with a read-only root file system."""
     level = _load(NGINX, requests=1000, max_tokens=16)
     assert (level["completed"], level["errors"]) == (1000, 0), level
     changed = shell(f"docker diff {SERVICE.name}").split("\n")
@@ -180,18 +182,19 @@ def survives_a_thousand_requests() -> str:
 
 
 def nginx_costs_little() -> str:
-    """Requests a second, in turns, the median of each; and the CPU time that is left, which others cannot disturb."""
+    """Median requests per second, measured in turns; and nginx's share of CPU time, which other load does not
+    disturb."""
     rates: dict[str, list[float]] = {DIRECT: [], NGINX: []}
     cpu = [0.0, 0.0]
     for turn in range(5):
         for url in (DIRECT, NGINX) if turn % 2 else (NGINX, DIRECT):
-            before = SERVICE.cpu_seconds(), FRONT.cpu_seconds()
+            before = SERVICE.cpu_seconds(), PROXY.cpu_seconds()
             level = _load(url, requests=192, max_tokens=64)
             assert level["errors"] == 0, level
             rates[url].append(level["requests_per_second"])
             if url == NGINX:
                 cpu[0] += SERVICE.cpu_seconds() - before[0]
-                cpu[1] += FRONT.cpu_seconds() - before[1]
+                cpu[1] += PROXY.cpu_seconds() - before[1]
     direct, proxied = (statistics.median(rates[url]) for url in (DIRECT, NGINX))
     left = cpu[0] / sum(cpu)
     FIGURES.update(direct_rps=round(direct, 1), nginx_rps=round(proxied, 1), cpu_left_by_nginx=round(left, 3))
@@ -203,12 +206,12 @@ def nginx_costs_little() -> str:
 
 
 def _four_streams() -> ConcurrentReaders:
-    """Of sixteen texts each: they take some seconds."""
+    """Four streams of sixteen completions each, which take some seconds."""
     return ConcurrentReaders(NGINX, [Reader({**BODY, "seed": seed}) for seed in range(4)])
 
 
-def an_engine_that_is_killed_comes_back() -> str:
-    """Under streams, which notice nothing but a pause."""
+def restarts_a_killed_engine() -> str:
+    """The streams notice nothing but a pause."""
     undisturbed = _four_streams()
     undisturbed.join()
     (before,) = SERVICE.engines()
@@ -217,25 +220,25 @@ def an_engine_that_is_killed_comes_back() -> str:
     os.kill(before, signal.SIGKILL)
     streams.join()
     for stream, expected in zip(streams.readers, undisturbed.readers, strict=True):
-        assert stream.end == "done" and stream.texts == expected.texts, "the texts are others"
+        assert stream.end == "done" and stream.texts == expected.texts, "the completions differ"
     assert (metric("engine_restarts_total"), metric("replayed_requests_total") > 0) == (1, True)
     pause = streams.longest_pause()
-    assert pause > 0.3, "no engine starts as quickly as that: nothing was interrupted"
+    assert pause > 0.3, "too short for a restart of the engine: nothing was interrupted"
     wait_for(is_ready)
     assert SERVICE.engines() != [before] and SERVICE.is_healthy()
     FIGURES["engine_killed_pause_s"] = round(pause, 2)
-    return f"64 texts the same, after a pause of {pause:.2f} s"
+    return f"64 completions the same, after a pause of {pause:.2f} s"
 
 
-def is_watched() -> str:
-    """Prometheus takes every metric; every query of the dashboard and every alert is one that it understands."""
+def is_monitored() -> str:
+    """Prometheus scrapes all metrics and accepts all queries of the dashboard and all alerts."""
     run("docker compose --profile monitoring up --detach inkstream prometheus")
     wait_for(lambda: _ask('up{job="inkstream"}') == [1.0])
     board = json.loads((ROOT / "deploy/grafana/dashboards/inkstream.json").read_text())
     queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     wait_for(lambda: bool(_ask("rate(inkstream_generation_tokens_total[30s])")))
     empty = [query for query in queries if not _ask(query.replace("$__rate_interval", "1m").replace("$__range", "5m"))]
-    # Nothing was refused, cut or loaded anew, so these have no value yet.
+    # No request was refused and no connection cut, so these have no value yet.
     assert not [query for query in empty if "rejected" not in query and "connections_cut" not in query], empty
     rules = httpx.get(f"{PROMETHEUS}/api/v1/rules", timeout=10).json()["data"]["groups"][0]["rules"]
     assert rules and all(rule["health"] in ("ok", "unknown") for rule in rules), rules
@@ -243,7 +246,7 @@ def is_watched() -> str:
 
 
 def _visit_until_refused(visits: list[Reader]) -> None:
-    """One stream after the other; the last is one that did not end with `done`."""
+    """Reads one stream after the other, until one does not end with `done`."""
     end = "done"
     while end == "done":
         visits.append(stream := Reader(BODY))
@@ -252,7 +255,7 @@ def _visit_until_refused(visits: list[Reader]) -> None:
 
 
 def drains_when_it_is_stopped() -> str:
-    """Clients connect one after the other all the time: each stream is whole, or was refused before its first token."""
+    """While clients keep connecting, each stream is complete or was refused before its first token."""
     whole = Reader(BODY)
     whole.read(NGINX)
     visits: list[Reader] = []
@@ -274,10 +277,10 @@ def drains_when_it_is_stopped() -> str:
     return f"stopped in {took:.1f} s, exit 0; of {len(visits)} streams none was cut, the last 4 refused"
 
 
-def asks_for_keys() -> str:
-    """Those of a secret file that root gives to the service's group, mode 0440."""
+def requires_keys() -> str:
+    """The keys are a secret file that root gives to the service's group, mode 0440."""
     run("docker compose --profile nginx --profile monitoring down")
-    assert not (ROOT / "keys").exists(), "there is a folder called keys already"
+    assert not (ROOT / "keys").exists(), "a folder named keys exists already"
     run("install -d keys")
     key = run(".venv/bin/inkstream keys add alice --keys-file keys/keys.json").strip()
     run("chown :10001 keys/keys.json && chmod 440 keys/keys.json")
@@ -292,7 +295,7 @@ def asks_for_keys() -> str:
 
 
 def serves_other_weights() -> str:
-    """Mounted read-only; reloaded with a signal, without a stop."""
+    """The weights are mounted read-only and reloaded by a signal, without a restart."""
     run("docker compose --profile nginx --profile monitoring down")
     (start,) = (line for line in commands(PAGE.read_text()) if line.startswith("docker run "))
     run(start)
@@ -310,12 +313,12 @@ def serves_other_weights() -> str:
 
 def _load(url: str, *, requests: int, max_tokens: int) -> Any:
     arguments = f"--streams 32 --requests {requests} --max-tokens {max_tokens} --seconds 600 --json-only"
-    said = shell(f"{sys.executable} -m app bench --url {url} {arguments}")
-    return json.loads(said)["levels"][0]
+    result = shell(f"{sys.executable} -m app bench --url {url} {arguments}")
+    return json.loads(result)["levels"][0]
 
 
 def _ask(query: str) -> list[float]:
-    """The values that Prometheus has for a query now; none where it does not listen yet."""
+    """The current values of a query in Prometheus; none while it does not listen yet."""
     try:
         answer = httpx.get(f"{PROMETHEUS}/api/v1/query", params={"query": query}, timeout=10)
     except httpx.TransportError:
@@ -328,15 +331,15 @@ def _ask(query: str) -> list[float]:
 
 CHECKS: list[Callable[[], str]] = [
     starts_and_is_healthy, has_no_rights, computes_with_native_kernels, streams_through_nginx,
-    contains_only_what_serves, checks_weights_and_says_that_it_cannot_train, can_download_models, computes_with_torch,
+    contains_only_what_serving_needs, checks_weights_and_refuses_to_train, can_download_models, computes_with_torch,
     serves_without_torch,
-    survives_a_thousand_requests, nginx_costs_little, an_engine_that_is_killed_comes_back, is_watched,
-    drains_when_it_is_stopped, asks_for_keys, serves_other_weights,
+    survives_a_thousand_requests, nginx_costs_little, restarts_a_killed_engine, is_monitored,
+    drains_when_it_is_stopped, requires_keys, serves_other_weights,
 ]  # fmt: skip
 
 
 def main(only: Sequence[str]) -> int:
-    """0 when all checks pass, or those of these names; the service is started in any case."""
+    """Runs the checks, or the first four and those of these names; returns 0 if all pass."""
     chosen = [check for check in CHECKS if not only or check in CHECKS[:4] or check.__name__ in only]
     try:
         for check in chosen:

@@ -1,6 +1,6 @@
-"""Containers as docs/deploy.md starts them: its commands, run as they stand there, and what one asks a container.
+"""Containers as docs/deploy.md starts them: runs the commands of the page, and inspects containers.
 
-`docker` on the path is podman, and `docker compose` podman-compose: tests/container/run puts them there.
+`docker` on the path is podman, and `docker compose` is podman-compose: tests/container/run puts them there.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ DIRECT, NGINX, PROMETHEUS = (f"http://127.0.0.1:{os.environ.get(name, port)}" fo
 
 
 def run(command: str, timeout: float = 900) -> str:
-    """Output of a line of the page, run in the project's folder with the chosen port. Raises AssertionError."""
-    assert command in commands(PAGE.read_text()), f"docs/deploy.md does not say: {command}"
+    """Runs a command of the page in the project's folder with the chosen port. Returns its output; raises
+    AssertionError."""
+    assert command in commands(PAGE.read_text()), f"docs/deploy.md has no command: {command}"
     return shell(command.replace("127.0.0.1:8000:", f"{DIRECT.removeprefix('http://')}:"), timeout)
 
 
 def shell(command: str, timeout: float = 900) -> str:
-    """What the page does not say. Raises AssertionError where it fails."""
+    """Runs any command. Returns its output; raises AssertionError if it fails."""
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
     return done.stdout
 
 
 class Container:
-    """A running container. Knows its name only."""
+    """A running container, known by its name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -51,11 +52,11 @@ class Container:
         return json.loads(shell(f"docker inspect {self.name}"))[0]
 
     def inside(self, *command: str) -> str:
-        """The output of a command that runs in it. Raises AssertionError where that fails."""
+        """Output of a command in the container. Raises AssertionError if it fails."""
         return shell(shlex.join(["docker", "exec", self.name, *command])).strip()
 
     def engines(self) -> list[int]:
-        """Engine processes there are, as the machine counts: a kill from here is quicker than one from inside."""
+        """Its engine processes by the host's pids: a kill from the host is faster than one from inside."""
         return [pid for pid in self._processes() if b"app.engine" in _read(pid, "cmdline").split(b"\0")]
 
     def cpu_seconds(self) -> float:
@@ -72,35 +73,35 @@ class Container:
         return found
 
     def is_healthy(self) -> bool:
-        """What the image's own HEALTHCHECK says; asked for here, because no systemd does it."""
+        """Runs the image's HEALTHCHECK, because no systemd does it here."""
         return subprocess.run(["podman", "healthcheck", "run", self.name], capture_output=True).returncode == 0
 
 
 def _read(pid: int, file: str) -> bytes:
-    """Nothing of a process that has ended."""
+    """The content of a file in /proc; empty if the process has ended."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/{file}").read_bytes()
     return b""
 
 
 def running_with(*arguments: str) -> list[int]:
-    """Processes, as the machine counts, whose command has these arguments in this order."""
+    """The host's pids of processes whose command has these arguments in this order."""
     wanted = b"\0".join(map(str.encode, arguments)) + b"\0"
     every = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
     return [pid for pid in every if b"\0" + wanted in _read(pid, "cmdline")]
 
 
-def wait_for(what: Callable[[], bool], seconds: float = 120) -> float:
-    """How long it took. Raises AssertionError when the time is over."""
+def wait_for(condition: Callable[[], bool], seconds: float = 120) -> float:
+    """Waits for a condition; returns the seconds it took. Raises AssertionError at the time-out."""
     began = time.monotonic()
-    while not what():
-        assert time.monotonic() - began < seconds, f"waited {seconds} s in vain"
+    while not condition():
+        assert time.monotonic() - began < seconds, f"still false after {seconds} s"
         time.sleep(0.05)
     return time.monotonic() - began
 
 
 def status(url: str, **more: Any) -> int:
-    """Status code of a GET; 0 where the server does not answer."""
+    """Status code of a GET; 0 if the server does not respond."""
     try:
         return httpx.get(url, timeout=5, **more).status_code
     except httpx.TransportError:
