@@ -1,1 +1,1 @@
-"""The service on two local Ray nodes that are broken under load: make ray."""
+"""Runs the service on two local Ray nodes and breaks them under load: make ray."""

@@ -1,4 +1,4 @@
-"""Two Ray nodes on this machine with a copy of the service on each, and ways to break them. Loopback only."""
+"""Two Ray nodes on this machine with a replica of the service on each, and ways to break them. Loopback only."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ _TITLE = "ray::ServeReplica:inkstream:engine"
 
 
 class TwoNodes:
-    """A node is a raylet with one CPU, and a copy of the service asks for one, unless it is told otherwise."""
+    """Two nodes. Each is a raylet with one CPU, which is what a replica asks for by default."""
 
     def __init__(self) -> None:
         node = {"num_cpus": 1, "object_store_memory": _STORE_BYTES, "include_dashboard": False}
         self._cluster = Cluster(initialize_head=True, head_node_args=node)
         self._second = self._cluster.add_node(**node)
         ray.init(address=self._cluster.address, log_to_driver=False)
-        # Both nodes have this machine's ports: with a proxy on each, connections would go to either.
+        # Both nodes share this machine's ports: with a proxy on each, connections would reach either one.
         serve.start(http_options={"host": "127.0.0.1", "port": PROXY_PORT}, proxy_location="HeadOnly")
 
     def deploy(self, **arguments: float) -> None:
-        """The service, or the same service with other arguments of build()."""
+        """Deploys the service, or redeploys it with other arguments of build()."""
         serve.run(build({"replicas": 2, "port": PORT, **arguments}), name="inkstream")
 
-    def wait_for_copies(self, count: int) -> None:
-        """Waits for so many ready copies. Raises AssertionError at the time-out."""
-        wait_until(lambda: len(servers()) == count, _START_SECONDS, f"there are not {count} copies")
+    def wait_for_replicas(self, count: int) -> None:
+        """Waits for `count` ready replicas. Raises AssertionError at the time-out."""
+        wait_until(lambda: len(servers()) == count, _START_SECONDS, f"there are not {count} replicas")
 
-    def kill_copy(self) -> None:
-        """SIGKILL to one copy, the one on the second node; Ray will start another."""
-        victim = max(self._copies(), key=lambda process: process.pid)
+    def kill_replica(self) -> None:
+        """Sends SIGKILL to the replica on the second node; Ray will start another."""
+        victim = max(self._replicas(), key=lambda process: process.pid)
         victim.kill()
 
-    def take_node_away(self) -> None:
-        """All processes of the second node, at once."""
+    def remove_node(self) -> None:
+        """Kills all processes of the second node at once."""
         self._cluster.remove_node(self._second, allow_graceful=False)
 
     def stop(self) -> list[str]:
-        """Everything; what is left of it after a while, which must be nothing."""
+        """Stops everything. Returns the processes that still run after a while, which must be none."""
         started = psutil.Process().children(recursive=True)
         serve.shutdown()
         ray.shutdown()
@@ -59,24 +59,24 @@ class TwoNodes:
         _, left = psutil.wait_procs(started, timeout=20)
         return [" ".join(process.cmdline()[:3]) for process in left if process.status() != psutil.STATUS_ZOMBIE]
 
-    def _copies(self) -> list[psutil.Process]:
+    def _replicas(self) -> list[psutil.Process]:
         ours = psutil.Process().children(recursive=True)
         return [process for process in ours if " ".join(process.cmdline()).startswith(_TITLE)]
 
 
-def settings_of_the_test(weights: str) -> None:
-    """Four texts at once in each copy: most concurrent clients have to wait."""
+def apply_settings(weights: str) -> None:
+    """Sets the service's variables: four completions at once per replica, so that most clients have to wait."""
     for name in [name for name in os.environ if name.startswith("INKSTREAM_")]:
         del os.environ[name]
     chosen = {"WEIGHTS": weights, "KERNELS": "torch", "THREADS": "1", "MAX_RUNNING": "4", "DRAIN_TIMEOUT": "5"}
     os.environ.update({f"INKSTREAM_{name}": value for name, value in chosen.items()})
     os.environ.update(INKSTREAM_INSECURE_NO_AUTH="true", OMP_WAIT_POLICY="PASSIVE", RAY_USAGE_STATS_ENABLED="0")
-    # Ray's default is 15: beside other work of the machine its copies would get no core.
+    # Ray's default is 15: under other load, its replicas would get no core.
     os.environ.update(RAY_worker_niceness="0")
 
 
 def samples(name: str) -> dict[str, float]:
-    """A metric by its labels, of all copies; empty while none answers."""
+    """A metric of all replicas by its labels; empty while none responds."""
     try:
         lines = httpx.get(f"{URL}/metrics", timeout=20).text.splitlines()
     except httpx.HTTPError:
@@ -90,12 +90,12 @@ def samples(name: str) -> dict[str, float]:
 
 
 def servers() -> list[str]:
-    """Copies that serve."""
+    """Labels of the replicas that serve."""
     return [labels for labels, value in samples("engine_ready").items() if value == 1]
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, otherwise: str) -> None:
-    """Raises AssertionError with `otherwise` where the condition is not true in time."""
+    """Waits for the condition. Raises AssertionError with `otherwise` at the time-out."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, otherwise

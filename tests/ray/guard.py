@@ -1,4 +1,4 @@
-"""Runs a Python script so that Ctrl+C ends it at once with all that it has started, wherever it hangs. Linux only.
+"""Runs a Python script so that Ctrl+C ends it and all its descendants at once, wherever it hangs. Linux only.
 
 Ray's client waits for its cluster in C++, where no KeyboardInterrupt arrives, and its nodes outlive the process that
 started them. So the script runs outside the terminal's process group, and this process adopts its orphaned descendants.
@@ -18,7 +18,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(arguments: list[str]) -> int:
-    """The status of the script; 130 where it was interrupted."""
+    """Runs the script; returns its exit status, or 130 if interrupted."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

@@ -1,7 +1,7 @@
-"""The service on two local Ray nodes that are broken under load: make ray. Minutes; no part of make test.
+"""Runs the service on two local Ray nodes and breaks them under load: make ray. Takes minutes; no part of make test.
 
-The reference: every text, by its seed, as it was when nothing was broken. The last check but one is the
-control: without resends the same kill must lose requests, or all of this could not fail.
+The reference is the completion of each seed when nothing is broken. The last check but one is the control: without
+resends the same kill must lose requests, or no check could fail.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import httpx
 
 from app.http.sse import Event, EventParser
-from tests.ray.cluster import PROXY_URL, URL, TwoNodes, samples, servers, settings_of_the_test, wait_until
+from tests.ray.cluster import PROXY_URL, URL, TwoNodes, apply_settings, samples, servers, wait_until
 from tests.support import ROOT
 from tests.support.concurrent_readers import ConcurrentReaders, Reader
 
@@ -24,7 +24,7 @@ BODY = {"prompt": "Once upon a time", "max_tokens": 80, "ignore_eos": True}
 
 
 def _clients(count: int = 24) -> ConcurrentReaders:
-    """Of every kind, each with a seed of its own."""
+    """Clients of every kind, each with its own seed."""
     paths = (["/complete"] * 14 + ["/v1/completions"] * 4 + ["/complete"] * 6)[:count]
     bodies = [{**BODY, "seed": seed, "stream": seed < 18} for seed in range(len(paths))]
     return ConcurrentReaders(URL, [Reader(body, path) for body, path in zip(bodies, paths, strict=True)])
@@ -43,14 +43,14 @@ class Row:
     resent: float = 0
     replayed: float = 0
     errors: int = 0
-    """Ended with an error in the API's own words."""
+    """Ended with an error event."""
     lost: int = 0
-    """Had no text yet, and were not answered; or were cut without a word."""
+    """Had no text yet and got no response, or were cut without an error."""
     seconds: float = 0
 
 
 def visit_while(breaking: Callable[[], None], what: str, texts: dict[int, str]) -> Row:
-    """Breaks something while concurrent clients read. Raises AssertionError where a text differs."""
+    """Breaks something while concurrent clients read. Raises AssertionError if a completion differs."""
     before = {name: _count(name) for name in ("resent", "replayed")}
     began, clients = time.monotonic(), _clients()
     wait_until(lambda: clients.streaming >= 6, 60, "no stream has started")
@@ -68,16 +68,16 @@ def _judge(visit: Reader, row: Row, texts: dict[int, str], broken: float) -> Non
     waited = not visit.at or visit.began + visit.at[0] > broken
     row.waiting += waited
     seed, text = visit.body["seed"], visit.texts.get(0, "")
-    assert texts.get(seed, text).startswith(text), f"another text: {visit}"
+    assert texts.get(seed, text).startswith(text), f"completion differs: {visit}"
     assert visit.numbers == list(range(len(visit.numbers))), f"events are missing: {visit}"
     if visit.end == "done":
-        assert text == texts.setdefault(seed, text), f"half a text: {visit}"
+        assert text == texts.setdefault(seed, text), f"incomplete: {visit}"
         row.whole += 1
         return
     row.errors += visit.end == "error"
     row.lost += waited or visit.end != "error"
     if visit.end != "error":
-        print("  cut without a word:", visit)
+        print("  cut without an error:", visit)
 
 
 def _count(name: str) -> float:
@@ -85,7 +85,7 @@ def _count(name: str) -> float:
 
 
 def disconnect_and_resume(texts: dict[int, str]) -> None:
-    """A client's connection breaks: nothing is computed for it until it reconnects for the rest."""
+    """Disconnects a client: its request stops until the client reconnects for the rest."""
     events: list[Event] = []
     with httpx.stream("POST", f"{URL}/complete", json={**BODY, "seed": 0}, timeout=60) as response:
         parser = EventParser()
@@ -99,40 +99,42 @@ def disconnect_and_resume(texts: dict[int, str]) -> None:
         f"{URL}/complete/{last.rpartition(':')[0]}/events", headers={"Last-Event-ID": last}, timeout=60
     ).content
     tokens = [event for event in (*events, *EventParser().feed(rest)) if event.name == "token"]
-    assert "".join(json.loads(event.data)["text"] for event in tokens) == texts[0], "another text after a break"
+    assert "".join(json.loads(event.data)["text"] for event in tokens) == texts[0], (
+        "the completion differs after a reconnect"
+    )
 
 
 def check(nodes: TwoNodes) -> list[Row]:
-    """Everything, in turn. Raises AssertionError."""
+    """Runs all scenarios in turn. Raises AssertionError."""
     nodes.deploy(resends=2)
-    nodes.wait_for_copies(2)
+    nodes.wait_for_replicas(2)
     texts: dict[int, str] = {}
     rows = [visit_while(lambda: None, "nothing breaks", texts)]
     assert rows[0].whole == rows[0].requests
     disconnect_and_resume(texts)
-    rows.append(visit_while(nodes.kill_copy, "a copy is killed", texts))
-    nodes.wait_for_copies(2)
+    rows.append(visit_while(nodes.kill_replica, "a replica is killed", texts))
+    nodes.wait_for_replicas(2)
     nodes.deploy(resends=0)
-    nodes.wait_for_copies(2)
-    rows.append(visit_while(nodes.kill_copy, "the same, no resends", texts))
-    nodes.wait_for_copies(2)
+    nodes.wait_for_replicas(2)
+    rows.append(visit_while(nodes.kill_replica, "the same, no resends", texts))
+    nodes.wait_for_replicas(2)
     nodes.deploy(resends=2)
-    nodes.wait_for_copies(2)
-    rows.append(visit_while(nodes.take_node_away, "a node is taken away", texts))
+    nodes.wait_for_replicas(2)
+    rows.append(visit_while(nodes.remove_node, "a node is removed", texts))
     assert len(servers()) == 1
-    assert httpx.get(f"{PROXY_URL}/health/ready", timeout=20).status_code == 200, "Ray's proxy leads to the gateway too"
+    assert httpx.get(f"{PROXY_URL}/health/ready", timeout=20).status_code == 200, "Ray's proxy reaches the gateway, too"
     rows.append(scale(nodes, texts))
     return rows
 
 
 def scale(nodes: TwoNodes, texts: dict[int, str]) -> Row:
-    """From one copy to three while 24 clients are served, and back to one while two are. Raises AssertionError."""
+    """Scales from one replica to three for 24 clients, and back to one for two. Raises AssertionError."""
     nodes.deploy(replicas=1, most_replicas=3, upscale_seconds=1, downscale_seconds=3, cpus=0.3)
-    nodes.wait_for_copies(1)
-    row, began = Row("1 copy to 3 to 1"), time.monotonic()
-    for count, copies in ((24, 3), (2, 1)):
-        while len(servers()) != copies:
-            assert time.monotonic() - began < _SCALE_SECONDS, f"there are never {copies} copies"
+    nodes.wait_for_replicas(1)
+    row, began = Row("1 replica to 3 to 1"), time.monotonic()
+    for count, replicas in ((24, 3), (2, 1)):
+        while len(servers()) != replicas:
+            assert time.monotonic() - began < _SCALE_SECONDS, f"there are never {replicas} replicas"
             clients = _clients(count)
             clients.join()
             row.requests += count
@@ -156,7 +158,7 @@ def table(rows: list[Row]) -> str:
 
 
 def verdict(rows: list[Row]) -> list[str]:
-    """The problems; empty if all is well."""
+    """The problems found, or none."""
     _, killed, control, node, scaled = rows
     wrong = [f"{row.what}: {row.lost} requests were lost" for row in (killed, node) if row.lost]
     wrong += [f"{row.what}: nothing had to be replayed" for row in (killed, node) if not row.replayed]
@@ -169,8 +171,8 @@ def verdict(rows: list[Row]) -> list[str]:
 
 
 def main() -> int:
-    """0 where no request was lost and nothing is left."""
-    settings_of_the_test(str(ROOT / "weights"))
+    """Returns 0 if no request was lost and no process is left."""
+    apply_settings(str(ROOT / "weights"))
     nodes = TwoNodes()
     try:
         rows = check(nodes)
@@ -178,7 +180,7 @@ def main() -> int:
         wrong = verdict(rows)
     finally:
         left = nodes.stop()
-    wrong += [f"still there: {command}" for command in left]
+    wrong += [f"still running: {command}" for command in left]
     print("\n".join(wrong) or "no request was lost, and nothing is left running")
     return bool(wrong)
 

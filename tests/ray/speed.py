@@ -1,8 +1,8 @@
-"""Tokens/s and first token of two copies on Ray and of `inkstream serve --replicas 2`, in turns on this machine.
+"""Compares tokens/s and time to first token of two replicas on Ray and of `inkstream serve --replicas 2`.
 
-`.ray/bin/python -m tests.ray.guard -m tests.ray.speed [ROUNDS]`; a thread for each engine, the default weights. Both
-services run all the time: the one that is not measured is idle. The ratios are medians of those of each round, so other
-work on the machine changes them little. Exits with 1 if a goal is missed.
+`.ray/bin/python -m tests.ray.guard -m tests.ray.speed [ROUNDS]`; one thread for each engine, the default weights. Both
+services run all the time, and the one that is not measured is idle. The ratios are medians over rounds, so other load
+on the machine changes them little. Exits with 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 import httpx
 
 from benchmarks.service_process import launch
-from tests.ray.cluster import URL, TwoNodes, settings_of_the_test
+from tests.ray.cluster import URL, TwoNodes, apply_settings
 from tests.support import ROOT
 
 STREAMS = (16, 64)
@@ -27,10 +27,8 @@ LEAST_TOKENS, MOST_FIRST_TOKEN = 0.7, 2.0
 
 
 def measure(url: str, streams: int) -> tuple[float, float]:
-    """Tokens/s and the median milliseconds to the first token. Raises AssertionError where a request failed."""
-    httpx.get(
-        f"{url}/v1/models", timeout=120
-    ).raise_for_status()  # the next line waits 5 s for it, and 60 s for a level
+    """Tokens/s and the median milliseconds to the first token. Raises AssertionError if a request failed."""
+    httpx.get(f"{url}/v1/models", timeout=120).raise_for_status()  # the load generator waits only 5 s for the models
     command = [sys.executable, "-m", "benchmarks.load", "--url", url, "--streams", str(streams), "--json-only"]
     output = subprocess.run([*command, "--seconds", "900"], cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout
     (level,) = json.loads(output)["levels"]
@@ -39,7 +37,7 @@ def measure(url: str, streams: int) -> tuple[float, float]:
 
 
 def compare(replicas: str, gateway: str, rounds: int) -> bool:
-    """Prints the medians and ratios; returns whether the goals are reached."""
+    """Prints the medians and ratios; returns whether the goals are met."""
     found: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for turn in range(rounds):
         for streams in STREAMS:
@@ -62,13 +60,13 @@ def compare(replicas: str, gateway: str, rounds: int) -> bool:
 
 
 def main(rounds: int) -> int:
-    """Starts both, and compares them."""
-    settings_of_the_test(str(ROOT / "weights"))
+    """Starts both services and compares them."""
+    apply_settings(str(ROOT / "weights"))
     os.environ.update(INKSTREAM_KERNELS="auto", INKSTREAM_MAX_RUNNING="64")
     nodes = TwoNodes()
     try:
         nodes.deploy()
-        nodes.wait_for_copies(2)
+        nodes.wait_for_replicas(2)
         with TemporaryDirectory() as folder:
             environment = {**os.environ, "INKSTREAM_THREADS": "2"}
             command = [sys.executable, "-m", "app", "serve", "--replicas", "2", "--port", "0"]

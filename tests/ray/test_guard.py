@@ -1,4 +1,4 @@
-"""Ctrl+C while make ray hangs leaks nothing, however it hangs. Without Ray."""
+"""Ctrl+C during make ray leaves no process, wherever it hangs. Runs without Ray."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ time.sleep(600)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: it asks the kernel for orphans")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_ends_what_hangs_and_its_orphans(number: signal.Signals) -> None:
+def test_interrupt_ends_a_hanging_script_and_its_orphans(number: signal.Signals) -> None:
     command = [*GUARD, "-c", HANGS]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as guard:
         assert guard.stdout
@@ -33,6 +33,6 @@ def test_an_interrupt_ends_what_hangs_and_its_orphans(number: signal.Signals) ->
     assert not psutil.pid_exists(orphan)
 
 
-def test_the_scripts_own_end_is_told() -> None:
+def test_exit_status_of_the_script_is_returned() -> None:
     done = subprocess.run([*GUARD, "-c", "raise SystemExit(3)"], cwd=ROOT, check=False)
     assert done.returncode == 3
