@@ -1,4 +1,4 @@
-"""make's installation: which torch, pip or uv, when anything is done at all, and what it says where it cannot."""
+"""make's installation: the choice of torch, pip or uv, when it does anything at all, and its error messages."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ FROM_INDEX = ["--extra-index-url", CPU_INDEX]
 
 
 def needs_make(test: Callable[..., None]) -> Callable[..., None]:
-    """Marks a test that runs make, and with it many processes."""
+    """Marks a test that runs make, and many processes with it."""
     marked: Callable[..., None] = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")(test)
     return pytest.mark.slow(marked)
 
 
-# Both Pythons run the installation in the real one. Pip notes how it was called, and whether make's variables reach it.
+# Both Pythons run the installation in the real one. The fake pip records its calls and if it sees make's variables.
 RUN = """
 *deploy.install*)
   shift 2
@@ -98,7 +98,7 @@ UV = '#!/bin/sh\necho "uv $@" >> "$CALLS"\n'
         ("cpu", "", True, False, "linux", "cpu", [[CPU]]),
     ],
 )
-def test_torch_comes_in_the_build_for_the_machine_unless_a_variable_says_otherwise(
+def test_torch_build_fits_the_machine_unless_a_variable_overrides_it(
     asked: str,
     built: str,
     names_sources: bool,
@@ -113,7 +113,7 @@ def test_torch_comes_in_the_build_for_the_machine_unless_a_variable_says_otherwi
     assert choose_torch(asked, built, PIN, names_sources=names_sources) == (build, attempts)
 
 
-def test_a_build_can_be_chosen_on_linux_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_build_can_be_chosen_only_on_linux(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(InstallError, match="TORCH=cuda is for Linux"):
         choose_torch("cuda", "", PIN, names_sources=False)
@@ -123,7 +123,7 @@ def test_a_build_can_be_chosen_on_linux_alone(monkeypatch: pytest.MonkeyPatch) -
     ("script", "found"),
     [("echo 'GPU 0: NVIDIA H100 80GB HBM3'", True), ("echo NVIDIA-SMI has failed; exit 9", False), ("exit 0", False)],
 )
-def test_a_gpu_is_one_that_nvidias_driver_reports(
+def test_gpu_is_detected_by_nvidias_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, found: bool
 ) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
@@ -131,7 +131,7 @@ def test_a_gpu_is_one_that_nvidias_driver_reports(
     assert has_gpu() is found
 
 
-def test_settings_are_makes_variables() -> None:
+def test_options_come_from_make_variables() -> None:
     settings = InstallOptions.read(
         "dev", {"PIP_ARGS": "--find-links 'a b'", "LOCK": "x.lock y.lock", "VENV": "", "UV": " "}
     )
@@ -142,7 +142,7 @@ def test_settings_are_makes_variables() -> None:
         InstallOptions.read("dev", {"PIP_ARGS": "'"})
 
 
-def test_an_environment_is_complete_if_it_has_what_is_asked_for(tmp_path: Path) -> None:
+def test_environment_is_complete_if_it_matches_the_request(tmp_path: Path) -> None:
     note = {"root": str(ROOT), "inputs": install.inputs_digest(), "group": "dev", "asked": "cpu", "built": "cpu"}
     note["python"] = "/other"
     asked = InstallOptions(group="dev", venv=tmp_path, torch="cpu")
@@ -167,7 +167,7 @@ def _program(path: Path, text: str) -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A folder with a space in its name and all that an installation reads."""
+    """A folder with a space in its name and all files that an installation reads."""
     folder = tmp_path / "my checkout"
     for name in (
         "constraints.txt", "pyproject.toml", "requirements.lock", "requirements-dev.lock", "Makefile",
@@ -196,13 +196,13 @@ def _make(folder: Path, *arguments: str, fake: str = "") -> subprocess.Completed
 
 
 def _make_environment(folder: Path) -> None:
-    """One that make has not made."""
+    """An environment that make did not create."""
     (folder / ".venv/bin").mkdir(parents=True)
     shutil.copy(folder / "inner", folder / ".venv/bin/python")
 
 
 def _calls(folder: Path) -> list[str]:
-    """How pip was called since the last look."""
+    """The calls of pip since the last call of this function."""
     calls = folder / "calls"
     lines = calls.read_text().splitlines() if calls.exists() else []
     calls.unlink(missing_ok=True)
@@ -210,7 +210,7 @@ def _calls(folder: Path) -> list[str]:
 
 
 @needs_make
-def test_serve_installs_what_it_needs_and_nothing_the_second_time(checkout: Path) -> None:
+def test_serve_installs_its_packages_once(checkout: Path) -> None:
     first = _make(checkout, "serve", "PORT=9", "WEIGHTS=my weights")
     assert first.returncode == 0, first.stderr
     assert first.stdout == "served: -m app serve --port 9 --weights my weights\n"
@@ -223,7 +223,7 @@ def test_serve_installs_what_it_needs_and_nothing_the_second_time(checkout: Path
 
 
 @needs_make
-def test_a_lock_counts_as_one_for_developers_by_its_name_alone(checkout: Path) -> None:
+def test_developer_lock_is_recognized_by_file_name_only(checkout: Path) -> None:
     (checkout / "my-dev").mkdir()
     shutil.copy(checkout / "requirements.lock", checkout / "my-dev")
     assert _make(checkout, "runtime", "LOCK=my-dev/requirements.lock my-dev/requirements-dev.lock").returncode == 0
@@ -231,7 +231,7 @@ def test_a_lock_counts_as_one_for_developers_by_its_name_alone(checkout: Path) -
 
 
 @needs_make
-def test_developers_tools_come_with_install_and_leave_torch_as_it_is(checkout: Path) -> None:
+def test_install_adds_developer_tools_and_keeps_torch(checkout: Path) -> None:
     assert _make(checkout, "runtime", "TORCH=torch==2.12.0").returncode == 0
     _calls(checkout)
     result = _make(checkout, "install")
@@ -243,7 +243,7 @@ def test_developers_tools_come_with_install_and_leave_torch_as_it_is(checkout: P
 
 
 @needs_make
-def test_another_torch_and_an_update_install_again_and_pips_arguments_are_handed_on(checkout: Path) -> None:
+def test_new_torch_choice_or_update_reinstalls_and_pip_args_are_passed_on(checkout: Path) -> None:
     assert _make(checkout, "runtime", "LOCK=", 'PIP_ARGS=--index-url "a b"').returncode == 0
     torch, link = _calls(checkout)
     assert "--index-url a b -c" in torch and torch.endswith(" torch==2.13.0") and "-r " not in torch + link
@@ -255,14 +255,14 @@ def test_another_torch_and_an_update_install_again_and_pips_arguments_are_handed
 
 
 @needs_make
-def test_an_update_during_an_installation_is_installed_by_the_next_make(checkout: Path) -> None:
+def test_update_during_an_installation_is_installed_by_the_next_make(checkout: Path) -> None:
     assert _make(checkout, "runtime", fake="updated").returncode == 0 and _calls(checkout)
     assert _make(checkout, "runtime").returncode == 0 and _calls(checkout)
     assert _make(checkout, "runtime").stderr == "" and _calls(checkout) == []
 
 
 @needs_make
-def test_the_build_of_torch_stays_when_a_gpu_appears_until_make_is_asked_to_look_again(checkout: Path) -> None:
+def test_torch_build_stays_when_a_gpu_appears_until_torch_auto(checkout: Path) -> None:
     assert _make(checkout, "runtime").returncode == 0
     _program(checkout / "nvidia-smi", "#!/bin/sh\necho 'GPU 0: NVIDIA H100'\n")
     _calls(checkout)
@@ -270,11 +270,11 @@ def test_the_build_of_torch_stays_when_a_gpu_appears_until_make_is_asked_to_look
     assert _make(checkout, "runtime", "TORCH=auto").returncode == 0 and _calls(checkout)[1].endswith(f" {CUDA}")
     assert _make(checkout, "runtime", "TORCH=auto").stderr == "" and _calls(checkout) == []
     assert _make(checkout, "runtime", "TORCH=cuda").returncode == 0 and _calls(checkout)
-    assert _make(checkout, "runtime", "TORCH=auto").returncode == 0 and _calls(checkout), "forgets what was asked"
+    assert _make(checkout, "runtime", "TORCH=auto").returncode == 0 and _calls(checkout), "auto replaces the old choice"
 
 
 @needs_make
-def test_where_no_cpu_build_can_be_had_it_says_so_before_it_takes_the_other(checkout: Path) -> None:
+def test_missing_cpu_build_is_reported_before_the_cuda_build_is_installed(checkout: Path) -> None:
     result = _make(checkout, "runtime", fake="no-cpu")
     _, *attempts, _ = _calls(checkout)
     assert [call.partition("torch==")[2].split()[0] for call in attempts] == ["2.13.0+cpu", "2.13.0"]
@@ -284,15 +284,15 @@ def test_where_no_cpu_build_can_be_had_it_says_so_before_it_takes_the_other(chec
 
 
 @needs_make
-def test_a_full_disk_is_no_missing_build(checkout: Path) -> None:
+def test_full_disk_is_not_mistaken_for_a_missing_build(checkout: Path) -> None:
     result = _make(checkout, "runtime", fake="full")
     assert len(_calls(checkout)) == 2 and "no CPU build" not in result.stderr and result.returncode == 2
-    assert "ERROR: [Errno 28]" in result.stderr, "pip's own words"
+    assert "ERROR: [Errno 28]" in result.stderr, "pip's message is shown"
     assert f"error: the disk of {checkout}/.venv is full: free 2 GB" in result.stderr
 
 
 @needs_make
-def test_uv_installs_where_it_is_there_and_pip_has_no_settings_of_its_own(checkout: Path) -> None:
+def test_uv_installs_if_available_and_pip_has_no_configuration(checkout: Path) -> None:
     _program(checkout / "uv", UV)
     assert _make(checkout, "runtime", "UV=uv").returncode == 0
     packages, torch, link = _calls(checkout)
@@ -307,7 +307,7 @@ def test_uv_installs_where_it_is_there_and_pip_has_no_settings_of_its_own(checko
 
 @needs_make
 @pytest.mark.parametrize(
-    ("fake", "said"),
+    ("fake", "message"),
     [
         ("old", "error: inkstream needs Python 3.11 or newer, and python is none; install one (Debian"),
         ("old-venv", "/.venv has Python 3.10, too old: remove it, then run make again"),
@@ -315,12 +315,12 @@ def test_uv_installs_where_it_is_there_and_pip_has_no_settings_of_its_own(checko
         ("offline", "error: packages could not be installed, pip says why above"),
     ],
 )
-def test_each_obstacle_is_one_line_that_says_what_to_do(checkout: Path, fake: str, said: str) -> None:
+def test_each_obstacle_is_one_line_with_a_remedy(checkout: Path, fake: str, message: str) -> None:
     if fake == "old-venv":
         _make_environment(checkout)
     result = _make(checkout, "serve", fake=fake)
     errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
-    assert result.returncode == 2 and len(errors) == 1 and said in errors[0], result.stderr
+    assert result.returncode == 2 and len(errors) == 1 and message in errors[0], result.stderr
     assert "Traceback" not in result.stderr and not (checkout / ".venv/installed").exists()
     assert bool(_calls(checkout)) == (fake == "offline")
     assert _make(checkout, "serve").returncode == 0
@@ -334,7 +334,7 @@ def test_without_a_compiler_torch_computes(checkout: Path) -> None:
 
 
 @needs_make
-def test_an_environment_that_a_failure_leaves_as_it_was_still_serves(checkout: Path) -> None:
+def test_environment_still_serves_after_a_failed_installation(checkout: Path) -> None:
     assert _make(checkout, "runtime").returncode == 0
     assert _make(checkout, "install", fake="offline").returncode == 2
     _calls(checkout)
@@ -342,7 +342,7 @@ def test_an_environment_that_a_failure_leaves_as_it_was_still_serves(checkout: P
 
 
 @needs_make
-def test_a_place_that_cannot_be_written_and_a_python_that_is_not_there(checkout: Path) -> None:
+def test_unwritable_folder_and_missing_python_are_errors(checkout: Path) -> None:
     (checkout / ".venv").touch()
     result = _make(checkout, "serve")
     assert result.returncode == 2 and "clone to where you may write" in result.stderr
@@ -352,7 +352,7 @@ def test_a_place_that_cannot_be_written_and_a_python_that_is_not_there(checkout:
 
 
 def _pids(folder: Path) -> tuple[int, int]:
-    """Of the pip that installs torch and of the installation, once it has begun."""
+    """The pids of the pip that installs torch and of the installation, once both run."""
     while not (folder / "pids").exists() or not (folder / "pids").read_text().endswith("\n"):
         time.sleep(0.02)
     pip, installation = map(int, (folder / "pids").read_text().split())
@@ -361,9 +361,7 @@ def _pids(folder: Path) -> tuple[int, int]:
 
 @needs_make
 @pytest.mark.parametrize("ends", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_an_interrupted_installation_is_begun_anew_and_no_pip_writes_without_the_lock(
-    checkout: Path, ends: signal.Signals
-) -> None:
+def test_interrupted_installation_restarts_and_pip_always_holds_the_lock(checkout: Path, ends: signal.Signals) -> None:
     """Ctrl+C and kill end pip, too; a pip that outlives its make holds the lock."""
     command, environment = _command(checkout, "PYTHON=python", "runtime", fake="slow")
     lock = os.open(checkout, os.O_RDONLY)
@@ -392,7 +390,7 @@ def test_an_interrupted_installation_is_begun_anew_and_no_pip_writes_without_the
 
 
 @needs_make
-def test_a_moved_or_broken_environment_is_made_again_and_one_of_others_is_completed(checkout: Path) -> None:
+def test_moved_or_broken_environment_is_recreated_and_a_foreign_one_completed(checkout: Path) -> None:
     _make_environment(checkout)
     (checkout / ".venv/mine").touch()
     assert _make(checkout, "runtime").returncode == 0 and (checkout / ".venv/mine").exists()
@@ -406,7 +404,7 @@ def test_a_moved_or_broken_environment_is_made_again_and_one_of_others_is_comple
 
 
 @needs_make
-def test_an_environment_behind_a_link_or_of_another_checkout_is_used_if_it_is_this_ones_and_never_changed(
+def test_linked_or_foreign_environment_is_never_changed(
     checkout: Path,
 ) -> None:
     assert _make(checkout, "runtime").returncode == 0
@@ -416,7 +414,7 @@ def test_an_environment_behind_a_link_or_of_another_checkout_is_used_if_it_is_th
     _calls(checkout)
     assert _make(checkout, "serve").stdout == "served: -m app serve\n" and _calls(checkout) == []
     other = shutil.copytree(checkout, checkout.with_name("other"), symlinks=True)
-    for folder, arguments in ((checkout, ["TORCH=torch==2.12.0"]), (other, [])):  # incomplete; of another folder
+    for folder, arguments in ((checkout, ["TORCH=torch==2.12.0"]), (other, [])):  # incomplete; another folder's
         result = _make(folder, "serve", *arguments)
         assert result.returncode == 2 and "is a link, or the environment of another checkout" in result.stderr
     own.unlink()
@@ -427,7 +425,7 @@ def test_an_environment_behind_a_link_or_of_another_checkout_is_used_if_it_is_th
 
 
 @needs_make
-def test_two_at_once_install_once(checkout: Path) -> None:
+def test_two_concurrent_makes_install_once(checkout: Path) -> None:
     lock = os.open(checkout, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
     command, environment = _command(checkout, "PYTHON=python", "runtime")
