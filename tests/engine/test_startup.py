@@ -1,4 +1,4 @@
-"""What an engine reports while it starts, what it does not import, and its errors when memory is missing."""
+"""Progress that an engine reports during startup, modules it does not import, and its errors if memory is missing."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ def _config(directory: Path, **changes: Any) -> WorkerConfig:
     return WorkerConfig(weights=str(tiny_weights(directory)), **{**given, "tokens_per_step": 16, **changes})
 
 
-def test_the_phases_are_told_in_their_order_and_where_the_memory_goes(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_phases_are_reported_in_order_with_the_memory_plan(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     phases: list[str] = []
     with caplog.at_level(logging.INFO, "inkstream"):
         ready = build_engine(_config(tmp_path, replica=1, replicas=2), phases.append).ready
@@ -70,7 +68,7 @@ _BREAKS = accelerator_error(901, "operation failed due to a previous error durin
         ),
     ],
 )
-def test_a_start_that_would_fail_again_and_again_says_what_to_change(
+def test_permanent_start_failure_names_the_setting_to_change(
     errors: list[BaseException], changes: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TorchBackend, "start", _raising(*errors))
@@ -78,7 +76,7 @@ def test_a_start_that_would_fail_again_and_again_says_what_to_change(
         build_engine(_config(tmp_path, **changes))
 
 
-def test_weights_that_find_no_memory_are_a_matter_of_configuration_and_a_lost_device_is_not(
+def test_weights_without_memory_are_a_configuration_error_and_a_lost_device_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(EngineStartError, match="the weights do not fit"):
@@ -92,7 +90,7 @@ def test_weights_that_find_no_memory_are_a_matter_of_configuration_and_a_lost_de
 @pytest.mark.parametrize(
     ("changes", "reason"), [({}, "--kernels torch;"), ({"quantize": "fp8"}, "--quantize fp8 need")]
 )
-def test_what_only_torch_computes_is_refused_where_torch_is_not_installed(
+def test_features_that_need_torch_are_refused_without_it(
     changes: dict[str, Any], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
@@ -100,7 +98,7 @@ def test_what_only_torch_computes_is_refused_where_torch_is_not_installed(
         build_engine(_config(tmp_path, **changes))
 
 
-def test_torch_that_was_installed_while_the_service_ran_does_not_compute(tmp_path: Path) -> None:
+def test_torch_installed_while_the_service_runs_is_not_used(tmp_path: Path) -> None:
     with pytest.raises(EngineStartError, match=r"^torch is not installed"):
         build_engine(_config(tmp_path, has_torch=False))
 
@@ -118,7 +116,7 @@ print([name for name in ("sympy", "torch._dynamo") if name in sys.modules])
 
 @pytest.mark.slow
 def test_loading_and_the_first_steps_do_not_make_torch_import_its_compiler(tmp_path: Path) -> None:
-    """To compute on the meta device would: 820 modules, a second of CPU, 70 MiB."""
+    """Computing on the meta device would import it: 820 modules, a second of CPU, 70 MiB."""
     kinds = ("rotary", "sinusoidal", "learned")
     directories = [str(tiny_weights(tmp_path / kind, positions=kind)) for kind in kinds]
     command = [sys.executable, "-c", PROGRAM, *directories]
@@ -146,8 +144,8 @@ print([name for name in ("torch", "pydantic", "asyncio") if name in sys.modules]
 
 @pytest.mark.usefixtures("native_library")
 @pytest.mark.parametrize("quantize", ["none", "int8"])
-def test_an_engine_that_computes_in_cpp_imports_no_torch_and_stays_small(tmp_path: Path, quantize: str) -> None:
-    """torch takes a second of CPU and 200 MB."""
+def test_native_engine_imports_no_torch_and_stays_small(tmp_path: Path, quantize: str) -> None:
+    """torch costs a second of CPU and 200 MB."""
     directory, library = tiny_weights(tmp_path), find_or_build()
     command = [sys.executable, "-c", NATIVE_ENGINE, str(directory), str(library), quantize]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)

@@ -68,7 +68,7 @@ def _announced(config: WorkerConfig) -> list[str]:
 
 @pytest.mark.parametrize("kernels", ["torch", "native"])
 @pytest.mark.parametrize("number", NUMBERS)
-def test_every_way_to_compute_meets_the_file(
+def test_every_backend_passes_the_golden_check(
     directory: Path, number: str, kernels: str, request: pytest.FixtureRequest
 ) -> None:
     library = request.getfixturevalue("native_library") if kernels == "native" else None
@@ -77,14 +77,14 @@ def test_every_way_to_compute_meets_the_file(
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_another_model_is_found_out_in_every_number_format(directory: Path, number: str) -> None:
+def test_different_model_is_detected_in_every_number_format(directory: Path, number: str) -> None:
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 5.0}))
     with pytest.raises(EngineStartError, match=r"golden\.json: the log-probabilities differ by (up to|a mean of) \d"):
         build_engine(_config(directory, number))
 
 
-def test_a_set_that_is_not_whole_is_refused(directory: Path, weights: Path) -> None:
+def test_incomplete_set_of_files_is_refused(directory: Path, weights: Path) -> None:
     files = {path.name: path.read_bytes() for path in directory.iterdir()}
     (directory / MANIFEST_FILE).write_bytes(manifest_file(files))
     assert _announced(_config(directory, "float32"))[-1].endswith(f", {MANIFEST_FILE} passed")
@@ -98,10 +98,10 @@ def test_a_set_that_is_not_whole_is_refused(directory: Path, weights: Path) -> N
     ("n_encoder_layers", "context", "result"),
     [(0, 256, "passed"), (1, 256, "passed"), (0, 20, "passed"), (0, 1, "max-context"), (1, 20, "max-context")],
 )
-def test_a_check_leaves_the_engine_idle_and_its_cache_to_itself(
+def test_golden_check_leaves_the_engine_idle_with_a_separate_cache(
     tmp_path: Path, n_encoder_layers: int, context: int, result: str
 ) -> None:
-    """A short context takes as much of the prompt as fits, but an encoder needs all of it."""
+    """A short context uses as much of the prompt as fits, but an encoder needs all of it."""
     shape = tiny_config(n_encoder_layers=n_encoder_layers)
     decoder = tiny_decoder(shape)
     engine = tiny_engine(decoder)
@@ -117,7 +117,7 @@ def test_a_check_leaves_the_engine_idle_and_its_cache_to_itself(
     assert [one.cached_tokens for one in started] == [0]
 
 
-def test_logits_that_are_not_finite_are_no_proof(tmp_path: Path) -> None:
+def test_non_finite_logits_fail_the_golden_check(tmp_path: Path) -> None:
     (tmp_path / GOLDEN_FILE).write_bytes(golden_file(tiny_decoder(), PROMPT))
     spoilt = tiny_decoder()
     spoilt.embedding[PROMPT[3]] = float("nan")
@@ -127,13 +127,13 @@ def test_logits_that_are_not_finite_are_no_proof(tmp_path: Path) -> None:
 
 @pytest.fixture
 def exploding(tmp_path: Path) -> Path:
-    """Finite numbers without a golden.json; what the model makes of them is not finite."""
+    """Finite weights without a golden.json whose activations are not finite."""
     return bad_weights(tmp_path / "bad", good_weights(tmp_path / "good", 0), "numbers that explode")
 
 
 @pytest.mark.parametrize("kernels", ["torch", "native"])
 @pytest.mark.parametrize("number", NUMBERS)
-def test_weights_that_explode_are_refused_in_every_number_format(
+def test_weights_with_non_finite_logits_are_refused_in_every_number_format(
     exploding: Path, number: str, kernels: str, request: pytest.FixtureRequest
 ) -> None:
     library = request.getfixturevalue("native_library") if kernels == "native" else None
@@ -148,7 +148,7 @@ LIMITS = StepLimits(tokens_per_step=128, max_running=12, prompt_tokens_with_deco
 def _check(
     shape: ModelConfig | None = None, limits: StepLimits = LIMITS, *, other: int | None = None
 ) -> list[StepLimits]:
-    """Returns the limits of the engines that the check made; that of index `other` has other weights."""
+    """Runs the check; returns the limits of its engines. The engine with index `other` has other weights."""
     shape, given = shape or tiny_config(), list[StepLimits]()
     runners = [tiny_engine(tiny_decoder(shape, seed=seed), max_running=limits.max_running).runner for seed in range(2)]
 
@@ -162,25 +162,25 @@ def _check(
 
 
 @pytest.mark.parametrize("limits", [LIMITS, replace(LIMITS, max_running=1), replace(LIMITS, tokens_per_step=12)])
-def test_the_kernels_of_a_cpu_pass_within_the_limits_of_the_engine(limits: StepLimits, way: str) -> None:
+def test_cpu_kernels_pass_within_the_limits_of_the_engine(limits: StepLimits, way: str) -> None:
     given = _check(limits=limits)
     assert all(most.max_running <= limits.max_running for most in given), way
     assert all(most.tokens_per_step <= limits.tokens_per_step for most in given)
 
 
 @pytest.mark.parametrize("change", [{"n_encoder_layers": 1}, {"context": 4}])
-def test_a_model_with_an_encoder_and_a_short_context_is_tried_too(change: dict[str, int]) -> None:
+def test_models_with_an_encoder_or_a_short_context_are_checked(change: dict[str, int]) -> None:
     _check(tiny_config(**change))
 
 
 def _by_row(logits_SV: Tensor) -> Tensor:
-    """The row's index in the step leaks: a row depends on the rows before it."""
+    """A leak of the row's index in the step: a row depends on the rows before it."""
     logits_SV[:, ::2] += 1e-3 * torch.arange(len(logits_SV))[:, None]
     return logits_SV
 
 
 def _by_number(logits_SV: Tensor) -> Tensor:
-    """One last bit, and only where there are many rows: another tile of a library's product."""
+    """One last bit differs, only with many rows, like another tile of a library's product."""
     return logits_SV if len(logits_SV) < 8 else logits_SV * torch.tensor(1 + 2**-23)
 
 
@@ -193,7 +193,7 @@ def _last_bit(scores: dict[str, tuple[TokenScore, ...] | None]) -> dict[str, tup
 
 
 def _other_token(drawn: dict[str, SampledToken]) -> dict[str, SampledToken]:
-    """Where logits are right and tokens are not."""
+    """The logits are right but the tokens are wrong."""
     return drawn if len(drawn) < 3 else {name: msgspec.structs.replace(each, token=5) for name, each in drawn.items()}
 
 
@@ -218,7 +218,7 @@ def _break(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, break_it: Ca
         (Runner, "_draw", _other_token, r"token 1 after it is 5 \(.*\) and alone \d+"),
     ],
 )
-def test_rows_that_see_their_neighbours_are_found_out(
+def test_rows_that_depend_on_others_are_detected(
     owner: type, name: str, break_it: Callable[[Any], Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _break(monkeypatch, owner, name, break_it)
@@ -230,14 +230,14 @@ def test_rows_that_see_their_neighbours_are_found_out(
     ("index", "way"),
     [(4, "together with others"), (5, "in another order"), (6, "in small chunks"), (7, "in a batch of 12")],
 )
-def test_every_way_is_compared(index: int, way: str) -> None:
-    """Four prompts are computed alone, each by an engine of its own; one engine behind them has other weights."""
+def test_every_execution_mode_is_compared(index: int, way: str) -> None:
+    """Each of four prompts is computed alone by its own engine; one later engine has other weights."""
     message = f"device: computed {way}, the prompt of 3 tokens gives another result"
     with pytest.raises(BatchVarianceError, match=message):
         _check(other=index)
 
 
-def test_the_engine_does_not_start_where_the_promise_cannot_be_kept(
+def test_engine_does_not_start_if_batch_invariance_cannot_be_guaranteed(
     weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = WorkerConfig(weights=str(weights), device="cpu", dtype="float32", kernels="torch", threads=1, kv_blocks=32)

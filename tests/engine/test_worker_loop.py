@@ -1,4 +1,4 @@
-"""The engine process's loop: guided requests wait for their own key's grammars only, and a watchdog knows of hangs."""
+"""The engine process's loop: guided requests wait only for grammars of their own key, and a watchdog reports hangs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ManualTracker:
 
 
 def _queue(*names: str, most: int = 9) -> tuple[GrammarCompileQueue, ManualTracker]:
-    """Requests of these names; the part before a slash is the key."""
+    """A queue with requests of these names; the part before a slash is the key."""
     tracker = ManualTracker()
     queue = GrammarCompileQueue(tracker, max_prepared=most)
     for name in names:
@@ -57,9 +57,9 @@ def _ready(queue: GrammarCompileQueue) -> list[str]:
     return [request.id for request in queue.pop_ready()]
 
 
-def test_requests_of_one_key_leave_in_their_order_once_their_grammars_are_compiled() -> None:
+def test_requests_of_one_key_leave_in_order_once_their_grammars_are_compiled() -> None:
     queue, tracker = _queue("x/1", "x/2", "x/3", "y/1")
-    assert queue.wait_seconds(1.0) < 0.1, "the engine looks again soon"
+    assert queue.wait_seconds(1.0) < 0.1, "the engine polls soon"
     tracker.finish("x/2", "y/1")
     assert _ready(queue) == ["y/1"] and queue.n_waiting == 3
     tracker.finish("x/1")
@@ -69,7 +69,7 @@ def test_requests_of_one_key_leave_in_their_order_once_their_grammars_are_compil
     assert queue.wait_seconds(1.0) == 1.0
 
 
-def test_who_is_cancelled_never_leaves_and_is_forgotten() -> None:
+def test_cancelled_request_never_leaves_and_is_forgotten() -> None:
     queue, tracker = _queue("a", "b")
     tracker.finish("a", "b")
     queue.cancel("a")
@@ -78,7 +78,7 @@ def test_who_is_cancelled_never_leaves_and_is_forgotten() -> None:
     assert tracker.forgotten == ["a", "unknown"]
 
 
-def test_a_mishap_in_the_thread_fails_its_request_alone_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_exception_in_the_thread_fails_only_its_request_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     queue, tracker = _queue("a", "b")
     tracker.finish("a", error=RuntimeError("out of luck"))
     tracker.finish("b")
@@ -88,11 +88,11 @@ def test_a_mishap_in_the_thread_fails_its_request_alone_and_is_logged(caplog: py
     assert "request a failed" in caplog.text and "out of luck" in caplog.text
 
 
-def test_no_more_grammars_are_compiled_ahead_than_are_kept_and_one_key_leaves_capacity_for_the_next() -> None:
+def test_grammars_compiled_ahead_are_bounded_and_each_key_leaves_capacity() -> None:
     queue, tracker = _queue("a", "b", "c", "d", most=2)
     tracker.finish("a", "b")
     assert _ready(queue) == ["a", "b"] and list(tracker.jobs) == ["a", "b"]
-    tracker.jobs.pop("a")  # the engine has started it
+    tracker.jobs.pop("a")  # the engine started it
     assert _ready(queue) == [] and list(tracker.jobs) == ["b", "c"]
     queue.cancel("d")
     tracker.finish("c")
@@ -101,7 +101,7 @@ def test_no_more_grammars_are_compiled_ahead_than_are_kept_and_one_key_leaves_ca
     assert len(tracker.jobs) == 29 and "y/1" in tracker.jobs
 
 
-def test_a_heart_beats_from_beginning_to_end_and_stops_where_no_process_listens() -> None:
+def test_heartbeat_runs_until_the_end_and_stops_without_a_listener() -> None:
     beats: list[float] = []
     deadline = time.monotonic() + 60
     with heartbeat(lambda: beats.append(time.monotonic()), 0.01):
@@ -120,15 +120,15 @@ def test_a_heart_beats_from_beginning_to_end_and_stops_where_no_process_listens(
 
 
 def _hang(folder: Path, program: str) -> str:
-    """Its standard error, which is a file: the process can see there whether the trace was written."""
+    """Stderr is a file, so the process itself can see whether the trace was written."""
     words = "import ctypes, os, time; from app.engine.worker_loop import HangTrace; trace = HangTrace(0.5)\n"
     with (folder / "told").open("w") as output:
         subprocess.run([sys.executable, "-c", words + program], cwd=ROOT, stderr=output, check=True, timeout=60)
     return (folder / "told").read_text()
 
 
-def test_a_process_that_hangs_says_where_also_where_it_holds_the_gil(tmp_path: Path) -> None:
-    """One that goes round says nothing, unless it gets no core for half a second; hardly three times."""
+def test_hanging_process_reports_its_stack_even_while_it_holds_the_gil(tmp_path: Path) -> None:
+    """A busy loop reports nothing, unless it gets no core for half a second, which rarely happens three times."""
     stuck = "def stuck():\n    while not os.fstat(2).st_size: ctypes.PyDLL(None).usleep(ctypes.c_uint(800_000))\n"
     output = _hang(tmp_path, f"{stuck}trace.alive(time.monotonic())\nstuck()")
     assert "Timeout" in output and "stuck" in output

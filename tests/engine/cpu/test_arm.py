@@ -18,7 +18,7 @@ PROGRAM = Path(__file__).parents[2] / "support/engine/cpu_conformance.cpp"
 
 
 def _digests(compiler: Sequence[str], level: CpuTarget, folder: Path, emulator: Sequence[str] = ()) -> dict[str, str]:
-    """What the program prints, compiled for a level with the flags of the library."""
+    """Output of the test program, compiled for a level with the flags of the library."""
     flags = [flag for flag in (*FLAGS, *level.flags) if flag not in ("-shared", "-fPIC")]
     program = folder / level.name
     subprocess.run([*compiler, *flags, "-static", "-I", SOURCE, PROGRAM, "-o", program], check=True)

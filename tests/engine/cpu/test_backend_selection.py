@@ -23,7 +23,7 @@ from tests.support.model.tiny_models import tiny_config
 
 @pytest.fixture
 def cache_dir(tmp_path: Path, stub_library: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, and a compiler that would fill it."""
+    """An empty cache, and a fake compiler that fills it."""
     monkeypatch.setattr("app.engine.cpu.toolchain.builder.PACKAGED", tmp_path / "nothing")
     monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, stub_library).path))
     return tmp_path / "cache"
@@ -43,23 +43,25 @@ def _choose(
     )
 
 
-def test_torch_never_looks_at_a_library(cache_dir: Path) -> None:
+def test_kernels_torch_ignores_libraries(cache_dir: Path) -> None:
     choice = _choose("torch", Libraries(found=find_or_build(cache_dir), cache_dir=cache_dir))
     assert (choice.library, choice.numerics, choice.waits_for_build) == (None, "torch", False)
 
 
-def test_auto_takes_what_was_found_and_builds_nothing_else(cache_dir: Path) -> None:
+def test_auto_uses_a_found_library_and_builds_none(cache_dir: Path) -> None:
     choice = _choose("auto", Libraries(cache_dir=cache_dir))
     assert (choice.library, choice.numerics, choice.waits_for_build) == (None, "torch", True)
     assert not cache_dir.exists()
     library = find_or_build(cache_dir)
-    assert _choose("auto", Libraries(cache_dir=cache_dir)) == choice, "what came after the start is for the next one"
+    assert _choose("auto", Libraries(cache_dir=cache_dir)) == choice, (
+        "a library built after the start is for the next service"
+    )
     choice = _choose("auto", Libraries(found=library, cache_dir=cache_dir))
     assert (choice.library, choice.waits_for_build) == (library, False)
     assert choice.numerics == f"native2-{this_level().name}"
 
 
-def test_without_torch_auto_builds_what_is_not_there_and_waits(
+def test_auto_without_torch_builds_a_missing_library_and_waits(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     libraries = Libraries(cache_dir=cache_dir, has_torch=False)
@@ -68,7 +70,7 @@ def test_without_torch_auto_builds_what_is_not_there_and_waits(
     assert (choice.library, choice.waits_for_build, phases) == (
         find_or_build(cache_dir), False, ["building native kernels"]
     )  # fmt: skip
-    assert _choose("auto", libraries) == choice, "an engine that comes back computes alike"
+    assert _choose("auto", libraries) == choice, "a restarted engine computes the same"
     assert choice.library
     choice.library.unlink()
     monkeypatch.setenv("CXX", "/nonexistent")
@@ -76,10 +78,8 @@ def test_without_torch_auto_builds_what_is_not_there_and_waits(
     assert choice.library is None and choice.reason.startswith("CXX names")
 
 
-def test_what_a_service_began_with_is_built_again_where_it_is_gone(
-    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An engine that comes back must not compute in another way than the one before it."""
+def test_library_that_disappeared_is_built_again(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restarted engine must compute like the one before it."""
     library = find_or_build(cache_dir)
     library.unlink()
     phases: list[str] = []
@@ -91,7 +91,7 @@ def test_what_a_service_began_with_is_built_again_where_it_is_gone(
         _choose("auto", Libraries(found=library, cache_dir=cache_dir))
 
 
-def test_native_builds_and_says_so(cache_dir: Path) -> None:
+def test_kernels_native_builds_and_reports_it(cache_dir: Path) -> None:
     phases: list[str] = []
     choice = _choose("native", Libraries(cache_dir=cache_dir), phases=phases)
     assert (choice.library, phases) == (find_or_build(cache_dir), ["building native kernels"])
@@ -105,20 +105,20 @@ def test_native_builds_and_says_so(cache_dir: Path) -> None:
         ({"model": tiny_config(n_encoder_layers=1)}, "encoder"),
     ],
 )
-def test_what_the_kernels_do_not_compute_torch_does(cache_dir: Path, odd: dict[str, str], words: str) -> None:
+def test_unsupported_models_run_on_torch(cache_dir: Path, odd: dict[str, str], words: str) -> None:
     for found in (find_or_build(cache_dir), None):
         _check_that_torch_computes(Libraries(found=found, cache_dir=cache_dir), words, **odd)
 
 
 def _check_that_torch_computes(libraries: Libraries, words: str, **odd: Any) -> None:
-    """And that native kernels, where they are asked for, are refused in the same words."""
+    """Also checks that explicitly requested native kernels are refused with the same reason."""
     choice = _choose("auto", libraries, **odd)
     assert (choice.library, choice.waits_for_build) == (None, False) and words in choice.reason
     with pytest.raises(ValueError, match=f"--kernels native is not possible: .*{words}"):
         _choose("native", libraries, **odd)
 
 
-def test_a_cpu_without_a_level_computes_with_torch(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_cpu_runs_on_torch(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def none() -> None:
         raise UnsupportedCpu("this CPU has no avx2")
 
@@ -128,25 +128,25 @@ def test_a_cpu_without_a_level_computes_with_torch(cache_dir: Path, monkeypatch:
         check_native_available("native", "auto", Libraries())
 
 
-def test_a_library_above_the_level_that_the_engine_may_use_leaves_it_to_torch(
+def test_library_above_the_level_of_the_engine_falls_back_to_torch(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sandbox may treat the processes of a service differently; the library's instructions would end the engine."""
+    """A sandbox may restrict the processes of a service differently; the library would crash the engine."""
     libraries = Libraries(found=find_or_build(cache_dir), cache_dir=cache_dir)
     monkeypatch.setattr("app.engine.cpu.toolchain.backend_selection.this_level", lambda: X86_LEVELS[-1])
     _check_that_torch_computes(libraries, "level avx2 only")
 
 
-def test_a_library_that_does_not_load_leaves_it_to_torch(
+def test_library_that_does_not_load_falls_back_to_torch(
     tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It loaded when it was built: the system has changed since, or the disk is mounted noexec now."""
+    """It loaded when it was built; since then the system changed, or the disk was remounted noexec."""
     monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, compiled(tmp_path, "int other() { return 1; }")).path))
     monkeypatch.setattr("app.engine.cpu.toolchain.builder._check_library", lambda *_: None)
     _check_that_torch_computes(Libraries(found=find_or_build(cache_dir), cache_dir=cache_dir), "does not load")
 
 
-def test_native_is_refused_before_the_model_loads_where_that_can_be_known(
+def test_kernels_native_is_refused_before_the_model_loads_if_possible(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = find_or_build(cache_dir)

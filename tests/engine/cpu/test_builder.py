@@ -1,4 +1,4 @@
-"""Building the kernels' library: its dependencies, its errors, and that a failure leaves no files."""
+"""Building the kernel library: its dependencies, its errors, and cleanup after failures."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _leftovers(folder: Path) -> set[str]:
 
 
 @pytest.mark.usefixtures("stub_library")
-def test_a_folder_in_the_cache_leaves_the_cache_itself_unwritable_for_others(tmp_path: Path) -> None:
+def test_cache_directories_are_not_writable_by_others(tmp_path: Path) -> None:
     before = os.umask(0o002)
     try:
         for directory in (tmp_path / "cache" / "packed", tmp_path / "cache"):
@@ -69,7 +69,7 @@ def test_a_folder_in_the_cache_leaves_the_cache_itself_unwritable_for_others(tmp
         os.umask(before)
 
 
-def test_without_locks_nothing_is_stored(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_system_without_locks_stores_nothing(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -80,7 +80,7 @@ def test_without_locks_nothing_is_stored(cache_dir: Path, monkeypatch: pytest.Mo
     assert not _leftovers(cache_dir)
 
 
-def test_the_machines_own_compiler_makes_a_library_that_loads(source: Path, cache_dir: Path) -> None:
+def test_system_compiler_builds_a_library_that_loads(source: Path, cache_dir: Path) -> None:
     wanted = BuildRecipe(level=this_level(), source=source)
     library = build(wanted, cache_dir)
     assert ctypes.CDLL(str(library)).ink_sizes() == 8
@@ -90,7 +90,7 @@ def test_the_machines_own_compiler_makes_a_library_that_loads(source: Path, cach
     assert note["flags"] == list(wanted.flags) and note["compiler"] == find_compiler().version
 
 
-def test_one_that_came_with_the_installation_is_found_after_the_caches(
+def test_packaged_library_is_found_after_the_cache(
     tmp_path: Path, cache_dir: Path, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.engine.cpu.toolchain.builder.PACKAGED", tmp_path / "packaged")
@@ -101,7 +101,7 @@ def test_one_that_came_with_the_installation_is_found_after_the_caches(
     assert build(BuildRecipe(level=this_level()), cache_dir) == find(cache_dir) == cache_dir / packaged.name
 
 
-def test_its_name_depends_on_everything_it_is_made_of(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_name_depends_on_all_inputs(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = BuildRecipe(level=X86_LEVELS[0], source=source).name
     names = {first, BuildRecipe(level=X86_LEVELS[1], source=source).name}
     (source / "notes.txt").write_text("no part of it")
@@ -138,15 +138,13 @@ DAMAGE = {
     "others may write the note": lambda library: metadata_path(library).chmod(0o646),
     "a link": _link,
 }
-if os.geteuid() == 0:  # only root can give files away
+if os.geteuid() == 0:  # only root can change the owner
     DAMAGE["another user's"] = lambda library: os.chown(library, 54321, -1)
     DAMAGE["another user's note"] = lambda library: os.chown(metadata_path(library), 54321, -1)
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_library_that_is_damaged_or_that_others_could_have_written_is_built_again(
-    cache_dir: Path, compiler: FakeCompiler, damage: str
-) -> None:
+def test_damaged_or_untrusted_library_is_built_again(cache_dir: Path, compiler: FakeCompiler, damage: str) -> None:
     library = find_or_build(cache_dir)
     DAMAGE[damage](library)
     assert find(cache_dir) is None
@@ -156,7 +154,7 @@ def test_a_library_that_is_damaged_or_that_others_could_have_written_is_built_ag
 
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("is_given_away", [False, *[True] * (os.geteuid() == 0)])
-def test_a_directory_that_others_can_write_is_neither_read_nor_written(cache_dir: Path, is_given_away: bool) -> None:
+def test_directory_writable_by_others_is_neither_read_nor_written(cache_dir: Path, is_given_away: bool) -> None:
     find_or_build(cache_dir)
     if is_given_away:
         os.chown(cache_dir, 54321, -1)
@@ -179,7 +177,7 @@ def test_a_directory_that_others_can_write_is_neither_read_nor_written(cache_dir
         ("", "int raise(int); int now = raise(4); int ink_sizes() { return now; }", "by signal 4"),
     ],
 )
-def test_a_failed_build_tells_its_first_error_and_leaves_nothing(
+def test_failed_build_reports_its_first_error_and_leaves_no_files(
     tmp_path: Path, cache_dir: Path, stub_library: Path, monkeypatch: pytest.MonkeyPatch, before: str, code: str,
     words: str,
 ) -> None:  # fmt: skip
@@ -191,11 +189,11 @@ def test_a_failed_build_tells_its_first_error_and_leaves_nothing(
     assert _leftovers(cache_dir) == set()
 
 
-def test_a_compiler_that_takes_too_long_is_ended_with_all_its_children(
+def test_compiler_beyond_its_time_limit_is_killed_with_its_children(
     tmp_path: Path, cache_dir: Path, stub_library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = _use(monkeypatch, tmp_path, stub_library, f'sleep 60 & echo $! >> "{tmp_path / "calls"}"; wait')
-    for seconds in (2, 20):  # on a busy machine it may not have started in the first
+    for seconds in (2, 20):  # on a busy machine it may not start within the first
         fake.calls.unlink(missing_ok=True)
         with pytest.raises(BuildError, match=f"more than {seconds} seconds"):
             build(BuildRecipe(level=this_level()), cache_dir, seconds=float(seconds))
@@ -205,7 +203,7 @@ def test_a_compiler_that_takes_too_long_is_ended_with_all_its_children(
     assert _leftovers(cache_dir) == set()
 
 
-def test_a_disk_that_is_full_or_cannot_be_written_is_named(
+def test_full_or_unwritable_disk_is_named(
     tmp_path: Path, cache_dir: Path, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -222,9 +220,7 @@ def test_a_disk_that_is_full_or_cannot_be_written_is_named(
     assert len(compiler.pids) == 1
 
 
-def test_a_compiler_that_does_not_answer_is_passed_over(
-    tmp_path: Path, stub_library: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broken_compiler_is_skipped(tmp_path: Path, stub_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = fake_compiler(tmp_path, stub_library)
     (tmp_path / "g++").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "g++").chmod(0o755)
@@ -236,7 +232,7 @@ def test_a_compiler_that_does_not_answer_is_passed_over(
 
 
 @pytest.mark.usefixtures("compiler")
-def test_libraries_of_other_versions_go_but_for_the_newest(source: Path, cache_dir: Path) -> None:
+def test_only_the_newest_libraries_of_other_versions_are_kept(source: Path, cache_dir: Path) -> None:
     cache_dir.mkdir(mode=0o755, parents=True)
     mine = [BuildRecipe(level=level, source=source).name for level in X86_LEVELS]
     old = [mine[2].replace(".so", f"{number}.so") for number in range(MAX_OLD_LIBRARIES + 3)]
@@ -249,7 +245,7 @@ def test_libraries_of_other_versions_go_but_for_the_newest(source: Path, cache_d
     assert _leftovers(cache_dir) == kept | {f"{name}.json" for name in kept}
 
 
-def test_the_cache_is_where_the_user_wants_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_directory_follows_option_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     named = {"INKSTREAM_CACHE_DIR": "/named", "XDG_CACHE_HOME": "/xdg"}
     assert cache_directory(tmp_path, named) == tmp_path
     assert cache_directory(None, named) == Path("/named")

@@ -63,13 +63,13 @@ def _sequence(n_tokens: int, vocab: int, first_block: int = 0) -> Sequence:
 
 
 def _logits(compute: NativeCompute, sequence: Sequence) -> Tensor:
-    """[T, V], the whole sequence in one chunk."""
+    """Logits [T, V] of the whole sequence in one chunk."""
     compute.run(BatchPlan((Chunk(sequence, 0, len(sequence.tokens)),)))
     return torch.from_numpy(compute.logits(range(len(sequence.tokens))).copy())
 
 
 def _expected(decoder: Decoder, sequence: Sequence) -> Tensor:
-    """The same in torch."""
+    """The same logits computed by torch."""
     tokens_T = torch.tensor(sequence.tokens)
     attend = CausalAttend(len(tokens_T), decoder.config.sliding_window)
     with torch.inference_mode():
@@ -77,21 +77,21 @@ def _expected(decoder: Decoder, sequence: Sequence) -> Tensor:
 
 
 def _exact(decoder: Decoder) -> Decoder:
-    """The same weights, bit for bit, computed with in float32."""
+    """The same weights, bit for bit, computed in float32."""
     copy = Decoder(decoder.config)
     copy.load_state_dict({name: tensor.float() for name, tensor in decoder.state_dict().items()})
     return copy.requires_grad_(False)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_logits_are_those_of_the_decoder(shape: str) -> None:
+def test_logits_equal_those_of_the_decoder(shape: str) -> None:
     decoder = tiny_decoder(tiny_config(**SHAPES[shape]))
     sequence = _sequence(LENGTH, decoder.config.vocab_size)
     assert torch.allclose(_logits(native_compute(decoder, 8), sequence), _expected(decoder, sequence), atol=5e-4)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_bfloat16_is_as_near_to_float32_as_torch_comes(shape: str) -> None:
+def test_bfloat16_is_as_close_to_float32_as_torch(shape: str) -> None:
     decoder = tiny_decoder(tiny_config(**SHAPES[shape]), dtype=torch.bfloat16)
     sequence = _sequence(LENGTH, decoder.config.vocab_size)
     exact_TV = _expected(_exact(decoder), sequence)
@@ -100,16 +100,16 @@ def test_bfloat16_is_as_near_to_float32_as_torch_comes(shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", ["llama", "gpt2", "odd sizes", "window and cap"])
-def test_int8_computes_with_the_whole_numbers(shape: str) -> None:
+def test_int8_computes_with_quantized_integers(shape: str) -> None:
     decoder = tiny_decoder(tiny_config(**SHAPES[shape]))
     sequence = _sequence(LENGTH, decoder.config.vocab_size)
     ours = _logits(native_compute(decoder, 8, int8=True), sequence)
-    assert not torch.allclose(ours, _expected(decoder, sequence), atol=0.05), "nothing was rounded"
+    assert not torch.allclose(ours, _expected(decoder, sequence), atol=0.05), "no weight was rounded"
     round_weights(decoder)
     assert torch.allclose(ours, _expected(decoder, sequence), atol=5e-4)
 
 
-def test_a_matrix_is_quantized_piece_by_piece_as_a_whole_and_zeros_stay() -> None:
+def test_matrix_quantized_in_pieces_equals_the_whole_and_zeros_stay() -> None:
     weight = torch.randn(5, 100_000)
     weight[2] = 0
     scales = weight.abs().amax(dim=1) / 127
@@ -120,7 +120,7 @@ def test_a_matrix_is_quantized_piece_by_piece_as_a_whole_and_zeros_stay() -> Non
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("size", [(5, 1000), (37, 77), (40, 5)])
-def test_the_kernels_quantize_to_the_bits_of_torch(size: tuple[int, int], dtype: str) -> None:
+def test_kernels_quantize_to_the_bits_of_torch(size: tuple[int, int], dtype: str) -> None:
     weight = torch.randn(size) * torch.randn(size[0], 1).exp()
     weight[2], weight[1] = 0, 1e-41
     stored = weight.to(getattr(torch, dtype))
@@ -133,7 +133,7 @@ def test_the_kernels_quantize_to_the_bits_of_torch(size: tuple[int, int], dtype:
     assert np.array_equal(expected.numbers, numbers) and np.array_equal(expected.scales, scales)
 
 
-def test_what_is_not_finite_stays_in_its_own_sequence() -> None:
+def test_non_finite_values_stay_in_their_sequence() -> None:
     decoder = tiny_decoder()
     decoder.embedding[7] = torch.nan  # tied: also a column of the logits
     sick, sound = _sequence(40, 320), _sequence(33, 320, first_block=4)
@@ -149,8 +149,8 @@ def test_what_is_not_finite_stays_in_its_own_sequence() -> None:
     ("dtype", "shape"),
     [(torch.float32, {**GPT2, "width": 52, "head_dim": 13}), (torch.bfloat16, {"width": 51, "head_dim": 20})],
 )
-def test_what_is_not_finite_is_gone_with_its_step(dtype: torch.dtype, shape: dict[str, Any]) -> None:
-    """Also from behind the numbers of a row whose width is no whole vectors, where the next step's row will stand."""
+def test_non_finite_values_do_not_outlive_their_step(dtype: torch.dtype, shape: dict[str, Any]) -> None:
+    """Also in the padding behind a row whose width is no whole number of vectors; the next step's row lies there."""
     decoder = tiny_decoder(tiny_config(**shape), dtype=dtype)
     sound, sick = _sequence(20, 320), _sequence(20, 320, first_block=8)
     sound.tokens[:] = array("q", (token if token != 7 else 8 for token in sound.tokens))
@@ -162,7 +162,7 @@ def test_what_is_not_finite_is_gone_with_its_step(dtype: torch.dtype, shape: dic
     assert torch.equal(_logits(compute, sound)[:, others], expected[:, others])
 
 
-def test_a_sequence_without_a_block_for_each_token_is_our_mistake() -> None:
+def test_sequence_without_enough_blocks_is_an_assertion_error() -> None:
     sequence = _sequence(40, 320)
     sequence.blocks.pop()
     with pytest.raises(AssertionError, match="blocks"):
@@ -182,7 +182,7 @@ def test_blocks_are_cleared_and_copied_before_a_step() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_are_packed_from_the_files_one_tensor_at_a_time(tmp_path: Path, dtype: torch.dtype) -> None:
-    """The bits are those of a decoder that was in memory; numbers that are not finite are found on the way."""
+    """The packed bits equal those of a decoder in memory; non-finite numbers are found during packing."""
     good_weights(tmp_path, seed=3)
     whole = load(tmp_path, device=torch.device("cpu"), dtype=dtype).decoder
     stored, name = find_weights(tmp_path), str(dtype).removeprefix("torch.")
@@ -197,8 +197,8 @@ def test_weights_are_packed_from_the_files_one_tensor_at_a_time(tmp_path: Path, 
 
 
 def test_every_level_computes_the_same_bits() -> None:
-    """avx2 is the variant for machines without AVX-512: two registers a vector, pairs of bfloat16 split."""
-    assert this_level() in X86_LEVELS, "this test knows the levels of x86-64 only"
+    """avx2 is the variant for machines without AVX-512: two registers per vector, pairs of bfloat16 split."""
+    assert this_level() in X86_LEVELS, "the test covers levels of x86-64 only"
     library = load_library(build(BuildRecipe(level=X86_LEVELS[-1]), need_cache_directory(None)))
     differ = []
     for shape, dtype, int8 in FORMS:
@@ -210,13 +210,13 @@ def test_every_level_computes_the_same_bits() -> None:
             differ.append((shape, dtype, int8))
         _check_batch_invariance(compute, sequence, whole, sizes=(1,))
     tiles = [form for form in FORMS if form[1] == torch.bfloat16]
-    assert differ == (tiles if this_level() == AMX else []), "tiles round otherwise"
+    assert differ == (tiles if this_level() == AMX else []), "tiles round differently"
 
 
 @pytest.mark.parametrize("shape", ["odd sizes", "gpt_neox", "wide heads", "window and cap"])
 @pytest.mark.parametrize("int8", [False, True])
-def test_a_row_has_the_same_bits_in_chunks_of_every_size(shape: str, int8: bool) -> None:
-    """Up to 16 rows are one tile, more than 32 are several; also numbers that are subnormal in float32."""
+def test_row_has_the_same_bits_in_chunks_of_every_size(shape: str, int8: bool) -> None:
+    """Up to 16 rows are one tile, more than 32 are several; includes numbers that are subnormal in float32."""
     config = tiny_config(**SHAPES[shape])
     decoder = tiny_decoder(config, dtype=torch.bfloat16)
     decoder.embedding[::7] *= 2.0**-131
@@ -236,8 +236,8 @@ def _check_batch_invariance(compute: NativeCompute, sequence: Sequence, whole: T
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_bits_of_a_step_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> None:
-    """Other numbers of threads read the cache that one thread began, in one decoder."""
+def test_bits_of_a_step_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> None:
+    """Other numbers of threads read the cache that one thread wrote, in the same decoder."""
     decoder = tiny_decoder(dtype=dtype)
     alone, shared = native_compute(decoder, 64, threads=1), native_compute(decoder, 64, threads=1)
     executors = [shared.executor_on(ThreadPool(kernels(), threads)) for threads in (2, 3, 5)]
@@ -253,14 +253,14 @@ def test_the_bits_of_a_step_do_not_depend_on_the_number_of_threads(dtype: torch.
         assert np.array_equal(*results)
 
 
-def test_a_sampler_keeps_the_threads_that_it_draws_with() -> None:
+def test_sampler_keeps_its_thread_pool_alive() -> None:
     logits_SV = torch.randn(4, 20_000).numpy()  # enough for the threads to be woken
     rows = [SamplingInput(SamplingParams(seed=seed), [1], 1) for seed in range(4)]
     shared = NativeSampler(kernels(), 20_000, pool=ThreadPool(kernels(), 2))
     assert shared.sample(logits_SV, rows) == NativeSampler(kernels(), 20_000).sample(logits_SV, rows)
 
 
-def test_a_file_that_is_no_library_is_refused(tmp_path: Path) -> None:
+def test_file_other_than_a_library_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "not.so"
     path.write_bytes(b"nothing")
     with pytest.raises(LibraryError, match=r"not\.so: cannot be loaded"):
@@ -268,7 +268,7 @@ def test_a_file_that_is_no_library_is_refused(tmp_path: Path) -> None:
 
 
 def test_memory_is_zeroed_private_and_in_cache_lines_that_do_not_overlap() -> None:
-    """Shared memory would get no huge pages."""
+    """Shared memory would not get huge pages."""
     allocator, tensor = HugepageAllocator(), zeros((7, 33), np.dtype(np.uint16))
     assert address_of(tensor) % (2 << 20) == 0 and tensor.shape == (7, 33) and not tensor.any()
     pieces = sorted((allocator.allocate(size), size) for size in (1, 64, 65, 40 << 20, 3))

@@ -45,13 +45,13 @@ def _cpuinfo(*cores: str) -> str:
         ([SAPPHIRE_RAPIDS, ZEN_4], "avx512bf16"),
     ],
 )
-def test_a_cpu_gets_the_best_level_that_all_its_cores_can_run(cores: list[str], level: str) -> None:
+def test_level_is_the_best_that_all_cores_support(cores: list[str], level: str) -> None:
     for machine in ("x86_64", "AMD64"):
         assert level_of(machine, _cpuinfo(*cores), lambda: True).name == level
 
 
-def test_a_process_that_may_not_use_tiles_gets_the_level_below() -> None:
-    """Every process of a sandbox asks the same kernel, so all of them get the same level."""
+def test_process_without_permission_for_tiles_gets_the_level_below() -> None:
+    """All processes of a sandbox run on one kernel, so they all get the same level."""
     assert level_of("x86_64", _cpuinfo(SAPPHIRE_RAPIDS), lambda: False).name == "avx512bf16"
     assert _level_of_a_process(refuses=False) == this_level().name, "positive control"
     if this_level() == AMX:
@@ -68,31 +68,31 @@ assert ctypes.CDLL(None).sigaltstack(ctypes.byref(stack), None) == 0
 
 
 def _level_of_a_process(*, refuses: bool) -> str:
-    """What a new process detects. `refuses`: Linux denies it tiles, because they do not fit its signal stack."""
+    """The level that a new process detects. `refuses`: Linux denies it AMX tiles, which do not fit its signal stack."""
     detect = "from app.engine.cpu.toolchain.cpu_target import this_level; print(this_level().name)"
     script = f"import ctypes\n{_SMALL_SIGNAL_STACK if refuses else ''}{detect}"
     return subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout.strip()
 
 
 @pytest.mark.parametrize("text", [_cpuinfo(SANDY_BRIDGE), _cpuinfo(HASWELL.replace("fma", "")), _cpuinfo(""), ""])
-def test_a_cpu_that_is_too_old_or_unknown_gets_a_reason(text: str) -> None:
+def test_unsupported_cpu_has_a_reason(text: str) -> None:
     with pytest.raises(UnsupportedCpu, match=r"has no .*fma|does not list"):
         level_of("x86_64", text)
 
 
-def test_all_arm_cpus_have_one_level_and_other_machines_none() -> None:
+def test_arm_has_one_level_and_other_architectures_have_none() -> None:
     assert level_of("aarch64", GRAVITON) == level_of("arm64", M1) == NEON
     for machine in ("ppc64le", "riscv64"):
         with pytest.raises(UnsupportedCpu, match=f"neither x86-64 nor 64-bit ARM, but {machine}"):
             level_of(machine, "")
 
 
-def test_a_container_carries_every_level_whatever_machine_builds_it() -> None:
+def test_container_has_every_level_whatever_machine_builds_it() -> None:
     assert levels_of("x86_64") == levels_of("AMD64") == X86_LEVELS and levels_of("arm64") == (NEON,)
 
 
 @pytest.mark.parametrize(("flags", "runs"), [(SKYLAKE_X, [False, False, True, True]), (SANDY_BRIDGE, [False] * 4)])
-def test_a_machine_runs_its_own_level_and_those_below(
+def test_machine_runs_its_own_level_and_lower_ones(
     monkeypatch: pytest.MonkeyPatch, flags: str, runs: list[bool]
 ) -> None:
     monkeypatch.setattr("app.engine.cpu.toolchain.cpu_target.platform.machine", lambda: "x86_64")

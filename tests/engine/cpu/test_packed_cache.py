@@ -1,4 +1,4 @@
-"""Packed weights from the cache are those that packing gives, whatever happened to the files in between."""
+"""Packed weights from the cache equal freshly packed ones, whatever happened to the files in between."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def files_are_settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests do not wait until their files are old enough, and may run in memory."""
+    """Lets the tests use files that are too new to be trusted or that are in memory."""
     monkeypatch.setattr(packed_cache, "_SETTLED_NS", 0)
     monkeypatch.setattr(packed_cache, "is_in_memory", lambda _: False)
 
@@ -58,7 +58,7 @@ def _weights(directory: Path, *, seed: int = 0, **shape: Any) -> Path:
 
 
 class _Start:
-    """One start of an engine: `program` is packed or restored, and stored if it was packed."""
+    """One start of an engine: packs or restores `program`, and stores it if it was packed."""
 
     def __init__(
         self, weights: Path, folder: Path, *, dtype: str = "bfloat16", int8: bool = False, limit: int = LARGE
@@ -74,7 +74,7 @@ class _Start:
         )
         self.program: Program = self.compute.program
         self.thread = None if restored else self.entry.store_in_background(self.program.memory)
-        for thread in threading.enumerate():  # also one that describes the entry again
+        for thread in threading.enumerate():  # including one that rewrites the metadata of the entry
             if thread.name == "packed cache":
                 thread.join()
 
@@ -99,7 +99,7 @@ def _fail(*_: object) -> NoReturn:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("int8", [False, True])
-def test_a_restored_program_has_the_bits_of_a_packed_one(tmp_path: Path, shape: str, dtype: str, int8: bool) -> None:
+def test_restored_program_has_the_bits_of_a_packed_one(tmp_path: Path, shape: str, dtype: str, int8: bool) -> None:
     weights = _weights(tmp_path / "weights", **SHAPES[shape])
     first, second = (_Start(weights, tmp_path / "packed", dtype=dtype, int8=int8) for _ in range(2))
     assert not first.is_restored and first.n_read
@@ -122,7 +122,7 @@ def test_other_settings_and_kernels_have_other_entries(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_in_place", [True, False])
 def test_replaced_weights_are_never_served_from_an_older_entry(tmp_path: Path, is_in_place: bool) -> None:
-    """Even if size and modification time are those of before."""
+    """Also if size and modification time are the same as before."""
     weights, other, folder = _weights(tmp_path / "weights"), _weights(tmp_path / "other", seed=5), tmp_path / "packed"
     first = _Start(weights, folder)
     file, source = weights / "model.safetensors", other / "model.safetensors"
@@ -135,8 +135,8 @@ def test_replaced_weights_are_never_served_from_an_older_entry(tmp_path: Path, i
     assert second.weights.version == version_of({file: sha256(file)}) != first.weights.version
 
 
-def test_times_that_do_not_show_a_change_are_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In images of EROFS or squashfs every time of a file may be the same whole second, whatever it contains."""
+def test_untrustworthy_file_times_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In images of EROFS or squashfs, all file times may be the same whole second, whatever the content."""
     weights, other, folder = _weights(tmp_path / "weights"), _weights(tmp_path / "other", seed=5), tmp_path / "packed"
     same = packed_cache.FileIdentity(1, 2, 3, 4 * 10**9, 4 * 10**9, 1)
     monkeypatch.setattr(packed_cache.FileIdentity, "of", lambda _: same)
@@ -144,7 +144,7 @@ def test_times_that_do_not_show_a_change_are_not_trusted(tmp_path: Path, monkeyp
     assert second.weights.version != first.weights.version and not second.is_restored
 
 
-def test_weights_and_a_copy_of_them_are_read_and_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_and_a_copy_are_read_and_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights, folder = _weights(tmp_path / "weights"), tmp_path / "packed"
     first = _Start(weights, folder)
     copy = shutil.copytree(weights, tmp_path / "copy")
@@ -155,8 +155,8 @@ def test_weights_and_a_copy_of_them_are_read_and_hashed_once(tmp_path: Path, mon
         assert (again.packed, again.weights.version) == (first.packed, first.weights.version)
 
 
-def test_a_private_copy_of_the_weights_is_kept_under_its_content(tmp_path: Path) -> None:
-    """As the engine reads weights of up to 1 GiB: unlinked files, other ones at each start."""
+def test_private_copy_of_the_weights_is_cached_by_content(tmp_path: Path) -> None:
+    """The engine reads weights of up to 1 GiB like this: unlinked files, new ones at each start."""
     weights, folder = _weights(tmp_path / "weights"), tmp_path / "packed"
     for is_restored in (False, True):
         snapshot = WeightsSnapshot.open(weights)
@@ -166,7 +166,7 @@ def test_a_private_copy_of_the_weights_is_kept_under_its_content(tmp_path: Path)
         snapshot.close()
         assert start.is_restored == is_restored
         metadata = json.loads(start.entry.path.with_name(start.entry.path.name + ".json").read_text())
-        assert not metadata["files"], "they are not found again"
+        assert not metadata["files"], "unlinked files must not be recorded"
 
 
 def _flip(path: Path) -> None:
@@ -229,7 +229,7 @@ OBSTACLES: dict[str, Callable[[pytest.MonkeyPatch, Path, Path], None]] = {
 
 
 @pytest.mark.parametrize("words", OBSTACLES)
-def test_what_cannot_be_stored_is_one_line_in_the_log(
+def test_failure_to_store_is_one_line_in_the_log(
     tmp_path: Path, cache_log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, words: str
 ) -> None:
     weights, folder = _weights(tmp_path / "weights"), tmp_path / "cache" / "packed"
@@ -240,13 +240,13 @@ def test_what_cannot_be_stored_is_one_line_in_the_log(
     assert re.search(words, line)
 
 
-def test_entries_that_others_can_write_are_not_read(tmp_path: Path, cache_log: pytest.LogCaptureFixture) -> None:
+def test_entries_writable_by_others_are_not_read(tmp_path: Path, cache_log: pytest.LogCaptureFixture) -> None:
     weights, folder = _weights(tmp_path / "weights"), tmp_path / "packed"
     first = _Start(weights, folder)
     first.entry.path.chmod(0o622)
     assert not _Start(weights, folder).is_restored
     first.entry.path.chmod(0o600)
-    assert _Start(weights, folder).is_restored, "the control"
+    assert _Start(weights, folder).is_restored, "positive control"
     folder.chmod(0o777)
     cache_log.clear()
     assert not _Start(weights, folder).is_restored
@@ -254,12 +254,12 @@ def test_entries_that_others_can_write_are_not_read(tmp_path: Path, cache_log: p
     assert "chmod go-w" in line
 
 
-def test_packed_weights_are_as_private_as_their_owner(tmp_path: Path) -> None:
+def test_packed_weights_are_readable_by_their_owner_only(tmp_path: Path) -> None:
     _Start(_weights(tmp_path / "weights"), tmp_path / "packed")
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "packed").iterdir()} == {0o600}
 
 
-def test_services_that_start_at_once_store_one_entry(tmp_path: Path) -> None:
+def test_concurrent_starts_store_one_entry(tmp_path: Path) -> None:
     weights, folder = _weights(tmp_path / "weights"), tmp_path / "packed"
     starts: list[_Start] = []
     threads = [threading.Thread(target=lambda: starts.append(_Start(weights, folder))) for _ in range(6)]
@@ -271,7 +271,7 @@ def test_services_that_start_at_once_store_one_entry(tmp_path: Path) -> None:
     assert len(_entries(folder)) == 2 and _Start(weights, folder).is_restored
 
 
-def test_the_least_recently_used_entries_go(tmp_path: Path) -> None:
+def test_least_recently_used_entries_are_evicted(tmp_path: Path) -> None:
     folder = tmp_path / "packed"
     weights = [_weights(tmp_path / str(seed), seed=seed) for seed in range(3)]
     first = _Start(weights[0], folder)
@@ -279,13 +279,13 @@ def test_the_least_recently_used_entries_go(tmp_path: Path) -> None:
     second = _Start(weights[1], folder)
     for age, start in enumerate((second, first)):
         os.utime(start.entry.path, (age, age))
-    assert _Start(weights[1], folder).is_restored, "the first one has not been used for longer"
+    assert _Start(weights[1], folder).is_restored, "now the first one is the least recently used"
     third = _Start(weights[2], folder, limit=2 * size)
     assert {path.name for path in folder.glob("*.bin")} == {each.entry.path.name for each in (second, third)}
     assert describe(tmp_path) == (2, 2 * size)
 
 
-def test_an_entry_beyond_the_limit_is_not_stored(tmp_path: Path, cache_log: pytest.LogCaptureFixture) -> None:
+def test_entry_beyond_the_limit_is_not_stored(tmp_path: Path, cache_log: pytest.LogCaptureFixture) -> None:
     assert _Start(_weights(tmp_path / "weights"), tmp_path / "packed", limit=1000).thread is None
     assert not (tmp_path / "packed").exists() and "--packed-cache-bytes" in cache_log.text
 

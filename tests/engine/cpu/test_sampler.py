@@ -24,7 +24,7 @@ from tests.support.engine.native_sampler import native_sample
 
 
 def _agree(ours: SampledToken, theirs: SampledToken, row: SamplingInput, logits_V: torch.Tensor) -> bool:
-    """The same token, or one that rounding may choose; the same log-probabilities but for the last digits."""
+    """Asserts the same token, or one that rounding may choose, and log-probabilities equal up to the last digits."""
     if ours.token != theirs.token:
         if ours.token is None or theirs.token is None:
             return False
@@ -38,8 +38,8 @@ def _agree(ours: SampledToken, theirs: SampledToken, row: SamplingInput, logits_
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("vocab", [255, 4096, 50_257])
-def test_the_twins_draw_the_same(sampling_library: CDLL, vocab: int, nightly: bool) -> None:
-    """Hundreds of rows; where they differ, the oracle must report that rounding decides, which is rare."""
+def test_native_and_reference_samplers_draw_the_same(sampling_library: CDLL, vocab: int, nightly: bool) -> None:
+    """Hundreds of rows. Where they differ, the oracle must report that rounding decides, which is rare."""
     sample, seen, different = native_sample(sampling_library), 0, 0
     cases = [*edges(vocab, 1), *(chance("", vocab, 64, seed) for seed in range(50 if nightly else 2))]
     for case in cases:
@@ -77,7 +77,7 @@ def test_histories_and_masks_may_be_of_any_kind(sampling_library: CDLL) -> None:
     assert len(drawn) == 1
 
 
-def test_parameters_are_packed_once_for_as_long_as_they_are_drawn_with(sampling_library: CDLL) -> None:
+def test_parameters_are_packed_once_while_in_use(sampling_library: CDLL) -> None:
     """A history grows in place; parameters at a reused address are not mistaken for the old ones."""
     sampler, logits = NativeSampler(sampling_library, 50), torch.randn(1, 50)
     params, history = SamplingParams(seed=1, presence_penalty=2.0, frequency_penalty=2.0), array("q", [0])
@@ -92,14 +92,14 @@ def test_parameters_are_packed_once_for_as_long_as_they_are_drawn_with(sampling_
         assert sampler.sample(logits.numpy(), [SamplingInput(biased, [0], 1)])[0].token == i % 50
 
 
-def test_rows_that_share_parameters_keep_their_own_prompts_and_stop_ids(sampling_library: CDLL) -> None:
+def test_rows_with_shared_parameters_keep_their_prompts_and_stop_ids(sampling_library: CDLL) -> None:
     logits_SV, params = torch.tensor([[3.0, 2.0, 1.0, 0.0]]).expand(4, -1), SamplingParams(temperature=0, min_tokens=2)
     kinds: list[tuple[int, Any]] = [(3, (0,)), (3, (0, 1)), (1, (0, 1)), (3, (0,))]
     drawn = native_sample(sampling_library)(logits_SV, [SamplingInput(params, [3] * 3, *kind) for kind in kinds])
     assert [each.token for each in drawn] == [1, 2, 0, 1]
 
 
-def test_a_sampler_of_no_rows_and_then_of_many(sampling_library: CDLL) -> None:
+def test_sampler_handles_no_rows_and_then_many(sampling_library: CDLL) -> None:
     sampler = NativeSampler(sampling_library, 10)
     for n in (0, 1, 3, 200, 2):
         rows = [SamplingInput(SamplingParams(temperature=0, logprobs=20), [0], 1)] * n
@@ -108,7 +108,7 @@ def test_a_sampler_of_no_rows_and_then_of_many(sampling_library: CDLL) -> None:
 
 
 @pytest.mark.parametrize("vocab", [1, 320, 50_257])
-def test_given_tokens_are_scored_to_the_last_digits(sampling_library: CDLL, vocab: int) -> None:
+def test_given_tokens_are_scored_accurately(sampling_library: CDLL, vocab: int) -> None:
     """Against float64: torch's own log_softmax of float32 is off by up to 7e-6 where it sums 50,257 numbers."""
     sampler = NativeSampler(sampling_library, vocab)
     rounded = torch.randn(20, vocab, generator=torch.Generator().manual_seed(vocab)).bfloat16()
@@ -128,7 +128,7 @@ def test_given_tokens_are_scored_to_the_last_digits(sampling_library: CDLL, voca
             assert sampler.top_logprobs(logits_XV.numpy(), chosen, count) == [(own, top[:count]) for own, top in most]
 
 
-def test_of_many_equal_tokens_the_lowest_ids_are_reported(sampling_library: CDLL) -> None:
+def test_ties_report_the_lowest_ids(sampling_library: CDLL) -> None:
     """Equal as reported log-probabilities: logits may differ by less than their last digit."""
     logits = torch.zeros(1, 4096)
     logits[0, 100:] = 1e-9
@@ -136,7 +136,7 @@ def test_of_many_equal_tokens_the_lowest_ids_are_reported(sampling_library: CDLL
     assert [i for i, _ in top] == [0, 1, 2] and {x for _, x in top} == {own}
 
 
-def test_native_numbers_are_the_very_ones_of_the_twin(sampling_library: CDLL) -> None:
+def test_native_random_numbers_equal_those_of_the_reference(sampling_library: CDLL) -> None:
     uniform = sampling_library.probe_uniform
     uniform.restype, uniform.argtypes = c_double, [c_int64] * 3
     for seed in (0, 1, -1, 2**31, 2**32, 2**63 - 1, -(2**63)):
@@ -145,7 +145,7 @@ def test_native_numbers_are_the_very_ones_of_the_twin(sampling_library: CDLL) ->
                 assert uniform(seed, choice, position) == uniforms([Draw(seed, position, choice)])[0]
 
 
-def test_exp_is_right_to_the_last_digits(sampling_library: CDLL) -> None:
+def test_exp_is_accurate(sampling_library: CDLL) -> None:
     x = torch.cat([-torch.logspace(-45, 2.3, 100_000), torch.zeros(16), torch.full((16,), -math.inf)])
     x = torch.nn.functional.pad(x, (0, -len(x) % 16))
     y = torch.empty_like(x)

@@ -1,4 +1,4 @@
-"""The number of threads that an engine measures and takes."""
+"""The number of threads that an engine chooses by measurement."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.model.tiny_models import tiny_weights
 
 
 class FakeMachine:
-    """Steps that take a given time for each number of threads; a clock that they move."""
+    """A fake machine whose steps take a given time for each number of threads, and advance a fake clock."""
 
     def __init__(self, seconds: Mapping[int, float], noise: Callable[[int], float] = lambda _: 0.0) -> None:
         self.seconds, self.noise = seconds, noise
@@ -46,14 +46,14 @@ class FakeMachine:
         ({8: 1.0, 1: 0.85, 4: 0.6, 16: 2.0}, 4),
     ],
 )
-def test_the_fastest_is_chosen_if_it_is_clearly_faster(seconds: dict[int, float], chosen: int) -> None:
+def test_clearly_fastest_candidate_is_chosen(seconds: dict[int, float], chosen: int) -> None:
     machine = FakeMachine({threads: each / 5000 for threads, each in seconds.items()})
     default, *candidates = seconds
     assert machine.choose(default, *candidates)[0] == chosen
     assert machine.now <= BUDGET_SECONDS * 1.2
 
 
-def test_a_hopeless_candidate_costs_few_steps() -> None:
+def test_slow_candidate_costs_few_steps() -> None:
     machine = FakeMachine({64: 0.0001, 1: 0.0005})
     assert machine.choose(64, 1) == (64, "measured beside 64: 1 took 5.00 times as long")
     assert machine.steps.count(1) <= 4 and machine.now < 0.01
@@ -64,16 +64,16 @@ def test_long_steps_are_not_measured() -> None:
     assert machine.choose(2, 1)[0] == 2 and machine.steps == [2, 2]
 
 
-def test_a_neighbor_for_a_moment_does_not_decide() -> None:
-    """Two threads lose a core in five of six steps, and show in the others that they are the faster ones."""
+def test_brief_interference_does_not_decide() -> None:
+    """In five of six steps two threads lose a core; the other steps show that they are faster."""
     steps = count()
     machine = FakeMachine({2: 0.0005, 1: 0.0008}, lambda threads: 0.001 * (threads == 2 and next(steps) % 6 > 0))
     chosen, reason = machine.choose(2, 1)
     assert chosen == 2 and "1 took 0.5" in reason
 
 
-def test_stalls_that_strike_by_chance_do_not_decide() -> None:
-    """Equal candidates, and in one of ten steps a time slice of another process: the default stays."""
+def test_random_stalls_do_not_decide() -> None:
+    """Equal candidates, while another process takes a time slice in one of ten steps: the default stays."""
     for seed in range(200):
         rng = random.Random(seed)
         machine = FakeMachine({2: 0.0005, 1: 0.0005}, lambda _, rng=rng: 0.004 * (rng.random() < 0.1))  # type: ignore[misc]
@@ -81,7 +81,7 @@ def test_stalls_that_strike_by_chance_do_not_decide() -> None:
 
 
 @pytest.mark.usefixtures("native_library", "one_thread")
-def test_an_engine_computes_with_what_it_has_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_engine_uses_the_measured_thread_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def choose(time_step: Callable[[int], float], default: int, candidates: Sequence[int]) -> tuple[int, str]:
         assert (default, candidates) == (2, [1, 3]) and all(time_step(threads) > 0 for threads in (2, 1, 3))
         return 3, "a test"

@@ -30,7 +30,8 @@ def _decoder(dtype: torch.dtype = torch.float32) -> Decoder:
 
 
 def _requests(count: int, seed: int, sources: int) -> list[Request]:
-    """Greedy and seeded draws over `sources` sources of up to three tiles; half share a long prompt, some are forks."""
+    """Greedy and seeded requests over `sources` sources of up to three tiles; half share a long prompt, some are
+    forks."""
     rng = random.Random(seed)
     texts = [tuple(rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 180))) for _ in range(sources)]
     common = tuple(rng.randrange(1, VOCAB) for _ in range(40))
@@ -48,12 +49,12 @@ def _requests(count: int, seed: int, sources: int) -> list[Request]:
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_how_the_work_is_done_changes_no_bit(dtype: torch.dtype) -> None:
+def test_scheduling_does_not_change_a_bit(dtype: torch.dtype) -> None:
     expect_parity(_decoder(dtype), _requests(10, seed=1, sources=5), tight=8)
 
 
 @pytest.mark.parametrize(("sources", "reads"), [(1, 1), (7, None)])
-def test_a_source_is_read_once_for_all_who_look_at_it_and_again_where_slots_are_few(
+def test_source_is_encoded_once_for_all_its_requests_and_again_after_eviction(
     sources: int, reads: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoder, requests, n_reads = _decoder(), _requests(12, seed=2, sources=sources), 0
@@ -66,10 +67,10 @@ def test_a_source_is_read_once_for_all_who_look_at_it_and_again_where_slots_are_
 
     monkeypatch.setattr(decoder, "encode", counted)
     assert serve(tiny_engine(decoder, blocks=400, max_running=3), requests) == expected
-    assert n_reads == reads if reads else n_reads > 7, "three slots for seven sources were meant to be too few"
+    assert n_reads == reads if reads else n_reads > 7, "three slots must be too few for seven sources"
 
 
-def test_the_engine_draws_the_tokens_of_the_oracle() -> None:
+def test_engine_samples_the_tokens_of_the_oracle() -> None:
     decoder = _decoder()
     for request in _requests(6, seed=4, sources=6):
         greedy = Request(
@@ -79,7 +80,7 @@ def test_the_engine_draws_the_tokens_of_the_oracle() -> None:
         assert [e.token for e in events] == generate(decoder, list(greedy.prompt), 25, source=list(greedy.source))
 
 
-def test_a_slot_that_held_numbers_that_are_not_finite_harms_no_later_request() -> None:
+def test_slot_with_non_finite_values_does_not_affect_later_requests() -> None:
     decoder, requests = _decoder(), _requests(1, seed=6, sources=1)
     engine = tiny_engine(decoder, max_running=1)
     sources = engine.runner.compute._attend_sources.__self__  # type: ignore[attr-defined]
@@ -97,7 +98,7 @@ def crossing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     assert stop_server(running) == 0
 
 
-def test_a_source_is_answered_over_http_like_by_the_oracle(crossing: Server) -> None:
+def test_http_completion_of_a_source_equals_that_of_the_oracle(crossing: Server) -> None:
     source, ids = "Once upon a time", [0, 5, 6]
     answer = whole(crossing.url, prompt=ids, source=source, max_tokens=12, temperature=0, logprobs=0, ignore_eos=True)
     assert httpx.get(f"{crossing.url}/v1/models").json()["data"][0]["has_encoder"] is True
@@ -123,7 +124,7 @@ def test_a_source_is_answered_over_http_like_by_the_oracle(crossing: Server) -> 
         ({"source": None}, "prompt"),
     ],
 )
-def test_what_is_wrong_with_a_source_is_told(crossing: Server, body: dict[str, object], words: str) -> None:
+def test_invalid_sources_are_refused(crossing: Server, body: dict[str, object], words: str) -> None:
     response = httpx.post(f"{crossing.url}/complete", json=body)
     error = response.json()["error"]
     assert response.status_code == 400

@@ -1,4 +1,4 @@
-"""The law of the engine for rich requests, forks, scored prompts, head layouts and encoders; and its oracle."""
+"""Batch invariance for complex requests, forks, scored prompts, head layouts and encoders; and the oracle."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _config(shape: tuple[int, int, int, int]) -> ModelConfig:
 
 
 def _requests(count: int, seed: int, *, longest: int = 150) -> list[Request]:
-    """Prompts of many lengths, half of them with a common beginning; greedy and seeded draws; log-probabilities."""
+    """Prompts of many lengths, half of them with a common prefix; greedy and seeded sampling; log-probabilities."""
     rng, more = random.Random(seed), random.Random(seed + 1000)
     common = [rng.randrange(1, 320) for _ in range(70)]
     made = []
@@ -73,7 +73,7 @@ def _forks() -> list[Request]:
 
 
 def _scored() -> list[Request]:
-    """A third asks for no log-probabilities, and some for nothing else."""
+    """A third of the requests asks for no log-probabilities, some for no output."""
     kinds = cycle([(None, 35), (0, 0), (1, 35), (5, 35), (20, 30), (None, 1)])
     pairs = zip(_requests(16, seed=4, longest=110), kinds, strict=False)
     return [msgspec.structs.replace(request, prompt_logprobs=n, max_tokens=most) for request, (n, most) in pairs]
@@ -85,7 +85,7 @@ CASES = {"rich": (partial(_requests, 20, seed=1), 12), "forks": (_forks, 7), "sc
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)
-def test_how_the_work_is_done_changes_no_bit(case: str, dtype: torch.dtype) -> None:
+def test_scheduling_does_not_change_a_bit(case: str, dtype: torch.dtype) -> None:
     make, tight = CASES[case]
     requests = make()
     outcomes = expect_parity(tiny_decoder(dtype=dtype), requests, tight=tight)
@@ -95,15 +95,13 @@ def test_how_the_work_is_done_changes_no_bit(case: str, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_law_holds_for_other_head_layouts_and_long_contexts(
-    dtype: torch.dtype, shape: tuple[int, int, int, int]
-) -> None:
+def test_parity_for_other_head_layouts_and_long_contexts(dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:
     decoder, requests = tiny_decoder(_config(shape), dtype=dtype), _requests(5, seed=6, longest=1000)
     assert serve(tiny_engine(decoder, blocks=300, tokens_per_step=97), requests) == alone(decoder, requests)
 
 
 @pytest.mark.parametrize("shape", [None, *SHAPES])
-def test_the_engine_draws_the_tokens_of_the_oracle(shape: tuple[int, int, int, int] | None, way: str) -> None:
+def test_engine_samples_the_tokens_of_the_oracle(shape: tuple[int, int, int, int] | None, way: str) -> None:
     """Against reference.generate, which attends by another formula: equal tokens, not equal bits, in float32."""
     decoder = tiny_decoder(_config(shape) if shape else None)
     requests = _requests(6, seed=0) if shape is None else _requests(2, seed=0, longest=700)
@@ -123,7 +121,7 @@ def test_the_engine_draws_the_tokens_of_the_oracle(shape: tuple[int, int, int, i
         assert [event.token for event in engine_tokens[request.id]] == expected
 
 
-def test_scores_are_those_of_the_reference_in_pieces_of_any_size(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_in_pieces_of_any_size_equal_the_reference(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, requests = tiny_decoder(), _scored()
     round_weights_for(way, decoder)
     outcomes = serve(tiny_engine(decoder, blocks=200, tokens_per_step=40), requests)
@@ -137,4 +135,4 @@ def test_scores_are_those_of_the_reference_in_pieces_of_any_size(way: str, monke
             assert [value for _, value in top] == pytest.approx(
                 expected[index - 1].topk(request.prompt_logprobs or 0).values.tolist(), abs=1e-4
             )
-            assert dict(top).get(request.prompt[index], own) == own, "one number, whichever way it is reported"
+            assert dict(top).get(request.prompt[index], own) == own, "both reports of a log-probability must agree"

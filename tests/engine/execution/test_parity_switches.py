@@ -1,4 +1,4 @@
-"""The law of the engine for every switch of ModelConfig, and its oracle."""
+"""Batch invariance for every switch of ModelConfig, and the oracle."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ one_way = pytest.mark.parametrize("way", ["torch"], indirect=True)
 
 @cache
 def _config(seed: int) -> ModelConfig:
-    """A random decoder: odd widths, every kind of every switch, whatever goes together."""
+    """A random decoder with odd widths and any valid combination of switches."""
     rng = random.Random(seed)
     for _ in count():
         head_dim, kv_heads = (2, 12, 20, 24, 64)[seed % 5], rng.choice([1, 2, 3])
@@ -67,7 +67,7 @@ def _config(seed: int) -> ModelConfig:
 
 
 def _requests(vocab: int, *, greedy: bool = False) -> list[Request]:
-    """Prompts of many lengths, half of them with a common beginning."""
+    """Prompts of many lengths, half of them with a common prefix."""
     rng = random.Random(vocab)
     common = [rng.randrange(vocab) for _ in range(35)]
     made = []
@@ -81,15 +81,15 @@ def _requests(vocab: int, *, greedy: bool = False) -> list[Request]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_how_the_work_is_done_changes_no_bit(seed: int, dtype: torch.dtype) -> None:
+def test_scheduling_does_not_change_a_bit(seed: int, dtype: torch.dtype) -> None:
     decoder = tiny_decoder(_config(seed), seed=seed, dtype=dtype)
     outcomes = expect_parity(decoder, _requests(decoder.config.vocab_size), tight=9)
     tokens = [event.token for outcome in outcomes.values() for event in outcome.events]
-    assert None not in tokens and len(set(tokens)) > 3, "too dull to tell anything"
+    assert None not in tokens and len(set(tokens)) > 3, "too uniform to detect a difference"
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_engine_writes_the_text_of_the_oracle(seed: int, way: str) -> None:
+def test_engine_output_equals_that_of_the_oracle(seed: int, way: str) -> None:
     decoder = tiny_decoder(_config(seed), seed=seed)
     round_weights_for(way, decoder)
     requests = _requests(decoder.config.vocab_size, greedy=True)
@@ -100,7 +100,7 @@ def test_the_engine_writes_the_text_of_the_oracle(seed: int, way: str) -> None:
 
 
 @one_way
-def test_the_random_decoders_have_every_switch_both_ways() -> None:
+def test_random_decoders_cover_both_values_of_every_switch() -> None:
     configs = [_config(seed) for seed in SEEDS]
     names = ("norm", "positions", "activation", "norm_position", "attention_scale", "head_dim", "tied_head", "qk_norm")
     names += ("parallel_residual", "out_projection", "final_norm", "head_bias", "norm_bias", "gated", "qkv_bias")
@@ -122,8 +122,8 @@ def test_the_random_decoders_have_every_switch_both_ways() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [33, 300, 1024])
 @torch.inference_mode()
-def test_a_row_of_an_activation_does_not_know_its_place(width: int, dtype: torch.dtype, threads: int) -> None:
-    """Of torch's own silu and gelu this is not true (model/nn/layers.py)."""
+def test_activation_of_a_row_does_not_depend_on_its_position(width: int, dtype: torch.dtype, threads: int) -> None:
+    """torch's own silu and gelu do not have this property (model/nn/layers.py)."""
     torch.set_num_threads(threads)
     x_TF = (2 * torch.randn(1000, 2 * width, generator=torch.Generator().manual_seed(width))).to(dtype)
     for name, function in ACTIVATIONS.items():

@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.slow, needs_triton]
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[int, dict[str, Facts]]:
-    """Facts of each kernel, by compute capability and `launch kernel`."""
+    """Properties of each kernel, by compute capability and `launch kernel`."""
     arguments = ["--arch", *map(str, SHARED_BYTES), *["--full"] * bool(request.config.getoption("--nightly"))]
     found = _output_of("benchmarks.gpu.compilation", tmp_path_factory.mktemp("triton"), *arguments)
     return {
@@ -47,13 +47,13 @@ def compiled(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What an engine asks for, by Triton's own rule of what a variant is: alignment, divisibility by 16, equal to 1."""
+    """The variants that an engine needs, by Triton's own specialization: alignment, divisibility by 16, equal to 1."""
     facts: dict[str, Any] = _output_of("tests.support.gpu.launch_kernels", tmp_path_factory.mktemp("triton"))
     return facts
 
 
 def _output_of(program: str, cache: Path, *arguments: str) -> Any:
-    """In a process of its own: in this one kernels are interpreted."""
+    """Compiles in a new process, because kernels are interpreted in this one."""
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     variables["TRITON_CACHE_DIR"] = str(cache)
     command = [sys.executable, "-m", program, *arguments]
@@ -67,15 +67,15 @@ def _all(compiled: dict[int, dict[str, Facts]], kernel: str = "") -> Iterator[tu
         yield from ((capability, name, facts) for name, facts in kernels.items() if name.endswith(kernel))
 
 
-def test_every_kernel_of_the_folder_is_compiled(compiled: dict[int, dict[str, Facts]]) -> None:
-    """Functions that kernels call are compiled with them; their names end otherwise."""
+def test_every_kernel_in_the_folder_is_compiled(compiled: dict[int, dict[str, Facts]]) -> None:
+    """Functions that kernels call are compiled with them; their names have other suffixes."""
     sources = [path.read_text() for path in (ROOT / "app/engine/gpu/kernels/triton").glob("*.py")]
     written = {name for source in sources for name in re.findall(r"@triton\.jit.*\ndef (\w+_kernel)\(", source)}
     assert len(written) > 10 and written == {name.split()[-1] for name in compiled[90]}
 
 
 def test_every_kernel_compiles_and_fits_on_every_gpu(compiled: dict[int, dict[str, Facts]]) -> None:
-    """255 registers are what a thread may have."""
+    """A thread may have at most 255 registers."""
     assert compiled.keys() == SHARED_BYTES.keys() and all(len(kernels) > 4 for kernels in compiled.values())
     assert len(compiled[90]) > 30
     for capability, name, facts in _all(compiled):
@@ -86,8 +86,8 @@ def test_every_kernel_compiles_and_fits_on_every_gpu(compiled: dict[int, dict[st
         assert facts["stack"] <= most, (capability, name, facts["stack"])
 
 
-def test_no_loop_over_keys_and_values_reads_or_writes_the_stack(compiled: dict[int, dict[str, Facts]]) -> None:
-    """What lies on the stack costs once for each split of 512 positions, not for each tile."""
+def test_loops_over_keys_and_values_do_not_access_the_stack(compiled: dict[int, dict[str, Facts]]) -> None:
+    """Values on the stack cost one access for each split of 512 positions, not for each tile."""
     with_stack = [(capability, name, facts) for capability, name, facts in _all(compiled) if facts["stack"]]
     assert any(capability == 100 for capability, _, _ in with_stack)
     for capability, name, facts in with_stack:
@@ -95,7 +95,7 @@ def test_no_loop_over_keys_and_values_reads_or_writes_the_stack(compiled: dict[i
         assert facts["stack_in_loops"] or not facts["waits"], (capability, name, "no loop was found")
 
 
-def test_accesses_of_the_stack_are_counted_in_innermost_loops_alone() -> None:
+def test_stack_accesses_are_counted_in_innermost_loops_only() -> None:
     compilation = pytest.importorskip("benchmarks.gpu.compilation", reason="imports Triton")
     lines = [
         "STL [R1+0x8], R4",
@@ -112,10 +112,11 @@ def test_accesses_of_the_stack_are_counted_in_innermost_loops_alone() -> None:
     assert compilation.stack_accesses_in_loops(code) == [2]
 
 
-def test_two_programs_of_attention_fit_on_a_multiprocessor(compiled: dict[int, dict[str, Facts]]) -> None:
-    """16-bit heads of up to 128, on Ada of up to 64: three stages of more take half of its memory and 3 KiB.
+def test_two_attention_programs_fit_on_a_multiprocessor(compiled: dict[int, dict[str, Facts]]) -> None:
+    """16-bit heads of up to 128, on Ada of up to 64: three stages of larger ones take half of the shared memory and 3
+    KiB.
 
-    Each program takes 1 KiB more than its own.
+    Each program takes 1 KiB more than its own use.
     """
     for capability, name, facts in _all(compiled, " attention_kernel"):
         if facts["stages"] == 3 and (capability != 89 or name.startswith("gpt2")):
@@ -123,8 +124,8 @@ def test_two_programs_of_attention_fit_on_a_multiprocessor(compiled: dict[int, d
             assert 2 * (facts["shared"] + 1024) <= SHARED_BYTES[capability] + 1024, (capability, name)
 
 
-def test_the_next_keys_and_values_are_loaded_while_a_tile_is_computed(compiled: dict[int, dict[str, Facts]]) -> None:
-    """async_wait num = 2: the keys and values of one more tile may be on their way. 0 would wait for all loads."""
+def test_keys_and_values_are_prefetched_while_a_tile_is_computed(compiled: dict[int, dict[str, Facts]]) -> None:
+    """async_wait num = 2: the keys and values of one more tile may be in flight. 0 would wait for all loads."""
     seen = set()
     for capability, name, facts in _all(compiled, " attention_kernel"):
         if name.startswith(("qwen3", "gpt2", "large blocks")):
@@ -133,10 +134,10 @@ def test_the_next_keys_and_values_are_loaded_while_a_tile_is_computed(compiled: 
     assert {(90, "qwen"), (90, "gpt2"), (80, "qwen"), (89, "gpt2"), (100, "qwen")} <= seen
 
 
-def test_prompts_and_single_tokens_go_through_the_same_matrix_instructions(
+def test_prompts_and_single_tokens_use_the_same_matrix_instructions(
     compiled: dict[int, dict[str, Facts]],
 ) -> None:
-    """Instructions of other shapes add in another order, and another layout sums rows in another one."""
+    """Instructions of other shapes add in another order, and another layout sums rows in another order."""
     for capability, kernels in compiled.items():
         attention = [name for name in kernels if name.endswith(" attention_kernel")]
         models = [[name for name in attention if name.startswith(model)] for model in ("qwen3", "gpt2")]
@@ -148,29 +149,29 @@ def test_prompts_and_single_tokens_go_through_the_same_matrix_instructions(
             assert all(other == first for other in others), (capability, names)
 
 
-def test_nothing_is_fused_where_two_variants_of_a_kernel_must_agree(compiled: dict[int, dict[str, Facts]]) -> None:
+def test_kernels_whose_variants_must_agree_do_not_fuse_multiply_add(compiled: dict[int, dict[str, Facts]]) -> None:
     names = {name for _, name, facts in _all(compiled) if facts["fused"] and name.endswith(("on_kernel", "ge_kernel"))}
     assert all(name.startswith("float32") and name.endswith("attention_kernel") for name in names), names
 
 
-def test_int8_goes_through_one_kind_of_matrix_unit(compiled: dict[int, dict[str, Facts]]) -> None:
-    """Of 16 tokens as of 64: 64 rows of the weight, 16 columns at a time, so that sums should be made in one order."""
+def test_int8_uses_one_kind_of_matrix_unit(compiled: dict[int, dict[str, Facts]]) -> None:
+    """For 16 tokens as for 64: 64 rows of the weight, 16 columns at a time, so that the order of sums is the same."""
     for name, tokens in (("int8, 1 token", 16), ("int8, 64 tokens", 64)):
         facts = compiled[90][f"{name} int8_product_kernel"]
-        assert facts["apart"] == ["n_rows", "x_stride"], "a number of tokens would be compiled while serving"
+        assert facts["apart"] == ["n_rows", "x_stride"], "a token count would need a compilation while serving"
         assert facts["units"] == [f"wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.bf16.bf16"]
         assert facts["copies"], "loads wait for one another"
-        assert facts["shared"] <= SHARED_BYTES[90] // 2, "two programs fit on a multiprocessor"
+        assert facts["shared"] <= SHARED_BYTES[90] // 2, "two programs must fit on a multiprocessor"
 
 
-def test_no_piece_of_a_weight_needs_a_variant_of_its_own(compiled: dict[int, dict[str, Facts]]) -> None:
-    """The first row of a piece is a number that would be compiled while serving."""
+def test_pieces_of_a_weight_share_one_variant(compiled: dict[int, dict[str, Facts]]) -> None:
+    """The first row of a piece is a number that would otherwise need a compilation while serving."""
     facts = compiled[90]["int8, 65 tokens widen_kernel"]
     assert facts["apart"] == [] and facts["registers"] <= 64, facts
 
 
-def test_rows_are_rounded_to_fp8_as_the_reference_rounds(compiled: dict[int, dict[str, Facts]]) -> None:
-    """Not by div.full.f32: nearly is not to the bit. For Ada, Triton rounds to float16 before."""
+def test_fp8_rounding_matches_the_reference(compiled: dict[int, dict[str, Facts]]) -> None:
+    """Not by div.full.f32, which is not exact to the bit. For Ada, Triton rounds to float16 first."""
     rounding = {capability: facts["rounding"] for capability, _, facts in _all(compiled, " quantize_row_kernel")}
     direct, twice = ["cvt.rn.satfinite.e4m3x2.f32", "div.rn.f32"], ["cvt.rn.satfinite.e4m3x2.f16x2", "div.rn.f32"]
     assert rounding == {89: twice, 90: direct, 100: direct}
@@ -187,7 +188,7 @@ print(*((found.what, found.value, found.ok) for found in kernels(None)), sep="\\
 """
 
 
-def test_a_stage_compiles_what_it_can_and_names_what_does_not_compile(tmp_path: Path) -> None:
+def test_stage_compiles_all_it_can_and_names_failures(tmp_path: Path) -> None:
     variables = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", _STAGE]
     run = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=3000, check=True)
@@ -196,19 +197,19 @@ def test_a_stage_compiles_what_it_can_and_names_what_does_not_compile(tmp_path: 
     assert kernel.startswith("('quantize_row_kernel', ") and list(tmp_path.iterdir())
 
 
-def test_no_request_needs_a_kernel_that_the_start_did_not_compile(launched: dict[str, Any]) -> None:
+def test_no_request_needs_a_kernel_not_compiled_at_startup(launched: dict[str, Any]) -> None:
     assert launched["tokens"] > 50 and {"attention_kernel", "int8_product_kernel", "sample_kernel"} <= {
         name.split()[0] for name in launched["early"]
     }
     assert not launched["late"]
 
 
-def test_the_table_of_variants_has_all_that_an_engine_starts_with(launched: dict[str, Any]) -> None:
+def test_variant_table_has_all_kernels_of_an_engine(launched: dict[str, Any]) -> None:
     """So `make gpu-check` compiles them in parallel before its engines start."""
     assert not launched["missing"]
 
 
-def test_a_captured_step_launches_few_kernels_a_layer(launched: dict[str, Any]) -> None:
+def test_captured_step_launches_few_kernels_per_layer(launched: dict[str, Any]) -> None:
     """The merge of attention's splits is one of them."""
     assert launched["layer"].count("linear") == 4 and "attention_kernel" in launched["layer"]
     assert len(launched["layer"]) <= LAUNCHES_PER_LAYER, launched["layer"]
@@ -216,7 +217,7 @@ def test_a_captured_step_launches_few_kernels_a_layer(launched: dict[str, Any]) 
 
 @pytest.mark.parametrize("shared_bytes", sorted(set(SHARED_BYTES.values())))
 def test_attention_is_launched_with_as_many_stages_as_fit(shared_bytes: int) -> None:
-    """99 KiB: Ada, and Ampere's small ones; 163: A100. What fits nowhere is not for these kernels."""
+    """99 KiB: Ada and small Ampere GPUs; 163 KiB: A100. What fits on none of them does not use these kernels."""
     for head_dim, item_size in itertools.product((12, 64, 128, 192, 256, 512), (2, 4)):
         launch = attention_launch(padded_dim(head_dim), item_size, shared_bytes)
         assert SPLIT % launch["POSITIONS"] == 0
@@ -228,14 +229,14 @@ def test_attention_is_launched_with_as_many_stages_as_fit(shared_bytes: int) -> 
 
 
 def test_heads_of_128_have_tiles_of_64_positions_where_two_programs_share_a_multiprocessor() -> None:
-    """On an H100 these were measured."""
+    """Measured on an H100."""
     positions = {each: attention_launch(128, 2, shared)["POSITIONS"] for each, shared in SHARED_BYTES.items()}
     assert positions == {80: 32, 89: 32, 90: 64, 100: 64}
     assert attention_launch(64, 2, SHARED_BYTES[80])["POSITIONS"] == 64
     assert attention_launch(256, 2)["POSITIONS"] == attention_launch(128, 4)["POSITIONS"] == 32
 
 
-def test_attention_takes_no_more_memory_than_is_reckoned_with(compiled: dict[int, dict[str, Facts]]) -> None:
+def test_attention_takes_no_more_memory_than_estimated(compiled: dict[int, dict[str, Facts]]) -> None:
     launches = (("qwen3: prompt, 1", (128, 2, 64, 3)), ("wide: prompt, 1", (256, 2, 32, 2)))
     for name, sizes in (*launches, ("float32: decode, 1", (128, 4, 32, 1))):
         assert compiled[90][f"{name} attention_kernel"]["shared"] <= attention_bytes(*sizes), name

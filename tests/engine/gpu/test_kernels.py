@@ -1,6 +1,6 @@
 """Operations of a step on a device: Triton kernels against the reference kernels, and batch invariance of both.
 
-What the reference kernels compute is what torch's decoder computes: tests/engine/gpu/test_runner.py.
+tests/engine/gpu/test_runner.py shows that the reference kernels compute what torch's decoder computes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytestmark = [
 
 
 def check_all(found: Iterable[Finding]) -> None:
-    """Every law that was looked at, and there were some; computed as in the engine, without gradients."""
+    """Asserts that all results hold and that there are some; computes as in the engine, without gradients."""
     with torch.inference_mode():
         found = list(found)
     assert found and not [each for each in found if not each.ok]
@@ -38,7 +38,7 @@ def check_all(found: Iterable[Finding]) -> None:
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
-def test_attention_is_what_the_reference_kernels_say(name: str) -> None:
+def test_attention_equals_the_reference_kernels(name: str) -> None:
     seed = randrange(10**6)
     dtype = FORMATS[seed % len(FORMATS)] if name == "prefill" else torch.float32
     tail = 1 if name in ("long", "late") else 20
@@ -49,14 +49,14 @@ def test_attention_is_what_the_reference_kernels_say(name: str) -> None:
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
-def test_attention_to_a_long_past_in_a_short_format_is_no_further_off(dtype: torch.dtype) -> None:
+def test_16_bit_attention_over_long_contexts_is_no_less_accurate(dtype: torch.dtype) -> None:
     shape = replace(SHAPES["window"], lengths=(700,), window=None)
     check_all([attention.accuracy(str(dtype), kernels("triton"), build(shape, dtype, DEVICE, randrange(10**6), 2), 2)])
 
 
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("name", ["prefill", "window", "wide"])
-def test_a_row_has_the_same_bits_alone_in_a_batch_in_chunks_and_in_any_number_of_programs(name: str, kind: str) -> None:
+def test_row_has_the_same_bits_alone_batched_chunked_and_with_any_number_of_programs(name: str, kind: str) -> None:
     seed = randrange(10**6)
     others = (kernels(kind), kernels(kind, partial_bytes=0))
     check_all(attention.law(f"seed {seed}", others, build(SHAPES[name], torch.float32, DEVICE, seed, 18), tail=18))
@@ -64,7 +64,7 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_in_chunks_and_in_any_number_of
 
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("name", ["long", "late"])
-def test_splits_taken_in_turn_and_beside_one_another_give_the_same_bits(name: str, kind: str) -> None:
+def test_sequential_and_parallel_splits_give_the_same_bits(name: str, kind: str) -> None:
     scene = build(SHAPES[name], torch.float32, DEVICE, randrange(10**6), 1)
     pieces = attention.ends(scene, 1)
     ways = [(kernels(kind), 0), (kernels(kind), 2), (kernels(kind, partial_bytes=0), 0)]
@@ -73,7 +73,7 @@ def test_splits_taken_in_turn_and_beside_one_another_give_the_same_bits(name: st
 
 
 def _heads(kernels: Kernels, dtype: torch.dtype, seed: int, **sizes: Any) -> Iterable[Finding]:
-    """Normed, rotated, scaled and written to the cache."""
+    """Norm, rotation, scaling and the write to the cache."""
     q_norm, k_norm = random((2, sizes["head_dim"]), dtype, DEVICE, seed)
     spec = HeadsSpec(n_heads=6, n_kv_heads=2, q_norm=q_norm, k_norm=k_norm, **sizes)
     return rows.heads(kernels, spec, 4, dtype, DEVICE, seed)
@@ -90,26 +90,24 @@ OPERATIONS: dict[str, Callable[[Kernels, torch.dtype, int], Iterable[Finding]]] 
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_an_operation_is_what_the_slow_reference_says_alone_and_batched(
-    name: str, dtype: torch.dtype, kind: str
-) -> None:
+def test_operation_equals_the_slow_reference_alone_and_batched(name: str, dtype: torch.dtype, kind: str) -> None:
     check_all(OPERATIONS[name](kernels(kind), dtype, randrange(10**6)))
 
 
 @pytest.mark.parametrize("seed", [79, 231, 258, 304])
-def test_the_end_of_a_vector_rounds_like_the_rest(seed: int) -> None:
+def test_vector_tail_rounds_like_the_rest(seed: int) -> None:
     """In these rows torch's gelu_tanh differs in one bit from batch to batch unless rows are full vectors."""
     check_all(OPERATIONS["gates"](kernels("torch"), torch.float32, seed))
 
 
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize(("count", "n_rows"), [(1, 1), (7, 5), (150, 130)])
-def test_a_decode_step_finds_its_rows_and_leaves_them_a_token_further(count: int, n_rows: int, kind: str) -> None:
+def test_decode_step_reads_its_rows_and_advances_them_by_a_token(count: int, n_rows: int, kind: str) -> None:
     check_all(rows.states(kernels(kind), count, n_rows, 16, 4, DEVICE, randrange(10**6)))
 
 
-def test_a_reference_that_misses_one_key_is_found_out() -> None:
-    """So that what is allowed is not so much that nothing could fail."""
+def test_reference_that_misses_one_key_is_detected() -> None:
+    """Positive control: the tolerance is small enough to fail."""
     scene = build(SHAPES["wide"], torch.float32, DEVICE, 1, 1)
     blind = replace(scene, window=515)
     assert attention.accuracy("", kernels("torch"), scene, 1).ok

@@ -1,4 +1,4 @@
-"""Matrix products in int8 and fp8, and the padded LM head: close to the exact ones, batch invariant, freed, refused.
+"""Matrix products in int8 and fp8, and the padded LM head: accuracy, batch invariance, freed memory, refusals.
 
 Kernels against their references run in Triton's interpreter, or on a GPU if there is one.
 """
@@ -59,7 +59,7 @@ def _product(weight: Tensor, bias: Tensor | None, kind: Quantize) -> Callable[[T
 
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_is_near_the_exact_product(kind: Quantize, has_bias: bool) -> None:
+def test_every_format_is_close_to_the_exact_product(kind: Quantize, has_bias: bool) -> None:
     weight, x, bias = _normal(48, 64), _normal(5, 64, seed=1), _normal(48, seed=2) if has_bias else None
     exact = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     out = _product(weight, bias, kind)(x)
@@ -69,8 +69,8 @@ def test_every_kind_is_near_the_exact_product(kind: Quantize, has_bias: bool) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_does_not_see_the_others(kind: Quantize) -> None:
-    """Whole numbers below 8 and a scale that is a power of two: every sum is exact, in whatever order."""
+def test_row_does_not_depend_on_others(kind: Quantize) -> None:
+    """Integers below 8 and a power of two as the scale: every sum is exact in any order."""
     weight = _normal(32, 64).mul(2).round().clamp(-7, 7)
     weight[:, 0] = 127 if kind == "int8" else 7
     x = _normal(9, 64, seed=1).mul(2).round().clamp(-7, 7)
@@ -81,10 +81,10 @@ def test_a_row_does_not_see_the_others(kind: Quantize) -> None:
     assert torch.equal(torch.cat([linear(row[None]) for row in x]), together)
     x[3] *= 1e4
     others = [row for row in range(9) if row != 3]
-    assert torch.equal(linear(x)[others], together[others]), "a loud neighbour"
+    assert torch.equal(linear(x)[others], together[others]), "a neighbor with large values"
 
 
-def test_rows_are_rounded_to_the_nearest_with_a_scale_of_their_own() -> None:
+def test_rows_are_rounded_to_nearest_with_a_scale_per_row() -> None:
     x = torch.cat((_normal(3, 64, dtype=torch.float32) * torch.tensor([[1.0], [1e-4], [1e4]]), torch.zeros(1, 64)))
     numbers, scales = quantized_weights.quantize_fp8_rows(x)
     assert numbers.dtype == torch.float8_e4m3fn
@@ -94,7 +94,7 @@ def test_rows_are_rounded_to_the_nearest_with_a_scale_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_row_that_is_not_finite_spoils_itself_alone(bad: float) -> None:
+def test_non_finite_row_affects_only_itself(bad: float) -> None:
     x = _normal(3, 64)
     x[1, 5] = bad
     out = _product(_normal(32, 64, seed=1), None, "fp8")(x)
@@ -102,8 +102,8 @@ def test_a_row_that_is_not_finite_spoils_itself_alone(bad: float) -> None:
     assert torch.isfinite(out[[0, 2]]).all()
 
 
-def test_what_is_done_piece_by_piece_gives_the_same_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """fp8 rounds a weight in pieces, and the reference of int8 widens it in pieces."""
+def test_results_in_pieces_equal_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp8 rounds a weight in pieces, and the int8 reference widens it in pieces."""
     weight, x, bias = _normal(50, 64), _normal(3, 64, seed=1), _normal(50, seed=2)
 
     def both() -> tuple[Tensor, ...]:
@@ -115,8 +115,8 @@ def test_what_is_done_piece_by_piece_gives_the_same_as_a_whole(monkeypatch: pyte
     assert all(torch.allclose(a, b, rtol=2**-7) for a, b in zip(both(), whole, strict=True))
 
 
-def test_the_product_of_torch_takes_what_it_is_given() -> None:
-    """torch has it for CPUs too, with the same arguments: the layouts that a GPU is given are tried here."""
+def test_torch_product_accepts_our_layouts() -> None:
+    """torch has this product for CPUs, too, with the same arguments, so the layouts for a GPU are tested here."""
     x = quantized_weights.quantize_fp8_rows(_normal(5, 64))
     weight = quantized_weights.quantize_fp8_weight(_normal(48, 64, seed=1))
     for bias in (_normal(48, seed=2), None):
@@ -146,7 +146,7 @@ def test_the_product_of_torch_takes_what_it_is_given() -> None:
         ),
     ],
 )
-def test_fp8_is_refused_where_it_cannot_be(
+def test_fp8_is_refused_where_unsupported(
     device: str, dtype: torch.dtype, capability: tuple[int, int] | None, version: str, reason: str
 ) -> None:
     check_quantize("fp8", "cuda", torch.bfloat16, (8, 9), "2.12.0")
@@ -157,7 +157,7 @@ def test_fp8_is_refused_where_it_cannot_be(
 
 
 @needs_triton
-def test_kernels_of_triton_are_for_a_gpu_that_computes_in_a_short_format() -> None:
+def test_triton_kernels_are_used_on_gpus_with_16_bit_formats_only() -> None:
     assert quantized_kernels(torch.device("cpu"), torch.bfloat16) is REFERENCE_KERNELS
     assert quantized_kernels(torch.device("cuda"), torch.float32) is REFERENCE_KERNELS
     kernels, triton = quantized_kernels(torch.device("cuda"), torch.bfloat16), import_module(TRITON)
@@ -169,7 +169,7 @@ def test_kernels_of_triton_are_for_a_gpu_that_computes_in_a_short_format() -> No
 def test_every_token_of_every_tile_is_computed_from_its_own_row(
     rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the reference does, in exact sums: a differing bit is a misplaced number. 1,100 columns: splits."""
+    """Sums are exact, so a differing bit is a misplaced number. 1,100 columns need splits."""
     kernel, float32 = import_module(TRITON), torch.float32
     numbers = _normal(rows, columns, seed=1, dtype=float32).mul(40).round().clamp(-127, 127).to(torch.int8).to(DEVICE)
     weight, bias = Quantized(numbers, 0.5 ** (torch.arange(rows) % 3).to(DEVICE)), torch.arange(rows).to(DEVICE)
@@ -185,8 +185,9 @@ def test_every_token_of_every_tile_is_computed_from_its_own_row(
 
 
 @needs_triton
-def test_a_weight_is_widened_to_the_bits_of_a_rounded_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The product with an identity matrix is the widened weight; 2,100 columns: two programs a row. float16: rounds."""
+def test_widened_weight_has_the_bits_of_a_rounded_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The product with an identity matrix is the widened weight. 2,100 columns: two programs per row. float16
+    rounds."""
     kernel, half = import_module(TRITON), torch.float16
     numbers = (torch.arange(5 * 2100) % 255 - 127).to(torch.int8).view(5, 2100).to(DEVICE)
     weight = Quantized(numbers, torch.tensor([1.0, 0.1, 3e-4, 0.37, 2.0], device=DEVICE))
@@ -196,8 +197,8 @@ def test_a_weight_is_widened_to_the_bits_of_a_rounded_product(monkeypatch: pytes
 
 
 @needs_triton
-def test_a_matrix_of_few_rows_is_divided_as_its_sizes_say() -> None:
-    """Not as tokens do. 4,096 x 4,096 alone would occupy half of the multiprocessors of a Hopper GPU."""
+def test_columns_of_a_matrix_with_few_rows_are_split_by_its_size() -> None:
+    """Columns are split by the matrix size, not by tokens: 4,096 x 4,096 alone would occupy half of a Hopper GPU."""
     kernel = import_module(TRITON)
     sizes = ((4096, 4096), (4096, 14_336), (28_672, 4096), (6144, 4096), (64, 600), (64, 96))
     columns = [kernel.split_columns(*each) for each in sizes]
@@ -208,8 +209,8 @@ def test_a_matrix_of_few_rows_is_divided_as_its_sizes_say() -> None:
 
 @needs_triton
 @pytest.mark.parametrize("columns", [64, 200])
-def test_a_row_is_scaled_by_itself_to_the_bits_of_its_reference(columns: int) -> None:
-    """The interpreter loses a carry when it rounds to e4m3, so the kernel is asked for what is to be rounded."""
+def test_row_scaling_has_the_bits_of_the_reference(columns: int) -> None:
+    """The interpreter loses a carry when it rounds to e4m3, so the kernel returns the values before rounding."""
     wide = _normal(5, 300, dtype=torch.float32) * torch.tensor([1.0, 1e-6, 1e6, 0.0, 3.0])[:, None]
     wide[4, 7] = float("nan")
     wide = wide.to(DEVICE)
@@ -219,7 +220,7 @@ def test_a_row_is_scaled_by_itself_to_the_bits_of_its_reference(columns: int) ->
     reference = quantized_weights.quantize_fp8_rows(wide[:, :columns])
     assert torch.equal(scales[:4], reference.scales_X1[:4])
     assert torch.equal(numbers[:4].to(quantized_weights.FP8_DTYPE).float(), reference.numbers[:4].float())
-    assert numbers[4, 7].isnan(), "a number that is none must not look like one"
+    assert numbers[4, 7].isnan(), "NaN must not look like a number"
 
 
 def _quantized(shape: ModelConfig, kind: Quantize, dtype: torch.dtype = torch.float32) -> Decoder:
@@ -229,11 +230,11 @@ def _quantized(shape: ModelConfig, kind: Quantize, dtype: torch.dtype = torch.fl
 
 
 @pytest.mark.parametrize("shape", [tiny_config(), UNTIED, tiny_config(n_encoder_layers=1)])
-def test_a_decoder_in_int8_is_one_of_rounded_weights(shape: ModelConfig) -> None:
+def test_int8_decoder_equals_one_with_rounded_weights(shape: ModelConfig) -> None:
     rounded = tiny_decoder(shape)
     embedding = rounded.embedding
     round_weights(rounded)
-    rounded.embedding = embedding  # on a GPU it stays
+    rounded.embedding = embedding  # on a GPU it is not quantized
     source = PROMPT if shape.n_encoder_layers else None
     ours = logits(_quantized(shape, "int8"), PROMPT, source=source)
     assert torch.allclose(ours, logits(rounded, PROMPT, source=source), rtol=1e-3, atol=2e-3)
@@ -241,7 +242,7 @@ def test_a_decoder_in_int8_is_one_of_rounded_weights(shape: ModelConfig) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_was_quantized_is_freed_and_still_counted(kind: Quantize) -> None:
+def test_quantized_weights_are_freed_but_counted_as_parameters(kind: Quantize) -> None:
     decoder = _quantized(tiny_config(tied_head=False), kind)
     kept = {name: each for name, each in decoder.named_parameters() if each.untyped_storage().nbytes() > 4}
     assert [name for name, each in kept.items() if each.ndim == 2] == ["embedding"]
@@ -249,7 +250,7 @@ def test_what_was_quantized_is_freed_and_still_counted(kind: Quantize) -> None:
     assert decoder.n_params == tiny_decoder(tiny_config(tied_head=False)).n_params
 
 
-def test_the_log_hears_of_matrices_that_fp8_cannot_take() -> None:
+def test_matrices_unsupported_by_fp8_are_logged() -> None:
     odd = tiny_decoder(tiny_config(mlp_width=168))
     assert describe_unquantized(odd, "fp8") == (
         "2 of 8 matrices are not quantized: fp8 requires multiples of 16, and their sizes are 64 x 168"
@@ -258,7 +259,7 @@ def test_the_log_hears_of_matrices_that_fp8_cannot_take() -> None:
 
 
 @pytest.mark.parametrize("is_same", [True, False])
-def test_fp8_meets_the_golden_file_and_another_model_does_not(tmp_path: Path, is_same: bool) -> None:
+def test_fp8_passes_the_golden_check_and_another_model_fails(tmp_path: Path, is_same: bool) -> None:
     (tmp_path / GOLDEN_FILE).write_bytes(golden_file(tiny_decoder(), PROMPT))
     shape = tiny_config() if is_same else tiny_config(norm_eps=5.0)
     engine = tiny_engine(_quantized(shape, "fp8", torch.bfloat16))
@@ -269,7 +270,7 @@ def test_fp8_meets_the_golden_file_and_another_model_does_not(tmp_path: Path, is
 @pytest.mark.parametrize(
     "shape", [tiny_config(vocab_size=ODD), replace(UNTIED, vocab_size=ODD)], ids=["tied", "untied"]
 )
-def test_the_padded_head_gives_the_models_logits_in_aligned_rows_of_the_one_matrix(shape: ModelConfig) -> None:
+def test_padded_head_gives_the_same_logits_in_aligned_rows_of_one_matrix(shape: ModelConfig) -> None:
     decoder = tiny_decoder(shape)
     hidden_SD = torch.randn(3, decoder.config.width, generator=torch.Generator().manual_seed(0))
     wanted_SV, embedding = decoder.head(hidden_SD), decoder.embedding.detach().clone()
@@ -283,14 +284,14 @@ def test_the_padded_head_gives_the_models_logits_in_aligned_rows_of_the_one_matr
     assert matrix.untyped_storage().nbytes() == 384 * decoder.config.width * 4
     matrix.data.zero_()
     bias_V = torch.zeros(ODD) if decoder.head_bias is None else decoder.head_bias
-    assert torch.equal(head(hidden_SD[:1]), decoder.cap_logits(bias_V)[None]), "it is the one used"
+    assert torch.equal(head(hidden_SD[:1]), decoder.cap_logits(bias_V)[None]), "the padded matrix must be in use"
 
 
-def test_a_head_that_is_aligned_or_quantized_stays_where_it_is() -> None:
+def test_aligned_or_quantized_head_is_not_padded() -> None:
     aligned = tiny_decoder()
     address = aligned.embedding.data_ptr()
     assert padded_lm_head(aligned) == aligned.head and aligned.embedding.data_ptr() == address
-    kinds: dict[Quantize, bool] = {"int8": True, "fp8": False}  # fp8 takes no odd number of rows
+    kinds: dict[Quantize, bool] = {"int8": True, "fp8": False}  # fp8 does not support an odd number of rows
     for kind, is_quantized in kinds.items():
         decoder = _quantized(replace(UNTIED, vocab_size=ODD), kind)
         assert (padded_lm_head(decoder) == decoder.head) == is_quantized == (decoder.head_product is not product)

@@ -43,8 +43,8 @@ DEPTHS = [0, 1]
 Events = dict[str, list[SampledEvent]]
 
 
-def _assert_same_texts(some: Events, others: Events) -> None:
-    """Token by token; log-probabilities as far as another order of sums lets them."""
+def _assert_same_outputs(some: Events, others: Events) -> None:
+    """Asserts equal tokens, and log-probabilities equal up to another order of sums."""
     assert some.keys() == others.keys()
     for name, events in some.items():
         assert [(e.token, e.finish) for e in events] == [(e.token, e.finish) for e in others[name]], name
@@ -60,11 +60,11 @@ _READS = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equa
 """Operations that wait for the device: the host decides by their result, or a shape depends on it."""
 
 
-class Watch(TorchDispatchMode):
-    """A CUDA graph emulated without CUDA: notes the operations of a step with their tensors.
+class RecordingMode(TorchDispatchMode):
+    """Emulates a CUDA graph without CUDA: records the operations of a step with their tensors.
 
-    `replay` does them once more and runs no Python of the step: what the host decided or read while they were noted
-    stays as it was then. Reading a number of the device meanwhile is an error, as it is there.
+    `replay` repeats them without the Python code of the step: what the host decided or read during the recording
+    stays as it was. Reading a value of the device during the recording is an error, as with CUDA.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Watch(TorchDispatchMode):
         assert name not in _READS, f"the host waits for the device in {name}"
         if name == "index":
             indices = [t for t in tree_leaves(args[1]) if isinstance(t, Tensor)]
-            assert not any(t.dtype == torch.bool for t in indices), "a mask's shape"
+            assert not any(t.dtype == torch.bool for t in indices), "the shape depends on a mask"
         result = func(*args, **(kwargs or {}))
         given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
@@ -85,7 +85,7 @@ class Watch(TorchDispatchMode):
         return result
 
     def replay(self) -> None:
-        """On the same tensors."""
+        """Repeats the operations on the same tensors."""
         for func, args, kwargs, fresh in self._seen:
             again = [t for t in tree_leaves(func(*args, **kwargs)) if isinstance(t, Tensor)]
             for old, new in zip(fresh, again, strict=False):
@@ -94,13 +94,13 @@ class Watch(TorchDispatchMode):
 
 def _recorded(work: Callable[[], None], replayed: list[bool]) -> Callable[[], None]:
     """A `Capture` of app/engine/gpu/graphs.py that counts the replays."""
-    with Watch() as watch:
+    with RecordingMode() as watch:
         work()
     return lambda: (replayed.append(True), watch.replay())[1]
 
 
 @pytest.fixture(scope="module")
-def texts() -> Events:
+def outputs() -> Events:
     return run_all(tiny_engine(tiny_decoder(), blocks=400), _requests(16, seed=1))
 
 
@@ -110,24 +110,24 @@ def texts() -> Events:
     [{"blocks": 400}, {"blocks": 22}, {"blocks": 200, "tokens_per_step": 20, "max_running": 4}],
     ids=["together", "preempted", "in pieces"],
 )
-def test_the_device_draws_the_tokens_of_the_torch_way(depth: int, limits: dict[str, int], texts: Events) -> None:
+def test_device_samples_the_tokens_of_the_torch_backend(depth: int, limits: dict[str, int], outputs: Events) -> None:
     engine = tiny_device_engine(tiny_decoder(), depth=depth, **limits)
     drawn = run_all(engine, _requests(16, seed=1))
     assert (engine.scheduler.preemptions > 0) == (limits["blocks"] == 22)
-    _assert_same_texts(drawn, texts)
+    _assert_same_outputs(drawn, outputs)
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_a_captured_step_reads_nothing_on_the_host_and_draws_the_same(depth: int, texts: Events) -> None:
+def test_captured_step_reads_nothing_on_the_host_and_samples_the_same(depth: int, outputs: Events) -> None:
     replayed, decoder = list[bool](), tiny_decoder()
     capture = partial(_recorded, replayed=replayed)
     engine = tiny_device_engine(decoder, depth=depth, blocks=400, max_running=8, capture=capture)
-    _assert_same_texts(run_all(engine, _requests(16, seed=1)), texts)
+    _assert_same_outputs(run_all(engine, _requests(16, seed=1)), outputs)
     assert len(replayed) > 50
 
 
 @needs_triton
-def test_triton_draws_the_tokens_of_the_torch_way() -> None:
+def test_triton_samples_the_tokens_of_the_torch_backend() -> None:
     requests = [replace(r, prompt=r.prompt[-30:], max_tokens=min(5, r.max_tokens)) for r in _requests(3, seed=1)]
     wanted = run_all(tiny_engine(tiny_decoder()), requests)
     found = triton_kernels()
@@ -139,15 +139,15 @@ def test_triton_draws_the_tokens_of_the_torch_way() -> None:
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="takes a GPU, where torch raises at what waits")
-def test_cuda_is_not_waited_for_while_steps_are_launched() -> None:
-    """Captured decode steps and steps with prompts alike: what waits is collect()."""
+def test_launches_do_not_synchronize_with_cuda() -> None:
+    """Captured decode steps and steps with prompts alike; only collect() waits."""
     found = triton_kernels()
     assert found
     runner = tiny_device_runner(tiny_decoder().to(DEVICE), max_running=8, kernels=found.kernels)
     runner.warm_up(128)
     runner.capture(CudaCapture())
     for plan in (dummies(3, 1), dummies(2, 30), dummies(8, 1)):
-        with warnings.catch_warnings(action="ignore"):  # of the mode itself, once
+        with warnings.catch_warnings(action="ignore"):  # torch's warning about this mode
             torch.cuda.set_sync_debug_mode("error")
         try:
             flight = runner.launch(plan)
@@ -156,16 +156,17 @@ def test_cuda_is_not_waited_for_while_steps_are_launched() -> None:
         assert len(runner.collect(flight).sampled) == len(plan.chunks)
 
 
-def test_a_launch_waits_for_nothing() -> None:
+def test_launch_does_not_wait() -> None:
     runner = tiny_device_runner(tiny_decoder(), max_running=8)
     for plan in (dummies(3, 1), dummies(2, 30), dummies(8, 1)):
-        with Watch():
+        with RecordingMode():
             flight = runner.launch(plan)
         assert len(runner.collect(flight).sampled) == len(plan.chunks)
 
 
-def test_a_step_that_draws_nothing_is_waited_for_like_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else all pieces of a long prompt would be launched at once, and a newcomer would stand behind the last."""
+def test_step_without_samples_is_awaited_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise all pieces of a long prompt would be launched at once, and a new request would wait for the last
+    one."""
     waited, wait = [], Download.wait
     monkeypatch.setattr(Download, "wait", lambda self: (waited.append(1), wait(self))[1])
     runner = tiny_device_runner(tiny_decoder(), max_running=2)
@@ -181,15 +182,15 @@ def test_a_step_that_draws_nothing_is_waited_for_like_any(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_every_kind_of_decoder_says_what_it_says_in_torch(seed: int) -> None:
+def test_every_kind_of_decoder_gives_the_output_of_torch(seed: int) -> None:
     decoder = tiny_decoder(_config(seed), seed=seed)
     requests = [replace(r, max_tokens=8) for r in _few_requests(decoder.config.vocab_size, greedy=True)]
     wanted = run_all(tiny_engine(decoder, blocks=200), requests)
-    _assert_same_texts(run_all(tiny_device_engine(decoder, blocks=200), requests), wanted)
+    _assert_same_outputs(run_all(tiny_device_engine(decoder, blocks=200), requests), wanted)
 
 
-def test_guided_rows_and_scored_prompts_are_launched_and_replayed_like_any() -> None:
-    """With the texts and scores of the torch backend; only a step with a mask waits for the one before."""
+def test_guided_rows_and_scored_prompts_are_launched_and_replayed() -> None:
+    """Completions and scores equal those of the torch backend; only a step with a mask waits for the one before."""
     decoder, requests, replayed = tiny_decoder(), _mixed(), list[bool]()
     wanted = serve(tiny_engine(decoder, blocks=200, guides=_grammar_tracker()), requests)
     sizes, capture = {"blocks": 200, "max_running": 12}, partial(_recorded, replayed=replayed)
@@ -205,19 +206,17 @@ def test_guided_rows_and_scored_prompts_are_launched_and_replayed_like_any() -> 
     runner.launch = noted  # type: ignore[method-assign]
     found = serve(engine, requests)
     assert not any(outcome.failures for outcome in found.values())
-    _assert_same_texts({r.id: found[r.id].events for r in requests}, {r.id: wanted[r.id].events for r in requests})
-    assert len(replayed) > len(launched), (
-        "a step is a forward pass and a draw, and nothing here is too large to capture"
-    )
+    _assert_same_outputs({r.id: found[r.id].events for r in requests}, {r.id: wanted[r.id].events for r in requests})
+    assert len(replayed) > len(launched), "a forward pass and a draw per step, and no step here is too large to capture"
     assert {(True, False), (False, True), (False, False)} == {*launched}
-    assert runner.launchable(dummies(1, 4, prompt_logprobs=0)), "nothing of a score comes from the host"
+    assert runner.launchable(dummies(1, 4, prompt_logprobs=0)), "the host must not contribute to a score"
     for name, outcome in wanted.items():
         for (one, top), (other, other_top) in zip(outcome.scores, found[name].scores, strict=True):
             assert abs(one - other) < CLOSE and [x for x, _ in top] == [x for x, _ in other_top], name
 
 
-def test_a_row_beside_a_guided_one_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its state is uploaded once, although the other row's mask comes from the host in each step."""
+def test_row_next_to_a_guided_one_stays_resident(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its state is uploaded once, although the other row gets a mask from the host in each step."""
     loaded, load = list[str](), ResidentBatch._load
     monkeypatch.setattr(ResidentBatch, "_load", lambda self, s, *x: (loaded.append(s.request.id), load(self, s, *x))[1])
     grammar = grammar_from("regex", "[ab]{9}")
@@ -231,7 +230,7 @@ def test_a_row_beside_a_guided_one_stays_where_it_is(monkeypatch: pytest.MonkeyP
 
 
 class _MarkedKernels(ReferenceKernels):
-    """Kernels that report one log-probability for everything."""
+    """Kernels that report the same log-probability for every token."""
 
     MARK = -7.25
 
@@ -241,7 +240,7 @@ class _MarkedKernels(ReferenceKernels):
 
 
 def test_every_log_probability_comes_from_one_implementation() -> None:
-    """Of plain, guided and scored rows, alone and together: two implementations differ in the last bit."""
+    """Covers plain, guided and scored rows, alone and together: two implementations would differ in the last bit."""
     requests = [replace(r, params=replace(r.params, logprobs=0)) for r in _mixed()]
     for batch in ([requests], [[request] for request in requests]):
         for each in batch:
@@ -254,7 +253,7 @@ def test_every_log_probability_comes_from_one_implementation() -> None:
 
 
 def test_batch_invariance_holds_with_fixed_shapes() -> None:
-    """The start's own check of --deterministic: scored prompts beside decodes, in chunks, in a full batch."""
+    """The startup check of --deterministic: scored prompts next to decodes, in chunks, in a full batch."""
     decoder = tiny_decoder()
 
     def make_engine(limits: StepLimits) -> Engine:
@@ -265,7 +264,7 @@ def test_batch_invariance_holds_with_fixed_shapes() -> None:
     assert "verified" in check_batch_invariance(make_engine, limits, decoder.config, context=decoder.config.context)
 
 
-def test_where_shapes_do_not_change_no_company_changes_a_bit() -> None:
+def test_with_fixed_shapes_no_other_request_changes_a_bit() -> None:
     decoder, requests = tiny_decoder(), [replace(r, leader=None) for r in _mixed()]
 
     def fixed(blocks: int) -> Engine:
@@ -279,15 +278,15 @@ def test_where_shapes_do_not_change_no_company_changes_a_bit() -> None:
         engine = fixed(blocks)
         assert serve(engine, batch) == alone
         if preemptions := engine.scheduler.preemptions:
-            break  # late masks may keep requests apart, so that nothing is preempted
+            break  # late masks may keep requests apart, so that none is preempted
     assert preemptions > 0
 
 
 @pytest.mark.parametrize(("is_fixed", "shapes"), [(True, {(104, 4)}), (False, {(16, 1), (64, 1)})])
-def test_steps_have_few_shapes_or_one(
+def test_steps_have_few_shapes_or_a_single_one(
     is_fixed: bool, shapes: set[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens and samples: a library may choose another algorithm for another number of rows."""
+    """Counts tokens and samples: a library may choose another algorithm for another number of rows."""
     tokens, samples, prefill, draw = list[int](), list[int](), StepProgram.prefill, StepProgram.draw
     monkeypatch.setattr(StepProgram, "prefill", lambda s, x, n: (tokens.append(len(x.rows_T)), prefill(s, x, n))[1])
     monkeypatch.setattr(StepProgram, "draw", lambda s, count: (samples.append(count), draw(s, count))[1])
@@ -299,20 +298,20 @@ def test_steps_have_few_shapes_or_one(
     assert {*zip(tokens, samples, strict=True)} == shapes
 
 
-def test_a_launch_that_fails_leaves_nothing_behind(texts: Events, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For any point at which it stops: rows that the host believed uploaded are uploaded again."""
+def test_failed_launch_leaves_no_state_behind(outputs: Events, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At whichever point a launch stops, rows that the host believed uploaded are uploaded again."""
     engine = tiny_device_engine(tiny_decoder(), blocks=400)
     failing = _FailingLaunches(engine.runner)
     engine.isolation._ahead = failing
     kernels = engine.runner.graphs.steps._kernels  # type: ignore[attr-defined]
     for owner, name in ((kernels, "sample"), (ResidentBatch, "apply"), (StepProgram, "prepare")):
-        monkeypatch.setattr(owner, name, failing.spoilt(getattr(owner, name)))
-    _assert_same_texts(run_all(engine, _requests(16, seed=1)), texts)
+        monkeypatch.setattr(owner, name, failing.failing_at_times(getattr(owner, name)))
+    _assert_same_outputs(run_all(engine, _requests(16, seed=1)), outputs)
     assert engine.isolation.failed_launches > 3
 
 
 class _FailingLaunches:
-    """A runner whose launches, and nothing else, stop at every seventh call of what was spoilt."""
+    """A runner whose launches fail at every seventh call of a wrapped function; other calls never fail."""
 
     def __init__(self, runner: Any) -> None:
         self._runner, self._calls, self._launching = runner, 0, False
@@ -325,7 +324,7 @@ class _FailingLaunches:
         finally:
             self._launching = False
 
-    def spoilt(self, whole: Callable[..., None]) -> Callable[..., None]:
+    def failing_at_times(self, whole: Callable[..., None]) -> Callable[..., None]:
         def step(*given: Any) -> None:
             self._calls += self._launching
             if self._launching and self._calls % 7 == 0:
@@ -335,19 +334,19 @@ class _FailingLaunches:
         return step
 
 
-def test_a_row_is_given_away_only_where_its_sequence_does_not_run() -> None:
+def test_row_is_reassigned_only_if_its_sequence_does_not_run() -> None:
     rows = tiny_device_runner(tiny_decoder(), max_running=2)._resident
     first, second, third = ([Chunk(s, 0, 1)] for s in _sequences(3))
     assert rows.assign_rows([*first, *second])[0] == [1, 0]
     first[0].sequence.ended = True
     second[0].sequence.tokens.append(7)
     indices, changes = rows.assign_rows([Chunk(second[0].sequence, 1, 2), *third])
-    assert indices == [0, 1] and changes.loaded_rows == [1], "the second one is known"
+    assert indices == [0, 1] and changes.loaded_rows == [1], "the second row is resident"
     assert first[0].sequence not in rows._resident_rows and second[0].sequence in rows._resident_rows
 
 
-def test_a_trial_row_has_room_beside_as_many_as_may_run() -> None:
-    """After a step that failed, isolation tries whether anything can be computed at all."""
+def test_trial_row_fits_next_to_the_maximum_of_running_rows() -> None:
+    """After a failed step, isolation runs a trial row to see whether the device computes at all."""
     runner = tiny_device_runner(tiny_decoder(), max_running=2)
     running = _sequences(2)
     runner.run(BatchPlan(tuple(Chunk(sequence, 0, 1) for sequence in running)))
@@ -356,17 +355,17 @@ def test_a_trial_row_has_room_beside_as_many_as_may_run() -> None:
     assert runner.run(BatchPlan((Chunk(running[0], 1, 2),))).sampled["r0"].token is not None
 
 
-def test_a_sequence_that_gave_way_is_told_anew() -> None:
+def test_preempted_sequence_is_uploaded_again() -> None:
     rows = tiny_device_runner(tiny_decoder(), max_running=2)._resident
     (sequence,) = _sequences(1)
     rows.assign_rows([Chunk(sequence, 0, 1)])
     sequence.tokens.append(7)
     _, changes = rows.assign_rows([Chunk(sequence, 1, 2)])
-    assert not changes.loaded_rows and not changes.tokens, "its token and its length lie there"
+    assert not changes.loaded_rows and not changes.tokens, "its token and length are on the device"
     sequence.blocks = array("i", [5])
     sequence.tokens.append(8)
     _, changes = rows.assign_rows([Chunk(sequence, 2, 3)])
-    assert changes.loaded_rows and list(changes.blocks.values()) == [5], "although it goes on where it was"
+    assert changes.loaded_rows and list(changes.blocks.values()) == [5], "reloaded although it kept its row"
 
 
 def _sequences(count: int) -> list[Sequence]:
@@ -377,7 +376,7 @@ def _sequences(count: int) -> list[Sequence]:
 
 
 def _mixed() -> list[Request]:
-    """Plain, forked, guided and prompt-scored requests, and one whose stop ids exceed a row's capacity."""
+    """Plain, forked, guided and prompt-scored requests, and one with more stop ids than a row can store."""
     grammar = grammar_from("regex", "[ab]{3,9}")
     assert grammar
     made = []

@@ -37,8 +37,8 @@ EDGES, MANY_TILES = ({case.name: case for case in edges(*given)} for given in ((
 
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("name", EDGES)
-def test_ties_and_numbers_at_the_ends_of_their_ranges_are_drawn_by_the_law(name: str, kind: str) -> None:
-    """With Triton half of the rows with each kind of logits, the others with the next kind; a GPU is asked for all."""
+def test_ties_and_extreme_values_are_sampled_as_specified(name: str, kind: str) -> None:
+    """Triton takes half of the rows for each kind of logits, in turns; a GPU takes all."""
     case = _some(EDGES[name], list(EDGES).index(name) % 2, 2) if kind == "triton" else EDGES[name]
     assert not list(wrong(kernels(kind).sample, case, DEVICE, exact=True))
 
@@ -52,13 +52,13 @@ def test_ties_and_numbers_at_the_ends_of_their_ranges_are_drawn_by_the_law(name:
     ],
     ids=str,
 )
-def test_every_kind_of_row_is_drawn_by_the_law(kind: str, vocab: int, dtype: torch.dtype) -> None:
+def test_every_kind_of_row_is_sampled_as_specified(kind: str, vocab: int, dtype: torch.dtype) -> None:
     case = chance("chance", vocab, 60 if kind == "torch" else 16, vocab + 1, dtype=dtype)
     assert not list(wrong(kernels(kind).sample, case, DEVICE, exact=True))
 
 
 @pytest.mark.parametrize("name", ["chance", "equal", "few values"])
-def test_a_row_of_many_tiles_whose_candidates_do_not_fit_the_room_is_drawn_by_the_law(name: str) -> None:
+def test_row_of_many_tiles_with_candidates_beyond_scratch_is_sampled_as_specified(name: str) -> None:
     """Rows of 128,256 logits take this path; here with buffers for 64."""
     module = pytest.importorskip("app.engine.gpu.kernels.triton.sampler", reason="Triton is not installed")
     small = partial(module.sample, sizes=module.SamplerTiling(tile=64, groups=4, scratch=64))
@@ -66,7 +66,7 @@ def test_a_row_of_many_tiles_whose_candidates_do_not_fit_the_room_is_drawn_by_th
     assert not list(wrong(small, case, DEVICE, exact=True))
 
 
-def test_the_program_of_a_whole_row_only_searches_what_the_tiles_have_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_program_only_searches_the_weights_of_the_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without filters, or with min_p, it reads the weights of one tile: the one with the token. No logits are read."""
     module = pytest.importorskip("app.engine.gpu.kernels.triton.sampler", reason="Triton is not installed")
     tile, kernel = 64, module.sample_kernel
@@ -79,7 +79,7 @@ def test_the_program_of_a_whole_row_only_searches_what_the_tiles_have_weighed(mo
     poisoned: list[int] = []
 
     class Poisoning:
-        """The kernel, once its inputs are gone that it has no need of."""
+        """Runs the kernel after inputs that it does not need were overwritten."""
 
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
             def launch(*args: Any, **options: Any) -> None:
@@ -100,7 +100,7 @@ def test_the_program_of_a_whole_row_only_searches_what_the_tiles_have_weighed(mo
 
 
 @pytest.mark.parametrize("kind", BOTH)
-def test_a_row_is_the_same_to_the_bit_alone_and_in_any_company(kind: str) -> None:
+def test_row_has_the_same_bits_alone_and_in_any_batch(kind: str) -> None:
     case = chance("chance", 300, 8, 5)
     rows = range(0, 8, 3)
     together, _, _ = draw(kernels(kind).sample, case, DEVICE)
@@ -109,8 +109,8 @@ def test_a_row_is_the_same_to_the_bit_alone_and_in_any_company(kind: str) -> Non
 
 
 @pytest.mark.parametrize("kind", BOTH)
-def test_counts_of_earlier_steps_bear_on_later_ones(kind: str) -> None:
-    """Four steps without a word from the host; the second request takes the row over."""
+def test_counts_of_earlier_steps_affect_later_ones(kind: str) -> None:
+    """Four steps without input from the host; then a second request takes over the row."""
     table = SamplingTable(3, 20, DEVICE)
     for seed in (1, 2):
         params = SamplingParams(seed=seed, repetition_penalty=1.5, frequency_penalty=1.0, presence_penalty=0.5)
@@ -126,7 +126,7 @@ def test_counts_of_earlier_steps_bear_on_later_ones(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", BOTH)
-def test_padding_leaves_no_trace(kind: str) -> None:
+def test_padding_has_no_effect(kind: str) -> None:
     case = chance("chance", 50, 6, 8)
     _, table, rows_S = draw(kernels(kind).sample, case, DEVICE)
     trash = len(table.words_RW) - 1
@@ -135,7 +135,7 @@ def test_padding_leaves_no_trace(kind: str) -> None:
     assert not table.counts_RV[trash].any()
 
 
-def test_numbers_on_the_device_are_those_of_the_host() -> None:
+def test_device_random_numbers_equal_those_of_the_host() -> None:
     ends = itertools.product((-(2**63), -1, 0, 2**63 - 1, 12345), (0, 1, 2**31 - 1), (0, 7, 2**31 - 1, 2**40))
     draws = [Draw(seed, position, choice) for seed, choice, position in ends]
     seeds = torch.tensor([draw.seed for draw in draws]).view(torch.int32).view(-1, 2)
@@ -143,7 +143,7 @@ def test_numbers_on_the_device_are_those_of_the_host() -> None:
     assert device_uniforms(seeds[:, 0], seeds[:, 1], choices, positions).tolist() == plain_uniforms(draws)
 
 
-def test_a_mask_lacks_what_ends_the_text_before_min_tokens_unless_nothing_else_is_left() -> None:
+def test_mask_excludes_end_tokens_before_min_tokens_unless_no_other_is_allowed() -> None:
     def tokens(n_generated: int, *stop_ids: int, allowed: tuple[int, ...] = tuple(range(70))) -> list[int]:
         params = SamplingParams(min_tokens=2)
         request = Request(id="", prompt=(0,), max_tokens=9, params=params, stop_ids=stop_ids, grammar="any")
@@ -156,12 +156,12 @@ def test_a_mask_lacks_what_ends_the_text_before_min_tokens_unless_nothing_else_i
 
     assert tokens(1, 31, 63, 69, 1000) == [i for i in range(69) if i not in (31, 63)]
     assert tokens(2, 31, 63) == [*range(70)]
-    assert tokens(0, *range(70)) == [*range(70)], "all tokens end it"
+    assert tokens(0, *range(70)) == [*range(70)], "all tokens are end tokens"
     assert tokens(0, 5, 69, allowed=(5, 69)) == [5, 69] and tokens(0, 5, allowed=(5, 69)) == [69]
 
 
 @pytest.mark.parametrize("kind", BOTH)
-def test_a_masked_row_draws_what_its_grammar_allows(kind: str) -> None:
+def test_masked_row_samples_tokens_that_its_grammar_allows(kind: str) -> None:
     case = chance("masked", 300, 8, 11)
     generator = torch.Generator().manual_seed(2)
     masks = [torch.randint(-(2**31), 2**31, (10,), generator=generator).to(torch.int32) for _ in case.rows]
@@ -172,12 +172,12 @@ def test_a_masked_row_draws_what_its_grammar_allows(kind: str) -> None:
     masked = Case(name="masked", logits_SV=case.logits_SV, rows=rows)
     assert not list(wrong(kernels(kind).sample, masked, DEVICE, exact=True))
     tokens = [sample.token for sample in draw(kernels(kind).sample, masked, DEVICE)[0]]
-    assert tokens[:2] == [4 * 32 + 7, None], "one token is left, or none"
+    assert tokens[:2] == [4 * 32 + 7, None], "one allowed token remains, or none"
 
 
 @pytest.mark.parametrize("kind", BOTH)
-def test_a_given_token_is_scored_like_a_sampled_one(kind: str) -> None:
-    """To the bit, and not where the logits are not finite."""
+def test_given_token_is_scored_like_a_sampled_one(kind: str) -> None:
+    """Equal to the bit, except where logits are non-finite."""
     logits_SV = torch.randn(4, 300, generator=torch.Generator().manual_seed(4)).to(DEVICE)
     logits_SV[2, 7] = float("nan")
     table, scored = SamplingTable(5, 300, DEVICE, logprobs=20), SampleOut.empty(4, DEVICE)
@@ -192,8 +192,8 @@ def test_a_given_token_is_scored_like_a_sampled_one(kind: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["instead of", "log-probability", "counted", "most likely"])
-def test_a_sampler_that_draws_otherwise_is_found_out(what: str) -> None:
-    def lie(logits_SV: Tensor, rows_S: Tensor, positions_S: Tensor, table: SamplingTable, out: SampleOut) -> None:
+def test_sampler_with_different_results_is_detected(what: str) -> None:
+    def altered(logits_SV: Tensor, rows_S: Tensor, positions_S: Tensor, table: SamplingTable, out: SampleOut) -> None:
         kernels("torch").sample(logits_SV, rows_S, positions_S, table, out)
         if what == "instead of":
             out.tokens_S[0] = (out.tokens_S[0] + 1) % 50
@@ -206,12 +206,12 @@ def test_a_sampler_that_draws_otherwise_is_found_out(what: str) -> None:
             out.top_logprobs_SN[0, -1] = logits_SV[0].log_softmax(-1).amin()
 
     logits_SV = torch.randn(1, 50, generator=torch.Generator().manual_seed(1), device="cpu")
-    lines = list(wrong(lie, Case(name="one", logits_SV=logits_SV, rows=[SamplingInput(FULL, [3, 4], 1)]), DEVICE))
+    lines = list(wrong(altered, Case(name="one", logits_SV=logits_SV, rows=[SamplingInput(FULL, [3, 4], 1)]), DEVICE))
     assert any(what in line for line in lines)
 
 
 def _some(case: Case, first: int, step: int) -> Case:
-    """Every `step`-th row, where there are many."""
+    """Every `step`-th row, if there are many."""
     if len(case.rows) < 10:
         return case
     return Case(name=case.name, logits_SV=case.logits_SV[first::step], rows=case.rows[first::step])

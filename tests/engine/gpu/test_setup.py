@@ -1,4 +1,4 @@
-"""What would otherwise first show on a GPU, on a CPU: compiler pauses, memory missing from the plan, captured steps."""
+"""GPU problems detected on a CPU: compiler pauses, memory missing from the plan, captured steps."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from tests.support.gpu.kernel_backends import needs_triton
 from tests.support.model.tiny_models import tiny_config, tiny_decoder
 
 
-def test_sections_of_an_upload_begin_where_16_bytes_do() -> None:
-    """Triton compiles a kernel for each set of its pointers that do: for one set, and not for 16 while serving."""
+def test_sections_of_an_upload_are_aligned_to_16_bytes() -> None:
+    """Triton compiles a kernel for each set of its pointers that are aligned: one set, and not 16 while serving."""
     upload, lengths = Upload(), (3, 0, 17, 4, 1, 1, 8)
     sections = [upload.add(range(length)) for length in lengths]
     numbers_X = upload.send(torch.device("cpu"))
@@ -55,7 +55,7 @@ def _backend(context: int = 64, **limits: int) -> TritonBackend:
 
 
 class _Observed(TorchDispatchMode):
-    """Calls `look` with each operation, the tensors that it takes, and those that it makes."""
+    """Calls `look` with each operation, its input tensors, and the tensors it creates."""
 
     def __init__(self, look: Callable[[Any, list[Tensor], list[Tensor]], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -72,7 +72,7 @@ Made = set[tuple[str, torch.Size]]
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[Made]:
-    """Operations with the shapes of what they made while a peak was measured, peak by peak."""
+    """Operations with the shapes of the tensors they create while a peak is measured, for each peak."""
     measured: list[Made] = []
 
     def peak(compute_once: Callable[[], object], *_: object) -> int:
@@ -87,33 +87,33 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Made]:
     return measured
 
 
-def test_rows_that_stay_are_measured_with_the_largest_step_and_once(measured: list[Made]) -> None:
-    """In addition to weights and cache: token counts of a large vocabulary are not small."""
+def test_resident_rows_are_measured_once_with_the_largest_step(measured: list[Made]) -> None:
+    """They come on top of weights and cache: token counts of a large vocabulary are not small."""
     assert _backend().peaks().activations == 7
     counts = torch.Size((3, tiny_config().vocab_size))
     assert [("zeros", counts) in made for made in measured] == [True, False]
 
 
 @pytest.mark.usefixtures("measured")
-def test_splits_that_lie_beside_one_another_are_counted_where_there_may_be_some() -> None:
-    """Counted, not measured: neither the longest sequences nor the most rows have the most splits."""
+def test_parallel_splits_are_counted_where_possible() -> None:
+    """Computed, not measured: neither the longest sequences nor the most rows have the most splits."""
     one, two = (_backend(context).peaks() for context in (512, 513))
     assert two.activations - one.activations == PARTIAL_BYTES
-    assert two.graphs - one.graphs == PARTIAL_BYTES + 4 * _GRAPH_BYTES, "and forward passes are captured twice"
+    assert two.graphs - one.graphs == PARTIAL_BYTES + 4 * _GRAPH_BYTES, "forward passes are captured twice"
 
 
-def test_what_is_measured_holds_the_costliest_draws_of_the_host(measured: list[Made]) -> None:
-    """Masks, sorts of whole rows, and scores: of 256 rows and 128,000 tokens that is gigabytes."""
+def test_peak_includes_the_costliest_sampling_of_the_host(measured: list[Made]) -> None:
+    """Masks, sorts of whole rows, and scores take gigabytes with 256 rows and 128,000 tokens."""
     config, limits = tiny_config(context=64), StepLimits(tokens_per_step=64, max_running=40)
     shape = CacheShape(shape=config, context=64, block_size=16, max_running=4, dtype="float32")
     TorchBackend(tiny_decoder(config), shape, limits).peaks()
     drawn, made = (40, config.vocab_size), measured[0]
     assert {("where", drawn), ("sort", drawn)} <= made
-    assert ("log_softmax", drawn) in made, "log-probabilities of the rows that ask"
+    assert ("log_softmax", drawn) in made, "log-probabilities of the rows that ask for them"
     assert any(name == "log_softmax" and shape[0] != 40 for name, shape in made), "scores of a prompt"
 
 
-def test_what_is_measured_holds_the_scores_of_a_prompt_and_the_largest_captured_steps(measured: list[Made]) -> None:
+def test_peak_includes_prompt_scores_and_the_largest_captured_steps(measured: list[Made]) -> None:
     _backend(tokens_per_step=600, max_running=40).peaks()
     shapes = [{shape for _, shape in made} for made in measured]
     vocab_size, width = tiny_config().vocab_size, tiny_config().width
@@ -122,7 +122,7 @@ def test_what_is_measured_holds_the_scores_of_a_prompt_and_the_largest_captured_
 
 
 def _peak_bytes(compute_once: Callable[[], object]) -> int:
-    """The most bytes of tensors that are there at once."""
+    """The peak number of bytes in tensors that exist at the same time."""
     sizes: dict[int, int] = {}
     peaks = [0]
 
@@ -149,7 +149,7 @@ SAMPLING: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("rows", [2, 40])
-def test_no_wish_of_a_request_takes_more_than_the_costliest_draw(rows: int) -> None:
+def test_no_sampling_field_takes_more_memory_than_the_costliest_draw(rows: int) -> None:
     vocab = 2048
     logits_SV = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0))
     plan = costliest_step(StepLimits(tokens_per_step=rows, max_running=rows), 64)
@@ -169,7 +169,7 @@ def test_no_wish_of_a_request_takes_more_than_the_costliest_draw(rows: int) -> N
 
 
 @needs_triton
-def test_a_triton_without_a_compiler_is_refused_at_the_start_with_what_it_lacks() -> None:
+def test_triton_without_a_compiler_is_refused_at_startup_with_the_reason() -> None:
     def lacks() -> None:
         raise subprocess.CalledProcessError(1, ["gcc", "cuda_utils.c"])
 
@@ -179,8 +179,9 @@ def test_a_triton_without_a_compiler_is_refused_at_the_start_with_what_it_lacks(
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_no_tensor_of_the_host_has_a_part_in_a_step(deterministic: bool) -> None:
-    """The host would wait for its transfer, which a captured step does not allow. meta is a device like any other."""
+def test_steps_use_no_host_tensors(deterministic: bool) -> None:
+    """The host would have to wait for its transfer, which a captured step does not allow. meta counts as a device
+    here."""
     decoder = tiny_decoder().to("meta")
     steps = tiny_device_runner(decoder, max_running=4, deterministic=deterministic).graphs.steps
     tokens_T, tiles_X = (torch.zeros(n, dtype=torch.int32, device="meta") for n in (128, 4))
@@ -199,8 +200,8 @@ def test_no_tensor_of_the_host_has_a_part_in_a_step(deterministic: bool) -> None
         steps.resident.apply(torch.zeros(sections[-1].stop, dtype=torch.int32, device="meta"), sections)
 
 
-def test_an_edit_of_the_kernels_changes_their_name_in_receipts(tmp_path: Path) -> None:
-    """Tiles of 32 positions instead of 64 changed bits, and the name stayed."""
+def test_editing_the_kernels_changes_their_name_in_receipts(tmp_path: Path) -> None:
+    """Once, tiles of 32 instead of 64 positions changed bits, but not the name."""
     copy = tmp_path / "engine"
     shutil.copytree(ROOT / "app/engine", copy)
     before = sources_key()
@@ -213,12 +214,12 @@ def test_an_edit_of_the_kernels_changes_their_name_in_receipts(tmp_path: Path) -
         assert sources_key(copy) != old, name
     old = sources_key(copy)
     (copy / "gpu/graphs.py").write_text("")
-    assert sources_key(copy) == old, "a file that decides no bits does not count"
+    assert sources_key(copy) == old, "files that do not compute must not count"
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is asked of torch.cuda."""
+    """Records the calls of torch.cuda."""
     calls: list[str] = []
 
     @contextmanager
@@ -242,8 +243,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-def test_what_is_captured_was_done_before_on_the_same_stream(calls: list[str]) -> None:
-    """Kernels are compiled and workspaces made by then, which a capture must not."""
+def test_capture_is_preceded_by_a_warmup_on_the_same_stream(calls: list[str]) -> None:
+    """That compiles kernels and creates workspaces, which a capture must not do."""
     replay = CudaCapture()(lambda: calls.append("work"))
     replay()
     warmup = ["side waits for main", "side", "work", "main waits for side"]
@@ -257,7 +258,7 @@ def test_steps_are_captured_once() -> None:
         runner.capture(lambda _work: lambda: None)
 
 
-def test_a_step_is_replayed_by_its_size_and_whether_attention_has_splits_to_merge() -> None:
+def test_replayed_graph_depends_on_step_size_and_split_attention() -> None:
     steps = tiny_device_runner(tiny_decoder(), max_running=2).graphs.steps
     graphs, launched = StepGraphs(steps, rows=(1, 2), tokens=(16, 32), max_splits=40), []
 

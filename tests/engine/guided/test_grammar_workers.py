@@ -1,4 +1,4 @@
-"""The pool for grammar work: turns by key, caps, and jobs that are canceled or fail."""
+"""The pool for grammar work: turns by key, limits, and jobs that are cancelled or fail."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from app.engine.guided.grammar_workers import GrammarWorkers, Job
 
 
 def _spin(seconds: float) -> None:
-    """Uses that much CPU time."""
+    """Uses this much CPU time."""
     end = time.thread_time() + seconds
     while time.thread_time() < end:
         pass
 
 
 class _Order:
-    """Jobs that note the order in which they ran, in a pool whose threads are busy until open()."""
+    """Jobs that record the order in which they ran, in a pool whose threads are busy until open()."""
 
     def __init__(self) -> None:
         self.pool = GrammarWorkers(3)
@@ -46,7 +46,7 @@ class _Order:
         return job
 
 
-def test_the_key_that_has_used_the_least_time_goes_first() -> None:
+def test_key_with_the_least_used_time_goes_first() -> None:
     order = _Order()
     for number in range(30):
         order.add(f"x/{number}", 0.01)
@@ -75,13 +75,13 @@ def _most_at_once(count: int, tenant: Callable[[int], str], *, is_long: bool) ->
     return most
 
 
-def test_one_key_never_takes_the_last_thread_nor_compiles_the_last_two() -> None:
+def test_one_key_leaves_one_thread_free_and_compilation_leaves_two() -> None:
     assert _most_at_once(12, lambda _: "x", is_long=False) == 3
     assert _most_at_once(12, str, is_long=True) == 2
     assert _most_at_once(12, str, is_long=False) == 4, "positive control"
 
 
-def test_a_job_that_no_thread_has_started_can_be_cancelled_or_run_by_the_caller() -> None:
+def test_queued_job_can_be_cancelled_or_run_by_the_caller() -> None:
     order = _Order()
     dropped, here = order.add("x/dropped"), order.add("x/here")
     order.add("x/kept")
@@ -92,7 +92,7 @@ def test_a_job_that_no_thread_has_started_can_be_cancelled_or_run_by_the_caller(
     assert order.open() == ["x/here", "x/kept"]
 
 
-def test_what_a_job_raises_is_kept_and_the_thread_goes_on() -> None:
+def test_exception_of_a_job_is_stored_and_the_thread_continues() -> None:
     pool = GrammarWorkers(3)
 
     def fail() -> None:

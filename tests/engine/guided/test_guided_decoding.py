@@ -1,4 +1,4 @@
-"""Guided decoding in the engine: masks against brute force, texts against schemas, batch invariance."""
+"""Guided decoding in the engine: masks against brute force, output against schemas, batch invariance."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def _random_regex(rng: random.Random, length: int) -> str:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_token_is_allowed_exactly_where_some_text_goes_on_with_it(seed: int) -> None:
-    """Brute force over all texts of ALPHABET; tokens of one to five bytes, doubles, none for special ones."""
+def test_token_is_allowed_exactly_where_a_match_can_continue_with_it(seed: int) -> None:
+    """Brute force over all texts of ALPHABET; tokens of one to five bytes, duplicates, empty for special ones."""
     rng = random.Random(seed)
     regex = _random_regex(rng, LONGEST)
     every = ("".join(letters) for n in range(LONGEST + 1) for letters in itertools.product(ALPHABET, repeat=n))
@@ -121,7 +121,8 @@ def _decoder() -> Decoder:
 
 
 def _requests(grammars: Sequence[str], max_tokens: int = 300) -> list[Request]:
-    """With and without an end-of-text token; half of them with some top_k, since a filter must not empty a mask."""
+    """With and without an end-of-text token; half of the requests have a top_k, since a filter must not empty a
+    mask."""
     return [
         Request(
             id=f"r{i}",
@@ -151,8 +152,8 @@ MIXED = [
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("step_seconds", [0.002, 0.0])
-def test_how_the_work_is_done_changes_no_token(step_seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where every mask is late, and no step waits for it: then as many states are kept as requests wait."""
+def test_scheduling_does_not_change_a_token(step_seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Includes the case that all masks are late and no step waits for them: one state per waiting request is kept."""
     monkeypatch.setattr(grammar_tracker, "_STEP_SECONDS", step_seconds)
     requests = _requests(MIXED * 4, max_tokens=50)
     most = 3 if step_seconds else len(requests)
@@ -160,7 +161,7 @@ def test_how_the_work_is_done_changes_no_token(step_seconds: float, monkeypatch:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_while_all_requests_wait_for_masks_the_engine_takes_new_ones_and_cancels(
+def test_engine_accepts_and_cancels_requests_while_all_wait_for_masks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faults = arm_this_process(tmp_path, monkeypatch)
@@ -170,7 +171,7 @@ def test_while_all_requests_wait_for_masks_the_engine_takes_new_ones_and_cancels
     engine.add(slow)
     report = engine.step()
     assert engine.has_work and not report.events
-    assert not engine.step().events, "the engine waits a moment, and returns"
+    assert not engine.step().events, "the engine waits briefly and returns"
     engine.add(plain)
     while plain.id not in {event.request_id for event in engine.step().events}:
         assert not faults.is_armed("engine.mask") or not engine.scheduler.running[0].num_generated
@@ -181,7 +182,7 @@ def test_while_all_requests_wait_for_masks_the_engine_takes_new_ones_and_cancels
     assert engine.scheduler.pool.counts.active == 0
 
 
-def test_the_time_of_grammars_is_reported_by_request_once() -> None:
+def test_grammar_time_is_reported_once_per_request() -> None:
     tracker = _tracker()
     engine = tiny_engine(_decoder(), guides=tracker)
     engine.add(Request(id="r", prompt=(1,), max_tokens=30, grammar=MIXED[0]))
@@ -190,12 +191,12 @@ def test_the_time_of_grammars_is_reported_by_request_once() -> None:
         engine.step()
         work += tracker.take_work()
     assert {name for name, _ in work} == {"r"} and 0 < sum(seconds for _, seconds in work) < 5
-    assert len(work) < 15, "when it adds up, not for each token"
+    assert len(work) < 15, "reported in sums, not for each token"
     assert tracker.take_work() == ()
 
 
 def _followed(tracker: GrammarTracker, grammar: str, max_tokens: int) -> tuple[list[int], SampledToken]:
-    """A text at random, which is the worst that a model may write, and how it ended."""
+    """A random output, the worst case for a grammar, and how it ended."""
     rng, request = random.Random(1), Request(id="r", prompt=(0,), max_tokens=max_tokens, grammar=grammar)
     sequence = EngineSequence(request=request, tokens=array("q", [0]), arrival=0)
     while isinstance(allowed_W := _allowed(tracker, sequence), np.ndarray):
@@ -207,7 +208,7 @@ def _followed(tracker: GrammarTracker, grammar: str, max_tokens: int) -> tuple[l
 
 
 @pytest.mark.parametrize("name", LEGITIMATE)
-def test_grammars_of_real_use_are_followed_for_300_tokens(name: str) -> None:
+def test_realistic_grammars_are_followed_for_300_tokens(name: str) -> None:
     field, value = LEGITIMATE[name]
     tokens, end = _followed(_tracker(), _grammar(**{field: value}), 300)
     text = TOKENIZER.decode(tokens)
@@ -218,10 +219,10 @@ def test_grammars_of_real_use_are_followed_for_300_tokens(name: str) -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_a_guide_is_compiled_once_also_after_preemption_and_for_a_step_that_is_computed_again(
+def test_grammar_is_compiled_once_despite_preemption_and_retried_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where as many are kept as may run, as in the service: compiling in a step would make all others wait."""
+    """As many matchers are kept as sequences may run, as in the service: compiling in a step would delay all others."""
     compiled, build = list[str](), GrammarTracker._build
 
     def count(self: GrammarTracker, request: Request, tokens: Sequence[int]) -> object:
@@ -248,7 +249,7 @@ def test_a_guide_is_compiled_once_also_after_preemption_and_for_a_step_that_is_c
 @pytest.mark.parametrize(
     ("regex", "tokens", "finish"), [("[ab]{3}", 3, FinishReason.STOP), ("[ab]*", 20, FinishReason.LENGTH)]
 )
-def test_without_an_end_token_a_text_goes_on_until_nothing_may_follow_or_the_tokens_are_used_up(
+def test_output_without_an_end_token_ends_with_its_grammar_or_max_tokens(
     regex: str, tokens: int, finish: FinishReason
 ) -> None:
     request = Request(id="r", prompt=(1,), max_tokens=20, grammar=_grammar(regex=regex))
@@ -267,10 +268,10 @@ def test_without_an_end_token_a_text_goes_on_until_nothing_may_follow_or_the_tok
         (BOMBS["ambiguous words"].value, 0.001, "of CPU time"),
     ],
 )
-def test_a_guide_that_cannot_be_followed_fails_its_request_alone(
+def test_unusable_grammar_fails_only_its_request(
     grammar: str, seconds: float, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also one that takes more than its share of time."""
+    """Includes a grammar that takes more than its share of time."""
     monkeypatch.setattr(grammar_tracker, "_REQUEST_SECONDS", seconds)
     monkeypatch.setattr(grammar_tracker, "_TOKEN_SECONDS", 0.0)
     bytes_of = [b"" if "\u00e9".encode()[:1] in data else data for data in TOKENIZER.bytes_of]
@@ -291,7 +292,7 @@ def _kept(tracker: GrammarTracker) -> int:
 
 
 @pytest.mark.parametrize("end", ["stop", "length", "cancel"])
-def test_nothing_is_kept_for_a_request_that_is_gone(end: str) -> None:
+def test_state_of_finished_requests_is_released(end: str) -> None:
     tracker = _tracker()
     engine = tiny_engine(_decoder(), guides=tracker)
     regex = "a{4}" if end == "stop" else "a*"
@@ -308,7 +309,7 @@ def test_nothing_is_kept_for_a_request_that_is_gone(end: str) -> None:
     assert _kept(tracker) == 0
 
 
-def test_no_more_matchers_are_kept_than_were_allowed() -> None:
+def test_number_of_kept_matchers_is_bounded() -> None:
     tracker = _tracker(most=4)
     for request in _requests([_grammar(regex="a*")] * 9):
         _allowed(tracker, EngineSequence(request=request, tokens=array("q", request.prompt), arrival=0))
@@ -319,7 +320,7 @@ _A = TOKENIZER.encode("a")[0]
 
 
 class _ManualWorkers:
-    """Runs what was submitted when a test says so."""
+    """Runs submitted jobs when the test asks for it."""
 
     n_spare_cores = 0
 
@@ -351,7 +352,8 @@ def _sequence(name: str, namespace: str, grammar: str = "start: /a*/") -> Engine
 
 
 def _shared(count: int, *others: EngineSequence, mask_seconds: float) -> tuple[Any, Any, list[EngineSequence]]:
-    """Rows of one tenant that have their first masks, as if each had taken so much CPU; the tracker is of all rows."""
+    """Rows of one tenant with their first masks, as if each had taken this much CPU; the tracker is shared by all
+    rows."""
     workers, crowd = _ManualWorkers(), [_sequence(f"crowd {i}", "crowd") for i in range(count)]
     tracker = GrammarTracker(lambda: TOKENIZER.bytes_of, vocab_size=VOCAB, max_states=16, workers=workers)  # type: ignore[arg-type]
     for sequence in (*crowd, *others):
@@ -365,21 +367,21 @@ def _shared(count: int, *others: EngineSequence, mask_seconds: float) -> tuple[A
 
 
 @pytest.mark.parametrize("grammar", ["start: /a*/", ""])
-def test_while_tenants_share_the_engine_rows_sit_out_whose_masks_cost_more_than_a_step_may_spend(grammar: str) -> None:
+def test_rows_with_masks_too_costly_for_a_shared_step_wait(grammar: str) -> None:
     other = _sequence("other", "other", grammar)
     tracker, workers, crowd = _shared(6, other, mask_seconds=0.0003)
     tracker.allowed([*crowd, other])
     tracker.accept_tokens([*crowd, other], [SampledToken(_A)] * 7)
     assert tracker.must_wait(crowd) == [True] * 6
     assert tracker.must_wait([other]) == [False], "its mask is cheap enough for the step"
-    # A step without the crowd changes nothing: its rows only sit out.
+    # A step without the crowd's rows changes nothing; they only wait.
     tracker.allowed([other])
     assert tracker.must_wait(crowd) == [True] * 6
     workers.run_queued()
     assert tracker.must_wait(crowd) == [False] * 6
 
 
-def test_a_shared_step_takes_rows_of_a_costly_tenant_in_turns_up_to_the_cost_of_their_masks() -> None:
+def test_shared_steps_take_turns_with_rows_of_a_costly_tenant() -> None:
     tracker, _, crowd = _shared(6, mask_seconds=0.0004)
     other = _sequence("other", "other")
     assert tracker.must_wait(crowd) == [False] * 6, "a tenant alone shares its steps with no other tenant"
@@ -392,7 +394,7 @@ def test_a_shared_step_takes_rows_of_a_costly_tenant_in_turns_up_to_the_cost_of_
     assert turns == [[0, 1, 2], [3, 4, 5], [0, 1, 2], [3, 4, 5]], "three masks of 0.4 ms reach the limit of 1 ms"
 
 
-def test_a_mask_that_was_left_to_a_step_is_computed_when_its_row_sits_out() -> None:
+def test_deferred_mask_is_computed_when_its_row_waits() -> None:
     """Otherwise the row would wait for a mask that no thread computes."""
     tracker, workers, crowd = _shared(3, mask_seconds=0.0)
     tracker.accept_tokens(crowd, [SampledToken(_A)] * 3)
@@ -406,7 +408,7 @@ def test_a_mask_that_was_left_to_a_step_is_computed_when_its_row_sits_out() -> N
     assert not tracker.must_wait(crowd[2:])[0]
 
 
-def test_the_time_of_a_request_is_limited_by_its_tokens_and_reported_when_it_adds_up() -> None:
+def test_grammar_time_is_limited_by_tokens_and_reported_in_sums() -> None:
     tracker, workers, crowd = _shared(2, mask_seconds=0.0)
     states = [tracker._states[sequence.request.id] for sequence in crowd]
     states[0].consumed = 250
@@ -419,7 +421,7 @@ def test_the_time_of_a_request_is_limited_by_its_tokens_and_reported_when_it_add
     assert reported == [[0.02], [], [0.011]]
     tracker.prepare(replace(crowd[0].request, id="late"))
     tracker.forget("late")
-    assert not workers.queued, "the job of a request that is gone never runs"
+    assert not workers.queued, "the job of a cancelled request never runs"
 
 
 def test_masks_of_tenants_are_computed_in_turns() -> None:

@@ -1,4 +1,4 @@
-"""Classification of CUDA errors, in torch's own types and messages, and the engine's reaction."""
+"""Classification of CUDA errors by torch's types and messages, and how the engine reacts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PASSING = {
 
 
 def accelerator_error(code: int, words: str) -> torch.AcceleratorError:
-    """As torch raises it from C++."""
+    """An error as torch raises it from C++."""
     error = torch.AcceleratorError(f"CUDA error: {words}{HELP}")
     error.error_code = code
     return error
@@ -45,13 +45,13 @@ def _errors(code: int, words: str) -> list[RuntimeError]:
 
 
 @pytest.mark.parametrize("code", [*STAYING, *PASSING])
-def test_an_error_after_which_every_call_fails_is_told_in_its_first_line(code: int) -> None:
-    """One that was found before anything ran loses no device."""
+def test_fatal_device_error_is_recognized_by_its_first_line(code: int) -> None:
+    """An error that was found before anything ran does not lose the device."""
     for error in _errors(code, (STAYING | PASSING)[code]):
         assert lost_device(error) == STAYING.get(code) and is_out_of_memory(error) == (code == 2)
 
 
-def test_what_an_error_came_of_is_found_behind_it() -> None:
+def test_cause_of_an_error_is_found_in_its_chain() -> None:
     missing, ended = (
         torch.OutOfMemoryError("CUDA out of memory."),
         "operation failed due to a previous error during capture",
@@ -64,14 +64,14 @@ def test_what_an_error_came_of_is_found_behind_it() -> None:
         later.__cause__ = error
         assert broken_capture(later) == ended and lacked_device_memory(later)
         missing.__context__ = accelerator_error(700, STAYING[700])
-        assert not broken_capture(error), "a lost device is another matter"
+        assert not broken_capture(error), "a lost device must not count as missing memory"
         missing.__context__ = None
     others = [missing, MemoryError(), accelerator_error(700, STAYING[700]), RuntimeError("during capture")]
     assert not any(broken_capture(error) for error in others)
-    assert not lacked_device_memory(MemoryError()), "that is the host's"
+    assert not lacked_device_memory(MemoryError()), "the host's memory, not the device's"
 
 
-def test_what_comes_of_missing_memory_or_of_a_request_loses_no_device() -> None:
+def test_errors_of_memory_or_requests_do_not_lose_the_device() -> None:
     missing = [
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ..."),
         MemoryError(),
@@ -88,7 +88,7 @@ def test_what_comes_of_missing_memory_or_of_a_request_loses_no_device() -> None:
 
 
 class Raises:
-    """A runner whose steps raise one error after the other, and then succeed."""
+    """A runner whose steps raise one error after the other and then succeed."""
 
     def __init__(self, *errors: BaseException) -> None:
         self.steps: list[int] = []
@@ -106,7 +106,7 @@ def _plan(rows: int) -> BatchPlan:
     return BatchPlan(tuple(Chunk(Sequence(request=r, tokens=array("q", [1]), arrival=0), 0, 1) for r in requests))
 
 
-def test_a_lost_device_ends_the_engine_at_once_and_fails_no_request(caplog: pytest.LogCaptureFixture) -> None:
+def test_lost_device_ends_the_engine_at_once_and_fails_no_request(caplog: pytest.LogCaptureFixture) -> None:
     for error in _errors(700, STAYING[700]):
         caplog.clear()
         runner = Raises(error)
@@ -117,21 +117,21 @@ def test_a_lost_device_ends_the_engine_at_once_and_fails_no_request(caplog: pyte
     runner = Raises(RuntimeError("a row"), accelerator_error(700, STAYING[700]))
     with pytest.raises(torch.AcceleratorError):
         FaultIsolation(runner).run(_plan(3))
-    assert runner.steps == [3, 1], "also while rows are tried alone"
+    assert runner.steps == [3, 1], "also after retrying rows alone"
 
 
-def test_missing_memory_fails_the_row_that_lacks_it_alone_and_is_given_back_before_every_next_try() -> None:
+def test_out_of_memory_fails_only_its_row_and_memory_is_freed_before_retries() -> None:
     lacking = torch.OutOfMemoryError("CUDA out of memory.")
     runner = Raises(lacking, accelerator_error(2, PASSING[2]))
     released: list[int] = []
     result = FaultIsolation(runner, release=lambda: released.append(len(runner.steps))).run(_plan(3))
     assert [*result.failed] == ["0"] and "memory" in result.failed["0"]
-    assert runner.steps == [3, 1, 1, 1, 1], "the last is the proof that the device still computes"
+    assert runner.steps == [3, 1, 1, 1, 1], "the last one shows that the device still works"
     assert released == [1, 2]
 
 
-def test_what_the_release_of_memory_finds_out_ends_the_engine() -> None:
-    """An NVIDIA library reports only that it failed; synchronizing with the device reports why."""
+def test_device_error_during_the_release_of_memory_ends_the_engine() -> None:
+    """An NVIDIA library only reports that it failed; synchronizing with the device yields the reason."""
     lost = accelerator_error(700, STAYING[700])
 
     def release() -> None:
@@ -143,18 +143,18 @@ def test_what_the_release_of_memory_finds_out_ends_the_engine() -> None:
     assert caught.value is lost and runner.steps == [2]
 
 
-def test_a_step_computed_row_by_row_is_told_by_type_and_place_without_a_message(
+def test_isolated_step_is_logged_with_type_and_location_but_no_message(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The message may quote what a client has sent."""
+    """The message may quote client data."""
     assert FaultIsolation(Raises(RuntimeError("a canary from a prompt"))).run(_plan(1)) == StepResult()
     place = "RuntimeError < tests/engine/memory/test_device_errors.py:"
     assert place in caplog.text and "canary" not in caplog.text
 
 
-def test_nothing_of_a_failed_step_is_alive_when_its_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even by the traceback of its error: a runner keeps a step's tensors in its frames."""
-    monkeypatch.setattr(logging.getLogger("inkstream"), "disabled", True)  # pytest keeps what is logged, frames and all
+def test_tensors_of_a_failed_step_are_freed_before_memory_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even the error's traceback may keep them alive: a runner's frames hold a step's tensors."""
+    monkeypatch.setattr(logging.getLogger("inkstream"), "disabled", True)  # pytest keeps log records with their frames
     alive: list[weakref.ref[torch.Tensor]] = []
     seen: list[object] = []
 

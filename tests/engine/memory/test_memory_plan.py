@@ -28,7 +28,7 @@ PLAN = MemoryPlan(total=6400 * M, utilization=0.5, weights=1000 * M, activations
 
 
 class FakeGpu:
-    """Stands in for torch.cuda: memory that a step takes and gives back. `kept` is reserved for no tensor."""
+    """Stands in for torch.cuda: memory that a step allocates and frees. `kept` is reserved without a tensor."""
 
     def __init__(self, *, allocated: int = 0, kept: int = 0) -> None:
         self.total, self.other, self.allocated, self.kept = 6400 * M, 200 * M, allocated, kept
@@ -70,17 +70,17 @@ def _cache_shape(**changes: Any) -> CacheShape:
     return CacheShape(shape=shape, **{**given, **changes})
 
 
-def test_the_cache_gets_what_is_left_of_the_share_and_others_reduce_it_only_where_they_reach_into_it() -> None:
+def test_cache_gets_the_rest_of_the_share_and_other_processes_reduce_it_only_beyond_theirs() -> None:
     """Two services with a share of 0.45 each fit on one GPU."""
     assert (PLAN.share, PLAN.limit, PLAN.needed, PLAN.cache_budget) == (3200 * M, 3200 * M, 1400 * M, 1800 * M)
     second = replace(PLAN, utilization=0.45, other=2880 * M)
     assert second.limit == second.share == 2880 * M
     shared_gpu = replace(PLAN, other=4000 * M)
-    assert shared_gpu.limit == 6400 * M - 4000 * M - 100 * M, "a 64th stays free"
+    assert shared_gpu.limit == 6400 * M - 4000 * M - 100 * M, "a 64th must stay free"
     assert replace(PLAN, other=6400 * M).limit == replace(PLAN, other=6400 * M).cache_budget == 0
 
 
-def test_the_plan_in_the_log_adds_up() -> None:
+def test_logged_memory_plan_adds_up() -> None:
     assert str(replace(PLAN, cache=1792 * M)) == (
         "3,200 MiB (--gpu-memory-utilization 0.5 of 6,400 MiB; 200 MiB are used by CUDA and other processes): "
         "1,000 MiB of weights, 300 MiB of activations, 100 MiB of graphs, 1,792 MiB of cache, 8 MiB unused"
@@ -88,7 +88,7 @@ def test_the_plan_in_the_log_adds_up() -> None:
     assert PLAN.limit / M == 1000 + 300 + 100 + 1792 + 8
 
 
-def test_a_gpus_cache_takes_all_that_is_left_with_the_padding_block() -> None:
+def test_gpu_cache_takes_all_remaining_memory_with_the_padding_block() -> None:
     cache_shape = _cache_shape()
     blocks = cache_shape.blocks_on_gpu(0, PLAN)
     assert cache_shape.cache_bytes(blocks) <= PLAN.cache_budget < cache_shape.cache_bytes(blocks + 1)
@@ -103,7 +103,7 @@ def _refused(cache_shape: CacheShape, plan: MemoryPlan, requested: int = 0) -> s
     return str(caught.value)
 
 
-def test_blocks_given_by_hand_that_do_not_fit_are_refused_with_the_most_that_do() -> None:
+def test_too_many_configured_blocks_are_refused_with_the_maximum() -> None:
     cache_shape = _cache_shape()
     most = cache_shape.blocks_on_gpu(0, PLAN)
     message = _refused(cache_shape, PLAN, most + 1)
@@ -113,7 +113,7 @@ def test_blocks_given_by_hand_that_do_not_fit_are_refused_with_the_most_that_do(
     )
 
 
-def test_too_little_memory_is_refused_with_what_is_needed_and_left_and_what_others_use() -> None:
+def test_too_little_memory_is_refused_with_needed_free_and_used_amounts() -> None:
     cache_shape = _cache_shape()
     tight = replace(PLAN, weights=PLAN.share - 400 * M - cache_shape.cache_bytes(4))
     message = _refused(cache_shape, tight)
@@ -125,7 +125,7 @@ def test_too_little_memory_is_refused_with_what_is_needed_and_left_and_what_othe
     assert "a smaller --max-context or --max-running" in message and message.endswith("stop what else uses the GPU")
 
 
-def test_with_an_encoder_its_sources_are_taken_off_first() -> None:
+def test_encoder_sources_are_reserved_first() -> None:
     cache_shape = _cache_shape()
     shape = tiny_config(
         n_encoder_layers=2, context=1024, n_kv_heads=cache_shape.shape.n_kv_heads, head_dim=64, n_layers=4
@@ -137,15 +137,15 @@ def test_with_an_encoder_its_sources_are_taken_off_first() -> None:
     assert "a smaller --max-context or --max-running" in message
 
 
-def test_a_gpu_is_asked_when_only_the_weights_are_there() -> None:
+def test_gpu_memory_is_measured_when_only_the_weights_are_loaded() -> None:
     gpu = FakeGpu(allocated=1000 * M, kept=50 * M)
     peaks = MemoryPeaks(activations=300 * M, graphs=100 * M)
     blocks = blocks_on_gpu(_cache_shape(), CUDA, requested=0, utilization=0.5, peaks=peaks, meter=gpu)
-    assert blocks.number == _cache_shape().blocks_on_gpu(0, PLAN), "what torch kept was given back"
+    assert blocks.number == _cache_shape().blocks_on_gpu(0, PLAN), "memory that torch had cached must be released"
     assert blocks.plan == str(replace(PLAN, cache=_cache_shape().cache_bytes(blocks.number)))
 
 
-def test_a_steps_peak_counts_the_gaps_and_what_was_there_before_does_not() -> None:
+def test_peak_of_a_step_includes_fragmentation_and_excludes_earlier_memory() -> None:
     gpu = FakeGpu(allocated=1000 * M, kept=400 * M)
     assert step_peak(lambda: gpu.step(70 * M, gaps=5 * M), CUDA, gpu) == 75 * M
     assert gpu.kept == 0 and gpu.calls[-2:] == ["synchronize", "empty cache"]
@@ -161,7 +161,7 @@ def test_a_steps_peak_counts_the_gaps_and_what_was_there_before_does_not() -> No
         (ZeroDivisionError(), pytest.raises(ZeroDivisionError)),
     ],
 )
-def test_a_largest_step_that_does_not_fit_is_refused_with_what_makes_it_smaller(error: Exception, raised: Any) -> None:
+def test_too_large_step_is_refused_with_options_that_reduce_it(error: Exception, raised: Any) -> None:
     def lacks() -> None:
         raise error
 
@@ -169,7 +169,7 @@ def test_a_largest_step_that_does_not_fit_is_refused_with_what_makes_it_smaller(
         step_peak(lacks, CUDA, FakeGpu())
 
 
-def test_memory_is_given_back_only_after_the_device_was_waited_for_and_a_cpu_has_none_to_give() -> None:
+def test_memory_is_released_only_after_synchronizing_and_never_on_a_cpu() -> None:
     gpu = FakeGpu()
     release_memory(CUDA, gpu)
     release_memory(CPU, gpu)
@@ -177,13 +177,13 @@ def test_memory_is_given_back_only_after_the_device_was_waited_for_and_a_cpu_has
 
 
 @pytest.mark.parametrize(("tokens", "rows", "context"), [(256, 32, 1024), (8, 8, 64), (500, 2, 100), (40, 1, 1)])
-def test_the_largest_step_is_as_large_as_the_limits_let_it_be(tokens: int, rows: int, context: int) -> None:
+def test_largest_step_uses_the_full_limits(tokens: int, rows: int, context: int) -> None:
     plan = largest_step(StepLimits(tokens_per_step=tokens, max_running=rows), context)
     lengths = [chunk.stop - chunk.start for chunk in plan.chunks]
     assert len(lengths) == rows and all(chunk.samples and chunk.stop == context for chunk in plan.chunks)
     assert sum(lengths) == min(tokens, rows * context)
     counted = [chunk.sequence.request.params.repetition_penalty != 1 for chunk in plan.chunks]
-    assert counted == [True] + [False] * (rows - 1), "the tokens of all sequences at once fill no real step"
+    assert counted == [True] + [False] * (rows - 1), "no real step has the tokens of all sequences"
     costly = costliest_step(StepLimits(tokens_per_step=tokens, max_running=rows), context)
     assert [(c.start, c.stop) for c in costly.chunks] == [(c.start, c.stop) for c in plan.chunks]
     assert all(chunk.sequence.request.grammar for chunk in costly.chunks)
@@ -191,7 +191,7 @@ def test_the_largest_step_is_as_large_as_the_limits_let_it_be(tokens: int, rows:
 
 
 @pytest.mark.parametrize(("max_running", "number"), [(4, 64), (32, 100)])
-def test_engines_on_a_cpu_share_half_of_the_free_memory(
+def test_cpu_engines_share_half_of_the_free_memory(
     max_running: int, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache_shape = _cache_shape(max_running=max_running)

@@ -1,4 +1,4 @@
-"""The sampler: its filters, penalties and random numbers by hand-made cases; test_sampler_oracle.py generates more."""
+"""The sampler: filters, penalties and random numbers in hand-made cases; test_sampler_oracle.py generates more."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VECTORS = [
 
 
 def _row(params: SamplingParams, position: int = 0) -> SamplingInput:
-    """Only the position counts: without penalties the sampler does not read the tokens."""
+    """Only the length counts: without penalties the sampler does not read the tokens."""
     return SamplingInput(params, range(position), position)
 
 
@@ -62,7 +62,7 @@ def _draw(sample: Sample, logits: torch.Tensor, params: SamplingParams, position
         ({"temperature": 1e-5}, {0}),
     ],
 )
-def test_filters_keep_what_they_should(sample: Sample, params: dict[str, float], allowed: set[int]) -> None:
+def test_filters_keep_the_right_tokens(sample: Sample, params: dict[str, float], allowed: set[int]) -> None:
     """Probabilities 0.5, 0.25, 0.15, 0.10; after top_k 3 they are 0.56, 0.28, 0.17, so that 0.8 needs two."""
     logits = torch.tensor([0.5, 0.25, 0.15, 0.10]).log()
     seen = {_draw(sample, logits, SamplingParams(seed=3, **params), position) for position in range(400)}  # type: ignore[arg-type]
@@ -70,12 +70,12 @@ def test_filters_keep_what_they_should(sample: Sample, params: dict[str, float],
 
 
 @pytest.mark.parametrize("params", [{"top_k": 1}, {"top_p": 0.0}, {"top_p": 0.0, "typical_p": 0.99}])
-def test_top_one_is_greedy_also_where_tokens_tie(sample: Sample, params: dict[str, Any]) -> None:
+def test_top_k_of_one_is_greedy_even_with_ties(sample: Sample, params: dict[str, Any]) -> None:
     logits = torch.tensor([0.0, 2.0, 2.0])
     assert {_draw(sample, logits, SamplingParams(seed=1, **params), position) for position in range(50)} == {1}
 
 
-def test_a_nucleus_wider_than_the_first_try_is_exact(sample: Sample) -> None:
+def test_nucleus_wider_than_the_first_candidates_is_exact(sample: Sample) -> None:
     logits = torch.zeros(3000)
     logits[:1000] = 1.0
     seen = {_draw(sample, logits, SamplingParams(top_p=0.5, seed=2), position) for position in range(300)}
@@ -85,7 +85,7 @@ def test_a_nucleus_wider_than_the_first_try_is_exact(sample: Sample) -> None:
 @pytest.mark.parametrize(
     "params", [{}, {"logprobs": 3}, {"temperature": 0.0, "logprobs": 0}, {"top_k": 5, "top_p": 0.5}]
 )
-def test_a_row_that_is_not_finite_gives_no_token_and_hurts_no_other_row(sample: Sample, params: dict[str, Any]) -> None:
+def test_non_finite_row_gives_no_token_and_affects_no_other_row(sample: Sample, params: dict[str, Any]) -> None:
     logits = torch.randn(3, 50)
     rows = [_row(SamplingParams(seed=i, **params)) for i in range(3)]
     clean = sample(logits, rows)
@@ -97,8 +97,8 @@ def test_a_row_that_is_not_finite_gives_no_token_and_hurts_no_other_row(sample: 
         assert (drawn[0], drawn[2]) == (clean[0], clean[2])
 
 
-def test_vocabularies_of_many_sizes_keep_the_law_of_rows(sample: Sample) -> None:
-    """Long rows are summed in shares of the threads, short ones are not: neither may show."""
+def test_rows_are_batch_invariant_for_vocabularies_of_many_sizes(sample: Sample) -> None:
+    """Long rows are summed in shares by threads, short ones are not; neither may affect the results."""
     filters = {"top_k": 50, "typical_p": 0.9, "top_p": 0.9, "min_p": 0.01}
     kinds: list[dict[str, Any]] = [{}, {"top_p": 0.9}, {"typical_p": 0.5}, filters, {"min_p": 0.1}, {"temperature": 0}]
     for vocab in (4096, 50_257, 60_000):
@@ -125,10 +125,10 @@ def test_vocabularies_of_many_sizes_keep_the_law_of_rows(sample: Sample) -> None
         ([0, 0, 0], 1, {"frequency_penalty": 0.4}, 0),
         ([1, 0, 0, 0], 1, {"frequency_penalty": 0.4}, 1),
         ([3, 2, 2], 0, {"frequency_penalty": -2.0}, 2),
-        # logit_bias; ids beyond the vocabulary change nothing.
+        # logit_bias; ids beyond the vocabulary have no effect.
         ([], 0, {"logit_bias": ((3, 5.0), (9, 100.0), (2**62, 1.0))}, 3),
         ([], 0, {"logit_bias": ((0, -100.0), (1, -100.0))}, 2),
-        # The order: the bias first, then the penalty on what it made, (3 + 3) / 2 < 2 + 1.5.
+        # Order: first the bias, then the penalty on the result, (3 + 3) / 2 < 2 + 1.5.
         ([0], 1, {"logit_bias": ((0, 3.0), (1, 1.5)), "repetition_penalty": 2.0}, 1),
         # repetition before presence: 3 / 2 - 1 < 1; the other way round it would be (3 - 1) / 2 = 1, and the lowest id.
         ([1, 0], 0, {"repetition_penalty": 2.0, "presence_penalty": 1.0}, 2),
@@ -142,13 +142,13 @@ def test_biases_and_penalties_follow_their_formulas(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_guide_that_allows_nothing_gives_no_token_and_hurts_no_other_row(sample: Sample, temperature: float) -> None:
+def test_empty_mask_gives_no_token_and_affects_no_other_row(sample: Sample, temperature: float) -> None:
     params, nothing = SamplingParams(temperature=temperature, logprobs=1, typical_p=0.5), np.zeros(1, np.int32)
     rows = [SamplingInput(params, [], 0), SamplingInput(params, [], 0, (), nothing)]
     assert sample(LOGITS.expand(2, -1), rows) == [sample(LOGITS[None], rows[:1])[0], SampledToken(None)]
 
 
-def test_tokens_that_end_the_text_wait_for_min_tokens_and_ids_beyond_the_vocabulary_do_nothing(sample: Sample) -> None:
+def test_end_tokens_wait_for_min_tokens_and_unknown_ids_have_no_effect(sample: Sample) -> None:
     params = SamplingParams(temperature=0, min_tokens=2, logit_bias=((4, 100.0),))
     rows = [SamplingInput(params, [3, 3, *[0] * n], 2, (0, 2, 4)) for n in range(4)]
     assert [drawn.token for drawn in sample(LOGITS.expand(4, -1), rows)] == [1, 1, 0, 0]
@@ -157,8 +157,8 @@ def test_tokens_that_end_the_text_wait_for_min_tokens_and_ids_beyond_the_vocabul
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [2, 7, 99, 320, 4099])
-def test_the_most_likely_tokens_are_those_of_a_full_sort(vocab: int, dtype: torch.dtype) -> None:
-    """In bfloat16 many are equal, also across the edge of those that are shown."""
+def test_most_likely_tokens_equal_those_of_a_full_sort(vocab: int, dtype: torch.dtype) -> None:
+    """In bfloat16 many are equal, also across the boundary of the reported ones."""
     logits = (4 * torch.randn(40, vocab, generator=torch.Generator().manual_seed(vocab))).to(dtype)
     chosen = torch.arange(40) % vocab
     for count in (0, 1, 5, 20):
@@ -168,7 +168,7 @@ def test_the_most_likely_tokens_are_those_of_a_full_sort(vocab: int, dtype: torc
             assert (list(top), own) == (best[:count], logprobs[chosen[row]])
 
 
-def test_rows_are_drawn_piece_by_piece_as_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_sampled_in_pieces_equal_those_sampled_together(monkeypatch: pytest.MonkeyPatch) -> None:
     vocab = 500
     logits_SV = torch.randn(7, vocab, generator=torch.Generator().manual_seed(4)) * 3
     kinds = ({"temperature": 0}, {"typical_p": 0.9, "logprobs": 3}, {"top_k": 9, "repetition_penalty": 1.2})
@@ -190,7 +190,7 @@ def test_philox_gives_the_published_numbers_in_every_lane() -> None:
     assert philox(counter, key, lanes=3) == tuple(map(_side_by_side, results))  # type: ignore[arg-type]
 
 
-def test_each_seed_choice_and_position_has_a_number_of_its_own_in_any_company() -> None:
+def test_each_seed_choice_and_position_has_its_own_random_number_in_any_batch() -> None:
     seeds = [0, 1, -1, 2**31, 2**32, 2**63 - 1, -(2**63)]
     draws = [
         Draw(seed, position, choice) for seed in seeds for position in (0, 1, 2**20, 2**33) for choice in (0, 1, 15)
@@ -201,7 +201,7 @@ def test_each_seed_choice_and_position_has_a_number_of_its_own_in_any_company() 
     assert uniforms([]) == []
 
 
-def test_a_number_is_of_53_bits_of_seed_choice_and_position() -> None:
+def test_random_number_has_53_bits_from_seed_choice_and_position() -> None:
     """Counter (position, 0, choice, 0), key (low seed word, high seed word), 53 bits of the first two words."""
     first, second, _, _ = philox((5, 0, 3, 0), (9, 1))
     assert uniforms([Draw(2**32 + 9, 5, 3)]) == [((first >> 5) * 2**26 + (second >> 6)) / 2**53]

@@ -1,6 +1,6 @@
 """5,000 generated rows on every executor of the specification: torch on the host, torch as on a device, C++, Triton.
 
-No accepted input raises, no other row changes a bit, and samples match the definition.
+No accepted input raises, other rows change no bit, and samples match the definition.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SCALES = [0.0, 1e-40, 1e-3, 1.0, 5.0, 30.0, 1e4, 1e37]
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """What the oracle says about one row."""
+    """The oracle's result for one row."""
 
     adjusted: list[float]
     allowed: set[int]
@@ -47,7 +47,7 @@ class Definition:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Rows that are drawn together."""
+    """Rows that are sampled together."""
 
     logits_SV: Tensor
     rows: list[SamplingInput]
@@ -56,7 +56,7 @@ class Case:
 
 @dataclass
 class Tally:
-    """How much was compared, so that the laws cannot hold vacuously."""
+    """Counts comparisons, so that no assertion passes vacuously."""
 
     rows: int = 0
     predicted: int = 0
@@ -66,21 +66,21 @@ class Tally:
 
 @pytest.fixture(scope="module")
 def cases() -> list[Case]:
-    """Shared by the executors: the oracle is slower than all of them."""
+    """The cases, shared by the executors: the oracle is slower than all of them."""
     return [_case(number, share_guided=0.4) for number in range(CASES)]
 
 
-def test_every_accepted_row_is_drawn_as_defined_whatever_its_company(sample: Sample, cases: list[Case]) -> None:
+def test_every_accepted_row_is_sampled_as_defined_in_any_batch(sample: Sample, cases: list[Case]) -> None:
     tally = Tally()
     for number, case in enumerate(cases):
         _check(sample, case, tally, alone=[(number + i) % ROWS for i in range(ALONE)])
     assert tally.rows == ROWS * CASES == 5000
-    assert tally.predicted > 0.6 * tally.rows, "rounding may not be the excuse for most rows"
+    assert tally.predicted > 0.6 * tally.rows, "rounding must decide few rows only"
     assert tally.guided > 0.2 * tally.rows and len(tally.tokens) > 100
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_filters_keep_the_tokens_of_the_definition(dtype: torch.dtype, cases: list[Case]) -> None:
+def test_filters_keep_the_tokens_of_the_definition(dtype: torch.dtype, cases: list[Case]) -> None:
     compared = 0
     for case in cases:
         drawn = [(row, d) for row, d in zip(case.rows, case.defined, strict=True) if d.survivors and d.survivors.clear]
@@ -92,15 +92,15 @@ def test_the_filters_keep_the_tokens_of_the_definition(dtype: torch.dtype, cases
         for (_, definition), weights_V in zip(drawn, weights_SV, strict=True):
             assert definition.survivors
             kept, defined = set(weights_V.nonzero().flatten().tolist()), definition.survivors.weights
-            # A weight that float32 rounds to 0 is no survivor.
+            # A token whose weight float32 rounds to 0 does not survive.
             assert {token for token, weight in defined.items() if weight > 1e-35} <= kept <= set(defined)
         compared += len(drawn)
-    assert compared > 0.4 * ROWS * CASES, "rounding may not be the excuse for most rows"
+    assert compared > 0.4 * ROWS * CASES, "rounding must decide few rows only"
 
 
 @pytest.mark.parametrize(("kind", "most"), [("torch", 80), pytest.param("triton", 2, marks=needs_triton)])
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
-def test_a_device_draws_every_row_that_fits_as_defined(kind: str, most: int) -> None:
+def test_device_samples_every_supported_row_as_defined(kind: str, most: int) -> None:
     """Rows without a grammar; Triton's interpreter takes a few of the short ones."""
     tally, sampler = Tally(), kernels(kind).sample
 
@@ -118,7 +118,7 @@ def _check(sample: Sample, case: Case, tally: Tally, alone: Items[int]) -> None:
     before = logits_SV.clone()
     together = sample(logits_SV, rows)
     assert torch.equal(logits_SV, before), "the caller's logits stay as they are"
-    # Alone, and in other company.
+    # Alone, and in another batch.
     half = len(rows) // 2
     assert [together[i] for i in alone] == [sample(logits_SV[i : i + 1], rows[i : i + 1])[0] for i in alone]
     assert together[half:] == sample(logits_SV[half:], rows[half:])
@@ -136,7 +136,7 @@ def _check(sample: Sample, case: Case, tally: Tally, alone: Items[int]) -> None:
 
 
 def _check_logprobs(drawn: SampledToken, count: int, logits: list[float], exact: list[float]) -> None:
-    """The model's own, whatever was added to the logits before the draw; the lower id first among equals."""
+    """Log-probabilities come from the model's logits before any adjustment; ties list the lower id first."""
     assert len(drawn.top) == min(count, len(logits))
     for token, logprob in ((drawn.token, drawn.logprob), *drawn.top):
         assert logprob == pytest.approx(exact[token or 0], rel=1e-4, abs=1e-4)
@@ -169,7 +169,7 @@ def _definition(row: SamplingInput, logits_V: Tensor) -> Definition:
 
 
 def _logits(vocab: int, rng: random.Random) -> Tensor:
-    """Each row on a scale of its own; half of them with many ties."""
+    """Each row has its own scale; half of the rows have many ties."""
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     scales = torch.tensor(SCALES)[torch.randint(len(SCALES), (ROWS, 1), generator=generator)]
     logits_SV = torch.randn(ROWS, vocab, generator=generator) * scales
@@ -191,7 +191,7 @@ def _row(vocab: int, rng: random.Random, *, is_guided: bool) -> SamplingInput:
 
 
 def _params(rng: random.Random) -> SamplingParams:
-    """Anything that a request may ask for."""
+    """Any sampling fields that a request may have."""
 
     def number(least: float, most: float, *extremes: float) -> float:
         between = max(least, rng.uniform(least, most) * rng.choice([1, 1, 1e-3, 1e-9]))

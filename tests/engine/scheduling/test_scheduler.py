@@ -1,4 +1,4 @@
-"""The scheduler's policy: what a step contains, who shares blocks with whom, and the audit of the blocks."""
+"""The scheduler's policy: what a step contains, which sequences share blocks, and the audit of the blocks."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_decodes_come_first_and_prompts_fill_what_is_left() -> None:
     assert [_costs(plan) for plan in _steps(scheduler, 5, device)] == [[("short", 1), ("long", 7)]] * 5
 
 
-def test_a_prompt_that_is_scored_takes_half_as_many_tokens_a_step() -> None:
-    """Its rows go through the head, too, and others are not to wait longer for that."""
+def test_scored_prompt_takes_half_as_many_tokens_per_step() -> None:
+    """Its rows also go through the LM head, and other requests should not wait longer for that."""
     scheduler, device = make_scheduler(100, 4, 9, 4), SimulatedDevice(4)
     scheduler.add(_request("short", 2, max_tokens=20))
     _steps(scheduler, 1, device)
@@ -46,30 +46,32 @@ def test_a_prompt_that_is_scored_takes_half_as_many_tokens_a_step() -> None:
     assert [_costs(plan)[1][1] for plan in _steps(scheduler, 4, device)] == [4, 4, 2, 1]
 
 
-def test_a_step_that_others_wait_for_carries_few_prompt_tokens() -> None:
+def test_steps_with_decodes_have_few_prompt_tokens() -> None:
     scheduler, device = make_scheduler(64, 4, 40, 8, beside=5), SimulatedDevice(4)
     for i in range(4):
         scheduler.add(_request(f"decode {i}", 3, first=i, max_tokens=30))
-    assert [len(plan.chunks) for plan in _steps(scheduler, 2, device)] == [4, 4], "no decode waits: all prompts at once"
+    assert [len(plan.chunks) for plan in _steps(scheduler, 2, device)] == [4, 4], (
+        "without decodes, all prompts run at once"
+    )
     scheduler.add(_request("prompt", 60))
     sizes = [_costs(plan)[-1][1] for plan in _steps(scheduler, 2, device)]
-    assert sizes == [16] * 2, "four for each decode, where that is more than five"
+    assert sizes == [16] * 2, "four prompt tokens per decode if that is more than five"
     for i in range(3):
         scheduler.cancel(f"decode {i}")
     assert _costs(_steps(scheduler, 1, device)[0])[-1][1] == 5
     scheduler.cancel("decode 3")
-    assert _costs(_steps(scheduler, 1, device)[0])[-1][1] == 23, "no decode waits any more"
+    assert _costs(_steps(scheduler, 1, device)[0])[-1][1] == 23, "without decodes again"
 
 
 @pytest.mark.parametrize(("namespace", "first"), [("", 40), ("ann", 8)])
-def test_where_keys_are_told_apart_a_step_carries_few_prompt_tokens(namespace: str, first: int) -> None:
+def test_steps_with_several_keys_have_few_prompt_tokens(namespace: str, first: int) -> None:
     limits = StepLimits(tokens_per_step=64, max_running=8, prompt_tokens_shared=8)
     scheduler = Scheduler(limits, BlockPool(64, 4))
     scheduler.add(_request("x", 40, cache_namespace=namespace))
     assert _costs(_steps(scheduler, 1)[0]) == [("x", first)]
 
 
-def test_a_short_prompt_of_another_key_is_in_the_next_step_however_much_the_first_key_sends() -> None:
+def test_short_prompt_of_another_key_is_in_the_next_step() -> None:
     scheduler, device = make_scheduler(256, 4, 16, 16), SimulatedDevice(4)
     for i in range(8):
         scheduler.add(_request(f"long {i}", 100, cache_namespace="ann"))
@@ -77,10 +79,10 @@ def test_a_short_prompt_of_another_key_is_in_the_next_step_however_much_the_firs
     scheduler.add(_request("short", 3, cache_namespace="bob"))
     plan, report = step(scheduler, device)
     assert [event.request_id for event in report.events] == ["short"]
-    assert sum(chunk.cost for chunk in plan.chunks) == 16, "the rest of the budget is not lost"
+    assert sum(chunk.cost for chunk in plan.chunks) == 16, "the rest of the budget must be used"
 
 
-def test_keys_share_the_prompt_tokens_of_a_step_equally_and_one_key_alone_is_served_in_its_order() -> None:
+def test_keys_share_the_prompt_tokens_of_a_step_equally_in_order_of_arrival() -> None:
     scheduler, device = make_scheduler(256, 4, 16, 16), SimulatedDevice(4)
     for i in range(2):
         scheduler.add(_request(f"ann {i}", 170 * i + 20, first=i, cache_namespace="ann"))
@@ -94,7 +96,7 @@ def test_keys_share_the_prompt_tokens_of_a_step_equally_and_one_key_alone_is_ser
 
 
 @pytest.mark.parametrize(("second", "cached"), [("", 4), ("another key", 0)])
-def test_the_cache_is_of_one_key_and_never_has_the_last_token(second: str, cached: int) -> None:
+def test_prefix_cache_is_per_key_and_excludes_the_last_token(second: str, cached: int) -> None:
     scheduler, device = make_scheduler(16, 4, 64, 4), SimulatedDevice(4)
     for namespace in ("", second):
         scheduler.add(_request(f"of {namespace}", 8, cache_namespace=namespace))
@@ -102,7 +104,7 @@ def test_the_cache_is_of_one_key_and_never_has_the_last_token(second: str, cache
     assert (plan.started[0].cached_tokens, plan.chunks[0].start) == (cached, cached)
 
 
-def test_no_tokens_asked_for_ends_with_length_and_warms_the_cache() -> None:
+def test_zero_max_tokens_finishes_with_length_and_warms_the_cache() -> None:
     scheduler = make_scheduler(16, 4, 64, 4)
     scheduler.add(_request("warm", 9, max_tokens=0))
     (event,) = step(scheduler, SimulatedDevice(4))[1].events
@@ -110,7 +112,7 @@ def test_no_tokens_asked_for_ends_with_length_and_warms_the_cache() -> None:
     assert scheduler.pool.counts.cached == 2
 
 
-def test_a_grammar_that_cannot_be_followed_is_the_users_mistake_and_frees_all_blocks() -> None:
+def test_unsatisfiable_grammar_is_a_user_error_and_frees_all_blocks() -> None:
     scheduler = make_scheduler(16, 4, 64, 4)
     scheduler.add(_request("r", 9, grammar="any"))
     report = scheduler.commit(scheduler.plan(), StepResult({"r": SampledToken(None, failure="too complex")}))
@@ -118,7 +120,7 @@ def test_a_grammar_that_cannot_be_followed_is_the_users_mistake_and_frees_all_bl
     assert not scheduler.has_work and scheduler.pool.counts.active == 0
 
 
-def test_a_follower_lets_others_pass_while_its_leaders_prompt_is_computed() -> None:
+def test_follower_lets_others_pass_while_its_leader_is_prefilled() -> None:
     scheduler = make_scheduler(64, 4, 5, 4)
     lead = _request("r/0", 9, max_tokens=6)
     for request in (lead, *(msgspec.structs.replace(lead, id=f"r/{i}", leader="r/0") for i in (1, 2))):
@@ -138,16 +140,16 @@ def test_a_follower_lets_others_pass_while_its_leaders_prompt_is_computed() -> N
     [{"cache_namespace": "x"}, {"source": (1,)}, {"prompt": (5,)}, {"leader": "unknown"}, {"prompt_logprobs": 0}],
     ids=str,
 )
-def test_a_leader_that_is_gone_or_of_another_prompt_has_no_followers(change: dict[str, Any]) -> None:
+def test_finished_or_different_leader_has_no_followers(change: dict[str, Any]) -> None:
     scheduler, lead = make_scheduler(64, 4, 64, 8), _request("lead", 10)
     scheduler.add(lead)
     scheduler.add(msgspec.structs.replace(lead, **{"id": "follow", "leader": "lead", **change}))
-    assert len(_steps(scheduler, 1)[0].chunks) == 2, "nothing to wait for"
+    assert len(_steps(scheduler, 1)[0].chunks) == 2, "followers must not wait without a leader"
 
 
 @pytest.mark.parametrize(("prompt", "cleared"), [(19, 5), (6, 0)])
-def test_what_may_not_be_finite_is_cleared_once_for_its_next_owner(prompt: int, cleared: int) -> None:
-    """Nothing is known yet of a sequence that leaves before its first draw."""
+def test_possibly_non_finite_blocks_are_cleared_once_for_their_next_owner(prompt: int, cleared: int) -> None:
+    """A sequence that ends before its first sample counts as unknown."""
     scheduler, device = make_scheduler(16, 4, 8, 4), SimulatedDevice(4)
     scheduler.add(_request("left", prompt, max_tokens=3))
     (plan,) = _steps(scheduler, 1, device)
@@ -160,7 +162,7 @@ def test_what_may_not_be_finite_is_cleared_once_for_its_next_owner(prompt: int, 
         cleared = 0
 
 
-def test_the_block_that_was_released_first_is_evicted_first() -> None:
+def test_first_released_block_is_evicted_first() -> None:
     pool = BlockPool(2, 16)
     for name in (b"old", b"new"):
         (block,) = pool.allocate(1)
@@ -168,12 +170,12 @@ def test_the_block_that_was_released_first_is_evicted_first() -> None:
         pool.release([block])
     with pytest.raises(AssertionError, match="blocks requested"):
         pool.allocate(3)
-    assert pool.available == 2, "none was taken"
+    assert pool.available == 2, "no block may be allocated"
     pool.allocate(1)
     assert pool.find([b"old"]) == [] and len(pool.find([b"new"])) == 1
 
 
-def test_a_hash_depends_on_weights_key_and_everything_before() -> None:
+def test_block_hash_depends_on_weights_key_and_all_earlier_tokens() -> None:
     names = {
         chain_hash(root_hash(version, namespace), tokens)
         for version in ("w1", "w2")
@@ -183,7 +185,7 @@ def test_a_hash_depends_on_weights_key_and_everything_before() -> None:
     assert len(names) == 8
 
 
-def test_a_lost_block_is_counted_and_logged_once_for_each_look(caplog: pytest.LogCaptureFixture) -> None:
+def test_leaked_block_is_counted_and_logged_once_per_audit(caplog: pytest.LogCaptureFixture) -> None:
     scheduler = make_scheduler(16, 4, 64, 4)
     engine = Engine(scheduler, SimulatedDevice(4))
     engine.add(_request("r", 3, max_tokens=3))
@@ -192,14 +194,14 @@ def test_a_lost_block_is_counted_and_logged_once_for_each_look(caplog: pytest.Lo
     assert scheduler.counters.block_violations == 0
     engine.step()
     scheduler.running[0].blocks = array("i")
-    for _ in range(2):  # nothing was done since the first look
+    for _ in range(2):  # nothing ran since the first audit
         engine.check_blocks()
         assert scheduler.counters.block_violations == 1
     assert "references, 0 owners" in caplog.text
 
 
 @pytest.mark.parametrize(("blocks", "steps"), [(16, 1000), (15_000, 1500)])
-def test_blocks_are_looked_at_every_so_many_steps(blocks: int, steps: int) -> None:
+def test_blocks_are_audited_periodically(blocks: int, steps: int) -> None:
     scheduler = make_scheduler(blocks, 4, 64, 4)
     scheduler.pool.allocate(1)  # a leaked block
     engine, found = Engine(scheduler, SimulatedDevice(4)), []

@@ -34,7 +34,7 @@ LIMITS = StepLimits(tokens_per_step=64, max_running=8)
 
 
 class Faulty:
-    """A simulated device; the rows of one request can be not finite, and masks of guided requests late at random."""
+    """A simulated device; rows of one request may be non-finite, and masks of guided requests are late at random."""
 
     def __init__(self, block_size: int, lateness: random.Random | None = None) -> None:
         self.device = SimulatedDevice(block_size)
@@ -58,8 +58,8 @@ class Faulty:
         return bool(sequence.request.grammar and self._lateness and self._lateness.random() < 0.2)
 
 
-class World:
-    """An engine on a simulated device, and what its clients have received."""
+class Simulation:
+    """An engine on a simulated device, and what its clients received."""
 
     def __init__(
         self, *requests: Request, limits: StepLimits = LIMITS, blocks: int = 64, block_size: int = 4,
@@ -87,7 +87,7 @@ class World:
         self.engine.cancel(name)
 
     def crash(self) -> None:
-        """Only what the clients have survives: open requests are resubmitted from there, in order."""
+        """Only the clients' state survives: open requests are resubmitted from it, in order."""
         bad = self.faulty.bad
         self._start()
         self.faulty.bad = bad
@@ -111,7 +111,7 @@ class World:
             assert sum(chunk.stop - chunk.start for chunk in plan.chunks) <= self.limits.tokens_per_step
         reported = {each.request_id for each in (*report.events, *report.scores, *report.failed)}
         assert not reported & (self.left.keys() | self.failed), "the report mentions a canceled or failed request"
-        assert reported <= self.started.keys(), "reported before its start"
+        assert reported <= self.started.keys(), "an event before the start was reported"
         self.failed |= {failed.request_id for failed in report.failed}
         self.delivered.take(report)
         return report
@@ -122,8 +122,8 @@ class World:
         self.check_the_end()
 
     def check_the_end(self) -> None:
-        """Every output is as without concurrent requests, at most one row was wasted, and no block is in use."""
-        assert not self.engine.has_work, "the schedule does not come to an end"
+        """Outputs equal those without concurrency, at most one row was wasted, and no block is in use."""
+        assert not self.engine.has_work, "the schedule does not end"
         assert self.engine.scheduler.pool.counts.active == 0
         assert set(self.started.values()) <= {1}
         for request in self.requests:
@@ -140,7 +140,7 @@ class World:
                 finish = self.delivered.events[name][-1].finish
                 assert finish is expected.events[name][-1].finish
                 by_length = finish is FinishReason.LENGTH
-                assert wasted <= (0 if by_length else self._is_ahead), "rows of a request that has ended"
+                assert wasted <= (0 if by_length else self._is_ahead), "rows of a finished request"
             assert 0 <= wasted <= (2 if name in self.failed else 1)
             self.counts["wasted"] += wasted
             if name in self.left:
@@ -171,7 +171,7 @@ def _raise(whether: bool) -> None:
 
 
 def _simulate(rng: random.Random) -> Counter[str]:
-    """One random schedule, with late masks, crashes, and launches that are refused or raise; counts what happened."""
+    """Simulates one random schedule with late masks, crashes, and launches that are refused or raise; counts events."""
     block_size, longest, running = rng.choice([1, 2, 4]), rng.randint(8, 40), rng.randint(1, 8)
     limits = StepLimits(
         tokens_per_step=running + rng.randint(0, 12),
@@ -181,7 +181,7 @@ def _simulate(rng: random.Random) -> Counter[str]:
     requests = _random_requests(rng, longest, [rng.randrange(1, VOCAB) for _ in range(rng.randint(0, 12))])
     if rng.random() < 0.4:
         requests = [msgspec.structs.replace(request, prompt_logprobs=None) for request in requests]
-    world = World(
+    simulation = Simulation(
         limits=limits,
         blocks=-(-longest // block_size) + rng.randint(0, 12),
         block_size=block_size,
@@ -192,24 +192,24 @@ def _simulate(rng: random.Random) -> Counter[str]:
     trouble, crashes, todo = rng.choice([0.0, 0.0, 0.1]), rng.choice([0.0, 0.01]), requests[::-1]
     for now in range(5000):
         raises = bad if is_raised and now >= bad_from else ""
-        world.device.refuses = lambda _plan: rng.random() < trouble
-        world.device.before_launch = lambda plan, name=raises: _raise(_has(plan, name) or rng.random() < trouble)
-        world.device.before_run = lambda plan, name=raises: _raise(_has(plan, name))
-        world.faulty.bad = bad if not is_raised and now >= bad_from else ""
+        simulation.device.refuses = lambda _plan: rng.random() < trouble
+        simulation.device.before_launch = lambda plan, name=raises: _raise(_has(plan, name) or rng.random() < trouble)
+        simulation.device.before_run = lambda plan, name=raises: _raise(_has(plan, name))
+        simulation.faulty.bad = bad if not is_raised and now >= bad_from else ""
         while todo and rng.random() < 0.5:
-            world.add(todo.pop())
+            simulation.add(todo.pop())
         if rng.random() < 0.03:
-            world.cancel(victim := rng.choice(requests).id)
+            simulation.cancel(victim := rng.choice(requests).id)
             todo = [request for request in todo if request.id != victim]
         if rng.random() < crashes:
-            world.crash()
-        elif world.engine.has_work:
-            report = world.step()
+            simulation.crash()
+        elif simulation.engine.has_work:
+            report = simulation.step()
             assert {failed.request_id for failed in report.failed} <= {bad}
         elif not todo:
             break
-    world.check_the_end()
-    return world.counts
+    simulation.check_the_end()
+    return simulation.counts
 
 
 def _simulate_many(count: int, *, seed: int = 0) -> Counter[str]:
@@ -238,7 +238,7 @@ def _random_request(rng: random.Random, name: str, longest: int, common: list[in
 
 
 def _followers(rng: random.Random, leader: Request) -> list[Request]:
-    """Behind their leader in the order of arrival; rarely one of another prompt, which must not take anything over."""
+    """Followers arrive after their leader; rarely with another prompt, whose state must not be reused."""
     made = []
     for i in range(1, 1 + rng.choice([0, 0, 1, 2, 4])):
         changes: dict[str, Any] = {"id": f"{leader.id}/{i}", "leader": leader.id, "params": SamplingParams(seed=i)}
@@ -253,7 +253,7 @@ def _followers(rng: random.Random, leader: Request) -> list[Request]:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_every_schedule_gives_every_request_what_it_gets_alone(part: int) -> None:
+def test_every_schedule_gives_every_request_the_output_it_gets_alone(part: int) -> None:
     """2,400 schedules: preemption, shared prompts, forks, scores, late masks, cancellation, failures, namespaces."""
     counts = _simulate_many(600, seed=1000 * part)
     assert counts["preemptions"] > 200, "the simulation was meant to run out of blocks"
@@ -269,7 +269,7 @@ def _release_and_forget(self: BlockPool, blocks: list[int]) -> None:
 
 
 def _decodes_of_all(self: Scheduler) -> tuple[list[Chunk], list[EngineSequence]]:
-    """Also of sequences that end in flight."""
+    """Includes sequences that end in flight."""
     decoding = [sequence for sequence in self.running if sequence.num_pending == 1 and not sequence.waits_for_mask]
     chunks = [Chunk(sequence, sequence.num_scheduled, sequence.num_scheduled + 1) for sequence in decoding]
     return chunks, [each for each in decoding if len(each.blocks) * self.pool.block_size <= each.num_scheduled]
@@ -286,7 +286,7 @@ def _decodes_of_all(self: Scheduler) -> tuple[list[Chunk], list[EngineSequence]]
     ],
     ids=["released too early", "shared with other content", "not copied", "released in flight", "launched in vain"],
 )
-def test_the_simulation_notices_a_planted_bug(
+def test_simulation_detects_a_planted_bug(
     name: str, planted: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Positive control."""
@@ -300,7 +300,7 @@ def _request(name: str, length: int = 3, *, first: int = 1, **fields: Any) -> Re
 
 
 def _choices(count: int, length: int) -> list[Request]:
-    """Continuations of a prompt of so many tokens."""
+    """Continuations of a prompt of `n` tokens."""
     choices = (_request(f"r/{i}", length, max_tokens=6, params=SamplingParams(seed=i)) for i in range(count))
     return [msgspec.structs.replace(request, leader="r/0" if i else None) for i, request in enumerate(choices)]
 
@@ -309,68 +309,72 @@ def _sizes(plan: BatchPlan) -> dict[str, int]:
     return {chunk.sequence.request.id: chunk.stop - chunk.start for chunk in plan.chunks}
 
 
-def test_the_next_step_is_launched_before_this_one_is_collected_with_who_came_since() -> None:
-    world = World(_request("a", max_tokens=4))
-    assert (len(world.step().events), len(world.device.begun)) == (1, 2)
-    world.add(_request("late", first=20, max_tokens=2))
-    world.step()
-    assert _sizes(world.device.begun[-1]) == {"a": 1, "late": 3}
-    world.run()
-    assert len(world.device.begun) == 4, "as many steps as tokens: it is known which is the last"
+def test_next_step_is_launched_before_this_one_is_collected_with_new_requests() -> None:
+    simulation = Simulation(_request("a", max_tokens=4))
+    assert (len(simulation.step().events), len(simulation.device.begun)) == (1, 2)
+    simulation.add(_request("late", first=20, max_tokens=2))
+    simulation.step()
+    assert _sizes(simulation.device.begun[-1]) == {"a": 1, "late": 3}
+    simulation.run()
+    assert len(simulation.device.begun) == 4, "as many steps as tokens, because the last one is known"
 
 
-def test_a_step_that_needs_the_host_is_run_when_all_before_it_is_committed() -> None:
-    world = World(_request("a"))
-    world.step()
-    world.add(_request("scored", 6, max_tokens=3, prompt_logprobs=0))
-    world.step()
-    assert (len(world.device.begun), world.device.n_launched) == (2, 2), "planned, and neither launched nor run"
-    assert world.step().scores
-    assert (_sizes(world.device.begun[2]), world.device.n_launched) == ({"a": 1, "scored": 6}, 2)
-    world.step()
-    assert world.device.n_launched == 4, "ahead again"
-    world.run()
+def test_step_that_needs_the_host_runs_after_all_earlier_commits() -> None:
+    simulation = Simulation(_request("a"))
+    simulation.step()
+    simulation.add(_request("scored", 6, max_tokens=3, prompt_logprobs=0))
+    simulation.step()
+    assert (len(simulation.device.begun), simulation.device.n_launched) == (2, 2), (
+        "planned, and neither launched nor run"
+    )
+    assert simulation.step().scores
+    assert (_sizes(simulation.device.begun[2]), simulation.device.n_launched) == ({"a": 1, "scored": 6}, 2)
+    simulation.step()
+    assert simulation.device.n_launched == 4, "one step ahead again"
+    simulation.run()
 
 
-def test_an_error_of_what_is_in_flight_blames_no_request() -> None:
-    world = World(_request("a"))
-    world.step()
-    world.faulty.run = lambda _plan: _raise(True)  # type: ignore[assignment, method-assign, return-value]
+def test_error_of_a_step_in_flight_blames_no_request() -> None:
+    simulation = Simulation(_request("a"))
+    simulation.step()
+    simulation.faulty.run = lambda _plan: _raise(True)  # type: ignore[assignment, method-assign, return-value]
     with pytest.raises(MemoryError):
-        world.step()
+        simulation.step()
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])
 @pytest.mark.parametrize("length", [1, 4, 5, 11])
-def test_a_prompt_is_computed_once_however_many_continue_it(length: int, *, is_ahead: bool) -> None:
-    """But for its last token, of which each needs a row of logits of its own; ahead, its leader lets one step go."""
-    world = World(*_choices(5, length), is_ahead=is_ahead)
-    world.run()
-    assert world.faulty.device.prompt_tokens == length + 4
-    copies = [pair for plan in world.device.begun for pair in plan.copies]
-    assert len(copies) == (4 if (length - 1) % 4 else 0), "full blocks are shared, and only the rest is copied"
+def test_prompt_is_computed_once_for_all_its_choices(length: int, *, is_ahead: bool) -> None:
+    """All but its last token, for which each needs its own row of logits; one step ahead, its leader skips one step."""
+    simulation = Simulation(*_choices(5, length), is_ahead=is_ahead)
+    simulation.run()
+    assert simulation.faulty.device.prompt_tokens == length + 4
+    copies = [pair for plan in simulation.device.begun for pair in plan.copies]
+    assert len(copies) == (4 if (length - 1) % 4 else 0), "full blocks are shared and only the rest is copied"
     assert len({source for source, _ in copies}) <= 1
 
 
-def test_a_fork_of_a_leader_that_writes_at_that_moment_copies_nothing() -> None:
+def test_fork_of_a_leader_during_a_write_copies_nothing() -> None:
     leader, fork = _choices(2, 10)
-    world = World(leader)
-    world.step()
-    world.add(fork)
-    world.step()
-    world.step()
-    assert _sizes(world.device.begun[2]) == {"r/0": 1, "r/1": 2}, "two full blocks are shared, the rest is computed"
-    world.faulty.bad = "r/0"
-    world.run()
-    assert world.failed == {"r/0"}
+    simulation = Simulation(leader)
+    simulation.step()
+    simulation.add(fork)
+    simulation.step()
+    simulation.step()
+    assert _sizes(simulation.device.begun[2]) == {"r/0": 1, "r/1": 2}, (
+        "two full blocks are shared, the rest is computed"
+    )
+    simulation.faulty.bad = "r/0"
+    simulation.run()
+    assert simulation.failed == {"r/0"}
 
 
-def test_what_the_last_row_of_a_cancelled_request_wrote_is_cleared_for_the_next_owner() -> None:
-    world = World(_request("a"), _request("gone", 6, first=20), blocks=6)
-    world.step()
-    world.faulty.bad = "gone"
-    world.cancel("gone")
-    world.step()
-    world.faulty.bad = ""
-    world.add(_request("next", 14, first=40, max_tokens=2))
-    world.run()
+def test_writes_of_a_cancelled_requests_last_row_are_cleared() -> None:
+    simulation = Simulation(_request("a"), _request("gone", 6, first=20), blocks=6)
+    simulation.step()
+    simulation.faulty.bad = "gone"
+    simulation.cancel("gone")
+    simulation.step()
+    simulation.faulty.bad = ""
+    simulation.add(_request("next", 14, first=40, max_tokens=2))
+    simulation.run()
