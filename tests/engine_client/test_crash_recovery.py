@@ -1,4 +1,5 @@
-"""Two crashes identify a poisoned request, no other one is refused, and an engine that keeps crashing is given up."""
+"""Two crashes identify a poisoned request, no other request is refused, and an engine that keeps crashing is given
+up."""
 
 from __future__ import annotations
 
@@ -21,10 +22,10 @@ from tests.support.engine_pool import PoolHarness, alone
     late=st.integers(0, 5),
 )
 @async_test
-async def test_only_the_poisoned_request_is_refused_after_two_crashes_of_one_engine(
+async def test_only_the_poisoned_request_is_refused_after_two_crashes(
     n: int, engines: int, slots: int, fuse: int, late: int
 ) -> None:
-    """Whenever it comes, and also where it first makes a step of progress in every life."""
+    """The poisoned request may arrive at any time, and may make progress in each engine process before the crash."""
     harness = PoolHarness(engines, slots=slots)
     for engine in harness.engines:
         engine.deadly, engine.fuse = f"r{n - 1}/0", fuse
@@ -49,12 +50,12 @@ async def test_only_the_poisoned_request_is_refused_after_two_crashes_of_one_eng
     slots=st.integers(1, 5),
 )
 @async_test
-async def test_crashes_from_outside_with_progress_between_them_refuse_no_request(data: list[str], slots: int) -> None:
+async def test_external_crashes_with_progress_between_them_refuse_no_request(data: list[str], slots: int) -> None:
     harness, n_closed = PoolHarness(1, slots=slots), 0
     (engine,), (client,) = harness.engines, harness.pool.engines
 
     def let_all_progress() -> None:
-        """One suspect after the other, as far as there are slots."""
+        """Runs one suspect after the other, as far as there are slots."""
         harness.step((client.load + 1) * (TOKENS_TO_CLEAR + 1))
 
     for number, deed in enumerate(data):
@@ -74,7 +75,7 @@ async def test_crashes_from_outside_with_progress_between_them_refuse_no_request
     assert all(stream.is_open for stream in harness.streams[n_closed:])
 
 
-def test_suspects_go_one_by_one_in_order_and_keep_their_count_under_another_id() -> None:
+def test_suspects_run_one_by_one_in_order_and_keep_their_count_under_a_new_id() -> None:
     recovery, progress = CrashRecovery(), dict.fromkeys(["a", "b", "c", "c~2"], 0)
 
     def sent() -> str | None:
@@ -94,7 +95,7 @@ def test_suspects_go_one_by_one_in_order_and_keep_their_count_under_another_id()
     for name in ("b", "c"):
         recovery.remove(name)
     recovery.add_suspect("c~2", crash_count)
-    assert sent() == "c~2", "a cancelled suspect lets the next one go"
+    assert sent() == "c~2", "a cancelled suspect makes way for the next one"
     assert recovery.on_crash(progress.__getitem__) == ["c~2"]
 
 
@@ -111,18 +112,19 @@ _BAD_REQUEST = "cr"
         ("d." * 20, 1.0, None),
         ("." * 20, WINDOW_SECONDS / 2, None),
         ("...", WINDOW_SECONDS / 2 - 1, 2),
-        ("dr" * 5 * MAX_FORGIVEN, 1.0, None),  # tokens for any client forgive all
-        ("drrr", 1.0, 3),  # it refuses whatever it is sent
-        (".r.r", 1.0, 3),  # it cannot even answer the canary request
+        ("dr" * 5 * MAX_FORGIVEN, 1.0, None),  # tokens for any client reset the count
+        ("drrr", 1.0, 3),  # it refuses every request
+        (".r.r", 1.0, 3),  # it fails even the canary request
         (".r" + _BAD_REQUEST * (MAX_FORGIVEN - 1), 0.5, None),
-        (".r" + _BAD_REQUEST * MAX_FORGIVEN, 0.5, 2 * MAX_FORGIVEN + 1),  # it answers nothing else
+        (".r" + _BAD_REQUEST * MAX_FORGIVEN, 0.5, 2 * MAX_FORGIVEN + 1),  # it completes only the canary request
         (".r" + _BAD_REQUEST * 50, WINDOW_SECONDS / MAX_FORGIVEN, None),
     ],
 )
-def test_an_engine_is_given_up_once_it_crashes_without_serving_any_client(
+def test_engine_is_given_up_if_it_crashes_without_serving_clients(
     crashes: str, pause: float, stops_at: int | None
 ) -> None:
-    """A crash: d after tokens for clients, c after a canary answer, r when a request is refused for it, or none."""
+    """A crash: d after tokens for clients, c after a completed canary request, r when a request is refused for it,
+    or none."""
     policy = RestartPolicy()
     verdicts = [
         policy.record(number * pause, delivered=one == "d", is_refused=one == "r", canary_answered=one == "c")

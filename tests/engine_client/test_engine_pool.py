@@ -1,6 +1,6 @@
 """Engine pool: what each engine is sent, and recovery when one crashes or is abandoned.
 
-The clients are real; the engines are played by the test, and draw by a hash of all tokens before, as a model does.
+The clients are real; the test plays the engines, which choose tokens by a hash of all earlier ones, as a model does.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _is_empty(harness: PoolHarness) -> bool:
 
 
 @async_test
-async def test_a_start_is_over_when_all_engines_have_loaded_the_same() -> None:
+async def test_start_ends_when_all_engines_have_loaded_the_same_model() -> None:
     harness = PoolHarness(load=False)
     harness.engines[0].load()
     assert harness.pool.ready is None and harness.pool.phase == "loading weights"
@@ -55,12 +55,12 @@ async def test_a_start_is_over_when_all_engines_have_loaded_the_same() -> None:
     for engine in harness.engines:
         engine.crash()
     facts = await asyncio.wait_for(harness.pool.wait_ready(), 60)
-    assert facts.vocab_size == 1000, "a tokenizer may take longer to load, and is compared with it"
+    assert facts.vocab_size == 1000, "a tokenizer that loads later is compared with it"
 
 
 @pytest.mark.parametrize("other", ["weights_version", "numerics", "failed start"])
 @async_test
-async def test_engines_that_differ_or_fail_at_the_start_do_not_serve(other: str) -> None:
+async def test_engines_that_differ_or_fail_at_startup_do_not_serve(other: str) -> None:
     harness = PoolHarness(load=False)
     harness.engines[0].load()
     if other == "failed start":
@@ -73,7 +73,7 @@ async def test_engines_that_differ_or_fail_at_the_start_do_not_serve(other: str)
 
 
 @async_test
-async def test_a_lone_engine_may_restart_with_other_numerics() -> None:
+async def test_single_engine_may_restart_with_other_numerics() -> None:
     harness = PoolHarness(1)
     assert harness.pool.ready is harness.engines[0].ready
     stream = harness.submit((1, 2, 3))
@@ -86,7 +86,7 @@ async def test_a_lone_engine_may_restart_with_other_numerics() -> None:
 
 @pytest.mark.parametrize(("slots", "capacity"), [(1, 2), (4, 5), (8, 10), (32, 40), (256, 264)])
 @async_test
-async def test_without_keys_an_engine_has_a_quarter_more_than_it_runs_and_at_most_eight(
+async def test_without_keys_an_engine_queues_a_quarter_of_its_slots_and_at_most_eight(
     slots: int, capacity: int
 ) -> None:
     harness = PoolHarness(1, slots=slots)
@@ -98,7 +98,7 @@ async def test_without_keys_an_engine_has_a_quarter_more_than_it_runs_and_at_mos
 
 
 @async_test
-async def test_the_last_eighth_of_the_slots_is_for_tenants_that_have_none() -> None:
+async def test_last_eighth_of_the_slots_is_reserved_for_tenants_without_one() -> None:
     harness = PoolHarness(1, slots=8)
     for who in range(20):
         harness.submit((who,), max_tokens=LONG, cache_namespace="ann")
@@ -110,12 +110,12 @@ async def test_the_last_eighth_of_the_slots_is_for_tenants_that_have_none() -> N
 
 
 @async_test
-async def test_a_tenant_is_no_further_ahead_than_a_step() -> None:
+async def test_tenant_queues_at_most_one_step_of_prompt_tokens_on_an_engine() -> None:
     """An engine starts requests in the order of arrival: the more it has of one tenant, the longer another waits."""
     harness = PoolHarness(1, slots=32)
     for who in range(20):
         harness.submit((who,) * 100, cache_namespace="ann")
-    assert _loads(harness) == [3], "256 prompt tokens, and the rest of the last prompt"
+    assert _loads(harness) == [3], "256 prompt tokens and the rest of the last prompt"
     harness.submit((1,) * 100, cache_namespace="bob")
     assert _loads(harness) == [4]
     harness.pool.engines[0].on_report(StepReport(started=(RequestStarted("r0/0", 0),)))
@@ -125,7 +125,7 @@ async def test_a_tenant_is_no_further_ahead_than_a_step() -> None:
 
 
 @async_test
-async def test_grammars_that_are_compiled_take_no_capacity_from_others() -> None:
+async def test_grammar_compilation_takes_no_capacity_from_other_requests() -> None:
     harness = PoolHarness(1, slots=4)
     (client,) = harness.pool.engines
     guided = [harness.submit((1,), grammar="start: /a/") for _ in range(10)]
@@ -134,12 +134,12 @@ async def test_grammars_that_are_compiled_take_no_capacity_from_others() -> None
         harness.submit((1,))
     assert client.load == 10 and client.expects_progress
     client.on_report(StepReport(started=(RequestStarted("r0/0", 0),)))
-    assert client.load == 11, "a compiled one runs: the next grammar is compiled"
+    assert client.load == 11, "a compiled request runs, so the next grammar is compiled"
     assert [stream.queue_position for stream in guided][:6] == [None, 0, 1, 2, 3, 9]
 
 
 @async_test
-async def test_only_what_an_engine_has_is_cancelled_there() -> None:
+async def test_only_requests_of_an_engine_are_cancelled_there() -> None:
     harness = PoolHarness(1, slots=1)
     streams = [harness.submit((who,), n=2) for who in range(3)]
     harness.step()
@@ -153,7 +153,7 @@ async def test_only_what_an_engine_has_is_cancelled_there() -> None:
 
 
 @async_test
-async def test_engines_share_one_queue_whose_requests_start_in_its_order() -> None:
+async def test_engines_share_one_queue_and_requests_start_in_order() -> None:
     harness = PoolHarness(slots=1, capacity=9)
     for who in range(2):
         harness.submit((who,), max_tokens=3)
@@ -170,7 +170,7 @@ async def test_engines_share_one_queue_whose_requests_start_in_its_order() -> No
 
 
 @async_test
-async def test_all_sequences_of_a_response_run_on_one_engine_while_others_pass() -> None:
+async def test_all_sequences_of_a_request_run_on_one_engine_while_others_pass() -> None:
     harness = PoolHarness(slots=1)
     harness.submit((0,), max_tokens=LONG)
     forks = harness.submit((1,) * 8, n=4, max_tokens=6)
@@ -184,7 +184,7 @@ async def test_all_sequences_of_a_response_run_on_one_engine_while_others_pass()
 
 
 @async_test
-async def test_a_prefix_comes_back_to_its_engine() -> None:
+async def test_requests_with_a_cached_prefix_return_to_its_engine() -> None:
     harness = PoolHarness(3)
     first = [harness.submit((who,) * 16) for who in range(3)]
     assert sorted(stream.engine for stream in first) == [0, 1, 2]
@@ -196,7 +196,7 @@ async def test_a_prefix_comes_back_to_its_engine() -> None:
 
 
 @async_test
-async def test_after_a_crash_what_waits_goes_on_elsewhere_and_keeps_its_place() -> None:
+async def test_waiting_requests_of_a_crashed_engine_move_and_keep_their_positions() -> None:
     harness = PoolHarness(slots=2)
     for who in range(8):
         harness.submit((who,) * 8)
@@ -209,15 +209,15 @@ async def test_after_a_crash_what_waits_goes_on_elsewhere_and_keeps_its_place() 
     assert harness.pool.ready and harness.pool.restarts == 1
     harness.step(40)
     delayed = [harness.streams[index] for index in (0, 2, 4)]
-    assert [s for s in harness.streams if s.is_open] == delayed, "a stream waits for the engine that crashed"
+    assert [s for s in harness.streams if s.is_open] == delayed, "one stream waits for the crashed engine"
     harness.engines[0].load()
     assert await harness.texts() == [alone(stream) for stream in harness.streams]
     in_flight = {request.id for stream in delayed for request in stream.requests}
-    assert not in_flight.intersection(harness.engines[1].seen), "what was in flight met no other engine"
+    assert not in_flight.intersection(harness.engines[1].seen), "requests in flight must not move to another engine"
 
 
 @async_test
-async def test_newcomers_do_not_meet_suspects() -> None:
+async def test_new_requests_do_not_run_with_suspects() -> None:
     harness = PoolHarness(3)
     for who in range(6):
         harness.submit((who,) * 8, max_tokens=50)
@@ -232,7 +232,7 @@ async def test_newcomers_do_not_meet_suspects() -> None:
 
 
 @async_test
-async def test_an_engine_that_is_given_up_leaves_all_it_had_to_the_others() -> None:
+async def test_requests_of_an_abandoned_engine_move_to_the_others() -> None:
     harness = PoolHarness(slots=2)
     for who in range(8):
         harness.submit((who,) * 8)
@@ -242,7 +242,7 @@ async def test_an_engine_that_is_given_up_leaves_all_it_had_to_the_others() -> N
     assert harness.pool.ready and not harness.pool._stopped_event.is_set()
     assert await harness.texts() == [alone(stream) for stream in harness.streams]
     moved = [name for name in harness.engines[1].seen if name in {"r0/0", "r2/0", "r4/0"}]
-    assert moved == ["r0/0", "r2/0", "r4/0"], "they return to the head of the queue in their order"
+    assert moved == ["r0/0", "r2/0", "r4/0"], "they return to the head of the queue in order"
     assert sum(client.replayed for client in harness.pool.engines) == 3
     stream = harness.submit((1,) * 8)
     assert stream.engine == 1
@@ -255,7 +255,7 @@ async def test_an_engine_that_is_given_up_leaves_all_it_had_to_the_others() -> N
 
 
 @async_test
-async def test_a_suspect_that_leaves_and_comes_back_is_still_one() -> None:
+async def test_suspect_that_disconnects_and_resumes_stays_a_suspect() -> None:
     harness = PoolHarness(1)
     stream = harness.submit((1,) * 8)
     for _ in range(2):
@@ -268,7 +268,7 @@ async def test_a_suspect_that_leaves_and_comes_back_is_still_one() -> None:
 
 
 @async_test
-async def test_an_engine_that_comes_back_with_other_weights_is_given_up() -> None:
+async def test_engine_that_restarts_with_other_weights_is_given_up() -> None:
     harness = PoolHarness()
     streams = [harness.submit((who,) * 8) for who in range(4)]
     harness.step(2)
@@ -280,7 +280,7 @@ async def test_an_engine_that_comes_back_with_other_weights_is_given_up() -> Non
 
 
 @async_test
-async def test_the_end_of_the_service_ends_every_stream_once_and_sends_nothing() -> None:
+async def test_stopping_the_pool_ends_every_stream_once_and_sends_nothing() -> None:
     harness = PoolHarness()
     for who in range(6):
         harness.submit((who,) * 8)
@@ -292,8 +292,8 @@ async def test_the_end_of_the_service_ends_every_stream_once_and_sends_nothing()
 
 
 @async_test
-async def test_what_an_engine_that_is_being_killed_may_have_does_not_go_elsewhere() -> None:
-    """Until it has exited it may still send events, and the crash has no suspect yet."""
+async def test_requests_of_an_engine_being_killed_do_not_move() -> None:
+    """The killed engine may still send events until it exits, and the crash has no suspect yet."""
     harness = PoolHarness(slots=1)
     streams = [harness.submit((who,) * 8) for who in range(6)]
     harness.step(3)
@@ -308,7 +308,7 @@ async def test_what_an_engine_that_is_being_killed_may_have_does_not_go_elsewher
 
 
 @async_test
-async def test_a_paused_stream_goes_on_at_home_or_where_there_is_an_engine() -> None:
+async def test_paused_stream_resumes_on_its_engine_or_an_available_one() -> None:
     harness = PoolHarness()
     stream = harness.submit((1,) * 8, max_tokens=30)
     home = stream.engine or 0
@@ -326,7 +326,7 @@ async def test_a_paused_stream_goes_on_at_home_or_where_there_is_an_engine() -> 
 
 
 @async_test
-async def test_a_suspended_stream_outlives_its_engine() -> None:
+async def test_suspended_stream_survives_its_engine() -> None:
     harness = PoolHarness()
     stream = harness.submit((1,) * 8, max_tokens=MAX_BUFFERED + 50)
     harness.step(MAX_BUFFERED + 10)
@@ -341,8 +341,8 @@ async def test_a_suspended_stream_outlives_its_engine() -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 @async_test
-async def test_whatever_happens_every_stream_says_what_it_says_alone(seed: int) -> None:
-    """Crashes, returns, pauses and newcomers in any order; prompts that begin alike; several choices."""
+async def test_every_stream_gives_its_output_alone_whatever_happens(seed: int) -> None:
+    """Crashes, reconnects, pauses and new requests in any order; prompts with common prefixes; several choices."""
     draw = random.Random(seed)
     harness = PoolHarness(draw.randint(2, 4), slots=draw.randint(1, 6))
     paused: list[TokenStream] = []
@@ -353,7 +353,7 @@ async def test_whatever_happens_every_stream_says_what_it_says_alone(seed: int) 
             if harness.pool.ready:
                 harness.submit(prompt, n=draw.randint(1, 3), max_tokens=draw.randint(1, 20))
         elif what < 0.36 and engine.ready:
-            # So that no request is a suspect twice by bad luck: the one on trial has produced two tokens.
+            # No request becomes a suspect twice by chance: the one on trial has produced two tokens.
             harness.step(8 if engine.client.n_suspects else 0)
             if not engine.client.n_suspects:
                 engine.crash()
@@ -380,7 +380,7 @@ async def test_whatever_happens_every_stream_says_what_it_says_alone(seed: int) 
 
 
 @async_test
-async def test_after_a_request_is_blamed_the_engine_shows_first_that_it_works() -> None:
+async def test_after_blaming_a_request_the_engine_runs_a_canary_first() -> None:
     """The canary request runs alone in it; other suspects and new requests wait for it to finish."""
     harness = PoolHarness(1)
     streams = [harness.submit((who,) * 8) for who in range(3)]
@@ -410,8 +410,9 @@ async def test_after_a_request_is_blamed_the_engine_shows_first_that_it_works() 
 
 
 @async_test
-async def test_metrics_of_all_engines_together_do_not_fall_when_one_crashes() -> None:
-    """Prometheus takes that for a reset, and counts the remaining value again. Of the starts the slowest counts."""
+async def test_summed_metrics_do_not_decrease_when_an_engine_crashes() -> None:
+    """Prometheus would take a decrease for a reset and count the rest again. Of start times, the slowest is
+    exported."""
     harness = PoolHarness()
 
     def samples(name: str) -> list[Any]:
@@ -440,7 +441,7 @@ BLOCK = 4
 
 
 def _prompt(draw: random.Random) -> tuple[int, ...]:
-    """A prompt that often begins as others do."""
+    """A prompt that often shares a prefix with others."""
     return tuple(draw.randrange(2) for _ in range(draw.randrange(1, 40)))
 
 
@@ -453,7 +454,7 @@ def _hashes(prompt: tuple[int, ...], namespace: str = "") -> list[int]:
 
 
 @given(st.integers(0, 2**32))
-def test_two_prompts_share_as_many_hashes_as_whole_blocks_at_their_beginning(seed: int) -> None:
+def test_prompts_share_one_hash_per_common_full_block(seed: int) -> None:
     draw = random.Random(seed)
     one = _prompt(draw)
     other = (*one[: draw.randrange(len(one) + 1)], *_prompt(draw))
@@ -461,10 +462,10 @@ def test_two_prompts_share_as_many_hashes_as_whole_blocks_at_their_beginning(see
     shared = set(_hashes(one)) & set(_hashes(other))
     assert len(shared) == same // BLOCK
     assert set(_hashes(one)[: same // BLOCK]) == shared
-    assert not set(_hashes(one, "ann")) & set(_hashes(one, "bob")), "nothing is shared between tenants"
+    assert not set(_hashes(one, "ann")) & set(_hashes(one, "bob")), "tenants share no hashes"
 
 
-def test_hashes_of_a_batch_are_those_of_its_prompts_each_once_and_bounded() -> None:
+def test_hashes_of_a_batch_are_unique_and_bounded() -> None:
     one, other = _request((1,) * 8 + (2,) * 4), _request((1,) * 8 + (3,) * 4)
     fork = _request((1,) * 8 + (2,) * 4, leader="r")
     assert set(block_hashes([one, fork, other], BLOCK)) == {*_hashes(one.prompt), *_hashes(other.prompt)}
@@ -475,14 +476,14 @@ def test_hashes_of_a_batch_are_those_of_its_prompts_each_once_and_bounded() -> N
 
 
 @given(st.integers(0, 2**32), st.integers(1, 8))
-def test_the_router_keeps_the_bound_and_takes_the_longest_prefix_within_it(seed: int, n: int) -> None:
+def test_router_respects_the_load_bound_and_prefers_the_longest_prefix(seed: int, n: int) -> None:
     draw, router, used = random.Random(seed), PrefixRouter(n), [-1] * n
     for time in range(draw.randrange(12)):
         router.record(engine := draw.randrange(n), _hashes(_prompt(draw)), 1000)
         used[engine] = time
     if draw.random() < 0.5:
         router.clear(lost := draw.randrange(n))
-        assert not router.n_cached(lost, _hashes((0,) * 40)), "it has lost its cache"
+        assert not router.n_cached(lost, _hashes((0,) * 40)), "a crashed engine has lost its cache"
     loads = {engine: draw.randrange(draw.choice((2, 40))) for engine in draw.sample(range(n), draw.randint(1, n))}
     adding, hashes = draw.randint(1, 16), _hashes(_prompt(draw))
     chosen = router.choose(hashes, loads, adding)
@@ -493,8 +494,8 @@ def test_the_router_keeps_the_bound_and_takes_the_longest_prefix_within_it(seed:
 
 
 @given(st.integers(0, 2**32), st.integers(1, 30))
-def test_what_the_router_remembers_is_bounded_and_is_whole_prefixes(seed: int, most: int) -> None:
-    """A block that is known without the one before it would be counted, and be of no use."""
+def test_router_remembers_a_bounded_number_of_complete_prefixes(seed: int, most: int) -> None:
+    """A block without the one before it would count against the bound, but be of no use."""
     draw, router = random.Random(seed), PrefixRouter(1)
     chains = [_hashes(_prompt(draw)) for _ in range(12)]
     for hashes in chains:
@@ -520,7 +521,7 @@ def test_every_engine_gets_the_same_number_of_threads() -> None:
     [(2, 0, ""), (3, 0, "--replicas 3 exceeds the 2 threads"), (1, 3, "--threads 3 exceeds the 2 available cores")],
 )
 @async_test
-async def test_engines_that_will_wait_for_one_another_are_logged(
+async def test_engines_with_too_many_threads_for_the_cores_are_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, replicas: int, threads: int, words: str
 ) -> None:
     two_cores = Topology((Core((0,)), Core((1,))))

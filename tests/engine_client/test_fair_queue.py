@@ -26,7 +26,7 @@ def _start(queue: FairQueue, name: str, now: float, *, has_backlog: bool = True)
     queue.on_report([RequestStarted(name, 0)], now, has_backlog=has_backlog)
 
 
-def test_prompts_that_are_being_tokenized_count_as_waiting() -> None:
+def test_prompts_being_tokenized_count_as_waiting() -> None:
     queue = _queue(requests=3, tokens=100)
     with queue.reserved("", 2, 60, 0.0):
         with pytest.raises(QueueFull, match="2 requests wait"), queue.reserved("", 2, 1, 0.0):
@@ -36,7 +36,7 @@ def test_prompts_that_are_being_tokenized_count_as_waiting() -> None:
         with pytest.raises(QueueFull):
             queue.check([_request("a", prompt=41)], 0.0)
         queue.check([_request("a", prompt=40)], 0.0)
-    with pytest.raises(RuntimeError), queue.reserved("", 3, 1000, 0.0):  # the only one may be longer than the bound
+    with pytest.raises(RuntimeError), queue.reserved("", 3, 1000, 0.0):  # a single request may exceed the bound
         raise RuntimeError
     assert not queue._subqueues
     with pytest.raises(InvalidRequest, match="at most 3 at once"), queue.reserved("", 4, 4, 0.0):
@@ -58,7 +58,7 @@ def test_without_keys_one_client_may_fill_the_queue_and_with_keys_none_can() -> 
     assert fill(_queue(requests=64), "") == 64
 
 
-def test_a_request_that_would_begin_too_late_is_refused_at_once() -> None:
+def test_request_that_would_start_too_late_is_refused_at_once() -> None:
     queue = _queue()
     for i in range(20):
         queue.add(_request(str(i)))
@@ -71,13 +71,13 @@ def test_a_request_that_would_begin_too_late_is_refused_at_once() -> None:
         pass
     for i in range(10, 20):
         assert queue.take(lambda _: 0) == (str(i), 0)
-    queue.on_report([], 10.0, has_backlog=False)  # the measured pace means nothing once an engine has them all
+    queue.on_report([], 10.0, has_backlog=False)  # the throughput is meaningless once an engine has all requests
     with queue.reserved("", 1, 1, 10.0, 5.0):
         pass
 
 
 def _taken(queue: FairQueue, choose: Callable[[str], int | None] = lambda _: 0) -> str:
-    """All requests that are taken, in order."""
+    """Takes all requests, in order."""
     names = []
     while taken := queue.take(choose):
         names.append(taken[0])
@@ -85,7 +85,7 @@ def _taken(queue: FairQueue, choose: Callable[[str], int | None] = lambda _: 0) 
 
 
 def _queue_of(*names: str) -> FairQueue:
-    """Requests of tenants that are called by the first letter."""
+    """A queue with these requests; the first letter names the tenant."""
     queue = _queue()
     for name in names:
         queue.add(_request(name, name[0]))
@@ -94,7 +94,7 @@ def _queue_of(*names: str) -> FairQueue:
 
 @given(st.integers(1, 40), st.integers(0, 2**32))
 def test_positions_are_exact(n_tenants: int, seed: int) -> None:
-    """Requests arrive and leave, and an engine has some already: the queue predicts how many precede each."""
+    """Requests arrive and leave while an engine has some: the queue predicts how many precede each."""
     draw, queue = random.Random(seed), _queue()
     for i in range(40):
         queue.add(_request(f"r{i}", f"tenant {draw.randrange(n_tenants)}", max_tokens=1))
@@ -111,14 +111,14 @@ def test_positions_are_exact(n_tenants: int, seed: int) -> None:
     assert not queue._entries and not queue._subqueues and queue.position("r0") is None
 
 
-def test_tenants_take_turns_and_go_on_where_they_stopped() -> None:
+def test_tenants_take_turns_and_continue_where_they_stopped() -> None:
     queue = _queue_of("a1", "a2", "a3", "b1", "c1", "c2")
     assert queue.take(lambda _: 0) == ("a1", 0)
     queue.add(_request("b2", "b"))
     assert _taken(queue) == "b1 c1 a2 b2 c2 a3"
 
 
-def test_who_comes_back_is_first_of_its_tenant() -> None:
+def test_returning_request_is_first_of_its_tenant() -> None:
     queue = _queue_of("a1", "b1")
     for name in ("a0", "a-"):
         queue.add(_request(name, "a"), first=True)
@@ -126,7 +126,7 @@ def test_who_comes_back_is_first_of_its_tenant() -> None:
     assert _taken(queue) == "a- b1 a0 a1"
 
 
-def test_a_tenant_without_capacity_is_passed_over_and_asked_once() -> None:
+def test_tenant_without_capacity_is_skipped_after_one_attempt() -> None:
     queue, asked = _queue_of("a1", "a2", "b1", "b2"), []
 
     def choose(name: str) -> int | None:
@@ -145,7 +145,7 @@ def test_followers_without_capacity_let_others_of_their_tenant_pass() -> None:
     assert [queue.position(name) for name in ("a1", "a4")] == [2, 3]
 
 
-def test_requests_without_a_grammar_pass_those_whose_grammars_must_wait() -> None:
+def test_requests_without_a_grammar_pass_those_that_wait_for_grammars() -> None:
     queue, asked = _queue(), []
     for name in ("g0", "g1", "a0", "g2", "a1"):
         queue.add(_request(name, grammar="start: /a/" if name[0] == "g" else ""))
@@ -159,8 +159,8 @@ def test_requests_without_a_grammar_pass_those_whose_grammars_must_wait() -> Non
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(0, 2**32))
-def test_a_request_waits_at_most_its_own_before_it_times_the_tenants(n_tenants: int, slots: int, seed: int) -> None:
-    """Continuous arrivals, of tenants with very different rates."""
+def test_wait_is_bounded_by_own_requests_ahead_times_tenants(n_tenants: int, slots: int, seed: int) -> None:
+    """Continuous arrivals from tenants with very different rates."""
     draw, queue, waited, tenant_of = random.Random(seed), _queue(1000), dict[str, list[int]](), dict[str, str]()
     for i in range(200):
         # The first tenant sends as many as all others together.
@@ -177,7 +177,7 @@ def test_a_request_waits_at_most_its_own_before_it_times_the_tenants(n_tenants: 
         assert all(n_before < bound for n_before, bound in waited.values())
 
 
-def test_a_batch_of_starts_moves_the_queue_as_fast_as_the_same_starts_one_by_one() -> None:
+def test_batched_and_single_starts_give_the_same_throughput() -> None:
     waits = []
     for at_once in (1, 8):
         queue = _queue()
@@ -191,7 +191,7 @@ def test_a_batch_of_starts_moves_the_queue_as_fast_as_the_same_starts_one_by_one
     assert waits[1] == pytest.approx(1.0, rel=0.15)
 
 
-def test_idle_time_and_starts_without_a_queue_do_not_count() -> None:
+def test_idle_time_and_starts_without_a_queue_are_ignored() -> None:
     pace = ThroughputEstimate()
     for i in range(100):
         pace.record(10, i * 10.0, has_backlog=False)
@@ -204,8 +204,8 @@ def test_idle_time_and_starts_without_a_queue_do_not_count() -> None:
     assert pace.seconds_for(100, 10, 5000.0) == before
 
 
-def test_work_counts_not_requests_alone() -> None:
-    """A queue of long texts is slower than one of as many short ones, and forks read no prompt."""
+def test_wait_estimate_is_based_on_work_not_on_requests() -> None:
+    """A queue of long requests is slower than one of as many short ones, and forks have no prompt to process."""
     waits = []
     for last in ([_request(f"x{i}") for i in range(10)], [_request(f"x{i}", max_tokens=100) for i in range(10)]):
         queue = _queue()
@@ -219,7 +219,7 @@ def test_work_counts_not_requests_alone() -> None:
     assert 7 < waits[1] / waits[0] < 11
 
 
-def test_an_engine_that_stands_still_is_told_by_retry_after_between_its_bounds() -> None:
+def test_retry_after_of_a_stalled_engine_grows_within_its_bounds() -> None:
     queue = _queue()
     assert queue.retry_after(0.0) == 1
     for i in range(50):

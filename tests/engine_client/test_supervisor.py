@@ -1,4 +1,4 @@
-"""A supervisor whose engine process can never be run, or never says anything."""
+"""A supervisor whose engine process cannot be run or never reports anything."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.async_test import async_test
 
 
 async def _stopped(*command: str) -> tuple[EngineStopped, int]:
-    """Why an engine of this command is given up, and how often it was restarted."""
+    """The reason for giving up an engine of this command, and the number of restarts."""
     client = EngineClient(WorkerConfig(weights=""), silence_seconds=0.2, command=command)
     pool = EnginePool([client], FairQueue(max_requests=1, max_prompt_tokens=1))
     pool.start()
@@ -28,10 +28,10 @@ async def _stopped(*command: str) -> tuple[EngineStopped, int]:
 
 @pytest.mark.parametrize(("mode", "why"), [(0o644, "Permission denied"), (None, "No such file or directory")])
 @async_test
-async def test_a_program_that_cannot_be_run_is_named_and_not_tried_again(
+async def test_program_that_cannot_be_run_is_named_and_not_restarted(
     tmp_path: Path, mode: int | None, why: str
 ) -> None:
-    """Such as a Python below the home directory of another user, where the service runs as a user of its own."""
+    """For example, a Python in another user's home directory while the service runs as its own user."""
     program = tmp_path / "python"
     if mode is not None:
         program.write_text("")
@@ -41,7 +41,7 @@ async def test_a_program_that_cannot_be_run_is_named_and_not_tried_again(
 
 
 @async_test
-async def test_an_engine_that_never_says_anything_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silent_engine_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.engine_client.supervisor._STARTING_SILENCE", 0.5)
     reason, restarts = await _stopped(sys.executable, "-c", "import time; time.sleep(60)")
     assert (reason.exit_code, restarts) == (1, 3)

@@ -1,4 +1,4 @@
-"""Suspended streams: suspended once their buffer is full, resumed when it was read, with the same text."""
+"""Suspended streams: suspended when their buffer is full, resumed when it was read, with the same output."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Harness(PoolHarness):
 
 
 class _Silent:
-    """Stands for an OutputChoice that shows nothing."""
+    """Stands in for an OutputChoice and shows nothing."""
 
     ended = echo = None
     n_tokens = 1
@@ -71,7 +71,7 @@ async def test_an_unread_stream_is_suspended_and_resumes_when_it_is_read(n: int,
 
 @async_test
 async def test_a_stream_whose_reader_waits_is_never_suspended() -> None:
-    """However much arrives before the event loop lets it run."""
+    """However many tokens arrive before the event loop runs the reader."""
     harness = _Harness(top=TOP)
     stream = harness.submit_long(16, 900)
     reader = asyncio.create_task(stream.receive())
@@ -82,13 +82,13 @@ async def test_a_stream_whose_reader_waits_is_never_suspended() -> None:
 
 
 @async_test
-async def test_a_client_that_leaves_a_suspended_stream_and_comes_back_is_submitted_once() -> None:
+async def test_suspended_stream_is_submitted_once_after_its_client_reconnects() -> None:
     harness = _Harness()
     stream = harness.suspended(3)
     stream.pause()
     assert not harness.pool._suspended and harness.n_submitted == 3
     arrivals = await stream.receive()
-    assert harness.n_submitted == 3, "it stays paused"
+    assert harness.n_submitted == 3, "the stream must stay paused"
     harness.pool.resume(stream)
     harness.step()
     assert len(harness.engine.seen) == 3 + 3
@@ -97,8 +97,9 @@ async def test_a_client_that_leaves_a_suspended_stream_and_comes_back_is_submitt
 
 
 @async_test
-async def test_a_stream_that_is_suspended_again_at_once_makes_progress() -> None:
-    """Resumed with a full buffer by a client that does not read either: a token more each time."""
+async def test_stream_suspended_again_at_once_makes_progress() -> None:
+    """The stream is resumed while its buffer is full, for a client that does not read either: one more token each
+    time."""
     harness = _Harness()
     stream = harness.suspended()
     for count in range(2, 5):
@@ -110,7 +111,7 @@ async def test_a_stream_that_is_suspended_again_at_once_makes_progress() -> None
 
 
 @async_test
-async def test_a_crash_does_not_touch_a_suspended_stream() -> None:
+async def test_crash_does_not_affect_a_suspended_stream() -> None:
     harness = _Harness()
     stream = harness.suspended()
     for _ in range(3):
@@ -119,7 +120,7 @@ async def test_a_crash_does_not_touch_a_suspended_stream() -> None:
         assert harness.n_submitted == 1 and harness.pool.engines[0].replayed == 0
     harness.engine.crash()
     arrivals = await stream.receive()
-    assert harness.n_submitted == 1, "it waits for the engine, as all others do"
+    assert harness.n_submitted == 1, "it waits for the engine like all others"
     harness.engine.load()
     arrivals += await harness.read(stream)
     assert tokens_of(arrivals) == alone(stream)
@@ -134,7 +135,7 @@ async def test_a_crash_does_not_touch_a_suspended_stream() -> None:
     ],
 )
 @async_test
-async def test_suspended_streams_end_with_what_ends_the_others(
+async def test_suspended_streams_end_like_the_others(
     end: Callable[[_Harness, TokenStream], None], error: type[Exception]
 ) -> None:
     harness = _Harness()
@@ -146,7 +147,7 @@ async def test_suspended_streams_end_with_what_ends_the_others(
 
 
 @async_test
-async def test_what_a_client_no_longer_wants_is_not_submitted_again() -> None:
+async def test_cancelled_choices_are_not_submitted_again() -> None:
     harness = _Harness()
     stream = harness.suspended(3)
     stream.cancel_sequence(1)
@@ -159,7 +160,7 @@ async def test_what_a_client_no_longer_wants_is_not_submitted_again() -> None:
 
 
 @async_test
-async def test_a_suspended_stream_needs_no_capacity_in_a_queue_that_is_full_by_now() -> None:
+async def test_suspended_stream_resumes_into_a_full_queue() -> None:
     harness = _Harness(capacity=1)
     stream = harness.suspended()
     with harness.pool.queue.reserved("", 1, 1, 0.0):
@@ -175,7 +176,7 @@ async def test_unread_prompt_scores_resume_where_they_stopped() -> None:
     leader = Request(id="r0", prompt=prompt, max_tokens=2, prompt_logprobs=20)
     stream = harness.pool.submit([leader, Request(id="r1", prompt=prompt, max_tokens=2, leader="r0")])
     client, scores = harness.pool.engines[0], ((-1.0, TOP),) * 100
-    for start in (1, 101, 201):  # the last one was sent before the engine received that the stream is suspended
+    for start in (1, 101, 201):  # the last token was sent before the engine learned of the suspension
         client.on_report(StepReport(scores=(PromptScores("r0", start, scores),)))
     assert stream.n_suspensions == 1
     assert len([a for a in await stream.receive() if isinstance(a.item, PromptScores)]) == 2
@@ -184,7 +185,7 @@ async def test_unread_prompt_scores_resume_where_they_stopped() -> None:
 
 
 @async_test
-async def test_the_time_a_reader_took_is_no_gap_between_tokens_and_no_turn_to_wait_for() -> None:
+async def test_time_of_a_slow_reader_counts_neither_as_token_gap_nor_as_queue_time() -> None:
     harness = _Harness()
     stream = harness.suspended()
     timeouts = Timeouts(deadline=1000, queue=0.0, heartbeat=1000)
@@ -193,12 +194,12 @@ async def test_the_time_a_reader_took_is_no_gap_between_tokens_and_no_turn_to_wa
     harness.step()
     await session.wait_event()
     assert len(session.inter_token_latencies) == MAX_BUFFERED
-    assert stream.queue_position is None, "no queue timeout ends it"
+    assert stream.queue_position is None, "no queue timeout may end it"
 
 
 @async_test
-async def test_a_consumer_takes_what_arrives_while_the_reader_sleeps_on() -> None:
-    """Once a turn of the event loop, however many reports and sequences it is about."""
+async def test_consumer_takes_events_while_the_reader_sleeps() -> None:
+    """The reader wakes up once per turn of the event loop, for any number of reports and sequences."""
     harness = _Harness()
     stream = harness.submit_long(3, 10)
     taken: list[list[Arrival]] = []
@@ -209,12 +210,12 @@ async def test_a_consumer_takes_what_arrives_while_the_reader_sleeps_on() -> Non
         assert not reader.done()
         await asyncio.sleep(0)
     assert [len([a for a in each if isinstance(a.item, SampledEvent)]) for each in taken] == [3, 12, 15]
-    assert await reader == [], "it was woken at the end, with nothing left"
+    assert await reader == [], "woken at the end with no event left"
     assert tokens_of([a for each in taken for a in each]) == alone(stream)
 
 
 @async_test
-async def test_what_a_consumer_raises_concerns_its_own_request() -> None:
+async def test_exception_of_a_consumer_affects_only_its_request() -> None:
     harness = _Harness()
     broken, other = (
         GenerationSession(stream, [_Silent()], Timeouts(60.0, 60.0, 60.0), SessionTimes())  # type: ignore[list-item]
@@ -229,13 +230,13 @@ async def test_what_a_consumer_raises_concerns_its_own_request() -> None:
     harness.run()
     assert tokens_of(await harness.read(other.stream)) == alone(other.stream)
     assert await reader
-    assert broken.events.popleft() == Started(), "events that came before are handled first"
+    assert broken.events.popleft() == Started(), "earlier events must be handled first"
     with pytest.raises(ArithmeticError):
         await broken.wait_event()
 
 
 @async_test
-async def test_all_streams_encode_what_a_step_brings_before_any_writes_and_a_failed_write_ends_its_own_stream() -> None:
+async def test_all_streams_encode_a_step_before_any_writes_and_a_failed_write_ends_only_its_stream() -> None:
     harness, calls, written = _Harness(), list[str](), set[TokenStream]()
     broken, *others = streams = [harness.submit((1, 2, name)) for name in range(3)]
 

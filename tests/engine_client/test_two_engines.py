@@ -1,4 +1,5 @@
-"""A service with two engines keeps the promises of one. With fake engines; texts with real ones."""
+"""A service with two engines keeps the promises of one. Most tests use fake engines; completions come from real
+ones."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ _TEXT: dict[str, Any] = {"ignore_eos": True, "temperature": 1.0}
 
 
 def _streams(count: int, **extra: Any) -> list[RequestSpec]:
-    """Of prompts that have nothing in common, so that they go round."""
+    """Streams whose prompts have nothing in common, so that they alternate between engines."""
     return [RequestSpec(body={**_TEXT, "prompt": chr(97 + i) * 40, "seed": i, **extra}) for i in range(count)]
 
 
@@ -31,46 +32,44 @@ def _of(server: Server, index: int, what: str) -> float:
 
 
 def _stopped(server: Server) -> list[int]:
-    """Engines that stand still."""
+    """The pids of stopped engines."""
     return [pid for pid in engine_pids(server) if is_stopped(pid)]
 
 
 @pytest.fixture
 def faults(tmp_path: Path) -> Faults:
-    """Of pair."""
+    """Faults that tests inject into `pair`."""
     return Faults(tmp_path / "faults")
 
 
 @pytest.fixture
 def pair(tmp_path: Path, weights: Path, faults: Faults) -> Iterator[Server]:
-    """Two fake engines with four slots each."""
+    """A service with two fake engines of four slots each."""
     flags = ("--replicas", "2", "--max-running", "4")
     server = start_server(tmp_path, weights, *flags, fake_ms=10, environment=faults.environment)
     yield server
     assert stop_server(server) == 0
 
 
-def test_a_crash_of_one_engine_is_a_pause_for_its_streams_and_nothing_for_the_others(
-    pair: Server, faults: Faults
-) -> None:
+def test_crash_of_one_engine_pauses_only_its_streams(pair: Server, faults: Faults) -> None:
     requests = [
         *_streams(5, max_tokens=300),
         RequestSpec(body={**_TEXT, "prompt": "f" * 40, "seed": 5, "max_tokens": 301}),
     ]
     expected = [answer.output() for answer in send_all(pair, requests)]
-    # It does not share free memory: all others have taken theirs, and a part of the rest may be too little to start.
+    # It does not divide the free memory: the other engines have theirs, and a share of the rest may be too small.
     faults.arm("fake.load", "stop", times=1, match="concurrent_loaders=0")
     faults.arm("engine.step", "stop", after=100, times=1, match="max_tokens=301,")
     with concurrent_requests(pair, requests) as answers:
         assert pair.wait_for(lambda: bool(_stopped(pair)))
-        (victim,) = _stopped(pair)  # half-way, and until we come
+        (victim,) = _stopped(pair)  # stops half-way until the test continues it
         (survivor,) = set(engine_pids(pair)) - {victim}
         os.kill(victim, signal.SIGKILL)
         assert pair.wait_for(lambda: bool(_stopped(pair)) and victim not in _stopped(pair))
         assert pair.metric("engine_restarts_total") == 1 and is_ready(pair)
         (newcomer,) = send_all(pair, [RequestSpec(body={**_TEXT, "prompt": "z", "max_tokens": 5, "seed": 1})])
         assert newcomer.status == 200
-        # Three end while the crashed engine's three stand still.
+        # Three streams end while the three of the crashed engine are paused.
         assert pair.wait_for(lambda: sum(b"event: done" in answer.body[-2000:] for answer in answers) == 3)
         assert {_of(pair, index, "ready") for index in (0, 1)} == {0, 1}
         assert is_ready(pair)
@@ -82,10 +81,10 @@ def test_a_crash_of_one_engine_is_a_pause_for_its_streams_and_nothing_for_the_ot
     assert is_clean(pair)
 
 
-def test_two_real_engines_say_what_one_says(tmp_path: Path, weights: Path, server: Server, faults: Faults) -> None:
-    """Requests to all endpoints, with choices, log-probabilities and shared prompts; each engine gets a share of them.
+def test_two_real_engines_give_the_output_of_one(tmp_path: Path, weights: Path, server: Server, faults: Faults) -> None:
+    """Requests to all endpoints with choices, log-probabilities and shared prompts, spread over both engines.
 
-    Each stops itself at its tenth step: however late we look, both have been at work.
+    Each engine stops itself at its tenth step, so that both are at work whenever the test looks.
     """
     one: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 30, "seed": 5}
     requests = [
