@@ -28,7 +28,7 @@ GONE = "http://127.0.0.1:9"
 
 
 def run(name: str, *arguments: str, key: str = "") -> subprocess.CompletedProcess[str]:
-    """With the standard library alone, as the examples promise: -I and -S leave everything else out."""
+    """Runs an example with the standard library only, as the examples promise: -I and -S exclude everything else."""
     variables = {**os.environ, "INKSTREAM_API_KEY": key, "PYTHONIOENCODING": "utf-8"}
     command = [sys.executable, "-S", "-I", "-X", "utf8", EXAMPLES / name, *arguments]
     done = subprocess.run(command, env=variables, capture_output=True, timeout=120)
@@ -40,16 +40,16 @@ def _expected(server: Server, **body: Any) -> str:
 
 
 @pytest.mark.parametrize("cuts", [[], [900], [2500], [1800, 700, 100, 900]])
-def test_the_client_prints_the_whole_text_however_often_the_connection_breaks(server: Server, cuts: list[int]) -> None:
+def test_client_prints_the_whole_completion_despite_broken_connections(server: Server, cuts: list[int]) -> None:
     expected = _expected(server, prompt="The moon", max_tokens=60, seed=3, ignore_eos=False)
     with cutting_proxy(server.url, *cuts) as (url, opened):
         done = run("resume.py", "The moon", "--url", url, "--max-tokens", "60", "--seed", "3")
     assert done.returncode == 0, done.stderr
     assert done.stdout == expected + "\n"
-    assert len(opened) == len(cuts) + 1, "each connection was needed"
+    assert len(opened) == len(cuts) + 1, "every connection must be used"
 
 
-def test_the_client_says_what_is_wrong(server: Server) -> None:
+def test_client_reports_errors(server: Server) -> None:
     refused = run("resume.py", "The moon", "--url", server.url, "--max-tokens", "-1")
     assert refused.returncode == 1 and refused.stderr.startswith("error: max_tokens")
     absent = run("resume.py", "The moon", "--url", GONE)
@@ -66,7 +66,7 @@ def test_keys_are_sent(serve: Services, tmp_path: Path) -> None:
 
 @pytest.fixture
 def files(tmp_path: Path) -> Iterator[str]:
-    """The address at which another server has the page."""
+    """The URL under which another server serves the page."""
     shutil.copy(EXAMPLES / "page.html", tmp_path)
     handler = partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
@@ -75,7 +75,7 @@ def files(tmp_path: Path) -> Iterator[str]:
         running.shutdown()
 
 
-def test_the_page_continues_its_text_from_another_origin(browser: Any, serve: Services, files: str) -> None:
+def test_page_completes_its_text_from_another_origin(browser: Any, serve: Services, files: str) -> None:
     server = serve("--allow-origin", files, fake_ms=1)
     page = browser.new_page()
     page.goto(f"{files}/page.html?service={server.url}")
@@ -84,11 +84,11 @@ def test_the_page_continues_its_text_from_another_origin(browser: Any, serve: Se
     assert len(page.locator("#text").input_value()) > len("Once upon a time")
     page.locator("#text").fill("a " * 600_000)
     page.locator("#go").click()
-    page.locator("#status", has_text="1048576").wait_for()  # the limit of a body, in the words of the service
+    page.locator("#status", has_text="1048576").wait_for()  # the service's message for a body beyond the limit
     page.close()
 
 
-def test_the_page_can_be_stopped(browser: Any, serve: Services, files: str) -> None:
+def test_page_can_be_stopped(browser: Any, serve: Services, files: str) -> None:
     server = serve("--allow-origin", files, fake_ms=200)
     page = browser.new_page()
     page.goto(f"{files}/page.html?service={server.url}")
@@ -99,5 +99,5 @@ def test_the_page_can_be_stopped(browser: Any, serve: Services, files: str) -> N
     page.close()
 
 
-def test_the_page_has_forty_lines() -> None:
+def test_page_has_at_most_forty_lines() -> None:
     assert len((EXAMPLES / "page.html").read_text().splitlines()) <= 40
