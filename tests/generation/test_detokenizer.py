@@ -1,4 +1,5 @@
-"""Detokenizer: partial characters, stop strings, prompt boundaries; however tokens are split, one text comes out."""
+"""Detokenizer: partial characters, stop strings, prompt boundaries; the text does not depend on how tokens are
+split."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def _cut(data: Any, cuts: list[int]) -> list[Any]:
 
 
 @given(st.text(), st.binary(max_size=40), st.lists(st.integers(0, 80)))
-def test_bytes_cut_anywhere_decode_as_the_codec_decodes_them(text: str, noise: bytes, cuts: list[int]) -> None:
+def test_bytes_split_anywhere_decode_like_the_codec(text: str, noise: bytes, cuts: list[int]) -> None:
     data = text.encode("utf-8", "replace") + noise + b"ascii"
     ours, codec = StreamDecoder(), codecs.getincrementaldecoder("utf-8")(errors="replace")
     for piece in _cut(data, cuts):
@@ -55,7 +56,7 @@ def test_the_earliest_stop_wins_and_ties_go_to_the_longest(text: str, stops: lis
 
 
 @given(_LETTERS, st.sampled_from([["abba"], ["a", "bb"], ["b"]]), st.lists(st.integers()))
-def test_only_what_may_still_become_a_stop_is_held_back(text: str, stops: list[str], cuts: list[int]) -> None:
+def test_only_a_possible_beginning_of_a_stop_is_held_back(text: str, stops: list[str], cuts: list[int]) -> None:
     matcher, sent, seen = StopMatcher(stops), "", ""
     beginnings = {stop[:length] for stop in stops for length in range(len(stop))}
     for piece in _cut(text, cuts):
@@ -65,8 +66,8 @@ def test_only_what_may_still_become_a_stop_is_held_back(text: str, stops: list[s
             assert seen.removeprefix(sent) == max(filter(seen.endswith, beginnings), key=len)
 
 
-def test_long_stops_cost_a_token_no_more_than_short_ones() -> None:
-    """A request may name 16 stops of 256 characters, and the matcher runs on the event loop. Counts calls, not time."""
+def test_long_stops_cost_no_more_per_token_than_short_ones() -> None:
+    """A request may have 16 stops of 256 characters, and the matcher runs on the event loop. Counts calls, not time."""
 
     def calls(stops: list[str]) -> int:
         matcher, counts = StopMatcher(stops), Counter[str]()
@@ -88,7 +89,7 @@ EOS = PIECES.index(b"")
 
 
 class _Table:
-    """A tokenizer as far as a choice needs one."""
+    """The part of a tokenizer that an OutputChoice uses."""
 
     strips_first_space = False
 
@@ -112,7 +113,7 @@ def _run(
 
 
 def _echo(prompt: list[int], scored: int) -> PromptEcho:
-    """A prompt of which so many tokens have been scored."""
+    """The echo of a prompt of which `scored` tokens have been scored."""
     table: Any = _Table()
     text = b"".join(PIECES[t] for t in prompt).decode("utf-8", "replace")
     echo = PromptEcho(text, tuple(prompt), table, is_scored=True)
@@ -121,7 +122,7 @@ def _echo(prompt: list[int], scored: int) -> PromptEcho:
 
 
 def _expected(ids: list[int], rules: TextRules) -> tuple[str, str | None]:
-    """The text and the stop: the shortest prefix of tokens whose text holds a stop ends it at the earliest one.
+    """Expected text and stop: the shortest prefix of tokens whose text contains a stop ends at the earliest one.
 
     Text of the first min_tokens tokens is not searched.
     """
@@ -138,7 +139,7 @@ def _expected(ids: list[int], rules: TextRules) -> tuple[str, str | None]:
 
 
 def _complete(data: bytes) -> str:
-    """The characters that are certain after `data`: an unfinished one at its end may continue."""
+    """The characters that are final after `data`; an incomplete one at its end may continue."""
     return codecs.getincrementaldecoder("utf-8")("replace").decode(data)
 
 
@@ -158,10 +159,8 @@ _RULES = st.builds(
 
 
 @given(ids=_IDS | _PARTS, rules=_RULES | st.just(TextRules()), is_scored=st.booleans())
-def test_the_pieces_add_up_to_the_text_before_the_earliest_stop(
-    ids: list[int], rules: TextRules, is_scored: bool
-) -> None:
-    """Nearly all tokens take a faster path: those without scores, where there are no stops."""
+def test_pieces_add_up_to_the_text_before_the_earliest_stop(ids: list[int], rules: TextRules, is_scored: bool) -> None:
+    """Nearly all tokens take a faster path: tokens without scores in requests without stops."""
     choice, deltas = _run(ids, rules, FinishReason.LENGTH, is_scored=is_scored)
     text, stop = _expected(ids, rules)
     assert "".join(delta.text for delta in deltas) == text
@@ -184,7 +183,7 @@ def test_a_token_arrives_with_the_text_that_it_completes() -> None:
 
 
 @given(ids=_IDS, rules=_RULES, prompt=_IDS)
-def test_tokens_come_with_their_text_and_its_place(ids: list[int], rules: TextRules, prompt: list[int]) -> None:
+def test_token_details_have_text_and_offset(ids: list[int], rules: TextRules, prompt: list[int]) -> None:
     echo = _echo(prompt, len(prompt))
     choice, deltas = _run(ids, rules, FinishReason.LENGTH, echo)
     text = "".join(delta.text for delta in deltas)
@@ -206,7 +205,7 @@ def test_tokens_come_with_their_text_and_its_place(ids: list[int], rules: TextRu
 
 
 @given(ids=_IDS)
-def test_the_token_that_ends_a_text_counts_and_is_not_shown(ids: list[int]) -> None:
+def test_end_token_is_counted_but_not_shown(ids: list[int]) -> None:
     choice, deltas = _run([*ids, EOS], TextRules(eos_ids=frozenset({EOS})), FinishReason.STOP)
     assert "".join(d.text for d in deltas) == b"".join(PIECES[t] for t in ids).decode("utf-8", "replace")
     assert choice.n_tokens == len(ids) + 1
@@ -215,7 +214,7 @@ def test_the_token_that_ends_a_text_counts_and_is_not_shown(ids: list[int]) -> N
 
 
 @given(prompt=st.lists(st.integers(0, EOS - 1), min_size=1, max_size=100), part=st.floats(0, 1))
-def test_an_echo_that_must_end_early_tells_what_was_scored(prompt: list[int], part: float) -> None:
+def test_echo_that_ends_early_returns_the_scored_tokens(prompt: list[int], part: float) -> None:
     scored = max(1, round(part * len(prompt)))
     echo = _echo(prompt, scored)
     table: Any = _Table()
@@ -224,7 +223,7 @@ def test_an_echo_that_must_end_early_tells_what_was_scored(prompt: list[int], pa
     assert "".join(delta.text for delta in deltas) == echo.text
     assert [d.id for delta in deltas for d in delta.tokens] == prompt[:scored]
     assert all(len(delta.tokens) <= 8 and delta.index == 3 for delta in deltas)
-    assert choice.finish("timeout") == [], "the echo comes once"
+    assert choice.finish("timeout") == [], "the echo must appear once"
 
 
 WITH_A_SPACE_IN_FRONT = ("mistral", "llama2", "words", "unigram")
@@ -240,7 +239,7 @@ def _text(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> str:
 
 
 @pytest.mark.parametrize("kind", WITH_A_SPACE_IN_FRONT)
-def test_a_text_from_nothing_begins_without_a_space_and_one_that_goes_on_keeps_it(kind: str, tmp_path: Path) -> None:
+def test_leading_space_is_dropped_at_the_start_of_a_text_and_kept_after_a_prompt(kind: str, tmp_path: Path) -> None:
     save(KINDS[kind][0](), tmp_path)
     tokenizer = Tokenizer.load(tmp_path)
     (ids,) = tokenizer.encode_many(["the fox answered"])
@@ -249,7 +248,7 @@ def test_a_text_from_nothing_begins_without_a_space_and_one_that_goes_on_keeps_i
     assert _text(tokenizer, tokenizer.encode("the moon"), ids) == " the fox answered"
 
 
-def test_byte_level_text_is_what_the_tokens_say(tmp_path: Path) -> None:
+def test_byte_level_text_keeps_leading_spaces(tmp_path: Path) -> None:
     save(KINDS["gpt2"][0](), tmp_path)
     tokenizer = Tokenizer.load(tmp_path)
     (ids,) = tokenizer.encode_many([" the fox"])

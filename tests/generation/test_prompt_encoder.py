@@ -46,7 +46,7 @@ def _read(tokenizer: Tokenizer, **fields: Any) -> list[EncodedPrompt]:
 
 @pytest.mark.parametrize("names", NAMES)
 @pytest.mark.parametrize("kind", ["gpt2", "llama3"])
-def test_the_prefix_comes_first_then_the_suffix_then_the_middle(
+def test_infill_prompt_has_prefix_then_suffix_then_middle(
     kind: str, names: tuple[str, str, str], tmp_path: Path
 ) -> None:
     rust = KINDS[kind][0]()
@@ -60,7 +60,7 @@ def test_the_prefix_comes_first_then_the_suffix_then_the_middle(
     assert read.text == "the fox"
 
 
-def test_what_cannot_be_filled_in_is_refused(tmp_path: Path) -> None:
+def test_invalid_infill_requests_are_refused(tmp_path: Path) -> None:
     plain = Tokenizer.load(save(KINDS["gpt2"][0](), tmp_path))
     assert infill_tokens(plain) is None
     with pytest.raises(InvalidRequest, match="no fill-in-the-middle"):
@@ -77,7 +77,7 @@ def test_what_cannot_be_filled_in_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_served_model_fills_in(tmp_path: Path) -> None:
+def test_served_model_fills_in_the_middle(tmp_path: Path) -> None:
     weights = tiny_weights(tmp_path / "tiny", vocab_size=323)
     rust = RustTokenizer.from_file(str(weights / "tokenizer.json"))
     rust.add_special_tokens(list(NAMES[0]))
@@ -94,9 +94,7 @@ def test_a_served_model_fills_in(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["Once upon a time there was a fox. ", "a", "\u00e9\u4e2d ", "  \n", "x1 y22,"])
 @pytest.mark.parametrize("limit", [1, 10, 300])
-def test_the_end_of_a_long_prompt_is_the_same_whether_all_of_it_is_read_or_not(
-    weights: Path, text: str, limit: int
-) -> None:
+def test_truncated_long_prompt_equals_the_end_of_the_full_encoding(weights: Path, text: str, limit: int) -> None:
     tokenizer = Tokenizer.load(weights)
     prompt = text * (40_000 // len(text))
     (read,) = _read(tokenizer, prompts=[prompt], truncate_prompt_tokens=limit)
