@@ -1,4 +1,4 @@
-"""Grammar of a request's fields, and errors before anything is compiled."""
+"""Grammars from a request's fields, and errors that need no compilation."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def _nested(levels: int) -> dict[str, Any]:
     return schema
 
 
-def test_any_text_is_no_guide() -> None:
+def test_response_format_text_is_no_grammar() -> None:
     assert grammar_from("response_format", {"type": "text"}) is None
 
 
-def test_every_way_to_write_a_schema_means_the_same() -> None:
+def test_all_forms_of_a_schema_give_the_same_grammar() -> None:
     schema = {"type": "object", "properties": {"b": {}, "a": {}}}
     wrapped = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
     for grammar in (
@@ -40,18 +40,18 @@ def test_every_way_to_write_a_schema_means_the_same() -> None:
     ):
         found = _schema(grammar)
         assert found == schema
-        assert list(found["properties"]) == ["b", "a"], "the order of properties is the order of the text"
+        assert list(found["properties"]) == ["b", "a"], "the output must keep the order of properties"
     assert _schema(grammar_from("json_schema", True)) == _schema(grammar_from("json_schema", "true")) == {}
     assert _schema(grammar_from("response_format", {"type": "json_object"})) == {"type": "object"}
 
 
-def test_white_space_is_the_schemas_own_where_it_says_so() -> None:
+def test_schema_may_set_its_own_whitespace() -> None:
     grammar = grammar_from("json_schema", {"x-guidance": {"whitespace_pattern": "", "lenient": True}})
     assert grammar
     assert '"x-guidance": {"whitespace_pattern": "", "lenient": true}' in grammar.lark
 
 
-def test_a_regex_stays_inside_its_slashes() -> None:
+def test_slashes_in_a_regex_are_escaped() -> None:
     grammar = grammar_from("regex", "a/b\\/c\\\\/\n")
     assert grammar == Grammar("start: /a\\/b\\/c\\\\\\/\\n/", "regex")
 
@@ -59,7 +59,7 @@ def test_a_regex_stays_inside_its_slashes() -> None:
 @pytest.mark.parametrize(
     "text", ['start: "<[0]> @a stop="', "start: /<[0]> stop= %llguidance/", 'start: "a" # <[0]> @b\n']
 )
-def test_what_only_looks_like_a_token_is_text(text: str) -> None:
+def test_text_that_looks_like_a_special_token_is_accepted(text: str) -> None:
     assert grammar_from("grammar", text)
 
 
@@ -96,12 +96,12 @@ def test_what_only_looks_like_a_token_is_text(text: str) -> None:
         ),
     ],
 )
-def test_what_cannot_be_a_guide_is_refused_by_name(fields: dict[str, Any], field: str, message: str) -> None:
+def test_invalid_grammars_are_refused_by_field(fields: dict[str, Any], field: str, message: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         grammar_from(*next(iter(fields.items())))
     assert caught.value.param == field
     assert message in str(caught.value)
 
 
-def test_as_many_levels_as_are_allowed_pass() -> None:
+def test_schema_of_the_maximum_depth_is_accepted() -> None:
     assert grammar_from("json_schema", _nested(MAX_DEPTH))

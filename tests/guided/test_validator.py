@@ -46,9 +46,9 @@ async def _problem(checker: GrammarValidator, tenant: str = "", **fields: Any) -
 
 
 @async_test
-async def test_good_guides_pass_and_bad_ones_say_what_is_wrong(weights: Path) -> None:
+async def test_valid_grammars_pass_and_invalid_ones_give_a_reason(weights: Path) -> None:
     async with _validator(weights) as checker:
-        assert not checker.pids, "started only when needed"
+        assert not checker.pids, "the process must start only when needed"
         await _check(checker, regex="[ab]+/")
         await _check(checker, json_schema={"type": "object", "properties": {"a": {"$ref": "#"}}})
         await _check(checker, grammar='start: "(" start ")" | "x"')
@@ -65,7 +65,7 @@ async def test_good_guides_pass_and_bad_ones_say_what_is_wrong(weights: Path) ->
 
 
 @async_test
-async def test_a_bomb_is_refused_in_time_while_others_go_on_and_the_next_guide_is_checked_by_a_new_process(
+async def test_grammar_bomb_is_refused_in_time_and_a_new_process_checks_the_next_grammar(
     weights: Path,
 ) -> None:
     ticks = 0
@@ -89,21 +89,21 @@ async def test_a_bomb_is_refused_in_time_while_others_go_on_and_the_next_guide_i
 
 
 @async_test
-async def test_a_grammar_that_was_killed_is_refused_unseen_for_every_tenant_until_that_is_forgotten(
+async def test_timed_out_grammar_is_refused_for_every_tenant_until_the_entry_expires(
     weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checker = GrammarValidator(weights, seconds=0.3)
     assert "takes more than" in await _problem(checker, tenant="a", json_schema=SLOW)
-    await checker.close()  # nothing can be asked any more
+    await checker.close()  # no further question is possible
     assert "takes more than" in await _problem(checker, tenant="b", json_schema=SLOW)
     later = time.monotonic() + 301
     monkeypatch.setattr("app.guided.validator.time.monotonic", lambda: later)
-    with pytest.raises(EngineFailed, match="closed"):  # asked again: the machine may have been busy
+    with pytest.raises(EngineFailed, match="closed"):  # checked again, because the machine may have been busy
         await _check(checker, json_schema=SLOW)
 
 
 @async_test
-async def test_an_acceptance_is_known_to_its_own_tenant_only(weights: Path) -> None:
+async def test_accepted_grammars_are_cached_per_tenant(weights: Path) -> None:
     checker = GrammarValidator(weights, seconds=60)
     await _check(checker, tenant="a", regex="abc")
     await checker.close()
@@ -113,7 +113,7 @@ async def test_an_acceptance_is_known_to_its_own_tenant_only(weights: Path) -> N
 
 
 @async_test
-async def test_requests_of_one_tenant_for_one_grammar_share_a_question_and_leave_one_by_one(weights: Path) -> None:
+async def test_requests_of_one_tenant_for_one_grammar_share_a_check(weights: Path) -> None:
     async with _validator(weights) as checker:
         checked_tenants, call = [], checker._pool.call
 
@@ -124,27 +124,29 @@ async def test_requests_of_one_tenant_for_one_grammar_share_a_question_and_leave
         checker._pool.call = counted  # type: ignore[assignment]
         checks = [asyncio.create_task(_check(checker, tenant=t, regex="x+y")) for t in ("a", "a", "a", "b")]
         await asyncio.sleep(0)
-        checks[0].cancel()  # its check continues for the others
+        checks[0].cancel()  # the check continues for the other requests
         found = await asyncio.gather(*checks, return_exceptions=True)
         assert [type(one) for one in found] == [asyncio.CancelledError, type(None), type(None), type(None)]
         assert checked_tenants == ["a", "b"]
 
 
 @async_test
-async def test_a_guide_that_takes_more_memory_than_allowed_ends_the_process_and_nothing_else(weights: Path) -> None:
+async def test_grammar_beyond_the_memory_limit_ends_only_the_process(weights: Path) -> None:
     async with _validator(weights) as checker:
         assert "memory" in await _problem(checker, json_schema=SLOW)
         await _check(checker, regex="a")
 
 
 @async_test
-async def test_a_process_that_does_not_start_is_the_servers_fault(tmp_path: Path) -> None:
+async def test_process_that_does_not_start_is_a_server_error(tmp_path: Path) -> None:
     with pytest.raises(EngineFailed, match="does not start"):
         await _check(GrammarValidator(tmp_path, seconds=60), regex="a")
 
 
 @async_test
-async def test_without_the_extra_the_error_says_how_to_get_it(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_extra_is_reported_with_the_install_command(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("app.guided.validator.find_spec", lambda _: None)
     checker = GrammarValidator(weights, seconds=1)
     assert 'pip install "inkstream[guided]"' in await _problem(checker, regex="a")
