@@ -7,8 +7,8 @@ import sys
 
 from tests.support import ROOT
 
-# libuv loses it when another thread opens a file while it accepts. Here it loses it because the limit on descriptors
-# has come down to the reserved one, which therefore cannot be opened again: that needs no race.
+# libuv loses it when another thread opens a file during an accept. Here it loses it because the limit on descriptors
+# was lowered to the reserved one, which therefore cannot be opened again; this needs no race.
 _SERVICE = """
 import asyncio, os, resource, socket, sys, time
 import uvloop
@@ -51,7 +51,7 @@ async def main():
     for client in clients:
         client.setblocking(False)
         client.connect_ex(server.sockets[0].getsockname())
-    await asyncio.sleep(2.5 if is_monitored else 0.1)  # the monitor looks from time to time; the control spins
+    await asyncio.sleep(2.5 if is_monitored else 0.1)  # the monitor runs periodically; the control spins
     cpu, began = time.process_time(), time.monotonic()
     await asyncio.sleep(0.5)
     print((time.process_time() - cpu) / (time.monotonic() - began), flush=True)
@@ -62,8 +62,8 @@ uvloop.run(main())
 """
 
 
-def test_the_loop_sleeps_after_it_has_lost_its_reserved_descriptor() -> None:
-    """The control without the monitor spins."""
+def test_loop_sleeps_after_losing_its_reserved_descriptor() -> None:
+    """Without the monitor, the positive control spins."""
     command = [sys.executable, "-c", _SERVICE]
     services = [
         subprocess.Popen([*command, mode], cwd=ROOT, stdout=subprocess.PIPE, text=True)

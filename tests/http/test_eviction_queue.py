@@ -25,7 +25,7 @@ def _connections(most: int, of_one: int) -> ConnectionLimits:
     return ConnectionLimits(dataclasses.replace(LIMITS, connections=most, per_address=of_one))
 
 
-def test_the_idle_go_before_the_silent_and_those_before_half_a_head() -> None:
+def test_idle_connections_are_evicted_before_silent_ones_and_those_before_partial_heads() -> None:
     connections = _connections(5, 5)
     waits = [ReceivePhase.HEAD, ReceivePhase.NEW, ReceivePhase.NEW]
     waits += [ReceivePhase.LINGER, ReceivePhase.DONE]
@@ -45,7 +45,7 @@ def test_the_idle_go_before_the_silent_and_those_before_half_a_head() -> None:
     assert (cut["made_room"], cut["address"], cut["full"]) == (5, 1, 0)
 
 
-def test_the_address_with_the_most_gives_one_up() -> None:
+def test_address_with_the_most_connections_loses_one() -> None:
     queue = EvictionQueue()
     slow, *many = (_Transport() for _ in range(4))
     queue.put(slow, "slow", ReceivePhase.DONE)
@@ -54,10 +54,10 @@ def test_the_address_with_the_most_gives_one_up() -> None:
     assert queue.next_victim() is many[0]
     queue.remove(many[0])
     queue.remove(many[1])
-    assert queue.next_victim() is slow, "as many as the other, and for longer"
+    assert queue.next_victim() is slow, "both addresses have one; this one waits longer"
 
 
-def test_random_steps_against_a_plain_list() -> None:
+def test_random_steps_match_a_plain_list() -> None:
     rng = random.Random(7)
     queue = EvictionQueue()
     plain: dict[asyncio.Transport, tuple[ReceivePhase, int]] = {}
@@ -80,7 +80,7 @@ def test_random_steps_against_a_plain_list() -> None:
             assert first is min((each for each in plain if clients[each] == clients[first]), key=plain.__getitem__)
 
 
-def test_a_flood_at_the_limit_costs_microseconds_each() -> None:
+def test_connection_beyond_the_limit_costs_microseconds() -> None:
     connections = _connections(4096, 2048)
     began = time.process_time()
     for i in range(10_000):

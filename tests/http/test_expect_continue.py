@@ -1,4 +1,4 @@
-"""Expect: 100-continue: the interim answer is written at most once, and never after the connection has ended."""
+"""Expect: 100-continue: the interim response is sent at most once, and never after the connection has ended."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SLOW = dataclasses.replace(LIMITS, body_seconds=0.02)
 
 
 class _Application:
-    """Reads the body when it is released."""
+    """Reads the body when the test releases it."""
 
     def __init__(self, *, reads_at_once: bool) -> None:
         self._may_read = asyncio.Event()
@@ -74,7 +74,7 @@ def _serve(
         ((CHUNKED, FIN), []),
     ],
 )
-def test_nothing_follows_a_refusal_or_the_end_of_the_connection(
+def test_no_interim_response_follows_a_refusal_or_the_end_of_the_connection(
     packets: tuple[bytes, ...], statuses: list[int], reads_at_once: bool
 ) -> None:
     result = _serve(packets, reads_at_once=reads_at_once)
@@ -84,13 +84,13 @@ def test_nothing_follows_a_refusal_or_the_end_of_the_connection(
 
 
 @pytest.mark.parametrize("reads_at_once", [True, False], ids=["asks first", "asks later"])
-def test_a_body_that_never_comes_gets_408_and_nothing_after_it(reads_at_once: bool) -> None:
+def test_body_that_never_arrives_gets_only_a_408(reads_at_once: bool) -> None:
     result = _serve((LENGTH,), reads_at_once=reads_at_once, then=lambda application: application.release_late)
     assert (result.statuses, result.is_closed, result.log) == ([408], True, [])
     assert result.output.count(INTERIM) == reads_at_once
 
 
-def test_an_application_that_asks_after_a_reset_writes_nothing() -> None:
+def test_application_that_reads_after_a_reset_writes_nothing() -> None:
     result = _serve((LENGTH,), reads_at_once=False, then=lambda application: application.release_after_reset)
     assert (bytes(result.output), result.log) == (b"", [])
 
@@ -99,14 +99,12 @@ def test_an_application_that_asks_after_a_reset_writes_nothing() -> None:
     ("packets", "reads_at_once", "interim"),
     [
         ((LENGTH, b"hello"), True, 1),
-        ((LENGTH, b"hello"), False, 0),  # the body came without it
+        ((LENGTH, b"hello"), False, 0),  # the body arrived without it
         ((LENGTH + b"hello",), True, 0),
         ((LENGTH.replace(b"1.1", b"1.0"), b"hello"), True, 0),  # RFC 9110, 10.1.1
     ],
 )
-def test_the_interim_answer_is_sent_where_it_is_of_use(
-    packets: tuple[bytes, ...], reads_at_once: bool, interim: int
-) -> None:
+def test_interim_response_is_sent_only_if_useful(packets: tuple[bytes, ...], reads_at_once: bool, interim: int) -> None:
     result = _serve(packets, reads_at_once=reads_at_once)
     assert result.output.count(INTERIM) == interim
     assert set(result.statuses) == {200} and not result.log

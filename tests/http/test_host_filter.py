@@ -1,4 +1,4 @@
-"""The host filter decides on each request by its own host, whatever was accepted before."""
+"""The host filter judges each request by its own host, whatever it accepted before."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def _accept(_scope: Scope, _receive: Receive, send: Send) -> None:
 
 @pytest.mark.parametrize("before", [None, *ACCEPTED])
 @async_test
-async def test_what_was_accepted_before_decides_nothing(before: bytes | None) -> None:
+async def test_earlier_accepted_hosts_do_not_matter(before: bytes | None) -> None:
     host_filter = RequestLogMiddleware(HostFilter(_accept, ["a.example"]))
     for refused in REFUSED:
         if before is not None:

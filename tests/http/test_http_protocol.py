@@ -36,7 +36,7 @@ def test_head_is_get_without_the_body(server: Server, path: str) -> None:
         b"POST /complete HTTP/1.1\r\nHost: x\r\n" + 2 * b"Transfer-Encoding: chunked\r\n" + b"\r\n0\r\n\r\n",
     ],
 )
-def test_what_is_no_http_gets_400_in_the_one_shape(server: Server, data: bytes) -> None:
+def test_malformed_http_gets_400_in_the_common_shape(server: Server, data: bytes) -> None:
     with connect(server) as connection:
         connection.sendall(data)
         output = read_all(connection)
@@ -45,14 +45,14 @@ def test_what_is_no_http_gets_400_in_the_one_shape(server: Server, data: bytes) 
     assert b"uvicorn" not in output
 
 
-def test_rubbish_behind_a_request_does_not_cost_its_answer(server: Server) -> None:
+def test_garbage_after_a_request_does_not_prevent_its_response(server: Server) -> None:
     with connect(server) as connection:
         connection.sendall(post({"prompt": "a", "max_tokens": 3, "stream": False}) + b"\0\1\2 rubbish\r\n\r\n")
         output = read_all(connection)
     assert output.count(b"HTTP/1.1 ") == 1 and status_of(output) == 200
 
 
-def test_a_compressed_body_is_refused_before_it_is_read(server: Server) -> None:
+def test_compressed_body_is_refused_before_it_is_read(server: Server) -> None:
     def send_body(coding: str) -> bytes:
         with connect(server) as connection:
             body = {"prompt": "a", "max_tokens": 1, "stream": False}
@@ -65,8 +65,9 @@ def test_a_compressed_body_is_refused_before_it_is_read(server: Server) -> None:
     assert status_of(send_body("identity")) == 200
 
 
-def test_a_request_hears_of_a_disconnect_while_another_one_waits_behind_it() -> None:
-    """uvicorn notifies only the last parsed request, whose turn may never come; the active request kept running."""
+def test_active_request_receives_the_disconnect_while_another_is_pipelined() -> None:
+    """uvicorn notified only the last parsed request, whose turn might never come, so the active request kept
+    running."""
     request = b"POST /complete HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
 
     async def run() -> list[bool]:
@@ -82,4 +83,4 @@ def test_a_request_hears_of_a_disconnect_while_another_one_waits_behind_it() -> 
         assert not result.log
         return [bool(received and received.is_complete) for received in result.requests]
 
-    assert uvloop.run(run()) == [False], "one request was started, and it received the disconnect"
+    assert uvloop.run(run()) == [False], "only the started request must receive the disconnect"

@@ -1,4 +1,4 @@
-"""Requests with an Idempotency-Key: joined while the first one runs, repeated after its end, computed once."""
+"""Requests with an Idempotency-Key: they join the first one while it runs, its response is repeated after its end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.async_test import async_test
 
 
 class _Application:
-    """Answers with `parts`, each when `step` is called; counts its calls, and those that saw a disconnect."""
+    """Sends `parts` one by one when `step` is called; counts its calls and the disconnects that it received."""
 
     def __init__(self, parts: tuple[bytes, ...] = (b"one", b"two"), status: int = 200) -> None:
         self.bodies: list[bytes] = []
@@ -52,7 +52,7 @@ class _Application:
 
 
 class _Client:
-    """One request on a connection of its own."""
+    """One request on its own connection."""
 
     def __init__(self, stack: Any, *, key: str | None = "k", body: bytes = b"{}", path: str = "/complete") -> None:
         self.received: list[Message] = []
@@ -107,7 +107,7 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 
 @async_test
-async def test_two_requests_with_one_key_are_computed_once_and_get_the_same_bytes() -> None:
+async def test_requests_with_one_key_are_computed_once_and_get_the_same_bytes() -> None:
     app = _Application()
     stack = _stack(app)
     first = _Client(stack)
@@ -123,7 +123,7 @@ async def test_two_requests_with_one_key_are_computed_once_and_get_the_same_byte
 
 
 @async_test
-async def test_a_finished_response_is_repeated_for_a_while_only() -> None:
+async def test_finished_response_is_repeated_for_a_limited_time() -> None:
     app = _Application()
     stack = _stack(app, seconds=0.05)
     app.step(4)
@@ -138,7 +138,7 @@ async def test_a_finished_response_is_repeated_for_a_while_only() -> None:
 
 
 @async_test
-async def test_the_application_is_cancelled_when_the_last_connection_leaves_and_not_before() -> None:
+async def test_application_is_cancelled_only_when_the_last_connection_closes() -> None:
     app = _Application()
     stack = _stack(app)
     clients = [_Client(stack), _Client(stack)]
@@ -155,7 +155,7 @@ async def test_the_application_is_cancelled_when_the_last_connection_leaves_and_
 
 
 @async_test
-async def test_a_key_belongs_to_one_body_one_path_and_to_requests_that_send_it() -> None:
+async def test_key_is_bound_to_one_body_and_path() -> None:
     app = _Application()
     stack = _stack(app)
     app.step(8)
@@ -170,7 +170,7 @@ async def test_a_key_belongs_to_one_body_one_path_and_to_requests_that_send_it()
 
 
 @async_test
-async def test_a_response_too_long_to_repeat_is_refused_while_it_runs() -> None:
+async def test_response_too_long_to_repeat_refuses_later_requests_while_it_runs() -> None:
     app = _Application(parts=(b"x" * 101, b"end"))
     stack = _stack(app)
     first = _Client(stack)
@@ -189,7 +189,7 @@ async def test_a_response_too_long_to_repeat_is_refused_while_it_runs() -> None:
 
 
 @async_test
-async def test_an_error_is_not_kept() -> None:
+async def test_error_responses_are_not_repeated() -> None:
     app = _Application(status=503)
     stack = _stack(app)
     app.step(4)
@@ -201,7 +201,7 @@ async def test_an_error_is_not_kept() -> None:
 
 
 @async_test
-async def test_every_connection_learns_of_a_failure() -> None:
+async def test_every_connection_gets_a_failure() -> None:
     async def app(_scope: Scope, receive: Receive, _send: Send) -> None:
         await receive()
         await asyncio.sleep(0.01)
@@ -214,7 +214,7 @@ async def test_every_connection_learns_of_a_failure() -> None:
 
 
 @async_test
-async def test_a_connection_that_does_not_read_does_not_stop_another_one() -> None:
+async def test_stalled_connection_does_not_block_another() -> None:
     app = _Application(parts=(b"x" * 60,) * 50)
     stack = _stack(app, replay_bytes=100)
     slow, fast = _Client(stack), _Client(stack)
@@ -225,7 +225,7 @@ async def test_a_connection_that_does_not_read_does_not_stop_another_one() -> No
     assert len(fast.text) == 60 * 50
     slow.is_reading.set()
     await slow.task
-    assert slow.text.strip(b"x") == b"" and len(slow.text) < 60 * 50, "it ends incomplete, because the rest is gone"
+    assert slow.text.strip(b"x") == b"" and len(slow.text) < 60 * 50, "incomplete, because the rest is no longer kept"
 
 
 @async_test
@@ -243,7 +243,7 @@ async def test_the_application_waits_for_a_slow_reader() -> None:
 
 
 @async_test
-async def test_a_body_beyond_the_limit_goes_to_the_application_whole() -> None:
+async def test_body_beyond_the_limit_reaches_the_application_complete() -> None:
     app = _Application()
     app.step(2)
     client = _Client(_stack(app, max_body_bytes=3), body=b"12345678")
@@ -253,7 +253,7 @@ async def test_a_body_beyond_the_limit_goes_to_the_application_whole() -> None:
 
 @pytest.mark.parametrize("key", ["", "k" * 256])
 @async_test
-async def test_a_bad_key_is_refused(key: str) -> None:
+async def test_invalid_key_is_refused(key: str) -> None:
     app = _Application()
     client = _Client(_stack(app), key=key)
     await client.task

@@ -1,4 +1,4 @@
-"""JSON answers that are encoded while they are sent."""
+"""JSON responses that are encoded while they are sent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from app.http.response_model import JsonStream, LazyArray
 
 
 def _sent(numbers: int, *, disconnects: bool = False) -> tuple[list[dict[str, Any]], list[int]]:
-    """The ASGI messages of an answer, and how many of them were sent when its close() was called, each time."""
+    """The ASGI messages of a response, and for each call of close() how many of them were sent before it."""
     messages: list[dict[str, Any]] = []
     closed: list[int] = []
 
@@ -33,16 +33,16 @@ def _sent(numbers: int, *, disconnects: bool = False) -> tuple[list[dict[str, An
 
 
 @pytest.mark.parametrize("numbers", [3, 20_000])
-def test_an_answer_is_whole_and_closed_once(numbers: int) -> None:
+def test_response_is_complete_and_closed_once(numbers: int) -> None:
     messages, closed = _sent(numbers)
     content = b"".join(message.get("body", b"") for message in messages)
     assert json.loads(content) == {"numbers": [*range(numbers)] * 3}
     assert not messages[-1]["more_body"]
-    # A long answer's last message is empty: a client that has it may send its next request.
+    # A long response ends with an empty message: a client that has received it may send its next request.
     assert closed == [len(messages) if numbers == 3 else len(messages) - 1]
 
 
-def test_an_answer_whose_client_leaves_is_closed_once() -> None:
+def test_response_with_a_disconnected_client_is_closed_once() -> None:
     messages, closed = _sent(20_000, disconnects=True)
     assert len(closed) == 1
     assert messages[-1].get("more_body")

@@ -1,4 +1,4 @@
-"""Levels of the request log: what says nothing new is logged at debug."""
+"""Levels of the request log: routine requests are logged at debug."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _app() -> FastAPI:
     [
         ("/probe/200", 200, logging.DEBUG),
         ("/probe/304", 304, logging.DEBUG),
-        ("/probe/503", 503, logging.DEBUG),  # not ready: the service has logged why
+        ("/probe/503", 503, logging.DEBUG),  # not ready: the service has logged the reason
         ("/probe/500", 500, logging.INFO),
         ("/file/x", 404, logging.INFO),
         ("/completion/ready", 200, logging.INFO),

@@ -1,4 +1,4 @@
-"""Traces of requests, as a collector on loopback gets them from a service."""
+"""Traces of requests, as a collector on loopback receives them from a service."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ def _post(server: Server, headers: dict[str, str] | None = None, **body: Any) ->
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
-def test_a_request_is_one_span_with_its_phases_below(traced: Server, collector: Collector, is_streamed: bool) -> None:
+def test_request_is_one_span_with_its_phases_as_children(
+    traced: Server, collector: Collector, is_streamed: bool
+) -> None:
     before = time.time_ns()
     headers = {"traceparent": SAMPLED, "tracestate": "vendor=1", "baggage": "secret=word"}
     response = _post(traced, headers, stream=is_streamed, n=2)
@@ -91,7 +93,7 @@ def test_a_request_is_one_span_with_its_phases_below(traced: Server, collector: 
     assert phases["decode"].end - phases["decode"].start > 4e6, "four more steps of 2 ms"
 
 
-def test_sampling_and_context_are_honoured(traced: Server, collector: Collector) -> None:
+def test_sampling_flag_and_trace_context_are_respected(traced: Server, collector: Collector) -> None:
     _post(traced, {"traceparent": NOT_SAMPLED})
     broken = _post(traced, {"traceparent": "00-no-01"})
     span = _of(collector, "POST /complete", _id(broken))
@@ -102,8 +104,8 @@ def test_sampling_and_context_are_honoured(traced: Server, collector: Collector)
     assert NOT_SAMPLED.split("-")[1] not in {span.trace_id for span in collector.spans}
 
 
-def test_refused_requests_and_other_routes(traced: Server, collector: Collector) -> None:
-    """What is refused before it began has a span and no completion; probes and unknown paths have none."""
+def test_refused_requests_have_a_span_and_other_routes_have_none(traced: Server, collector: Collector) -> None:
+    """Requests refused before they started have a span and no completion; probes and unknown paths have none."""
     for path in ("/health/ready", "/metrics", "/", "/unknown"):
         httpx.get(f"{traced.url}{path}")
     invalid = _post(traced, min_tokens=9)
@@ -116,9 +118,7 @@ def test_refused_requests_and_other_routes(traced: Server, collector: Collector)
     assert {span.name for span in collector.spans if not span.parent} <= {"POST /complete", "POST /tokenize"}
 
 
-def test_a_resumed_stream_ends_its_first_span_and_has_one_that_points_to_it(
-    traced: Server, collector: Collector
-) -> None:
+def test_resumed_stream_has_a_new_span_linked_to_the_first(traced: Server, collector: Collector) -> None:
     body = {"prompt": "Once", "max_tokens": 400}
     with httpx.stream("POST", f"{traced.url}/complete", json=body, timeout=60) as response:
         name = _id(response)
@@ -134,7 +134,7 @@ def test_a_resumed_stream_ends_its_first_span_and_has_one_that_points_to_it(
     assert first.attributes["gen_ai.usage.output_tokens"] == 400
 
 
-def test_a_crash_of_the_engine_is_an_event_and_no_error(traced: Server, collector: Collector) -> None:
+def test_engine_crash_is_an_event_and_no_error(traced: Server, collector: Collector) -> None:
     body = {"prompt": "Once", "max_tokens": 500}
     with httpx.stream("POST", f"{traced.url}/complete", json=body, timeout=60) as response:
         pieces = response.iter_bytes()
@@ -151,7 +151,7 @@ def _command(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text()
 
 
-def test_histograms_point_to_a_trace_and_so_does_the_log(traced: Server, collector: Collector) -> None:
+def test_histograms_and_the_log_refer_to_the_trace(traced: Server, collector: Collector) -> None:
     response = _post(traced)
     trace = _of(collector, "POST /complete", _id(response)).trace_id
     page = httpx.get(f"{traced.url}/metrics", headers={"Accept": "application/openmetrics-text"}).text
@@ -170,7 +170,7 @@ def test_spans_of_the_last_requests_are_exported_before_the_service_ends(serve: 
     assert _of(collector, "POST /complete", name).resource["service.name"] == "other"
 
 
-def test_a_collector_that_is_away_delays_nothing(serve: Services) -> None:
+def test_unreachable_collector_delays_nothing(serve: Services) -> None:
     server = serve("--traces", fake_ms=1, environment={**FAST, ENDPOINT: "http://127.0.0.1:9"})
     assert _post(server).status_code == 200
     began = time.monotonic()
@@ -180,7 +180,7 @@ def test_a_collector_that_is_away_delays_nothing(serve: Services) -> None:
     assert "Traceback" not in server.log.read_text()
 
 
-def test_missing_packages_are_one_clear_line_that_names_the_extra() -> None:
+def test_missing_packages_are_one_line_that_names_the_extra() -> None:
     code = "import sys; sys.modules['opentelemetry.sdk'] = None; from app.__main__ import main; sys.exit(main())"
     command = [sys.executable, "-c", code, "serve", "--port", "0", "--traces"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -14,9 +14,7 @@ from tests.support.async_test import async_test
 @pytest.mark.parametrize("disconnect_after", [1, 2, 3, 4, 5, 6, 99])
 @pytest.mark.parametrize("turns", range(12))
 @async_test
-async def test_what_the_work_has_made_is_returned_whenever_client_or_caller_go(
-    turns: int, disconnect_after: int
-) -> None:
+async def test_result_is_returned_whenever_client_or_caller_leave(turns: int, disconnect_after: int) -> None:
     made, got, rest = [], [], []
 
     async def work() -> str:
@@ -44,12 +42,12 @@ async def test_what_the_work_has_made_is_returned_whenever_client_or_caller_go(
         calling.cancel()
     await asyncio.gather(calling, return_exceptions=True)
     assert made == got
-    assert is_cancelled or rest, "the disconnect cancelled what came after the work"
+    assert is_cancelled or rest, "the disconnect cancelled code after the work"
     assert calling.cancelled() == (not rest)
 
 
 @async_test
-async def test_work_that_does_not_wait_needs_no_task_and_no_message() -> None:
+async def test_work_without_awaits_needs_no_task_and_no_message() -> None:
     async def work(error: Exception | None = None) -> str:
         if error:
             raise error
@@ -66,7 +64,7 @@ async def test_work_that_does_not_wait_needs_no_task_and_no_message() -> None:
 
 
 @async_test
-async def test_work_that_waits_gets_results_and_errors_of_what_it_waits_for() -> None:
+async def test_work_receives_results_and_errors_of_its_awaits() -> None:
     async def work() -> list[object]:
         got: list[object] = []
         for wait in (asyncio.sleep(0, "a"), asyncio.wait_for(asyncio.Event().wait(), 0.001), asyncio.sleep(0, "b")):
@@ -84,7 +82,7 @@ async def test_work_that_waits_gets_results_and_errors_of_what_it_waits_for() ->
 
 
 @async_test
-async def test_a_cancellation_of_the_caller_is_no_disconnect() -> None:
+async def test_cancellation_of_the_caller_is_not_a_disconnect() -> None:
     async def receive() -> Message:
         return {"type": "http.disconnect"}
 
@@ -94,13 +92,13 @@ async def test_a_cancellation_of_the_caller_is_no_disconnect() -> None:
 
     calling = asyncio.ensure_future(call())
     await asyncio.sleep(0)
-    calling.cancel()  # in the same turn as the disconnect
+    calling.cancel()  # in the same turn of the event loop as the disconnect
     await asyncio.gather(calling, return_exceptions=True)
     assert calling.cancelled()
 
 
 @async_test
-async def test_a_disconnect_ends_the_work_and_leaves_no_cancellation() -> None:
+async def test_disconnect_ends_the_work_and_leaves_no_pending_cancellation() -> None:
     async def receive() -> Message:
         return {"type": "http.disconnect"}
 

@@ -1,6 +1,6 @@
 """The undocumented code of uvicorn and httptools that app/http builds on: http_protocol.UVICORN_INTERNALS names it.
 
-uvicorn promises nothing about it. A test fails where a new version changes it, before a client notices.
+uvicorn promises nothing about it. A test fails if a new version changes it, before a client notices.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DIGESTS = {
 }
 """SHA-256 of the source files of uvicorn 0.54.0 and httptools 0.9.0, shortened."""
 USERS = {
-    # Our class, and how its source names an object of uvicorn's or httptools' class.
+    # Our class, and the name in its source for an object of uvicorn's or httptools' class.
     "uvicorn.protocols.http.httptools_impl.HttpToolsProtocol": [(HttpProtocol, "self", "super()")],
     "uvicorn.protocols.http.httptools_impl.RequestResponseCycle": [
         (HttpProtocol, "self.cycle", "self._running", "cycle"),
@@ -53,7 +53,7 @@ USERS = {
 
 
 def _members(owner: Any) -> set[str]:
-    """Methods, fields and attributes that methods set."""
+    """Methods, fields, and attributes that methods set."""
     set_in_methods = set() if owner is httptools.HttpRequestParser else _attributes(owner, "self")
     return {name for name in {*dir(owner), *set_in_methods} if not name.startswith("__")}
 
@@ -64,7 +64,7 @@ def _attributes(owner: Any, *objects: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", UVICORN_INTERNALS)
-def test_the_list_names_what_we_use_and_nothing_else(name: str) -> None:
+def test_list_names_exactly_the_internals_in_use(name: str) -> None:
     used = set[str]()
     for ours, *objects in USERS[name]:
         used |= _attributes(ours, *objects)
@@ -86,7 +86,7 @@ def test_no_other_class_of_uvicorn_is_used() -> None:
 
 
 @pytest.mark.parametrize("name", DIGESTS)
-def test_the_code_is_the_one_that_we_read(name: str) -> None:
+def test_internals_are_unchanged(name: str) -> None:
     module = pydoc.locate(name)
     path = Path(module.__file__ or "")  # type: ignore[union-attr]
     source = path if path.suffix == ".py" else path.parent / "parser.pyx"
