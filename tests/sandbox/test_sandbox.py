@@ -1,4 +1,4 @@
-"""The sandboxed worker: answers, limits, and complete cleanup."""
+"""The sandboxed worker: results, limits, and complete cleanup."""
 
 from __future__ import annotations
 
@@ -24,39 +24,39 @@ def _find_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Pool(SandboxPool):
-    """One tenant's questions."""
+    """A pool with the questions of one tenant."""
 
     def __init__(self, seconds: float = 60.0) -> None:
         super().__init__("tests.support.sandbox_echo", seconds=seconds, max_jobs=6)
 
     async def aclose(self) -> None:
-        """For contextlib.aclosing()."""
+        """Closes the pool; contextlib.aclosing() calls it."""
         self.close()
 
     async def put(self, question: bytes) -> bytes:
-        """The answer."""
+        """Sends a question; returns the answer."""
         return await self.call(question, WorkAccount())
 
     def allow(self, seconds: float) -> None:
-        """For the next questions alone: others may be late on a machine that is busy."""
+        """Sets the time limit of the next questions; a low limit for all would fail on a busy machine."""
         self._seconds = seconds
 
 
 @async_test
-async def test_one_child_answers_question_after_question_of_any_size() -> None:
+async def test_one_child_answers_successive_questions_of_any_size() -> None:
     async with aclosing(Pool()) as pool:
         assert not pool.pids
         for question in (b"", b"a", b"b" * 300_000):
             assert await pool.put(question) == question
         first = set(pool.pids)
         assert await asyncio.gather(*(pool.put(bytes([i])) for i in range(3))) == [b"\0", b"\1", b"\2"]
-        assert await pool.put(b"print") == b"print", "what the child prints is no answer"
+        assert await pool.put(b"print") == b"print", "output printed by the child must not count as an answer"
         assert first <= set(pool.pids), "no child was replaced"
         assert b"INKSTREAM" not in await pool.put(b"environment")
 
 
 @async_test
-async def test_a_child_that_did_not_start_is_started_again_although_another_runs(
+async def test_child_that_failed_to_start_is_restarted_while_another_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     failures = [EngineFailed("the first one does not start")]
@@ -77,7 +77,7 @@ async def test_a_child_that_did_not_start_is_started_again_although_another_runs
 
 
 @async_test
-async def test_a_question_that_never_ends_is_killed_and_the_next_one_answered() -> None:
+async def test_endless_question_is_killed_and_the_next_one_answered() -> None:
     async with aclosing(Pool()) as pool:
         assert int(await pool.put(b"pid")) in pool.pids
         while len(before := set(pool.pids)) < 2:  # noqa: ASYNC110 - another child starts meanwhile
@@ -94,7 +94,7 @@ async def test_a_question_that_never_ends_is_killed_and_the_next_one_answered() 
 
 @pytest.mark.parametrize("question", [b"exit 3", b"grow 16777217"])
 @async_test
-async def test_a_child_that_dies_or_says_too_much_gives_no_answer(question: bytes) -> None:
+async def test_child_that_dies_or_exceeds_the_answer_limit_is_an_error(question: bytes) -> None:
     async with aclosing(Pool()) as pool:
         with pytest.raises(SandboxError):
             await pool.put(question)
@@ -102,7 +102,7 @@ async def test_a_child_that_dies_or_says_too_much_gives_no_answer(question: byte
 
 
 @async_test
-async def test_a_child_gets_no_more_memory_and_writes_no_files(tmp_path: Path) -> None:
+async def test_child_has_limited_memory_and_cannot_write_files(tmp_path: Path) -> None:
     async with aclosing(Pool()) as pool:
         assert await pool.put(b"hold 50000000") == b"50000000"
         assert await pool.put(b"hold 300000000") == b"MemoryError"
@@ -110,7 +110,7 @@ async def test_a_child_gets_no_more_memory_and_writes_no_files(tmp_path: Path) -
 
 
 @async_test
-async def test_an_abandoned_answer_is_not_taken_for_the_next_one() -> None:
+async def test_abandoned_answer_is_not_mistaken_for_the_next_one() -> None:
     async with aclosing(Pool()) as pool:
         await pool.put(b"hello")
         asking = asyncio.create_task(pool.put(b"sleep 10"))
@@ -120,7 +120,7 @@ async def test_an_abandoned_answer_is_not_taken_for_the_next_one() -> None:
 
 
 @async_test
-async def test_no_more_questions_wait_than_may() -> None:
+async def test_number_of_waiting_questions_is_bounded() -> None:
     async with aclosing(Pool()) as pool:
         open_ones = [asyncio.create_task(pool.put(b"sleep 0.2")) for _ in range(3)]
         await asyncio.sleep(0)
@@ -130,18 +130,18 @@ async def test_no_more_questions_wait_than_may() -> None:
         assert await pool.put(b"hello") == b"hello"
 
 
-def test_a_child_ends_with_its_parent_or_shortly_after() -> None:
-    """The pipe's end is enough for a child that waits; one that spins has its alarm."""
+def test_child_ends_with_or_soon_after_its_parent() -> None:
+    """A waiting child ends with its pipe; a spinning one is ended by its alarm."""
 
     async def pid_of_a_child(question: bytes) -> int:
         pool = Pool(seconds=0.2)
-        pool.allow(60.0)  # the child knows the shorter one
+        pool.allow(60.0)  # the child has the shorter limit
         await pool.put(b"hello")
         child = pool._sandbox._idle[0]
         pid, process = child.pid, child._process
         assert pid and process and process.stdin
         process.stdin.write(len(question).to_bytes(4, "little") + question)
-        process.stdin.close()  # what a child sees when its parent is killed
+        process.stdin.close()  # what a child reads when its parent is killed
         code = await asyncio.to_thread(process.wait, 60)
         assert code == (0 if question == b"hello" else -signal.SIGALRM)
         pool.close()
