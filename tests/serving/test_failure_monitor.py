@@ -48,7 +48,7 @@ async def _fail(harness: MonitorHarness, times: int) -> None:
 
 
 @async_test
-async def test_failures_in_a_row_that_the_canary_shares_make_it_unready_until_the_canary_succeeds() -> None:
+async def test_consecutive_failures_with_a_failing_canary_make_the_service_unready_until_it_succeeds() -> None:
     async with _running() as harness:
         await _fail(harness, FAILURES - 1)
         assert not harness.canary_runs and not harness.monitor.problem
@@ -59,7 +59,7 @@ async def test_failures_in_a_row_that_the_canary_shares_make_it_unready_until_th
 
 
 @async_test
-async def test_one_success_is_enough() -> None:
+async def test_one_success_keeps_the_service_ready() -> None:
     async with _running() as harness:
         await _fail(harness, FAILURES - 1)
         harness.monitor.record_success()
@@ -73,7 +73,7 @@ async def test_one_success_is_enough() -> None:
 
 @pytest.mark.parametrize("canary", [True, None])
 @async_test
-async def test_a_canary_that_does_not_fail_keeps_it_ready_and_is_not_asked_too_often(canary: bool | None) -> None:
+async def test_succeeding_canary_keeps_the_service_ready_and_runs_rarely(canary: bool | None) -> None:
     async with _running() as harness:
         harness.canary = canary
         for _ in range(100):
@@ -83,7 +83,7 @@ async def test_a_canary_that_does_not_fail_keeps_it_ready_and_is_not_asked_too_o
 
 
 @async_test
-async def test_a_success_while_the_canary_runs_outweighs_it() -> None:
+async def test_success_during_a_failing_canary_keeps_the_service_ready() -> None:
     async with _running() as harness:
 
         async def succeed_meanwhile() -> bool:

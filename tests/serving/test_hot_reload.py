@@ -1,4 +1,4 @@
-"""Hot reload with scripted engines: which instance serves, which is closed, and the log."""
+"""Hot reload with scripted engines: which instance serves, which one is closed, and the log."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.servers import Server
 
 
 class FakeEngine:
-    """Loads when the test lets it."""
+    """An engine that loads when the test calls finish()."""
 
     def __init__(self) -> None:
         self.ready: Any = None
@@ -66,24 +66,24 @@ class FakeEngine:
         self._ready.set()
 
     def end(self) -> None:
-        """A crash that is not counted yet."""
+        """Simulates a crash that is not counted yet."""
         self.ready, self.phase = None, "restarting"
 
     def give_up(self, message: str) -> None:
         self._stopped.set_result(EngineStopped(message, 2))
 
 
-class House:
-    """A service with its reloader, whose engines are at the test's hand."""
+class ReloadHarness:
+    """A service and its reloader with scripted engines."""
 
     def __init__(self, weights: Path, *, watch: float = 0.0, drain: float = 60.0) -> None:
         self.weights = weights
         self.engines: list[FakeEngine] = []
-        self.noted: list[str] = []
+        self.outcomes: list[str] = []
         first = self._make()
         settings = Settings(weights=weights, watch=watch, request_timeout=drain, resume_seconds=0)
         self.service = Service(settings, first, TokenizerPool())
-        self.reloader = HotReload(self.service, self._make_later, self.noted.append)
+        self.reloader = HotReload(self.service, self._make_later, self.outcomes.append)
 
     def _make(self) -> ModelInstance:
         self.engines.append(FakeEngine())
@@ -104,20 +104,20 @@ class House:
 
 
 @asynccontextmanager
-async def _serving(house: House) -> AsyncIterator[House]:
-    """Serves its first weights; its tasks end with it, and so does every engine."""
-    house.service.instance.start()
-    tasks = [asyncio.create_task(house.service.load()), asyncio.create_task(house.reloader.run())]
-    house.engines[0].finish()
-    await house.service.wait_loaded()
+async def _serving(harness: ReloadHarness) -> AsyncIterator[ReloadHarness]:
+    """Runs the service with its first weights; at the end, asserts that no engine runs."""
+    harness.service.instance.start()
+    tasks = [asyncio.create_task(harness.service.load()), asyncio.create_task(harness.reloader.run())]
+    harness.engines[0].finish()
+    await harness.service.wait_loaded()
     try:
-        yield house
+        yield harness
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await house.service.close()
-        assert not house.running
+        await harness.service.close()
+        assert not harness.running
 
 
 async def _until(condition: Callable[[], bool]) -> None:
@@ -125,15 +125,15 @@ async def _until(condition: Callable[[], bool]) -> None:
         if condition():
             return
         await asyncio.sleep(0.01)
-    raise AssertionError("it did not happen within a minute")
+    raise AssertionError("the condition was false for a minute")
 
 
-async def _new_engine(house: House) -> FakeEngine:
-    """Asks for new weights; the engine that loads them."""
-    count = len(house.engines)
-    house.reloader.request_reload()
-    await _until(lambda: len(house.engines) > count and house.engines[-1].is_running)
-    return house.engines[-1]
+async def _new_engine(harness: ReloadHarness) -> FakeEngine:
+    """Requests a reload; returns the engine that loads the new weights."""
+    count = len(harness.engines)
+    harness.reloader.request_reload()
+    await _until(lambda: len(harness.engines) > count and harness.engines[-1].is_running)
+    return harness.engines[-1]
 
 
 @pytest.fixture
@@ -143,15 +143,15 @@ def directory(tmp_path: Path, weights: Path) -> Path:
 
 
 @async_test
-async def test_only_before_the_first_model_is_loaded_is_the_service_starting(directory: Path) -> None:
-    house = House(directory)
+async def test_service_is_starting_only_until_the_first_model_is_loaded(directory: Path) -> None:
+    harness = ReloadHarness(directory)
     with pytest.raises(Starting):
-        house.service.require_ready()
-    async with _serving(house):
-        house.service.require_ready()
-        house.engines[0].ready = None  # as after a crash
+        harness.service.require_ready()
+    async with _serving(harness):
+        harness.service.require_ready()
+        harness.engines[0].ready = None  # as after a crash
         with pytest.raises(NotReady) as refused:
-            house.service.require_ready()
+            harness.service.require_ready()
         assert not isinstance(refused.value, Starting)
 
 
@@ -165,168 +165,166 @@ async def test_only_before_the_first_model_is_loaded_is_the_service_starting(dir
     ],
 )
 @async_test
-async def test_whatever_is_wrong_with_new_weights_the_old_ones_stay(
+async def test_any_fault_of_new_weights_keeps_the_old_ones(
     directory: Path, fault: Callable[[FakeEngine], None], words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with _serving(House(directory)) as house:
-        old = house.service.instance
-        fault(await _new_engine(house))
-        await _until(lambda: house.running == [0])
-        assert house.service.instance is old and house.noted == ["refused"]
-        (await _new_engine(house)).finish()
-        await _until(lambda: house.running == [2])
+    async with _serving(ReloadHarness(directory)) as harness:
+        old = harness.service.instance
+        fault(await _new_engine(harness))
+        await _until(lambda: harness.running == [0])
+        assert harness.service.instance is old and harness.outcomes == ["refused"]
+        (await _new_engine(harness)).finish()
+        await _until(lambda: harness.running == [2])
     lines = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert len(lines) == 1 and words in lines[0] and "the old ones stay" in lines[0]
 
 
 @async_test
-async def test_an_unexpected_error_refuses_one_load_and_no_later_one(
-    directory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_unexpected_error_refuses_only_one_load(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
     def broken() -> ModelInstance:
-        raise RuntimeError("of a kind that no check of weights raises")
+        raise RuntimeError("unlike any error of a weights check")
 
-    async with _serving(House(directory)) as house:
-        house._make, make = broken, house._make  # type: ignore[method-assign]
-        house.reloader.request_reload()
-        await _until(lambda: house.noted == ["refused"])
-        house._make = make  # type: ignore[method-assign]
-        (await _new_engine(house)).finish()
-        await _until(lambda: house.running == [1])
+    async with _serving(ReloadHarness(directory)) as harness:
+        harness._make, make = broken, harness._make  # type: ignore[method-assign]
+        harness.reloader.request_reload()
+        await _until(lambda: harness.outcomes == ["refused"])
+        harness._make = make  # type: ignore[method-assign]
+        (await _new_engine(harness)).finish()
+        await _until(lambda: harness.running == [1])
     assert "the old ones stay: RuntimeError in the service" in caplog.text
 
 
 @async_test
-async def test_files_that_change_while_they_are_loaded_are_refused(directory: Path) -> None:
-    async with _serving(House(directory)) as house:
-        engine = await _new_engine(house)
+async def test_files_changed_during_the_load_are_refused(directory: Path) -> None:
+    async with _serving(ReloadHarness(directory)) as harness:
+        engine = await _new_engine(harness)
         (directory / "generation_config.json").write_text('{"temperature": 0.5}')
         engine.finish()
-        await _until(lambda: house.noted == ["refused"])
-        assert house.running == [0]
+        await _until(lambda: harness.outcomes == ["refused"])
+        assert harness.running == [0]
 
 
 @async_test
-async def test_however_often_it_is_asked_while_it_loads_it_loads_once_more(directory: Path) -> None:
-    async with _serving(House(directory)) as house:
-        engine = await _new_engine(house)
+async def test_reload_requests_during_a_load_cause_one_more_load(directory: Path) -> None:
+    async with _serving(ReloadHarness(directory)) as harness:
+        engine = await _new_engine(harness)
         for _ in range(5):
-            house.reloader.request_reload()
+            harness.reloader.request_reload()
         engine.finish()
-        await _until(lambda: len(house.engines) == 3)
-        house.engines[2].finish()
-        await _until(lambda: house.running == [2])
+        await _until(lambda: len(harness.engines) == 3)
+        harness.engines[2].finish()
+        await _until(lambda: harness.running == [2])
         await asyncio.sleep(0.2)
-        assert len(house.engines) == 3
+        assert len(harness.engines) == 3
 
 
 @async_test
 async def test_there_are_never_more_than_two_engines(directory: Path) -> None:
-    async with _serving(House(directory)) as house:
-        old = house.service.instance
+    async with _serving(ReloadHarness(directory)) as harness:
+        old = harness.service.instance
         old.acquire()
-        (await _new_engine(house)).finish()
-        await _until(lambda: house.service.instance is not old)
-        house.reloader.request_reload()
+        (await _new_engine(harness)).finish()
+        await _until(lambda: harness.service.instance is not old)
+        harness.reloader.request_reload()
         await asyncio.sleep(0.2)
-        assert house.running == [0, 1]
+        assert harness.running == [0, 1]
         old.release()
-        await _until(lambda: house.running == [1, 2])
+        await _until(lambda: harness.running == [1, 2])
 
 
 @async_test
-async def test_an_answer_that_never_ends_does_not_keep_old_weights_for_ever(directory: Path) -> None:
-    async with _serving(House(directory, drain=0.1)) as house:
-        old = house.service.instance
+async def test_endless_response_does_not_keep_old_weights_forever(directory: Path) -> None:
+    async with _serving(ReloadHarness(directory, drain=0.1)) as harness:
+        old = harness.service.instance
         old.acquire()
-        (await _new_engine(house)).finish()
-        await _until(lambda: house.running == [1])
-        error = house.engines[0].failed_with
+        (await _new_engine(harness)).finish()
+        await _until(lambda: harness.running == [1])
+        error = harness.engines[0].failed_with
         assert isinstance(error, NotReady) and "no longer served" in str(error)
 
 
 @async_test
-async def test_a_service_that_ends_while_it_loads_leaves_no_engine(directory: Path) -> None:
-    async with _serving(House(directory)) as house:
-        await _new_engine(house)
-        assert house.running == [0, 1]
-        # _serving asserts that none runs
+async def test_service_stopped_during_a_load_leaves_no_engine(directory: Path) -> None:
+    async with _serving(ReloadHarness(directory)) as harness:
+        await _new_engine(harness)
+        assert harness.running == [0, 1]
+        # _serving asserts that no engine runs
 
 
 @async_test
-async def test_a_draining_service_gives_a_load_up(directory: Path) -> None:
-    async with _serving(House(directory)) as house:
-        await _new_engine(house)
-        house.service.draining = True
-        await _until(lambda: house.running == [0])
+async def test_draining_service_aborts_a_load(directory: Path) -> None:
+    async with _serving(ReloadHarness(directory)) as harness:
+        await _new_engine(harness)
+        harness.service.draining = True
+        await _until(lambda: harness.running == [0])
 
 
 @pytest.mark.parametrize("watch", [0.0, 0.05])
 @async_test
-async def test_first_weights_that_changed_while_they_were_loaded_are_loaded_again_or_told_of(
+async def test_first_weights_changed_during_the_load_are_reloaded_or_logged(
     directory: Path, watch: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    house = House(directory, watch=watch)
+    harness = ReloadHarness(directory, watch=watch)
     (directory / "generation_config.json").write_text("{}")
-    async with _serving(house):
-        await _until(lambda: len(house.engines) == (2 if watch else 1))
+    async with _serving(harness):
+        await _until(lambda: len(harness.engines) == (2 if watch else 1))
         await asyncio.sleep(0.2)
     assert ("changed while they were loaded" in caplog.text) == (not watch)
 
 
 @async_test
-async def test_asking_while_the_first_weights_load_waits_for_them(directory: Path) -> None:
-    house = House(directory)
-    run = asyncio.create_task(house.reloader.run())
-    house.reloader.request_reload()
+async def test_reload_request_waits_for_the_first_weights(directory: Path) -> None:
+    harness = ReloadHarness(directory)
+    run = asyncio.create_task(harness.reloader.run())
+    harness.reloader.request_reload()
     await asyncio.sleep(0.1)
-    assert len(house.engines) == 1
+    assert len(harness.engines) == 1
     run.cancel()
     await asyncio.gather(run, return_exceptions=True)
 
 
 @async_test
-async def test_a_watched_directory_is_loaded_when_it_is_whole_and_quiet(
+async def test_watched_directory_is_loaded_when_complete_and_unchanged(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "inkstream")
     files = {path.name: path.read_bytes() for path in directory.iterdir()}  # noqa: ASYNC240
     write_files(directory, {MANIFEST_FILE: manifest_file(files)})
-    async with _serving(House(directory, watch=0.05)) as house:
+    async with _serving(ReloadHarness(directory, watch=0.05)) as harness:
         changed = {**files, "generation_config.json": b"{}"}
         (directory / "generation_config.json").write_bytes(b"{}")
         await asyncio.sleep(0.5)
-        assert len(house.engines) == 1, "half of a set was loaded"
-        assert caplog.text.count("not complete yet") == 1, "it is neither read nor logged again"
+        assert len(harness.engines) == 1, "an incomplete set of files was loaded"
+        assert caplog.text.count("not complete yet") == 1, "the incomplete set must be neither read nor logged again"
         write_files(directory, {MANIFEST_FILE: manifest_file(changed)})
-        await _until(lambda: len(house.engines) == 2)
-        house.engines[1].give_up("they are bad")
-        await _until(lambda: house.noted == ["refused"])
+        await _until(lambda: len(harness.engines) == 2)
+        harness.engines[1].give_up("they are bad")
+        await _until(lambda: harness.outcomes == ["refused"])
         await asyncio.sleep(0.5)
-        assert len(house.engines) == 2, "what was refused is tried again"
+        assert len(harness.engines) == 2, "refused weights must be tried again"
 
 
 @async_test
-async def test_a_link_that_leads_elsewhere_is_a_change_and_old_weights_keep_their_place(directory: Path) -> None:
+async def test_changed_link_triggers_a_reload_and_old_weights_keep_their_path(directory: Path) -> None:
     other = Path(shutil.copytree(directory, directory.with_name("other")))
     link = directory.with_name("current")
     link.symlink_to(directory.name)
-    async with _serving(House(link, watch=0.05)) as house:
-        old = house.service.instance
+    async with _serving(ReloadHarness(link, watch=0.05)) as harness:
+        old = harness.service.instance
         assert (old.weights, old.model_name) == (directory, "mine")
         new = link.with_name("next")
         new.symlink_to(other.name)
         new.replace(link)
-        await _until(lambda: len(house.engines) == 2)
-        house.engines[1].finish()
-        await _until(lambda: house.noted == ["switched"])
-        assert (house.service.instance.weights, house.service.model_name) == (other, "other")
+        await _until(lambda: len(harness.engines) == 2)
+        harness.engines[1].finish()
+        await _until(lambda: harness.outcomes == ["switched"])
+        assert (harness.service.instance.weights, harness.service.model_name) == (other, "other")
         assert old.weights == directory
-        assert house.service.is_model_name("mine") and house.service.is_model_name("other")
-        assert not house.service.is_model_name("current")
+        assert harness.service.is_model_name("mine") and harness.service.is_model_name("other")
+        assert not harness.service.is_model_name("current")
 
 
-def test_a_look_sees_replaced_files_and_ignores_unrelated_ones(directory: Path) -> None:
+def test_fingerprint_detects_replaced_files_and_ignores_unrelated_ones(directory: Path) -> None:
     before = take_fingerprint(directory)
     (directory / ".model.safetensors.1.tmp").write_bytes(b"half")
     (directory / "README.md").write_text("a card")
@@ -337,7 +335,7 @@ def test_a_look_sees_replaced_files_and_ignores_unrelated_ones(directory: Path) 
     assert take_fingerprint(directory / "nothing").files == ()
 
 
-def test_every_answer_names_its_weights(server: Server) -> None:
+def test_every_response_names_its_weights(server: Server) -> None:
     model = httpx.get(f"{server.url}/v1/models").json()["data"][0]
     version = model["weights_version"]
     fox: dict[str, Any] = {"prompt": "fox", "max_tokens": 2}
@@ -353,13 +351,13 @@ def test_every_answer_names_its_weights(server: Server) -> None:
         assert (answer.status_code, answer.headers["X-Weights-Version"]) == (200, version), path
     receipt = whole(server.url, prompt="fox", max_tokens=1)["receipt"]
     assert receipt["weights_version"] == version and receipt["numerics"].endswith("-float32")
-    assert "weights_revision" not in {**model, **receipt}, "which only a model of the Hub has"
+    assert "weights_revision" not in {**model, **receipt}, "only a model of the Hub has a commit"
     for chunk in chunks(server.url, prompt="fox", max_tokens=2):
         assert chunk["system_fingerprint"] == f"{version[:16]}-{receipt['numerics']}"
 
 
 @async_test
-async def test_a_parked_stream_whose_weights_are_closed_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_disconnected_stream_with_closed_weights_gets_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Receipt, "of", lambda _admitted: None)
     instance = SimpleNamespace(is_closed=False)
     stream = SimpleNamespace(is_open=True, wake=lambda: None)

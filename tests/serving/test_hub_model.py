@@ -1,4 +1,4 @@
-"""A model of a hub, served by its name."""
+"""A model of the Hub, served by its name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.servers import start_server, stop_server
 pytestmark = pytest.mark.slow
 
 
-def test_a_served_model_has_its_name_and_commit(tmp_path: Path, weights: Path) -> None:
+def test_served_hub_model_has_its_name_and_commit(tmp_path: Path, weights: Path) -> None:
     with fake_hub() as hub:
         hub.repositories["org/tiny"] = {path.name: path.read_bytes() for path in weights.iterdir()}
         commit = hub.commit("org/tiny")
@@ -39,7 +39,7 @@ def test_a_served_model_has_its_name_and_commit(tmp_path: Path, weights: Path) -
         assert stop_server(server) == 0
 
 
-def test_the_port_answers_while_a_model_downloads() -> None:
+def test_port_responds_while_a_model_downloads() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         with answer_not_ready(listener):
@@ -52,4 +52,4 @@ def test_the_port_answers_while_a_model_downloads() -> None:
             assert 'http-equiv="refresh"' in httpx.get(url, headers={"Accept": "text/html"}).text
         listener.setblocking(True)
         with socket.create_connection(listener.getsockname()[:2], timeout=5):
-            listener.accept()[0].close()  # it still listens, for the service
+            listener.accept()[0].close()  # the socket still listens for the service

@@ -1,4 +1,4 @@
-"""Native kernels in the real service: selected once, built in the background, named in every receipt, ended with it."""
+"""Native kernels in the real service: selected once, built in the background, named in receipts, stopped with it."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ BUILT = "native kernels are built: restart to use them"
 
 @pytest.fixture
 def slow(tmp_path: Path, stub_library: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCompiler:
-    """A compiler that blocks until a file called `go` exists."""
+    """A compiler that blocks until a file named `go` exists."""
     fake = fake_compiler(tmp_path, stub_library, before=f'while [ ! -e "{tmp_path / "go"}" ]; do sleep 0.1; done')
     monkeypatch.setenv("CXX", str(fake.path))
     return fake
 
 
 def _wait_for(server: Server, condition: Callable[[], bool]) -> None:
-    """For minutes: what builds has the lowest priority, and others may have both cores."""
+    """Waits for minutes: the build has the lowest priority, and other processes may use both cores."""
     assert server.wait_for(condition, 300), server.log.read_text()
 
 
@@ -54,7 +54,7 @@ def _leftovers(cache: Path) -> list[str]:
     return [path.name for path in cache.iterdir() if path.name != ".lock"]
 
 
-def test_a_service_without_kernels_builds_them_for_the_next_and_computes_with_torch_to_its_end(
+def test_service_without_kernels_uses_torch_and_builds_them_for_the_next_start(
     tmp_path: Path, weights: Path, slow: FakeCompiler
 ) -> None:
     cache = tmp_path / "cache"
@@ -68,11 +68,11 @@ def test_a_service_without_kernels_builds_them_for_the_next_and_computes_with_to
         assert (cache / BuildRecipe(level=this_level()).name).exists()
         os.kill(engine_pid(server), signal.SIGKILL)
         _wait_for_log(server, "ready: ", 2)
-        assert _numerics(server) == {"torch-bfloat16"}, "an engine that comes back computes as the one before it"
+        assert _numerics(server) == {"torch-bfloat16"}, "a restarted engine must compute like the one before it"
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_a_build_ends_with_the_service_and_leaves_nothing(
+def test_build_ends_with_the_service_and_leaves_no_files(
     tmp_path: Path, weights: Path, slow: FakeCompiler, is_killed: bool
 ) -> None:
     cache = tmp_path / "cache"
@@ -92,7 +92,7 @@ def _broken_compiler(folder: Path, library: Path) -> str:
 
 
 @pytest.mark.parametrize("is_missing", [False, True])
-def test_kernels_that_cannot_be_built_are_one_line_in_the_log(
+def test_failed_kernel_build_is_one_line_in_the_log(
     tmp_path: Path, weights: Path, stub_library: Path, monkeypatch: pytest.MonkeyPatch, is_missing: bool
 ) -> None:
     compiler = "/nonexistent" if is_missing else _broken_compiler(tmp_path, stub_library)
@@ -104,7 +104,7 @@ def test_kernels_that_cannot_be_built_are_one_line_in_the_log(
         _wait_for_log(server, missing if is_missing else failure)
 
 
-def test_kernels_that_are_there_compute_and_nothing_is_built(
+def test_existing_kernels_are_used_without_a_build(
     tmp_path: Path, weights: Path, native_library: Path, slow: FakeCompiler
 ) -> None:
     with running_server(tmp_path, weights, "--kernels", "auto", "--cache-dir", str(native_library.parent)) as server:
@@ -116,7 +116,7 @@ def test_kernels_that_are_there_compute_and_nothing_is_built(
 
 
 @pytest.mark.parametrize("is_missing", [False, True])
-def test_native_kernels_that_are_asked_for_in_vain_end_the_start(
+def test_unavailable_native_kernels_end_the_start_if_requested(
     tmp_path: Path, weights: Path, stub_library: Path, monkeypatch: pytest.MonkeyPatch, is_missing: bool
 ) -> None:
     monkeypatch.setenv("CXX", "/nonexistent" if is_missing else _broken_compiler(tmp_path, stub_library))

@@ -1,4 +1,4 @@
-"""The two processes: starts that fail, signals, the queue as a client sees it. Crashes, hangs and drains: R9 to R12."""
+"""The two processes: failed starts, signals, and the queue as a client sees it. Crashes, hangs, drains: R9 to R12."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ pytestmark = pytest.mark.slow
 LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 240, "ignore_eos": True, "seed": 7}
 
 
-def test_sigterm_to_the_whole_process_group_is_a_drain_too(tmp_path: Path, weights: Path) -> None:
+def test_sigterm_to_the_process_group_drains(tmp_path: Path, weights: Path) -> None:
     """systemd and `timeout` signal all processes."""
     faults = Faults(tmp_path / "faults")
     server = start_server(tmp_path, weights, fake_ms=1, environment=faults.environment)
     engine = engine_pid(server)
-    faults.arm("engine.step", "stop", after=120, times=1)  # however fast it is, the stream is open until SIGCONT
+    faults.arm("engine.step", "stop", after=120, times=1)  # keeps the stream open until SIGCONT
     with concurrent_requests(server, [RequestSpec(body=LONG)]) as (answer,):
         assert server.wait_for(lambda: is_stopped(engine))
         os.kill(engine, signal.SIGTERM)
@@ -44,25 +44,25 @@ def test_sigterm_to_the_whole_process_group_is_a_drain_too(tmp_path: Path, weigh
     assert server.process.wait(60) == 0
 
 
-def test_a_terminal_that_closes_does_not_end_a_service_under_nohup(tmp_path: Path, weights: Path) -> None:
+def test_closed_terminal_does_not_end_a_service_under_nohup(tmp_path: Path, weights: Path) -> None:
     ours, theirs = pty.openpty()
     server = start_server(tmp_path, weights, fake_ms=1, terminal=theirs, wrapper=("nohup",))
     os.close(theirs)
     os.close(ours)
-    assert server.wait_for(lambda: reloads(server, "switched") == 1), "the kernel has sent SIGHUP"
+    assert server.wait_for(lambda: reloads(server, "switched") == 1), "the kernel must send SIGHUP"
     assert stop_server(server) == 0
 
 
-def test_a_sigint_that_was_ignored_at_the_start_stays_ignored(tmp_path: Path, weights: Path) -> None:
-    """A script starts what it puts in the background so: Ctrl+C is for the script alone."""
+def test_sigint_ignored_at_startup_stays_ignored(tmp_path: Path, weights: Path) -> None:
+    """A script starts background processes like this; Ctrl+C is for the script only."""
     server = start_server(tmp_path, weights, fake_ms=1, wrapper=("sh", "-c", 'trap "" INT; exec "$@"', "sh"))
     server.process.send_signal(signal.SIGINT)
-    assert whole(server.url, prompt="Once", max_tokens=2)["choices"], "the signal was handled before this request"
+    assert whole(server.url, prompt="Once", max_tokens=2)["choices"], "the signal must be handled before this request"
     assert server.process.poll() is None and httpx.get(f"{server.url}/health/ready").status_code == 200
     assert stop_server(server) == 0
 
 
-def test_an_engine_that_cannot_be_started_ends_the_service(tmp_path: Path, weights: Path) -> None:
+def test_engine_that_cannot_start_ends_the_service(tmp_path: Path, weights: Path) -> None:
     sabotage = (
         "from app.engine_client.engine_pool import EngineClient as c; "
         "c.__init__.__kwdefaults__['command'] = ('/nonexistent',)"
@@ -72,7 +72,7 @@ def test_an_engine_that_cannot_be_started_ends_the_service(tmp_path: Path, weigh
     assert server.log.read_text().endswith("error: /nonexistent: cannot be run: No such file or directory\n")
 
 
-def test_a_folder_called_app_in_the_working_directory_does_not_matter(tmp_path: Path, weights: Path) -> None:
+def test_folder_named_app_in_the_working_directory_does_not_matter(tmp_path: Path, weights: Path) -> None:
     (tmp_path / "app").mkdir()
     (tmp_path / "app/__init__.py").write_text("raise RuntimeError('another package')")
     sabotage = f"import os; sys.path[0] = {str(ROOT)!r}; os.chdir({str(tmp_path)!r})"
@@ -95,7 +95,7 @@ def _with_defaults(folder: Path, weights: Path) -> Path:
         (["--weights", "DEFAULTS"], "generation_config.json: temperature"),
     ],
 )
-def test_what_only_the_start_finds_ends_it_with_one_clear_line_and_exit_code_two(
+def test_startup_errors_are_one_line_with_exit_code_two(
     flags: list[str], words: str, tmp_path: Path, weights: Path
 ) -> None:
     if "DEFAULTS" in flags:
@@ -103,7 +103,7 @@ def test_what_only_the_start_finds_ends_it_with_one_clear_line_and_exit_code_two
     assert words in _refused("--weights", str(weights), *flags).splitlines()[-1]
 
 
-def test_a_port_in_use_is_refused_with_the_process_that_has_it(server: Server, weights: Path) -> None:
+def test_port_in_use_is_refused_with_its_process(server: Server, weights: Path) -> None:
     port = int(server.url.rpartition(":")[2])
     text = _refused("--weights", str(weights), "--port", str(port))
     other = port + 1 if port < 65535 else 8000
@@ -112,7 +112,7 @@ def test_a_port_in_use_is_refused_with_the_process_that_has_it(server: Server, w
 
 
 def _refused(*flags: str) -> str:
-    """What a start says that ends by itself."""
+    """The error of a start that ends by itself."""
     command = [sys.executable, "-m", "app", "serve", "--port", "0", *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2 and "error: " in done.stderr and "Traceback" not in done.stderr
@@ -120,10 +120,8 @@ def _refused(*flags: str) -> str:
 
 
 @pytest.mark.parametrize("after", [0.05, 0.3, 0.7])
-def test_ctrl_c_during_the_start_leaves_no_traceback_and_no_process(
-    tmp_path: Path, weights: Path, after: float
-) -> None:
-    # So early that Python itself is still starting, its own handler answers: the time counts from when it is ours.
+def test_ctrl_c_during_startup_leaves_no_traceback_and_no_process(tmp_path: Path, weights: Path, after: float) -> None:
+    # While Python itself starts, its own handler runs: the time counts from when the handler is ours.
     program = "import sys; from app.__main__ import main; print('begun', flush=True); sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", program, "serve", "--port", "0", "--weights", str(weights)]
     with (
@@ -144,7 +142,7 @@ def test_a_model_with_a_padded_vocabulary_serves(tmp_path: Path) -> None:
         assert any(token["id"] >= 320 for token in answer["choices"][0]["tokens"])
 
 
-def test_a_request_in_the_queue_hears_its_position(tmp_path: Path, weights: Path) -> None:
+def test_queued_request_receives_its_position(tmp_path: Path, weights: Path) -> None:
     with running_server(tmp_path, weights, "--max-running", "1", fake_ms=1) as server:
         engine = engine_pid(server)
         os.kill(engine, signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""--replicas auto: nodes, memory and the model of a step's time."""
+"""--replicas auto: NUMA nodes, memory, and the estimate of a step's time."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def _settings(**more: Any) -> Settings:
 
 
 @pytest.mark.parametrize("changes", [{}, {"gated": False, "mlp_width": 0}, {"parallel_residual": True, "head_dim": 32}])
-def test_the_operations_read_every_weight_once(changes: dict[str, Any]) -> None:
-    """Matrices only; the tied embedding counts as the head."""
+def test_operations_read_every_weight_once(changes: dict[str, Any]) -> None:
+    """Matrices only; the tied embedding counts as the LM head."""
     config = tiny_config(**changes)
     read = sum(one.weight_bytes for one in operations(config, 8, 2))
     assert read == pytest.approx(2 * count_parameters(config), rel=0.01)
@@ -49,7 +49,7 @@ def test_the_operations_read_every_weight_once(changes: dict[str, Any]) -> None:
     assert sum(one.cache_bytes for one in operations(config, 8, 2, 100)) == 8 * 100 * 2 * config.kv_elements_per_token
 
 
-def test_threads_help_until_tasks_or_the_memory_run_out() -> None:
+def test_threads_help_until_tasks_or_bandwidth_run_out() -> None:
     free = Rates(synchronization=0, host=0, host_row=0, node=1e15)
     seconds = [step_seconds(DEFAULT, 32, threads, free) for threads in (1, 2, 4, 8, 64, 1024)]
     assert seconds == sorted(seconds, reverse=True)
@@ -61,7 +61,7 @@ def test_threads_help_until_tasks_or_the_memory_run_out() -> None:
     assert step_seconds(DEFAULT, 1, 2, waiting) > step_seconds(DEFAULT, 1, 1, waiting)
 
 
-def test_the_api_process_bounds_all_engines() -> None:
+def test_api_process_limits_all_engines_together() -> None:
     assert tokens_per_second(DEFAULT, _machine(64), 64, 32, Rates(api=1e-4)) == 10_000
 
 
@@ -70,19 +70,19 @@ def test_the_api_process_bounds_all_engines() -> None:
     [
         (_machine(1), Rates(), 1),
         (_machine(2), Rates(), 1),
-        (_machine(64), Rates(), 1),  # the API process delivers no more
+        (_machine(64), Rates(), 1),  # limit of the API process
         (_machine(64, 2), Rates(), 2),
         (_machine(64, 4), Rates(), 4),
-        (_machine(2), Rates(host=1e-2), 2),  # the host's part dominates
+        (_machine(2), Rates(host=1e-2), 2),  # the host's share dominates
         (_machine(64), Rates(api=1e-9), 4),
         (_machine(2, 2), Rates(host=1e-2), 2),  # no more engines than threads
     ],
 )
-def test_engines_by_nodes_and_by_the_model(machine: Topology, rates: Rates, chosen: int) -> None:
+def test_replica_count_depends_on_nodes_and_model(machine: Topology, rates: Rates, chosen: int) -> None:
     assert choose_replicas(_settings(), machine, rates) == chosen
 
 
-def test_engines_that_do_not_fit_into_the_memory_are_not_started(
+def test_engines_that_do_not_fit_in_memory_are_not_started(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -93,13 +93,13 @@ def test_engines_that_do_not_fit_into_the_memory_are_not_started(
     assert "--replicas auto: 2 (each takes 56 MiB of weights and cache, and more do not fit" in caplog.text
 
 
-def test_a_smaller_cache_leaves_room_for_more_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smaller_cache_allows_more_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_count, "free_memory", lambda: 5 * 56 << 20)
     assert choose_replicas(_settings(), _machine(64, 4)) == 2
     assert choose_replicas(_settings(kv_blocks=8), _machine(64, 4)) == 4
 
 
-def test_weights_that_no_family_reads_are_one_line(tmp_path: Path) -> None:
+def test_unsupported_weights_are_one_line(tmp_path: Path) -> None:
     (directory := tmp_path / "w").mkdir()
     (directory / "config.json").write_text('{"model_type": "bert"}')
     (directory / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
@@ -109,7 +109,7 @@ def test_weights_that_no_family_reads_are_one_line(tmp_path: Path) -> None:
         serve(settings)
 
 
-def test_a_gpu_gets_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_gpu_gets_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_count, "may_have_gpu", lambda: True)
     assert choose_replicas(_settings(), _machine(64, 4)) == 1
     assert choose_replicas(_settings(device="cpu"), _machine(64, 4)) == 4
@@ -117,7 +117,7 @@ def test_a_gpu_gets_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @async_test
-async def test_auto_starts_as_many_engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_auto_starts_the_estimated_number_of_engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("app.serving.instance_factory.read_topology", lambda: _machine(8, 2))
     settings = Settings(weights=tiny_weights(tmp_path / "w"), replicas="auto", kernels="torch")  # type: ignore[arg-type]
     pool: EnginePool = make_engine_pool(settings)
@@ -126,6 +126,6 @@ async def test_auto_starts_as_many_engines(monkeypatch: pytest.MonkeyPatch, tmp_
     assert [config.threads for config in configs] == [3, 3]
 
 
-def test_other_words_are_refused() -> None:
+def test_other_values_are_refused() -> None:
     with pytest.raises(ValueError, match="replicas"):
         Settings(replicas="many")  # type: ignore[arg-type]

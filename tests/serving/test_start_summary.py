@@ -1,4 +1,4 @@
-"""What the terminal shows of a start and of what happens then, and --open."""
+"""The terminal output during and after a start, and --open."""
 
 from __future__ import annotations
 
@@ -61,15 +61,13 @@ def _service(weights: Path, *flags: str, **environment: str) -> AbstractContextM
 
 
 def _stop(terminal: PseudoTerminal) -> int:
-    """Ctrl+C, and the exit code."""
+    """Sends Ctrl+C; returns the exit code."""
     terminal.process.send_signal(signal.SIGINT)
     return terminal.wait()
 
 
 @pytest.mark.slow
-def test_a_terminal_shows_a_summary_at_the_end_of_the_start_and_then_a_line_for_each_completion(
-    tmp_path: Path, weights: Path
-) -> None:
+def test_terminal_shows_a_start_summary_and_then_a_line_for_each_completion(tmp_path: Path, weights: Path) -> None:
     browser, opened = tmp_path / "browser", tmp_path / "opened"
     browser.write_text(f'#!/bin/sh\necho "$1" > {opened}\n')
     browser.chmod(0o755)
@@ -77,9 +75,7 @@ def test_a_terminal_shows_a_summary_at_the_end_of_the_start_and_then_a_line_for_
         terminal.expect("  page    ")
         url = terminal.expect("\r\n").strip()
         terminal.expect(f"  API     {url}/docs\r\n")
-        first = (
-            r"([-\d]+ [:\d]+  starting \.\.\.\r\n)?\r\n  inkstream .* Ctrl\+C stops it\.\r\n"  # a slow start says so
-        )
+        first = r"([-\d]+ [:\d]+  starting \.\.\.\r\n)?\r\n  inkstream .* Ctrl\+C stops it\.\r\n"  # if it is slow
         assert re.match(first, terminal.output)
         assert f"  model   {weights.name}, from {weights}\r\n" in terminal.output
         for _ in range(6000):
@@ -107,7 +103,7 @@ def test_a_terminal_shows_a_summary_at_the_end_of_the_start_and_then_a_line_for_
         terminal.expect("  new weights are served: ")
         assert _stop(terminal) == 0
         assert "Ctrl+C" not in terminal.output[start:] and "ending: open streams get up to 30 s" in terminal.output
-        # In none of it: uvicorn's own lines, phases, the memory plan, traces.
+        # Excludes uvicorn's own lines, phases, the memory plan and traces.
         for word in ("Uvicorn", "server process", "pplication", "warming", "memory:", "\x1b", "Traceback"):
             assert word not in terminal.output, word
 
@@ -123,12 +119,12 @@ def test_a_terminal_shows_a_summary_at_the_end_of_the_start_and_then_a_line_for_
         ("fe80::1%lo", "http://[fe80::1%lo]:80"),
     ],
 )
-def test_the_address_of_the_page_is_one_that_a_browser_on_this_machine_can_open(host: str, expected: str) -> None:
+def test_page_address_can_be_opened_on_this_machine(host: str, expected: str) -> None:
     assert page_url(host, 80) == expected
 
 
 @async_test
-async def test_the_summary_says_who_can_reach_the_service(tmp_path: Path) -> None:
+async def test_summary_states_from_where_the_service_is_reachable(tmp_path: Path) -> None:
     def shown(**settings: Any) -> str:
         return summary(LoadingService(**settings).as_service(), READY, "URL")
 
@@ -141,7 +137,7 @@ async def test_the_summary_says_who_can_reach_the_service(tmp_path: Path) -> Non
 
 
 @async_test
-async def test_a_slow_start_names_its_phases_once_each(
+async def test_slow_start_names_each_phase_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(start_summary, "_PATIENCE_SECONDS", 0.0)
@@ -161,7 +157,7 @@ async def test_a_slow_start_names_its_phases_once_each(
 
 
 @pytest.mark.parametrize("problem", [OSError(2, "No such file"), webbrowser.Error("no browser"), None])
-def test_open_without_a_browser_is_one_warning_that_names_the_address(
+def test_open_without_a_browser_is_a_warning_with_the_address(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, problem: Exception | None
 ) -> None:
     def fail(_: str) -> bool:

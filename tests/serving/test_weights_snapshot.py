@@ -23,13 +23,13 @@ from tests.support.armed_faults import arm_this_process
 
 @pytest.fixture
 def directory(tmp_path: Path, weights: Path) -> Path:
-    """Weights that a test may spoil."""
+    """Weights that a test may damage."""
     return Path(shutil.copytree(weights, tmp_path / "weights"))
 
 
 @pytest.fixture
 def snapshot(directory: Path, tmp_path: Path) -> Iterator[WeightsSnapshot]:
-    """Of these weights, copied."""
+    """A snapshot of these weights with a private copy."""
     snapshot = WeightsSnapshot.open(directory)
     snapshot.copy([tmp_path])
     yield snapshot
@@ -80,7 +80,7 @@ WITHOUT_COPIES = list(zip(SPOILED[2:], ([], ["missing"], [], ["missing"]), stric
 
 
 @pytest.mark.parametrize(("spoil", "folders"), [*((spoil, ["missing", "."]) for spoil in SPOILED), *WITHOUT_COPIES])
-def test_what_was_opened_is_read_whatever_becomes_of_the_directory(
+def test_snapshot_reads_the_opened_files_whatever_happens_to_the_directory(
     directory: Path, tmp_path: Path, spoil: Callable[[Path], None], folders: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     snapshot, before = WeightsSnapshot.open(directory), _hashes(directory)
@@ -94,7 +94,7 @@ def test_what_was_opened_is_read_whatever_becomes_of_the_directory(
     snapshot.close()
 
 
-def test_another_process_reads_the_snapshot_and_names_the_users_directory(
+def test_another_process_reads_the_snapshot_and_errors_name_the_directory(
     directory: Path, snapshot: WeightsSnapshot
 ) -> None:
     program = (
@@ -113,7 +113,7 @@ def test_another_process_reads_the_snapshot_and_names_the_users_directory(
     assert f"{directory}/model.safetensors: not JSON" in read("model.safetensors")
 
 
-def test_a_file_that_came_later_is_not_there(directory: Path, snapshot: WeightsSnapshot) -> None:
+def test_later_files_are_not_in_the_snapshot(directory: Path, snapshot: WeightsSnapshot) -> None:
     (directory / "golden.json").write_text("{}")
     with snapshot.reading():
         assert not entry_exists(directory / "golden.json") and entry_exists(directory / "config.json")
@@ -123,7 +123,7 @@ def test_a_file_that_came_later_is_not_there(directory: Path, snapshot: WeightsS
     assert entry_exists(directory / "golden.json")
 
 
-def test_what_the_loader_refuses_is_still_refused(directory: Path, tmp_path: Path) -> None:
+def test_snapshot_refuses_what_the_loader_refuses(directory: Path, tmp_path: Path) -> None:
     (tmp_path / "outside.json").write_text("{}")
     (directory / "golden.json").symlink_to(tmp_path / "outside.json")
     os.mkfifo(directory / "chat_template.jinja")
@@ -137,14 +137,14 @@ def test_what_the_loader_refuses_is_still_refused(directory: Path, tmp_path: Pat
     snapshot.close()
 
 
-def test_other_directories_are_read_as_they_are(directory: Path, snapshot: WeightsSnapshot, weights: Path) -> None:
+def test_other_directories_are_read_directly(directory: Path, snapshot: WeightsSnapshot, weights: Path) -> None:
     _overwrite(directory)
     with snapshot.reading():
         assert sha256(weights / "config.json") == sha256(directory / "config.json")
         assert regular_file(weights / "config.json") == weights / "config.json"
 
 
-def test_copies_leave_no_name_and_no_descriptor_behind(directory: Path, tmp_path: Path) -> None:
+def test_copies_leave_no_file_name_and_no_descriptor(directory: Path, tmp_path: Path) -> None:
     names, before = sorted(tmp_path.rglob("*")), len(list(Path("/proc/self/fd").iterdir()))
     snapshot = WeightsSnapshot.open(directory)
     snapshot.copy([tmp_path])
@@ -154,7 +154,7 @@ def test_copies_leave_no_name_and_no_descriptor_behind(directory: Path, tmp_path
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_a_full_disk_is_told_and_the_originals_stay(
+def test_full_disk_is_logged_and_the_originals_are_used(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     faults = arm_this_process(tmp_path / "faults", monkeypatch)
@@ -168,7 +168,9 @@ def test_a_full_disk_is_told_and_the_originals_stay(
     snapshot.close()
 
 
-def test_memory_takes_less_than_a_disk(directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_file_systems_in_memory_take_less_than_disks(
+    directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     memory = Path("/dev/shm")
     if not (memory.is_dir() and os.access(memory, os.W_OK)):
         pytest.skip("there is no file system in memory")
@@ -182,9 +184,7 @@ def test_memory_takes_less_than_a_disk(directory: Path, tmp_path: Path, caplog: 
         snapshot.close()
 
 
-def test_a_snapshot_that_cannot_be_read_gives_way_to_the_directory(
-    directory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unreadable_snapshot_falls_back_to_the_directory(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
     with reading_from(directory, {"config.json": "/proc/1/fd/9999"}):
         assert entry_exists(directory / "model.safetensors") and read_json(directory / "config.json")
     assert "cannot read" in caplog.text
