@@ -1,4 +1,4 @@
-"""Tokenizers with unusual regular expressions: detected, timed before they are served, run in a killable process."""
+"""Tokenizers with unusual regular expressions: detected, timed before they are served, run in a sandbox."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def with_pattern(directory: Path, pattern: str) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_people_bring_is_proven(kind: str, tmp_path: Path) -> None:
+def test_common_tokenizers_need_no_sandbox(kind: str, tmp_path: Path) -> None:
     assert not Tokenizer.load(save(KINDS[kind][0](), tmp_path)).unproven
 
 
 @pytest.mark.parametrize("pattern", CATASTROPHIC)
-def test_a_catastrophic_pattern_is_refused_in_one_line(pattern: str, tmp_path: Path) -> None:
+def test_catastrophic_pattern_is_refused_in_one_line(pattern: str, tmp_path: Path) -> None:
     directory = with_pattern(tmp_path, pattern)
     began = time.monotonic()
     with pytest.raises(TokenizerError, match=r"tokenizer\.json: the regular expression .*adversarial") as refused:
@@ -64,22 +64,22 @@ def test_a_catastrophic_pattern_is_refused_in_one_line(pattern: str, tmp_path: P
     assert time.monotonic() - began < 40
 
 
-def test_a_pattern_of_a_normalizer_is_tried_too(tmp_path: Path) -> None:
+def test_pattern_of_a_normalizer_is_checked(tmp_path: Path) -> None:
     rust = gpt2()
     rust.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Replace(Regex(BEYOND_THE_LIMIT), "!")])
     with pytest.raises(TokenizerError, match="the regular expression"):
         check_regexes(save(rust, tmp_path))
 
 
-def test_an_unusual_pattern_that_is_fast_enough_is_served_from_the_sandbox(tmp_path: Path) -> None:
+def test_unusual_but_fast_pattern_runs_in_the_sandbox(tmp_path: Path) -> None:
     directory = with_pattern(tmp_path, QUADRATIC)
     assert check_regexes(directory).patterns == (QUADRATIC,)
     tokenizer = Tokenizer.load(directory)
     assert tokenizer.unproven.patterns == (QUADRATIC,)
-    with_box(directory, lambda box: _gives_the_same(tokenizer, TextEncoder(tokenizer, box)))
+    with_sandbox(directory, lambda box: _assert_same_tokens(tokenizer, TextEncoder(tokenizer, box)))
 
 
-def with_box(directory: Path, use: Callable[[TokenizerSandbox], None]) -> None:
+def with_sandbox(directory: Path, use: Callable[[TokenizerSandbox], None]) -> None:
     box = TokenizerSandbox(directory)
     try:
         use(box)
@@ -90,7 +90,7 @@ def with_box(directory: Path, use: Callable[[TokenizerSandbox], None]) -> None:
         box.ask(Encode(text="a", is_plain=True), seconds=1)
 
 
-def _gives_the_same(tokenizer: Tokenizer, encoder: TextEncoder) -> None:
+def _assert_same_tokens(tokenizer: Tokenizer, encoder: TextEncoder) -> None:
     for text in ("", "a", TEXT, "\U0001f98a\x00", TEXT * 40):
         assert encoder.encode(text) == tokenizer.encode(text)
         assert encoder.encode_plain(text) == tokenizer.encode_many([text])[0]
@@ -99,7 +99,7 @@ def _gives_the_same(tokenizer: Tokenizer, encoder: TextEncoder) -> None:
             assert list(run_to_completion(encoder.span_slices(text, add_special_tokens=special))) == list(expected)
 
 
-def test_a_text_that_takes_too_long_ends_in_an_error_and_the_next_is_read(tmp_path: Path) -> None:
+def test_text_that_takes_too_long_is_an_error_and_the_next_is_encoded(tmp_path: Path) -> None:
     directory = with_pattern(tmp_path, r"(?:\w\w?){1,4}\w*\w*;")
     tokenizer = Tokenizer.load(directory)
 
@@ -118,10 +118,10 @@ def test_a_text_that_takes_too_long_ends_in_an_error_and_the_next_is_read(tmp_pa
         assert TextEncoder(tokenizer, box).encode("abc") == tokenizer.encode("abc")
         assert pid not in box.pids
 
-    with_box(directory, use)
+    with_sandbox(directory, use)
 
 
-def test_a_pattern_beyond_the_limit_of_retries_is_the_text_s_fault(tmp_path: Path) -> None:
+def test_text_beyond_the_retry_limit_of_a_pattern_is_invalid(tmp_path: Path) -> None:
     directory = with_pattern(tmp_path, BEYOND_THE_LIMIT)
     tokenizer = Tokenizer.load(directory)
 
@@ -129,10 +129,10 @@ def test_a_pattern_beyond_the_limit_of_retries_is_the_text_s_fault(tmp_path: Pat
         with pytest.raises(InvalidRequest, match="the model's tokenizer gives up for this text"):
             TextEncoder(tokenizer, box).encode("a" * 60 + ";!")
 
-    with_box(directory, use)
+    with_sandbox(directory, use)
 
 
-def test_a_panic_in_this_process_is_an_error_of_the_engine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tokenizer_panic_in_this_process_is_an_engine_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = Tokenizer.load(with_pattern(tmp_path, BEYOND_THE_LIMIT))
     with caplog.at_level(logging.ERROR), pytest.raises(EngineFailed, match="the model's tokenizer failed on this text"):
         TextEncoder(tokenizer).encode("a" * 60 + ";!")
@@ -155,7 +155,7 @@ def test_other_unproven_parts_are_named(content: dict[str, Any], words: str) -> 
     assert words in find_unproven(content).others[0]
 
 
-def test_a_broken_pattern_is_refused(tmp_path: Path) -> None:
+def test_broken_pattern_is_refused(tmp_path: Path) -> None:
     raw = {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(a"}, "behavior": "Isolated", "invert": False}}
     with pytest.raises(TokenizerError, match="fails"):
         check_regexes(save(gpt2(), tmp_path, raw))
