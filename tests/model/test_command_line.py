@@ -1,4 +1,4 @@
-"""Errors of the command line are one line, and suggest the flag that was meant."""
+"""Command-line errors are one line and suggest the intended flag."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _parser_with_verbs() -> OneLineParser:
         ("--out", "argument --out: expected one argument; see"),
     ],
 )
-def test_an_unknown_flag_is_named_with_the_one_that_it_resembles(
+def test_unknown_flag_is_named_with_a_suggestion(
     capsys: pytest.CaptureFixture[str], arguments: str, expected: str
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
@@ -47,7 +47,7 @@ def test_an_unknown_flag_is_named_with_the_one_that_it_resembles(
     assert line.startswith(f"error: {expected}") and line.endswith(" prog --help")
 
 
-def test_right_arguments_are_read_as_ever() -> None:
+def test_valid_arguments_are_parsed() -> None:
     options = _parser().parse_args(["--out", "x", "--weights=y", "--max-runing is text"])
     assert (options.out, options.weights, options.text) == ("x", "y", ["--max-runing is text"])
     assert _parser_with_verbs().parse_args(["add", "--keys-file", "z"]).keys_file == "z"

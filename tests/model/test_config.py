@@ -1,4 +1,4 @@
-"""ModelConfig: every rule has a shape that breaks it, and every sentence names what to change."""
+"""ModelConfig: for every rule, a shape that breaks it and an error that names what to change."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ POSSIBLE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("change", POSSIBLE)
-def test_what_is_at_the_edge_of_a_rule_is_allowed(change: dict[str, Any]) -> None:
+def test_shapes_at_the_limit_of_a_rule_are_allowed(change: dict[str, Any]) -> None:
     config = tiny_config(**change)
     assert {name: getattr(config, name) for name in change} == change
 

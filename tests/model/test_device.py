@@ -1,4 +1,4 @@
-"""Row invariance of torch's products on a CPU, which the engine needs and no library gives by default everywhere."""
+"""Row invariance of torch's matrix products on a CPU: the engine needs it, and not every library has it by default."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ for dtype in (torch.float32, torch.bfloat16):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_the_bits_of_a_row_do_not_depend_on_the_number_of_rows(threads: int) -> None:
-    """In a process of its own: the libraries read their settings once."""
+def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(threads: int) -> None:
+    """Runs in a new process, because the libraries read their settings once."""
     own = {"MKL_CBWR", "ONEDNN_MAX_CPU_ISA", "OMP_NUM_THREADS"}
     environment = {name: value for name, value in os.environ.items() if name not in own}
     command = [sys.executable, "-c", _PROGRAM, str(threads)]
@@ -51,11 +51,11 @@ def test_the_bits_of_a_row_do_not_depend_on_the_number_of_rows(threads: int) -> 
         ("", None, None),
     ],
 )
-def test_only_intel_cpus_need_settings_and_the_users_own_stay(
+def test_only_intel_cpus_get_settings_and_user_settings_stay(
     vendor: str, own: str | None, expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "environ", {"MKL_CBWR": own} if own else {})
-    file = tmp_path / "cpuinfo"  # other systems have none
+    file = tmp_path / "cpuinfo"  # other systems have no such file
     if vendor:
         file.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\nmodel name\t: x\n")
     use_row_invariant_products(file)

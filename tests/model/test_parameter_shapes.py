@@ -24,7 +24,7 @@ KINDS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_shapes_and_operations_name_the_parameters_and_modules_of_the_decoder(kind: dict[str, Any]) -> None:
+def test_parameter_shapes_and_operations_match_the_decoder(kind: dict[str, Any]) -> None:
     config = tiny_config(**kind)
     with torch.device("meta"):
         decoder = Decoder(config)

@@ -1,4 +1,4 @@
-"""A weights directory that a test may break."""
+"""A weights directory that a test may damage."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Weights directories: what is written loads again bit for bit, as one file or several; what is broken, incomplete or
-not what its header says is refused in one sentence.
+"""Weights directories: written weights load bit for bit, from one file or several shards.
+
+Broken or incomplete directories, and headers that do not match, are refused in one sentence.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def _change_tensors(directory: Path, change: Callable[[dict[str, Tensor]], Any])
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_written_loads_bit_for_bit_for_torch_and_for_the_kernels(
+def test_written_weights_load_bit_for_bit_for_torch_and_the_kernels(
     tmp_path: Path, family: str, stored: torch.dtype
 ) -> None:
     decoder = tiny_decoder(tiny_config(**FAMILIES[family]))
@@ -70,8 +71,8 @@ def test_what_is_written_loads_bit_for_bit_for_torch_and_for_the_kernels(
             assert found.read(parameter, name).tobytes() == words.contiguous().numpy().tobytes()
 
 
-def test_a_file_that_is_replaced_before_its_tensors_are_read_is_refused(directory: Path) -> None:
-    """The other file has the same tensors, two of them in each other's place."""
+def test_file_replaced_before_its_tensors_are_read_is_refused(directory: Path) -> None:
+    """The other file has the same tensors, two of them swapped."""
     found, file = find_weights(directory), directory / "model.safetensors"
     content = file.read_bytes()
     length = int.from_bytes(content[:8], "little")
@@ -79,14 +80,14 @@ def test_a_file_that_is_replaced_before_its_tensors_are_read_is_refused(director
     one, other = [entry for name, entry in entries.items() if name.endswith("norm.weight")][:2]
     one["data_offsets"], other["data_offsets"] = other["data_offsets"], one["data_offsets"]
     header = json.dumps(entries, separators=(",", ":")).encode().ljust(length)
-    assert found.read("norm.weight", "float32").size, "the control"
+    assert found.read("norm.weight", "float32").size, "positive control"
     file.unlink()
     file.write_bytes(content[:8] + header + content[8 + length :])
     with pytest.raises(CheckpointError, match=r"model\.safetensors: was replaced while it was read$"):
         found.read("norm.weight", "float32")
 
 
-def test_what_exporters_store_besides_is_passed_over_and_a_tied_head_must_be_the_embedding(directory: Path) -> None:
+def test_extra_tensors_of_exporters_are_ignored_and_a_tied_head_must_equal_the_embedding(directory: Path) -> None:
     version = _load(directory).weights.version
     _change_tensors(directory, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8, dtype=torch.float64)}
@@ -98,7 +99,7 @@ def test_what_exporters_store_besides_is_passed_over_and_a_tied_head_must_be_the
     _refused(directory, r"lm_head.weight has shape \[3, 64\], config.json asks for \[320, 64\]")
 
 
-def test_a_bare_base_model_lacks_the_prefix(directory: Path) -> None:
+def test_base_model_without_the_prefix_loads(directory: Path) -> None:
     before = _load(directory).decoder.state_dict()
     tensors = load_file(directory / "model.safetensors")
     save_file({n.removeprefix("model."): t for n, t in tensors.items()}, directory / "model.safetensors")
@@ -108,7 +109,7 @@ def test_a_bare_base_model_lacks_the_prefix(directory: Path) -> None:
     _refused(directory, "1 tensors are missing, the first is lm_head.weight")
 
 
-def test_several_tokens_may_end_a_text_and_generation_config_knows_best(directory: Path) -> None:
+def test_eos_ids_may_be_several_and_generation_config_takes_precedence(directory: Path) -> None:
     _change_json(directory, "config.json", eos_token_id=5)
     _change_json(directory, "generation_config.json", eos_token_id=[0, 7, 9])
     assert find_weights(directory).eos_ids == (0, 7, 9)
@@ -128,14 +129,14 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_tensors_that_do_not_fit_are_named(directory: Path, kind: str) -> None:
+def test_mismatched_tensors_are_named(directory: Path, kind: str) -> None:
     change, words = BROKEN[kind]
     _change_tensors(directory, change)
     _refused(directory, words)
 
 
-def test_numbers_too_large_for_the_format_that_is_asked_for_are_found(directory: Path) -> None:
-    """What counts is what the device computes with: 3.4e38 is more than the largest bfloat16."""
+def test_numbers_too_large_for_the_requested_format_are_refused(directory: Path) -> None:
+    """The compute format decides: 3.4e38 exceeds the largest bfloat16."""
     _change_tensors(directory, lambda t: t[NORM][:1].fill_(3.4e38))
     assert find_weights(directory).read("norm.weight", "float32").max() > 3e38
     _load(directory)
@@ -152,7 +153,7 @@ def test_numbers_too_large_for_the_format_that_is_asked_for_are_found(directory:
         ({"eos_token_id": 999}, "999"),
     ],
 )
-def test_a_config_that_cannot_be_served_is_refused(directory: Path, change: dict[str, Any], words: str) -> None:
+def test_unservable_config_is_refused(directory: Path, change: dict[str, Any], words: str) -> None:
     (directory / "generation_config.json").unlink()
     _change_json(directory, "config.json", **change)
     _refused(directory, words)
@@ -177,7 +178,7 @@ def test_broken_files_are_named(directory: Path, name: str, content: bytes | Non
         ({"max_position_embeddings": 2**28}, "a context of up to 524288"),
     ],
 )
-def test_a_config_cannot_ask_for_what_the_file_does_not_hold(
+def test_config_with_shapes_beyond_the_file_is_refused_quickly(
     directory: Path, family: str, change: dict[str, Any], words: str
 ) -> None:
     qwen = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}
@@ -203,7 +204,7 @@ def sharded(directory: Path) -> Path:
     return directory
 
 
-def test_shards_load_as_the_one_file_does(sharded: Path, weights: Path) -> None:
+def test_shards_load_like_a_single_file(sharded: Path, weights: Path) -> None:
     one, many = _load(weights), _load(sharded)
     expected, found = one.decoder.state_dict(), many.decoder.state_dict()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
@@ -222,7 +223,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", CHANGES)
-def test_an_index_that_does_not_tell_the_truth_is_refused(sharded: Path, kind: str) -> None:
+def test_wrong_index_is_refused(sharded: Path, kind: str) -> None:
     change, words = CHANGES[kind]
     index = json.loads((sharded / INDEX).read_text())
     change(index["weight_map"])
@@ -230,7 +231,7 @@ def test_an_index_that_does_not_tell_the_truth_is_refused(sharded: Path, kind: s
     _refused(sharded, words)
 
 
-def test_a_tensor_in_two_shards_or_twice_in_the_index_is_refused(sharded: Path) -> None:
+def test_duplicate_tensor_in_shards_or_index_is_refused(sharded: Path) -> None:
     index = json.loads((sharded / INDEX).read_text())
     other = next(shard for shard in SHARDS if shard != index["weight_map"][NORM])
     doubled = json.dumps(index).replace(f'"{NORM}":', f'"{NORM}": "{other}", "{NORM}":')
@@ -243,7 +244,7 @@ def test_a_tensor_in_two_shards_or_twice_in_the_index_is_refused(sharded: Path) 
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "generation_config.json"])
-def test_links_stay_inside_the_directory(tmp_path: Path, directory: Path, name: str) -> None:
+def test_links_must_stay_inside_the_directory(tmp_path: Path, directory: Path, name: str) -> None:
     (directory / name).rename(directory / "real")
     (directory / name).symlink_to("real")
     version = _load(directory).weights.version
@@ -260,7 +261,7 @@ def test_links_stay_inside_the_directory(tmp_path: Path, directory: Path, name: 
     assert version
 
 
-def test_the_layout_of_the_hub_cache_loads(tmp_path: Path, weights: Path) -> None:
+def test_hub_cache_layout_loads(tmp_path: Path, weights: Path) -> None:
     repository = tmp_path / "models--a--b"
     snapshot, blobs = repository / "snapshots" / "0123abcd", repository / "blobs"
     snapshot.mkdir(parents=True)
@@ -290,22 +291,22 @@ MISSING = [
 ]
 
 
-@pytest.mark.parametrize(("there", "missing", "words"), MISSING)
-def test_what_is_missing_is_named_with_what_to_do(directory: Path, there: set[str], missing: str, words: str) -> None:
+@pytest.mark.parametrize(("present", "missing", "words"), MISSING)
+def test_missing_files_are_named_with_a_remedy(directory: Path, present: set[str], missing: str, words: str) -> None:
     check_layout(directory)
     if missing:
         (directory / missing).unlink()
-    for name in there:
+    for name in present:
         (directory / name).touch()
     with pytest.raises(CheckpointError, match=words):
         check_layout(directory)
 
 
-def test_what_is_no_directory_is_told(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_other_than_a_model_directory_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = directory / "model.safetensors"
     words = {"no-such": "no such directory", "x" * 300: "cannot be read", file: "give the directory that contains it: "}
-    for name, said in words.items():
-        with pytest.raises(CheckpointError, match=said):
+    for name, message in words.items():
+        with pytest.raises(CheckpointError, match=message):
             check_layout(directory / name)
     (directory / "config.json").unlink()
     monkeypatch.chdir(directory)
@@ -314,7 +315,7 @@ def test_what_is_no_directory_is_told(directory: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
-def test_a_pointer_of_git_lfs_is_called_one(directory: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_git_lfs_pointer_is_reported(directory: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     (directory / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
     assert check([str(directory)]) == 2
     assert f"{name}: is only a pointer of git-lfs" in capsys.readouterr().err
@@ -333,7 +334,7 @@ def _file(tmp_path: Path, header: Any, body: bytes = bytes(26), length: int | No
     return path
 
 
-def test_what_the_library_writes_is_read(tmp_path: Path) -> None:
+def test_headers_written_by_the_library_are_read(tmp_path: Path) -> None:
     tensors = {"a": torch.zeros(2, 3), "b": torch.zeros(()).half(), "c": torch.zeros(0, 4).bool(), "d": torch.ones(5)}
     path = tmp_path / "x.safetensors"
     path.write_bytes(save(tensors, metadata={"format": "pt"}))
@@ -359,22 +360,22 @@ LIES: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("kind", LIES)
-def test_a_lie_is_refused_in_one_line(tmp_path: Path, kind: str) -> None:
-    """The words are the library's."""
+def test_inconsistent_header_is_refused_in_one_line(tmp_path: Path, kind: str) -> None:
+    """The message is the library's."""
     header, words = LIES[kind]
     with pytest.raises(CheckpointError, match=f"x.safetensors: invalid header: .*{words}") as caught:
         read_header(_file(tmp_path, header))
     assert str(caught.value).isprintable()
 
 
-def test_a_header_is_refused_by_its_size_before_it_is_read(tmp_path: Path) -> None:
+def test_oversized_header_is_refused_before_it_is_read(tmp_path: Path) -> None:
     for length in (2**64 - 1, 200, 0):
         with pytest.raises(CheckpointError, match=r"x.safetensors: (invalid header|the header has \d+ bytes, more)"):
             read_header(_file(tmp_path, {"a": A, "b": B}, length=length))
     path = tmp_path / "x.safetensors"
     with path.open("wb") as file:
         file.write(struct.pack("<Q", 1 << 40))
-        file.truncate(1 << 41)  # takes no disk
+        file.truncate(1 << 41)  # uses no disk space
     with pytest.raises(CheckpointError, match="has 1099511627776 bytes, more than"):
         read_header(path)
     for content in (b"", b"1234567"):

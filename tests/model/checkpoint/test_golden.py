@@ -29,14 +29,14 @@ def _golden(directory: Path) -> None:
     (directory / GOLDEN_FILE).write_bytes(golden_file(tiny_decoder(), PROMPT))
 
 
-def test_a_model_meets_its_own_file(directory: Path, weights: Path) -> None:
+def test_model_passes_its_own_golden_file(directory: Path, weights: Path) -> None:
     difference = verify(_load(directory), directory)
     assert difference is not None and difference < 1e-5
     assert verify(_load(weights), weights) is None
 
 
 @pytest.mark.slow
-def test_the_numbers_are_log_probabilities_of_each_token_given_those_before_it(directory: Path) -> None:
+def test_golden_numbers_are_log_probabilities_of_each_token_given_earlier_ones(directory: Path) -> None:
     raw = json.loads((directory / GOLDEN_FILE).read_text())
     decoder = tiny_decoder()
     for i, logprob in ((1, raw["logprobs"][0]), (4, raw["logprobs"][3])):
@@ -46,7 +46,7 @@ def test_the_numbers_are_log_probabilities_of_each_token_given_those_before_it(d
 
 
 @pytest.mark.parametrize("change", [{"rope_parameters": {"rope_theta": 500.0}}, {"rms_norm_eps": 0.5}])
-def test_a_config_that_loads_but_is_another_model_is_found_out(directory: Path, change: dict[str, Any]) -> None:
+def test_config_of_a_different_model_is_detected(directory: Path, change: dict[str, Any]) -> None:
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(CheckpointError, match=r"golden\.json: the log-probabilities differ by up to"):
@@ -65,14 +65,14 @@ def test_a_config_that_loads_but_is_another_model_is_found_out(directory: Path, 
         ({"logprobs": [-1e5] * 4}, "differ by up to"),
     ],
 )
-def test_a_file_that_is_no_golden_file_is_named(directory: Path, change: dict[str, Any], words: str) -> None:
+def test_invalid_golden_file_is_named(directory: Path, change: dict[str, Any], words: str) -> None:
     raw = json.loads((directory / GOLDEN_FILE).read_text())
     (directory / GOLDEN_FILE).write_text(json.dumps(raw | change))
     with pytest.raises(CheckpointError, match=f"golden.json: .*{words}"):
         verify(_load(directory), directory)
 
 
-def test_numbers_are_rounded_as_the_file_rounds_them_and_tables_are_not() -> None:
+def test_weights_are_rounded_as_stored_and_tables_are_not() -> None:
     decoder = tiny_decoder()
     rounded = as_stored(decoder, torch.bfloat16)
     assert torch.equal(rounded.embedding, decoder.embedding.bfloat16().float())
@@ -80,6 +80,6 @@ def test_numbers_are_rounded_as_the_file_rounds_them_and_tables_are_not() -> Non
     assert golden_file(rounded, PROMPT) != golden_file(decoder, PROMPT)
 
 
-def test_the_default_weights_meet_theirs() -> None:
+def test_default_weights_pass_their_golden_file() -> None:
     difference = verify(_load(ROOT / "weights"), ROOT / "weights")
     assert difference is not None and difference < 1e-4

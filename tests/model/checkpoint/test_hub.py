@@ -1,4 +1,4 @@
-"""Weights by name: what is downloaded from a hub, what is kept of a broken download, and what errors say."""
+"""Weights by name: downloads from a hub, resumed downloads, and error messages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NAME = "org/tiny"
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """Files of a tiny model, and some that are not needed."""
+    """Files of a tiny model, including some that are not needed."""
     directory = tiny_weights(tmp_path_factory.mktemp("weights"))
     unneeded = {
         "README.md": b"#",
@@ -48,7 +48,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 @pytest.fixture
 def hub(files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """A hub with the model, and an empty cache."""
+    """A fake hub with the model, and an empty cache."""
     with fake_hub() as running:
         running.repositories[NAME] = dict(files)
         monkeypatch.setattr(constants, "ENDPOINT", running.url)
@@ -74,7 +74,7 @@ VERB = f"{_SMALL_CHUNKS}import runpy; runpy.run_module('app', run_name='__main__
 
 
 def start(hub: FakeHub, tmp_path: Path, program: str, *arguments: str) -> subprocess.Popen[str]:
-    """A process that uses this hub."""
+    """Starts a process that uses this hub."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     variables = {**kept, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", program, *arguments]
@@ -84,19 +84,19 @@ def start(hub: FakeHub, tmp_path: Path, program: str, *arguments: str) -> subpro
 
 
 def resolve(name: str = NAME) -> tuple[Path, list[str]]:
-    """The directory and what was said."""
+    """Resolves a name; returns the directory and the log lines."""
     lines: list[str] = []
     return resolve_weights(name, lines.append), lines
 
 
 def problem(name: str = NAME) -> str:
-    """The error of a name that cannot be resolved."""
+    """The error message for a name that cannot be resolved."""
     with pytest.raises(CheckpointError) as caught:
         resolve(name)
     return str(caught.value)
 
 
-def test_a_model_is_downloaded_once_with_only_what_is_needed(hub: FakeHub, files: dict[str, bytes]) -> None:
+def test_model_is_downloaded_once_with_only_the_needed_files(hub: FakeHub, files: dict[str, bytes]) -> None:
     directory, lines = resolve()
     check_layout(directory)
     assert {path.name for path in directory.iterdir()} == {
@@ -111,11 +111,11 @@ def test_a_model_is_downloaded_once_with_only_what_is_needed(hub: FakeHub, files
     assert resolve() == (directory, [])
     assert [request.path for request in hub.asked] == [f"/api/models/{NAME}/revision/main"]
     hub.asked.clear()
-    assert resolve(f"{NAME}@{hub.commit(NAME)}") == (directory, [])  # a commit never changes: nothing is asked
+    assert resolve(f"{NAME}@{hub.commit(NAME)}") == (directory, [])  # a commit never changes, so no request is needed
     assert not hub.asked
 
 
-def test_a_new_commit_costs_only_its_new_files(hub: FakeHub) -> None:
+def test_new_commit_downloads_only_changed_files(hub: FakeHub) -> None:
     old, _ = resolve()
     hub.repositories[NAME]["generation_config.json"] = b'{"temperature": 0.5}'
     hub.asked.clear()
@@ -124,7 +124,7 @@ def test_a_new_commit_costs_only_its_new_files(hub: FakeHub) -> None:
     assert [Path(request.path).name for request in hub.downloads("resolve|storage")] == ["generation_config.json"]
 
 
-def test_shards_are_those_of_the_index(hub: FakeHub, files: dict[str, bytes]) -> None:
+def test_shards_are_taken_from_the_index(hub: FakeHub, files: dict[str, bytes]) -> None:
     shards = {f"model-0000{i}-of-00002.safetensors": bytes([i]) * 120_000 for i in (1, 2)}
     index = {"weight_map": {f"tensor{i}": name for i, name in enumerate(shards)}}
     sharded = {name: content for name, content in files.items() if name != "model.safetensors"}
@@ -136,7 +136,9 @@ def test_shards_are_those_of_the_index(hub: FakeHub, files: dict[str, bytes]) ->
 
 
 @pytest.mark.parametrize("ignores_ranges", [False, True])
-def test_a_cut_connection_is_continued(hub: FakeHub, ignores_ranges: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_download_resumes_after_a_lost_connection(
+    hub: FakeHub, ignores_ranges: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(file_download.time, "sleep", lambda _: None)
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1 << 14)
     hub.cut_after, hub.ignores_ranges = [50_000, 70_000], ignores_ranges
@@ -148,7 +150,7 @@ def test_a_cut_connection_is_continued(hub: FakeHub, ignores_ranges: bool, monke
     assert all(0 < int(text[6:-1]) < 200_000 for text in ranges[1:])
 
 
-def test_errors_of_the_server_end_neither_the_look_up_nor_a_download(hub: FakeHub) -> None:
+def test_server_errors_are_retried_for_metadata_and_downloads(hub: FakeHub) -> None:
     hub.failures = [("/api/models", 429), ("/api/models", 502), ("/config.json", 500), ("/storage", 503)]
     directory, _ = resolve()
     assert (directory / "model.safetensors").read_bytes() == hub.repositories[NAME]["model.safetensors"]
@@ -156,7 +158,7 @@ def test_errors_of_the_server_end_neither_the_look_up_nor_a_download(hub: FakeHu
 
 
 @pytest.mark.slow
-def test_what_the_library_logs_is_one_line_in_the_format_of_the_log(hub: FakeHub, tmp_path: Path) -> None:
+def test_library_messages_are_logged_once_in_our_format(hub: FakeHub, tmp_path: Path) -> None:
     hub.failures = [("/storage", 429)]
     quiet = RESOLVE.replace("print(line, file=sys.stderr, flush=True)", "None")
     process = start(hub, tmp_path, f"from app.common import logs; logs.set_up('info', 'json')\n{quiet}", NAME)
@@ -166,7 +168,7 @@ def test_what_the_library_logs_is_one_line_in_the_format_of_the_log(hub: FakeHub
     assert all(json.loads(line) for line in lines)
 
 
-def test_a_download_goes_on_while_its_file_grows(
+def test_download_is_retried_while_its_file_grows(
     hub: FakeHub, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tries: list[int] = []
@@ -187,7 +189,7 @@ def test_a_download_goes_on_while_its_file_grows(
     assert (resolve()[0] / "model.safetensors").read_bytes() == files["model.safetensors"]
 
 
-def test_a_damaged_file_is_refused_and_fetched_anew(hub: FakeHub) -> None:
+def test_damaged_file_is_refused_and_downloaded_again(hub: FakeHub) -> None:
     hub.damaged = 1
     assert "safetensors arrived damaged" in problem()
     assert not list(Path(constants.HF_HUB_CACHE).rglob("model.safetensors"))
@@ -203,15 +205,15 @@ def test_a_damaged_file_is_refused_and_fetched_anew(hub: FakeHub) -> None:
         (429, "{url} answers 429 for {url}/api/models/org/tiny/revision/main"),
     ],
 )
-def test_a_server_that_is_not_the_hub_is_called_so(hub: FakeHub, status: int, words: str) -> None:
+def test_server_other_than_a_hub_is_reported(hub: FakeHub, status: int, words: str) -> None:
     hub.status = status
     assert problem() == f"{NAME}: {words.format(url=hub.url)}"
 
 
-def test_the_token_is_sent_to_the_hub_alone(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_is_sent_only_to_the_hub(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.gated, hub.private = {NAME}, set()
-    said = problem()
-    assert f"the model is gated: accept its license at {hub.url}/{NAME}, and set HF_TOKEN" in said
+    message = problem()
+    assert f"the model is gated: accept its license at {hub.url}/{NAME}, and set HF_TOKEN" in message
     monkeypatch.setenv("HF_TOKEN", "hf_a_wrong_one")
     assert "gated" in problem()
     monkeypatch.setenv("HF_TOKEN", TOKEN)
@@ -220,7 +222,7 @@ def test_the_token_is_sent_to_the_hub_alone(hub: FakeHub, monkeypatch: pytest.Mo
     assert TOKEN in {request.token for request in hub.downloads("/resolve/")}
 
 
-def test_errors_say_what_to_do(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_name_a_remedy(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no directory of this name here, and no such model at" in problem("org/none")
     hub.private = {NAME}
     assert "if it is private, set HF_TOKEN" in problem()
@@ -247,26 +249,26 @@ def test_errors_say_what_to_do(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_repositories_without_safetensors_name_the_remedy(hub: FakeHub, names: dict[str, bytes], words: str) -> None:
     hub.repositories[NAME], hub.card = names, {"base_model": ["org/original"]}
-    said = problem()
-    assert words in said
-    assert "names org/original as its base model" in said
+    message = problem()
+    assert words in message
+    assert "names org/original as its base model" in message
     assert not hub.downloads("resolve|storage")
 
 
 def test_a_base_model_with_an_adapter_is_refused(hub: FakeHub) -> None:
     hub.repositories[NAME]["adapter_config.json"] = b"{}"
-    said = problem()
-    assert said.startswith(f"{NAME}: the repository has adapter_config.json: the adapter would not be applied")
+    message = problem()
+    assert message.startswith(f"{NAME}: the repository has adapter_config.json: the adapter would not be applied")
     assert not hub.downloads("resolve|storage")
 
 
-def test_another_architecture_is_refused_before_its_weights_arrive(hub: FakeHub) -> None:
+def test_unsupported_architecture_is_refused_before_its_weights_are_downloaded(hub: FakeHub) -> None:
     hub.repositories[NAME]["config.json"] = b'{"model_type": "mamba"}'
     assert "model_type 'mamba' is not supported; supported: llama, " in problem()
     assert not hub.downloads("storage")
 
 
-def test_without_network_the_cache_serves(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_is_used_without_a_network(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert problem() == f"{NAME}: HF_HUB_OFFLINE is set, which keeps it from the network"
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -280,11 +282,11 @@ def test_without_network_the_cache_serves(hub: FakeHub, monkeypatch: pytest.Monk
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert "cannot reach http://127.0.0.1:9" in resolve()[1][0]
-    (directory / "model.safetensors").unlink()  # another program fetched only a part
+    (directory / "model.safetensors").unlink()  # another program downloaded only some files
     assert "cannot reach http://127.0.0.1:9" in problem()
 
 
-def test_a_directory_of_the_same_name_wins(hub: FakeHub, tmp_path: Path) -> None:
+def test_local_directory_takes_precedence_over_a_model_of_the_same_name(hub: FakeHub, tmp_path: Path) -> None:
     (tmp_path / NAME).mkdir(parents=True)
     directory, lines = resolve()
     assert directory == Path(NAME)
@@ -296,7 +298,7 @@ def test_a_directory_of_the_same_name_wins(hub: FakeHub, tmp_path: Path) -> None
 
 @pytest.mark.usefixtures("hub")
 def test_shared_blobs_of_the_cache_are_read() -> None:
-    """Files of `hf download` may be links to links: all models of a cache share their contents."""
+    """Files from `hf download` may be links to links, because all models of a cache share their contents."""
     directory, _ = resolve()
     blob = (directory / "config.json").resolve()
     shared = Path(constants.HF_HUB_CACHE) / "blobs" / "ab" / ("ab" * 32)
@@ -308,7 +310,7 @@ def test_shared_blobs_of_the_cache_are_read() -> None:
 
 
 def wait_for_partial(tmp_path: Path, least: int = 1) -> Path:
-    """The partial file of the weights (named by SHA-256), once it has so many bytes."""
+    """Waits until the partial file of the weights (named by SHA-256) has at least this many bytes."""
     for _ in range(600):
         for path in (tmp_path / "home").rglob(f"{'?' * 64}.inkstream.incomplete"):
             if path.stat().st_size >= least:
@@ -318,7 +320,7 @@ def wait_for_partial(tmp_path: Path, least: int = 1) -> Path:
 
 
 @pytest.mark.slow
-def test_a_verb_that_ctrl_c_ends_continues_the_download_and_names_the_commit(hub: FakeHub, tmp_path: Path) -> None:
+def test_interrupted_verb_resumes_the_download_and_names_the_commit(hub: FakeHub, tmp_path: Path) -> None:
     hub.seconds_per_block = 0.2
     process = start(hub, tmp_path, VERB, "check", NAME)
     partial = wait_for_partial(tmp_path)
@@ -336,7 +338,7 @@ def test_a_verb_that_ctrl_c_ends_continues_the_download_and_names_the_commit(hub
 
 
 @pytest.mark.slow
-def test_a_service_says_that_it_downloads_and_ctrl_c_ends_it_quietly(hub: FakeHub, tmp_path: Path) -> None:
+def test_service_reports_a_download_and_ctrl_c_ends_it_quietly(hub: FakeHub, tmp_path: Path) -> None:
     hub.seconds_per_block = 0.2
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -349,7 +351,7 @@ def test_a_service_says_that_it_downloads_and_ctrl_c_ends_it_quietly(hub: FakeHu
 
 
 @pytest.mark.slow
-def test_two_processes_download_once(hub: FakeHub, tmp_path: Path) -> None:
+def test_two_processes_share_one_download(hub: FakeHub, tmp_path: Path) -> None:
     hub.seconds_per_block = 0.1
     processes = [start(hub, tmp_path, RESOLVE, NAME) for _ in range(2)]
     results = [process.communicate(timeout=60) for process in processes]
@@ -358,7 +360,7 @@ def test_two_processes_download_once(hub: FakeHub, tmp_path: Path) -> None:
     assert len(hub.downloads("storage")) == 1
 
 
-def test_training_starts_from_a_model_by_name(hub: FakeHub, tmp_path: Path) -> None:
+def test_training_starts_from_a_hub_model(hub: FakeHub, tmp_path: Path) -> None:
     base = load_base(argparse.Namespace(init=NAME), tmp_path / "out", resumes=False)
     assert base and base.directory.name == hub.commit(NAME)
     assert base.decoder(torch.device("cpu")).n_params

@@ -1,4 +1,4 @@
-"""manifest.json: a set of files is complete, or the error names the file that does not belong to it."""
+"""manifest.json: a set of files is complete, or the error names the file that does not match."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def whole(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_whole_set_is_whole_and_may_hold_more(whole: Path) -> None:
+def test_complete_set_passes_and_may_have_extra_files(whole: Path) -> None:
     (whole / "README.md").write_text("an unrelated file")
     assert check_manifest(whole)
     (whole / MANIFEST_FILE).unlink()
@@ -31,7 +31,7 @@ def test_a_whole_set_is_whole_and_may_hold_more(whole: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_that_is_another_or_missing_is_named(whole: Path, name: str) -> None:
+def test_changed_or_missing_file_is_named(whole: Path, name: str) -> None:
     (whole / name).write_bytes(b"other")
     with pytest.raises(CheckpointError, match=rf"{name}: differs from manifest\.json"):
         check_manifest(whole)
@@ -40,7 +40,7 @@ def test_a_file_that_is_another_or_missing_is_named(whole: Path, name: str) -> N
         check_manifest(whole)
 
 
-def test_hashes_that_are_known_are_not_computed_again_but_count(whole: Path) -> None:
+def test_known_hashes_are_reused_and_still_checked(whole: Path) -> None:
     path = whole / "model.safetensors"
     known = {path: sha256(path)}
     path.write_bytes(b"replaced since")
@@ -58,15 +58,15 @@ def test_hashes_that_are_known_are_not_computed_again_but_count(whole: Path) -> 
         *[({"name": name, "sha256": {}}, "name") for name in ("", 5, "a b", "a/b", "-a", "a\n", "a" * 101, ["a"])],
     ],
 )
-def test_a_manifest_that_is_none_is_refused(whole: Path, content: Any, field: str) -> None:
-    """So is a name that no client could write."""
+def test_invalid_manifest_is_refused(whole: Path, content: Any, field: str) -> None:
+    """A name that no client could send is refused, too."""
     (whole / MANIFEST_FILE).write_text(json.dumps(content))
     read = read_model_name if field == "name" else check_manifest
     with pytest.raises(CheckpointError, match=rf"manifest\.json: .*{field}"):
         read(whole)
 
 
-def test_a_manifest_may_name_the_model(whole: Path) -> None:
+def test_manifest_may_name_the_model(whole: Path) -> None:
     assert read_model_name(whole) is None
     (whole / MANIFEST_FILE).write_bytes(manifest_file(FILES, "plays-5m"))
     assert read_model_name(whole) == "plays-5m" and check_manifest(whole)
@@ -74,7 +74,9 @@ def test_a_manifest_may_name_the_model(whole: Path) -> None:
     assert read_model_name(whole) is None
 
 
-def test_a_link_out_of_the_directory_is_not_followed(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_manifest_does_not_follow_links_out_of_the_directory(
+    whole: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     other = tmp_path_factory.mktemp("elsewhere") / "config.json"
     other.write_bytes(FILES["config.json"])
     (whole / "config.json").unlink()
@@ -84,7 +86,7 @@ def test_a_link_out_of_the_directory_is_not_followed(whole: Path, tmp_path_facto
 
 
 @pytest.mark.parametrize(("name", "model_name"), [("weights", "period-8.7m"), ("weights-32m", "period-32m")])
-def test_the_weights_of_the_repository_are_whole_and_have_a_name(name: str, model_name: str, tmp_path: Path) -> None:
+def test_default_weights_are_complete_and_have_a_name(name: str, model_name: str, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(ROOT / name, tmp_path / name))
     assert check_manifest(copy) and read_model_name(copy) == model_name
     assert set(json.loads((copy / MANIFEST_FILE).read_text())["sha256"]) == {

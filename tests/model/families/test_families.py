@@ -1,4 +1,4 @@
-"""Every Hugging Face family against transformers itself: prefill, cached decode in a batch, and the way back."""
+"""Every Hugging Face family against transformers: prefill, cached decode in a batch, and export."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _load(directory: Path) -> Decoder:
 
 
 def _requests() -> list[Request]:
-    """Greedy, 24 tokens each; prompts from one token to half the context, two of them with one beginning."""
+    """Greedy requests of 24 tokens; prompts from one token to half the context, two of them with a common prefix."""
     rng = random.Random(7)
     common = [rng.randrange(1, 99) for _ in range(35)]
     prompts = [[5], [rng.randrange(1, 99) for _ in range(20)], [*common, 3], [*common, *range(40, 65)]]
@@ -41,7 +41,7 @@ def _requests() -> list[Request]:
 
 
 def _decode_difference(events: list[SampledEvent], expected_TV: torch.Tensor, first: int) -> float:
-    """Largest difference of the reported log-probabilities from theirs."""
+    """The largest difference between the reported log-probabilities and those of transformers."""
     worst = 0.0
     for index, event in enumerate(events, start=first):
         for token, logprob in ((event.token, event.logprob), *event.top):
@@ -51,10 +51,10 @@ def _decode_difference(events: list[SampledEvent], expected_TV: torch.Tensor, fi
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_and_greedy_text_are_those_of_transformers(
+def test_logits_and_greedy_completions_equal_those_of_transformers(
     tmp_path: Path, case: str, record_property: Callable[[str, object], None]
 ) -> None:
-    """Each greedy token is theirs for what stands before it, so the two texts are the same to the last."""
+    """Each greedy token is theirs for the same prefix, so the two completions are identical."""
     theirs, requests = save_theirs(case, tmp_path), _requests()
     decoder, arrays = _load(tmp_path), find_weights(tmp_path)
     assert all(arrays.read(x, "float32").tobytes() == t.numpy().tobytes() for x, t in decoder.state_dict().items())
@@ -78,10 +78,10 @@ def test_logits_and_greedy_text_are_those_of_transformers(
     ("case", "written"),
     [(case, family_name(case)) for case in CASES if case[:5] in ("llama", "gpt2-", "qwen3")] + [("mistral-b", "llama")],
 )
-def test_what_we_hold_loads_in_transformers_with_equal_logits(
+def test_exported_weights_load_in_transformers_with_equal_logits(
     tmp_path: Path, case: str, written: str, record_property: Callable[[str, object], None]
 ) -> None:
-    """A mistral without a window is a llama: the first family that can express a shape writes it."""
+    """A mistral without a window is written as a llama: the first family that can express a shape is used."""
     save_theirs(case, tmp_path / "theirs")
     decoder = _load(tmp_path / "theirs")
     write_files(tmp_path / "ours", weights_files(decoder, dtype=torch.float32, eos_id=0, generation={}))
@@ -115,8 +115,8 @@ SWITCHES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("case", "change"), SWITCHES)
-def test_each_switch_is_heard_within_the_tolerance(tmp_path: Path, case: str, change: dict[str, Any]) -> None:
-    """The control of the tests above: a switch that was read wrongly would have been seen."""
+def test_each_switch_changes_logits_beyond_the_tolerance(tmp_path: Path, case: str, change: dict[str, Any]) -> None:
+    """Positive control for the tests above: a switch that was read wrongly would exceed the tolerance."""
     save_theirs(case, tmp_path)
     tokens, path = list(range(99)), tmp_path / "config.json"
     right = logits(_load(tmp_path), tokens)

@@ -65,8 +65,8 @@ def _read(name: str, raw: dict[str, Any]) -> ModelConfig:
 
 
 @pytest.mark.parametrize(("name", "change"), [(name, {}) for name in FAMILIES] + VARIANTS)
-def test_keys_old_and_new_and_missing_mean_what_transformers_makes_of_them(name: str, change: dict[str, Any]) -> None:
-    """Theirs reads the keys of every version and writes them all out: what both are read as must be one shape."""
+def test_old_new_and_missing_keys_are_read_as_in_transformers(name: str, change: dict[str, Any]) -> None:
+    """transformers reads the keys of every version and writes them all out; both forms must give one shape."""
     raw = MINIMAL[name] | change
     whole = transformers.AutoConfig.for_model(name, **raw)
     config = _read(name, raw)
@@ -79,7 +79,7 @@ def test_keys_old_and_new_and_missing_mean_what_transformers_makes_of_them(name:
 
 @pytest.mark.parametrize("name", MINIMAL)
 def test_every_activation_is_read_and_written_by_its_name(name: str) -> None:
-    """Also those that transformers does not have."""
+    """Includes activations that transformers does not have."""
     key = "activation_function" if name == "gpt2" else "hidden_act"
     for activation, written in ACTIVATION_NAMES.items():
         config = _read(name, MINIMAL[name] | {key: written})
@@ -90,7 +90,7 @@ def test_every_activation_is_read_and_written_by_its_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if family_name(case) in WRITTEN])
-def test_what_is_written_reads_back_here_and_there(case: str) -> None:
+def test_written_config_is_read_back_here_and_by_transformers(case: str) -> None:
     config = _read(family_name(case), their_model(case).config.to_dict())
     raw = write_config(config, "float32", 0)
     assert _read(raw["model_type"], raw) == config
@@ -98,7 +98,7 @@ def test_what_is_written_reads_back_here_and_there(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["gpt2-a", "llama-a", "qwen2-a", "gpt_neox-b"])
-def test_a_model_saved_without_its_head_has_the_names_that_prefix_leaves(case: str) -> None:
+def test_model_saved_without_its_head_has_names_without_the_prefix(case: str) -> None:
     model = their_model(case)
     family, config = read_config(model.config.to_dict())
     ours = {name.removeprefix(family.prefix) for name in family.shapes(config)}
@@ -117,7 +117,7 @@ BUFFERS = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_buffers_of_older_exporters_are_known_and_no_parameter_is_one(case: str) -> None:
+def test_buffers_of_older_exporters_are_known_and_are_no_parameters(case: str) -> None:
     family, config = read_config(their_model(case).config.to_dict())
     assert all(family.ignored.fullmatch(name) for name in BUFFERS.get(family.name, BUFFERS["llama"]))
     assert not any(family.ignored.fullmatch(name) for name in family.shapes(config))
@@ -156,14 +156,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("name", "change", "words"), REFUSED)
-def test_what_we_do_not_have_is_refused_by_name_in_one_sentence(name: str, change: dict[str, Any], words: str) -> None:
+def test_unsupported_features_are_refused_by_name_in_one_sentence(
+    name: str, change: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
         _read(name, MINIMAL[name] | change)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("key", LLAMA)
-def test_a_missing_size_is_named(key: str) -> None:
+def test_missing_size_is_named(key: str) -> None:
     with pytest.raises(ConfigError, match=key):
         _read("llama", {name: value for name, value in LLAMA.items() if name != key})
 
@@ -190,13 +192,13 @@ OWN: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("change", OWN)
-def test_shapes_that_no_family_tells_are_written_in_our_own_layout_and_come_back(change: dict[str, Any]) -> None:
+def test_shapes_of_no_family_are_written_in_our_own_layout_and_read_back(change: dict[str, Any]) -> None:
     config = tiny_config(**change)
     assert family_of(config).name == "inkstream"
     assert read_config(write_config(config, "float32", 0))[1] == config
 
 
-def test_our_own_layout_refuses_keys_that_it_does_not_know() -> None:
+def test_our_own_layout_refuses_unknown_keys() -> None:
     raw = write_config(tiny_config(positions="sinusoidal"), "float32", None)
     with pytest.raises(ConfigError, match="unknown key 'surprise'"):
         read_config(raw | {"surprise": 1})

@@ -1,4 +1,4 @@
-"""Our decoders against the notebooks' own, written of torch.nn modules; attention against its formula.
+"""Our decoders against those of the notebooks, built from torch.nn modules; attention against its formula.
 
 The preset gpt is GPT-2, which tests/model/train/test_run.py compares with transformers.
 Shape legend: B sequences, N tokens of each, S tokens of a source, D width, V vocabulary, H query heads, K kv heads, C
@@ -32,7 +32,7 @@ NOTICED = 5e-4
 
 
 def random_decoder(config: ModelConfig) -> Decoder:
-    """Weights under which every part matters: no token and no sublayer drowns the others."""
+    """Random weights under which every part matters: no token and no sublayer dominates."""
     decoder, generator = Decoder(config), torch.Generator().manual_seed(0)
     for name, parameter in decoder.requires_grad_(False).named_parameters():
         if name.endswith("bias"):
@@ -45,7 +45,7 @@ def random_decoder(config: ModelConfig) -> Decoder:
 
 
 def textbook(ours: Decoder, tokens_BN: Tensor) -> Tensor:
-    """Post-norm, ReLU, sinusoids."""
+    """Post-norm, ReLU, sinusoidal positions."""
     x_BND = embedded(ours, tokens_BN)
     for block in ours.blocks:
         x_BND = layer_like(block)(x_BND, src_mask=future(tokens_BN.shape[1]))
@@ -62,7 +62,7 @@ def standalone(ours: Decoder, tokens_BN: Tensor) -> Tensor:
 
 
 def toy(ours: Decoder, tokens_BN: Tensor) -> Tensor:
-    """One head over one layer, and the residual."""
+    """One head in one layer, with the residual."""
     x_BND = F.embedding(tokens_BN, ours.embedding) + sinusoids(tokens_BN.shape[1], 2)
     q_BND, k_BND, v_BND = F.linear(x_BND, ours.blocks[0].attention.qkv.weight).chunk(3, -1)
     scores_BNN = (q_BND @ k_BND.mT / math.sqrt(2)).masked_fill(future(tokens_BN.shape[1]), float("-inf"))
@@ -81,13 +81,13 @@ def encoder_decoder(ours: Decoder, tokens_BN: Tensor, source_BS: Tensor, real_BS
 
 
 def embedded(ours: Decoder, tokens_BX: Tensor) -> Tensor:
-    """Scaled embeddings and sinusoids."""
+    """Scaled embeddings and sinusoidal positions."""
     width = ours.config.width
     return F.embedding(tokens_BX, ours.embedding) * math.sqrt(width) + sinusoids(tokens_BX.shape[1], width)
 
 
 def layer_like(ours: Block, q_factor: float = 1.0) -> nn.Module:
-    """torch's own layer, of an encoder or with cross-attention, with the weights of a block."""
+    """torch's own layer of an encoder or with cross-attention, with the weights of a block."""
     mlp_width, width = ours.mlp.up.weight.shape
     kind = nn.TransformerDecoderLayer if ours.cross else nn.TransformerEncoderLayer
     theirs = kind(width, ours.attention.n_heads, mlp_width, dropout=0.0, activation="relu", batch_first=True)
@@ -113,7 +113,7 @@ def sinusoids(length: int, width: int) -> Tensor:
 
 
 def future(length: int) -> Tensor:
-    """True where a token may not look."""
+    """True where a token must not attend."""
     return torch.ones(length, length, dtype=torch.bool).triu(1)
 
 
@@ -133,7 +133,7 @@ def _no_gradients() -> Iterator[None]:
 
 
 def distance(name: str, length: int, **switches: Any) -> float:
-    """How far our outputs, with `switches` changed, are from the reference's at most."""
+    """Largest difference between our outputs, with `switches` changed, and the reference's."""
     config, reference = CASES[name]
     decoder = random_decoder(config)
     changed = Decoder(replace(config, **switches))
@@ -158,7 +158,7 @@ LENGTHS = {"textbook": (1, 2, 33, 150), "standalone": (1, 2, 33, 150), "toy": (1
 
 
 @pytest.mark.parametrize(("name", "length"), [(name, length) for name in LENGTHS for length in LENGTHS[name]])
-def test_a_notebook_decoder_is_its_reference(name: str, length: int) -> None:
+def test_notebook_decoder_equals_its_reference(name: str, length: int) -> None:
     assert distance(name, length) < TOLERANCE
 
 
@@ -174,14 +174,16 @@ def test_a_notebook_decoder_is_its_reference(name: str, length: int) -> None:
         ("toy", {"positions": "none"}),
     ],
 )
-def test_any_other_architecture_is_noticed(name: str, switches: dict[str, Any]) -> None:
+def test_every_architecture_change_is_detected(name: str, switches: dict[str, Any]) -> None:
     assert distance(name, 6, **switches) > NOTICED
 
 
 @pytest.mark.parametrize("name", ["textbook", "standalone", "toy"])
-def test_a_causal_mask_that_is_one_off_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_causal_mask_shifted_by_one_is_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = attention.masked_positions
-    assert distance(name, 6, sliding_window=6) < TOLERANCE  # a window of everything: with a mask, not is_causal
+    assert (
+        distance(name, 6, sliding_window=6) < TOLERANCE
+    )  # a window over all positions: uses a mask instead of is_causal
     monkeypatch.setattr(attention, "masked_positions", lambda positions, *rest: right(positions + 1, *rest))
     assert distance(name, 6, sliding_window=6) > NOTICED
 
@@ -204,7 +206,7 @@ def translate(decoder: Decoder, tokens_BN: Tensor, source_BS: Tensor, real_BS: T
 
 
 @pytest.mark.parametrize("length", [1, 12, 33])
-def test_the_decoder_with_an_encoder_is_its_reference(cross_decoder: Decoder, length: int) -> None:
+def test_decoder_with_an_encoder_equals_its_reference(cross_decoder: Decoder, length: int) -> None:
     real_BS = real_tokens()
     tokens_BN, source_BS = random_tokens(CROSS, 3, length), random_tokens(CROSS, *real_BS.shape)
     expected_BNV = encoder_decoder(cross_decoder, tokens_BN, source_BS, real_BS)
@@ -217,7 +219,7 @@ def test_the_decoder_with_an_encoder_is_its_reference(cross_decoder: Decoder, le
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2)])
 @pytest.mark.parametrize("window", [None, 1, 130])
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
-def test_attention_of_whole_sequences_is_the_formula(
+def test_attention_of_whole_sequences_equals_the_formula(
     heads: int, kv_heads: int, window: int | None, dtype: torch.dtype, close: float
 ) -> None:
     length = 150  # more than a tile
@@ -230,7 +232,7 @@ def test_attention_of_whole_sequences_is_the_formula(
 
 
 def formula(q_NHC: Tensor, k_NKC: Tensor, v_NKC: Tensor, window: int | None) -> Tensor:
-    """softmax(q k^T / sqrt(C)) v over the tokens that each token may see."""
+    """softmax(q k^T / sqrt(C)) v over the tokens that each token may attend to."""
     length, repeat = len(q_NHC), q_NHC.shape[1] // k_NKC.shape[1]
     k_NHC, v_NHC = (x.repeat_interleave(repeat, dim=1) for x in (k_NKC, v_NKC))
     distance_NN = torch.arange(length)[:, None] - torch.arange(length)

@@ -27,7 +27,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 def no_template() -> RustTokenizer:
-    """A llama 2 tokenizer.json that itself adds nothing."""
+    """A llama 2 tokenizer.json that adds no special tokens itself."""
     rust = llama2()
     rust.post_processor = None
     return rust
@@ -35,7 +35,9 @@ def no_template() -> RustTokenizer:
 
 @pytest.mark.parametrize("config", SETTINGS)
 @pytest.mark.parametrize("rust", [llama2(), no_template()], ids=["template", "no template"])
-def test_a_text_gets_what_it_gets_in_transformers(tmp_path: Path, rust: RustTokenizer, config: dict[str, Any]) -> None:
+def test_special_tokens_equal_those_of_transformers(
+    tmp_path: Path, rust: RustTokenizer, config: dict[str, Any]
+) -> None:
     ours = Tokenizer.load(save(rust, tmp_path, **config))
     oracle = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
     for text in ["", "a fox", " </s>a"]:
@@ -46,7 +48,7 @@ def test_a_text_gets_what_it_gets_in_transformers(tmp_path: Path, rust: RustToke
         assert ours.bos_id == oracle.bos_token_id
 
 
-def test_names_missing_in_the_settings_come_from_the_map(tmp_path: Path) -> None:
+def test_missing_settings_come_from_special_tokens_map(tmp_path: Path) -> None:
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": OBJECT, "eos_token": "</s>"}))
     ours = Tokenizer.load(save(no_template(), tmp_path))
     oracle = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
@@ -55,8 +57,8 @@ def test_names_missing_in_the_settings_come_from_the_map(tmp_path: Path) -> None
     assert (other.bos_id, other.eos_id) == (1, other.encode_many(["a"])[0][-1])
 
 
-def test_a_text_that_begins_with_bos_gets_no_second_one(tmp_path: Path) -> None:
-    """Where transformers puts two: the API promises one."""
+def test_text_that_starts_with_bos_gets_no_second_one(tmp_path: Path) -> None:
+    """transformers would add a second one; our API promises one."""
     ours = Tokenizer.load(save(llama2(), tmp_path, **BOS))
     oracle = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
     assert oracle("<s>a fox").input_ids == [1, *ours.encode("<s>a fox")]
@@ -69,8 +71,8 @@ def test_a_text_that_begins_with_bos_gets_no_second_one(tmp_path: Path) -> None:
     assert quiet.encode("<s><s>a")[:2] == [1, 1]
 
 
-def test_a_token_that_is_only_named_is_special_too(tmp_path: Path) -> None:
-    """In the vocabulary, in no list of added tokens: found in texts as transformers finds it, and never shown."""
+def test_token_named_only_in_the_settings_is_special(tmp_path: Path) -> None:
+    """In the vocabulary but not in added tokens: found in texts as by transformers, and never shown."""
     raw = json.loads(no_template().to_str()) | {"added_tokens": []}
     ours = Tokenizer.load(save(no_template(), tmp_path, raw, **EOS))
     oracle = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
@@ -82,7 +84,7 @@ def test_a_token_that_is_only_named_is_special_too(tmp_path: Path) -> None:
     assert plain.bytes_of[2] == b"</s>"
 
 
-def test_without_a_name_the_end_of_a_text_starts_the_next() -> None:
+def test_unnamed_bos_defaults_to_the_eos_token() -> None:
     ours = Tokenizer(words(), "<EOS>")
     assert ours.bos_id == ours.eos_id == ours.encode("<EOS>")[0]
     assert not ours.adds_bos
@@ -105,6 +107,6 @@ def test_broken_settings_are_named_in_one_line(tmp_path: Path, name: str, conten
 
 
 @pytest.mark.parametrize("token", [7, [], {}, {"content": 7}, "", "not there", {"content": ["</s>"]}])
-def test_a_name_that_is_none_names_nothing(tmp_path: Path, token: object) -> None:
+def test_null_names_no_token(tmp_path: Path, token: object) -> None:
     ours = Tokenizer.load(save(no_template(), tmp_path, eos_token=token, bos_token=token))
     assert (ours.bos_id, ours.eos_id) == (None, None)

@@ -29,13 +29,13 @@ _TEXTS = st.text().filter(lambda text: not any(0xD800 <= ord(c) < 0xE000 for c i
 
 
 @given(_TEXTS)
-def test_every_text_comes_back(text: str) -> None:
+def test_every_text_round_trips(text: str) -> None:
     ids = TOKENIZER.encode(text)
     assert TOKENIZER.decode(ids) == text
     assert b"".join(TOKENIZER.bytes_of[token] for token in ids) == text.encode()
 
 
-def test_a_vocabulary_larger_than_the_text_supports_is_refused_with_the_size_that_fits() -> None:
+def test_vocabulary_too_large_for_the_text_is_refused_with_the_largest_size() -> None:
     with pytest.raises(TokenizerError, match="supports only"):
         Tokenizer.train(["too short"], 4096)
     assert (TOKENIZER.eos_id, TOKENIZER.encode(SEPARATOR), TOKENIZER.bytes_of[0]) == (0, [0], b"")
@@ -56,14 +56,14 @@ FLAGS = {"single_word": False, "lstrip": True, "rstrip": False, "normalized": Fa
         {"pre_tokenizer": None},
     ],
 )
-def test_the_lower_bound_says_nothing_where_text_may_get_lost(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_lower_bound_is_valid_even_if_text_may_get_lost(tmp_path: Path, change: dict[str, Any]) -> None:
     loaded = Tokenizer.load(save(TOKENIZER_FILE, tmp_path, change))
     text = " " * 10_000 + SEPARATOR
     assert loaded.least_tokens(text) <= len(loaded.encode(text)) < TOKENIZER.least_tokens(text)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{}", b"[]", b"\xff", b'{"model": {"type": "BPE"}}'])
-def test_a_broken_file_is_named_in_one_line(tmp_path: Path, content: bytes | None) -> None:
+def test_broken_file_is_named_in_one_line(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(TokenizerError, match=r"tokenizer\.json") as caught:
@@ -92,7 +92,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("part", "change", "reason"), REFUSED)
-def test_what_cannot_be_read_exactly_is_refused_with_the_reason(
+def test_unsupported_tokenizers_are_refused_with_the_reason(
     tmp_path: Path, part: str, change: dict[str, Any] | None, reason: str
 ) -> None:
     raw = json.loads(TOKENIZER.files()["tokenizer.json"])
@@ -117,8 +117,8 @@ def test_ids_may_have_gaps_and_the_size_counts_them(tmp_path: Path, last: int) -
     assert (loaded.bytes_of[last], loaded.bytes_of[last - 1], loaded.token_bytes(last + 1)) == (b"zzzz", b"", b"")
 
 
-def test_others_go_on_while_a_long_text_is_encoded() -> None:
-    """The event loop is one of them. Control: the library's own encode(), which holds the interpreter."""
+def test_other_threads_run_while_a_long_text_is_encoded() -> None:
+    """The event loop is one such thread. Positive control: the library's own encode(), which holds the GIL."""
     text = TEXT * 60
 
     def turns(work: Callable[[], object]) -> int:
@@ -136,7 +136,7 @@ def test_others_go_on_while_a_long_text_is_encoded() -> None:
     assert turns(lambda: TOKENIZER_FILE.encode(text)) < 10
 
 
-def test_stored_lengths_and_dropout_change_no_prompt(tmp_path: Path) -> None:
+def test_stored_truncation_padding_and_dropout_are_ignored(tmp_path: Path) -> None:
     cut = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
     pad = {"strategy": {"Fixed": 10**6}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0}
     model = json.loads(TOKENIZER.files()["tokenizer.json"])["model"] | {"dropout": 0.9}
@@ -145,7 +145,7 @@ def test_stored_lengths_and_dropout_change_no_prompt(tmp_path: Path) -> None:
     assert loaded.encode(TEXT) == loaded.encode(TEXT) == TOKENIZER.encode(TEXT)
 
 
-def test_a_normalizer_that_fills_the_memory_is_refused(tmp_path: Path) -> None:
+def test_normalizer_that_fills_the_memory_is_refused(tmp_path: Path) -> None:
     raw = json.loads(TOKENIZER.files()["tokenizer.json"])
     grow = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
     (tmp_path / "tokenizer.json").write_text(json.dumps(raw | {"normalizer": _sequence([grow, grow])}))

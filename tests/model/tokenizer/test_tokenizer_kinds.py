@@ -1,6 +1,5 @@
-"""Every kind of tokenizer, held against transformers over the same files: ids, exact bytes, text, the lower bound; and
-where tokens stand in their text.
-"""
+"""Every kind of tokenizer against transformers over the same files: ids, exact bytes, text, the lower bound,
+offsets."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from tests.support.lazy_modules import transformers
 from tests.support.model.sample_tokenizers import KINDS, SPACE, characters, gpt2, save
 from tests.support.model.tiny_models import TEXT
 
-# Without the mark that stands for a space: it becomes one. "<" starts special tokens and byte pieces.
+# Without the space marker, which would become a space. "<" starts special tokens and byte pieces.
 _ANY = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=SPACE + "<"), max_size=30)
 _KNOWN = st.text(st.sampled_from(sorted(set(TEXT))), max_size=60)
 _TEXTS = _ANY | _KNOWN | st.text("ab \n\t", max_size=20) | st.just(TEXT)
@@ -30,14 +29,14 @@ LOSSLESS = ["gpt2", "llama3", "qwen", "prefixed", "llama2", "mistral", "gemma", 
 
 @functools.cache
 def pair(name: str) -> tuple[Tokenizer, transformers.PreTrainedTokenizerFast]:
-    """Ours and the oracle, from the same directory."""
+    """Our tokenizer and the oracle, from the same directory."""
     with tempfile.TemporaryDirectory() as folder:
         directory = save(KINDS[name][0](), Path(folder))
         return Tokenizer.load(directory), transformers.PreTrainedTokenizerFast.from_pretrained(directory)
 
 
 def written(name: str, text: str) -> str:
-    """What the bytes of the tokens of `text` should be together."""
+    """The expected concatenation of the bytes of all tokens of `text`."""
     text = unicodedata.normalize("NFC", text) if name == "qwen" else text
     if not text or name not in ("prefixed", "llama2", "mistral", "unigram"):
         return text
@@ -47,7 +46,7 @@ def written(name: str, text: str) -> str:
 @pytest.mark.parametrize("name", KINDS)
 @settings(max_examples=50)
 @given(text=_TEXTS)
-def test_ids_are_those_of_transformers(name: str, text: str) -> None:
+def test_ids_equal_those_of_transformers(name: str, text: str) -> None:
     ours, oracle = pair(name)
     assert ours.encode(text) == oracle(text).input_ids
     assert ours.encode_many([text]) == [oracle(text, add_special_tokens=False).input_ids]
@@ -56,8 +55,8 @@ def test_ids_are_those_of_transformers(name: str, text: str) -> None:
 @pytest.mark.parametrize("name", LOSSLESS)
 @settings(max_examples=50)
 @given(text=_TEXTS)
-def test_the_bytes_of_the_tokens_are_the_text(name: str, text: str) -> None:
-    """But for what the tokenizer itself changes: composed characters, a first space that is one with its own."""
+def test_token_bytes_add_up_to_the_text(name: str, text: str) -> None:
+    """Except for changes by the tokenizer itself: composed characters, a first space that merges with its own."""
     ours, _ = pair(name)
     expected = written(name, text)
     assert b"".join(map(ours.token_bytes, ours.encode(text))) == expected.encode()
@@ -72,8 +71,9 @@ def test_the_bytes_of_the_tokens_are_the_text(name: str, text: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 @settings(max_examples=50)
 @given(data=st.data())
-def test_any_tokens_read_as_in_transformers(name: str, data: st.DataObject) -> None:
-    """But for parts of characters, shown by other marks, and the byte 0x20, which some take for the space put first."""
+def test_any_tokens_decode_as_in_transformers(name: str, data: st.DataObject) -> None:
+    """Except for partial characters, shown as other marks, and the byte 0x20, which some take for the inserted
+    space."""
     ours, oracle = pair(name)
     whole = [token for token, data in enumerate(ours.bytes_of) if data.decode(errors="ignore").encode() == data]
     whole = [token for token in whole if oracle.convert_ids_to_tokens(token) != "<0x20>"]
@@ -87,11 +87,11 @@ def test_any_tokens_read_as_in_transformers(name: str, data: st.DataObject) -> N
 @pytest.mark.parametrize("name", KINDS)
 @settings(max_examples=50)
 @given(text=_TEXTS | st.text("ab \U0001f98a", max_size=300) | st.sampled_from(["<s>" * 9, "<|end|>" * 9, " " * 300]))
-def test_the_lower_bound_is_one(name: str, text: str) -> None:
+def test_lower_bound_never_exceeds_the_number_of_tokens(name: str, text: str) -> None:
     ours, _ = pair(name)
     assert ours.least_tokens(text) <= len(ours.encode(text))
-    # It says nothing where text can get lost.
-    is_exact = name in LOSSLESS and name != "qwen"  # composing characters makes a text shorter
+    # The bound is zero if text can get lost.
+    is_exact = name in LOSSLESS and name != "qwen"  # composing characters shortens a text
     assert ours.least_tokens("x" * 10_000) > 100 if is_exact else ours.least_tokens("x" * 10_000) == 0
 
 
@@ -110,7 +110,7 @@ def test_each_kind_has_a_name_and_survives_saving(name: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "text"), [("words", " the fox answered him,"), ("words_and_marks", " the fox answered him ,")]
 )
-def test_words_carry_the_space_before_them(name: str, text: str) -> None:
+def test_words_include_the_space_before_them(name: str, text: str) -> None:
     ours, _ = pair(name)
     ids = ours.encode("the   fox\nnever-seen answered him, <EOS>")
     assert ours.decode(ids) == text
@@ -119,7 +119,7 @@ def test_words_carry_the_space_before_them(name: str, text: str) -> None:
     assert ours.bytes_of[ids[-1]] == b""
 
 
-def test_known_characters_come_back_without_spaces_between_them() -> None:
+def test_known_characters_decode_without_spaces_between_them() -> None:
     ours, _ = pair("characters")
     assert ours.decode(ours.encode(TEXT)) == TEXT
     assert not ours.strips_first_space
@@ -128,7 +128,7 @@ def test_known_characters_come_back_without_spaces_between_them() -> None:
 
 @settings(max_examples=50)
 @given(text=_KNOWN)
-def test_unknown_characters_are_all_that_gets_lost(text: str) -> None:
+def test_only_unknown_characters_get_lost(text: str) -> None:
     ours, _ = pair("unigram_with_unknown")
     kept = ours.decode(ours.encode("a" + text + "\u4e2d"))
     assert kept.split() == ("a" + text).split()
@@ -137,7 +137,7 @@ def test_unknown_characters_are_all_that_gets_lost(text: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 @settings(max_examples=30)
 @given(text=_TEXTS)
-def test_spans_go_through_the_text_from_its_start_to_its_end(name: str, text: str) -> None:
+def test_spans_cover_the_text_in_order(name: str, text: str) -> None:
     ours, _ = pair(name)
     spans = ours.encode_spans(text).flat()
     assert spans.ids.tolist() == ours.encode(text)
@@ -151,7 +151,7 @@ def test_spans_go_through_the_text_from_its_start_to_its_end(name: str, text: st
 
 
 def pieces_read(name: str, text: str, piece: int) -> list[int]:
-    """Lengths of what is encoded of a text at a time; the tokens must be those of the whole."""
+    """Lengths of the pieces in which a text is encoded; the tokens must equal those of the whole text."""
     ours, _ = pair(name)
     lengths: list[int] = []
 
@@ -167,18 +167,18 @@ def pieces_read(name: str, text: str, piece: int) -> list[int]:
 @settings(max_examples=10)
 @example(texts=["Ta", "00 \n"], more="a")
 @given(texts=st.lists(_TEXTS, min_size=1, max_size=8), more=st.sampled_from(["a", " ", "the fox ", "\U0001f98a", "\n"]))
-def test_pieces_give_the_tokens_of_the_whole(name: str, texts: list[str], more: str) -> None:
+def test_pieces_give_the_tokens_of_the_whole_text(name: str, texts: list[str], more: str) -> None:
     text = "".join((text + more * 40) * 3 for text in texts)
     assert len(pieces_read(name, text, 256)) > 1 or len(text) <= 256
 
 
-def test_a_long_text_is_not_read_in_one() -> None:
+def test_long_text_is_encoded_in_pieces() -> None:
     assert max(pieces_read("gpt2", "Once upon a time there was a fox. " * 300, 1024)) == 1024
 
 
 @pytest.mark.parametrize(("period", "width"), [(3, 1), (1, 3)])
-def test_pieces_with_other_ids_or_starts_are_not_joined(period: int, width: int) -> None:
-    """Each piece begins 224 characters after the one before it: not a multiple of three."""
+def test_pieces_with_different_ids_or_starts_are_not_joined(period: int, width: int) -> None:
+    """Each piece begins 224 characters after the previous one, which is not a multiple of three."""
 
     def encode(part: str) -> Spans:
         starts = range(0, len(part), width)
@@ -205,7 +205,7 @@ def test_flat_and_compact_spans_are_the_same_tokens() -> None:
 @pytest.mark.parametrize("name", ["gpt2", "llama3", "gemma"])
 @settings(max_examples=30)
 @given(text=_TEXTS)
-def test_whole_characters_stand_where_their_token_says(name: str, text: str) -> None:
+def test_offsets_of_tokens_match_their_characters(name: str, text: str) -> None:
     ours, _ = pair(name)
     spans = ours.encode_spans(text, add_special_tokens=False).flat()
     for token, start, end in zip(spans.ids, spans.starts, spans.ends, strict=True):
@@ -222,13 +222,13 @@ def test_special_tokens_are_written_and_found_again() -> None:
     assert b"".join(ours.iter_with_specials(ids)) == text.encode()
     assert ours.specials == {0: "<unk>", 1: "<s>", 2: "</s>"}
     spans = ours.encode_spans(text).flat()
-    assert spans.ids.tolist() == ids, "one BOS, as in encode()"
+    assert spans.ids.tolist() == ids, "one BOS, like encode()"
     assert (spans.starts[0], spans.ends[0]) == (0, 3)
     assert (spans.starts[-1], spans.ends[-1]) == (8, 12)
     assert b"".join(ours.iter_with_specials([10**6])) == b"", "an id that only the model has"
 
 
-def test_what_is_added_to_a_text_stands_nowhere_in_it() -> None:
+def test_added_tokens_have_no_offset() -> None:
     rust = gpt2()
     rust.add_special_tokens(["<a>", "<z>"])
     around = [(name, rust.token_to_id(name)) for name in ("<a>", "<z>")]
@@ -240,8 +240,8 @@ def test_what_is_added_to_a_text_stands_nowhere_in_it() -> None:
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_space_belongs_to_the_token_that_has_its_byte(nested: bool) -> None:
-    """Some files ask for spans without the space before a word."""
+def test_space_belongs_to_the_token_with_its_byte(nested: bool) -> None:
+    """Some files request offsets without the space before a word."""
     rust = gpt2()
     trims = processors.ByteLevel(trim_offsets=True)
     rust.post_processor = processors.Sequence([trims]) if nested else trims

@@ -1,4 +1,4 @@
-"""--dry-run and --preset auto: the forecast matches the run, and no files are written; FLOPs by hand."""
+"""--dry-run and --preset auto: the forecast matches the run, and no files are written; FLOPs computed by hand."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ TINY = ["--layers", "2", "--width", "32", "--heads", "4", "--windows", "4", "--d
 
 @pytest.fixture
 def flags(tmp_path: Path) -> list[str]:
-    """Of a small run over running text."""
+    """Flags of a small run on plain text."""
     (tmp_path / "text.txt").write_text(TEXT * 20)
     data = ["--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out")]
     return [*data, "--preset", "nano", "--vocab-size", "300", "--context", "32", *TINY]
 
 
-def test_a_dry_run_tells_everything_and_writes_nothing(
+def test_dry_run_prints_the_whole_forecast_and_writes_nothing(
     tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*flags, "--steps", "7", "--dry-run"]) == 0
@@ -47,7 +47,7 @@ def test_a_dry_run_tells_everything_and_writes_nothing(
 @pytest.mark.parametrize(
     ("name", "optimizer", "ema"), [("nano", "muon", 0.0), ("standalone", "adamw", 0.9), ("cross", "muon", 0.0)]
 )
-def test_sizes_are_those_of_the_real_parts(name: str, optimizer: str, ema: float) -> None:
+def test_estimated_sizes_match_the_real_ones(name: str, optimizer: str, ema: float) -> None:
     decoder = Decoder(preset(name))
     estimate = sizes(decoder, optimizer, ema=ema, export_dtype="bfloat16")  # type: ignore[arg-type]
     optimiser = ParameterUpdates(decoder, optimizer, matrix_lr=0.1, other_lr=0.1, weight_decay=0.0)  # type: ignore[arg-type]
@@ -60,7 +60,7 @@ def test_sizes_are_those_of_the_real_parts(name: str, optimizer: str, ema: float
     assert estimate.average == (estimate.weights if ema else 0)
 
 
-def test_the_disk_that_is_told_is_the_disk_that_is_used(flags: list[str], tmp_path: Path) -> None:
+def test_estimated_disk_matches_the_disk_used(flags: list[str], tmp_path: Path) -> None:
     assert main([*flags, "--steps", "3"]) == 0
     snapshot = load_snapshot(tmp_path / "out/.training")
     assert snapshot
@@ -82,7 +82,7 @@ def test_the_disk_that_is_told_is_the_disk_that_is_used(flags: list[str], tmp_pa
         (4000, 1e9, 60, "medium", "the largest"),
     ],
 )
-def test_auto_takes_the_largest_size_that_text_and_time_feed(
+def test_auto_chooses_the_largest_size_for_text_and_time(
     megabytes: float,
     tokens_per_second: float,
     minutes: float,
@@ -100,7 +100,7 @@ def test_auto_takes_the_largest_size_that_text_and_time_feed(
     assert because in why
 
 
-def test_a_run_that_goes_on_keeps_the_size_that_was_chosen(
+def test_resumed_run_keeps_the_chosen_size(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
@@ -113,7 +113,7 @@ def test_a_run_that_goes_on_keeps_the_size_that_was_chosen(
     assert options.preset == "nano"
 
 
-def test_flops_of_a_token_are_those_counted_by_hand() -> None:
+def test_flops_per_token_match_a_count_by_hand() -> None:
     """small: 5 layers of q, k, v, out, gate, up, down and two norms; the head is the embedding; a last norm."""
     block = 256 * (512 + 256 + 2 * 704 + 704) + 2 * 256
     assert flops_per_token(preset("small"), 512) == 6 * (5 * block + 4096 * 256 + 256) + 12 * 5 * 256 * 512
@@ -134,5 +134,5 @@ def test_flops_of_a_token_are_those_counted_by_hand() -> None:
         ("Tesla T4", None),
     ],
 )
-def test_a_peak_is_the_data_sheets_or_unknown(name: str, tera: float | None) -> None:
+def test_peak_flops_come_from_the_data_sheet_or_are_unknown(name: str, tera: float | None) -> None:
     assert peak_flops(name) == (None if tera is None else tera * 1e12)

@@ -1,4 +1,4 @@
-"""Fine-tuning: each family keeps its format, and other libraries read the result alike."""
+"""Fine-tuning: each family keeps its format, and other libraries read the result the same way."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ROWS = 352
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    """Something to learn."""
+    """A text to train on."""
     path = tmp_path / "text.txt"
     path.write_text("\n\n\n".join(f"Tale {i}.\n{TEXT}" for i in range(4)))
     return path
@@ -44,12 +44,12 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def ours(tmp_path: Path) -> Path:
-    """A weights directory of our own layout's making."""
+    """A weights directory in our own layout."""
     return tiny_weights(tmp_path / "ours")
 
 
 def _theirs(case: str, directory: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """What a hub directory holds, shards and all."""
+    """Writes the files of a hub directory, including shards."""
     model = their_model(case, vocab_size=ROWS)
     model.to(dtype).save_pretrained(directory, max_shard_size="50KB")
     assert len(list(directory.glob("*.safetensors"))) > 1
@@ -63,7 +63,7 @@ def _theirs(case: str, directory: Path, dtype: torch.dtype = torch.float32) -> A
 
 @pytest.fixture(autouse=True)
 def _no_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing them takes longer than the training here."""
+    """Disables samples, which take longer than the training here."""
     monkeypatch.setattr("model.train.sampling.sample_text", lambda *_, **__: "")
 
 
@@ -72,12 +72,12 @@ def _train(init: Path, text: Path, out: Path, *flags: str) -> int:
 
 
 def _loss(model: Any, tokens: list[int]) -> float:
-    """Nats a token, computed by transformers."""
+    """Nats per token, computed by transformers."""
     return float(torch.nn.functional.cross_entropy(their_logits(model, tokens)[:-1], torch.tensor(tokens[1:])))
 
 
 @pytest.mark.parametrize("case", ["gpt2-b", "llama-b", "mistral-a", "qwen2-b", "qwen3-a", "gpt_neox-c"])
-def test_a_model_of_each_family_learns_and_is_still_read_by_transformers(
+def test_fine_tuned_model_of_each_family_is_read_by_transformers(
     tmp_path: Path, text: Path, case: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before, out = _theirs(case, tmp_path / "theirs"), tmp_path / "out"
@@ -101,10 +101,10 @@ def test_a_model_of_each_family_learns_and_is_still_read_by_transformers(
 
 
 @pytest.mark.parametrize("switches", [{"norm_position": "post", "final_norm": False}, {"tied_head": False}])
-def test_a_model_of_ours_goes_on_with_what_it_knows(
+def test_fine_tuning_continues_from_our_own_weights(
     tmp_path: Path, text: Path, switches: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whether a family describes it or only our own layout does."""
+    """For shapes of a family and shapes of our own layout."""
     base = tiny_weights(tmp_path / "base", **switches)
     assert _train(base, text, tmp_path / "first", "--steps", "40", "--lr", "0.01") == 0
     first = _bits(capsys.readouterr().out)
@@ -119,7 +119,7 @@ def test_a_model_of_ours_goes_on_with_what_it_knows(
     assert check([str(tmp_path / "second")]) == 0
 
 
-def test_a_run_goes_on_bit_for_bit_although_the_directory_it_began_from_is_gone(
+def test_run_resumes_bit_for_bit_without_its_base_directory(
     tmp_path: Path, text: Path, ours: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--steps", "6", "--save-seconds", "1000"]
@@ -141,7 +141,7 @@ def test_a_run_goes_on_bit_for_bit_although_the_directory_it_began_from_is_gone(
     assert same(*(load_file(tmp_path / name / "model.safetensors") for name in ("whole", "halves")))
 
 
-def test_weights_are_written_in_the_format_they_came_in_or_in_another_one(tmp_path: Path, text: Path) -> None:
+def test_weights_are_written_in_their_own_or_a_requested_format(tmp_path: Path, text: Path) -> None:
     """Float32 stays float32 in the tests of each family above."""
     _theirs("llama-b", tmp_path / "theirs", torch.bfloat16)
     for name, flags, dtype in (("same", [], "bfloat16"), ("half", ["--export-dtype", "float16"], "float16")):
@@ -154,7 +154,7 @@ def test_weights_are_written_in_the_format_they_came_in_or_in_another_one(tmp_pa
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half").dtype == torch.float16
 
 
-def test_numbers_that_the_format_does_not_have_are_not_written(
+def test_values_beyond_the_export_format_are_not_written(
     tmp_path: Path, text: Path, ours: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tensors = load_file(ours / "model.safetensors")
@@ -167,7 +167,7 @@ def test_numbers_that_the_format_does_not_have_are_not_written(
     assert _train(ours, text, out, "--steps", "1", "--export-dtype", "bfloat16", "--resume") == 0
 
 
-def test_documents_are_parted_by_the_models_own_end_and_begun_as_its_prompts_are(tmp_path: Path) -> None:
+def test_documents_are_separated_by_the_models_eos_and_start_like_its_prompts(tmp_path: Path) -> None:
     theirs, out, text = tmp_path / "theirs", tmp_path / "out", tmp_path / "four.txt"
     text.write_text("\n\n\n".join(f"{number}. {TEXT}" for number in range(4)))
     _theirs("llama-b", theirs)
@@ -180,7 +180,7 @@ def test_documents_are_parted_by_the_models_own_end_and_begun_as_its_prompts_are
     assert separator(Tokenizer.train([TEXT], 300)) == [0]
 
 
-def test_lines_too_are_ended_as_the_model_ends_a_text(tmp_path: Path, ours: Path) -> None:
+def test_lines_end_with_the_models_eos(tmp_path: Path, ours: Path) -> None:
     (tmp_path / "lines.txt").write_text("the fox sang\nwho are you\n" * 30)
     before = (ours / "tokenizer.json").read_bytes()
     assert _train(ours, tmp_path / "lines.txt", tmp_path / "out", "--steps", "30", "--per-line", "--lr", "0.01") == 0
@@ -214,7 +214,7 @@ def _changed_weights(base: Path) -> None:
         (_changed_weights, "", "differs from manifest.json"),
     ],
 )  # fmt: skip
-def test_what_is_no_model_or_cannot_be_learnt_is_one_clear_line(
+def test_invalid_model_or_flags_are_one_line(
     tmp_path: Path, text: Path, ours: Path, break_it: Any, flags: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if break_it:

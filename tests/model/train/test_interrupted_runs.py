@@ -1,4 +1,4 @@
-"""A run that a fault, a full disk or a signal ends: good weights are kept, no others are saved, one line says so."""
+"""Runs ended by a fault, a full disk or a signal: good weights are kept, no others are saved, one line reports it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _bad_gradient(loss: Tensor) -> None:
     loss.register_hook(lambda gradient: gradient * float("inf"))
 
 
-def test_a_fault_ends_with_three_and_the_snapshot_of_before_is_named(
+def test_fault_exits_with_3_and_names_the_previous_snapshot(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = [*TINY, *EXACT, "--steps", "5", "--save-seconds", "0.0001"]
@@ -68,7 +68,7 @@ def test_a_fault_ends_with_three_and_the_snapshot_of_before_is_named(
     assert train(text, out, *flags, "--resume") == 0
 
 
-def test_weights_that_an_update_spoilt_are_not_saved(
+def test_weights_damaged_by_an_update_are_not_saved(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, update = tmp_path / "out", Trainer.update
@@ -77,7 +77,7 @@ def test_weights_that_an_update_spoilt_are_not_saved(
         update(learner, step, lr_factor)
         if step == 1:
             with torch.no_grad():
-                learner.decoder.embedding[7, 3] = float("nan")  # a token that no text has
+                learner.decoder.embedding[7, 3] = float("nan")  # a token that occurs in no text
 
     monkeypatch.setattr(Trainer, "update", spoil)
     assert train(text, out, *TINY, "--steps", "5", "--save-seconds", "0.0001") == 3
@@ -85,7 +85,7 @@ def test_weights_that_an_update_spoilt_are_not_saved(
     assert state_of(out)[0] == 1
 
 
-def test_a_result_that_cannot_be_measured_is_not_written(
+def test_result_without_a_finite_loss_is_not_written(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Loop, "bits_per_byte_of", lambda *_: float("nan"))
@@ -98,7 +98,7 @@ def _full(*_: object, **__: object) -> None:
     raise CheckpointError("cannot be written (No space left on device)")
 
 
-def test_a_run_goes_on_without_room_for_snapshots_and_says_so(
+def test_run_continues_with_a_warning_if_snapshots_do_not_fit(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("model.train.loop.save_snapshot", _full)
@@ -110,7 +110,7 @@ def test_a_run_goes_on_without_room_for_snapshots_and_says_so(
     assert load_config(out).width == 32
 
 
-def test_a_signal_without_room_for_a_snapshot_names_the_one_that_stands(
+def test_signal_without_space_for_a_snapshot_names_the_last_one(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, flags = tmp_path / "out", [*TINY, *EXACT, "--steps", "4"]
@@ -127,10 +127,11 @@ def test_a_signal_without_room_for_a_snapshot_names_the_one_that_stands(
     assert state_of(out)[0] == 4
 
 
-def test_a_reader_of_the_output_that_goes_away_ends_no_run(
+def test_closed_output_does_not_end_a_run(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """... | head, or a log on a full disk. The interpreter flushes its output once more at its end, as close() does."""
+    """As with `| head` or a log on a full disk. The interpreter flushes its output once more at its end, as close()
+    does."""
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as unread, monkeypatch.context() as patch:
@@ -140,7 +141,7 @@ def test_a_reader_of_the_output_that_goes_away_ends_no_run(
     assert load_config(tmp_path / "out").width == 32
 
 
-def test_a_disk_full_from_any_operation_on_ends_in_a_result_or_in_one_line(
+def test_disk_full_at_any_operation_gives_a_result_or_one_line(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags, counting = [*TINY, "--steps", "2", "--save-seconds", "0.0001"], Operations()
@@ -159,24 +160,24 @@ def test_a_disk_full_from_any_operation_on_ends_in_a_result_or_in_one_line(
 
 
 @contextmanager
-def _ctrl_c_counts() -> Iterator[None]:
-    """A suite that was started in the background ignores it, and one under nohup a closed terminal."""
+def _default_signal_handlers() -> Iterator[None]:
+    """A background test run ignores SIGINT, and one under nohup ignores SIGHUP."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     for number, handler in zip((signal.SIGINT, signal.SIGHUP), before, strict=True):
         signal.signal(number, handler)
 
 
-@pytest.mark.usefixtures("one_thread")  # two would compute the next micro-batch at the same time
-def test_a_signal_within_an_accumulation_saves_the_last_whole_step(
+@pytest.mark.usefixtures("one_thread")  # with two, the next micro-batch would run at the same time
+def test_signal_during_accumulation_saves_the_last_full_step(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 4 micro-batches a step: the third one of step 3 is the last that is computed."""
+    """With 4 micro-batches per step, the third one of step 3 is the last that is computed."""
     flags = [*TINY, *EXACT, "--micro-windows", "1", "--steps", "5"]
     train_until(2, text, tmp_path / "two", *flags)
     for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)):
         out, computed = tmp_path / number.name, list[Tensor]()
-        with monkeypatch.context() as patch, _ctrl_c_counts():
+        with monkeypatch.context() as patch, _default_signal_handlers():
             at_micro_batch(11, patch, lambda _loss, number=number: signal.raise_signal(number))
             at_micro_batch(12, patch, computed.append)
             assert train(text, out, *flags) == code
@@ -188,7 +189,7 @@ def test_a_signal_within_an_accumulation_saves_the_last_whole_step(
     assert same(weights_of(out), weights_of(tmp_path / "whole"))
 
 
-def test_a_signal_while_the_result_is_measured_loses_nothing(
+def test_signal_during_the_final_measurement_loses_nothing(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, flags, measure = tmp_path / "out", [*TINY, *EXACT, "--steps", "3"], Loop.bits_per_byte_of
@@ -202,7 +203,7 @@ def test_a_signal_while_the_result_is_measured_loses_nothing(
     assert (out / "model.safetensors").exists() and not unfinished_run(out)
 
 
-def test_what_an_interrupted_run_leaves_can_be_served_and_a_check_says_how_to_go_on(
+def test_interrupted_run_can_be_served_and_check_names_the_resume_command(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run of 50 steps is measured after 3: a signal after 2 leaves the last weights, one after 4 the best."""
@@ -228,14 +229,14 @@ def test_what_an_interrupted_run_leaves_can_be_served_and_a_check_says_how_to_go
     assert command and command.startswith(f"cd {shlex.quote(str(ROOT))} && ")
 
 
-def test_the_command_that_resumes_a_run_survives_spaces(tmp_path: Path) -> None:
+def test_resume_command_quotes_spaces(tmp_path: Path) -> None:
     (tmp_path / STATE_FOLDER).mkdir()
     note = {"command": "inkstream train --resume", "folder": "/my books"}
     (tmp_path / STATE_FOLDER / RESUME_FILE).write_text(json.dumps(note))
     assert unfinished_run(tmp_path) == "cd '/my books' && inkstream train --resume"
 
 
-def test_no_room_for_the_model_of_an_interrupted_run_is_a_warning_and_the_run_can_go_on(
+def test_interrupted_run_without_space_for_its_model_warns_and_can_resume(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, flags = tmp_path / "out", [*TINY, "--steps", "50"]

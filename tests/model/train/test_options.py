@@ -1,4 +1,4 @@
-"""The flags of training: their defaults, their help, and common mistakes, each one clear line that leaves no files."""
+"""The flags of training: defaults, help, and common mistakes, each reported in one line without leaving files."""
 
 from __future__ import annotations
 
@@ -38,18 +38,16 @@ OTHER = "--preset toy --optimizer muon --tokenizer bpe --no-per-line --epochs 3 
         (OTHER, DEFAULTS | {"windows": 5, "epochs": 3.0}),
         ("--preset toy --lr 0.5 --steps 7", TOY | {"lr": 0.5, "steps": 7}),
         ("--preset cross", {"windows": 64}),
-        ("--init w", TUNING),  # the rate follows from the width
+        ("--init w", TUNING),  # the learning rate follows from the width
         ("--init w --steps 9 --lr 0.1", TUNING | {"steps": 9, "epochs": None, "lr": 0.1}),
     ],
 )
-def test_a_default_is_the_flags_the_presets_or_that_of_weights_to_go_on_from(
-    flags: str, expected: dict[str, object]
-) -> None:
+def test_defaults_come_from_the_flag_the_preset_or_the_initial_weights(flags: str, expected: dict[str, object]) -> None:
     options = vars(parse(["--data", "x", "--out", "y", *flags.split()]))
     assert {name: options[name] for name in expected} == expected
 
 
-def test_the_help_fits_into_80_columns_and_tells_every_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_fits_into_80_columns_and_states_every_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     printed = parser().format_help()
     assert max(map(len, printed.splitlines())) <= 80 and len(printed.splitlines()) < 140
@@ -70,7 +68,7 @@ def test_the_help_fits_into_80_columns_and_tells_every_default(monkeypatch: pyte
         assert action.help and (action.dest in without or action.nargs == 0 or "default" in action.help), action.dest
 
 
-def test_the_code_reads_every_flag_and_the_readme_names_only_flags_that_there_are() -> None:
+def test_every_flag_is_used_and_the_readme_names_only_existing_flags() -> None:
     read: set[str] = set()
     for path in sorted((ROOT / "model/train").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -96,7 +94,7 @@ def _input(content: str) -> dict[str, bytes]:
 CROSS, TOY_LINES = "--preset cross --tokenizer words --context 16", "--preset toy --context 16"
 GOOD = _text(TEXT.encode())
 ERRORS: list[tuple[dict[str, bytes], str, str]] = [
-    # what argparse finds
+    # errors of argparse
     (GOOD, "--step 2", "unrecognized arguments: --step 2"),
     (GOOD, "--steps 3.5", "--steps: '3.5' is not a whole number of at least 1"),
     (GOOD, "--context 0", "--context: '0' is not a whole number"),
@@ -134,7 +132,7 @@ ERRORS: list[tuple[dict[str, bytes], str, str]] = [
     (GOOD, "--context 99999", "give more text or --context "),
     (GOOD, "--context 1", "--context must be at least 2 tokens, not 1"),
     (_text(b"Too short."), "--context 256 --vocab-size 260", "too few for windows of 256"),
-    # text that is none
+    # invalid text
     (GOOD, "--data texd.txt", "texd.txt: no such file or folder"),
     (GOOD, "--data '*.md'", "*.md: no such file or folder"),
     (GOOD, "--data 'a\nb'", r"a\nb: no such file or folder"),
@@ -150,7 +148,7 @@ ERRORS: list[tuple[dict[str, bytes], str, str]] = [
     ({"a.jsonl": b"x\n"}, "--data .", "a.jsonl, line 1: must be a JSON object"),
     ({"a.jsonl": b'{"text": "\\ud800"}'}, "--data .", "with a valid Unicode string"),
     ({"a.json.gz": gzip.compress(b"[]")}, "--data a.json.gz", "use a .jsonl with one object per line"),
-    # held-out text, the output, the card
+    # held-out text, output, model card
     (GOOD, "--unseen text.txt", "--unseen text.txt: 1 of its 1 documents are also in --data"),
     (GOOD, "--out text.txt/x", "--out text.txt/x: cannot be written"),
     (GOOD, "--out /proc/x", "--out /proc/x: cannot be written"),
@@ -182,13 +180,13 @@ CASES = [
 def _exit_code(*flags: str) -> int:
     try:
         return main([*flags] if "--out" in flags else [*flags, "--out", "out"])
-    except SystemExit as ended:  # argparse's wording
+    except SystemExit as ended:  # argparse's message
         return int(ended.code or 0)
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory that a user stands in, with a text."""
+def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with a text."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text(TEXT)
     return tmp_path
@@ -196,44 +194,44 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("files", "flags", "words"), CASES, ids=[words[:40] for _, _, words in CASES])
-def test_a_mistake_is_one_line_and_leaves_nothing(
-    here: Path, files: dict[str, bytes], flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+def test_mistake_is_one_line_and_leaves_no_files(
+    working_directory: Path, files: dict[str, bytes], flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (here / "text.txt").unlink()
+    (working_directory / "text.txt").unlink()
     for name, content in files.items():
-        (here / name).parent.mkdir(parents=True, exist_ok=True)
-        (here / name).write_bytes(content)
-    before = sorted(here.rglob("*"))
+        (working_directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (working_directory / name).write_bytes(content)
+    before = sorted(working_directory.rglob("*"))
     assert _exit_code(*flags) == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 1 and errors[0].startswith("error: ") and words in errors[0], errors
-    made = [path for path in sorted(here.rglob("*")) if path not in before]
+    made = [path for path in sorted(working_directory.rglob("*")) if path not in before]
     assert not made or words.startswith(KEPT), made
 
 
 @pytest.mark.slow
-def test_what_an_output_directory_holds_is_neither_shared_nor_lost(
-    here: Path, capsys: pytest.CaptureFixture[str]
+def test_content_of_an_output_directory_is_neither_shared_nor_lost(
+    working_directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tiny_weights(here / "out")
-    before = (here / "out/model.safetensors").read_bytes()
+    tiny_weights(working_directory / "out")
+    before = (working_directory / "out/model.safetensors").read_bytes()
     assert _exit_code(*RUN) == 2
     assert "--out out: holds a model without a run" in capsys.readouterr().err
-    assert (here / "out/model.safetensors").read_bytes() == before
-    (here / "out/.training").mkdir(parents=True)
-    lock = os.open(here / "out/.training/lock", os.O_RDWR | os.O_CREAT)
+    assert (working_directory / "out/model.safetensors").read_bytes() == before
+    (working_directory / "out/.training").mkdir(parents=True)
+    lock = os.open(working_directory / "out/.training/lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(lock, fcntl.LOCK_EX)
     assert _exit_code(*RUN, "--overwrite") == 2
     assert "--out out: another run uses it" in capsys.readouterr().err
     os.close(lock)
-    assert _exit_code(*RUN, "--overwrite") == 0, "what a killed run left is no lock"
-    assert (here / "out/model.safetensors").read_bytes() != before
-    assert not (here / "out/.training/lock").exists()
+    assert _exit_code(*RUN, "--overwrite") == 0, "files of a killed run must not lock the directory"
+    assert (working_directory / "out/model.safetensors").read_bytes() != before
+    assert not (working_directory / "out/.training/lock").exists()
 
 
 @pytest.mark.slow
-def test_a_disk_without_room_for_run_or_tokens_is_told_and_keeps_nothing(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_full_disk_is_reported_and_leaves_no_files(
+    working_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     usage = namedtuple("usage", "total used free")
     with monkeypatch.context() as patch:
@@ -243,7 +241,7 @@ def test_a_disk_without_room_for_run_or_tokens_is_told_and_keeps_nothing(
         assert "MiB for snapshots and result, its disk has 976.6 KiB free" in error and error.count("\n") == 1
         assert _exit_code(*RUN, "--dry-run") == 2
         assert "not enough disk space" in capsys.readouterr().err
-    shutil.rmtree(here / "out")
+    shutil.rmtree(working_directory / "out")
 
     def fail(_descriptor: int) -> None:
         raise OSError(28, "No space left on device")
@@ -251,23 +249,23 @@ def test_a_disk_without_room_for_run_or_tokens_is_told_and_keeps_nothing(
     monkeypatch.setattr(os, "fsync", fail)
     assert _exit_code(*RUN) == 2
     assert "cannot be written (No space left on device)" in capsys.readouterr().err
-    assert not (here / "out").exists()
+    assert not (working_directory / "out").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("target", "why"), [("nowhere", "No such file"), ("link.txt", "Too many levels")])
 def test_an_unreadable_file_in_a_folder_is_named(
-    here: Path, target: str, why: str, capsys: pytest.CaptureFixture[str]
+    working_directory: Path, target: str, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (here / "link.txt").symlink_to(target)
+    (working_directory / "link.txt").symlink_to(target)
     assert _exit_code(*RUN, "--data", ".") == 2
     assert f"link.txt: cannot be read ({why}" in capsys.readouterr().err
 
 
-def test_an_image_without_what_training_needs_says_so(
+def test_image_without_training_packages_reports_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("model.train.__main__.find_spec", lambda _: None)
     assert main(["--data", "x", "--out", "y", "--steps", "1"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: this installation can serve, but not train") and said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: this installation can serve, but not train") and error.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Every preset of the notebooks trains by the project's own script, from text, lines or pairs, and is served."""
+"""Every preset of the notebooks trains with the project's own script, from text, lines or pairs, and is served."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def data(tmp_path: Path) -> dict[str, list[str]]:
-    """Flags that name something to learn from, by its form."""
+    """Flags for the data in each form."""
     (tmp_path / "text.txt").write_text(TEXT * 3)
     (tmp_path / "lines.txt").write_text(STATQUEST)
     pairs = _write_pairs(tmp_path / "pairs.tsv", _reversed_digits(200, seed=1))
@@ -67,7 +67,7 @@ def data(tmp_path: Path) -> dict[str, list[str]]:
         ("cross", "pairs", [*TINY, "--steps", "50"]),
     ],
 )
-def test_each_preset_learns_is_saved_comes_back_and_streams_what_it_answers_in_one_piece(
+def test_each_preset_trains_saves_loads_and_streams_its_whole_completion(
     tmp_path: Path, data: dict[str, list[str]], name: str, form: str, flags: list[str]
 ) -> None:
     out = tmp_path / "out"
@@ -85,7 +85,7 @@ def test_each_preset_learns_is_saved_comes_back_and_streams_what_it_answers_in_o
     assert len(generated) == 3
     card = (out / "README.md").read_text()
     assert all(f"| {what} | {text} |" in card for what, text in shape_lines(run.shape)) and "llama" not in card
-    if name in ("standalone", "toy"):  # test_parity_switches.py computes with their switches
+    if name in ("standalone", "toy"):  # test_parity_switches.py covers their switches
         return
     given = {"source": "1 2 3"} if form == "pairs" else {"prompt": "Once upon a time", "ignore_eos": True}
     with running_server(tmp_path, out, "--dtype", "float32") as server:
@@ -95,7 +95,7 @@ def test_each_preset_learns_is_saved_comes_back_and_streams_what_it_answers_in_o
         assert text_of(stream(server.url, **body)) == answer["choices"][0]["text"]
 
 
-def test_the_toy_answers_both_questions_with_no_flag_but_its_data(
+def test_toy_preset_answers_both_questions_with_its_data_flag_only(
     tmp_path: Path, data: dict[str, list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -111,9 +111,7 @@ def test_the_toy_answers_both_questions_with_no_flag_but_its_data(
     assert "training bits per byte 0.0" in printed
 
 
-def test_pairs_teach_an_encoder_and_decoder_to_reverse_what_it_never_saw(
-    tmp_path: Path, data: dict[str, list[str]]
-) -> None:
+def test_encoder_decoder_learns_from_pairs_to_reverse_unseen_digits(tmp_path: Path, data: dict[str, list[str]]) -> None:
     pairs = _reversed_digits(700, seed=2)
     unseen = set(random.Random(3).sample(pairs, 40))
     _write_pairs(tmp_path / "pairs.tsv", [pair for pair in pairs if pair not in unseen])
@@ -127,7 +125,7 @@ def test_pairs_teach_an_encoder_and_decoder_to_reverse_what_it_never_saw(
     assert right >= 38
 
 
-def test_pairs_need_no_flag_but_their_file_be_it_ever_so_small(
+def test_pairs_need_only_the_flag_of_their_file_even_if_it_is_tiny(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Loop, "done", property(lambda loop: loop.step / min(loop.limits.steps, 3)))
@@ -157,7 +155,7 @@ def test_shape_flags_keep_the_proportions_of_the_preset() -> None:
         reshaped(small, width=250)
 
 
-def test_every_size_comes_in_every_layout_with_its_own_depth_and_width() -> None:
+def test_every_size_has_the_same_depth_and_width_in_every_layout() -> None:
     for name in SIZES:
         llama, gpt, textbook = (preset(name, arch) for arch in ARCHS)
         assert len({(c.n_layers, c.width, c.n_heads, c.vocab_size, c.context) for c in (llama, gpt, textbook)}) == 1

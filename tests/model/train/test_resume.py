@@ -1,4 +1,4 @@
-"""A resumed run: the same numbers bit for bit, its own flags, its own data, the newest whole snapshot."""
+"""A resumed run has the same numbers bit for bit, its own flags and data, and uses the newest complete snapshot."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_ten_steps_resumed_for_ten_more_equal_twenty_bit_for_bit(tmp_path: Path, text: Path, form: str) -> None:
-    """Weights, optimiser, average, best weights and position."""
+    """Weights, optimizer, average, best weights and position."""
     flags, content = FORMS[form]
     if content:
         text.write_text(content)
@@ -66,7 +66,7 @@ def _losses(out: Path) -> list[tuple[object, ...]]:
     return [tuple(record.get(key) for key in ("step", "tokens", "loss", "held_out", "grad_norm")) for record in records]
 
 
-def test_a_run_that_stands_there_is_neither_lost_nor_continued_by_accident(
+def test_existing_run_is_neither_lost_nor_resumed_by_accident(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -83,7 +83,7 @@ def test_a_run_that_stands_there_is_neither_lost_nor_continued_by_accident(
     assert state_of(out)[0] == 1
 
 
-def test_a_run_goes_on_only_with_the_flags_that_it_had(
+def test_run_resumes_only_with_its_original_flags(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = [*TINY, "--steps", "2", "--dtype", "float32", "--lr", "0.003"]
@@ -101,7 +101,7 @@ def test_a_run_goes_on_only_with_the_flags_that_it_had(
     assert train(text, out, *flags, "--resume") == 0
 
 
-def test_a_run_may_be_made_longer_and_its_bits_differ_by_rounding_only(
+def test_run_may_be_extended_and_differs_by_rounding_only(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, flags = tmp_path / "out", [*TINY, *EXACT]
@@ -114,7 +114,7 @@ def test_a_run_may_be_made_longer_and_its_bits_differ_by_rounding_only(
     assert state_of(out)[0] == 4
 
 
-def test_the_newest_readable_snapshot_wins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_newest_readable_snapshot_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def save(step: int) -> None:
         save_snapshot(tmp_path, Position(step=step, seconds=1.0, digest="d", shape="s", flags={}), {"x": torch.ones(1)})
 
@@ -129,17 +129,17 @@ def test_the_newest_readable_snapshot_wins(tmp_path: Path, capsys: pytest.Captur
     assert "damaged" in capsys.readouterr().out
     save(2)
     found = load_snapshot(tmp_path)
-    assert found and found[0].step == 2, "a damaged snapshot is replaced by a good one of the same step"
+    assert found and found[0].step == 2, "a good snapshot of the same step must replace a damaged one"
 
 
 @pytest.mark.parametrize("content", ["[]", "7", '{"format": 2, "steps": 1}', "{"])
-def test_a_damaged_position_is_passed_over(tmp_path: Path, content: str) -> None:
+def test_damaged_position_is_skipped(tmp_path: Path, content: str) -> None:
     save_snapshot(tmp_path, Position(step=1, seconds=1.0, digest="d", shape="s", flags={}), {"x": torch.ones(1)})
     (tmp_path / "step-00000001/position.json").write_text(content)
     assert load_snapshot(tmp_path) is None
 
 
-def test_a_snapshot_of_another_version_is_named_as_such(
+def test_snapshot_of_another_version_is_reported(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"

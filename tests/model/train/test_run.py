@@ -1,4 +1,4 @@
-"""A whole run: what it prints, what it leaves, and that transformers and the service read the result."""
+"""A whole run: its output, its files, and that transformers and the service read the result."""
 
 from __future__ import annotations
 
@@ -38,9 +38,7 @@ def _log(out: Path) -> list[dict[str, Any]]:
     ]
 
 
-def test_a_run_learns_and_leaves_what_a_person_wants_to_see(
-    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_trains_and_writes_all_its_files(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, unseen = tmp_path / "out", tmp_path / "unseen_1.txt"
     unseen.write_text("It was never seen that a fox could read what a hen had written. " * 20)
     flags = ["--steps", "60", *EXACT, *TINY, "--license", "mit", "--name", "plays", "--unseen", str(unseen)]
@@ -67,10 +65,10 @@ def test_a_run_learns_and_leaves_what_a_person_wants_to_see(
     assert (generation["temperature"], generation["top_p"], generation["repetition_penalty"]) == (0.8, 0.95, 1.05)
 
 
-def test_samples_and_an_average_change_no_step_and_a_signal_goes_first(
+def test_samples_and_averages_change_no_step_and_a_signal_takes_precedence(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sampling uses its own random generator and leaves no state behind; the average is what is exported."""
+    """Sampling uses its own random generator and leaves no state; the exported weights are the average."""
     assert train(text, tmp_path / "without", *FLAGS) == 0
     monkeypatch.setattr("model.train.reporting.report._MAX_SAMPLE_SHARE", 1e6)
     assert train(text, tmp_path / "with", *FLAGS, "--ema", "0.9", "--keep", "last") == 0
@@ -87,7 +85,7 @@ def test_samples_and_an_average_change_no_step_and_a_signal_goes_first(
     assert not (tmp_path / "out/samples.md").exists()
 
 
-def test_running_out_of_memory_is_one_line(
+def test_out_of_memory_is_one_line(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Trainer, "gradients", lambda *_: torch.empty(1 << 62, dtype=torch.int8))
@@ -96,7 +94,7 @@ def test_running_out_of_memory_is_one_line(
     assert error.startswith("error: out of memory") and error.count("\n") == 1
 
 
-def test_a_terminal_without_unicode_loses_no_result(
+def test_terminal_without_unicode_does_not_lose_the_result(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with (tmp_path / "printed").open("w", encoding="ascii") as printed:
@@ -105,7 +103,7 @@ def test_a_terminal_without_unicode_loses_no_result(
     assert "?I don?t" in (tmp_path / "printed").read_text()
 
 
-def test_these_presets_have_a_family_that_others_know() -> None:
+def test_presets_with_a_hugging_face_family() -> None:
     families = {name: family_of(preset(name)).name for name in PRESET_NAMES}
     assert {name for name, family in families.items() if family == "llama"} == set(SIZES)
     assert {name for name, family in families.items() if family == "gpt2"} == {"gpt"}
@@ -123,7 +121,7 @@ def test_these_presets_have_a_family_that_others_know() -> None:
         (["--preset", "nano", "--arch", "gpt"], "bfloat16"),
     ],
 )
-def test_transformers_reads_the_result_as_we_do(tmp_path: Path, text: Path, flags: list[str], dtype: str) -> None:
+def test_transformers_reads_the_result_like_we_do(tmp_path: Path, text: Path, flags: list[str], dtype: str) -> None:
     size = ["--layers", "2", "--width", "64", "--heads", "4", "--steps", "8", "--export-dtype", dtype]
     out = tmp_path / "out"
     assert train(text, out, *flags, *size) == 0

@@ -1,5 +1,6 @@
-"""Training data: every kind of source, holding out, the cache, words as tokens, padding without effect, and an order
-that is a function of (seed, step).
+"""Training data: every kind of source, holding out, the cache, word vocabularies, padding without effect.
+
+The order of examples is a function of (seed, step).
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def test_files_folders_patterns_and_compressed_files_are_read(tmp_path: Path) ->
     assert _documents(tmp_path / "b.jsonl", text_key="body") == ["a\u2028b"]
 
 
-def test_held_out_documents_are_never_trained_on_not_even_as_copies(tmp_path: Path) -> None:
+def test_held_out_documents_are_never_trained_on_even_as_copies(tmp_path: Path) -> None:
     documents = [f"Document {i} says \u201chello\u201d {i * i}." for i in range(2000)]
     path = tmp_path / "a.txt"
     path.write_text("\n\n\n".join(documents))
@@ -74,7 +75,7 @@ def _split(texts: list[bytes], share: float) -> tuple[list[bytes], list[bytes]]:
     return split_documents([document_of(text) for text in texts], share)
 
 
-def test_samples_begin_as_held_out_documents_do_not_with_headings_or_half_sentences() -> None:
+def test_sample_prompts_are_openings_of_held_out_documents_without_headings() -> None:
     ending = "and went home without a word to anybody, as he had done on every evening of that long winter."
     story = "Once there was a miller who had three sons, a mill, a donkey and a cat, and who had to leave them all."
     spanish = "Contó el renegado la industria y medio que Zoraida le había dado para que a los dos se hablasen."
@@ -88,30 +89,30 @@ def test_samples_begin_as_held_out_documents_do_not_with_headings_or_half_senten
     assert openings([b"short"]) == ["short"]
 
 
-def test_few_documents_give_up_the_end_of_all_their_text() -> None:
-    """The last chapter may be a page: 29 chapters were once measured on 65 tokens of it."""
+def test_with_few_documents_the_end_of_all_text_is_held_out() -> None:
+    """The last chapter may be a page: once, 29 chapters were measured on 65 tokens of it."""
     texts = [*(f"chapter {i} \u2019".encode() * 100 for i in range(27)), b"the last but one " * 60, b"the end"]
     held_out, train = _split(texts, 0.01)
     assert 0.05 * sum(map(len, texts)) - 3 <= sum(map(len, held_out)) <= 0.05 * sum(map(len, texts))
     assert held_out[-2:] == texts[-2:] and train[-1] + held_out[0] == texts[26] and train[:-1] == texts[:26]
     assert all(text.decode() for text in (*held_out, *train))
-    held_out, train = _split([*texts, texts[-1], texts[26]], 0.01)  # two of the chapters come once more
+    held_out, train = _split([*texts, texts[-1], texts[26]], 0.01)  # two of the chapters appear twice
     assert held_out[-1] == texts[-1] and texts[26] not in train
     book = TEXT.encode()
     for copies in (1, 3):
         (held_out,), train = _split([book] * copies, 0.01)
-        assert b"".join(train) + held_out == book and len(held_out) > 1, "copies do not show its end"
+        assert b"".join(train) + held_out == book and len(held_out) > 1, "copies must not reveal its end"
     with pytest.raises(DataError, match="too short"):
         _split([b"x"] * 3, 0.01)
 
 
-def test_a_larger_share_holds_out_more_and_the_same_documents_too() -> None:
+def test_larger_share_holds_out_a_superset() -> None:
     small, large = (set(_split([f"Document {i}.".encode() for i in range(1000)], share)[0]) for share in (0.01, 0.1))
     assert small < large
     assert 70 <= len(large) <= 130
 
 
-def test_straightened_documents_have_ascii_quotes_and_copies_differ(tmp_path: Path) -> None:
+def test_straightened_copies_have_ascii_quotes(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(TEXT)
     (tmp_path / "b.txt").write_text("held out " * 200)
     for share, curly in ((0.0, 2), (0.5, 1), (1.0, 0)):
@@ -122,7 +123,7 @@ def test_straightened_documents_have_ascii_quotes_and_copies_differ(tmp_path: Pa
         assert copies.count("\u201c") // 18 == curly
 
 
-def test_the_order_is_a_function_of_seed_and_step_and_an_epoch_sees_everything_once() -> None:
+def test_order_is_a_function_of_seed_and_step_and_covers_an_epoch_once() -> None:
     tokens = np.arange(1000, dtype=np.uint16)
     order = StepOrder(tokens, length=10, windows=7, seed=1)
     batches = [order.batch(step) for step in range(40)]
@@ -134,8 +135,8 @@ def test_the_order_is_a_function_of_seed_and_step_and_an_epoch_sees_everything_o
     assert not np.array_equal(StepOrder(tokens, length=10, windows=7, seed=2).batch(0), batches[0])
 
 
-def test_what_is_held_out_and_what_a_run_is_known_by_never_change(tmp_path: Path) -> None:
-    """Runs on a user's disk must resume with the next version."""
+def test_held_out_split_and_digest_never_change(tmp_path: Path) -> None:
+    """Runs on users' disks must resume with later versions."""
     documents = [f"Document {i} says \u201chello\u201d." for i in range(400)]
     (tmp_path / "a.txt").write_text("\n\n\n".join(documents))
     corpus = _prepare([tmp_path / "a.txt"], tmp_path / "cache", straighten=0.5)
@@ -153,7 +154,7 @@ def test_what_is_held_out_and_what_a_run_is_known_by_never_change(tmp_path: Path
         (b"old\rMac\rends", ["old\rMac\rends"]),
     ],
 )
-def test_line_ends_marks_and_scripts_of_all_kinds(tmp_path: Path, content: bytes, documents: list[str]) -> None:
+def test_line_ends_byte_order_marks_and_scripts_are_read(tmp_path: Path, content: bytes, documents: list[str]) -> None:
     (tmp_path / "a.txt").write_bytes(content)
     assert _documents(tmp_path) == documents
     (tmp_path / "a.txt").unlink()
@@ -161,7 +162,7 @@ def test_line_ends_marks_and_scripts_of_all_kinds(tmp_path: Path, content: bytes
     assert _documents(tmp_path) == documents
 
 
-def test_what_a_run_writes_what_is_hidden_and_circles_of_folders_are_no_data(tmp_path: Path) -> None:
+def test_output_hidden_files_and_link_cycles_are_excluded(tmp_path: Path) -> None:
     for name in ("a.txt", ".git/b.txt", "._c.txt", "out/README.md", "deep/er/d.md"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{name}\n")
@@ -170,7 +171,7 @@ def test_what_a_run_writes_what_is_hidden_and_circles_of_folders_are_no_data(tmp
     assert _documents(tmp_path) == ["a.txt", "deep/er/d.md", "out/README.md"]
 
 
-def test_pipes_are_read_as_files_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipes_are_read_like_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"From standard input.")))
     assert _documents("-") == ["From standard input."]
     pipe = tmp_path / "pipe"
@@ -195,7 +196,7 @@ def test_pieces_of_a_long_text_have_the_tokens_of_the_whole(text: str) -> None:
 
 @pytest.mark.parametrize("name", ["train.bin", "held_out.bin", "tokenizer.json", "manifest.json"])
 @pytest.mark.parametrize("damage", [None, lambda content: content[:-7], lambda content: bytes(len(content))])
-def test_damaged_tokens_are_made_anew(
+def test_damaged_token_cache_is_rebuilt(
     tmp_path: Path, name: str, damage: Callable[[bytes], bytes] | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, cache = tmp_path / "a.txt", tmp_path / "cache"
@@ -213,7 +214,7 @@ def test_damaged_tokens_are_made_anew(
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
 
 
-def test_the_cache_is_used_for_the_same_input_and_old_ones_go(tmp_path: Path) -> None:
+def test_cache_is_reused_for_the_same_input_and_old_entries_are_removed(tmp_path: Path) -> None:
     path, cache = tmp_path / "a.txt", tmp_path / "cache"
     path.write_text(TEXT)
     first = _prepare([path], cache)
@@ -231,7 +232,7 @@ def test_the_cache_is_used_for_the_same_input_and_old_ones_go(tmp_path: Path) ->
     assert len(names) == 3 and {"step-00000001", last.digest[:16]} <= names
 
 
-def test_unseen_texts_are_kept_by_file_and_are_no_part_of_what_is_learnt(tmp_path: Path) -> None:
+def test_unseen_texts_are_kept_by_file_and_not_trained_on(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(TEXT)
     for name in ("b", "c"):
         (tmp_path / f"{name}.txt").write_text(f"{name} " * 300 + "\n\n\nTHE END")
@@ -253,7 +254,7 @@ def test_unseen_texts_are_kept_by_file_and_are_no_part_of_what_is_learnt(tmp_pat
 
 
 @pytest.mark.parametrize("n_tokens", [2, 9, 10, 11, 100, 101, 4097, 5000])
-def test_every_token_of_what_is_measured_is_a_target_once(n_tokens: int) -> None:
+def test_every_measured_token_is_a_target_once(n_tokens: int) -> None:
     tokens = np.arange(n_tokens, dtype=np.uint16)
     batches = windows_of(tokens, 10)
     pairs = torch.cat([torch.stack([b.inputs_RN, b.targets_RN]).flatten(1) for b in batches], dim=1)
@@ -266,7 +267,7 @@ WORDS = Vocabulary(kind="words", size=None, end_token="<EOS>")
 STATQUEST = ["what is statquest <EOS> awesome <EOS>", "statquest is what <EOS> awesome <EOS>"]
 
 
-def test_words_are_tokens_and_the_end_token_is_zero_wherever_it_stands() -> None:
+def test_words_are_tokens_and_the_end_token_is_zero_anywhere() -> None:
     tokenizer = WORDS.train(STATQUEST)
     assert (tokenizer.vocab_size, tokenizer.eos_id) == (6, END)
     assert len(set(tokenizer.encode("what is statquest awesome"))) == 4
@@ -275,7 +276,7 @@ def test_words_are_tokens_and_the_end_token_is_zero_wherever_it_stands() -> None
     assert tokenizer.encode("what is statquest<EOS>awesome  <EOS>") == ids
 
 
-def test_an_unknown_word_is_one_token_and_rare_words_give_way() -> None:
+def test_unknown_word_is_one_token_and_rare_words_are_dropped() -> None:
     tokenizer = WORDS.train(["a a b <unk>"])
     unknown = tokenizer.encode("<unk>")
     assert len(unknown) == 1 and tokenizer.encode("never seen a") == [*unknown * 2, *tokenizer.encode("a")]
@@ -285,7 +286,7 @@ def test_an_unknown_word_is_one_token_and_rare_words_give_way() -> None:
 
 
 @pytest.mark.parametrize("kind", ["words", "bpe"])
-def test_any_word_can_be_the_end_token_and_stand_in_front_of_prompts(kind: str) -> None:
+def test_any_word_can_be_the_end_token_and_start_prompts(kind: str) -> None:
     vocabulary = Vocabulary(kind=kind, size=300, end_token="<END>")  # type: ignore[arg-type]
     tokenizer = vocabulary.train([TEXT])
     assert tokenizer.encode("<END>") == [END]
@@ -304,7 +305,7 @@ def _config(n_encoder_layers: int) -> ModelConfig:
 
 
 @pytest.mark.parametrize("with_source", [False, True])
-def test_padding_is_no_part_of_the_loss(with_source: bool) -> None:
+def test_padding_does_not_count_in_the_loss(with_source: bool) -> None:
     decoder = tiny_decoder(_config(2 if with_source else 0))
     objective = Objective(decoder, torch.device("cpu"), torch.float32)
     rows = [([3, 4], [5]), ([3, 4, 5, 6, 7, 8], [9, 10, 11, 12]), ([1, 2, 3], [4, 5])]
@@ -320,10 +321,10 @@ def test_padding_is_no_part_of_the_loss(with_source: bool) -> None:
     unmasked = dataclasses.replace(
         together, targets_RN=together.targets_RN.masked_fill(together.targets_RN == IGNORE_INDEX, 0)
     )
-    assert objective.loss_sum(unmasked) > objective.loss_sum(together) + 0.1, "padding that counted would show"
+    assert objective.loss_sum(unmasked) > objective.loss_sum(together) + 0.1, "padding must not count"
 
 
-def test_the_order_of_examples_is_a_function_of_seed_and_step_and_an_epoch_sees_all_once() -> None:
+def test_example_order_is_a_function_of_seed_and_step_and_covers_an_epoch_once() -> None:
     examples = [Example([i, i + 1]) for i in range(10)]
     order, backwards, other = (shuffled_batches(examples, rows=4, seed=seed) for seed in (1, 1, 2))
     batches = [order(step).inputs_RN for step in range(5)]
@@ -334,23 +335,23 @@ def test_the_order_of_examples_is_a_function_of_seed_and_step_and_an_epoch_sees_
     assert not torch.equal(other(0).inputs_RN, batches[0])
 
 
-def test_a_glance_is_of_all_texts_and_not_of_the_first_ones() -> None:
+def test_quick_measurement_samples_all_texts() -> None:
     batches = [pad_batch([Example([i, i, i])]) for i in range(6)]
 
-    def glance(n_targets: float) -> list[int]:
+    def sampled(n_targets: float) -> list[int]:
         return [int(batch.inputs_RN[0, 0]) for batch in evenly_spaced(batches, n_targets)]
 
-    assert glance(0) == [0] and glance(4) == [0, 3] and glance(6) == [0, 2, 4]
-    assert glance(12) == glance(math.inf) == [0, 1, 2, 3, 4, 5]
+    assert sampled(0) == [0] and sampled(4) == [0, 3] and sampled(6) == [0, 2, 4]
+    assert sampled(12) == sampled(math.inf) == [0, 1, 2, 3, 4, 5]
 
 
-def test_rows_are_held_out_only_where_there_are_enough() -> None:
+def test_rows_are_held_out_only_if_there_are_enough() -> None:
     assert held_out_rows(map(str, range(19))) == set()
     assert len(held_out_rows([*map(str, range(20)), "1", "2"])) == 1
     assert len(held_out_rows(map(str, range(1000)))) == 10
 
 
-def test_held_out_lines_and_pairs_are_never_learnt_from_not_even_as_copies(tmp_path: Path) -> None:
+def test_held_out_lines_and_pairs_are_never_trained_on_even_as_copies(tmp_path: Path) -> None:
     path = tmp_path / "rows.txt"
     path.write_text("".join(f"w{i} x{i}\ty{i}\nw{i}  x{i}\tz{i}\n" for i in range(100)))
     lines = examples_of_lines(Sources([str(path)]), vocabulary=WORDS, from_end=True, context=16)
@@ -361,7 +362,7 @@ def test_held_out_lines_and_pairs_are_never_learnt_from_not_even_as_copies(tmp_p
         assert material.measured == "held-out"
         assert material.per_epoch == 200 - 2
         assert len(held_out.inputs_RN) == n_held_out
-        # The tokenizer has not seen their words either.
+        # The tokenizer was not trained on their words either.
         assert (held_out.inputs_RN if held_out.sources is None else held_out.sources.tokens_RS).eq(1).any()
 
 
@@ -379,7 +380,7 @@ def test_lines_end_with_one_end_token_and_start_with_one_or_with_their_first_wor
     }
     without_end = encode_many([line.removesuffix(" <EOS>") for line in lines])
     assert rows == {(*[END] * from_end, *ids, END) for ids in without_end}
-    assert material.tokenizer.encode("") == [END] * from_end, "prompts begin as rows do"
+    assert material.tokenizer.encode("") == [END] * from_end, "prompts must start like rows"
     prompt = material.prompts[0]
     assert prompt.text == "what is statquest <EOS>"
     assert prompt.tokens == material.tokenizer.encode(prompt.text)

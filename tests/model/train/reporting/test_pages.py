@@ -1,4 +1,4 @@
-"""What a run leaves to look at: loss.svg read back as XML, samples.md and its texts, the model card."""
+"""Files that a run leaves: loss.svg parsed as XML, samples.md and its samples, the model card."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _X, _Y = (76, 832), (92, 418)
 
 
 def _records(n: int = 2000) -> list[Record]:
-    """A loss that falls from 3.3 to 1.4 with some noise, measured 20 times and once more at the end."""
+    """Records of a loss that falls from 3.3 to 1.4 with noise, measured 20 times and once at the end."""
     found: list[Record] = []
     for i in range(1, n + 1):
         bits = 1.3 + 2.0 * math.exp(-6 * i / n) + 0.02 * math.sin(7 * i)
@@ -58,13 +58,13 @@ def _texts(svg: ElementTree.Element, css: str) -> list[ElementTree.Element]:
     return [element for element in svg.iter(f"{_SVG}text") if element.get("class") == css]
 
 
-def test_lines_run_from_left_to_right_inside_the_axes_and_fall_where_the_ticks_say() -> None:
+def test_curves_run_left_to_right_inside_the_axes_and_match_the_ticks() -> None:
     svg = _draw(_records())
     for css, n_points in (("training", 2000), ("noise", 2000), ("held-out", 20)):
         points = _line(svg, css)
         assert len(points) == n_points and points == sorted(points)
         assert all(_X[0] <= x <= _X[1] and _Y[0] <= y <= _Y[1] for x, y in points)
-        assert points[0][1] < points[-1][1], "bits per byte fell, so the line goes down"
+        assert points[0][1] < points[-1][1], "falling bits per byte must give a falling line"
     jumps = {css: sum(abs(b - a) for (_, a), (_, b) in pairwise(_line(svg, css))) for css in ("training", "noise")}
     assert jumps["training"] < 0.5 * jumps["noise"], "smoothed"
     across, up = _texts(svg, "x-tick"), _texts(svg, "y-tick")
@@ -72,14 +72,14 @@ def test_lines_run_from_left_to_right_inside_the_axes_and_fall_where_the_ticks_s
     assert (float(across[0].attrib["x"]), float(across[-1].attrib["x"])) == _X
     ys, ticks = [float(text.attrib["y"]) for text in up], [float(text.text or "") for text in up]
     scale = [(a - b) / math.log(q / p) for (a, p), (b, q) in pairwise(zip(ys, ticks, strict=True))]
-    assert len(ticks) >= 4 and max(scale) == pytest.approx(min(scale), rel=0.02), "the axis is logarithmic"
+    assert len(ticks) >= 4 and max(scale) == pytest.approx(min(scale), rel=0.02), "the axis must be logarithmic"
     (title,), (words, _) = _texts(svg, "title"), _texts(svg, "words")
     assert title.text and title.text.startswith("Bits per byte: training 1.3") and "held-out 1.2500" in title.text
     assert words.text == "<b> & co; 20.00 M tokens, 3.00 epochs"
 
 
 @pytest.mark.parametrize("n", [1, 2, 50])
-def test_short_runs_have_a_picture_and_empty_ones_have_none(n: int) -> None:
+def test_short_runs_have_a_plot_and_empty_ones_have_none(n: int) -> None:
     assert len(_line(_draw(_records(n)), "training")) == n
     zero = [{"step": 1, "tokens": 1, "epoch": 1.0, "bits_per_byte": 0.0, "held_out": None}]
     for nothing in ([], zero):
@@ -94,8 +94,8 @@ def test_ticks_are_a_few_round_numbers(low: float, high: float) -> None:
     assert len(steps) == 1 and steps.pop()[:3] in ("1.0", "2.0", "5.0")
 
 
-def test_drawing_again_gives_the_same_texts_and_leaves_nothing_behind() -> None:
-    """Neither randomness nor what inference mode has made: training goes on."""
+def test_sampling_twice_gives_the_same_texts_and_leaves_no_state() -> None:
+    """Sampling must leave neither random state nor inference-mode tensors, because training continues."""
     tokenizer = Tokenizer.train([TEXT], 300)
     decoder = Decoder(tiny_config(vocab_size=tokenizer.vocab_size)).initialize(1)
     prompts = [Prompt(text=text, tokens=tokenizer.encode(text)) for text in ("Once", "\u201cI")]
@@ -109,7 +109,7 @@ def test_drawing_again_gives_the_same_texts_and_leaves_nothing_behind() -> None:
     assert all(p.grad is not None for p in decoder.parameters())
 
 
-def test_the_penalty_is_the_service_s() -> None:
+def test_penalty_equals_that_of_the_service() -> None:
     logits_V = torch.tensor([2.0, -2.0, 1.0, 0.0])
     row = SamplingInput(params=SamplingParams(repetition_penalty=1.25), tokens=[0, 1, 1], n_prompt=1)
     penalized_SV = apply_stages(logits_V[None], row_parameters([row], 4, "cpu"), ADJUSTMENTS).logits_SV
@@ -130,7 +130,7 @@ def test_the_penalty_is_the_service_s() -> None:
         ("\u201cWhere?\u201d", "\u201cWhere?\u201d"),
     ],
 )
-def test_what_came_is_shown_and_not_taken_for_markup(text: str, shown: str) -> None:
+def test_samples_are_shown_literally_and_not_as_markup(text: str, shown: str) -> None:
     assert plain(text) == shown
     assert visible("a\x1b[2J\x07\r\0b\tc\n\u201cd\u201d") == "a\ufffd[2J\ufffd\ufffd\ufffdb\tc\n\u201cd\u201d"
     assert quoted("\nOne,\n\n    > two\n") == "> One,  \n>\n> \\> two  "
@@ -157,7 +157,7 @@ FACTS: dict[str, Any] = {
 
 
 def _card(**changed: Any) -> tuple[dict[str, Any], str]:
-    """(the head, what follows it)."""
+    """The card as (metadata, body)."""
     nothing, head, body = model_card(tiny_config(), 4_740_352, **FACTS | changed).split("---\n", 2)
     assert not nothing
     return yaml.safe_load(head), body
@@ -166,17 +166,17 @@ def _card(**changed: Any) -> tuple[dict[str, Any], str]:
 @pytest.mark.parametrize(
     ("family", "library"), [("llama", "transformers"), ("gpt2", "transformers"), ("inkstream", "inkstream")]
 )
-def test_the_head_says_what_the_hub_asks_and_no_more_than_is_known(family: str, library: str) -> None:
+def test_card_metadata_has_only_known_fields(family: str, library: str) -> None:
     head, body = _card(family=family)
     tags = ["inkstream", family] if family != "inkstream" else ["inkstream"]
     known = {"library_name": library, "pipeline_tag": "text-generation", "tags": tags}
     assert head == {"license": "cc0-1.0", "language": "en", **known}
     assert ("from transformers" in body) == (library == "transformers")
     assert _card(metadata={"license": None, "language": None}, family=family)[0] == known
-    assert _card(metadata={"language": "no"})[0]["language"] == "no", "and no truth value"
+    assert _card(metadata={"language": "no"})[0]["language"] == "no", "must not be read as a boolean"
 
 
-def test_the_body_has_every_figure_once_and_samples_as_they_came() -> None:
+def test_card_body_has_every_figure_once_and_literal_samples() -> None:
     _, body = _card(about="These are the books of a person.")
     assert body.startswith("\n# Model card\n") and _card(name="plays-5m")[1].startswith("\n# plays-5m\n")
     for row in (
@@ -193,7 +193,7 @@ def test_the_body_has_every_figure_once_and_samples_as_they_came() -> None:
     assert "The likeliest token each time, not chosen" in _card(sampling=str(GREEDY_SAMPLING))[1]
 
 
-def test_folders_of_files_are_hidden_unless_only_they_tell_them_apart() -> None:
+def test_folders_are_hidden_unless_file_names_are_ambiguous() -> None:
     assert shorten_names(["/home/me/a.txt", "b/*.md", "-"]) == ["a.txt", "*.md", "standard input"]
     assert shorten_names(["/one/a.txt", "/two/a.txt"]) == ["/one/a.txt", "/two/a.txt"]
     assert shorten_names(["same.txt", "same.txt"]) == ["same.txt", "same.txt"]

@@ -33,7 +33,7 @@ OUTLINE = RunInfo(title="nano", measured="held-out", bytes_per_target=2.0, rates
 
 
 def progress(step: int, *, of: int = 20, loss: float = 2.0, seconds: float | None = None) -> Progress:
-    """A step of a run that takes a second for each step of 100 tokens."""
+    """Progress after a step of 100 tokens that takes a second."""
     return Progress(
         step=step,
         loss=loss,
@@ -57,7 +57,7 @@ def _draw(text: str) -> list[Sample]:
 def _run(
     out: Path, first: int, last: int, *, of: int = 20, measure: Sequence[int] = (), pace: float = 1.0
 ) -> list[int]:
-    """Reports a run of a step every `pace` seconds from step `first` on. Returns the steps that drew."""
+    """Reports a run with a step every `pace` seconds from step `first` on. Returns the steps with samples."""
     drawn: list[int] = []
 
     def draw(step: int) -> list[Sample]:
@@ -79,7 +79,7 @@ def _records(out: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
 
 
-def test_every_record_has_every_documented_key_and_each_measurement_stands_where_it_was_made(tmp_path: Path) -> None:
+def test_records_have_all_documented_keys_and_measurements_are_at_their_steps(tmp_path: Path) -> None:
     _run(tmp_path, 1, 20, measure=(10,))
     records = _records(tmp_path)
     table = [line for line in (ROOT / "docs/train-log.md").read_text().splitlines() if line.startswith("| `")]
@@ -92,11 +92,11 @@ def test_every_record_has_every_documented_key_and_each_measurement_stands_where
     assert records[-1]["tokens_per_second"] == 100.0
 
 
-def test_texts_are_drawn_at_each_stage_and_at_the_end(tmp_path: Path) -> None:
+def test_samples_are_generated_at_each_stage_and_at_the_end(tmp_path: Path) -> None:
     assert _run(tmp_path, 1, 100, of=100, measure=range(5, 101, 5), pace=1000) == [round(100 * x) for x in STAGES]
     page = (tmp_path / "samples.md").read_text()
     bits = [(2 + step / 100) / math.log(2) / 2 for step in (1, 5, 100)]  # each target has two bytes
-    assert f"**1 %**, step 1, training bits per byte {bits[0]:.4f}:" in page, "nothing was measured yet"
+    assert f"**1 %**, step 1, training bits per byte {bits[0]:.4f}:" in page, "no measurement yet"
     assert f"**5 %**, step 5, training bits per byte {bits[1]:.4f}, held-out bits per byte 1.9500:" in page
     assert f"**100 %**, step 100, training bits per byte {bits[2]:.4f}, held-out bits per byte 0.9000:" in page
     first, second = page.split("## ")[1:]
@@ -105,13 +105,13 @@ def test_texts_are_drawn_at_each_stage_and_at_the_end(tmp_path: Path) -> None:
     assert positions == sorted(positions)
 
 
-def test_a_run_that_went_on_has_the_log_and_samples_of_one_that_was_never_interrupted(tmp_path: Path) -> None:
-    """The last snapshot was made at step 10: steps 11 to 60 were logged, and are computed again."""
+def test_resumed_run_has_the_log_and_samples_of_an_uninterrupted_one(tmp_path: Path) -> None:
+    """The last snapshot was at step 10; steps 11 to 60 were logged and are computed again."""
     whole, halves, long = tmp_path / "whole", tmp_path / "halves", {"of": 100, "pace": 1000}
     _run(whole, 1, 100, measure=(5, 15), **long)
     _run(halves, 1, 60, measure=(5, 15), **long)
     with (halves / "log.jsonl").open("a") as file:
-        file.write('{"step": 61, "lo')  # the power went while this was written
+        file.write('{"step": 61, "lo')  # a power failure during the write
     _run(halves, 11, 12, **long)
     assert "text of 5 " in (halves / "samples.md").read_text()
     assert "text of 20" not in (halves / "samples.md").read_text()
@@ -120,12 +120,12 @@ def test_a_run_that_went_on_has_the_log_and_samples_of_one_that_was_never_interr
     logs = [[record | {"tokens_per_second": 0} for record in _records(out)] for out in (whole, halves)]
     assert logs[0] == logs[1]
     _run(halves, 1, 1, of=100)
-    assert not (halves / "samples.md").exists(), "another run forgets them"
+    assert not (halves / "samples.md").exists(), "another run must discard them"
 
 
-def test_what_weights_knew_before_they_are_trained_on_is_the_record_of_step_0(tmp_path: Path) -> None:
+def test_loss_before_training_is_the_record_of_step_0(tmp_path: Path) -> None:
     _run(tmp_path, 1, 20)
-    for _ in range(2):  # each run forgets the ones before
+    for _ in range(2):  # each run discards earlier ones
         with _report(tmp_path) as report:
             report.held_out(0, 3.5)
             report.step(progress(1, of=5000))
@@ -138,7 +138,7 @@ def test_what_weights_knew_before_they_are_trained_on_is_the_record_of_step_0(tm
     ]
 
 
-def test_a_long_run_has_about_a_thousand_records_that_miss_no_step(tmp_path: Path) -> None:
+def test_long_run_has_about_a_thousand_records_that_cover_every_step(tmp_path: Path) -> None:
     _run(tmp_path, 1, 5000, of=5000)
     records = _records(tmp_path)
     assert 1000 <= len(records) <= 1001
@@ -147,7 +147,7 @@ def test_a_long_run_has_about_a_thousand_records_that_miss_no_step(tmp_path: Pat
     assert record["grad_norm"] == 0.5
 
 
-def test_a_disk_that_was_full_for_a_while_leaves_no_torn_record(
+def test_temporarily_full_disk_leaves_no_partial_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = MetricsLog(tmp_path / "log.jsonl", OUTLINE, start_step=0)
@@ -167,14 +167,14 @@ def test_a_disk_that_was_full_for_a_while_leaves_no_torn_record(
     assert records == [{"step": 1, "held_out": None}, {"step": 2}, {"step": 3}, {"step": 4}]
 
 
-def test_the_speed_is_that_of_the_last_steps_and_the_time_left_follows_the_whole_pace() -> None:
+def test_speed_is_recent_and_remaining_time_uses_the_average() -> None:
     pace = RateTracker(replace(OUTLINE, flops_per_token=2.0, peak_flops=1000.0))
     pace.add(progress(1, of=2000))
     assert (pace.tokens_per_second, pace.seconds_left, pace.loss) == (0.0, None, 2.0)
     for step in range(2, 1001):
         pace.add(progress(step, of=2000))
     assert (pace.tokens_per_second, pace.mfu, pace.seconds_left) == pytest.approx((100, 0.2, 1000))
-    for step in range(1001, 1011):  # six times as fast, but for a measurement of a minute
+    for step in range(1001, 1011):  # six times as fast, except for a measurement of a minute
         pace.add(progress(step, of=2000, seconds=1000.0 + (step - 1000) / 6 + 60 * (step > 1005)))
     assert pace.tokens_per_second == pytest.approx(600)
     assert pace.seconds_left == pytest.approx(990 * 1060.67 / 1009, rel=0.001)
@@ -197,7 +197,7 @@ def test_without_a_terminal_there_are_plain_lines_at_an_interval(
     assert len(lines) == 5 and lines[-1] == "step 20: held-out bits per byte 1.5000 (subset)"
 
 
-def test_tensorboard_is_told_what_the_log_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_gets_the_values_of_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[object, ...]] = []
 
     def writer(folder: str, purge_step: int) -> SimpleNamespace:
@@ -211,15 +211,15 @@ def test_tensorboard_is_told_what_the_log_is(tmp_path: Path, monkeypatch: pytest
         report.finish(1.25, [])
     assert calls[0] == (str(tmp_path / "tensorboard"), 1)
     assert ("loss", 2.0, 1) in calls and ("held_out", 1.5, 1) in calls and calls[-1] == ("held_out_whole", 1.25, 1)
-    assert len(set(calls)) == len(calls), "nothing is reported twice"
-    assert "mfu" not in {call[0] for call in calls}, "an unknown value is not plotted"
+    assert len(set(calls)) == len(calls), "each record must be reported once"
+    assert "mfu" not in {call[0] for call in calls}, "an unknown value must not be plotted"
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ValueError, match=r"--tensorboard: .*pip install tensorboard"):
         tensorboard_writer()
 
 
-def test_drawing_takes_a_hundredth_of_the_time_so_far_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing is assumed to take half a second at first; then the last one counts."""
+def test_sampling_takes_at_most_a_hundredth_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sample is assumed to take half a second at first; then the duration of the last one counts."""
     now = [0.0]
     monkeypatch.setattr("model.train.reporting.report.time.monotonic", lambda: now[0])
 
@@ -237,7 +237,7 @@ def test_drawing_takes_a_hundredth_of_the_time_so_far_at_most(tmp_path: Path, mo
     assert drawn == [50, 300, 500]
 
 
-def test_the_picture_is_there_when_a_run_ends_however_that_is(tmp_path: Path) -> None:
+def test_loss_plot_is_written_however_a_run_ends(tmp_path: Path) -> None:
     with contextlib.suppress(KeyboardInterrupt), _report(tmp_path) as report:
         report.step(progress(1))
         raise KeyboardInterrupt
@@ -246,7 +246,7 @@ def test_the_picture_is_there_when_a_run_ends_however_that_is(tmp_path: Path) ->
 
 
 class Terminal:
-    """A pseudo terminal; take_over() replaces both standard streams with it."""
+    """A pseudo-terminal; take_over() replaces both standard streams with it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.master, slave = pty.openpty()
@@ -255,7 +255,7 @@ class Terminal:
         monkeypatch.setattr("model.train.reporting.progress._REDRAW_SECONDS", 0.0)
 
     def take_over(self) -> None:
-        """pytest restores its own streams after a fixture, so the test calls this."""
+        """pytest restores its own streams after a fixture, so the test calls this itself."""
         for name in ("stdout", "stderr"):
             self.patch.setattr(sys, name, self.stream)
 
@@ -263,7 +263,7 @@ class Terminal:
         fcntl.ioctl(self.stream.fileno(), termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
 
     def shown(self) -> list[str]:
-        """What was written since the last call, parted where the line is erased."""
+        """The output since the last call, split where the line is erased."""
         text = ""
         while select.select([self.master], [], [], 0.01)[0]:
             text += os.read(self.master, 1 << 20).decode()
@@ -272,7 +272,7 @@ class Terminal:
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
-    """Of a suite that may have none itself."""
+    """The terminal of this test; the test run itself may have none."""
     terminal = Terminal(monkeypatch)
     yield terminal
     monkeypatch.undo()
@@ -281,7 +281,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
     os.close(terminal.master)
 
 
-def test_the_bar_is_one_line_below_all_output_and_ends_clean(terminal: Terminal, tmp_path: Path) -> None:
+def test_progress_bar_is_one_line_below_all_output_and_is_erased_at_the_end(terminal: Terminal, tmp_path: Path) -> None:
     terminal.take_over()
     with _report(tmp_path, every=1e-9) as report:
         for step, columns in enumerate((80, 30, 200, 80), start=1):
@@ -298,7 +298,7 @@ def test_the_bar_is_one_line_below_all_output_and_ends_clean(terminal: Terminal,
     assert last.startswith("20.0 % step 4  loss 2.000  held-out 1.500") and last.endswith("\r\n")
 
 
-def test_a_terminal_that_has_gone_ends_nothing(terminal: Terminal, tmp_path: Path) -> None:
+def test_closed_terminal_does_not_end_a_run(terminal: Terminal, tmp_path: Path) -> None:
     terminal.take_over()
     os.close(terminal.master)
     with _report(tmp_path, every=1e-9) as report:
@@ -307,7 +307,7 @@ def test_a_terminal_that_has_gone_ends_nothing(terminal: Terminal, tmp_path: Pat
 
 
 @pytest.mark.parametrize("redirected", ["stdout", "stderr", "both, to a terminal that cannot erase"])
-def test_a_redirected_stream_has_plain_lines_and_the_other_one_the_bar(
+def test_redirected_stream_has_plain_lines_and_the_other_one_the_bar(
     terminal: Terminal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, redirected: str
 ) -> None:
     terminal.take_over()
@@ -325,9 +325,7 @@ def test_a_redirected_stream_has_plain_lines_and_the_other_one_the_bar(
     assert "\x1b" not in file.getvalue()
 
 
-def test_a_run_in_the_background_draws_nothing(
-    terminal: Terminal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_background_run_draws_no_bar(terminal: Terminal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     terminal.take_over()
     monkeypatch.setattr(os, "tcgetpgrp", lambda _: os.getpgrp() + 1)
     with _report(tmp_path, every=1e-9) as report:

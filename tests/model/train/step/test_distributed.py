@@ -1,4 +1,4 @@
-"""Distributed training: several processes learn what one learns, one of them writes, and all end together."""
+"""Distributed training: several processes compute what one computes, one of them writes, and all end together."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ FLAGS = [*TINY, *EXACT, "--warm-up", "2", "--micro-windows", "1", "--ema", "0.9"
 
 
 class Ranks:
-    """Two processes of a run, as torchrun starts them: forks of this one, which has imported torch already."""
+    """Two processes of a run, as torchrun starts them: forks of this process, which has already imported torch."""
 
     def __init__(self, text: Path, out: Path, *flags: str) -> None:
-        torch.set_num_threads(1)  # a fork has none of its parent's threads
+        torch.set_num_threads(1)  # a fork does not inherit its parent's threads
         with socket.create_server(("127.0.0.1", 0)) as listener:
             together = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
         self.out, self.pids = out, list[int]()
@@ -53,15 +53,15 @@ class Ranks:
         return self.out / f"rank-{number}.{stream}"
 
     def printed(self, stream: str = "out") -> list[str]:
-        """What each has written."""
+        """The output of each process."""
         return [self._log(number, stream).read_text() for number in range(2)]
 
     def exit_codes(self) -> list[int]:
-        """Waits for both."""
+        """Waits for both processes."""
         return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in self.pids]
 
     def signal_after_snapshot(self, number: int, signal_number: signal.Signals) -> None:
-        """To one of them."""
+        """Sends a signal to one of them."""
         deadline = time.monotonic() + 120
         while not any((self.out / ".training").glob("step-*")):
             assert time.monotonic() < deadline
@@ -70,7 +70,7 @@ class Ranks:
 
 
 @pytest.mark.parametrize("is_handwritten", [True, False])
-def test_two_ranks_learn_what_one_learns_and_one_of_them_writes(
+def test_two_ranks_compute_what_one_does_and_only_one_writes(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, is_handwritten: bool
 ) -> None:
     """By handwritten gradients, or by autograd as on a GPU."""
@@ -103,7 +103,7 @@ def test_a_signal_to_either_rank_saves_and_ends_both(tmp_path: Path, text: Path,
     assert state_of(out)[0] == step + 2
 
 
-def test_who_is_left_alone_ends_in_one_line(tmp_path: Path, text: Path) -> None:
+def test_rank_that_loses_its_peer_ends_with_one_line(tmp_path: Path, text: Path) -> None:
     ranks = Ranks(text, tmp_path / "out", "--max-minutes", "5", "--save-seconds", "0.001")
     ranks.signal_after_snapshot(0, signal.SIGKILL)
     assert ranks.exit_codes() == [-signal.SIGKILL, 1]
@@ -115,24 +115,24 @@ def test_who_is_left_alone_ends_in_one_line(tmp_path: Path, text: Path) -> None:
     ("flags", "code", "words"),
     [
         ("--steps 40 --lr 1e30", 3, "there is no snapshot yet"),
-        ("--steps 4 --windows 5", 2, "--windows 5"),  # found by all ranks at once
-        ("--steps 4 --vocab-size 60000", 2, "--vocab-size"),  # found by each in its turn
+        ("--steps 4 --windows 5", 2, "--windows 5"),  # detected by all ranks at once
+        ("--steps 4 --vocab-size 60000", 2, "--vocab-size"),  # detected by one rank after the other
         ("--steps 4 --dry-run", 0, "it fits; nothing was written"),
     ],
 )
-def test_what_all_ranks_find_is_told_once(tmp_path: Path, text: Path, flags: str, code: int, words: str) -> None:
+def test_errors_of_all_ranks_are_printed_once(tmp_path: Path, text: Path, flags: str, code: int, words: str) -> None:
     ranks = Ranks(text, tmp_path / "out", *flags.split())
     assert ranks.exit_codes() == [code, code], ranks.printed("err")
-    told = "".join(ranks.printed("err" if code else "out"))
-    assert told.count(words) == 1 and (code == 0 or told.count("\n") == 1)
+    output = "".join(ranks.printed("err" if code else "out"))
+    assert output.count(words) == 1 and (code == 0 or output.count("\n") == 1)
 
 
-def test_gradients_are_sent_while_backward_computes_others() -> None:
-    """Buckets go in one order, those of the last layers first, also where nothing overlaps or a parameter is unused."""
+def test_gradients_are_sent_during_the_backward_pass() -> None:
+    """Buckets are sent in one order, last layers first, even without overlap or with an unused parameter."""
     sent: list[tuple[list[int], int]] = []
 
     class Ranks(ProcessGroup):
-        """Two, of which the other one has the same gradients."""
+        """Two ranks, the other of which has the same gradients."""
 
         def start_sum(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
             sent.append(([tensor.numel() for tensor in tensors], sum(p.grad is not None for p in parameters)))
@@ -161,12 +161,12 @@ def test_gradients_are_sent_while_backward_computes_others() -> None:
     torch.nn.Sequential(*layers).zero_grad()
     with sums.overlapped():
         torch.nn.Sequential(*layers)(torch.ones(1, 8)).sum().backward()
-        assert [count for _, count in sent] == [2, 4, 6], "each bucket as soon as its gradients are there"
+        assert [count for _, count in sent] == [2, 4, 6], "each bucket as soon as its gradients are ready"
     sums.finish()
     assert len(sent) == 3
 
 
-def test_ranks_share_rows_without_losing_one() -> None:
+def test_ranks_split_all_rows() -> None:
     rows = torch.arange(12).view(6, 2)
     batch = Batch(inputs_RN=rows, targets_RN=rows)
     shares = [ProcessGroup(rank=number, size=3).share(batch).inputs_RN for number in range(3)]

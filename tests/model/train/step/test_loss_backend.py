@@ -1,4 +1,4 @@
-"""Loss backends: all have the same loss and the same gradients on every device; written gradients are autograd's."""
+"""Loss backends: all give the same loss and gradients on every device; handwritten gradients equal autograd's."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _HANDWRITTEN, _PLAIN = LossBackend(is_handwritten=True), LossBackend()
         ("on", "cuda", True, LossBackend(backend="inductor")),
     ],
 )
-def test_a_gpu_compiles_and_a_cpu_has_its_gradients_by_hand(
+def test_gpus_compile_and_cpus_use_handwritten_gradients(
     requested: str, device: str, has_triton: bool, expected: LossBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(objective, "find_spec", lambda _: object() if has_triton else None)
@@ -55,13 +55,13 @@ def test_an_encoder_is_never_compiled() -> None:
 
 
 @pytest.mark.parametrize("native", [True, False])
-def test_a_gpu_computes_in_bfloat16_where_it_has_it(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_computes_in_bfloat16_if_supported(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native and not including_emulation)
     assert choose_dtype("auto", torch.device("cuda")) == (torch.bfloat16 if native else torch.float32)
 
 
 def _decoder(name: str, *, qk_norm: bool = False, **sizes: Any) -> Decoder:
-    """Outputs that begin as zeros would hide what is behind them."""
+    """Outputs initialized to zero would hide what is behind them."""
     config = replace(reshaped(preset(name), **{"n_layers": 2, "width": 64, "n_heads": 4, **sizes}), qk_norm=qk_norm)
     decoder = Decoder(config).initialize(3)
     generator = torch.Generator().manual_seed(4)
@@ -83,7 +83,7 @@ def _learnt(decoder: Decoder, way: LossBackend, dtype: torch.dtype = torch.float
 
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize(("name", "kv_heads"), [("nano", 1), ("nano", 2), ("nano", 4), ("gpt", 4), ("textbook", 4)])
-def test_gradients_written_by_hand_are_those_of_autograd(
+def test_handwritten_gradients_equal_those_of_autograd(
     name: str, kv_heads: int, qk_norm: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoder = _decoder(name, n_kv_heads=kv_heads, qk_norm=qk_norm)
@@ -94,8 +94,8 @@ def test_gradients_written_by_hand_are_those_of_autograd(
 
 
 @pytest.mark.parametrize("name", ["nano", "gpt"])
-def test_what_is_compiled_has_the_loss_and_gradients_of_plain_modules(name: str) -> None:
-    """Traced and differentiated by torch's compiler; its code for a device is torch's own matter."""
+def test_compiled_loss_and_gradients_equal_those_of_plain_modules(name: str) -> None:
+    """Traced and differentiated by torch's compiler; the code that it generates for a device is not tested here."""
     decoder = _decoder(name, n_layers=1)
     for compiled, plain in zip(
         _learnt(decoder, LossBackend(backend="aot_eager")), _learnt(decoder, _PLAIN), strict=True
@@ -104,7 +104,7 @@ def test_what_is_compiled_has_the_loss_and_gradients_of_plain_modules(name: str)
 
 
 class _LargestOfWords(TorchDispatchMode):
-    """The most numbers, by format, of what is made with a number for each word of the vocabulary."""
+    """The largest number of elements, by format, of tensors with one number per word of the vocabulary."""
 
     def __init__(self, n_words: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -119,7 +119,7 @@ class _LargestOfWords(TorchDispatchMode):
 
 
 def test_logits_exist_for_a_chunk_of_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With autograd, and in measurements. The control is the loss that is there for a compiler."""
+    """With autograd, and in measurements. The positive control is the loss backend for a compiler."""
     decoder = _decoder("gpt")
     batch, n_words = _batch(decoder), decoder.config.vocab_size
     n_tokens, chunk = batch.targets_RN.numel(), 32
@@ -127,7 +127,7 @@ def test_logits_exist_for_a_chunk_of_tokens_at_a_time(monkeypatch: pytest.Monkey
     loss = Objective(decoder, CPU, torch.bfloat16, _PLAIN)
     with _LargestOfWords(n_words) as training:
         torch.autograd.grad(loss.loss_sum(batch), list(decoder.parameters()))
-    with _LargestOfWords(n_words) as measuring, torch.no_grad():  # bits_per_byte() does so in threads
+    with _LargestOfWords(n_words) as measuring, torch.no_grad():  # bits_per_byte() does this in threads
         loss._plain(batch, batch.targets_RN.flatten())
     with _LargestOfWords(n_words) as control:
         torch.autograd.grad(loss._whole(batch, batch.targets_RN.flatten()), list(decoder.parameters()))
@@ -136,8 +136,8 @@ def test_logits_exist_for_a_chunk_of_tokens_at_a_time(monkeypatch: pytest.Monkey
         assert set(mode.found.values()) == {chunk * n_words}, mode.found
 
 
-def test_a_compiled_loss_in_bfloat16_is_the_plain_one_and_keeps_no_float32_logits_for_its_gradient() -> None:
-    """What the forward pass hands to the backward pass, as torch's compiler for GPUs divides them."""
+def test_compiled_bfloat16_loss_equals_the_plain_one_and_saves_no_float32_logits() -> None:
+    """What the forward pass saves for the backward pass, as torch's compiler for GPUs partitions them."""
     # Imported here: at the top each test process would read the whole compiler, whichever tests it runs.
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
@@ -170,7 +170,7 @@ def _fails(*_: Any) -> None:
     raise OSError("no room for a kernel")
 
 
-def test_a_compiler_that_fails_is_warned_of_once_or_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_failing_compiler_is_a_single_warning_or_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     torch._dynamo.register_backend(compiler_fn=_fails, name="failing")
     decoder = _decoder("nano")
     objective = Objective(decoder, CPU, torch.float32, LossBackend(backend="failing", may_fall_back=True))
@@ -189,7 +189,7 @@ def _heads(*shapes: tuple[int, ...]) -> list[Tensor]:
 
 @pytest.mark.parametrize(("length", "window"), [(1, None), (7, None), (128, None), (300, None), (300, 40), (300, 200)])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 8), (3, 3, 6)])
-def test_attention_of_training_is_that_of_the_reference_with_its_gradient(
+def test_training_attention_and_its_gradient_equal_the_reference(
     length: int, window: int | None, heads: int, kv_heads: int, head_dim: int
 ) -> None:
     n_tokens = 2 * length
@@ -205,7 +205,7 @@ def test_attention_of_training_is_that_of_the_reference_with_its_gradient(
 
 @pytest.mark.parametrize("n_tokens", [1, 37])
 @pytest.mark.parametrize("n_words", [6, 20_000])
-def test_cross_entropy_is_that_of_torch_with_its_gradient(n_tokens: int, n_words: int) -> None:
+def test_cross_entropy_and_its_gradient_equal_those_of_torch(n_tokens: int, n_words: int) -> None:
     (logits,) = _heads((n_tokens, n_words))
     targets = torch.arange(n_tokens) * 5 % n_words
     targets[1::3] = IGNORE_INDEX
@@ -217,8 +217,8 @@ def test_cross_entropy_is_that_of_torch_with_its_gradient(n_tokens: int, n_words
     torch.testing.assert_close(*gradients)
 
 
-def test_a_target_thought_impossible_costs_what_it_should() -> None:
-    """Its score is 0 in float32; the loss is not infinite, which would end the run."""
+def test_loss_of_a_nearly_impossible_target_is_finite() -> None:
+    """Its score is 0 in float32; the loss must not be infinite, which would end the run."""
     logits = torch.tensor([[0.0, 200.0, -50.0], [0.0, 0.0, 0.0]])
     loss = cross_entropy(logits, torch.tensor([2, 1]), weight=1.0, ignore_index=IGNORE_INDEX)
     assert float(loss) == pytest.approx(250.0 + math.log(3))

@@ -1,4 +1,4 @@
-"""Updates have the bits of torch's optimizers whatever the threads; stacked Muon moves a matrix as torch's does."""
+"""Updates equal torch's optimizers bit for bit with any number of threads; stacked Muon steps follow torch's."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def _threads() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
-def test_an_update_has_the_bits_of_torchs_own_whatever_the_threads(kind: Literal["muon", "adamw"]) -> None:
-    """More numbers in a matrix than torch sums up on one thread where it has more."""
+def test_update_has_the_bits_of_torchs_own_with_any_number_of_threads(kind: Literal["muon", "adamw"]) -> None:
+    """A matrix with more elements than torch sums on one thread if it has several."""
     config = reshaped(preset("nano"), n_layers=1, width=256, n_heads=4)
     generator = torch.Generator().manual_seed(5)
     gradients = [torch.randn(p.shape, generator=generator) for p in Decoder(config).parameters()]
@@ -81,10 +81,10 @@ def test_an_update_has_the_bits_of_torchs_own_whatever_the_threads(kind: Literal
 
 
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
-def test_an_update_of_a_device_has_the_state_of_one_of_a_cpu_in_few_launches(
+def test_device_update_has_the_state_of_a_cpu_update_in_few_launches(
     kind: Literal["muon", "adamw"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One fused AdamW for each weight decay; a snapshot of either goes on with the other."""
+    """One fused AdamW for each weight decay; each can resume from a snapshot of the other."""
     config = reshaped(preset("nano"), n_layers=2, width=64, n_heads=2)
     gradients = [torch.randn(p.shape, generator=torch.Generator().manual_seed(5)) for p in Decoder(config).parameters()]
     found = []
@@ -109,7 +109,7 @@ def test_an_update_of_a_device_has_the_state_of_one_of_a_cpu_in_few_launches(
 
 
 class _Calls(TorchDispatchMode):
-    """Names of operations."""
+    """Records the names of operations."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Learning rates over a run, and how far a run is, by hand-made numbers."""
+"""Learning rates over a run, and the progress of a run, in hand-made numbers."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def test_every_schedule_warms_up_by_steps_and_a_short_run_over_its_first_tenth(s
 @pytest.mark.parametrize(
     ("shape", "factors"), [("linear", [1, 1, 1, 0.5, 0]), ("cosine", [1, 0.5, 0.345, 0.0955, 0]), ("constant", [1] * 5)]
 )
-def test_each_shape_falls_in_its_way(shape: str, factors: list[float]) -> None:
+def test_each_schedule_has_its_shape(shape: str, factors: list[float]) -> None:
     found = [_lr_factor(shape, 99, done) for done in (0.0, 0.5, 0.6, 0.8, 1.0)]
     assert found == pytest.approx(factors, abs=1e-3)
-    assert _lr_factor("linear", 99, 1.1) == 0.0, "a limit in minutes is passed by a part of a step"
+    assert _lr_factor("linear", 99, 1.1) == 0.0, "a time limit may be exceeded by part of a step"
     assert (_lr_factor("linear", 99, 1.0, warm_down=0.0), _lr_factor("linear", 99, 0.25, warm_down=1.0)) == (1.0, 0.75)
 
 
-def test_the_limit_that_is_nearest_says_how_much_is_done() -> None:
+def test_progress_is_measured_by_the_nearest_limit() -> None:
     seen = {"step": 30, "epochs": 0.5, "tokens": 900, "seconds": 90.0}
     alone = [Limits(steps=60), Limits(epochs=2.0), Limits(tokens=1000), Limits(minutes=2.0)]
     assert [limit.done(**seen) for limit in alone] == [0.5, 0.25, 0.9, 0.75]

@@ -1,4 +1,4 @@
-"""Training thread pool: partition of the work and errors; freed memory stays with the process, for all threads."""
+"""Training thread pool: partition of the work, errors, and freed memory that stays with the process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _three_threads() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("workers", "shares"), [(1, [[0, 1, 2, 3]]), (3, [[0, 1], [2], [3]]), (9, [[0], [1], [2], [3]])]
 )
-def test_shares_are_in_order_and_the_last_is_the_callers(workers: int, shares: list[list[int]]) -> None:
+def test_shares_are_in_order_and_the_caller_runs_the_last(workers: int, shares: list[list[int]]) -> None:
     def work(share: Sequence[int]) -> tuple[list[int], int, int]:
         return list(share), threading.get_ident(), torch.get_num_threads()
 
@@ -40,7 +40,7 @@ def test_shares_are_in_order_and_the_last_is_the_callers(workers: int, shares: l
 
 
 @pytest.mark.parametrize("bad", [0, 2])
-def test_what_a_part_raises_reaches_the_caller_when_all_have_ended(bad: int) -> None:
+def test_exception_of_a_part_reaches_the_caller_after_all_have_ended(bad: int) -> None:
     done = []
 
     def work(share: Sequence[int]) -> None:
@@ -90,7 +90,7 @@ print(given_back, faults())
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no mallopt")
-def test_memory_that_was_freed_is_not_asked_of_the_system_again() -> None:
+def test_freed_memory_is_reused_without_the_system() -> None:
     command = [sys.executable, "-c", _PROGRAM]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     given_back, kept = map(int, done.stdout.split())

@@ -28,7 +28,7 @@ from tests.support.model.training_runs import EXACT, TINY, state_of, train, weig
 BATCH = batch_of_windows(torch.randint(300, (6, 17), generator=torch.Generator().manual_seed(1)))
 
 
-def _learner(micro_windows: int | None) -> Trainer:
+def _trainer(micro_windows: int | None) -> Trainer:
     decoder = tiny_decoder().requires_grad_(True)
     objective = Objective(decoder, torch.device("cpu"), torch.float32)
     optimiser = ParameterUpdates(decoder, "adamw", matrix_lr=0.02, other_lr=0.001, weight_decay=0.0)
@@ -42,7 +42,7 @@ def _gradient(learner: Trainer) -> Tensor:
 
 
 def _memory_for(rows: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Stands in for a device; what was tried."""
+    """Stands in for a device with limited memory; records what was tried."""
     tried, loss_sum = [], Objective.loss_sum
 
     def within_memory(objective: Objective, batch: Batch, *scale: float) -> Tensor:
@@ -55,14 +55,14 @@ def _memory_for(rows: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return tried
 
 
-def test_what_is_computed_at_once_decides_nothing_but_rounding() -> None:
-    whole = _gradient(_learner(6))
+def test_micro_batch_size_affects_only_rounding() -> None:
+    whole = _gradient(_trainer(6))
     for rows in (1, 2, 4):
-        assert torch.allclose(_gradient(_learner(rows)), whole, atol=1e-6)
+        assert torch.allclose(_gradient(_trainer(rows)), whole, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["nano", "gpt"])
-def test_threads_learn_what_one_does_and_the_same_bits_every_time(name: str) -> None:
+def test_threads_compute_what_one_does_with_reproducible_bits(name: str) -> None:
     n_threads_before = torch.get_num_threads()
     config = reshaped(preset(name), n_layers=1, width=64, n_heads=2)
     batch = batch_of_windows(torch.randint(0, config.vocab_size, (4, 17), generator=torch.Generator().manual_seed(4)))
@@ -81,7 +81,7 @@ def test_threads_learn_what_one_does_and_the_same_bits_every_time(name: str) -> 
 
 
 class _ThreadsOfLargeOperations(TorchDispatchMode):
-    """Records torch's number of threads at each operation of this thread on tensors that torch would divide."""
+    """Records torch's thread count at each operation of this thread on tensors that torch would divide."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,8 +95,8 @@ class _ThreadsOfLargeOperations(TorchDispatchMode):
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_no_operation_of_a_step_or_a_measurement_is_divided_among_torchs_threads() -> None:
-    """Beside other work, each such operation would wait for a time slice, with threads that spin."""
+def test_no_operation_of_training_uses_torchs_threads() -> None:
+    """Under other load, each such operation would wait for a time slice, with spinning threads."""
     decoder = Decoder(reshaped(preset("nano"), n_layers=1)).initialize(3)
     batch = batch_of_windows(torch.randint(0, 1024, (4, 65), generator=torch.Generator().manual_seed(4)))
     optimiser = ParameterUpdates(decoder, "muon", matrix_lr=0.02, other_lr=0.004, weight_decay=0.05)
@@ -114,13 +114,13 @@ def test_no_operation_of_a_step_or_a_measurement_is_divided_among_torchs_threads
 
 
 @pytest.mark.parametrize("micro_windows", [None, 2])
-def test_a_step_reads_one_value_of_its_device(micro_windows: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor of the meta device has no value to read: whatever waits for one fails."""
+def test_step_reads_one_value_from_its_device(micro_windows: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor of the meta device has no value to read, so anything that waits for one fails."""
     pinned, read = list[Tensor](), list[Tensor]()
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)  # type: ignore[func-returns-value]
     monkeypatch.setattr(Tensor, "tolist", lambda tensor: read.append(tensor) or [1.0, 1.0])  # type: ignore[func-returns-value]
     adamw = torch.optim.AdamW
-    # The fused one knows no meta device.
+    # The fused optimizer does not support the meta device.
     monkeypatch.setattr(torch.optim, "AdamW", lambda groups, fused, **more: adamw(groups, foreach=fused, **more))
     device = torch.device("meta")
     decoder = tiny_decoder().requires_grad_(True).to(device)
@@ -136,9 +136,9 @@ def test_a_step_reads_one_value_of_its_device(micro_windows: int | None, monkeyp
         assert len(pinned) == 2 * (1 if micro_windows is None else 3), "inputs and targets of each micro-batch"
 
 
-def test_clipping_is_torchs_own() -> None:
+def test_clipping_equals_torchs_own() -> None:
     for scale in (0.001, 100.0):
-        ours, plain = _learner(None), _learner(None)
+        ours, plain = _trainer(None), _trainer(None)
         for learner in (ours, plain):
             for i, p in enumerate(learner.decoder.parameters()):
                 p.grad = scale * torch.randn(p.shape, generator=torch.Generator().manual_seed(i))
@@ -148,9 +148,9 @@ def test_clipping_is_torchs_own() -> None:
             assert one.grad is not None and two.grad is not None and torch.allclose(one.grad, two.grad)
 
 
-def test_half_as_many_rows_are_taken_where_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = _gradient(_learner(2))
-    learner = _learner(None)
+def test_micro_batch_is_halved_if_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = _gradient(_trainer(2))
+    learner = _trainer(None)
     tried = _memory_for(2, monkeypatch)
     assert torch.equal(_gradient(learner), expected)
     assert tried == [6, 3, 2, 2, 2] and learner.micro_windows == 2
@@ -159,18 +159,18 @@ def test_half_as_many_rows_are_taken_where_memory_ends(monkeypatch: pytest.Monke
     assert tried == [2, 2, 2]
 
 
-def test_what_a_flag_asks_for_is_not_changed_but_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explicit_micro_batch_beyond_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     _memory_for(2, monkeypatch)
     with pytest.raises(DataError, match="4 windows at once do not fit"):
-        _learner(4).gradients(BATCH)
+        _trainer(4).gradients(BATCH)
     _memory_for(0, monkeypatch)
     with pytest.raises(DataError, match="lower --micro-windows or --context"):
-        _learner(None).gradients(BATCH)
+        _trainer(None).gradients(BATCH)
 
 
-def test_a_snapshot_says_how_many_rows_unless_a_flag_does() -> None:
+def test_snapshot_restores_the_micro_batch_unless_a_flag_sets_it() -> None:
     for flag, kept, then in ((None, "4", 4), (None, "auto", None), (2, "4", 2)):
-        learner = _learner(flag)
+        learner = _trainer(flag)
         learner.restore_micro_windows(kept)
         assert learner.micro_windows == then
 
@@ -183,7 +183,7 @@ def _filled(value: float) -> torch.nn.Module:
     return decoder
 
 
-def test_an_average_follows_its_formula() -> None:
+def test_weight_average_follows_its_formula() -> None:
     decoder = _filled(1.0)
     average = WeightAverage(decoder, 0.5)
     expected = 1.0
@@ -197,7 +197,7 @@ def test_an_average_follows_its_formula() -> None:
     assert average.tensors["embedding"].dtype == torch.float32
 
 
-def test_the_best_weights_are_a_copy_and_the_first_of_equal_ones() -> None:
+def test_best_weights_are_a_copy_of_the_first_best() -> None:
     decoder, best = _filled(1.0), BestWeights()
     best.keep_if_best(decoder, 5, 2.0)
     with torch.no_grad():
@@ -210,7 +210,7 @@ def test_the_best_weights_are_a_copy_and_the_first_of_equal_ones() -> None:
 
 
 @pytest.mark.slow
-def test_the_best_measurement_is_exported_where_the_run_got_worse(
+def test_best_weights_are_exported_if_the_run_got_worse(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Loop, "bits_per_byte", lambda loop, _: abs(loop.step - 4) + 1.0)
