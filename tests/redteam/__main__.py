@@ -43,7 +43,8 @@ DESCRIPTOR_SLACK = 16
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit status: 0 where every attack is refused, 1 where one succeeds, 2 for a wrong command, 130 for Ctrl+C."""
+    """Returns the exit status: 0 if every attack is refused, 1 if one succeeds, 2 for a wrong command, 130 for
+    Ctrl+C."""
     options = parse(arguments)
     machine = f"Python {platform.python_version()}, {platform.machine()}"
     listed = ",".join(attack.name for attack in options.only)
@@ -108,13 +109,13 @@ def _address(url: str) -> Address:
 
 
 def _remote(options: argparse.Namespace) -> Target:
-    """A service that the suite did not start; one key is that of both tenants."""
+    """A service that the suite did not start. A single key is used for both tenants."""
     first, second = [*options.key, *options.key, None, None][:2]
     return Target(options.url, (first, second))
 
 
 def run(target: Target, launcher: Launcher | None, options: argparse.Namespace) -> list[Report]:
-    """One report for each attack, and one for what the service is like afterwards."""
+    """Runs the attacks; one report for each, and one for the state of the service afterwards."""
     seed = options.seed
     canary = f"canary-{random.Random(seed).getrandbits(64):016x}"
     before = condition(target)
@@ -135,7 +136,7 @@ def run(target: Target, launcher: Launcher | None, options: argparse.Namespace) 
         try:
             attack.run(setting)
         except (OSError, ValueError, LookupError, TypeError, StopIteration) as error:
-            problem = f"an unexpected answer ended the attack: {type(error).__name__}: {error}"
+            problem = f"an unexpected response ended the attack: {type(error).__name__}: {error}"
             report.add("high", problem, f"--only {attack.name} --seed {seed}")
         _check_service(target, report, canary, seed)
         show(report, f" ({time.monotonic() - began:.0f} s)")
@@ -145,7 +146,7 @@ def run(target: Target, launcher: Launcher | None, options: argparse.Namespace) 
 
 
 def _check_service(target: Target, report: Report, canary: str, seed: int) -> None:
-    """The service still answers, and its log shows neither internals nor secrets."""
+    """The service must still respond, and its log must show neither internals nor secrets."""
     repro = f"--only {report.attack} --seed {seed}"
     if not target.is_alive():
         report.add("critical", "the service does not answer after the attack", repro)
@@ -156,12 +157,12 @@ def _check_service(target: Target, report: Report, canary: str, seed: int) -> No
 
 
 def condition(target: Target) -> tuple[list[str], int, int]:
-    """A greedy text of each tenant, resident bytes, descriptors."""
+    """A greedy completion for each tenant, resident bytes, and descriptors."""
     texts = []
     for tenant in (0, 1):
         body = {"prompt": "It was", "max_tokens": 40, "temperature": 0, "stream": False}
-        answer = target.call("POST", "/complete", tenant=tenant, body=body)
-        texts.append(answer.json()["choices"][0]["text"] if answer.status == 200 else f"status {answer.status}")
+        response = target.call("POST", "/complete", tenant=tenant, body=body)
+        texts.append(response.json()["choices"][0]["text"] if response.status == 200 else f"status {response.status}")
     sizes = (resident_bytes(target.pid), descriptors(target.pid)) if target.process else (0, 0)
     return texts, *sizes
 
@@ -172,7 +173,7 @@ def _afterwards(target: Target, before: tuple[list[str], int, int]) -> Report:
     try:
         texts, memory, files = condition(target)
     except (OSError, ValueError) as error:
-        report.add("critical", f"no answer after the attacks: {error}", "a plain POST /complete")
+        report.add("critical", f"no response after the attacks: {error}", "a plain POST /complete")
         return report
     report.worst = f"{(memory - before[1]) / 2**20:+.0f} MiB, {files - before[2]:+d} descriptors"
     if texts != before[0]:
@@ -183,7 +184,7 @@ def _afterwards(target: Target, before: tuple[list[str], int, int]) -> Report:
 
 
 def show(report: Report, seconds: str = "") -> None:
-    """The findings of an attack, each with what repeats it."""
+    """Prints the findings of an attack, each with what reproduces it."""
     print(f"{report.verdict:8} {report.attack}{seconds}: {report.skipped or report.worst}")
     for finding in report.findings:
         print(f"  [{finding.severity}] {finding.summary}\n      repro: {finding.repro[:4000]}")

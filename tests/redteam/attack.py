@@ -1,4 +1,4 @@
-"""What every attack is made of: a time budget, a seeded generator, findings, and a measurement under load."""
+"""Building blocks of attacks: a time budget, a seeded generator, findings, and measurements under load."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST_FINDINGS = 2
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """An attack that succeeded, and the least that shows it."""
+    """An attack that succeeded, with a minimal reproduction."""
 
     severity: str
     summary: str
@@ -34,7 +34,7 @@ class Finding:
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """Tries and findings of an attack."""
+    """The tries and findings of an attack."""
 
     attack: str
     tries: int = 0
@@ -46,14 +46,14 @@ class Report:
     """How often each group of findings was seen."""
 
     def add(self, severity: str, summary: str, repro: str, *, group: str = "") -> None:
-        """Counts a finding and keeps the first ones of each group."""
+        """Counts a finding; keeps the first ones of each group."""
         self.counts[group] = self.counts.get(group, 0) + 1
         if self.counts[group] <= MOST_FINDINGS and len(self.findings) < 10 * MOST_FINDINGS:
             self.findings.append(Finding(severity, summary, repro))
 
     @property
     def found(self) -> int:
-        """All findings, also those that are not kept."""
+        """The number of all findings, including those that are not kept."""
         return sum(self.counts.values())
 
     @property
@@ -74,7 +74,7 @@ class Budget:
         return max(0.0, self._ends - time.monotonic())
 
     def share(self, part: float) -> Budget:
-        """A budget of that part of the whole, and never more than what is left."""
+        """A budget of this share of the whole, and never more than what is left."""
         return Budget(min(self.left(), part * self.seconds))
 
     def __bool__(self) -> bool:
@@ -95,12 +95,12 @@ class Setting:
 
     @property
     def own_launcher(self) -> Launcher:
-        """For attacks with `needs_launcher`."""
+        """The launcher, for attacks with `needs_launcher`."""
         assert self.launcher is not None
         return self.launcher
 
     def tries(self, budget: Budget | None = None, most: int | None = None) -> Iterator[int]:
-        """Counts the report's tries from 0 while there is budget."""
+        """Counts the report's tries from 0 while the budget lasts."""
         budget = self.budget if budget is None else budget
         most = self.most_tries if most is None else most
         while budget and self.report.tries < most:
@@ -121,14 +121,14 @@ class Attack:
 
 
 def attack(name: str, *, share: float, needs_launcher: bool = False) -> Callable[[Callable[[Setting], None]], Attack]:
-    """Makes an attack of a function."""
+    """Turns a function into an attack."""
     return lambda run: Attack(name=name, share=share, needs_launcher=needs_launcher, run=run)
 
 
 class Load:
-    """Repeats an action in the threads of a process of its own, so that it takes no time from what measures the victim.
+    """Repeats an action in threads of a separate process, so that it takes no time from the measurement of the victim.
 
-    The end of the block kills the process: its connections close at once.
+    Leaving the block kills the process, which closes its connections at once.
     """
 
     def __init__(self, action: Callable[[int], object], threads: int) -> None:
@@ -139,7 +139,7 @@ class Load:
 
     @property
     def rounds(self) -> int:
-        """How often the action was done."""
+        """How often the action ran."""
         return int(self._rounds.value)
 
     def _run(self) -> None:
@@ -170,7 +170,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slowdown:
-    """A victim's figure without and under load, in seconds."""
+    """A measurement of the victim without and under load, in seconds."""
 
     alone: float
     loaded: float
@@ -187,7 +187,7 @@ class Slowdown:
 def measure_slowdown(
     victim: Callable[[], float], load: Load, *, budget: Budget, baseline: Load | None = None
 ) -> Slowdown:
-    """The victim's median seconds without the load (or under an ordinary one), and under it."""
+    """Median seconds of the victim without the load (or under an ordinary one) and under it."""
     with baseline or nullcontext():
         if baseline is not None:
             time.sleep(0.3)
@@ -198,7 +198,7 @@ def measure_slowdown(
 
 
 def _median(victim: Callable[[], float], budget: Budget, *, least: int) -> float:
-    """A failed call counts as the seconds that it took."""
+    """A failed call counts with the time it took."""
     figures: list[float] = []
     while len(figures) < 100 and (budget or len(figures) < least):
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Attacks on keys: spellings of paths and headers, foreign streams, and what timing reveals."""
+"""Attacks on keys: spellings of paths and headers, other tenants' streams, and timing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from tests.redteam.attack import Setting, attack
-from tests.redteam.http_client import MalformedAnswer, as_json, open_stream, percentile, text_of
+from tests.redteam.http_client import MalformedResponse, as_json, open_stream, percentile, text_of
 
 PROTECTED = (
     ("POST", "/complete"), ("POST", "/v1/completions"), ("POST", "/tokenize"), ("POST", "/score"), ("GET", "/metrics"),
@@ -17,7 +17,7 @@ PROTECTED_MARKS = (
     b"inkstream_requests", b'"object":"list"', b'"tokens"', b'"choices"', b"event: ", b'"openapi"', b"swagger",
     b"bos_token",
 )  # fmt: skip
-"""Public answers (the page, health) may come for odd spellings; those with one of these may not."""
+"""Odd spellings may get public responses (the page, health), but none with one of these marks."""
 TIMING_SECONDS = 0.002
 """A difference of medians that an attacker could measure over a network."""
 
@@ -37,13 +37,13 @@ def authentication(setting: Setting) -> None:
         repro = as_json([method, spelled, header])
         try:
             more = {"body": {"prompt": "a", "max_tokens": 1, "stream": False}} if method == "POST" else {}
-            answer = setting.target.call(method, spelled, tenant=None, headers=header, timeout=10, **more)
-        except MalformedAnswer as error:
+            response = setting.target.call(method, spelled, tenant=None, headers=header, timeout=10, **more)
+        except MalformedResponse as error:
             report.add("medium", f"not HTTP: {error}", repro)
         except OSError:
             continue
         else:
-            if answer.status < 400 and any(mark in answer.body for mark in PROTECTED_MARKS):
+            if response.status < 400 and any(mark in response.body for mark in PROTECTED_MARKS):
                 opened += 1
                 report.add("critical", f"{method} {spelled} with {header!r} is answered", repro)
     report.worst = f"{opened} of {report.tries} opened a route"
@@ -60,7 +60,7 @@ def _path(rng: Random, path: str) -> str:
 
 
 def _credentials(rng: Random, key: str) -> list[str]:
-    """Header lines without a valid credential, however near."""
+    """Header lines without a valid credential, including near misses."""
     wrong = key[:-1] + ("A" if key[-1] != "A" else "B")
     basic = base64.b64encode(f":{key}".encode()).decode()
     alone = rng.choice([
@@ -118,7 +118,7 @@ def _streams(setting: Setting) -> None:
 
 
 def _cache(setting: Setting) -> int:
-    """Tokens that the second key's first request found in the cache; the first key's second one is the control."""
+    """Cached tokens of the second key's first request; the first key's second request is the positive control."""
     foreign = 0
     for i in range(min(5, setting.most_tries)):
         prompt = f"{setting.rng.getrandbits(60)} {setting.canary} {i} " * 8
@@ -126,8 +126,8 @@ def _cache(setting: Setting) -> int:
         counts = []
         for tenant in (0, 0, 1):
             setting.report.tries += 1
-            answer: Any = setting.target.call("POST", "/complete", tenant=tenant, body=body).json()
-            counts.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+            response: Any = setting.target.call("POST", "/complete", tenant=tenant, body=body).json()
+            counts.append(response["usage"]["prompt_tokens_details"]["cached_tokens"])
         foreign += counts[2]
         if not counts[1]:
             setting.report.add("low", "control failed: a key's own prompt is not cached", as_json(body))
@@ -135,7 +135,7 @@ def _cache(setting: Setting) -> int:
 
 
 def _key_timing(setting: Setting) -> float:
-    """Seconds between the medians of keys that share a beginning with a real one and of random ones."""
+    """Difference in median seconds between keys that share a prefix with a real one and random keys."""
     key = setting.target.keys[0] or ""
     times: tuple[list[float], list[float]] = [], []
     for i in range(60 if setting.most_tries > 100 else 10):

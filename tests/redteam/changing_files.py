@@ -27,19 +27,19 @@ STREAMS = 4
 
 
 def probe_text(target: Target) -> str:
-    """A greedy text; where there is none, the status."""
-    answer = target.call("POST", "/complete", body=PROBE)
-    return str(answer.json()["choices"][0]["text"]) if answer.status == 200 else f"status {answer.status}"
+    """A greedy completion, or the status if there is none."""
+    response = target.call("POST", "/complete", body=PROBE)
+    return str(response.json()["choices"][0]["text"]) if response.status == 200 else f"status {response.status}"
 
 
 def _reloads(target: Target) -> float:
-    """How many reloads have ended, whatever their outcome."""
+    """The number of finished reloads, whatever their outcome."""
     text = target.call("GET", "/metrics").body.decode()
     return sum(map(float, re.findall(r"^inkstream_weights_reloads_total\{[^}]*\} (\S+)$", text, re.MULTILINE)))
 
 
 def _reload(target: Target) -> bool:
-    """SIGHUP, and whether the reload ended within 20 seconds."""
+    """Sends SIGHUP; returns whether the reload finished within 20 seconds."""
     before, ends = _reloads(target), time.monotonic() + 20
     os.kill(target.pid, signal.SIGHUP)
     while time.monotonic() < ends:
@@ -51,10 +51,10 @@ def _reload(target: Target) -> bool:
 
 @attack("bad-weights", share=26.0, needs_launcher=True)
 def bad_weights(setting: Setting) -> None:
-    """What `check` refuses must be refused by the start, and by a reload, which keeps the old weights."""
+    """Weights that `check` refuses must be refused at startup, and by a reload, which keeps the old weights."""
     launcher, rng, report = setting.own_launcher, setting.rng, setting.report
     report.limit = "what check refuses is never served"
-    first, *others = KINDS  # the first one is the most likely: a directory without golden.json
+    first, *others = KINDS  # first the most likely kind: a directory without golden.json
     kinds = [first, *rng.sample(others, len(others))]
     weights_dir = copied_weights(launcher)
     with launcher.running(weights=weights_dir) as target:
@@ -87,7 +87,7 @@ def _check_and_serve(launcher: Launcher, target: Target, weights_dir: Path, path
 
 
 def _after_reload(target: Target, weights_dir: Path, bad: Path, expected: str) -> str:
-    """What a reload of the bad weights serves instead of the old ones; empty if the old ones stay."""
+    """The output of the bad weights if a reload serves them; empty if the old ones stay."""
     aside = weights_dir.with_suffix(".good")
     weights_dir.rename(aside)
     shutil.copytree(bad, weights_dir)
@@ -96,7 +96,7 @@ def _after_reload(target: Target, weights_dir: Path, bad: Path, expected: str) -
             return "no end of the reload within 20 s"
         text = probe_text(target)
     except (OSError, ValueError) as error:
-        text = f"no answer: {error}"
+        text = f"no response: {error}"
     finally:
         shutil.rmtree(weights_dir)
         aside.rename(weights_dir)
@@ -108,7 +108,7 @@ def _after_reload(target: Target, weights_dir: Path, bad: Path, expected: str) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backtracking:
-    """A regex that takes exponential or high polynomial time, and the text that makes it."""
+    """A regex that takes exponential or high polynomial time, and a text that triggers it."""
 
     regex: str
     unit: str
@@ -162,7 +162,7 @@ def _rewrite(file: Path, regex: str) -> None:
 
 
 def _slowest_health(launcher: Launcher, path: Path, case: Backtracking, budget: Budget) -> float:
-    """The slowest health check concurrent with adversarial texts; 0 where the tokenizer is refused."""
+    """The slowest health check during adversarial texts; 0 if the tokenizer is refused."""
     with suppress(ServiceFailed, subprocess.TimeoutExpired):
         if launcher.run("check", path).returncode:
             return 0.0

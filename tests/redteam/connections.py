@@ -1,4 +1,4 @@
-"""Attacks on connections: slow readers and senders, odd orders of sending and closing, sheer numbers."""
+"""Attacks on connections: slow readers and senders, odd orders of sending and closing, large numbers."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ UNREAD, SENDERS = 16, 120
 
 @attack("slow-readers", share=9.0, needs_launcher=True)
 def slow_readers(setting: Setting) -> None:
-    """Large answers that are asked for and not read: quotas stay reserved until the last byte, memory is bounded."""
+    """Large responses that are requested and not read: quotas stay reserved until the last byte, memory is bounded."""
     report = setting.report
-    report.limit = f"{CONCURRENCY} held answers, 2 MiB each"
+    report.limit = f"{CONCURRENCY} held responses, 2 MiB each"
     quotas = ((), ("--concurrency", str(CONCURRENCY)))
     with setting.own_launcher.running("--write-timeout", "60", quotas=quotas) as target, ExitStack() as stack:
-        body = {"prompt": "a b " * 60_000}  # an answer of 10 MB, more than sockets buffer
+        body = {"prompt": "a b " * 60_000}  # a response of 10 MB, more than sockets buffer
         message = request_bytes("POST", "/tokenize", key=target.keys[1], body=body)
         target.call("POST", "/tokenize", tenant=1, body=body)
         before, peak, unread = resident_bytes(target.pid), 0, 0
@@ -44,21 +44,21 @@ def slow_readers(setting: Setting) -> None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             with suppress(OSError):
                 connection.sendall(message)
-                unread += connection.recv(12).startswith(b"HTTP/1.1 200")  # and not a byte more
+                unread += connection.recv(12).startswith(b"HTTP/1.1 200")  # and no further byte
             peak = max(peak, resident_bytes(target.pid) - before)
     each = peak / report.tries / MIB
-    report.worst = f"{unread} held answers, {each:.1f} MiB a connection"
+    report.worst = f"{unread} held responses, {each:.1f} MiB a connection"
     sent = f"{report.tries} x POST /tokenize of {len(message)} bytes"
-    repro = f"{sent}, answers unread, by a key of concurrency {CONCURRENCY}"
+    repro = f"{sent}, responses unread, by a key of concurrency {CONCURRENCY}"
     if unread > CONCURRENCY:
-        report.add("high", f"{unread} unread answers of a key whose concurrency is {CONCURRENCY}", repro)
+        report.add("high", f"{unread} unread responses of a key whose concurrency is {CONCURRENCY}", repro)
     if each > 2 + 32 / report.tries:
-        report.add("high", f"unread answers take {each:.1f} MiB a connection ({peak / MIB:.0f} MiB in all)", repro)
+        report.add("high", f"unread responses take {each:.1f} MiB a connection ({peak / MIB:.0f} MiB in all)", repro)
 
 
 @attack("slow-senders", share=9.0, needs_launcher=True)
 def slow_senders(setting: Setting) -> None:
-    """Heads, bodies and silence at a byte a second: each is cut at its deadline, and others get answers."""
+    """Heads, bodies and silence at a byte a second: each is cut at its deadline, and other clients get responses."""
     report, rng = setting.report, setting.rng
     report.tries = SENDERS
     report.limit = f"cut {DEADLINE + GRACE:.1f} s after the first byte"
@@ -68,7 +68,7 @@ def slow_senders(setting: Setting) -> None:
         for number in range(SENDERS):
             data = _message(rng, target)
             connection = stack.enter_context(target.address.connect())
-            at_once = 400 if number % 2 else rng.randint(1, 40)  # so that bodies are tried and not only heads
+            at_once = 400 if number % 2 else rng.randint(1, 40)  # so that tries cover bodies and not only heads
             connection.sendall(data[:at_once])
             connection.setblocking(False)
             waiting.append((connection, iter(data[at_once:])))
@@ -109,7 +109,7 @@ def _is_cut(connection: socket.socket, byte: int) -> bool:
 
 @attack("sending-order", share=5.0)
 def sending_order(setting: Setting) -> None:
-    """Expect, half-close, reset and bad chunks in every order: no traceback, and the service lives."""
+    """Expect, half-close, reset and bad chunks in every order: no traceback, and the service keeps running."""
     report, target = setting.report, setting.target
     report.limit = "no internals in the log"
     recent: deque[str] = deque(maxlen=3)  # a line in the log may belong to a connection that ended a moment ago
@@ -170,7 +170,7 @@ def _play(target: Target, steps: list[bytes | str]) -> None:
 
 @attack("exhaustion", share=10.0)
 def exhaustion(setting: Setting) -> None:
-    """Numbers: connections, half-open requests, kept streams, distinct ids, stops and biases; memory must not grow."""
+    """Many connections, half-open requests, kept streams, distinct ids, stops and biases: memory must not grow."""
     target, report = setting.target, setting.report
     report.limit = f"{BYTES_EACH >> 10} KiB a request, service answers"
     _idle_connections(setting)
@@ -187,7 +187,7 @@ def exhaustion(setting: Setting) -> None:
 
 
 def _idle_connections(setting: Setting) -> None:
-    """Connections that send nothing or half a head; a plain request is answered all the same."""
+    """Connections that send nothing or half a head; a plain request must still get a response."""
     target, rng = setting.target, setting.rng
     starts = [b"", b"G", b"GET / HTTP/1.1\r\nHost: x\r\n", b"POST /complete HTTP/1.1\r\n"]
     with ExitStack() as stack:
@@ -195,14 +195,14 @@ def _idle_connections(setting: Setting) -> None:
             setting.report.tries += 1
             with suppress(OSError):
                 stack.enter_context(target.address.connect(timeout=5.0)).sendall(rng.choice(starts))
-        answer = target.call("POST", "/tokenize", body={"prompt": "a"})
-    if answer.status != 200 or answer.seconds > 5:
-        summary = f"status {answer.status} after {answer.seconds:.1f} s with 400 idle connections"
+        response = target.call("POST", "/tokenize", body={"prompt": "a"})
+    if response.status != 200 or response.seconds > 5:
+        summary = f"status {response.status} after {response.seconds:.1f} s with 400 idle connections"
         setting.report.add("high", summary, "400 connections, idle or half a head")
 
 
 def _distinct_requests(setting: Setting) -> tuple[float, int]:
-    """Bytes of growth over the second half of the requests, and their number."""
+    """Bytes of growth during the second half of the requests, and the number of requests."""
     target, rng = setting.target, setting.rng
     count, sizes = 0, []
     for _ in setting.tries(most=setting.most_tries + 400):

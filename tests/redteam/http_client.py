@@ -1,4 +1,4 @@
-"""An HTTP/1.1 client on plain sockets that sends any bytes and parses answers strictly."""
+"""An HTTP/1.1 client on plain sockets that sends any bytes and parses responses strictly."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from itertools import pairwise
 from typing import Any, BinaryIO
 
 
-class MalformedAnswer(ValueError):
+class MalformedResponse(ValueError):
     """The service sent bytes that are not a sequence of HTTP/1.1 responses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Address of the service."""
+    """The address of the service."""
 
     host: str
     port: int
@@ -32,8 +32,8 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """One final response; `headers` has the first of each name, in lower case."""
+class Response:
+    """A final response; `headers` has the first value of each name, in lower case."""
 
     status: int
     headers: dict[str, str]
@@ -48,7 +48,7 @@ class Answer:
 
 
 def as_json(value: object) -> str:
-    """A body as one line, to send or for a repro."""
+    """The body as one line, to send or for a reproduction."""
     return json.dumps(value, ensure_ascii=True, separators=(",", ":"))
 
 
@@ -75,12 +75,12 @@ def call(
     body: Any = None,
     headers: Iterable[str] = (),
     timeout: float = 30.0,
-) -> Answer:
+) -> Response:
     """One request on a connection of its own.
 
     Raises:
-        OSError: no connection, no answer within the timeout, or a reset.
-        MalformedAnswer: the answer is not HTTP, or more than one.
+        OSError: no connection, no response within the timeout, or a reset.
+        MalformedResponse: the response is not HTTP, or more than one.
     """
     message = request_bytes(method, path, key=key, body=body, headers=[*headers, "Connection: close"])
     began = time.monotonic()
@@ -88,16 +88,16 @@ def call(
         with suppress(BrokenPipeError, ConnectionResetError):  # an early refusal may close before all is sent
             connection.sendall(message)
         raw = read_until_close(connection, seconds=timeout)
-    answers = parse_answers(raw)
-    if not answers:
-        raise TimeoutError(f"no complete answer in {timeout:.0f} s, only {raw[:80]!r}")
-    if len(answers) > 1:
-        raise MalformedAnswer(f"{len(answers)} answers to one request")
-    return replace(answers[0], seconds=time.monotonic() - began)
+    responses = parse_responses(raw)
+    if not responses:
+        raise TimeoutError(f"no complete response in {timeout:.0f} s, only {raw[:80]!r}")
+    if len(responses) > 1:
+        raise MalformedResponse(f"{len(responses)} responses to one request")
+    return replace(responses[0], seconds=time.monotonic() - began)
 
 
 def read_until_close(connection: socket.socket, *, seconds: float, most: int = 64 << 20) -> bytes:
-    """What arrives until the service closes, a reset, the time limit, or so many bytes."""
+    """What is received until the service closes or resets, the time limit, or this many bytes."""
     raw, ends = bytearray(), time.monotonic() + seconds
     with suppress(OSError):
         while len(raw) < most:
@@ -109,21 +109,21 @@ def read_until_close(connection: socket.socket, *, seconds: float, most: int = 6
     return bytes(raw)
 
 
-def parse_answers(raw: bytes) -> list[Answer]:
-    """All final responses in there; an incomplete one at the end is left out. Raises MalformedAnswer."""
-    answers, file = [], io.BytesIO(raw)
+def parse_responses(raw: bytes) -> list[Response]:
+    """All final responses; an incomplete one at the end is left out. Raises MalformedResponse."""
+    responses, file = [], io.BytesIO(raw)
     with suppress(ConnectionError):
         while file.tell() < len(raw):
-            answers.append(next_answer(file))
-    return answers
+            responses.append(next_response(file))
+    return responses
 
 
-def next_answer(file: BinaryIO) -> Answer:
+def next_response(file: BinaryIO) -> Response:
     """The next final response.
 
     Raises:
         ConnectionError: the bytes end before it does.
-        MalformedAnswer: it is not one.
+        MalformedResponse: it is not one.
     """
     status, headers = _head(file)
     while status < 200:
@@ -135,19 +135,19 @@ def next_answer(file: BinaryIO) -> Answer:
     elif "content-length" in headers:
         body = _exactly(file, int(headers["content-length"]))
     else:
-        raise MalformedAnswer("a response that has neither Content-Length nor chunks")
-    return Answer(status=status, headers=headers, body=body)
+        raise MalformedResponse("a response that has neither Content-Length nor chunks")
+    return Response(status=status, headers=headers, body=body)
 
 
 def _head(file: BinaryIO) -> tuple[int, dict[str, str]]:
     version, _, rest = _line(file).partition(" ")
     if version != "HTTP/1.1" or not rest[:3].isdecimal():
-        raise MalformedAnswer(f"not a status line: {version} {rest}"[:80])
+        raise MalformedResponse(f"not a status line: {version} {rest}"[:80])
     headers: dict[str, str] = {}
     while line := _line(file):
         name, colon, value = line.partition(":")
         if not colon:
-            raise MalformedAnswer(f"not a header: {line[:80]!r}")
+            raise MalformedResponse(f"not a header: {line[:80]!r}")
         headers.setdefault(name.lower(), value.strip())
     return int(rest[:3]), headers
 
@@ -159,25 +159,25 @@ def _chunks(file: BinaryIO) -> Iterator[bytes]:
         try:
             size = int(line, 16)
         except ValueError:
-            raise MalformedAnswer(f"not a chunk size: {line[:40]!r}") from None
+            raise MalformedResponse(f"not a chunk size: {line[:40]!r}") from None
         yield _exactly(file, size)
         if _line(file):
-            raise MalformedAnswer("a chunk that is longer than it says")
+            raise MalformedResponse("a chunk that is longer than it says")
 
 
 def _line(file: BinaryIO) -> str:
     line = file.readline()
     if not line.endswith(b"\n"):
-        raise ConnectionError("the bytes end within an answer")
+        raise ConnectionError("the bytes end within a response")
     if not line.endswith(b"\r\n"):
-        raise MalformedAnswer(f"a line without CR: {line[:80]!r}")
+        raise MalformedResponse(f"a line without CR: {line[:80]!r}")
     return line[:-2].decode("latin-1")
 
 
 def _exactly(file: BinaryIO, size: int) -> bytes:
     data = file.read(size)
     if len(data) < size:
-        raise ConnectionError("the bytes end within an answer")
+        raise ConnectionError("the bytes end within a response")
     return data
 
 

@@ -1,4 +1,4 @@
-"""Random requests made from the service's own /openapi.json: valid, nearly valid, and hostile."""
+"""Random requests generated from the service's own /openapi.json: valid, nearly valid, and hostile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from tests.redteam.attack import Budget, Setting, attack
-from tests.redteam.http_client import Answer, MalformedAnswer
+from tests.redteam.http_client import MalformedResponse, Response
 from tests.redteam.service import INTERNALS
 
 ALLOWED = {200, 400, 404, 405, 408, 413, 415, 429, 503, 504}
@@ -45,7 +45,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is sent; a body is JSON, or was before it was damaged."""
+    """What is sent; a body is JSON, possibly damaged."""
 
     method: str
     path: str
@@ -53,7 +53,7 @@ class Request:
 
 
 class RequestGenerator:
-    """Requests for the operations of a document, with values by their schemas, and others instead of them."""
+    """Requests for the operations of a document, with values that follow their schemas and values that do not."""
 
     def __init__(self, rng: Random, document: dict[str, Any]) -> None:
         self.rng = rng
@@ -70,7 +70,7 @@ class RequestGenerator:
                     yield Operation(method=method.upper(), path=path, parameters=parameters, schema=schema)
 
     def next(self) -> Request:
-        """A request for any operation; two of five fit the document."""
+        """A request for any operation; two of five are valid."""
         rng = self.rng
         operation, is_valid = rng.choice(self.operations), rng.random() < 0.4
         method, path, query = operation.method, operation.path, {}
@@ -92,7 +92,7 @@ class RequestGenerator:
         return self.text(body).encode() if is_valid else self.spoiled(body, properties)
 
     def resolved(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """The schema behind a reference."""
+        """Resolves a reference to its schema."""
         while "$ref" in schema:
             found: Any = self._document
             for part in schema["$ref"].removeprefix("#/").split("/"):
@@ -153,7 +153,7 @@ class RequestGenerator:
         return {name: self.valid(properties[name], depth + 1) for name in kept}
 
     def hostile(self) -> Any:
-        """A value that fits nowhere, or only just."""
+        """An invalid value, or one at a limit."""
         n = self.rng.choice([10, 1000, 100_000])
         return self.rng.choice([
             Raw("NaN"), Raw("Infinity"), Raw("-Infinity"), Raw("1e999"), Raw("-0.0"), Raw("1E400"), Raw("9" * 5000),
@@ -175,7 +175,7 @@ class RequestGenerator:
         return json.dumps(value)
 
     def spoiled(self, body: dict[str, Any], properties: list[str]) -> bytes:
-        """The body with fields replaced, or its text damaged."""
+        """The body with some fields replaced or its text damaged."""
         for _ in range(self.rng.randint(1, 3)):
             name = self.rng.choice([*properties, *body, "prompt", "unknown", "", "__proto__"])
             kept = body.get(name)
@@ -201,15 +201,15 @@ class RequestGenerator:
 
 @attack("json-bodies", share=14.0)
 def json_bodies(setting: Setting) -> None:
-    """No body gets a 5xx other than 503 and 504, an undocumented error, or no answer; valid numbers are accepted."""
+    """No body gets a 5xx other than 503 and 504, an undocumented error, or no response; valid numbers are accepted."""
     report = setting.report
-    report.limit = "documented answers only"
+    report.limit = "documented responses only"
     generator = RequestGenerator(setting.rng, setting.target.call("GET", "/openapi.json").json())
     _boundaries(setting, generator, setting.budget.share(0.5))
     slowest = 0.0
     for _ in setting.tries():
         slowest = max(slowest, _send(setting, generator.next()))
-    report.worst = f"{report.found} bad answers, slowest {slowest:.2f} s"
+    report.worst = f"{report.found} bad responses, slowest {slowest:.2f} s"
 
 
 def _send(setting: Setting, request: Request) -> float:
@@ -218,27 +218,27 @@ def _send(setting: Setting, request: Request) -> float:
     repro = f"{method} {path} {data[:300].hex()}{dots} ({len(data)} bytes: {data[:80]!r})"
     began = time.monotonic()
     try:
-        answer = setting.target.call(method, path, body=request.body, timeout=HANG_SECONDS)
-    except (OSError, MalformedAnswer) as error:
-        if time.monotonic() - began >= HANG_SECONDS * 0.9 or isinstance(error, MalformedAnswer):
-            setting.report.add("high", f"no answer or a broken one: {error}", repro)
+        response = setting.target.call(method, path, body=request.body, timeout=HANG_SECONDS)
+    except (OSError, MalformedResponse) as error:
+        if time.monotonic() - began >= HANG_SECONDS * 0.9 or isinstance(error, MalformedResponse):
+            setting.report.add("high", f"no response or a broken one: {error}", repro)
     else:
-        if problem := _problem(answer):
+        if problem := _problem(response):
             setting.report.add(*problem, repro)
     return time.monotonic() - began
 
 
-def _problem(answer: Answer) -> tuple[str, str] | None:
-    if answer.status not in ALLOWED:
-        return "high" if answer.status >= 500 else "low", f"status {answer.status}: {answer.body[:120]!r}"
-    if answer.status == 200:
-        ends = answer.body.count(b"\nevent: done\n") + answer.body.count(b"\nevent: error\n")
-        is_stream = answer.headers.get("content-type", "").startswith("text/event-stream")
-        is_wrong = is_stream and b"\nevent: start" in answer.body and ends != 1
+def _problem(response: Response) -> tuple[str, str] | None:
+    if response.status not in ALLOWED:
+        return "high" if response.status >= 500 else "low", f"status {response.status}: {response.body[:120]!r}"
+    if response.status == 200:
+        ends = response.body.count(b"\nevent: done\n") + response.body.count(b"\nevent: error\n")
+        is_stream = response.headers.get("content-type", "").startswith("text/event-stream")
+        is_wrong = is_stream and b"\nevent: start" in response.body and ends != 1
         return ("high", f"{ends} terminal events in a stream") if is_wrong else None
-    error = error_object(answer)
+    error = error_object(response)
     if error is None:
-        return "medium", f"an undocumented error: {answer.body[:120]!r}"
+        return "medium", f"an undocumented error: {response.body[:120]!r}"
     if INTERNALS.search(error["message"]) or PATH_OR_TRACE.search(error["message"]) or len(error["message"]) > 1000:
         return "medium", f"an error with internals: {error['message'][:160]!r}"
     return None
@@ -262,18 +262,18 @@ def _boundaries(setting: Setting, generator: RequestGenerator, budget: Budget) -
 
 def _boundary(setting: Setting, operation: Operation, text: str, name: str) -> None:
     setting.report.tries += 1
-    answer = setting.target.call(operation.method, operation.path, body=text.encode(), timeout=HANG_SECONDS)
-    error, repro = error_object(answer), f"{operation.method} {operation.path} {text}"
-    if problem := _problem(answer):
+    response = setting.target.call(operation.method, operation.path, body=text.encode(), timeout=HANG_SECONDS)
+    error, repro = error_object(response), f"{operation.method} {operation.path} {text}"
+    if problem := _problem(response):
         setting.report.add(*problem, repro)
-    elif answer.status == 400 and error and error["param"] == name:
+    elif response.status == 400 and error and error["param"] == name:
         summary = f"/openapi.json allows it, the service does not: {error['message'][:120]}"
         setting.report.add("low", summary, repro, group=f"bounds of {name}")
 
 
-def error_object(answer: Answer) -> dict[str, Any] | None:
-    """The error of an answer if it has the documented shape."""
-    body = answer.json()
+def error_object(response: Response) -> dict[str, Any] | None:
+    """The error of a response if it has the documented shape."""
+    body = response.json()
     error = body.get("error") if isinstance(body, dict) else None
     wanted = {"message", "type", "param", "code", "request_id"}
     is_documented = isinstance(error, dict) and wanted <= set(error) and isinstance(error["message"], str)

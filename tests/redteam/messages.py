@@ -93,10 +93,10 @@ SPICE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """Bytes, and how many answers RFC 9112 allows for them (the last request's not counted).
+    """Bytes, and how many responses RFC 9112 allows for them (the last request's not counted).
 
-    `must_answer` means that the message is valid: exactly `requests` answers. Else a refusal is fine, too, and expected
-    where `must_refuse` is set.
+    `must_answer` means that the message is valid: exactly `requests` responses. Otherwise a refusal is fine, too, and
+    expected if `must_refuse` is set.
     """
 
     kind: str
@@ -107,7 +107,7 @@ class Message:
 
 
 class MessageGenerator:
-    """Messages of every class that smuggled a request somewhere; most bodies are requests themselves."""
+    """Messages of every class that has smuggled a request somewhere; most bodies are requests themselves."""
 
     def __init__(self, rng: Random, key: str | None, *, methods: Sequence[str] = METHODS) -> None:
         self.rng = rng
@@ -115,7 +115,7 @@ class MessageGenerator:
         self._authorization = [] if key is None else [f"Authorization: Bearer {key}"]
         inner = ["GET /v1/models HTTP/1.1", "Host: 127.0.0.1", *self._authorization, "", ""]
         self._inner = "\r\n".join(inner).encode()
-        """A whole request with an answer that gives it away."""
+        """A whole request with a response that gives it away."""
         self.kinds: dict[str, Callable[[], Message]] = {
             "valid": self._valid, "upgrade": self._upgrade, "connect": self._connect, "expect": self._expect,
             "both lengths": self._both_lengths, "transfer encoding": self._transfer_encoding,
@@ -125,13 +125,13 @@ class MessageGenerator:
         }  # fmt: skip
 
     def next(self) -> Message:
-        """A message of any kind; offers to upgrade, which smuggled requests once, come twice as often."""
+        """A message of any kind; offers to upgrade, which once smuggled requests, come twice as often."""
         return self.rng.choice([*self.kinds.values(), self._upgrade])()
 
     def _message(
         self, kind: str, headers: Sequence[str], body: bytes, *, first: str = "", newline: str = "\r\n", **judged: bool
     ) -> Message:
-        """The headers in any order, with the key or without."""
+        """The headers in any order, with or without the key."""
         lines = [first or self._line(), "Host: 127.0.0.1", *self._authorization * self.rng.randrange(2)]
         lines += self.rng.sample(headers, len(headers))
         if self.rng.random() < 0.1:
@@ -312,13 +312,13 @@ class MessageGenerator:
         return Message(kind="pipeline", data=data, requests=len(messages), must_answer=True)
 
     def _mutated(self) -> Message:
-        """Only the form of the answers can be judged."""
+        """Only the form of the responses can be judged."""
         data = self.rng.choice([self._valid, self._upgrade, self._pipeline])().data
         return Message(kind="mutated", data=mutated(self.rng, data), requests=99)
 
 
 def mutated(rng: Random, data: bytes, spice: Sequence[bytes] = SPICE) -> bytes:
-    """The bytes with one to three changes: pieces of spice, and bytes removed, replaced or repeated."""
+    """The bytes with one to three changes: inserted special bytes, and bytes removed, replaced or repeated."""
     changed = bytearray(data)
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
         at = rng.randrange(len(changed) + 1)
@@ -337,7 +337,7 @@ def mutated(rng: Random, data: bytes, spice: Sequence[bytes] = SPICE) -> bytes:
 
 
 def split(rng: Random, data: bytes) -> tuple[bytes, ...]:
-    """The bytes in packets: one, some, or many of a few bytes."""
+    """The bytes in packets: one, several, or many of a few bytes."""
     match rng.randrange(8):
         case 0 | 1 | 2:
             return (data,)

@@ -1,4 +1,4 @@
-"""The service under attack: started as a user would start it, or one that runs elsewhere."""
+"""The service under attack: started as a user would start it, or running elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.redteam.http_client import Address, Answer, call
+from tests.redteam.http_client import Address, Response, call
 
 REPOSITORY = Path(__file__).parents[2]
 START_SECONDS = 90.0
@@ -25,12 +25,12 @@ INTERNALS = re.compile(
 
 
 class ServiceFailed(Exception):
-    """The service did not start, or ended by itself."""
+    """The service did not start, or it ended by itself."""
 
 
 @dataclass(slots=True)
 class Target:
-    """An address, the keys of two tenants, and, where we started the service, its process and its log."""
+    """An address, the keys of two tenants, and the process and log if the suite started the service."""
 
     address: Address
     keys: tuple[str | None, str | None]
@@ -40,16 +40,16 @@ class Target:
 
     @property
     def pid(self) -> int:
-        """Of a service that we started."""
+        """The pid of a service that the suite started."""
         assert self.process is not None
         return self.process.pid
 
-    def call(self, method: str, path: str, *, tenant: int | None = 0, **more: Any) -> Answer:
-        """A request with the key of that tenant; None sends no key."""
+    def call(self, method: str, path: str, *, tenant: int | None = 0, **more: Any) -> Response:
+        """Sends a request with the key of this tenant; None sends no key."""
         return call(self.address, method, path, key=None if tenant is None else self.keys[tenant], **more)
 
     def is_alive(self) -> bool:
-        """Whether the service answers, and its process runs."""
+        """Whether the service responds and its process runs."""
         if self.process is not None and self.process.poll() is not None:
             return False
         with suppress(OSError, ValueError):
@@ -65,7 +65,7 @@ class Target:
         return text.decode("utf-8", "replace")
 
     def settle(self) -> None:
-        """Waits until requests are fast again, so that one attack does not spoil the next one's figures."""
+        """Waits until requests are fast again, so that one attack does not affect the next one's measurements."""
         ends = time.monotonic() + 20
         quick = 0
         while quick < 2 and time.monotonic() < ends:
@@ -86,13 +86,13 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """Starts services below one temporary directory and ends every one of them."""
+    """Starts services below a temporary directory and ends all of them."""
 
     directory: Path
     weights: Path
 
     def run(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        """A verb of inkstream that ends within a minute. Raises TimeoutExpired."""
+        """Runs a verb of inkstream that ends within a minute. Raises TimeoutExpired."""
         command = [sys.executable, "-m", "app", *map(str, arguments)]
         return subprocess.run(
             command, cwd=REPOSITORY, env=_environment(), capture_output=True, text=True, timeout=60, check=False
@@ -159,7 +159,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def engine_of(pid: int) -> int | None:
-    """The child process that computes: the one whose command line names the engine."""
+    """The engine process: the child whose command line names the engine."""
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in children.read_text().split():
             with suppress(OSError):

@@ -30,7 +30,7 @@ class GrammarGenerator:
         self.rng = rng
 
     def next(self) -> dict[str, str]:
-        """The request field of a grammar: its name and value."""
+        """The request field of a random grammar: its name and value."""
         return self.rng.choice([self._grammar, self._grammar, self._grammar, self._regex, self._schema])()
 
     def _grammar(self) -> dict[str, str]:
@@ -76,9 +76,9 @@ class GrammarGenerator:
 
 
 def _waited(target: Target, path: str, body: dict[str, Any]) -> float:
-    """Seconds of a request of the victim; its time-out where it fails."""
-    answer = target.call("POST", path, tenant=VICTIM, body=body, timeout=VICTIM_SECONDS)
-    return answer.seconds if answer.status == 200 else VICTIM_SECONDS
+    """Seconds of a request of the victim; its time-out if it fails."""
+    response = target.call("POST", path, tenant=VICTIM, body=body, timeout=VICTIM_SECONDS)
+    return response.seconds if response.status == 200 else VICTIM_SECONDS
 
 
 def _send(target: Target, path: str, body: dict[str, Any]) -> None:
@@ -86,7 +86,7 @@ def _send(target: Target, path: str, body: dict[str, Any]) -> None:
 
 
 def _streams(target: Target, fields: dict[str, Any], count: int) -> Load:
-    """Streams of the attacker; each begins again when it ends."""
+    """Streams of the attacker; each starts again when it ends."""
     body = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, **fields}
     message = request_bytes("POST", "/complete", key=target.keys[ATTACKER], body=body)
 
@@ -102,7 +102,7 @@ def _streams(target: Target, fields: dict[str, Any], count: int) -> Load:
 
 @attack("grammar-masks", share=16.0)
 def grammar_masks(setting: Setting) -> None:
-    """Grammars whose masks take long, inside the step that all streams share."""
+    """Grammars whose masks are slow, within the step that all streams share."""
     target, report = setting.target, setting.report
     bomb = _worst_of_many(setting)
     found = measure_slowdown(
@@ -119,14 +119,14 @@ def grammar_masks(setting: Setting) -> None:
 
 
 def _worst_gap(target: Target, tokens: int) -> float:
-    """The 99th percentile of the seconds between tokens of one plain stream of the victim."""
+    """99th percentile of the seconds between tokens of one plain stream of the victim."""
     body = {"prompt": "The old house", "max_tokens": tokens, "ignore_eos": True, "seed": 3}
     with open_stream(target.address, body, key=target.keys[VICTIM], timeout=VICTIM_SECONDS) as (_, events):
         return percentile(token_gaps(events), 0.99)
 
 
 def _worst_of_many(setting: Setting) -> dict[str, str]:
-    """Tries grammars concurrent with a short stream of the victim; the one that costs it most."""
+    """Runs grammars concurrently with a short stream of the victim; returns the most costly one."""
     generator, tried = GrammarGenerator(setting.rng), [(0.0, {"grammar": KNOWN_BOMB})]
     for _ in setting.tries(setting.budget.share(0.4)):
         bomb = generator.next()
@@ -141,7 +141,7 @@ def _worst_of_many(setting: Setting) -> dict[str, str]:
 
 @attack("guide-compilation", share=9.0)
 def grammar_compilation(setting: Setting) -> None:
-    """Costly regexes, schemas and grammars, each a new one, concurrent with another key's small ones."""
+    """Costly regexes, schemas and grammars, each a new one, during another key's small ones."""
     generator, target, rng = GrammarGenerator(setting.rng), setting.target, setting.rng
     numbers = itertools.count()
     bombs = [generator.next() for _ in range(400)]
@@ -149,7 +149,7 @@ def grammar_compilation(setting: Setting) -> None:
     def send(index: int) -> None:
         number = next(numbers)
         fields = dict(bombs[(index * 37 + number) % len(bombs)])
-        if "grammar" in fields:  # a comment makes it another text
+        if "grammar" in fields:  # a comment makes it a different grammar
             fields["grammar"] += f"\n// {number}"
         elif "regex" in fields:
             fields["regex"] += f"{number}?"
@@ -164,7 +164,7 @@ def grammar_compilation(setting: Setting) -> None:
 
 @attack("long-texts", share=9.0)
 def long_texts(setting: Setting) -> None:
-    """Texts of a megabyte to be tokenized, concurrent with another key's text of a few thousand characters."""
+    """Texts of a megabyte to tokenize, during another key's text of a few thousand characters."""
     target = setting.target
     numbers = itertools.count()
     texts = [_text(setting.rng) for _ in range(8)]
@@ -197,7 +197,7 @@ CHAT_TEMPLATE = (
 
 @attack("chat-templates", share=10.0, needs_launcher=True)
 def chat_templates(setting: Setting) -> None:
-    """Conversations of thousands of messages, concurrent with another key's short one."""
+    """Conversations of thousands of messages, during another key's short one."""
     launcher, rng = setting.own_launcher, setting.rng
     weights = copied_weights(launcher)
     (weights / "chat_template.jinja").write_text(CHAT_TEMPLATE)
@@ -240,7 +240,7 @@ COSTLY: dict[str, tuple[str, Callable[[Random], dict[str, Any]]]] = {
 
 @attack("costly-requests", share=12.0)
 def costly_requests(setting: Setting) -> None:
-    """Each kind of costly request of one key, concurrent with another key's shortest completion."""
+    """Each kind of costly request of one key, during another key's shortest completion."""
     target, report = setting.target, setting.report
     report.limit = "5 times that with plain requests"
     body = {"prompt": "a", "max_tokens": 1, "stream": False}

@@ -1,4 +1,4 @@
-"""Weights directories that should never be served, written by a safetensors writer of this suite's own."""
+"""Weights directories that must never be served, written by this suite's own safetensors writer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TensorFile:
         return sorted(name for name in self.header if name != "__metadata__")
 
     def fill(self, name: str, pattern: bytes, *, values: int | None = None) -> None:
-        """Repeats the bytes of one number over a tensor, or over its first values."""
+        """Repeats the bytes of one number over a tensor or over its first values."""
         begin, end = self.header[name]["data_offsets"]
         count = (end - begin) // len(pattern)
         count = count if values is None else min(values, count)
@@ -48,7 +48,7 @@ class TensorFile:
 
 
 def copied_weights(launcher: Launcher) -> Path:
-    """A copy of the weights without the proofs, as most directories come."""
+    """A copy of the weights without golden.json and manifest, like most directories."""
     number = len(list(launcher.directory.glob("weights-*")))
     path = launcher.directory / f"weights-{number}"
     shutil.copytree(launcher.weights, path, ignore=shutil.ignore_patterns(*PROOFS))
@@ -56,7 +56,7 @@ def copied_weights(launcher: Launcher) -> Path:
 
 
 def _edited(edit: Callable[[TensorFile, Random], None]) -> Callable[[Path, Random], None]:
-    """Changes the tensors of a directory."""
+    """Edits the tensors of a directory."""
 
     def change(path: Path, rng: Random) -> None:
         tensors = TensorFile(path / "model.safetensors")
