@@ -32,14 +32,14 @@ _HANDOFFS = {
 
 
 class Link(NamedTuple):
-    """A name of the code and the file that a link says it is in."""
+    """A name in the code and the file that a link gives for it."""
 
     name: str
     path: Path
 
 
 class Step(NamedTuple):
-    """One of the ten."""
+    """One of the ten steps."""
 
     title: str
     links: list[Link]
@@ -47,7 +47,7 @@ class Step(NamedTuple):
 
 
 def _section(title: str) -> str:
-    """From a heading of the second level to the next."""
+    """From a heading of the second level to the next one."""
     return PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 
@@ -87,7 +87,7 @@ def _definitions(path: Path) -> dict[str, ast.AST]:
 
 
 def is_defined(link: Link) -> bool:
-    """Whether the file exists and defines the name; C++ is only searched for a function of this name."""
+    """Whether the file exists and defines the name; in C++, only functions are found, by text search."""
     if not link.path.is_file():
         return False
     if link.path.suffix == ".py":
@@ -96,7 +96,7 @@ def is_defined(link: Link) -> bool:
 
 
 def _mentions(link: Link, name: str) -> bool:
-    """Whether the body of the definition uses something of this name."""
+    """Whether the body of the definition uses this name."""
     nodes = ast.walk(_definitions(link.path)[link.name])
     return name.rpartition(".")[2] in {getattr(node, "attr", getattr(node, "id", "")) for node in nodes}
 
@@ -120,13 +120,13 @@ def walk(handoff: str) -> list[Link]:
     return links[:2] if is_there else []
 
 
-def test_there_are_ten_steps_with_names_and_a_hand_over() -> None:
+def test_ten_steps_have_names_and_hand_overs() -> None:
     assert [step.title.partition(".")[0] for step in STEPS] == [str(n) for n in range(1, 11)]
     for step in STEPS:
         assert len(step.links) >= 3 and step.handoffs, step.title
 
 
-def test_every_name_is_defined_in_the_file_that_its_link_leads_to() -> None:
+def test_every_name_is_defined_in_its_linked_file() -> None:
     assert len(_links(PAGE)) > 60
     assert [f"{link.name} in {link.path}" for link in _links(PAGE) if not is_defined(link)] == []
 
@@ -137,12 +137,12 @@ def test_every_link_leads_to_a_file_or_a_heading() -> None:
         assert target[1:] in headings if target.startswith("#") else (DOCS / target).is_file(), target
 
 
-def test_each_hand_over_is_in_the_code_and_leads_to_the_next_step() -> None:
+def test_each_hand_over_exists_in_the_code_and_leads_to_the_next_step() -> None:
     for step in STEPS:
         for handoff in step.handoffs:
             ends = walk(handoff)
             assert ends, handoff
-            assert ends[0].path in {link.path for link in step.links}, f"{step.title} does not tell of {ends[0].name}"
+            assert ends[0].path in {link.path for link in step.links}, f"{step.title} does not mention {ends[0].name}"
     for step, following in pairwise(STEPS):
         ends = walk(step.handoffs[-1])
         assert {*ends} & {*following.links}, f"{step.title} does not lead to {following.title}"
@@ -156,25 +156,25 @@ TAKE = "[`_WorkerLoop._receive`](../app/engine/worker_loop.py)"
 @pytest.mark.parametrize(
     "handoff",
     [
-        f"{SERVICE} calls [`EnginePool.fail_all`]({POOL}).",  # it does not
+        f"{SERVICE} calls [`EnginePool.fail_all`]({POOL}).",  # no such call
         f"{SERVICE} calls [`EnginePool.submits`]({POOL}).",  # no such name
-        f"{SERVICE} knows [`EnginePool.submit`]({POOL}).",  # no kind of hand-over
-        f"{SEND} sends [`Cancel`](../app/common/ipc.py) over the pipe to {TAKE}.",  # it sends another frame
-        f"{SEND} sends [`FrameDecoder`](../app/common/ipc.py) over the pipe to {TAKE}.",  # no frame
+        f"{SERVICE} knows [`EnginePool.submit`]({POOL}).",  # not a kind of hand-over
+        f"{SEND} sends [`Cancel`](../app/common/ipc.py) over the pipe to {TAKE}.",  # sends a different frame
+        f"{SEND} sends [`FrameDecoder`](../app/common/ipc.py) over the pipe to {TAKE}.",  # not a frame
         f"{TAKE} forwards over ASGI to {SERVICE}, as [`create_app`](../app/main.py) wires them.",
     ],
 )
-def test_a_hand_over_that_is_not_in_the_code_is_found(handoff: str) -> None:
+def test_hand_over_missing_in_the_code_is_detected(handoff: str) -> None:
     assert walk(f"{SERVICE} calls [`EnginePool.submit`]({POOL}).")
     assert not walk(handoff)
 
 
-def test_a_name_that_is_not_there_is_found() -> None:
+def test_missing_name_is_detected() -> None:
     text = "[`ink_drew`](../app/engine/cpu/source/draw.h) [`Scheduler`](../app/engine/scheduling/schedule.py)"
     assert not any(map(is_defined, _links(text)))
 
 
-def test_the_frames_are_those_of_the_pipe() -> None:
+def test_listed_frames_equal_those_of_the_pipe() -> None:
     section = _section("Two processes")
     for direction, row in zip(
         (Down, Up), re.findall(r"^\| to the .*? \| (.+) \|$", section, re.MULTILINE), strict=True
@@ -183,7 +183,7 @@ def test_the_frames_are_those_of_the_pipe() -> None:
     assert set(re.findall(r"\w+", section.partition("```text")[2].partition("```")[0])) >= FRAMES
 
 
-def test_the_layers_are_drawn_above_what_they_import() -> None:
+def test_layers_are_drawn_above_their_imports() -> None:
     drawing = _section("Layers").partition("```text")[2].partition("```")[0]
     lines = [re.findall(r"\b(?:app|model)\b[\w.]*", line) for line in drawing.splitlines()]
     layers = {package: row for row, packages in enumerate(lines) for package in packages}
@@ -197,7 +197,7 @@ def _defined_in(folder: Path) -> set[str]:
     return {name for path in folder.glob("*.py") for name in _definitions(path)}
 
 
-def test_the_table_lists_exactly_the_packages_in_order_and_names_that_they_define() -> None:
+def test_table_lists_exactly_the_packages_in_order_with_names_that_they_define() -> None:
     names = {".".join(path.relative_to(ROOT).parent.parts) for path in product_files(ROOT)}
     assert [row[0].strip("`") for row in package_rows()] == sorted(names)
     for package, _, row, _ in package_rows():
@@ -205,7 +205,7 @@ def test_the_table_lists_exactly_the_packages_in_order_and_names_that_they_defin
         assert listed and listed <= _defined_in(ROOT / package.strip("`").replace(".", "/")), package
 
 
-def test_every_package_says_its_purpose_its_names_and_its_invariants() -> None:
+def test_every_package_docstring_has_purpose_names_and_invariants() -> None:
     for path in (path for path in product_files(ROOT) if path.name == "__init__.py"):
         text = ast.get_docstring(tree_of(path)) or ""
         purpose, names, invariants = re.split(r"\nMain names: |\nInvariants: ", text)
@@ -214,10 +214,10 @@ def test_every_package_says_its_purpose_its_names_and_its_invariants() -> None:
         assert mentioned <= _defined_in(path.parent), path
 
 
-def test_the_index_lists_every_page_once_by_its_kind() -> None:
+def test_index_lists_every_page_once_by_kind() -> None:
     listed = re.findall(r"^- \[[^\]]+\]\(([^)]+)\): \S.+\.$", INDEX, re.MULTILINE)
     pages = [name for name in listed if "/" not in name]
     assert sorted(pages) == sorted(path.name for path in DOCS.glob("*.md") if path.name != "index.md")
     assert [name for name in listed if not (DOCS / name).is_file()] == []
-    assert len(listed) == len(re.findall(r"\]\(", INDEX)), "a link of the index is not in a line of its own"
+    assert len(listed) == len(re.findall(r"\]\(", INDEX)), "each link of the index must have its own line"
     assert re.findall(r"^## (.+)$", INDEX, re.MULTILINE) == ["Tutorials", "How-to guides", "Reference", "Explanation"]

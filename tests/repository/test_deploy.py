@@ -1,4 +1,4 @@
-"""What deploy/, the compose files and docs/deploy.md say agrees with the service and with what runs them."""
+"""deploy/, the compose files and docs/deploy.md agree with the service and with the tools that run them."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def _variables(container: Any) -> dict[str, str]:
     return {one["name"]: one.get("value", "") for one in container["env"]}
 
 
-def test_what_is_stopped_has_time_to_drain() -> None:
-    """The pause before SIGTERM counts; a few seconds more, for the processes to end."""
+def test_stopped_services_have_time_to_drain() -> None:
+    """Includes the pause before SIGTERM and a few seconds for the processes to end."""
     (_, pause) = _container()["lifecycle"]["preStop"]["exec"]["command"]
     assert _pod()["terminationGracePeriodSeconds"] > int(pause) + Settings().drain_timeout + 5
     services = _read("docker-compose.yml")["services"]
@@ -48,7 +48,7 @@ def test_what_is_stopped_has_time_to_drain() -> None:
     assert services["nginx"]["stop_signal"] == "SIGQUIT"
 
 
-def test_a_pod_has_no_rights() -> None:
+def test_pods_have_no_privileges() -> None:
     pod, container = _pod(), _container()
     who = {key: pod["securityContext"][key] for key in ("runAsUser", "runAsGroup", "fsGroup")}
     assert set(who.values()) == {10001} and pod["securityContext"]["runAsNonRoot"] is True
@@ -61,7 +61,7 @@ def test_a_pod_has_no_rights() -> None:
     assert _read("deploy/kubernetes/base/network.yaml")["spec"]["egress"] == []
 
 
-def test_probes_ask_routes_that_need_no_key_and_liveness_does_not_ask_the_engine() -> None:
+def test_probes_use_routes_without_keys_and_liveness_does_not_depend_on_the_engine() -> None:
     container = _container()
     probes = {kind: container[kind]["httpGet"] for kind in ("startupProbe", "readinessProbe", "livenessProbe")}
     paths = {getattr(route, "path", "") for route in router.routes}
@@ -73,7 +73,7 @@ def test_probes_ask_routes_that_need_no_key_and_liveness_does_not_ask_the_engine
 
 
 def test_every_variable_of_a_pod_is_a_setting_and_kubernetes_sets_none() -> None:
-    """A Service called inkstream would be INKSTREAM_PORT=tcp://..., in place of a number."""
+    """A Service named inkstream would set INKSTREAM_PORT to tcp://... instead of a number."""
     for file in ("base/deployment.yaml", "gpu/deployment.yaml"):
         (container,) = _read(f"deploy/kubernetes/{file}")["spec"]["template"]["spec"]["containers"]
         assert container["name"] == _container()["name"]
@@ -83,14 +83,14 @@ def test_every_variable_of_a_pod_is_a_setting_and_kubernetes_sets_none() -> None
     assert _pod()["enableServiceLinks"] is False
 
 
-def test_the_keys_are_a_folder_with_a_file_for_the_group() -> None:
+def test_keys_are_mounted_as_a_folder_readable_by_the_group() -> None:
     (mount,) = [one for one in _container()["volumeMounts"] if one["name"] == "keys"]
     (volume,) = [one for one in _pod()["volumes"] if one["name"] == "keys"]
     assert volume["secret"]["defaultMode"] == 0o440 and mount["readOnly"] is True and "subPath" not in mount
     assert str(Path(_variables(_container())["INKSTREAM_KEYS_FILE"]).parent) == mount["mountPath"]
 
 
-def test_everything_selects_the_same_pods() -> None:
+def test_all_manifests_select_the_same_pods() -> None:
     labels = {"app.kubernetes.io/name": "inkstream"}
     names = ("deployment", "service", "disruption")
     specs = {name: _read(f"deploy/kubernetes/base/{name}.yaml")["spec"] for name in names}
@@ -105,25 +105,25 @@ def test_every_manifest_is_applied() -> None:
     """`make manifests` renders and validates what the overlays apply."""
     files = {path.name for path in (KUBERNETES / "base").glob("*.yaml")} - {"kustomization.yaml"}
     base = _read("deploy/kubernetes/base/kustomization.yaml")
-    assert set(base["resources"]) == files and "images" not in base, "the image is the overlay's to name"
-    assert "replicas" not in _read("deploy/kubernetes/base/deployment.yaml")["spec"], "they are the autoscaler's"
+    assert set(base["resources"]) == files and "images" not in base, "the overlay must name the image"
+    assert "replicas" not in _read("deploy/kubernetes/base/deployment.yaml")["spec"], "the autoscaler sets them"
     notes = _read("deploy/kubernetes/examples/ingress.yaml")["metadata"]["annotations"]
     assert int(notes["nginx.ingress.kubernetes.io/proxy-read-timeout"]) > Settings().request_timeout
     assert notes["nginx.ingress.kubernetes.io/proxy-buffering"] == "off"
 
 
-def test_every_metric_that_is_looked_at_is_there(server: Server) -> None:
-    """In the dashboard, the alerts and the autoscaler; and the dashboard leaves none out."""
+def test_every_used_metric_is_exported(server: Server) -> None:
+    """Covers dashboard, alerts and autoscaler; the dashboard shows every metric."""
     text = httpx.get(f"{server.url}/metrics").text
-    there = set(re.findall(r"^# TYPE (inkstream_\w+) ", text, re.M))
-    there = {name for name in there if not name.endswith("_created")}
+    exported = set(re.findall(r"^# TYPE (inkstream_\w+) ", text, re.M))
+    exported = {name for name in exported if not name.endswith("_created")}
     shown = _metrics((ROOT / "deploy/grafana/dashboards/inkstream.json").read_text())
-    assert {name for name in shown if name.startswith("inkstream_")} == there
+    assert {name for name in shown if name.startswith("inkstream_")} == exported
     assert {name for name in shown if name.startswith("process_")} <= set(re.findall(r"^# TYPE (\w+) ", text, re.M))
-    only_with_several_engines = {"inkstream_replica_ready"}  # tests/engine_client/test_two_engines.py asks for it
-    assert _metrics((ROOT / "deploy/prometheus/alerts.yml").read_text()) - only_with_several_engines <= there
+    only_with_several_engines = {"inkstream_replica_ready"}  # tests/engine_client/test_two_engines.py covers it
+    assert _metrics((ROOT / "deploy/prometheus/alerts.yml").read_text()) - only_with_several_engines <= exported
     (scaled,) = _read("deploy/kubernetes/base/autoscaler.yaml")["spec"]["metrics"]
-    assert scaled["pods"]["metric"]["name"] == QUEUE in there
+    assert scaled["pods"]["metric"]["name"] == QUEUE in exported
     assert f"seriesQuery: '{QUEUE}{{" in (ROOT / "docs/deploy.md").read_text()
 
 
@@ -131,7 +131,7 @@ def _metrics(queries: str) -> set[str]:
     return {name.removesuffix("_bucket") for name in re.findall(r"\b((?:inkstream|process)_\w+)", queries)}
 
 
-def test_grafana_prometheus_and_nginx_go_where_the_service_is() -> None:
+def test_grafana_prometheus_and_nginx_point_to_the_service() -> None:
     grafana = _read("docker-compose.yml")["services"]["grafana"]
     (source,) = _read("deploy/grafana/provisioning/datasources/prometheus.yaml")["datasources"]
     (provider,) = _read("deploy/grafana/provisioning/dashboards/inkstream.yaml")["providers"]
@@ -150,7 +150,7 @@ def test_grafana_prometheus_and_nginx_go_where_the_service_is() -> None:
     assert Settings().max_body_bytes == 1 << 20 and "client_max_body_size 1m;" in nginx
 
 
-def test_the_files_with_keys_and_for_a_gpu_change_the_service_only() -> None:
+def test_compose_overrides_change_only_the_service() -> None:
     with_keys, with_gpu = _read("compose.keys.yaml"), _read("compose.gpu.yaml")
     assert set(with_keys["services"]) == set(with_gpu["services"]) == {"inkstream"}
     (secret,) = with_keys["services"]["inkstream"]["secrets"]
@@ -161,7 +161,7 @@ def test_the_files_with_keys_and_for_a_gpu_change_the_service_only() -> None:
     assert build == {"TORCH_INDEX": "", "BASE": build["BASE"], "SLIM": ""}
 
 
-def test_every_published_port_can_be_chosen_and_the_checks_ask_there() -> None:
+def test_every_published_port_is_configurable_and_used_by_the_checks() -> None:
     services = _read("docker-compose.yml")["services"]
     published = [port for service in services.values() for port in service.get("ports", [])]
     chosen = dict(re.fullmatch(r"127\.0\.0\.1:\$\{(\w+_PORT):-(\d+)\}:\2", port).groups() for port in published)  # type: ignore[union-attr]
@@ -169,8 +169,8 @@ def test_every_published_port_can_be_chosen_and_the_checks_ask_there() -> None:
     assert all(f"`{name}`" in (ROOT / "docs/deploy.md").read_text() for name in chosen)
 
 
-def test_a_change_of_the_code_changes_no_layer_below_it() -> None:
-    """The packages' stage copies nothing that the code consists of; the code is copied after all that is larger."""
+def test_code_changes_affect_no_lower_layer() -> None:
+    """The packages' stage copies no code; the code is copied after all larger layers."""
     stages = dict(re.findall(r"^FROM \S+ AS (\w+)\n(.*?)(?=^FROM |\Z)", (ROOT / "Dockerfile").read_text(), re.M | re.S))
     copied = re.findall(r"^COPY (?:--from=(\w+) )?(.*) \S+$", stages["builder"] + stages["packages"], re.M)
     assert copied == [("", "constraints.txt requirements.lock"), ("", "deploy/image/strip-packages")]
@@ -187,8 +187,8 @@ def test_a_change_of_the_code_changes_no_layer_below_it() -> None:
     ]
 
 
-def test_what_is_compiled_for_a_gpu_outlives_the_container() -> None:
-    """In a directory that the image has made for its user, since a new volume takes over its owner."""
+def test_kernels_compiled_for_a_gpu_survive_the_container() -> None:
+    """In a directory that the image created for its user, since a new volume inherits its owner."""
     service, pod = _read("compose.gpu.yaml"), _read("deploy/kubernetes/gpu/deployment.yaml")["spec"]["template"]["spec"]
     directory = service["services"]["inkstream"]["environment"]["INKSTREAM_CACHE_DIR"]
     (volume,) = service["services"]["inkstream"]["volumes"]
@@ -212,15 +212,15 @@ NOT_RUN = {
 }
 
 
-def test_base_images_are_named_by_their_digest() -> None:
+def test_base_images_are_pinned_by_digest() -> None:
     slim = re.findall(r"^ARG BASE=(\S+)$", (ROOT / "Dockerfile").read_text(), re.M)
     gpu = _read("compose.gpu.yaml")["services"]["inkstream"]["build"]["args"]["BASE"]
     assert all(re.fullmatch(r"python:3\.1[123]\.\d+(-slim)?-\w+@sha256:[0-9a-f]{64}", image) for image in [*slim, gpu])
     assert len(slim) == 1 and ("-slim" in slim[0], "-slim" in gpu) == (True, False)
 
 
-def test_every_command_of_the_page_is_run_on_containers_or_has_a_reason_not_to_be() -> None:
-    """By tests/container/checks.py, in calls of run()."""
+def test_every_command_of_the_page_runs_on_containers_or_has_a_reason_not_to() -> None:
+    """tests/container/checks.py runs them, in calls of run()."""
     page = (ROOT / "docs/deploy.md").read_text()
     checks = (ROOT / "tests/container/checks.py").read_text()
     (start,) = (line for line in commands(page) if line.startswith("docker run "))
@@ -233,7 +233,7 @@ def test_every_command_of_the_page_is_run_on_containers_or_has_a_reason_not_to_b
 
 
 def test_the_image_is_built_for_amd64_and_arm64() -> None:
-    """Nothing in the build names an architecture: `docker buildx build --platform` chooses it, for all stages alike."""
+    """The build names no architecture: `docker buildx build --platform` chooses it for all stages alike."""
     for path in (ROOT / "Dockerfile", *(ROOT / "deploy/image").iterdir()):
         if path.is_file():
             text = re.sub(r"^#.*$", "", path.read_text(), flags=re.MULTILINE)

@@ -40,13 +40,13 @@ def settings_tables() -> str:
     return "\n\n".join(tables)
 
 
-def test_the_settings_tables_are_made_from_the_settings() -> None:
+def test_settings_tables_match_the_settings() -> None:
     assert settings_tables() in SETTINGS, settings_tables()
 
 
 @pytest.mark.parametrize("of", ["requests", "results"])
 def test_every_field_is_explained(of: str, tmp_path: Path) -> None:
-    """Of all bodies, of events, and of the objects in them; the rest is in /docs alone."""
+    """Fields of all bodies, of events, and of their objects; the rest is only in /docs."""
     schemas = create_app(Settings(weights=tmp_path)).openapi()["components"]["schemas"]
     results = {"StartEvent", "TokenEvent", "Token", "QueueEvent", "DoneEvent", "Usage", "Timings", "Receipt", "Model"}
     names = {name for name in schemas if name.endswith("Request")} if of == "requests" else results
@@ -69,7 +69,7 @@ def test_every_route_is_explained(tmp_path: Path) -> None:
     assert {route for route in found if f"`{route}" not in API} == set()
 
 
-def test_the_presets_have_the_sizes_that_are_told() -> None:
+def test_presets_have_the_documented_sizes() -> None:
     for name in PRESET_NAMES:
         with torch.device("meta"):
             size = Decoder(preset(name)).n_params
@@ -158,7 +158,7 @@ HELD = {
 
 
 def _held(page: str, text: str) -> str | None:
-    """How the held command begins that this one is."""
+    """The beginning of the held command that matches this one."""
     return next((start for start in HELD.get(page, {}) if text.startswith(start)), None)
 
 
@@ -167,7 +167,7 @@ def _held(page: str, text: str) -> str | None:
 def test_every_command_and_program_of_a_page_runs(
     page: str, server: Server, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In their order, in a fresh clone, around a tiny model; training takes a few steps, the engine is a fake one."""
+    """Runs them in order, in a fresh clone, around a tiny model; training takes a few steps, the engine is fake."""
     shorten_samples(monkeypatch)
     monkeypatch.chdir(tmp_path)
     for name in GIVEN.get(page, ()):
@@ -190,13 +190,13 @@ def test_every_command_and_program_of_a_page_runs(
 
 
 def _is_the_text(printed: str, program: str, server: Server) -> None:
-    """Programs print what the service writes with their seed, and nothing between its tokens."""
+    """Whether it is the completion of the service with the program's seed, and nothing between its tokens."""
     (max_tokens,) = re.findall(r"max_tokens\"?[=:] ?(\d+)", program)
     (choice,) = whole(server.url, prompt="Once upon a time", max_tokens=int(max_tokens), seed=7)["choices"]
     assert printed.removesuffix("\n") == choice["text"].removesuffix("\n")
 
 
-def test_every_held_command_is_on_its_page() -> None:
+def test_every_replaced_command_is_on_its_page() -> None:
     for page, held in HELD.items():
         texts = [text for fence in fences((ROOT / page).read_text()) for text in (fence.text, *commands_of(fence))]
         for start in held:
@@ -211,14 +211,14 @@ def test_commands_are_found_in_every_kind_of_block() -> None:
 
 
 def test_every_block_names_its_language() -> None:
-    """Else a command could stand there that no test sees."""
+    """Otherwise a command could escape the tests."""
     languages = {"sh", "console", "python", "js", "json", "yaml", "text", "html"}
     found = [(page, fence) for page in PAGES for fence in fences((ROOT / page).read_text())]
     assert [f"{page}:{fence.line}" for page, fence in found if fence.language not in languages] == []
 
 
-def test_commands_call_programs_of_the_environment() -> None:
-    """In a fresh clone `inkstream` is not on the path, and the system's Python has none of the packages."""
+def test_commands_call_programs_of_the_virtual_environment() -> None:
+    """In a fresh clone, `inkstream` is not on the path, and the system's Python has none of the packages."""
     bare = r"(inkstream|python3?|pip|hf|ray|serve|torchrun) (?!-m venv)"
     without_clone = {"docs/install.md", "docs/package.md"}
     for page in set(PAGES) - without_clone:
@@ -228,7 +228,7 @@ def test_commands_call_programs_of_the_environment() -> None:
         assert re.findall(r"`(?:python3?|pip|torchrun) -?\w[^`\n]*`", prose) == [], page
 
 
-def test_a_quickstart_has_fifteen_lines_at_most() -> None:
+def test_quickstarts_have_at_most_fifteen_lines() -> None:
     for section in (ROOT / "docs/quickstarts.md").read_text().split("\n## ")[1:]:
         lines = sum(len(fence.text.splitlines()) for fence in fences(section) if fence.language == "sh")
         assert 1 <= lines <= 15, section
@@ -239,7 +239,7 @@ def test_the_front_page_is_short() -> None:
     assert "/v1/chat/completions" in README
 
 
-def test_the_picture_of_the_page_loads_at_once() -> None:
+def test_page_screenshot_is_small() -> None:
     assert len((ROOT / "docs/page.png").read_bytes()) <= 1_500_000
 
 
@@ -257,7 +257,7 @@ def test_the_picture_of_the_page_loads_at_once() -> None:
     ],
 )
 @pytest.mark.slow
-def test_a_command_that_fails_or_is_not_for_tests_is_noticed(
+def test_failing_or_untested_command_is_detected(
     command: str, error: str, server: Server, weights: Path, tmp_path: Path
 ) -> None:
     newcomer = Newcomer(tmp_path, weights, server=server, fake_ms=1)
@@ -266,7 +266,7 @@ def test_a_command_that_fails_or_is_not_for_tests_is_noticed(
     newcomer.close()
 
 
-def test_every_dependency_has_its_reason() -> None:
+def test_every_dependency_has_a_reason() -> None:
     lines = (ROOT / "pyproject.toml").read_text().splitlines()
     wanted = [line for line in lines if re.match(r'\s+"[a-z\-]+(\[\w+\])?[>=]', line)]
     assert len(wanted) > 15
@@ -283,7 +283,7 @@ def test_constraints_pin_every_dependency_exactly() -> None:
     assert pins["torch"] == "2.13.0"
 
 
-def test_the_citation_is_of_this_version() -> None:
+def test_citation_has_the_current_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert {"cff-version", "message", "title", "authors", "version", "license"} <= set(citation)
     assert str(citation["version"]) == VERSION

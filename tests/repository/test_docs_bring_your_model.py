@@ -44,7 +44,7 @@ CONTEXT = 48
 
 @pytest.fixture(scope="module", params=[True, False], ids=["bias", "no bias"])
 def nano(request: pytest.FixtureRequest) -> nn.Module:
-    """What karpathy/nanoGPT computes: a GPT-2 with the exact GELU, some without biases."""
+    """A nanoGPT as in karpathy/nanoGPT: GPT-2 with the exact GELU, some without biases."""
     torch.manual_seed(0)
     sizes = {"n_positions": CONTEXT, "n_embd": 32, "n_layer": 2, "n_head": 4}
     config = transformers.GPT2Config(vocab_size=len(CHARACTERS), activation_function="gelu", **sizes)
@@ -56,7 +56,8 @@ def nano(request: pytest.FixtureRequest) -> nn.Module:
 
 @pytest.fixture
 def checkpoint(nano: nn.Module, tmp_path: Path) -> Path:
-    """What nanoGPT saves: linear layers the other way round, torch.compile and the mask of older versions included."""
+    """A checkpoint as nanoGPT saves it: transposed linear layers, torch.compile's prefix, the mask of older
+    versions."""
     bias = bool(nano.transformer.ln_f.bias.any())
     state = {
         f"_orig_mod.{name}": tensor.T.contiguous() if ".c_" in name and tensor.ndim == 2 else tensor
@@ -71,7 +72,7 @@ def checkpoint(nano: nn.Module, tmp_path: Path) -> Path:
 
 
 def run_script(name: str, *arguments: Path | str) -> None:
-    """Runs a script of the page as it stands there."""
+    """Runs a script of the page exactly as printed."""
     path = Path(arguments[0]).parent / name
     path.write_text(SCRIPTS[name])
     with pytest.MonkeyPatch.context() as patch:
@@ -84,9 +85,7 @@ def brought(directory: Path) -> Decoder:
 
 
 @pytest.mark.parametrize("script", ["export.py", "gpt.py"])
-def test_a_nanogpt_brought_by_the_script_has_the_logits_it_was_trained_with(
-    nano: nn.Module, checkpoint: Path, script: str, tmp_path: Path
-) -> None:
+def test_converted_nanogpt_keeps_its_logits(nano: nn.Module, checkpoint: Path, script: str, tmp_path: Path) -> None:
     run_script(script, checkpoint, tmp_path / "brought")
     for length in (1, 7, CONTEXT):
         tokens_N = torch.randint(len(CHARACTERS), (length,))
@@ -95,7 +94,7 @@ def test_a_nanogpt_brought_by_the_script_has_the_logits_it_was_trained_with(
         )
 
 
-def test_an_untied_head_is_brought_too(nano: nn.Module, checkpoint: Path, tmp_path: Path) -> None:
+def test_untied_head_is_converted(nano: nn.Module, checkpoint: Path, tmp_path: Path) -> None:
     saved = torch.load(checkpoint, weights_only=True)
     saved["model"]["_orig_mod.lm_head.weight"] = 2 * nano.lm_head.weight
     torch.save(saved, checkpoint)
@@ -106,7 +105,7 @@ def test_an_untied_head_is_brought_too(nano: nn.Module, checkpoint: Path, tmp_pa
     )
 
 
-def test_transformers_loads_the_gpt2_layout_too(nano: nn.Module, checkpoint: Path, tmp_path: Path) -> None:
+def test_transformers_loads_the_gpt2_layout(nano: nn.Module, checkpoint: Path, tmp_path: Path) -> None:
     run_script("gpt.py", checkpoint, tmp_path / "brought")
     theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "brought").eval()
     tokens_BN = torch.randint(len(CHARACTERS), (2, CONTEXT))
@@ -115,7 +114,7 @@ def test_transformers_loads_the_gpt2_layout_too(nano: nn.Module, checkpoint: Pat
 
 
 @pytest.mark.parametrize("nano", [False], indirect=True)
-def test_a_nanogpt_of_characters_is_checked_and_served(
+def test_character_level_nanogpt_is_checked_and_served(
     nano: nn.Module, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meta = tmp_path / "data/shakespeare_char/meta.pkl"
@@ -128,7 +127,7 @@ def test_a_nanogpt_of_characters_is_checked_and_served(
     for script, *arguments in (export, chars):
         run_script(script, *arguments)
     assert inkstream(check) == 0
-    assert "#" not in CHARACTERS  # and is left out
+    assert "#" not in CHARACTERS  # and is not converted
     prompt = "ROMEO:\n\u00e9\u2014\U0001f98a, "
     tokens = [CHARACTERS.index(character) for character in prompt]
     for _ in range(20):
@@ -138,26 +137,28 @@ def test_a_nanogpt_of_characters_is_checked_and_served(
     assert answer["text"] == "".join(CHARACTERS[token] for token in tokens[len(prompt) :])
 
 
-def test_the_comparison_prints_our_logits(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_comparison_script_prints_our_logits(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_script("export.py", checkpoint, tmp_path / "brought")
     run_script("compare.py", tmp_path / "brought")
     assert capsys.readouterr().out == f"{logits(brought(tmp_path / 'brought'), [1, 2, 3])}\n"
 
 
-def test_the_command_prints_a_config_to_begin_with() -> None:
+def test_command_prints_an_initial_config() -> None:
     (command,) = re.findall(r"^\.venv/bin/python (-c '.*?')$", PAGE, re.MULTILINE | re.DOTALL)
     printed = subprocess.run([sys.executable, *shlex.split(command)], cwd=ROOT, capture_output=True, check=True).stdout
     assert read_config(json.loads(printed))[1] == preset("textbook")
 
 
-def test_every_architecture_has_its_row() -> None:
+def test_every_architecture_has_a_row() -> None:
     rows = PAGE[PAGE.index("| you have |") : PAGE.index("## Worked example")]
     assert {name for name in MODEL_TYPES if f"| `{name}` |" in rows} == set(MODEL_TYPES)
     for name in ("textbook", "standalone", "toy", "gpt", "cross"):
         assert re.search(rf"`{name}`.*\| `inkstream` \|.*`preset\(\"{name}\"\)`", rows), name
 
 
-def test_the_table_names_every_tensor_and_no_other() -> None:
+def test_table_names_exactly_the_tensors() -> None:
     rows = PAGE[PAGE.index("| tensor |") :].partition("\n\n")[0]
     documented = {name for row in rows.splitlines() for name in re.findall(r"`(\w[\w.]+)`", row.split(" | ")[0])}
     shapes = [replace(preset(name), qk_norm=True, final_norm=True) for name in ("small", "gpt", "cross")]

@@ -22,7 +22,7 @@ PAGE = (ROOT / "docs/train.md").read_text()
 
 
 class Reader(Newcomer):
-    """Has no time for processes that import torch, but at night."""
+    """Skips processes that import torch, except in nightly runs."""
 
     nightly = False
 
@@ -31,16 +31,16 @@ class Reader(Newcomer):
         if words[0] != ".venv/bin/torchrun":
             return super().types(command)
         assert parse(words[words.index("model.train") + 1 :]).out == "mine2"
-        if not self.nightly:  # test_distributed.py has two processes in this one
+        if not self.nightly:  # test_distributed.py forks two processes from one
             return ""
         return self.output([sys.executable, "-m", "torch.distributed.run", *words[1:], *SHORT, *NEW, "--steps", "2"])
 
 
-def test_the_commands_of_the_page_work_in_their_order(
+def test_commands_of_the_page_run_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], nightly: bool
 ) -> None:
     (tmp_path / "my-writing").mkdir()
-    for folder in ("my-writing", "texts"):  # the first two commands stand before "get text in"
+    for folder in ("my-writing", "texts"):  # the first two commands come before "get text in"
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "diary.txt").write_text(TEXT * 3)
     words = TEXT.split()

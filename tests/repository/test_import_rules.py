@@ -22,7 +22,7 @@ from tests.tools.repository_metrics import (
 
 FILES = sorted(p for folder in ("app", "model", "benchmarks", "deploy") for p in (ROOT / folder).rglob("*.py"))
 
-# What each folder imports that is neither ours nor in the standard library. torch is the engine's and the network's.
+# Third-party packages that each folder imports. torch is for the engine and the network.
 OUTSIDE = {
     "app": {"fastapi", "msgspec", "pydantic", "uvicorn"},
     "app.access": {"msgspec"},
@@ -57,7 +57,7 @@ def package_rows() -> list[list[str]]:
 
 
 def _layers() -> dict[str, set[str]]:
-    """Folder -> the folders that it may import; a folder that is not named belongs to the one around it."""
+    """Folder -> folders that it may import; a folder that is not listed belongs to its parent."""
     allowed = {package.strip("`"): re.findall(r"`([\w.]+)`", names) for package, _, _, names in package_rows()}
     layers = {
         package: {name if re.match(r"(app|model)\b", name) else f"app.{name}" for name in names}
@@ -71,7 +71,7 @@ def _layers() -> dict[str, set[str]]:
 
 
 def _named(package: str, names: set[str]) -> str:
-    """The name that stands for a package: its own, or that of the next folder around it; app is no folder around."""
+    """The listed package of a name: itself, or the nearest listed parent; app is no parent."""
     found = package
     while found and found not in names:
         found = found.rpartition(".")[0]
@@ -80,7 +80,7 @@ def _named(package: str, names: set[str]) -> str:
 
 
 def _imports(tree: ast.AST) -> set[str]:
-    """Modules that a file names in its imports, as written."""
+    """Modules that a file imports, as written."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -98,13 +98,13 @@ PRODUCT = {name: path for name, path in MODULE_FILES.items() if name.partition("
 
 @cache
 def _graph() -> dict[str, set[str]]:
-    """Module -> what it imports. Called by tests alone: every test process imports this file."""
+    """Module -> its imports. A function, because every test process imports this file."""
     return {name: _imports(tree_of(path)) for name, path in MODULE_FILES.items()}
 
 
 @cache
 def _tops() -> dict[str, set[str]]:
-    """Module -> the packages that it imports from."""
+    """Module -> packages that it imports from."""
     return {name: {known.partition(".")[0] for known in graph} - {"__future__"} for name, graph in _graph().items()}
 
 
@@ -130,8 +130,8 @@ def test_folders_import_only_from_layers_below() -> None:
     assert wrong == []
 
 
-def test_a_gateway_knows_http_and_the_service_of_the_network_only_its_files() -> None:
-    """Stricter than the layers, for what a file names itself."""
+def test_cluster_imports_only_http_and_the_service_only_model_files() -> None:
+    """Stricter than the layers, for direct imports of a file."""
     known = {name: {found for found in _graph()[name] if found in PRODUCT} for name in PRODUCT}
     of_cluster = {PACKAGES[found] for name in known if PACKAGES[name] == "app.cluster" for found in known[name]}
     assert of_cluster <= {"app.access", "app.api", "app.api.native", "app.cluster", "app.common", "app.http"}
@@ -142,18 +142,18 @@ def test_a_gateway_knows_http_and_the_service_of_the_network_only_its_files() ->
         assert not name.startswith("app.api.") or of_model <= {"model.tokenizer"}, name
 
 
-def test_a_package_imports_nothing_by_itself() -> None:
+def test_package_init_files_import_nothing() -> None:
     """tests/repository/test_architecture.py checks its docstring."""
     for init in {path.with_name("__init__.py") for path in PRODUCT.values()}:
         assert init.is_file() and not _imports(tree_of(init)), init
 
 
-def test_no_folder_is_crowded_and_no_public_class_has_a_namesake() -> None:
+def test_folders_are_small_and_public_class_names_unique() -> None:
     assert {name: files for name, files in folder_sizes(ROOT).items() if files > 20} == {}
     assert colliding_classes(ROOT) == {}
 
 
-def test_folders_use_only_what_they_may_from_outside() -> None:
+def test_folders_import_only_allowed_third_party_packages() -> None:
     """So the API process has no torch, the scheduler is pure, and Triton, which may be missing, stays in its folder.
 
     Benchmarks are reached through the verb bench alone.
@@ -170,8 +170,8 @@ def test_only_two_files_wire_the_engine() -> None:
     assert users == {"app.cli.check", "app.engine.__main__"}
 
 
-def test_the_builder_of_kernels_needs_only_python_and_what_its_stage_copies() -> None:
-    """A stage of a container compiles them before anything is installed."""
+def test_kernel_builder_needs_only_python_and_files_of_its_build_stage() -> None:
+    """A build stage of the container compiles them before any package is installed."""
     stage = (ROOT / "Dockerfile").read_text().partition("AS kernels")[2].partition("\nFROM")[0]
     copied = {ROOT / word for line in re.findall("^COPY (.+)", stage, re.MULTILINE) for word in line.split()[:-1]}
     for name in _closure("app.cli.compile"):
@@ -181,25 +181,25 @@ def test_the_builder_of_kernels_needs_only_python_and_what_its_stage_copies() ->
 
 
 def _loads(*modules: str) -> set[str]:
-    """Which of the heavy packages are there once these modules are imported."""
+    """The heavy packages that are loaded after importing these modules."""
     program = f"import sys, {', '.join(modules)}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True)
     return set(done.stdout.split()) & {"torch", "numpy", "llguidance", "triton"}
 
 
 def test_the_api_process_never_imports_torch() -> None:
-    """Not even through a package of others. The verb check runs an engine of its own."""
+    """Not even through a third-party package. The verb check runs its own engine."""
     others = {"app.cli.check", "app.common.llguidance_adapter", "app.http.tracing"}
     parts = [name for name in PRODUCT if name.startswith("app.") and not name.startswith("app.engine.")]
     parts += [name for name in PRODUCT if PACKAGES[name] == "app.engine.cpu.toolchain"]
     assert _loads(*(n for n in parts if not n.endswith(("_worker", "__main__")) and n not in others)) == set()
 
 
-def test_the_loop_of_the_engine_and_helper_processes_start_without_torch() -> None:
+def test_engine_loop_and_helper_processes_start_without_torch() -> None:
     assert _loads("app.engine.worker_loop", *(name for name in PRODUCT if name.endswith("_worker"))) <= {"llguidance"}
 
 
-def test_llguidance_triton_ray_and_opentelemetry_stay_in_their_places() -> None:
+def test_llguidance_triton_ray_and_opentelemetry_stay_in_their_folders() -> None:
     """The first two may be missing: an adapter and a loader ask for them by name once they are there.
 
     The program that compiles all kernels is for machines that have Triton.
@@ -222,14 +222,14 @@ def test_imports_have_no_cycle() -> None:
     TopologicalSorter({name: (names & _graph().keys()) - {name} for name, names in _graph().items()}).prepare()
 
 
-def test_files_and_functions_stay_readable_and_public_ones_say_what_they_do() -> None:
+def test_files_and_functions_are_short_and_public_ones_documented() -> None:
     """Methods that implement another library's protocol are documented there."""
     for path in FILES:
         tree = tree_of(path)
         source = path.read_text()
         assert source.isascii(), path
         assert source.count("\n") <= 600, f"{path} has {source.count(chr(10))} lines"
-        assert not source or ast.get_docstring(tree), f"{path} does not say what it is"
+        assert not source or ast.get_docstring(tree), f"{path} has no docstring"
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or 0) - node.lineno + 1
@@ -241,6 +241,6 @@ def test_files_and_functions_stay_readable_and_public_ones_say_what_they_do() ->
                 assert not is_public or ast.get_docstring(node), f"{path}:{node.lineno} {node.name} has no docstring"
 
 
-def test_the_files_that_are_begun_first_are_there_once() -> None:
+def test_longest_test_files_exist_and_are_listed_once() -> None:
     assert [name for name in LONGEST if not (ROOT / "tests" / name).is_file()] == []
     assert len(set(LONGEST)) == len(LONGEST)

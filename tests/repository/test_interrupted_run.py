@@ -1,4 +1,4 @@
-"""Ctrl+C on a run of tests ends all that the tests have started."""
+"""Ctrl+C during a test run ends all processes that the tests have started."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support import ROOT
 
 pytestmark = pytest.mark.slow
 
-# The service is in a session of its own, and its test takes long to clean up.
+# The service has its own session, and its test cleans up slowly.
 _TESTS = """
 import subprocess, time
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_of_a_service():
 """
 
 
-def test_an_interrupted_run_leaves_no_process(tmp_path: Path) -> None:
+def test_interrupted_test_run_leaves_no_process(tmp_path: Path) -> None:
     (tmp_path / "test_service.py").write_text(_TESTS)
     command = [sys.executable, "-m", "pytest", "-n", "1", "-p", "tests.support.interrupted_run"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
@@ -61,5 +61,5 @@ def test_an_interrupted_run_leaves_no_process(tmp_path: Path) -> None:
 
 def _has_ended(process: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):
-        return process.status() == psutil.STATUS_ZOMBIE  # where the first process does not wait for orphans
+        return process.status() == psutil.STATUS_ZOMBIE  # if process 1 does not reap orphans
     return True

@@ -29,16 +29,16 @@ READ = {"", ".py", ".md", ".h", ".cpp", ".js", ".mjs", ".html", ".toml", ".yml",
 HISTORY = {"CHANGELOG.md", "docs/train-log.md"}
 """Tell what was. What they name as a path has to exist all the same, so that a reader can follow it."""
 
-# Mentioned, and not in the repository: made by a run, named as an example, or from another project.
+# Mentioned but not in the repository: created by a run, an example name, or from another project.
 MADE = ("app/engine/cpu/built", "benchmarks/results", "keys/keys.json")
 EXAMPLES = ("export.py", "about.md", "chars.py", "compare.py", "gpt.py", "notes.md", "transformer.h")
 FOREIGN = ("c10/cuda/CUDAException.cpp", "vendor/llama.cpp", "llama.cpp", "malloc.h", "sitecustomize.py")
-FOREIGN += ("version.py",)  # of torch
+FOREIGN += ("version.py",)  # torch's
 KNOWN = {*MADE, *EXAMPLES, *FOREIGN}
 # Names of tensors and files of Hugging Face; labels of Kubernetes; our examples' local variables.
 DOTTED = ("model.safetensors", "model.embed_tokens", "model.layers", "model.norm", "model.__", "app.kubernetes.io")
 DOTTED += ("model.name", "model.eval")
-# Of programs that the docs show in commands: docker, kubectl, pip, systemctl, torchrun, ...
+# Flags of programs in commands of the docs: docker, kubectl, pip, systemctl, torchrun, ...
 # fmt: off
 FLAGS = {
     "--install", "--query-gpu", "--tag",
@@ -58,7 +58,7 @@ FLAGS = {
 
 @cache
 def _files() -> tuple[str, ...]:
-    """What git tracks, and what is new and not ignored."""
+    """Files that git tracks, and new ones that are not ignored."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
     return tuple(name for name in listed if name and (ROOT / name).is_file() and not (ROOT / name).is_symlink())
@@ -94,7 +94,8 @@ def _all_texts() -> tuple[tuple[str, int, str, bool], ...]:
 
 @cache
 def _exists(path: str, folder: Path) -> bool:
-    """Seen from the repository, from `folder`, from a folder above it; or as the end of some file's path."""
+    """Whether it exists relative to the repository, to `folder` or one of its parents, or as the end of a file's
+    path."""
     folders = [parent for parent in (folder, *folder.parents) if parent.is_relative_to(ROOT)]
     inner = path.rstrip("/")
     return any(any(parent.glob(path)) for parent in folders) or any(fnmatch(name, f"*/{inner}") for name in _files())
@@ -111,7 +112,7 @@ def missing_paths(text: str, folder: Path) -> list[str]:
 
 @cache
 def _defined(module: str) -> frozenset[str] | None:
-    """Names that a module has at its top; None where there is no such module."""
+    """Names at the top level of a module; None if there is no such module."""
     path = ROOT / module.replace(".", "/")
     if path.is_dir():
         path = path / "__init__.py"
@@ -132,7 +133,7 @@ def _defined(module: str) -> frozenset[str] | None:
 
 
 def missing_modules(text: str) -> list[str]:
-    """Dotted names below app, model, benchmarks and tests, and what a program in a string imports from there."""
+    """Dotted names below app, model, benchmarks and tests, and imports from these in programs inside strings."""
     wrong = []
     names = re.findall(r"(?<![\w./-])((?:app|model|benchmarks|tests)(?:\.[A-Za-z_]\w*)+)", text)
     for module, imported in re.findall(r"\bfrom ((?:app|model|benchmarks|tests)(?:\.\w+)*) import \(?([\w, ]+)", text):
@@ -147,7 +148,7 @@ def missing_modules(text: str) -> list[str]:
 
 @cache
 def _flags() -> frozenset[str]:
-    """What our parsers know, and what our own code hands to others' programs."""
+    """Flags of our parsers, and flags that our own code passes to other programs."""
     names = [*Settings.model_fields, *CompleteRequest.model_fields, *(field.name for field in fields(RateLimits))]
     known = {f"--{name.replace('_', '-')}" for name in names}
     for name in (name for name in _files() if name.endswith(".py") and "/test_" not in name):
@@ -159,7 +160,7 @@ def _flags() -> frozenset[str]:
 
 
 def missing_flags(text: str) -> list[str]:
-    """Flags but for arrows of drawings (a --event--> b) and variables of CSS."""
+    """Flags, except arrows in drawings (a --event--> b) and CSS variables."""
     text = re.sub(r"--[^`]*-->|var\(--[\w-]+\)", " ", text)
     return [
         flag
@@ -169,14 +170,15 @@ def missing_flags(text: str) -> list[str]:
 
 
 def missing_variables(text: str) -> list[str]:
-    """Variables of settings, or of some other name that our code or a configuration reads."""
+    """Variables of settings, or other names that our code or a configuration reads."""
     return [name for name in re.findall(r"\bINKSTREAM_[A-Z_]*[A-Z]\b", text) if name not in _variables()]
 
 
 @cache
 def _variables() -> frozenset[str]:
-    """Of settings; or set or read as a whole string in Python, expanded by a shell, compose or snippets of the page."""
-    # Of Kubernetes; a macro of tests/support/engine/native_sampler.py.
+    """Names of settings; or names used as a whole string in Python, expanded by a shell or compose, or used in
+    snippets."""
+    # A variable of Kubernetes; a macro of tests/support/engine/native_sampler.py.
     found = {"INKSTREAM_SERVICE", "INKSTREAM_PORT", "INKSTREAM_TEST_FLAGS"}
     for name in _files():
         if Path(name).suffix in {".py", ".yml", ".yaml", ".js"} and name != HERE:
@@ -185,7 +187,7 @@ def _variables() -> frozenset[str]:
 
 
 def missing_targets(text: str) -> list[str]:
-    """Targets of make, where prose or a command calls them."""
+    """Targets of make that prose or a command mentions."""
     return [name for name in re.findall(r"(?:`|^\s*)make ([a-z][a-z-]*)(?=[` ]|$)", text) if name not in _targets()]
 
 
@@ -204,7 +206,7 @@ CHECKS: dict[str, Callable[[str, Path], list[str]]] = {
 
 
 def _is_checked(kind: str, name: str) -> bool:
-    """Old names may stay in history. Flags are checked where they are ours: not in tests and containers' recipes."""
+    """History may keep old names. Flags are checked only where they are ours: not in tests and container recipes."""
     if name in HISTORY:
         return kind == "paths"
     if kind == "flags":
@@ -214,7 +216,7 @@ def _is_checked(kind: str, name: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", CHECKS)
-def test_what_is_mentioned_exists(kind: str) -> None:
+def test_everything_mentioned_exists(kind: str) -> None:
     wrong = [
         f"{name}:{line}: {found}"
         for name, line, text, is_prose in _all_texts()
@@ -239,11 +241,11 @@ def test_what_is_mentioned_exists(kind: str) -> None:
         ("targets", "`make serve` and `make surf`", ["surf"]),
     ],
 )
-def test_what_does_not_exist_is_found(kind: str, text: str, found: list[str]) -> None:
+def test_missing_names_are_detected(kind: str, text: str, found: list[str]) -> None:
     assert CHECKS[kind](text, ROOT / "app") == found
 
 
-def test_each_exception_is_mentioned() -> None:
-    """So none stays behind; a few are of other programs' flags, which come and go with examples."""
+def test_every_exception_is_needed() -> None:
+    """Outdated exceptions must be removed; a few flags of other programs come and go with examples."""
     everything = "\n".join(text for _, _, text, is_prose in _all_texts() if is_prose)
     assert [name for name in (*KNOWN, *DOTTED, *FLAGS) if name not in everything] == []

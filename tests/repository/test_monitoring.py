@@ -1,4 +1,4 @@
-"""Prometheus evaluates what deploy/ asks of it: the alerts on series made up for them, everything on a live service."""
+"""Prometheus evaluates deploy/'s queries: the alerts on made-up series, everything on a live service."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def service(serve_module: Services) -> Server:
 
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory, service: Server) -> Iterator[str]:
-    """Prometheus' URL; it scrapes `service` every second and has the alerts of deploy/."""
+    """The URL of a Prometheus that scrapes `service` every second and has the alerts of deploy/."""
     folder = tmp_path_factory.mktemp("prometheus")
     target = service.url.removeprefix("http://")
     config = {
@@ -93,7 +93,7 @@ def _without_data(url: str, queries: list[str]) -> list[str]:
 
 
 def _queries() -> list[str]:
-    """Those of the dashboard, with Grafana's variables filled in."""
+    """The queries of the dashboard, with Grafana's variables filled in."""
     panels = json.loads((ROOT / "deploy/grafana/dashboards/inkstream.json").read_text())["panels"]
     queries = [target["expr"] for panel in panels for target in panel["targets"]]
     return [query.replace("$__rate_interval", "1m").replace("$__range", "1m") for query in queries]
@@ -107,7 +107,7 @@ def test_every_query_and_alert_works_on_a_live_service(service: Server, promethe
     while (empty := _without_data(prometheus, queries)) and time.monotonic() < deadline:
         httpx.post(f"{service.url}/complete", json={"prompt": "once", "max_tokens": 20}, timeout=30)
         time.sleep(0.2)
-    assert not empty, "a panel without data"
+    assert not empty, "every panel must have data"
     for rule in _rules():
         _get(prometheus, "query", query=rule["expr"])
     (group,) = _get(prometheus, "rules")["groups"]

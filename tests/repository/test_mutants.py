@@ -1,4 +1,5 @@
-"""The mutation runner (tests/tools/mutants.py): what it changes, and that it tells killed mutants from survivors."""
+"""The mutation runner (tests/tools/mutants.py): what it changes, and that it distinguishes killed mutants from
+survivors."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def grow(size: int | None, *, twice: bool = False) -> int:
 '''
 
 
-def test_each_kind_of_change_is_made_and_annotations_and_assertions_stay() -> None:
+def test_all_kinds_of_mutations_are_made_except_in_annotations_and_assertions() -> None:
     changes = [mutant.change for mutant in mutants(SOURCE)]
     assert changes == [
         "3  ->  4",
@@ -46,7 +47,7 @@ def test_each_kind_of_change_is_made_and_annotations_and_assertions_stay() -> No
     assert all("assert size is not None and size > 0" in mutant.source for mutant in mutants(SOURCE))
 
 
-def test_a_sample_is_the_same_for_the_same_seed_and_every_subject_is_there() -> None:
+def test_samples_are_deterministic_and_every_subject_exists() -> None:
     for subject in SUBJECTS.values():
         assert all((ROOT / path).exists() for path in (*subject.modules, *subject.tests))
     assert sampled(SOURCE, 5, "a") == sampled(SOURCE, 5, "a") != sampled(SOURCE, 5, "b")
@@ -54,7 +55,7 @@ def test_a_sample_is_the_same_for_the_same_seed_and_every_subject_is_there() -> 
 
 
 @pytest.mark.slow
-def test_survivors_are_told_from_killed_mutants(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_survivors_are_distinguished_from_killed_mutants(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     repository, copy = tmp_path / "repository", tmp_path / "copy"
     (repository / "app").mkdir(parents=True)
     copy.mkdir()
@@ -64,6 +65,6 @@ def test_survivors_are_told_from_killed_mutants(tmp_path: Path, capsys: pytest.C
         (repository / "app" / name).write_text(text)
     subject = Subject(("app/size.py",), ("app/test_size.py",))
     assert score(Tree(repository, copy), "size", subject, sample=10, seed=0) == (1, 3)
-    told = capsys.readouterr().out
-    assert "app/size.py:2: size > 3  ->  size >= 3" in told and "size: 1 of 3 mutants killed" in told
+    output = capsys.readouterr().out
+    assert "app/size.py:2: size > 3  ->  size >= 3" in output and "size: 1 of 3 mutants killed" in output
     assert (repository / "app/size.py").read_text().endswith("size > 3\n")

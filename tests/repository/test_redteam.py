@@ -20,7 +20,7 @@ from tests.redteam.__main__ import main
 from tests.redteam.attack import Slowdown
 from tests.redteam.changing_files import backtracking_regex
 from tests.redteam.framing import LAST, judge
-from tests.redteam.http_client import MalformedAnswer, parse_answers
+from tests.redteam.http_client import MalformedResponse, parse_responses
 from tests.redteam.messages import Message, MessageGenerator
 from tests.redteam.service import leaks_in
 from tests.redteam.starvation import GrammarGenerator
@@ -38,7 +38,7 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_the_suite_imports_only_the_standard_library_and_itself() -> None:
+def test_suite_imports_only_the_standard_library_and_itself() -> None:
     for path in SUITE.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -48,7 +48,7 @@ def test_the_suite_imports_only_the_standard_library_and_itself() -> None:
                 assert is_ours or name.split(".")[0] in sys.stdlib_module_names, (path, name)
 
 
-def test_a_short_slice_of_the_suite_is_refused_by_the_service() -> None:
+def test_service_withstands_a_short_part_of_the_suite() -> None:
     ran = _run("--seconds", "12", "--tries", "300", "--seed", "1", "--only", "framing,json-bodies,authentication")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stdout.startswith("redteam: seed 1,")
@@ -65,7 +65,7 @@ KEY = "ink-planted"
 
 
 class _Faulty(BaseHTTPRequestHandler):
-    """Smuggles bodies of upgrade requests, takes a key in any header, and fails on NaN."""
+    """Smuggles bodies of upgrade requests, accepts a key in any header, and fails on NaN."""
 
     protocol_version = "HTTP/1.1"
 
@@ -116,7 +116,7 @@ def test_planted_faults_are_found_and_reported(tmp_path: Path) -> None:
     assert all(f["repro"] for report in reports.values() for f in report["findings"])
 
 
-def test_a_seed_gives_the_same_attacks_again() -> None:
+def test_seed_reproduces_the_attacks() -> None:
     def drawn(seed: int) -> list[object]:
         messages, grammars, rng = MessageGenerator(Random(seed), "k"), GrammarGenerator(Random(seed)), Random(seed)
         return [(messages.next(), grammars.next(), backtracking_regex(rng)) for _ in range(50)]
@@ -125,24 +125,24 @@ def test_a_seed_gives_the_same_attacks_again() -> None:
     assert drawn(3) != drawn(4)
 
 
-def test_every_answer_too_many_is_a_finding() -> None:
+def test_every_extra_response_is_a_finding() -> None:
     valid = Message(kind="plain", data=b"", must_answer=True)
     assert judge(valid, OK * 2, True) is None
-    assert "2 answers to 1 requests" in str(judge(valid, OK * 3, True))
-    assert "1 of 2 answers" in str(judge(valid, OK, True))
+    assert "2 responses to 1 requests" in str(judge(valid, OK * 3, True))
+    assert "1 of 2 responses" in str(judge(valid, OK, True))
     assert judge(valid, OK.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"), True) is None
     ambiguous = Message(kind="chunk size", data=b"", must_refuse=True)
     assert "ambiguous" in str(judge(ambiguous, OK * 2, True))
     assert judge(ambiguous, OK.replace(b"200", b"400"), True) is None
     assert "not HTTP" in str(judge(valid, OK + b"garbage" + LAST, True))
-    with pytest.raises(MalformedAnswer):
-        parse_answers(b"HTTP/1.1 200 OK\r\nno colon\r\n\r\n")
+    with pytest.raises(MalformedResponse):
+        parse_responses(b"HTTP/1.1 200 OK\r\nno colon\r\n\r\n")
 
 
-def test_slowdowns_are_judged_relative_to_the_victim_alone() -> None:
+def test_slowdowns_are_relative_to_the_victim_alone() -> None:
     assert Slowdown(alone=0.1, loaded=0.6).is_excessive
     assert not Slowdown(alone=0.1, loaded=0.4).is_excessive
-    assert not Slowdown(alone=0.001, loaded=0.05).is_excessive, "a few milliseconds are noise"
+    assert not Slowdown(alone=0.001, loaded=0.05).is_excessive, "a few milliseconds must count as noise"
 
 
 def test_logs_are_searched_for_internals_and_secrets() -> None:
@@ -150,7 +150,7 @@ def test_logs_are_searched_for_internals_and_secrets() -> None:
     assert len(leaks_in(log, ["ink-secret", ""])) == 3
 
 
-def test_bad_weights_differ_from_good_ones_as_they_say(tmp_path: Path) -> None:
+def test_bad_weights_differ_from_good_ones_as_described(tmp_path: Path) -> None:
     header = json.dumps({"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}).encode()
     file = tmp_path / "model.safetensors"
     good = struct.pack("<Q", len(header)) + header + bytes(24)

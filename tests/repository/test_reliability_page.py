@@ -29,32 +29,32 @@ FIGURE = Figure(
 )  # fmt: skip
 
 
-def _kept(**changes: object) -> Figure:
+def _figure(**changes: object) -> Figure:
     return replace(FIGURE, **changes)  # type: ignore[arg-type]
 
 
-def test_the_page_is_what_is_made_of_the_results() -> None:
+def test_page_equals_the_generated_one() -> None:
     assert PAGE.read_text() == render(read_kept(), files_of_promises()), "run make promises ARGS=--report"
 
 
-def test_every_promise_has_a_test_that_says_it_in_a_sentence() -> None:
+def test_every_promise_has_a_test_that_states_it() -> None:
     files = files_of_promises()
     assert not files.keys() - PROMISES
     assert [p for p in PROMISES if p not in files] == []
     for path in [path for paths in files.values() for path in paths]:
         assert sentence(path).endswith("."), path
-        assert "promise." in path.read_text(), f"{path} writes no figure down"
+        assert "promise." in path.read_text(), f"{path} records no figure"
 
 
-def test_what_is_kept_comes_from_tests_that_there_are() -> None:
+def test_recorded_figures_come_from_existing_tests() -> None:
     for kept in read_kept():
         name, _, test = kept.test.partition("::")
         assert f"def {test}(" in (ROOT / name).read_text(), f"{kept.test} is gone: make promises, or drop its figure"
 
 
-def test_a_figure_that_misses_is_marked() -> None:
+def test_figure_that_misses_its_target_is_marked() -> None:
     rows = {
-        value: render([_kept(value=value)], {"R1": [ROOT / "tests/repository/test_reliability_page.py"]})
+        value: render([_figure(value=value)], {"R1": [ROOT / "tests/repository/test_reliability_page.py"]})
         for value in (10, 11, 13)
     }
     assert "misses" not in rows[10] and "| 10 requests | 500 | <= 10 requests | <= 12 requests | ci |" in rows[10]
@@ -62,22 +62,22 @@ def test_a_figure_that_misses_is_marked() -> None:
     assert "**13 requests** (misses its floor)" in rows[13] and "1 do not, 1 of these" in rows[13]
 
 
-def test_every_promise_has_its_row_even_without_a_figure() -> None:
+def test_every_promise_has_a_row_even_without_a_figure() -> None:
     page = render([], {"S3": [ROOT / "tests/repository/test_reliability_page.py"]})
     assert all(f"\n| {number} | " in page for number in PROMISES)
     assert page.count("no figure was written down yet") == 1
     assert page.count("has no test yet") == len(PROMISES) - 1
 
 
-def test_a_figure_stays_until_its_test_ran_again_at_its_size() -> None:
-    full, ci, renamed = _kept(size="full", value=1), _kept(value=2), _kept(what="another")
+def test_figure_is_kept_until_its_test_runs_again_at_its_size() -> None:
+    full, ci, renamed = _figure(size="full", value=1), _figure(value=2), _figure(what="another")
     assert merge([full], [ci]) == merge([ci], [full]) == [full]
-    assert merge([full], [_kept(size="full", value=3)]) == [_kept(size="full", value=3)]
+    assert merge([full], [_figure(size="full", value=3)]) == [_figure(size="full", value=3)]
     assert merge([ci], [renamed]) == [renamed]
-    assert merge([ci], [_kept(test="tests/x.py::test_other", what="b")])[0] == ci
+    assert merge([ci], [_figure(test="tests/x.py::test_other", what="b")])[0] == ci
 
 
-def test_what_a_test_writes_down_is_read_even_when_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_of_failing_tests_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.support.promise_figures.RESULTS", tmp_path)
     with pytest.raises(AssertionError, match="the floor is 12"):
         Promise("test_r01_a.py::test_a", full=False).at_most("waiting", 13, target=10, floor=12, n=3)
@@ -85,7 +85,7 @@ def test_what_a_test_writes_down_is_read_even_when_it_fails(tmp_path: Path, monk
     assert (kept.value, kept.size, kept.test) == (13, "ci", "test_r01_a.py::test_a")
 
 
-def test_a_promise_that_there_is_not_is_refused() -> None:
+def test_unknown_promise_is_refused() -> None:
     command = [sys.executable, "-m", "tests.promises.run", "s22"]
     environment = {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

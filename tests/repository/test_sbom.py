@@ -1,4 +1,4 @@
-"""The image's list of packages: a reader of CycloneDX understands it, and nothing is missing or invented."""
+"""The image's list of packages: a CycloneDX reader accepts it, and no entry is missing or invented."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_every_installed_package_is_listed_once(tmp_path: Path, capsys: pytest.C
     for name, version in (("Typing_Extensions", "4.16.0"), ("torch", "2.13.0+cpu")):
         (folder := tmp_path / "site" / f"{name}-{version}.dist-info").mkdir(parents=True)
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    assert len(list(distributions(path=[str(tmp_path / "site")]))) == 2, "the control: there are two to list"
+    assert len(list(distributions(path=[str(tmp_path / "site")]))) == 2, "positive control: at least two packages"
     assert main(str(tmp_path / "status"), str(tmp_path / "site")) == 0
     printed = capsys.readouterr().out
     bom = Bom.from_json(json.loads(printed))  # type: ignore[attr-defined]

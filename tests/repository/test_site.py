@@ -21,7 +21,7 @@ def test_no_page_has_a_dead_link(name: str) -> None:
     rendered(name, (ROOT / name).read_text(), PAGES)
 
 
-def test_links_to_pages_stay_and_links_to_source_files_become_their_words() -> None:
+def test_links_to_pages_stay_and_links_to_source_files_become_text() -> None:
     stay = "[a](api.md#errors), [b](../README.md), [c](https://example.com), [d](#names)\n"
     assert page(stay) == stay
     assert page("[`serve`](../app/server.py), [tests](../tests/promises)\n") == "`serve`, tests\n"
@@ -34,15 +34,15 @@ def test_a_dead_link_is_refused(link: str) -> None:
         page(link)
 
 
-def test_pictures_come_along() -> None:
+def test_pictures_are_copied() -> None:
     assert rendered("README.md", "![a](docs/page.png)\n", PAGES) == ("![a](docs/page.png)\n", {"docs/page.png"})
 
 
-def test_a_list_begins_where_github_begins_it() -> None:
+def test_lists_start_where_github_starts_them() -> None:
     assert page("Words:\n- one\n- two\n  more\n- three\n") == "Words:\n\n- one\n- two\n  more\n- three\n"
 
 
-def test_anchors_are_those_of_github() -> None:
+def test_anchors_equal_those_of_github() -> None:
     assert slugify("`--deterministic`, or not: 2 ways", "-") == "--deterministic-or-not-2-ways"
 
 
@@ -62,6 +62,6 @@ def test_every_page_is_in_the_menu() -> None:
         ("a.css", "@font-face { src: url(https://fonts.example/a.woff2) }"),
     ],
 )
-def test_what_comes_from_another_host_is_found(name: str, text: str, tmp_path: Path) -> None:
+def test_resources_from_other_hosts_are_detected(name: str, text: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(f"{text} <a href='https://example.com'>a link is no resource</a> url(img/grid.png)")
     assert len(foreign_resources(tmp_path)) == 1

@@ -1,4 +1,4 @@
-"""deploy/systemd: systemd accepts the unit, it gives few rights, and it agrees with the service."""
+"""deploy/systemd: systemd accepts the unit, it grants few privileges, and it agrees with the service."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _analyze(*arguments: str | Path) -> str:
 
 
 def _with(folder: Path, *drop_ins: str) -> Path:
-    """The unit with these drop-ins, started by a program that exists here."""
+    """The unit with these drop-ins, starting a program that exists on this machine."""
     unit = folder / UNIT.name
     unit.write_text(UNIT.read_text().replace("/opt/inkstream/bin/inkstream", "/bin/sh"))
     (folder / f"{UNIT.name}.d").mkdir()
@@ -48,24 +48,24 @@ def test_systemd_finds_nothing_wrong(tmp_path: Path, drop_ins: list[str]) -> Non
 
 
 @needs_systemd
-def test_systemd_accepts_no_unit_with_a_mistake(tmp_path: Path) -> None:
+def test_systemd_reports_a_mistake_in_the_unit(tmp_path: Path) -> None:
     unit = _with(tmp_path)
     unit.write_text(unit.read_text().replace("ProtectSystem=strict", "ProtectSystem=strictly"))
     assert "ignoring: strictly" in _analyze("verify", unit)
 
 
 @needs_systemd
-def test_the_exposure_is_the_one_that_the_page_states() -> None:
+def test_exposure_level_equals_the_documented_one() -> None:
     (found,) = re.findall(r"Overall exposure level .*: ([\d.]+)", _analyze("security", "--offline=yes", UNIT))
     (stated,) = re.findall(r"exposure level ([\d.]+)", (ROOT / "docs/package.md").read_text())
     assert float(found) <= MOST_EXPOSURE and found == stated
 
 
-def test_the_unit_agrees_with_the_service() -> None:
+def test_unit_agrees_with_the_service() -> None:
     lines = UNIT.read_text().splitlines()
-    said = dict(line.split("=", 1) for line in lines if re.match(r"[A-Z]\w+=", line))
-    assert int(said["TimeoutStopSec"]) > Settings().drain_timeout + 5
-    assert said["RestartPreventExitStatus"] == "2", "the exit code of a bad configuration"
+    settings = dict(line.split("=", 1) for line in lines if re.match(r"[A-Z]\w+=", line))
+    assert int(settings["TimeoutStopSec"]) > Settings().drain_timeout + 5
+    assert settings["RestartPreventExitStatus"] == "2", "a bad configuration must not restart"
     known = {f"INKSTREAM_{name.upper()}" for name in Settings.model_fields}
     for path in UNIT.parent.iterdir():
         assert set(re.findall(r"\b(INKSTREAM_\w+)", path.read_text())) <= known, path
@@ -80,7 +80,7 @@ def manager(tmp_path: Path) -> Iterator[socket.socket]:
         yield channel
 
 
-def test_systemd_hears_when_the_service_is_ready_and_when_it_stops(
+def test_systemd_is_notified_when_the_service_is_ready_and_stops(
     tmp_path: Path, weights: Path, manager: socket.socket
 ) -> None:
     server = start_server(

@@ -1,4 +1,4 @@
-"""The wheel, built from the source distribution, beside two other packages that are named `app` and `model`."""
+"""The wheel, built from the source distribution, next to two other packages named `app` and `model`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
 
 
 def _run(*command: str | Path, folder: Path, **environment: str) -> str:
-    """Output of a command that must succeed. It inherits none of the service's variables."""
+    """Output of a command that must succeed. The command inherits none of the service's variables."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("INKSTREAM_")}
     result = subprocess.run(
         command, cwd=folder, env={**variables, **environment}, capture_output=True, text=True, timeout=300, check=False
@@ -41,7 +41,7 @@ def _run(*command: str | Path, folder: Path, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The source distribution, unpacked. It is built from a copy, because a build leaves files beside its input."""
+    """The unpacked source distribution. It is built from a copy, because a build leaves files next to its input."""
     folder = tmp_path_factory.mktemp("source")
     unwanted = shutil.ignore_patterns("__pycache__", "built", ".training")
     for name in INPUTS:
@@ -68,7 +68,7 @@ def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of packages: the wheel's, and others named `app` and `model`, which fail when they are imported."""
+    """A folder with the wheel's packages and others named `app` and `model`, which fail when imported."""
     folder = tmp_path_factory.mktemp("site") / "site"
     _run(*PIP, "install", "--no-deps", "--no-index", "--target", folder, wheel, folder=folder.parent)
     _write_other_packages(folder)
@@ -88,7 +88,7 @@ def _write_other_packages(folder: Path) -> None:
         (folder / name / "__init__.py").write_text(OTHER)
 
 
-def test_a_wheel_holds_one_package_with_all_that_runs_and_nothing_else(wheel: Path) -> None:
+def test_wheel_contains_exactly_one_package_with_all_product_files(wheel: Path) -> None:
     names = {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}
     product = [path for top in ("app", "model", "inkstream") for path in (ROOT / top).rglob("*.py")]
     assets = [path for path in (ROOT / "app/web").rglob("*") if path.is_file()]
@@ -101,24 +101,25 @@ def test_a_wheel_holds_one_package_with_all_that_runs_and_nothing_else(wheel: Pa
     needed = message_from_bytes(ZipFile(wheel).read(metadata)).get_all("Requires-Dist", [])
     linux = {"sys_platform": "linux", "extra": ""}
     names = {one.name for one in map(Requirement, needed) if one.marker is None or one.marker.evaluate(linux)}
-    assert "numpy" in names and "torch" not in names, "it would bring gigabytes of CUDA to every installation"
+    assert "numpy" in names and "torch" not in names, "torch would add gigabytes of CUDA to every installation"
     assert wheel.stat().st_size < MOST_BYTES, "the package index takes no such file; leave the weights to an extra"
 
 
-def test_a_checkout_starts_the_verbs_of_its_own_folders(elsewhere: Path) -> None:
+def test_checkout_runs_its_own_packages(elsewhere: Path) -> None:
     program = "import sys; from inkstream.__main__ import main; main(); print(sys.modules['app'].__spec__.origin)"
     printed = _run(sys.executable, "-c", program, "--version", folder=elsewhere, PYTHONPATH=str(ROOT))
     assert printed.splitlines()[-1] == str(ROOT / "app/__init__.py")
 
 
-def test_an_installed_service_serves_the_default_model_from_any_folder(site: Path, elsewhere: Path) -> None:
-    """The engine, a sandboxed process, the client and the load generator; each would end with the other package."""
-    script, here = str(site / "bin/inkstream"), {"PYTHONPATH": str(site), **kernels()}
+def test_installed_service_serves_the_default_model_from_any_folder(site: Path, elsewhere: Path) -> None:
+    """Covers the engine, a sandboxed process, the client and the load generator; each would fail with the other
+    packages."""
+    script, environment = str(site / "bin/inkstream"), {"PYTHONPATH": str(site), **kernels()}
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("INKSTREAM_")}
-    assert _run(sys.executable, script, "--version", folder=elsewhere, **here).startswith("inkstream ")
-    assert _run(sys.executable, "-m", "inkstream", "-V", folder=elsewhere, **here).startswith("inkstream ")
+    assert _run(sys.executable, script, "--version", folder=elsewhere, **environment).startswith("inkstream ")
+    assert _run(sys.executable, "-m", "inkstream", "-V", folder=elsewhere, **environment).startswith("inkstream ")
     command = [sys.executable, script, "serve", "--port", "0"]
-    service = launch(command, elsewhere / "log", environment={**inherited, **here}, directory=elsewhere)
+    service = launch(command, elsewhere / "log", environment={**inherited, **environment}, directory=elsewhere)
     try:
         service.wait_for_route("/health/ready")
         body = {"prompt": "Once", "max_tokens": 8, "stream": False, "regex": "[a-z ]+"}
@@ -127,7 +128,7 @@ def test_an_installed_service_serves_the_default_model_from_any_folder(site: Pat
         address = ("--url", service.url)
         assert _run(sys.executable, script, "complete", *address, "Once upon", folder=elsewhere, PYTHONPATH=str(site))
         load = ("--streams", "1", "--requests", "2", "--max-tokens", "4", "--json-only")
-        (level,) = json.loads(_run(sys.executable, script, "bench", *address, *load, folder=elsewhere, **here))[
+        (level,) = json.loads(_run(sys.executable, script, "bench", *address, *load, folder=elsewhere, **environment))[
             "levels"
         ]
         assert (level["completed"], level["errors"]) == (2, 0)
@@ -137,13 +138,13 @@ def test_an_installed_service_serves_the_default_model_from_any_folder(site: Pat
         service.kill()
 
 
-def test_an_installed_package_checks_and_trains(site: Path, elsewhere: Path) -> None:
-    script, here = str(site / "bin/inkstream"), {"PYTHONPATH": str(site)}
+def test_installed_package_checks_and_trains(site: Path, elsewhere: Path) -> None:
+    script, environment = str(site / "bin/inkstream"), {"PYTHONPATH": str(site)}
     (elsewhere / "text.txt").write_text("The quick brown fox jumps over the lazy dog, and goes home. " * 400)
     flags = ("--preset", "nano", "--context", "16", "--steps", "2", "--device", "cpu")
     printed = _run(
-        sys.executable, script, "train", "--data", "text.txt", "--out", "mine", *flags, folder=elsewhere, **here
+        sys.executable, script, "train", "--data", "text.txt", "--out", "mine", *flags, folder=elsewhere, **environment
     )
     assert f"serve it: {script} serve --weights mine" in printed
     assert "Command:\n\n```\ninkstream train --data" in (elsewhere / "mine/README.md").read_text()
-    assert "parameters" in _run(sys.executable, script, "check", "mine", folder=elsewhere, **here)
+    assert "parameters" in _run(sys.executable, script, "check", "mine", folder=elsewhere, **environment)
