@@ -1,5 +1,4 @@
-"""Real clients of the completions API. This file runs the openai package of the dev extra; `make clients` runs the
-rest."""
+"""The openai package of the dev extra against the service; `make clients` runs all other clients."""
 
 from __future__ import annotations
 

@@ -33,8 +33,7 @@ BEFORE_FULL = 40
 
 @contextlib.contextmanager
 def _server(weights: Path, **environment: str) -> Iterator[tuple[subprocess.Popen[bytes], str, int]]:
-    """Runs the fake engine's service with its log in a pipe, and keeps the end that reads; it was read up to the
-    address."""
+    """The fake engine's service with its log in a pipe, and the pipe's reading end, read up to the address."""
     ours, theirs = os.pipe()
     fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     variables = {k: v for k, v in os.environ.items() if not k.startswith("INKSTREAM_")} | environment

@@ -182,8 +182,7 @@ def survives_a_thousand_requests() -> str:
 
 
 def nginx_costs_little() -> str:
-    """Median requests per second, measured in turns; and nginx's share of CPU time, which other load does not
-    disturb."""
+    """Median requests per second, in turns; and nginx's share of CPU time, which other load does not disturb."""
     rates: dict[str, list[float]] = {DIRECT: [], NGINX: []}
     cpu = [0.0, 0.0]
     for turn in range(5):

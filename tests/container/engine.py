@@ -28,8 +28,7 @@ DIRECT, NGINX, PROMETHEUS = (f"http://127.0.0.1:{os.environ.get(name, port)}" fo
 
 
 def run(command: str, timeout: float = 900) -> str:
-    """Runs a command of the page in the project's folder with the chosen port. Returns its output; raises
-    AssertionError."""
+    """Output of a command of the page, run in the project's folder with the chosen port. Raises AssertionError."""
     assert command in commands(PAGE.read_text()), f"docs/deploy.md has no command: {command}"
     return shell(command.replace("127.0.0.1:8000:", f"{DIRECT.removeprefix('http://')}:"), timeout)
 

@@ -1,5 +1,4 @@
-"""Two crashes identify a poisoned request, no other request is refused, and an engine that keeps crashing is given
-up."""
+"""Two crashes identify a poisoned request, no other one is refused, and an engine that keeps crashing is given up."""
 
 from __future__ import annotations
 
@@ -123,8 +122,7 @@ _BAD_REQUEST = "cr"
 def test_engine_is_given_up_if_it_crashes_without_serving_clients(
     crashes: str, pause: float, stops_at: int | None
 ) -> None:
-    """A crash: d after tokens for clients, c after a completed canary request, r when a request is refused for it,
-    or none."""
+    """A crash: d after tokens for clients, c after a completed canary request, r when a request is refused for it."""
     policy = RestartPolicy()
     verdicts = [
         policy.record(number * pause, delivered=one == "d", is_refused=one == "r", canary_answered=one == "c")

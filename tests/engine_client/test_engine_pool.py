@@ -411,8 +411,7 @@ async def test_after_blaming_a_request_the_engine_runs_a_canary_first() -> None:
 
 @async_test
 async def test_summed_metrics_do_not_decrease_when_an_engine_crashes() -> None:
-    """Prometheus would take a decrease for a reset and count the rest again. Of start times, the slowest is
-    exported."""
+    """Prometheus would take a decrease for a reset. Of the start times, the slowest is exported."""
     harness = PoolHarness()
 
     def samples(name: str) -> list[Any]:

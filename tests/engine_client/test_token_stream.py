@@ -98,8 +98,7 @@ async def test_suspended_stream_is_submitted_once_after_its_client_reconnects() 
 
 @async_test
 async def test_stream_suspended_again_at_once_makes_progress() -> None:
-    """The stream is resumed while its buffer is full, for a client that does not read either: one more token each
-    time."""
+    """The stream resumes with a full buffer, for a client that does not read either: one more token each time."""
     harness = _Harness()
     stream = harness.suspended()
     for count in range(2, 5):

@@ -1,5 +1,4 @@
-"""A service with two engines keeps the promises of one. Most tests use fake engines; completions come from real
-ones."""
+"""A service with two engines keeps the promises of one. Fake engines, except where completions are compared."""
 
 from __future__ import annotations
 

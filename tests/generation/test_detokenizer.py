@@ -1,5 +1,4 @@
-"""Detokenizer: partial characters, stop strings, prompt boundaries; the text does not depend on how tokens are
-split."""
+"""Detokenizer: partial characters, stop strings, prompt boundaries; one output for any split of the tokens."""
 
 from __future__ import annotations
 

@@ -66,8 +66,7 @@ def test_compressed_body_is_refused_before_it_is_read(server: Server) -> None:
 
 
 def test_active_request_receives_the_disconnect_while_another_is_pipelined() -> None:
-    """uvicorn notified only the last parsed request, whose turn might never come, so the active request kept
-    running."""
+    """uvicorn notified only the last parsed request, whose turn might never come; the active one kept running."""
     request = b"POST /complete HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
 
     async def run() -> list[bool]:

@@ -43,8 +43,7 @@ DESCRIPTOR_SLACK = 16
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 0 if every attack is refused, 1 if one succeeds, 2 for a wrong command, 130 for
-    Ctrl+C."""
+    """Exit status: 0 if every attack is refused, 1 if one succeeds, 2 for a wrong command, 130 for Ctrl+C."""
     options = parse(arguments)
     machine = f"Python {platform.python_version()}, {platform.machine()}"
     listed = ",".join(attack.name for attack in options.only)

@@ -56,8 +56,7 @@ def nano(request: pytest.FixtureRequest) -> nn.Module:
 
 @pytest.fixture
 def checkpoint(nano: nn.Module, tmp_path: Path) -> Path:
-    """A checkpoint as nanoGPT saves it: transposed linear layers, torch.compile's prefix, the mask of older
-    versions."""
+    """A checkpoint as nanoGPT saves it: transposed linear layers, torch.compile's prefix, an old version's mask."""
     bias = bool(nano.transformer.ln_f.bias.any())
     state = {
         f"_orig_mod.{name}": tensor.T.contiguous() if ".c_" in name and tensor.ndim == 2 else tensor

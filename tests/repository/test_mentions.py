@@ -94,8 +94,7 @@ def _all_texts() -> tuple[tuple[str, int, str, bool], ...]:
 
 @cache
 def _exists(path: str, folder: Path) -> bool:
-    """Whether it exists relative to the repository, to `folder` or one of its parents, or as the end of a file's
-    path."""
+    """Whether it exists relative to the repository, `folder` or a parent of it, or as the end of a file's path."""
     folders = [parent for parent in (folder, *folder.parents) if parent.is_relative_to(ROOT)]
     inner = path.rstrip("/")
     return any(any(parent.glob(path)) for parent in folders) or any(fnmatch(name, f"*/{inner}") for name in _files())
@@ -176,8 +175,7 @@ def missing_variables(text: str) -> list[str]:
 
 @cache
 def _variables() -> frozenset[str]:
-    """Names of settings; or names used as a whole string in Python, expanded by a shell or compose, or used in
-    snippets."""
+    """Names of settings, and names used as a whole string in Python or expanded by a shell, compose or a snippet."""
     # A variable of Kubernetes; a macro of tests/support/engine/native_sampler.py.
     found = {"INKSTREAM_SERVICE", "INKSTREAM_PORT", "INKSTREAM_TEST_FLAGS"}
     for name in _files():

@@ -1,5 +1,4 @@
-"""The mutation runner (tests/tools/mutants.py): what it changes, and that it distinguishes killed mutants from
-survivors."""
+"""The mutation runner (tests/tools/mutants.py): what it changes, and which mutants count as killed."""
 
 from __future__ import annotations
 

@@ -112,8 +112,7 @@ def test_checkout_runs_its_own_packages(elsewhere: Path) -> None:
 
 
 def test_installed_service_serves_the_default_model_from_any_folder(site: Path, elsewhere: Path) -> None:
-    """Covers the engine, a sandboxed process, the client and the load generator; each would fail with the other
-    packages."""
+    """The engine, a sandboxed process, the client and the load generator, which would fail with the other packages."""
     script, environment = str(site / "bin/inkstream"), {"PYTHONPATH": str(site), **kernels()}
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("INKSTREAM_")}
     assert _run(sys.executable, script, "--version", folder=elsewhere, **environment).startswith("inkstream ")

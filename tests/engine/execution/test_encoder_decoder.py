@@ -30,8 +30,7 @@ def _decoder(dtype: torch.dtype = torch.float32) -> Decoder:
 
 
 def _requests(count: int, seed: int, sources: int) -> list[Request]:
-    """Greedy and seeded requests over `sources` sources of up to three tiles; half share a long prompt, some are
-    forks."""
+    """Greedy and seeded requests over sources of up to three tiles; half share a long prompt, some are forks."""
     rng = random.Random(seed)
     texts = [tuple(rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 180))) for _ in range(sources)]
     common = tuple(rng.randrange(1, VOCAB) for _ in range(40))

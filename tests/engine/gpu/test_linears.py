@@ -186,8 +186,7 @@ def test_every_token_of_every_tile_is_computed_from_its_own_row(
 
 @needs_triton
 def test_widened_weight_has_the_bits_of_a_rounded_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The product with an identity matrix is the widened weight. 2,100 columns: two programs per row. float16
-    rounds."""
+    """The product with an identity matrix is the widened weight. 2,100 columns: two programs per row."""
     kernel, half = import_module(TRITON), torch.float16
     numbers = (torch.arange(5 * 2100) % 255 - 127).to(torch.int8).view(5, 2100).to(DEVICE)
     weight = Quantized(numbers, torch.tensor([1.0, 0.1, 3e-4, 0.37, 2.0], device=DEVICE))

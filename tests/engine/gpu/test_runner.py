@@ -165,8 +165,7 @@ def test_launch_does_not_wait() -> None:
 
 
 def test_step_without_samples_is_awaited_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise all pieces of a long prompt would be launched at once, and a new request would wait for the last
-    one."""
+    """Otherwise all pieces of a long prompt would be launched at once, and a new request would wait for them."""
     waited, wait = [], Download.wait
     monkeypatch.setattr(Download, "wait", lambda self: (waited.append(1), wait(self))[1])
     runner = tiny_device_runner(tiny_decoder(), max_running=2)

@@ -180,8 +180,7 @@ def test_triton_without_a_compiler_is_refused_at_startup_with_the_reason() -> No
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_steps_use_no_host_tensors(deterministic: bool) -> None:
-    """The host would have to wait for its transfer, which a captured step does not allow. meta counts as a device
-    here."""
+    """The host would wait for their transfer, which a captured step does not allow. meta counts as a device."""
     decoder = tiny_decoder().to("meta")
     steps = tiny_device_runner(decoder, max_running=4, deterministic=deterministic).graphs.steps
     tokens_T, tiles_X = (torch.zeros(n, dtype=torch.int32, device="meta") for n in (128, 4))

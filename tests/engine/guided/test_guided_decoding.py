@@ -121,8 +121,7 @@ def _decoder() -> Decoder:
 
 
 def _requests(grammars: Sequence[str], max_tokens: int = 300) -> list[Request]:
-    """With and without an end-of-text token; half of the requests have a top_k, since a filter must not empty a
-    mask."""
+    """With and without an end-of-text token; half of them with top_k, since a filter must not empty a mask."""
     return [
         Request(
             id=f"r{i}",
@@ -352,8 +351,7 @@ def _sequence(name: str, namespace: str, grammar: str = "start: /a*/") -> Engine
 
 
 def _shared(count: int, *others: EngineSequence, mask_seconds: float) -> tuple[Any, Any, list[EngineSequence]]:
-    """Rows of one tenant with their first masks, as if each had taken this much CPU; the tracker is shared by all
-    rows."""
+    """Rows of one tenant with their first masks, as if each had taken this much CPU; they share the tracker."""
     workers, crowd = _ManualWorkers(), [_sequence(f"crowd {i}", "crowd") for i in range(count)]
     tracker = GrammarTracker(lambda: TOKENIZER.bytes_of, vocab_size=VOCAB, max_states=16, workers=workers)  # type: ignore[arg-type]
     for sequence in (*crowd, *others):

@@ -1,5 +1,4 @@
-"""Every kind of tokenizer against transformers over the same files: ids, exact bytes, text, the lower bound,
-offsets."""
+"""Every kind of tokenizer against transformers: ids, exact bytes, text, the lower bound, offsets."""
 
 from __future__ import annotations
 
@@ -72,8 +71,7 @@ def test_token_bytes_add_up_to_the_text(name: str, text: str) -> None:
 @settings(max_examples=50)
 @given(data=st.data())
 def test_any_tokens_decode_as_in_transformers(name: str, data: st.DataObject) -> None:
-    """Except for partial characters, shown as other marks, and the byte 0x20, which some take for the inserted
-    space."""
+    """Except for partial characters, shown as other marks, and the byte 0x20, taken by some for an inserted space."""
     ours, oracle = pair(name)
     whole = [token for token, data in enumerate(ours.bytes_of) if data.decode(errors="ignore").encode() == data]
     whole = [token for token in whole if oracle.convert_ids_to_tokens(token) != "<0x20>"]

@@ -130,8 +130,7 @@ def test_signal_without_space_for_a_snapshot_names_the_last_one(
 def test_closed_output_does_not_end_a_run(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with `| head` or a log on a full disk. The interpreter flushes its output once more at its end, as close()
-    does."""
+    """As with `| head` or a log on a full disk. The interpreter flushes its output once more at its end."""
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as unread, monkeypatch.context() as patch:
