@@ -26,9 +26,9 @@ BODY: dict[str, Any] = {"prompt": "Once", "max_tokens": 200, "seed": 3}
 
 
 def test_all_choices_and_streams_follow_the_schema(server: Server) -> None:
-    answer = whole(server.url, **BODY, json_schema=SCHEMA, n=3)
-    texts = [choice["text"] for choice in answer["choices"]]
-    for choice in answer["choices"]:
+    response = whole(server.url, **BODY, json_schema=SCHEMA, n=3)
+    texts = [choice["text"] for choice in response["choices"]]
+    for choice in response["choices"]:
         assert choice["finish_reason"] == "stop"
         assert set(json.loads(choice["text"])) == {"mood", "age"}
     assert text_of(stream(server.url, **BODY, json_schema=SCHEMA)) == texts[0]
@@ -49,7 +49,7 @@ def test_earlier_guided_requests_do_not_block_later_ones(tmp_path: Path, weights
 
 
 def test_output_follows_regex_and_grammar_to_the_last_token(server: Server) -> None:
-    answer = whole(server.url, **BODY, regex="[abc]{5}/", ignore_eos=True)
-    assert re.fullmatch("[abc]{5}/", answer["choices"][0]["text"])
-    answer = whole(server.url, **BODY, grammar='start: "<" /[xy]{3}/ ">"')
-    assert re.fullmatch("<[xy]{3}>", answer["choices"][0]["text"])
+    response = whole(server.url, **BODY, regex="[abc]{5}/", ignore_eos=True)
+    assert re.fullmatch("[abc]{5}/", response["choices"][0]["text"])
+    response = whole(server.url, **BODY, grammar='start: "<" /[xy]{3}/ ">"')
+    assert re.fullmatch("<[xy]{3}>", response["choices"][0]["text"])

@@ -236,8 +236,8 @@ def test_openai_chunks_match_their_schemas(server: Server, document: dict[str, A
     for stream_it in (False, True):
         body = {**fields, "stream": stream_it, "stream_options": {"include_usage": True} if stream_it else None}
         text = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).text
-        answers = [line[6:] for line in text.split("\n\n")[:-2]] if stream_it else [text]
-        for answer in map(json.loads, answers):
+        responses = [line[6:] for line in text.split("\n\n")[:-2]] if stream_it else [text]
+        for answer in map(json.loads, responses):
             assert set(answer) <= set(CompletionsResponse.__struct_fields__)
             TypeAdapter(CompletionsResponse).validate_python(answer)
 

@@ -78,9 +78,9 @@ def test_files_are_compressed_versioned_and_revalidated(server: Server) -> None:
     assert not re.search(r'<script[^>]+src=|rel="stylesheet"', page.text), "one response"
     font, *others = set(re.findall(r'(?:href=|src=|url\()"(web/[^"]+)"', page.text))
     assert re.fullmatch(r"web/literata\.woff2\?v=\w{16}", font) and others == []
-    answer, old = httpx.get(f"{server.url}/{font}"), httpx.get(f"{server.url}/{font.partition('?')[0]}?v=old")
-    assert "immutable" in answer.headers["cache-control"] and "content-encoding" not in answer.headers
-    assert old.headers["cache-control"] == "no-cache, no-transform" and old.content == answer.content
+    response, old = httpx.get(f"{server.url}/{font}"), httpx.get(f"{server.url}/{font.partition('?')[0]}?v=old")
+    assert "immutable" in response.headers["cache-control"] and "content-encoding" not in response.headers
+    assert old.headers["cache-control"] == "no-cache, no-transform" and old.content == response.content
     for encoding in ("gzip", "identity", "gzip;q=0"):
         plain = httpx.get(server.url, headers={"Accept-Encoding": encoding})
         assert plain.headers.get("content-encoding") == ("gzip" if encoding == "gzip" else None)

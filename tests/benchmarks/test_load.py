@@ -25,7 +25,7 @@ from benchmarks.prompts import pseudo_prose
 from tests.support import ROOT
 
 T = TypeVar("T")
-Answer = Callable[[asyncio.StreamWriter, dict[str, Any]], Awaitable[None]]
+Responder = Callable[[asyncio.StreamWriter, dict[str, Any]], Awaitable[None]]
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 DONE = ("done", {"choices": [{"index": 0, "finish_reason": "length"}], "usage": {"completion_tokens": 6}})
@@ -43,7 +43,7 @@ def chunks(body: bytes, size: int = 50) -> bytes:
     return b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
 
 
-async def answer_well(writer: asyncio.StreamWriter, _: dict[str, Any]) -> None:
+async def respond_fully(writer: asyncio.StreamWriter, _: dict[str, Any]) -> None:
     """Chunks of 11 bytes, written 7 bytes at a time: no event begins at the start of a chunk or a write."""
     wire = HEAD + chunks(events(*TOKENS, DONE), 11)
     for at in range(0, len(wire), 7):
@@ -51,58 +51,58 @@ async def answer_well(writer: asyncio.StreamWriter, _: dict[str, Any]) -> None:
         await asyncio.sleep(0)
 
 
-async def answer_never(*_: object) -> None:
+async def never_respond(*_: object) -> None:
     await asyncio.sleep(60)
 
 
-async def answer_two_then_never(writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
-    await (answer_well if body["seed"] < 2 else answer_never)(writer, body)
+async def respond_twice_then_hang(writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
+    await (respond_fully if body["seed"] < 2 else never_respond)(writer, body)
 
 
-def answer_with(wire: bytes) -> Answer:
-    async def answer(writer: asyncio.StreamWriter, _: dict[str, Any]) -> None:
+def respond_with(wire: bytes) -> Responder:
+    async def respond(writer: asyncio.StreamWriter, _: dict[str, Any]) -> None:
         writer.write(wire)
         writer.close()
 
-    return answer
+    return respond
 
 
 class FakeServer:
-    """Answers GET /v1/models with a list and POST /complete with `answer`; records the requests."""
+    """Answers GET /v1/models with a list and POST /complete with `respond`; records the requests."""
 
-    def __init__(self, answer: Answer) -> None:
-        self.answer = answer
+    def __init__(self, respond: Responder) -> None:
+        self.respond = respond
         self.bodies: list[dict[str, Any]] = []
         self.connections = 0
 
-    async def talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def handle_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
         try:
             with suppress(asyncio.IncompleteReadError, ConnectionError):
                 while True:
-                    await self.answer_one(reader, writer)
+                    await self.handle_request(reader, writer)
         finally:
             writer.close()
 
-    async def answer_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def handle_request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         body = await reader.readexactly(int(head.partition(b"Content-Length: ")[2].partition(b"\r")[0]))
         if head.startswith(b"GET /v1/models "):
             writer.write(b'HTTP/1.1 200 OK\r\nContent-Length: 12\r\n\r\n{"data": []}')
         elif head.startswith((b"POST /complete ", b"POST /v1/completions ")):
             self.bodies.append(json.loads(body))
-            await self.answer(writer, self.bodies[-1])
+            await self.respond(writer, self.bodies[-1])
 
 
 def with_url(server: FakeServer, use: Callable[[str], Awaitable[T]]) -> T:
-    async def scene() -> T:
-        listener = await asyncio.start_server(server.talk, "127.0.0.1", 0)
+    async def serve() -> T:
+        listener = await asyncio.start_server(server.handle_connection, "127.0.0.1", 0)
         try:
             return await use(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
         finally:
             listener.close()  # do not wait: responses that hang are cancelled when the loop ends
 
-    return asyncio.run(scene())
+    return asyncio.run(serve())
 
 
 def load(server: FakeServer, **plan: Any) -> LoadResult:
@@ -121,7 +121,7 @@ def closed_port() -> int:
 
 
 def test_tokens_come_from_the_usage_and_the_warm_up_is_not_counted() -> None:
-    server = FakeServer(answer_well)
+    server = FakeServer(respond_fully)
     (level,) = load(server).levels
     assert (level.streams, level.requests, level.completed, level.errors, level.unfinished) == (2, 4, 4, 0, 0)
     assert (level.output_tokens, len(server.bodies)) == (4 * 6, 4 + 1)
@@ -130,7 +130,7 @@ def test_tokens_come_from_the_usage_and_the_warm_up_is_not_counted() -> None:
 
 
 def test_each_request_asks_for_exactly_max_tokens_with_its_number_as_seed() -> None:
-    server = FakeServer(answer_well)
+    server = FakeServer(respond_fully)
     load(server, streams=(1, 2), requests=None, max_tokens=6, temperature=0.5)
     warm_up, *counted = server.bodies
     assert warm_up["prompt"] not in [body["prompt"] for body in counted]
@@ -147,14 +147,14 @@ def test_requests_to_other_servers_disable_every_sampling_filter() -> None:
 
 def test_connection_closed_after_a_stream_is_reopened() -> None:
     """llama-server does this without announcing it."""
-    server = FakeServer(answer_with(HEAD + chunks(events(*TOKENS, DONE))))
+    server = FakeServer(respond_with(HEAD + chunks(events(*TOKENS, DONE))))
     (level,) = load(server, requests=12).levels
     assert (level.completed, level.errors) == (12, 0)
 
 
 def test_connection_close_leads_to_a_new_connection_for_each_request() -> None:
     head = HEAD.replace(b"200 OK", b"200 OK\r\nConnection: close")
-    result = load(FakeServer(answer_with(head + chunks(events(*TOKENS, DONE)))))
+    result = load(FakeServer(respond_with(head + chunks(events(*TOKENS, DONE)))))
     assert (result.levels[0].completed, result.failed) == (4, False)
 
 
@@ -181,7 +181,7 @@ BUSY = b"HTTP/1.1 503 Busy\r\nContent-Length: %d\r\n\r\n%b" % (len(FULL), FULL)
     ],
 )
 def test_a_request_that_fails_is_counted_and_the_first_message_is_kept(wire: bytes, message: str) -> None:
-    result = load(FakeServer(answer_with(wire)))
+    result = load(FakeServer(respond_with(wire)))
     level = result.levels[0]
     assert (level.errors, level.completed, level.first_error, result.failed) == (4, 0, message, True)
     assert (level.output_tokens, level.first_token_ms.p50, level.inter_token_ms.p99) == (0, None, None)
@@ -189,7 +189,7 @@ def test_a_request_that_fails_is_counted_and_the_first_message_is_kept(wire: byt
 
 def test_requests_cut_by_the_time_limit_are_no_errors_if_others_finished() -> None:
     for seconds in (0.4, 10.0):  # on a busy machine the first one may finish no request
-        result = load(FakeServer(answer_two_then_never), seconds=seconds)
+        result = load(FakeServer(respond_twice_then_hang), seconds=seconds)
         level = result.levels[0]
         if level.completed == 2:
             break
@@ -198,7 +198,7 @@ def test_requests_cut_by_the_time_limit_are_no_errors_if_others_finished() -> No
 
 
 def test_level_without_a_finished_request_fails() -> None:
-    assert load(FakeServer(answer_never), seconds=0.1).failed
+    assert load(FakeServer(never_respond), seconds=0.1).failed
 
 
 def test_unreachable_url_is_one_line_on_stderr_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,7 +209,7 @@ def test_unreachable_url_is_one_line_on_stderr_and_status_2(capsys: pytest.Captu
 
 
 def test_output_has_a_row_for_each_level_and_ends_with_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench(FakeServer(answer_well), "--streams", "1,2", "--requests", "3") == 0
+    assert bench(FakeServer(respond_fully), "--streams", "1,2", "--requests", "3") == 0
     *rows, last = capsys.readouterr().out.splitlines()
     assert [line.split()[:3] for line in rows[2:]] == [["1", "3", "0"], ["2", "3", "0"]]
     found = json.loads(last)
@@ -219,7 +219,7 @@ def test_output_has_a_row_for_each_level_and_ends_with_json(capsys: pytest.Captu
 
 
 def test_json_only_prints_one_line_and_a_failed_request_is_status_1(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench(FakeServer(answer_with(BUSY)), "--streams", "1", "--requests", "1", "--json-only") == 1
+    assert bench(FakeServer(respond_with(BUSY)), "--streams", "1", "--requests", "1", "--json-only") == 1
     (line,) = capsys.readouterr().out.splitlines()
     assert json.loads(line)["levels"][0]["first_error"] == "HTTP 503: full"
 
@@ -235,10 +235,10 @@ def test_prompts_of_a_file_rotate_and_a_single_prompt_repeats(tmp_path: Path) ->
 def test_ctrl_c_prints_partial_results_and_exits_with_130() -> None:
     all_sent = asyncio.Event()
 
-    async def answer(writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
+    async def respond(writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
         if body["seed"] == 3:
             all_sent.set()
-        await answer_two_then_never(writer, body)
+        await respond_twice_then_hang(writer, body)
 
     async def interrupt(url: str) -> tuple[int | None, bytes, bytes]:
         command = [sys.executable, "-m", "benchmarks.load", "--url", url, "--streams", "2", "--requests", "4"]
@@ -250,7 +250,7 @@ def test_ctrl_c_prints_partial_results_and_exits_with_130() -> None:
         out, err = await process.communicate()
         return process.returncode, out, err
 
-    returncode, out, err = with_url(FakeServer(answer), interrupt)
+    returncode, out, err = with_url(FakeServer(respond), interrupt)
     assert err == b""
     found = json.loads(out.splitlines()[-1])
     assert found["interrupted"]

@@ -64,9 +64,9 @@ def test_greedy_completions_equal_those_of_transformers(real: Server, oracle: tu
         with torch.no_grad():
             ids = model.generate(**prompt, max_new_tokens=N_TOKENS, do_sample=False)[0, prompt["input_ids"].shape[1] :]
         body = {"messages": chat, "max_tokens": N_TOKENS, "temperature": 0}
-        answer = httpx.post(f"{real.url}/v1/chat/completions", json=body, timeout=120).json()
-        assert answer["usage"]["prompt_tokens"] == prompt["input_ids"].shape[1]
-        assert answer["choices"][0]["message"]["content"] == tokenizer.decode(ids, skip_special_tokens=True)
+        response = httpx.post(f"{real.url}/v1/chat/completions", json=body, timeout=120).json()
+        assert response["usage"]["prompt_tokens"] == prompt["input_ids"].shape[1]
+        assert response["choices"][0]["message"]["content"] == tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def test_bits_per_byte_equal_those_of_transformers(real: Server, oracle: tuple[Any, Any]) -> None:

@@ -160,9 +160,9 @@ def test_service_does_not_start_with_an_unreadable_template(tmp_path: Path, caps
     ],
 )
 def test_template_errors_are_reported(source: str, reason: str) -> None:
-    answer = render(RenderJob(source=source, variables={"messages": [{"role": "user", "content": "a"}]}))
-    assert answer.text == ""
-    assert reason in answer.error
+    response = render(RenderJob(source=source, variables={"messages": [{"role": "user", "content": "a"}]}))
+    assert response.text == ""
+    assert reason in response.error
 
 
 @pytest.mark.parametrize(

@@ -92,10 +92,10 @@ def test_output_is_the_completion_of_the_service(server: Server, run: Run) -> No
     for arguments in (("-",), ()):
         assert run(*arguments, "--url", server.url + "/", *flags, stdin=b"The moon") == (0, text + "\n", "")
     code, printed, _ = run("The moon", "--json", "--url", server.url, *flags, "--logprobs", "1")
-    answer = json.loads(printed)
-    assert (code, answer["choices"][0]["text"], printed.count("\n")) == (0, text, 1)
-    assert {**answer["usage"], "prompt_tokens_details": None} == {**expected["usage"], "prompt_tokens_details": None}
-    assert answer["choices"][0]["tokens"]
+    response = json.loads(printed)
+    assert (code, response["choices"][0]["text"], printed.count("\n")) == (0, text, 1)
+    assert {**response["usage"], "prompt_tokens_details": None} == {**expected["usage"], "prompt_tokens_details": None}
+    assert response["choices"][0]["tokens"]
 
 
 def test_service_errors_are_shown_verbatim(server: Server, run: Run) -> None:

@@ -55,8 +55,8 @@ def test_invalid_key_error_names_the_command_that_creates_one(serve_module: Serv
     ring = Keyring(tmp_path / "keys.json")
     ring.add("alice")
     service = serve_module(ring=ring, fake_ms=0)
-    answer = httpx.get(f"{service.url}/v1/models", headers={"authorization": "Bearer ink-wrong"})
-    assert "inkstream keys add NAME" in answer.json()["error"]["message"]
+    response = httpx.get(f"{service.url}/v1/models", headers={"authorization": "Bearer ink-wrong"})
+    assert "inkstream keys add NAME" in response.json()["error"]["message"]
 
 
 COMMANDS = [

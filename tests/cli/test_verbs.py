@@ -195,8 +195,8 @@ def test_sockets_do_not_reuse_the_descriptors_of_closed_standard_streams(weights
         for pid in (process.pid, engine):
             for number in range(3):
                 assert str(Path(f"/proc/{pid}/fd/{number}").readlink()) == os.devnull, (pid, number)
-        answer = httpx.post(f"{url}/complete", json={"prompt": "x", "max_tokens": 3, "stream": False})
-        assert answer.status_code == 200
+        response = httpx.post(f"{url}/complete", json={"prompt": "x", "max_tokens": 3, "stream": False})
+        assert response.status_code == 200
         assert service.stop() == 0
     finally:
         service.kill()

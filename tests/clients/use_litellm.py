@@ -28,9 +28,9 @@ ARGS = {
 
 
 def check_text_completion() -> None:
-    answer = litellm.text_completion(**ARGS, prompt=PROMPT)
-    assert answer.choices[0].text and answer.choices[0].finish_reason == "length"
-    assert answer.usage.completion_tokens == 12
+    response = litellm.text_completion(**ARGS, prompt=PROMPT)
+    assert response.choices[0].text and response.choices[0].finish_reason == "length"
+    assert response.usage.completion_tokens == 12
 
 
 def check_stream_pieces_add_up_to_the_completion() -> None:
@@ -40,21 +40,21 @@ def check_stream_pieces_add_up_to_the_completion() -> None:
 
 
 async def check_asynchronous_calls() -> None:
-    answer = await litellm.atext_completion(**ARGS, prompt=PROMPT)
+    response = await litellm.atext_completion(**ARGS, prompt=PROMPT)
     stream = await litellm.atext_completion(**ARGS, prompt=PROMPT, stream=True)
-    assert "".join([chunk.choices[0].text or "" async for chunk in stream]) == answer.choices[0].text
+    assert "".join([chunk.choices[0].text or "" async for chunk in stream]) == response.choices[0].text
 
 
 def check_several_prompts() -> None:
-    answer = litellm.text_completion(**ARGS, prompt=[PROMPT, "The moon"])
-    assert len(answer.choices) == 2
+    response = litellm.text_completion(**ARGS, prompt=[PROMPT, "The moon"])
+    assert len(response.choices) == 2
 
 
 def check_log_probabilities_and_echo() -> None:
-    answer = litellm.text_completion(**ARGS, prompt=PROMPT, logprobs=2, echo=True)
-    scored = answer.choices[0].logprobs
+    response = litellm.text_completion(**ARGS, prompt=PROMPT, logprobs=2, echo=True)
+    scored = response.choices[0].logprobs
     assert (
-        answer.choices[0].text.startswith(PROMPT)
+        response.choices[0].text.startswith(PROMPT)
         and scored.token_logprobs[0] is None
         and scored.token_logprobs[-1] <= 0
     )

@@ -17,18 +17,18 @@ llm = OpenAILike(**ARGS, temperature=0)
 
 
 def check_complete() -> None:
-    answer = llm.complete(PROMPT)
-    assert answer.text and answer.additional_kwargs["completion_tokens"] == 12
+    response = llm.complete(PROMPT)
+    assert response.text and response.additional_kwargs["completion_tokens"] == 12
 
 
 def check_stream_pieces_add_up_to_the_completion() -> None:
-    answers = list(llm.stream_complete(PROMPT))
-    assert "".join(answer.delta for answer in answers) == answers[-1].text == llm.complete(PROMPT).text
+    responses = list(llm.stream_complete(PROMPT))
+    assert "".join(response.delta for response in responses) == responses[-1].text == llm.complete(PROMPT).text
 
 
 async def check_asynchronous_calls() -> None:
-    answers = [answer async for answer in await llm.astream_complete(PROMPT)]
-    assert answers[-1].text == (await llm.acomplete(PROMPT)).text
+    responses = [response async for response in await llm.astream_complete(PROMPT)]
+    assert responses[-1].text == (await llm.acomplete(PROMPT)).text
 
 
 def check_log_probabilities() -> None:

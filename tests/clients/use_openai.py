@@ -276,14 +276,14 @@ def busy_streams() -> Iterator[Callable[[], object]]:
 @contextmanager
 def refusing_once(status: int) -> Iterator[str]:
     """A service that refuses the first request with Retry-After: 1, then answers. No key of ours has a quota."""
-    answers = [(status, {"error": {"message": "slow down", "type": "rate_limit_error"}})]
+    responses = [(status, {"error": {"message": "slow down", "type": "rate_limit_error"}})]
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["content-length"]))
             choice = {"index": 0, "text": "x", "finish_reason": "length", "logprobs": None}
             whole = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": MODEL, "choices": [choice]}
-            code, body = answers.pop() if answers else (200, whole)
+            code, body = responses.pop() if responses else (200, whole)
             data = json.dumps(body).encode()
             self.send_response(code)
             for name, value in (("Retry-After", "1"), ("Content-Type", "application/json")):

@@ -326,8 +326,8 @@ async def test_completion_is_cancelled_by_the_replica_that_has_it(
     monkeypatch: pytest.MonkeyPatch, statuses: Sequence[Any], seconds: float, expected: int
 ) -> None:
     monkeypatch.setattr(gateway_module, "_BROADCAST_SECONDS", seconds)
-    answers = [full("a", Head(one, JSON.headers)) if isinstance(one, int) else one for one in statuses]
-    response = await fetch(Played(all_of=answers), "/complete/req-1", "DELETE")
+    responses = [full("a", Head(one, JSON.headers)) if isinstance(one, int) else one for one in statuses]
+    response = await fetch(Played(all_of=responses), "/complete/req-1", "DELETE")
     assert response.status_code == expected
     assert ("retry-after" in response.headers) == (expected == 503)
 
@@ -341,8 +341,8 @@ async def test_metrics_merge_responding_replicas_and_report_hanging_ones() -> No
     replicas, page = Played(), b'# HELP a_total What.\n# TYPE a_total counter\na_total{b="c"} 1\n'
     async with client_of(replicas) as client:
 
-        async def reported(*answers: Any) -> set[str]:
-            replicas._all = list(answers)
+        async def reported(*responses: Any) -> set[str]:
+            replicas._all = list(responses)
             merged = await client.get("/metrics", headers={"Accept": "application/openmetrics-text"})
             assert merged.headers["content-type"].startswith("text/plain"), "the format that the gateway can merge"
             assert replicas.calls_of_all[-1].header(b"accept") is None
@@ -408,7 +408,7 @@ async def test_allowed_origins_may_read_the_responses_of_the_gateway() -> None:
 async def test_cancelling_a_request_at_any_point_releases_its_replica(path: str) -> None:
     """Ray cancels the work of a client that disconnects, even at the moment a replica starts."""
 
-    async def visit(turns: int) -> bool:
+    async def cancel_after(turns: int) -> bool:
         replicas = Played(taken(*STARTED, token("Once"), Silent))
         gateway = Gateway(Settings(resume_seconds=0), replicas, max_retries=0)
         requests: list[Message] = [{"type": "http.request", "body": b"{}", "more_body": False}]
@@ -431,4 +431,4 @@ async def test_cancelling_a_request_at_any_point_releases_its_replica(path: str)
         assert replicas.closed == len(replicas.calls) and not gateway._resume_store._streams, f"after {turns} turns"
         return bool(sent)
 
-    assert [await visit(turns) for turns in range(40)][-1], "no turn reached the response"
+    assert [await cancel_after(turns) for turns in range(40)][-1], "no turn reached the response"

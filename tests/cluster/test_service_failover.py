@@ -69,7 +69,7 @@ async def test_pages_and_errors_are_passed_through(weights: Path) -> None:
 async def test_cancelling_a_broadcast_at_any_point_releases_the_replica(weights: Path) -> None:
     """Cancels after every possible number of event loop turns, including the moment of admission."""
 
-    async def visit(pool: ReplicaPool, server: ReplicaServer, app: FastAPI, turns: int) -> None:
+    async def cancel_after(pool: ReplicaPool, server: ReplicaServer, app: FastAPI, turns: int) -> None:
         body = json.dumps(BODY).encode()
         headers = ((b"host", b"localhost"), (b"content-type", b"application/json"))
         call = Call(request_id=f"r{turns}", method="POST", path="/complete", query=b"", headers=headers, body=body)
@@ -82,6 +82,6 @@ async def test_cancelling_a_broadcast_at_any_point_releases_the_replica(weights:
         assert not app.state.service.engine.engines[0].load, f"after {turns} turns"
 
     async with running_app(weights, resume_seconds=0) as app, served(app) as (pool, _, (server,)):
-        await visit(pool, server, app, 1000)
+        await cancel_after(pool, server, app, 1000)
         for turns in range(100):
-            await visit(pool, server, app, turns)
+            await cancel_after(pool, server, app, turns)

@@ -70,8 +70,8 @@ def test_unread_log_blocks_neither_requests_nor_engines_nor_shutdown(tmp_path: P
     with _server(weights, **faults.environment) as (process, url, _):
         _fill(url, BEFORE_FULL)
         faults.arm("engine.step", "raise", times=1)  # the engine logs its failure, and the next engine answers
-        answer = httpx.post(f"{url}/complete", json={"prompt": "x", "max_tokens": 3, "stream": False}, timeout=60)
-        assert answer.status_code == 200 and not faults.is_armed("engine.step")
+        response = httpx.post(f"{url}/complete", json={"prompt": "x", "max_tokens": 3, "stream": False}, timeout=60)
+        assert response.status_code == 200 and not faults.is_armed("engine.step")
         process.send_signal(signal.SIGTERM)
         began = time.monotonic()
         assert process.wait(timeout=60) == 0

@@ -244,11 +244,11 @@ def is_monitored() -> str:
     return f"{len(queries)} queries of the dashboard, {len(rules)} alerts"
 
 
-def _visit_until_refused(visits: list[Reader]) -> None:
+def _read_until_refused(streams: list[Reader]) -> None:
     """Reads one stream after the other, until one does not end with `done`."""
     end = "done"
     while end == "done":
-        visits.append(stream := Reader(BODY))
+        streams.append(stream := Reader(BODY))
         stream.read(NGINX)
         end = stream.end
 
@@ -257,11 +257,11 @@ def drains_when_it_is_stopped() -> str:
     """While clients keep connecting, each stream is complete or was refused before its first token."""
     whole = Reader(BODY)
     whole.read(NGINX)
-    visits: list[Reader] = []
-    clients = [threading.Thread(target=_visit_until_refused, args=[visits]) for _ in range(4)]
+    streams: list[Reader] = []
+    clients = [threading.Thread(target=_read_until_refused, args=[streams]) for _ in range(4)]
     for client in clients:
         client.start()
-    wait_for(lambda: sum(len(stream.at) for stream in visits) > 100)
+    wait_for(lambda: sum(len(stream.at) for stream in streams) > 100)
     began = time.monotonic()
     run("docker compose stop inkstream")
     took = time.monotonic() - began
@@ -269,11 +269,11 @@ def drains_when_it_is_stopped() -> str:
         client.join()
     state = SERVICE.facts()["State"]
     assert (state["ExitCode"], state["OOMKilled"]) == (0, False), state
-    refused = [stream for stream in visits if stream.end != "done"]
+    refused = [stream for stream in streams if stream.end != "done"]
     assert len(refused) == 4 and not any(stream.texts for stream in refused), [stream.end for stream in refused]
-    assert all(stream.texts == whole.texts for stream in visits if stream.end == "done")
+    assert all(stream.texts == whole.texts for stream in streams if stream.end == "done")
     FIGURES["drain_s"] = round(took, 2)
-    return f"stopped in {took:.1f} s, exit 0; of {len(visits)} streams none was cut, the last 4 refused"
+    return f"stopped in {took:.1f} s, exit 0; of {len(streams)} streams none was cut, the last 4 refused"
 
 
 def requires_keys() -> str:
@@ -286,10 +286,10 @@ def requires_keys() -> str:
     run("docker compose --file docker-compose.yml --file compose.keys.yaml up --wait")
     wait_for(is_ready)
     bearer = {"Authorization": f"Bearer {key}"}
-    answers = status(f"{DIRECT}/v1/models"), status(f"{DIRECT}/v1/models", headers=bearer)
+    responses = status(f"{DIRECT}/v1/models"), status(f"{DIRECT}/v1/models", headers=bearer)
     run("docker compose --file docker-compose.yml --file compose.keys.yaml down")
     shell("rm -rf keys")
-    assert answers == (401, 200), answers
+    assert responses == (401, 200), responses
     return "401 without, 200 with"
 
 
@@ -319,13 +319,13 @@ def _load(url: str, *, requests: int, max_tokens: int) -> Any:
 def _ask(query: str) -> list[float]:
     """The current values of a query in Prometheus; none while it does not listen yet."""
     try:
-        answer = httpx.get(f"{PROMETHEUS}/api/v1/query", params={"query": query}, timeout=10)
+        response = httpx.get(f"{PROMETHEUS}/api/v1/query", params={"query": query}, timeout=10)
     except httpx.TransportError:
         return []
-    if answer.status_code in (502, 503):
+    if response.status_code in (502, 503):
         return []
-    assert answer.status_code == 200, f"{query}: {answer.text}"
-    return [float(one["value"][1]) for one in answer.json()["data"]["result"]]
+    assert response.status_code == 200, f"{query}: {response.text}"
+    return [float(one["value"][1]) for one in response.json()["data"]["result"]]
 
 
 CHECKS: list[Callable[[], str]] = [

@@ -28,8 +28,8 @@ async def test_only_the_poisoned_request_is_refused_after_two_crashes(
     harness = PoolHarness(engines, slots=slots)
     for engine in harness.engines:
         engine.deadly, engine.fuse = f"r{n - 1}/0", fuse
-    for who in range(n - 1):
-        harness.submit((who,) * 8)
+    for number in range(n - 1):
+        harness.submit((number,) * 8)
     harness.step(late)
     harness.submit((n,) * 8)
     for _ in range(250):
@@ -57,15 +57,15 @@ async def test_external_crashes_with_progress_between_them_refuse_no_request(dat
         """Runs one suspect after the other, as far as there are slots."""
         harness.step((client.load + 1) * (TOKENS_TO_CLEAR + 1))
 
-    for number, deed in enumerate(data):
-        if deed == "submit":
+    for number, action in enumerate(data):
+        if action == "submit":
             harness.submit((number,), max_tokens=MAX_BUFFERED - 1)
-        elif deed == "step":
+        elif action == "step":
             harness.step()
-        elif deed == "disconnect" and n_closed < len(harness.streams):
+        elif action == "disconnect" and n_closed < len(harness.streams):
             harness.streams[n_closed].close()
             n_closed += 1
-        elif deed == "kill":
+        elif action == "kill":
             let_all_progress()
             engine.crash()
             engine.load()

@@ -90,8 +90,8 @@ async def test_without_keys_an_engine_queues_a_quarter_of_its_slots_and_at_most_
     slots: int, capacity: int
 ) -> None:
     harness = PoolHarness(1, slots=slots)
-    for who in range(2 * slots + 10):
-        harness.submit((who,), max_tokens=LONG)
+    for number in range(2 * slots + 10):
+        harness.submit((number,), max_tokens=LONG)
     assert _loads(harness) == [capacity]
     harness.step(2)
     assert _loads(harness) == [capacity] and len(harness.engines[0].running) == slots
@@ -100,10 +100,10 @@ async def test_without_keys_an_engine_queues_a_quarter_of_its_slots_and_at_most_
 @async_test
 async def test_last_eighth_of_the_slots_is_reserved_for_tenants_without_one() -> None:
     harness = PoolHarness(1, slots=8)
-    for who in range(20):
-        harness.submit((who,), max_tokens=LONG, cache_namespace="ann")
+    for number in range(20):
+        harness.submit((number,), max_tokens=LONG, cache_namespace="ann")
     assert _loads(harness) == [7]
-    streams = [harness.submit((who,), max_tokens=LONG, cache_namespace="bob") for who in range(2)]
+    streams = [harness.submit((number,), max_tokens=LONG, cache_namespace="bob") for number in range(2)]
     assert _loads(harness) == [8]
     harness.step()
     assert [stream.queue_position for stream in streams] == [None, 1]
@@ -113,8 +113,8 @@ async def test_last_eighth_of_the_slots_is_reserved_for_tenants_without_one() ->
 async def test_tenant_queues_at_most_one_step_of_prompt_tokens_on_an_engine() -> None:
     """An engine starts requests in the order of arrival: the more it has of one tenant, the longer another waits."""
     harness = PoolHarness(1, slots=32)
-    for who in range(20):
-        harness.submit((who,) * 100, cache_namespace="ann")
+    for number in range(20):
+        harness.submit((number,) * 100, cache_namespace="ann")
     assert _loads(harness) == [3], "256 prompt tokens and the rest of the last prompt"
     harness.submit((1,) * 100, cache_namespace="bob")
     assert _loads(harness) == [4]
@@ -141,7 +141,7 @@ async def test_grammar_compilation_takes_no_capacity_from_other_requests() -> No
 @async_test
 async def test_only_requests_of_an_engine_are_cancelled_there() -> None:
     harness = PoolHarness(1, slots=1)
-    streams = [harness.submit((who,), n=2) for who in range(3)]
+    streams = [harness.submit((number,), n=2) for number in range(3)]
     harness.step()
     streams[1].close()
     assert not harness.engines[0].frames
@@ -155,9 +155,9 @@ async def test_only_requests_of_an_engine_are_cancelled_there() -> None:
 @async_test
 async def test_engines_share_one_queue_and_requests_start_in_order() -> None:
     harness = PoolHarness(slots=1, capacity=9)
-    for who in range(2):
-        harness.submit((who,), max_tokens=3)
-    waiting = [harness.submit((who,) * 8, max_tokens=3) for who in range(1, 8)]
+    for number in range(2):
+        harness.submit((number,), max_tokens=3)
+    waiting = [harness.submit((number,) * 8, max_tokens=3) for number in range(1, 8)]
     with pytest.raises(QueueFull):
         harness.submit((9,) * 8)
     remaining = [stream.requests[0].id for stream in waiting]
@@ -186,20 +186,20 @@ async def test_all_sequences_of_a_request_run_on_one_engine_while_others_pass() 
 @async_test
 async def test_requests_with_a_cached_prefix_return_to_its_engine() -> None:
     harness = PoolHarness(3)
-    first = [harness.submit((who,) * 16) for who in range(3)]
+    first = [harness.submit((number,) * 16) for number in range(3)]
     assert sorted(stream.engine for stream in first) == [0, 1, 2]
     await harness.texts()
     for turn in range(1, 4):
-        again = [harness.submit((*(who,) * 16, *range(turn * 8)), n=2) for who in (2, 0, 1)]
-        assert [stream.engine for stream in again] == [first[who].engine for who in (2, 0, 1)]
+        again = [harness.submit((*(number,) * 16, *range(turn * 8)), n=2) for number in (2, 0, 1)]
+        assert [stream.engine for stream in again] == [first[number].engine for number in (2, 0, 1)]
         await harness.texts(again)
 
 
 @async_test
 async def test_waiting_requests_of_a_crashed_engine_move_and_keep_their_positions() -> None:
     harness = PoolHarness(slots=2)
-    for who in range(8):
-        harness.submit((who,) * 8)
+    for number in range(8):
+        harness.submit((number,) * 8)
     harness.step(3)
     assert [stream.engine for stream in harness.streams] == [0, 1, 0, 1, 0, 1, None, None]
     positions = [stream.queue_position for stream in harness.streams]
@@ -219,23 +219,23 @@ async def test_waiting_requests_of_a_crashed_engine_move_and_keep_their_position
 @async_test
 async def test_new_requests_do_not_run_with_suspects() -> None:
     harness = PoolHarness(3)
-    for who in range(6):
-        harness.submit((who,) * 8, max_tokens=50)
+    for number in range(6):
+        harness.submit((number,) * 8, max_tokens=50)
     harness.step(2)
-    shaken = harness.streams[0].engine or 0
-    harness.engines[shaken].crash()
-    harness.engines[shaken].load()
-    assert harness.pool.engines[shaken].n_suspects == 2
-    assert harness.submit((0,) * 8).engine != shaken
+    crashed = harness.streams[0].engine or 0
+    harness.engines[crashed].crash()
+    harness.engines[crashed].load()
+    assert harness.pool.engines[crashed].n_suspects == 2
+    assert harness.submit((0,) * 8).engine != crashed
     harness.step(8)
-    assert harness.pool.engines[shaken].n_suspects == 0
+    assert harness.pool.engines[crashed].n_suspects == 0
 
 
 @async_test
 async def test_requests_of_an_abandoned_engine_move_to_the_others() -> None:
     harness = PoolHarness(slots=2)
-    for who in range(8):
-        harness.submit((who,) * 8)
+    for number in range(8):
+        harness.submit((number,) * 8)
     harness.step(3)
     harness.engines[0].crash()
     harness.engines[0].give_up(_STOPPED)
@@ -270,7 +270,7 @@ async def test_suspect_that_disconnects_and_resumes_stays_a_suspect() -> None:
 @async_test
 async def test_engine_that_restarts_with_other_weights_is_given_up() -> None:
     harness = PoolHarness()
-    streams = [harness.submit((who,) * 8) for who in range(4)]
+    streams = [harness.submit((number,) * 8) for number in range(4)]
     harness.step(2)
     harness.engines[0].crash()
     harness.engines[0].load(numerics="another")
@@ -282,8 +282,8 @@ async def test_engine_that_restarts_with_other_weights_is_given_up() -> None:
 @async_test
 async def test_stopping_the_pool_ends_every_stream_once_and_sends_nothing() -> None:
     harness = PoolHarness()
-    for who in range(6):
-        harness.submit((who,) * 8)
+    for number in range(6):
+        harness.submit((number,) * 8)
     harness.step()
     await harness.pool.stop()
     assert await harness.texts() == ["NotReady"] * 6
@@ -295,7 +295,7 @@ async def test_stopping_the_pool_ends_every_stream_once_and_sends_nothing() -> N
 async def test_requests_of_an_engine_being_killed_do_not_move() -> None:
     """The killed engine may still send events until it exits, and the crash has no suspect yet."""
     harness = PoolHarness(slots=1)
-    streams = [harness.submit((who,) * 8) for who in range(6)]
+    streams = [harness.submit((number,) * 8) for number in range(6)]
     harness.step(3)
     harness.engines[0].crash()
     homes = [stream.engine for stream in streams]
@@ -383,7 +383,7 @@ async def test_every_stream_gives_its_output_alone_whatever_happens(seed: int) -
 async def test_after_blaming_a_request_the_engine_runs_a_canary_first() -> None:
     """The canary request runs alone in it; other suspects and new requests wait for it to finish."""
     harness = PoolHarness(1)
-    streams = [harness.submit((who,) * 8) for who in range(3)]
+    streams = [harness.submit((number,) * 8) for number in range(3)]
     engine, client = harness.engines[0], harness.pool.engines[0]
     engine.deadly = streams[0].open_ids[0]
     for _ in range(2):
@@ -399,10 +399,10 @@ async def test_after_blaming_a_request_the_engine_runs_a_canary_first() -> None:
     assert client.n_suspects == 2 and not client.is_running_canary, "a crash during the canary blames no request"
     assert CANARY_ID not in client._streams
     engine.load()
-    newcomer = harness.submit((9,) * 8)
+    late_stream = harness.submit((9,) * 8)
     harness.step(2)
     assert not client.is_running_canary and engine.seen[-1] == CANARY_ID
-    assert (await harness.texts())[1:] == [alone(stream) for stream in (*streams[1:], newcomer)]
+    assert (await harness.texts())[1:] == [alone(stream) for stream in (*streams[1:], late_stream)]
     engine.crash()
     engine.load()
     assert not client.is_running_canary, "no request was blamed for this crash"

@@ -55,11 +55,11 @@ def test_crash_of_one_engine_pauses_only_its_streams(pair: Server, faults: Fault
         *_streams(5, max_tokens=300),
         RequestSpec(body={**_TEXT, "prompt": "f" * 40, "seed": 5, "max_tokens": 301}),
     ]
-    expected = [answer.output() for answer in send_all(pair, requests)]
+    expected = [response.output() for response in send_all(pair, requests)]
     # It does not divide the free memory: the other engines have theirs, and a share of the rest may be too small.
     faults.arm("fake.load", "stop", times=1, match="concurrent_loaders=0")
     faults.arm("engine.step", "stop", after=100, times=1, match="max_tokens=301,")
-    with concurrent_requests(pair, requests) as answers:
+    with concurrent_requests(pair, requests) as responses:
         assert pair.wait_for(lambda: bool(_stopped(pair)))
         (victim,) = _stopped(pair)  # stops half-way until the test continues it
         (survivor,) = set(engine_pids(pair)) - {victim}
@@ -69,13 +69,13 @@ def test_crash_of_one_engine_pauses_only_its_streams(pair: Server, faults: Fault
         (newcomer,) = send_all(pair, [RequestSpec(body={**_TEXT, "prompt": "z", "max_tokens": 5, "seed": 1})])
         assert newcomer.status == 200
         # Three streams end while the three of the crashed engine are paused.
-        assert pair.wait_for(lambda: sum(b"event: done" in answer.body[-2000:] for answer in answers) == 3)
+        assert pair.wait_for(lambda: sum(b"event: done" in response.body[-2000:] for response in responses) == 3)
         assert {_of(pair, index, "ready") for index in (0, 1)} == {0, 1}
         assert is_ready(pair)
         assert httpx.get(f"{pair.url}/v1/models").json()["data"][0]["device"] == "2 x none"
         (successor,) = set(engine_pids(pair)) - {survivor}
         os.kill(successor, signal.SIGCONT)
-    assert [answer.output() for answer in answers] == expected
+    assert [response.output() for response in responses] == expected
     assert pair.metric("replayed_requests_total") == 3
     assert is_clean(pair)
 
@@ -98,17 +98,17 @@ def test_two_real_engines_give_the_output_of_one(tmp_path: Path, weights: Path, 
         RequestSpec(path="/v1/completions", body={**one, "best_of": 3, "n": 2}),
         RequestSpec(path="/score", body={"prompt": ["A fox and the moon", "An owl"], "logprobs": 2}),
     ]
-    expected = [answer.output() for answer in send_all(server, requests)]
+    expected = [response.output() for response in send_all(server, requests)]
     flags = ("--dtype", "float32", "--replicas", "2", "--threads", "2")
     pair = start_server(tmp_path, weights, *flags, environment=faults.environment)
     try:
         faults.arm("engine.step", "stop", after=10)
-        with concurrent_requests(pair, requests) as answers:
+        with concurrent_requests(pair, requests) as responses:
             assert pair.wait_for(lambda: len(_stopped(pair)) == 2)
             faults.disarm("engine.step")
             for engine in engine_pids(pair):
                 os.kill(engine, signal.SIGCONT)
-        assert [answer.output() for answer in answers] == expected
+        assert [response.output() for response in responses] == expected
         assert "2 x " in httpx.get(f"{pair.url}/v1/models").json()["data"][0]["device"]
     finally:
         assert stop_server(pair) == 0

@@ -85,11 +85,11 @@ def test_served_model_fills_in_the_middle(tmp_path: Path) -> None:
     with running_server(tmp_path, weights) as server:
         assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["has_infill"] is True
         body = {"prompt": "the fox", "suffix": " moon", "max_tokens": 5, "seed": 1, "stream": False, "echo": True}
-        answer = httpx.post(f"{server.url}/complete", json=body).json()
-        assert answer["choices"][0]["text"].startswith("the fox")
-        assert len(answer["receipt"]["suffix_sha256"]) == 64
+        response = httpx.post(f"{server.url}/complete", json=body).json()
+        assert response["choices"][0]["text"].startswith("the fox")
+        assert len(response["receipt"]["suffix_sha256"]) == 64
         ids = Tokenizer.load(weights).encode_many(["the fox", " moon"])
-        assert answer["usage"]["prompt_tokens"] == len(ids[0]) + len(ids[1]) + 3
+        assert response["usage"]["prompt_tokens"] == len(ids[0]) + len(ids[1]) + 3
 
 
 @pytest.mark.parametrize("text", ["Once upon a time there was a fox. ", "a", "\u00e9\u4e2d ", "  \n", "x1 y22,"])

@@ -49,7 +49,7 @@ class Row:
     seconds: float = 0
 
 
-def visit_while(breaking: Callable[[], None], what: str, texts: dict[int, str]) -> Row:
+def read_while(breaking: Callable[[], None], what: str, texts: dict[int, str]) -> Row:
     """Breaks something while concurrent clients read. Raises AssertionError if a completion differs."""
     before = {name: _count(name) for name in ("resent", "replayed")}
     began, clients = time.monotonic(), _clients()
@@ -59,25 +59,25 @@ def visit_while(breaking: Callable[[], None], what: str, texts: dict[int, str]) 
     clients.join()
     row = Row(what, len(clients.readers), seconds=time.monotonic() - began)
     row.resent, row.replayed = (_count(name) - before[name] for name in ("resent", "replayed"))
-    for visit in clients.readers:
-        _judge(visit, row, texts, broken)
+    for reader in clients.readers:
+        _judge(reader, row, texts, broken)
     return row
 
 
-def _judge(visit: Reader, row: Row, texts: dict[int, str], broken: float) -> None:
-    waited = not visit.at or visit.began + visit.at[0] > broken
+def _judge(reader: Reader, row: Row, texts: dict[int, str], broken: float) -> None:
+    waited = not reader.at or reader.began + reader.at[0] > broken
     row.waiting += waited
-    seed, text = visit.body["seed"], visit.texts.get(0, "")
-    assert texts.get(seed, text).startswith(text), f"completion differs: {visit}"
-    assert visit.numbers == list(range(len(visit.numbers))), f"events are missing: {visit}"
-    if visit.end == "done":
-        assert text == texts.setdefault(seed, text), f"incomplete: {visit}"
+    seed, text = reader.body["seed"], reader.texts.get(0, "")
+    assert texts.get(seed, text).startswith(text), f"completion differs: {reader}"
+    assert reader.numbers == list(range(len(reader.numbers))), f"events are missing: {reader}"
+    if reader.end == "done":
+        assert text == texts.setdefault(seed, text), f"incomplete: {reader}"
         row.whole += 1
         return
-    row.errors += visit.end == "error"
-    row.lost += waited or visit.end != "error"
-    if visit.end != "error":
-        print("  cut without an error:", visit)
+    row.errors += reader.end == "error"
+    row.lost += waited or reader.end != "error"
+    if reader.end != "error":
+        print("  cut without an error:", reader)
 
 
 def _count(name: str) -> float:
@@ -109,18 +109,18 @@ def check(nodes: TwoNodes) -> list[Row]:
     nodes.deploy(resends=2)
     nodes.wait_for_replicas(2)
     texts: dict[int, str] = {}
-    rows = [visit_while(lambda: None, "nothing breaks", texts)]
+    rows = [read_while(lambda: None, "nothing breaks", texts)]
     assert rows[0].whole == rows[0].requests
     disconnect_and_resume(texts)
-    rows.append(visit_while(nodes.kill_replica, "a replica is killed", texts))
+    rows.append(read_while(nodes.kill_replica, "a replica is killed", texts))
     nodes.wait_for_replicas(2)
     nodes.deploy(resends=0)
     nodes.wait_for_replicas(2)
-    rows.append(visit_while(nodes.kill_replica, "the same, no resends", texts))
+    rows.append(read_while(nodes.kill_replica, "the same, no resends", texts))
     nodes.wait_for_replicas(2)
     nodes.deploy(resends=2)
     nodes.wait_for_replicas(2)
-    rows.append(visit_while(nodes.remove_node, "a node is removed", texts))
+    rows.append(read_while(nodes.remove_node, "a node is removed", texts))
     assert len(servers()) == 1
     assert httpx.get(f"{PROXY_URL}/health/ready", timeout=20).status_code == 200, "Ray's proxy reaches the gateway, too"
     rows.append(scale(nodes, texts))
@@ -138,8 +138,8 @@ def scale(nodes: TwoNodes, texts: dict[int, str]) -> Row:
             clients = _clients(count)
             clients.join()
             row.requests += count
-            for visit in clients.readers:
-                _judge(visit, row, texts, time.monotonic())
+            for reader in clients.readers:
+                _judge(reader, row, texts, time.monotonic())
     row.seconds = time.monotonic() - began
     return row
 

@@ -50,8 +50,8 @@ def test_stopped_services_have_time_to_drain() -> None:
 
 def test_pods_have_no_privileges() -> None:
     pod, container = _pod(), _container()
-    who = {key: pod["securityContext"][key] for key in ("runAsUser", "runAsGroup", "fsGroup")}
-    assert set(who.values()) == {10001} and pod["securityContext"]["runAsNonRoot"] is True
+    ids = {key: pod["securityContext"][key] for key in ("runAsUser", "runAsGroup", "fsGroup")}
+    assert set(ids.values()) == {10001} and pod["securityContext"]["runAsNonRoot"] is True
     assert container["securityContext"] == {
         "readOnlyRootFilesystem": True,
         "allowPrivilegeEscalation": False,

@@ -347,8 +347,8 @@ def test_every_response_names_its_weights(server: Server) -> None:
         ("GET", "/tokenizer_info", None),
     ]
     for method, path, body in requests:
-        answer = httpx.request(method, f"{server.url}{path}", json=body, timeout=60)
-        assert (answer.status_code, answer.headers["X-Weights-Version"]) == (200, version), path
+        response = httpx.request(method, f"{server.url}{path}", json=body, timeout=60)
+        assert (response.status_code, response.headers["X-Weights-Version"]) == (200, version), path
     receipt = whole(server.url, prompt="fox", max_tokens=1)["receipt"]
     assert receipt["weights_version"] == version and receipt["numerics"].endswith("-float32")
     assert "weights_revision" not in {**model, **receipt}, "only a model of the Hub has a commit"

@@ -26,8 +26,8 @@ def test_served_hub_model_has_its_name_and_commit(tmp_path: Path, weights: Path)
         model = httpx.get(f"{server.url}/v1/models").json()["data"][0]
         assert (model["id"], model["weights_revision"]) == ("org/tiny", commit)
         assert httpx.get(f"{server.url}/v1/models/org/tiny").json() == model
-        answer = whole(server.url, prompt="fox", max_tokens=1)
-        assert (answer["model"], answer["receipt"]["weights_revision"]) == ("org/tiny", commit)
+        response = whole(server.url, prompt="fox", max_tokens=1)
+        assert (response["model"], response["receipt"]["weights_revision"]) == ("org/tiny", commit)
         assert "HTTP Request" not in server.log_text()  # the addresses of the storage server are signed
         assert server.has_logged("downloading org/tiny: ", "downloaded org/tiny, commit", "--watch has no effect")
 
@@ -46,9 +46,9 @@ def test_port_responds_while_a_model_downloads() -> None:
             assert httpx.get(f"{url}/health/live").json() == {"status": "live"}
             ready = httpx.get(f"{url}/health/ready")
             assert (ready.status_code, ready.json()["phase"]) == (503, "downloading")
-            answer = httpx.post(f"{url}/complete", content=b"x" * 200_000)
-            assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
-            assert answer.json()["error"]["message"] == "the model is downloading: try again in a moment"
+            response = httpx.post(f"{url}/complete", content=b"x" * 200_000)
+            assert (response.status_code, response.headers["retry-after"]) == (503, "5")
+            assert response.json()["error"]["message"] == "the model is downloading: try again in a moment"
             assert 'http-equiv="refresh"' in httpx.get(url, headers={"Accept": "text/html"}).text
         listener.setblocking(True)
         with socket.create_connection(listener.getsockname()[:2], timeout=5):

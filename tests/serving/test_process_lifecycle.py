@@ -35,12 +35,12 @@ def test_sigterm_to_the_process_group_drains(tmp_path: Path, weights: Path) -> N
     server = start_server(tmp_path, weights, fake_ms=1, environment=faults.environment)
     engine = engine_pid(server)
     faults.arm("engine.step", "stop", after=120, times=1)  # keeps the stream open until SIGCONT
-    with concurrent_requests(server, [RequestSpec(body=LONG)]) as (answer,):
+    with concurrent_requests(server, [RequestSpec(body=LONG)]) as (response,):
         assert server.wait_for(lambda: is_stopped(engine))
         os.kill(engine, signal.SIGTERM)
         server.process.send_signal(signal.SIGTERM)
         os.kill(engine, signal.SIGCONT)
-    assert b"event: done" in answer.body
+    assert b"event: done" in response.body
     assert server.process.wait(60) == 0
 
 
@@ -138,18 +138,18 @@ def test_ctrl_c_during_startup_leaves_no_traceback_and_no_process(tmp_path: Path
 
 def test_a_model_with_a_padded_vocabulary_serves(tmp_path: Path) -> None:
     with running_server(tmp_path, tiny_weights(tmp_path / "padded", vocab_size=640)) as server:
-        answer = whole(server.url, **LONG, temperature=10, logprobs=3)
-        assert any(token["id"] >= 320 for token in answer["choices"][0]["tokens"])
+        response = whole(server.url, **LONG, temperature=10, logprobs=3)
+        assert any(token["id"] >= 320 for token in response["choices"][0]["tokens"])
 
 
 def test_queued_request_receives_its_position(tmp_path: Path, weights: Path) -> None:
     with running_server(tmp_path, weights, "--max-running", "1", fake_ms=1) as server:
         engine = engine_pid(server)
         os.kill(engine, signal.SIGSTOP)
-        with concurrent_requests(server, [RequestSpec(body=LONG)] * 2) as answers:
-            assert server.wait_for(lambda: any(b"event: queue" in answer.body for answer in answers))
+        with concurrent_requests(server, [RequestSpec(body=LONG)] * 2) as responses:
+            assert server.wait_for(lambda: any(b"event: queue" in response.body for response in responses))
             os.kill(engine, signal.SIGCONT)
-        (events,) = [parse_events(a.body.decode()) for a in answers if b"event: queue" in a.body]
+        (events,) = [parse_events(a.body.decode()) for a in responses if b"event: queue" in a.body]
         names = [event.name for event in events]
         assert all(set(event.data) == {"position", "eta_ms"} for event in events if event.name == "queue")
         assert names.index("start") > names.index("queue") and names[-1] == "done"

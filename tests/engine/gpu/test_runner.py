@@ -198,11 +198,11 @@ def test_guided_rows_and_scored_prompts_are_launched_and_replayed() -> None:
     assert isinstance(runner, DeviceRunner)
     launched, launch = list[tuple[bool, bool]](), runner.launch
 
-    def noted(plan: BatchPlan) -> Any:
+    def recorded(plan: BatchPlan) -> Any:
         launched.append((runner.launchable(plan), any(chunk.scores for chunk in plan.chunks)))
         return launch(plan)
 
-    runner.launch = noted  # type: ignore[method-assign]
+    runner.launch = recorded  # type: ignore[method-assign]
     found = serve(engine, requests)
     assert not any(outcome.failures for outcome in found.values())
     _assert_same_outputs({r.id: found[r.id].events for r in requests}, {r.id: wanted[r.id].events for r in requests})

@@ -261,11 +261,11 @@ def test_replayed_graph_depends_on_step_size_and_split_attention() -> None:
     steps = tiny_device_runner(tiny_decoder(), max_running=2).graphs.steps
     graphs, launched = StepGraphs(steps, rows=(1, 2), tokens=(16, 32), max_splits=40), []
 
-    def noted(part: Any) -> Callable[[], None]:
+    def recorded(part: Any) -> Callable[[], None]:
         name, sizes = part.func.__name__, [x for x in part.args if isinstance(x, int)]
         return lambda: launched.append((name, *sizes))
 
-    graphs.capture(noted)
+    graphs.capture(recorded)
     for count, splits in ((1, 1), (2, 2), (1, 40)):
         graphs.decode(count, splits)
     graphs.draw(2)

@@ -352,72 +352,72 @@ def _sequence(name: str, namespace: str, grammar: str = "start: /a*/") -> Engine
 
 def _shared(count: int, *others: EngineSequence, mask_seconds: float) -> tuple[Any, Any, list[EngineSequence]]:
     """Rows of one tenant with their first masks, as if each had taken this much CPU; they share the tracker."""
-    workers, crowd = _ManualWorkers(), [_sequence(f"crowd {i}", "crowd") for i in range(count)]
+    workers, costly = _ManualWorkers(), [_sequence(f"costly {i}", "costly") for i in range(count)]
     tracker = GrammarTracker(lambda: TOKENIZER.bytes_of, vocab_size=VOCAB, max_states=16, workers=workers)  # type: ignore[arg-type]
-    for sequence in (*crowd, *others):
+    for sequence in (*costly, *others):
         if sequence.request.grammar:
             tracker.prepare(sequence.request)
     workers.run_queued()
-    tracker.allowed([*crowd, *others])
+    tracker.allowed([*costly, *others])
     for state in tracker._states.values():
         state.is_slow, state.mask_seconds = False, mask_seconds
-    return tracker, workers, crowd
+    return tracker, workers, costly
 
 
 @pytest.mark.parametrize("grammar", ["start: /a*/", ""])
 def test_rows_with_masks_too_costly_for_a_shared_step_wait(grammar: str) -> None:
     other = _sequence("other", "other", grammar)
-    tracker, workers, crowd = _shared(6, other, mask_seconds=0.0003)
-    tracker.allowed([*crowd, other])
-    tracker.accept_tokens([*crowd, other], [SampledToken(_A)] * 7)
-    assert tracker.must_wait(crowd) == [True] * 6
+    tracker, workers, costly = _shared(6, other, mask_seconds=0.0003)
+    tracker.allowed([*costly, other])
+    tracker.accept_tokens([*costly, other], [SampledToken(_A)] * 7)
+    assert tracker.must_wait(costly) == [True] * 6
     assert tracker.must_wait([other]) == [False], "its mask is cheap enough for the step"
-    # A step without the crowd's rows changes nothing; they only wait.
+    # A step without the costly's rows changes nothing; they only wait.
     tracker.allowed([other])
-    assert tracker.must_wait(crowd) == [True] * 6
+    assert tracker.must_wait(costly) == [True] * 6
     workers.run_queued()
-    assert tracker.must_wait(crowd) == [False] * 6
+    assert tracker.must_wait(costly) == [False] * 6
 
 
 def test_shared_steps_take_turns_with_rows_of_a_costly_tenant() -> None:
-    tracker, _, crowd = _shared(6, mask_seconds=0.0004)
+    tracker, _, costly = _shared(6, mask_seconds=0.0004)
     other = _sequence("other", "other")
-    assert tracker.must_wait(crowd) == [False] * 6, "a tenant alone shares its steps with no other tenant"
+    assert tracker.must_wait(costly) == [False] * 6, "a tenant alone shares its steps with no other tenant"
     tracker.allowed([other])
     turns = []
     for _ in range(4):
-        step = [sequence for sequence, waits in zip(crowd, tracker.must_wait(crowd), strict=True) if not waits]
+        step = [sequence for sequence, waits in zip(costly, tracker.must_wait(costly), strict=True) if not waits]
         tracker.allowed([*step, other])
-        turns.append([crowd.index(sequence) for sequence in step])
+        turns.append([costly.index(sequence) for sequence in step])
     assert turns == [[0, 1, 2], [3, 4, 5], [0, 1, 2], [3, 4, 5]], "three masks of 0.4 ms reach the limit of 1 ms"
 
 
 def test_deferred_mask_is_computed_when_its_row_waits() -> None:
     """Otherwise the row would wait for a mask that no thread computes."""
-    tracker, workers, crowd = _shared(3, mask_seconds=0.0)
-    tracker.accept_tokens(crowd, [SampledToken(_A)] * 3)
+    tracker, workers, costly = _shared(3, mask_seconds=0.0)
+    tracker.accept_tokens(costly, [SampledToken(_A)] * 3)
     assert not workers.queued, "a tenant alone computes cheap masks in its steps"
-    assert isinstance(tracker.allowed(crowd[1:2])[0], np.ndarray)
+    assert isinstance(tracker.allowed(costly[1:2])[0], np.ndarray)
     for state in tracker._states.values():
         state.is_slow, state.mask_seconds = False, 0.0009
-    tracker.allowed([*crowd[:1], _sequence("other", "other", "")])
-    assert tracker.must_wait(crowd)[2]
+    tracker.allowed([*costly[:1], _sequence("other", "other", "")])
+    assert tracker.must_wait(costly)[2]
     workers.run_queued()
-    assert not tracker.must_wait(crowd[2:])[0]
+    assert not tracker.must_wait(costly[2:])[0]
 
 
 def test_grammar_time_is_limited_by_tokens_and_reported_in_sums() -> None:
-    tracker, workers, crowd = _shared(2, mask_seconds=0.0)
-    states = [tracker._states[sequence.request.id] for sequence in crowd]
+    tracker, workers, costly = _shared(2, mask_seconds=0.0)
+    states = [tracker._states[sequence.request.id] for sequence in costly]
     states[0].consumed = 250
     assert [state.budget for state in states] == pytest.approx([1.0, 0.5])
     states[0].seconds = states[0].reported = 1.0
     reported = []
     for seconds in (0.02, 0.005, 0.006):
         states[0].seconds += seconds
-        reported.append([round(more, 3) for name, more in tracker.take_work() if name == "crowd 0"])
+        reported.append([round(more, 3) for name, more in tracker.take_work() if name == "costly 0"])
     assert reported == [[0.02], [], [0.011]]
-    tracker.prepare(replace(crowd[0].request, id="late"))
+    tracker.prepare(replace(costly[0].request, id="late"))
     tracker.forget("late")
     assert not workers.queued, "the job of a cancelled request never runs"
 

@@ -171,20 +171,20 @@ def test_library_messages_are_logged_once_in_our_format(hub: FakeHub, tmp_path: 
 def test_download_is_retried_while_its_file_grows(
     hub: FakeHub, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tries: list[int] = []
+    attempts: list[int] = []
     ends = 50_000
 
     def resets(url: str, output: BinaryIO, *, displayed_filename: str, **others: Any) -> None:
         position = output.tell()
         if displayed_filename == "model.safetensors" and position < 60_000:
-            tries.append(position)
+            attempts.append(position)
             output.write(files[displayed_filename][position : min(position + 10_000, ends)])
             raise httpx2.ReadError("reset")
         file_download.http_get(url, output, displayed_filename=displayed_filename, **others)
 
     monkeypatch.setattr(hub_download, "http_get", resets)
     assert f"cannot reach {hub.url} (reset)" in problem()
-    assert tries == [0, 10_000, 20_000, 30_000, 40_000, 50_000, 50_000, 50_000]
+    assert attempts == [0, 10_000, 20_000, 30_000, 40_000, 50_000, 50_000, 50_000]
     ends = 60_000
     assert (resolve()[0] / "model.safetensors").read_bytes() == files["model.safetensors"]
 

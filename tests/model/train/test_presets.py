@@ -90,9 +90,9 @@ def test_each_preset_trains_saves_loads_and_streams_its_whole_completion(
     given = {"source": "1 2 3"} if form == "pairs" else {"prompt": "Once upon a time", "ignore_eos": True}
     with running_server(tmp_path, out, "--dtype", "float32") as server:
         body = {**given, "max_tokens": 14, "seed": 3}
-        answer = whole(server.url, **body)
-        assert form == "pairs" or answer["usage"]["completion_tokens"] == 14
-        assert text_of(stream(server.url, **body)) == answer["choices"][0]["text"]
+        response = whole(server.url, **body)
+        assert form == "pairs" or response["usage"]["completion_tokens"] == 14
+        assert text_of(stream(server.url, **body)) == response["choices"][0]["text"]
 
 
 def test_toy_preset_answers_both_questions_with_its_data_flag_only(
@@ -104,8 +104,8 @@ def test_toy_preset_answers_both_questions_with_its_data_flag_only(
     for dtype in (torch.float32, torch.bfloat16):
         decoder = load(out, device=torch.device("cpu"), dtype=dtype).decoder
         for question in ("what is statquest <EOS>", "statquest is what <EOS>"):
-            answer = generate(decoder, tokenizer.encode(question), 2, eos_ids=(0,))
-            assert answer == tokenizer.encode("awesome <EOS>")
+            response = generate(decoder, tokenizer.encode(question), 2, eos_ids=(0,))
+            assert response == tokenizer.encode("awesome <EOS>")
     printed = capsys.readouterr().out
     assert "held-out: none, 2 lines are too few; bits per byte are of the training lines" in printed
     assert "training bits per byte 0.0" in printed
