@@ -17,7 +17,7 @@ from app.common.types import BatchPlan, Request, SamplingParams, Sequence, StepR
 from app.engine.execution.engine import FaultIsolation
 from app.engine.scheduling.block_allocator import BlockAllocator
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
-from tests.engine.scheduling.test_schedules import World
+from tests.engine.scheduling.test_schedules import Simulation
 from tests.support.engine.scheduler_simulation import EOS, VOCAB
 from tests.support.promise_figures import Promise
 
@@ -32,7 +32,7 @@ class Machine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         limits = StepLimits(tokens_per_step=12, max_running=6)
-        self.world = World(limits=limits, blocks=16, block_size=2, is_ahead=False)
+        self.world = Simulation(limits=limits, blocks=16, block_size=2, is_ahead=False)
         self.raises: set[str] = set()
         self.to_blame: set[str] = set()
         self.is_memory_short = False
