@@ -64,7 +64,7 @@ def create_app(
         app.state.service = service = Service(settings, instance, tokenizer_pool)
         app.state.metrics = metrics = Metrics(lambda: service.engines, connections)
         app.state.resume_store = resume_store = ResumeStore(settings.resume_seconds)
-        # --replicas auto has chosen: it counts free memory, which is less beside running engines.
+        # Keep the choice of --replicas auto, which depends on free memory: running engines leave less of it.
         chosen = settings.model_copy(update={"replicas": len(instance.engine.engines)})
         app.state.reloader = reloader = HotReload(service, partial(open_instance, chosen), metrics.record_reload)
         coroutines = [

@@ -52,7 +52,7 @@ def page_url(host: str, port: int) -> str:
 
 
 def summary(service: Service, ready: Ready, url: str) -> str:
-    """What is served, on what, and where."""
+    """The served model, its device and its address."""
     settings = service.settings
     with_key = " (with an API key)" if settings.keys_file else ""
     rows = [

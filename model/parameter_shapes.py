@@ -10,7 +10,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def parameter_shapes(config: ModelConfig) -> Shapes:
-    """Those of `Decoder(config).state_dict()` (model/nn/transformer.py), in its order."""
+    """Shapes of `Decoder(config).state_dict()` (model/nn/transformer.py), in its order."""
     c, shapes = config, Shapes()
     shapes["embedding"] = (c.vocab_size, c.width)
     if c.positions == "learned":

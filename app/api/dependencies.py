@@ -1,4 +1,4 @@
-"""What routes need: the route class, the service and its parts, parsing of request bodies, the version header."""
+"""Dependencies of routes: the route class, the service and its parts, parsing of request bodies, the version header."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ _SLOW_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.
 
 
 class Metrics:
-    """The metrics of one service, in a registry of its own, so that two services in one process do not collide."""
+    """The metrics of one service, in their own registry, so that two services in one process do not collide."""
 
     def __init__(self, pools: Callable[[], Sequence[EnginePool]], connections: ConnectionLimits) -> None:
         """`pools` returns the current engine pool, followed by those that are shutting down."""

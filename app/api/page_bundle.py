@@ -31,8 +31,8 @@ _ENDS_EARLY = re.compile(r"</(?:script|style)|<!--", re.IGNORECASE)
 def join_modules(entry: str, read: Callable[[str], str]) -> str:
     """One script that does what the module `entry` does. Raises ValueError for an import or export that is unknown.
 
-    Every module becomes a function that runs once, after those that it imports; the entry stands last and open, since
-    it may await at its top.
+    Every module becomes a function that runs once, after its imports; the entry comes last and is not wrapped, because
+    it may await at its top level.
     """
     done: dict[str, str] = {}
 

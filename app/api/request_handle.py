@@ -250,7 +250,7 @@ class RequestHandle:
             return
         session, request = self.session, self.admitted.request
         if self.trace.exemplar:
-            # Names of OpenTelemetry's semantic conventions for generative AI, where there are any.
+            # Names follow OpenTelemetry's semantic conventions for generative AI where these define one.
             attributes = {
                 "gen_ai.operation.name": "text_completion",
                 "gen_ai.provider.name": "inkstream",

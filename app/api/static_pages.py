@@ -72,7 +72,7 @@ def _bundles() -> dict[str, PageFile]:
 
 
 def page_headers(origins: Iterable[str]) -> dict[str, str]:
-    """What the application keeps as `state.page_headers`; pages may send requests to these origins, too."""
+    """The value of the application's `state.page_headers`; pages may send requests to these origins, too."""
     policy = _POLICY.format(" ".join(("'self'", *origins)))
     return {"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer"}
 

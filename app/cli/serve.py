@@ -80,7 +80,7 @@ _METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", Path: "DIR", Pat
 
 
 def build_parser(*, with_help: bool = True) -> argparse.ArgumentParser:
-    """The parser of this verb; `with_help`: whether --help tells the meaning of each flag, which takes time to read."""
+    """The parser of this verb; `with_help`: whether --help explains each flag, which takes time to read."""
     meanings = field_docstrings() if with_help else {}
     parser = OneLineParser(
         prog="inkstream serve",

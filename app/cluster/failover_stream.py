@@ -34,7 +34,7 @@ _MAX_UNPARSED_BYTES = 1 << 16
 
 
 class EventStream(sse.EventStreamResponse):
-    """Also closes the replica's response, even if the client disconnects before the first byte."""
+    """Streams a response, and closes the replica's response even if the client disconnects before the first byte."""
 
     def __init__(
         self,

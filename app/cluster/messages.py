@@ -63,7 +63,7 @@ class Head:
 
     @property
     def is_event_stream(self) -> bool:
-        """Whether its body is streamed."""
+        """Whether the response's body is streamed."""
         return (self.header(b"content-type") or "").startswith("text/event-stream")
 
     def header(self, name: bytes) -> str | None:

@@ -156,7 +156,7 @@ class _Connection(asyncio.Protocol):
 
 
 class _Replica:
-    """What the gateway knows of a replica."""
+    """The gateway's state of a replica."""
 
     def __init__(self, address: Address) -> None:
         self.address = address

@@ -128,7 +128,7 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 class EngineShare(NamedTuple):
-    """What one engine process gets of the machine."""
+    """The share of the machine that one engine process gets."""
 
     threads: int
     """Compute threads by default."""
@@ -141,7 +141,7 @@ class EngineShare(NamedTuple):
 def divide(topology: Topology, engines: int, threads: int = 0) -> tuple[EngineShare, ...]:
     """Shares of `engines` engine processes, all with the same number of threads.
 
-    With several engines on several nodes, each runs on a node of its own, or they share the nodes evenly.
+    With several engines on several nodes, each runs on its own node, or they share the nodes evenly.
     threads: of all engines together, as the user chose them; 0 chooses.
     """
     nodes = topology.nodes

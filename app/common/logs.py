@@ -40,7 +40,7 @@ _log = logging.getLogger("inkstream")
 
 
 class AsyncLogHandler(logging.Handler):
-    """Formats in the calling thread, which takes bounded time, and writes in a thread of its own, which may block.
+    """Formats in the calling thread, which takes bounded time, and writes in a separate thread, which may block.
 
     Writes to the descriptor, not to a stream: a stream has a lock, and a thread that holds it forever would block every
     print(), and the interpreter at exit.

@@ -188,7 +188,7 @@ async def read_directory() -> Mapping[str, str]:
 
 
 class Listener(Protocol):
-    """Receives the engine's events: EngineClient in engine_pool.py, and a test's that hears only of the end."""
+    """Receives the engine's events: EngineClient in engine_pool.py, and a listener in tests that only sees the end."""
 
     @property
     def expects_progress(self) -> bool:

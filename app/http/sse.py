@@ -116,7 +116,7 @@ class BodyWriter:
         write(data)
 
     def prepare(self, body: bytes) -> tuple[Callable[[bytes], object], bytes]:
-        """What write() would call, and with which data: the caller may do so until its callback of the loop ends."""
+        """The call that write() would make, and its data; valid until the caller's event loop callback ends."""
         return self._cycle.transport.write, b"%x\r\n" % len(body) + body + b"\r\n"
 
 

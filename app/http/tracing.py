@@ -35,7 +35,7 @@ Phase = tuple[str, float, float, Mapping[str, Any]]
 
 
 class Tracing:
-    """Makes the traces of requests, and exports them in a thread of its own."""
+    """Creates the traces of requests and exports them in a separate thread."""
 
     def __init__(self, environment: Mapping[str, str], version: str) -> None:
         attributes = {"service.version": version}

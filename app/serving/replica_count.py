@@ -36,7 +36,7 @@ _MEMORY_SHARE, _MOST = 0.5, 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Of one thread, if nothing else is said. Defaults: an Intel Xeon with AMX in bfloat16 (benchmarks/scaling.py)."""
+    """Rates of one thread unless noted. Defaults: an Intel Xeon with AMX in bfloat16 (benchmarks/scaling.py)."""
 
     weights: float = 25e9
     """Bytes of weights a second in products of few rows."""
@@ -58,7 +58,7 @@ class Rates:
 
 
 class OperationCost(NamedTuple):
-    """What one operation of a step does."""
+    """The work of one operation of a step."""
 
     tasks: int
     weight_bytes: int = 0

@@ -54,7 +54,7 @@ class TextEncoder:
         return list(self._ask(Encode(text=text, is_plain=False)).ids)
 
     def encode_plain(self, text: str) -> list[int]:
-        """Without added special tokens. Raises InvalidRequest, EngineFailed."""
+        """Encodes without adding special tokens. Raises InvalidRequest, EngineFailed."""
         if self._sandbox is None:
             with _panics_reported():
                 return self.tokenizer.encode_many([text])[0]

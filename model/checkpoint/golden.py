@@ -27,7 +27,7 @@ _ABSOLUTE_TOLERANCE = 0.05
 
 
 class _Content(Struct):
-    """What the file holds."""
+    """Content of the file."""
 
     prompt: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=2, max_length=MAX_PROMPT_IDS)]
     logprobs: list[Annotated[float, Meta(gt=-1e6, lt=1e6)]]

@@ -28,7 +28,7 @@ class SamplingSettings:
     """As in CTRL (Keskar et al., 2019), over prompt and text."""
 
     def __str__(self) -> str:
-        """For the model card."""
+        """Description for the model card."""
         if not self.temperature:
             return "The likeliest token each time"
         how = f"temperature {self.temperature:g}, top_p {self.top_p:g}"

@@ -27,7 +27,7 @@ class HugepageAllocator:
     """Bump allocator of zeroed memory, which is released only with the allocator."""
 
     def __init__(self, n_bytes: int = 0) -> None:
-        """n_bytes: map so many at once, in which the buffers follow each other."""
+        """n_bytes: size of a first mapping, in which the buffers follow each other."""
         self.buffers: list[tuple[int, int]] = []
         """Address and bytes of each buffer, in whole cache lines."""
         self._regions: list[mmap.mmap] = []

@@ -343,7 +343,7 @@ def _known_files(metadata: Mapping[str, Any] | None) -> Iterator[tuple[FileIdent
 
 @cache
 def _sources_hash() -> str:
-    """Of the Python sources that read and pack weights."""
+    """Hash of the Python sources that read and pack weights."""
     digest = hashlib.sha256()
     for path in sorted(path for pattern in _SOURCES for path in _ROOT.glob(pattern)):
         digest.update(path.read_bytes())

@@ -69,7 +69,7 @@ class Program:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the cache's numbers."""
+        """Type of the cache's numbers."""
         return np.dtype(np.uint16 if self._is_bf16 else np.float32)
 
     @property

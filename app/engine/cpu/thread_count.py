@@ -68,7 +68,7 @@ def _ratio(rounds: Sequence[dict[int, float]], candidate: int, default: int) -> 
 
 
 def _winners(rounds: Sequence[dict[int, float]], candidates: Sequence[int], default: int) -> list[int]:
-    """Those of the candidates that would replace the default."""
+    """Candidates that would replace the default."""
     return [
         n
         for n in candidates

@@ -44,7 +44,7 @@ class KVCache:
     """
 
     def __init__(self, decoder: Decoder, *, blocks: int, block_size: int) -> None:
-        """In the number format and on the device of the decoder's embedding."""
+        """Allocates the cache in the number format and on the device of the decoder's embedding."""
         self.config = config = decoder.config
         self.block_size = block_size
         self.padding_block = blocks

@@ -72,7 +72,7 @@ class GrammarState:
 
     @property
     def is_pending(self) -> bool:
-        """Whether its job is not done yet."""
+        """Whether the state's job is not done yet."""
         return self.job is not None and not self.job.done
 
     @property

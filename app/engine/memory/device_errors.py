@@ -48,7 +48,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def lacked_device_memory(error: BaseException) -> bool:
     """Whether a lack of device memory caused the error.
 
-    The memory error may be the cause of another one: a capture that it interrupts ends with an error of its own.
+    The memory error may be the cause of another one: a capture that it interrupts ends with its own error.
     """
     return any(_is_out_of_device_memory(cause) for cause in _error_chain(error))
 

@@ -145,7 +145,7 @@ _SUM_BLOCK = 128
 
 @dataclass(slots=True)
 class StageValues:
-    """What the stages change."""
+    """Values that the stages change."""
 
     logits_SV: Tensor
     scaled_SV: Tensor

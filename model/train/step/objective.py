@@ -157,7 +157,7 @@ class Objective:
         return nats, sum(len(bytes_of[token]) for token in targets)
 
     def _plain(self, batch: Batch, targets_T: Tensor) -> Tensor:
-        """By autograd; the logits of one chunk of tokens exist at a time, and are computed again for their gradient."""
+        """Uses autograd; the logits of one chunk of tokens exist at a time, and are recomputed for their gradient."""
         size = max(1, _CHUNK_ELEMENTS // self.decoder.config.vocab_size)
         chunks = zip(self._hidden(batch, CausalAttend).split(size), targets_T.split(size), strict=True)
         losses = [

@@ -167,7 +167,7 @@ def _parameters_of(parts: Sequence[torch.optim.Optimizer]) -> list[tuple[torch.o
 
 
 def _adamw(decays: Sequence[tuple[Tensor, float]]) -> torch.optim.Optimizer:
-    """Of these parameters with their weight decays, equal ones next to each other."""
+    """AdamW of these parameters with their weight decays; equal weight decays must be adjacent."""
     groups = [
         {"params": [p for p, _ in pairs], "weight_decay": decay}
         for decay, pairs in groupby(decays, lambda pair: pair[1])

@@ -156,7 +156,7 @@ def remove_old_libraries(directory: Path, required: Collection[str]) -> None:
 
 
 def metadata_path(library: Path) -> Path:
-    """Of a stored file."""
+    """Path of the metadata of a stored file."""
     return library.with_name(f"{library.name}.json")
 
 
@@ -177,7 +177,7 @@ def _digest(path: Path) -> str | None:
 
 
 def is_trusted_directory(directory: Path) -> bool:
-    """Whether it exists, and only this user or root can write it."""
+    """Whether the directory exists and only this user or root can write it."""
     try:
         return is_trusted_owner(directory.stat())
     except OSError:
