@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.completion_client import stream, whole
+from tests.support.completion_client import fetch_completion, stream
 from tests.support.servers import Server
 
 SOME: dict[str, Any] = {"max_tokens": 12, "temperature": 1.1, "seed": 7, "ignore_eos": True}
@@ -20,16 +20,16 @@ def _texts(answer: dict[str, Any]) -> list[str]:
 
 
 def test_choices_follow_the_order_of_prompts_and_equal_those_of_each_prompt_alone(server: Server) -> None:
-    together = _texts(whole(server.url, prompt=["Once", "The moon"], n=3, **SOME))
-    alone = [_texts(whole(server.url, prompt=prompt, n=3, **SOME)) for prompt in ("Once", "The moon")]
+    together = _texts(fetch_completion(server.url, prompt=["Once", "The moon"], n=3, **SOME))
+    alone = [_texts(fetch_completion(server.url, prompt=prompt, n=3, **SOME)) for prompt in ("Once", "The moon")]
     assert together == [*alone[0], *alone[1]]
-    assert _texts(whole(server.url, prompt="Once", **SOME)) == alone[0][:1]
+    assert _texts(fetch_completion(server.url, prompt="Once", **SOME)) == alone[0][:1]
 
 
 def test_greedy_choices_are_equal_and_a_prompt_counts_once(server: Server) -> None:
-    answer = whole(server.url, prompt="Once upon", n=4, max_tokens=5, temperature=0, ignore_eos=True)
+    answer = fetch_completion(server.url, prompt="Once upon", n=4, max_tokens=5, temperature=0, ignore_eos=True)
     assert len(set(_texts(answer))) == 1
-    single = whole(server.url, prompt="Once upon", max_tokens=5, temperature=0, ignore_eos=True)
+    single = fetch_completion(server.url, prompt="Once upon", max_tokens=5, temperature=0, ignore_eos=True)
     assert answer["usage"]["prompt_tokens"] == single["usage"]["prompt_tokens"]
     assert answer["usage"]["completion_tokens"] == 4 * 5
     assert answer["usage"]["total_tokens"] == answer["usage"]["prompt_tokens"] + 20
@@ -49,39 +49,39 @@ def test_receipts_reproduce_completions_under_load(server: Server) -> None:
         {"prompt": [5, 6, 7], "repetition_penalty": 1.3, "stop": ["e"], "include_stop": True},
         {"prompt": "Two", "regex": "[a-z ]{5,20}", "n": 2},
     ]
-    firsts = [whole(server.url, **kind, max_tokens=20, temperature=1.2) for kind in kinds]
+    firsts = [fetch_completion(server.url, **kind, max_tokens=20, temperature=1.2) for kind in kinds]
     bodies = [
         {"prompt": kind["prompt"], "seed": first["receipt"]["seed"], **first["receipt"]["settings"]}
         for kind, first in zip(kinds, firsts, strict=True)
     ]
     with ThreadPoolExecutor(24) as pool:
-        again = list(pool.map(lambda body: whole(server.url, **body), bodies * 6))
+        again = list(pool.map(lambda body: fetch_completion(server.url, **body), bodies * 6))
     for index, answer in enumerate(again):
         assert answer["choices"] == firsts[index % len(kinds)]["choices"]
         assert answer["receipt"] == firsts[index % len(kinds)]["receipt"]
 
 
 def test_stop_tokens_end_the_completion_and_are_reported(server: Server) -> None:
-    first = whole(server.url, prompt="Once", logprobs=0, **SOME)["choices"][0]
+    first = fetch_completion(server.url, prompt="Once", logprobs=0, **SOME)["choices"][0]
     token = first["tokens"][4]
     body = {"prompt": "Once", "stop_token_ids": [token["id"]], **SOME}
-    cut = whole(server.url, **body)["choices"][0]
+    cut = fetch_completion(server.url, **body)["choices"][0]
     assert cut["finish_reason"] == "stop" and cut["stop_reason"] == token["id"]
-    kept = whole(server.url, **body, include_stop=True)["choices"][0]
+    kept = fetch_completion(server.url, **body, include_stop=True)["choices"][0]
     assert kept["text"] == cut["text"] + token["text"]
 
 
 def test_prompts_are_truncated_only_on_request_and_the_response_reports_it(server: Server) -> None:
     ids = [5 + i % 200 for i in range(300)]
-    cut = whole(server.url, prompt=ids, truncate_prompt_tokens=20, **SOME)
+    cut = fetch_completion(server.url, prompt=ids, truncate_prompt_tokens=20, **SOME)
     assert cut["truncated"] is True and cut["usage"]["prompt_tokens"] == 20
-    short = whole(server.url, prompt=ids[-20:], truncate_prompt_tokens=20, **SOME)
+    short = fetch_completion(server.url, prompt=ids[-20:], truncate_prompt_tokens=20, **SOME)
     assert _texts(cut) == _texts(short) and "truncated" not in short
 
 
 def test_client_supplied_names_are_echoed(server: Server) -> None:
     names = {"user": "someone_1", "request_id": "mine-2"}
-    answer = whole(server.url, prompt="a", max_tokens=1, **names)
+    answer = fetch_completion(server.url, prompt="a", max_tokens=1, **names)
     assert {name: answer[name] for name in names} == names
     assert answer["id"] != "mine-2"
     start = stream(server.url, prompt="a", max_tokens=1, **names)[0]

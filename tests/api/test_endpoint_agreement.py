@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.api.schemas import SAMPLING_FIELDS
-from tests.support.completion_client import chunks, parse_events, stream, whole
+from tests.support.completion_client import fetch_completion, parse_events, stream, stream_chunks
 from tests.support.servers import Server
 
 _TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -43,14 +43,16 @@ def test_all_request_forms_give_the_same_completion(
     server: Server, body: dict[str, Any], include: bool, cut: int
 ) -> None:
     native = {**body, "include_stop": include}
-    answer = whole(server.url, **native)
+    answer = fetch_completion(server.url, **native)
     if not (include or body.get("echo") or body.get("min_tokens")):
         assert not any(stop in choice["text"] for stop in body.get("stop", []) for choice in answer["choices"])
     _compare_native(server, answer, stream(server.url, **native), cut)
     openai = {**body, "include_stop_str_in_output": include}
     response = httpx.post(f"{server.url}/v1/completions", json=openai, timeout=60)
     assert response.status_code == 200, response.text
-    _compare_openai(answer, response.json(), chunks(server.url, **openai, stream_options={"include_usage": True}))
+    _compare_openai(
+        answer, response.json(), stream_chunks(server.url, **openai, stream_options={"include_usage": True})
+    )
 
 
 def _compare_native(server: Server, answer: dict[str, Any], events: list[Any], cut: int) -> None:
@@ -126,10 +128,10 @@ def test_each_sampling_field_changes_the_completion_alike_on_both_apis(server: S
     """A field that is accepted but never reaches the sampler would change nothing."""
     assert NARROWING.keys() == set(SAMPLING_FIELDS)
     body = {"prompt": "Once upon", "max_tokens": 30, "temperature": 1.2, "seed": 5, "ignore_eos": True}
-    plain = whole(server.url, **body)["choices"][0]["text"]
+    plain = fetch_completion(server.url, **body)["choices"][0]["text"]
     for name, value in NARROWING.items():
         changed = body | {name: value}
-        text = whole(server.url, **changed)["choices"][0]["text"]
+        text = fetch_completion(server.url, **changed)["choices"][0]["text"]
         assert text != plain, name
         response = httpx.post(f"{server.url}/v1/completions", json=changed, timeout=60)
         assert response.json()["choices"][0]["text"] == text, name

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.completion_client import stream, text_of, whole
+from tests.support.completion_client import fetch_completion, joined_text, stream
 from tests.support.servers import Server, running_server
 
 pytestmark = pytest.mark.slow
@@ -26,30 +26,30 @@ BODY: dict[str, Any] = {"prompt": "Once", "max_tokens": 200, "seed": 3}
 
 
 def test_all_choices_and_streams_follow_the_schema(server: Server) -> None:
-    response = whole(server.url, **BODY, json_schema=SCHEMA, n=3)
+    response = fetch_completion(server.url, **BODY, json_schema=SCHEMA, n=3)
     texts = [choice["text"] for choice in response["choices"]]
     for choice in response["choices"]:
         assert choice["finish_reason"] == "stop"
         assert set(json.loads(choice["text"])) == {"mood", "age"}
-    assert text_of(stream(server.url, **BODY, json_schema=SCHEMA)) == texts[0]
-    assert whole(server.url, **BODY, json_schema=json.dumps(SCHEMA))["choices"][0]["text"] == texts[0]
+    assert joined_text(stream(server.url, **BODY, json_schema=SCHEMA)) == texts[0]
+    assert fetch_completion(server.url, **BODY, json_schema=json.dumps(SCHEMA))["choices"][0]["text"] == texts[0]
 
 
 def test_earlier_guided_requests_do_not_block_later_ones(tmp_path: Path, weights: Path) -> None:
     """Earlier requests: scored only, finished at once, or disconnected while waiting."""
     with running_server(tmp_path, weights, "--max-running", "2") as server:
         for _ in range(3):
-            whole(server.url, **BODY | {"max_tokens": 0}, regex="[ab]+")
-            whole(server.url, prompt=[5] * 256, max_tokens=9, regex="[ab]+")
-            whole(server.url, **BODY, regex="a")
+            fetch_completion(server.url, **BODY | {"max_tokens": 0}, regex="[ab]+")
+            fetch_completion(server.url, prompt=[5] * 256, max_tokens=9, regex="[ab]+")
+            fetch_completion(server.url, **BODY, regex="a")
             for _ in range(3):
                 with contextlib.suppress(httpx.TimeoutException):
                     httpx.post(f"{server.url}/complete", json=BODY | {"regex": "[ab]{200}"}, timeout=0.05)
-        assert whole(server.url, **BODY, regex="abc")["choices"][0]["text"] == "abc"
+        assert fetch_completion(server.url, **BODY, regex="abc")["choices"][0]["text"] == "abc"
 
 
 def test_output_follows_regex_and_grammar_to_the_last_token(server: Server) -> None:
-    response = whole(server.url, **BODY, regex="[abc]{5}/", ignore_eos=True)
+    response = fetch_completion(server.url, **BODY, regex="[abc]{5}/", ignore_eos=True)
     assert re.fullmatch("[abc]{5}/", response["choices"][0]["text"])
-    response = whole(server.url, **BODY, grammar='start: "<" /[xy]{3}/ ">"')
+    response = fetch_completion(server.url, **BODY, grammar='start: "<" /[xy]{3}/ ">"')
     assert re.fullmatch("<[xy]{3}>", response["choices"][0]["text"])

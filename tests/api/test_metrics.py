@@ -17,7 +17,7 @@ from app.common.startup_timer import PHASES, PROVING, STARTING
 from app.http.request_log import RejectConnection, RequestCounts
 from tests.support import ROOT
 from tests.support.async_test import async_test
-from tests.support.keyed_server import exchange, raw
+from tests.support.keyed_server import raw_request, send_raw
 from tests.support.servers import Server
 from tests.support.services import Services
 
@@ -50,7 +50,7 @@ def test_requests_are_counted_by_method_route_and_status(fake: Server) -> None:
     for body in ({"prompt": "a", "max_tokens": 2}, {"prompt": "a", "max_tokens": 2, "stream": False}):
         assert httpx.post(f"{fake.url}/complete", json=body).status_code == 200
     assert httpx.post(f"{fake.url}/complete", content=b"{").status_code == 415
-    exchange(fake.url, raw("GET", "/health", "Host: localhost", "Content-Length: no"))
+    send_raw(fake.url, raw_request("GET", "/health", "Host: localhost", "Content-Length: no"))
     counted = {series: value - before.get(series, 0) for series, value in _requests(fake).items()}
     assert {series: value for series, value in counted.items() if value and series[1] != "/metrics"} == {
         ("GET", "none", "404"): 3,

@@ -20,8 +20,8 @@ import httpx
 import pytest
 
 from tests.support.armed_faults import Faults
-from tests.support.completion_client import Event, parse_events, stream, text_of
-from tests.support.http.raw_client import connect, post
+from tests.support.completion_client import Event, joined_text, parse_events, stream
+from tests.support.http.raw_client import connect, post_request
 from tests.support.load.concurrent_clients import engine_pid
 from tests.support.model.tiny_models import tiny_weights
 from tests.support.servers import Server, is_clean, running_server, start_server, stop_server
@@ -107,7 +107,7 @@ def test_stream_of_several_choices_survives_repeated_disconnects(long_server: Se
 
 def test_second_connection_takes_over_a_running_stream(long_server: Server, faults: Faults) -> None:
     """The fault stops the engine half-way, so the stream still runs when the second connection opens."""
-    expected = text_of(stream(long_server.url, **LONG))
+    expected = joined_text(stream(long_server.url, **LONG))
     faults.arm("engine.step", "stop", after=300, times=1)
     with httpx.stream("POST", f"{long_server.url}/complete", json=LONG, timeout=60) as first:
         parts = first.iter_text()
@@ -119,7 +119,7 @@ def test_second_connection_takes_over_a_running_stream(long_server: Server, faul
             again = next(rest)
             os.kill(engine_pid(long_server), signal.SIGCONT)
             again += "".join(rest)
-        assert text_of(parse_events(again)) == expected
+        assert joined_text(parse_events(again)) == expected
         text += "".join(parts)
     assert "event: done" not in text, "the second connection did not take the stream over"
 
@@ -165,7 +165,7 @@ def _suspended_connection(server: Server, body: dict[str, Any]) -> socket.socket
     for _ in range(20):
         connection = connect(server, receive_buffer=4096)
         connection.settimeout(60)
-        connection.sendall(post(body, "/complete", "Connection: close"))
+        connection.sendall(post_request(body, "/complete", "Connection: close"))
         # After the first token the engine has the request; it is idle once the stream is suspended or finished.
         assert server.wait_for(lambda connection=connection: b"event: token" in connection.recv(4096, socket.MSG_PEEK))
         assert is_clean(server)

@@ -23,7 +23,7 @@ from app.__main__ import main
 from app.api.native.routes import CompleteRequest
 from app.cli.request_flags import add_flags, given_fields
 from tests.support import ROOT
-from tests.support.completion_client import whole
+from tests.support.completion_client import fetch_completion
 from tests.support.scripted_service import ScriptedService, scripted_service
 from tests.support.servers import Server
 
@@ -33,7 +33,7 @@ DONE = {"choices": [{"index": 0, "finish_reason": "stop", "stop_reason": None}]}
 @pytest.fixture
 def scripted() -> Iterator[ScriptedService]:
     with scripted_service() as service:
-        service.plays(("start", {}), ("token", {"index": 0, "text": "x"}), ("done", DONE))
+        service.script_events(("start", {}), ("token", {"index": 0, "text": "x"}), ("done", DONE))
         yield service
 
 
@@ -86,7 +86,7 @@ def test_closed_standard_input_is_reported() -> None:
 
 def test_output_is_the_completion_of_the_service(server: Server, run: Run) -> None:
     flags = ("--max-tokens", "20", "--seed", "5", "--temperature", "0.8", "--stop", "zq", "--top-k", "-1")
-    expected = whole(server.url, prompt="The moon", max_tokens=20, seed=5, temperature=0.8, stop="zq")
+    expected = fetch_completion(server.url, prompt="The moon", max_tokens=20, seed=5, temperature=0.8, stop="zq")
     text = expected["choices"][0]["text"]
     assert run("The moon", "--url", server.url, *flags) == (0, text + "\n", "")
     for arguments in (("-",), ()):
@@ -167,7 +167,7 @@ def test_api_key_is_sent_as_a_bearer_token(
     assert scripted.keys == [None, "Bearer from the environment", "Bearer given", None]
     code, _, error = run("a", "--url", scripted.url, "--api-key", "a\nb")
     assert (code, "keys are printable ASCII" in error) == (2, True)
-    assert scripted.seen == [{"prompt": "a"}] * 4
+    assert scripted.bodies == [{"prompt": "a"}] * 4
 
 
 def test_url_defaults_to_the_environment_variable(
@@ -175,7 +175,7 @@ def test_url_defaults_to_the_environment_variable(
 ) -> None:
     monkeypatch.setenv("INKSTREAM_URL", scripted.url)
     run("a")
-    assert scripted.seen == [{"prompt": "a"}]
+    assert scripted.bodies == [{"prompt": "a"}]
     code, _, error = run("a", "--url", "http://127.0.0.1:9")  # the flag wins
     assert (code, "no service answers at http://127.0.0.1:9 " in error) == (2, True)
     monkeypatch.setenv("INKSTREAM_URL", "127.0.0.1")
@@ -186,21 +186,21 @@ def test_url_defaults_to_the_environment_variable(
 def test_several_choices_are_printed_one_after_the_other(scripted: ScriptedService, run: Run) -> None:
     texts = [(1, "b"), (0, "a"), (2, "c"), (0, "a\n"), (1, "b")]
     tokens = [("token", {"index": index, "text": text}) for index, text in texts]
-    scripted.plays(("start", {}), *tokens, ("done", DONE))
+    scripted.script_events(("start", {}), *tokens, ("done", DONE))
     assert run("x", "--n", "3", "--url", scripted.url) == (0, "[1 of 3]\naa\n\n\n[2 of 3]\nbb\n\n[3 of 3]\nc\n", "")
-    assert scripted.seen == [{"prompt": "x", "n": 3}]
+    assert scripted.bodies == [{"prompt": "x", "n": 3}]
 
 
 def test_error_in_the_middle_is_reported_after_the_partial_output(scripted: ScriptedService, run: Run) -> None:
     token = ("token", {"index": 0, "text": "half"})
-    scripted.plays(token, ("error", {"error": {"message": "the engine failed"}}))
+    scripted.script_events(token, ("error", {"error": {"message": "the engine failed"}}))
     assert run("a", "--url", scripted.url) == (1, "half\n", "error: the engine failed\n")
-    scripted.plays(token)
+    scripted.script_events(token)
     for breaks_off in (False, True):
         scripted.breaks_off = breaks_off
         code, text, error = run("a", "--url", scripted.url)
         assert (code, text, "before the text was complete" in error) == (1, "half\n", True)
-    scripted.plays(token)
+    scripted.script_events(token)
     scripted.parts.append(b'id: r:1\nevent: token\ndata: {"index": 0, "te')
     assert run("a", "--url", scripted.url)[:2] == (1, "half\n")
     code, text, error = run("a", "--url", scripted.url, "--json")
@@ -233,16 +233,16 @@ def test_missing_prompt_is_an_error(scripted: ScriptedService, run: Run) -> None
     for stdin in (b"", None):
         code, _, error = run("--url", scripted.url, stdin=stdin)
         assert (code, "the text to complete is missing" in error) == (2, True)
-    assert scripted.seen == []
+    assert scripted.bodies == []
     for prompt in ("-", ""):
         assert run(prompt, "--url", scripted.url) == (0, "x\n", "")
-    assert scripted.seen == [{"prompt": ""}] * 2, "an explicitly empty prompt is valid"
+    assert scripted.bodies == [{"prompt": ""}] * 2, "an explicitly empty prompt is valid"
 
 
 def test_control_characters_do_not_reach_the_terminal(
     scripted: ScriptedService, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scripted.plays(("token", {"index": 0, "text": "a\t\x1b[2J\x9b\u00e9\n"}), ("done", DONE))
+    scripted.script_events(("token", {"index": 0, "text": "a\t\x1b[2J\x9b\u00e9\n"}), ("done", DONE))
     assert run("a", "--url", scripted.url)[1] == "a\t\x1b[2J\x9b\u00e9\n\n", "output to a file is not filtered"
     screen = Terminal(io.BytesIO(), encoding="utf-8")
     monkeypatch.setattr(sys, "stdout", screen)
@@ -252,7 +252,7 @@ def test_control_characters_do_not_reach_the_terminal(
 
 def test_closed_pipe_and_ctrl_c_end_it_silently(scripted: ScriptedService) -> None:
     scripted.waits = threading.Event()
-    scripted.plays(*[("token", {"index": 0, "text": "line\n"})] * 3)
+    scripted.script_events(*[("token", {"index": 0, "text": "line\n"})] * 3)
     command = [sys.executable, "-m", "app", "complete", "a", "--url", scripted.url]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     for disconnects in (False, True):

@@ -12,7 +12,7 @@ from app.__main__ import main
 from app.cli.client import Client, ServiceError
 from app.cli.request_flags import printable
 from tests.support import ROOT
-from tests.support.completion_client import whole
+from tests.support.completion_client import fetch_completion
 from tests.support.http.cutting_proxy import cutting_proxy
 from tests.support.pseudo_terminal import PseudoTerminal, on_terminal
 from tests.support.servers import Server
@@ -35,7 +35,7 @@ def complete(*flags: str) -> contextlib.AbstractContextManager[PseudoTerminal]:
 
 def test_completions_and_typed_input_accumulate_over_turns(service: Server) -> None:
     def after(text: str) -> str:
-        return str(whole(service.url, prompt=text, max_tokens=6, seed=3)["choices"][0]["text"])
+        return str(fetch_completion(service.url, prompt=text, max_tokens=6, seed=3)["choices"][0]["text"])
 
     first = after("The moon")
     second = after(f"The moon{first} is")
@@ -102,7 +102,7 @@ def test_interactive_mode_needs_a_terminal_and_a_single_choice(
 
 
 def test_lost_connection_resumes_without_a_gap(service: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    text = whole(service.url, prompt="a", max_tokens=60, seed=1)["choices"][0]["text"]
+    text = fetch_completion(service.url, prompt="a", max_tokens=60, seed=1)["choices"][0]["text"]
     with cutting_proxy(service.url, 1500, 1200, 40) as (url, _):
         assert main(["complete", "a", "--max-tokens", "60", "--seed", "1", "--url", url]) == 0
     printed = capsys.readouterr()

@@ -18,8 +18,19 @@ from app.cluster.messages import Call
 from app.cluster.retry import RetryCounters, RetryingRequest
 from app.http.sse import BodyWriter, Event, EventParser
 from tests.support.async_test import async_test
-from tests.support.completion_client import parse_events, text_of
-from tests.support.scripted_replicas import EVENTS, START, Lost, Played, Silent, done, event, taken, token, until
+from tests.support.completion_client import joined_text, parse_events
+from tests.support.scripted_replicas import (
+    EVENTS,
+    START,
+    Lost,
+    ScriptedReplicas,
+    Silent,
+    accepted,
+    done,
+    event,
+    token,
+    wait_until,
+)
 
 TEXT = "Once upon a time there was a king"
 STARTED = (EVENTS, event("start", **START))
@@ -49,7 +60,7 @@ def test_spliced_output_is_complete_with_consecutive_event_ids(
     splicer.restart()
     sent += output_of(splicer, event("start", **START), *[token(text) for text in pieces(TEXT, last)], done())
     events = parse_events(sent)
-    assert text_of(events) == TEXT
+    assert joined_text(events) == TEXT
     assert [event.name for event in events if event.name != "token"] == ["start", "done"]
     assert [event.id for event in events] == [f"r:{number}" for number in range(len(events))]
     assert splicer.is_done
@@ -105,7 +116,9 @@ def test_cancellation_or_timeout_may_end_the_replayed_stream_earlier(reason: str
     assert '"finish_reason": "' + reason in end
 
 
-def _stream_of(replicas: Played, max_retries: int = 0, seconds: float = 60) -> tuple[FailoverStream, RetryingRequest]:
+def _stream_of(
+    replicas: ScriptedReplicas, max_retries: int = 0, seconds: float = 60
+) -> tuple[FailoverStream, RetryingRequest]:
     """A failover stream without a gateway."""
     call = Call(request_id="r", method="POST", path="/complete", query=b"", headers=(), body=b"{}")
     request = RetryingRequest(replicas, call, RetryCounters(), max_retries=max_retries, accept_timeout=60)
@@ -120,8 +133,8 @@ async def _events(frames: AsyncGenerator[bytes, None], before: Sequence[bytes] =
 @async_test
 async def test_newer_connection_takes_a_stream_over_undisturbed_by_the_older_one(ending: list[Any]) -> None:
     late = asyncio.Event()
-    again = taken(*STARTED, token("Once upon "), token("a time"), done())
-    replicas = Played(taken(*STARTED, late, *ending), again)
+    again = accepted(*STARTED, token("Once upon "), token("a time"), done())
+    replicas = ScriptedReplicas(accepted(*STARTED, late, *ending), again)
     stream, request = _stream_of(replicas, seconds=0)  # a stream without a reader is dropped at once
     old_frames = stream.frames(old := stream.attach(), await request.send())
     assert "event: start" in (await anext(old_frames)).decode()
@@ -131,7 +144,7 @@ async def test_newer_connection_takes_a_stream_over_undisturbed_by_the_older_one
     assert [frame async for frame in old_frames] == []
     stream.detach(old)
     assert stream._resume_store.find("r", "o") is stream
-    assert text_of(await _events(new_frames, seen)) == "Once upon a time"
+    assert joined_text(await _events(new_frames, seen)) == "Once upon a time"
     stream.detach(new)
     assert stream._resume_store.find("r", "o") is None
     assert replicas.closed == 2
@@ -141,12 +154,12 @@ async def test_newer_connection_takes_a_stream_over_undisturbed_by_the_older_one
 async def test_stream_cancelled_between_replicas_ends() -> None:
     """A cancellation between two replicas: the lost one no longer has the stream, the next one has not started it."""
     late = asyncio.Event()
-    replicas = Played(taken(*STARTED, Lost), taken(late, *STARTED, token("Once"), done()))
+    replicas = ScriptedReplicas(accepted(*STARTED, Lost), accepted(late, *STARTED, token("Once"), done()))
     stream, request = _stream_of(replicas, max_retries=1)
     frames = stream.frames(stream.attach(), await request.send())
     await anext(frames)
     rest = asyncio.ensure_future(_events(frames))
-    await until(lambda: len(replicas.calls) == 2)
+    await wait_until(lambda: len(replicas.calls) == 2)
     assert stream.cancel()
     late.set()
     (end,) = await rest
@@ -179,14 +192,16 @@ async def test_tokens_written_directly_count_for_the_replica_that_continues(
         return event("token", index=0, text=text, **({"tokens": [{"text": text}]} if with_tokens else {}))
 
     first, again = ["Once ", "upon ", "a "], ["Once ", "upon ", "a ", "time", "!"]
-    replicas = Played(taken(*STARTED, *map(piece, first), Lost), taken(*STARTED, *map(piece, again), done()))
+    replicas = ScriptedReplicas(
+        accepted(*STARTED, *map(piece, first), Lost), accepted(*STARTED, *map(piece, again), done())
+    )
     stream, request = _stream_of(replicas, max_retries=1)
     sent: list[bytes] = []
     writer = _Writer(sent)
     async for frame in stream.frames(subscription := stream.attach(), await request.send(), 0, writer):
         sent.append(frame)
     events = parse_events(b"".join(sent).decode())
-    assert text_of(events) == "Once upon a time!"
+    assert joined_text(events) == "Once upon a time!"
     assert [event.id for event in events] == [f"r:{number}" for number in range(len(events))]
     assert [event.name for event in events] == ["start", *["token"] * 5, "done"]
     assert writer.n_written == 5, "three from the first replica, two new ones from the second"
@@ -202,7 +217,7 @@ async def test_replica_awaited_by_an_older_connection_writes_nothing_to_the_newe
 ) -> None:
     late, later = asyncio.Event(), asyncio.Event()
     rest = [token("upon "), token("a "), token("time"), done()]
-    replicas = Played(taken(*STARTED, *before, late, *rest), taken(*STARTED, *before, later, *rest))
+    replicas = ScriptedReplicas(accepted(*STARTED, *before, late, *rest), accepted(*STARTED, *before, later, *rest))
     stream, request = _stream_of(replicas, max_retries=1)
 
     async def read(response: Any, sent: list[bytes]) -> None:
@@ -211,15 +226,15 @@ async def test_replica_awaited_by_an_older_connection_writes_nothing_to_the_newe
 
     old, new = list[bytes](), list[bytes]()
     old_reading = asyncio.ensure_future(read(await request.send(), old))
-    await until(lambda: b"".join(old).count(b"event: ") == 1 + len(before))
+    await wait_until(lambda: b"".join(old).count(b"event: ") == 1 + len(before))
     response = await stream.reconnect()
     new_reading = asyncio.ensure_future(read(response, new))
-    await until(lambda: b"".join(new).count(b"event: ") == 1 + len(before))
+    await wait_until(lambda: b"".join(new).count(b"event: ") == 1 + len(before))
     late.set()
     await old_reading
     later.set()
     await new_reading
-    assert text_of(parse_events(b"".join(new).decode())) == "Once upon a time"[0 if before else 5 :]
+    assert joined_text(parse_events(b"".join(new).decode())) == "Once upon a time"[0 if before else 5 :]
     assert replicas.closed == 2
 
 
@@ -241,27 +256,27 @@ async def test_stream_keeps_little_more_than_the_text_of_its_tokens() -> None:
 async def test_comments_are_sent_while_the_replica_is_silent(monkeypatch: pytest.MonkeyPatch, is_lost: bool) -> None:
     monkeypatch.setattr(failover_stream, "_HEARTBEAT_SECONDS", 0.01)
     late = asyncio.Event()
-    lost = [taken(*STARTED, Lost), [late, *taken(*STARTED, token("Once"), done())]]
-    replicas = Played(*(lost if is_lost else [taken(*STARTED, token("Once"), late, done())]))
+    lost = [accepted(*STARTED, Lost), [late, *accepted(*STARTED, token("Once"), done())]]
+    replicas = ScriptedReplicas(*(lost if is_lost else [accepted(*STARTED, token("Once"), late, done())]))
     stream, request = _stream_of(replicas, max_retries=1)
     frames = stream.frames(stream.attach(), await request.send())
     seen: list[bytes] = []
     while seen.count(b": ping\n\n") < 3:
         seen.append(await anext(frames))
     late.set()
-    assert text_of(await _events(frames, seen)) == "Once"
+    assert joined_text(await _events(frames, seen)) == "Once"
 
 
 @async_test
 async def test_disconnect_from_a_silent_stream_releases_its_replica() -> None:
     for turns in range(8):
         late = asyncio.Event()
-        replicas = Played(taken(*STARTED, Lost), [late, *taken(*STARTED, Silent)])
+        replicas = ScriptedReplicas(accepted(*STARTED, Lost), [late, *accepted(*STARTED, Silent)])
         stream, request = _stream_of(replicas, max_retries=1)
         frames = stream.frames(stream.attach(), await request.send())
         await anext(frames)
         waiting = asyncio.ensure_future(anext(frames))
-        await until(lambda replicas=replicas: len(replicas.calls) == 2)  # type: ignore[misc]
+        await wait_until(lambda replicas=replicas: len(replicas.calls) == 2)  # type: ignore[misc]
         late.set()
         for _ in range(turns):
             await asyncio.sleep(0)

@@ -19,36 +19,42 @@ from app.cluster.gateway import Gateway
 from app.cluster.messages import FullResponse, Head
 from app.common.settings import Settings
 from tests.support.async_test import async_test
-from tests.support.completion_client import parse_events, text_of
+from tests.support.completion_client import joined_text, parse_events
 from tests.support.scripted_replicas import (
     EVENTS,
     JSON,
     START,
     Lost,
-    Played,
+    ScriptedReplicas,
     Silent,
-    client_of,
+    accepted,
     done,
     event,
-    taken,
+    gateway_client,
     token,
-    until,
+    wait_until,
 )
 
 BODY = {"prompt": "Once", "max_tokens": 9}
 TRACE = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", "tracestate": "a=b"}
 WORDS = b'data: {"choices": [{"text": "Once"}]}\n\n'
 STARTED = (EVENTS, event("start", **START))
-WHOLE_STREAM = taken(*STARTED, token("Once"), done())
+WHOLE_STREAM = accepted(*STARTED, token("Once"), done())
 NOT_FOUND = Head(404, JSON.headers)
-UNKNOWN = taken(NOT_FOUND, b'{"error": {}}')
+UNKNOWN = accepted(NOT_FOUND, b'{"error": {}}')
 
 
 async def fetch(
-    replicas: Played, path: str, method: str = "POST", *, max_retries: int = 2, settings: Any = None, **request: Any
+    replicas: ScriptedReplicas,
+    path: str,
+    method: str = "POST",
+    *,
+    max_retries: int = 2,
+    settings: Any = None,
+    **request: Any,
 ) -> httpx.Response:
     """Sends a request and reads the whole response."""
-    async with client_of(replicas, max_retries=max_retries, **settings or {}) as client:
+    async with gateway_client(replicas, max_retries=max_retries, **settings or {}) as client:
         return await asyncio.wait_for(client.request(method, path, **request), 60)
 
 
@@ -57,14 +63,14 @@ def full(replica: str, head: Head, body: bytes = b"{}") -> FullResponse:
     return FullResponse(replica, head, body)
 
 
-async def counted(client: httpx.AsyncClient, replicas: Played) -> dict[str, float]:
+async def counted(client: httpx.AsyncClient, replicas: ScriptedReplicas) -> dict[str, float]:
     """The gateway's nonzero counters of lost replicas."""
     replicas._all = [full("a", JSON, b"")]
     found = re.findall(r"^inkstream_relay_(\w+)_total (\S+)$", (await client.get("/metrics")).text, re.MULTILINE)
     return {name: float(count) for name, count in found if float(count)}
 
 
-def _traces(replicas: Played) -> list[dict[str, str | None]]:
+def _traces(replicas: ScriptedReplicas) -> list[dict[str, str | None]]:
     """The trace context of each call."""
     return [{name: call.header(name.encode()) for name in TRACE} for call in replicas.calls]
 
@@ -72,8 +78,8 @@ def _traces(replicas: Played) -> list[dict[str, str | None]]:
 @pytest.mark.parametrize("died", [[], [JSON], [JSON, b'{"half']], ids=["at once", "behind the head", "in the body"])
 @async_test
 async def test_whole_response_is_requested_again_and_never_mixed(died: list[Any]) -> None:
-    replicas = Played(taken(*died, Lost), taken(JSON, b'{"whole": 1}'))
-    async with client_of(replicas, max_retries=2) as client:
+    replicas = ScriptedReplicas(accepted(*died, Lost), accepted(JSON, b'{"whole": 1}'))
+    async with gateway_client(replicas, max_retries=2) as client:
         response = await client.post("/score", json=BODY, headers=TRACE)
         assert (response.status_code, response.json()) == (200, {"whole": 1})
         assert await counted(client, replicas) == {"resent": 1}
@@ -85,7 +91,9 @@ async def test_whole_response_is_requested_again_and_never_mixed(died: list[Any]
 @async_test
 async def test_stream_that_had_not_started_is_requested_again_unchanged() -> None:
     waiting = event("queue", position=1, eta_ms=9)
-    replicas = Played(taken(EVENTS, waiting, Lost), taken(EVENTS, waiting, *STARTED[1:], token("Once"), done()))
+    replicas = ScriptedReplicas(
+        accepted(EVENTS, waiting, Lost), accepted(EVENTS, waiting, *STARTED[1:], token("Once"), done())
+    )
     events = parse_events((await fetch(replicas, "/complete", json=BODY)).text)
     assert [one.name for one in events] == ["queue", "queue", "start", "token", "done"]
     assert [json.loads(call.body) for call in replicas.calls] == [BODY, BODY]
@@ -94,13 +102,13 @@ async def test_stream_that_had_not_started_is_requested_again_unchanged() -> Non
 @pytest.mark.parametrize("ending", [[Lost], []], ids=["lost", "ended without a word"])
 @async_test
 async def test_stream_continues_on_another_replica_with_the_reported_seed(ending: list[Any]) -> None:
-    again = taken(*STARTED, token("Once upon"), token(" a time"), done())
-    replicas = Played(taken(*STARTED, token("Once "), token("up"), *ending), again)
-    async with client_of(replicas, max_retries=2) as client:
+    again = accepted(*STARTED, token("Once upon"), token(" a time"), done())
+    replicas = ScriptedReplicas(accepted(*STARTED, token("Once "), token("up"), *ending), again)
+    async with gateway_client(replicas, max_retries=2) as client:
         response = await client.post("/complete", json={**BODY, "deadline_ms": 60_000}, headers=TRACE)
         assert await counted(client, replicas) == {"replayed": 1}
     events = parse_events(response.text)
-    assert text_of(events) == "Once upon a time"
+    assert joined_text(events) == "Once upon a time"
     assert [one.name for one in events].count("start") == 1
     name = replicas.calls[0].request_id
     assert [one.id for one in events] == [f"{name}:{number}" for number in range(len(events))]
@@ -114,18 +122,18 @@ async def test_stream_continues_on_another_replica_with_the_reported_seed(ending
 @pytest.mark.parametrize(
     ("again", "code"),
     [
-        (taken(EVENTS, event("start", **{**START, "weights_version": "new"})), "replica_lost"),
-        (taken(*STARTED, token("Twice")), "replica_lost"),
-        (taken(Head(429, ()), b'{"error": {"message": "m", "param": null, "code": "full"}}'), "full"),
-        (taken(*STARTED, event("error", error={"message": "m", "request_id": "other", "code": "own"})), "own"),
-        (taken(Lost), None),
+        (accepted(EVENTS, event("start", **{**START, "weights_version": "new"})), "replica_lost"),
+        (accepted(*STARTED, token("Twice")), "replica_lost"),
+        (accepted(Head(429, ()), b'{"error": {"message": "m", "param": null, "code": "full"}}'), "full"),
+        (accepted(*STARTED, event("error", error={"message": "m", "request_id": "other", "code": "own"})), "own"),
+        (accepted(Lost), None),
     ],
     ids=["other weights", "another text", "refused", "failed", "all are lost"],
 )
 @async_test
 async def test_stream_that_cannot_continue_ends_with_one_error(again: Any, code: str | None) -> None:
-    replicas = Played(taken(*STARTED, token("Once"), Lost), again, again)
-    async with client_of(replicas, max_retries=2) as client:
+    replicas = ScriptedReplicas(accepted(*STARTED, token("Once"), Lost), again, again)
+    async with gateway_client(replicas, max_retries=2) as client:
         events = parse_events((await client.post("/complete", json=BODY)).text)
         assert (await counted(client, replicas)).get("failed", 0) == (code != "own")
     assert [one.name for one in events] == ["start", "token", "error"]
@@ -136,7 +144,7 @@ async def test_stream_that_cannot_continue_ends_with_one_error(again: Any, code:
 @pytest.mark.parametrize("max_retries", [0, 2])
 @async_test
 async def test_request_that_kills_replicas_is_retried_a_bounded_number_of_times(max_retries: int) -> None:
-    replicas = Played(*[taken(Lost)] * 9)
+    replicas = ScriptedReplicas(*[accepted(Lost)] * 9)
     response = await fetch(replicas, "/complete", json=BODY, max_retries=max_retries)
     assert response.status_code == 503 and response.headers["retry-after"]
     assert response.json()["error"]["type"] == "unavailable_error"
@@ -146,7 +154,7 @@ async def test_request_that_kills_replicas_is_retried_a_bounded_number_of_times(
 @pytest.mark.parametrize("before", [[], [EVENTS], [EVENTS, b": ping\n"]])
 @async_test
 async def test_openai_stream_is_requested_again_until_it_has_text(before: list[Any]) -> None:
-    replicas = Played(taken(*before, Lost), taken(EVENTS, WORDS, b"data: [DONE]\n\n", Lost))
+    replicas = ScriptedReplicas(accepted(*before, Lost), accepted(EVENTS, WORDS, b"data: [DONE]\n\n", Lost))
     text = (await fetch(replicas, "/v1/completions", json=BODY)).text
     assert text.removeprefix(": ping\n") == WORDS.decode() + "data: [DONE]\n\n"
 
@@ -154,7 +162,7 @@ async def test_openai_stream_is_requested_again_until_it_has_text(before: list[A
 @pytest.mark.parametrize("ending", [[Lost], []], ids=["lost", "ended without a word"])
 @async_test
 async def test_openai_stream_with_text_ends_with_an_error(ending: list[Any]) -> None:
-    replicas = Played(taken(EVENTS, WORDS, *ending), taken(EVENTS, WORDS))
+    replicas = ScriptedReplicas(accepted(EVENTS, WORDS, *ending), accepted(EVENTS, WORDS))
     *sent, error, end, nothing = (await fetch(replicas, "/v1/completions", json=BODY)).text.split("\n\n")
     assert ["\n\n".join(sent).encode() + b"\n\n", end, nothing] == [WORDS, "data: [DONE]", ""]
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "replica_lost"
@@ -164,19 +172,21 @@ async def test_openai_stream_with_text_ends_with_an_error(ending: list[Any]) -> 
 @async_test
 async def test_body_is_not_parsed_until_another_replica_needs_it() -> None:
     """A body that Python parses differently from the replica must not break the stream that the replica started."""
-    events = parse_events((await fetch(Played(WHOLE_STREAM), "/complete", content=b"not for Python")).text)
-    assert text_of(events) == "Once"
+    events = parse_events((await fetch(ScriptedReplicas(WHOLE_STREAM), "/complete", content=b"not for Python")).text)
+    assert joined_text(events) == "Once"
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/health/ready"), ("POST", "/complete")])
 @async_test
 async def test_no_client_waits_forever_for_a_replica(monkeypatch: pytest.MonkeyPatch, method: str, path: str) -> None:
     monkeypatch.setattr(gateway_module, "_ATTEMPT_SECONDS", 0.01)
-    response = await fetch(Played(*[[Silent]] * 4), path, method, settings={"queue_timeout": 0.01})
+    response = await fetch(ScriptedReplicas(*[[Silent]] * 4), path, method, settings={"queue_timeout": 0.01})
     assert response.status_code == 503
 
 
-@pytest.mark.parametrize("hung", [[Silent], taken(Silent), taken(JSON, b"{", Silent)], ids=["at once", "taken", "half"])
+@pytest.mark.parametrize(
+    "hung", [[Silent], accepted(Silent), accepted(JSON, b"{", Silent)], ids=["at once", "taken", "half"]
+)
 @async_test
 async def test_health_is_answered_by_another_replica_if_one_hangs(monkeypatch: pytest.MonkeyPatch, hung: Any) -> None:
     class Hangs(asyncio.Event):
@@ -188,11 +198,11 @@ async def test_health_is_answered_by_another_replica_if_one_hangs(monkeypatch: p
 
     monkeypatch.setattr(gateway_module, "_ATTEMPT_SECONDS", 0.02)
     hung = [Hangs() if part is Silent else part for part in hung]
-    response = await fetch(Played(hung, taken(JSON, b'{"status": "ready"}')), "/health/ready", "GET")
+    response = await fetch(ScriptedReplicas(hung, accepted(JSON, b'{"status": "ready"}')), "/health/ready", "GET")
     assert (response.status_code, response.json()) == (200, {"status": "ready"})
 
 
-async def disconnect_after(client: httpx.AsyncClient, replicas: Played, count: int) -> bytes:
+async def disconnect_after(client: httpx.AsyncClient, replicas: ScriptedReplicas, count: int) -> bytes:
     """Disconnects from /complete after `count` pieces of the body; returns what arrived."""
     got: list[bytes] = []
     disconnected = asyncio.Event()
@@ -218,15 +228,15 @@ async def disconnect_after(client: httpx.AsyncClient, replicas: Played, count: i
 
 @async_test
 async def test_disconnect_stops_the_replica_and_the_client_may_resume() -> None:
-    again = taken(*STARTED, token("Once upon"), done())
-    replicas = Played(taken(*STARTED, token("Once "), Silent), UNKNOWN, UNKNOWN, again, UNKNOWN)
-    async with client_of(replicas) as client:
+    again = accepted(*STARTED, token("Once upon"), done())
+    replicas = ScriptedReplicas(accepted(*STARTED, token("Once "), Silent), UNKNOWN, UNKNOWN, again, UNKNOWN)
+    async with gateway_client(replicas) as client:
         seen = parse_events((await disconnect_after(client, replicas, 2)).decode())
         path = f"/complete/{replicas.calls[0].request_id}/events"
         assert (await client.get(path, headers={"authorization": "Bearer other"})).status_code == 404
         rest = parse_events((await client.get(path, headers={"last-event-id": seen[0].id})).text)
         assert [one.name for one in rest] == ["token", "token", "done"]
-        assert text_of(rest) == "Once upon"
+        assert joined_text(rest) == "Once upon"
         assert [one.id for one in rest] == [f"{replicas.calls[0].request_id}:{number}" for number in (1, 2, 3)]
         assert (await client.get(path, params={"after": 9})).status_code == 400
 
@@ -234,23 +244,27 @@ async def test_disconnect_stops_the_replica_and_the_client_may_resume() -> None:
 @async_test
 async def test_client_that_resumes_without_capacity_may_retry_later() -> None:
     error = b'{"error": {"message": "m", "param": null, "code": "full"}}'
-    busy = taken(Head(503, (*JSON.headers, (b"retry-after", b"7"))), error)
-    replicas = Played(taken(*STARTED, token("On"), Silent), UNKNOWN, busy, UNKNOWN, [Lost], UNKNOWN, WHOLE_STREAM)
-    async with client_of(replicas) as client:
+    busy = accepted(Head(503, (*JSON.headers, (b"retry-after", b"7"))), error)
+    replicas = ScriptedReplicas(
+        accepted(*STARTED, token("On"), Silent), UNKNOWN, busy, UNKNOWN, [Lost], UNKNOWN, WHOLE_STREAM
+    )
+    async with gateway_client(replicas) as client:
         await disconnect_after(client, replicas, 2)
         events = f"/complete/{replicas.calls[0].request_id}/events"
         refusals = [await client.get(events) for _ in range(2)]
         assert [one.status_code for one in refusals] == [503] * 2
         assert not any("text/event-stream" in one.headers["content-type"] for one in refusals)
         assert refusals[0].json()["error"]["code"] == "full" and refusals[0].headers["retry-after"] == "7"
-        assert text_of(parse_events((await client.get(events)).text)) == "Once"
+        assert joined_text(parse_events((await client.get(events)).text)) == "Once"
 
 
 @async_test
 async def test_a_replica_decides_who_may_resume() -> None:
     """The resume request has a different name; the replica finds the stream by the original one."""
-    replicas = Played(taken(*STARTED, Silent), taken(Head(401, JSON.headers), b'{"error": {"code": "x"}}'))
-    async with client_of(replicas) as client:
+    replicas = ScriptedReplicas(
+        accepted(*STARTED, Silent), accepted(Head(401, JSON.headers), b'{"error": {"code": "x"}}')
+    )
+    async with gateway_client(replicas) as client:
         await disconnect_after(client, replicas, 1)
         name = replicas.calls[0].request_id
         assert (await client.get(f"/complete/{name}/events")).status_code == 401
@@ -260,8 +274,8 @@ async def test_a_replica_decides_who_may_resume() -> None:
 @pytest.mark.parametrize(("after", "status"), [("1.0", 400), ("-1", 200), ("1", 200), ("0&after=9", 400)])
 @async_test
 async def test_event_number_of_a_resume_is_validated(after: str, status: int) -> None:
-    replicas = Played(WHOLE_STREAM, UNKNOWN)
-    async with client_of(replicas) as client:
+    replicas = ScriptedReplicas(WHOLE_STREAM, UNKNOWN)
+    async with gateway_client(replicas) as client:
         await client.post("/complete", json=BODY)
         response = await client.get(f"/complete/{replicas.calls[0].request_id}/events?after={after}")
         assert response.status_code == status
@@ -272,8 +286,10 @@ async def test_event_number_of_a_resume_is_validated(after: str, status: int) ->
 async def test_stream_is_cancelled_by_its_original_name_on_any_replica(status: int) -> None:
     """404: no replica has the stream at the moment, because its client is disconnected."""
     answer = full("a", Head(status, JSON.headers), b'{"id": "of the replica"}')
-    replicas = Played(taken(*STARTED, Lost), taken(*STARTED, token("Once"), Silent), UNKNOWN, all_of=[answer])
-    async with client_of(replicas, max_retries=2) as client:
+    replicas = ScriptedReplicas(
+        accepted(*STARTED, Lost), accepted(*STARTED, token("Once"), Silent), UNKNOWN, all_of=[answer]
+    )
+    async with gateway_client(replicas, max_retries=2) as client:
         await disconnect_after(client, replicas, 2)
         first, second = replicas.calls
         response = await client.delete(f"/complete/{first.request_id}")
@@ -295,10 +311,10 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @async_test
 async def test_cancelled_stream_does_not_continue_on_another_replica(all_of: list[Any]) -> None:
     late = asyncio.Event()
-    replicas = Played(taken(*STARTED, token("Once"), late, Lost), WHOLE_STREAM, all_of=all_of)
-    async with client_of(replicas, max_retries=9) as client:
+    replicas = ScriptedReplicas(accepted(*STARTED, token("Once"), late, Lost), WHOLE_STREAM, all_of=all_of)
+    async with gateway_client(replicas, max_retries=9) as client:
         reading = asyncio.ensure_future(client.post("/complete", json=BODY))
-        await until(lambda: len(replicas.calls) == 1)
+        await wait_until(lambda: len(replicas.calls) == 1)
         name = replicas.calls[0].request_id
         assert (await client.delete(f"/complete/{name}")).json() == {"id": name, "cancelled": True}
         late.set()
@@ -327,7 +343,7 @@ async def test_completion_is_cancelled_by_the_replica_that_has_it(
 ) -> None:
     monkeypatch.setattr(gateway_module, "_BROADCAST_SECONDS", seconds)
     responses = [full("a", Head(one, JSON.headers)) if isinstance(one, int) else one for one in statuses]
-    response = await fetch(Played(all_of=responses), "/complete/req-1", "DELETE")
+    response = await fetch(ScriptedReplicas(all_of=responses), "/complete/req-1", "DELETE")
     assert response.status_code == expected
     assert ("retry-after" in response.headers) == (expected == 503)
 
@@ -338,8 +354,8 @@ _OF, _SILENT = "inkstream_relay_replica_answers", "inkstream_relay_silent_replic
 @pytest.mark.usefixtures("impatient")
 @async_test
 async def test_metrics_merge_responding_replicas_and_report_hanging_ones() -> None:
-    replicas, page = Played(), b'# HELP a_total What.\n# TYPE a_total counter\na_total{b="c"} 1\n'
-    async with client_of(replicas) as client:
+    replicas, page = ScriptedReplicas(), b'# HELP a_total What.\n# TYPE a_total counter\na_total{b="c"} 1\n'
+    async with gateway_client(replicas) as client:
 
         async def reported(*responses: Any) -> set[str]:
             replicas._all = list(responses)
@@ -374,8 +390,8 @@ async def test_without_a_key_no_body_is_read_and_only_health_reaches_a_replica(t
             n_read += 100
             yield b"x" * 100
 
-    replicas = Played(taken(JSON, b"{}"), taken(Head(413, ()), b"{}"))
-    async with client_of(replicas, keys_file=tmp_path / "keys.json", max_body_bytes=2000) as client:
+    replicas = ScriptedReplicas(accepted(JSON, b"{}"), accepted(Head(413, ()), b"{}"))
+    async with gateway_client(replicas, keys_file=tmp_path / "keys.json", max_body_bytes=2000) as client:
         for headers in ({}, {"authorization": "Bearer ink-unknown"}):
             assert (await client.post("/complete", content=endless(), headers=headers)).status_code == 401
         assert (await client.get("/v1/models")).status_code == 401
@@ -389,8 +405,8 @@ async def test_without_a_key_no_body_is_read_and_only_health_reaches_a_replica(t
 @async_test
 async def test_allowed_origins_may_read_the_responses_of_the_gateway() -> None:
     """Covers the gateway's own errors and resumed streams."""
-    replicas, page = Played(WHOLE_STREAM, UNKNOWN), "https://page.example"
-    async with client_of(replicas, allow_origin=page) as client:
+    replicas, page = ScriptedReplicas(WHOLE_STREAM, UNKNOWN), "https://page.example"
+    async with gateway_client(replicas, allow_origin=page) as client:
         client.headers["origin"] = page
         await client.post("/complete", json=BODY)
         resumed = await client.get(f"/complete/{replicas.calls[0].request_id}/events")
@@ -409,7 +425,7 @@ async def test_cancelling_a_request_at_any_point_releases_its_replica(path: str)
     """Ray cancels the work of a client that disconnects, even at the moment a replica starts."""
 
     async def cancel_after(turns: int) -> bool:
-        replicas = Played(taken(*STARTED, token("Once"), Silent))
+        replicas = ScriptedReplicas(accepted(*STARTED, token("Once"), Silent))
         gateway = Gateway(Settings(resume_seconds=0), replicas, max_retries=0)
         requests: list[Message] = [{"type": "http.request", "body": b"{}", "more_body": False}]
         sent: list[Message] = []

@@ -13,7 +13,7 @@ from app.cluster import replica_pool
 from app.cluster.messages import Address, Call, Head, ReplicaLost
 from app.cluster.replica_pool import ReplicaPool, ReplicaResponse
 from tests.support.async_test import async_test
-from tests.support.scripted_replicas import served, until
+from tests.support.scripted_replicas import serve_replicas, wait_until
 
 CALL = Call(request_id="req-1", method="POST", path="/complete", query=b"", headers=(), body=b"{}")
 HEADERS = [(b"content-type", b"text/event-stream"), (b"x-name", "café".encode("latin-1"))]
@@ -60,7 +60,7 @@ async def _fetch(pool: ReplicaPool) -> bytes:
 @async_test
 async def test_response_arrives_in_parts_and_complete() -> None:
     app = _Application()
-    async with served(app) as (pool, _, (server,)):
+    async with serve_replicas(app) as (pool, _, (server,)):
         response = await _start(pool)
         assert response.replica == "a"
         for part in (b"a", b"x" * 300_000):
@@ -72,7 +72,7 @@ async def test_response_arrives_in_parts_and_complete() -> None:
         app.parts.put_nowait(None)
         assert await response.next() is None
         response.close()
-        await until(lambda: not server.n_open)
+        await wait_until(lambda: not server.n_open)
 
 
 @async_test
@@ -85,7 +85,7 @@ async def test_consumer_may_take_body_parts_as_they_arrive() -> None:
         consumed.append(body)
         return True
 
-    async with served(app) as (pool, _, _):
+    async with serve_replicas(app) as (pool, _, _):
         response = await _start(pool)
         response.consume = consume
         rest = asyncio.ensure_future(response.body())
@@ -104,7 +104,7 @@ async def test_unread_response_waits_in_the_replica(size: int) -> None:
     for _ in range(n_sent):
         app.parts.put_nowait(bytes(size))
     app.parts.put_nowait(None)
-    async with served(app) as (_, addresses, _):
+    async with serve_replicas(app) as (_, addresses, _):
         connection = await replica_pool._Connection.open(addresses[0])
         assert await connection.request(CALL)
         await asyncio.sleep(0.2)
@@ -123,7 +123,7 @@ async def test_disconnect_before_acceptance_does_not_blame_the_replica(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(replica_pool, "_AVOID_SECONDS", 3600.0)
-    async with served(_Application(b"a", None, b"a", None)) as (pool, _, _servers):
+    async with serve_replicas(_Application(b"a", None, b"a", None)) as (pool, _, _servers):
         leaving = asyncio.create_task(_fetch(pool))
         await asyncio.sleep(0)
         leaving.cancel()
@@ -135,18 +135,18 @@ async def test_disconnect_before_acceptance_does_not_blame_the_replica(
 @async_test
 async def test_sequential_requests_share_a_connection() -> None:
     app = _Application(*[b"a", None] * 3)
-    async with served(app) as (pool, _, (server,)):
+    async with serve_replicas(app) as (pool, _, (server,)):
         connections = len(asyncio.all_tasks())
         for _ in range(3):
             assert await _fetch(pool) == b"a"
         assert len(asyncio.all_tasks()) - connections == 2, "one task for the connection, one for its next request"
         assert app.n_requests == 3
-        await until(lambda: not server.n_open)
+        await wait_until(lambda: not server.n_open)
 
 
 @async_test
 async def test_the_replica_with_the_fewest_open_requests_gets_the_next_one() -> None:
-    async with served(_Application(), _Application(), _Application()) as (pool, addresses, _):
+    async with serve_replicas(_Application(), _Application(), _Application()) as (pool, addresses, _):
         responses = [await pool.send(CALL) for _ in range(6)]
         chosen = [response.replica for response in responses]
         assert sorted(chosen) == [*"aabbcc"]
@@ -163,7 +163,7 @@ async def test_the_replica_with_the_fewest_open_requests_gets_the_next_one() -> 
 @async_test
 async def test_closing_the_response_cancels_the_request() -> None:
     app = _Application()
-    async with served(app) as (pool, _, (server,)):
+    async with serve_replicas(app) as (pool, _, (server,)):
         response = await _start(pool)
         response.close()
         response.close()
@@ -179,7 +179,7 @@ async def test_failing_replica_is_lost() -> None:
         await send({"type": "http.response.body", "body": b"half", "more_body": True})
         raise OSError("bug")
 
-    async with served(broken) as (pool, _, _):
+    async with serve_replicas(broken) as (pool, _, _):
         response = await pool.send(CALL)
         assert await response.read_head() == Head(200, ())
         with pytest.raises(ReplicaLost):
@@ -190,12 +190,12 @@ async def test_failing_replica_is_lost() -> None:
 @async_test
 async def test_draining_replica_refuses_new_requests_and_finishes_open_ones() -> None:
     leaving, other = _Application(), _Application(b"other", None)
-    async with served(leaving, other) as (pool, addresses, (server, _)):
+    async with serve_replicas(leaving, other) as (pool, addresses, (server, _)):
         pool.update(addresses[:1])
         open_response = await _start(pool)
         connected = await replica_pool._Connection.open(addresses[0])
         draining = asyncio.ensure_future(server.drain(60))
-        await until(lambda: server._is_draining)
+        await wait_until(lambda: server._is_draining)
         assert not await connected.request(CALL)
         connected.close()
         refused = asyncio.ensure_future(_fetch(pool))
@@ -212,7 +212,7 @@ async def test_draining_replica_refuses_new_requests_and_finishes_open_ones() ->
 
 @async_test
 async def test_a_request_waits_for_a_replica() -> None:
-    async with served(_Application(b"a", None)) as (_, addresses, _):
+    async with serve_replicas(_Application(b"a", None)) as (_, addresses, _):
         pool = ReplicaPool()
         waiting = asyncio.ensure_future(_fetch(pool))
         await asyncio.sleep(0.01)
@@ -228,7 +228,7 @@ async def test_dead_and_hanging_replicas_are_skipped(monkeypatch: pytest.MonkeyP
     with socket.create_server(("127.0.0.1", 0)) as hung, socket.create_server(("127.0.0.1", 0)) as gone:
         bad = [Address("x", *listener.getsockname(), bytes(16)) for listener in (hung, gone)]
         gone.close()
-        async with served(_Application(*[b"a", None] * 4)) as (pool, addresses, _):
+        async with serve_replicas(_Application(*[b"a", None] * 4)) as (pool, addresses, _):
             pool.update([*bad, *addresses])
             for _ in range(4):
                 assert await _fetch(pool) == b"a"
@@ -237,7 +237,7 @@ async def test_dead_and_hanging_replicas_are_skipped(monkeypatch: pytest.MonkeyP
 @async_test
 async def test_replica_refuses_requests_without_its_secret() -> None:
     app = _Application(b"a", None)
-    async with served(app) as (_, (address,), _):
+    async with serve_replicas(app) as (_, (address,), _):
         pool = ReplicaPool()
         pool.update([replace(address, secret=bytes(16))])
         with pytest.raises(ReplicaLost):
@@ -248,7 +248,7 @@ async def test_replica_refuses_requests_without_its_secret() -> None:
 @async_test
 async def test_vanished_machine_is_detected_by_tcp_timeouts() -> None:
     """It closes no connection: keepalive probes detect that for idle ones, TCP_USER_TIMEOUT for unacknowledged data."""
-    async with served(_Application(b"a", None)) as (_, (address,), _):
+    async with serve_replicas(_Application(b"a", None)) as (_, (address,), _):
         connection = await replica_pool._Connection.open(address)
         of_system = connection._transport.get_extra_info("socket")
         assert of_system.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
@@ -262,7 +262,7 @@ async def test_vanished_machine_is_detected_by_tcp_timeouts() -> None:
 
 @async_test
 async def test_broadcast_reaches_every_replica_and_reports_lost_ones() -> None:
-    async with served(_Application(b"a", None), _Application(b"b", None)) as (pool, addresses, _):
+    async with serve_replicas(_Application(b"a", None), _Application(b"b", None)) as (pool, addresses, _):
         pool.update([*addresses, Address("x", "127.0.0.1", 9, bytes(16))])
         responses = await asyncio.gather(*pool.broadcast(CALL), return_exceptions=True)
         assert [one.body for one in responses[:2] if not isinstance(one, BaseException)] == [b"a", b"b"]

@@ -16,9 +16,9 @@ from app.cluster.messages import Call
 from app.cluster.replica_pool import ReplicaPool
 from app.cluster.replica_server import ReplicaServer
 from tests.support.async_test import async_test
-from tests.support.completion_client import parse_events, text_of
+from tests.support.completion_client import joined_text, parse_events
 from tests.support.fake_app import running_app
-from tests.support.scripted_replicas import Mortal, client_of, served, until
+from tests.support.scripted_replicas import DyingReplicas, gateway_client, serve_replicas, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +26,10 @@ BODY: dict[str, Any] = {"prompt": "Once upon", "max_tokens": 40, "temperature": 
 
 
 async def _send(app: FastAPI, deaths: Sequence[int], path: str, method: str = "POST", **request: Any) -> httpx.Response:
-    async with served(app) as (pool, _, _), client_of(Mortal(pool, deaths), max_retries=9) as client:
+    async with (
+        serve_replicas(app) as (pool, _, _),
+        gateway_client(DyingReplicas(pool, deaths), max_retries=9) as client,
+    ):
         return await client.request(method, path, **request)
 
 
@@ -48,7 +51,7 @@ async def test_losing_replicas_at_any_point_does_not_change_the_response(weights
         random = parse_events((await _send(app, [12, 4], "/complete", json=BODY)).text)
         whole = {**BODY, "seed": random[0].data["seed"], "stream": False}
         whole_output = (await _send(app, [0, 1, 2], "/complete", json=whole)).json()
-        assert text_of(random) == whole_output["choices"][0]["text"]
+        assert joined_text(random) == whole_output["choices"][0]["text"]
         assert (random[-1].name, random[-1].data["receipt"]["seed"]) == ("done", whole["seed"])
 
 
@@ -78,10 +81,10 @@ async def test_cancelling_a_broadcast_at_any_point_releases_the_replica(weights:
             await asyncio.sleep(0)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-        await until(lambda: not server.n_open)
+        await wait_until(lambda: not server.n_open)
         assert not app.state.service.engine.engines[0].load, f"after {turns} turns"
 
-    async with running_app(weights, resume_seconds=0) as app, served(app) as (pool, _, (server,)):
+    async with running_app(weights, resume_seconds=0) as app, serve_replicas(app) as (pool, _, (server,)):
         await cancel_after(pool, server, app, 1000)
         for turns in range(100):
             await cancel_after(pool, server, app, turns)

@@ -10,7 +10,7 @@ from app.engine_client.crash_recovery import CrashRecovery
 from app.engine_client.supervisor import MAX_FORGIVEN, TOKENS_TO_CLEAR, WINDOW_SECONDS, RestartPolicy
 from app.engine_client.token_stream import MAX_BUFFERED
 from tests.support.async_test import async_test
-from tests.support.engine_pool import PoolHarness, alone
+from tests.support.engine_pool import PoolHarness, expected_tokens
 
 
 @given(
@@ -40,7 +40,7 @@ async def test_only_the_poisoned_request_is_refused_after_two_crashes(
             if engine.ready is None:
                 engine.load()
     *texts, victim = await harness.texts()
-    assert victim == "EngineFailed" and texts == [alone(stream) for stream in harness.streams[:-1]]
+    assert victim == "EngineFailed" and texts == [expected_tokens(stream) for stream in harness.streams[:-1]]
     assert sorted(engine.restarts for engine in harness.engines) == [*[0] * (engines - 1), 2]
 
 

@@ -27,7 +27,7 @@ from app.engine_client.supervisor import EngineStopped
 from app.engine_client.token_stream import MAX_BUFFERED, TokenStream
 from app.serving.instance_factory import _worker_configs, make_engine_pool
 from tests.support.async_test import async_test
-from tests.support.engine_pool import PoolHarness, alone, tokens_of
+from tests.support.engine_pool import PoolHarness, expected_tokens, tokens_of
 
 LONG = 400
 _STOPPED = EngineStopped("it crashed three times", 1)
@@ -81,7 +81,7 @@ async def test_single_engine_may_restart_with_other_numerics() -> None:
     assert harness.pool.ready is None and stream.is_open
     harness.engines[0].load(numerics="another")
     assert harness.pool.ready and harness.pool.ready.numerics == "another"
-    assert await harness.texts() == [alone(stream)]
+    assert await harness.texts() == [expected_tokens(stream)]
 
 
 @pytest.mark.parametrize(("slots", "capacity"), [(1, 2), (4, 5), (8, 10), (32, 40), (256, 264)])
@@ -179,7 +179,7 @@ async def test_all_sequences_of_a_request_run_on_one_engine_while_others_pass() 
     assert [stream.engine for stream in (forks, other)] == [1, 0]
     assert forks.queue_position is None and other.queue_position == 1
     harness.streams[0].close()
-    assert await harness.texts([forks, other]) == [alone(forks), alone(other)]
+    assert await harness.texts([forks, other]) == [expected_tokens(forks), expected_tokens(other)]
     assert {request.id for request in forks.requests} <= set(harness.engines[1].seen)
 
 
@@ -211,7 +211,7 @@ async def test_waiting_requests_of_a_crashed_engine_move_and_keep_their_position
     delayed = [harness.streams[index] for index in (0, 2, 4)]
     assert [s for s in harness.streams if s.is_open] == delayed, "one stream waits for the crashed engine"
     harness.engines[0].load()
-    assert await harness.texts() == [alone(stream) for stream in harness.streams]
+    assert await harness.texts() == [expected_tokens(stream) for stream in harness.streams]
     in_flight = {request.id for stream in delayed for request in stream.requests}
     assert not in_flight.intersection(harness.engines[1].seen), "requests in flight must not move to another engine"
 
@@ -240,7 +240,7 @@ async def test_requests_of_an_abandoned_engine_move_to_the_others() -> None:
     harness.engines[0].crash()
     harness.engines[0].give_up(_STOPPED)
     assert harness.pool.ready and not harness.pool._stopped_event.is_set()
-    assert await harness.texts() == [alone(stream) for stream in harness.streams]
+    assert await harness.texts() == [expected_tokens(stream) for stream in harness.streams]
     moved = [name for name in harness.engines[1].seen if name in {"r0/0", "r2/0", "r4/0"}]
     assert moved == ["r0/0", "r2/0", "r4/0"], "they return to the head of the queue in order"
     assert sum(client.replayed for client in harness.pool.engines) == 3
@@ -275,7 +275,7 @@ async def test_engine_that_restarts_with_other_weights_is_given_up() -> None:
     harness.engines[0].crash()
     harness.engines[0].load(numerics="another")
     assert harness.engines[0].is_stopped and harness.pool.ready
-    assert await harness.texts() == [alone(stream) for stream in streams]
+    assert await harness.texts() == [expected_tokens(stream) for stream in streams]
     assert not any(isinstance(frame, Submit) for frame in harness.engines[0].frames)
 
 
@@ -304,7 +304,7 @@ async def test_requests_of_an_engine_being_killed_do_not_move() -> None:
     assert [stream.engine for stream in streams] == homes
     harness.engines[1].crash()
     harness.engines[1].load()
-    assert await harness.texts() == [alone(stream) for stream in streams]
+    assert await harness.texts() == [expected_tokens(stream) for stream in streams]
 
 
 @async_test
@@ -322,7 +322,7 @@ async def test_paused_stream_resumes_on_its_engine_or_an_available_one() -> None
     harness.engines[home].crash()
     harness.pool.resume(stream)
     assert stream.engine == 1 - home
-    assert await harness.texts() == [alone(stream)]
+    assert await harness.texts() == [expected_tokens(stream)]
 
 
 @async_test
@@ -336,7 +336,7 @@ async def test_suspended_stream_survives_its_engine() -> None:
     harness.engines[home].give_up(_STOPPED)
     first = await stream.receive()
     assert harness.pool.engines[1 - home].load == 1
-    assert tokens_of([*first, *await harness.read(stream)]) == alone(stream)
+    assert tokens_of([*first, *await harness.read(stream)]) == expected_tokens(stream)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -374,7 +374,7 @@ async def test_every_stream_gives_its_output_alone_whatever_happens(seed: int) -
     for engine in harness.engines:
         if engine.ready is None:
             engine.load()
-    assert await harness.texts() == [alone(stream) for stream in harness.streams]
+    assert await harness.texts() == [expected_tokens(stream) for stream in harness.streams]
     assert _is_empty(harness)
     assert len({stream.engine for stream in harness.streams}) > 1
 
@@ -402,7 +402,7 @@ async def test_after_blaming_a_request_the_engine_runs_a_canary_first() -> None:
     late_stream = harness.submit((9,) * 8)
     harness.step(2)
     assert not client.is_running_canary and engine.seen[-1] == CANARY_ID
-    assert (await harness.texts())[1:] == [alone(stream) for stream in (*streams[1:], late_stream)]
+    assert (await harness.texts())[1:] == [expected_tokens(stream) for stream in (*streams[1:], late_stream)]
     engine.crash()
     engine.load()
     assert not client.is_running_canary, "no request was blamed for this crash"
@@ -510,9 +510,9 @@ def test_every_engine_gets_the_same_number_of_threads() -> None:
     settings, share = Settings(replicas=2, kernels="torch"), EngineShare(2, (1,), (4, 5))
     configs = _worker_configs(settings, [share, share])
     assert [(config.replica, config.threads, config.concurrent_loaders) for config in configs] == [(0, 2, 1), (1, 2, 1)]
-    (alone,) = _worker_configs(settings, [share])
-    assert alone == replace(configs[0], replicas=1, concurrent_loaders=0)
-    assert (alone.thread_candidates, alone.cpus) == ((1,), (4, 5))
+    (single,) = _worker_configs(settings, [share])
+    assert single == replace(configs[0], replicas=1, concurrent_loaders=0)
+    assert (single.thread_candidates, single.cpus) == ((1,), (4, 5))
 
 
 @pytest.mark.parametrize(

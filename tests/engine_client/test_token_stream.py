@@ -15,7 +15,7 @@ from app.engine_client.token_stream import MAX_BUFFERED, Arrival, Cancelled, Con
 from app.generation.request import Started
 from app.generation.session import GenerationSession, SessionTimes, Timeouts
 from tests.support.async_test import async_test
-from tests.support.engine_pool import PoolHarness, Top, alone, tokens_of
+from tests.support.engine_pool import PoolHarness, Top, expected_tokens, tokens_of
 
 TOP = tuple((token, -1.0) for token in range(20))
 
@@ -64,7 +64,7 @@ async def test_an_unread_stream_is_suspended_and_resumes_when_it_is_read(n: int,
     assert MAX_BUFFERED < weight <= MAX_BUFFERED + 1 + len(top)
     assert stream.n_suspensions == 1 and stream.is_open and not harness.engine.running
     arrivals = await harness.read(stream)
-    assert [tokens_of(arrivals, choice) for choice in range(n)] == [alone(stream)] * n
+    assert [tokens_of(arrivals, choice) for choice in range(n)] == [expected_tokens(stream)] * n
     assert harness.pool.n_suspensions == stream.n_suspensions >= 2
     assert not harness.pool._suspended and not harness.pool.engines[0].load
 
@@ -78,7 +78,7 @@ async def test_a_stream_whose_reader_waits_is_never_suspended() -> None:
     await asyncio.sleep(0)
     harness.run()
     assert stream.n_suspensions == 0 and not stream.is_open
-    assert tokens_of(await reader) == alone(stream)
+    assert tokens_of(await reader) == expected_tokens(stream)
 
 
 @async_test
@@ -93,7 +93,7 @@ async def test_suspended_stream_is_submitted_once_after_its_client_reconnects() 
     harness.step()
     assert len(harness.engine.seen) == 3 + 3
     arrivals += await harness.read(stream)
-    assert [tokens_of(arrivals, choice) for choice in range(3)] == [alone(stream)] * 3
+    assert [tokens_of(arrivals, choice) for choice in range(3)] == [expected_tokens(stream)] * 3
 
 
 @async_test
@@ -122,7 +122,7 @@ async def test_crash_does_not_affect_a_suspended_stream() -> None:
     assert harness.n_submitted == 1, "it waits for the engine like all others"
     harness.engine.load()
     arrivals += await harness.read(stream)
-    assert tokens_of(arrivals) == alone(stream)
+    assert tokens_of(arrivals) == expected_tokens(stream)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ async def test_consumer_takes_events_while_the_reader_sleeps() -> None:
         await asyncio.sleep(0)
     assert [len([a for a in each if isinstance(a.item, SampledEvent)]) for each in taken] == [3, 12, 15]
     assert await reader == [], "woken at the end with no event left"
-    assert tokens_of([a for each in taken for a in each]) == alone(stream)
+    assert tokens_of([a for each in taken for a in each]) == expected_tokens(stream)
 
 
 @async_test
@@ -227,7 +227,7 @@ async def test_exception_of_a_consumer_affects_only_its_request() -> None:
     reader = asyncio.create_task(broken.wait_event(fail))
     await asyncio.sleep(0)
     harness.run()
-    assert tokens_of(await harness.read(other.stream)) == alone(other.stream)
+    assert tokens_of(await harness.read(other.stream)) == expected_tokens(other.stream)
     assert await reader
     assert broken.events.popleft() == Started(), "earlier events must be handled first"
     with pytest.raises(ArithmeticError):

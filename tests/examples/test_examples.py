@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.support import ROOT
-from tests.support.completion_client import whole
+from tests.support.completion_client import fetch_completion
 from tests.support.http.cutting_proxy import cutting_proxy
 from tests.support.keyed_server import Keyring
 from tests.support.servers import Server
@@ -36,7 +36,7 @@ def run(name: str, *arguments: str, key: str = "") -> subprocess.CompletedProces
 
 
 def _expected(server: Server, **body: Any) -> str:
-    return str(whole(server.url, **body)["choices"][0]["text"])
+    return str(fetch_completion(server.url, **body)["choices"][0]["text"])
 
 
 @pytest.mark.parametrize("cuts", [[], [900], [2500], [1800, 700, 100, 900]])

@@ -10,7 +10,7 @@ import uvloop
 
 from app.http.http_protocol import HttpProtocol
 from tests.support.http.framing_harness import Harness
-from tests.support.http.raw_client import connect, error_of, post, read_all, status_of
+from tests.support.http.raw_client import connect, error_of, post_request, read_all, status_of
 from tests.support.servers import Server
 
 
@@ -47,7 +47,7 @@ def test_malformed_http_gets_400_in_the_common_shape(server: Server, data: bytes
 
 def test_garbage_after_a_request_does_not_prevent_its_response(server: Server) -> None:
     with connect(server) as connection:
-        connection.sendall(post({"prompt": "a", "max_tokens": 3, "stream": False}) + b"\0\1\2 rubbish\r\n\r\n")
+        connection.sendall(post_request({"prompt": "a", "max_tokens": 3, "stream": False}) + b"\0\1\2 rubbish\r\n\r\n")
         output = read_all(connection)
     assert output.count(b"HTTP/1.1 ") == 1 and status_of(output) == 200
 
@@ -56,7 +56,7 @@ def test_compressed_body_is_refused_before_it_is_read(server: Server) -> None:
     def send_body(coding: str) -> bytes:
         with connect(server) as connection:
             body = {"prompt": "a", "max_tokens": 1, "stream": False}
-            connection.sendall(post(body, "/complete", f"Content-Encoding: {coding}", "Connection: close"))
+            connection.sendall(post_request(body, "/complete", f"Content-Encoding: {coding}", "Connection: close"))
             return read_all(connection)
 
     refused = send_body("gzip")

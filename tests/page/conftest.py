@@ -1,11 +1,11 @@
-"""One browser for all tests of the page that run one after another: its start costs as much as two of them."""
+"""One browser for all tests of this folder: starting it costs as much as two tests."""
 
 import pytest
 
-from tests.support.page.browser import launched
+from tests.support.page.browser import launch_browser
 
 
 @pytest.fixture(scope="package")
 def browser():
-    with launched() as browser:
+    with launch_browser() as browser:
         yield browser

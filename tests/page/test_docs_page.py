@@ -1,4 +1,4 @@
-"""/docs in a real browser: it lists every route, tries them, streams, and contacts no host but the service."""
+"""/docs in a real browser: it lists and calls every route, streams, and contacts no host but the service."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from tests.support.page.browser import visit
 
 @pytest.fixture(scope="module")
 def page(browser, server):
-    """A reader of /docs, who tries one route after the other."""
+    """The /docs page, shared by the tests of this module."""
     with visit(browser, server, "/docs") as page:
         page.locator("#schemas:not([hidden])").wait_for()
         yield page
@@ -27,13 +27,13 @@ def _open(page, operation):
     return route
 
 
-def _sent(route):
+def _send(route):
     route.get_by_role("button", name="Send").click()
     route.locator(".status", has_text=" ms").wait_for()
     return route.locator(".answer").inner_text()
 
 
-def test_every_route_and_object_stands_there_with_its_words(page, server):
+def test_every_route_and_schema_is_listed_with_its_descriptions(page, server):
     document = httpx.get(f"{server.url}/openapi.json").json()
     text = page.locator("body").text_content()
     for path, methods in document["paths"].items():
@@ -51,7 +51,7 @@ def test_every_route_and_object_stands_there_with_its_words(page, server):
     page.get_by_text("From the request to its first token.").wait_for(state="visible")
 
 
-def test_the_form_comes_first_then_required_fields_and_each_default_is_shown(page, server):
+def test_form_precedes_fields_required_fields_come_first_and_defaults_are_shown(page, server):
     route = page.locator("#complete[open]")
     order = route.evaluate("e => [...e.querySelectorAll('form, h3')].map((one) => one.textContent.slice(0, 6))")
     assert order[0] == "Stream" and order[1:] == ["Fields", "Respon"]
@@ -68,62 +68,62 @@ def test_the_form_comes_first_then_required_fields_and_each_default_is_shown(pag
         page.set_viewport_size({"width": width, "height": 800})
         assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth"), width
         words = page.evaluate("() => [...document.querySelectorAll('.fields dd')].map((one) => one.clientWidth)")
-        assert min(filter(None, words)) > min(0.6 * width, 400), "fields leave their descriptions no room"
+        assert min(filter(None, words)) > min(0.6 * width, 400), "the fields squeeze their descriptions"
 
 
-def test_an_example_fills_the_body_and_runs_as_it_is(page):
+def test_an_example_fills_the_body_and_runs_unchanged(page):
     route = page.locator("#complete")
     button = route.get_by_role("button", name="Three continuations")
     button.click()
     assert button.get_attribute("aria-pressed") == "true"
-    assert len(json.loads(_sent(route))["choices"]) == 3
+    assert len(json.loads(_send(route))["choices"]) == 3
     assert '"n": 3' in route.locator(".curl").inner_text()
 
 
 def test_a_completion_streams_into_the_page(page):
     route = _open(page, "complete")
     route.locator("textarea").fill('{"prompt": "The moon", "max_tokens": 5, "seed": 3}')
-    events = parse_events(_sent(route))
+    events = parse_events(_send(route))
     assert [event.name for event in events][:: len(events) - 1] == ["start", "done"]
     assert route.locator(".status").inner_text().startswith("200 OK, ")
     route.locator("textarea").fill('{"prompt": "The moon", "max_tokens": -5}')
-    assert json.loads(_sent(route))["error"]["param"] == "max_tokens"
+    assert json.loads(_send(route))["error"]["param"] == "max_tokens"
     assert route.locator(".status").inner_text().startswith("400 ")
 
 
-def test_requests_are_ready_to_be_sent(page):
-    assert json.loads(_sent(_open(page, "tokenize")))["count"] > 0
-    assert json.loads(_sent(_open(page, "detokenize")))["pieces"]
-    assert "inkstream_requests_running 0.0" in _sent(_open(page, "metrics"))
+def test_other_routes_can_be_called(page):
+    assert json.loads(_send(_open(page, "tokenize")))["count"] > 0
+    assert json.loads(_send(_open(page, "detokenize")))["pieces"]
+    assert "inkstream_requests_running 0.0" in _send(_open(page, "metrics"))
     model = _open(page, "model")
-    assert json.loads(_sent(model))["n_vocab"] == VOCAB
+    assert json.loads(_send(model))["n_vocab"] == VOCAB
     cancel = _open(page, "cancel")
     cancel.locator("input[name=request_id]").fill("a b?")
-    assert json.loads(_sent(cancel))["error"]["code"] == "unknown_request"
+    assert json.loads(_send(cancel))["error"]["code"] == "unknown_request"
 
 
-def test_a_stream_is_resumed_behind_the_event_that_was_named(page):
+def test_resuming_a_stream_returns_the_events_after_the_given_id(page):
     route = _open(page, "complete")
     route.locator("textarea").fill('{"prompt": "The moon", "max_tokens": 5, "seed": 3}')
-    events = parse_events(_sent(route))
+    events = parse_events(_send(route))
     again = _open(page, "resume")
-    assert again.locator("input[name=request_id]").input_value() == events[0].data["id"], "filled in by the run"
+    assert again.locator("input[name=request_id]").input_value() == events[0].data["id"], "the run filled in its id"
     again.locator("input[name=last-event-id]").fill(events[1].id)
-    assert parse_events(_sent(again)) == events[2:]
+    assert parse_events(_send(again)) == events[2:]
     assert f"last-event-id: {events[1].id}" in again.locator(".curl").inner_text()
 
 
-def test_the_command_for_the_shell_does_the_same(page):
+def test_the_curl_command_returns_the_same_response(page):
     route = _open(page, "tokenize")
     route.locator("textarea").fill('{"prompt": "it\'s \\"$HOME\\""}')
     command = route.locator(".curl").inner_text()
     result = subprocess.run(command + " -s", shell=True, capture_output=True, text=True, timeout=60, check=True)
-    assert json.loads(result.stdout) == json.loads(_sent(route))
+    assert json.loads(result.stdout) == json.loads(_send(route))
 
 
-def test_a_key_is_sent_as_one(page):
+def test_the_key_is_sent_as_a_bearer_token(page):
     page.locator("#key").fill("secret")
     route = _open(page, "tokenizer_info")
     with page.expect_request("**/tokenizer_info") as request:
-        _sent(route)
+        _send(route)
     assert request.value.headers["authorization"] == "Bearer secret"

@@ -1,4 +1,4 @@
-"""The page in a real browser, against the real app on a tiny random model: the text, errors, what a browser does."""
+"""The page in a real browser, against the real app with a tiny random model: text, errors, browser behavior."""
 
 import re
 
@@ -6,84 +6,84 @@ import httpx
 
 from tests.support.page.browser import (
     PROMPT,
-    answer_with,
-    as_textarea,
-    body_of,
+    click_generate,
+    completion_text,
     cut_stream,
+    fake_completion,
+    fake_response,
     generate,
-    play,
-    run_of,
+    json_body,
+    normalize_line_ends,
+    raw_body,
+    record_defects,
+    record_status_messages,
+    run_events,
     set_fields,
     setting,
-    start,
     status,
     text,
-    text_of,
-    trickle,
+    throttle_stream,
     wait_for,
-    watch,
-    watch_status,
-    whole_text,
 )
 
-# Text in, text out
+# Generating text
 
 
-def test_text_streams_in_behind_the_prompt_and_is_what_one_plain_answer_has(page, server, long_seed):
+def test_streamed_text_follows_the_prompt_and_equals_an_unstreamed_completion(page, server, long_seed):
     set_fields(page, seed=long_seed, max_tokens=60)
     generate(page)
-    assert text(page) == as_textarea(PROMPT + whole_text(server, seed=long_seed, max_tokens=60))
+    assert text(page) == normalize_line_ends(PROMPT + completion_text(server, seed=long_seed, max_tokens=60))
     assert status(page).startswith("Done (")
     assert re.fullmatch(r"\d+ ms", page.locator("#first-token").inner_text())
     assert float(page.locator("#rate").inner_text()) > 0
     assert 0 < int(page.locator("#count").inner_text()) <= 60
 
 
-def test_the_keys_generate_from_the_text_and_from_any_field(page):
+def test_ctrl_or_cmd_enter_generates_from_the_text_and_from_any_field(page):
     page.locator("#max-tokens").fill("4")
     for selector, keys in [
         ("#document", "Control+Enter"),
         ("#document", "Meta+Enter"),
         ("#max-tokens", "Control+Enter"),
     ]:
-        with page.expect_response("**/complete") as answer:
+        with page.expect_response("**/complete") as response:
             page.locator(selector).press(keys)
-        assert answer.value.ok
+        assert response.value.ok
         wait_for(page, "done")
 
 
 # Stop, seed, undo
 
 
-def test_stop_keeps_the_text_tells_the_server_and_hands_the_pen_back(page, server, long_seed):
+def test_stop_keeps_the_text_cancels_the_request_and_makes_the_text_editable(page, server, long_seed):
     set_fields(page, seed=long_seed, max_tokens=200)
-    trickle(page, frames=4)  # thirteen seconds to interrupt 200 tokens
-    start(page)
+    throttle_stream(page, frames=4)  # the 200 tokens take 13 seconds: time to stop them
+    click_generate(page)
     wait_for(page, "streaming")
     assert not page.locator("#document").is_editable()
-    with page.expect_request(lambda request: request.method == "DELETE") as told:
+    with page.expect_request(lambda request: request.method == "DELETE") as cancellation:
         page.locator("#stop").click()
-    assert "/complete/req-" in told.value.url
+    assert "/complete/req-" in cancellation.value.url
     wait_for(page, "stopped")
     assert status(page) == "Stopped"
     kept = text(page)
     page.wait_for_timeout(200)
-    assert text(page) == kept, "text came after Stop"
-    whole = as_textarea(PROMPT + whole_text(server, seed=long_seed, max_tokens=200))
+    assert text(page) == kept, "text arrived after Stop"
+    whole = normalize_line_ends(PROMPT + completion_text(server, seed=long_seed, max_tokens=200))
     assert len(PROMPT) < len(kept) < len(whole)
-    # A CR whose LF never came has become a line end of its own.
+    # A CR that was not followed by its LF in time has become a line end.
     assert whole.startswith((kept, kept.removesuffix("\n")))
     page.locator("#document").press_sequentially("!")
-    assert text(page) == kept + "!", "the caret stands behind the new text, as it stood behind the prompt"
+    assert text(page) == kept + "!", "the caret is after the new text, as it was after the prompt"
     page.locator("#document").fill(PROMPT)
-    start(page)
+    click_generate(page)
     wait_for(page, "streaming")
     with page.expect_request(lambda request: request.method == "DELETE"):
         page.keyboard.press("Escape")
     wait_for(page, "stopped")
 
 
-def test_undo_and_redo_go_over_whole_generations_and_over_what_was_typed(page, long_seed):
+def test_undo_and_redo_step_over_runs_and_typed_text(page, long_seed):
     set_fields(page, seed=long_seed, max_tokens=20)
     generate(page)
     generated = text(page)
@@ -101,10 +101,10 @@ def test_undo_and_redo_go_over_whole_generations_and_over_what_was_typed(page, l
     assert page.locator("#redo").get_attribute("aria-disabled") == "true"
     page.locator("#seed").press_sequentially("12")
     page.locator("#seed").press("Control+z")
-    assert text(page) == typed, "undo in a field is the field's own"
+    assert text(page) == typed, "undo in a field is the browser's own"
 
 
-def test_regenerate_begins_where_the_run_began_and_with_a_locked_seed_says_why_it_would_be_the_same(page):
+def test_regenerate_restarts_the_last_run_and_is_refused_with_a_locked_seed(page):
     set_fields(page, seed=3, max_tokens=5)
     generate(page)
     after = text(page)
@@ -123,9 +123,9 @@ def test_regenerate_begins_where_the_run_began_and_with_a_locked_seed_says_why_i
     assert text(page).startswith(PROMPT) and not text(page).startswith(second)
 
 
-def test_the_models_words_have_another_ink_and_what_is_typed_among_them_has_not(page):
+def test_model_text_has_its_own_color_and_text_typed_inside_it_does_not(page):
     inks = "() => [...document.querySelectorAll('#mirror span:not(.tail)')].map((e) => [e.className, e.textContent])"
-    play(page, *run_of(", there", " was"))
+    fake_completion(page, *run_events(", there", " was"))
     generate(page)
     assert page.evaluate(inks) == [["own", PROMPT], ["written", ", there was"]]
     page.locator("#document").evaluate("(e, at) => (e.focus(), e.setSelectionRange(at, at))", len(PROMPT) + 2)
@@ -140,8 +140,8 @@ def test_the_models_words_have_another_ink_and_what_is_typed_among_them_has_not(
     assert page.evaluate(inks) == [["own", PROMPT], ["written", ", "], ["own", "and "], ["written", "there was"]]
 
 
-def test_the_mirror_lies_on_the_text_glyph_on_glyph(page):
-    """Both wrap alike at every width: the same height, whatever the text."""
+def test_mirror_and_text_area_wrap_alike(page):
+    """Their heights are equal at every width."""
     words = "A long word: " + "x" * 200 + " and   spaces\tand\n\nempty lines, caf\u00e9 \u4e2d\u6587 \U0001f600 "
     page.locator("#document").fill(words * 12 + "\n")
     heights = "() => { const e = document.getElementById('document'); e.style.height = '0'; const own = e.scrollHeight;"
@@ -155,61 +155,61 @@ def test_the_mirror_lies_on_the_text_glyph_on_glyph(page):
 # Errors never lose text
 
 
-def test_a_refusal_shows_the_servers_own_sentence_and_keeps_the_text(page, server):
+def test_an_error_shows_the_servers_message_and_keeps_the_text(page, server):
     for typed, sent in [("-1", -1), ("many", "many")]:
         set_fields(page, max_tokens=typed)
         generate(page, ends="error")
-        refusal = httpx.post(f"{server.url}/complete", json={"prompt": PROMPT, "stream": True, "max_tokens": sent})
-        assert refusal.status_code == 400
-        assert page.locator("#status").text_content() == "Error: " + refusal.json()["error"]["message"]
+        response = httpx.post(f"{server.url}/complete", json={"prompt": PROMPT, "stream": True, "max_tokens": sent})
+        assert response.status_code == 400
+        assert page.locator("#status").text_content() == "Error: " + response.json()["error"]["message"]
         assert text(page) == PROMPT
 
 
-def test_a_countdown_can_be_stopped(page):
+def test_stop_ends_the_retry_countdown(page):
     busy = {"error": {"message": "The queue is full"}}
-    answer_with(page, status=503, headers={"Retry-After": "60"}, json=busy)
-    start(page)
+    fake_response(page, status=503, headers={"Retry-After": "60"}, json=busy)
+    click_generate(page)
     page.get_by_text(re.compile(r"Trying again in \d+ s")).wait_for()
     page.keyboard.press("Escape")
     wait_for(page, "stopped")
     assert text(page) == PROMPT
 
 
-def test_a_text_longer_than_the_context_is_cut_only_when_asked(page, server):
+def test_a_text_longer_than_the_context_is_truncated_only_on_request(page, server):
     page.locator("#document").fill("word and " * 1000)
     set_fields(page, max_tokens=4)
     generate(page, ends="error")
-    for way in (page.get_by_role("button", name="Go on from the end of it"), page.locator("#generate")):
+    for button in (page.get_by_role("button", name="Go on from the end of it"), page.locator("#generate")):
         with page.expect_request("**/complete") as request:
-            way.click()
+            button.click()
         wait_for(page, "done")
         assert "the model read the end of the text only" in status(page)
     context = httpx.get(f"{server.url}/v1/models").json()["data"][0]["max_model_len"]
-    assert body_of(request.value)["truncate_prompt_tokens"] == context - 4
+    assert json_body(request.value)["truncate_prompt_tokens"] == context - 4
     assert text(page).startswith("word and " * 1000)
     assert page.locator("#remedy").is_hidden()
     assert page.locator("#context").inner_text().endswith(f" of {context}")
 
 
-def test_a_stream_survives_a_connection_that_breaks(page, server, long_seed):
-    """The server's own stream, cut after some events; the rest comes by GET /complete/{id}/events."""
+def test_a_stream_survives_a_lost_connection(page, server, long_seed):
+    """The page fetches the rest from GET /complete/{id}/events."""
     set_fields(page, seed=long_seed, max_tokens=60)
     cut_stream(page, after=12)
-    said = watch_status(page)
+    messages = record_status_messages(page)
     with page.expect_response("**/events") as resumed:
-        start(page)
+        click_generate(page)
     assert resumed.value.ok
     wait_for(page, "done")
-    assert any("connection was lost" in sentence for sentence in said.json_value())
-    assert text(page) == as_textarea(PROMPT + whole_text(server, seed=long_seed, max_tokens=60))
+    assert any("connection was lost" in sentence for sentence in messages.json_value())
+    assert text(page) == normalize_line_ends(PROMPT + completion_text(server, seed=long_seed, max_tokens=60))
 
 
-def test_a_place_in_the_queue_is_shown(page):
-    said = watch_status(page)
-    trickle(page)
-    play(page, ("queue", {"position": 3, "eta_ms": 1500}), *run_of("!"))
+def test_the_queue_position_is_shown(page):
+    messages = record_status_messages(page)
+    throttle_stream(page)
+    fake_completion(page, ("queue", {"position": 3, "eta_ms": 1500}), *run_events("!"))
     generate(page)
-    assert said.json_value() == [
+    assert messages.json_value() == [
         "Waiting for the first token",
         "Waiting in queue, position 3, about 2 s",
         "Waiting for the first token",
@@ -218,11 +218,11 @@ def test_a_place_in_the_queue_is_shown(page):
     ]
 
 
-# What the browser does with it
+# Browser behavior
 
 
 def test_an_inline_script_does_not_run(browser, server):
-    page = browser.new_page()  # not the fixture, which takes the violation that is provoked here for a defect
+    page = browser.new_page()  # not the fixture, which would report this violation as a defect
     page.goto(server.url)
     page.evaluate("""() => {
         const script = document.createElement("script");
@@ -233,16 +233,16 @@ def test_an_inline_script_does_not_run(browser, server):
     page.context.close()
 
 
-def test_it_works_behind_a_proxy_that_puts_it_under_a_path(page):
-    page = page.context.new_page()  # the first one may still be asking for what it shows
-    trouble, outside = watch(page), []
+def test_the_page_works_behind_a_proxy_under_a_path_prefix(page):
+    page = page.context.new_page()  # requests of the first page may still be in flight
+    defects, outside = record_defects(page), []
     page.on("request", lambda request: outside.append(request.url) if "/tools/ink/" not in request.url else None)
 
     def forward(route):
         url = route.request.url.replace("/tools/ink/", "/")
-        answer = route.fetch(url=url, post_data=text_of(route.request))
-        headers = {name: value for name, value in answer.headers.items() if name != "content-encoding"}
-        route.fulfill(response=answer, headers=headers)
+        response = route.fetch(url=url, post_data=raw_body(route.request))
+        headers = {name: value for name, value in response.headers.items() if name != "content-encoding"}
+        route.fulfill(response=response, headers=headers)
 
     page.route("**/tools/ink/**", forward)
     page.goto("/tools/ink/")
@@ -250,12 +250,14 @@ def test_it_works_behind_a_proxy_that_puts_it_under_a_path(page):
     generate(page)
     assert page.locator("#model").inner_text() != ""
     assert [url for url in outside if not url.startswith("data:")] == []
-    assert trouble == []
+    assert defects == []
 
 
-def test_no_width_has_a_horizontal_scroll(page):
+def test_no_window_width_needs_horizontal_scrolling(page):
     numbers = {"seed": -(2**63), "model": "a-rather-long-name-of-a-model/with-a-tail", "weights_version": "f" * 64}
-    play(page, ("start", numbers), ("token", {"text": "w" * 300}), ("error", {"error": {"message": "w" * 300}}))
+    fake_completion(
+        page, ("start", numbers), ("token", {"text": "w" * 300}), ("error", {"error": {"message": "w" * 300}})
+    )
     generate(page, ends="error")
     page.locator("#panel summary").click()
     page.locator("#run > summary").click()
@@ -271,22 +273,22 @@ def test_no_width_has_a_horizontal_scroll(page):
 
 
 def test_a_reload_keeps_settings_and_an_emptied_text(page):
-    assert text(page) == PROMPT, "what a first visit begins with"
+    assert text(page) == PROMPT, "the sample text of a first visit"
     set_fields(page, temperature="0.7", seed="5", max_tokens="12")
     page.locator("#document").fill("")
     page.reload()
     kept = [page.locator(f"#{name}").input_value() for name in ("temperature", "top-p", "max-tokens", "seed")]
     assert kept == ["0.7", "", "12", "5"]
-    assert text(page) == "", "an emptied text is no first visit"
+    assert text(page) == "", "an empty text is not a first visit"
 
 
-def test_each_tab_keeps_its_own_text_and_a_new_one_begins_with_the_last(page):
+def test_each_tab_keeps_its_own_text_and_a_new_tab_opens_the_latest(page):
     page.locator("#document").fill("The first tab")
-    page.wait_for_timeout(600)  # it is saved, before the other
+    page.wait_for_timeout(600)  # until it is saved, before the other tab's
     other = page.context.new_page()
     other.goto("/")
     other.locator("#document").fill("The second tab")
-    other.reload()  # it is saved
+    other.reload()  # saves it
     page.reload()
     assert text(page) == "The first tab"
     new = page.context.new_page()
@@ -294,7 +296,7 @@ def test_each_tab_keeps_its_own_text_and_a_new_one_begins_with_the_last(page):
     assert text(new) == "The second tab"
 
 
-def test_without_storage_the_page_works_and_says_that_it_forgets(page):
+def test_without_storage_the_page_works_and_warns_once_that_text_is_not_kept(page):
     refuse = "{ get() { throw new DOMException('no', 'SecurityError') } }"
     for storage in ("localStorage", "indexedDB"):
         page.add_init_script(f"Object.defineProperty(window, '{storage}', {refuse})")
@@ -303,11 +305,11 @@ def test_without_storage_the_page_works_and_says_that_it_forgets(page):
     page.get_by_text("copy the text before you close the page").wait_for()
     generate(page)
     assert text(page).startswith(PROMPT)
-    page.wait_for_timeout(600)  # it has tried to store the text by now
-    assert status(page).startswith("Done ("), "it was shown once"
+    page.wait_for_timeout(600)  # by now it has tried to store the text
+    assert status(page).startswith("Done ("), "the warning is shown once"
 
 
-def test_where_the_storage_has_room_for_the_text_alone_that_is_kept_and_told(page):
+def test_when_storage_fits_only_the_text_the_page_keeps_it_and_reports_the_lost_history(page):
     page.add_init_script("""{
         const set = Storage.prototype.setItem;
         Storage.prototype.setItem = function (key, value) {
@@ -320,7 +322,7 @@ def test_where_the_storage_has_room_for_the_text_alone_that_is_kept_and_told(pag
     page.locator("#document").fill("a" * 1500)
     page.wait_for_function("() => localStorage.length > 0")
     assert "storage is full" not in status(page)
-    play(page, *run_of("c"))
+    fake_completion(page, *run_events("c"))
     generate(page)
     page.locator("#document").fill("b" * 1500)
     page.get_by_text("it keeps the text, not its history").wait_for()
@@ -329,23 +331,23 @@ def test_where_the_storage_has_room_for_the_text_alone_that_is_kept_and_told(pag
     assert page.locator("#undo").get_attribute("aria-disabled") == "true"
 
 
-def test_a_burst_of_tokens_is_a_few_writes(page):
+def test_a_burst_of_tokens_takes_few_writes_to_the_text_area(page):
     page.evaluate("""() => {
         const write = HTMLTextAreaElement.prototype.setRangeText;
         window.writes = 0;
         HTMLTextAreaElement.prototype.setRangeText = function (...args) { window.writes += 1; write.apply(this, args) };
     }""")
-    play(page, *run_of(*[f" {i}" for i in range(2000)]))
+    fake_completion(page, *run_events(*[f" {i}" for i in range(2000)]))
     generate(page)
     assert text(page) == PROMPT + "".join(f" {i}" for i in range(2000))
     assert 1 <= page.evaluate("() => window.writes") <= 30
 
 
-def test_the_view_follows_at_the_bottom_and_stays_anywhere_else(page):
-    """Also when the tree strip comes under it and the sheet gets lower."""
+def test_the_view_follows_new_text_only_from_the_bottom(page):
+    """Also when the tree strip appears below and shrinks the sheet."""
     top, area = "e => e.scrollTop", page.locator("#paper")
     page.locator("#document").fill("line\n" * 100)
-    play(page, *run_of("more\n" * 100))
+    fake_completion(page, *run_events("more\n" * 100))
     area.evaluate("e => { e.scrollTop = 40 }")
     generate(page)
     assert area.evaluate(top) == 40
@@ -356,11 +358,11 @@ def test_the_view_follows_at_the_bottom_and_stays_anywhere_else(page):
     page.wait_for_function(at_bottom, arg=area.element_handle())
 
 
-def test_the_keyboard_reaches_text_actions_and_settings_in_this_order(page):
+def test_tab_reaches_the_text_then_actions_then_settings(page):
     assert page.locator("#status").get_attribute("aria-live") == "polite"
     reached = [page.evaluate("() => document.activeElement.id")]
     for _ in range(12):
         page.keyboard.press("Tab")
         reached.append(page.evaluate("() => document.activeElement.id"))
     assert reached[:5] == ["document", "undo", "redo", "regenerate", "generate"]
-    assert "temperature" in reached[5:], "after the presets and the head of the settings"
+    assert "temperature" in reached[5:], "after the presets and the heading of the settings"

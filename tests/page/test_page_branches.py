@@ -1,17 +1,17 @@
-"""The tree of runs, continuations side by side, and what is announced, in a real browser."""
+"""The tree of runs, side-by-side continuations, and announcements, in a real browser."""
 
 import pytest
 
 from tests.support.page.browser import (
     PROMPT,
-    allow_modules,
+    allow_module_imports,
+    click_generate,
+    fake_completion,
     generate,
-    give,
-    keep_answers_open,
-    play,
-    run_of,
+    hold_stream_open,
+    run_events,
+    send_events,
     set_fields,
-    start,
     text,
     wait_for,
 )  # fmt: skip
@@ -27,12 +27,12 @@ TWO = [
 
 
 def play_run(page, words):
-    play(page, *run_of(words))
+    fake_completion(page, *run_events(words))
     generate(page)
 
 
 def regenerate(page, words):
-    play(page, *run_of(words, seed=8))
+    fake_completion(page, *run_events(words, seed=8))
     page.get_by_role("button", name="Regenerate").click()
     wait_for(page, "done")
 
@@ -47,9 +47,9 @@ def dot(page, words):
 
 @pytest.fixture
 def branched(page):
-    """Beginning - "one" - "two", and next to "two" its sibling "three", the current branch."""
+    """A tree of runs: "one", below it "two" and its sibling "three", which is current."""
     play_run(page, " one")
-    assert page.locator("#branches").is_hidden(), "one run is undone and redone: there is nowhere else to go"
+    assert page.locator("#branches").is_hidden(), "one run needs no tree: undo and redo reach it"
     play_run(page, " two")
     regenerate(page, " three")
     assert dots(page).count() == 4
@@ -59,7 +59,7 @@ def branched(page):
 # The tree strip
 
 
-def test_every_run_is_a_dot_and_one_click_goes_back_to_it(branched):
+def test_every_run_is_a_dot_and_a_click_restores_its_text(branched):
     assert text(branched) == f"{PROMPT} one three"
     dot(branched, "two").click()
     assert text(branched) == f"{PROMPT} one two"
@@ -68,10 +68,10 @@ def test_every_run_is_a_dot_and_one_click_goes_back_to_it(branched):
     assert text(branched) == PROMPT
     dot(branched, "three").click()
     assert text(branched) == f"{PROMPT} one three"
-    assert dots(branched).count() == 4, "going about makes no branches"
+    assert dots(branched).count() == 4, "navigation adds no branches"
 
 
-def test_the_strip_tells_of_the_dot_under_the_pointer_or_the_focus_and_else_of_where_one_is(branched):
+def test_the_strip_describes_the_hovered_else_the_focused_else_the_current_run(branched):
     words = branched.locator(".branch-words")
     assert words.inner_text() == "Run 3 \u00b7 three \u00b7 ended by length \u00b7 seed 8"
     dot(branched, "two").hover()
@@ -82,10 +82,10 @@ def test_the_strip_tells_of_the_dot_under_the_pointer_or_the_focus_and_else_of_w
     assert words.inner_text().startswith("Run 1")
     dot(branched, "two").hover()
     branched.mouse.move(0, 0)
-    assert words.inner_text().startswith("Run 1"), "the focus is still there"
+    assert words.inner_text().startswith("Run 1"), "the focus has not moved"
 
 
-def test_the_tree_is_one_for_a_screen_reader_and_one_stop_for_the_keyboard_whose_arrows_go_along_the_lines(branched):
+def test_the_strip_is_an_aria_tree_with_one_tab_stop_and_arrow_keys(branched):
     page = branched
     seen = [[d.get_attribute(f"aria-{name}") for name in ARIA] for d in dots(page).all()]
     assert seen == [
@@ -107,7 +107,7 @@ def test_the_tree_is_one_for_a_screen_reader_and_one_stop_for_the_keyboard_whose
         page.keyboard.press(key)
         assert name in page.evaluate("() => document.activeElement.getAttribute('aria-label')"), key
     page.keyboard.press("ArrowUp")
-    assert text(page) == f"{PROMPT} one three", "the focus alone goes nowhere"
+    assert text(page) == f"{PROMPT} one three", "moving the focus does not change the text"
     page.keyboard.press("Enter")
     assert text(page) == f"{PROMPT} one two"
     assert "two" in page.evaluate("() => document.activeElement.getAttribute('aria-label')"), "the focus stays"
@@ -116,9 +116,9 @@ def test_the_tree_is_one_for_a_screen_reader_and_one_stop_for_the_keyboard_whose
     assert "two" in page.evaluate("() => document.activeElement.getAttribute('aria-label')")
 
 
-def test_two_hundred_runs_are_a_strip_that_scrolls_to_where_one_is(page):
+def test_a_strip_of_two_hundred_runs_scrolls_to_the_current_one(page):
     page.set_viewport_size({"width": 390, "height": 800})
-    allow_modules(page)
+    allow_module_imports(page)
     page.evaluate("""async () => {
         const { Branches } = await import("/web/text/branches.js");
         const root = document.getElementById("branches");
@@ -143,13 +143,13 @@ def test_two_hundred_runs_are_a_strip_that_scrolls_to_where_one_is(page):
     assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
 
 
-# Continuations side by side
+# Side-by-side continuations
 
 
 @pytest.fixture
-def abreast(page):
-    """Two continuations that have come to their ends."""
-    play(page, *TWO, ("done", {"choices": CHOICES}))
+def two_continuations(page):
+    """The page with two finished continuations."""
+    fake_completion(page, *TWO, ("done", {"choices": CHOICES}))
     set_fields(page, n="2")
     page.locator("#document").press("Control+Enter")
     wait_for(page, "done")
@@ -160,56 +160,58 @@ def continuations(page):
     return page.get_by_role("group", name="2 continuations")
 
 
-def test_two_continuations_stand_beside_each_other_with_the_end_of_the_text_above(abreast):
-    group = continuations(abreast)
+def test_continuations_are_shown_side_by_side_below_the_end_of_the_text(two_continuations):
+    group = continuations(two_continuations)
     assert group.locator(".tail").inner_text() == PROMPT
     assert group.get_by_role("group", name="Continuation 1").inner_text() == "there was a king"
     assert group.get_by_role("group", name="Continuation 2").inner_text() == "a girl."
     assert group.locator(".facts").all_inner_texts() == ["length \u00b7 mean probability 0.55", "stop"]
     boxes = [group.get_by_role("group", name=f"Continuation {i}").bounding_box() for i in (1, 2)]
     assert boxes[0]["y"] == boxes[1]["y"] and boxes[0]["x"] + boxes[0]["width"] <= boxes[1]["x"]
-    abreast.set_viewport_size({"width": 390, "height": 800})
+    two_continuations.set_viewport_size({"width": 390, "height": 800})
     boxes = [group.get_by_role("group", name=f"Continuation {i}").bounding_box() for i in (1, 2)]
     assert boxes[0]["x"] == boxes[1]["x"] and boxes[0]["y"] + boxes[0]["height"] <= boxes[1]["y"]
-    assert abreast.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
+    assert two_continuations.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
     reached = []
     for _ in range(6):
-        abreast.keyboard.press("Tab")
-        reached.append(abreast.evaluate("() => document.activeElement.ariaLabel ?? document.activeElement.textContent"))
-    ways = [f"{what} {i}" for i in (1, 2) for what in ("Continuation", "Take this")]
-    assert reached == [PROMPT, *ways, "Take none"], "the end of the text above can be scrolled"
+        two_continuations.keyboard.press("Tab")
+        reached.append(
+            two_continuations.evaluate("() => document.activeElement.ariaLabel ?? document.activeElement.textContent")
+        )
+    expected = [f"{name} {i}" for i in (1, 2) for name in ("Continuation", "Take this")]
+    assert reached == [PROMPT, *expected, "Take none"], "the end of the text can be scrolled"
 
 
-def test_one_is_taken_and_the_other_stays_a_branch(abreast):
-    abreast.keyboard.press("2")
-    assert text(abreast) == f"{PROMPT} a girl."
-    assert continuations(abreast).is_hidden()
-    assert abreast.evaluate("() => document.activeElement.id") == "document"
-    assert dots(abreast).count() == 3
-    dot(abreast, "there was a king").click()
-    assert text(abreast) == f"{PROMPT} there was a king"
+def test_taking_a_continuation_keeps_the_other_as_a_branch(two_continuations):
+    two_continuations.keyboard.press("2")
+    assert text(two_continuations) == f"{PROMPT} a girl."
+    assert continuations(two_continuations).is_hidden()
+    assert two_continuations.evaluate("() => document.activeElement.id") == "document"
+    assert dots(two_continuations).count() == 3
+    dot(two_continuations, "there was a king").click()
+    assert text(two_continuations) == f"{PROMPT} there was a king"
 
 
-def test_escape_takes_none_and_both_stay_branches(abreast):
-    abreast.locator("#seed").press("2")
-    assert continuations(abreast).is_visible(), "a number typed into a field takes nothing"
-    abreast.locator("#document").focus()
-    abreast.keyboard.press("Escape")
-    assert continuations(abreast).is_hidden()
-    assert text(abreast) == PROMPT
-    assert dots(abreast).count() == 3
-    abreast.keyboard.press("2")
-    assert text(abreast) == PROMPT + "2", "the keys are letters again, and the sheet has the focus"
+def test_escape_takes_no_continuation_and_keeps_both_as_branches(two_continuations):
+    two_continuations.locator("#seed").press("2")
+    assert continuations(two_continuations).is_visible(), "a digit typed into a field takes no continuation"
+    two_continuations.locator("#document").focus()
+    two_continuations.keyboard.press("Escape")
+    assert continuations(two_continuations).is_hidden()
+    assert text(two_continuations) == PROMPT
+    assert dots(two_continuations).count() == 3
+    two_continuations.keyboard.press("2")
+    assert text(two_continuations) == PROMPT + "2", "digits are text again, and the sheet has the focus"
 
 
-def test_during_the_run_escape_stops_it_and_nothing_can_be_taken_yet(page):
+def test_during_a_run_escape_stops_it_and_no_continuation_can_be_taken(page):
     set_fields(page, n="2")
-    keep_answers_open(page)
+    hold_stream_open(page)
     page.locator("#document").press("Control+Enter")
-    give(page, *TWO)
+    send_events(page, *TWO)
     page.get_by_text("there was a king").wait_for()
     page.keyboard.press("1")
-    assert continuations(page).is_visible(), "not while it is written"
+    assert continuations(page).is_visible(), "no continuation can be taken during the run"
     assert page.get_by_role("button", name="Take none").is_hidden()
     page.keyboard.press("Escape")
     wait_for(page, "stopped")
@@ -218,14 +220,14 @@ def test_during_the_run_escape_stops_it_and_nothing_can_be_taken_yet(page):
     assert text(page) == f"{PROMPT} there was a king"
 
 
-# What is announced
+# Announcements
 
 
 def announcements(page):
     return page.evaluate("() => window.announcements")
 
 
-def listen(page):
+def record_announcements(page):
     page.evaluate("""() => {
         window.announcements = [];
         const region = document.getElementById("announcer");
@@ -233,19 +235,19 @@ def listen(page):
     }""")
 
 
-def test_whole_sentences_are_announced_and_the_rest_at_the_end_but_not_in_the_inspect_view(page):
+def test_sentences_are_announced_when_complete_except_in_the_inspect_view(page):
     page.get_by_role("button", name="Inspect").click()
-    listen(page)
-    play(page, *run_of(" It rained. Then"))
+    record_announcements(page)
+    fake_completion(page, *run_events(" It rained. Then"))
     generate(page)
     page.get_by_role("button", name="Write").click()
-    keep_answers_open(page)
-    start(page)
-    *tokens, done = run_of(" Mr", ".", " Darcy", " bowed", ".", " She")
-    give(page, *tokens)
+    hold_stream_open(page)
+    click_generate(page)
+    *tokens, done = run_events(" Mr", ".", " Darcy", " bowed", ".", " She")
+    send_events(page, *tokens)
     page.wait_for_function("() => window.announcements.length")
-    assert announcements(page) == ["Mr. Darcy bowed."], "while it is written, and nothing of the first run"
-    give(page, ("token", {"text": " smiled"}), done)
+    assert announcements(page) == ["Mr. Darcy bowed."], "announced during the run; the run in the inspect view was not"
+    send_events(page, ("token", {"text": " smiled"}), done)
     wait_for(page, "done")
     page.wait_for_function("() => window.announcements.length === 2")
     assert announcements(page)[1] == "She smiled"

@@ -1,13 +1,13 @@
-"""Writing at the caret, and rewriting what is selected, in a real browser."""
+"""Generating at the caret and rewriting a selection, in a real browser."""
 
 from tests.support.page.browser import (
-    answer_each,
-    describe_the_model,
-    drafts_of,
+    draft_events,
+    fake_completions,
     generate,
-    give,
-    keep_answers_open,
-    run_of,
+    hold_stream_open,
+    override_model_info,
+    run_events,
+    send_events,
     set_fields,
     text,
     wait_for,
@@ -30,16 +30,16 @@ def caret(page):
     return page.locator("#document").evaluate("(area) => [area.selectionStart, area.selectionEnd]")
 
 
-def inks(page):
-    """What the mirror shows, with the model's words in brackets."""
+def mirror_text(page):
+    """The text of the mirror, with the model's parts in brackets."""
     return page.locator("#mirror").evaluate("""(mirror) => {
         const shown = ({ className, textContent }) => (className === "written" ? `[${textContent}]` : textContent);
         return [...mirror.children].map((line) => [...line.children].map(shown).join("")).join("\\n");
     }""")
 
 
-def test_the_caret_in_the_middle_is_asked_about_once_and_remembered(page):
-    bodies = answer_each(page, *run_of(" and red"))
+def test_the_page_asks_once_whether_to_insert_at_the_caret_and_remembers_the_choice(page):
+    bodies = fake_completions(page, *run_events(" and red"))
     write(page, caret=16)
     page.locator("#document").press("Control+Enter")
     assert page.evaluate("() => document.activeElement.textContent") == "Insert here"
@@ -50,12 +50,12 @@ def test_the_caret_in_the_middle_is_asked_about_once_and_remembered(page):
     page.keyboard.press("Enter")
     wait_for(page, "done")
     assert text(page) == "The door was old and red. She waited. It opened."
-    assert inks(page) == "The door was old[ and red]. She waited. It opened."
+    assert mirror_text(page) == "The door was old[ and red]. She waited. It opened."
     assert (bodies[0]["prompt"], bodies[0].get("suffix")) == ("The door was old", None)
-    assert caret(page) == [24, 24], "behind what was written"
+    assert caret(page) == [24, 24], "after the inserted text"
     page.keyboard.press("Control+z")
     assert text(page) == TEXT
-    page.wait_for_timeout(600)  # it is saved
+    page.wait_for_timeout(600)  # until it is saved
     page.reload()
     assert page.locator("#at-caret").is_checked()
     page.locator("#at-end").check()
@@ -66,10 +66,10 @@ def test_the_caret_in_the_middle_is_asked_about_once_and_remembered(page):
     assert bodies[1]["prompt"] == TEXT
 
 
-def test_what_stands_behind_the_caret_is_the_suffix_where_the_model_can_read_it(page):
-    describe_the_model(page, has_infill=True)
+def test_text_after_the_caret_is_sent_as_the_suffix_to_an_infill_model(page):
+    override_model_info(page, has_infill=True)
     page.locator("#at-caret:checked").wait_for()
-    bodies = answer_each(page, *run_of("ver", "y\nvery "))
+    bodies = fake_completions(page, *run_events("ver", "y\nvery "))
     write(page, caret=13)
     page.locator("#generate-word", has_text="Insert here").wait_for()
     generate(page)
@@ -85,26 +85,26 @@ def test_what_stands_behind_the_caret_is_the_suffix_where_the_model_can_read_it(
     assert "suffix" not in bodies[2]
 
 
-def test_text_streams_into_the_middle_where_it_is_seen(page):
+def test_inserted_text_scrolls_into_view(page):
     page.locator("#at-caret").check()
     lines = "".join(f"Line {number} of a text that is longer than the window.\n" for number in range(120))
     write(page, lines, caret=6)
     page.locator("#paper").evaluate("(paper) => paper.scrollTo(0, 1e9)")
-    keep_answers_open(page)
+    hold_stream_open(page)
     page.keyboard.press("Control+Enter")
-    give(page, *run_of(" and", " a half\nA")[:-1])
+    send_events(page, *run_events(" and", " a half\nA")[:-1])
     page.locator("#mirror", has_text="Line 0 and a half").wait_for()
-    assert inks(page).startswith("Line 0[ and a half]\n[A] of a text"), "during the run"
+    assert mirror_text(page).startswith("Line 0[ and a half]\n[A] of a text"), "during the run"
     assert page.locator("#paper").evaluate("(paper) => paper.scrollTop") < 50
     page.keyboard.press("Escape")
     wait_for(page, "stopped")
     assert text(page) == lines[:6] + " and a half\nA" + lines[6:]
-    assert inks(page).startswith("Line 0[ and a half]\n[A] of a text"), "after it"
+    assert mirror_text(page).startswith("Line 0[ and a half]\n[A] of a text"), "after the run"
     assert caret(page) == [19, 19]
 
 
-def test_a_selection_is_rewritten_by_the_alternative_that_is_taken(page):
-    bodies = answer_each(page, *drafts_of(" Nobody came. And", " She knocked.", " Rain fell."))
+def test_taking_an_alternative_rewrites_the_selection(page):
+    bodies = fake_completions(page, *draft_events(" Nobody came. And", " She knocked.", " Rain fell."))
     set_fields(page, max_tokens=64)
     write(page, caret=18, end=29)
     page.locator("#generate-word", has_text="Rewrite").wait_for()
@@ -116,16 +116,16 @@ def test_a_selection_is_rewritten_by_the_alternative_that_is_taken(page):
     assert (bodies[0]["prompt"], bodies[0]["n"], bodies[0]["max_tokens"]) == ("The door was old.", 3, 12)
     page.keyboard.press("1")
     assert text(page) == "The door was old. Nobody came. It opened."
-    assert inks(page) == "The door was old.[ Nobody came.] It opened."
+    assert mirror_text(page) == "The door was old.[ Nobody came.] It opened."
     page.locator("#undo").click()
-    assert text(page) == TEXT, "one step"
+    assert text(page) == TEXT, "one undo step"
     page.locator("#redo").click()
-    assert page.get_by_role("treeitem", name="She knocked").count() == 1, "the others stay as branches"
+    assert page.get_by_role("treeitem", name="She knocked").count() == 1, "the other alternatives remain branches"
 
 
-def test_all_of_the_text_is_continued_and_not_rewritten_from_nothing(page):
-    bodies = answer_each(page, *run_of(" again."))
-    for start, end in [(0, 5), (1, 4)]:  # all of it, and what is all of it in whole words
+def test_with_the_whole_text_selected_it_is_continued_rather_than_rewritten(page):
+    bodies = fake_completions(page, *run_events(" again."))
+    for start, end in [(0, 5), (1, 4)]:  # all of the text, and all of it once extended to whole words
         write(page, "Hello", start, end)
         page.locator("#document").press("Control+Enter")
         wait_for(page, "done")
@@ -139,23 +139,25 @@ WORDS = [
 ]
 
 
-def test_a_selection_that_begins_or_ends_inside_a_word_is_rewritten_in_whole_words(page):
-    bodies = answer_each(page, *drafts_of(" Yes", " Yes", " Yes"))
+def test_a_rewritten_selection_is_extended_to_whole_words(page):
+    bodies = fake_completions(page, *draft_events(" Yes", " Yes", " Yes"))
     for before, replaced, after, span in WORDS:
         words = before + replaced + after
         write(page, words, *span)
         page.locator("#document").press("Control+Enter")
         wait_for(page, "done")
         assert bodies.pop()["prompt"] == before
-        assert page.locator("#columns .replaced").inner_text() == replaced.strip(), "it is shown before it is taken"
+        assert page.locator("#columns .replaced").inner_text() == replaced.strip(), (
+            "the replaced text is shown before an alternative is taken"
+        )
         page.keyboard.press("1")
         written = text(page)
         assert written.startswith(before + " Yes") and written.endswith(after)
         page.keyboard.press("Control+z")
-        assert text(page) == words, "one step"
+        assert text(page) == words, "one undo step"
 
 
-def test_tokens_in_the_middle_are_the_models_and_the_rest_is_measured_again(page):
+def test_after_an_insertion_only_the_other_tokens_are_scored_again(page):
     page.locator("#at-caret").check()
     write(page, "One two three four", caret=7)
     set_fields(page, max_tokens=4)

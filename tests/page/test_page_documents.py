@@ -1,4 +1,4 @@
-"""Documents of the page: kept in the browser, searched, renamed, duplicated, deleted, exported and imported."""
+"""Documents of the page: stored in the browser, searched, renamed, duplicated, deleted, exported and imported."""
 
 import json
 
@@ -6,15 +6,15 @@ import pytest
 
 from tests.support.page.browser import (
     PATIENCE_MS,
+    capture_download,
+    fake_completion,
     generate,
-    play,
-    run_of,
-    saved,
+    record_defects,
+    run_events,
     set_fields,
     setting,
     status,
     text,
-    watch,
 )
 
 pytestmark = pytest.mark.slow
@@ -29,7 +29,7 @@ def write(page, words):
     page.locator("#document").fill(words)
 
 
-def documents(page):
+def documents_dialog(page):
     if not page.locator("#documents").is_visible():
         page.locator("#documents-button").click()
         page.locator("#documents li").first.wait_for()
@@ -37,22 +37,22 @@ def documents(page):
 
 
 def titles(page):
-    return [title.inner_text() for title in documents(page).locator("button.documents-title").all()]
+    return [title.inner_text() for title in documents_dialog(page).locator("button.documents-title").all()]
 
 
 def create(page, words):
-    documents(page).get_by_role("button", name="New").click()
+    documents_dialog(page).get_by_role("button", name="New").click()
     page.locator("#documents").wait_for(state="hidden")
     write(page, words)
 
 
 def open_document(page, title):
-    documents(page).get_by_role("button", name=title, exact=True).click()
+    documents_dialog(page).get_by_role("button", name=title, exact=True).click()
     page.locator("#documents").wait_for(state="hidden")
 
 
 def choose_action(page, title, action):
-    documents(page).get_by_role("button", name=f"More: {title}", exact=True).click()
+    documents_dialog(page).get_by_role("button", name=f"More: {title}", exact=True).click()
     page.get_by_role("menuitem", name=action).click()
 
 
@@ -66,19 +66,19 @@ def wait_for_text(page, words):
 
 def import_files(page, *files):
     with page.expect_file_chooser() as chooser:
-        documents(page).get_by_role("button", name="Import").click()
+        documents_dialog(page).get_by_role("button", name="Import").click()
     chooser.value.set_files([{"name": name, "mimeType": "text/plain", "buffer": content} for name, content in files])
 
 
 def export(page, title, action):
-    return saved(page, lambda: choose_action(page, title, action))
+    return capture_download(page, lambda: choose_action(page, title, action))
 
 
 def test_five_documents_keep_text_settings_and_branches_across_a_reload(page):
-    documents(page)
-    assert titles(page) == [], "an untouched page is no document"
+    documents_dialog(page)
+    assert titles(page) == [], "an untouched page creates no document"
     page.keyboard.press("Escape")
-    play(page, *run_of(" there was"))
+    fake_completion(page, *run_events(" there was"))
     generate(page)
     for name in ("Second", "Third", "Fourth"):
         create(page, name)
@@ -98,7 +98,7 @@ def test_five_documents_keep_text_settings_and_branches_across_a_reload(page):
     assert len(titles(page)) == 5
 
 
-def test_the_text_that_an_earlier_page_stored_becomes_a_document(page):
+def test_text_stored_by_an_earlier_version_becomes_a_document(page):
     page.evaluate("""() => {
         const node = { id: 0, parent: null, kind: "text", facts: {}, latest: null };
         const tree = { nodes: [{ ...node, start: 0, removed: 0, text: "From before", written: [] }], current: 0 };
@@ -114,7 +114,7 @@ def test_the_text_that_an_earlier_page_stored_becomes_a_document(page):
     assert titles(page) == ["From before"]
 
 
-def test_by_keyboard_a_document_is_found_renamed_duplicated_and_deleted_with_undo(page):
+def test_documents_can_be_found_renamed_duplicated_and_deleted_by_keyboard(page):
     write(page, "The fox jumps\nover a lazy dog")
     create(page, "Something else")
     page.locator("#documents-button").press("Enter")
@@ -127,7 +127,7 @@ def test_by_keyboard_a_document_is_found_renamed_duplicated_and_deleted_with_und
     page.keyboard.press("Enter")  # Rename
     page.keyboard.type("Not this")
     page.keyboard.press("Escape")
-    assert titles(page) == ["The fox jumps"], "Escape ends the renaming, and does not close the dialog"
+    assert titles(page) == ["The fox jumps"], "Escape cancels the renaming and keeps the dialog open"
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
     page.keyboard.press("Enter")
@@ -142,7 +142,7 @@ def test_by_keyboard_a_document_is_found_renamed_duplicated_and_deleted_with_und
     page.keyboard.press("End")
     page.keyboard.press("Enter")  # Delete
     wait_for_message(page, "Deleted")
-    assert titles(page) == [] and "No document has these words." in documents(page).inner_text()
+    assert titles(page) == [] and "No document has these words." in documents_dialog(page).inner_text()
     page.keyboard.press("Enter")  # Undo has the focus
     wait_for_message(page, "Restored")
     assert titles(page) == ["Animals, lazy fox"]
@@ -156,12 +156,12 @@ def test_by_keyboard_a_document_is_found_renamed_duplicated_and_deleted_with_und
     page.locator('#status[data-state="done"]').wait_for()
 
 
-def test_the_open_document_is_deleted_and_comes_back(page):
+def test_deleting_the_open_document_opens_the_latest_and_undo_restores_it(page):
     write(page, "Kept")
     create(page, "Deleted")
     choose_action(page, "Deleted", "Delete")
     wait_for_message(page, "Deleted")
-    assert titles(page) == ["Kept"] and text(page) == "Kept", "the latest one takes its place"
+    assert titles(page) == ["Kept"] and text(page) == "Kept", "the latest document opens instead"
     page.locator("#documents").get_by_role("button", name="Undo").click()
     wait_for_text(page, "Deleted")
     for title in ("Kept", "Deleted"):
@@ -176,10 +176,10 @@ def test_the_open_document_is_deleted_and_comes_back(page):
     assert titles(page) == ["Deleted"]
 
 
-def test_a_whole_document_moves_to_another_browser(page, browser, server):
+def test_an_exported_document_can_be_imported_in_another_browser(page, browser, server):
     receipt = {"weights_version": "w", "seed": "7", "settings": {"top_k": 40}}
-    *events, (name, done) = run_of(" there was")
-    play(page, *events, (name, {**done, "receipt": receipt}))
+    *events, (name, done) = run_events(" there was")
+    fake_completion(page, *events, (name, {**done, "receipt": receipt}))
     set_fields(page, top_k="40")
     generate(page)
     title = "Once upon a time there was"
@@ -189,17 +189,17 @@ def test_a_whole_document_moves_to_another_browser(page, browser, server):
     assert [node["facts"].get("receipt") for node in json.loads(content)["tree"]["nodes"]] == [None, receipt]
     other = browser.new_context(base_url=server.url).new_page()
     other.set_default_timeout(PATIENCE_MS)
-    trouble = watch(other)
+    defects = record_defects(other)
     other.goto("/")
     import_files(other, (name, content))
     wait_for_text(other, title)
     assert setting(other, "top_k").input_value() == "40"
     other.locator("#undo").click()
-    assert text(other) == "Once upon a time" and trouble == []
+    assert text(other) == "Once upon a time" and defects == []
     other.context.close()
 
 
-def test_files_are_dropped_on_the_page_and_a_damaged_one_costs_nothing(page):
+def test_files_can_be_dropped_on_the_page_and_damaged_ones_are_skipped(page):
     write(page, "Here before")
     page.evaluate(DROP, [["story.txt", list(b"One\r\nTwo")]])
     wait_for_text(page, "One\nTwo")
@@ -210,7 +210,7 @@ def test_files_are_dropped_on_the_page_and_a_damaged_one_costs_nothing(page):
     assert sorted(titles(page)) == ["Here before", "a", "b", "story"] and text(page) == "One\nTwo"
 
 
-def test_two_tabs_never_write_the_same_document(page):
+def test_a_document_is_open_in_one_tab_only(page):
     write(page, "Shared")
     create(page, "Mine")
     open_document(page, "Shared")
@@ -220,7 +220,7 @@ def test_two_tabs_never_write_the_same_document(page):
     second.wait_for_function("() => document.title.startsWith('Shared (copy)')")
     write(second, "Shared, and more")
     assert sorted(titles(second)) == ["Mine", "Shared", "Shared (copy)"]
-    documents(second).get_by_role("button", name="Shared", exact=True).click()
+    documents_dialog(second).get_by_role("button", name="Shared", exact=True).click()
     wait_for_message(second, "open in another tab")
     choose_action(second, "Shared", "Delete")
     wait_for_message(second, "Close it there first")
@@ -230,12 +230,12 @@ def test_two_tabs_never_write_the_same_document(page):
     assert text(second) == "Shared"
 
 
-def test_a_run_ends_before_another_document_opens(page):
+def test_another_document_opens_only_after_the_run_is_stopped(page):
     write(page, "A")
     create(page, "B")
-    page.route("**/complete", lambda _: None)  # an answer that does not come
+    page.route("**/complete", lambda _: None)  # never answered
     page.locator("#generate").click()
-    documents(page).get_by_role("button", name="A", exact=True).click()
+    documents_dialog(page).get_by_role("button", name="A", exact=True).click()
     wait_for_message(page, "Stop the run first")
     page.keyboard.press("Escape")
     assert text(page) == "B"
@@ -244,18 +244,18 @@ def test_a_run_ends_before_another_document_opens(page):
     open_document(page, "A")
 
 
-def test_without_a_database_documents_last_for_the_visit_and_the_page_says_so(page):
+def test_without_indexeddb_documents_last_for_the_visit_and_the_page_says_so(page):
     page.add_init_script("Object.defineProperty(window, 'indexedDB', { get() { throw new DOMException('refused'); } })")
     page.reload()
     write(page, "One")
     create(page, "Two")
-    documents(page)
+    documents_dialog(page)
     wait_for_message(page, "keeps no documents beyond this visit")
     open_document(page, "One")
     assert text(page) == "One"
 
 
-def test_a_full_storage_is_reported_and_a_history_too_large_for_one_comes_from_the_other(page):
+def test_a_history_too_large_for_local_storage_is_kept_in_indexeddb_and_full_storage_is_reported(page):
     page.add_init_script("""
         const setItem = Storage.prototype.setItem;
         Storage.prototype.setItem = function (key, value) {
@@ -263,7 +263,7 @@ def test_a_full_storage_is_reported_and_a_history_too_large_for_one_comes_from_t
             setItem.call(this, key, value);
         };""")
     page.reload()
-    play(page, *run_of(" there was"))
+    fake_completion(page, *run_events(" there was"))
     generate(page)
     page.wait_for_function("() => localStorage.getItem('inkstream.notebook').includes('there was')")
     page.reload()
@@ -272,6 +272,6 @@ def test_a_full_storage_is_reported_and_a_history_too_large_for_one_comes_from_t
     page.evaluate("""() => {
         IDBObjectStore.prototype.put = function () { throw new DOMException("full", "QuotaExceededError"); };
     }""")
-    write(page, "Words that find no room")
+    write(page, "Text that does not fit")
     page.locator("#status").filter(has_text="The browser's storage is full").wait_for()
-    assert text(page) == "Words that find no room" and "Error" in status(page)
+    assert text(page) == "Text that does not fit" and "Error" in status(page)

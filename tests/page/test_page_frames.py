@@ -1,8 +1,8 @@
-"""2,000 tokens without a stutter: the work of the page in each frame while text streams.
+"""CPU time per frame while the page streams 2,000 tokens.
 
-A frame is what the main thread does since the frame before: reading the stream, scripts, style, layout, and recording
-what is to be painted. Chromium's own trace tells it, by the thread's clock: that stands still while others have the
-core, so that a busy machine measures much what a quiet one does.
+The cost of a frame is the main thread's work since the previous frame: reading the stream, scripts, style, layout and
+recording paint commands. Chromium's trace gives it as the thread's CPU time, so that other load on the machine hardly
+changes it.
 """
 
 import json
@@ -13,23 +13,23 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.support.page.browser import CHROMIUM_ONLY, DONE, PROMPT, generate, play, text, trickle
-from tests.support.page.token_view import WORDS, inspect, played
+from tests.support.page.browser import CHROMIUM_ONLY, DONE, PROMPT, fake_completion, generate, text, throttle_stream
+from tests.support.page.token_view import WORDS, open_inspect_view, token_events
 
 pytestmark = CHROMIUM_ONLY
-BUDGET_MS = 8  # about half of a frame at 60 Hz, for everything that the page does
+BUDGET_MS = 8  # about half a frame at 60 Hz, for all work of the page
 TOKENS = 2000
-A_FRAME = 8  # tokens that come with each: 480 tokens/s
+TOKENS_PER_FRAME = 8  # 480 tokens/s
 SENTENCE = " The harbour lay quiet under a low sky, and the boats turned on their chains."
 PARAGRAPH = 120  # tokens
-BUSY = 4_000_000  # square roots: some 30 ms
+BUSY = 4_000_000  # square roots: about 30 ms
 CATEGORIES = ["devtools.timeline", "disabled-by-default-devtools.timeline"]
-DRAWN = "FireAnimationFrame"  # of each frame that has work the page asked for
+DRAWN = "FireAnimationFrame"  # traced for each frame in which the page runs a callback
 
 
 @dataclass
 class Frames:
-    """`costs` in ms, one for each frame, in the order of time; filled when the measurement ends."""
+    """`costs` in ms of CPU, one per frame in order of time; filled when the measurement ends."""
 
     costs: list[float] = field(default_factory=list)
 
@@ -43,19 +43,19 @@ class Frames:
 
 
 @contextmanager
-def measured(browser, page):
-    """The frames that `page` draws inside the block."""
+def measured_frames(browser, page):
+    """Measures the frames that `page` draws inside the block."""
     frames = Frames()
     browser.start_tracing(page=page, categories=CATEGORIES)
     try:
         yield frames
     finally:
         events = json.loads(browser.stop_tracing())["traceEvents"]
-        frames.costs = costs(events)
+        frames.costs = frame_costs(events)
 
 
-def costs(events):
-    """Complete events ("ph": "X") have a beginning and a length in us: "ts" and "dur" of the wall, "tdur" of CPU."""
+def frame_costs(events):
+    """CPU ms of each frame. Complete events (ph X) have microseconds: start ts, wall time dur, CPU time tdur."""
     drawn = [event for event in events if event["name"] == DRAWN]
     main = _thread(max(drawn, key=lambda event: event["ts"]))
     starts = sorted(event["ts"] for event in drawn if _thread(event) == main)
@@ -66,7 +66,7 @@ def costs(events):
         if bisect_left(starts, task["ts"]) < bisect_right(starts, task["ts"] + task["dur"]):
             found.append(cost)
             cost = 0.0
-    return found[1:]  # what was before the first one is no frame's
+    return found[1:]  # the first cost includes work before any frame
 
 
 def _thread(event):
@@ -74,7 +74,7 @@ def _thread(event):
 
 
 def tokens():
-    """As the page gets them, each with the five most probable ones."""
+    """Token events as the server sends them, each with the five most probable tokens."""
     words = [f" {word}" for word in SENTENCE.split()]
     for i in range(TOKENS):
         text = "\n\nThe" if i % PARAGRAPH == PARAGRAPH - 1 else words[i % len(words)]
@@ -85,18 +85,18 @@ def tokens():
 
 @pytest.mark.timed
 @pytest.mark.parametrize("view", ["sheet", "inspect view"])
-def test_two_thousand_tokens_stream_within_half_a_frame_each(browser, page, promise, view):
-    """Into the inspect view as one paragraph, which is the worst there: a browser lays it out as a whole."""
-    paragraph = played([f" {WORDS[i % len(WORDS)]}" for i in range(TOKENS)])
-    play(page, ("start", {"seed": 1}), *(tokens() if view == "sheet" else paragraph), DONE)
+def test_streaming_two_thousand_tokens_takes_less_than_half_of_each_frame(browser, page, promise, view):
+    """The inspect view gets one paragraph, its worst case: the browser lays it out as a whole."""
+    paragraph = token_events([f" {WORDS[i % len(WORDS)]}" for i in range(TOKENS)])
+    fake_completion(page, ("start", {"seed": 1}), *(tokens() if view == "sheet" else paragraph), DONE)
 
     def measure():
         page.reload()
         page.locator("#document").fill(PROMPT)
         if view == "inspect view":
-            inspect(page)
-        trickle(page, A_FRAME, frames=1)
-        with measured(browser, page) as frames:
+            open_inspect_view(page)
+        throttle_stream(page, TOKENS_PER_FRAME, frames=1)
+        with measured_frames(browser, page) as frames:
             generate(page)
             if view == "inspect view":
                 page.wait_for_function(f"() => document.querySelectorAll('.token').length > {TOKENS}")
@@ -105,15 +105,15 @@ def test_two_thousand_tokens_stream_within_half_a_frame_each(browser, page, prom
     frames = promise.measured(measure, lambda found: found.median < BUDGET_MS)
     print(f"\n{view}: {frames}")
     assert view != "sheet" or len(text(page)) > len(PROMPT) + 3 * TOKENS
-    assert len(frames.costs) >= TOKENS / A_FRAME, "they did not come all at once"
+    assert len(frames.costs) >= TOKENS / TOKENS_PER_FRAME, "the tokens arrived in too few frames"
     assert frames.median < BUDGET_MS, str(frames)
 
 
-def test_the_measurement_sees_a_page_that_stutters(browser, page):
-    """The control: the same stream, shorter, with needless work in each frame."""
-    play(page, ("start", {"seed": 1}), *list(tokens())[:200], DONE)
-    trickle(page, A_FRAME, frames=1, busy=BUSY)
-    with measured(browser, page) as frames:
+def test_the_measurement_detects_a_page_that_stutters(browser, page):
+    """Control: a shorter stream of the same tokens, with needless work in each frame."""
+    fake_completion(page, ("start", {"seed": 1}), *list(tokens())[:200], DONE)
+    throttle_stream(page, TOKENS_PER_FRAME, frames=1, busy=BUSY)
+    with measured_frames(browser, page) as frames:
         generate(page)
     print(f"\nwith {BUSY:,} square roots a frame: {frames}")
     assert frames.median > BUDGET_MS, str(frames)

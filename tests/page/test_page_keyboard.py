@@ -1,18 +1,18 @@
-"""A writer's day by keyboard alone, without a manual: in Chromium, and in Firefox with BROWSER=firefox."""
+"""A writing session by keyboard alone, in Chromium, or in Firefox with BROWSER=firefox."""
 
 import pytest
 
-from tests.support.page.browser import drafts_of, saved, stream_of, text, wait_for
+from tests.support.page.browser import capture_download, draft_events, sse_stream, text, wait_for
 
 pytestmark = pytest.mark.slow
 TITLES = ("Ash", "Birch", "Cedar", "Elm")
 
 
-def answers(page, *answers):
-    """Each completion from now on is answered with the next of these."""
-    ahead = list(answers)
+def fake_next_completions(page, *drafts):
+    """Fulfills each completion with the next of these lists of continuations."""
+    remaining = list(drafts)
     fulfill = {"content_type": "text/event-stream"}
-    page.route("**/complete", lambda route: route.fulfill(**fulfill, body=stream_of(*drafts_of(*ahead.pop(0)))))
+    page.route("**/complete", lambda route: route.fulfill(**fulfill, body=sse_stream(*draft_events(*remaining.pop(0)))))
 
 
 def press(page, *keys):
@@ -22,7 +22,7 @@ def press(page, *keys):
 
 def list_documents(page):
     press(page, "Control+k")
-    assert page.evaluate("() => document.activeElement.type") == "search", "what is typed now is searched for"
+    assert page.evaluate("() => document.activeElement.type") == "search", "the search field has the focus"
 
 
 def create(page, words):
@@ -40,9 +40,9 @@ def run(page, state="done"):
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-def test_five_documents_a_branch_a_comparison_a_rewritten_sentence_and_an_export(page, width):
+def test_documents_branches_comparison_rewriting_and_export_work_by_keyboard(page, width):
     page.set_viewport_size({"width": width, "height": 844})
-    answers(page, [" It fell."], [" It stood."], [" She slept.", " She slept1.", " She slept2."])
+    fake_next_completions(page, [" It fell."], [" It stood."], [" She slept.", " She slept1.", " She slept2."])
     for title in TITLES:
         create(page, title)
     create(page, "It rained. The tree shook.")
@@ -65,7 +65,9 @@ def test_five_documents_a_branch_a_comparison_a_rewritten_sentence_and_an_export
     list_documents(page)
     page.locator("#documents li").nth(4).wait_for()
     page.keyboard.type("slept")
-    name, content = saved(page, lambda: press(page, "Tab", "Tab", "Enter", "ArrowDown", "ArrowDown", "Enter"))
+    name, content = capture_download(
+        page, lambda: press(page, "Tab", "Tab", "Enter", "ArrowDown", "ArrowDown", "Enter")
+    )
     page.locator("#documents [role=status]", has_text=f"Exported {name}").wait_for()
     assert (name[:11], content.decode()) == ("She slept1.", text(page))
     press(page, "Escape")

@@ -1,4 +1,4 @@
-"""Presets of the page: they set what they say, are saved, renamed and deleted, and are compared side by side."""
+"""Presets of the page: applied, saved, renamed, deleted, and compared side by side."""
 
 import socket
 
@@ -9,13 +9,13 @@ from tests.support.model.tiny_models import tiny_weights
 from tests.support.page.browser import (
     BROWSER,
     PROMPT,
-    answer_each,
-    body_of,
+    fake_completions,
+    json_body,
     new_context,
-    run_of,
+    run_events,
     set_fields,
     setting,
-    stream_of,
+    sse_stream,
     text,
     wait_for,
 )
@@ -41,21 +41,21 @@ def compare(page, count):
 
 
 @pytest.fixture
-def described(page):
-    """The page once it has all settings of the service."""
+def loaded_page(page):
+    """The page after it has built all settings from the schema."""
     setting(page, "min_p").wait_for(state="attached")
     return page
 
 
-def test_a_preset_sets_what_it_says_and_by_keyboard_one_is_saved_renamed_and_deleted_with_undo(described):
-    page = described
+def test_a_preset_applies_its_settings_and_can_be_saved_renamed_and_deleted_by_keyboard(loaded_page):
+    page = loaded_page
     assert pressed(page) == ["Balanced"]
     set_fields(page, top_k="40")
     assert pressed(page) == [] and "Settings of your own." in page.locator("#presets").inner_text()
     preset(page, "Adventurous").press("Enter")
     assert values(page, "temperature", "top_p", "top_k", "min_p") == ["1.2", "1", "", "0.05"]
     assert "Temperature 1.2, top p 1, min p 0.05; otherwise" in page.locator("#presets").inner_text()
-    assert page.evaluate("() => document.activeElement.textContent") == "Adventurous", "the focus stays"
+    assert page.evaluate("() => document.activeElement.textContent") == "Adventurous", "the button keeps the focus"
     set_fields(page, top_k="40", max_tokens="20", seed="5")
     preset(page, "Save as a preset").press("Enter")
     page.keyboard.type("precise")
@@ -92,23 +92,23 @@ def test_a_preset_sets_what_it_says_and_by_keyboard_one_is_saved_renamed_and_del
     assert pressed(page) == ["For now"]
 
 
-def test_columns_compare_presets_with_one_seed_and_each_keeps_its_settings(described):
-    page = described
+def test_columns_compare_presets_with_one_seed_and_each_keeps_its_settings(loaded_page):
+    page = loaded_page
     sent = []
 
-    def answer(route):
-        body = body_of(route.request)
+    def respond(route):
+        body = json_body(route.request)
         sent.append(body)
         if body.get("temperature") == 1.2:
             return route.fulfill(status=400, json={"error": {"message": "Too hot."}})
         words = " cold" if body.get("temperature") == 0.3 else " mild"
         seed = body.get("seed", 1)
-        *events, (name, done) = run_of(words, seed=seed)
+        *events, (name, done) = run_events(words, seed=seed)
         receipt = {"weights_version": "w", "seed": str(seed), "settings": {}}
         events.append((name, {**done, "receipt": receipt}))
-        return route.fulfill(content_type="text/event-stream", body=stream_of(*events))
+        return route.fulfill(content_type="text/event-stream", body=sse_stream(*events))
 
-    page.route("**/complete", answer)
+    page.route("**/complete", respond)
     page.get_by_role("button", name="Compare", exact=False).press("Enter")
     dialog = page.get_by_role("dialog", name="Compare settings")
     assert [box.is_checked() for box in dialog.get_by_role("checkbox").all()] == [True, True, False]
@@ -129,11 +129,11 @@ def test_columns_compare_presets_with_one_seed_and_each_keeps_its_settings(descr
     assert str(sent[0]["seed"]) in page.locator("#receipt").inner_text()
     page.locator("#generate").click()
     wait_for(page, "done")
-    assert "temperature" not in sent[-1], "taking a column leaves the settings as they are"
+    assert "temperature" not in sent[-1], "taking a column does not change the settings"
 
 
-def test_settings_are_compared_where_the_caret_is(described):
-    page, sent = described, answer_each(described, *run_of(" red"))
+def test_a_comparison_inserts_at_the_caret_and_rewrites_a_selection(loaded_page):
+    page, sent = loaded_page, fake_completions(loaded_page, *run_events(" red"))
     page.locator("#document").fill("The door was old. She waited.")
     page.locator("#at-caret").check()
     page.locator("#document").evaluate("(area) => area.setSelectionRange(12, 12)")
@@ -151,7 +151,7 @@ def test_settings_are_compared_where_the_caret_is(described):
     assert text(page) == "The door was red old. red"
 
 
-def test_a_column_may_have_the_model_of_another_service(browser, serve, tmp_path):
+def test_a_column_can_use_the_model_of_another_service(browser, serve, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         origin = f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -180,7 +180,9 @@ def test_a_column_may_have_the_model_of_another_service(browser, serve, tmp_path
     assert names == [f"{models[0]['id']}: Balanced", f"{models[1]['id']} ({origin.removeprefix('http://')})"]
     assert all(len(words) > 1 for words in page.locator(".abreast-text").all_inner_texts())
     assert [request.url for request in sent] == [f"{own.url}/complete", f"{origin}/complete"]
-    bodies = [body for request in sent if (body := body_of(request))]  # Firefox tells that of the page's own service
+    bodies = [
+        body for request in sent if (body := json_body(request))
+    ]  # Firefox exposes only that of the page's own service
     assert len(bodies) == (1 if BROWSER == "firefox" else 2) and len({body["seed"] for body in bodies}) == 1
     page.keyboard.press("2")
     page.locator("#run > summary").click()

@@ -1,6 +1,6 @@
-"""All states of the page, one walk for each width: no picture is blank or too wide, and axe finds no violation.
+"""All states of the page at two widths: no screenshot is blank or too wide, and axe finds no violation.
 
-INKSTREAM_SCREENSHOTS names the folder of the pictures, which are for reviewers.
+INKSTREAM_SCREENSHOTS is the folder for the screenshots, which reviewers can look at.
 """
 
 import os
@@ -12,18 +12,18 @@ from axe_playwright_python import base as axe
 from tests.support import ROOT
 from tests.support.page.browser import (
     BROWSER,
-    answer_with,
-    drafts_of,
+    click_generate,
+    draft_events,
+    fake_completion,
+    fake_response,
     generate,
-    give,
-    keep_answers_open,
-    play,
-    run_of,
+    hold_stream_open,
+    run_events,
+    send_events,
     set_fields,
-    start,
     wait_for,
 )
-from tests.support.page.token_view import WORDS, stream, token
+from tests.support.page.token_view import WORDS, find_token, stream_into_inspect_view
 
 FOLDER = Path(os.environ.get("INKSTREAM_SCREENSHOTS") or ROOT / "build/screenshots")
 WIDE, NARROW = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
@@ -44,22 +44,22 @@ def empty(page):
 
 def fail(page):
     page.locator("#document").fill(STORY)
-    answer_with(page, status=400, json={"error": {"message": "max_tokens must be between 0 and 2048, not 9999999."}})
-    start(page)
+    fake_response(page, status=400, json={"error": {"message": "max_tokens must be between 0 and 2048, not 9999999."}})
+    click_generate(page)
     wait_for(page, "error")
     page.unroute("**/complete")
 
 
 def write(page):
     page.locator("#document").fill(STORY)
-    play(page, *run_of(ENDS[0]))
+    fake_completion(page, *run_events(ENDS[0]))
     generate(page)
 
 
 def branch(page):
     for end in ENDS:
         page.locator("#undo").click()
-        play(page, *run_of(end))
+        fake_completion(page, *run_events(end))
         generate(page)
 
 
@@ -74,12 +74,12 @@ def compare_branches(page):
     page.locator("#compare:not([hidden])").wait_for()
 
 
-def stand_side_by_side(page):
+def show_side_by_side(page):
     page.keyboard.press("Escape")
     page.keyboard.press("Control+b")
     page.locator("#document").fill(STORY)
     set_fields(page, n="3")
-    play(page, *drafts_of(*ENDS))
+    fake_completion(page, *draft_events(*ENDS))
     page.locator("#document").press("Control+Enter")
     wait_for(page, "done")
 
@@ -92,12 +92,12 @@ def choose_columns(page):
 
 
 def compare_settings(page):
-    play(page, *run_of(ENDS[1]))
+    fake_completion(page, *run_events(ENDS[1]))
     page.locator("#comparison").get_by_role("button", name="Compare 2").click()
     wait_for(page, "done")
 
 
-def choose_the_place(page):
+def choose_insertion_point(page):
     page.keyboard.press("Escape")
     page.locator("#document").evaluate("(area) => { area.focus(); area.setSelectionRange(20, 20); }")
     page.keyboard.press("Control+Enter")
@@ -106,7 +106,7 @@ def choose_the_place(page):
 
 def rewrite(page):
     page.keyboard.press("Escape")
-    play(page, *drafts_of(*ENDS))
+    fake_completion(page, *draft_events(*ENDS))
     page.locator("#document").evaluate("(area) => { area.focus(); area.setSelectionRange(127, area.value.length); }")
     page.keyboard.press("Control+Enter")
     page.locator("#columns .replaced").wait_for()
@@ -115,11 +115,11 @@ def rewrite(page):
 
 def inspect(page):
     page.keyboard.press("Escape")
-    stream(page, [f" {word}" for word in WORDS], prompt=STORY)
+    stream_into_inspect_view(page, [f" {word}" for word in WORDS], prompt=STORY)
 
 
-def look_into(page):
-    token(page, "sailed").click()
+def inspect_token(page):
+    find_token(page, "sailed").click()
     page.get_by_role("dialog").wait_for()
 
 
@@ -134,7 +134,7 @@ def list_documents(page):
     page.locator("#documents li").nth(1).wait_for()
 
 
-def choose_the_appearance(page):
+def choose_appearance(page):
     page.keyboard.press("Escape")
     page.get_by_role("button", name="Appearance").click()
     page.locator("#preferences").wait_for()
@@ -146,7 +146,7 @@ def show_keys(page):
     page.locator("#help[open]").wait_for()
 
 
-def numbers(page):
+def show_details(page):
     page.keyboard.press("Escape")
     page.unroute("**/complete")
     for summary in page.locator("aside > * summary:visible").all():
@@ -156,39 +156,39 @@ def numbers(page):
 
 def receive(page):
     page.locator("#document").fill(STORY)
-    keep_answers_open(page)
-    start(page)
-    give(page, *run_of(ENDS[0])[:-1])
+    hold_stream_open(page)
+    click_generate(page)
+    send_events(page, *run_events(ENDS[0])[:-1])
     wait_for(page, "streaming")
 
 
 def docs(page):
-    page.keyboard.press("Escape")  # Firefox reports a stream that the test keeps open as an error of the page it leaves
+    page.keyboard.press("Escape")  # or Firefox reports the open stream as an error when the page is left
     wait_for(page, "stopped")
     page.goto("/docs")
     page.locator("#schemas:not([hidden])").wait_for()
-    # What is folded is not seen, and would cost axe seconds.
+    # Hidden content would cost axe seconds.
     page.locator("details:not([open]) > :not(summary)").evaluate_all("(all) => all.forEach((one) => one.remove())")
 
 
 STATES = (
-    empty, fail, write, branch, tree, compare_branches, stand_side_by_side, choose_columns, compare_settings,
-    choose_the_place, rewrite, inspect, look_into, list_documents, choose_the_appearance, show_keys, numbers, receive,
-    docs,
+    empty, fail, write, branch, tree, compare_branches, show_side_by_side, choose_columns, compare_settings,
+    choose_insertion_point, rewrite, inspect, inspect_token, list_documents, choose_appearance, show_keys,
+    show_details, receive, docs,
 )  # fmt: skip
 
 
-# Firefox keeps what would move inside a closed <details> for ever at its beginning.
+# Firefox never advances animations inside a closed <details>.
 SETTLED = """() => document.getAnimations().every(({ playState, effect }) => {
     const isEndless = effect.getComputedTiming().endTime === Infinity;
     return playState !== "running" || isEndless || !effect.target.checkVisibility();
 })"""
-FORCED = (write, numbers, inspect, docs)  # what has colors of its own where the system chooses the others
-WHOLE = (numbers, docs)  # with what stands beside the text, too: in the others it is the same
+FORCED = (write, show_details, inspect, docs)  # states that keep some of their own colors under forced colors
+WHOLE = (show_details, docs)  # checked with the sidebar, which is the same in the other states
 
 
 def violations(page, rules=(), exclude=(), off=()):
-    """What axe finds on the page by these rules, or by all but those that are `off`: [(rule, HTML), ...]."""
+    """Violations that axe finds, as (rule, HTML): of these rules, or of all except those that are `off`."""
     if page.evaluate("() => !window.axe"):
         page.evaluate(axe.AXE_SCRIPT)
     options = {"resultTypes": ["violations"], **({"runOnly": list(rules)} if rules else {})}
@@ -198,8 +198,8 @@ def violations(page, rules=(), exclude=(), off=()):
     return [(one["id"], node["html"]) for one in found for node in one["nodes"]]
 
 
-def dress(page, look):
-    """Gives the page a look, as the system's setting or, where a test cannot change that, the user's."""
+def set_look(page, look):
+    """Sets the color scheme, as a system setting or, in Firefox, as the user's preference."""
     if BROWSER == "chromium":
         forced = "active" if look == "forced" else "none"
         page.emulate_media(color_scheme="dark" if look == "dark" else "light", forced_colors=forced)
@@ -209,20 +209,20 @@ def dress(page, look):
 
 
 def check(page, show, looks):
-    """Brings the page into a state, and returns what axe finds there in each look."""
+    """Brings the page into a state, and returns the violations of each look."""
     show(page)
     page.mouse.move(0, 0)
     page.evaluate("() => scrollTo(0, 0)")
     width, found = page.viewport_size["width"], []
     for look in looks:
-        dress(page, look)
+        set_look(page, look)
         name = f"{show.__name__}-{look}-{width}"
         content = page.screenshot(caret="hide", path=FOLDER / f"{name}.png")
         assert len(content) > 20_000, f"{name} is blank"
-        rules = () if look == "light" else ("color-contrast",)  # the other rules have nothing to do with colors
-        off = ("color-contrast",) if width == NARROW["width"] else ()  # no color depends on the width
+        rules = () if look == "light" else ("color-contrast",)  # the other rules do not depend on colors
+        off = ("color-contrast",) if width == NARROW["width"] else ()  # colors do not depend on the width
         found += [(name, *one) for one in violations(page, rules, () if show in WHOLE else ("aside",), off)]
-    dress(page, "light")
+    set_look(page, "light")
     assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth"), f"{show.__name__} is too wide"
     return found
 
@@ -235,13 +235,13 @@ def looks_of(show, window):
 
 @pytest.mark.parametrize("window", [WIDE, NARROW], ids=["wide", "narrow"])
 def test_every_state_is_accessible_and_fits_its_window(page, window):
-    """One walk for all looks of a window."""
+    """One walk through the states covers all looks: states depend on the ones before."""
     page.set_viewport_size(window)
     FOLDER.mkdir(parents=True, exist_ok=True)
     assert [one for show in STATES for one in check(page, show, looks_of(show, window))] == []
 
 
-def test_axe_finds_a_picture_without_words_and_ink_on_ink(page):
+def test_axe_finds_an_image_without_alt_text_and_low_contrast(page):
     page.evaluate("""() => {
         document.querySelector("main").prepend(new Image());
         document.getElementById("status").style.color = "#eee";

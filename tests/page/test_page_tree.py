@@ -1,20 +1,29 @@
-"""The tree of branches as a view of its own, in a real browser: by keyboard alone, on a phone, and with many nodes."""
+"""The tree view of branches in a real browser: by keyboard, on a phone, and with many nodes."""
 
 import pytest
 
-from tests.support.page.browser import DONE, PROMPT, allow_modules, generate, play, run_of, text, wait_for
+from tests.support.page.browser import (
+    DONE,
+    PROMPT,
+    allow_module_imports,
+    fake_completion,
+    generate,
+    run_events,
+    text,
+    wait_for,
+)
 
 
 def play_run(page, *words, logprob=-0.5):
     tokens = [{"id": n, "text": word, "bytes": list(word.encode()), "logprob": logprob} for n, word in enumerate(words)]
     sent = [("token", {"text": one["text"], "tokens": [one]}) for one in tokens]
-    play(page, ("start", {"seed": 7}), *sent, DONE)
+    fake_completion(page, ("start", {"seed": 7}), *sent, DONE)
     generate(page)
 
 
 @pytest.fixture
-def grown(page):
-    """PROMPT - " there was a" - " king", with " and a queen" behind it, and " knight", the current one."""
+def branched(page):
+    """PROMPT, " there was a", then either " king" and " and a queen", or " knight", which is current."""
     play_run(page, " there", " was", " a", " king")
     play_run(page, " and", " a", " queen")
     for _ in range(2):
@@ -38,8 +47,8 @@ def focused(page):
     )
 
 
-def test_siblings_stand_where_they_part_for_a_screen_reader_too_and_two_are_compared_word_by_word(grown):
-    seen = rows(grown).evaluate_all("""(rows) => rows.map((row) => [
+def test_the_aria_tree_shows_siblings_where_they_diverge_and_compares_two_word_by_word(branched):
+    seen = rows(branched).evaluate_all("""(rows) => rows.map((row) => [
         row.querySelector(".words").textContent.trim(), row.ariaLevel, row.ariaPosInSet, row.ariaSetSize,
         row.ariaExpanded, row.ariaSelected, row.querySelector(".chance")?.lastChild.textContent ?? "",
     ])""")
@@ -50,26 +59,26 @@ def test_siblings_stand_where_they_part_for_a_screen_reader_too_and_two_are_comp
         ["and a queen", "4", "1", "1", None, "false", "0.61"],
         ["knight", "3", "2", "2", None, "true", "0.14"],
     ]
-    tree = grown.get_by_role("tree", name="Branches.")
+    tree = branched.get_by_role("tree", name="Branches.")
     assert tree.count() == 1
     assert tree.get_by_role("treeitem", name="Run 3: knight , mean probability 0.14").count() == 1
-    assert grown.locator("#branches").is_hidden(), "the strip shows the same tree"
-    grown.keyboard.press("ArrowUp")
-    grown.keyboard.press("c")
-    both = grown.get_by_role("group", name="Two branches compared")
+    assert branched.locator("#branches").is_hidden(), "the strip would show the same tree"
+    branched.keyboard.press("ArrowUp")
+    branched.keyboard.press("c")
+    both = branched.get_by_role("group", name="Two branches compared")
     assert both.locator(".tail").inner_text() == f"{PROMPT} there was a"
     assert both.locator(".compared").all_inner_texts() == ["knight", "king and a queen"]
     assert both.locator("mark").all_inner_texts() == ["knight", "king and a queen"]
-    grown.keyboard.press("Escape")
-    assert (focused(grown).strip(), both.is_hidden()) == ("and a queen", True)
-    grown.keyboard.press("c")
-    grown.keyboard.press("2")
-    assert (text(grown), focused(grown)) == (f"{PROMPT} there was a king and a queen", "document")
+    branched.keyboard.press("Escape")
+    assert (focused(branched).strip(), both.is_hidden()) == ("and a queen", True)
+    branched.keyboard.press("c")
+    branched.keyboard.press("2")
+    assert (text(branched), focused(branched)) == (f"{PROMPT} there was a king and a queen", "document")
 
 
-def test_the_keys_of_a_tree_walk_fold_and_go_on_writing_there(grown):
-    page = grown
-    assert focused(page) == "knight", "the view opens at the text as it is"
+def test_keys_navigate_and_fold_the_tree_and_enter_continues_there(branched):
+    page = branched
+    assert focused(page) == "knight", "the view opens at the current text"
     for key, name in [
         ("ArrowUp", "and a queen"),
         ("ArrowLeft", "king"),
@@ -86,7 +95,9 @@ def test_the_keys_of_a_tree_walk_fold_and_go_on_writing_there(grown):
         assert focused(page).strip() == name, key
     assert [one.get_attribute("tabindex") for one in rows(page).all()].count("0") == 1
     page.keyboard.press("Enter")
-    assert (text(page), focused(page)) == (f"{PROMPT} there was a", "document"), "where they part is a place to write"
+    assert (text(page), focused(page)) == (f"{PROMPT} there was a", "document"), (
+        "a node where branches diverge can be continued"
+    )
     page.keyboard.press("Control+z")
     assert text(page) == PROMPT
     page.keyboard.press("Control+b")
@@ -95,24 +106,26 @@ def test_the_keys_of_a_tree_walk_fold_and_go_on_writing_there(grown):
     page.keyboard.press("Control+b")
     assert page.locator("#document").is_visible()
     page.keyboard.press("Control+b")
-    play(page, *run_of(" rode"))
+    fake_completion(page, *run_events(" rode"))
     page.keyboard.press("Control+Enter")
     wait_for(page, "done")
-    assert (page.locator("#document").is_visible(), text(page)) == (True, f"{PROMPT} rode"), "a run shows the text"
+    assert (page.locator("#document").is_visible(), text(page)) == (True, f"{PROMPT} rode"), (
+        "a run switches to the text"
+    )
 
 
-def test_what_is_deleted_comes_back_and_with_it_the_text(grown):
-    page = grown
+def test_undo_restores_deleted_branches_and_the_text(branched):
+    page = branched
     row(page, "king").first.focus()
     page.keyboard.press("Delete")
-    assert rows(page).count() == 2, "what is left is one line"
+    assert rows(page).count() == 2, "the remaining nodes form one line"
     assert text(page) == f"{PROMPT} there was a knight"
     assert "Deleted 2 branches." in page.locator(".tree-note").inner_text()
     page.keyboard.press("Control+z")
     assert rows(page).count() == 5
     page.keyboard.press("End")
     page.keyboard.press("Delete")
-    assert text(page) == f"{PROMPT} there was a", "the text goes back to where it parted"
+    assert text(page) == f"{PROMPT} there was a", "the text goes back to where the deleted branch diverged"
     page.locator(".tree-note button").click()
     assert text(page) == f"{PROMPT} there was a knight"
     assert focused(page).strip() == "knight"
@@ -120,8 +133,8 @@ def test_what_is_deleted_comes_back_and_with_it_the_text(grown):
     assert page.locator("#tree").get_by_role("button", name="Delete").get_attribute("aria-disabled") == "true"
 
 
-def test_names_bookmarks_and_folds_are_kept(grown):
-    page = grown
+def test_names_bookmarks_and_folds_are_kept(branched):
+    page = branched
     row(page, "king").first.focus()
     page.keyboard.press("F2")
     page.keyboard.type("The king")
@@ -134,17 +147,17 @@ def test_names_bookmarks_and_folds_are_kept(grown):
     page.wait_for_function("() => Object.values(localStorage).some((item) => item.includes('The king'))")
     page.reload()
     page.keyboard.press("Control+b")
-    assert rows(page).count() == 2, "the fold"
+    assert rows(page).count() == 2, "folds survive the reload"
     page.keyboard.press("n")
     assert focused(page) == "The king king"
-    assert rows(page).count() == 4, "what stands above a bookmark is unfolded"
+    assert rows(page).count() == 4, "the ancestors of a bookmark are unfolded"
     page.keyboard.press("b")
     assert page.locator("#tree").get_by_role("button", name="Next bookmark").is_hidden()
 
 
-def test_three_hundred_branches_stay_fluent_and_fit_a_phone(page):
+def test_a_key_press_in_three_hundred_branches_changes_few_rows_and_the_tree_fits_a_phone(page):
     page.set_viewport_size({"width": 390, "height": 800})
-    allow_modules(page)
+    allow_module_imports(page)
     page.evaluate("""async () => {
         const { Tree } = await import("/web/text/tree.js");
         const tree = new Tree({ text: "Once", units: [] });
@@ -172,9 +185,9 @@ def test_three_hundred_branches_stay_fluent_and_fit_a_phone(page):
     assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
     for _ in range(4):
         page.keyboard.press("ArrowUp")
-    assert 0 < page.evaluate("() => window.changes") <= 16, "a step touches two rows"
+    assert 0 < page.evaluate("() => window.changes") <= 16, "a key press changes two rows"
     assert page.evaluate("""() => {
         const row = document.activeElement.getBoundingClientRect();
         const foot = document.querySelector(".tree-foot").getBoundingClientRect();
         return row.top >= 0 && row.bottom <= foot.top;
-    }"""), "the foot covers no row that has the focus"
+    }"""), "the footer does not cover the focused row"

@@ -1,4 +1,4 @@
-"""What a writer needs of the page: long texts, the caret, undo, other scripts, paper, a phone; in a real browser."""
+"""Writing on the page in a real browser: long texts, caret, undo, other scripts, printing, phones."""
 
 import base64
 
@@ -8,16 +8,16 @@ from tests.support.page.browser import (
     CHROMIUM_ONLY,
     DONE,
     PROMPT,
-    body_of,
-    describe_the_model,
-    drafts_of,
-    end_of,
+    click_generate,
+    done_event,
+    draft_events,
+    fake_completion,
     generate,
-    play,
-    run_of,
+    json_body,
+    override_model_info,
+    run_events,
     set_fields,
     setting,
-    start,
     status,
     text,
     wait_for,
@@ -26,10 +26,10 @@ from tests.support.page.browser import (
 LINES = "".join(f"Line {number} of a text that is longer than the window.\n" for number in range(120))
 
 
-def play_run(page, words="", *, read=5, count=1):
+def fake_run(page, words="", *, prompt_tokens=5, completion_tokens=1):
     tokens = [("token", {"text": words})] if words else []
-    done = (DONE[0], {**DONE[1], "usage": {"completion_tokens": count}})
-    play(page, ("start", {"seed": 7, "prompt_tokens": read}), *tokens, done)
+    done = (DONE[0], {**DONE[1], "usage": {"completion_tokens": completion_tokens}})
+    fake_completion(page, ("start", {"seed": 7, "prompt_tokens": prompt_tokens}), *tokens, done)
     generate(page)
 
 
@@ -37,18 +37,18 @@ def context_of(server):
     return httpx.get(f"{server.url}/v1/models").json()["data"][0]["max_model_len"]
 
 
-def sent_by(page, act):
+def body_sent_by(page, act):
     with page.expect_request("**/complete") as request:
         act()
-    return body_of(request.value)
+    return json_body(request.value)
 
 
 def fill(page, words):
     page.locator("#document").fill(words)
 
 
-def is_seen(page, script):
-    """Whether the rectangle that the script returns lies within the sheet's window."""
+def is_in_view(page, script):
+    """Whether the rectangle that the script returns is inside the visible part of the sheet."""
     return page.evaluate(f"""() => {{
         const paper = document.getElementById("paper").getBoundingClientRect();
         const box = ({script})();
@@ -60,64 +60,66 @@ LAST_LINE = "() => document.getElementById('mirror').lastElementChild.getBoundin
 FIRST_LINE = "() => document.getElementById('mirror').firstElementChild.getBoundingClientRect()"
 
 
-# A text as long as the context
+# Texts as long as the context
 
 
-def test_a_text_that_fills_the_context_is_continued_from_its_end_also_after_a_reload(page, server):
+def test_a_text_that_fills_the_context_can_be_continued_from_its_end_also_after_a_reload(page, server):
     context = context_of(server)
-    play_run(page, read=context, count=0)
+    fake_run(page, prompt_tokens=context, completion_tokens=0)
     remedy = page.get_by_role("button", name="Go on from the end")
     assert remedy.is_visible(), status(page)
-    assert "truncate_prompt_tokens" in sent_by(page, remedy.click)
+    assert "truncate_prompt_tokens" in body_sent_by(page, remedy.click)
     wait_for(page, "done")
-    assert remedy.is_hidden(), "the user agreed"
+    assert remedy.is_hidden(), "the user has agreed"
     page.reload()
     page.locator("#status", has_text="Ready").wait_for()
-    assert "truncate_prompt_tokens" in sent_by(page, lambda: start(page))
+    assert "truncate_prompt_tokens" in body_sent_by(page, lambda: click_generate(page))
 
 
-def test_a_run_that_leaves_room_or_another_text_offers_nothing(page, server):
+def test_truncation_is_offered_only_for_a_text_that_fills_the_context(page, server):
     context = context_of(server)
     remedy = page.get_by_role("button", name="Go on from the end")
-    play_run(page, " more", read=context - 2, count=1)
+    fake_run(page, " more", prompt_tokens=context - 2, completion_tokens=1)
     assert remedy.is_hidden()
-    play_run(page, " more", read=context - 1, count=1)
+    fake_run(page, " more", prompt_tokens=context - 1, completion_tokens=1)
     assert remedy.is_visible()
     page.locator("#undo").click()
     assert remedy.is_hidden()
 
 
-def test_always_goes_on_from_the_end_of_every_text_until_it_is_unchecked(page, server):
-    play_run(page, read=context_of(server), count=0)
+def test_always_truncates_every_text_until_it_is_unchecked(page, server):
+    fake_run(page, prompt_tokens=context_of(server), completion_tokens=0)
     page.get_by_label("Always go on from the end").check()
     fill(page, "Another text")
-    assert "truncate_prompt_tokens" in sent_by(page, lambda: generate(page))
+    assert "truncate_prompt_tokens" in body_sent_by(page, lambda: generate(page))
     page.get_by_label("Always go on from the end").uncheck()
-    assert "truncate_prompt_tokens" not in sent_by(page, lambda: generate(page))
+    assert "truncate_prompt_tokens" not in body_sent_by(page, lambda: generate(page))
 
 
-def test_the_context_is_that_of_the_longest_continuation(page):
+def test_the_context_use_is_that_of_the_longest_continuation(page):
     tokens = [("token", {"index": index, "text": " a"}) for index in (0, 0, 0, 1, 2)]
-    name, end = end_of(3)
-    play(page, ("start", {"seed": 7, "prompt_tokens": 4}), *tokens, (name, {**end, "usage": {"completion_tokens": 5}}))
+    name, end = done_event(3)
+    fake_completion(
+        page, ("start", {"seed": 7, "prompt_tokens": 4}), *tokens, (name, {**end, "usage": {"completion_tokens": 5}})
+    )
     set_fields(page, n=3)
     generate(page)
     assert page.locator("#context").inner_text().startswith("7 of ")
 
 
-# The view follows what changes
+# Scrolling to changes
 
 
-def test_new_text_is_seen_also_when_the_caret_stands_elsewhere(page):
+def test_new_text_scrolls_into_view_when_the_caret_is_elsewhere(page):
     page.locator("#at-end").check()
     fill(page, LINES)
     page.locator("#document").evaluate("(area) => area.setSelectionRange(10, 10)")
     page.locator("#paper").evaluate("(paper) => paper.scrollTo(0, 0)")
-    assert not is_seen(page, LAST_LINE), "the text is longer than the window"
-    play(page, *run_of("the end"))
+    assert not is_in_view(page, LAST_LINE), "the text is longer than the view"
+    fake_completion(page, *run_events("the end"))
     page.keyboard.press("Control+Enter")
     wait_for(page, "done")
-    assert is_seen(page, LAST_LINE)
+    assert is_in_view(page, LAST_LINE)
 
 
 def test_undo_and_redo_scroll_to_the_change(page):
@@ -126,9 +128,9 @@ def test_undo_and_redo_scroll_to_the_change(page):
     page.keyboard.insert_text("New. ")
     for button, position in (("#undo", 1e9), ("#redo", 1e9)):
         page.locator("#paper").evaluate("(paper, position) => paper.scrollTo(0, position)", position)
-        assert not is_seen(page, FIRST_LINE)
+        assert not is_in_view(page, FIRST_LINE)
         page.locator(button).click()
-        assert is_seen(page, FIRST_LINE), button
+        assert is_in_view(page, FIRST_LINE), button
 
 
 DARKEST = """async (picture) => {
@@ -144,14 +146,14 @@ DARKEST = """async (picture) => {
 }"""
 
 
-def test_what_is_selected_can_be_read(page):
+def test_selected_text_is_readable(page):
     fill(page, "It rained.")
     page.locator("#document").press("Control+a")
     picture = page.locator("#mirror > div").screenshot(caret="hide")
-    assert page.evaluate(DARKEST, base64.b64encode(picture).decode()) < 100, "the color of the selection hides the ink"
+    assert page.evaluate(DARKEST, base64.b64encode(picture).decode()) < 100, "the selection color hides the text"
 
 
-def test_what_is_typed_first_replaces_the_sample_and_a_run_goes_on_from_it(page):
+def test_typing_replaces_the_sample_text_and_a_run_continues_the_selected_sample(page):
     page.keyboard.type("It rained.")
     assert text(page) == "It rained."
     while page.locator("#undo").get_attribute("aria-disabled") == "false":
@@ -159,16 +161,16 @@ def test_what_is_typed_first_replaces_the_sample_and_a_run_goes_on_from_it(page)
     assert text(page) == PROMPT
     page.reload()
     page.locator("#document").press("Control+a")
-    play_run(page, ", it rained")
+    fake_run(page, ", it rained")
     assert text(page) == f"{PROMPT}, it rained"
     page.locator("#document").press_sequentially("!")
-    assert text(page) == f"{PROMPT}, it rained!", "the caret stands at the end, not around what was selected"
+    assert text(page) == f"{PROMPT}, it rained!", "the caret is at the end, and nothing is selected"
 
 
-# Steps of undo
+# Undo steps
 
 
-def test_pasting_cutting_and_the_end_of_a_sentence_are_steps_of_their_own(page):
+def test_pasting_cutting_and_sentence_ends_start_undo_steps(page):
     fill(page, "One")
     page.locator("#document").press("End")
     page.keyboard.type(" two")
@@ -192,7 +194,7 @@ def test_pasting_cutting_and_the_end_of_a_sentence_are_steps_of_their_own(page):
 # Settings
 
 
-def test_what_gets_the_focus_is_not_under_the_next_token_nor_is_a_menu(page):
+def test_the_next_token_panel_covers_neither_focused_controls_nor_menus(page):
     page.set_viewport_size({"width": 1280, "height": 600})
     page.locator("#next > summary").click()
     page.locator("#bars button").first.wait_for()
@@ -214,40 +216,40 @@ def test_what_gets_the_focus_is_not_under_the_next_token_nor_is_a_menu(page):
         item.click(trial=True, timeout=5000)
 
 
-def test_a_model_with_an_encoder_asks_for_its_source(page):
-    describe_the_model(page, has_encoder=True)
+def test_a_model_with_an_encoder_shows_and_focuses_the_source_field(page):
+    override_model_info(page, has_encoder=True)
     setting(page, "source").wait_for(state="visible")
     page.wait_for_function("() => document.activeElement.id === 'setting-source'")
 
 
-def test_why_the_model_cannot_be_read_is_said(page):
+def test_a_failed_request_for_the_model_is_reported(page):
     page.route("**/v1/models", lambda route: route.abort())
     page.reload()
     page.locator("#status", has_text="Error: The server cannot be reached.").wait_for()
 
 
-def test_no_bar_is_longer_than_its_track_and_a_penalty_of_the_weights_is_no_news(page):
+def test_bars_fit_their_tracks_and_only_changed_penalties_are_noted_as_not_drawn(page):
     top = [{"id": n, "text": f" {n}", "bytes": [32, 48 + n], "logprob": -3.0 - n} for n in range(3)]
-    answer = {"choices": [{"tokens": [{**top[0], "top": top}]}]}
-    page.route("**/complete", lambda route: route.fulfill(json=answer))
-    describe_the_model(page, sampling_defaults={"repetition_penalty": 1.2})
+    body = {"choices": [{"tokens": [{**top[0], "top": top}]}]}
+    page.route("**/complete", lambda route: route.fulfill(json=body))
+    override_model_info(page, sampling_defaults={"repetition_penalty": 1.2})
     page.locator("#next > summary").click()
     widths = (
         "() => [...document.querySelectorAll('#bars .outline, #bars .fill')].map((bar) => parseFloat(bar.style.width))"
     )
     page.wait_for_function(f"() => ({widths})().length")
     assert max(page.evaluate(widths)) <= 100
-    assert "0 to 100 %" in page.locator("#bars").inner_text(), "the scale holds the bar of all others"
+    assert "0 to 100 %" in page.locator("#bars").inner_text(), "the scale includes the bar of all other tokens"
     assert "Not drawn" not in page.locator("#bars").inner_text()
     page.locator("#panel summary").click()
     set_fields(page, presence_penalty=0.5)
     page.get_by_text("Not drawn: presence_penalty.").wait_for()
 
 
-# Other scripts, paper, a phone
+# Other scripts, printing, phones
 
 
-def test_a_line_is_written_from_the_side_of_its_script(page):
+def test_each_line_starts_on_the_side_of_its_script(page):
     fill(page, "Hello\n\u05e9\u05dc\u05d5\u05dd")
     sides = page.evaluate("""() => [...document.querySelectorAll("#mirror > div")].map((line) => {
         const [box, words] = [line.getBoundingClientRect(), line.firstChild.getBoundingClientRect()];
@@ -258,7 +260,7 @@ def test_a_line_is_written_from_the_side_of_its_script(page):
 
 
 @CHROMIUM_ONLY
-def test_the_whole_text_is_printed_and_nothing_else(page):
+def test_only_the_whole_text_is_printed(page):
     fill(page, LINES)
     page.emulate_media(media="print")
     assert page.evaluate(f"() => ({LAST_LINE})().bottom <= document.documentElement.scrollHeight")
@@ -267,9 +269,9 @@ def test_the_whole_text_is_printed_and_nothing_else(page):
         assert page.locator(hidden).is_hidden(), hidden
 
 
-def test_on_a_phone_continuations_stand_one_below_the_other_without_a_window_of_their_own(page):
+def test_on_a_phone_continuations_are_stacked_without_their_own_scroll_area(page):
     page.set_viewport_size({"width": 390, "height": 780})
-    play(page, *drafts_of(*[" word" * 60] * 3))
+    fake_completion(page, *draft_events(*[" word" * 60] * 3))
     set_fields(page, n=3)
     generate(page)
     assert page.locator("#columns").evaluate("(one) => one.scrollHeight <= one.clientHeight + 1")

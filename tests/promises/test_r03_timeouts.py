@@ -17,13 +17,13 @@ import pytest
 from tests.support.http.raw_client import (
     STREAM,
     connect,
-    dribble,
     error_of,
-    get,
-    post,
+    get_request,
+    post_request,
     read_all,
-    read_answer,
+    read_response,
     reset,
+    send_slowly,
     status_of,
 )
 from tests.support.promise_figures import Promise
@@ -61,27 +61,27 @@ def _cut_after(server: Server, *, rest: float | None = None, first: bytes = b"",
     before = time.monotonic()
     with connect(server) as connection:
         if rest is not None:
-            connection.sendall(get())
-            assert status_of(read_answer(connection)) == 200
+            connection.sendall(get_request())
+            assert status_of(read_response(connection)) == 200
             time.sleep(rest)
         if first:
             before = time.monotonic()
             connection.sendall(first)
         after = time.monotonic()
-        said = dribble(connection, slowly, 0.03) if slowly else read_all(connection)
+        said = send_slowly(connection, slowly, 0.03) if slowly else read_all(connection)
         now = time.monotonic()
     return _Cut(now - before, now - after, said)
 
 
-_BODY = post({"prompt": "x" * 1000})
+_BODY = post_request({"prompt": "x" * 1000})
 CASES: dict[str, tuple[dict[str, Any], float, str | None]] = {
     "nothing": ({}, HEAD, None),
-    "half a head": ({"first": get()[:20]}, HEAD, "head_timeout"),
-    "a slow head": ({"first": b"G", "slowly": (get() * 10)[1:]}, HEAD, "head_timeout"),
-    "half a body": ({"first": post(STREAM)[:-5]}, BODY, "body_timeout"),
+    "half a head": ({"first": get_request()[:20]}, HEAD, "head_timeout"),
+    "a slow head": ({"first": b"G", "slowly": (get_request() * 10)[1:]}, HEAD, "head_timeout"),
+    "half a body": ({"first": post_request(STREAM)[:-5]}, BODY, "body_timeout"),
     "a slow body": ({"first": _BODY[:200], "slowly": _BODY[200:]}, BODY, "body_timeout"),
     "no second request": ({"rest": 0.0}, IDLE, None),
-    "a slow second head": ({"rest": IDLE / 2, "first": get()[:20]}, HEAD, "head_timeout"),
+    "a slow second head": ({"rest": IDLE / 2, "first": get_request()[:20]}, HEAD, "head_timeout"),
 }
 
 
@@ -107,7 +107,7 @@ def test_a_reader_that_stops_is_cut_and_may_come_back(impatient: Server, promise
     before = _cut(impatient, "write_stalled")
     with connect(impatient, receive_buffer=4096) as connection:
         began = time.monotonic()
-        connection.sendall(post(STREAM))
+        connection.sendall(post_request(STREAM))
         assert impatient.wait_for(lambda: _cut(impatient, "write_stalled") > before, 60)
         seconds = time.monotonic() - began
         assert seconds > WRITE
@@ -115,7 +115,7 @@ def test_a_reader_that_stops_is_cut_and_may_come_back(impatient: Server, promise
     name = said.partition(b"x-request-id: ")[2].partition(b"\r\n")[0].decode()
     assert impatient.wait_for(lambda: impatient.metric("requests_running") == 0)
     with connect(impatient) as connection:
-        connection.sendall(get(f"/complete/{name}/events", "Connection: close"))
+        connection.sendall(get_request(f"/complete/{name}/events", "Connection: close"))
         again = read_all(connection)
     assert again.count(b"event: token") > 1000 and again.count(b"event: done") == 1
     promise.all_of("a stalled reader is cut and can resume", 1, 1)
@@ -128,7 +128,7 @@ def _cut(server: Server, reason: str) -> float:
 def _read_slowly(server: Server) -> bytes:
     got = b""
     with connect(server, receive_buffer=4096) as connection, suppress(ConnectionError):
-        connection.sendall(post({**STREAM, "max_tokens": 600}, "/complete", "Connection: close"))
+        connection.sendall(post_request({**STREAM, "max_tokens": 600}, "/complete", "Connection: close"))
         while part := connection.recv(2048):
             got += part
             time.sleep(0.05)  # 40 KB/s at most, and the stream makes as much
@@ -148,18 +148,18 @@ def test_a_slow_reader_that_reads_is_not_cut(impatient: Server, promise: Promise
 
 def test_pipelined_requests_do_not_pile_up(impatient: Server) -> None:
     with connect(impatient) as connection:
-        connection.sendall(post({**STREAM, "max_tokens": 100}) + get() * 5000)
+        connection.sendall(post_request({**STREAM, "max_tokens": 100}) + get_request() * 5000)
         said = read_all(connection)
     assert said.count(b"HTTP/1.1 200 OK") == 1 and b"event: done" in said
     with connect(impatient) as connection:  # one after the other is no pile
         for _ in range(50):
-            connection.sendall(get())
-            assert status_of(read_answer(connection)) == 200
+            connection.sendall(get_request())
+            assert status_of(read_response(connection)) == 200
 
 
 def test_a_post_of_a_client_that_has_finished_sending_is_that_of_one_that_has_left(impatient: Server) -> None:
     with connect(impatient) as connection:
-        connection.sendall(post({**STREAM, "max_tokens": 8000, "stream": False}))  # 16 s
+        connection.sendall(post_request({**STREAM, "max_tokens": 8000, "stream": False}))  # 16 s
         assert impatient.wait_for(lambda: impatient.metric("requests_running") == 1)
         connection.shutdown(1)
         assert impatient.wait_for(lambda: impatient.metric("requests_running") == 0, 10)
@@ -183,7 +183,7 @@ def _started(server: Server) -> float:
 
 def _send(server: Server, **body: Any) -> socket.socket:
     connection = connect(server)
-    connection.sendall(post(body))
+    connection.sendall(post_request(body))
     return connection
 
 

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from tests.support.armed_faults import Faults
-from tests.support.http.raw_client import connect, post, reset
+from tests.support.http.raw_client import connect, post_request, reset
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, is_clean
 from tests.support.services import Services
@@ -44,7 +44,7 @@ def _footprint(server: Server) -> tuple[float, ...]:
 
 
 def _connect(server: Server, body: dict[str, Any], *, part: float = 1.0) -> socket.socket:
-    connection, data = connect(server), post(body)
+    connection, data = connect(server), post_request(body)
     n_head = data.index(b"\r\n\r\n") + 4
     connection.sendall(data[: n_head + int((len(data) - n_head) * part)])
     return connection

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.support.armed_faults import Faults
-from tests.support.http.raw_client import connect, post
+from tests.support.http.raw_client import connect, post_request
 from tests.support.load.concurrent_clients import seeded, send_all
 from tests.support.processes import memory
 from tests.support.promise_figures import Promise
@@ -41,7 +41,7 @@ def _stalled(server: Server, n: int, body: dict[str, Any] = STALLED) -> Iterator
     with ExitStack() as stack:
         connections = [stack.enter_context(connect(server, receive_buffer=4096)) for _ in range(n)]
         for i, connection in enumerate(connections):
-            connection.sendall(post({**body, "seed": i}))
+            connection.sendall(post_request({**body, "seed": i}))
         # Running it may be for a moment only; that it has started can be seen, and nothing is read by it, ever after.
         assert server.wait_for(lambda: all(map(_has_started, connections)), 60)
         assert server.wait_for(lambda: server.metric("requests_running") + server.metric("requests_waiting") == 0, 300)

@@ -26,7 +26,7 @@ import pytest
 
 from tests.support import ROOT
 from tests.support.http.nginx import needs_nginx, running_nginx
-from tests.support.http.raw_client import STREAM, get, post, read_all, status_of
+from tests.support.http.raw_client import STREAM, get_request, post_request, read_all, status_of
 from tests.support.http.socket_queues import has_read_all
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server
@@ -36,9 +36,9 @@ DEADLINE, LATE = 1.5, 1.0
 FLAGS = [f"--{name}-timeout={DEADLINE}" for name in ("head", "body", "write")]
 KINDS = {
     # slowhttptest -H, -B and -X: a header at a time, a piece of the body at a time, a few bytes read at a time.
-    "headers": get()[:-2],
-    "body": post({"prompt": "x" * 500})[:-400],
-    "read": post({"prompt": "a", "max_tokens": 600, "ignore_eos": True}),
+    "headers": get_request()[:-2],
+    "body": post_request({"prompt": "x" * 500})[:-400],
+    "read": post_request({"prompt": "a", "max_tokens": 600, "ignore_eos": True}),
 }
 
 
@@ -130,8 +130,8 @@ def test_slow_clients_are_cut_at_the_deadline_and_others_are_served(serve: Servi
 
 
 MOST, OF_ONE = 40, 20
-HALF_HEAD, HALF_BODY = get()[:-2], post({"prompt": "a" * 100})[:-50]
-CROWDS = {"silent": b"", "half a head": HALF_HEAD, "idle": get()}
+HALF_HEAD, HALF_BODY = get_request()[:-2], post_request({"prompt": "a" * 100})[:-50]
+CROWDS = {"silent": b"", "half a head": HALF_HEAD, "idle": get_request()}
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +171,7 @@ def _dial(url: str, address: str, data: bytes = b"") -> socket.socket:
 
 def _status(url: str, address: str) -> int:
     body = {"prompt": "a", "max_tokens": 2, "stream": False}
-    with _dial(url, address, post(body, "/complete", "Connection: close")) as connection:
+    with _dial(url, address, post_request(body, "/complete", "Connection: close")) as connection:
         return status_of(read_all(connection))
 
 
@@ -197,7 +197,7 @@ def test_a_crowd_keeps_no_other_client_out(
     promise.all_of(f"requests answered beside a crowd that is {kind}", answers.count(200), len(answers))
 
 
-@pytest.mark.parametrize("data", [HALF_BODY, post({**STREAM, "max_tokens": 8000})], ids=["body", "answer"])
+@pytest.mark.parametrize("data", [HALF_BODY, post_request({**STREAM, "max_tokens": 8000})], ids=["body", "answer"])
 def test_who_has_a_request_is_not_sent_off(small: Server, connections: list[socket.socket], data: bytes) -> None:
     """The reverse: where no connection is idle, the service evicts none, and existing connections stay."""
     connections += [_dial(small.url, address, data) for _ in range(OF_ONE) for address in ("127.0.0.2", "127.0.0.3")]
@@ -223,6 +223,6 @@ def test_behind_nginx_one_client_cannot_take_all_connections(
         connections += [_dial(url, "127.0.0.2", HALF_BODY) for _ in range(5)]
         assert small.wait_for(lambda: _status(url, "127.0.0.2") == 503)
         assert _status(url, "127.0.0.9") == 200
-        for data in (b"", get("/health/live")):
+        for data in (b"", get_request("/health/live")):
             connections += [_dial(url, "127.0.0.3", data) for _ in range(2 * MOST)]
             assert _status(url, "127.0.0.9") == 200

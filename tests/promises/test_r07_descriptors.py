@@ -14,15 +14,24 @@ import httpx
 import pytest
 
 from tests.support import ROOT
-from tests.support.completion_client import whole
-from tests.support.http.raw_client import connect, error_of, get, post, read_all, read_answer, reset, status_of
+from tests.support.completion_client import fetch_completion
+from tests.support.http.raw_client import (
+    connect,
+    error_of,
+    get_request,
+    post_request,
+    read_all,
+    read_response,
+    reset,
+    status_of,
+)
 from tests.support.http.socket_queues import has_read_all
 from tests.support.processes import open_files
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, stop_server
 from tests.support.services import Services
 
-HALF_BODY = post({"prompt": "a" * 100})[:-50]
+HALF_BODY = post_request({"prompt": "a" * 100})[:-50]
 """A client that has sent this has an active request; its connection is never evicted."""
 
 
@@ -62,7 +71,7 @@ def _connect_all(server: Server, n: int, data: bytes = b"") -> list[socket.socke
 
 def _is_well(server: Server) -> bool:
     return httpx.get(f"{server.url}/health/ready", timeout=60).status_code == 200 and bool(
-        whole(server.url, prompt="a", max_tokens=3)["choices"]
+        fetch_completion(server.url, prompt="a", max_tokens=3)["choices"]
     )
 
 
@@ -76,10 +85,10 @@ def test_a_thousand_connections_with_256_descriptors(serve: Services, promise: P
     probes = []
     for _ in range(10):
         with connect(server) as probe:
-            probe.sendall(get("/health/live"))
+            probe.sendall(get_request("/health/live"))
             probes.append(status_of(read_all(probe)))
     with connect(server) as one_too_many:
-        one_too_many.sendall(post({"prompt": "a"}))
+        one_too_many.sendall(post_request({"prompt": "a"}))
         refused = read_all(one_too_many)
     assert (status_of(refused), error_of(refused)["code"]) == (503, "too_many_connections")
     assert b"retry-after: " in refused.lower()
@@ -108,14 +117,14 @@ def test_too_few_descriptors_to_begin_with_are_told_in_one_line(weights: Path, l
 def test_no_descriptor_at_all_is_survived(server: Server, promise: Promise) -> None:
     limits = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
     with connect(server) as early:
-        early.sendall(get())
-        assert status_of(read_answer(early)) == 200
+        early.sendall(get_request())
+        assert status_of(read_response(early)) == 200
         resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (open_files(server.process.pid), limits[1]))
         connections = _connect_all(server, 300)
         assert server.has_logged("no file descriptors left")  # it looks once a second
         cpu = promise.measured(lambda: _cpu_share(server), lambda share: share <= 0.2)
-        early.sendall(post({"prompt": "a", "max_tokens": 3, "stream": False}))
-        assert status_of(read_answer(early)) == 200, "a client with a connection is served"
+        early.sendall(post_request({"prompt": "a", "max_tokens": 3, "stream": False}))
+        assert status_of(read_response(early)) == 200, "a client with a connection is served"
         resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, limits)
     for connection in connections:
         connection.close()
@@ -128,7 +137,7 @@ def test_no_descriptor_at_all_is_survived(server: Server, promise: Promise) -> N
 def _vanish(server: Server, request: dict[str, Any], after: float) -> None:
     """A RST while the service writes: its next write fails with EPIPE or ECONNRESET."""
     connection = connect(server)
-    connection.sendall(post(request))
+    connection.sendall(post_request(request))
     time.sleep(after)
     reset(connection)
 

@@ -17,7 +17,7 @@ import pytest
 from app.engine_client.supervisor import TOKENS_TO_CLEAR
 from tests.support.armed_faults import Faults
 from tests.support.load.concurrent_clients import (
-    Answer,
+    CompletionExchange,
     RequestSpec,
     concurrent_requests,
     count_same,
@@ -69,21 +69,21 @@ def server(serve_module: Services, faults: Faults) -> Server:
     return serve_module(fake_ms=5, environment=faults.environment, logs_tracebacks=True)
 
 
-def _have_begun(server: Server, answers: Sequence[Answer]) -> bool:
+def _have_begun(server: Server, answers: Sequence[CompletionExchange]) -> bool:
     return server.wait_for(lambda: all(answer.n_events > 3 for answer in answers))
 
 
-def _has_ended(answer: Answer) -> bool:
+def _has_ended(answer: CompletionExchange) -> bool:
     return b"event: done" in answer.body[-2000:]
 
 
-def _all_move(server: Server, answers: list[Answer]) -> bool:
+def _all_move(server: Server, answers: list[CompletionExchange]) -> bool:
     """Waits until every stream has given a few events more, or has ended."""
     streams = [(answer, answer.n_events) for answer in answers if answer.body[:3] == b"id:"]
     return server.wait_for(lambda: all(_has_ended(a) or a.n_events > n + TOKENS_TO_CLEAR for a, n in streams))
 
 
-def _disturbed(server: Server, specs: list[RequestSpec], kills: int) -> tuple[list[Answer], int]:
+def _disturbed(server: Server, specs: list[RequestSpec], kills: int) -> tuple[list[CompletionExchange], int]:
     """Answers of concurrent clients while the engine is killed repeatedly; how many kills hit running streams."""
     killed = 0
     with concurrent_requests(server, specs) as answers:

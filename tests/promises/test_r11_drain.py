@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.support.armed_faults import Faults
-from tests.support.http.raw_client import connect, get, post, read_all, read_answer, status_of
+from tests.support.http.raw_client import connect, get_request, post_request, read_all, read_response, status_of
 from tests.support.load.concurrent_clients import concurrent_requests, seeded
 from tests.support.processes import family, living
 from tests.support.promise_figures import Promise
@@ -48,8 +48,8 @@ def _drained(serve: Services, faults: Faults, number: signal.Signals, n: int) ->
     server = serve(*flags, fake_ms=STEP_MS, environment=faults.environment)
     pids = family(server.process.pid)
     with connect(server) as kept_alive, concurrent_requests(server, seeded(_request(1), n)) as streams:
-        kept_alive.sendall(get())
-        assert status_of(read_answer(kept_alive)) == 200
+        kept_alive.sendall(get_request())
+        assert status_of(read_response(kept_alive)) == 200
         assert _running(server, n)
         server.process.send_signal(number)
         began = time.monotonic()
@@ -107,9 +107,9 @@ def _seconds_to_end(serve: Services) -> float:
     """Of a service with clients that are stuck in all ways."""
     server = serve("--drain-timeout", "1", fake_ms=1)
     with connect(server, receive_buffer=4096) as stuck, connect(server) as half, connect(server) as slow:
-        half.sendall(get()[:20])
-        slow.sendall(post(_request(1))[:-3])
-        stuck.sendall(post(_request(40)))
+        half.sendall(get_request()[:20])
+        slow.sendall(post_request(_request(1))[:-3])
+        stuck.sendall(post_request(_request(40)))
         assert _running(server, 1)
         time.sleep(1)
         began = time.monotonic()

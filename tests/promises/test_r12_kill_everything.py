@@ -23,7 +23,7 @@ from model.train.training_checkpoint import load_snapshot
 from tests.promises.test_r18_disk_full import _save_run, _version_of_run
 from tests.support import ROOT
 from tests.support.armed_faults import Faults
-from tests.support.disk_faults import Operations, kill, watched
+from tests.support.disk_faults import Operations, intercept_writes, kill
 from tests.support.fake_compiler import fake_compiler
 from tests.support.load.concurrent_clients import (
     RequestSpec,
@@ -122,7 +122,7 @@ def _save_and_die(folder: Path, at: int) -> int:
     """A child saves number 2 and is killed at operation `at`; how it ended."""
     child = os.fork()
     if child == 0:
-        with watched(Operations(kill, at)):
+        with intercept_writes(Operations(kill, at)):
             _save_run(folder, 2)
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -133,7 +133,7 @@ def test_a_save_killed_at_any_operation(tmp_path: Path, promise: Promise) -> Non
     torch.set_num_threads(1)
     counting = Operations()
     _save_run(tmp_path / "dry", 1)
-    with watched(counting):
+    with intercept_writes(counting):
         _save_run(tmp_path / "dry", 2)
     good = 0
     for number, what in enumerate(counting.seen):

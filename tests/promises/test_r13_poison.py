@@ -23,7 +23,7 @@ from model.files import write_files
 from model.tokenizer.tokenizer import Tokenizer
 from tests.support.armed_faults import Faults, arm_this_process
 from tests.support.engine.mixed_requests import POISON, VICTIM, Outcome, mixed_requests, poisoned_decoder, serve
-from tests.support.load.concurrent_clients import Answer, RequestSpec, send_all
+from tests.support.load.concurrent_clients import CompletionExchange, RequestSpec, send_all
 from tests.support.model.tiny_models import TEXT, VOCAB, tiny_config, tiny_decoder, tiny_engine
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server
@@ -169,7 +169,7 @@ def _bodies() -> list[dict[str, Any]]:
     return bodies
 
 
-def _all_at_once(server: Server, bodies: list[dict[str, Any]], mode: str) -> list[Answer]:
+def _all_at_once(server: Server, bodies: list[dict[str, Any]], mode: str) -> list[CompletionExchange]:
     path = "/v1/completions" if mode == "chunks" else "/complete"
     return send_all(server, [RequestSpec(path=path, body={**body, "stream": mode != "whole"}) for body in bodies])
 

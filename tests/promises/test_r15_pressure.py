@@ -15,7 +15,7 @@ import pytest
 from app.common.types import Request, SampledEvent, SamplingParams
 from app.engine.scheduling.block_allocator import BlockAllocator
 from tests.support.armed_faults import Faults
-from tests.support.engine.scheduler_simulation import Delivered, SimulatedDevice, alone, make_scheduler, step
+from tests.support.engine.scheduler_simulation import Delivered, SimulatedDevice, expected_output, make_scheduler, step
 from tests.support.model.tiny_models import tiny_decoder, tiny_engine
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server
@@ -49,7 +49,7 @@ def test_64_clients_share_blocks_for_four_in_simulation(promise: Promise) -> Non
         while scheduler.has_work:
             delivered.take(step(scheduler, device)[1])
             worst = max([worst, *(s.preemptions for s in [*scheduler.running, *scheduler.waiting])])
-        good += sum(delivered.tokens(r.id) == alone(r).tokens(r.id) for r in requests)
+        good += sum(delivered.tokens(r.id) == expected_output(r).tokens(r.id) for r in requests)
         n += len(requests)
         preemptions += scheduler.preemptions
     assert preemptions > n / 4, "there was meant to be pressure"

@@ -26,12 +26,12 @@ import pytest
 from tests.support.armed_faults import Faults
 from tests.support.completion_client import parse_events
 from tests.support.load.concurrent_clients import (
-    Answer,
+    CompletionExchange,
     RequestSpec,
     concurrent_requests,
     engine_pid,
+    exchange_with_body,
     is_ready,
-    received,
     send_all,
 )
 from tests.support.promise_figures import Promise
@@ -71,7 +71,7 @@ def _specs(**extra: Any) -> list[RequestSpec]:
     ]
 
 
-def _outcome(answer: Answer) -> _Outcome:
+def _outcome(answer: CompletionExchange) -> _Outcome:
     """Strict about the form."""
     output = answer.output()
     if "texts" not in output:  # whole
@@ -88,11 +88,11 @@ def _outcome(answer: Answer) -> _Outcome:
     return _Outcome(text, output["ends"].get(0), output["errors"][0]["type"] if output["errors"] else None)
 
 
-def _is_same(answers: list[Answer], expected: _Outcome) -> list[bool]:
+def _is_same(answers: list[CompletionExchange], expected: _Outcome) -> list[bool]:
     return [_outcome(answer) == expected for answer in answers]
 
 
-def _is_error(answers: list[Answer], kind: str) -> list[bool]:
+def _is_error(answers: list[CompletionExchange], kind: str) -> list[bool]:
     return [(outcome.error, outcome.finish) == (kind, None) for outcome in map(_outcome, answers)]
 
 
@@ -109,7 +109,7 @@ def _slow_from(stage: _Stage, step: int) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _under_way(server: Server, specs: list[RequestSpec]) -> Iterator[list[Answer]]:
+def _under_way(server: Server, specs: list[RequestSpec]) -> Iterator[list[CompletionExchange]]:
     """The answers of concurrent clients whose streams have started."""
     with concurrent_requests(server, specs) as answers:
         assert server.wait_for(lambda: server.metric("requests_running") == 4)  # also those without an event yet
@@ -257,7 +257,7 @@ def test_the_check_of_the_form_finds_what_breaks_it() -> None:
         b'data: {"choices": \n\ndata: [DONE]\n\n',
     ]
     good = event % (0, b"token") + event % (1, b"done")
-    assert _outcome(received(good)) == _Outcome("a", "stop", None)
+    assert _outcome(exchange_with_body(good)) == _Outcome("a", "stop", None)
     for body in bad:
         with pytest.raises((AssertionError, ValueError)):
-            _outcome(received(body))
+            _outcome(exchange_with_body(body))

@@ -19,7 +19,7 @@ from model.checkpoint.stored_weights import find_weights
 from model.files import CheckpointError, write_files
 from model.train.training_checkpoint import Position, load_snapshot, save_snapshot
 from tests.support import ROOT
-from tests.support.disk_faults import SPACE, Operations, no_space, watched
+from tests.support.disk_faults import SPACE, Operations, intercept_writes, no_space
 from tests.support.model.tiny_models import TEXT, tiny_decoder
 from tests.support.promise_figures import Promise
 
@@ -68,7 +68,7 @@ def _good(folder: Path, kind: str, at: int, then_also: frozenset[str]) -> bool:
     """Whether the save before this one, or this one if it was through, is whole; and the next one works."""
     save, version = KINDS[kind]
     save(folder, 1)
-    with watched(Operations(no_space, at, then_also)), contextlib.suppress(CheckpointError):
+    with intercept_writes(Operations(no_space, at, then_also)), contextlib.suppress(CheckpointError):
         save(folder, 2)
     kept = version(folder)
     leftovers = [path for path in folder.rglob("*") if path.name.endswith((".tmp", ".old"))]
@@ -80,7 +80,7 @@ def _good(folder: Path, kind: str, at: int, then_also: frozenset[str]) -> bool:
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, promise: Promise, kind: str) -> None:
     KINDS[kind][0](tmp_path / "dry", 1)
     counting = Operations()
-    with watched(counting):
+    with intercept_writes(counting):
         KINDS[kind][0](tmp_path / "dry", 2)
     assert {"open", "write", "fsync"} <= set(counting.seen) and {"rename", "replace"} & set(counting.seen)
     wrong = [
@@ -106,7 +106,7 @@ def test_a_save_in_place_is_found_out(tmp_path: Path) -> None:
                 file.write(content)
 
     careless(tmp_path, 1)
-    with watched(Operations(no_space, 6)), pytest.raises(OSError, match="No space"):
+    with intercept_writes(Operations(no_space, 6)), pytest.raises(OSError, match="No space"):
         careless(tmp_path, 2)
     with pytest.raises((CheckpointError, AssertionError)):
         load(tmp_path, device=CPU, dtype=torch.float32)

@@ -24,13 +24,13 @@ import pytest
 
 from benchmarks.client import Client
 from tests.support.armed_faults import Faults
-from tests.support.completion_client import Event, parse_events, stream, text_of
+from tests.support.completion_client import Event, joined_text, parse_events, stream
 from tests.support.load import concurrent_clients
 from tests.support.load.concurrent_clients import children, is_ready
 from tests.support.model.bad_weights import BAD, KV_BLOCKS, bad_weights, good_weights
 from tests.support.processes import living, memory, open_files
 from tests.support.promise_figures import Promise
-from tests.support.reloads import has_reloaded, point, refusals, reloads
+from tests.support.reloads import count_reloads, has_reloaded, point_link, refusal_lines
 from tests.support.servers import Server, start_server, stop_server
 from tests.support.services import Services
 
@@ -141,7 +141,7 @@ def link(tmp_path: Path, ways: list[Path]) -> Path:
 
 def _reload(server: Server, link: Path, target: Path, outcome: str) -> bool:
     """Asks for other weights; whether it came to this outcome."""
-    point(link, target)
+    point_link(link, target)
     return has_reloaded(server, outcome)
 
 
@@ -165,10 +165,12 @@ def test_bad_weights_of_every_kind_are_refused_without_a_failed_request(
         for index, kind in enumerate(kinds):
             bad = bad_weights(tmp_path / f"bad-{index}", good, kind)
             refused = _reload(server, link, bad, "refused")
-            server.wait_for(lambda index=index: len(refusals(server)) > index)  # type: ignore[misc]
-            said.append(refused and len(refusals(server)) == index + 1 and BAD[kind][1] in refusals(server)[-1])
+            server.wait_for(lambda index=index: len(refusal_lines(server)) > index)  # type: ignore[misc]
+            said.append(
+                refused and len(refusal_lines(server)) == index + 1 and BAD[kind][1] in refusal_lines(server)[-1]
+            )
             assert said[-1], (kind, server.log.read_text()[-2000:])
-            point(link, good)
+            point_link(link, good)
         time.sleep(0.5)
     assert server.wait_for(lambda: children(server) == first), "the first engine was ended, or another one stayed"
     promise.all_of("bad weights of every kind refused, with the reason in one line", sum(said), len(kinds))
@@ -183,15 +185,15 @@ def test_an_engine_that_is_killed_while_it_loads_is_not_missed(
     server = serve(weights=link, environment=faults.environment, fake_ms=1)
     (first,) = children(server)
     with _SteadyLoad(server, clients=2, max_tokens=24, pause=0.1) as load:
-        before = reloads(server, "refused")
+        before = count_reloads(server, "refused")
         faults.arm("fake.load", "sleep", seconds=60)
-        point(link, ways[1])
+        point_link(link, ways[1])
         server.process.send_signal(signal.SIGHUP)
         assert server.wait_for(lambda: len(children(server)) == 2)
         os.kill(next(pid for pid in children(server) if pid != first), signal.SIGKILL)
-        assert server.wait_for(lambda: reloads(server, "refused") > before)
-        assert server.wait_for(lambda: refusals(server))
-        assert "their engine ended while it was loading" in refusals(server)[0]
+        assert server.wait_for(lambda: count_reloads(server, "refused") > before)
+        assert server.wait_for(lambda: refusal_lines(server))
+        assert "their engine ended while it was loading" in refusal_lines(server)[0]
         time.sleep(0.3)
     assert server.wait_for(lambda: children(server) == [first])
     assert not _mixed(load.answers) and len({answer.version for answer in load.answers}) == 1
@@ -268,7 +270,7 @@ def test_a_stream_ends_with_the_weights_it_began_with_also_when_it_is_resumed(
     for index in range(n):
         events = _across_a_switch(server, link, ways[(index + 1) % 2], faults, is_cut=index % 4 > 1)
         texts += [_undisturbed(server)] if index == 0 else []
-        good += text_of(events) == texts[index % 2] and events[-1].name == "done"
+        good += joined_text(events) == texts[index % 2] and events[-1].name == "done"
         assert _has_one_engine(server)
     assert texts[0] != texts[1]
     promise.all_of("streams that a switch met half-way, as without it", good, n)
@@ -282,7 +284,7 @@ def test_old_engines_that_stay_and_streams_that_go_on_with_the_new_one_would_be_
     server = serve(weights=link, environment=environment, fake_ms=10)
     undisturbed = _undisturbed(server)
     faults.arm("job.other_engine", "mix")
-    assert text_of(_across_a_switch(server, link, ways[1], faults, is_cut=True)) != undisturbed
+    assert joined_text(_across_a_switch(server, link, ways[1], faults, is_cut=True)) != undisturbed
     faults.disarm("job.other_engine")
     assert _has_one_engine(server)
     faults.arm("reload.keep_old", "keep")
@@ -292,7 +294,7 @@ def test_old_engines_that_stay_and_streams_that_go_on_with_the_new_one_would_be_
 
 
 def _undisturbed(server: Server) -> str:
-    return text_of(stream(server.url, **_FOX))
+    return joined_text(stream(server.url, **_FOX))
 
 
 def test_a_hang_up_asks_for_new_weights_and_a_terminal_that_closes_ends_the_service(
@@ -302,7 +304,7 @@ def test_a_hang_up_asks_for_new_weights_and_a_terminal_that_closes_ends_the_serv
     server = start_server(tmp_path, weights, fake_ms=5, terminal=theirs)
     os.close(theirs)
     server.process.send_signal(signal.SIGHUP)
-    assert server.wait_for(lambda: reloads(server, "switched") == 1)
+    assert server.wait_for(lambda: count_reloads(server, "switched") == 1)
     engines = children(server)
     os.close(ours)  # the kernel sends SIGHUP
     assert server.process.wait(timeout=60) == 0

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.armed_faults import Faults
-from tests.support.http.raw_client import get, post
+from tests.support.http.raw_client import get_request, post_request
 from tests.support.processes import children, memory, open_files
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, is_clean
@@ -31,9 +31,9 @@ _MALFORMED = [
     b"GARBAGE\r\n\r\n",
     b"POST /complete HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
     b"GET / HTTP/9.9\r\n\r\n",
-    post({}).replace(b"Length: 2", b"Length: 1")[:-1],
-    post({"a": "b" * 490})[:-480],
-    get("/nowhere", "Connection: close"),
+    post_request({}).replace(b"Length: 2", b"Length: 1")[:-1],
+    post_request({"a": "b" * 490})[:-480],
+    get_request("/nowhere", "Connection: close"),
 ]
 
 
@@ -79,7 +79,7 @@ class Clients:
         """Prompts come again, as people's do; all of them fit the cache."""
         prompt, seed = f"soak {self._rng.randrange(50)}", self._rng.randrange(1000)
         body = {"prompt": prompt, "max_tokens": max_tokens, "seed": seed, "stream": stream}
-        return post(body, "/complete", "Connection: close")
+        return post_request(body, "/complete", "Connection: close")
 
     async def _normal(self, *, stream: bool = True) -> None:
         reader, writer = await self._send(self._request(self._rng.randint(1, 30), stream=stream))

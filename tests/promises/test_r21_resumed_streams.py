@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.completion_client import Event, parse_events, stream, text_of
+from tests.support.completion_client import Event, joined_text, parse_events, stream
 from tests.support.load.concurrent_clients import is_ready, kill_engine
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, is_clean
@@ -76,7 +76,7 @@ async def _cut_and_resume(client: httpx.AsyncClient, seed: int, **cut: int) -> l
 def _is_whole(events: list[Event], expected: str) -> bool:
     numbers = [int(event.id.rpartition(":")[2]) for event in events]
     ends = [event.name for event in events if event.name in ("done", "error")]
-    return numbers == list(range(len(numbers))) and ends == ["done"] and text_of(events) == expected
+    return numbers == list(range(len(numbers))) and ends == ["done"] and joined_text(events) == expected
 
 
 async def _cut_all(server: Server, cuts: list[tuple[int, dict[str, int]]]) -> list[list[Event]]:
@@ -99,7 +99,7 @@ def test_streams_cut_anywhere_are_whole_in_the_end(server: Server, promise: Prom
     cuts += [{"n_bytes": rng.randrange(1, 6000)} for _ in range(n_cuts - n_ordered)]
     plan = [(number % n_seeds, cut) for number, cut in enumerate(cuts)]
     streams = asyncio.run(_cut_all(server, plan))
-    good = sum(_is_whole(one, text_of(expected[seed])) for (seed, _), one in zip(plan, streams, strict=True))
+    good = sum(_is_whole(one, joined_text(expected[seed])) for (seed, _), one in zip(plan, streams, strict=True))
     assert is_clean(server, 30.0)
     promise.all_of("cut streams that are whole in the end", good, n_cuts)
 
@@ -107,17 +107,17 @@ def test_streams_cut_anywhere_are_whole_in_the_end(server: Server, promise: Prom
 def test_a_check_that_counts_gaps_and_repetitions_finds_them(server: Server) -> None:
     """The positive control: a client that comes back with the wrong number has a gap, or something twice."""
     events = stream(server.url, **_BODY, seed=1)
-    assert _is_whole(events, text_of(events))
-    assert not _is_whole([*events[:10], *events[11:]], text_of(events))
-    assert not _is_whole([*events[:10], *events[9:]], text_of(events))
-    assert not _is_whole(events[:-1], text_of(events))
+    assert _is_whole(events, joined_text(events))
+    assert not _is_whole([*events[:10], *events[11:]], joined_text(events))
+    assert not _is_whole([*events[:10], *events[9:]], joined_text(events))
+    assert not _is_whole(events[:-1], joined_text(events))
 
 
 def test_a_stream_that_lost_client_and_engine_goes_on(server: Server, promise: Promise) -> None:
     """The client is disconnected when the engine dies, and reconnects before the next one is ready."""
     n = promise.size(2, 20)
     body = {**_BODY, "max_tokens": 400}
-    expected = text_of(stream(server.url, **body, seed=5))
+    expected = joined_text(stream(server.url, **body, seed=5))
 
     async def send_all() -> int:
         good = 0

@@ -21,7 +21,7 @@ import pytest
 
 from tests.support import ROOT
 from tests.support.async_test import async_test
-from tests.support.completion_client import parse_events, text_of
+from tests.support.completion_client import joined_text, parse_events
 from tests.support.http.nginx import needs_nginx, running_nginx
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, stop_server
@@ -92,7 +92,7 @@ def test_a_silence_longer_than_the_read_time_out_is_survived(
     seconds, answer = silence.result()
     assert seconds > 16
     events = parse_events(answer)
-    assert (events[-1].name, bool(text_of(events))) == ("done", True)
+    assert (events[-1].name, bool(joined_text(events))) == ("done", True)
     assert ": ping" in answer
     promise.all_of("silence of 16 s survives a read time-out of 15 s", 1, 1)
 
@@ -159,5 +159,5 @@ def test_a_stream_is_resumed_at_the_service_that_began_it(serve: Services, tmp_p
                 start = next(line for line in response.iter_lines() if line.startswith("id: ")).removeprefix("id: ")
             path, last = f"/complete/{start.partition(':')[0]}/events", {"Last-Event-ID": start}
             rest = httpx.get(f"{url}{path}", headers=last, timeout=60)
-            assert (rest.status_code, text_of(parse_events(rest.text))) == (200, text_of(whole))
+            assert (rest.status_code, joined_text(parse_events(rest.text))) == (200, joined_text(whole))
         assert httpx.delete(f"{url}/complete/req-unknown", timeout=60).status_code == 404

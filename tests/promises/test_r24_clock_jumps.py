@@ -11,7 +11,15 @@ import httpx
 import pytest
 
 from tests.support import ROOT
-from tests.support.http.raw_client import connect, error_of, get, post, read_answer, seconds_until_close, status_of
+from tests.support.http.raw_client import (
+    connect,
+    error_of,
+    get_request,
+    post_request,
+    read_response,
+    seconds_until_close,
+    status_of,
+)
 from tests.support.load.concurrent_clients import concurrent_requests, seeded
 from tests.support.model.tiny_models import tiny_weights
 from tests.support.promise_figures import Promise
@@ -64,16 +72,16 @@ def _across(server: Server, clock: Path, before: int, jump: int) -> list[bool]:
     clock.write_text(f"{before:+d}")
     request = {"prompt": "a", "max_tokens": 600, "ignore_eos": True}
     with connect(server) as idle, concurrent_requests(server, seeded(request, 8)) as streams:
-        idle.sendall(get())
-        read_answer(idle)
+        idle.sendall(get_request())
+        read_response(idle)
         are_under_way = server.wait_for(lambda: server.metric("requests_running") == 8)
         with connect(server) as slow:
-            slow.sendall(get()[:10])
+            slow.sendall(get_request()[:10])
             clock.write_text(f"{jump:+d}")
             seconds, said = seconds_until_close(slow)
         assert server.wait_for(lambda: abs(_shift(server) - jump) < 60), "the clock was meant to jump"
-        idle.sendall(post({"prompt": "b", "max_tokens": 2, "stream": False}))
-        is_answered = status_of(read_answer(idle)) == 200
+        idle.sendall(post_request({"prompt": "b", "max_tokens": 2, "stream": False}))
+        is_answered = status_of(read_response(idle)) == 200
     return [
         HEAD - 0.2 < seconds < HEAD + 1 and error_of(said)["code"] == "head_timeout",
         is_answered,

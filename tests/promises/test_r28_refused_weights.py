@@ -23,7 +23,7 @@ from tests.support import ROOT
 from tests.support.armed_faults import Faults
 from tests.support.model.bad_weights import BAD, KV_BLOCKS, bad_weights, good_weights
 from tests.support.promise_figures import Promise
-from tests.support.reloads import has_reloaded, point, refusals
+from tests.support.reloads import has_reloaded, point_link, refusal_lines
 from tests.support.servers import Server, kernels
 from tests.support.services import Services
 
@@ -68,10 +68,10 @@ def test_check_start_and_reload_refuse_the_same_weights(
             continue
         code, last = _start(bad)
         assert code == 2 and last.startswith("error: ") and words in last and str(bad) in last, (kind, code, last)
-        point(link, bad)
+        point_link(link, bad)
         assert has_reloaded(server, "refused"), kind
-        assert server.wait_for(lambda: len(refusals(server)) > len(refused)), kind
-        assert words in refusals(server)[-1], kind
+        assert server.wait_for(lambda: len(refusal_lines(server)) > len(refused)), kind
+        assert words in refusal_lines(server)[-1], kind
         answer = httpx.post(f"{server.url}/complete", json=_BODY)
         assert answer.status_code == 200 and answer.headers["X-Weights-Version"] == version
         refused.append(kind)
@@ -99,7 +99,7 @@ def test_weights_that_were_not_tried_fail_every_request_and_health_says_so(
     answer = _ready(server)
     assert answer.json()["phase"] == "failing" and "server's side" in answer.json()["reason"]
     assert int(answer.headers["Retry-After"]) >= 1
-    point(link, good)
+    point_link(link, good)
     assert has_reloaded(server)
     assert server.wait_for(lambda: _ready(server).status_code == 200)
     assert _statuses(server, 1) == {200}

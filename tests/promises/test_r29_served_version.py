@@ -21,7 +21,7 @@ import pytest
 
 from tests.support.armed_faults import Faults
 from tests.support.load.concurrent_clients import (
-    Answer,
+    CompletionExchange,
     RequestSpec,
     children,
     concurrent_requests,
@@ -153,7 +153,9 @@ def _reload(server: Server) -> None:
     assert _model(server) != before
 
 
-def _kill_during(server: Server, copy: Iterator[None], steps: int, specs: list[RequestSpec]) -> list[Answer]:
+def _kill_during(
+    server: Server, copy: Iterator[None], steps: int, specs: list[RequestSpec]
+) -> list[CompletionExchange]:
     """Streams that run while the engine is killed after so many steps of a copy."""
     with concurrent_requests(server, specs) as answers:
         assert server.wait_for(lambda: all(answer.n_events > 3 for answer in (answers[0], answers[1], answers[3])))

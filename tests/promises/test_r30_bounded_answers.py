@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from tests.support.armed_faults import Faults
-from tests.support.http.raw_client import connect, post
+from tests.support.http.raw_client import connect, post_request
 from tests.support.keyed_server import Keyring, bearer
 from tests.support.processes import memory
 from tests.support.promise_figures import Promise
@@ -68,7 +68,7 @@ def _memory_and_size(server: Server, n: int, path: str, body: dict[str, Any]) ->
     whole = httpx.post(f"{server.url}{path}", json=body, timeout=120)  # also what the service takes for itself
     assert whole.status_code == 200 and whole.json()
     before = _anonymous(server)
-    with slow_readers(server, n, post(body, path)) as readers:
+    with slow_readers(server, n, post_request(body, path)) as readers:
         time.sleep(2)
         assert len(readers) == n and server.metric("connections") >= n
         held = (_anonymous(server) - before) / n / 1024
@@ -138,7 +138,7 @@ def test_a_quota_is_held_until_the_last_byte_or_the_deadline(serve: Services, tm
     with ExitStack() as stack:
         for kind, key in kinds.items():
             path, body = KINDS[kind]
-            stack.enter_context(slow_readers(server, 4, post(body, path, f"Authorization: Bearer {key}")))
+            stack.enter_context(slow_readers(server, 4, post_request(body, path, f"Authorization: Bearer {key}")))
             time.sleep(1)
             statuses = [short(kind) for _ in range(3)]
             promise.all_of(f"requests beyond a key's concurrency that get 429 ({kind})", statuses.count(429), 3)
@@ -159,6 +159,6 @@ def test_a_quota_is_free_when_the_client_has_the_answer_or_leaves(serve: Service
     # Still more than what the kernel and the transport buffer for a client that does not read.
     for kind, (path, body) in _kinds(4).items():
         assert [_status(server, path, body, key) for _ in range(2)] == [200, 200], kind
-        with slow_readers(server, 1, post(body, path, f"Authorization: Bearer {key}")):
+        with slow_readers(server, 1, post_request(body, path, f"Authorization: Bearer {key}")):
             assert _status(server, path, body, key) == 429
         assert server.wait_for(lambda path=path, body=body: _status(server, path, body, key) == 200, 10)

@@ -20,7 +20,7 @@ from starlette.routing import Mount, Route
 
 from app.common.settings import Settings
 from app.main import create_app
-from tests.support.keyed_server import Keyring, bearer, exchange, raw, request_lines, status_of
+from tests.support.keyed_server import Keyring, bearer, raw_request, request_lines, send_raw, status_of
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server
 from tests.support.services import Services
@@ -93,7 +93,7 @@ def test_no_request_of_a_stranger_reaches_a_route(
     sent, leaks = 0, []
     for path, method, target, headers in _requests(keyed, ring, _routes(_app(ring, tmp_path))):
         body = b'{"prompt": "x", "max_tokens": 1}' if method == "POST" else b""
-        answer = exchange(keyed.url, raw(method, target, *headers, "Content-Type: application/json", body=body))
+        answer = send_raw(keyed.url, raw_request(method, target, *headers, "Content-Type: application/json", body=body))
         sent += 1
         if not _is_refused(answer, path):
             leaks.append((method, target, headers, answer[:200]))
@@ -169,6 +169,8 @@ def test_a_new_route_asks_for_a_key_whatever_kind_it_is(ring: Keyring, tmp_path:
 
 def test_the_key_is_asked_for_before_the_body_is_read(keyed: Server) -> None:
     """An anonymous client gets its answer although its body never arrives, long before the deadline (30 s)."""
-    announced = raw("POST", "/complete", "Host: localhost", "Content-Type: application/json", "Content-Length: 1000000")
-    answer = exchange(keyed.url, announced.replace(b"Connection: close\r\n", b""), seconds=20)
+    announced = raw_request(
+        "POST", "/complete", "Host: localhost", "Content-Type: application/json", "Content-Length: 1000000"
+    )
+    answer = send_raw(keyed.url, announced.replace(b"Connection: close\r\n", b""), seconds=20)
     assert status_of(answer) == 401

@@ -20,7 +20,7 @@ from app.access import api_keys as keys_module
 from app.access.api_keys import MAX_KEYS, ApiKeys, KeyFileError, add_key, new_key, read_keys, revoke_key, stored
 from app.cli.keys import main as keys_verb
 from tests.support import ROOT
-from tests.support.keyed_server import Keyring, bearer, exchange, log_lines, raw, status_of
+from tests.support.keyed_server import Keyring, bearer, log_lines, raw_request, send_raw, status_of
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server
 from tests.support.services import Services
@@ -171,11 +171,11 @@ def test_a_key_in_a_url_is_no_key(keyed_server: tuple[Server, Keyring]) -> None:
     server, ring = keyed_server
     key = ring.keys["alice"]
     for query in (f"api_key={key}", f"key={key}", f"token={key}", f"Authorization=Bearer%20{key}"):
-        assert status_of(exchange(server.url, raw("GET", f"/v1/models?{query}", "Host: localhost"))) == 401
-    user = raw("GET", f"http://{key}:{key}@localhost/v1/models", "Host: localhost")
-    assert status_of(exchange(server.url, user)) in (400, 401)
+        assert status_of(send_raw(server.url, raw_request("GET", f"/v1/models?{query}", "Host: localhost"))) == 401
+    user = raw_request("GET", f"http://{key}:{key}@localhost/v1/models", "Host: localhost")
+    assert status_of(send_raw(server.url, user)) in (400, 401)
     for header in (f"X-Api-Key: {key}", f"Cookie: key={key}", f"Proxy-Authorization: Bearer {key}", f"Api-Key: {key}"):
-        assert status_of(exchange(server.url, raw("GET", "/v1/models", "Host: localhost", header))) == 401
+        assert status_of(send_raw(server.url, raw_request("GET", "/v1/models", "Host: localhost", header))) == 401
 
 
 def test_every_key_is_compared_whichever_it_is(ring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:

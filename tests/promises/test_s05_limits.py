@@ -13,7 +13,15 @@ from typing import Any
 
 import pytest
 
-from tests.support.http.raw_client import connect, error_of, get, post, read_all, read_answer, status_of
+from tests.support.http.raw_client import (
+    connect,
+    error_of,
+    get_request,
+    post_request,
+    read_all,
+    read_response,
+    status_of,
+)
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server
 
@@ -24,7 +32,7 @@ def _say(server: Server, data: bytes) -> bytes:
     with connect(server) as connection:
         try:
             connection.sendall(data)
-            return read_answer(connection)
+            return read_response(connection)
         except (BrokenPipeError, ConnectionResetError):
             # It closed while we were still sending a thousand times too much, or were later with it than it waits.
             return read_all(connection)  # what it said before that is there
@@ -34,21 +42,21 @@ def _headers(size: int) -> bytes:
     """A GET whose headers have `size` bytes as the service counts them: name, value, and four more each."""
     lines = ["Connection: close"]
     left = size - len("Host: x\r\n") - len("Connection: close\r\n") - len("X-A: \r\n")
-    return get("/health/live", *lines, f"X-A: {'x' * left}")
+    return get_request("/health/live", *lines, f"X-A: {'x' * left}")
 
 
 def _url(size: int) -> bytes:
-    return get("/health/live?" + "x" * (size - len("/health/live?")), "Connection: close")
+    return get_request("/health/live?" + "x" * (size - len("/health/live?")), "Connection: close")
 
 
 def _count(size: int) -> bytes:
-    return get("/health/live", "Connection: close", *[f"X-{i}: 1" for i in range(size - 2)])
+    return get_request("/health/live", "Connection: close", *[f"X-{i}: 1" for i in range(size - 2)])
 
 
 def _body(size: int) -> bytes:
     empty = json.dumps({"prompt": "a", "max_tokens": 1, "stream": False, "truncate_prompt_tokens": 5})
     body = {**json.loads(empty), "prompt": "a" * (size - len(empty) + 1)}
-    return post(body, "/complete", "Connection: close")
+    return post_request(body, "/complete", "Connection: close")
 
 
 @pytest.mark.parametrize(
@@ -83,7 +91,7 @@ LISTS: list[tuple[str, Any, Any]] = [
 
 def _status(server: Server, **fields: Any) -> int:
     body = {"prompt": "a", "max_tokens": 1, "stream": False, **fields}
-    answer = _say(server, post(body, "/complete", "Connection: close"))
+    answer = _say(server, post_request(body, "/complete", "Connection: close"))
     if status_of(answer) >= 400:
         assert error_of(answer)["param"]
     return status_of(answer)

@@ -10,24 +10,24 @@ import httpx
 import pytest
 
 from tests.redteam.messages import mutated
-from tests.support.http.raw_client import connect, get, post, read_all
-from tests.support.keyed_server import line_of
+from tests.support.http.raw_client import connect, get_request, post_request, read_all
+from tests.support.keyed_server import wait_for_log_line
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, is_clean
 from tests.support.services import Services
 
 SEEDS = [
-    get(),
-    get("/complete/req-1/events?after=-1", "Last-Event-ID: req-1:0"),
-    get("/web/main.js", "Accept: */*", "Connection: keep-alive, Upgrade", "Upgrade: h2c", "HTTP2-Settings: AA"),
-    post({"prompt": "a", "max_tokens": 2, "ignore_eos": True}),
-    post({"prompt": ["a", "b"], "max_tokens": 2, "logprobs": 3, "stop": ["x"], "stream": False}),
-    post({"prompt": "a", "max_tokens": 1, "stream": True}, "/v1/completions", "Authorization: Bearer x"),
-    post({"prompt": "a"}, "/tokenize", "Expect: 100-continue"),
+    get_request(),
+    get_request("/complete/req-1/events?after=-1", "Last-Event-ID: req-1:0"),
+    get_request("/web/main.js", "Accept: */*", "Connection: keep-alive, Upgrade", "Upgrade: h2c", "HTTP2-Settings: AA"),
+    post_request({"prompt": "a", "max_tokens": 2, "ignore_eos": True}),
+    post_request({"prompt": ["a", "b"], "max_tokens": 2, "logprobs": 3, "stop": ["x"], "stream": False}),
+    post_request({"prompt": "a", "max_tokens": 1, "stream": True}, "/v1/completions", "Authorization: Bearer x"),
+    post_request({"prompt": "a"}, "/tokenize", "Expect: 100-continue"),
     b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
     b'10\r\n{"prompt":"abcd"\r\n1\r\n}\r\n0\r\nX-Trailer: 1\r\n\r\n',
     b"DELETE /complete/req-1 HTTP/1.0\r\nHost: x\r\n\r\n",
-    get() + post({"prompt": "a", "max_tokens": 1}) + get("/metrics"),
+    get_request() + post_request({"prompt": "a", "max_tokens": 1}) + get_request("/metrics"),
 ]
 SPICE = [
     b"\r\n", b"\n", b"\r", b"\0", b":", b" ", b"\t", b"%00", b"%2e%2e/", b"\xff\xfe", b"/", b"?", b"#", b"\r\n\r\n",
@@ -72,6 +72,6 @@ def test_mutated_requests_get_4xx_or_a_close_and_the_service_lives(server: Serve
     assert not failures[:3]
     assert is_clean(server, 30)
     assert httpx.get(f"{server.url}/health/ready").status_code == 200
-    line_of(server, httpx.get(f"{server.url}/v1/models"))  # what came before it is written
+    wait_for_log_line(server, httpx.get(f"{server.url}/v1/models"))  # what came before it is written
     assert '"level": "error"' not in server.log_text()
     promise.all_of(f"mutated raw requests, sent {how}, get 4xx, close or service", n - len(failures), n)

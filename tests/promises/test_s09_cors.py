@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from tests.support.keyed_server import Keyring, exchange, raw, request_lines, status_of
+from tests.support.keyed_server import Keyring, raw_request, request_lines, send_raw, status_of
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server
 from tests.support.services import Services
@@ -54,7 +54,7 @@ def test_no_form_of_another_site_can_start_a_completion(fake_server: Server, pro
     for path in ("/complete", "/v1/completions", "/v1/chat/completions", "/score", "/tokenize", "/detokenize"):
         for kind in (*FORMS, None):
             headers = ["Host: localhost", f"Origin: {OTHER}", *([f"Content-Type: {kind}"] if kind else [])]
-            status = status_of(exchange(fake_server.url, raw("POST", path, *headers, body=json_body)))
+            status = status_of(send_raw(fake_server.url, raw_request("POST", path, *headers, body=json_body)))
             tried += 1
             refused += status == 415
     promise.all_of("posts of forms refused", refused, tried)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.keyed_server import exchange, raw, status_of
+from tests.support.keyed_server import raw_request, send_raw, status_of
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server
 from tests.support.services import Services
@@ -39,7 +39,7 @@ def test_only_names_that_no_stranger_can_have_are_answered(named: Server, promis
     cases = [(host, 200) for host in OURS] + [(host, 421) for host in STRANGE] + [(host, 400) for host in BROKEN]
     good = 0
     for host, expected in cases:
-        answer = exchange(named.url, raw("GET", "/v1/models", f"Host: {host}"))
+        answer = send_raw(named.url, raw_request("GET", "/v1/models", f"Host: {host}"))
         assert status_of(answer) == expected, (host, answer)
         good += 1
     promise.all_of("Host headers judged right", good, len(cases))
@@ -51,25 +51,28 @@ LOCAL, EVIL = "Host: localhost", "Host: evil.example"
 @pytest.mark.parametrize(
     ("status", "request_"),
     [
-        (400, raw("GET", "/health")),
-        *((400, raw("GET", "/health", LOCAL, second)) for second in (LOCAL, EVIL)),
+        (400, raw_request("GET", "/health")),
+        *((400, raw_request("GET", "/health", LOCAL, second)) for second in (LOCAL, EVIL)),
         (200, b"GET /health HTTP/1.0\r\n\r\n"),  # it knows no Host
         # A proxy that wants to be believed passes the name on as Host.
-        *((421, raw("GET", "/health", EVIL, f"X-{name}Host: localhost")) for name in ("Forwarded-", "", "Original-")),
-        (421, raw("GET", "/health", EVIL, "Forwarded: host=localhost")),
-        (421, raw("GET", "http://localhost/health", EVIL)),
-        (200, raw("GET", "http://localhost/health", LOCAL)),
-        (200, raw("GET", "http://127.0.0.1:80/health", LOCAL)),
-        (200, raw("GET", "http://[::1]:80/health", LOCAL)),
+        *(
+            (421, raw_request("GET", "/health", EVIL, f"X-{name}Host: localhost"))
+            for name in ("Forwarded-", "", "Original-")
+        ),
+        (421, raw_request("GET", "/health", EVIL, "Forwarded: host=localhost")),
+        (421, raw_request("GET", "http://localhost/health", EVIL)),
+        (200, raw_request("GET", "http://localhost/health", LOCAL)),
+        (200, raw_request("GET", "http://127.0.0.1:80/health", LOCAL)),
+        (200, raw_request("GET", "http://[::1]:80/health", LOCAL)),
     ],
 )
 def test_one_host_speaks_and_no_other_header(named: Server, status: int, request_: bytes) -> None:
-    assert f" {status} ".encode() in exchange(named.url, request_).partition(b"\r\n")[0]
+    assert f" {status} ".encode() in send_raw(named.url, request_).partition(b"\r\n")[0]
 
 
 @pytest.mark.parametrize("target", ["evil.example", "evil.example:80", "localhost@evil.example", "EVIL.example."])
 def test_a_name_in_the_url_must_be_ours_too(named: Server, target: str) -> None:
     for host in (LOCAL, f"Host: {target.rpartition('@')[2]}"):
-        assert status_of(exchange(named.url, raw("GET", f"http://{target}/health", host))) == 421
-    old = exchange(named.url, f"GET http://{target}/health HTTP/1.0\r\n\r\n".encode())
+        assert status_of(send_raw(named.url, raw_request("GET", f"http://{target}/health", host))) == 421
+    old = send_raw(named.url, f"GET http://{target}/health HTTP/1.0\r\n\r\n".encode())
     assert b" 421 " in old.partition(b"\r\n")[0]

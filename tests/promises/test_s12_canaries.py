@@ -20,7 +20,7 @@ import pytest
 from app.common import logs
 from app.http.request_log import RequestLogMiddleware
 from tests.support.armed_faults import Faults
-from tests.support.keyed_server import Keyring, exchange, line_of, log_lines, raw
+from tests.support.keyed_server import Keyring, log_lines, raw_request, send_raw, wait_for_log_line
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server
 from tests.support.services import Services
@@ -93,15 +93,18 @@ def _send(server: Server, ring: Keyring, canary: Canaries) -> None:
     httpx.delete(f"{server.url}/complete/{new()}", headers=alice)
     key = f"Authorization: Bearer {ring.keys['alice']}"
     for head in (
-        raw("GET", "/health", f"Host: {new()}.example"), raw(new().upper(), f"/{new()}", "Host: localhost", key),
-        raw("GET", "/v1/models", "Host: localhost", f"Authorization: Bearer {new()}"),
-        raw("GET", "/v1/models", "Host: localhost", f"Authorization: {new()} {new()}"),
-        raw("GET", "/health", "Host: localhost", f"X-{new()}: {new()}", f"Cookie: {new()}", f"User-Agent: {new()}\x07"),
-        raw("GET", f"http://{new()}@localhost/{new()}", "Host: localhost", key), f"GET {new()}\r\n\r\n".encode(),
-        raw("GET", f"/{new()}%0d%0aX: {new()}", "Host: localhost", key, f"Referer: http://x/{new()}"),
-        raw("POST", "/complete", "Host: localhost", key, f"Content-Type: {new()}", body=new().encode()),
+        raw_request("GET", "/health", f"Host: {new()}.example"),
+        raw_request(new().upper(), f"/{new()}", "Host: localhost", key),
+        raw_request("GET", "/v1/models", "Host: localhost", f"Authorization: Bearer {new()}"),
+        raw_request("GET", "/v1/models", "Host: localhost", f"Authorization: {new()} {new()}"),
+        raw_request("GET", "/health", "Host: localhost", f"X-{new()}: {new()}", f"Cookie: {new()}",
+                    f"User-Agent: {new()}\x07"),
+        raw_request("GET", f"http://{new()}@localhost/{new()}", "Host: localhost", key),
+        f"GET {new()}\r\n\r\n".encode(),
+        raw_request("GET", f"/{new()}%0d%0aX: {new()}", "Host: localhost", key, f"Referer: http://x/{new()}"),
+        raw_request("POST", "/complete", "Host: localhost", key, f"Content-Type: {new()}", body=new().encode()),
     ):  # fmt: skip
-        exchange(server.url, head)
+        send_raw(server.url, head)
 
 
 def _fail(server: Server, ring: Keyring, faults: Faults, canary: Canaries) -> None:
@@ -120,7 +123,7 @@ def _disconnect(server: Server, ring: Keyring, canary: Canaries) -> None:
     key = f"Authorization: Bearer {ring.keys['alice']}"
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(
-            raw("POST", "/complete", "Host: localhost", key, "Content-Type: application/json", body=body)
+            raw_request("POST", "/complete", "Host: localhost", key, "Content-Type: application/json", body=body)
         )
         connection.recv(100)
 
@@ -142,7 +145,9 @@ def test_no_canary_is_found_where_it_was_not_sent(watched: tuple[Server, Keyring
         for body in _bodies(bobs):
             seen.append(httpx.post(f"{server.url}{path}", headers=ring.headers("bob"), json=body, timeout=60).text)
     assert server.has_logged("InjectedFault")
-    line_of(server, httpx.get(f"{server.url}/v1/models", headers=ring.headers("bob")))  # what came before it is written
+    wait_for_log_line(
+        server, httpx.get(f"{server.url}/v1/models", headers=ring.headers("bob"))
+    )  # what came before it is written
     log = server.log.read_text()
     found = canary.found_in(log) + bobs.found_in(log) + canary.found_in("".join(seen))
     lines = log_lines(server)

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.support.armed_faults import Faults
-from tests.support.keyed_server import Keyring, line_of, log_lines, raw, request_lines
+from tests.support.keyed_server import Keyring, log_lines, raw_request, request_lines, wait_for_log_line
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server
 from tests.support.services import Services
@@ -58,7 +58,7 @@ def test_every_end_of_a_request_has_its_line(logged: tuple[Server, Keyring], pro
     logged_requests = 0
     for method, path, sent, route, status, outcome in cases:
         answer = httpx.request(method, f"{server.url}{path}", timeout=60, **sent)
-        line = line_of(server, answer)
+        line = wait_for_log_line(server, answer)
         assert (answer.status_code, line["status"], line["outcome"]) == (status, status, outcome), line
         assert line["route"] == route and line["key"] == (
             "alice" if route != "/health/live" and status not in (401, 421) else None
@@ -76,7 +76,9 @@ def test_a_body_that_breaks_off_in_nonsense_is_one_line_with_the_id_of_its_answe
     """Whether or not the application has started the request: it waits for the body, the connection answers."""
     server, ring = logged
     key, before = f"Authorization: Bearer {ring.keys['alice']}", len(request_lines(server))
-    head = raw("POST", "/complete", "Host: x", key, "Content-Type: application/json", "Transfer-Encoding: chunked")
+    head = raw_request(
+        "POST", "/complete", "Host: x", key, "Content-Type: application/json", "Transfer-Encoding: chunked"
+    )
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=60) as client:
         client.sendall(head if pause else head + b"no chunk\r\n")
         time.sleep(pause)
@@ -97,11 +99,11 @@ def test_a_client_that_leaves_and_comes_back_makes_two_lines(logged: tuple[Serve
     ) as answer:
         name = answer.headers["x-request-id"]
         next(answer.iter_lines())
-    line = line_of(server, answer)
+    line = wait_for_log_line(server, answer)
     faults.disarm("engine.forward")
     assert (line["status"], line["outcome"]) == (200, "disconnected")
     again = httpx.get(f"{server.url}/complete/{name}/events?after=0", headers=ring.headers("alice"), timeout=60)
-    line = line_of(server, again)
+    line = wait_for_log_line(server, again)
     assert line["stream"] == name and line["outcome"] == "length" and line["completion_tokens"] == 500
 
 

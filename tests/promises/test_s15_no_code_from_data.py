@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.support import ROOT
-from tests.support.completion_client import stream, whole
+from tests.support.completion_client import fetch_completion, stream
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server
 from tests.support.services import Services
@@ -109,8 +109,8 @@ def _start(serve: Services, folder: Path, sabotage: str = "pass") -> tuple[Serve
 def _ask(server: Server, words: str) -> None:
     """A stream, log-probabilities of a prompt, a guided text, a refusal."""
     assert stream(server.url, prompt=words, max_tokens=20, seed=1)[-1].name == "done"
-    assert whole(server.url, prompt=words, max_tokens=5, logprobs=3, echo=True)["choices"]
-    assert whole(server.url, prompt=words, max_tokens=10, regex="[a-c]+|__import__\\('os'\\)")["choices"]
+    assert fetch_completion(server.url, prompt=words, max_tokens=5, logprobs=3, echo=True)["choices"]
+    assert fetch_completion(server.url, prompt=words, max_tokens=10, regex="[a-c]+|__import__\\('os'\\)")["choices"]
     assert httpx.post(f"{server.url}/complete", json={"prompt": words, "seed": words}).status_code == 400
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.support.completion_client import whole
+from tests.support.completion_client import fetch_completion
 from tests.support.processes import family
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server
@@ -53,8 +53,8 @@ def _check(server: Server) -> list[str]:
 
 def test_one_socket_listens_and_none_goes_out(server: Server, promise: Promise) -> None:
     looks = [_check(server)]
-    whole(server.url, prompt="a", max_tokens=20, regex="[a-z]+")
-    whole(server.url, prompt="a", max_tokens=20)
+    fetch_completion(server.url, prompt="a", max_tokens=20, regex="[a-z]+")
+    fetch_completion(server.url, prompt="a", max_tokens=20)
     looks.append(_check(server))
     assert len(family(server.process.pid)) >= 2, "the engine was meant to be looked at, too"
     assert looks == [[], []]

@@ -9,7 +9,7 @@ import httpx
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.keyed_server import exchange, raw
+from tests.support.keyed_server import raw_request, send_raw
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server
 
@@ -37,13 +37,15 @@ def _abuse(server: Server) -> None:
     new = secrets.token_hex(8)
     host = "Host: localhost"
     for head in (
-        raw(f"M{new}".upper(), "/health", host), raw("GET", f"/{new}", host), raw("GET", f"/web/{new}", host),
-        raw("GET", "/health", f"Host: {new}"), raw("GET", "/health", f"Host: {new}.example"),
-        raw("GET", f"/metrics?name={new}", host), raw("GET", "/metrics", host, f"Authorization: Bearer {new}"),
-        raw("GET", f"/complete/{new}/events", host), raw("DELETE", f"/complete/{new}", host),
+        raw_request(f"M{new}".upper(), "/health", host), raw_request("GET", f"/{new}", host),
+        raw_request("GET", f"/web/{new}", host),
+        raw_request("GET", "/health", f"Host: {new}"), raw_request("GET", "/health", f"Host: {new}.example"),
+        raw_request("GET", f"/metrics?name={new}", host),
+        raw_request("GET", "/metrics", host, f"Authorization: Bearer {new}"),
+        raw_request("GET", f"/complete/{new}/events", host), raw_request("DELETE", f"/complete/{new}", host),
         f"{new}\r\n\r\n".encode(),
     ):  # fmt: skip
-        exchange(server.url, head)
+        send_raw(server.url, head)
     body = {"prompt": new, "max_tokens": 2, "user": new, "request_id": new}
     for others in (
         {},

@@ -14,7 +14,7 @@ from app.api.native.routes import CompleteRequest
 from app.api.openai.schemas import ChatRequest, CompletionsRequest
 from app.api.score import ScoreRequest
 from app.api.tokens import DetokenizeRequest, TokenizeRequest
-from tests.support.keyed_server import exchange, raw
+from tests.support.keyed_server import raw_request, send_raw
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server
 
@@ -87,24 +87,24 @@ def test_errors_of_every_status_look_the_same(fake_server: Server) -> None:
     json_type = "Content-Type: application/json"
     host, chat = "Host: localhost", b'{"messages": [{"role": "user", "content": "x"}]}'
     cases = [
-        (raw("GET", f"/{LONG}", host), 404),
-        (raw("BREW", "/complete", host), 400),
-        (raw("PATCH", "/complete", host), 405),
-        (raw("GET", f"/v1/models/{LONG}", host), 404),
-        (raw("GET", f"/complete/{LONG}/events?after={LONG}", host), 400),
-        (raw("GET", "/complete/x/events", host, f"Last-Event-ID: {LONG}"), 404),
-        (raw("DELETE", f"/complete/{LONG}", host), 404),
-        (raw("GET", "/web/none", host), 404),
-        (raw("GET", "/", "Host: a b"), 400),
-        (raw("GET", "/", f"Host: {LONG}.example"), 400),
-        (raw("GET", "/", "Host: a.example"), 421),
-        (raw("POST", "/complete", host, "Content-Type: x/y", body=b"{}"), 415),
-        (raw("POST", "/complete", host, json_type, "Content-Length: 2000000"), 413),
-        (raw("POST", "/complete", host, json_type, body=b"{"), 400),
-        (raw("POST", "/v1/chat/completions", host, json_type, body=chat), 400),
+        (raw_request("GET", f"/{LONG}", host), 404),
+        (raw_request("BREW", "/complete", host), 400),
+        (raw_request("PATCH", "/complete", host), 405),
+        (raw_request("GET", f"/v1/models/{LONG}", host), 404),
+        (raw_request("GET", f"/complete/{LONG}/events?after={LONG}", host), 400),
+        (raw_request("GET", "/complete/x/events", host, f"Last-Event-ID: {LONG}"), 404),
+        (raw_request("DELETE", f"/complete/{LONG}", host), 404),
+        (raw_request("GET", "/web/none", host), 404),
+        (raw_request("GET", "/", "Host: a b"), 400),
+        (raw_request("GET", "/", f"Host: {LONG}.example"), 400),
+        (raw_request("GET", "/", "Host: a.example"), 421),
+        (raw_request("POST", "/complete", host, "Content-Type: x/y", body=b"{}"), 415),
+        (raw_request("POST", "/complete", host, json_type, "Content-Length: 2000000"), 413),
+        (raw_request("POST", "/complete", host, json_type, body=b"{"), 400),
+        (raw_request("POST", "/v1/chat/completions", host, json_type, body=chat), 400),
     ]
     for request, status in cases:
-        head, _, body = exchange(fake_server.url, request).partition(b"\r\n\r\n")
+        head, _, body = send_raw(fake_server.url, request).partition(b"\r\n\r\n")
         assert head.startswith(f"HTTP/1.1 {status} ".encode()), (request[:80], head)
         if b"application/json" in head:  # what is no HTTP at all is answered by the server below us, in one line
             assert _problems(body.decode()) == [], body

@@ -30,7 +30,7 @@ from app.chat.template import RenderJob
 from app.chat.template_worker import render
 from app.engine.scheduling.block_allocator import BlockPool
 from tests.support import ROOT
-from tests.support.keyed_server import exchange, raw, status_of
+from tests.support.keyed_server import raw_request, send_raw, status_of
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server
 from tests.support.services import Services
@@ -225,15 +225,15 @@ def _template_of_the_weights(_server: Server) -> None:
 
 def _ranges(server: Server) -> None:
     for spec in (",".join(f"{i}-{i}" for i in range(0, 6000, 2))[:7000], "9" * 7000, "-" * 7000, "0-" + ",0-" * 2000):
-        request = raw("GET", "/web/style.css", HOST, f"Range: bytes={spec}")
-        _within(2, functools.partial(exchange, server.url, request))
+        request = raw_request("GET", "/web/style.css", HOST, f"Range: bytes={spec}")
+        _within(2, functools.partial(send_raw, server.url, request))
 
 
 def _content_types(server: Server) -> None:
     form = 'application/x-www-form-urlencoded; !="' + "\\" * 6000
 
     def ask(kind: str) -> None:
-        answer = exchange(server.url, raw("POST", "/complete", HOST, f"Content-Type: {kind}", body=b"x=1"))
+        answer = send_raw(server.url, raw_request("POST", "/complete", HOST, f"Content-Type: {kind}", body=b"x=1"))
         assert status_of(answer) in (400, 415, 431), answer
 
     for kind in (form, "multipart/form-data; boundary=" + "x" * 6000, "a" * 7000):
@@ -245,7 +245,7 @@ def _paths_outside(server: Server) -> None:
     paths = ["../server.py", "..%2fserver.py", "%2e%2e/server.py", "%2e%2e%2fserver.py", "..%5cserver.py"]
     paths += ["/etc/passwd", "....//server.py", "main.js%00.py", "main.js/../../server.py"]
     for path in [*paths, "%c0%ae%c0%ae/server.py"]:
-        answer = exchange(server.url, raw("GET", f"/web/{path}", HOST))
+        answer = send_raw(server.url, raw_request("GET", f"/web/{path}", HOST))
         assert status_of(answer) in (400, 404) and secret not in answer and b"root:" not in answer, path
     for name in ("../tiny", "/etc/passwd", "../../../../etc/passwd", "/nonexistent", "..%2ftiny"):
         assert _post(server, "/v1/completions", model=name).status_code == 404
@@ -253,7 +253,7 @@ def _paths_outside(server: Server) -> None:
 
 def _split_headers(server: Server) -> None:
     for target in ("/%0d%0aSet-Cookie:%20a=b", "/web/%0d%0aSet-Cookie:%20a=b", "/v1/models/%0d%0aSet-Cookie:%20a=b"):
-        answer = exchange(server.url, raw("GET", target, HOST, "Last-Event-ID: x\tSet-Cookie: a=b"))
+        answer = send_raw(server.url, raw_request("GET", target, HOST, "Last-Event-ID: x\tSet-Cookie: a=b"))
         assert b"set-cookie" not in answer.lower().partition(b"\r\n\r\n")[0]
     values = ("a\r\nSet-Cookie: a=b", "a\nb", "a b", "\x00", "a" * 65, "../a", "<b>")
     _answers(*_values("user", *values), *_values("request_id", *values), statuses=(400,))(server)

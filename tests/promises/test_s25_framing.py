@@ -21,7 +21,7 @@ import uvloop
 from app.http.http_protocol import HttpProtocol
 from tests.redteam.messages import METHODS, MessageGenerator, mutated, split
 from tests.support.http.framing_harness import Harness, Served, compare
-from tests.support.keyed_server import Keyring, exchange
+from tests.support.keyed_server import Keyring, send_raw
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server
 
@@ -149,7 +149,7 @@ def test_a_request_hidden_in_the_body_of_another_is_never_answered(
                     attacks.append(head.encode() + framed)
     good = []
     for attack in attacks:
-        said = exchange(server.url, attack + LAST)
+        said = send_raw(server.url, attack + LAST)
         statuses = [int(part[:3]) for part in said.split(b"HTTP/1.1 ")[1:]]
         expected = 1 if attack.startswith(b"CONNECT") else 2  # the attack, and the request after it, which has no key
         good += [attack] if len(statuses) == expected and all(400 <= status < 500 for status in statuses) else []
@@ -161,6 +161,6 @@ def test_a_request_hidden_in_the_body_of_another_is_never_answered(
 def test_an_offer_of_http2_with_a_body_gets_the_answer_of_the_request(keyed_server: tuple[Server, Keyring]) -> None:
     server, ring = keyed_server
     offer = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAAP__")
-    said = exchange(server.url, _completion(ring, "alice", *offer) + LAST)
+    said = send_raw(server.url, _completion(ring, "alice", *offer) + LAST)
     assert [part[:3] for part in said.split(b"HTTP/1.1 ")[1:]] == [b"200", b"401"]
     assert '"level": "error"' not in server.log_text()

@@ -18,7 +18,7 @@ from tests.support import ROOT
 from tests.support.armed_faults import Faults
 from tests.support.engine.grammar_corpus import BOMBS, Guided
 from tests.support.keyed_server import Keyring
-from tests.support.load.noisy_neighbor import Load, running
+from tests.support.load.noisy_neighbor import Load, running_load
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server
 from tests.support.services import Services
@@ -73,7 +73,7 @@ class _Service:
         load = Load(
             url=self.server.url, key=attacker, requests=requests, clients=len(bodies), pause=0.1, outcomes=str(file)
         )
-        with running(load, warm_up=1.0):  # the trial runs are over, and every request is in the engine
+        with running_load(load, warm_up=1.0):  # the trial runs are over, and every request is in the engine
             yield outcomes
         outcomes.update(file.read_text().splitlines() if file.exists() else [])
         assert self.server.wait_for(lambda: self.metric("requests_running") == 0)

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from tests.support.armed_faults import Faults
 from tests.support.keyed_server import Keyring
-from tests.support.load.noisy_neighbor import Cost, Load, cost, running
+from tests.support.load.noisy_neighbor import Cost, Load, measure_cost, running_load
 from tests.support.processes import memory
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server
@@ -106,7 +106,7 @@ def _measured(
     each: tuple[int, int] = (8, 40),
 ) -> None:
     def measure() -> Cost:
-        return cost(victim, load, rounds=promise.size(rounds, 5), each=promise.size(*each))
+        return measure_cost(victim, load, rounds=promise.size(rounds, 5), each=promise.size(*each))
 
     found = promise.measured(measure, lambda found: found.ratio <= _TARGET)
     print(what, found)
@@ -132,7 +132,10 @@ def test_bodies_that_are_parsed_as_they_come_are_noticed(
     """Positive control."""
     victim = _victim(client)
     alone = min(victim() for _ in range(5))
-    with faults.armed("loop_share.unlimited", "remove"), running(replace(on_the_loop, requests=[_REFUSED], clients=8)):
+    with (
+        faults.armed("loop_share.unlimited", "remove"),
+        running_load(replace(on_the_loop, requests=[_REFUSED], clients=8)),
+    ):
         assert any(victim() > _FLOOR * alone for _ in range(5)), "one alone may come between two bodies"
 
 
@@ -169,7 +172,7 @@ def test_streams_of_the_same_tenant_are_noticed(client: httpx.Client, server: Se
     """Positive control of the two before: engines take turns by tenant, and here there is only one."""
     victim = _victim(client, max_tokens=32, ignore_eos=True)
     alone = min(victim() for _ in range(3))
-    with running(Load(url=server.url, key=ring.keys["victim"], requests=[_STREAMS], clients=16)):
+    with running_load(Load(url=server.url, key=ring.keys["victim"], requests=[_STREAMS], clients=16)):
         assert any(victim() > _FLOOR * alone for _ in range(10))  # the first may be answered before the load is there
 
 
@@ -183,7 +186,7 @@ def test_a_tenant_that_fills_the_memory_for_texts_leaves_space_to_others(
     client: httpx.Client, server: Server, ring: Keyring, promise: Promise
 ) -> None:
     before = memory(server.process.pid)
-    with running(_texts(server, ring)):
+    with running_load(_texts(server, ring)):
         tries = promise.size(2, 20)
         statuses = [_tokenize_a_megabyte(client) for _ in range(tries)]
         grown = memory(server.process.pid) - before
@@ -197,7 +200,7 @@ def test_one_bound_for_the_texts_of_all_tenants_is_noticed(
     client: httpx.Client, server: Server, ring: Keyring, faults: Faults
 ) -> None:
     """Positive control."""
-    with faults.armed("tenant_queue.fifo", "remove"), running(_texts(server, ring), warm_up=2):
+    with faults.armed("tenant_queue.fifo", "remove"), running_load(_texts(server, ring), warm_up=2):
         assert _tokenize_a_megabyte(client) == 503
 
 
@@ -249,5 +252,5 @@ def test_one_worker_in_order_of_arrival_is_noticed(
     """Positive control."""
     _, victim, load = scene
     alone = min(victim() for _ in range(5))
-    with faults.armed("tenant_queue.fifo", "remove"), running(load):
+    with faults.armed("tenant_queue.fifo", "remove"), running_load(load):
         assert victim() > _FLOOR * alone

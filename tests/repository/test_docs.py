@@ -16,8 +16,8 @@ from benchmarks.service_process import ServiceStartError
 from model.nn.transformer import Decoder
 from model.presets import PRESET_NAMES, preset
 from tests.support import ROOT
-from tests.support.completion_client import whole
-from tests.support.docs_commands import Newcomer, commands, commands_of, fences
+from tests.support.completion_client import fetch_completion
+from tests.support.docs_commands import PageReader, commands, commands_of, fences
 from tests.support.model.tiny_models import TEXT
 from tests.support.model.training_runs import shorten_samples
 from tests.support.servers import Server
@@ -176,23 +176,23 @@ def test_every_command_and_program_of_a_page_runs(
             (tmp_path / name).symlink_to(weights)
         else:
             (tmp_path / name).write_text(TEXT * 3)
-    newcomer = Newcomer(tmp_path, weights, server=server, fake_ms=1)
+    reader = PageReader(tmp_path, weights, server=server, fake_ms=1)
     try:
         for fence in fences((ROOT / page).read_text()):
             if fence.language in ("python", "js") and not _held(page, fence.text):
-                _is_the_text(newcomer.runs(fence), fence.text, newcomer.server)
+                _is_the_text(reader.run_program(fence), fence.text, reader.server)
             for command in commands_of(fence):
                 if not _held(page, command):
-                    printed = newcomer.types(command)
+                    printed = reader.run_command(command)
                     assert "curl -N" not in command or re.search(r"^(event: done|data: \[DONE\])$", printed, re.M)
     finally:
-        newcomer.close()
+        reader.close()
 
 
 def _is_the_text(printed: str, program: str, server: Server) -> None:
     """Whether it is the completion of the service with the program's seed, and nothing between its tokens."""
     (max_tokens,) = re.findall(r"max_tokens\"?[=:] ?(\d+)", program)
-    (choice,) = whole(server.url, prompt="Once upon a time", max_tokens=int(max_tokens), seed=7)["choices"]
+    (choice,) = fetch_completion(server.url, prompt="Once upon a time", max_tokens=int(max_tokens), seed=7)["choices"]
     assert printed.removesuffix("\n") == choice["text"].removesuffix("\n")
 
 
@@ -260,10 +260,10 @@ def test_page_screenshot_is_small() -> None:
 def test_failing_or_untested_command_is_detected(
     command: str, error: str, server: Server, weights: Path, tmp_path: Path
 ) -> None:
-    newcomer = Newcomer(tmp_path, weights, server=server, fake_ms=1)
+    reader = PageReader(tmp_path, weights, server=server, fake_ms=1)
     with pytest.raises((AssertionError, ServiceStartError), match=error):
-        newcomer.types(command)
-    newcomer.close()
+        reader.run_command(command)
+    reader.close()
 
 
 def test_every_dependency_has_a_reason() -> None:

@@ -25,7 +25,7 @@ from model.nn.reference import logits
 from model.nn.transformer import Decoder
 from model.presets import preset
 from tests.support import ROOT
-from tests.support.completion_client import whole
+from tests.support.completion_client import fetch_completion
 from tests.support.docs_commands import commands_of, fences
 from tests.support.lazy_modules import transformers
 from tests.support.servers import running_server
@@ -132,7 +132,7 @@ def test_character_level_nanogpt_is_checked_and_served(
     for _ in range(20):
         tokens.append(int(nano(torch.tensor([tokens])).logits[0, -1].argmax()))
     with running_server(tmp_path, tmp_path / "my-model", "--dtype", "float32") as server:
-        (answer,) = whole(server.url, prompt=f"#{prompt}", max_tokens=20, temperature=0)["choices"]
+        (answer,) = fetch_completion(server.url, prompt=f"#{prompt}", max_tokens=20, temperature=0)["choices"]
     assert answer["text"] == "".join(CHARACTERS[token] for token in tokens[len(prompt) :])
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from model.train.options import parse
 from tests.support import ROOT
-from tests.support.docs_commands import NEW, SHORT, Newcomer, commands
+from tests.support.docs_commands import NEW, SHORT, PageReader, commands
 from tests.support.model.tiny_models import TEXT, tiny_weights
 from tests.support.model.training_runs import shorten_samples
 
@@ -21,15 +21,15 @@ pytestmark = pytest.mark.slow
 PAGE = (ROOT / "docs/train.md").read_text()
 
 
-class Reader(Newcomer):
+class TrainingPageReader(PageReader):
     """Skips processes that import torch, except in nightly runs."""
 
     nightly = False
 
-    def types(self, command: str) -> str:
+    def run_command(self, command: str) -> str:
         words = shlex.split(command)
         if words[0] != ".venv/bin/torchrun":
-            return super().types(command)
+            return super().run_command(command)
         assert parse(words[words.index("model.train") + 1 :]).out == "mine2"
         if not self.nightly:  # test_distributed.py forks two processes from one
             return ""
@@ -50,11 +50,11 @@ def test_commands_of_the_page_run_in_order(
     tiny_weights(tmp_path / "weights")
     monkeypatch.chdir(tmp_path)
     shorten_samples(monkeypatch)
-    newcomer = Reader(tmp_path, tmp_path / "weights")
-    newcomer.nightly = nightly
+    reader = TrainingPageReader(tmp_path, tmp_path / "weights")
+    reader.nightly = nightly
     for command in commands(PAGE):
-        newcomer.types(command)
-    newcomer.close()
+        reader.run_command(command)
+    reader.close()
     printed = capsys.readouterr().out
     assert "serve it: " in printed and "step 0: held-out bits per byte" in printed
     table = PAGE[PAGE.index("| file in `mine/` |") : PAGE.index("**Bits per byte**")]

@@ -28,7 +28,7 @@ from app.tokenization.text_encoder import TokenizerPool
 from model.checkpoint.manifest import MANIFEST_FILE, manifest_file
 from model.files import write_files
 from tests.support.async_test import async_test
-from tests.support.completion_client import chunks, whole
+from tests.support.completion_client import fetch_completion, stream_chunks
 from tests.support.servers import Server
 
 
@@ -349,10 +349,10 @@ def test_every_response_names_its_weights(server: Server) -> None:
     for method, path, body in requests:
         response = httpx.request(method, f"{server.url}{path}", json=body, timeout=60)
         assert (response.status_code, response.headers["X-Weights-Version"]) == (200, version), path
-    receipt = whole(server.url, prompt="fox", max_tokens=1)["receipt"]
+    receipt = fetch_completion(server.url, prompt="fox", max_tokens=1)["receipt"]
     assert receipt["weights_version"] == version and receipt["numerics"].endswith("-float32")
     assert "weights_revision" not in {**model, **receipt}, "only a model of the Hub has a commit"
-    for chunk in chunks(server.url, prompt="fox", max_tokens=2):
+    for chunk in stream_chunks(server.url, prompt="fox", max_tokens=2):
         assert chunk["system_fingerprint"] == f"{version[:16]}-{receipt['numerics']}"
 
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from app.http.download_responder import answer_not_ready
-from tests.support.completion_client import whole
+from tests.support.completion_client import fetch_completion
 from tests.support.fake_hub import fake_hub
 from tests.support.servers import start_server, stop_server
 
@@ -26,7 +26,7 @@ def test_served_hub_model_has_its_name_and_commit(tmp_path: Path, weights: Path)
         model = httpx.get(f"{server.url}/v1/models").json()["data"][0]
         assert (model["id"], model["weights_revision"]) == ("org/tiny", commit)
         assert httpx.get(f"{server.url}/v1/models/org/tiny").json() == model
-        response = whole(server.url, prompt="fox", max_tokens=1)
+        response = fetch_completion(server.url, prompt="fox", max_tokens=1)
         assert (response["model"], response["receipt"]["weights_revision"]) == ("org/tiny", commit)
         assert "HTTP Request" not in server.log_text()  # the addresses of the storage server are signed
         assert server.has_logged("downloading org/tiny: ", "downloaded org/tiny, commit", "--watch has no effect")

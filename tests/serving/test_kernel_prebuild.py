@@ -14,7 +14,7 @@ import pytest
 from app.engine.cpu.toolchain.cpu_target import this_level
 from app.engine.cpu.toolchain.library_cache import BuildRecipe
 from benchmarks.service_process import ServiceStartError
-from tests.support.completion_client import whole
+from tests.support.completion_client import fetch_completion
 from tests.support.fake_compiler import FakeCompiler, fake_compiler
 from tests.support.load.concurrent_clients import engine_pid
 from tests.support.processes import has_exited
@@ -44,7 +44,7 @@ def _wait_for_log(server: Server, words: str, times: int = 1) -> None:
 
 
 def _numerics(server: Server) -> set[str]:
-    receipt = whole(server.url, prompt="a", max_tokens=2)["receipt"]["numerics"]
+    receipt = fetch_completion(server.url, prompt="a", max_tokens=2)["receipt"]["numerics"]
     numerics = re.findall(r"numerics (\S+)", server.log.read_text())
     (model,) = httpx.get(f"{server.url}/v1/models").json()["data"]
     return {receipt, model["numerics"], *numerics}

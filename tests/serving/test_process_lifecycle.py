@@ -17,11 +17,11 @@ import pytest
 
 from tests.support import ROOT
 from tests.support.armed_faults import Faults
-from tests.support.completion_client import parse_events, whole
+from tests.support.completion_client import fetch_completion, parse_events
 from tests.support.load.concurrent_clients import RequestSpec, concurrent_requests, engine_pid
 from tests.support.model.tiny_models import tiny_weights
 from tests.support.processes import is_stopped
-from tests.support.reloads import reloads
+from tests.support.reloads import count_reloads
 from tests.support.servers import Server, is_clean, running_server, start_server, stop_server
 
 pytestmark = pytest.mark.slow
@@ -49,7 +49,7 @@ def test_closed_terminal_does_not_end_a_service_under_nohup(tmp_path: Path, weig
     server = start_server(tmp_path, weights, fake_ms=1, terminal=theirs, wrapper=("nohup",))
     os.close(theirs)
     os.close(ours)
-    assert server.wait_for(lambda: reloads(server, "switched") == 1), "the kernel must send SIGHUP"
+    assert server.wait_for(lambda: count_reloads(server, "switched") == 1), "the kernel must send SIGHUP"
     assert stop_server(server) == 0
 
 
@@ -57,7 +57,9 @@ def test_sigint_ignored_at_startup_stays_ignored(tmp_path: Path, weights: Path) 
     """A script starts background processes like this; Ctrl+C is for the script only."""
     server = start_server(tmp_path, weights, fake_ms=1, wrapper=("sh", "-c", 'trap "" INT; exec "$@"', "sh"))
     server.process.send_signal(signal.SIGINT)
-    assert whole(server.url, prompt="Once", max_tokens=2)["choices"], "the signal must be handled before this request"
+    assert fetch_completion(server.url, prompt="Once", max_tokens=2)["choices"], (
+        "the signal must be handled before this request"
+    )
     assert server.process.poll() is None and httpx.get(f"{server.url}/health/ready").status_code == 200
     assert stop_server(server) == 0
 
@@ -138,7 +140,7 @@ def test_ctrl_c_during_startup_leaves_no_traceback_and_no_process(tmp_path: Path
 
 def test_a_model_with_a_padded_vocabulary_serves(tmp_path: Path) -> None:
     with running_server(tmp_path, tiny_weights(tmp_path / "padded", vocab_size=640)) as server:
-        response = whole(server.url, **LONG, temperature=10, logprobs=3)
+        response = fetch_completion(server.url, **LONG, temperature=10, logprobs=3)
         assert any(token["id"] >= 320 for token in response["choices"][0]["tokens"])
 
 

@@ -1,6 +1,6 @@
-"""Helpers of the tests."""
+"""Test helpers."""
 
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-"""The repository."""
+"""The repository root."""

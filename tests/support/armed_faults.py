@@ -1,4 +1,4 @@
-"""Faults of app/common/fault_injection.py, armed and disarmed by a test while a service runs."""
+"""Arms and disarms the faults of app/common/fault_injection.py while a service runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from app.common import fault_injection
 
 
 class Faults:
-    """A folder that a service was started with."""
+    """The fault folder of a service; `environment` passes it to start_server()."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -26,20 +26,20 @@ class Faults:
         return {fault_injection.VARIABLE: str(self.folder)}
 
     def removing(self, *protections: str) -> dict[str, str]:
-        """`environment`, for a service without these protections while they are armed (removed_protections.py)."""
+        """`environment` of a service that lacks these protections while they are armed (removed_protections.py)."""
         code = f"from tests.support.removed_protections import install\ninstall(*{protections})\n"
         (self.folder / "sitecustomize.py").write_text(code)
         return {**self.environment, "PYTHONPATH": str(self.folder)}
 
     def arm(self, point: str, do: str, **order: Any) -> None:
-        """See app/common/fault_injection.py for what can be ordered."""
+        """Arms a fault; app/common/fault_injection.py documents `do` and `order`."""
         new = self.folder / f".{point}"
         new.write_text(json.dumps({"do": do, **order}))
         new.replace(self.folder / point)
 
     @contextmanager
     def armed(self, point: str, do: str, **order: Any) -> Iterator[None]:
-        """arm() for a block."""
+        """Arms a fault for the block."""
         self.arm(point, do, **order)
         try:
             yield
@@ -47,17 +47,17 @@ class Faults:
             self.disarm(point)
 
     def disarm(self, *points: str) -> None:
-        """Nothing happens there any more; nowhere, if none is named."""
+        """Disarms the faults at these points; all faults if none is given."""
         for path in map(self.folder.joinpath, points or [path.name for path in self.folder.glob("*.*")]):
-            if path.suffix != ".py":  # removing() has written it
+            if path.suffix != ".py":  # written by removing()
                 path.unlink(missing_ok=True)
 
     def is_armed(self, point: str) -> bool:
-        """Whether it is still to happen; a fault with `times` disarms itself."""
+        """Whether the fault is still armed; one with `times` disarms itself."""
         return (self.folder / point).exists()
 
 
 def arm_this_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Faults:
-    """Arms faults of an engine in the test's own process."""
+    """Lets a test arm faults of an engine in its own process."""
     monkeypatch.setattr(fault_injection, "_REGISTRY", fault_injection._FaultRegistry(folder))
     return Faults(folder)

@@ -1,4 +1,4 @@
-"""Tests that are coroutines."""
+"""A decorator for tests that are coroutines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _P = ParamSpec("_P")
 
 
 def async_test(test: Callable[_P, Awaitable[None]]) -> Callable[_P, None]:
-    """Runs the test in an event loop of its own."""
+    """Runs the test in its own event loop."""
 
     @functools.wraps(test)
     def run(*arguments: _P.args, **fixtures: _P.kwargs) -> None:

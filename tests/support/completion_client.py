@@ -1,4 +1,4 @@
-"""Small helpers that speak to the service as clients do."""
+"""Minimal client of the completion endpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Event:
 
 
 def parse_events(body: str) -> list[Event]:
-    """Strict: every block is `id`, `event`, one line of `data`, or a comment."""
+    """Parses a stream, and checks that every block is `id`, `event` and one line of `data`, or a comment."""
     events = EventParser().feed(body.encode("ascii"))
     blocks = [
         f"id: {event.id}\nevent: {event.name}\ndata: {event.data.decode()}" if event.name else event.data.decode()
@@ -32,27 +32,27 @@ def parse_events(body: str) -> list[Event]:
 
 
 def stream(url: str, **body: Any) -> list[Event]:
-    """All events of a streamed completion."""
+    """Streams a completion from /complete; returns all events."""
     response = httpx.post(f"{url}/complete", json=body, timeout=60)
     assert response.status_code == 200, response.text
     return parse_events(response.text)
 
 
-def whole(url: str, **body: Any) -> dict[str, Any]:
-    """A completion in one object."""
+def fetch_completion(url: str, **body: Any) -> dict[str, Any]:
+    """Requests a completion from /complete without streaming."""
     response = httpx.post(f"{url}/complete", json={**body, "stream": False}, timeout=60)
     assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
-    return answer
+    completion: dict[str, Any] = response.json()
+    return completion
 
 
-def text_of(events: list[Event]) -> str:
-    """The text of a stream."""
+def joined_text(events: list[Event]) -> str:
+    """The concatenated text of token events."""
     return "".join(event.data["text"] for event in events if event.name == "token")
 
 
-def chunks(url: str, **body: Any) -> list[dict[str, Any]]:
-    """The chunks of a stream of /v1/completions: strictly nothing but data lines, with `[DONE]` at the end."""
+def stream_chunks(url: str, **body: Any) -> list[dict[str, Any]]:
+    """Streams from /v1/completions; checks that there are only data lines and a final `[DONE]`; returns the chunks."""
     response = httpx.post(f"{url}/v1/completions", json={**body, "stream": True}, timeout=60)
     assert response.status_code == 200, response.text
     blocks = response.text.split("\n\n")

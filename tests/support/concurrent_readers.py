@@ -1,4 +1,4 @@
-"""Clients in threads that read long answers while something is broken, and the outcome of each."""
+"""Client threads that read long responses while a test breaks something, and their outcomes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from app.http.sse import Event, EventParser
 
 @dataclass(slots=True)
 class Reader:
-    """One request. Filled by one thread; read by others at any time."""
+    """One request and its response so far: one thread fills it, and others may read it at any time."""
 
     body: dict[str, Any]
     path: str = "/complete"
@@ -25,14 +25,14 @@ class Reader:
     texts: dict[int, str] = field(default_factory=dict)
     """Text of each choice."""
     at: list[float] = field(default_factory=list)
-    """When each token or a whole answer arrived, in seconds since the beginning."""
+    """Seconds from the start of the request to each token, or to the whole response."""
     numbers: list[int] = field(default_factory=list)
-    """Numbers of the events."""
+    """Numbers from the event ids."""
     end: str = ""
-    """done, error (in the API's own words), or the fault that a client must never see; empty where it was cut."""
+    """"done", "error" (an error that the API documents), or a fault that no client may see; empty if cut off."""
 
     def read(self, url: str) -> None:
-        """Sends the request and reads to the end."""
+        """Sends the request, and reads the response to its end."""
         self.began = time.monotonic()
         parser = EventParser()
         try:
@@ -74,7 +74,7 @@ class Reader:
 
 
 class ConcurrentReaders:
-    """All of them at once, each in a thread."""
+    """Runs readers concurrently, each in its own thread."""
 
     def __init__(self, url: str, readers: Sequence[Reader]) -> None:
         self.readers = readers
@@ -89,17 +89,19 @@ class ConcurrentReaders:
 
     @property
     def streaming(self) -> int:
-        """Streams that have some text by now, and not all of it."""
+        """Number of streams that have started and not ended."""
         return sum(bool(reader.texts and not reader.end) for reader in self.readers)
 
     def join(self, seconds: float = 180.0) -> None:
-        """Waits for all. Raises AssertionError if one still reads after so many seconds."""
+        """Waits for all readers. Raises AssertionError if one is still reading after `seconds`."""
         ends = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, ends - time.monotonic()))
-        assert not any(thread.is_alive() for thread in self._threads), f"{self.tokens} tokens, and not all of them"
+        assert not any(thread.is_alive() for thread in self._threads), (
+            f"a reader is still reading; {self.tokens} tokens so far"
+        )
 
     def longest_pause(self) -> float:
-        """Longest time without a token of any of them, in seconds; call it after join()."""
+        """Longest time in seconds in which no reader received a token; call it after join()."""
         at = sorted(reader.began + moment for reader in self.readers for moment in reader.at)
         return max(after - before for before, after in pairwise(at))

@@ -1,6 +1,6 @@
-"""Every write, fsync and rename of Python code, counted, and something done to one of them: no space, or kill -9.
+"""Counts every write, fsync and rename of Python code, and makes one of them fail: no space, or kill -9.
 
-Patches what pathlib and os offer, in this process (or a fork of it) only.
+Patches pathlib, os and shutil, in this process (or its fork) only.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-Deed = Callable[[], None]
+Action = Callable[[], None]
 
 
 def no_space() -> None:
-    """The error of a full disk."""
+    """Raises the error of a full disk."""
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -29,29 +29,29 @@ def kill() -> None:
 
 
 class Operations:
-    """Counts operations; does `deed` at number `at`, and at all later ones of `then_also`."""
+    """Counts operations; runs `action` at number `at`, and at all later ones whose kind is in `then_also`."""
 
-    def __init__(self, deed: Deed = lambda: None, at: int = -1, then_also: frozenset[str] = frozenset()) -> None:
+    def __init__(self, action: Action = lambda: None, at: int = -1, then_also: frozenset[str] = frozenset()) -> None:
         self.seen: list[str] = []
-        self._deed, self._at, self._then_also = deed, at, then_also
+        self._action, self._at, self._then_also = action, at, then_also
 
     def happens(self, kind: str) -> bool:
-        """Counts one, and says whether it is to go wrong."""
+        """Counts an operation; whether it is to fail."""
         number = len(self.seen)
         self.seen.append(kind)
         return number == self._at or (0 <= self._at < number and kind in self._then_also)
 
     def do(self, kind: str) -> None:
-        """One operation that is about to happen."""
+        """Counts an operation, and runs `action` if it is to fail."""
         if self.happens(kind):
-            self._deed()
+            self._action()
 
     def write(self, file: Any, content: bytes) -> int:
-        """Half of it is written where it goes wrong."""
+        """Writes `content`, or half of it if this write is to fail."""
         if self.happens("write"):
             file.write(content[: len(content) // 2])
             file.flush()
-            self._deed()
+            self._action()
         return int(file.write(content))
 
 
@@ -73,8 +73,8 @@ class _File:
 
 
 @contextlib.contextmanager
-def watched(operations: Operations) -> Iterator[None]:
-    """Within the block, what changes a disk goes through `operations`."""
+def intercept_writes(operations: Operations) -> Iterator[None]:
+    """Routes all changes of the disk through `operations` inside the block."""
     real_open = Path.open
 
     def open_(path: Path, mode: str = "r", *arguments: Any, **named: Any) -> Any:
@@ -99,4 +99,4 @@ def watched(operations: Operations) -> Iterator[None]:
 
 
 SPACE = frozenset({"open", "write", "fsync", "mkdir"})
-"""What needs space; a full disk does not keep one from renaming over a name that is there."""
+"""Operations that need space; renaming over an existing file works on a full disk."""

@@ -1,4 +1,4 @@
-"""The commands and programs that a page of the documentation shows, and a reader who types them in a fresh clone."""
+"""Extracts the commands and programs of a documentation page, and runs them in a fresh clone."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from tests.support.nodejs import NODE
 from tests.support.servers import Server, free_ports, start_server, stop_server
 
 INKSTREAM = ".venv/bin/inkstream"
-# What a clone has, but for `weights`: those are tiny here. Pages may write beside them, and into none of them.
+# Links to the repository in the clone, besides tiny `weights`. Pages may write next to them but not into them.
 _CLONED = ("app", "benchmarks", "deploy", "docs", "examples", "model", "tests", "Makefile", "pyproject.toml")
 _ADDRESS = re.compile(r"(?:localhost|127\.0\.0\.1):8000\b")
 _PROXY = re.compile(r"(?:localhost|127\.0\.0\.1):8080\b")
-# What runs here without a reviewer's word: programs that change nothing but files of the clone, or ask a service.
+# Programs that need no review: they change only files of the clone, or send requests to the service.
 _PROGRAMS = {INKSTREAM, ".venv/bin/python", "cat", "cp", "curl", "echo", "kill", "ln", "mkdir", "mv", "nginx", "sed"}
 _PROGRAMS |= {"set", "sleep"}
-# Training as the pages show it takes minutes; these make a few steps of it take a second.
+# Training as the pages show it takes minutes; with these flags a few steps take a second.
 SHORT = ["--context", "32", "--windows", "4", "--device", "cpu", "--report-seconds", "0.001"]
 NEW = ["--vocab-size", "300", "--layers", "1", "--width", "32", "--heads", "2"]
 
 
-def reason_against(command: str) -> str | None:
-    """Why a test must not run a command of a page, which may be of any kind: it has to be held."""
+def reason_not_to_run(command: str) -> str | None:
+    """Why a test must not run this command of a page; None if it may."""
     without_here = re.sub(r"<<-? *['\"]?(\w+).*", "", command, flags=re.DOTALL)
     for part in re.split(r"&&|\|\||[;|\n]|\bdo\b|\$\(", re.sub(r"'[^']*'", "''", without_here)):
         words = [word for word in part.replace(")", " ").split() if not re.match(r"\w+=", word)]
@@ -53,7 +53,7 @@ class Fence:
     """A fenced block of a page."""
 
     language: str
-    """Empty where the page names none."""
+    """Empty if the page names none."""
     text: str
     line: int
 
@@ -70,14 +70,14 @@ def commands(page: str) -> list[str]:
 
 
 def commands_of(fence: Fence) -> list[str]:
-    """The commands of a shell block, and what stands after `$ ` in a transcript; other languages have none."""
+    """The commands of a shell block, or those after `$ ` in a transcript; other languages have none."""
     if fence.language == "console":
         return re.findall(r"^\$ (.+)$", fence.text, re.MULTILINE)
     return list(_split(fence.text)) if fence.language == "sh" else []
 
 
 def _split(block: str) -> Iterator[str]:
-    """Lines, joined where a backslash, an open quote or a here-document continues one."""
+    """Yields commands: lines joined where a backslash, an open quote or a here-document continues them."""
     pending = ""
     for line in block.splitlines():
         pending += line.partition("  #")[0].rstrip() + "\n"
@@ -99,8 +99,8 @@ def _continues(command: str) -> bool:
     return command.endswith("\\\n")
 
 
-def made(words: list[str]) -> list[str]:
-    """What `make` would run in the end, as words of the command line of inkstream."""
+def made_command(words: list[str]) -> list[str]:
+    """The last command that this `make` command line would run, as an inkstream command line."""
     printed = subprocess.run(
         [words[0], "--no-print-directory", "--dry-run", *words[1:]],
         cwd=ROOT,
@@ -113,13 +113,13 @@ def made(words: list[str]) -> list[str]:
     return [INKSTREAM, *({"model.train": ["train"], "app": []}[last[2]]), *last[3:]]
 
 
-class Newcomer:
-    """Types what a page says into a fresh clone, and has no patience: a few steps of training each time."""
+class PageReader:
+    """Runs the commands of a page in a fresh clone; trains for a few steps only."""
 
     def __init__(
         self, clone: Path, weights: Path, *, server: Server | None = None, fake_ms: float | None = None
     ) -> None:
-        """`server` runs already. `fake_ms`: services that the page starts have the fake engine."""
+        """`server` is already running. With `fake_ms`, services that the page starts have the fake engine."""
         self.clone, self._running, self._fake_ms = clone, server, fake_ms
         self.weights: Path = weights
         self._started: Server | None = None
@@ -140,16 +140,16 @@ class Newcomer:
 
     @property
     def server(self) -> Server:
-        """The service that the page started last, else the one that ran before."""
+        """The service that the page started last, else the one that was already running."""
         server = self._started or self._running
-        assert server, "the page uses a service and starts none"
+        assert server, "the page uses a service that it does not start"
         return server
 
-    def types(self, command: str) -> str:
-        """Runs a command, and returns what it prints. Raises AssertionError where it fails."""
+    def run_command(self, command: str) -> str:
+        """Runs a command, and returns its output. Raises AssertionError if it fails."""
         words = [word for word in shlex.split(command) if word != "&"]
         if words[0] == "make":
-            words = made(words)
+            words = made_command(words)
         variables = [word for word in words if re.match(r"INKSTREAM_\w+=", word)]
         match words[len(variables) :]:
             case [program, "serve", *flags] if program == INKSTREAM:
@@ -157,24 +157,24 @@ class Newcomer:
             case [program, "train", *flags] if program == INKSTREAM:
                 self._train(flags)
             case [program, "check", *flags] if program == INKSTREAM:
-                assert inkstream(["check", *flags]) == 0  # here: a process of its own would import torch first
+                assert inkstream(["check", *flags]) == 0  # in this process, which has already imported torch
             case [program, "completion", shell, ">", file] if program == INKSTREAM:
                 with (self.clone / file.removeprefix("~/")).open("w") as script, redirect_stdout(script):
-                    assert inkstream(["completion", shell]) == 0  # as above
+                    assert inkstream(["completion", shell]) == 0  # likewise
             case ["kill", "$!"]:
-                self.close()  # SIGTERM too, and waits for the end
+                self.close()  # SIGTERM too, and waits for the process
             case _:
                 return self._shell(command)
         return ""
 
-    def runs(self, fence: Fence) -> str:
-        """A program as it stands on the page, and what it prints."""
+    def run_program(self, fence: Fence) -> str:
+        """Runs a program of the page unchanged, and returns its output."""
         program = self._here(fence.text)
         command = {"python": [sys.executable, "-c"], "js": [NODE, "--input-type=module", "-e"]}[fence.language]
         return self.output([*map(str, command), program])
 
     def close(self) -> None:
-        """Ends the service that the page started, and daemons of a page that failed in between."""
+        """Stops the service that the page started, and daemons that a failed page left running."""
         for file in self.clone.glob("*/*.pid"):
             os.kill(int(file.read_text()), signal.SIGTERM)
         if self._started:
@@ -182,12 +182,12 @@ class Newcomer:
             assert stop_server(server) == 0, server.log.read_text()
 
     def _here(self, text: str) -> str:
-        """With the address of the service, and a free port for a proxy, in place of those of the page."""
+        """Replaces the page's addresses by the service's address and a free port for a proxy."""
         text = _PROXY.sub(f"127.0.0.1:{self._proxy_port}", text)
         return _ADDRESS.sub(self.server.url.removeprefix("http://"), text) if _ADDRESS.search(text) else text
 
     def _serve(self, flags: list[str], variables: dict[str, str]) -> None:
-        """Files named by the page are the clone's; the port is a free one. The same service is not started twice."""
+        """Starts a service with the clone's files on a free port, unless it is already running."""
         if self._started and flags == self._flags:
             return
         self.close()
@@ -211,9 +211,9 @@ class Newcomer:
         assert inkstream(["train", *flags, *shape, *SHORT, "--steps", str(self._steps)]) == 0
 
     def _shell(self, command: str) -> str:
-        """In a shell with the variables that earlier commands set; `$!` is the service that the page left running."""
-        if reason := reason_against(command):
-            raise AssertionError(f"not run, but for tests/repository/test_docs.py to hold: {command}: {reason}")
+        """Runs a command in a shell that keeps variables; `$!` is the service that the page started."""
+        if reason := reason_not_to_run(command):
+            raise AssertionError(f"not run; list it in HELD of tests/repository/test_docs.py: {command}: {reason}")
         if self._started:
             command = command.replace("$!", str(self._started.process.pid))
         state = self.clone / ".venv/variables"
@@ -222,12 +222,12 @@ class Newcomer:
         keep = f'declare -p {names} >> "{state}"' if names else ":"
         script = f'. "{state}"; set -o pipefail\n{self._here(command)}\nstatus=$?; {keep}; exit $status'
         printed = self.output(["bash", "-c", script])
-        if "curl" in command:  # which ends well whatever the service answers
+        if "curl" in command:  # curl exits with 0 whatever the status
             assert '{"error":' not in printed, printed
         return printed
 
     def output(self, command: list[str]) -> str:
-        """What a program prints that runs in the clone. Raises AssertionError where it fails."""
+        """Runs a program in the clone, and returns its output. Raises AssertionError if it fails."""
         variables = {name: value for name, value in os.environ.items() if not name.startswith("INKSTREAM_")}
         variables |= {"HOME": str(self.clone), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         variables["PATH"] += os.pathsep + "/usr/sbin"  # where Debian has nginx

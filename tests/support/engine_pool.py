@@ -1,4 +1,4 @@
-"""An engine pool whose engines a test plays: they sample by a hash of all tokens before, as a model does."""
+"""An engine pool with fake engines, which sample by a hash of all previous tokens."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Top = tuple[tuple[int, float], ...]
 
 
 def _hash(tokens: Iterable[int], state: int = 0) -> int:
-    """Hash of all tokens so far; the next token follows from it."""
+    """Hash of all tokens so far, which determines the next token."""
     for token in tokens:
         state = hash((state, token))
     return state
 
 
 class FakeSupervisor:
-    """Replaces a supervisor: an engine process that handles its frames when the test calls step()."""
+    """Replaces a supervisor and its engine process; handles its frames when the test calls step()."""
 
     def __init__(self, client: EngineClient, slots: int) -> None:
         self.client = client
@@ -46,13 +46,13 @@ class FakeSupervisor:
         self.waiting: dict[str, Request] = {}
         self.running: dict[str, Request] = {}
         self._progress: dict[str, tuple[int, int]] = {}
-        """Of running requests: the number of tokens generated, and the hash of all tokens."""
+        """Running request -> (number of generated tokens, hash of all tokens)."""
         self.top: Top = ()
-        """Top log-probabilities that come with each token."""
+        """Top log-probabilities to report with each token."""
         self.seen: list[str] = []
-        """Requests that came, in order; those that came back after a crash are there again."""
+        """Ids of received requests in order; resubmitted ones appear again."""
         self.deadly, self.fuse = "", 0
-        """A request that kills it, and the tokens that it gets in each life before."""
+        """Id of a request that crashes the engine, and how many tokens it gets before each crash."""
 
     def send(self, frame: Down) -> None:
         self.frames.append(frame)
@@ -85,7 +85,7 @@ class FakeSupervisor:
         return self.ready is not None and bool(self.frames or self.waiting or self.running)
 
     def step(self) -> None:
-        """Reads its pipe, and gives a token to each request that has a slot."""
+        """Handles the received frames, and samples a token for each request in a slot."""
         if self.ready is None:
             return
         for frame in self.frames:
@@ -128,7 +128,7 @@ class FakeSupervisor:
 
 
 class PoolHarness:
-    """An engine pool, its engines, and all events of its streams."""
+    """An engine pool, its fake engines, and its streams."""
 
     def __init__(self, n: int = 2, *, slots: int = 4, capacity: int = 1000, load: bool = True) -> None:
         queue = FairQueue(max_requests=capacity, max_prompt_tokens=100_000)
@@ -156,15 +156,15 @@ class PoolHarness:
                 engine.step()
 
     def run(self) -> int:
-        """Steps until no engine has work; returns how many."""
+        """Steps until no engine has work; returns the number of steps."""
         for steps in range(100_000):
             if not any(engine.is_busy for engine in self.engines):
                 return steps
             self.step()
-        raise AssertionError("it does not come to an end")
+        raise AssertionError("the engines still have work")
 
     async def texts(self, streams: list[TokenStream] | None = None) -> list[list[int] | str]:
-        """Run all streams to their end; return the tokens, or the name of the error, of each."""
+        """Runs all streams to their end; returns the tokens of each, or the name of its error."""
         self.run()
         return [await self.text(stream) for stream in streams or self.streams]
 
@@ -174,7 +174,7 @@ class PoolHarness:
         return errors[0] if errors else tokens_of(arrivals)
 
     async def read(self, stream: TokenStream) -> list[Arrival]:
-        """All that has arrived and is still to come."""
+        """Everything that arrives until the stream ends."""
         arrivals: list[Arrival] = []
         self.run()
         while stream.is_open or stream._arrivals:
@@ -184,14 +184,14 @@ class PoolHarness:
 
 
 def tokens_of(arrivals: Iterable[Arrival], choice: int = 0) -> list[int]:
-    """The tokens of a sequence, each once and in order."""
+    """The tokens of a choice; checks that each arrived once and in order."""
     events = [a.item for a in arrivals if isinstance(a.item, SampledEvent) and a.choice == choice]
     assert [event.index for event in events] == list(range(len(events)))
     return [event.token for event in events if event.token is not None]
 
 
-def alone(stream: TokenStream) -> list[int]:
-    """The tokens of a stream that no crash or pause interrupts."""
+def expected_tokens(stream: TokenStream) -> list[int]:
+    """The tokens that a stream must receive, with or without crashes and pauses."""
     state, tokens = _hash(stream.requests[0].prompt), list[int]()
     for _ in range(stream.requests[0].max_tokens):
         tokens.append(state % 1000)

@@ -20,7 +20,7 @@ _COMMAND = (sys.executable, "-P", "-m", "tests.support.fake_engine", "1")
 
 @asynccontextmanager
 async def running_app(weights: Path, **settings: Any) -> AsyncGenerator[FastAPI, None]:
-    """Ready when the block begins."""
+    """Runs the application for the block; it is ready when the block begins."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(EngineClient.__init__.__kwdefaults__, "command", _COMMAND)
         app = create_app(Settings(weights=weights, kernels="torch", **settings))

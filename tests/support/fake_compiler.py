@@ -1,4 +1,4 @@
-"""A fake C++ compiler: does what a test scripts, instantly, and counts its calls."""
+"""A fake C++ compiler that runs a test's script and counts its calls."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class FakeCompiler:
 
     path: Path
     calls: Path
-    """A line with the process id for every time that it compiled."""
+    """File with a line for each compilation: the process id."""
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes that compiled, one after the other."""
+        """Process ids of the compilations, in order."""
         return [int(line) for line in self.calls.read_text().split()] if self.calls.exists() else []
 
 
 def fake_compiler(folder: Path, product: Path, *, before: str = "") -> FakeCompiler:
-    """Runs `before` (shell), then copies `product` to where the library is to be."""
+    """Makes a compiler that runs `before` (shell), then copies `product` to the output path."""
     script, calls = folder / "fake-c++", folder / "calls"
     lines = ["#!/bin/sh", 'if [ "$1" = --version ]; then echo "fake 1.0"; exit; fi', f'echo $$ >> "{calls}"', before]
     script.write_text("\n".join([*lines, "for last; do :; done", f'cp "{product}" "$last"\n']))
@@ -33,11 +33,11 @@ def fake_compiler(folder: Path, product: Path, *, before: str = "") -> FakeCompi
     return FakeCompiler(script, calls)
 
 
-def compiled(folder: Path, source: str) -> Path:
-    """A library of this C++ source, by the machine's own compiler; skips the test where there is none."""
+def compile_library(folder: Path, source: str) -> Path:
+    """Compiles C++ source to a library with the machine's compiler; skips the test if there is none."""
     compiler = shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
     if compiler is None:
-        pytest.skip("no C++ compiler to make a library with")
+        pytest.skip("no C++ compiler")
     (folder / "source.cpp").write_text(source)
     library = folder / "library.so"
     subprocess.run([compiler, "-shared", "-fPIC", folder / "source.cpp", "-o", library], check=True, timeout=60)

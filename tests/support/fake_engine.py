@@ -1,4 +1,4 @@
-"""FE: the real loop, scheduler and blocks around a model that is a hash of its tokens. No torch; a step takes STEP_MS.
+"""The real loop, scheduler and blocks around a model that hashes its tokens. No torch; a step takes STEP_MS.
 
 `python -m tests.support.fake_engine STEP_MS FD`, started by fake_service.py.
 """
@@ -26,18 +26,18 @@ from tests.support.removed_protections import is_armed
 
 BLOCK_SIZE, CONTEXT = 16, 8192
 _PRINTABLE = range(33, 256)
-"""Tokens of the tiny tokenizer that are letters or parts of words: what is drawn is text."""
+"""Tokens of the tiny tokenizer that decode to letters or parts of words."""
 
 
 class FakeRunner:
-    """Draws by a hash of weights, tokens and seed: deterministic whatever else is in the batch."""
+    """Samples by a hash of weights, tokens and seed, independent of the rest of the batch."""
 
     def __init__(self, step_seconds: float, version: str) -> None:
         self._step_seconds = step_seconds
         self._version = version
 
     def run(self, plan: BatchPlan) -> StepResult:
-        """Takes as long as a step takes."""
+        """Sleeps for the duration of a step, and samples."""
         fault("engine.forward", plan)
         time.sleep(self._step_seconds)
         drawn, scores = {}, {}
@@ -46,8 +46,8 @@ class FakeRunner:
             if chunk.samples:
                 drawn[request.id] = self._draw(request, chunk.sequence.tokens)
             if positions := chunk.scores:
-                asked = request.prompt_logprobs or 0
-                scores[request.id] = tuple(_score(request.prompt[position], asked) for position in positions)
+                count = request.prompt_logprobs or 0
+                scores[request.id] = tuple(_score(request.prompt[position], count) for position in positions)
         return StepResult(drawn, scores)
 
     def _draw(self, request: Request, tokens: list[int]) -> SampledToken:
@@ -57,12 +57,12 @@ class FakeRunner:
         token = _PRINTABLE[number % len(_PRINTABLE)]
         if is_armed("fake.not_finite", request):
             return SampledToken(None)
-        asked = request.params.logprobs
-        return SampledToken(token) if asked is None else SampledToken(token, *_score(token, asked))
+        count = request.params.logprobs
+        return SampledToken(token) if count is None else SampledToken(token, *_score(token, count))
 
 
 def _score(token: int, count: int) -> TokenScore:
-    """A token's log-probability, and of as many others."""
+    """Log-probabilities of a token and of `count` others."""
     others = range(_PRINTABLE.start, _PRINTABLE.start + count)
     return -1.0 - token / 512, tuple((other, -1.0 - other / 512) for other in others)
 
@@ -76,7 +76,7 @@ class NoGrammars:
         self._workers = GrammarWorkers()
 
     def prepare(self, request: Request) -> Job:
-        """Nothing to do but to fail where a test wants it."""
+        """Returns a job that only fails if a test has armed a fault."""
         job = Job(request.cache_namespace, lambda: fault("engine.guide", request), is_long=True)
         self._workers.submit(job)
         return job
@@ -85,12 +85,12 @@ class NoGrammars:
         """Nothing to do."""
 
     def take_work(self) -> tuple[tuple[str, float], ...]:
-        """Nothing took time."""
+        """No work to report."""
         return ()
 
 
 def assemble(step_seconds: float) -> Callable[[WorkerConfig, Callable[[str], None]], BuiltEngine]:
-    """An assembly as the loop asks for it."""
+    """The `build` function that the worker loop takes."""
 
     def assemble_fake(config: WorkerConfig, _announce: Callable[[str], None]) -> BuiltEngine:
         tokens_per_step = config.tokens_per_step or max(config.max_running, 256)  # as on a CPU

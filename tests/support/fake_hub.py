@@ -1,4 +1,4 @@
-"""A hub of models on loopback, as huggingface_hub speaks to it: ranges, redirects, ETags, LFS headers, and failures."""
+"""A fake model hub on loopback for huggingface_hub: ranges, redirects, ETags, LFS headers and failures."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 _LFS_BYTES = 100_000
-"""Files of this size or more are on the storage server, as large files of the Hub are."""
+"""Files of this size or more are on the storage server, like large files of the Hub."""
 _BLOCK = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A request that arrived."""
+class RecordedRequest:
+    """A request that the hub received."""
 
     method: str
     path: str
@@ -31,43 +31,43 @@ class Asked:
 
 @dataclass(slots=True)
 class FakeHub:
-    """Repositories and what is to go wrong; fields may be changed while it runs."""
+    """Repositories and faults to inject; a test may change the fields while the hub runs."""
 
     url: str = ""
     storage: str = ""
-    """The same server by another name, to which no token may be sent."""
+    """The same server under another host name, which must not receive a token."""
     repositories: dict[str, dict[str, bytes]] = field(default_factory=dict)
     gated: set[str] = field(default_factory=set)
     """Repositories whose files need TOKEN."""
     private: set[str] = field(default_factory=set)
     card: dict[str, Any] = field(default_factory=dict)
     status: int = 0
-    """Status of every response, for a server that is not the Hub; 0 answers as the Hub does."""
+    """Status of every response, to imitate a server that is not the Hub; 0 behaves like the Hub."""
     failures: list[tuple[str, int]] = field(default_factory=list)
-    """(part of a path, status) of the next responses to such paths, one after the other."""
+    """(part of a path, status) of the next responses to such paths, in order."""
     cut_after: list[int] = field(default_factory=list)
-    """Bytes after which the next large responses break off, one after the other."""
+    """Numbers of bytes after which the next large responses break off, in order."""
     damaged: int = 0
-    """Large responses to send with a wrong byte."""
+    """Number of large responses to send with a wrong byte."""
     ignores_ranges: bool = False
     seconds_per_block: float = 0.0
-    asked: list[Asked] = field(default_factory=list)
+    requests: list[RecordedRequest] = field(default_factory=list)
 
     def commit(self, name: str) -> str:
-        """The repository's commit: it depends on its content."""
+        """The repository's commit, a hash of its content."""
         digests = [file + hashlib.sha1(content).hexdigest() for file, content in self.repositories[name].items()]
         return hashlib.sha1("".join(digests).encode()).hexdigest()
 
-    def downloads(self, pattern: str) -> list[Asked]:
+    def downloads(self, pattern: str) -> list[RecordedRequest]:
         """Requests for content whose path matches."""
-        return [request for request in self.asked if request.method == "GET" and re.search(pattern, request.path)]
+        return [request for request in self.requests if request.method == "GET" and re.search(pattern, request.path)]
 
 
 TOKEN = "hf_the_right_one"
 
 
 def etag(content: bytes) -> str:
-    """Name of a file in the cache."""
+    """ETag of a file, which is also its name in the cache."""
     if len(content) >= _LFS_BYTES:
         return hashlib.sha256(content).hexdigest()
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
@@ -75,7 +75,7 @@ def etag(content: bytes) -> str:
 
 @contextmanager
 def fake_hub() -> Iterator[FakeHub]:
-    """A running hub."""
+    """Runs a hub for the block."""
     hub = FakeHub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
     server.daemon_threads = True
@@ -95,7 +95,7 @@ class _Handler(BaseHTTPRequestHandler):
     hub: FakeHub
 
     def log_message(self, *_: Any) -> None:
-        """Writes nothing."""
+        """Logs nothing."""
 
     def do_HEAD(self) -> None:
         self._answer()
@@ -106,7 +106,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         hub, path = self.hub, urlsplit(self.path).path
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        hub.asked.append(Asked(self.command, path, self.headers.get("Range", ""), token))
+        hub.requests.append(RecordedRequest(self.command, path, self.headers.get("Range", ""), token))
         if hub.status:
             return self._send(hub.status, b"<html>")
         if hub.failures and hub.failures[0][0] in path:

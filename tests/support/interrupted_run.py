@@ -1,6 +1,6 @@
-"""Plugin of pytest: an interrupted run ends at once, with all that its tests have started.
+"""Pytest plug-in: an interrupted run ends at once, with all processes that its tests started.
 
-Test processes would first stop their services, one after the other, and xdist would wait for them. What a test started
+Otherwise test processes stop their services one after another, and xdist waits for them. A process that a test started
 has the id of the run in its environment, even where it has left the session and outlived its parent.
 """
 
@@ -18,7 +18,7 @@ _RUN_ID = "PYTEST_XDIST_TESTRUNUID"
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Kills in the process that the user started; the test processes are among the killed ones."""
+    """Kills all other processes of the run, test processes included, from the process that the user started."""
     if exitstatus != pytest.ExitCode.INTERRUPTED or hasattr(session.config, "workerinput"):
         return
     run_id = ""

@@ -1,4 +1,4 @@
-"""A running service that asks for keys, its keys, and raw requests that no HTTP library would send."""
+"""API keys of a service, raw requests that no HTTP library would send, and JSON log lines."""
 
 from __future__ import annotations
 
@@ -18,46 +18,46 @@ from tests.support.servers import Server
 
 @dataclass(slots=True)
 class Keyring:
-    """A keys file and the keys that tests know from it."""
+    """A keys file and the secret keys in it, by name."""
 
     file: Path
     keys: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, file: Path, *names: str) -> Keyring:
-        """New keys without quotas."""
+        """Makes a keys file with new keys without quotas."""
         ring = cls(file)
         for name in names:
             ring.add(name)
         return ring
 
     def add(self, name: str, **limits: Any) -> str:
-        """A new key, with the quotas of app/access/api_keys.py."""
+        """Adds a new key with quotas (app/access/api_keys.py), and returns it."""
         self.keys[name] = new_key()
         add_key(self.file, stored(self.keys[name], name, **limits))
         return self.keys[name]
 
     def revoke(self, name: str) -> str:
-        """The key that is none any more."""
+        """Revokes a key, and returns it."""
         revoke_key(self.file, name)
         return self.keys.pop(name)
 
     def headers(self, name: str) -> dict[str, str]:
-        """For httpx."""
+        """Request headers with a key."""
         return bearer(self.keys[name])
 
 
 def bearer(key: str) -> dict[str, str]:
-    """The header of a key."""
+    """The Authorization header of a key."""
     return {"Authorization": f"Bearer {key}"}
 
 
-def exchange(url: str, request: bytes, *, seconds: float = 60.0) -> bytes:
-    """All that a service answers to these bytes until it closes, or is silent for that long."""
+def send_raw(url: str, request: bytes, *, seconds: float = 60.0) -> bytes:
+    """Sends bytes, and returns the response until the service closes the connection or is silent for `seconds`."""
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=seconds) as connection:
         received = b""
-        # A service that refuses a body unread may be done before all of it was sent.
+        # A service that rejects a request before reading its body may close before all of it was sent.
         with contextlib.suppress(TimeoutError, ConnectionError):
             connection.sendall(request)
             while part := connection.recv(65536):
@@ -65,8 +65,8 @@ def exchange(url: str, request: bytes, *, seconds: float = 60.0) -> bytes:
     return received
 
 
-def raw(method: str, target: str, *headers: str, body: bytes = b"") -> bytes:
-    """A request in HTTP/1.1 that ends its connection; `headers` may be wrong in any way."""
+def raw_request(method: str, target: str, *headers: str, body: bytes = b"") -> bytes:
+    """An HTTP/1.1 request with Connection: close; `headers` may be malformed."""
     lines = [f"{method} {target} HTTP/1.1", *headers, "Connection: close"]
     if body:
         lines.append(f"Content-Length: {len(body)}")
@@ -74,7 +74,7 @@ def raw(method: str, target: str, *headers: str, body: bytes = b"") -> bytes:
 
 
 def log_lines(server: Server) -> list[dict[str, Any]]:
-    """The lines of a log in JSON so far; fails where one is no JSON object."""
+    """The parsed lines of a JSON log so far; fails if a line is not a JSON object."""
     lines = server.log_text().splitlines()
     parsed = [json.loads(line) for line in lines]
     assert all(isinstance(line, dict) and {"time", "level", "message"} <= line.keys() for line in parsed)
@@ -82,12 +82,12 @@ def log_lines(server: Server) -> list[dict[str, Any]]:
 
 
 def request_lines(server: Server) -> list[dict[str, Any]]:
-    """Log lines about a request."""
+    """Log lines of requests."""
     return [line for line in log_lines(server) if line["message"] == "request"]
 
 
-def line_of(server: Server, answer: httpx.Response) -> dict[str, Any]:
-    """The one line of this request, once it is written."""
+def wait_for_log_line(server: Server, answer: httpx.Response) -> dict[str, Any]:
+    """Waits for the log line of this request; there must be exactly one."""
     request_id = answer.headers["x-request-id"]
     assert server.has_logged(request_id)
     (line,) = [line for line in request_lines(server) if line["request_id"] == request_id]

@@ -1,6 +1,6 @@
-"""Packages that a few tests compare with, imported when a test first uses them.
+"""Reference packages of a few tests, imported at first use.
 
-Every test process reads all test files, and most processes run no test that needs transformers.
+Every test process imports all test files, and most processes run no test that needs transformers.
 """
 
 from __future__ import annotations

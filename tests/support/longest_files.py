@@ -1,6 +1,6 @@
-"""The test files that take longest, which start first, so that no core waits for the other one at the end.
+"""The slowest test files, which start first, so that all cores are busy until the end.
 
-By `--durations=70` of 2026-11-28; the order need not be exact. All others follow in the order of their names.
+Measured with `--durations=70` on 2026-11-28; the order need not be exact. All others follow in order of their names.
 """
 
 LONGEST = (

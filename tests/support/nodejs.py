@@ -1,4 +1,4 @@
-"""A node to run the page's JavaScript with: the one that playwright brings, whatever the machine has or lacks."""
+"""Node.js for the page's JavaScript: playwright's, else the machine's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def find_node() -> str | None:
-    """Its path; the machine's own where playwright is missing, and None where there is none."""
+    """Path of playwright's Node.js, else of the machine's; None if there is neither."""
     playwright = find_spec("playwright")
     if playwright is None or playwright.origin is None:
         return shutil.which("node")

@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector on loopback: takes spans by OTLP over HTTP (protobuf) and keeps them."""
+"""An OpenTelemetry collector on loopback: receives and stores spans by OTLP over HTTP (protobuf)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 @dataclass
 class Collected:
-    """A span."""
+    """A received span."""
 
     name: str
     trace_id: str
     span_id: str
     parent: str
     start: int
-    """Nanoseconds since 1970."""
+    """Unix time in nanoseconds."""
     end: int
     attributes: dict[str, Any]
     events: list[str]
@@ -33,20 +33,20 @@ class Collected:
 
 @dataclass
 class Collector:
-    """What has arrived."""
+    """The received spans."""
 
     url: str
     spans: list[Collected] = field(default_factory=list)
 
     def children(self, parent: Collected) -> dict[str, Collected]:
-        """The spans below `parent`, by name, in order of their start."""
+        """The child spans of `parent`, by name, in order of their start."""
         below = [span for span in self.spans if (span.trace_id, span.parent) == (parent.trace_id, parent.span_id)]
         return {span.name: span for span in sorted(below, key=lambda span: span.start)}
 
 
 @contextlib.contextmanager
 def otlp_collector() -> Iterator[Collector]:
-    """A collector on a free port."""
+    """Runs a collector on a free port for the block."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:

@@ -1,4 +1,4 @@
-"""Processes as /proc shows them: states, descendants, memory, open files."""
+"""Process states, descendants, memory and open files, read from /proc."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.service_process import child_pids
 
 
 def has_exited(pid: int) -> bool:
-    """Whether the process has ended, also if its parent has not noticed."""
+    """Whether the process has ended; true for a zombie too."""
     return _state(pid) in ("", "Z")
 
 
@@ -19,7 +19,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def children(pid: int) -> list[int]:
-    """Child processes of all threads; none of a process that has ended."""
+    """Child processes of all threads; empty if the process has ended."""
     with suppress(FileNotFoundError, ProcessLookupError):
         return child_pids(pid)
     return []
@@ -31,17 +31,17 @@ def family(pid: int) -> list[int]:
 
 
 def living(pids: list[int]) -> list[int]:
-    """Those that have not ended."""
+    """The processes that have not ended."""
     return [pid for pid in pids if not has_exited(pid)]
 
 
 def memory(pid: int, name: str = "VmRSS") -> int:
-    """Bytes that the process's status has under this name."""
+    """Bytes of this field of the process's /proc status."""
     return int(Path(f"/proc/{pid}/status").read_text().partition(f"{name}:")[2].split()[0]) << 10
 
 
 def open_files(pid: int) -> int:
-    """How many descriptors are open."""
+    """Number of open descriptors."""
     return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
 
 

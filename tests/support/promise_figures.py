@@ -1,6 +1,6 @@
-"""Figures of a promise's test against their target and floor, recorded for RELIABILITY.md.
+"""Records measured figures of promises, with their targets and floors, for RELIABILITY.md.
 
-The floor fails the test, the target does not: RELIABILITY.md shows both.
+A figure beyond its floor fails the test; one that misses only its target does not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RESULTS = Path(os.environ.get("PROMISES_RESULTS", ROOT / "build/promises"))
 
 T = TypeVar("T")
 _PAUSES = (1, 5, 15)
-"""Seconds between measurements."""
+"""Seconds to wait between measurements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,42 +37,41 @@ class Figure:
     floor: float
     better: Literal["low", "high"]
     n: int
-    """How many things were tried: requests, faults, files."""
+    """Number of trials: requests, faults, files."""
     size: str
     """"ci" or "full"."""
     test: str
     date: str
     machine: str = ""
-    """Cores, CPU and Python; the report adds it."""
+    """Cores, CPU and Python version; the report adds it."""
 
     def reaches(self, bound: float) -> bool:
-        """Whether the figure is on the good side of a bound."""
+        """Whether the figure meets a bound."""
         return self.value <= bound if self.better == "low" else self.value >= bound
 
 
 def number_of(path: Path) -> str:
-    """The promise that a file tests: R1 of test_r01_bounded_queue.py."""
+    """The promise that a file tests: "R1" for test_r01_bounded_queue.py."""
     number = path.stem.split("_")[1]
     return f"{number[0].upper()}{int(number[1:])}"
 
 
 class Promise:
-    """The fixture `promise`: one for each test, of the promise that the name of its file begins with."""
+    """The fixture `promise`: records the figures of one test, for the promise in the name of its file."""
 
     def __init__(self, test: str, *, full: bool) -> None:
         self.full = full
         self._test = test
 
     def size(self, ci: int, full: int) -> int:
-        """How many times: `ci` in every run, `full` in `make promises`."""
+        """Number of repetitions: `full` in `make promises`, else `ci`."""
         return full if self.full else ci
 
     def measured(self, measure: Callable[[], T], is_good: Callable[[T], bool]) -> T:
-        """The first of at most four measurements that is good, else the last; at full size the only one.
+        """Returns the first of at most four measurements that is good, else the last; at full size, measures once.
 
-        For figures that other jobs on the same cores can only make worse: one quiet moment shows the service's own
-        figure, and a slow service is slow each time. Controls measure once. Other users of the machine may take half of
-        it for some seconds: hence the pauses.
+        For figures that other load on the machine can only worsen: one quiet moment shows the service's own figure, and
+        a slow service is slow each time. Controls measure once. The pauses outlast other load of some seconds.
         """
         for pause in () if self.full else _PAUSES:
             if is_good(found := measure()):
@@ -81,7 +80,7 @@ class Promise:
         return measure()
 
     def all_of(self, what: str, good: int, n: int) -> None:
-        """`good` of `n` must be all of them."""
+        """Requires that all `n` trials were good."""
         self.at_least(what, good, target=n, n=n, unit=f"of {n}")
 
     def _note(
@@ -96,7 +95,7 @@ class Promise:
         unit: str = "",
     ) -> None:
         floor = target if floor is None else floor
-        assert n > 0, "nothing was tried"
+        assert n > 0, "no trials"
         promise = number_of(Path(self._test.partition("::")[0]))
         figure = Figure(
             promise=promise,
@@ -117,6 +116,6 @@ class Promise:
         assert figure.reaches(floor), f"{promise}: {what} is {figure.value:g} {unit}, the floor is {floor:g}"
 
     at_most = partialmethod(_note, "low")
-    """A figure that must be low. Fails above the floor, which is the target where none is given."""
+    """Records a figure that must be low. Fails above the floor, which defaults to the target."""
     at_least = partialmethod(_note, "high")
-    """A figure that must be high."""
+    """Records a figure that must be high. Fails below the floor, which defaults to the target."""

@@ -1,4 +1,4 @@
-"""A program on a pseudo-terminal: what a person types, and what the terminal shows."""
+"""Runs a program on a pseudo-terminal: types input, and reads the screen output."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from tests.support.servers import hang_on
 
 
 class PseudoTerminal:
-    """A running program whose standard streams and controlling terminal are one side of a pseudo-terminal."""
+    """A running program on a pseudo-terminal, which is its controlling terminal and its standard streams."""
 
     def __init__(self, process: subprocess.Popen[bytes], master: int) -> None:
         self.process = process
         self._master = master
         self._seen = 0
         self.output = ""
-        """Everything that the program has printed."""
+        """All output of the program so far."""
 
     def send(self, text: str) -> None:
         """Types `text`; \\r is Enter, \\x03 Ctrl+C, \\x04 Ctrl+D."""
         os.write(self._master, text.encode())
 
     def expect(self, words: str, seconds: float = 60.0) -> str:
-        """Waits until the program prints `words`; returns what it printed since the last expect(), up to their end."""
+        """Waits until the program prints `words`; returns the output since the last expect() up to their end."""
         deadline = time.monotonic() + seconds
         while (end := self.output.find(words, self._seen)) < 0:
             assert self._read(deadline - time.monotonic()), f"no {words!r} in {self.output[self._seen :]!r}"
@@ -37,7 +37,7 @@ class PseudoTerminal:
         return self.output[before : self._seen]
 
     def leave(self, seconds: float = 60.0) -> int:
-        """Types Ctrl+D until the program ends; returns the exit code. A terminal loses it between two prompts."""
+        """Types Ctrl+D until the program ends, since one typed between two prompts is lost; returns the exit code."""
         deadline = time.monotonic() + seconds
         while self.process.poll() is None and time.monotonic() < deadline:
             self.send("\x04")
@@ -51,7 +51,7 @@ class PseudoTerminal:
         return self.process.wait(seconds)
 
     def _read(self, seconds: float) -> bool:
-        """Reads what there is, within this time. False at the end of the output, or of the time."""
+        """Reads available output, waiting at most `seconds`. False at the end of the output or after the timeout."""
         ready, _, _ = select.select([self._master], [], [], max(0.0, seconds))
         data = b""
         if ready:

@@ -1,7 +1,7 @@
-"""Protections of the service that a positive control removes, so that it shows that the promise's test would fail.
+"""Removes protections of the service for positive controls, which show that a promise's test can fail.
 
-Nothing of it is in the service's own code: each process of a service that is started with Faults.removing() calls
-install() first. A protection is there until the control arms its name.
+The product has no code for this: each process of a service started with Faults.removing() calls install() first. A
+protection stays in place until the control arms its name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ENGINES = {"app.engine", "tests.support.fake_engine"}
 
 @dataclass(frozen=True, slots=True)
 class _Removal:
-    """What runs instead of a function, which is its first argument."""
+    """A function of the product and its replacement, which gets the function as first argument."""
 
     name: str
     module: str

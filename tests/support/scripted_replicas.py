@@ -1,4 +1,4 @@
-"""Replicas for tests of app/cluster: scripted ones, or real applications that a test can kill."""
+"""Replicas for tests of app/cluster: scripted ones, and real applications that die on demand."""
 
 from __future__ import annotations
 
@@ -23,50 +23,50 @@ START = {"weights_version": "w", "seed": 7, "prompt_tokens": 1, "settings": {}}
 
 
 def event(name: str, **data: Any) -> bytes:
-    """As a replica writes it; its number is none of the relay's business."""
+    """An event as a replica writes it; the gateway replaces its id."""
     return f"id: r:0\nevent: {name}\ndata: {json.dumps(data)}\n\n".encode("ascii")
 
 
 def token(text: str, index: int = 0) -> bytes:
-    """An event with text."""
+    """A token event."""
     return event("token", index=index, text=text)
 
 
 def done(*indices: int, finish_reason: str = "length") -> bytes:
-    """The last event."""
+    """The `done` event of these choices."""
     ends = [{"index": index, "finish_reason": finish_reason, "stop_reason": None} for index in indices or (0,)]
     return event("done", choices=ends)
 
 
 class Lost:
-    """In a scripted answer: here the replica dies."""
+    """Part of a scripted response at which the replica dies."""
 
 
 class Silent:
-    """In a scripted answer: the replica hangs from here on, without dying."""
+    """Part of a scripted response at which the replica hangs without dying."""
 
 
 class Accepted:
-    """In a scripted answer: here the replica accepts the request."""
+    """Part of a scripted response at which the replica accepts the request."""
 
 
 Scripted = Head | bytes | type[Accepted | Lost | Silent] | asyncio.Event
-"""Part of a scripted answer; the replica waits for an event."""
+"""Part of a scripted response; at an asyncio.Event the replica waits until it is set."""
 
 
 class _ScriptedResponse(ReplicaResponse):
-    """An answer whose parts a test has written down."""
+    """A response made of scripted parts."""
 
-    def __init__(self, parts: Sequence[Scripted], replicas: Played) -> None:
+    def __init__(self, parts: Sequence[Scripted], replicas: ScriptedReplicas) -> None:
         self.replica, self.consume = "a", None
         self._parts, self._replicas = list(parts), replicas
         self._is_closed = False
 
-    async def play(self) -> Scripted | None:
-        """The next part; None at the end."""
+    async def next_part(self) -> Scripted | None:
+        """The next part of the script; None at the end."""
         while self._parts and not self._is_closed:
             part = self._parts[0]
-            if isinstance(part, asyncio.Event):  # who is cancelled while it waits may ask again
+            if isinstance(part, asyncio.Event):  # a caller that is cancelled here may retry
                 await part.wait()
             elif part is Silent:
                 await asyncio.Event().wait()
@@ -82,14 +82,14 @@ class _ScriptedResponse(ReplicaResponse):
         return None
 
     async def read_head(self) -> Head:
-        head = await self.play()
+        head = await self.next_part()
         if not isinstance(head, Head):
             raise ReplicaLost
         self.head = head
         return head
 
     async def next(self) -> bytes | None:
-        part = await self.play()
+        part = await self.next_part()
         assert part is None or isinstance(part, bytes)
         return part
 
@@ -98,8 +98,8 @@ class _ScriptedResponse(ReplicaResponse):
         self._is_closed = True
 
 
-class Played:
-    """Answers the first request with the first list, and so on; notes what it was asked."""
+class ScriptedReplicas:
+    """Responds to each request with the next script, and records the calls."""
 
     def __init__(self, *answers: Sequence[Scripted], all_of: Iterable[FullResponse | type[Lost | Silent]] = ()) -> None:
         self.calls: list[Call] = []
@@ -111,24 +111,24 @@ class Played:
         """Tasks of the last broadcast."""
 
     async def send(self, call: Call) -> ReplicaResponse:
-        """Plays the next scripted answer."""
+        """Starts the next scripted response."""
         response = _ScriptedResponse(self._answers[len(self.calls)], self)
         self.calls.append(call)
         try:
-            assert await response.play() is Accepted
+            assert await response.next_part() is Accepted
         except BaseException:
             response.close()
             raise
         return response
 
     def broadcast(self, call: Call) -> list[asyncio.Task[FullResponse]]:
-        """The same answer to every request."""
+        """Returns the same responses for every broadcast."""
         self.calls_of_all.append(call)
-        self.tasks = [asyncio.ensure_future(_come(one)) for one in self._all]
+        self.tasks = [asyncio.ensure_future(_broadcast_response(one)) for one in self._all]
         return self.tasks
 
 
-async def _come(one: FullResponse | type[Lost | Silent]) -> FullResponse:
+async def _broadcast_response(one: FullResponse | type[Lost | Silent]) -> FullResponse:
     if one is Lost:
         raise ReplicaLost
     if one is Silent:
@@ -138,21 +138,21 @@ async def _come(one: FullResponse | type[Lost | Silent]) -> FullResponse:
 
 
 @asynccontextmanager
-async def client_of(
-    replicas: Played | Mortal, *, max_retries: int = 0, **settings: Any
+async def gateway_client(
+    replicas: ScriptedReplicas | DyingReplicas, *, max_retries: int = 0, **settings: Any
 ) -> AsyncGenerator[httpx.AsyncClient, None]:
-    """A client of a gateway in this process. Every replica must have been let go by the end of the block."""
+    """A client of a gateway in this process; checks at the end that the gateway has closed every response."""
     gateway = Gateway(Settings(**settings), replicas, max_retries=max_retries)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=gateway), base_url="http://localhost") as client:
         yield client
-    if isinstance(replicas, Played):
-        # At once, not at the next garbage collection: a replica would compute until then.
+    if isinstance(replicas, ScriptedReplicas):
+        # Closed at once, not by garbage collection: the replica would compute until then.
         assert replicas.closed == len(replicas.calls)
         assert all(task.done() for task in replicas.tasks)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Others have their turns until it holds."""
+async def wait_until(condition: Callable[[], bool]) -> None:
+    """Yields to other tasks until the condition is true."""
     for _ in range(1000):
         if condition():
             return
@@ -160,14 +160,16 @@ async def until(condition: Callable[[], bool]) -> None:
     raise AssertionError
 
 
-def taken(*parts: Scripted) -> list[Scripted]:
-    """An answer whose request has come to a replica."""
+def accepted(*parts: Scripted) -> list[Scripted]:
+    """Script of a request that a replica accepted."""
     return [Accepted, *parts]
 
 
 @asynccontextmanager
-async def served(*apps: ASGIApp) -> AsyncGenerator[tuple[ReplicaPool, list[Address], list[ReplicaServer]], None]:
-    """A pool of replicas named a, b, ... with these applications, over TCP."""
+async def serve_replicas(
+    *apps: ASGIApp,
+) -> AsyncGenerator[tuple[ReplicaPool, list[Address], list[ReplicaServer]], None]:
+    """Serves the applications as replicas a, b, ... of a pool, over TCP."""
     pool, servers = ReplicaPool(), [ReplicaServer(app, chr(ord("a") + index)) for index, app in enumerate(apps)]
     addresses = [await server.start("127.0.0.1") for server in servers]
     pool.update(addresses)
@@ -179,8 +181,8 @@ async def served(*apps: ASGIApp) -> AsyncGenerator[tuple[ReplicaPool, list[Addre
             await server.drain(10)
 
 
-class Mortal:
-    """A pool whose first answers die after as many parts as `deaths` says: accepted, head, pieces of the body."""
+class DyingReplicas:
+    """A pool whose first responses die after `deaths` parts each: accepted, head, pieces of the body."""
 
     def __init__(self, pool: ReplicaPool, deaths: Sequence[int] = ()) -> None:
         self._pool = pool
@@ -188,31 +190,31 @@ class Mortal:
         self.broadcast = pool.broadcast
 
     async def send(self, call: Call) -> ReplicaResponse:
-        """The application's answer, as far as it comes."""
+        """The application's response, cut off by the next of `deaths`."""
         if not self._deaths:
             return await self._pool.send(call)
         if not (n_parts := self._deaths.pop(0)):
             raise ReplicaLost
-        return _MortalResponse(await self._pool.send(call), n_parts - 1)
+        return _DyingResponse(await self._pool.send(call), n_parts - 1)
 
 
-class _MortalResponse(ReplicaResponse):
+class _DyingResponse(ReplicaResponse):
     def __init__(self, real: ReplicaResponse, n_parts: int) -> None:
         self.replica, self.consume = real.replica, None
         self._real, self._left = real, n_parts
 
-    def _live(self) -> None:
+    def _count_part(self) -> None:
         if not self._left:
             raise ReplicaLost
         self._left -= 1
 
     async def read_head(self) -> Head:
-        self._live()
+        self._count_part()
         self.head = await self._real.read_head()
         return self.head
 
     async def next(self) -> bytes | None:
-        self._live()
+        self._count_part()
         return await self._real.next()
 
     def close(self) -> None:

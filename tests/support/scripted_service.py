@@ -1,4 +1,4 @@
-"""A fake service that answers every request from a script, and records the requests."""
+"""A fake service that gives scripted responses and records the requests."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from typing import Any
 
 @dataclass
 class ScriptedService:
-    """What it answers, and what it was asked."""
+    """The response to give, and the bodies and keys of the received requests."""
 
     url: str = ""
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
     parts: list[bytes] = field(default_factory=list)
-    seen: list[dict[str, Any]] = field(default_factory=list)
+    bodies: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
     breaks_off: bool = False
     waits: threading.Event | None = None
-    """Set: the second part may be sent."""
+    """If given, the second part is sent only after this event is set."""
 
-    def plays(self, *events: tuple[str, dict[str, Any]]) -> None:
-        """A stream of these events."""
+    def script_events(self, *events: tuple[str, dict[str, Any]]) -> None:
+        """Makes the response a stream of these events."""
         self.headers = {"content-type": "text/event-stream; charset=utf-8"}
         self.parts = [f"id: r:0\nevent: {name}\ndata: {json.dumps(data)}\n\n".encode() for name, data in events]
 
 
 @contextmanager
 def scripted_service() -> Iterator[ScriptedService]:
-    """Runs it on a port of this machine."""
+    """Runs the service on a free port for the block."""
     service = ScriptedService()
 
     class Handler(BaseHTTPRequestHandler):
@@ -41,7 +41,7 @@ def scripted_service() -> Iterator[ScriptedService]:
 
         def do_POST(self) -> None:
             assert self.headers["content-type"] == "application/json"
-            service.seen.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            service.bodies.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
             service.keys.append(self.headers["authorization"])
             self.send_response(service.status)
             for name, value in service.headers.items():

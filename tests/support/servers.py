@@ -1,4 +1,4 @@
-"""The service as a process on a real socket: started, watched, and ended with its test."""
+"""Runs the service as a process on a real socket, and stops it with its test."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Server:
         return self.service.log
 
     def metric(self, name: str, headers: Mapping[str, str] | None = None) -> float:
-        """A gauge or counter; labels belong to the name. `headers` are for a service with keys."""
+        """Value of a gauge or counter; `name` includes labels. `headers` are for a service with keys."""
         address = self.service.address
         connection = http.client.HTTPConnection(address.host, address.port, timeout=60)
         try:
@@ -57,16 +57,16 @@ class Server:
         return float(found.group(1))
 
     def log_text(self) -> str:
-        """The whole lines of the log: the last one may be half written."""
+        """The complete lines of the log, without a partly written last line."""
         whole, newline, _ = self.log.read_bytes().rpartition(b"\n")
         return (whole + newline).decode()
 
     def has_logged(self, *words: str, since: int = 0) -> bool:
-        """Whether all these words appear in the log after `since` characters; a separate thread writes it later."""
+        """Waits until all these words appear in the log after `since` characters: a thread writes it with a delay."""
         return self.wait_for(lambda: all(word in self.log_text()[since:] for word in words))
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = 60.0) -> bool:
-        """Polls until `condition` is true or the time has expired. A poll costs CPU time, so pauses grow to 0.1 s."""
+        """Polls until `condition` is true or the time has expired. Pauses grow to 0.1 s, to save CPU time."""
         deadline, pause = time.monotonic() + seconds, 0.02
         while time.monotonic() < deadline:
             if condition():
@@ -77,11 +77,11 @@ class Server:
 
 
 _STARTED: list[ServiceProcess] = []
-"""Every service that start_server() has started and no test has stopped yet."""
+"""Services that start_server() has started and no test has stopped yet."""
 
 
 _REASONS_AGAINST: list[str] = []
-"""Why start_server() must not be called in this run of pytest."""
+"""Why this pytest run must not call start_server()."""
 
 
 def forbid_servers(reason: str) -> None:
@@ -91,7 +91,7 @@ def forbid_servers(reason: str) -> None:
 
 @contextlib.contextmanager
 def own_servers() -> Iterator[None]:
-    """Ends, at the end of the block, the services that were started in it and still run."""
+    """Kills services that were started in the block and still run at its end."""
     before = list(_STARTED)
     yield
     for service in [service for service in _STARTED if service not in before]:
@@ -109,16 +109,20 @@ def start_server(
     terminal: int | None = None,
     wrapper: Sequence[str] = (),
 ) -> Server:
-    """`python -m app serve` on a free port; ready when this returns. `sabotage` is Python that runs first.
+    """Starts `python -m app serve` on a free port, and waits until it is ready.
 
-    `fake_ms`: around the fake engine, whose steps take so long. `terminal`: a descriptor of the one that it hangs on.
-    `wrapper`: a command that runs the one that follows it.
+    Args:
+        wait: False returns as soon as the service listens.
+        sabotage: Python code that the service runs first.
+        fake_ms: use the fake engine, whose steps take this many milliseconds.
+        terminal: descriptor of its controlling terminal.
+        wrapper: command that runs the command after it.
     """
     assert not _REASONS_AGAINST, _REASONS_AGAINST[0]
     program = f"import sys; from app.__main__ import main; exec({sabotage!r}); sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", program]
     if fake_ms is not None:
-        assert sabotage == "pass", "the fake service takes faults"
+        assert sabotage == "pass", "the fake service takes armed faults, not sabotage"
         command = [sys.executable, "-m", "tests.support.fake_service", str(fake_ms)]
     log = folder / f"server-{time.monotonic_ns()}.log"
     variables = {k: v for k, v in os.environ.items() if not k.startswith("INKSTREAM_")} | dict(environment or {})
@@ -145,9 +149,9 @@ def start_server(
 
 @functools.cache
 def kernels() -> Mapping[str, str]:
-    """Variables of services: native kernels on every machine that can have them, built now if they are not yet.
+    """Environment of services: native kernels if this machine supports them, built now if necessary.
 
-    What computes does not depend on what was built before. An engine without torch starts in a third of the CPU time.
+    Every run thus uses the same backend. An engine without torch starts in a third of the CPU time.
     """
     try:
         library = find_or_build()
@@ -158,7 +162,7 @@ def kernels() -> Mapping[str, str]:
 
 @contextlib.contextmanager
 def running_server(folder: Path, weights: Path, *flags: str, **options: Any) -> Iterator[Server]:
-    """start_server(), and at the end of the block stop_server(), which must exit with 0."""
+    """Runs a service for the block; it must stop with exit code 0."""
     server = start_server(folder, weights, *flags, **options)
     try:
         yield server
@@ -167,36 +171,36 @@ def running_server(folder: Path, weights: Path, *flags: str, **options: Any) -> 
 
 
 def _wait_until_ready(service: ServiceProcess) -> None:
-    """Reading the log costs next to nothing; a question each time would cost both sides a tenth of the start."""
-    asked_next = 0.0
+    """Polls the log, which is cheap: a request each time would add a tenth to the CPU time of the start."""
+    next_request = 0.0
 
     def is_ready() -> bool:
-        nonlocal asked_next
-        if "ready: " not in service.log.read_text() and time.monotonic() < asked_next:
+        nonlocal next_request
+        if "ready: " not in service.log.read_text() and time.monotonic() < next_request:
             return False
-        asked_next = time.monotonic() + 0.5  # for services that log no such thing
+        next_request = time.monotonic() + 0.5  # for services that do not log it
         return service.status("/health/ready") == 200
 
     service.wait_for(is_ready, poll=0.02)
 
 
 def free_ports(n: int) -> list[int]:
-    """Ports on which nothing listens."""
+    """`n` ports on which nothing listens."""
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(n)]
         return [listener.getsockname()[1] for listener in listeners]
 
 
 def hang_on(terminal: int) -> None:
-    """Runs in a child process: sets its controlling terminal, and ends with this process, however that ends."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests run under nohup
+    """Runs in a child process: sets its controlling terminal, and makes it end with its parent."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored when the tests run under nohup
     os.setsid()
     fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
     die_with_parent()
 
 
 def stop_server(server: Server) -> int:
-    """SIGTERM, and the exit code."""
+    """Sends SIGTERM, and returns the exit code."""
     if server.process.poll() is None:
         server.process.terminate()
     try:
@@ -212,6 +216,6 @@ def _kill(service: ServiceProcess) -> None:
 
 
 def is_clean(server: Server, seconds: float = 60.0) -> bool:
-    """Whether within this time nothing runs, nothing waits, and no cache block is in use."""
+    """Whether, within `seconds`, no request runs or waits and no cache block is in use."""
     names = ("requests_running", "requests_waiting", "kv_cache_usage_ratio")
     return server.wait_for(lambda: not any(server.metric(name) for name in names), seconds)

@@ -1,4 +1,4 @@
-"""Services that a test starts and that end with it: the fixtures `serve` and `serve_module`."""
+"""The fixtures `serve` and `serve_module`: services that end with their test or module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.servers import Server, start_server, stop_server
 
 
 class Services:
-    """Starts services. Those that no test has killed must end with exit code 0 and have logged no traceback."""
+    """Starts services. Those that no test killed must end with exit code 0 and without a logged traceback."""
 
     def __init__(self, folder: Path, weights: Path) -> None:
         self._folder, self._weights = folder, weights
@@ -27,7 +27,7 @@ class Services:
         logs_tracebacks: bool = False,
         **options: Any,
     ) -> Server:
-        """start_server(), with keys if there is a ring. `is_killed`: not asked to end; it may be busy."""
+        """Calls start_server(), with the keys of `ring`. `is_killed`: kill the service at the end; it may be busy."""
         keys = ("--keys-file", str(ring.file)) if ring else ()
         server = start_server(self._folder, weights or self._weights, *keys, *flags, **options)
         self._started.append(server)
@@ -36,21 +36,21 @@ class Services:
         return server
 
     def stop(self) -> None:
-        """Ends those that still run."""
+        """Stops the services that still run."""
         for server, logs_tracebacks in self._to_stop:
             if server.process.poll() in (None, 0):
                 assert stop_server(server) == 0, server.log.read_text()
                 assert logs_tracebacks or "Traceback" not in server.log.read_text()
 
     def kill(self) -> None:
-        """Kills those that still run."""
+        """Kills the services that still run."""
         for server in self._started:
             server.process.kill()
             server.process.wait()
 
 
 def services(folder: Path, weights: Path) -> Iterator[Services]:
-    """The body of a fixture."""
+    """The body of both fixtures."""
     serve = Services(folder, weights)
     try:
         yield serve

@@ -1,8 +1,8 @@
-"""Known holes in the packages of constraints.txt, as pip-audit finds them: python -m tests.tools.audit (in make lint).
+"""Audits the packages of constraints.txt for vulnerabilities: python -m tests.tools.audit (in make lint).
 
-Exit status 1 where a service for such notices answers and knows of a hole. Where none answers (a machine without the
-internet, an index that mirrors packages alone) it says in a line that nothing was audited, and exits with 0: that is no
-reason to stop work, and no proof either. pip-audit itself ends with 0 where the index knows no notices at all.
+Exits with 1 if an advisory service reports a vulnerability. If no service responds (no internet, an index that only
+mirrors packages), it prints a warning that nothing was audited, and exits with 0, so that work can go on. pip-audit
+itself exits with 0 if the index has no advisories at all.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _SECONDS = 60
 
 
 def main() -> int:
-    """See above."""
+    """Audits the pins; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--pins", type=Path, default=ROOT / "constraints.txt", help="what to audit (constraints.txt)")
-    parser.add_argument("--osv-url", help="ask this OSV service alone")
+    parser.add_argument("--pins", type=Path, default=ROOT / "constraints.txt", help="file to audit (constraints.txt)")
+    parser.add_argument("--osv-url", help="query only this OSV service")
     options = parser.parse_args()
     services = [["osv", "--osv-url", options.osv_url]] if options.osv_url else [["pypi"], ["osv"]]
     for service in services:
@@ -40,13 +40,13 @@ def _query(pins: Path, service: list[str]) -> list[dict[str, Any]]:
     """The service's report on each package; empty if it does not answer."""
     command = [sys.executable, "-m", "pip_audit", "--requirement", str(pins), "--no-deps", "--disable-pip"]
     command += ["--progress-spinner", "off", "--format", "json", "--timeout", "5", "-s", *service]
-    with TemporaryDirectory() as cache:  # the home folder may be read-only
+    with TemporaryDirectory() as cache:  # the home directory may be read-only
         try:
             command += ["--cache-dir", cache]
             done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
         except subprocess.TimeoutExpired:
             return []
-    if done.returncode not in (0, 1):  # 1: holes, or no answer
+    if done.returncode not in (0, 1):  # 1: vulnerabilities, or no response
         sys.exit(f"error: pip-audit does not run: {done.stderr.strip()[-300:]}")
     try:
         packages: list[dict[str, Any]] = json.loads(done.stdout)["dependencies"]

@@ -1,8 +1,8 @@
-"""Hashes for every pinned package: python -m tests.tools.lock, after a change of constraints.txt (make lock).
+"""Writes lock files with hashes, after a change of constraints.txt: python -m tests.tools.lock (make lock).
 
-Writes requirements.lock (what the service needs) and requirements-dev.lock (what development needs besides). torch
-is in neither: the user chooses its build at installation. uv asks the index for the hashes of every wheel there is of a
-pin, so a lock serves every platform; nothing is resolved anew.
+requirements.lock has what the service needs, requirements-dev.lock what development needs besides. torch is in neither:
+the user chooses its build at installation. uv reads the hashes of all wheels of a pin from the index, so a lock serves
+every platform; it resolves nothing anew.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _HEAD = {
 
 
 def pins() -> dict[str, str]:
-    """Name -> version of everything in constraints.txt but torch."""
+    """Name -> version of everything in constraints.txt except torch."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     found = dict(line.split("==") for line in lines if line and not line.startswith("#"))
     return {canonicalize_name(name): version for name, version in found.items() if name != "torch"}
 
 
 def locked(path: Path) -> dict[str, str]:
-    """Name -> version of a lock file, each with a hash at least. Raises ValueError where one has none."""
+    """Name -> version of a lock file. Raises ValueError if an entry has no hash."""
     entries = re.findall(r"^(\S+)==(\S+) \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)", path.read_text(), re.M)
     if len(entries) != len(re.findall(r"^[^#\s]", path.read_text(), re.M)):
         raise ValueError(f"{path.name}: an entry is no pin with hashes")
@@ -42,7 +42,7 @@ def locked(path: Path) -> dict[str, str]:
 
 
 def serving() -> set[str]:
-    """Names of all that inkstream[guided,torch] needs, however far down, on the platform of this process."""
+    """Names of all direct and indirect dependencies of inkstream[guided,torch] on this platform."""
     found: set[str] = set()
     todo = [("inkstream", frozenset({"guided", "torch"}))]
     while todo:
@@ -60,7 +60,7 @@ def serving() -> set[str]:
 def _requires(name: str) -> list[str]:
     try:
         return requires(name) or []
-    except PackageNotFoundError:  # of another platform
+    except PackageNotFoundError:  # for another platform
         return []
 
 
@@ -68,7 +68,7 @@ def _lock(path: Path, names: set[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         wanted = Path(folder) / "pins.txt"
         wanted.write_text("".join(f"{name}=={version}\n" for name, version in pins().items() if name in names))
-        # Options that find packages elsewhere (PIP_FIND_LINKS of a machine) must not decide what all users install.
+        # Local options (PIP_FIND_LINKS of a machine) must not decide what all users install.
         command = [
             sys.executable,
             "-m",

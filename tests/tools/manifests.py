@@ -1,9 +1,10 @@
-"""Renders deploy/kubernetes as a cluster would get it, and checks the result and Grafana's dashboard: make manifests.
+"""Renders and checks the manifests in deploy/kubernetes, and checks Grafana's dashboard: make manifests.
 
-kustomize builds every overlay. What it renders must fit the schemas of three Kubernetes versions, name the right image,
-and a rollout on GPUs needs no spare one. Helm must render the same from the chart's default values. kubernetes-validate
-refuses unknown fields; @kubernetes-models, which has the schema of PodMonitor, checks types and required fields only.
-The dashboard must fit the types of @grafana/schema, which TypeScript's compiler checks: it refuses unknown fields, too.
+kustomize builds every overlay. The resources must match the schemas of three Kubernetes versions and name the right
+image, and a rollout on GPUs must not need a spare GPU. Helm must render the same from the chart's default values.
+kubernetes-validate rejects unknown fields; @kubernetes-models, which has the schema of PodMonitor, checks only types
+and required fields. TypeScript's compiler checks the dashboard against the types of @grafana/schema, and rejects
+unknown fields.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ type TimeSeries = Omit<Panel, "type" | "targets" | "fieldConfig" | "options"> & 
   options?: Partial<Options>;
 };
 export const dashboard: Omit<Dashboard, "panels"> & { panels: TimeSeries[] } = """
-"""@grafana/schema leaves queries, options and styles open; here they are those of Prometheus and time series."""
+"""@grafana/schema leaves queries, options and styles open; these types fix them to Prometheus and time series."""
 _TSC = (
     *("tsc", "--noEmit", "--strict", "--skipLibCheck", "--pretty", "false"),
     *("--module", "nodenext", "--moduleResolution", "nodenext"),
@@ -76,7 +77,7 @@ _EXPECTED = (
 
 
 class ManifestError(Exception):
-    """A manifest that a cluster would refuse, or that does not say what it should."""
+    """A manifest that a cluster would reject, or that differs from what it should be."""
 
 
 def rendered(overlay: Path) -> list[dict[str, Any]]:
@@ -88,7 +89,7 @@ def rendered(overlay: Path) -> list[dict[str, Any]]:
 
 
 def rendered_by_helm(*values: str, release: str = "inkstream") -> list[dict[str, Any]]:
-    """The resources of the chart with these values (--set). Raises ManifestError if Helm refuses them."""
+    """The resources of the chart with these values (--set). Raises ManifestError if Helm rejects them."""
     options = [word for value in values for word in ("--set", value)]
     done = subprocess.run(["helm", "template", release, str(FOLDER), *options], capture_output=True, text=True)
     if done.returncode:
@@ -97,7 +98,7 @@ def rendered_by_helm(*values: str, release: str = "inkstream") -> list[dict[str,
 
 
 def comparable(value: Any) -> Any:
-    """The value with the named entries of lists in the order of their names, as Kubernetes compares them."""
+    """The value with lists of named entries sorted by name: Kubernetes ignores their order."""
     if isinstance(value, dict):
         return {key: comparable(entry) for key, entry in value.items()}
     if isinstance(value, list):
@@ -115,7 +116,7 @@ def _is_named(entries: list[Any]) -> bool:
 
 
 def validate(resource: dict[str, Any]) -> None:
-    """Raises ManifestError where a Kubernetes version does not know a field, or a required one is missing."""
+    """Raises ManifestError if a Kubernetes version does not have a field, or a required field is missing."""
     if resource["kind"] == "PodMonitor":
         command = ["node", "--input-type=module", "--eval", _POD_MONITOR, json.dumps(resource)]
         done = subprocess.run(command, cwd=_TOOLS, capture_output=True, text=True)
@@ -152,7 +153,7 @@ def check_a_registry_in_the_base() -> None:
 
 
 def check_the_chart() -> Iterator[str]:
-    """A line for each set of values. Raises ManifestError if Helm renders other resources than kustomize does."""
+    """Yields a line for each set of values. Raises ManifestError if Helm's resources differ from kustomize's."""
     for overlay, values in {"cpu": [], "gpu": ["gpu=true"]}.items():
         ours, theirs = comparable(rendered(FOLDER / overlay)), comparable(rendered_by_helm(*values))
         if ours != theirs:
@@ -178,7 +179,7 @@ def check_the_chart() -> Iterator[str]:
 
 
 def check_dashboard(text: str) -> None:
-    """Raises ManifestError where Grafana's types do not have a field, or it has another type."""
+    """Raises ManifestError if a field is not in Grafana's types, or has another type there."""
     source = _TOOLS / "dashboard.ts"
     source.write_text(f"{_TYPED_DASHBOARD}{text}")
     done = subprocess.run([*_TSC, source.name], cwd=_TOOLS, capture_output=True, text=True)
@@ -187,7 +188,7 @@ def check_dashboard(text: str) -> None:
 
 
 def check_the_dashboard() -> None:
-    """Raises ManifestError, also where a planted fault is not noticed."""
+    """Raises ManifestError if the dashboard is invalid, or if the check misses a planted fault."""
     text = _DASHBOARD.read_text()
     check_dashboard(text)
     for right, wrong in (
@@ -203,7 +204,7 @@ def check_the_dashboard() -> None:
 
 
 def refused(resource: dict[str, Any]) -> bool:
-    """The control: whether a resource whose selector is a number is refused, also where a kind has no selector."""
+    """Control: whether validate() rejects the resource with a number as its selector, whatever its kind."""
     try:
         validate({**resource, "spec": {**resource["spec"], "selector": 0}})
     except ManifestError:
@@ -212,7 +213,7 @@ def refused(resource: dict[str, Any]) -> bool:
 
 
 def checked() -> Iterator[str]:
-    """A line for each overlay and example. Raises ManifestError."""
+    """Yields a line for each overlay and example. Raises ManifestError."""
     for name in IMAGES:
         resources = rendered(FOLDER / name)
         for resource in resources:
@@ -233,7 +234,7 @@ def checked() -> Iterator[str]:
 
 
 def main() -> int:
-    """Prints what was checked; exit status 1 with the first fault."""
+    """Prints what was checked; returns 1 at the first fault."""
     try:
         for line in checked():
             print(line)

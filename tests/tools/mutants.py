@@ -1,8 +1,8 @@
-"""Mutation score of the modules whose mistakes are silent: python -m tests.tools.mutants [SUBJECT ...] (make mutants).
+"""Mutation testing of modules whose bugs are silent: python -m tests.tools.mutants [SUBJECT ...] (make mutants).
 
-Changes a module in one place, in a copy of the tree, and runs the module's tests: a mutant that they pass has survived.
-A survivor shows code that no test constrains, or a change that means the same. The same seed draws the same sample.
-Exit status 1 below the goal, 2 for a subject that there is not.
+Changes a module in one place, in a copy of the tree, and runs its tests: a mutant survives if they pass. A survivor is
+code that no test constrains, or an equivalent mutant. The same seed draws the same sample. Exits with 1 below the goal,
+and with 2 for an unknown subject.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.support import ROOT
 GOAL = 0.85
 _COPIED = ("app", "model", "tests")
 _LEAST_SECONDS, _TIMES_AS_LONG = 20.0, 4.0
-"""Time limit of a mutant: so many times what the tests take without one. One that takes longer is killed."""
+"""Time limit of a mutant, as a multiple of the tests' time without one. A mutant that exceeds it counts as killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def mutants(source: str) -> list[Mutant]:
 
 
 def _nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Nodes that run: no annotations, decorators, docstrings, assertions, logs, fault points."""
+    """Nodes to mutate: not annotations, decorators, docstrings, assertions, logs and fault points."""
     if isinstance(node, ast.Assert | ast.Import | ast.ImportFrom) or _is_inert(node):
         return
     yield node
@@ -112,7 +112,7 @@ def _is_inert(node: ast.AST) -> bool:
 
 
 def _changes(node: ast.AST) -> Iterator[Callable[[], None]]:
-    """What can be done to a node, in place."""
+    """Changes that can be made to a node, in place."""
     if isinstance(node, ast.Compare) and type(node.ops[0]) in _OPERATORS:
         yield lambda: node.ops.__setitem__(0, _OPERATORS[type(node.ops[0])]())  # type: ignore[call-overload]
     elif isinstance(node, ast.BinOp | ast.AugAssign | ast.BoolOp) and type(node.op) in _OPERATORS:
@@ -142,13 +142,13 @@ def _become_pass(node: ast.AST) -> None:
 
 
 def sampled(source: str, count: int, seed: str) -> list[Mutant]:
-    """At most so many mutants of a module, in the order of its lines."""
+    """A random sample of at most `count` mutants of a module, in order of its lines."""
     every = mutants(source)
     return sorted(random.Random(seed).sample(every, min(count, len(every))), key=lambda mutant: mutant.line)
 
 
 class Tree:
-    """A copy of the repository in which one module at a time is changed."""
+    """A copy of the repository in which one module at a time is mutated."""
 
     def __init__(self, root: Path, folder: Path) -> None:
         self.root = folder / "tree"
@@ -160,7 +160,7 @@ class Tree:
                 (self.root / path.name).symlink_to(path)
 
     def passes(self, tests: Sequence[str], seconds: float) -> bool:
-        """Whether the tests pass in this time."""
+        """Whether the tests pass within `seconds`."""
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
         variables = {"PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(
@@ -189,7 +189,7 @@ class Tree:
 
 
 def score(tree: Tree, name: str, subject: Subject, *, sample: int, seed: int) -> tuple[int, int]:
-    """How many mutants of a subject were killed, of how many; prints them."""
+    """(killed, all) mutants of a subject; prints the survivors."""
     began = time.monotonic()
     assert tree.passes(subject.tests, 600.0), f"{name}: the tests fail without a mutant"
     seconds = max(_LEAST_SECONDS, _TIMES_AS_LONG * (time.monotonic() - began))
@@ -206,7 +206,7 @@ def score(tree: Tree, name: str, subject: Subject, *, sample: int, seed: int) ->
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """See above."""
+    """Runs the subjects; returns the exit status."""
     parser = argparse.ArgumentParser(prog="mutants", description=__doc__.partition("\n")[0])
     parser.add_argument("subjects", nargs="*", metavar="SUBJECT", help=f"{', '.join(SUBJECTS)} (all)")
     parser.add_argument("--sample", type=int, default=40, help="mutants of a subject (40)")

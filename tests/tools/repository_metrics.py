@@ -1,4 +1,4 @@
-"""What imports what in the product (app and model), its flat folders, and public classes that share their name."""
+"""Metrics of the product (app and model): imports between packages, folder sizes, and classes that share a name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def module_of(root: Path, path: Path) -> str:
 
 
 def package_of(module: str, *, is_package: bool) -> str:
-    """The package that a module belongs to; __main__ starts a package and stands above it."""
+    """The package of a module; a package's __main__ starts it and counts as above it."""
     return module if is_package or module.endswith(".__main__") else module.rpartition(".")[0]
 
 
@@ -45,9 +45,9 @@ def imported_modules(path: Path, known: set[str]) -> set[str]:
 
 @cache
 def package_edges(root: Path) -> dict[tuple[str, str], list[str]]:
-    """(importing package, imported package) -> the imports that make this edge, as text.
+    """(importing package, imported package) -> the imports of this edge, as text.
 
-    What a file imports from the __init__ of a package that it lies in is no edge: Python has read it by then.
+    A file's import from the __init__ of a package that contains it is not an edge: Python has already loaded it.
     """
     files = {module_of(root, path): path for path in product_files(root)}
     packages = {name: package_of(name, is_package=path.stem == "__init__") for name, path in files.items()}
@@ -61,7 +61,7 @@ def package_edges(root: Path) -> dict[tuple[str, str], list[str]]:
 
 
 def colliding_classes(root: Path) -> dict[str, list[str]]:
-    """Name of a public class -> the files that define one of that name, where there are several."""
+    """Name of a public class -> the files that define it, if there are several."""
     files: dict[str, list[str]] = defaultdict(list)
     for path in product_files(root):
         for node in tree_of(path).body:
@@ -71,5 +71,5 @@ def colliding_classes(root: Path) -> dict[str, list[str]]:
 
 
 def folder_sizes(root: Path) -> Counter[str]:
-    """Folder -> its modules, without __init__.py and __main__.py."""
+    """Folder -> number of its modules, without __init__.py and __main__.py."""
     return Counter(str(path.parent.relative_to(root)) for path in product_files(root) if not path.stem.startswith("__"))

@@ -1,7 +1,7 @@
-"""Builds the documentation as a site in build/site: make site, which has mkdocs in an environment of its own.
+"""Builds the documentation site in build/site: make site, which runs mkdocs in its own environment.
 
-The pages keep the places that they have in the repository, so that their links work in both. A dead link or anchor is
-an error, and so is a page that would load a font, a script or a picture from another host.
+Pages keep their paths in the repository, so that links work in both. A dead link or anchor is an error, and so is a
+page that would load a font, a script or an image from another host.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ nav: {nav}
 
 
 class SiteError(Exception):
-    """A page that readers of the site would find broken."""
+    """A broken page."""
 
 
 def slugify(heading: str, separator: str) -> str:
-    """The anchor that GitHub gives a heading, so that a link to it works there and here."""
+    """The anchor that GitHub gives a heading, so that links to it work on both."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", separator)
 
 
 def page_names() -> list[str]:
-    """All pages, by their paths in the repository."""
+    """Paths of all pages in the repository."""
     docs = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
     return ["README.md", *docs, "CONTRIBUTING.md", *PROJECT, *MODELS]
 
 
 def rendered(name: str, text: str, pages: set[str]) -> tuple[str, set[str]]:
-    """A page for the site, and the pictures that it shows. Raises SiteError for a link to a file that does not exist.
+    """A page for the site, and its images. Raises SiteError for a link to a file that does not exist.
 
-    Links to other pages stay. A link to a source file leads nowhere on a site, so its words alone stay.
+    Links to other pages stay. A link to a source file becomes plain text, since the site has no such file.
     """
     pictures: set[str] = set()
 
@@ -77,7 +77,7 @@ def rendered(name: str, text: str, pages: set[str]) -> tuple[str, set[str]]:
 
     fences = [*_FENCE.findall(text), ""]
     prose = (_LINK.sub(link, part) for part in _FENCE.split(text))
-    # GitHub begins a list without an empty line before it, Python's Markdown does not.
+    # GitHub starts a list without an empty line before it, Python's Markdown does not.
     spaced = (_LIST_AFTER_TEXT.sub(r"\1\n\n", part) for part in prose)
     return "".join(part + fence for part, fence in zip(spaced, fences, strict=True)), pictures
 
@@ -96,7 +96,7 @@ def navigation(index: str) -> list[dict[str, object]]:
 
 
 def foreign_resources(site: Path) -> list[str]:
-    """What pages of the site would load from other hosts."""
+    """Resources that pages of the site would load from other hosts."""
     found = []
     for path in sorted(site.rglob("*")):
         pattern = {".html": _LOADED, ".css": _LOADED_BY_STYLE}.get(path.suffix)
@@ -106,7 +106,7 @@ def foreign_resources(site: Path) -> list[str]:
 
 
 def build(folder: Path) -> None:
-    """Writes the site. Raises SiteError."""
+    """Builds the site. Raises SiteError."""
     shutil.rmtree(folder, ignore_errors=True)
     pages, site = folder.with_name(f"{folder.name}-pages"), folder
     shutil.rmtree(pages, ignore_errors=True)
@@ -131,7 +131,7 @@ def build(folder: Path) -> None:
 
 
 def main() -> int:
-    """Exit codes: 0 built, 1 a page is broken."""
+    """Returns 0 if the site was built, 1 if a page is broken."""
     FOLDER.parent.mkdir(exist_ok=True)
     try:
         build(FOLDER)

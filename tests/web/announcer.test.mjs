@@ -1,4 +1,4 @@
-// What is announced, and how often. The clock is the test's.
+// Announcer: what it announces, and how often. The tests control the clock.
 import assert from "node:assert/strict";
 import { beforeEach, mock, test } from "node:test";
 import { Announcer } from "../../app/web/text/announcer.js";
@@ -12,7 +12,7 @@ beforeEach(() => {
   announcer = new Announcer({ set textContent(text) { spoken.push(text); } });
 });
 
-test("a sentence is announced when it is whole, never a token", () => {
+test("sentences are announced when they are complete", () => {
   for (const token of ["It", " rained", ".", " Then"]) announcer.stream(token);
   assert.deepEqual(spoken, ["It rained."]);
   mock.timers.tick(1000);
@@ -20,7 +20,7 @@ test("a sentence is announced when it is whole, never a token", () => {
   assert.deepEqual(spoken, ["It rained.", "Then"]);
 });
 
-test("at most one announcement a second: what comes sooner is joined", () => {
+test("announcements within a second are joined", () => {
   announcer.stream("One. Two. Three. Four");
   announcer.say("3 continuations");
   assert.deepEqual(spoken, ["One."]);
@@ -30,10 +30,10 @@ test("at most one announcement a second: what comes sooner is joined", () => {
   assert.deepEqual(spoken, ["One.", "Two. Three. 3 continuations"]);
   mock.timers.tick(1000);
   announcer.end();
-  assert.deepEqual(spoken.at(-1), "Four", "a quiet second, and the next is announced at once");
+  assert.deepEqual(spoken.at(-1), "Four", "after a second without announcements the next is immediate");
 });
 
-test("muted, the text is silent and messages are not; unmuted it goes on with the next sentence", () => {
+test("muting silences text but not messages, and unmuting continues with the next sentence", () => {
   announcer.muted = true;
   announcer.stream("One. Two. Thr");
   announcer.say("continuation 2 ended");

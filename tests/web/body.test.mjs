@@ -1,4 +1,4 @@
-// What is typed is what is sent: exact numbers, lists, JSON, and nothing that a field could smuggle in.
+// The request body is what the user typed: exact numbers, lists and JSON, and no field can inject another.
 
 import assert from "node:assert/strict";
 import test from "node:test";
@@ -7,7 +7,7 @@ import { allowed, complaint, hint } from "../../app/web/request/range.js";
 
 const kinds = (...pairs) => pairs.map(([name, kind]) => ({ name, kind }));
 
-test("a body is JSON that says what was typed, and omits what was not", () => {
+test("a body is JSON with the typed fields only", () => {
   const parameters = kinds(["temperature", "number"], ["stop", "texts"], ["regex", "text"], ["ignore_eos", "boolean"]);
   const typed = { temperature: " 0.70 ", stop: "\\n\\n\n END", regex: " a+ ", ignore_eos: "true", top_p: "", n: "3" };
   assert.deepEqual(JSON.parse(requestBody('Say "hi"\n', typed, parameters)), {
@@ -22,12 +22,12 @@ test("a body is JSON that says what was typed, and omits what was not", () => {
   assert.equal(requestBody("a", {}), '{"prompt":"a","stream":true}');
 });
 
-test("before the kinds are known a number is a number, a source is text, and the rest is text", () => {
+test("before the schema is known, numbers are sent as numbers and everything else as text", () => {
   const body = requestBody("", { temperature: "0.5", source: "12", regex: "[ab]", seed: "-9223372036854775808" });
   assert.ok(body.endsWith('"temperature":0.5,"source":"12","regex":"[ab]","seed":-9223372036854775808}'), body);
 });
 
-test("whole numbers keep every digit", () => {
+test("integers keep every digit", () => {
   for (const seed of ["9007199254740993", "9223372036854775807", "-9223372036854775808", "0"]) {
     assert.equal(literal("integer", seed), seed);
     assert.equal(typedAs("integer", parseExact(`{"seed": ${seed}}`).seed), seed);
@@ -38,13 +38,13 @@ test("whole numbers keep every digit", () => {
   assert.equal(literal("integers", " , "), null);
 });
 
-test("a body on several lines is the same body", () => {
+test("an indented body has the same content", () => {
   const fields = requestFields("a", { n: "2" });
   assert.equal(bodyOf(fields, "  "), '{\n  "prompt": "a",\n  "stream": true,\n  "n": 2\n}');
   assert.deepEqual(JSON.parse(bodyOf(fields, "  ")), JSON.parse(bodyOf(fields)));
 });
 
-test("what is no number goes out as the string it is, for the server to judge", () => {
+test("invalid numbers are sent as strings, for the server to reject", () => {
   for (const text of ["warm", "0,7", "0x10", "1e999", "Infinity", "NaN", "1 2", "--1", '"', "}", "true"]) {
     assert.equal(literal("number", text), JSON.stringify(text), text);
   }
@@ -52,7 +52,7 @@ test("what is no number goes out as the string it is, for the server to judge", 
   assert.deepEqual(read, ["1000", "0.5", "5", "0", "0.01"]);
 });
 
-test("no text in any field can add another field to the body", () => {
+test("no field can inject another field into the body", () => {
   const nasty = ['"', '\\"', '1,"n":16', "[1],\"n\":16", "{} , \"n\": 16", "\\", "a\u2028b", "\ud800", "null"];
   for (const kind of ["integer", "number", "boolean", "text", "texts", "integers", "json", undefined]) {
     for (const text of nasty) {
@@ -62,12 +62,12 @@ test("no text in any field can add another field to the body", () => {
   }
 });
 
-test("JSON is sent as it stands, a text that is no JSON as a text", () => {
+test("JSON is sent unchanged, and invalid JSON as a string", () => {
   assert.equal(literal("json", ' {"50": -100, "big": 9007199254740993} '), '{"50": -100, "big": 9007199254740993}');
   assert.equal(literal("json", "{oops"), '"{oops"');
 });
 
-test("typing back what JSON contains sends it again", () => {
+test("values shown as typed text are sent as the same values", () => {
   const values = {
     number: [0.1, 1e-7, 1e21, -2],
     integer: [0, -5],
@@ -86,14 +86,14 @@ test("typing back what JSON contains sends it again", () => {
   assert.equal(typedAs("number", null), "");
 });
 
-test("long whole numbers are found outside of texts alone", () => {
+test("long integers are kept exact outside of strings only", () => {
   const json = '{"a": 9007199254740993, "b": "x 9007199254740993 \\" 9007199254740993", "c": 0.12345678901234567}';
   assert.deepEqual(parseExact(json), { a: "9007199254740993", b: 'x 9007199254740993 " 9007199254740993', c: 0.12345678901234567 });
   const numbers = [9007199254740991, -1e22, 12345678901234567.5];
   assert.deepEqual(parseExact("[9007199254740991, -1e22, 12345678901234567.5]"), numbers);
 });
 
-test("the allowed range is shown in words, and at once", () => {
+test("complaints state the allowed range in words", () => {
   const temperature = { kind: "number", minimum: 0, maximum: 10 };
   for (const text of ["", " ", "0", "10", "9.99", "1e1"]) assert.equal(complaint(temperature, text), "", text);
   for (const text of ["-0.1", "10.01", "hot", "0,7"]) {
@@ -111,10 +111,10 @@ test("the allowed range is shown in words, and at once", () => {
   assert.equal(allowed({ kind: "integer" }), "a whole number");
 });
 
-test("lists and texts have limits, too", () => {
+test("complaints state the limits of lists and texts", () => {
   const stop = { kind: "texts", minLength: 1, maxLength: 3, maxItems: 2 };
   assert.equal(complaint(stop, "abc\n\\n\\n\\n"), "");
-  assert.equal(complaint(stop, "\u{1f600}\u{1f600}\u{1f600}"), "", "characters, not their halves");
+  assert.equal(complaint(stop, "\u{1f600}\u{1f600}\u{1f600}"), "", "counts characters, not UTF-16 units");
   for (const text of ["abcd", "a\nb\nc"]) {
     const words = "one text a line (\\n for a line end), at most 2 lines of 1 to 3 characters each";
     assert.equal(complaint(stop, text), `Allowed: ${words}.`);
@@ -130,7 +130,7 @@ test("lists and texts have limits, too", () => {
   assert.equal(complaint({ kind: "text", choices: ["low", "high"] }, "mid"), "Allowed: one of low, high.");
 });
 
-test("limits that ordinary values never meet are not shown before a value meets them", () => {
+test("hints leave out limits that ordinary values never reach", () => {
   const hasHint = (parameter) => hint(parameter) !== "";
   assert.ok(hasHint({ kind: "number", minimum: 0, maximum: 10 }) && hasHint({ kind: "number", above: 0 }));
   assert.ok(hasHint({ kind: "texts" }) && hasHint({ kind: "integer", minimum: 1, maximum: 16 }) && hasHint({ kind: "text", maxLength: 9 }));

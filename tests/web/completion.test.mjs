@@ -1,4 +1,4 @@
-// completion.js against a fetch that is a script: refusals, waiting, and streams over more than one connection.
+// completion.js with a scripted fetch: errors, waiting, and streams over several connections.
 
 import assert from "node:assert/strict";
 import { mock, test } from "node:test";
@@ -24,14 +24,14 @@ function body(text, breaks = false) {
 const busy = (seconds) =>
   new Response('{"error": {"message": "The queue is full"}}', { status: 503, headers: { "Retry-After": String(seconds) } });
 
-// Answers in turn; what is an Error is thrown. Timers run at once, so that no test waits.
-async function run(answers, { signal = new AbortController().signal, stopAt = null } = {}) {
-  const asked = [];
+// Returns the responses in turn, and throws Errors. Timers fire at once, so that no test waits.
+async function run(responses, { signal = new AbortController().signal, stopAt = null } = {}) {
+  const requests = [];
   mock.method(globalThis, "fetch", async (path, options) => {
-    asked.push([options.method ?? "GET", path, options.headers]);
-    const answer = options.method === "DELETE" ? new Response("{}") : answers.shift();
-    if (answer instanceof Error) throw answer;
-    return answer;
+    requests.push([options.method ?? "GET", path, options.headers]);
+    const response = options.method === "DELETE" ? new Response("{}") : responses.shift();
+    if (response instanceof Error) throw response;
+    return response;
   });
   mock.method(globalThis, "setTimeout", (callback) => setImmediate(callback));
   const events = [];
@@ -46,10 +46,10 @@ async function run(answers, { signal = new AbortController().signal, stopAt = nu
   } finally {
     mock.restoreAll();
   }
-  return { events, asked, error, text: events.map(({ data }) => data.text ?? "").join("") };
+  return { events, requests, error, text: events.map(({ data }) => data.text ?? "").join("") };
 }
 
-test("one connection: the events as they come, a seed with every digit", async () => {
+test("one connection yields all events, with every digit of the seed", async () => {
   const { events, error } = await run([new Response(body(START + token(1, " upon") + DONE))]);
   assert.equal(error, null);
   assert.deepEqual(events.map(({ type }) => type), ["start", "token", "done"]);
@@ -58,8 +58,8 @@ test("one connection: the events as they come, a seed with every digit", async (
 });
 
 for (const [how, breaks] of [["breaks", true], ["just ends", false]]) {
-  test(`a connection that ${how} is sought again, behind the last event that came`, async () => {
-    const { events, asked, error, text } = await run([
+  test(`after a connection that ${how} the stream resumes after the last event`, async () => {
+    const { events, requests, error, text } = await run([
       new Response(body(START + token(1, " upon") + "id: r-1:2\ndata: half", breaks)),
       new TypeError("Failed to fetch"),
       new Response("bad gateway", { status: 502 }),
@@ -69,29 +69,29 @@ for (const [how, breaks] of [["breaks", true], ["just ends", false]]) {
     assert.equal(error, null);
     assert.equal(text, " upon a");
     assert.equal(events.filter(({ type }) => type === "lost").length, 4);
-    assert.deepEqual(asked.slice(1).map(([method, path]) => [method, path]), Array(4).fill(["GET", "complete/r-1/events"]));
-    assert.deepEqual(asked.map(([, , headers]) => headers["Last-Event-ID"]), [undefined, "r-1:1", "r-1:1", "r-1:1", "r-1:2"]);
+    assert.deepEqual(requests.slice(1).map(([method, path]) => [method, path]), Array(4).fill(["GET", "complete/r-1/events"]));
+    assert.deepEqual(requests.map(([, , headers]) => headers["Last-Event-ID"]), [undefined, "r-1:1", "r-1:1", "r-1:1", "r-1:2"]);
   });
 }
 
-test("a stream is lost when the server no longer knows it, and when no server answers", async () => {
+test("a stream is lost when the server no longer has it or does not respond", async () => {
   const missing = await run([new Response(body(START, true)), new Response("{}", { status: 404 })]);
   assert.ok(missing.error instanceof CompletionError);
   assert.match(missing.error.message, /connection was lost/);
   const silent = await run([new Response(body(START, true)), ...Array(20).fill(new TypeError("Failed to fetch"))]);
   assert.match(silent.error.message, /connection was lost/);
-  assert.ok(silent.asked.length < 12, "there is an end to trying");
+  assert.ok(silent.requests.length < 12, "retries are limited");
   const nothing = await run([new Response(body("", true))]);
   assert.match(nothing.error.message, /connection was lost/);
 });
 
-test("an error of the server's ends it, without another try", async () => {
-  const { error, asked } = await run([new Response(body(START + 'event: error\ndata: {"error": {"message": "It broke."}}\n\n'))]);
+test("an error event ends the stream without a retry", async () => {
+  const { error, requests } = await run([new Response(body(START + 'event: error\ndata: {"error": {"message": "It broke."}}\n\n'))]);
   assert.equal(error.message, "It broke.");
-  assert.equal(asked.length, 1);
+  assert.equal(requests.length, 1);
 });
 
-test("a server that is too busy is asked again after a countdown, and not for ever", async () => {
+test("a busy server gets a limited number of retries after countdowns", async () => {
   const { events, error } = await run([busy(2), busy(1), new Response(body(START + DONE))]);
   assert.equal(error, null);
   const waits = events.filter(({ type }) => type === "wait").map(({ data }) => data);
@@ -99,10 +99,10 @@ test("a server that is too busy is asked again after a countdown, and not for ev
   assert.equal(waits[0].message, "The queue is full");
   const never = await run(Array.from({ length: 20 }, () => busy(1)));
   assert.equal(never.error.message, "The queue is full");
-  assert.equal(never.asked.length, 6);
+  assert.equal(never.requests.length, 6);
 });
 
-test("a refusal without Retry-After is final; an answer that is no JSON is reported by its status", async () => {
+test("an error without Retry-After is final, and a response other than JSON is reported by its status", async () => {
   const refused = { error: { message: "Too long", code: "context_length_exceeded", max_model_len: 512 } };
   const { error } = await run([new Response(JSON.stringify(refused), { status: 400 })]);
   assert.deepEqual([error.message, error.status, error.detail.max_model_len], ["Too long", 400, 512]);
@@ -112,18 +112,18 @@ test("a refusal without Retry-After is final; an answer that is no JSON is repor
   assert.match(away.error.message, /cannot be reached/);
 });
 
-test("stopped: the page cancels at the server, because a disconnected client might reconnect", async () => {
+test("stopping cancels the request at the server, which would otherwise wait for the client to reconnect", async () => {
   const stop = new AbortController();
-  const answers = [new Response(body(START + token(1, " upon"), true))];
+  const responses = [new Response(body(START + token(1, " upon"), true))];
   mock.method(globalThis, "fetch", async (path, options) => {
-    asked.push([options.method ?? "GET", path]);
+    requests.push([options.method ?? "GET", path]);
     if (options.method !== "POST" && options.signal?.aborted) throw options.signal.reason;
-    return answers.shift() ?? new Response("{}");
+    return responses.shift() ?? new Response("{}");
   });
-  const asked = [];
+  const requests = [];
   await assert.rejects(async () => {
     for await (const { type } of complete("Once", {}, stop.signal)) if (type === "lost") stop.abort();
   }, { name: "AbortError" });
   mock.restoreAll();
-  assert.deepEqual(asked, [["POST", "complete"], ["DELETE", "complete/r-1"]]);
+  assert.deepEqual(requests, [["POST", "complete"], ["DELETE", "complete/r-1"]]);
 });

@@ -1,4 +1,4 @@
-// concurrently() in request/completion.js: several runs as one, of which each may end or fail by itself.
+// concurrently() in request/completion.js: runs several completions as one; each may end or fail separately.
 
 import assert from "node:assert/strict";
 import test from "node:test";
@@ -34,12 +34,12 @@ test("tokens carry the index of their run, and start and done come once", async 
   assert.deepEqual([end.data.receipts, end.data.usage], [[{ seed: "1" }, { seed: "2" }], { completion_tokens: 4 }]);
 });
 
-test("a run that fails leaves the others, and says why", async () => {
+test("a failed run reports why and does not stop the others", async () => {
   const events = await all(run(start, new CompletionError("Too hot.")), run(start, token("c"), done("2")));
   assert.deepEqual(events.at(-1).data.choices.map((one) => one.finish_reason), ["failed: Too hot.", "stop"]);
 });
 
-test("if all fail the first error is thrown, and any other kind of error at once", async () => {
+test("if all runs fail, the first error is thrown; any other kind of error is thrown at once", async () => {
   await assert.rejects(all(run(new CompletionError("First.")), run(new CompletionError("Second."))), { message: "First." });
   await assert.rejects(all(run(start, token("a"), done("1")), run(new TypeError("a bug"))), TypeError);
 });

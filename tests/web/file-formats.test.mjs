@@ -1,4 +1,4 @@
-// documents/file-formats.js: an export comes back whole, and a damaged file is refused with its name.
+// documents/file-formats.js: exports can be imported unchanged, and damaged files are refused by name.
 
 import assert from "node:assert/strict";
 import test from "node:test";
@@ -17,7 +17,7 @@ function written() {
   return { tree: tree.data, settings: { temperature: "0.5", seed: "9007199254740993" }, truncation: { agreed: null, always: true } };
 }
 
-test("all of a document comes back: branches, receipts, settings, title", () => {
+test("an imported document has all branches, receipts, settings and the title", () => {
   for (const title of [null, 'A "title"']) {
     const { name, type, content } = exported("json", { title, state: written() });
     assert.equal(type, "application/json");
@@ -25,7 +25,7 @@ test("all of a document comes back: branches, receipts, settings, title", () => 
   }
 });
 
-test("all documents come back from one file, and one that is damaged brings back none", () => {
+test("one file holds all documents, and a damaged one imports none", () => {
   const documents = [{ title: "A", state: written() }, { title: null, state: { ...written(), settings: {} } }];
   const { name, content } = exportedAll(documents);
   assert.match(name, /^inkstream-\d{4}-\d\d-\d\d\.json$/);
@@ -33,7 +33,7 @@ test("all documents come back from one file, and one that is damaged brings back
   assert.throws(() => imported(name, bytes(content.replace('"title": "A"', '"title": 7'))), DocumentError);
 });
 
-test("text and Markdown have the text that is shown, and come back as it was", () => {
+test("text and Markdown exports have the current text, and can be imported", () => {
   const state = written();
   assert.deepEqual(exported("txt", { title: "T", state }), { name: "T.txt", type: "text/plain", content: "Once more" });
   const { name, content } = exported("md", { title: "T", state });
@@ -41,10 +41,10 @@ test("text and Markdown have the text that is shown, and come back as it was", (
   const [back] = imported(name, bytes(content));
   assert.equal(back.title, "T");
   assert.equal(Tree.from(back.state.tree).current.state.text, "Once more");
-  assert.equal(exported("md", { title: null, state }).content, "Once more\n", "no heading that repeats the first line");
+  assert.equal(exported("md", { title: null, state }).content, "Once more\n", "without a title there is no heading");
 });
 
-test("a text file becomes a document with its name and the line ends of the page", () => {
+test("a text file becomes a document with its name and LF line ends", () => {
   const [{ title, state }] = imported("My story.txt", bytes("\ufeffOne\r\ntwo\rthree"));
   assert.equal(title, "My story");
   assert.equal(Tree.from(state.tree).current.state.text, "One\ntwo\nthree");
@@ -52,7 +52,7 @@ test("a text file becomes a document with its name and the line ends of the page
   assert.equal(imported("noformat", bytes("a"))[0].title, "noformat");
 });
 
-test("a file that is damaged, too large or no text is refused with its name", () => {
+test("files that are damaged, too large or not text are refused by name", () => {
   const refused = (content, message) => {
     assert.throws(() => imported("a.JSON", bytes(content)), { constructor: DocumentError, message }, content);
   };
@@ -64,7 +64,7 @@ test("a file that is damaged, too large or no text is refused with its name", ()
   const wrong = [{ tree: null }, { tree: { nodes: [], current: 0 } }, { settings: { n: 2 } }, { settings: null }, { title: 7 }, { version: 2 }];
   wrong.push(...[{ kind: "x" }, { id: "1" }, { start: -1 }, { parent: 99 }, { written: [[1]] }, { written: null }, { facts: {} }].map(change));
   wrong.push(...[{ receipt: 5 }, { receipt: { settings: 5 } }, { typed: { n: 2 } }, { at: 1.5 }, { preset: 1 }].map((more) => change({ facts: facts("1", more) })));
-  // The key of this service must not go to another origin, however it is written.
+  // The key of this service must not be sent to another origin, however the origin is spelled.
   const origins = ["//b.example", "HTTPS://b.example", " https://b.example", "https://b.example/", "b.example"];
   wrong.push(...origins.map((origin) => change({ facts: facts("1", { origin }) })));
   const elsewhere = { ...whole, ...change({ facts: facts("1", { origin: "https://b.example:8001" }) }) };
@@ -73,7 +73,7 @@ test("a file that is damaged, too large or no text is refused with its name", ()
   for (const content of ["", "[]", "null", "{", '"a"', JSON.stringify(whole).slice(0, -9)]) refused(content, /^a\.JSON is not/);
 });
 
-test("a document is called by its title, else by its beginning, and a file by what a file may be called", () => {
+test("a document is named by its title or its beginning, and file names are made valid", () => {
   assert.equal(nameOf({ title: "T", text: "a" }), "T");
   assert.equal(nameOf({ title: null, text: "\n  Once upon\na time" }), "Once upon");
   assert.equal(nameOf({ title: null, text: "word ".repeat(30) }), `${"word ".repeat(9).trim()} \u2026`);

@@ -1,4 +1,4 @@
-// manuscript.js: what the model wrote stays marked whatever the user's hand does around it.
+// manuscript.js: model text stays marked whatever the user types around it.
 
 import assert from "node:assert/strict";
 import test from "node:test";
@@ -14,20 +14,20 @@ function written(...texts) {
   return manuscript;
 }
 
-test("tokens that came stand in one stretch", () => {
+test("consecutive tokens form one range", () => {
   const manuscript = written(" am", " here");
   assert.equal(manuscript.text, "I am here");
   assert.deepEqual(manuscript.units.map(({ start, end }) => [start, end]), [[1, 4], [4, 9]]);
   assert.deepEqual(marked(manuscript), [" am here"]);
 });
 
-test("a line end is LF, also where it was cut between two tokens", () => {
+test("line ends become LF, also when split between two tokens", () => {
   const manuscript = written("a\r", "", "\nb\r\nc\r", "d");
   assert.equal(manuscript.text, "Ia\nb\nc\nd");
   assert.deepEqual(manuscript.units.map(({ start, end }) => manuscript.text.slice(start, end)), ["a\n", "", "b\nc\n", "d"]);
 });
 
-test("what is typed inside generated text is the user's; details behind it are dropped, those before it stay", () => {
+test("text typed inside generated text is the user's, and drops the token details after it", () => {
   const manuscript = written(" am", " not", " here");
   manuscript.rewrite("I am no longer here");
   assert.deepEqual(marked(manuscript), [" am no", " here"]);
@@ -36,28 +36,28 @@ test("what is typed inside generated text is the user's; details behind it are d
   assert.ok(others.every(({ tokens }) => tokens === null));
 });
 
-test("typing behind, before and over generated text", () => {
-  const behind = written(" am");
-  behind.rewrite("I am!");
-  assert.deepEqual(marked(behind), [" am"]);
-  assert.deepEqual(behind.units[0].tokens, [TOKEN], "what stands before the hand keeps its details");
+test("typing after, before and over generated text", () => {
+  const after = written(" am");
+  after.rewrite("I am!");
+  assert.deepEqual(marked(after), [" am"]);
+  assert.deepEqual(after.units[0].tokens, [TOKEN], "tokens before the edit keep their details");
   const before = written(" am");
   before.rewrite("So I am");
   assert.deepEqual(marked(before), [" am"]);
-  assert.equal(before.units[0].tokens, null, "they were drawn after another text");
+  assert.equal(before.units[0].tokens, null, "the tokens were sampled after another text");
   const over = written(" am");
   over.rewrite("");
   assert.deepEqual(over.written, []);
 });
 
-test("a cut keeps what is before it", () => {
+test("a cut keeps the text before it", () => {
   const manuscript = written(" am", " here");
   manuscript.cut(6);
   assert.equal(manuscript.text, "I am h");
   assert.deepEqual(marked(manuscript), [" am h"]);
 });
 
-test("a state does not change with the manuscript that it was taken of", () => {
+test("a state does not change with its manuscript", () => {
   const manuscript = written(" am");
   const { state } = manuscript;
   manuscript.append(" here");
@@ -66,7 +66,7 @@ test("a state does not change with the manuscript that it was taken of", () => {
   assert.deepEqual(new Manuscript(state).written, [[1, 4]]);
 });
 
-test("random edits: text is the last one, units are in order and never show what the user typed", () => {
+test("after random edits the text is right, and units are in order and exclude typed text", () => {
   let seed = 7;
   const random = (n) => (seed = (seed * 1103515245 + 12345) % 2 ** 31) % n;
   for (let round = 0; round < 300; round++) {
@@ -87,26 +87,26 @@ test("random edits: text is the last one, units are in order and never show what
   }
 });
 
-test("the difference of two texts is one stretch", () => {
+test("the difference of two texts is one range", () => {
   assert.deepEqual(difference("aaa", "aaaa"), { start: 3, removed: 0, added: 1 });
   assert.deepEqual(difference("abcd", "axd"), { start: 1, removed: 2, added: 1 });
   assert.deepEqual(difference("same", "same"), { start: 4, removed: 0, added: 0 });
 });
 
-test("what is written in the middle is the model's, and what stands behind it moves along without its details", () => {
-  const told = [{ id: 1 }];
-  const draft = new Manuscript({ text: "One two three", units: [{ start: 3, end: 7, tokens: told }, { start: 7, end: 13, tokens: told }] });
+test("inserted text is the model's, and later tokens move along without their details", () => {
+  const tokens = [{ id: 1 }];
+  const draft = new Manuscript({ text: "One two three", units: [{ start: 3, end: 7, tokens }, { start: 7, end: 13, tokens }] });
   draft.open(3, 9);
   assert.equal(draft.text, "Onehree");
-  const unit = draft.append(" and\r\n", told);
+  const unit = draft.append(" and\r\n", tokens);
   assert.deepEqual([unit.start, unit.end], [3, 8]);
-  draft.append(" x", told);
+  draft.append(" x", tokens);
   assert.equal(draft.text, "One and\n xhree");
   assert.deepEqual(draft.written, [[3, 14]]);
   assert.deepEqual(draft.state.units.map(({ start, end, tokens }) => [start, end, Boolean(tokens)]), [[3, 8, true], [8, 10, true], [10, 14, false]]);
   assert.equal(draft.close(7, " "), 8);
   assert.equal(draft.text, "One and hree");
-  assert.deepEqual(draft.written, [[3, 7], [8, 12]], "the blank is nobody's");
+  assert.deepEqual(draft.written, [[3, 7], [8, 12]], "the blank belongs to neither author");
   draft.append("!");
-  assert.equal(draft.text, "One and hree!", "again at the end");
+  assert.equal(draft.text, "One and hree!", "appends at the end again");
 });

@@ -1,4 +1,4 @@
-// notebook.js with a scripted server: the state after a run, however it ends.
+// notebook.js with a scripted server: its state after runs that finish, stop or fail.
 
 import assert from "node:assert/strict";
 import test from "node:test";
@@ -10,10 +10,10 @@ const token = (text, index = 0) => ({ type: "token", data: { index, text } });
 const DONE = { type: "done", data: { choices: [{ index: 0, finish_reason: "length" }], receipt: { seed: "7" } } };
 
 function notebook(...events) {
-  const asked = [];
-  const said = [];
+  const requests = [];
+  const viewCalls = [];
   async function* complete(prompt, typed, signal) {
-    asked.push({ prompt, typed });
+    requests.push({ prompt, typed });
     for (const event of events) {
       if (event === "hang") await new Promise((_, reject) => signal.addEventListener("abort", () => reject(signal.reason)));
       if (event instanceof Error) throw event;
@@ -21,19 +21,19 @@ function notebook(...events) {
     }
   }
   const names = ["changed", "labeled", "began", "received", "wrote", "ended"];
-  const view = Object.fromEntries(names.map((name) => [name, (...args) => said.push([name, ...args])]));
+  const view = Object.fromEntries(names.map((name) => [name, (...args) => viewCalls.push([name, ...args])]));
   const book = new Notebook(complete, view, new Tree({ text: "Once", units: [] }));
-  return { book, asked, said, ended: () => said.findLast(([name]) => name === "ended")[1] };
+  return { book, requests, viewCalls, ended: () => viewCalls.findLast(([name]) => name === "ended")[1] };
 }
 
-test("a run is one step: undone, redone, and recorded with its facts", async () => {
-  const { book, asked, ended } = notebook({ type: "start", data: { seed: "7" } }, token(" upon"), token(" a"), DONE);
+test("a run is one undo step, recorded with its facts", async () => {
+  const { book, requests, ended } = notebook({ type: "start", data: { seed: "7" } }, token(" upon"), token(" a"), DONE);
   await book.generate({ temperature: "0.5" });
-  assert.deepEqual(asked, [{ prompt: "Once", typed: { temperature: "0.5" } }]);
+  assert.deepEqual(requests, [{ prompt: "Once", typed: { temperature: "0.5" } }]);
   assert.equal(book.text, "Once upon a");
   assert.deepEqual(book.written, [[4, 11]]);
   const [node] = ended().nodes;
-  const logprobs = { from: 4, lengths: [5, 2], values: [null, null] }; // the service did not say
+  const logprobs = { from: 4, lengths: [5, 2], values: [null, null] }; // not reported by the service
   const facts = { typed: { temperature: "0.5" }, count: 2, at: 4, index: 0, seed: "7", finish: "length", receipt: { seed: "7" } };
   assert.deepEqual(node.facts, { ...facts, logprobs });
   book.undo();
@@ -42,8 +42,8 @@ test("a run is one step: undone, redone, and recorded with its facts", async () 
   assert.equal(book.text, "Once upon a");
 });
 
-test("stop keeps what had come; nothing else runs meanwhile", async () => {
-  const { book, asked, ended } = notebook(token(" upon"), "hang");
+test("stop keeps the text received, and nothing else can run meanwhile", async () => {
+  const { book, requests, ended } = notebook(token(" upon"), "hang");
   const run = book.generate({});
   await new Promise(setImmediate);
   book.generate({});
@@ -52,12 +52,12 @@ test("stop keeps what had come; nothing else runs meanwhile", async () => {
   assert.ok(book.running && !book.canUndo);
   book.stop();
   await run;
-  assert.equal(asked.length, 1);
+  assert.equal(requests.length, 1);
   assert.deepEqual([book.text, ended().stopped, ended().error], ["Once upon", true, null]);
   assert.ok(book.canUndo);
 });
 
-test("an error is reported, received text is a step, and an empty run adds none", async () => {
+test("an error is reported; received text is a step, and an empty run is not", async () => {
   const some = notebook(token(" upon"), new Error("It broke."));
   await some.book.generate({});
   assert.equal(some.ended().error.message, "It broke.");
@@ -67,43 +67,43 @@ test("an error is reported, received text is a step, and an empty run adds none"
   assert.deepEqual([none.ended().nodes, none.book.canUndo], [[null], false]);
 });
 
-test("regenerate begins where the last run began, whatever was typed behind it", async () => {
-  const { book, asked } = notebook(token(" upon"), DONE);
+test("regenerate restarts the last run, whatever was typed after it", async () => {
+  const { book, requests } = notebook(token(" upon"), DONE);
   await book.generate({});
   book.type("Once upon!");
   await book.regenerate({});
-  assert.deepEqual(asked.map(({ prompt }) => prompt), ["Once", "Once"]);
+  assert.deepEqual(requests.map(({ prompt }) => prompt), ["Once", "Once"]);
   assert.equal(book.text, "Once upon");
   assert.equal(book.tree.children(0).length, 2);
 });
 
-test("a picked token cuts the text, stands there, and the run goes on behind it as one step", async () => {
-  const { book, asked, said } = notebook(token(" upon"), token(" a"), DONE);
+test("picking a token truncates the text, and the run continues after it as one step", async () => {
+  const { book, requests, viewCalls } = notebook(token(" upon"), token(" a"), DONE);
   await book.generate({});
   const other = { id: 9, text: " more", bytes: [], logprob: -2, top: [] };
   await book.pick(4, other, { n: "3" });
-  assert.equal(asked[1].prompt, "Once more");
-  assert.equal(asked[1].typed.n, "", "one continuation, whatever the setting");
+  assert.equal(requests[1].prompt, "Once more");
+  assert.equal(requests[1].typed.n, "", "one continuation whatever the setting");
   assert.equal(book.text, "Once more upon a");
   assert.deepEqual(book.units[0].tokens, [other]);
-  assert.ok(said.some(([name]) => name === "changed"));
+  assert.ok(viewCalls.some(([name]) => name === "changed"));
   book.undo();
   assert.equal(book.text, "Once upon a");
 });
 
-test("regenerate behind a picked token begins behind it, not at the end of the text that was cut", async () => {
-  const { book, asked } = notebook(token(" upon"), DONE);
+test("regenerate after a picked token restarts after that token", async () => {
+  const { book, requests } = notebook(token(" upon"), DONE);
   await book.pick(2, { id: 9, text: "!", bytes: [33], logprob: -2, top: [] }, {});
   await book.regenerate({ n: "3" });
-  assert.deepEqual(asked.map(({ prompt }) => prompt), ["On!", "On!"]);
-  assert.equal(asked[1].typed.n, "");
+  assert.deepEqual(requests.map(({ prompt }) => prompt), ["On!", "On!"]);
+  assert.equal(requests[1].typed.n, "");
   assert.equal(book.text, "On! upon");
   book.undo();
   assert.equal(book.text, "Once");
   assert.equal(book.tree.children(0).length, 2);
 });
 
-test("a page that goes in the middle of a run takes along what has come, and changes nothing", async () => {
+test("soFar includes the text of a run in progress, without changing the notebook", async () => {
   for (const [n, texts] of [["1", ["Once", "Once upon!"]], ["2", ["Once", "Once upon", "Once!"]]]) {
     const { book } = notebook(token(" upon", 0), token("!", Number(n) - 1), "hang");
     const run = book.generate({ n });
@@ -120,7 +120,7 @@ test("a page that goes in the middle of a run takes along what has come, and cha
   }
 });
 
-test("a picked token stays even where the run behind it fails", async () => {
+test("a picked token stays if the run after it fails", async () => {
   const { book } = notebook(new Error("Refused."));
   await book.pick(2, { text: "!", top: [] }, {});
   assert.equal(book.text, "On!");
@@ -128,21 +128,21 @@ test("a picked token stays even where the run behind it fails", async () => {
   assert.equal(book.text, "Once");
 });
 
-test("n drafts are branches next to the text, and one is taken", async () => {
+test("n drafts are branches, of which one can be taken", async () => {
   const done = { type: "done", data: { choices: [0, 1].map((index) => ({ index, finish_reason: "stop" })) } };
-  const { book, ended, said } = notebook(token(" upon", 0), token(" more", 1), token("!", 1), done);
+  const { book, ended, viewCalls } = notebook(token(" upon", 0), token(" more", 1), token("!", 1), done);
   await book.generate({ n: "2" });
-  assert.equal(book.text, "Once", "nothing is taken yet");
+  assert.equal(book.text, "Once", "no draft is taken yet");
   const { nodes } = ended();
   assert.deepEqual(nodes.map(({ state }) => state.text), ["Once upon", "Once more!"]);
-  assert.deepEqual(said.filter(([name]) => name === "wrote").map(([, index, , text]) => [index, text]), [[0, " upon"], [1, " more"], [1, "!"]]);
+  assert.deepEqual(viewCalls.filter(([name]) => name === "wrote").map(([, index, , text]) => [index, text]), [[0, " upon"], [1, " more"], [1, "!"]]);
   book.go(nodes[1].id);
   assert.equal(book.text, "Once more!");
   book.undo();
   assert.equal(book.text, "Once");
 });
 
-test("pasting is a step of its own, and the end of a sentence or a line ends one", () => {
+test("pasting is a separate step, and the end of a sentence or a line ends a step", () => {
   const { book } = notebook();
   for (const text of ["Once u", "Once up. ", "Once up. H"]) book.type(text);
   book.type("Once up. He pasted this", true);
@@ -153,13 +153,13 @@ test("pasting is a step of its own, and the end of a sentence or a line ends one
   assert.deepEqual(steps, [`${pasted} t\nx`, `${pasted} t\n`, pasted, "Once up. H", "Once up. "]);
 });
 
-test("a comparison keeps the settings, the preset and the receipt of each run", async () => {
+test("a comparison records the settings, the preset and the receipt of each run", async () => {
   const choices = [{ index: 0, finish_reason: "stop" }, { index: 1, finish_reason: "length" }];
-  const { book, asked, said, ended } = notebook(token(" a", 0), token(" b", 1), { type: "done", data: { choices, receipts: ["r0", "r1"] } });
+  const { book, requests, viewCalls, ended } = notebook(token(" a", 0), token(" b", 1), { type: "done", data: { choices, receipts: ["r0", "r1"] } });
   const variants = [{ name: "Cold", typed: { temperature: "0.1" } }, { name: "Hot", typed: { temperature: "2" } }];
   await book.compare(variants);
-  assert.deepEqual(asked[0].typed, variants.map(({ typed }) => typed));
-  assert.deepEqual(said.find(([name]) => name === "began").slice(1), [2, asked[0].typed, ["Cold", "Hot"], null]);
+  assert.deepEqual(requests[0].typed, variants.map(({ typed }) => typed));
+  assert.deepEqual(viewCalls.find(([name]) => name === "began").slice(1), [2, requests[0].typed, ["Cold", "Hot"], null]);
   const facts = ended().nodes.map((node) => node.facts);
   assert.deepEqual(facts.map(({ preset, typed, receipt }) => ({ name: preset, typed, receipt })), [
     { ...variants[0], receipt: "r0" },
@@ -167,25 +167,25 @@ test("a comparison keeps the settings, the preset and the receipt of each run", 
   ]);
 });
 
-test("a run in the middle reads what is before it, and the suffix where the model can; it is one step, and regenerated there", async () => {
+test("an insertion sends the text before it, and the suffix to an infill model; it is one step, and can be regenerated", async () => {
   for (const isInfill of [true, false]) {
-    const { book, asked, ended } = notebook(token("pon"), token(" a"), DONE);
+    const { book, requests, ended } = notebook(token("pon"), token(" a"), DONE);
     book.open("Once u time");
     await book.generate({ n: "1" }, { start: 6, end: 6, isInfill });
-    assert.deepEqual(asked[0], { prompt: "Once u", typed: { n: "1", ...(isInfill && { suffix: " time" }) } });
+    assert.deepEqual(requests[0], { prompt: "Once u", typed: { n: "1", ...(isInfill && { suffix: " time" }) } });
     assert.equal(book.text, "Once upon a time");
     assert.deepEqual(book.written, [[6, 11]]);
     const [{ facts }] = ended().nodes;
     assert.deepEqual([facts.at, facts.span, facts.typed], [6, { start: 6, end: 6, isInfill, until: 11 }, { n: "1" }]);
     await book.regenerate({ n: "1" });
-    assert.deepEqual(asked[1], asked[0]);
+    assert.deepEqual(requests[1], requests[0]);
     assert.equal(book.text, "Once upon a time");
     book.undo();
     assert.equal(book.text, "Once u time");
   }
 });
 
-test("alternatives to a selection are branches, made to fit; where none comes the text stays", async () => {
+test("alternatives to a selection are trimmed to fit and become branches; without one the text stays", async () => {
   const { book, ended } = notebook(token(" Two", 0), token(" Three. Fo", 1), token(".", 0));
   book.open("One. x. Four.");
   await book.generate({ n: "2" }, { start: 4, end: 7, isInfill: false });
@@ -201,7 +201,7 @@ test("alternatives to a selection are branches, made to fit; where none comes th
   }
 });
 
-test("a page that goes in the middle of a run in the middle takes along what has come", async () => {
+test("soFar includes the text of an insertion in progress", async () => {
   const { book } = notebook(token("X"), "hang");
   const run = book.generate({}, { start: 2, end: 2, isInfill: false });
   await new Promise(setImmediate);

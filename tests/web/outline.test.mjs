@@ -1,4 +1,4 @@
-// outline.js: a tree in which each stretch of text stands once, with siblings where they part.
+// outline.js: a tree that has each range of text once, with siblings where texts diverge.
 
 import assert from "node:assert/strict";
 import test from "node:test";
@@ -9,7 +9,7 @@ import { Tree } from "../../app/web/text/tree.js";
 const state = (text) => ({ text, units: [] });
 const text = (tree, { source, start, end }) => tree.node(source).state.text.slice(start, end);
 
-/** The outline as lines: indented by level, a star on the current one. */
+/** The outline as lines, indented by level, with a star after the current entry. */
 function lines(tree) {
   return outline(tree).map((entry) => `${" ".repeat(entry.level - 1)}${text(tree, entry)}${entry.current ? "*" : ""}`);
 }
@@ -20,7 +20,7 @@ function grown() {
   return tree;
 }
 
-test("typed steps between runs are passed over, and the current entry is the one that the text goes on from", () => {
+test("typed steps between runs are skipped, and the current entry is where the text continues", () => {
   const tree = grown();
   tree.type(state("Once there was a king."), false);
   tree.commit("run", state("Once there was a king. And"), { at: 22, seed: "5" });
@@ -31,10 +31,10 @@ test("typed steps between runs are passed over, and the current entry is the one
   assert.deepEqual([root, first, second].map(({ here }) => here), [true, true, true]);
   tree.undo();
   assert.deepEqual(outline(tree).map(({ current }) => current), [false, true, false], "a typed step counts as its run");
-  assert.deepEqual(outline(tree).map(({ next }) => next), [first.key, second.key, null], "over what was typed between");
+  assert.deepEqual(outline(tree).map(({ next }) => next), [first.key, second.key, null], "skips typed steps");
 });
 
-test("siblings part at the beginning of a word, and what they share stands once", () => {
+test("siblings diverge at the start of a word, and their common text occurs once", () => {
   const tree = grown();
   tree.commit("run", state("Once there was a knight"), { at: 23, logprobs: { from: 16, lengths: [7], values: [-2] } });
   assert.deepEqual(lines(tree), ["Once", "  there was a", "   king", "   knight*"]);
@@ -47,10 +47,10 @@ test("siblings part at the beginning of a word, and what they share stands once"
   near(king.chances, -3, -3);
   near(knight.chances, -2, -2);
   assert.deepEqual([king.parent, knight.parent], [shared.key, shared.key]);
-  assert.equal(tree.undo().state.text, "Once there was a king", "undo still follows time");
+  assert.equal(tree.undo().state.text, "Once there was a king", "undo still goes back in time");
 });
 
-test("a text typed instead of another one is a branch of its own, and one that only lost its end is none", () => {
+test("a replaced text is a separate branch, and a truncated one is not", () => {
   const tree = grown();
   tree.commit("text", state("Once there was"));
   assert.deepEqual(lines(tree), ["Once*", "  there was a king"]);
@@ -61,18 +61,18 @@ test("a text typed instead of another one is a branch of its own, and one that o
   assert.equal(outline(new Tree(state(""))).length, 1);
 });
 
-test("the same text twice is one entry, and letters that a font joins are not parted", () => {
+test("equal texts are one entry, and surrogate pairs are not split", () => {
   const tree = grown();
   tree.go(0);
   tree.commit("run", state("Once there was a king"), { at: 4 });
   assert.equal(outline(tree).length, 2);
-  assert.equal(outline(tree)[1].id, 2, "the last of them");
+  assert.equal(outline(tree)[1].id, 2, "the later node");
   assert.equal(parting("a \ud83d\ude00", "a \ud83d\ude01", 0), 1);
   assert.equal(parting("x".repeat(50) + "\ud83d\ude00", "x".repeat(50) + "\ud83d\ude01", 0), 50);
   assert.equal(parting("the cat", "the cats", 0), 7);
 });
 
-test("keys stay while the tree grows, and labels show where the text is", () => {
+test("keys stay the same while the tree grows, and labels apply to their part of the text", () => {
   const tree = grown();
   const before = outline(tree).map(({ key }) => key);
   const { id } = tree.part(1, 16);
@@ -84,7 +84,7 @@ test("keys stay while the tree grows, and labels show where the text is", () => 
   assert.equal(fork.words, "there was a");
 });
 
-test("the words of an entry leave out the mark that ends what was before", () => {
+test("the words of an entry leave out the punctuation that ends the previous sentence", () => {
   const tree = new Tree(state("It rained"));
   tree.commit("run", state("It rained. So they stayed"), { at: 9 });
   assert.equal(outline(tree).at(-1).words, "So they stayed");
@@ -92,7 +92,7 @@ test("the words of an entry leave out the mark that ends what was before", () =>
   assert.equal(outline(tree).at(-1).words, "\u2026 .5 l");
 });
 
-test("what is within an entry is every node whose text goes through it", () => {
+test("within() returns every node whose text goes through an entry", () => {
   const tree = grown();
   tree.type(state("Once there was a king."), false);
   tree.commit("run", state("Once there was a king. And"), { at: 22 });
@@ -105,7 +105,7 @@ test("what is within an entry is every node whose text goes through it", () => {
   assert.deepEqual(ids(" there was a"), [1, 2, 3, 4]);
 });
 
-test("trees by chance: every run's text is its way from the top, and no two siblings share a word", () => {
+test("in random trees the entries on the path to a run spell its text, and no two siblings start with the same word", () => {
   let seed = 11;
   const below = (limit) => (seed = (seed * 1103515245 + 12345) % 2147483648) % limit;
   for (let round = 0; round < 60; round += 1) {

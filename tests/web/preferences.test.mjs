@@ -1,10 +1,10 @@
-// Preferences as they are stored: only choices, and only those that are no default.
+// Stored preferences: only known choices other than the defaults.
 
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import { valid } from "../../app/web/preferences.js";
 
-test("only known choices that are no default are kept", () => {
+test("only known choices other than the defaults are kept", () => {
   assert.deepEqual(valid({ theme: "dark", font: "book", lines: "broad", other: 1, spelling: "on" }), {
     theme: "dark",
     spelling: "on",

@@ -1,4 +1,4 @@
-// presets/presets.js: what a preset sets, what it leaves alone, and what may be a name.
+// presets/presets.js: what a preset sets, what it leaves alone, and which names are valid.
 
 import assert from "node:assert/strict";
 import test from "node:test";
@@ -6,24 +6,24 @@ import { applied, BUILT_IN, description, isApplied, newName, parsed, PresetError
 
 const typed = { temperature: "0.9", top_p: "", min_p: "0.1", max_tokens: "64", stop: "END", seed: "7", n: "3" };
 
-test("a preset resets the sampling settings that it does not list, and no others", () => {
+test("a preset resets only the sampling settings that it does not list", () => {
   const precise = BUILT_IN[0];
   const after = applied(precise, typed);
   assert.deepEqual([after.temperature, after.top_p, after.min_p], ["0.3", "0.9", ""]);
   assert.deepEqual([after.max_tokens, after.stop, after.seed, after.n], ["64", "END", "7", "3"]);
   assert.ok(isApplied(precise, after) && !isApplied(precise, typed));
-  assert.ok(!isApplied(precise, { ...after, typical_p: "0.5" }), "one sampling setting more is another preset");
-  assert.ok(isApplied(BUILT_IN[1], { max_tokens: "1" }), "fields that the page does not have yet are at their defaults");
+  assert.ok(!isApplied(precise, { ...after, typical_p: "0.5" }), "another sampling setting means another preset");
+  assert.ok(isApplied(BUILT_IN[1], { max_tokens: "1" }), "fields that are not on the page yet have their defaults");
 });
 
-test("saved settings come back, without what belongs to one text", () => {
+test("settings are saved without those that belong to one text", () => {
   const saved = { name: "Mine", settings: settingsOf({ ...typed, source: "Bonjour", suffix: "." }) };
   assert.deepEqual(saved.settings, { temperature: "0.9", min_p: "0.1", max_tokens: "64", stop: "END" });
   assert.ok(isApplied(saved, typed));
   assert.deepEqual(parsed(JSON.stringify([saved])), [saved]);
 });
 
-test("what is stored and is no preset is left out", () => {
+test("stored items that are not presets are left out", () => {
   const good = { name: "A", settings: { top_k: "3" } };
   const bad = [null, 1, {}, { name: "B" }, { name: "", settings: {} }, { name: "C", settings: { top_k: 3 } }];
   assert.deepEqual(parsed(JSON.stringify([...bad, good])), [good]);

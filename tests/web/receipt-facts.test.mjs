@@ -1,4 +1,4 @@
-// A receipt is read to the last digit, becomes settings again, and two runs are compared to the letter.
+// Receipts: read and written exactly, turned into settings, and compared between runs.
 
 import assert from "node:assert/strict";
 import test from "node:test";
@@ -20,10 +20,10 @@ test("a receipt is read and written with every digit of its seed", () => {
   assert.ok(written.includes('\n  "seed": 9007199254740993,\n'), written);
   assert.deepEqual(readReceipt(written), receipt);
   assert.deepEqual(JSON.parse(written), JSON.parse(JSON_TEXT));
-  assert.deepEqual(readReceipt(`{"id": "x", "receipt": ${JSON_TEXT}}`), receipt, "a whole answer does, too");
+  assert.deepEqual(readReceipt(`{"id": "x", "receipt": ${JSON_TEXT}}`), receipt, "a whole response contains the receipt");
 });
 
-test("its settings and its seed are what one would type to send it again", () => {
+test("a receipt gives the settings and the seed to type to repeat the run", () => {
   assert.deepEqual(typedOf(readReceipt(JSON_TEXT), PARAMETERS), {
     temperature: "0.7",
     top_k: "0",
@@ -49,7 +49,7 @@ test("an invalid receipt is reported in words", () => {
 
 const run = (text, others = {}) => ({ text, receipt: { weights_version: "a", numerics: "n", version: "1", ...others } });
 
-test("the same text is the same to the letter", () => {
+test("equal texts are reported as the same", () => {
   const { same, at, sentence } = compared(run("caf\u00e9 \u{1f600}"), run("caf\u00e9 \u{1f600}"));
   assert.deepEqual([same, at, sentence], [true, null, "The same text, to the letter: 6 characters."]);
 });
@@ -63,12 +63,12 @@ test("a different text is reported from its first differing character, with a po
   assert.match(compared(run("a"), run("b")).sentence, /the hardware may be another/);
 });
 
-test("texts part between characters, never inside of one", () => {
+test("texts diverge between characters, never inside one", () => {
   assert.equal(compared(run("x\u{1f600}"), run("x\u{1f601}")).at, 1);
   assert.match(compared(run("\u{1f600}a"), run("\u{1f600}b")).sentence, /from character 2 on/);
 });
 
-test("a run that was stopped early is the same as far as it went", () => {
+test("a run that was stopped early is compared up to its end", () => {
   assert.match(compared(run("Once"), run("Once upon")).sentence, /as far as the first run went: 4 characters of 9/);
   assert.match(compared(run("Once upon"), run("O")).sentence, /as far as the replay went: 1 character of 9/);
 });
@@ -84,25 +84,25 @@ const RECEIPT = {
 const RUN = { prompt: "Once", text: " upon", index: 1, typed: { temperature: "", suffix: "the end" }, receipt: RECEIPT };
 
 async function replayed(...events) {
-  const asked = [];
+  const requests = [];
   async function* complete(prompt, typed, signal) {
-    asked.push({ prompt, typed, signal });
+    requests.push({ prompt, typed, signal });
     yield* events;
   }
   const result = await replay(RUN, { complete, parameters: [{ name: "logit_bias", kind: "json" }], signal: "a signal" });
-  return { asked, ...result };
+  return { requests, ...result };
 }
 
 const token = (index, text) => ({ type: "token", data: { index, text } });
 const DONE = { type: "done", data: { receipt: RECEIPT } };
 
-test("the same prompt goes out with the seed and all settings of the receipt", async () => {
-  const { asked } = await replayed(DONE);
+test("a replay sends the same prompt with the seed and all settings of the receipt", async () => {
+  const { requests } = await replayed(DONE);
   const typed = { temperature: "0.5", n: "2", seed: "9007199254740993", logit_bias: '{"5":-1}', suffix: "the end" };
-  assert.deepEqual(asked, [{ prompt: "Once", typed, signal: "a signal" }]);
+  assert.deepEqual(requests, [{ prompt: "Once", typed, signal: "a signal" }]);
 });
 
-test("line ends are compared as the document has them", async () => {
+test("line ends are compared after normalization", async () => {
   const again = async (...texts) => replayed(...texts.map((text) => token(1, text)), DONE);
   assert.equal((await again(" up\r", "\non")).same, false);
   RUN.text = " up\non";
@@ -110,7 +110,7 @@ test("line ends are compared as the document has them", async () => {
   RUN.text = " upon";
 });
 
-test("the continuation that was kept is compared, and no other", async () => {
+test("only the continuation that was kept is compared", async () => {
   const { same, sentence } = await replayed(token(0, "not"), token(1, " up"), token(0, "this"), token(1, "on"), DONE);
   assert.ok(same);
   assert.match(sentence, /^The same text, to the letter: 5 characters/);

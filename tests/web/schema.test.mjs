@@ -1,4 +1,4 @@
-// What the panel shows comes from the server's description alone: fields by type, limits, groups, order.
+// The panel's fields come from the server's schema alone: types, limits, groups and order.
 
 import assert from "node:assert/strict";
 import test from "node:test";
@@ -17,7 +17,7 @@ function only(name, schema, schemas) {
   return parameters(described({ [name]: schema }, schemas))[0];
 }
 
-test("the main group comes first and in its own order, the rest as the server has it", () => {
+test("the main group comes first in its own order, the rest in the server's order", () => {
   const names = ["min_tokens", "max_tokens", "n", "include_stop", "stop", "seed", "regex", "temperature"];
   const found = parameters(described(Object.fromEntries(names.map((name) => [name, { type: "integer" }]))));
   assert.deepEqual(
@@ -29,14 +29,14 @@ test("the main group comes first and in its own order, the rest as the server ha
   );
 });
 
-test("what the page sets itself is left out, and a source without an encoder", () => {
+test("fields that the page sets itself are left out, and source without an encoder", () => {
   const names = ["prompt", "stream", "echo", "user", "request_id", "logprobs", "truncate_prompt_tokens", "source"];
   const document = described(Object.fromEntries(names.map((name) => [name, { type: "string" }])));
   assert.deepEqual(parameters(document), []);
   assert.deepEqual(parameters(document, { encoder: true }).map(({ name }) => name), ["source"]);
 });
 
-test("the kind is what the type says, through anyOf, lists of types and references", () => {
+test("the kind follows from the type, also through anyOf, lists of types and references", () => {
   const kinds = {
     integer: integer(),
     number: { type: "number" },
@@ -72,7 +72,7 @@ test("an unknown field is shown under More, with its description and limits", ()
   });
 });
 
-test("limits of lists are those of the items, and of the list", () => {
+test("limits include those of lists and of their items", () => {
   const item = { type: "string", minLength: 1, maxLength: 256 };
   const stop = only("stop", nullable(item, { type: "array", items: item, maxItems: 16 }));
   assert.deepEqual([stop.minLength, stop.maxLength, stop.maxItems], [1, 256, 16]);
@@ -81,12 +81,12 @@ test("limits of lists are those of the items, and of the list", () => {
   assert.deepEqual(only("level", { type: "string", enum: ["low", "high"] }).choices, ["low", "high"]);
 });
 
-test("a slider is there for a range that one can slide through", () => {
+test("only fields with a small range have a slider", () => {
   const sweep = (name, limits, type = "number") => only(name, { type, ...limits }).sweep;
   assert.deepEqual(sweep("top_p", { minimum: 0, maximum: 1 }), { min: 0, max: 1, step: 0.01 });
   assert.deepEqual(sweep("typical_p", { exclusiveMinimum: 0, maximum: 1 }), { min: 0, max: 1, step: 0.01 });
   assert.deepEqual(sweep("presence_penalty", { minimum: -2, maximum: 2 }), { min: -2, max: 2, step: 0.01 });
-  assert.equal(sweep("temperature", { minimum: 0, maximum: 10 }).max, 2, "where one works");
+  assert.equal(sweep("temperature", { minimum: 0, maximum: 10 }).max, 2, "limited to the useful range");
   assert.equal(sweep("seed", { minimum: -(2 ** 63), exclusiveMaximum: 2 ** 63 }, "integer"), null);
   assert.equal(sweep("something", { exclusiveMinimum: 0 }), null);
   assert.equal(sweep("min_tokens", { minimum: 0, exclusiveMaximum: 2 ** 31 }, "integer"), null);

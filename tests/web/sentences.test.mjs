@@ -1,4 +1,4 @@
-// Where a sentence ends, however the text is cut into tokens.
+// Sentences end at the same places however the text is split into tokens.
 import assert from "node:assert/strict";
 import test from "node:test";
 import { fit, lastSentence, rewritten, Sentences } from "../../app/web/text/sentences.js";
@@ -32,13 +32,13 @@ for (const [name, [text, sentences]] of Object.entries(TEXTS)) {
   });
 }
 
-test("a sentence is given out as soon as the next one begins, not later", () => {
+test("a sentence is returned as soon as the next one begins", () => {
   const sentences = new Sentences();
   const given = ["It rained", ".", " ", "T", "hen"].map((piece) => sentences.feed(piece).length);
   assert.deepEqual(given, [0, 0, 0, 1, 0]);
 });
 
-test("text without sentences comes in pieces, and nothing is lost", () => {
+test("text without sentences is returned in pieces without loss", () => {
   const text = "word ".repeat(500);
   const pieces = read(text);
   assert.ok(pieces.length > 4 && pieces.every((piece) => piece.length <= 400));
@@ -46,61 +46,61 @@ test("text without sentences comes in pieces, and nothing is lost", () => {
   assert.equal(read("w".repeat(1000)).join(""), "w".repeat(1000));
 });
 
-test("the last sentence is the one that goes on", () => {
+test("the last sentence is the one being written", () => {
   assert.equal(lastSentence("It rained. Mr. Darcy went to the"), "Mr. Darcy went to the");
   assert.equal(lastSentence("It rained. It stopped. "), "It stopped.");
   assert.equal(lastSentence(""), "");
   assert.equal(lastSentence(`${"far ".repeat(100)}away`, 20), "\u2026 far far far away");
 });
 
-test("where sentences are replaced, only whole ones come in their place; other text comes as it was written", () => {
+test("sentences are replaced by whole sentences only, and other text by any text", () => {
   const fitted = (written, replaced, behind = "") => {
     const { length, blank } = fit(written, replaced, behind);
     return written.slice(0, length) + blank;
   };
   assert.equal(fitted(" It was cold. Mr. Gray left. She", " It rained."), " It was cold. Mr. Gray left.");
   assert.equal(fitted(" It was cold.\n", " It rained."), " It was cold.");
-  assert.equal(fitted(" It was so cold that", " It rained."), " It was so cold that", "no sentence has ended");
+  assert.equal(fitted(" It was so cold that", " It rained."), " It was so cold that", "no complete sentence");
   assert.equal(fitted(" red. And", " blue"), " red. And");
-  assert.equal(fitted(" red", "", "house"), " red ", "two words stay two");
+  assert.equal(fitted(" red", "", "house"), " red ", "words stay separate");
   assert.equal(fitted(" red", "", ", old"), " red");
   assert.equal(fitted(" red\n", "", "house"), " red\n");
 });
 
 const rewrittenIn = (text) => (start, end) => text.slice(...Object.values(rewritten(text, { start, end })));
 
-test("what is rewritten begins with the blank before it, and ends before the one behind it", () => {
+test("a rewritten range includes the blank before it but not the one after it", () => {
   const span = rewrittenIn("One two  three.");
   assert.equal(span(4, 7), " two");
   assert.equal(span(3, 9), " two");
   assert.equal(span(0, 4), "One");
 });
 
-test("whole words are rewritten, where a selection begins or ends inside of one", () => {
+test("a selection that starts or ends inside a word is extended to whole words", () => {
   const span = rewrittenIn("She didn't wait,\nand left 3.14 euros.");
   assert.equal(span(1, 2), "She");
   assert.equal(span(6, 13), " didn't wait");
-  assert.equal(span(4, 10), " didn't", "words that are whole stay as they are");
-  assert.equal(span(11, 16), " wait,", "a sign that is selected");
-  assert.equal(span(14, 22), " wait,\nand left", "over the end of a line");
+  assert.equal(span(4, 10), " didn't", "whole words are not extended");
+  assert.equal(span(11, 16), " wait,", "selected punctuation");
+  assert.equal(span(14, 22), " wait,\nand left", "across a line end");
   assert.equal(span(18, 19), "and", "the first word of a line");
   assert.equal(span(28, 29), " 3.14");
   assert.equal(span(36, 37), ".");
 });
 
-test("where a script has no blanks or runs from right to left, the browser's dictionary tells what a word is", () => {
-  assert.equal(rewrittenIn("\u6211\u559c\u6b22\u5317\u4eac\u3002")(4, 5), "\u5317\u4eac", "Beijing, of which the second half was selected");
+test("word boundaries in scripts without blanks or from right to left come from Intl.Segmenter", () => {
+  assert.equal(rewrittenIn("\u6211\u559c\u6b22\u5317\u4eac\u3002")(4, 5), "\u5317\u4eac", "Beijing, with its second half selected");
   assert.equal(rewrittenIn("\u79c1\u306f\u6771\u4eac\u306b\u884c\u304d\u307e\u3057\u305f\u3002")(2, 3), "\u6771\u4eac", "Tokyo");
   assert.equal(rewrittenIn("\u0e09\u0e31\u0e19\u0e23\u0e31\u0e01\u0e01\u0e23\u0e38\u0e07\u0e40\u0e17\u0e1e")(7, 9), "\u0e01\u0e23\u0e38\u0e07\u0e40\u0e17\u0e1e", "Bangkok");
   assert.equal(rewrittenIn("\u05e9\u05dc\u05d5\u05dd \u05e2\u05d5\u05dc\u05dd")(6, 7), " \u05e2\u05d5\u05dc\u05dd");
   assert.equal(rewrittenIn("\u0645\u0631\u062d\u0628\u0627 \u0628\u0643\u0645")(1, 8), "\u0645\u0631\u062d\u0628\u0627 \u0628\u0643\u0645");
 });
 
-test("no character is cut, and a line as long as a book is no more work than a short one", () => {
+test("no character is split, and a line as long as a book takes no more work than a short one", () => {
   const family = "\u{1f468}\u200d\u{1f469}\u200d\u{1f467}";
   assert.equal(rewrittenIn(`So ${family} left`)(5, 8), ` ${family}`);
   const text = `${"word ".repeat(200_000)}last`;
   assert.equal(rewrittenIn(text)(500_001, 500_007), " word word");
   assert.equal(rewrittenIn(text)(text.length - 2, text.length), " last");
-  assert.equal(rewrittenIn("w".repeat(1000))(500, 501).length, 401, "of a word without an end, what is near");
+  assert.equal(rewrittenIn("w".repeat(1000))(500, 501).length, 401, "only the nearby part of an endless word");
 });

@@ -1,4 +1,4 @@
-// sse.js against the standard's rules, cut in every way that a network may cut.
+// sse.js against the rules of the standard, with streams split at every byte.
 
 import assert from "node:assert/strict";
 import test from "node:test";
@@ -26,7 +26,7 @@ function parse(...chunks) {
   return chunks.flatMap((chunk) => parser.feed(chunk));
 }
 
-test("a stream gives the same events however it is cut", () => {
+test("a stream gives the same events however it is split", () => {
   const all = bytes(STREAM);
   for (let i = 0; i <= all.length; i++)
     for (let j = i; j <= Math.min(i + 8, all.length); j++)
@@ -34,12 +34,12 @@ test("a stream gives the same events however it is cut", () => {
   assert.deepEqual(parse(...Array.from(all, (byte) => Uint8Array.of(byte))), EVENTS);
 });
 
-test("an event is given out with its last line end and not a byte later", () => {
+test("an event is returned with the last byte of its final line end", () => {
   for (const end of ["\n", "\r", "\r\n"]) {
     const block = bytes(`data: x${end}${end}`);
     const parser = new SseParser();
     const counts = Array.from(block, (byte) => parser.feed(Uint8Array.of(byte)).length);
-    // A CR ends a line by itself, so behind CR LF CR the block is already complete.
+    // A CR alone ends a line, so the block is complete after CR LF CR.
     const first = block.length - (end === "\r\n" ? 1 : 0);
     assert.deepEqual(counts.flatMap((count, i) => (count ? [i + 1] : [])), [first]);
   }

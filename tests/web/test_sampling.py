@@ -1,4 +1,4 @@
-"""The page's sampling arithmetic against the server's sampler, where the page knows the whole distribution."""
+"""Compares the page's sampling arithmetic with the server's sampler."""
 
 import json
 import random
@@ -33,21 +33,21 @@ if NODE is None:
 
 
 @pytest.mark.parametrize(("known", "least_exact", "most_exact"), [(_VOCABULARY, 400, 400), (6, 41, 359)])
-def test_the_page_leaves_what_the_server_leaves(known: int, least_exact: int, most_exact: int) -> None:
-    """Where it says that it is exact: always with the whole distribution, and at times with the best tokens alone."""
-    chance = random.Random(9)
-    rows = [[chance.gauss(0, 3) for _ in range(_VOCABULARY)] for _ in range(400)]
+def test_exact_distributions_of_the_page_equal_the_servers(known: int, least_exact: int, most_exact: int) -> None:
+    """The page is always exact if it has the whole distribution, and sometimes with only the top tokens."""
+    rng = random.Random(9)
+    rows = [[rng.gauss(0, 3) for _ in range(_VOCABULARY)] for _ in range(400)]
     for row in rows[::4]:
-        row[3] = row[7] = row[11]  # equals
-    settings = [{name: chance.choice(values) for name, values in _GRID.items()} for _ in rows]
-    answers = _in_node([_case(row, one, known) for row, one in zip(rows, settings, strict=True)])
-    exact = [(row, one, answer) for row, one, answer in zip(rows, settings, answers, strict=True) if answer["exact"]]
+        row[3] = row[7] = row[11]  # ties
+    settings = [{name: rng.choice(values) for name, values in _GRID.items()} for _ in rows]
+    results = _in_node([_case(row, one, known) for row, one in zip(rows, settings, strict=True)])
+    exact = [(row, one, result) for row, one, result in zip(rows, settings, results, strict=True) if result["exact"]]
     assert least_exact <= len(exact) <= most_exact
-    for row, one, answer in exact:
-        assert known < _VOCABULARY or answer["rest"] == {"share": 0, "count": 0}
+    for row, one, result in exact:
+        assert known < _VOCABULARY or result["rest"] == {"share": 0, "count": 0}
         order = sorted(range(_VOCABULARY), key=lambda token: (-row[token], token))[:known]
         expected = _sampled_shares(row, one)
-        assert answer["shares"] == pytest.approx([expected[token] for token in order], abs=1e-6), one
+        assert result["shares"] == pytest.approx([expected[token] for token in order], abs=1e-6), one
 
 
 def _case(row: list[float], settings: dict[str, float], known: int) -> dict[str, Any]:
@@ -70,5 +70,5 @@ def _in_node(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     command = [NODE, "--input-type=module", "-e", _SCRIPT]
     done = subprocess.run(command, input=json.dumps(cases), capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    answers: list[dict[str, Any]] = json.loads(done.stdout)
-    return answers
+    results: list[dict[str, Any]] = json.loads(done.stdout)
+    return results

@@ -1,4 +1,4 @@
-"""The page's programs (app/web/request/snippets.js), run: curl, Python and node send the request to the letter."""
+"""Runs the programs that the page generates (app/web/request/snippets.js): curl, Python and JavaScript."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ EVENTS = (
 
 @pytest.fixture(scope="module")
 def recording() -> Iterator[ScriptedService]:
-    """With a quote in its path."""
+    """A service with a quote in its path."""
     with scripted_service() as service:
         service.url += "/it's/complete"
         yield service
 
 
 @pytest.fixture(autouse=True)
-def fresh(recording: ScriptedService) -> None:
-    """Each test plays its own answer."""
+def reset_response(recording: ScriptedService) -> None:
+    """Resets the service's response before each test."""
     recording.status, recording.parts = 200, ["".join(EVENTS).encode()]
 
 
-def written(url: str, prompt: str, typed: Mapping[str, str], *, keyed: bool = False) -> dict[str, str]:
-    """The program in each language, as the page writes it."""
+def generate_programs(url: str, prompt: str, typed: Mapping[str, str], *, keyed: bool = False) -> dict[str, str]:
+    """Generates the program in each language, as the page does."""
     script = f"""
         import {{ readFileSync }} from "node:fs";
         import {{ snippet }} from "{ROOT}/app/web/request/snippets.js";
@@ -72,16 +72,14 @@ def written(url: str, prompt: str, typed: Mapping[str, str], *, keyed: bool = Fa
     return programs
 
 
-def run(language: str, program: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_program(language: str, program: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     variables = {**os.environ, "PYTHONIOENCODING": "utf-8", "NO_PROXY": "*", **environment}
     return subprocess.run(
         LANGUAGES[language], input=program, capture_output=True, text=True, cwd=folder, env=variables, timeout=60
     )
 
 
-def test_any_text_arrives_to_the_letter_and_no_program_runs_a_part_of_it(
-    recording: ScriptedService, tmp_path: Path
-) -> None:
+def test_any_text_is_sent_unchanged_and_never_executed(recording: ScriptedService, tmp_path: Path) -> None:
     typed = {
         "temperature": "0.7",
         "seed": "9223372036854775807",
@@ -98,10 +96,10 @@ def test_any_text_arrives_to_the_letter_and_no_program_runs_a_part_of_it(
         "logit_bias": json.loads(typed["logit_bias"]),
         "regex": typed["regex"],
     }
-    for language, program in written(recording.url, NASTY, typed, keyed=True).items():
-        done = run(language, program, tmp_path, INKSTREAM_KEY="ink-secret", HOME="/nowhere")
+    for language, program in generate_programs(recording.url, NASTY, typed, keyed=True).items():
+        done = run_program(language, program, tmp_path, INKSTREAM_KEY="ink-secret", HOME="/nowhere")
         assert done.returncode == 0, f"{language}: {done.stderr}\n{program}"
-        assert recording.seen[-1] == expected, language
+        assert recording.bodies[-1] == expected, language
         assert recording.keys[-1] == "Bearer ink-secret", language
         assert "INKSTREAM_KEY" in program
         shown = "".join(EVENTS) if language == "curl" else "caf\u00e9 \U0001f600\n"
@@ -109,42 +107,44 @@ def test_any_text_arrives_to_the_letter_and_no_program_runs_a_part_of_it(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_service_without_keys_is_sent_none(recording: ScriptedService, tmp_path: Path) -> None:
-    for language, program in written(recording.url, "Once", {}).items():
-        assert "KEY" not in program and run(language, program, tmp_path).returncode == 0
+def test_programs_for_a_service_without_keys_send_no_key(recording: ScriptedService, tmp_path: Path) -> None:
+    for language, program in generate_programs(recording.url, "Once", {}).items():
+        assert "KEY" not in program and run_program(language, program, tmp_path).returncode == 0
         assert recording.keys[-1] is None
-        assert recording.seen[-1] == {"prompt": "Once", "stream": True}
+        assert recording.bodies[-1] == {"prompt": "Once", "stream": True}
 
 
-def test_a_refusal_is_shown_and_nothing_else(recording: ScriptedService, tmp_path: Path) -> None:
-    refusal = json.dumps({"error": {"message": "temperature: too hot"}})
-    for status, answer in [(400, refusal), (200, f"event: error\ndata: {refusal}\n\n")]:
-        recording.status, recording.parts = status, [answer.encode()]
-        for language, program in written(recording.url, "Once", {}).items():
-            done = run(language, program, tmp_path)
+def test_programs_show_the_error_of_a_failed_request(recording: ScriptedService, tmp_path: Path) -> None:
+    error = json.dumps({"error": {"message": "temperature: too hot"}})
+    for status, body in [(400, error), (200, f"event: error\ndata: {error}\n\n")]:
+        recording.status, recording.parts = status, [body.encode()]
+        for language, program in generate_programs(recording.url, "Once", {}).items():
+            done = run_program(language, program, tmp_path)
             assert "temperature: too hot" in done.stdout + done.stderr, language
             assert language == "curl" or done.returncode != 0
 
 
-def test_a_long_text_is_no_argument_of_a_program(recording: ScriptedService, tmp_path: Path) -> None:
-    """Linux takes 128 KiB in one."""
+def test_a_long_text_is_not_passed_as_a_command_line_argument(recording: ScriptedService, tmp_path: Path) -> None:
+    """Linux limits an argument to 128 KiB."""
     prompt = "all work and no play " * 10_000
-    for language, program in written(recording.url, prompt, {}).items():
-        assert run(language, program, tmp_path).returncode == 0
-        assert recording.seen[-1]["prompt"] == prompt, language
+    for language, program in generate_programs(recording.url, prompt, {}).items():
+        assert run_program(language, program, tmp_path).returncode == 0
+        assert recording.bodies[-1]["prompt"] == prompt, language
 
 
-def test_the_real_service_writes_the_same_texts_for_each(server: Server, tmp_path: Path) -> None:
+def test_programs_print_the_same_texts_of_the_real_service(server: Server, tmp_path: Path) -> None:
     url, body = f"{server.url}/complete", {"prompt": "Once", "stream": False, "seed": 5, "max_tokens": 4, "n": 2}
     texts = [choice["text"] for choice in httpx.post(url, json=body, timeout=60).json()["choices"]]
-    programs = written(url, "Once", {"seed": "5", "max_tokens": "4", "n": "2"})
+    programs = generate_programs(url, "Once", {"seed": "5", "max_tokens": "4", "n": "2"})
     for language in ("python", "node"):
-        shown = run(language, programs[language], tmp_path).stdout
-        assert plain(shown) == plain("".join(f"[{i}] {text}\n" for i, text in enumerate(texts))), language
-    answer = json.loads(run("curl", programs["curl"], tmp_path).stdout)
+        shown = run_program(language, programs[language], tmp_path).stdout
+        assert normalize_line_ends(shown) == normalize_line_ends(
+            "".join(f"[{i}] {text}\n" for i, text in enumerate(texts))
+        ), language
+    answer = json.loads(run_program("curl", programs["curl"], tmp_path).stdout)
     assert [choice["text"] for choice in answer["choices"]] == texts
 
 
-def plain(text: str) -> str:
-    """subprocess reads any line end as one."""
+def normalize_line_ends(text: str) -> str:
+    """Replaces CR LF and CR by LF, as subprocess does."""
     return text.replace("\r\n", "\n").replace("\r", "\n")

@@ -1,25 +1,25 @@
-// When the next token is asked for.
+// NextToken: when the page requests the distribution of the next token.
 
 import assert from "node:assert/strict";
 import { mock, test } from "node:test";
 import { NextToken } from "../../app/web/tokens/bars.js";
 
-test("it asks once the hand rests, for the last text only, and never twice for the same", async () => {
-  const { next, asked, answers } = setUp(async (text) => text.toUpperCase());
+test("a request is sent after a typing pause, for the last text only, and once per text", async () => {
+  const { next, requests, answers } = setUp(async (text) => text.toUpperCase());
   for (const text of ["a", "ab", "abc"]) {
     next.want(text);
     mock.timers.tick(299);
   }
-  assert.deepEqual(asked, []);
+  assert.deepEqual(requests, []);
   mock.timers.tick(1);
   next.want("abc");
   await settled();
   next.want("abc");
   mock.timers.tick(1000);
-  assert.deepEqual([asked, answers], [["abc"], ["ABC"]]);
+  assert.deepEqual([requests, answers], [["abc"], ["ABC"]]);
 });
 
-test("a superseded request is aborted, and its answer is dropped", async () => {
+test("a superseded request is aborted, and its response is dropped", async () => {
   const signals = [];
   const { next, answers, errors } = setUp((text, signal) => {
     signals.push(signal);
@@ -36,9 +36,9 @@ test("a superseded request is aborted, and its answer is dropped", async () => {
   assert.deepEqual([answers, errors], [["ab"], []]);
 });
 
-test("after stop() nothing comes; after an error the same text may be asked for again", async () => {
+test("stop() drops the pending response, and after an error the same text can be requested again", async () => {
   let broken = true;
-  const { next, asked, answers, errors } = setUp(async (text) => {
+  const { next, requests, answers, errors } = setUp(async (text) => {
     if (broken) throw new Error("no");
     return text;
   });
@@ -50,16 +50,16 @@ test("after stop() nothing comes; after an error the same text may be asked for 
   mock.timers.tick(300);
   next.stop();
   await settled();
-  assert.deepEqual([asked.length, answers, errors.map(({ message }) => message)], [2, [], ["no"]]);
+  assert.deepEqual([requests.length, answers, errors.map(({ message }) => message)], [2, [], ["no"]]);
 });
 
 function setUp(ask) {
   mock.timers.reset();
   mock.timers.enable({ apis: ["setTimeout"] });
-  const [asked, answers, errors] = [[], [], []];
-  const recorded = (text, signal) => (asked.push(text), ask(text, signal));
+  const [requests, answers, errors] = [[], [], []];
+  const recorded = (text, signal) => (requests.push(text), ask(text, signal));
   const next = new NextToken(recorded, { onanswer: (token) => answers.push(token), onerror: (error) => errors.push(error) });
-  return { next, asked, answers, errors };
+  return { next, requests, answers, errors };
 }
 
 async function settled() {

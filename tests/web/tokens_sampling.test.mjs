@@ -1,4 +1,4 @@
-// The distribution after sampling filters, by laws; tests/web/test_sampling.py compares it with the server's sampler.
+// Properties of the filtered distribution; tests/web/test_sampling.py compares it with the server's sampler.
 
 import assert from "node:assert/strict";
 import { test } from "node:test";
@@ -6,7 +6,7 @@ import { sampled, tail } from "../../app/web/tokens/sampling.js";
 
 const SHARES = [0.4, 0.25, 0.15, 0.1, 0.05, 0.05];
 
-test("without any filter it is what the model says, and the rest is what is missing", () => {
+test("without filters it is the model's distribution, with the unreported probability as the rest", () => {
   const { shares, rest, exact } = sampled(top(0.4, 0.2), 100, {});
   near(shares, [0.4, 0.2]);
   near([rest.share, rest.count], [0.4, 98]);
@@ -19,10 +19,10 @@ test("each filter keeps what it is defined to keep", () => {
     [{ top_k: 1 }, [1, 0, 0, 0, 0, 0]],
     [{ top_p: 0 }, [1, 0, 0, 0, 0, 0]],
     [{ top_k: 2 }, [0.4 / 0.65, 0.25 / 0.65, 0, 0, 0, 0]],
-    [{ top_k: 5 }, SHARES], // the sixth is as good as the fifth
+    [{ top_k: 5 }, SHARES], // the sixth ties with the fifth
     [{ top_k: -1 }, SHARES],
     [{ top_p: 0.5 }, [0.4 / 0.65, 0.25 / 0.65, 0, 0, 0, 0]],
-    [{ top_p: 0.92 }, SHARES], // equals again
+    [{ top_p: 0.92 }, SHARES], // a tie again
     [{ min_p: 0.3 }, [0.5, 0.3125, 0.1875, 0, 0, 0]],
     [{ min_p: 1 }, [1, 0, 0, 0, 0, 0]],
     [{ temperature: 0.5 }, SHARES.map((p) => (p * p) / SHARES.reduce((sum, q) => sum + q * q, 0))],
@@ -36,29 +36,29 @@ test("each filter keeps what it is defined to keep", () => {
   }
 });
 
-test("top_p counts what temperature and top_k have left", () => {
+test("top_p applies to what temperature and top_k keep", () => {
   const { shares } = sampled(top(...SHARES), 6, { top_k: 3, top_p: 0.8 });
-  near(shares, [0.4 / 0.65, 0.25 / 0.65, 0, 0, 0, 0]); // 0.65 of 0.8 reach 0.8; of the whole they would not
+  near(shares, [0.4 / 0.65, 0.25 / 0.65, 0, 0, 0, 0]); // 0.65 / 0.8 exceeds 0.8; 0.65 alone does not
 });
 
-test("the rest of the vocabulary is cut off, or counted down", () => {
+test("filters remove all or some of the unreported tokens", () => {
   const first = top(0.4, 0.2, 0.1); // 0.3 for 97 others
   near([sampled(first, 100, { top_k: 13 }).rest.count], [10]);
   const { rest, shares } = sampled(first, 100, { top_p: 0.85 });
-  assert.ok(rest.count > 1 && rest.count < 97 / 2, "the likely half of the rest is the smaller one");
+  assert.ok(rest.count > 1 && rest.count < 97 / 2, "the more probable half of the rest has fewer tokens");
   assert.ok(Math.abs(rest.share + shares[0] + shares[1] + shares[2] - 1) < 1e-12);
   assert.deepEqual(sampled(first, 100, { min_p: 0.2 }).rest, { share: 0, count: 0 });
 });
 
-test("it says where the rest might change the answer", () => {
-  const first = top(0.5, 0.2, 0.1); // of the rest, one may have 0.1, too
+test("the result is not exact where unreported tokens might change it", () => {
+  const first = top(0.5, 0.2, 0.1); // an unreported token may have 0.1 too
   const exact = (settings) => sampled(first, 100, settings).exact;
   for (const settings of [{}, { temperature: 0 }, { top_k: 2 }, { top_p: 0.6 }, { min_p: 0.5, temperature: 2 }, { top_p: 0 }]) {
     assert.ok(exact(settings), JSON.stringify(settings));
   }
   for (const settings of [
     { temperature: 0.9 },
-    { top_k: 3 }, // another one may be as good as the third
+    { top_k: 3 }, // an unreported token may tie with the third
     { top_k: 4 },
     { top_p: 0.75 },
     { top_p: 0.9 },
@@ -70,7 +70,7 @@ test("it says where the rest might change the answer", () => {
   }
 });
 
-test("the tokens that the server did not report are as many as there are, have together what is missing, and none is above the last that was reported", () => {
+test("tail() has the right number of unreported tokens and their total probability, and none exceeds the last reported one", () => {
   for (const [shares, vocabulary] of [[[0.4, 0.2, 0.1], 100], [[0.9, 0.0999], 50257], [[0.01, 0.01], 200], [[0.5], 2]]) {
     const groups = tail(top(...shares), vocabulary);
     assert.equal(groups.reduce((sum, { count }) => sum + count, 0), vocabulary - shares.length);
@@ -81,7 +81,7 @@ test("the tokens that the server did not report are as many as there are, have t
   }
 });
 
-test("a power law is found again in the tokens that were not reported", () => {
+test("tail() recovers a power law", () => {
   const weights = Array.from({ length: 5000 }, (_, rank) => (rank + 1) ** -1.2);
   const total = weights.reduce((sum, weight) => sum + weight, 0);
   const groups = tail(top(...weights.slice(0, 20).map((weight) => weight / total)), 5000);
@@ -93,7 +93,7 @@ test("a power law is found again in the tokens that were not reported", () => {
   }
 });
 
-test("where nothing is missing, none went unreported", () => {
+test("tail() is empty if the reported tokens have all of the probability", () => {
   assert.deepEqual(tail(top(0.5, 0.5), 2), []);
   assert.deepEqual(tail(top(0.6, 0.5), 9), [], "float32 may sum to more than one");
 });

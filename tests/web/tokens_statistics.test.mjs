@@ -1,4 +1,4 @@
-// The token table, its CSV, and the curves along the text.
+// The token table, its CSV export, and the curves along the text.
 
 import assert from "node:assert/strict";
 import { test } from "node:test";
@@ -14,14 +14,14 @@ const token = (id, text, share, top = []) => ({
 });
 const other = token(9, " other", 0.5);
 
-test("the table names each token's author, and the CSV all that is known of it", () => {
-  const said = token(2, ' =1+"2"', 0.25);
-  said.top = [other, said];
+test("the table has each token's author, and the CSV all of its data", () => {
+  const second = token(2, ' =1+"2"', 0.25);
+  second.top = [other, second];
   const units = [
     { start: 0, end: 2, tokens: [token(1, "It", null)] },
-    { start: 2, end: 9, tokens: [said] },
+    { start: 2, end: 9, tokens: [second] },
   ];
-  const table = tokenTable('It =1+"2"', units, [[2, 9]], (one) => (one === said ? 12.34 : undefined));
+  const table = tokenTable('It =1+"2"', units, [[2, 9]], (one) => (one === second ? 12.34 : undefined));
   assert.deepEqual(table.map(({ isWritten }) => isWritten), [false, true]);
   const lines = csv(table).split("\r\n");
   assert.equal(lines.length, 4);
@@ -31,18 +31,18 @@ test("the table names each token's author, and the CSV all that is known of it",
   assert.deepEqual(cells.slice(-4), ["2", "2", "1.5", "12.3"]);
 });
 
-test("bins are means of what is known, and no more than asked for", () => {
+test("bins are means of the known values, at most as many as requested", () => {
   assert.deepEqual(binned([1, 3, null, 5, null, null], 3), [2, 5, null]);
   assert.deepEqual(binned([7], 100), [7]);
   assert.deepEqual(binned([], 100), []);
 });
 
-test("speed is of a whole span of times, and unknown where one is missing", () => {
+test("speed is averaged over a span, and unknown if a time in it is missing", () => {
   const table = [undefined, 10, 10, 20, undefined, 0].map((ms) => ({ ms }));
   assert.deepEqual(rates(table, 2), [null, null, 100, 2000 / 30, null, null]);
 });
 
-test("each measure marks a token by its own steps, and nothing that is unknown", () => {
+test("each measure has its own tint steps, and unknown values have no tint", () => {
   const second = token(2, " a", 0.25);
   second.top = [other, second];
   assert.equal(tint([second], "probability"), "tint-1");

@@ -1,28 +1,28 @@
-// What is said of one token.
+// The description of one token.
 
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import * as token from "../../app/web/tokens/token.js";
 
-test("probability, surprise and rank are of the token that was taken", () => {
+test("probability, surprise and rank are those of the chosen token", () => {
   const top = [{ id: 7, logprob: Math.log(0.5) }, { id: 3, logprob: Math.log(0.25) }];
   const taken = { id: 3, logprob: Math.log(0.25), top };
   near(token.probability(taken), 0.25);
   near(token.surprise(taken), 2);
   assert.equal(token.rank(taken), 2);
-  assert.equal(token.rank({ id: 4, logprob: -9, top }), null, "beyond those that were reported");
+  assert.equal(token.rank({ id: 4, logprob: -9, top }), null, "not among the reported tokens");
   assert.deepEqual([token.probability({ logprob: null }), token.surprise({ logprob: null })], [null, null]);
   assert.ok(Object.is(token.surprise({ logprob: 0 }), 0));
 });
 
-test("entropy counts everything that was not reported as one token", () => {
+test("entropy counts all unreported tokens as one", () => {
   near(token.entropy([0.5, 0.25].map((p) => ({ logprob: Math.log(p) }))), 1.5);
   near(token.entropy([{ logprob: 0 }]), 0);
   near(token.restOf([{ logprob: Math.log(0.9) }]), 0.1);
   assert.equal(token.restOf([{ logprob: 1e-7 }]), 0, "float32 may sum to more than one");
 });
 
-test("a token is written so that blanks, parts of characters and the end of the text are seen", () => {
+test("written() makes blanks, parts of characters and the end of text visible", () => {
   const written = (text, bytes = [...new TextEncoder().encode(text)]) => token.written({ text, bytes });
   assert.deepEqual(written(" had"), [["blank", "\u00b7"], ["text", "had"]]);
   assert.deepEqual(written("a\r\n\tb"), [["text", "a"], ["blank", "\u240d\u21b5\u2192"], ["text", "b"]]);
@@ -32,7 +32,7 @@ test("a token is written so that blanks, parts of characters and the end of the 
   assert.deepEqual(written("", []), [["end", "end of text"]]);
 });
 
-test("a token is spoken in words", () => {
+test("spoken() names blanks, parts of characters and the end of text", () => {
   const spoken = (text, bytes = [...new TextEncoder().encode(text)]) => token.spoken({ text, bytes });
   assert.equal(spoken(" had"), "'had'");
   assert.equal(spoken("  "), "space, space");
@@ -41,7 +41,7 @@ test("a token is spoken in words", () => {
   assert.equal(spoken("", []), "end of text");
 });
 
-test("percentages have as many digits as it takes", () => {
+test("percentages have as many digits as necessary", () => {
   const texts = [1, 0.123, 0.0995, 0.0512, 0.00123, 0.00012, 0.00001, 0].map(token.percent);
   const plain = texts.map((text) => text.replaceAll("\u00a0", " "));
   assert.deepEqual(plain, ["100 %", "12 %", "10 %", "5.1 %", "0.1 %", "0.01 %", "< 0.01 %", "0 %"]);

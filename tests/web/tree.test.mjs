@@ -1,4 +1,4 @@
-// tree.js: nothing that was once there is lost by going another way, until there are too many.
+// tree.js: navigation loses no state, until there are too many nodes.
 
 import assert from "node:assert/strict";
 import test from "node:test";
@@ -13,7 +13,7 @@ function grown() {
   return tree;
 }
 
-test("undo and redo walk one line, and redo takes the branch one came from", () => {
+test("undo and redo follow one line, and redo returns to the branch that was undone", () => {
   const tree = grown();
   const first = tree.current.id;
   tree.undo();
@@ -29,7 +29,7 @@ test("undo and redo walk one line, and redo takes the branch one came from", () 
   assert.deepEqual(tree.children(0).map(({ id }) => id), [first, second]);
 });
 
-test("typing is one step for as long as it is joined, and never overwrites a state with a branch behind it", () => {
+test("joined typing is one step, and never overwrites a state with children", () => {
   const tree = new Tree(state("a"));
   tree.type(state("ab"), false);
   tree.type(state("abc"), true);
@@ -38,10 +38,10 @@ test("typing is one step for as long as it is joined, and never overwrites a sta
   tree.commit("run", state("abc def", [[3, 7]]));
   tree.undo();
   tree.type(state("abX"), true);
-  assert.equal(tree.undo().state.text, "abc", "the run's beginning is still there");
+  assert.equal(tree.undo().state.text, "abc", "the state before the run is kept");
   tree.undo();
   tree.type(state("z"), true);
-  assert.equal(tree.undo().state.text, "a", "and so is the root");
+  assert.equal(tree.undo().state.text, "a", "the root is kept");
 });
 
 test("drafts are children that are not current", () => {
@@ -52,7 +52,7 @@ test("drafts are children that are not current", () => {
   assert.equal(tree.lastRun, nodes[1]);
 });
 
-test("what is stored is read again as it was, details of tokens apart", () => {
+test("a stored tree is restored, except for token details", () => {
   const tree = grown();
   tree.undo();
   tree.commit("text", state("Twice"));
@@ -68,7 +68,7 @@ test("what is stored is read again as it was, details of tokens apart", () => {
   for (const wrong of [...wrongs, {}, { nodes: [], current: 0 }, { ...tree.data, current: 99 }]) assert.throws(() => Tree.from(wrong));
 });
 
-test("drafts are all there to be taken, also where the tree is full of one line", () => {
+test("all drafts can be taken, also when one line fills the tree", () => {
   const tree = new Tree(state("0"));
   for (let i = 1; i < 1000; i++) tree.commit("text", state(String(i)));
   const drafts = ["a", "b", "c"].map((text) => tree.add("run", state(text)));
@@ -79,10 +79,10 @@ test("drafts are all there to be taken, also where the tree is full of one line"
   while (tree.canUndo) tree.undo();
   for (let i = 0; i < 1100; i++) tree.add("run", state(`way ${i}`));
   assert.equal(tree.data.nodes.length, 1000);
-  assert.equal(Tree.from(tree.data).current.id, tree.current.id, "one that stands on the root keeps it");
+  assert.equal(Tree.from(tree.data).current.id, tree.current.id, "the current node is kept if it is the root");
 });
 
-test("too many nodes: the oldest ends go, never what one stands on, and every parent is there", () => {
+test("a full tree drops the oldest leaves, but neither the current line nor a parent", () => {
   const tree = new Tree(state("0"));
   const kept = tree.add("run", state("kept")).id;
   tree.label(kept, { isBookmarked: true });
@@ -93,16 +93,16 @@ test("too many nodes: the oldest ends go, never what one stands on, and every pa
   const { nodes } = tree.data;
   assert.equal(nodes.length, 1000);
   assert.equal(tree.current.state.text, "1100");
-  assert.equal(tree.node(kept).state.text, "kept", "what the user marked outlives what nobody did");
+  assert.equal(tree.node(kept).state.text, "kept", "bookmarked nodes outlive others");
   const ids = new Set(nodes.map(({ id }) => id));
   assert.equal(nodes.filter(({ parent }) => parent === null || !ids.has(parent)).length, 1, "one root");
   let steps = 0;
   while (tree.undo()) steps++;
-  assert.ok(steps >= 990, "the line that one stands on outlives its side branches");
+  assert.ok(steps >= 990, "the current line outlives its side branches");
   Tree.from(tree.data);
 });
 
-test("a label that is taken away leaves nothing behind", () => {
+test("removing a label restores the data without it", () => {
   const tree = grown();
   const { data } = tree;
   tree.label(1, { name: "a", isCollapsed: true });
@@ -111,7 +111,7 @@ test("a label that is taken away leaves nothing behind", () => {
   assert.deepEqual(tree.data, data);
 });
 
-test("removed nodes leave a whole tree, also without the root, and come back as they were", () => {
+test("removing nodes leaves a valid tree, even without the root, and restore() undoes it", () => {
   for (const ids of [[1], [0], [0, 1], [3]]) {
     const tree = grown();
     tree.commit("run", state("Once upon a time there was a knight"));
@@ -128,7 +128,7 @@ test("removed nodes leave a whole tree, also without the root, and come back as 
   assert.throws(() => grown().remove([1]), /current/);
 });
 
-test("the node of a part is one that is there, or a new one in which the model's words stay the model's", () => {
+test("part() returns an existing node or adds one that keeps the authorship of its text", () => {
   const tree = grown();
   assert.equal(tree.part(1, 4).id, 0);
   const { id, parent, state: part } = tree.part(1, 9);

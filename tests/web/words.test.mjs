@@ -1,4 +1,4 @@
-// words.js: what two texts have in common, word by word.
+// words.js: word-by-word comparison of two texts.
 
 import assert from "node:assert/strict";
 import test from "node:test";
@@ -8,7 +8,7 @@ import { common, wordDifference } from "../../app/web/text/words.js";
 const joined = (pieces) => pieces.map(([, piece]) => piece).join("");
 const different = (pieces) => pieces.filter(([isDifferent]) => isDifferent).map(([, piece]) => piece);
 
-test("words that differ are marked on both sides, signs by themselves, and blanks only between marked words", () => {
+test("different words are marked in both texts, punctuation separately, and blanks only between marked words", () => {
   const { a, b, count } = wordDifference("The king had a cat.", "The old queen had a cat,");
   assert.deepEqual(different(a), ["king", "."]);
   assert.deepEqual(different(b), ["old queen", ","]);
@@ -17,7 +17,7 @@ test("words that differ are marked on both sides, signs by themselves, and blank
   assert.deepEqual(wordDifference("", "new"), { a: [], b: [[true, "new"]], count: 1 });
 });
 
-// The longest common subsequence by the table that takes the square of the length.
+// Length of the longest common subsequence, by the quadratic table.
 function longest(a, b) {
   const table = Array.from({ length: a.length + 1 }, () => new Array(b.length + 1).fill(0));
   for (let x = 1; x <= a.length; x += 1) {
@@ -28,7 +28,7 @@ function longest(a, b) {
   return table[a.length][b.length];
 }
 
-test("as many words stay as can, in texts by chance; what is shown loses no letter, and has no islands", () => {
+test("random texts keep a longest common subsequence, lose no letter, and have no islands", () => {
   let seed = 3;
   const below = (limit) => (seed = (seed * 1103515245 + 12345) % 2147483648) % limit;
   for (let round = 0; round < 200; round += 1) {
@@ -42,7 +42,7 @@ test("as many words stay as can, in texts by chance; what is shown loses no lett
   assert.deepEqual(different(wordDifference("one two, three four", "five six, seven eight").a), ["one two, three four"]);
 });
 
-test("what happens to stay is marked too where more letters around it do not", () => {
+test("common words are marked too if more letters around them differ", () => {
   const spring = "go. So now we're setting up for this business and here's the spring. I won't get to work";
   const world = "go in the world is to keep the house for a while, as long as you can do it. If I were to put";
   const { a, b, count } = wordDifference(spring, world);

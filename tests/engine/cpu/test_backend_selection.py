@@ -17,7 +17,7 @@ from app.engine.cpu.toolchain.backend_selection import (
 from app.engine.cpu.toolchain.builder import find_or_build
 from app.engine.cpu.toolchain.cpu_target import X86_LEVELS, UnsupportedCpu, this_level
 from model.config import ModelConfig
-from tests.support.fake_compiler import compiled, fake_compiler
+from tests.support.fake_compiler import compile_library, fake_compiler
 from tests.support.model.tiny_models import tiny_config
 
 
@@ -141,7 +141,7 @@ def test_library_that_does_not_load_falls_back_to_torch(
     tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It loaded when it was built; since then the system changed, or the disk was remounted noexec."""
-    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, compiled(tmp_path, "int other() { return 1; }")).path))
+    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, compile_library(tmp_path, "int other() { return 1; }")).path))
     monkeypatch.setattr("app.engine.cpu.toolchain.builder._check_library", lambda *_: None)
     _check_that_torch_computes(Libraries(found=find_or_build(cache_dir), cache_dir=cache_dir), "does not load")
 

@@ -21,7 +21,7 @@ from app.engine.cpu.toolchain.library_cache import (
     metadata_path,
     read_metadata,
 )
-from tests.support.fake_compiler import FakeCompiler, compiled, fake_compiler
+from tests.support.fake_compiler import FakeCompiler, compile_library, fake_compiler
 from tests.support.processes import has_exited
 
 STUB = '#include "value.h"\nextern "C" int ink_sizes() { return VALUE; }'
@@ -181,7 +181,7 @@ def test_failed_build_reports_its_first_error_and_leaves_no_files(
     tmp_path: Path, cache_dir: Path, stub_library: Path, monkeypatch: pytest.MonkeyPatch, before: str, code: str,
     words: str,
 ) -> None:  # fmt: skip
-    product = compiled(tmp_path, f'extern "C" {{ {code} }}') if code else stub_library
+    product = compile_library(tmp_path, f'extern "C" {{ {code} }}') if code else stub_library
     _use(monkeypatch, tmp_path, product, before)
     with pytest.raises(BuildError, match=words) as caught:
         find_or_build(cache_dir)

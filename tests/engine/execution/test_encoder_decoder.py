@@ -14,7 +14,7 @@ import torch
 from app.common.types import Request, SamplingParams
 from model.nn.reference import generate
 from model.nn.transformer import Decoder
-from tests.support.completion_client import whole
+from tests.support.completion_client import fetch_completion
 from tests.support.engine.mixed_requests import serve
 from tests.support.engine.parity import alone, expect_parity
 from tests.support.model.tiny_models import VOCAB, run_all, tiny_config, tiny_decoder, tiny_engine, tiny_weights
@@ -99,15 +99,17 @@ def crossing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def test_http_completion_of_a_source_equals_that_of_the_oracle(crossing: Server) -> None:
     source, ids = "Once upon a time", [0, 5, 6]
-    answer = whole(crossing.url, prompt=ids, source=source, max_tokens=12, temperature=0, logprobs=0, ignore_eos=True)
+    answer = fetch_completion(
+        crossing.url, prompt=ids, source=source, max_tokens=12, temperature=0, logprobs=0, ignore_eos=True
+    )
     assert httpx.get(f"{crossing.url}/v1/models").json()["data"][0]["has_encoder"] is True
     decoder = tiny_decoder(tiny_config(**ENCODER, final_norm=False))
-    from_ids = whole(crossing.url, prompt=ids, source=[7, 8, 9], max_tokens=12, temperature=0, logprobs=0)
+    from_ids = fetch_completion(crossing.url, prompt=ids, source=[7, 8, 9], max_tokens=12, temperature=0, logprobs=0)
     expected = generate(decoder, ids, 12, source=[7, 8, 9], eos_ids=(0,))
     assert [token["id"] for token in from_ids["choices"][0]["tokens"]] == [t for t in expected if t]
     assert from_ids["usage"]["prompt_tokens"] == 6
     assert answer["receipt"]["source_sha256"] != from_ids["receipt"]["source_sha256"]
-    assert whole(crossing.url, source=source, max_tokens=2)["usage"]["completion_tokens"] > 0
+    assert fetch_completion(crossing.url, source=source, max_tokens=2)["usage"]["completion_tokens"] > 0
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,8 @@ from app.common.types import Sequence as EngineSequence
 from app.engine.execution.engine import Engine
 from app.engine.scheduling.block_allocator import BlockPool, StepsInFlight
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
-from tests.support.engine.delayed_runner import Delayed, WatchedPool
-from tests.support.engine.scheduler_simulation import EOS, VOCAB, Delivered, SimulatedDevice, alone
+from tests.support.engine.delayed_runner import DelayedRunner, WatchedPool
+from tests.support.engine.scheduler_simulation import EOS, VOCAB, Delivered, SimulatedDevice, expected_output
 
 LIMITS = StepLimits(tokens_per_step=64, max_running=8)
 
@@ -127,7 +127,7 @@ class Simulation:
         assert self.engine.scheduler.pool.counts.active == 0
         assert set(self.started.values()) <= {1}
         for request in self.requests:
-            name, expected = request.id, alone(request)
+            name, expected = request.id, expected_output(request)
             tokens, scores = self.delivered.tokens(name), self.delivered.scores[name]
             assert tokens == expected.tokens(name)[: len(tokens)]
             assert scores == expected.scores[name][: len(scores)]
@@ -152,7 +152,7 @@ class Simulation:
         blocks, block_size = self._size
         pool = WatchedPool(blocks, block_size)
         self.faulty = Faulty(block_size, self._lateness)
-        self.device = Delayed(self.faulty, pool)
+        self.device = DelayedRunner(self.faulty, pool)
         scheduler, ahead = Scheduler(self.limits, pool), self.device if self._is_ahead else None
         self.engine = Engine(scheduler, self.device, ahead, masks=self.faulty if self._lateness else None)
         self.started: Counter[str] = Counter()

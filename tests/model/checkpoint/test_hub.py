@@ -107,18 +107,18 @@ def test_model_is_downloaded_once_with_only_the_needed_files(hub: FakeHub, files
     assert source and (source.repository, source.commit) == (NAME, hub.commit(NAME))
     assert lines[0].startswith(f"downloading {NAME}: ")
     assert lines[-1].startswith(f"downloaded {NAME}, commit {hub.commit(NAME)[:12]}")
-    hub.asked.clear()
+    hub.requests.clear()
     assert resolve() == (directory, [])
-    assert [request.path for request in hub.asked] == [f"/api/models/{NAME}/revision/main"]
-    hub.asked.clear()
+    assert [request.path for request in hub.requests] == [f"/api/models/{NAME}/revision/main"]
+    hub.requests.clear()
     assert resolve(f"{NAME}@{hub.commit(NAME)}") == (directory, [])  # a commit never changes, so no request is needed
-    assert not hub.asked
+    assert not hub.requests
 
 
 def test_new_commit_downloads_only_changed_files(hub: FakeHub) -> None:
     old, _ = resolve()
     hub.repositories[NAME]["generation_config.json"] = b'{"temperature": 0.5}'
-    hub.asked.clear()
+    hub.requests.clear()
     new, _ = resolve()
     assert new != old
     assert [Path(request.path).name for request in hub.downloads("resolve|storage")] == ["generation_config.json"]
@@ -291,7 +291,7 @@ def test_local_directory_takes_precedence_over_a_model_of_the_same_name(hub: Fak
     directory, lines = resolve()
     assert directory == Path(NAME)
     assert lines == [f"{NAME}: this directory is used, not a model of the Hugging Face Hub with the same name"]
-    assert not hub.asked
+    assert not hub.requests
     for path in ("weights", "./org/none", "/org/none", "a/b/c", "."):
         assert hub_model(path) is None
 

@@ -19,7 +19,7 @@ from model.files import write_files
 from model.nn.reference import logits
 from model.nn.transformer import Decoder
 from tests.support.lazy_modules import transformers
-from tests.support.model.hub_checkpoints import CASES, family_name, save_theirs, their_logits
+from tests.support.model.hub_checkpoints import CASES, family_name, reference_logits, save_reference
 from tests.support.model.tiny_models import run_all, tiny_engine
 
 TOLERANCE = 1e-4
@@ -55,7 +55,7 @@ def test_logits_and_greedy_completions_equal_those_of_transformers(
     tmp_path: Path, case: str, record_property: Callable[[str, object], None]
 ) -> None:
     """Each greedy token is theirs for the same prefix, so the two completions are identical."""
-    theirs, requests = save_theirs(case, tmp_path), _requests()
+    theirs, requests = save_reference(case, tmp_path), _requests()
     decoder, arrays = _load(tmp_path), find_weights(tmp_path)
     assert all(arrays.read(x, "float32").tobytes() == t.numpy().tobytes() for x, t in decoder.state_dict().items())
     events = run_all(tiny_engine(decoder, tokens_per_step=23, max_running=3), requests)
@@ -64,7 +64,7 @@ def test_logits_and_greedy_completions_equal_those_of_transformers(
         drawn = [event.token for event in events[request.id] if event.token is not None]
         assert len(drawn) == 24
         tokens, last = [*request.prompt, *drawn], len(request.prompt) - 1
-        expected_TV = their_logits(theirs, tokens)
+        expected_TV = reference_logits(theirs, tokens)
         prefill = max(prefill, (logits(decoder, tokens) - expected_TV).abs().max().item())
         decode = max(decode, _decode_difference(events[request.id], expected_TV.log_softmax(-1), last))
         assert drawn == expected_TV[last:-1].argmax(-1).tolist()
@@ -82,13 +82,13 @@ def test_exported_weights_load_in_transformers_with_equal_logits(
     tmp_path: Path, case: str, written: str, record_property: Callable[[str, object], None]
 ) -> None:
     """A mistral without a window is written as a llama: the first family that can express a shape is used."""
-    save_theirs(case, tmp_path / "theirs")
+    save_reference(case, tmp_path / "theirs")
     decoder = _load(tmp_path / "theirs")
     write_files(tmp_path / "ours", weights_files(decoder, dtype=torch.float32, eos_id=0, generation={}))
     again, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not any(report.values()), report
     tokens = list(range(99))
-    difference = (logits(decoder, tokens) - their_logits(again.eval(), tokens)).abs().max().item()
+    difference = (logits(decoder, tokens) - reference_logits(again.eval(), tokens)).abs().max().item()
     record_property("export", difference)
     assert difference < TOLERANCE
     assert _load(tmp_path / "ours").config == decoder.config
@@ -117,7 +117,7 @@ SWITCHES: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("case", "change"), SWITCHES)
 def test_each_switch_changes_logits_beyond_the_tolerance(tmp_path: Path, case: str, change: dict[str, Any]) -> None:
     """Positive control for the tests above: a switch that was read wrongly would exceed the tolerance."""
-    save_theirs(case, tmp_path)
+    save_reference(case, tmp_path)
     tokens, path = list(range(99)), tmp_path / "config.json"
     right = logits(_load(tmp_path), tokens)
     raw = json.loads(path.read_text())

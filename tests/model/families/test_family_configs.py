@@ -12,7 +12,7 @@ from model.families.registry import family_of, read_config, write_config
 from model.families.spec import ACTIVATION_NAMES
 from model.nn.transformer import Decoder
 from tests.support.lazy_modules import transformers
-from tests.support.model.hub_checkpoints import CASES, FAMILIES, family_name, their_model
+from tests.support.model.hub_checkpoints import CASES, FAMILIES, family_name, reference_model
 from tests.support.model.tiny_models import tiny_config
 
 LLAMA = {
@@ -91,7 +91,7 @@ def test_every_activation_is_read_and_written_by_its_name(name: str) -> None:
 
 @pytest.mark.parametrize("case", [case for case in CASES if family_name(case) in WRITTEN])
 def test_written_config_is_read_back_here_and_by_transformers(case: str) -> None:
-    config = _read(family_name(case), their_model(case).config.to_dict())
+    config = _read(family_name(case), reference_model(case).config.to_dict())
     raw = write_config(config, "float32", 0)
     assert _read(raw["model_type"], raw) == config
     assert _read(raw["model_type"], transformers.AutoConfig.for_model(**raw).to_dict()) == config
@@ -99,7 +99,7 @@ def test_written_config_is_read_back_here_and_by_transformers(case: str) -> None
 
 @pytest.mark.parametrize("case", ["gpt2-a", "llama-a", "qwen2-a", "gpt_neox-b"])
 def test_model_saved_without_its_head_has_names_without_the_prefix(case: str) -> None:
-    model = their_model(case)
+    model = reference_model(case)
     family, config = read_config(model.config.to_dict())
     ours = {name.removeprefix(family.prefix) for name in family.shapes(config)}
     assert ours == set(model.base_model.state_dict())
@@ -118,7 +118,7 @@ BUFFERS = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_buffers_of_older_exporters_are_known_and_are_no_parameters(case: str) -> None:
-    family, config = read_config(their_model(case).config.to_dict())
+    family, config = read_config(reference_model(case).config.to_dict())
     assert all(family.ignored.fullmatch(name) for name in BUFFERS.get(family.name, BUFFERS["llama"]))
     assert not any(family.ignored.fullmatch(name) for name in family.shapes(config))
 

@@ -22,9 +22,9 @@ from model.train.__main__ import main
 from model.train.data.token_cache import separator
 from tests.support.lazy_modules import transformers
 from tests.support.model import sample_tokenizers
-from tests.support.model.hub_checkpoints import family_name, their_logits, their_model
+from tests.support.model.hub_checkpoints import family_name, reference_logits, reference_model
 from tests.support.model.tiny_models import TEXT, tiny_weights
-from tests.support.model.training_runs import same, signal_after
+from tests.support.model.training_runs import is_identical, signal_after
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +50,7 @@ def ours(tmp_path: Path) -> Path:
 
 def _theirs(case: str, directory: Path, dtype: torch.dtype = torch.float32) -> Any:
     """Writes the files of a hub directory, including shards."""
-    model = their_model(case, vocab_size=ROWS)
+    model = reference_model(case, vocab_size=ROWS)
     model.to(dtype).save_pretrained(directory, max_shard_size="50KB")
     assert len(list(directory.glob("*.safetensors"))) > 1
     sample_tokenizers.save(
@@ -73,7 +73,7 @@ def _train(init: Path, text: Path, out: Path, *flags: str) -> int:
 
 def _loss(model: Any, tokens: list[int]) -> float:
     """Nats per token, computed by transformers."""
-    return float(torch.nn.functional.cross_entropy(their_logits(model, tokens)[:-1], torch.tensor(tokens[1:])))
+    return float(torch.nn.functional.cross_entropy(reference_logits(model, tokens)[:-1], torch.tensor(tokens[1:])))
 
 
 @pytest.mark.parametrize("case", ["gpt2-b", "llama-b", "mistral-a", "qwen2-b", "qwen3-a", "gpt_neox-c"])
@@ -92,7 +92,7 @@ def test_fine_tuned_model_of_each_family_is_read_by_transformers(
     tokens = transformers.AutoTokenizer.from_pretrained(out)(TEXT)["input_ids"][:99]
     assert _loss(after.eval(), tokens) < 0.8 * _loss(before, tokens)
     decoder = load(out, device=CPU, dtype=torch.float32).decoder
-    assert (logits(decoder, tokens) - their_logits(after, tokens)).abs().max() < 1e-4
+    assert (logits(decoder, tokens) - reference_logits(after, tokens)).abs().max() < 1e-4
     written = after.generate(torch.tensor([tokens[:9]]), max_new_tokens=16, do_sample=False, eos_token_id=None)
     assert generate(decoder, tokens[:9], 16) == written[0, 9:].tolist()
     assert check([str(out)]) == 0
@@ -138,7 +138,7 @@ def test_run_resumes_bit_for_bit_without_its_base_directory(
     assert _train(ours, text, tmp_path / "new", "--steps", "2", "--resume") == 2
     assert "started without --init: omit it" in capsys.readouterr().err
     assert _train(ours, text, tmp_path / "halves", *flags, "--resume") == 0
-    assert same(*(load_file(tmp_path / name / "model.safetensors") for name in ("whole", "halves")))
+    assert is_identical(*(load_file(tmp_path / name / "model.safetensors") for name in ("whole", "halves")))
 
 
 def test_weights_are_written_in_their_own_or_a_requested_format(tmp_path: Path, text: Path) -> None:

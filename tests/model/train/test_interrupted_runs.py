@@ -23,12 +23,12 @@ from model.train.loop import Loop
 from model.train.step.trainer import Trainer
 from model.train.training_checkpoint import load_snapshot, newest_snapshot
 from tests.support import ROOT
-from tests.support.disk_faults import SPACE, Operations, no_space, watched
+from tests.support.disk_faults import SPACE, Operations, intercept_writes, no_space
 from tests.support.model.training_runs import (
     EXACT,
     TINY,
     at_micro_batch,
-    same,
+    is_identical,
     signal_after,
     state_of,
     train,
@@ -63,7 +63,7 @@ def test_fault_exits_with_3_and_names_the_previous_snapshot(
         assert f"the last good snapshot is {out}/.training/step-00000002" in error
         assert "--lr" in error and "--matrix-lr" in error and "--warm-up" in error
         step, tensors = state_of(out)
-        assert step == 2 and same(tensors, state_of(tmp_path / "two")[1])
+        assert step == 2 and is_identical(tensors, state_of(tmp_path / "two")[1])
         assert not (out / "model.safetensors").exists()
     assert train(text, out, *flags, "--resume") == 0
 
@@ -144,13 +144,13 @@ def test_disk_full_at_any_operation_gives_a_result_or_one_line(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags, counting = [*TINY, "--steps", "2", "--save-seconds", "0.0001"], Operations()
-    with watched(counting):
+    with intercept_writes(counting):
         assert train(text, tmp_path / "dry", *flags) == 0
     needing = [number for number, what in enumerate(counting.seen) if what != "rmtree"]
     for share in (0.2, 0.4, 0.8):
         out = tmp_path / str(share)
         capsys.readouterr()
-        with watched(Operations(no_space, needing[int(share * len(needing))], SPACE)):
+        with intercept_writes(Operations(no_space, needing[int(share * len(needing))], SPACE)):
             code = train(text, out, *flags)
         errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
         assert (code, len(errors)) in ((0, 0), (2, 1))
@@ -182,10 +182,10 @@ def test_signal_during_accumulation_saves_the_last_full_step(
             assert train(text, out, *flags) == code
         assert not computed
         step, tensors = state_of(out)
-        assert step == 2 and same(tensors, state_of(tmp_path / "two")[1])
+        assert step == 2 and is_identical(tensors, state_of(tmp_path / "two")[1])
     assert train(text, tmp_path / "whole", *flags) == 0
     assert train(text, out, *flags, "--resume") == 0
-    assert same(weights_of(out), weights_of(tmp_path / "whole"))
+    assert is_identical(weights_of(out), weights_of(tmp_path / "whole"))
 
 
 def test_signal_during_the_final_measurement_loses_nothing(

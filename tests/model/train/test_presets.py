@@ -18,7 +18,7 @@ from model.train.__main__ import main
 from model.train.loop import Loop
 from model.train.options import parse, shape
 from model.train.run import Run
-from tests.support.completion_client import stream, text_of, whole
+from tests.support.completion_client import fetch_completion, joined_text, stream
 from tests.support.model.tiny_models import TEXT
 from tests.support.model.training_runs import EXACT, shorten_samples
 from tests.support.servers import running_server
@@ -90,9 +90,9 @@ def test_each_preset_trains_saves_loads_and_streams_its_whole_completion(
     given = {"source": "1 2 3"} if form == "pairs" else {"prompt": "Once upon a time", "ignore_eos": True}
     with running_server(tmp_path, out, "--dtype", "float32") as server:
         body = {**given, "max_tokens": 14, "seed": 3}
-        response = whole(server.url, **body)
+        response = fetch_completion(server.url, **body)
         assert form == "pairs" or response["usage"]["completion_tokens"] == 14
-        assert text_of(stream(server.url, **body)) == response["choices"][0]["text"]
+        assert joined_text(stream(server.url, **body)) == response["choices"][0]["text"]
 
 
 def test_toy_preset_answers_both_questions_with_its_data_flag_only(

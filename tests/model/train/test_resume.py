@@ -15,7 +15,7 @@ from tests.support.model.training_runs import (
     EXACT,
     SMALL,
     TINY,
-    same,
+    is_identical,
     signal_after,
     state_of,
     train,
@@ -51,11 +51,11 @@ def test_ten_steps_resumed_for_ten_more_equal_twenty_bit_for_bit(tmp_path: Path,
     assert "the run is unfinished" in (tmp_path / "halves/README.md").read_text()
     assert main([*command, str(tmp_path / "halves"), "--resume"]) == 0
     whole, halves = (load_snapshot(tmp_path / name / ".training") for name in ("whole", "halves"))
-    assert whole and halves and same(whole[1], halves[1])
+    assert whole and halves and is_identical(whole[1], halves[1])
     assert {owner.partition(".")[0] for owner in whole[1]} >= {"decoder", "adamw", "best"}
     a, b = (json.loads(found[0].as_json()) | {"seconds": 0} for found in (whole, halves))
     assert a == b and a["step"] == 20 and a["best_step"] > 0
-    assert same(weights_of(tmp_path / "whole"), weights_of(tmp_path / "halves"))
+    assert is_identical(weights_of(tmp_path / "whole"), weights_of(tmp_path / "halves"))
     for name in ("samples.md", "generation_config.json", "golden.json"):
         assert (tmp_path / "halves" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert _losses(tmp_path / "halves") == _losses(tmp_path / "whole")

@@ -22,9 +22,9 @@ from model.tokenizer.tokenizer import Tokenizer
 from model.train.reporting.metrics_log import read_records
 from model.train.step.trainer import Trainer, select_prefix
 from tests.support.lazy_modules import transformers
-from tests.support.model.hub_checkpoints import their_logits
+from tests.support.model.hub_checkpoints import reference_logits
 from tests.support.model.tiny_models import TEXT
-from tests.support.model.training_runs import EXACT, TINY, same, signal_after, state_of, train, weights_of
+from tests.support.model.training_runs import EXACT, TINY, is_identical, signal_after, state_of, train, weights_of
 
 pytestmark = pytest.mark.slow
 
@@ -76,7 +76,7 @@ def test_samples_and_averages_change_no_step_and_a_signal_takes_precedence(
     losses = [[record["loss"] for record in _log(tmp_path / name)] for name in ("with", "without")]
     assert losses[0] == losses[1]
     (_, averaged), (_, plain) = (state_of(tmp_path / name) for name in ("with", "without"))
-    assert same(select_prefix("decoder", averaged), select_prefix("decoder", plain))
+    assert is_identical(select_prefix("decoder", averaged), select_prefix("decoder", plain))
     exported = weights_of(tmp_path / "with")["model.embed_tokens.weight"]
     assert torch.equal(exported, averaged["ema.embedding"]) and not torch.equal(exported, plain["decoder.embedding"])
     assert "average of the last steps (decay 0.9) after the last step" in (tmp_path / "with/README.md").read_text()
@@ -134,7 +134,7 @@ def test_transformers_reads_the_result_like_we_do(tmp_path: Path, text: Path, fl
     ids = other(TEXT[90:150] + "<|endoftext|>caf\u00e9 \U0001f98a")["input_ids"]
     assert ids == ours.encode(TEXT[90:150] + "<|endoftext|>caf\u00e9 \U0001f98a")
     assert (other.eos_token_id, other.bos_token_id) == (ours.eos_id, ours.bos_id) == (0, 0)
-    assert (logits(decoder, ids[:32]) - their_logits(read, ids[:32])).abs().max() < 1e-4
+    assert (logits(decoder, ids[:32]) - reference_logits(read, ids[:32])).abs().max() < 1e-4
     written = read.generate(
         torch.tensor([ids[:5]]), max_new_tokens=20, do_sample=False, eos_token_id=None, repetition_penalty=1.0
     )

@@ -1,7 +1,7 @@
-"""A slow device: computes a launched step only when it is collected, from its state at the launch.
+"""An asynchronous device: computes a launched step only when it is collected, from the state at the launch.
 
-It wraps any runner. Like a GPU, it keeps sampled tokens until the engine collects them, and it checks what the engine
-may know, launch and release.
+Wraps any runner. Like a GPU, it keeps sampled tokens until the engine collects them. It checks that the engine reads,
+launches and releases only what it may.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from app.engine.scheduling.block_allocator import BlockPool
 
 
 class WatchedPool(BlockPool):
-    """Knows how often each block was given back by its last owner."""
+    """Counts how often each block was released by its last owner."""
 
     def __init__(self, total: int, block_size: int) -> None:
         super().__init__(total, block_size)
@@ -33,33 +33,33 @@ class WatchedPool(BlockPool):
 class _Flight:
     plan: BatchPlan
     kept: BatchPlan
-    """The plan with sequences as they were at the launch."""
+    """The plan with copies of its sequences at the launch."""
     samples: list[bool]
-    """Which of its chunks are drawn from, by what the plan said at the launch."""
+    """Which chunks sample a token, according to the plan at the launch."""
     uses: dict[int, int]
-    """The blocks that it reads and writes, and how often each had been given back."""
+    """Block that the step reads or writes -> how often it had been released at the launch."""
 
 
-class Delayed:
-    """`StepRunner` and `AsyncStepRunner`, one step ahead at most."""
+class DelayedRunner:
+    """A `StepRunner` and `AsyncStepRunner` that runs at most one step ahead."""
 
     def __init__(self, runner: StepRunner, pool: WatchedPool) -> None:
         self.runner = runner
         self.begun: list[BatchPlan] = []
-        """All plans that were launched or run."""
+        """All plans launched or run."""
         self.n_launched = 0
         self.draws: Counter[str] = Counter()
-        """Rows that were drawn from, or will be, by request."""
+        """Request -> number of tokens sampled, including those of steps in flight."""
         self.refuses: Callable[[BatchPlan], bool] = lambda _plan: False
         self.before_launch: Callable[[BatchPlan], None] = lambda _plan: None
-        """May raise; so may the next."""
+        """Called before a launch; may raise, as may before_run."""
         self.before_run: Callable[[BatchPlan], None] = lambda _plan: None
         self._pool = pool
         self._flights: deque[_Flight] = deque()
         self._drawn: dict[Sequence, int] = {}
 
     def run(self, plan: BatchPlan) -> StepResult:
-        assert not self._flights, "a step is run while another one is in flight"
+        assert not self._flights, "a step runs while another one is in flight"
         assert not any(_reads_drawn(chunk) for chunk in plan.chunks), "reads a token that no step has sampled"
         self.before_run(plan)
         self.begun.append(plan)
@@ -77,10 +77,10 @@ class Delayed:
         drawing = [c.sequence for flight in self._flights for c in flight.plan.chunks if c.samples]
         for chunk in plan.chunks:
             missing = chunk.stop - len(chunk.sequence.tokens)
-            assert not chunk.sequence.ended, "a row of a sequence that has ended"
+            assert not chunk.sequence.ended, "a chunk of a sequence that has ended"
             assert missing <= drawing.count(chunk.sequence), "reads a token that no step in flight samples"
             assert _reads_drawn(chunk) == (missing == 1)
-        kept = BatchPlan(tuple(map(_as_it_is, plan.chunks)), clear=plan.clear, copies=plan.copies)
+        kept = BatchPlan(tuple(map(_copy, plan.chunks)), clear=plan.clear, copies=plan.copies)
         used = {block for chunk in kept.chunks for block in chunk.sequence.blocks}
         used |= {block for pair in plan.copies for block in pair} | {*plan.clear}
         samples = [chunk.samples for chunk in plan.chunks]
@@ -92,13 +92,17 @@ class Delayed:
         return flight
 
     def collect(self, flight: _Flight) -> StepResult:
-        assert flight is self._flights.popleft(), "steps come back in the order of their launches"
-        assert all(self._pool.ends[block] == ends for block, ends in flight.uses.items()), "released while it is used"
+        assert flight is self._flights.popleft(), "steps must be collected in the order of their launches"
+        assert all(self._pool.ends[block] == ends for block, ends in flight.uses.items()), (
+            "a block was released while a step used it"
+        )
         for chunk, kept in zip(flight.plan.chunks, flight.kept.chunks, strict=True):
             if _reads_drawn(kept):
                 kept.sequence.tokens.append(self._drawn[chunk.sequence])
         for plan in (flight.plan, flight.kept):
-            assert flight.samples == [chunk.samples for chunk in plan.chunks], "known at the launch, and right"
+            assert flight.samples == [chunk.samples for chunk in plan.chunks], (
+                "which chunks sample must be known at the launch"
+            )
         result = self.runner.run(flight.kept)
         drawing = [chunk.sequence for chunk in compress(flight.plan.chunks, flight.samples)]
         self._drawn = {sequence: result.sampled[sequence.request.id].token or 0 for sequence in drawing}
@@ -106,12 +110,12 @@ class Delayed:
 
 
 def _reads_drawn(chunk: Chunk) -> bool:
-    """Whether its last token is being drawn by the step before."""
+    """Whether the step in flight is still sampling its last token."""
     return chunk.stop > len(chunk.sequence.tokens)
 
 
-def _as_it_is(chunk: Chunk) -> Chunk:
-    """With a sequence that does not change any more."""
+def _copy(chunk: Chunk) -> Chunk:
+    """The chunk with a copy of its sequence."""
     now = chunk.sequence
     then = Sequence(request=now.request, tokens=now.tokens[:], arrival=now.arrival, blocks=now.blocks[:])
     return Chunk(then, chunk.start, chunk.stop)

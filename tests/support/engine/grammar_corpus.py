@@ -1,4 +1,4 @@
-"""Grammars for tests and measurements: some that people use (LEGITIMATE), and 60 bombs that try to cost too much.
+"""Grammars for tests and measurements: typical ones (LEGITIMATE), and 60 bombs (BOMBS) that exhaust CPU or memory.
 
 Each entry is the field of a request (`regex`, `json_schema` or `grammar`) and its value.
 """
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class Guided(NamedTuple):
-    """A guided request's field and value."""
+    """The request field of a grammar and its value."""
 
     field: str
     value: Any
@@ -113,7 +113,7 @@ _AMBIGUOUS = 's: s s s | s s | /[a-z ,.]/ | ""\n'
 
 
 def _behind(prefix: int, rules: str = "start: PREFIX s\n" + _AMBIGUOUS) -> str:
-    """A bomb behind so many fixed characters: cheap for as long as a trial run looks."""
+    """A bomb after `prefix` fixed characters, which keep it cheap for the length of a trial run."""
     words = ("once upon a time " * (1 + prefix // 17))[:prefix]
     return f'{rules}PREFIX: "{words}"\n'
 

@@ -15,28 +15,28 @@ from tests.support.model.tiny_models import VOCAB, tiny_config, tiny_decoder
 
 VICTIM = "victim"
 POISON = 7
-"""A token whose embedding is not finite; only a victim reads or samples it."""
+"""A token whose embedding is NaN; only a victim reads or samples it."""
 
 
 def poisoned_decoder() -> Decoder:
-    """A model that is sound but for one token."""
+    """A model that is correct except for one token."""
     decoder = tiny_decoder(tiny_config(tied_head=False))
     decoder.embedding[POISON] = torch.nan
     return decoder
 
 
 def mixed_requests(count: int, *, seed: int = 0, longest: int = 60, max_tokens: int = 12) -> list[Request]:
-    """The victim in the midst of others: greedy and seeded, with scores, forks, shared beginnings."""
+    """A victim among other requests: greedy and seeded, with scores, forks and shared prefixes."""
     rng = random.Random(seed)
     common = _tokens(rng, 40)
     made: list[Request] = []
     while len(made) < count:
-        is_there = any(request.id == VICTIM for request in made)
-        name = VICTIM if len(made) >= count // 2 and not is_there else f"r{len(made)}"
+        has_victim = any(request.id == VICTIM for request in made)
+        name = VICTIM if len(made) >= count // 2 and not has_victim else f"r{len(made)}"
         prompt = (common if rng.random() < 0.4 else []) + _tokens(rng, rng.randint(1, longest))
         leader = Request(
             id=name,
-            prompt=tuple(prompt[:longest] if name != VICTIM else _tokens(rng, 110)),  # of several pieces
+            prompt=tuple(prompt[:longest] if name != VICTIM else _tokens(rng, 110)),  # takes several prefill chunks
             max_tokens=rng.randint(2, max_tokens) if name != VICTIM else max_tokens,
             params=_params(rng),
             prompt_logprobs=2 if name == VICTIM or rng.random() < 0.2 else None,
@@ -45,7 +45,7 @@ def mixed_requests(count: int, *, seed: int = 0, longest: int = 60, max_tokens: 
         for i in range(1, rng.choice([1, 1, 1, 3]) if name != VICTIM else 1):
             follower = {"id": f"{name}/{i}", "leader": name, "prompt_logprobs": None}
             made.append(msgspec.structs.replace(leader, **follower, params=_params(rng)))
-    return made[:count]  # forks that are one too many
+    return made[:count]  # without surplus forks
 
 
 def _params(rng: random.Random) -> SamplingParams:
@@ -73,12 +73,12 @@ class Outcome:
 
     @property
     def ends(self) -> int:
-        """Terminal events: there must be one."""
+        """Number of terminal events, which must be 1."""
         return len(self.failures) + sum(event.finish is not None for event in self.events)
 
 
 def serve(engine: Engine, requests: list[Request], *, max_steps: int = 5000) -> dict[str, Outcome]:
-    """Runs concurrent requests to completion; checks the blocks after every step, and that none stays in use."""
+    """Runs concurrent requests to completion; checks block invariants after every step, and for leaks at the end."""
     outcomes = {request.id: Outcome() for request in requests}
     for request in requests:
         engine.add(request)
@@ -95,4 +95,4 @@ def serve(engine: Engine, requests: list[Request], *, max_steps: int = 5000) -> 
             outcomes[scored.request_id].scores += scored.tokens
         for failed in report.failed:
             outcomes[failed.request_id].failures.append(failed.message)
-    raise AssertionError("the engine does not come to an end")
+    raise AssertionError(f"the engine still has work after {max_steps} steps")

@@ -1,4 +1,4 @@
-"""The native sampler for tests: compiled once from its sources as they are, without the rest of the library."""
+"""The native sampler for tests, compiled from the product's sources without the rest of the library."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Sample = Callable[[Tensor, Items[SamplingInput]], list[SampledToken]]
 _SOURCE = ROOT / "app/engine/cpu/source"
 _FLAGS = ["-O3", "-std=c++20", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-pthread"]
 _WARNINGS = ["-Wall", "-Wextra", "-Werror"]
-# With entry points for tests.
+# The sampler with entry points for tests.
 _UNIT = """
 #include "draw.h"
 extern "C" {
@@ -38,10 +38,10 @@ double probe_uniform(int64_t seed, int64_t choice, int64_t position) {
 """
 
 
-def compiled(folder: Path) -> CDLL:
-    """The kernels of draw.h. INKSTREAM_TEST_FLAGS say for which processor, and more, such as -fsanitize=address.
+def compile_sampler(folder: Path) -> CDLL:
+    """Compiles the kernels of draw.h. INKSTREAM_TEST_FLAGS sets compiler flags: the processor, or -fsanitize=address.
 
-    Raises UnsupportedCpu where the product has no kernels for this one.
+    Raises UnsupportedCpu if the product has no kernels for this processor.
     """
     unit, library = folder / "draw.cpp", folder / "draw.so"
     unit.write_text(_UNIT)
@@ -51,6 +51,6 @@ def compiled(folder: Path) -> CDLL:
 
 
 def native_sample(library: CDLL) -> Sample:
-    """The native sampler with the interface of its reference: for any vocabulary, and tensors."""
+    """The native sampler with the interface of its torch reference: tensors of any vocabulary size."""
     sampler = cache(lambda vocab: NativeSampler(library, vocab))
     return lambda logits_SV, rows: sampler(logits_SV.shape[1]).sample(logits_SV.float().numpy(), rows)

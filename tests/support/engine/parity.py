@@ -1,4 +1,4 @@
-"""The law of the engine: alone = batched = cached = chunked = preempted = submitted again = one step ahead, in bits."""
+"""Engine parity, bit for bit: alone = batched = cached = chunked = preempted = resubmitted = one step ahead."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from app.engine.execution.engine import Engine
 from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from model.nn.transformer import Decoder
-from tests.support.engine.delayed_runner import Delayed, WatchedPool
+from tests.support.engine.delayed_runner import DelayedRunner, WatchedPool
 from tests.support.engine.mixed_requests import Outcome, serve
 from tests.support.model.tiny_models import tiny_engine
 
@@ -20,7 +20,7 @@ from tests.support.model.tiny_models import tiny_engine
 def alone(
     decoder: Decoder, requests: list[Request], guides: Callable[[], GrammarTracker | None] = lambda: None
 ) -> dict[str, Outcome]:
-    """What each request gets on a fresh engine of its own, its prompt in one piece."""
+    """Runs each request on its own fresh engine, with its prompt in one chunk."""
     outcomes = {r.id: serve(tiny_engine(decoder, tokens_per_step=1024, guides=guides()), [r])[r.id] for r in requests}
     assert not any(outcome.failures for outcome in outcomes.values())
     return outcomes
@@ -33,28 +33,28 @@ def expect_parity(
     tight: int,
     guides: Callable[[], GrammarTracker | None] = lambda: None,
 ) -> dict[str, Outcome]:
-    """Checks the law, also with as few blocks as `tight`, which must be too few; returns what the requests get."""
+    """Checks parity, also with only `tight` blocks, which must cause preemptions; returns the outcomes."""
     expected, engine = alone(decoder, requests, guides), partial(tiny_engine, decoder, blocks=400)
     roomy, small = engine(guides=guides()), engine(guides=guides(), blocks=tight, tokens_per_step=97)
     assert serve(roomy, requests) == expected, "batched"
-    assert roomy.scheduler.pool.counts.cached > 0, "the second round was meant to hit the cache"
+    assert roomy.scheduler.pool.counts.cached > 0, "the second round must hit the cache"
     assert serve(roomy, requests) == expected, "cached"
     assert serve(engine(guides=guides(), tokens_per_step=7, max_running=4), requests) == expected, "chunked"
     assert serve(small, requests) == expected, "preempted"
-    assert small.scheduler.preemptions > 0, "the cache was meant to be too small"
-    again = [_submitted_again(request, expected[request.id]) for request in requests]
+    assert small.scheduler.preemptions > 0, "the cache must be too small"
+    again = [_resubmitted(request, expected[request.id]) for request in requests]
     rest = {r.id: Outcome(expected[r.id].events[len(r.generated) :], expected[r.id].scores[r.scored :]) for r in again}
-    assert serve(roomy, again) == rest, "submitted again"
+    assert serve(roomy, again) == rest, "resubmitted"
     pool, masks = WatchedPool(400, 16), guides()
-    device = Delayed(engine(max_running=16, guides=masks).runner, pool)
+    device = DelayedRunner(engine(max_running=16, guides=masks).runner, pool)
     ahead = Engine(Scheduler(StepLimits(tokens_per_step=64, max_running=16), pool), device, device, masks=masks)
     assert serve(ahead, requests) == expected, "one step ahead"
-    assert device.n_launched > 5 or any(r.grammar for r in requests), "the engine was meant to be ahead"
+    assert device.n_launched > 5 or any(r.grammar for r in requests), "the engine must run ahead"
     return expected
 
 
-def _submitted_again(request: Request, outcome: Outcome) -> Request:
-    """With half of what it got; with no token yet, with half of its scores."""
+def _resubmitted(request: Request, outcome: Outcome) -> Request:
+    """The request with half of its tokens already generated; if that is none, with half of its scores."""
     tokens = tuple(event.token for event in outcome.events if event.token is not None)
     generated = tokens[: len(tokens) // 2]
     scored = len(outcome.scores) if generated else len(outcome.scores) // 2

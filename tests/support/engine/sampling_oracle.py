@@ -1,6 +1,6 @@
-"""The order of sampling in plain Python floats: slow, each stage as it is defined. The oracle of the sampler's tests.
+"""Slow sampling oracle: every stage by its definition, in plain Python floats.
 
-It knows where it must not be trusted: `clear` is False where rounding may decide otherwise.
+`clear` is False where rounding may change the result, so that the oracle must not be trusted.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ NOTHING = -math.inf
 
 @dataclass(kw_only=True)
 class Survivors:
-    """Tokens that may be drawn, with their weights (the best one's is 1)."""
+    """Tokens that may be sampled, with their weights (1 for the most probable token)."""
 
     weights: dict[int, float]
     clear: bool = True
 
 
 def allowed_tokens(row: SamplingInput, vocab: int) -> set[int]:
-    """The logits after the grammar's bitmask."""
+    """The tokens that the grammar's bitmask allows."""
     if row.allowed is None:
         return set(range(vocab))
     words = [word & 0xFFFFFFFF for word in row.allowed.tolist()]
@@ -35,7 +35,7 @@ def allowed_tokens(row: SamplingInput, vocab: int) -> set[int]:
 
 
 def adjusted(logits: list[float], row: SamplingInput) -> list[float]:
-    """After grammar mask, ban of the tokens that end the text, biases and penalties."""
+    """Logits after the grammar mask, the ban on stop tokens (min_tokens), biases and penalties."""
     p, generated = row.params, list(row.tokens)[row.n_prompt :]
     allowed = allowed_tokens(row, len(logits))
     free = allowed - set(row.stop_ids) if len(generated) < p.min_tokens else allowed
@@ -48,14 +48,14 @@ def adjusted(logits: list[float], row: SamplingInput) -> list[float]:
         logit, r = result[token], p.repetition_penalty
         result[token] = _float32(logit / r if logit > 0 else logit * r)
     for token in tokens & set(generated):
-        # One subtraction: penalties that cancel out must not take a tiny logit's digits with them.
+        # One subtraction: penalties that cancel out must not cost a tiny logit its precision.
         penalty = p.frequency_penalty * generated.count(token) + p.presence_penalty
         result[token] = _float32(result[token] - penalty)
     return result
 
 
 def survivors(logits: list[float], p: SamplingParams) -> Survivors:
-    """Adjusted logits after the filters."""
+    """Applies temperature and filters to adjusted logits."""
     best = max(logits)
     kept = {token: logit for token, logit in enumerate(logits) if logit > NOTHING}
     if 0 < p.top_k < len(kept):
@@ -77,7 +77,7 @@ def survivors(logits: list[float], p: SamplingParams) -> Survivors:
 
 
 def drawn(left: Survivors, number: float) -> tuple[int, bool]:
-    """The token of a random number, and whether that is clear."""
+    """The token that a random number selects, and whether that is clear of rounding."""
     total, below = sum(left.weights.values()), 0.0
     for token in sorted(left.weights):
         if below + left.weights[token] > number * total:
@@ -88,10 +88,11 @@ def drawn(left: Survivors, number: float) -> tuple[int, bool]:
 
 
 def _keep_until(left: Survivors, cost: dict[int, float], share: float, *, ties: dict[int, float], slack: float) -> None:
-    """The fewest tokens of least cost that together reach this share; all that tie with the last of them.
+    """Keeps the fewest tokens of least cost that together reach `share`, and all that tie with the last of them.
 
-    ties: what tokens have in common that tie in any arithmetic; rounding makes other costs equal, too.
-    slack: by how much rounding may change a cost, in addition to its share of the cost.
+    Args:
+        ties: tokens with equal values here tie in any arithmetic; rounding may make other costs equal too.
+        slack: absolute rounding error of a cost, in addition to the relative one.
     """
     wanted = share * sum(left.weights.values())
     order, reached = sorted(cost, key=lambda token: cost[token]), 0.0

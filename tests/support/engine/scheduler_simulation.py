@@ -1,6 +1,6 @@
-"""A device for the tests of the pure core: its cache keeps (position, token) per slot, and it draws from what it reads.
+"""A simulated device for scheduler tests: its cache stores (position, token) per slot, and it samples by hashing them.
 
-It reads through the block table, so that a block that is shared wrongly, released early or not written shows.
+It reads through the block table, which reveals blocks that are shared wrongly, released early or not written.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ VOCAB, EOS = 50, 0
 
 
 class SimulatedDevice:
-    """A cache of (position, token) and a model that is a hash of all it reads."""
+    """A cache of (position, token), and a model that hashes everything it reads."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.slots: dict[tuple[int, int], tuple[int, int]] = {}
         self.prompt_tokens = 0
-        """Tokens of prompts that were computed."""
+        """Number of prompt tokens computed."""
         self.poison: set[tuple[int, int]] = set()
-        """Slots whose numbers are not finite: no other request may read their blocks before they are cleared."""
+        """Slots with non-finite values: no other request may read their blocks until they are cleared."""
 
     def run(self, plan: BatchPlan, *, bad: str = "", late: frozenset[str] = frozenset()) -> StepResult:
-        """Rows of `late` requests are computed and not drawn from, as where a mask is not there yet."""
+        """Runs a step. `late` requests are computed but not sampled, as if their grammar mask were not ready."""
         self.poison = {slot for slot in self.poison if slot[0] not in plan.clear}
         self.copy(plan.copies)
         for chunk in plan.chunks:
@@ -48,7 +48,7 @@ class SimulatedDevice:
         self.poison |= {self._slot(c.sequence, position) for c in spoilt for position in range(c.start, c.stop)}
         for chunk in good:
             own = [(block, offset) for block in chunk.sequence.blocks for offset in range(self.block_size)]
-            assert not self.poison.intersection(own), "a block that was not cleared"
+            assert not self.poison.intersection(own), "a poisoned block was not cleared"
         drawn = {c.sequence.request.id: SampledToken(self._draw(c)) for c in good if c.samples}
         scores = {c.sequence.request.id: self._score(c) for c in good if c.scores}
         drawn |= {c.sequence.request.id: SampledToken(None) for c in spoilt if c.samples}
@@ -60,18 +60,20 @@ class SimulatedDevice:
             for offset in range(self.block_size):
                 if (source, offset) in self.slots:
                     self.slots[target, offset] = self.slots[source, offset]
-                assert (source, offset) not in self.poison, "a copy of what is not finite"
+                assert (source, offset) not in self.poison, "a poisoned slot was copied"
 
     def _draw(self, chunk: Chunk) -> int:
         return _drawn(chunk.sequence.request, self._read(chunk))
 
     def _score(self, chunk: Chunk) -> tuple[TokenScore, ...]:
-        assert all(chunk.start < position <= chunk.stop for position in chunk.scores), "a row that was not computed"
+        assert all(chunk.start < position <= chunk.stop for position in chunk.scores), (
+            "a score of a row that was not computed"
+        )
         request, read = chunk.sequence.request, self._read(chunk)
         return tuple((_scored(request, read, position), ()) for position in chunk.scores)
 
     def _read(self, chunk: Chunk) -> list[tuple[int, int]]:
-        """The slots of all positions up to the end of the chunk."""
+        """Contents of the slots of all positions up to the end of the chunk."""
         read = [self.slots[self._slot(chunk.sequence, position)] for position in range(chunk.stop)]
         assert [position for position, _ in read] == list(range(chunk.stop)), "a slot holds another position"
         return read
@@ -81,19 +83,19 @@ class SimulatedDevice:
 
 
 def _drawn(request: Request, read: list[tuple[int, int]]) -> int:
-    """The model: a token that depends on all (position, token) before it."""
+    """The model: the next token is a hash of all (position, token) before it."""
     return hash((request.params.seed, *read)) % VOCAB
 
 
 def _scored(request: Request, read: list[tuple[int, int]], position: int) -> float:
-    """One number for a token of the prompt: it depends on what stands before it, and on itself."""
+    """The score of a prompt token: a hash of the tokens before it and of itself."""
     return float(hash((_drawn(request, read[:position]), request.prompt[position])))
 
 
 def step(scheduler: Scheduler, device: SimulatedDevice) -> tuple[BatchPlan, StepReport]:
-    """One step, with the blocks checked after it."""
+    """Runs one step, and checks the block invariants."""
     plan = scheduler.plan()
-    assert plan.chunks, "a step without progress"
+    assert plan.chunks, "an empty step"
     assert sum(c.stop - c.start for c in plan.chunks) <= scheduler.limits.tokens_per_step
     report = scheduler.commit(plan, device.run(plan))
     assert not scheduler.violations()
@@ -111,13 +113,13 @@ class Delivered:
             self.expect(request)
 
     def expect(self, request: Request) -> None:
-        """A further request."""
+        """Registers a request."""
         self.events[request.id] = []
         self.scores[request.id] = [float(n) for n in range(request.scored)]
 
     def take(self, report: StepReport) -> None:
         for score in report.scores:
-            assert not self.events[score.request_id], "a score behind a token"
+            assert not self.events[score.request_id], "a score after a token"
             assert score.start == len(self.scores[score.request_id]) + 1
             assert score.tokens
             self.scores[score.request_id] += [own for own, _ in score.tokens]
@@ -136,8 +138,8 @@ def make_scheduler(blocks: int, block_size: int, budget: int, running: int, *, b
     return Scheduler(limits, BlockPool(blocks, block_size))
 
 
-def alone(request: Request) -> Delivered:
-    """What the simulated model generates, by its definition: there is no scheduler, and no cache."""
+def expected_output(request: Request) -> Delivered:
+    """The output of the simulated model by its definition, without scheduler or cache."""
     delivered, read = Delivered([request]), list(enumerate(request.prompt))
     if request.prompt_logprobs is not None:
         positions = range(request.scored + 1, len(read))

@@ -1,1 +1,1 @@
-"""Helpers for tests of GPU code, also without a GPU."""
+"""Helpers for tests of GPU code that also run without a GPU."""

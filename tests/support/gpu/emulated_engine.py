@@ -28,7 +28,7 @@ def tiny_device_runner(
     kernels: Kernels | None = None,
     guides: GrammarTracker | None = None,
 ) -> DeviceRunner:
-    """Around `decoder`, whose weights it shares."""
+    """A device runner that shares the weights of `decoder`."""
     kernels = kernels or ReferenceKernels()
     return device_runner(
         PagedDecoder(decoder, kernels),
@@ -43,7 +43,7 @@ def tiny_device_runner(
 
 
 def tiny_device_engine(decoder: Decoder, *, depth: int = 1, capture: Capture | None = None, **overrides: Any) -> Engine:
-    """An engine around tiny_device_runner(), a step ahead where depth is 1."""
+    """An engine around tiny_device_runner(), which runs one step ahead if depth is 1."""
     sizes = {"tokens_per_step": 128, "max_running": 32, "blocks": 64, **overrides}
     runner = tiny_device_runner(decoder, **sizes)
     runner.warm_up(sizes["tokens_per_step"])

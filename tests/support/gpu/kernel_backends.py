@@ -1,7 +1,7 @@
-"""Where kernels are tested, and at which sizes: on a GPU where there is one, else in Triton's interpreter, in small.
+"""Device and shapes of kernel tests: a GPU if there is one, else Triton's interpreter with small shapes.
 
-The interpreter of Triton 3.7 and 3.8 takes a product of bfloat16 for one of integers, and truncates where it should
-round: that format is for GPUs, and for tests/engine/gpu/test_kernel_compilation.py.
+The interpreter of Triton 3.7 and 3.8 multiplies bfloat16 as integers, and truncates where it should round: only GPUs
+and tests/engine/gpu/test_kernel_compilation.py test that format.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ SHAPES = {
     "long": Shape(n_heads=3, n_kv_heads=1, head_dim=256, block_size=128, lengths=(1100, 512, 513, 1)),
     "late": Shape(n_heads=2, n_kv_heads=1, head_dim=24, block_size=64, lengths=(1111, 1112, 30), window=600),
 }
-"""Groups of 1 to 8, odd head sizes and blocks, and sequences that end at, before and behind the end of a split."""
+"""Groups of 1 to 8 heads, odd head sizes and blocks, and sequences that end at, before and after the end of a split."""
 
 
 def kernels(kind: str, **options: int) -> Kernels:
-    """torch or triton."""
+    """Kernels of this kind: "torch" or "triton"."""
     return ReferenceKernels() if kind == "torch" else triton_kernels(**options)

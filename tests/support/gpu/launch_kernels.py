@@ -1,7 +1,7 @@
-"""Launches every step's kernels through Triton's GPU path, without a GPU, and prints the requested variants.
+"""Launches the kernels of engine steps through Triton's GPU path, without a GPU, and prints the requested variants.
 
-Nothing is compiled and nothing computed: what is asked for is noted, and so is what a captured step launches. In a
-process with TRITON_INTERPRET=1 there is no such way, so the tests start this one without it.
+It compiles and computes nothing: it records the requested variants and the launches of captured steps. Triton has no
+such path in a process with TRITON_INTERPRET=1, so the tests start this program without it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SHAPE = tiny_config(context=640, vocab_size=333, tied_head=False, qk_norm=True, 
 
 
 class LaunchCounter(TorchDispatchMode):
-    """Counts what a captured step would launch: Triton's kernels, and torch's operations that are no views."""
+    """Records what a captured step launches: Triton kernels, and torch operations except views."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -51,7 +51,7 @@ class LaunchCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def capture(self, work: Callable[[], object]) -> Callable[[], object]:
-        """A `Capture` that counts the launches of the step last captured: the one of the fewest rows and splits."""
+        """A `Capture` that records the launches of the step captured last, the one with the fewest rows and splits."""
 
         def count(kernel: Any, *args: Any, **options: Any) -> Any:
             self.names.append(kernel.__name__)
@@ -67,8 +67,8 @@ class LaunchCounter(TorchDispatchMode):
         return work
 
 
-def asked() -> list[Request]:
-    """Requests of all lengths, alone and batched, with all sampling parameters of the device."""
+def make_requests() -> list[Request]:
+    """Requests of many lengths, which run alone and batched, with all sampling parameters of the device."""
     params = [
         SamplingParams(temperature=0),
         SamplingParams(top_k=5, logprobs=3),
@@ -82,9 +82,9 @@ def asked() -> list[Request]:
 
 
 def device_runner(kernels: Any, n_layers: int, *, int8: bool) -> DeviceRunner:
-    """The runner of a decoder with that many layers."""
+    """The runner of a decoder with `n_layers` layers."""
     decoder = tiny_decoder(replace(SHAPE, n_layers=n_layers), dtype=torch.bfloat16)
-    decoder.make_tables()  # float32, as an engine has them
+    decoder.make_tables()  # in float32, as in an engine
     if int8:
         quantize_decoder(decoder, "int8", QuantizedKernels(int8_product=int8_product))
     sizes = {"max_running": ROWS, "tokens_per_step": TOKENS, "blocks": BLOCKS, "block_size": BLOCK}
@@ -92,7 +92,7 @@ def device_runner(kernels: Any, n_layers: int, *, int8: bool) -> DeviceRunner:
 
 
 def launches_per_layer(kernels: Any) -> list[str]:
-    """What one more layer adds to the captured steps of one row: with one split, and with the most."""
+    """Launches that one more layer adds to the captured step with the most launches."""
     steps = []
     for n_layers in (1, 2):
         counter, found = LaunchCounter(), list[list[str]]()
@@ -108,16 +108,16 @@ def launches_per_layer(kernels: Any) -> list[str]:
 
 
 def main() -> dict[str, Any]:
-    """Variants that the start asks for, those that only requests do, and those that the table of variants lacks."""
+    """Variants requested at startup, those requested only by requests, and those missing in the variant table."""
     wanted: set[str] = set()
     triton.runtime.driver.set_active(Driver(90))
-    # True: no need to compile it.
+    # The hook returns True: Triton must not compile the variant.
     triton.knobs.runtime.jit_cache_hook = lambda *, key, fn, **_: not wanted.add(f"{fn.name.split('.')[-1]} {key}")
     found = triton_kernels()
     assert found
     look_up = found.kernels.look_up
-    # Nothing is computed, and an embedding must be in its table.
-    vars(found.kernels)["look_up"] = lambda *asked: RowLookup(*[column_S.zero_() for column_S in look_up(*asked)])
+    # Nothing computes token ids, so zero them: embeddings must be within their table.
+    vars(found.kernels)["look_up"] = lambda *args: RowLookup(*[column_S.zero_() for column_S in look_up(*args)])
     per_layer = launches_per_layer(found.kernels)
     wanted.clear()
     for launch in engine_launches("", SHAPE, torch.bfloat16, BLOCK, ROWS).values():
@@ -135,7 +135,7 @@ def main() -> dict[str, Any]:
     early = sorted(wanted)
     runner.graphs.steps.out.numbers_X.zero_()  # no step has sampled a token yet
     scheduler = Scheduler(StepLimits(tokens_per_step=TOKENS, max_running=ROWS), BlockPool(BLOCKS, BLOCK))
-    texts = run_all(Engine(scheduler, runner, runner), asked())
+    texts = run_all(Engine(scheduler, runner, runner), make_requests())
     runner.run(dummies(1, TOKENS, prompt_logprobs=0))
     late = sorted(wanted - {*early})
     tokens = sum(map(len, texts.values()))

@@ -1,4 +1,4 @@
-"""A TCP proxy whose connections break in the middle of an answer."""
+"""A TCP proxy that cuts connections in the middle of a response."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def cutting_proxy(url: str, *limits: int) -> Iterator[tuple[str, list[int]]]:
-    """Cuts its first connections after so many bytes of the answer, and later ones never.
+    """Cuts its first connections after `limits` bytes of the response each, and later ones never.
 
-    The address, and the limit of each connection that was opened.
+    Yields its address, and a growing list of the limits of the opened connections.
     """
     address = ("127.0.0.1", int(url.rpartition(":")[2]))
     opened: list[int] = []
@@ -22,7 +22,7 @@ def cutting_proxy(url: str, *limits: int) -> Iterator[tuple[str, list[int]]]:
             while data := client.recv(65536):
                 upstream.sendall(data)
 
-    def answer(client: socket.socket, limit: int) -> None:
+    def respond(client: socket.socket, limit: int) -> None:
         with contextlib.suppress(OSError), client, socket.create_connection(address) as upstream:
             threading.Thread(target=forward, args=(client, upstream), daemon=True).start()
             while limit > 0 and (data := upstream.recv(min(4096, limit))):
@@ -35,7 +35,7 @@ def cutting_proxy(url: str, *limits: int) -> Iterator[tuple[str, list[int]]]:
             while True:
                 client, _ = listener.accept()
                 opened.append((*limits, *[1 << 30] * (len(opened) + 1))[len(opened)])
-                threading.Thread(target=answer, args=(client, opened[-1]), daemon=True).start()
+                threading.Thread(target=respond, args=(client, opened[-1]), daemon=True).start()
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=serve, args=(listener,))

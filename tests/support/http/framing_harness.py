@@ -1,4 +1,4 @@
-"""Differential test of request framing: our protocol class in memory against h11, on the same bytes."""
+"""Differential test of request framing: the service's protocol class in memory against h11, on the same bytes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _STATUS = re.compile(rb"HTTP/1\.1 ([0-9]{3}) ")
 
 @dataclass(slots=True, kw_only=True)
 class Request:
-    """A request as a server parsed it."""
+    """A parsed request."""
 
     method: bytes
     target: tuple[bytes | None, bytes, bytes]
@@ -51,7 +51,7 @@ class Request:
     body: bytes = b""
     is_complete: bool = False
     is_unread: bool = False
-    """The application answered without asking for the body."""
+    """The application responded without reading the body."""
 
 
 @dataclass(slots=True)
@@ -59,20 +59,20 @@ class Served:
     """Record of one connection."""
 
     requests: list[Request | None] = field(default_factory=list)
-    """In the order of arrival; None for a request that the application refused by its Host."""
+    """In order of arrival; None for a request that the application rejected for its Host."""
     output: bytearray = field(default_factory=bytearray)
     is_closed: bool = False
-    """By the service, while the client was still there."""
+    """Closed by the service, before the client closed."""
     log: list[str] = field(default_factory=list)
 
     @property
     def statuses(self) -> list[int]:
-        """Status codes of all final answers."""
+        """Status codes of all final responses."""
         return [status for status in map(int, _STATUS.findall(self.output)) if status >= 200]
 
 
 class MemoryTransport(asyncio.Transport):
-    """Keeps what the protocol writes. Raises where uvloop's TCP transport raises."""
+    """Stores what the protocol writes. Raises where uvloop's TCP transport raises."""
 
     def __init__(self, output: bytearray) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class MemoryTransport(asyncio.Transport):
 
 
 class Harness(logging.Handler):
-    """Runs the protocol of the service over memory, with an application that records each request and answers 200."""
+    """Runs the protocol of the service over memory, with an application that records each request and returns 200."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class Harness(logging.Handler):
         self._served = Served()
 
     def __enter__(self) -> Harness:
-        """Keeps what the whole process logs."""
+        """Starts recording the logs of the whole process."""
         logging.getLogger().addHandler(self)
         return self
 
@@ -148,13 +148,13 @@ class Harness(logging.Handler):
         logging.getLogger().removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keeps warnings and errors: nothing that a client sends may cause one."""
+        """Records warnings and errors: no client input may cause one."""
         self._served.log.append(f"{record.getMessage()} {record.exc_info[1] if record.exc_info else ''}")
 
     async def serve(
         self, packets: tuple[bytes, ...], *, then: Callable[[HttpProtocol], Awaitable[object]] | None = None
     ) -> Served:
-        """One connection: the packets, what `then` does to it, and FIN. An empty packet is a FIN, too."""
+        """Serves one connection: the packets, then `then`, then FIN. An empty packet is a FIN too."""
         served = self._served = Served()
         state = ServerState()
         connection = self._protocol(ConnectionLimits(self._limits), self._config, state, {}, asyncio.get_running_loop())
@@ -175,10 +175,10 @@ class Harness(logging.Handler):
             await self._settle(state)
         served.is_closed = transport.has_ended
         transport.abort()
-        if connection.parser:  # else `then` has ended it
+        if connection.parser:  # else `then` closed it
             connection.connection_lost(None)
         await self._settle(state)
-        assert not state.tasks, "a request outlives its connection"
+        assert not state.tasks, "a request task outlives its connection"
         return served
 
     async def _settle(self, state: ServerState) -> None:
@@ -230,7 +230,7 @@ def _deliver(connection: HttpProtocol, transport: MemoryTransport, packet: bytes
 
 @dataclass(slots=True)
 class Reference:
-    """A byte stream as h11 parsed it."""
+    """The requests that h11 parsed from a byte stream."""
 
     requests: list[Request] = field(default_factory=list)
     error: str = ""
@@ -241,11 +241,12 @@ _REQUEST_LINE = re.compile(rb"([A-Z-]+)( +)([!-~]+)( +)(HTTP|RTSP|ICE)(/[0-9]\.[
 
 
 def _normalized(data: bytes, used: Counter[str]) -> bytes:
-    """The next request in the one form that h11 takes.
+    """Rewrites the next request to the only form that h11 accepts.
 
-    llhttp takes other forms, which do not change where a request ends or what it asks for: empty lines before a request
-    (RFC 9112, 2.2: a server SHOULD ignore them), several spaces in the request line (RFC 9112, 3: a recipient MAY), and
-    the names of two other protocols with the syntax of HTTP/1. httptools shows none of the three to a protocol.
+    llhttp accepts other forms too, which change neither the end nor the meaning of a request: empty lines before it
+    (RFC 9112, 2.2: a server SHOULD ignore them), several spaces in the request line (RFC 9112, 3: a recipient MAY
+    accept them), and the names of two other protocols with the syntax of HTTP/1. httptools hides all three from a
+    protocol.
     """
     stripped = data.lstrip(b"\r\n")
     used["empty lines before a request"] += stripped != data
@@ -257,12 +258,12 @@ def _normalized(data: bytes, used: Counter[str]) -> bytes:
     return b"%b %b HTTP%b" % (method, target, version) + stripped[found.end() :]
 
 
-# h11 caps a chunk size at 20 digits, also where most of them are leading zeros; RFC 9112, 7.1 has no such limit.
+# h11 limits a chunk size to 20 digits, leading zeros included; RFC 9112, 7.1 has no such limit.
 h11._readers.chunk_header_re = re.compile(h11._readers.chunk_header_re.pattern.replace(b"{1,20}", b"+"))
 
 
 def read_with_h11(data: bytes) -> Reference:
-    """All requests until the data, or the connection, ends."""
+    """Parses all requests until the data or the connection ends."""
     reference = Reference()
     try:
         while data := _normalized(data, reference.leniencies):
@@ -312,14 +313,14 @@ def _parts(target: bytes) -> tuple[bytes | None, bytes, bytes]:
 
 
 def difference(served: Served, reference: Reference) -> str | None:
-    """How the service differs from the reference, or None. A refusal by the service is no difference."""
+    """How the service differs from the reference, or None. The service may reject what h11 accepts."""
     if served.log:
         return f"logged {served.log}"
     statuses = served.statuses
     if any(status >= 500 for status in statuses):
         return f"answered {statuses}"
     n_read = sum(request.is_complete for request in served.requests if request)
-    n_unread = sum(request.is_unread for request in served.requests if request)  # may be refused before their answer
+    n_unread = sum(request.is_unread for request in served.requests if request)  # may be rejected before their response
     n_answered = statuses.count(200)
     n_refused = len(statuses) - n_answered - served.requests.count(None)
     if not n_read <= n_answered <= n_read + n_unread or n_refused not in (0, 1) or (n_refused and not served.is_closed):
@@ -356,7 +357,7 @@ def _unlike(ours: Request, theirs: Request, is_closed: bool) -> str | None:
 
 
 async def compare(harness: Harness, packets: tuple[bytes, ...]) -> tuple[str | None, Served, Reference]:
-    """One message through both; a few meet an application that answers without reading, as for a wrong key."""
+    """Sends one message through both; for one in eight the application responds unread, as for an invalid key."""
     data = b"".join(packets)
     harness.reads_body = zlib.crc32(data) % 8 != 0
     served = await harness.serve(packets)

@@ -1,4 +1,4 @@
-"""nginx in front of a service."""
+"""Runs nginx in front of a service."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ needs_nginx = pytest.mark.skipif(NGINX is None, reason="needs nginx (Debian: ngi
 
 @contextmanager
 def running_nginx(folder: Path, text: str, events: str = "") -> Iterator[str]:
-    """nginx with `text` in its http block, where PORT becomes its port; yields its address once the service answers."""
+    """Runs nginx with `text` in its http block, with PORT replaced; yields its address once the service responds."""
     (port,) = free_ports(1)
     temporary = "".join(f"{k}_temp_path {folder}/{k};" for k in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
     (folder / "nginx.conf").write_text(
@@ -32,7 +32,7 @@ def running_nginx(folder: Path, text: str, events: str = "") -> Iterator[str]:
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
         url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
-        while not _answers(url):
+        while not _is_live(url):
             assert time.monotonic() < deadline, (folder / "error.log").read_text()
             time.sleep(0.02)
         yield url
@@ -41,7 +41,7 @@ def running_nginx(folder: Path, text: str, events: str = "") -> Iterator[str]:
         process.wait(60)
 
 
-def _answers(url: str) -> bool:
+def _is_live(url: str) -> bool:
     try:
         return httpx.get(f"{url}/health/live").status_code == 200
     except httpx.TransportError:

@@ -1,4 +1,4 @@
-"""HTTP byte by byte on a plain socket, as no client library would send it."""
+"""Raw HTTP on a plain socket, for requests that no client library would send."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.support.servers import Server
 
 STREAM: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True}
 PATIENCE = 60.0
-"""Time-out in seconds for events without a deadline of their own."""
+"""Default timeout in seconds."""
 
 
 def connect(server: Server, *, receive_buffer: int | None = None) -> socket.socket:
-    """A connection with patience of a minute; one with a small buffer fills up soon when it is not read."""
+    """Connects with a timeout of a minute; a small `receive_buffer` soon fills up if the test does not read."""
     connection = socket.socket()
     if receive_buffer:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
@@ -28,25 +28,25 @@ def connect(server: Server, *, receive_buffer: int | None = None) -> socket.sock
 
 
 def reset(connection: socket.socket) -> None:
-    """Closes it with a RST, whatever there is to read."""
+    """Closes the connection with a RST, also with unread data."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
 
 
-def get(path: str = "/health/live", *headers: str) -> bytes:
-    """A GET; headers as `Name: value`."""
+def get_request(path: str = "/health/live", *headers: str) -> bytes:
+    """The bytes of a GET request; headers as `Name: value`."""
     return "\r\n".join([f"GET {path} HTTP/1.1", "Host: x", *headers, "", ""]).encode()
 
 
-def post(body: dict[str, Any], path: str = "/complete", *headers: str) -> bytes:
-    """A POST of JSON."""
+def post_request(body: dict[str, Any], path: str = "/complete", *headers: str) -> bytes:
+    """The bytes of a POST request with a JSON body."""
     data = json.dumps(body).encode()
     lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {len(data)}"]
     return "\r\n".join([*lines, *headers, "", ""]).encode() + data
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """Everything until the server closes; a reset is an end, too."""
+    """Reads until the server closes or resets the connection."""
     got = b""
     try:
         while part := connection.recv(65536):
@@ -56,8 +56,8 @@ def read_all(connection: socket.socket) -> bytes:
     return got
 
 
-def read_answer(connection: socket.socket) -> bytes:
-    """Reads one answer with a Content-Length, while the connection stays open."""
+def read_response(connection: socket.socket) -> bytes:
+    """Reads one response with a Content-Length from an open connection."""
     got = b""
     while b"\r\n\r\n" not in got:
         part = connection.recv(1)
@@ -72,12 +72,12 @@ def read_answer(connection: socket.socket) -> bytes:
 
 
 def status_of(answer: bytes) -> int:
-    """The status of the first answer in there; 0 where there is none."""
+    """Status of the first response in these bytes; 0 if there is none."""
     return int(answer[9:12]) if answer.startswith(b"HTTP/1.1 ") else 0
 
 
 def error_of(answer: bytes) -> dict[str, Any]:
-    """The error object of the only answer in there, whose header names its request too."""
+    """The error object of the only response in these bytes; checks its fields and its X-Request-Id."""
     head, _, body = answer.partition(b"\r\n\r\n")
     error: dict[str, Any] = json.loads(body)["error"]
     assert set(error) >= {"message", "type", "param", "code", "request_id"}
@@ -86,21 +86,21 @@ def error_of(answer: bytes) -> dict[str, Any]:
 
 
 def seconds_until_close(connection: socket.socket) -> tuple[float, bytes]:
-    """How long the server keeps it, and what it says."""
+    """Seconds until the server closes the connection, and what it sent."""
     began = time.monotonic()
-    said = read_all(connection)
-    return time.monotonic() - began, said
+    received = read_all(connection)
+    return time.monotonic() - began, received
 
 
-def dribble(connection: socket.socket, data: bytes, pause: float) -> bytes:
-    """Sends a byte at a time until all is sent or the server has something to say; that, until the close."""
+def send_slowly(connection: socket.socket, data: bytes, pause: float) -> bytes:
+    """Sends a byte per `pause` until all is sent or the server responds; returns the response until the close."""
     connection.settimeout(pause)
     for i in range(len(data)):
         try:
             connection.sendall(data[i : i + 1])
-            if said := connection.recv(1):
+            if received := connection.recv(1):
                 connection.settimeout(PATIENCE)
-                return said + read_all(connection)
+                return received + read_all(connection)
             return b""
         except TimeoutError:
             continue

@@ -1,4 +1,4 @@
-"""Concurrent clients of all endpoints, and their responses without the fields that differ from run to run."""
+"""Concurrent clients of all endpoints, whose outputs leave out fields that differ from run to run."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class RequestSpec:
 
 
 def seeded(body: dict[str, Any], n: int) -> list[RequestSpec]:
-    """The same completion with seeds from 0."""
+    """`n` requests for the same completion, with seeds from 0."""
     return [RequestSpec(body={**body, "seed": seed}) for seed in range(n)]
 
 
-class Answer(Exchange):
-    """The answer received so far. The test reads it in its thread while it arrives in another one."""
+class CompletionExchange(Exchange):
+    """A request and the response received so far, which the test may read from another thread."""
 
     __slots__ = ("_received",)
 
@@ -53,7 +53,7 @@ class Answer(Exchange):
 
     @property
     def body(self) -> bytes:
-        """The body so far, without its framing."""
+        """The body so far, without chunk framing."""
         return bytes(self._received)
 
     @property
@@ -63,12 +63,12 @@ class Answer(Exchange):
 
     @property
     def n_events(self) -> int:
-        """Events of a stream so far."""
+        """Number of stream events so far."""
         return self.body.count(b"\n\n")
 
     @property
     def n_tokens(self) -> int:
-        """Events with tokens so far."""
+        """Number of token events so far."""
         return len(self.arrivals)
 
     @property
@@ -78,11 +78,11 @@ class Answer(Exchange):
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between arrivals, of which each is a token or more."""
+        """Seconds between arrivals of one or more tokens."""
         return [after - before for before, after in pairwise(self.arrivals) if after > before]
 
     def output(self) -> Any:
-        """Output without the fields that differ from run to run; checks the form strictly."""
+        """Output without the fields that differ from run to run; checks the format strictly."""
         assert not self.error, self.error
         text = self.body.decode()
         if text.startswith("{"):
@@ -92,9 +92,9 @@ class Answer(Exchange):
         return _output_of_chunks(text)
 
 
-def received(body: bytes) -> Answer:
-    """An answer with this body and status 200, from elsewhere."""
-    answer = Answer(b"")
+def exchange_with_body(body: bytes) -> CompletionExchange:
+    """An exchange with this response body and status 200, without a request."""
+    answer = CompletionExchange(b"")
     answer.status = 200
     answer.on_body(body)
     return answer
@@ -103,14 +103,14 @@ def received(body: bytes) -> Answer:
 @contextmanager
 def concurrent_requests(
     server: Server, specs: Sequence[RequestSpec], *, pause: float = 0.0, disconnect: threading.Event | None = None
-) -> Iterator[list[Answer]]:
-    """Sends all requests at once; the answers fill while the test runs, and are complete at the end.
+) -> Iterator[list[CompletionExchange]]:
+    """Sends all requests at once; responses arrive while the block runs, and are complete at its end.
 
-    pause: seconds that a client waits after each read. disconnect: all clients disconnect when this event is set,
-    which the end of the block does too.
+    pause: seconds that a client waits after each read. disconnect: event on which all clients disconnect; the end of
+    the block sets it too.
     """
     address = server.service.address
-    answers = [Answer(address.request("POST", spec.path, json.dumps(spec.body).encode())) for spec in specs]
+    answers = [CompletionExchange(address.request("POST", spec.path, json.dumps(spec.body).encode())) for spec in specs]
     thread = threading.Thread(target=asyncio.run, args=(_send_all(address, answers, pause, disconnect),))
     thread.start()
     try:
@@ -121,15 +121,15 @@ def concurrent_requests(
         thread.join()
 
 
-def send_all(server: Server, specs: Sequence[RequestSpec]) -> list[Answer]:
-    """Sends all requests at once and waits for their answers."""
+def send_all(server: Server, specs: Sequence[RequestSpec]) -> list[CompletionExchange]:
+    """Sends all requests at once and waits for their responses."""
     with concurrent_requests(server, specs) as answers:
         pass
     return answers
 
 
 class _PausingClient(Client):
-    """Waits after each read."""
+    """A client that pauses after each read."""
 
     def __init__(self, address: Address, pause: float) -> None:
         super().__init__(address)
@@ -142,7 +142,9 @@ class _PausingClient(Client):
             asyncio.get_running_loop().call_later(self._pause, transport.resume_reading)
 
 
-async def _send_all(address: Address, answers: list[Answer], pause: float, disconnect: threading.Event | None) -> None:
+async def _send_all(
+    address: Address, answers: list[CompletionExchange], pause: float, disconnect: threading.Event | None
+) -> None:
     clients = [_PausingClient(address, pause) for _ in answers]
     work = asyncio.gather(*(client.run(answer) for client, answer in zip(clients, answers, strict=True)))
     deadline = time.monotonic() + _LONGEST
@@ -178,26 +180,26 @@ def _output_of_events(text: str) -> Any:
 
 
 def _output_of_chunks(text: str) -> Any:
-    blocks = text.replace(": ping\n", "").split("\n\n")  # several may precede a chunk; in JSON a line's end is escaped
+    blocks = text.replace(": ping\n", "").split("\n\n")  # several may precede a chunk; JSON escapes line ends
     assert blocks[-2:] == ["data: [DONE]", ""], text[-200:]
     chunks = [json.loads(block.removeprefix("data: ")) for block in blocks[:-2]]
     texts: dict[int, str] = {}
     ends: dict[int, str] = {}
     for chunk in chunks:
         for choice in chunk.get("choices", []):
-            assert choice["index"] not in ends, "nothing comes behind the end"
+            assert choice["index"] not in ends, "a chunk after the finish reason"
             texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
             if choice["finish_reason"]:
                 ends[choice["index"]] = choice["finish_reason"]
     return {"texts": texts, "ends": ends, "errors": [_same(chunk["error"]) for chunk in chunks if "error" in chunk]}
 
 
-def outputs(answers: Sequence[Answer]) -> list[Any]:
-    """The output of each response."""
+def outputs(answers: Sequence[CompletionExchange]) -> list[Any]:
+    """The output of each exchange."""
     return [answer.output() for answer in answers]
 
 
-def count_same(answers: Sequence[Answer], expected: Sequence[Any]) -> int:
+def count_same(answers: Sequence[CompletionExchange], expected: Sequence[Any]) -> int:
     """Number of responses with the expected output; prints the others."""
     pairs = list(zip(outputs(answers), expected, strict=True))
     print(*[(output, one) for output, one in pairs if output != one], sep="\n")
@@ -205,7 +207,7 @@ def count_same(answers: Sequence[Answer], expected: Sequence[Any]) -> int:
 
 
 def kill_engine(server: Server, *others: int) -> None:
-    """Kills the engine, and other processes, and waits for its restart. A fake engine is back too soon to be missed."""
+    """Kills the engine and `others`; waits until the metric counts a restart: a fake engine is never seen missing."""
     before = server.metric("engine_restarts_total")
     for pid in (engine_pid(server), *others):
         os.kill(pid, signal.SIGKILL)
@@ -213,7 +215,7 @@ def kill_engine(server: Server, *others: int) -> None:
 
 
 def children(server: Server) -> list[int]:
-    """Processes of the service, except its first."""
+    """Child processes of the service."""
     return processes.children(server.process.pid)
 
 
@@ -224,7 +226,7 @@ def engine_pid(server: Server) -> int:
 
 
 def engine_pids(server: Server) -> list[int]:
-    """Empty while an engine starts."""
+    """Process ids of the engines; empty while they start."""
     commands = {pid: _command(pid) for pid in children(server)}
     engines = (b"app.engine", b"tests.support.fake_engine")
     return [pid for pid, command in commands.items() if any(engine in command for engine in engines)]
@@ -233,7 +235,7 @@ def engine_pids(server: Server) -> list[int]:
 def _command(pid: int) -> bytes:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+    except (FileNotFoundError, ProcessLookupError):  # it has ended
         return b""
 
 

@@ -1,6 +1,6 @@
-"""Two tenants of one service: latency of a victim's requests alone, and concurrent with an attacker's load.
+"""Latency of a tenant's requests alone and concurrent with another tenant's load.
 
-As a program, it is the attacker: it reads a Load from standard input, and works until it is killed.
+Run as a program, it is the attacker: it reads a Load from standard input, and sends requests until it is killed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support.load.open_loop import spawn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Seconds of the victim's requests: medians, and how many there were of each kind."""
+    """Median seconds of the victim's requests, and the number of requests of each kind."""
 
     alone: float
     concurrent: float
@@ -36,25 +36,25 @@ class Cost:
 
     @property
     def ratio(self) -> float:
-        """How many times as long the victim waits."""
+        """Slowdown of the victim by the load."""
         return self.concurrent / self.alone
 
 
 class Load(Struct, frozen=True, kw_only=True):
-    """The attacker's requests, in turn; a client sends its next one when it has read the answer to its last."""
+    """The attacker's requests, sent in turn; each client reads a response before it sends the next request."""
 
     url: str
     key: str
     requests: Sequence[tuple[str, Any]]
     clients: int
     pause: float = 0.0
-    """Seconds between two requests of a client."""
+    """Seconds between requests of a client."""
     outcomes: str = ""
-    """File to which a line for each response is appended: its status, and the message of an error."""
+    """File to which each response appends a line: status and error message."""
 
 
-def cost(victim: Callable[[], float], load: Load, *, rounds: int, each: int) -> Cost:
-    """The victim's requests without and with the load in turns, so that both see the same machine."""
+def measure_cost(victim: Callable[[], float], load: Load, *, rounds: int, each: int) -> Cost:
+    """Measures the victim's requests with and without the load in alternation, under the same machine conditions."""
     alone: list[float] = []
     concurrent: list[float] = []
     victim()
@@ -62,21 +62,21 @@ def cost(victim: Callable[[], float], load: Load, *, rounds: int, each: int) -> 
         if alone:
             _wait_until_quiet(victim, statistics.median(alone))
         alone += [victim() for _ in range(each)]
-        with running(load):
+        with running_load(load):
             concurrent += [victim() for _ in range(each)]
     return Cost(alone=statistics.median(alone), concurrent=statistics.median(concurrent), n=rounds * each)
 
 
 def _wait_until_quiet(victim: Callable[[], float], alone: float) -> None:
-    """The service may go on with the attacker's last requests for a while, which would count as alone."""
+    """Waits until the service has finished the attacker's last requests, which would distort `alone`."""
     end = time.monotonic() + 15
     while max(victim() for _ in range(3)) > 2 * alone and time.monotonic() < end:
         pass
 
 
 @contextlib.contextmanager
-def running(load: Load, warm_up: float = 0.5) -> Iterator[None]:
-    """The attacker, as a process of its own."""
+def running_load(load: Load, warm_up: float = 0.5) -> Iterator[None]:
+    """Runs the attacker as a separate process."""
     process = spawn("tests.support.load.noisy_neighbor", load, subprocess.PIPE)
     assert process.stdout
     try:
@@ -91,7 +91,7 @@ def running(load: Load, warm_up: float = 0.5) -> Iterator[None]:
 
 
 class _Discarded(Exchange):
-    """Keeps the last piece of its answer only: the attacker must not use the cores that the victim is measured on."""
+    """Stores only the last piece of the response, to save the attacker CPU time that the victim's measurement needs."""
 
     def on_body(self, piece: bytes) -> None:
         self._pieces = [piece]
@@ -109,7 +109,7 @@ async def _attack(load: Load) -> None:
             if file is not None and exchange.status:
                 message = "" if exchange.status == 200 else json.loads(exchange.body)["error"]["message"]
                 os.write(file, f"{exchange.status} {message}\n".encode())
-            # A client that ignores Retry-After, but is no flood.
+            # Ignores Retry-After, but does not flood the service.
             await asyncio.sleep(max(load.pause, 0.05 if exchange.status in (0, 503) else 0.0))
 
     async with asyncio.TaskGroup() as group:

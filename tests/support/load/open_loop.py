@@ -1,8 +1,8 @@
-"""An open-loop load generator: requests arrive at a fixed rate, independent of earlier answers.
+"""An open-loop load generator: requests arrive at a fixed rate, independent of earlier responses.
 
-A closed loop waits for answers, and so offers an overloaded service just what it can bear. This one does not wait; it
-is bounded in count and in time. `run(plan)` measures in a process of its own, `started(plan)` lets the test look at the
-service meanwhile. Its clients are those of benchmarks/client.py.
+A closed loop waits for responses, and so never overloads a service. This one does not wait; it is bounded in count and
+in time. `run(plan)` measures in a separate process; `started(plan)` lets the test watch the service meanwhile. Its
+clients are those of benchmarks/client.py.
 """
 
 from __future__ import annotations
@@ -35,45 +35,45 @@ class Plan(Struct, frozen=True, kw_only=True):
 
     url: str
     bodies: tuple[bytes, ...]
-    """JSON, used in turn; no body is GET. `SEED` in one is replaced by the number of the request."""
+    """JSON bodies, used in turn; without bodies, requests are GETs. `SEED` is replaced by the request's number."""
     rate: float
-    """Requests a second."""
+    """Requests per second."""
     seconds: float
     path: str = "/complete"
     headers: tuple[tuple[str, str], ...] = ()
     most: int = 100_000
-    """Never more requests than this."""
+    """Maximum number of requests."""
     patience: float = 10.0
-    """Seconds after the last arrival until what is still open is cut."""
+    """Seconds after the last arrival after which open requests are cut off."""
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
-    """What became of one request. Times are seconds since it was due, which is not later than it was sent."""
+    """Outcome of one request. Times are seconds since it was due, which is never after it was sent."""
 
     due: float
-    """Monotonic seconds, by the machine's clock: comparable between processes."""
+    """Seconds of the monotonic clock, comparable between processes."""
     status: int = 0
-    """0 where no answer came."""
+    """0 without a response."""
     retry_after: int | None = None
     first_token: float | None = None
     end: float | None = None
-    """None where it was cut."""
+    """None if it was cut off."""
     error: str = ""
-    """Why there is no whole answer: refused connection, reset, cut, or an `error` event in the stream."""
+    """Why the response is incomplete: refused connection, reset, cut off, or an `error` event in the stream."""
 
     @property
     def is_good(self) -> bool:
-        """A whole answer of status 200, and no error in it."""
+        """Whether the response is complete, with status 200 and no error."""
         return self.status == 200 and not self.error
 
     @property
     def is_refused(self) -> bool:
-        """429 or 503."""
+        """Whether the status is 429 or 503."""
         return self.status in _REFUSED
 
 
 class Spread(Struct, frozen=True):
-    """Seconds; all zero where there is nothing."""
+    """Distribution of durations in seconds; all zero if there are none."""
 
     n: int
     p50: float
@@ -95,7 +95,7 @@ class Summary(Struct, frozen=True, kw_only=True):
 
 
 def spread(values: Iterable[float]) -> Spread:
-    """Percentiles of some seconds."""
+    """Percentiles of durations."""
     ordered = sorted(values)
     if not ordered:
         return Spread(0, 0.0, 0.0, 0.0)
@@ -103,7 +103,7 @@ def spread(values: Iterable[float]) -> Spread:
 
 
 def summary(outcomes: Sequence[Outcome]) -> Summary:
-    """All there is to say about them."""
+    """Summarizes outcomes."""
     good = [o for o in outcomes if o.is_good]
     refused = [o for o in outcomes if o.is_refused]
     return Summary(
@@ -131,21 +131,21 @@ def spawn(module: str, plan: Struct, stdout: int | IO[bytes]) -> subprocess.Pope
 
 
 class Load:
-    """A generator in a process of its own."""
+    """A load generator in a separate process."""
 
     def __init__(self, plan: Plan) -> None:
-        self._longest = plan.seconds + plan.patience + 120  # it starts and sends late where others have the cores
-        # Not a pipe: the test reads nothing while it watches the service, and uvloop's processes write only what fits.
+        self._longest = plan.seconds + plan.patience + 120  # it starts and sends late on a busy machine
+        # Not a pipe: the test does not read while it watches the service, and a uvloop process writes only what fits.
         self._results = tempfile.TemporaryFile()  # noqa: SIM115 - stop() closes it
         self._process = spawn("tests.support.load.open_loop", plan, self._results)
 
     def stop(self) -> None:
-        """Ends it at once; any number of times."""
+        """Kills the generator; idempotent."""
         with self._process, self._results:
             self._process.kill()
 
     def outcomes(self) -> list[Outcome]:
-        """Waits for the end."""
+        """Waits for the end of the load."""
         assert self._process.wait(timeout=self._longest) == 0, "the load generator failed"
         self._results.seek(0)
         return msgspec.msgpack.decode(self._results.read(), type=list[Outcome])
@@ -153,7 +153,7 @@ class Load:
 
 @contextmanager
 def started(plan: Plan) -> Iterator[Load]:
-    """Runs the load in a separate process, which ends with the block at the latest."""
+    """Runs the load in a separate process, which is killed at the end of the block."""
     load = Load(plan)
     try:
         yield load
@@ -162,7 +162,7 @@ def started(plan: Plan) -> Iterator[Load]:
 
 
 def run(plan: Plan) -> list[Outcome]:
-    """Runs the load in a separate process to its end. Outcomes in the order of arrival."""
+    """Runs the load in a separate process to its end; returns outcomes in order of arrival."""
     with started(plan) as load:
         return load.outcomes()
 
@@ -195,7 +195,7 @@ async def _offer(plan: Plan) -> list[Outcome]:
         if (wait := due - time.monotonic()) > 0:
             await asyncio.sleep(wait)
         elif not number % 20:
-            await asyncio.sleep(0)  # behind: answers are still read
+            await asyncio.sleep(0)  # behind schedule: still read responses
         body = plan.bodies[number % len(plan.bodies)].replace(b"SEED", str(number).encode()) if plan.bodies else b""
         exchange = Exchange(address.request("POST" if body else "GET", plan.path, body, plan.headers))
         exchanges.append(exchange)
@@ -209,7 +209,7 @@ async def _offer(plan: Plan) -> list[Outcome]:
             task.add_done_callback(opening.discard)
     limit = time.monotonic() + plan.patience
     for exchange in exchanges:
-        while exchange.ended is None and time.monotonic() < limit:  # noqa: ASYNC110 - an event for each would cost more
+        while exchange.ended is None and time.monotonic() < limit:  # noqa: ASYNC110 - one event per exchange would cost more
             await asyncio.sleep(0.02)
     outcomes = [_outcome(exchange, begin + number / plan.rate) for number, exchange in enumerate(exchanges)]
     for client in clients:

@@ -1,4 +1,4 @@
-"""Weights with one defect each that a reload must refuse, and the expected error messages."""
+"""Weights with one defect each, which a reload must refuse, and the expected error messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PROMPT = [5, 9, 200, 31, 7, 64, 100, 18]
 
 
 def good_weights(directory: Path, seed: int) -> Path:
-    """A tiny model with all its proofs."""
+    """Writes a tiny model with golden.json and manifest.json."""
     files = tiny_files(tiny_decoder(seed=seed), _PROMPT)
     write_files(directory, {**files, MANIFEST_FILE: manifest_file(files)})
     return directory
@@ -61,7 +61,7 @@ def _large_tokenizer(path: Path) -> None:
 
 
 def _exploding(path: Path, **changes: int) -> None:
-    """Every number is finite, and no golden.json says what the model should say: a directory of Hugging Face."""
+    """All weights are finite but activations overflow; without golden.json, like a Hugging Face directory."""
     decoder = tiny_decoder(tiny_config(**changes))
     for name, parameter in decoder.named_parameters():
         parameter.mul_(1e25 if "mlp" in name else 1)
@@ -70,7 +70,7 @@ def _exploding(path: Path, **changes: int) -> None:
 
 
 def _loud_norms(path: Path) -> None:
-    """One kind of tensor alone makes infinities, and NaN of their differences."""
+    """Huge norm weights alone overflow to infinities, whose differences are NaN."""
     tensors = load_file(path / "model.safetensors")
     loud = {name: tensor.fill_(1e30) if "norm" in name else tensor for name, tensor in tensors.items()}
     save_file(loud, path / "model.safetensors")
@@ -87,7 +87,7 @@ def _change_config(path: Path, **changes: object) -> None:
 
 
 KV_BLOCKS = 64
-"""What the service must be started with: more than a context of 256 needs, less than one of 8192."""
+"""Blocks to start the service with: enough for a context of 256, too few for one of 8192."""
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "a missing file": (lambda path: (path / "model.safetensors").unlink(), "model.safetensors: no such file"),
     "a truncated file": (_truncated, "it is truncated"),
@@ -131,7 +131,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 def bad_weights(directory: Path, good: Path, kind: str) -> Path:
-    """A copy of good weights with one thing wrong; without a manifest, which would find all of them."""
+    """Copies good weights and adds one defect; without a manifest, which would detect all of them."""
     shutil.copytree(good, directory)
     (directory / MANIFEST_FILE).unlink()
     BAD[kind][0](directory)

@@ -1,7 +1,7 @@
-"""Checks mutated weights directories in this process, one after another: -m MODULE FOLDER --count N.
+"""Runs `check` on mutated weights directories, one after another, in this process: -m MODULE FOLDER --count N.
 
-A program of its own, so that what a test process cannot survive or undo (a signal, an audit hook, descriptor 2, a
-peak of memory) is seen. Its last line is one JSON object.
+A separate program, since a test process cannot survive or undo some effects (a signal, an audit hook, descriptor 2, a
+memory peak). Its last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _SHAPES = {
     "own": tiny_config(**_SMALL, **GPT2 | {"positions": "sinusoidal", "activation": "relu"}, norm_position="post",
                        final_norm=False, tied_head=False, head_bias=True, n_encoder_layers=1),
 }  # fmt: skip
-# What a check may do beyond reading the files of its directory: throw away what a Rust panic prints.
+# A check may read the files of its directory, and discard the output of a Rust panic.
 _MAY_WRITE = {os.devnull}
 _SANDBOX = [sys.executable, "-P", "-m", "app.tokenization.tokenizer_worker"]
-"""Regular expressions that are not known to be linear are timed there."""
-# What an engine asks of the machine that it starts on.
+"""Times regular expressions that are not known to be linear."""
+# Files from which an engine reads the machine's properties at startup.
 _MAY_READ = (
     "/proc/meminfo",
     "/proc/cpuinfo",
@@ -53,7 +53,7 @@ _MAY_READ = (
     "/sys/devices/system/",
     "/sys/devices/cpu_core/",
 )
-# open and listing events are looked at one by one; these report no more than a look.
+# Harmless audit events; "open" and others are checked one by one.
 _HARMLESS = (
     "object.__",
     "os.scandir",
@@ -69,7 +69,7 @@ _HARMLESS = (
 
 
 def valid_directories() -> dict[str, Files]:
-    """One of each kind, small enough for a thousand checks in seconds."""
+    """One directory of each kind, small enough for a thousand checks in seconds."""
     prompt = [5, 9, 200, 31, 7]
     made: dict[str, Files] = {
         name: {**tiny_files(tiny_decoder(config), prompt, temperature=0.8)} for name, config in _SHAPES.items()
@@ -91,7 +91,7 @@ def _sharded(files: Files) -> Files:
 
 
 def write(directory: Path, files: Files) -> None:
-    """Replaces the directory."""
+    """Replaces the directory by these files."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
     for name, content in files.items():
@@ -106,7 +106,7 @@ def write(directory: Path, files: Files) -> None:
 
 
 class Watch:
-    """Remembers what a check does that it must not: an audit hook, armed only while a check runs."""
+    """Audit hook that records forbidden operations of a check; armed only while one runs."""
 
     def __init__(self) -> None:
         self.directory = ""
@@ -122,7 +122,7 @@ class Watch:
             return
         if event == "open":
             path, mode, flags = arguments
-            if isinstance(path, int):  # a pipe to the sandbox
+            if isinstance(path, int):  # a pipe to the sandbox worker
                 return
             reads_own = os.path.realpath(path).startswith(self.directory) and not flags & (os.O_WRONLY | os.O_RDWR)
             if reads_own or path in _MAY_WRITE or (str(path).startswith(_MAY_READ) and mode == "r"):
@@ -130,7 +130,7 @@ class Watch:
         self.seen.append(f"{event} {str(arguments)[:200]}")
 
     def _is_child(self, pid: int) -> bool:
-        """Whether this process started it; one that has ended is there until it was waited for."""
+        """Whether the process is a child of this one, zombies included."""
         directory, self.directory = self.directory, ""
         try:
             return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] == str(os.getpid())
@@ -139,7 +139,7 @@ class Watch:
 
 
 def _with_unproven_regex(files: Files) -> Files:
-    """Loads what a check needs only where a regular expression has to be timed."""
+    """Files with a regular expression that a check has to time, so that it loads the code for that."""
     raw = json.loads(files["tokenizer.json"])
     split = {"type": "Split", "pattern": {"Regex": "[b-y]+|[^b-y]"}, "behavior": "Isolated", "invert": False}
     raw["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, raw["pre_tokenizer"]]}
@@ -148,7 +148,7 @@ def _with_unproven_regex(files: Files) -> Files:
 
 @contextlib.contextmanager
 def _captured(log: Path) -> Iterator[None]:
-    """Descriptors 1 and 2 into files: Rust knows nothing of sys.stderr."""
+    """Redirects descriptors 1 and 2 to files, since Rust does not write to sys.stderr."""
     kept = os.dup(1), os.dup(2)
     out = [os.open(log.with_suffix(suffix), os.O_RDWR | os.O_CREAT | os.O_TRUNC) for suffix in (".out", ".err")]
     for number in (1, 2):
@@ -165,7 +165,7 @@ def _captured(log: Path) -> Iterator[None]:
 
 
 def judge(directory: Path, log: Path, watch: Watch) -> tuple[int | None, str]:
-    """The check's exit code and what is wrong with how it went, or nothing."""
+    """Runs a check; returns its exit code, and what it did wrong, or ""."""
     started = time.monotonic()
     code: int | None = None
     with _captured(log):
@@ -186,13 +186,13 @@ def judge(directory: Path, log: Path, watch: Watch) -> tuple[int | None, str]:
 
 
 def _status_mib(key: str) -> float:
-    # Not getrusage: its peak begins with that of the process that started this one.
+    # Not getrusage: its peak starts at that of the parent process.
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(key))
 
 
 class Harness:
-    """Valid directories, the folder in which they are mutated, and the monitor of the checker."""
+    """Mutates valid directories in a folder, and watches the checker."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -201,7 +201,7 @@ class Harness:
         self.watch = Watch()
         self.valid = valid_directories()
         tried = [*self.valid.values(), _with_unproven_regex(self.valid["gpt2"])]
-        for files in [*tried, *tried]:  # twice: what is loaded late is loaded then
+        for files in [*tried, *tried]:  # twice, to load what the checker loads lazily
             write(self.directory, files)
             outcome = judge(self.directory, self.log, self.watch)
         assert outcome == (0, ""), outcome
@@ -209,7 +209,7 @@ class Harness:
         self.rss_mib = _status_mib("VmRSS")
 
     def run(self, seed: int, numbers: range) -> dict[str, Any]:
-        """Counts, the worst time and memory, and every failure with the number that repeats it."""
+        """Checks mutations `numbers`; returns counts, worst time and memory, and failures with their numbers."""
         failures, kinds, slowest, most_growth = [], Counter[str](), 0.0, 0.0
         for number in numbers:
             rng = Random(f"{seed}/{number}")
@@ -218,7 +218,7 @@ class Harness:
             description = f"{number}: {base}, {mutate(rng, files)}"
             (self.folder / "current").write_text(description, errors="replace")
             write(self.directory, files)
-            Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
             faulthandler.dump_traceback_later(60, exit=True)
             started = time.monotonic()
             code, wrong = judge(self.directory, self.log, self.watch)
@@ -234,7 +234,7 @@ class Harness:
 
 
 def _believing_header(path: Path) -> dict[str, StoredTensor]:
-    """What reading a header is without checks."""
+    """Reads a header without checks."""
     with path.open("rb") as file:
         length = file.read(8)
         header = length + file.read(int.from_bytes(length, "little"))
@@ -263,7 +263,7 @@ def _take_time(text: str) -> str:
     return text
 
 
-# A checker that ... and must be found out within so many mutations.
+# What a sabotaged checker does -> (owner, attribute, replacement, mutations within which a run must detect it).
 SABOTAGE: dict[str, tuple[Any, str, Any, int]] = {
     "believes the header": (tensor_index, "read_header", _believing_header, 40),
     "raises a bare exception": (check, "one_line", _raise, 1),
@@ -275,7 +275,7 @@ SABOTAGE: dict[str, tuple[Any, str, Any, int]] = {
 
 
 def run_controls(harness: Harness, seed: int) -> dict[str, int]:
-    """How many failures each sabotage led to."""
+    """Number of failures that each sabotage causes."""
     found = {}
     for name, (owner, attribute, value, count) in SABOTAGE.items():
         with mock.patch.object(owner, attribute, value):
@@ -284,7 +284,7 @@ def run_controls(harness: Harness, seed: int) -> dict[str, int]:
 
 
 def main() -> int:
-    """Exit code 0 whatever was found."""
+    """Prints the findings; the exit code is always 0."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=1)

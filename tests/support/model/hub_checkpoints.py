@@ -1,4 +1,4 @@
-"""Small random checkpoints of every Hugging Face family, saved by transformers itself: the oracle of the families."""
+"""Small random checkpoints of every Hugging Face family, saved by transformers: the oracle of family tests."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt2-c": {"n_embd": 48, "n_layer": 3, "n_head": 2, "n_positions": 128, "n_inner": 100}
     | {"activation_function": "gelu", "layer_norm_epsilon": 1e-3},
 }
-"""Heads per kv head 1, 3 and 4, head sizes 12, 16, 20 and 24, windows and scalings that matter within 128 tokens."""
+"""1, 3 and 4 heads per kv head, head sizes 12, 16, 20 and 24, windows and scalings that matter within 128 tokens."""
 
 
 def family_name(case: str) -> str:
@@ -61,8 +61,8 @@ def family_name(case: str) -> str:
     return case.partition("-")[0]
 
 
-def their_model(case: str, **changes: Any) -> Any:
-    """Theirs, every parameter loud: biases that are 0 and norms that are 1 would hide a mistake."""
+def reference_model(case: str, **changes: Any) -> Any:
+    """The transformers model with random parameters: biases of 0 and norms of 1 would hide mistakes."""
     config = transformers.AutoConfig.for_model(family_name(case), **{**_COMMON, **CASES[case], **changes})
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     generator = torch.Generator().manual_seed(sorted(CASES).index(case))
@@ -75,15 +75,15 @@ def their_model(case: str, **changes: Any) -> Any:
     return model
 
 
-def save_theirs(case: str, directory: Path) -> Any:
-    """Writes their model to `directory`, and returns it."""
-    model = their_model(case)
+def save_reference(case: str, directory: Path) -> Any:
+    """Saves the reference model to `directory`, and returns it."""
+    model = reference_model(case)
     model.save_pretrained(directory)
     return model
 
 
-def their_logits(model: Any, tokens: list[int]) -> Tensor:
-    """[T, V] of one sequence."""
+def reference_logits(model: Any, tokens: list[int]) -> Tensor:
+    """Logits [T, V] of one sequence."""
     with torch.inference_mode():
         logits_TV: Tensor = model(torch.tensor([tokens])).logits[0]
     return logits_TV

@@ -1,4 +1,4 @@
-"""Small tokenizers of every supported kind, built with the tokenizers package as their authors built them."""
+"""Small tokenizers of every supported kind, built with the tokenizers package as their authors did."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FEW_WORDS = TEXT[:60]
 
 
 def save(rust: Tokenizer, directory: Path, changes: dict[str, Any] | None = None, **config: Any) -> Path:
-    """The files of a tokenizer: tokenizer.json with top-level `changes`, tokenizer_config.json if there is `config`."""
+    """Writes tokenizer.json, with top-level `changes`, and tokenizer_config.json if there is a `config`."""
     raw = json.loads(rust.to_str()) | (changes or {})
     (directory / "tokenizer.json").write_text(json.dumps(raw), encoding="utf-8")
     if config:
@@ -30,7 +30,7 @@ def save(rust: Tokenizer, directory: Path, changes: dict[str, Any] | None = None
 
 
 def gpt2(pre: pre_tokenizers.PreTokenizer | None = None) -> Tokenizer:
-    """Byte-level BPE, nothing added to a text."""
+    """Byte-level BPE that adds nothing to a text."""
     rust = Tokenizer(models.BPE())
     rust.pre_tokenizer = pre or pre_tokenizers.ByteLevel(add_prefix_space=False)
     rust.decoder = decoders.ByteLevel()
@@ -43,7 +43,7 @@ def gpt2(pre: pre_tokenizers.PreTokenizer | None = None) -> Tokenizer:
 
 
 def llama3() -> Tokenizer:
-    """Byte-level BPE in sequences, with BOS."""
+    """Byte-level BPE with sequences of components, and BOS."""
     bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     rust = gpt2(pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(SPLIT), "isolated"), bytewise]))
     rust.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
@@ -55,7 +55,7 @@ def llama3() -> Tokenizer:
 
 
 def qwen() -> Tokenizer:
-    """Byte-level BPE of composed text, with spaces as added tokens that are no special ones."""
+    """Byte-level BPE of NFC text, with added tokens that are not special."""
     rust = gpt2()
     rust.normalizer = normalizers.NFC()
     rust.add_tokens([AddedToken("    ", normalized=False), AddedToken("caf\u00e9!\u4e2d", normalized=False)])
@@ -90,21 +90,21 @@ def _bpe(*, strip: bool) -> Tokenizer:
 
 
 def llama2() -> Tokenizer:
-    """SentencePiece-style BPE: a normaliser puts U+2581 before every text."""
+    """SentencePiece-style BPE: a normalizer puts U+2581 before every text."""
     rust = _bpe(strip=True)
     rust.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
     return rust
 
 
 def mistral() -> Tokenizer:
-    """SentencePiece-style BPE: the pre-tokeniser puts U+2581 before a text that does not begin with a space."""
+    """SentencePiece-style BPE: the pre-tokenizer puts U+2581 before a text that does not begin with a space."""
     rust = _bpe(strip=True)
     rust.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     return rust
 
 
 def gemma() -> Tokenizer:
-    """SentencePiece-style BPE that puts nothing before a text, with runs of spaces among its added tokens."""
+    """SentencePiece-style BPE that puts nothing before a text, with a run of spaces as an added token."""
     rust = _bpe(strip=False)
     rust.normalizer = normalizers.Replace(" ", SPACE)
     rust.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
@@ -113,7 +113,7 @@ def gemma() -> Tokenizer:
 
 
 def unigram() -> Tokenizer:
-    """Unigram that knows few characters, with byte fallback."""
+    """Unigram with few characters and byte fallback."""
     rust = _trained_unigram(_FEW_WORDS)
     pieces = [tuple(piece) for piece in json.loads(rust.to_str())["model"]["vocab"]]
     rust.model = models.Unigram(pieces + [(byte, -20.0) for byte in BYTES], 0, byte_fallback=True)
@@ -122,7 +122,7 @@ def unigram() -> Tokenizer:
 
 
 def unigram_with_unknown() -> Tokenizer:
-    """Unigram without byte fallback: what it does not know is lost."""
+    """Unigram without byte fallback: unknown characters are lost."""
     rust = _trained_unigram(TEXT)
     rust.decoder = decoders.Metaspace()
     return rust
@@ -138,7 +138,7 @@ def _trained_unigram(text: str) -> Tokenizer:
 
 
 def words(pre: pre_tokenizers.PreTokenizer | None = None) -> Tokenizer:
-    """Whole words."""
+    """One token per word."""
     rust = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
     rust.pre_tokenizer = pre or pre_tokenizers.WhitespaceSplit()
     rust.train_from_iterator([TEXT], trainers.WordLevelTrainer(special_tokens=["<unk>"], show_progress=False))
@@ -147,12 +147,12 @@ def words(pre: pre_tokenizers.PreTokenizer | None = None) -> Tokenizer:
 
 
 def words_and_marks() -> Tokenizer:
-    """Words, and marks apart from them."""
+    """One token per word or punctuation mark."""
     return words(pre_tokenizers.Whitespace())
 
 
 def characters() -> Tokenizer:
-    """One token per character, as in many courses."""
+    """One token per character, as in many tutorials."""
     rust = Tokenizer(models.BPE({character: i for i, character in enumerate(sorted(set(TEXT)))}, []))
     rust.decoder = decoders.Fuse()
     return rust
@@ -172,4 +172,4 @@ KINDS: dict[str, tuple[Callable[[], Tokenizer], str]] = {
     "words_and_marks": (words_and_marks, "word-level"),
     "characters": (characters, "BPE"),
 }
-"""name -> (how it is built, what its `kind` says)"""
+"""name -> (builder, its `kind`)"""

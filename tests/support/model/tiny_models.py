@@ -1,4 +1,4 @@
-"""Tiny random models for the tests: a few kilobytes, made in milliseconds, as awkward as real ones (grouped heads)."""
+"""Tiny random models for tests: a few kilobytes, made in milliseconds, with grouped heads like real ones."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ GPT2: dict[str, Any] = {
     "norm": "layernorm", "norm_bias": True, "gated": False, "activation": "gelu_tanh", "positions": "learned",
     "qkv_bias": True, "out_bias": True, "mlp_bias": True, "n_kv_heads": 4,
 }  # fmt: skip
-"""Changes that make tiny_config() the layout of GPT-2."""
+"""Changes to tiny_config() that give the architecture of GPT-2."""
 TEXT = (
     "Once upon a time there was a fox who sang to the moon. The moon answered him, and the night was long.\n"
     "\u201cWho are you?\u201d asked the owl, caf\u00e9 in claw \U0001f98a\U0001f989. \u2018I,\u2019 said the fox.\n"
 ) * 20
 VOCAB = 320
 WAY: ContextVar[str] = ContextVar("WAY", default="torch")
-"""How tiny_engine() computes: torch, native or int8."""
+"""The backend of tiny_engine(): torch, native or int8."""
 
 
 def tiny_config(**changes: Any) -> ModelConfig:
@@ -55,7 +55,7 @@ def tiny_config(**changes: Any) -> ModelConfig:
 
 
 def tiny_decoder(config: ModelConfig | None = None, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Decoder:
-    """Random weights that are loud enough for lively text."""
+    """A decoder with random weights, large enough for varied text."""
     decoder = Decoder(config or tiny_config())
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -70,9 +70,9 @@ def tiny_decoder(config: ModelConfig | None = None, *, seed: int = 0, dtype: tor
 
 
 def tiny_files(decoder: Decoder, golden: list[int] | None = None, **generation: Any) -> dict[str, bytes]:
-    """A weights directory in float32: name -> content; with a tokenizer of VOCAB tokens trained on TEXT.
+    """The files of a float32 weights directory, by name, with a tokenizer of VOCAB tokens trained on TEXT.
 
-    golden: prompt of golden.json. generation: what generation_config.json says.
+    golden: prompt of golden.json. generation: fields of generation_config.json.
     """
     tokenizer = Tokenizer.train([TEXT], VOCAB)
     files = weights_files(decoder, dtype=torch.float32, eos_id=tokenizer.eos_id, generation=generation)
@@ -81,7 +81,7 @@ def tiny_files(decoder: Decoder, golden: list[int] | None = None, **generation: 
 
 
 def tiny_weights(directory: Path, **changes: Any) -> Path:
-    """Such a directory of tiny_config(**changes)."""
+    """Writes a weights directory of tiny_config(**changes)."""
     write_files(directory, tiny_files(tiny_decoder(tiny_config(**changes))))
     return directory
 
@@ -95,7 +95,7 @@ def tiny_engine(
     max_running: int = 32,
     guides: GrammarTracker | None = None,
 ) -> Engine:
-    """An engine around `decoder`, in this process, that computes as the fixture `way` says."""
+    """An engine around `decoder` in this process, with the backend of the fixture `way`."""
     limits = StepLimits(tokens_per_step=tokens_per_step, max_running=max_running)
     scheduler = Scheduler(limits, BlockPool(blocks, block_size))
     if WAY.get() != "torch" and can_be_native(decoder):
@@ -111,35 +111,35 @@ def tiny_engine(
 
 
 def can_be_native(decoder: Decoder) -> bool:
-    """As app/engine/cpu/toolchain/backend_selection.py says."""
+    """Whether the C++ kernels support the decoder (app/engine/cpu/toolchain/backend_selection.py)."""
     return not decoder.config.n_encoder_layers and decoder.config.n_heads * decoder.config.head_dim % 2 == 0
 
 
 def round_weights_for(way: str, decoder: Decoder) -> None:
-    """Rounds the decoder's weights as this backend does, so that an oracle can be compared with its engine."""
+    """Rounds the decoder's weights as this backend does, for comparison of an oracle with its engine."""
     if way == "int8":
         round_weights(decoder)
 
 
 def native_compute(decoder: Decoder, blocks: int, *, int8: bool = False, threads: int = 2) -> NativeCompute:
-    """`decoder` in the kernels of this machine."""
+    """Runs `decoder` in the kernels of this machine."""
     return native_compute_of(kernels(), decoder, ThreadPool(kernels(), threads), blocks=blocks, int8=int8)
 
 
 def native_compute_of(library: CDLL, decoder: Decoder, pool: ThreadPool, **options: Any) -> NativeCompute:
-    """`decoder` in the kernels of `library`."""
+    """Runs `decoder` in the kernels of `library`."""
     dtype = str(decoder.embedding.dtype).removeprefix("torch.")
     return NativeCompute(library, decoder.config, parameter_reader(decoder), pool, dtype=dtype, **options)
 
 
 @cache
 def kernels() -> CDLL:
-    """The library for this machine, built where it is not there; raises BuildError where it cannot be."""
+    """The library for this machine, built if necessary. Raises BuildError if it cannot be built."""
     return load_library(find_or_build())
 
 
 def run_all(engine: Engine, requests: list[Request], *, max_steps: int = 20_000) -> dict[str, list[SampledEvent]]:
-    """Runs requests that arrive together to their end, with the block invariant checked after every step."""
+    """Runs concurrent requests to completion; checks the block invariants after every step."""
     for request in requests:
         engine.add(request)
     events: dict[str, list[SampledEvent]] = {request.id: [] for request in requests}

@@ -1,4 +1,4 @@
-"""Tiny in-process runs of the training script: started, ended by a real signal, inspected."""
+"""Tiny in-process training runs: starts them, interrupts them by real signals, and inspects their files."""
 
 from __future__ import annotations
 
@@ -24,64 +24,64 @@ TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--kv-heads", "1"]
 
 
 def train(text: Path, out: Path, *flags: str) -> int:
-    """The command, on a small shape."""
+    """Runs the training command with a small shape."""
     with pytest.MonkeyPatch.context() as patch:
         shorten_samples(patch)
         return main(["--data", str(text), "--out", str(out), *SMALL, *flags])
 
 
 def shorten_samples(patch: pytest.MonkeyPatch) -> None:
-    """Drawing long ones takes longer than the training here."""
+    """Shortens the text samples of a run, which would take longer than its training."""
     for module in ("run", "loop"):
         patch.setattr(f"model.train.{module}._SAMPLE_TOKENS", 8)
 
 
 def train_until(step: int, text: Path, out: Path, *flags: str) -> None:
-    """The same, ended by SIGTERM after `step` steps."""
+    """Runs train(), ended by SIGTERM after `step` steps."""
     with pytest.MonkeyPatch.context() as patch:
         signal_after(step, patch)
         assert train(text, out, *flags) == 143
 
 
 def signal_after(steps: int, patch: pytest.MonkeyPatch) -> None:
-    """Sends this process SIGTERM just after so many updates of the weights."""
+    """Sends this process SIGTERM right after `steps` weight updates."""
     update = Trainer.update
 
-    def update_and_signal(learner: Trainer, step: int, lr_factor: float) -> None:
-        update(learner, step, lr_factor)
+    def update_and_signal(trainer: Trainer, step: int, lr_factor: float) -> None:
+        update(trainer, step, lr_factor)
         if step + 1 == steps:
             signal.raise_signal(signal.SIGTERM)
 
     patch.setattr(Trainer, "update", update_and_signal)
 
 
-def at_micro_batch(number: int, patch: pytest.MonkeyPatch, deed: Callable[[Tensor], Any]) -> None:
-    """Does something to the loss of micro-batch `number` (from 1; counts what is learnt from, not what is measured)."""
+def at_micro_batch(number: int, patch: pytest.MonkeyPatch, action: Callable[[Tensor], Any]) -> None:
+    """Calls `action` with the loss of training micro-batch `number` (from 1); a result replaces the loss."""
     seen, loss_sum = [0], Objective.loss_sum
 
-    def loss_and_deed(objective: Objective, batch: Batch, *scale: float) -> Tensor:
+    def loss_and_action(objective: Objective, batch: Batch, *scale: float) -> Tensor:
         loss = loss_sum(objective, batch, *scale)
         if torch.is_grad_enabled():
             seen[0] += 1
-            if seen[0] == number and (changed := deed(loss)) is not None:
+            if seen[0] == number and (changed := action(loss)) is not None:
                 return changed
         return loss
 
-    patch.setattr(Objective, "loss_sum", loss_and_deed)
+    patch.setattr(Objective, "loss_sum", loss_and_action)
 
 
 def weights_of(out: Path) -> dict[str, Tensor]:
-    """What a run exported."""
+    """The exported weights of a run."""
     return load_file(out / "model.safetensors")
 
 
 def state_of(out: Path) -> tuple[int, dict[str, Tensor]]:
-    """(step, all tensors) of a run's snapshot."""
+    """(step, all tensors) of a run's checkpoint."""
     found = load_snapshot(out / ".training")
     assert found
     return found[0].step, found[1]
 
 
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    """Bit for bit."""
+def is_identical(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    """Whether both have the same tensors, bit for bit."""
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

@@ -1,6 +1,6 @@
-"""Seeded ways to break a weights directory that is a dict of its files.
+"""Seeded mutations that break a weights directory, given as a dict of its files.
 
-A file is bytes, or an Other: something that is no regular file of the directory.
+A file is bytes, or an Other: anything but a regular file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Other:
-    """What replaces a file: fifo, directory, or a link to `target`."""
+    """Replaces a file: a fifo, a directory, or a link to `target`."""
 
     kind: str
     target: str = ""
@@ -33,13 +33,13 @@ VALUES = [
     *("[" * 40 + "]" * 40, "[" * 900 + "]" * 900, "[" * 100_000, '{"a":' * 100_000, "nul", "'x'", "//", "0x10", "\x00"),
     *('"\\ud83d"', '"\\u0000"'),
 ]
-"""JSON that is well-formed and JSON that is not."""
+"""Well-formed and malformed JSON."""
 EVIL_REGEX = ("(a+)+$", "(x?){9999}", "(?<n>a|b\\g<n>c)", "[", "(?i:\\p{L}+)*\\1", "(.*)*(.*)*(.*)*z", "", "\\G+")
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"(?P<key>\s*:)?|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null|\[\]|\{\}')
 
 
 def _choose(rng: Random, files: Files, suffix: str = "") -> tuple[str, bytes]:
-    """(name, content) of a file that is there and not empty."""
+    """(name, content) of a random file that is not empty."""
     name = rng.choice(sorted(n for n, c in files.items() if isinstance(c, bytes) and c and n.endswith(suffix)))
     content = files[name]
     assert isinstance(content, bytes)
@@ -47,7 +47,7 @@ def _choose(rng: Random, files: Files, suffix: str = "") -> tuple[str, bytes]:
 
 
 def _header(content: bytes) -> tuple[bytes, bytes]:
-    """(header, numbers) of a safetensors file."""
+    """(header, tensor data) of a safetensors file."""
     end = 8 + struct.unpack("<Q", content[:8])[0]
     return content[8:end], content[end:]
 
@@ -59,7 +59,7 @@ def _with_header(header: bytes, numbers: bytes) -> bytes:
 def flip_bits(rng: Random, files: Files) -> str:
     name, whole = _choose(rng, files)
     content = bytearray(whole)
-    # Half of them hit the beginning, where a header stands.
+    # Half of the mutations hit the beginning, where the header is.
     reach = min(len(content), 600) if rng.random() < 0.5 else len(content)
     for _ in range(rng.randint(1, 8)):
         content[rng.randrange(reach)] ^= 1 << rng.randrange(8)
@@ -68,7 +68,7 @@ def flip_bits(rng: Random, files: Files) -> str:
 
 
 def cut(rng: Random, files: Files) -> str:
-    """At the end or in the middle."""
+    """Removes the end or a part in the middle."""
     name, content = _choose(rng, files)
     at = rng.choice([0, 1, 7, 8, 9, len(content) - 1, rng.randrange(len(content))])
     files[name] = content[:at] + (content[at + rng.randint(1, 200) :] if rng.random() < 0.5 else b"")
@@ -96,7 +96,7 @@ def remove(rng: Random, files: Files) -> str:
 
 
 def replace(rng: Random, files: Files) -> str:
-    """By things that block, never end, lie outside, or are no files at all."""
+    """Replaces a file by something that blocks, never ends, is outside the directory, or is not a file."""
     name = rng.choice(sorted(files))
     targets = ["/dev/zero", "/dev/null", "/proc/self/mem", "/nowhere", name, ".", "..", "../outside"]
     target = rng.choice([*targets, *(f"../outside/{other}" for other in files)])
@@ -105,7 +105,7 @@ def replace(rng: Random, files: Files) -> str:
 
 
 def _change_token(rng: Random, text: str) -> str:
-    """Another value or another key, which may stand there twice then; seldom deep in a vocabulary."""
+    """Replaces a value or a key, which may then occur twice; rarely deep in a vocabulary."""
     tokens = list(_TOKEN.finditer(text))
     chosen = rng.choice(tokens[: rng.choice([8, 40, 200, len(tokens)])])
     word, keys = chosen.group().rstrip(": "), [token for token in tokens[:200] if token["key"]]
@@ -141,7 +141,7 @@ def lie_about_length(rng: Random, files: Files) -> str:
 
 
 def change_layout(rng: Random, files: Files) -> str:
-    """Overlaps, gaps, swapped shapes, other dtypes, other names: all of it well-formed."""
+    """Makes overlaps, gaps, swapped shapes, other dtypes or other names; the header stays well-formed."""
     name, content = _choose(rng, files, ".safetensors")
     text, numbers = _header(content)
     header = json.loads(text)
@@ -176,7 +176,7 @@ def spoil_numbers(rng: Random, files: Files) -> str:
 
 
 def spoil_tokenizer(rng: Random, files: Files) -> str:
-    """What a random value would seldom hit: ids that ask for memory, expressions that ask for time."""
+    """Makes changes that random values would rarely hit: ids that demand memory, expressions that demand time."""
     name, content = _choose(rng, files, "tokenizer.json")
     raw = json.loads(content)
     big = rng.choice([320, 10**6, 10**9, 2**32 - 1, 2**32, -1])
@@ -221,7 +221,7 @@ def spoil_index(rng: Random, files: Files) -> str:
 
 
 def bomb(rng: Random, files: Files) -> str:
-    """As much memory as a few megabytes of JSON can take."""
+    """Makes a few megabytes of JSON that take as much memory as possible."""
     name, _ = _choose(rng, files)
     text = rng.choice([b'{"a":[' + b"[]," * 2_500_000 + b"0]}", b'{"a":[' + b"{}," * 2_500_000 + b"0]}"])
     files[name] = _with_header(text, b"") if name.endswith(".safetensors") else text
@@ -237,7 +237,7 @@ _MUTATIONS: list[Callable[[Random, Files], str]] = [
 
 
 def mutate(rng: Random, files: Files) -> str:
-    """Breaks `files` in one or two ways and says how."""
+    """Breaks `files` in one or two ways, and returns a description."""
     if rng.random() < 0.004:
         return f"bomb {bomb(rng, files)}"
     mutation = rng.choice(_MUTATIONS)

@@ -1,8 +1,8 @@
-"""Pytest plug-in with fixtures of a real browser and a user's actions on the page.
+"""Pytest plug-in: browser fixtures, and helpers that act on the page as a user does.
 
-What a server cannot be made to do at will (a queue, a lost connection, text that looks like markup) is played to the
-page by answering its request in the browser. Skipped where there is no Chromium: apt-get install chromium. Its
-headless shell costs half the CPU time for a page; the tests use it where it is installed too (chromium-headless-shell).
+Tests fake server behavior that is hard to provoke (a queue, a lost connection, text that looks like markup) by
+fulfilling the page's requests in the browser. Without Chromium the tests are skipped: apt-get install chromium. If
+chromium-headless-shell is installed too, the tests use it: a page then takes half the CPU time.
 """
 
 import json
@@ -19,13 +19,15 @@ ARGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--d
 ARGS += ["--disable-sync", "--no-first-run"]
 BROWSER = os.environ.get("BROWSER") or "chromium"
 BROWSERS = {"chromium": ["chromium-headless-shell", "chromium"], "firefox": ["firefox", "firefox-esr"]}
-CHROMIUM_ONLY = pytest.mark.skipif(BROWSER != "chromium", reason="WebDriver BiDi emulates no media and takes no traces")
+CHROMIUM_ONLY = pytest.mark.skipif(
+    BROWSER != "chromium", reason="WebDriver BiDi neither emulates media nor records traces"
+)
 PROMPT = "Once upon a time"
 PATIENCE_MS = 120_000
-"""Timeout of steps without a deadline: the first start of a browser on a machine may take half a minute."""
+"""Default timeout of a step: the first browser start on a machine may take half a minute."""
 
 
-# WebDriver BiDi keeps the body of a request to itself: in Firefox the page repeats it in a header, long words left out.
+# WebDriver BiDi does not expose request bodies: in Firefox the page copies the body to a header, without long words.
 REPEAT_BODIES = """{
     const send = window.fetch;
     window.fetch = (address, options = {}) => {
@@ -35,13 +37,13 @@ REPEAT_BODIES = """{
         return send(address, { ...options, headers: { ...options.headers, "X-Body": body } });
     };
 }"""
-# Firefox lets no test read the clipboard.
+# Firefox does not let a test read the clipboard.
 REMEMBER_COPIES = """if (navigator.clipboard) {
     const write = navigator.clipboard.writeText.bind(navigator.clipboard);
     navigator.clipboard.writeText = (text) => write(text).then(() => (window.copied = text));
 }"""
 
-# Nor has WebDriver BiDi a test wait for a download: the next one ends here.
+# WebDriver BiDi cannot wait for a download either: this captures the next one.
 HOLD_DOWNLOAD = """() => {
     const [make, click] = [URL.createObjectURL, HTMLAnchorElement.prototype.click];
     let content;
@@ -60,18 +62,18 @@ HOLD_DOWNLOAD = """() => {
 
 @pytest.fixture(scope="module")
 def browser():
-    with launched() as browser:
+    with launch_browser() as browser:
         yield browser
 
 
 @contextmanager
-def launched():
-    """A browser. While it runs, nothing in this process can run an event loop of its own."""
+def launch_browser():
+    """Runs a browser for the block. Meanwhile nothing else in this process can run an event loop."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="make install brings playwright")
     path = next(filter(None, map(shutil.which, BROWSERS[BROWSER])), None)
     if not path:
         pytest.skip(f"no `{BROWSERS[BROWSER][-1]}` on PATH (Debian: apt-get install {BROWSERS[BROWSER][-1]})")
-    # Firefox over WebDriver BiDi, and with a mouse (fine, hovers), which a headless one has not.
+    # Firefox over WebDriver BiDi, with a mouse (fine pointer, hover), which headless Firefox lacks.
     mouse = {"ui.primaryPointerCapabilities": 6, "ui.allPointerCapabilities": 6}
     firefox = {"channel": "moz-firefox", "firefox_user_prefs": mouse}
     options = {"args": ARGS} if BROWSER == "chromium" else firefox
@@ -84,14 +86,14 @@ def launched():
 
 @pytest.fixture
 def page(browser, server):
-    """A new user with the page open, which has asked the service for its model: the status line changes no more."""
+    """The page of a new user, after it has fetched the model: the status line has settled."""
     with visit(browser, server, "/") as page:
         page.locator("#status").filter(has_not_text="Connecting").wait_for()
         yield page
 
 
 def new_context(browser, server):
-    """A new user, without a page yet."""
+    """Browser context of a new user, without a page yet."""
     context = browser.new_context(base_url=server.url, viewport={"width": 1280, "height": 800})
     context.set_default_timeout(PATIENCE_MS)
     if BROWSER == "firefox":
@@ -101,84 +103,89 @@ def new_context(browser, server):
 
 @contextmanager
 def visit(browser, server, path):
-    """A new user at this path.
+    """Opens this path as a new user.
 
-    At the end: no console error, no CSP violation, no asset that failed, no request to another host.
+    On exit, checks for console errors, CSP violations, failed assets and requests to other hosts.
     """
     context = new_context(browser, server)
     page = context.new_page()
-    trouble, asked = watch(page), []
-    page.on("request", lambda request: asked.append(request.url))
+    defects, urls = record_defects(page), []
+    page.on("request", lambda request: urls.append(request.url))
     page.goto(path)
     yield page
     context.close()
-    assert trouble == []
-    assert [url for url in asked if not url.startswith((server.url + "/", "data:", "blob:"))] == []
-    assert len(asked) >= 4, "the listener receives requests"
+    assert defects == []
+    assert [url for url in urls if not url.startswith((server.url + "/", "data:", "blob:"))] == []
+    assert len(urls) >= 4, "the listener recorded no requests"
 
 
 @pytest.fixture(scope="module")
 def long_seed(server):
-    """A seed with which the model does not stop early: tests that interrupt a run need one to interrupt."""
+    """A seed whose completion does not end before 200 tokens, for tests that interrupt a run."""
     for seed in range(50):
-        answer = complete(server, seed=seed, max_tokens=200)
-        if answer["usage"]["completion_tokens"] == 200:
+        response = post_completion(server, seed=seed, max_tokens=200)
+        if response["usage"]["completion_tokens"] == 200:
             return seed
-    raise AssertionError("50 seeds, and every text ended before 200 tokens")
+    raise AssertionError("the completions of all 50 seeds ended before 200 tokens")
 
 
-def end_of(count):
-    """The last event of a run with so many continuations."""
+def done_event(count):
+    """The `done` event of a run with `count` continuations."""
     return ("done", {"choices": [{"index": i, "finish_reason": "length", "stop_reason": None} for i in range(count)]})
 
 
-DONE = end_of(1)
+DONE = done_event(1)
 
 
-def run_of(*pieces, seed=7):
-    """The events of a run that writes these pieces."""
+def run_events(*pieces, seed=7):
+    """The events of a run that generates these pieces of text."""
     return [("start", {"seed": seed}), *[("token", {"text": piece}) for piece in pieces], DONE]
 
 
-def drafts_of(*texts):
-    """The events of a run with these continuations."""
+def draft_events(*texts):
+    """The events of a run with one continuation for each text."""
     tokens = [("token", {"index": i, "text": text, "tokens": None}) for i, text in enumerate(texts)]
-    return [("start", {"seed": 7}), *tokens, end_of(len(texts))]
+    return [("start", {"seed": 7}), *tokens, done_event(len(texts))]
 
 
-# For a picture of a page in Firefox, Playwright adds the style "body {}" to it, which the page's policy blocks.
-PICTURE_STYLE = "sha256-YjaKGiklmzC6wjXA513HAMmzus8VE61XCOT+SmwNZWA="
+# To take a screenshot in Firefox, Playwright adds the style "body {}", which the page's policy blocks.
+SCREENSHOT_STYLE = "sha256-YjaKGiklmzC6wjXA513HAMmzus8VE61XCOT+SmwNZWA="
 
 
-def watch(page):
-    trouble = []
-    page.on("pageerror", lambda error: None if PICTURE_STYLE in str(error) else trouble.append(f"exception: {error}"))
-    page.on("console", lambda message: trouble.append(message.text) if _is_defect(message) else None)
-    page.on("response", lambda answer: trouble.append(f"{answer.status} {answer.url}") if _is_missing(answer) else None)
-    return trouble
+def record_defects(page):
+    """Returns a list to which uncaught exceptions, console errors and failed assets are appended."""
+    defects = []
+    page.on(
+        "pageerror", lambda error: None if SCREENSHOT_STYLE in str(error) else defects.append(f"exception: {error}")
+    )
+    page.on("console", lambda message: defects.append(message.text) if _is_defect(message) else None)
+    page.on(
+        "response", lambda found: defects.append(f"{found.status} {found.url}") if _is_failed_asset(found) else None
+    )
+    return defects
 
 
 def _is_defect(message):
-    # Chromium reports a refused request as an error of its own; the assets are checked by their status.
+    # Chromium also logs an error for each failed request; record_defects() checks assets by their status.
     return message.type in ("error", "warning") and not message.text.startswith("Failed to load resource")
 
 
-def _is_missing(answer):
-    return answer.status >= 400 and answer.request.method == "GET" and not answer.url.endswith("/events")
+def _is_failed_asset(response):
+    return response.status >= 400 and response.request.method == "GET" and not response.url.endswith("/events")
 
 
-def body_of(request):
-    """The JSON of a request's body, or None."""
-    body = text_of(request)
+def json_body(request):
+    """The parsed JSON body of a request, or None."""
+    body = raw_body(request)
     return json.loads(body) if body else None
 
 
-def text_of(request):
+def raw_body(request):
     return unquote(request.headers.get("x-body", "")) if BROWSER == "firefox" else request.post_data
 
 
 def allow_clipboard(page):
-    """From now on, clipboard() tells what the page copied."""
+    """Lets read_clipboard() return what the page copies."""
     if BROWSER == "firefox":
         page.context.add_init_script(REMEMBER_COPIES)
         page.evaluate(REMEMBER_COPIES)
@@ -186,12 +193,12 @@ def allow_clipboard(page):
         page.context.grant_permissions(["clipboard-read", "clipboard-write"])
 
 
-def clipboard(page):
+def read_clipboard(page):
     return page.evaluate("() => window.copied" if BROWSER == "firefox" else "() => navigator.clipboard.readText()")
 
 
-def saved(page, act):
-    """(name, content) of the file that the page saves when `act()` is called."""
+def capture_download(page, act):
+    """Calls `act()`, and returns (name, content) of the file that the page then saves."""
     if BROWSER == "chromium":
         with page.expect_download() as download:
             act()
@@ -202,34 +209,34 @@ def saved(page, act):
     return name, bytes(content)
 
 
-def allow_modules(page):
-    """Reloads the page with a policy under which a test may import its modules."""
+def allow_module_imports(page):
+    """Reloads the page with a content security policy that lets a test import its modules."""
 
     def respond(route):
-        answer = route.fetch()
-        headers = {name: value for name, value in answer.headers.items() if name != "content-encoding"}
+        response = route.fetch()
+        headers = {name: value for name, value in response.headers.items() if name != "content-encoding"}
         headers["content-security-policy"] = headers["content-security-policy"].replace("-src 'sha", "-src 'self' 'sha")
-        route.fulfill(response=answer, headers=headers)
+        route.fulfill(response=response, headers=headers)
 
     page.route(page.url, respond, times=1)
     page.reload()
 
 
-def describe_the_model(page, **facts):
-    """Adds these to the model's entry in GET /v1/models, and loads the page again."""
+def override_model_info(page, **facts):
+    """Adds `facts` to the model's entry in GET /v1/models, and reloads the page."""
 
-    def described(route):
-        answer = route.fetch()
-        models = answer.json()
+    def respond(route):
+        response = route.fetch()
+        models = response.json()
         models["data"][0].update(facts)
-        route.fulfill(response=answer, json=models)
+        route.fulfill(response=response, json=models)
 
-    page.route("**/v1/models", described)
+    page.route("**/v1/models", respond)
     page.reload()
 
 
-def described(page):
-    """Waits until the page has the service's description of itself."""
+def wait_for_schema(page):
+    """Waits until the page has loaded /openapi.json and built the settings."""
     page.locator("#panel summary").wait_for()
 
 
@@ -242,7 +249,7 @@ def status(page):
 
 
 def used_seed(page):
-    """The whole seed of the last run: the page shows a part of it."""
+    """The full seed of the last run, which the page shows abbreviated."""
     return page.locator("#used-seed").get_attribute("title").partition(":")[0]
 
 
@@ -256,59 +263,59 @@ def set_fields(page, **fields):
 
 
 def setting(page, name):
-    """The control of a request field: one of the main settings, or one of those that are folded away."""
-    known = name in ("temperature", "top_p", "top_k", "max_tokens", "seed", "n")
-    return page.locator(f"#{'' if known else 'setting-'}{name.replace('_', '-')}")
+    """The control of a request field, in the main settings or under More settings."""
+    is_main = name in ("temperature", "top_p", "top_k", "max_tokens", "seed", "n")
+    return page.locator(f"#{'' if is_main else 'setting-'}{name.replace('_', '-')}")
 
 
-def start(page):
+def click_generate(page):
     page.locator("#generate").click()
 
 
 def generate(page, ends="done"):
-    start(page)
+    click_generate(page)
     wait_for(page, ends)
 
 
 def wait_for(page, state):
     page.locator(f'#status[data-state="{state}"]').wait_for()
     if state not in ("waiting", "streaming"):
-        page.locator("#document:not([readonly])").wait_for(state="attached")  # it is hidden in the inspect view
+        page.locator("#document:not([readonly])").wait_for(state="attached")  # hidden in the inspect view
 
 
-def play(page, *events):
-    """Answer the page's POST /complete with these events, all at once, and then close the connection."""
-    answer_with(page, content_type="text/event-stream", body=stream_of(*events))
+def fake_completion(page, *events):
+    """Fulfills each POST /complete of the page with these events, sent at once."""
+    fake_response(page, content_type="text/event-stream", body=sse_stream(*events))
 
 
-def answer_each(page, *events):
-    """The bodies of the page's POST /complete from now on, each answered with these events."""
+def fake_completions(page, *events):
+    """Fulfills each POST /complete with these events; returns a list to which the request bodies are appended."""
     bodies = []
 
-    def answer(route):
-        bodies.append(body_of(route.request))
-        route.fulfill(content_type="text/event-stream", body=stream_of(*events))
+    def respond(route):
+        bodies.append(json_body(route.request))
+        route.fulfill(content_type="text/event-stream", body=sse_stream(*events))
 
     page.unroute("**/complete")
-    page.route("**/complete", answer)
+    page.route("**/complete", respond)
     return bodies
 
 
-def stream_of(*events):
+def sse_stream(*events):
     return "".join(f"id: r:{i}\nevent: {name}\ndata: {json.dumps(data)}\n\n" for i, (name, data) in enumerate(events))
 
 
-def watch_status(page):
-    """What the status line says from now on, as a handle to a list that grows."""
+def record_status_messages(page):
+    """Starts recording the texts of the status line; returns a handle to the growing list."""
     return page.evaluate_handle("""() => {
-        const said = [], status = document.getElementById("status");
-        new MutationObserver(() => said.push(status.textContent)).observe(status, { childList: true });
-        return said;
+        const messages = [], status = document.getElementById("status");
+        new MutationObserver(() => messages.push(status.textContent)).observe(status, { childList: true });
+        return messages;
     }""")
 
 
 def cut_stream(page, after):
-    """The page's next POST /complete ends after so many events of the server's own; what follows goes its way."""
+    """Cuts the response to the next POST /complete after `after` events of the server; later ones are untouched."""
     page.evaluate(
         """(after) => {
         const fetch = window.fetch;
@@ -323,11 +330,11 @@ def cut_stream(page, after):
     )
 
 
-def trickle(page, count=1, frames=2, busy=0):
-    """From now on so many events of an answer come with each so many frames; with each one when `window.hurries`.
+def throttle_stream(page, count=1, frames=2, busy=0):
+    """Delivers `count` events of each response every `frames` frames, or every frame once `window.hurries` is set.
 
-    By default as over a slow line: what is written in the first frame has been drawn in the second. `busy`: so many
-    square roots are drawn before.
+    The defaults imitate a slow connection: text written in the first frame has been painted in the second. `busy` is
+    the number of square roots to compute before each delivery.
     """
     page.evaluate(
         """([count, frames, busy]) => {
@@ -351,14 +358,14 @@ def trickle(page, count=1, frames=2, busy=0):
     )
 
 
-def keep_answers_open(page):
-    """The next answer to POST /complete stays open: give() sends events of it."""
+def hold_stream_open(page):
+    """Answers POST /complete with a stream that stays open; send_events() writes to it."""
     page.evaluate("""() => {
         const fetch = window.fetch;
         window.fetch = async (path, { signal, ...others } = {}) => {
             if (!String(path).endsWith("complete")) return fetch(path, { signal, ...others });
             const body = new ReadableStream({ start(controller) {
-                window.answer = controller;
+                window.stream = controller;
                 signal?.addEventListener("abort", () => controller.error(new DOMException("", "AbortError")));
             } });
             return new Response(body, { headers: { "Content-Type": "text/event-stream" } });
@@ -366,24 +373,25 @@ def keep_answers_open(page):
     }""")
 
 
-def give(page, *events):
-    page.wait_for_function("() => window.answer")
-    page.evaluate("(text) => window.answer.enqueue(new TextEncoder().encode(text))", stream_of(*events))
+def send_events(page, *events):
+    """Writes events to the stream that hold_stream_open() opened."""
+    page.wait_for_function("() => window.stream")
+    page.evaluate("(text) => window.stream.enqueue(new TextEncoder().encode(text))", sse_stream(*events))
 
 
-def answer_with(page, **answer):
-    page.route("**/complete", lambda route: route.fulfill(**answer))
+def fake_response(page, **response):
+    page.route("**/complete", lambda route: route.fulfill(**response))
 
 
-def complete(server, **fields):
-    answer = httpx.post(f"{server.url}/complete", json={"prompt": PROMPT, "stream": False, **fields}, timeout=60)
-    return answer.raise_for_status().json()
+def post_completion(server, **fields):
+    response = httpx.post(f"{server.url}/complete", json={"prompt": PROMPT, "stream": False, **fields}, timeout=60)
+    return response.raise_for_status().json()
 
 
-def whole_text(server, **fields):
-    return complete(server, **fields)["choices"][0]["text"]
+def completion_text(server, **fields):
+    return post_completion(server, **fields)["choices"][0]["text"]
 
 
-def as_textarea(value):
-    """A textarea knows one line end: LF."""
+def normalize_line_ends(value):
+    """The text as a textarea returns it: with LF as the only line end."""
     return re.sub("\r\n?", "\n", value)

@@ -1,54 +1,57 @@
-"""Tokens with their alternatives, as a server sends them, and the inspect view that shows them."""
+"""Tokens with alternatives, as the server sends them, and helpers for the inspect view."""
 
 import math
 
-from tests.support.page.browser import DONE, generate, play
+from tests.support.page.browser import DONE, fake_completion, generate
 
 WORDS = [
     "the", "old", "ship", "sailed", "over", "a", "calm", "sea", "and", "few", "knew", "what", "wind", "would", "come",
 ]  # fmt: skip
 
 
-def inspect(page):
+def open_inspect_view(page):
     page.locator("#view-inspect").click()
     page.locator(".token").first.wait_for()
 
 
-def token(page, content):
+def find_token(page, content):
     return page.locator(".token").filter(has_text=content).first
 
 
-def played(words):
-    """Token events with their details: each word was the second of three."""
-    return [("token", {"text": word, "tokens": [detail(word, token_id)]}) for token_id, word in enumerate(words, 1000)]
+def token_events(words):
+    """Token events in which each word ranks second of three alternatives."""
+    return [
+        ("token", {"text": word, "tokens": [make_ranked_token(word, token_id)]})
+        for token_id, word in enumerate(words, 1000)
+    ]
 
 
-def detail(word, token_id):
-    own = piece(word, token_id, 0.25)
-    return {**own, "top": [piece(" other", token_id + 1, 0.5), own, piece(" third", token_id + 2, 0.125)]}
+def make_ranked_token(word, token_id):
+    own = make_token(word, token_id, 0.25)
+    return {**own, "top": [make_token(" other", token_id + 1, 0.5), own, make_token(" third", token_id + 2, 0.125)]}
 
 
-def piece(word, token_id, share):
+def make_token(word, token_id, probability):
     data = word if isinstance(word, bytes) else word.encode()
     return {
         "id": token_id,
         "text": data.decode("utf-8", "replace"),
         "bytes": list(data),
-        "logprob": math.log(share),
+        "logprob": math.log(probability),
     }
 
 
-def stream(page, words, prompt="It is"):
-    """The inspect view of a text whose end was streamed with these tokens."""
+def stream_into_inspect_view(page, words, prompt="It is"):
+    """Opens the inspect view on `prompt`, and streams these tokens into it."""
     page.locator("#document").fill(prompt)
     page.locator("#view-inspect").click()
     if prompt:
         page.locator(".token").first.wait_for()
-    play(page, ("start", {"seed": 1}), *played(words), DONE)
+    fake_completion(page, ("start", {"seed": 1}), *token_events(words), DONE)
     generate(page)
     page.locator(".token").nth(len(words) - (prompt == "")).wait_for()
 
 
-def shows(page, words):
-    """Waits until the inspect view shows this text and no other: it draws a frame later."""
+def wait_for_inspected_text(page, words):
+    """Waits until the inspect view shows exactly this text: it draws a frame late."""
     page.wait_for_function("(words) => document.querySelector('.tokens').textContent === words", arg=words)
