@@ -50,7 +50,7 @@ def test_key_file_must_be_private_or_a_secret_of_the_process_group(
             read_keys(file)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change the owner of a file")
 def test_changing_a_key_file_keeps_owner_and_group(file: Path) -> None:
     os.chown(file, 0, GROUP)
     file.chmod(0o440)

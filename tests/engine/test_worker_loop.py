@@ -122,13 +122,13 @@ def test_heartbeat_runs_until_the_end_and_stops_without_a_listener() -> None:
 def _hang(folder: Path, program: str) -> str:
     """Stderr is a file, so the process itself can see whether the trace was written."""
     words = "import ctypes, os, time; from app.engine.worker_loop import HangTrace; trace = HangTrace(0.5)\n"
-    with (folder / "told").open("w") as output:
+    with (folder / "stderr").open("w") as output:
         subprocess.run([sys.executable, "-c", words + program], cwd=ROOT, stderr=output, check=True, timeout=60)
-    return (folder / "told").read_text()
+    return (folder / "stderr").read_text()
 
 
 def test_hanging_process_reports_its_stack_even_while_it_holds_the_gil(tmp_path: Path) -> None:
-    """A busy loop reports nothing, unless it gets no core for half a second, which rarely happens three times."""
+    """A loop that reports progress prints nothing, unless it gets no core for half a second three times."""
     stuck = "def stuck():\n    while not os.fstat(2).st_size: ctypes.PyDLL(None).usleep(ctypes.c_uint(800_000))\n"
     output = _hang(tmp_path, f"{stuck}trace.alive(time.monotonic())\nstuck()")
     assert "Timeout" in output and "stuck" in output

@@ -22,7 +22,7 @@ async def _status(host_filter: RequestLogMiddleware, hosts: list[bytes], target:
         messages.append(message)
 
     async def receive() -> Any:
-        pytest.fail("nothing is read")
+        pytest.fail("the body must not be read")
 
     scope: dict[str, Any] = {"type": "http", "method": "GET", "path": "/", "http_version": "1.1"}
     scope["headers"] = [(b"host", host) for host in hosts]

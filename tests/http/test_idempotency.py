@@ -103,7 +103,7 @@ async def _until(condition: Callable[[], bool]) -> None:
         if condition():
             return
         await asyncio.sleep(0)
-    raise AssertionError("it did not happen")
+    raise AssertionError("the condition never became true")
 
 
 @async_test

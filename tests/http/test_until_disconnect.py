@@ -88,7 +88,7 @@ async def test_cancellation_of_the_caller_is_not_a_disconnect() -> None:
 
     async def call() -> None:
         await until_disconnect(asyncio.sleep(60), receive)
-        pytest.fail("the caller was cancelled, and goes on")
+        pytest.fail("the caller was cancelled but continued")
 
     calling = asyncio.ensure_future(call())
     await asyncio.sleep(0)

@@ -97,7 +97,7 @@ NO_HUB = "downloads from the Hugging Face Hub; the tests of the hub have one on 
 ROOT_USER = "changes the machine as root, and needs systemd; tests/repository/test_systemd.py reads the unit"
 NO_RAY = "needs Ray in an environment of its own; make ray starts the same"
 NANOGPT = "needs a nanoGPT checkpoint; tests/repository/test_docs_bring_your_model.py runs the same"
-HELD = {
+EXEMPT = {
     "README.md": {"docker compose up --build --wait": "needs Docker; make container runs it"},
     "docs/bring-your-model.md": {
         '"""export.py CKPT.pt DIR': NANOGPT,
@@ -157,9 +157,9 @@ HELD = {
 """Commands and programs that no test here can run, by how they begin, each with the reason. All others run."""
 
 
-def _held(page: str, text: str) -> str | None:
-    """The beginning of the held command that matches this one."""
-    return next((start for start in HELD.get(page, {}) if text.startswith(start)), None)
+def _exemption(page: str, text: str) -> str | None:
+    """The beginning of the exempt command that matches this one."""
+    return next((start for start in EXEMPT.get(page, {}) if text.startswith(start)), None)
 
 
 @pytest.mark.slow
@@ -179,27 +179,27 @@ def test_every_command_and_program_of_a_page_runs(
     reader = PageReader(tmp_path, weights, server=server, fake_ms=1)
     try:
         for fence in fences((ROOT / page).read_text()):
-            if fence.language in ("python", "js") and not _held(page, fence.text):
-                _is_the_text(reader.run_program(fence), fence.text, reader.server)
+            if fence.language in ("python", "js") and not _exemption(page, fence.text):
+                _check_printed(reader.run_program(fence), fence.text, reader.server)
             for command in commands_of(fence):
-                if not _held(page, command):
+                if not _exemption(page, command):
                     printed = reader.run_command(command)
                     assert "curl -N" not in command or re.search(r"^(event: done|data: \[DONE\])$", printed, re.M)
     finally:
         reader.close()
 
 
-def _is_the_text(printed: str, program: str, server: Server) -> None:
-    """Whether it is the completion of the service with the program's seed, and nothing between its tokens."""
+def _check_printed(printed: str, program: str, server: Server) -> None:
+    """Asserts that a program printed exactly the completion of the service with its seed."""
     (max_tokens,) = re.findall(r"max_tokens\"?[=:] ?(\d+)", program)
     (choice,) = fetch_completion(server.url, prompt="Once upon a time", max_tokens=int(max_tokens), seed=7)["choices"]
     assert printed.removesuffix("\n") == choice["text"].removesuffix("\n")
 
 
-def test_every_replaced_command_is_on_its_page() -> None:
-    for page, held in HELD.items():
+def test_every_exempt_command_is_on_its_page() -> None:
+    for page, exempt in EXEMPT.items():
         texts = [text for fence in fences((ROOT / page).read_text()) for text in (fence.text, *commands_of(fence))]
-        for start in held:
+        for start in exempt:
             assert any(text.startswith(start) for text in texts), f"{page} no longer has {start}"
 
 

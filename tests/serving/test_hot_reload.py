@@ -301,7 +301,7 @@ async def test_watched_directory_is_loaded_when_complete_and_unchanged(
         harness.engines[1].give_up("they are bad")
         await _until(lambda: harness.outcomes == ["refused"])
         await asyncio.sleep(0.5)
-        assert len(harness.engines) == 2, "refused weights must be tried again"
+        assert len(harness.engines) == 2, "refused weights must not be tried again"
 
 
 @async_test

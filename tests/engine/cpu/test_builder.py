@@ -76,7 +76,7 @@ def test_file_system_without_locks_stores_nothing(cache_dir: Path, monkeypatch: 
     monkeypatch.setattr("fcntl.flock", refuse)
     refusal = pytest.raises(BuildError, match=r"cannot be stored in .* \(No locks available\): .* --cache-dir$")
     with refusal, build_directory(cache_dir):
-        pytest.fail("two builds could meet here")
+        pytest.fail("two builds could run at once")
     assert not _leftovers(cache_dir)
 
 

@@ -93,7 +93,7 @@ def _entries(folder: Path) -> list[str]:
 
 
 def _fail(*_: object) -> NoReturn:
-    raise AssertionError("was read again")
+    raise AssertionError("the weights were read again")
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -138,7 +138,7 @@ def test_triton_samples_the_tokens_of_the_torch_backend() -> None:
         assert [event.token for event in events] == [event.token for event in wanted[name]]
 
 
-@pytest.mark.skipif(DEVICE != "cuda", reason="takes a GPU, where torch raises at what waits")
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU, where torch raises on synchronization")
 def test_launches_do_not_synchronize_with_cuda() -> None:
     """Captured decode steps and steps with prompts alike; only collect() waits."""
     found = triton_kernels()

@@ -316,7 +316,7 @@ def wait_for_partial(tmp_path: Path, least: int = 1) -> Path:
             if path.stat().st_size >= least:
                 return path
         time.sleep(0.05)
-    raise AssertionError("nothing arrives")
+    raise AssertionError("no partial file appeared")
 
 
 @pytest.mark.slow

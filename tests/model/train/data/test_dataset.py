@@ -321,7 +321,7 @@ def test_padding_does_not_count_in_the_loss(with_source: bool) -> None:
     unmasked = dataclasses.replace(
         together, targets_RN=together.targets_RN.masked_fill(together.targets_RN == IGNORE_INDEX, 0)
     )
-    assert objective.loss_sum(unmasked) > objective.loss_sum(together) + 0.1, "padding must not count"
+    assert objective.loss_sum(unmasked) > objective.loss_sum(together) + 0.1, "positive control"
 
 
 def test_example_order_is_a_function_of_seed_and_step_and_covers_an_epoch_once() -> None:
