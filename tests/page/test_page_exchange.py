@@ -56,15 +56,14 @@ def run_with_receipt(*pieces):
 
 
 @pytest.fixture(autouse=True)
-def _page_ready(page):
-    """Waits for the schema and allows clipboard access before each test.
+def _clipboard_allowed(page):
+    """Allows clipboard access before each test.
 
     The "Copied" message stays: on a busy machine a test might miss it in the 2.5 s that the page shows it.
     """
     allow_clipboard(page)
     page.context.add_init_script(KEEP_COPIED_MESSAGE)
     page.evaluate(KEEP_COPIED_MESSAGE)
-    wait_for_schema(page)
 
 
 def status_of(page, part="#exits"):

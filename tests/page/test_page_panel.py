@@ -1,7 +1,5 @@
 """The settings panel in a real browser: built from the server's schema, sent as typed, with errors shown."""
 
-import pytest
-
 from tests.support.page.browser import (
     DONE,
     PROMPT,
@@ -22,12 +20,6 @@ from tests.support.page.browser import (
 
 LEFT_OUT = {"prompt", "stream", "echo", "user", "request_id", "logprobs", "truncate_prompt_tokens", "source"}
 START = ("start", {"seed": 7, "model": "tiny", "weights_version": "w", "settings": {"temperature": 0.9}})
-
-
-@pytest.fixture(autouse=True)
-def _page_ready(page):
-    """Waits for the schema before each test."""
-    wait_for_schema(page)
 
 
 def unfold(page):

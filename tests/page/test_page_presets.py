@@ -40,15 +40,7 @@ def compare(page, count):
     page.get_by_role("button", name=f"Compare {count}").press("Enter")
 
 
-@pytest.fixture
-def loaded_page(page):
-    """The page after it has built all settings from the schema."""
-    setting(page, "min_p").wait_for(state="attached")
-    return page
-
-
-def test_a_preset_applies_its_settings_and_can_be_saved_renamed_and_deleted_by_keyboard(loaded_page):
-    page = loaded_page
+def test_a_preset_applies_its_settings_and_can_be_saved_renamed_and_deleted_by_keyboard(page):
     assert pressed(page) == ["Balanced"]
     set_fields(page, top_k="40")
     assert pressed(page) == [] and "Settings of your own." in page.locator("#presets").inner_text()
@@ -92,8 +84,7 @@ def test_a_preset_applies_its_settings_and_can_be_saved_renamed_and_deleted_by_k
     assert pressed(page) == ["For now"]
 
 
-def test_columns_compare_presets_with_one_seed_and_each_keeps_its_settings(loaded_page):
-    page = loaded_page
+def test_columns_compare_presets_with_one_seed_and_each_keeps_its_settings(page):
     sent = []
 
     def respond(route):
@@ -132,8 +123,8 @@ def test_columns_compare_presets_with_one_seed_and_each_keeps_its_settings(loade
     assert "temperature" not in sent[-1], "taking a column does not change the settings"
 
 
-def test_a_comparison_inserts_at_the_caret_and_rewrites_a_selection(loaded_page):
-    page, sent = loaded_page, fake_completions(loaded_page, *run_events(" red"))
+def test_a_comparison_inserts_at_the_caret_and_rewrites_a_selection(page):
+    sent = fake_completions(page, *run_events(" red"))
     page.locator("#document").fill("The door was old. She waited.")
     page.locator("#at-caret").check()
     page.locator("#document").evaluate("(area) => area.setSelectionRange(12, 12)")

@@ -86,9 +86,9 @@ def launch_browser():
 
 @pytest.fixture
 def page(browser, server):
-    """The page of a new user, after it has fetched the model: the status line has settled."""
+    """The page of a new user, after it has fetched the model and the schema: it has all settings, and is idle."""
     with visit(browser, server, "/") as page:
-        page.locator("#status").filter(has_not_text="Connecting").wait_for()
+        wait_for_schema(page)
         yield page
 
 
