@@ -92,7 +92,7 @@ async def test_grammar_bomb_is_refused_in_time_and_a_new_process_checks_the_next
 async def test_timed_out_grammar_is_refused_for_every_tenant_until_the_entry_expires(
     weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checker = GrammarValidator(weights, seconds=0.3)
+    checker = GrammarValidator(weights, seconds=0.05)
     assert "takes more than" in await _problem(checker, tenant="a", json_schema=SLOW)
     await checker.close()  # no further question is possible
     assert "takes more than" in await _problem(checker, tenant="b", json_schema=SLOW)
