@@ -5,10 +5,10 @@ from tests.support.page.browser import (
     PROMPT,
     allow_module_imports,
     click_generate,
+    complete_prompt,
     fake_completion,
     generate,
     json_body,
-    post_completion,
     set_fields,
     setting,
     status,
@@ -56,7 +56,7 @@ def test_every_parameter_of_the_schema_has_a_field_with_its_description_and_defa
     assert page.locator("#panel .field").count() == len(wanted)
     main = page.locator(".main-settings .field .caption").all_inner_texts()
     assert main == ["Temperature", "Top p", "Top k", "Max tokens", "Seed", "Continuations"]
-    settings = post_completion(server, max_tokens=0)["receipt"]["settings"] | {"max_tokens": 128}
+    settings = complete_prompt(server, max_tokens=0)["receipt"]["settings"] | {"max_tokens": 128}
     numbers = {name: value for name, value in settings.items() if type(value) in (int, float) and name != "n"}
     assert len(numbers) == 10
     shown = {name: setting(page, name).get_attribute("placeholder") for name in numbers}

@@ -12,8 +12,9 @@ import shutil
 from contextlib import contextmanager
 from urllib.parse import unquote
 
-import httpx
 import pytest
+
+from tests.support.completion_client import fetch_completion
 
 ARGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 ARGS += ["--disable-sync", "--no-first-run"]
@@ -123,7 +124,7 @@ def visit(browser, server, path):
 def long_seed(server):
     """A seed whose completion does not end before 200 tokens, for tests that interrupt a run."""
     for seed in range(50):
-        response = post_completion(server, seed=seed, max_tokens=200)
+        response = complete_prompt(server, seed=seed, max_tokens=200)
         if response["usage"]["completion_tokens"] == 200:
             return seed
     raise AssertionError("the completions of all 50 seeds ended before 200 tokens")
@@ -383,13 +384,13 @@ def fake_response(page, **response):
     page.route("**/complete", lambda route: route.fulfill(**response))
 
 
-def post_completion(server, **fields):
-    response = httpx.post(f"{server.url}/complete", json={"prompt": PROMPT, "stream": False, **fields}, timeout=60)
-    return response.raise_for_status().json()
+def complete_prompt(server, **fields):
+    """Requests a completion of PROMPT without the page."""
+    return fetch_completion(server.url, prompt=PROMPT, **fields)
 
 
 def completion_text(server, **fields):
-    return post_completion(server, **fields)["choices"][0]["text"]
+    return complete_prompt(server, **fields)["choices"][0]["text"]
 
 
 def normalize_line_ends(value):
