@@ -88,7 +88,7 @@ class _SteadyLoad:
         body = json.dumps({**self._body, "prompt": prompt, "stream": is_streamed}).encode()
         address = self._server.service.address
         while not self._stop.is_set():
-            answer, client = concurrent_clients.Answer(address.request("POST", path, body)), Client(address)
+            answer, client = concurrent_clients.CompletionExchange(address.request("POST", path, body)), Client(address)
             await client.run(answer)  # on a connection of its own: nothing is sent twice
             client.close()
             try:
@@ -104,7 +104,7 @@ class _SteadyLoad:
                 self.failures.append("/health/ready is not 200")
 
 
-def _read(answer: concurrent_clients.Answer, prompt: str) -> _Answer:
+def _read(answer: concurrent_clients.CompletionExchange, prompt: str) -> _Answer:
     """Every place that names the weights must name the same ones."""
     assert answer.status == 200
     output = answer.output()
