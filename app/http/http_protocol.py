@@ -47,8 +47,8 @@ UVICORN_INTERNALS = {
         "on_response_complete on_url parser pause_writing pipeline scope server_state shutdown transport url"
     ),
     "uvicorn.protocols.http.httptools_impl.RequestResponseCycle": (
-        "body chunked_encoding disconnected flow keep_alive message_event response_complete response_started scope "
-        "transport waiting_for_100_continue"
+        "body chunked_encoding disconnected expected_content_length flow keep_alive message_event response_complete "
+        "response_started scope send transport waiting_for_100_continue"
     ),
     "uvicorn.protocols.http.flow_control.FlowControl": (
         "_transport pause_reading pause_writing resume_reading resume_writing write_paused"
@@ -286,7 +286,30 @@ class HttpProtocol(HttpToolsProtocol):
         self._running = cycle
         cast(dict[str, Any], cycle.scope)[BODY_WRITER] = BodyWriter(cycle)
         self._response_deadline = time.monotonic() + self._limits.response_seconds
+        if cycle.scope["http_version"] == "1.0":
+            app = self._without_chunks(cycle, app)
         super()._start_asgi_task(cycle, app)
+
+    @staticmethod
+    def _without_chunks(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Application:
+        """HTTP/1.0 has no chunks, which uvicorn sends nevertheless: the end of the connection ends such a body.
+
+        RFC 9112, 6.1 and 6.3. uvicorn counts each part of the body against `expected_content_length`.
+        """
+
+        is_unframed = False
+
+        async def send(message: Any) -> None:
+            nonlocal is_unframed
+            if message["type"] == "http.response.start":
+                is_unframed = all(name.lower() != b"content-length" for name, _ in message["headers"])
+                if is_unframed:
+                    cycle.chunked_encoding = False
+            elif is_unframed:
+                cycle.expected_content_length = len(message["body"])
+            await cycle.send(message)
+
+        return lambda scope, receive, _send: app(scope, receive, send)
 
     @property
     def _is_busy(self) -> bool:

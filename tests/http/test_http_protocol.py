@@ -83,3 +83,28 @@ def test_active_request_receives_the_disconnect_while_another_is_pipelined() -> 
         return [bool(received and received.is_complete) for received in result.requests]
 
     assert uvloop.run(run()) == [False], "only the started request must receive the disconnect"
+
+
+@pytest.mark.parametrize("head", ["", "Idempotency-Key: old\r\n"])
+def test_a_stream_for_http_1_0_has_no_chunks_and_ends_with_the_connection(server: Server, head: str) -> None:
+    """RFC 9112, 6.1: the client would take the sizes of chunks for text. The second request may be a replay."""
+    modern = post_request({"prompt": "a", "max_tokens": 5, "seed": 1}, "/complete", "Connection: close")
+    old = modern.replace(b" HTTP/1.1\r\n", b" HTTP/1.0\r\n" + head.encode(), 1)
+    for _ in range(2):
+        with connect(server) as connection:
+            connection.sendall(old)
+            response, _, body = read_all(connection).partition(b"\r\n\r\n")
+        assert status_of(response) == 200
+        assert b"transfer-encoding" not in response.lower() and b"connection: close" in response.lower()
+        assert body.startswith(b"id: ") and body.endswith(b"\n\n")
+        assert body.count(b"\nevent: done\n") == 1
+
+
+def test_a_response_of_known_length_keeps_it_for_http_1_0(server: Server) -> None:
+    with connect(server) as connection:
+        connection.sendall(
+            post_request({"prompt": "a", "max_tokens": 3, "stream": False}).replace(b"HTTP/1.1", b"HTTP/1.0", 1)
+        )
+        head, _, body = read_all(connection).partition(b"\r\n\r\n")
+    assert status_of(head) == 200
+    assert f"content-length: {len(body)}\r\n".encode() in head.lower() + b"\r\n"
