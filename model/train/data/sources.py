@@ -23,6 +23,8 @@ from typing import BinaryIO, NoReturn
 STANDARD_INPUT = Path("-")
 SUFFIXES = (".txt", ".md", ".jsonl")
 DEFAULT_TEXT_KEY = "text"
+_MAX_NAME_LENGTH = 200
+"""Characters of a missing file's name in an error message."""
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -130,18 +132,19 @@ def _expand(source: str, exclude: Path | None) -> list[Path]:
     path = Path(source)
     if path == STANDARD_INPUT:
         return [path]
-    if path.is_dir():
+    if os.path.isdir(path):  # noqa: PTH112 (Path.is_dir raises for a long name)
         found = sorted(_walk(path, exclude))
         if not found:
             raise DataError(f"{source}: no {', '.join(SUFFIXES)} file (or .gz of one) in this folder")
         return found
-    if path.exists():  # also a pipe: --data <(zcat a.gz)
+    if os.path.lexists(path):  # also a pipe: --data <(zcat a.gz), and a broken link, which fails when it is read
         if suffix(path) == ".json":
             raise DataError(f"{source}: JSON is not text: use a .jsonl with one object per line, or rename it to .txt")
         return [path]
     matches = sorted(glob.glob(source, recursive=True))  # noqa: PTH207 (patterns may be absolute)
     if not matches:
-        raise DataError(f"{source}: no such file or folder")
+        name = source[:_MAX_NAME_LENGTH] + "..." * (len(source) > _MAX_NAME_LENGTH)  # perhaps the text itself
+        raise DataError(f"{name}: no such file or folder")
     return [file for match in matches for file in _expand(match, exclude)]
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from model.train.__main__ import main
+from model.train.data.sources import DataError, Sources
 from model.train.options import parse, parser
 from tests.support import ROOT
 from tests.support.model.tiny_models import TEXT, tiny_weights
@@ -136,6 +137,7 @@ ERRORS: list[tuple[dict[str, bytes], str, str]] = [
     (GOOD, "--data texd.txt", "texd.txt: no such file or folder"),
     (GOOD, "--data '*.md'", "*.md: no such file or folder"),
     (GOOD, "--data 'a\nb'", r"a\nb: no such file or folder"),
+    (GOOD, f"--data {'x' * 5000}", f"{'x' * 200}...: no such file or folder"),
     (_text(b"\n\r\n\n\n"), "", "no text in text.txt"),
     (_text(b"x"), "", "too short to hold out a part"),
     ({"f/a.png": b"x", "f/.git/a.txt": b"x"}, "--data f", "f: no .txt, .md, .jsonl file"),
@@ -269,3 +271,11 @@ def test_image_without_training_packages_reports_it(
     assert main(["--data", "x", "--out", "y", "--steps", "1"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: this installation can serve, but not train") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("target", "reason"), [("nowhere", "No such file or directory"), ("a.txt", "Too many levels")])
+@pytest.mark.parametrize("name", ["a.txt", "*.txt"])
+def test_a_broken_link_is_an_error_that_names_it(name: str, target: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").symlink_to(target)
+    with pytest.raises(DataError, match=rf"a\.txt: cannot be read \({reason}"):
+        list(Sources([str(tmp_path / name)]).documents())
