@@ -23,10 +23,10 @@ _LOCK = "lock"
 def locked(out: Path, *, overwrite: bool) -> Iterator[None]:
     """Locks the directory against other runs within the block. Raises ValueError."""
     work = out / STATE_FOLDER
-    if any((out / name).exists() for name in (WEIGHTS_FILE, INDEX_FILE)) and not work.is_dir() and not overwrite:
-        raise ValueError(f"--out {out}: holds a model without a run; use another folder, or add --overwrite")
-    missing = [folder for folder in (work, out, *out.parents) if not folder.exists()]
     try:
+        if any((out / name).exists() for name in (WEIGHTS_FILE, INDEX_FILE)) and not work.is_dir() and not overwrite:
+            raise ValueError(f"--out {out}: holds a model without a run; use another folder, or add --overwrite")
+        missing = [folder for folder in (work, out, *out.parents) if not folder.exists()]
         work.mkdir(parents=True, exist_ok=True)
         lock = os.open(work / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)  # NFS locks no folders
     except OSError as error:
