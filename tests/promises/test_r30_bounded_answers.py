@@ -139,7 +139,7 @@ def test_a_quota_is_held_until_the_last_byte_or_the_deadline(serve: Services, tm
         for kind, key in kinds.items():
             path, body = KINDS[kind]
             stack.enter_context(slow_readers(server, 4, post_request(body, path, f"Authorization: Bearer {key}")))
-            time.sleep(1)
+            server.wait_for(lambda kind=kind: short(kind) == 429, 10)  # all four have arrived
             statuses = [short(kind) for _ in range(3)]
             promise.all_of(f"requests beyond a key's concurrency that get 429 ({kind})", statuses.count(429), 3)
         began = time.monotonic()
