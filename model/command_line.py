@@ -16,13 +16,15 @@ class OneLineParser(argparse.ArgumentParser):
     """Reports an error in one line; argparse would print the usage first, a dozen lines for some verbs."""
 
     synonyms: Mapping[str, str] = {}
-    """Flags of other programs -> those that do the same here."""
+    """Flags of other programs -> those that do the same here; "" -> the flag for an argument without one."""
 
     def error(self, message: str) -> NoReturn:
         """Prints one line, which suggests a flag for a misspelled one, and exits with code 2."""
         hint = ";"
         if message.startswith("unrecognized arguments: "):
-            flags = (word.partition("=")[0] for word in message.split()[2:] if word.startswith("--"))
+            words = message.split()[2:]
+            flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+            flags = flags if words[0].startswith("-") else ["", *flags]
             known = list(_flags_of(self))
             close = (self.synonyms.get(flag) or get_close_matches(flag, known, n=1, cutoff=0.7) for flag in flags)
             hint = next((f"; did you mean {x if isinstance(x, str) else x[0]}?" for x in close if x), hint)

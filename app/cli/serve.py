@@ -60,6 +60,7 @@ def flag(name: str) -> str:
 
 
 _SYNONYMS = {
+    "": "--weights",
     "--model": "--weights",
     "--api-key": "--keys-file",
     "--ctx-size": "--max-context",
@@ -69,7 +70,7 @@ _SYNONYMS = {
     "--data-parallel-size": "--replicas",
     "--listen": "--host",
 }
-"""Flags of vLLM and llama.cpp."""
+"""Flags of vLLM and llama.cpp; vLLM takes the model without a flag."""
 _EXAMPLES = """examples:
   inkstream serve --open                  the model in weights/, and its page
   inkstream serve --weights DIR --port 8001

@@ -34,7 +34,8 @@ class ContextLengthExceeded(InvalidRequest):
 
     def __init__(self, prompt_tokens: int, max_model_len: int, field: str, *, is_least: bool = False) -> None:
         count = f"at least {prompt_tokens}" if is_least else str(prompt_tokens)
-        keep = ", or keep only its end with truncate_prompt_tokens" if field == "prompt" else ""
+        end = "keep only its end with truncate_prompt_tokens (/score: send it in parts)"
+        keep = f", or {end}" if field == "prompt" else ""
         message = f"the {field} has {count} tokens, the model reads at most {max_model_len}: shorten the {field}{keep}"
         super().__init__(message, field)
         self.prompt_tokens = prompt_tokens

@@ -23,6 +23,13 @@ from app.common.errors import (
 from app.http.response_model import ResponseModel
 
 _MAX_DETAILS = 100
+_NAME_CHARACTERS = "must consist of letters, digits, _ and -"
+_ALLOWED_CHARACTERS = {
+    "logit_bias": 'each key must be a token id, such as "17"',
+    "user": _NAME_CHARACTERS,
+    "request_id": _NAME_CHARACTERS,
+}
+"""By field: what to say instead of the pattern that its text must match."""
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -129,7 +136,12 @@ def from_validation(error: ValidationError, fields: Mapping[str, Any]) -> ApiErr
         case "model_type" if name is None:
             return ApiError(400, "the body must be a JSON object")
         case "missing":
-            return ApiError(400, f"{'.'.join(map(str, first['loc']))} is required", param=name)
+            unknown = [str(other["loc"][0])[:60] for other in details if other["type"] == "extra_forbidden"]
+            close_matches = get_close_matches(str(name), unknown, n=1)
+            hint = f": did you mean it by {close_matches[0]!r}?" if close_matches else ""
+            return ApiError(400, f"{'.'.join(map(str, first['loc']))} is required{hint}", param=name)
+        case "string_pattern_mismatch":
+            message = _ALLOWED_CHARACTERS.get(str(name), message)
     if name is None:  # the message of an error about several fields starts with the name of one
         return ApiError(400, message, param=message.partition(" ")[0])
     if name == "prompt" and len(first["loc"]) > 1 and first["type"].endswith("_type"):  # one of several kinds

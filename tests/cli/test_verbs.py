@@ -101,13 +101,16 @@ def test_unknown_verb_is_one_line_with_the_known_ones(run: Run, word: str, hint:
     ("arguments", "meant"),
     [
         (("serve", "--max-runing", "4"), "--max-running"),
+        (("serve", "my-model", "--port", "8001"), "--weights"),
         (("complete", "x", "--temprature", "1"), "--temperature"),
         (("bench", "--stream-s", "1"), "--streams"),
         (("keys", "add", "x", "--key-file", "y"), "--keys-file"),
         (("train", "--dat", "x", "--out", "y"), "--data"),
     ],
 )
-def test_misspelled_flag_of_any_verb_gets_a_suggestion(run: Run, arguments: tuple[str, ...], meant: str) -> None:
+def test_misspelled_or_missing_flag_of_any_verb_gets_a_suggestion(
+    run: Run, arguments: tuple[str, ...], meant: str
+) -> None:
     result = run(*arguments)
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert f"did you mean {meant}? see " in result.stderr
