@@ -95,7 +95,7 @@ def _scored(request: Request, read: list[tuple[int, int]], position: int) -> flo
 def step(scheduler: Scheduler, device: SimulatedDevice) -> tuple[BatchPlan, StepReport]:
     """Runs one step, and checks the block invariants."""
     plan = scheduler.plan()
-    assert plan.chunks, "an empty step"
+    assert plan.chunks, "a step without progress"
     assert sum(c.stop - c.start for c in plan.chunks) <= scheduler.limits.tokens_per_step
     report = scheduler.commit(plan, device.run(plan))
     assert not scheduler.violations()
