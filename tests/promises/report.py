@@ -25,19 +25,19 @@ PROMISES = [*(f"R{n}" for n in range(1, 31)), *(f"S{n}" for n in range(1, 28) if
 
 _HEAD = """# Reliability
 
-What inkstream promises when things go wrong, and what was measured. Made by `make promises` from what the tests in
-`tests/promises` wrote down (`tests/promises/results.json`); no line of it is typed. R: reliability, S: security.
+What inkstream promises when things go wrong, and what was measured. `make promises` generates this page from the
+figures that the tests in `tests/promises` record in `tests/promises/results.json`. R: reliability, S: security.
 
 {summary}
 Machine: {machines}.
 
-- **target** is what we want; a miss is marked. **floor** is what a test fails below; "=" is the target.
-- **n** is how many things were tried. **size** "full" is what the promise asks for (`make promises`, or
-  `make promises ONLY="r10 s08"`, on a machine with nothing else to do: some tests take minutes, the soak half an hour);
-  "ci" is the smaller number that `make test` runs every time, on a machine that may be busy.
-- Tests of leaks, liveness and overload have a control: a planted fault with which the same check must fail.
-- All of it was measured on loopback, with clients, service and engine on the same cores. "FE" in a test is the real
-  service and the real engine loop around a fake model; the others run a tiny random model or the default weights.
+- **target** is the goal; a value short of it is marked. **floor** is the value below which the test fails; "=" means the target.
+- **n** is the number of trials. **size** "full" is the size that the promise asks for (`make promises`, or
+  `make promises ONLY="r10 s08"`, on an idle machine: some tests take minutes, the soak half an hour); "ci" is the
+  smaller size that `make test` runs, also on a busy machine.
+- Tests of leaks, liveness and overload have a control: the same check must fail with a planted fault.
+- All figures were measured on loopback, with clients, service and engine on the same cores. Some tests run the service
+  and the engine loop around a fake model, the others a tiny random model or the default weights.
 
 | # | promise | figure | value | n | target | floor | size | date |
 |---|---|---|---|---|---|---|---|---|

@@ -1,4 +1,4 @@
-"""Ten times the sustainable load costs hardly any goodput, and afterwards the service performs as before."""
+"""At ten times the sustainable load goodput hardly falls, and afterwards the service performs as before."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_goodput_stays_at_ten_times_the_load_and_quiet_comes_back(serve: Service
     if promise.full:
         more = _offer(server, 50, seconds)
         promise.at_least("goodput at 50x load", _goodput(more, since=1) / found.peak, target=0.7, n=len(more))
-    promise.at_most("until p50 is back", found.calm_after, target=5, unit="s", n=found.n)
+    promise.at_most("time until p50 is back to normal", found.calm_after, target=5, unit="s", n=found.n)
 
 
 def test_a_queue_without_bound_collapses(serve: Services, promise: Promise) -> None:

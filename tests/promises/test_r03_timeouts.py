@@ -100,7 +100,9 @@ def test_each_deadline_for_the_sender_is_kept_and_told(impatient: Server, promis
             assert error_of(cut.said)["code"] == code
         else:
             assert cut.said == b"", name
-    promise.at_most("slow sender cut after its deadline", max(late), target=0.1, floor=LATE, unit="s", n=len(late))
+    promise.at_most(
+        "slow sender disconnected after its deadline", max(late), target=0.1, floor=LATE, unit="s", n=len(late)
+    )
 
 
 def test_a_reader_that_stops_is_cut_and_may_come_back(impatient: Server, promise: Promise) -> None:
@@ -118,7 +120,7 @@ def test_a_reader_that_stops_is_cut_and_may_come_back(impatient: Server, promise
         connection.sendall(get_request(f"/complete/{name}/events", "Connection: close"))
         again = read_all(connection)
     assert again.count(b"event: token") > 1000 and again.count(b"event: done") == 1
-    promise.all_of("a stalled reader is cut and can resume", 1, 1)
+    promise.all_of("stalled readers that are disconnected and can resume", 1, 1)
 
 
 def _cut(server: Server, reason: str) -> float:
@@ -223,7 +225,7 @@ def test_who_waits_too_long_is_told_so_on_time_and_leaves_the_engine_alone(serve
         latest = promise.measured(measure, lambda latest: latest - _QUEUE_SECONDS <= 1)
         assert server.wait_for(lambda: server.metric("requests_waiting") == 0)
     assert latest >= _QUEUE_SECONDS
-    promise.at_most("a queue time-out comes late by", latest - _QUEUE_SECONDS, target=0.2, floor=1, unit="s", n=n)
+    promise.at_most("delay of a queue timeout", latest - _QUEUE_SECONDS, target=0.2, floor=1, unit="s", n=n)
     assert is_clean(server, 30)
     assert server.wait_for(lambda: _started(server) == 1)
 

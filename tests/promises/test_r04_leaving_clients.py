@@ -1,4 +1,4 @@
-"""A client that disconnects, at any point and in any way, frees all its resources and changes no other's text."""
+"""A client that disconnects, at any point and in any way, frees all its resources and changes no other output."""
 
 from __future__ import annotations
 
@@ -114,12 +114,19 @@ def test_clients_that_leave_in_every_state_and_way_leave_nothing_behind(server: 
 
     blocks, all_free = promise.measured(measure, lambda found: max(found) <= _SECONDS)
     n = streams + plain
+    promise.at_most("time until all blocks and slots are free", blocks, target=1, floor=_SECONDS, unit="s", n=n)
     promise.at_most(
-        "blocks and places free after the last client left", blocks, target=1, floor=_SECONDS, unit="s", n=n
+        "time until tasks, threads and descriptors are back to the count before",
+        all_free,
+        target=1,
+        floor=_SECONDS,
+        unit="s",
+        n=n,
     )
-    promise.at_most("tasks, threads, descriptors back", all_free, target=1, floor=_SECONDS, unit="s", n=n)
     again = _texts(server, 100)
-    promise.all_of("greedy texts as before", sum(a == b for a, b in zip(texts, again, strict=True)), len(texts))
+    promise.all_of(
+        "greedy outputs identical before and after", sum(a == b for a, b in zip(texts, again, strict=True)), len(texts)
+    )
 
 
 def _at_rest(server: Server) -> tuple[float, ...]:

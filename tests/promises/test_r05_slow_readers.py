@@ -1,4 +1,5 @@
-"""R5: Readers that stop reading hurt only themselves: others' tokens come as before, and what they hold is small.
+"""R5: Readers that stop reading hurt only themselves: other streams keep their speed, and a stalled reader holds little
+memory.
 
 A slow reader uses no cache block: the engine writes its text into the request's own buffer until more than 4,096
 tokens and log-probabilities wait there, and does nothing for it then. A token that waits takes 300 bytes, so texts of
@@ -89,7 +90,7 @@ def test_stalled_readers_cost_others_nothing_and_little_memory(serve: Services, 
     send_all(server, seeded(NORMAL, N_NORMAL))
     slower = promise.measured(measure, lambda slower: slower <= SLOWER)
     _, held, blocks = map(max, zip(*seen, strict=True))
-    what = "p99 between tokens beside stalled readers, of that alone"
+    what = "p99 between tokens beside stalled readers, relative to alone"
     promise.at_most(what, slower, target=1.1, floor=SLOWER, unit="x", n=n)
     promise.at_most("memory of a stalled reader", held / 1024, target=256, unit="KiB", n=n)
     promise.at_most("cache blocks held by stalled readers", blocks, target=0, unit="", n=n)

@@ -119,13 +119,13 @@ def test_slow_clients_are_cut_at_the_deadline_and_others_are_served(serve: Servi
 
     found = promise.measured(measure, lambda found: found.worst <= LATE)
     for kind in ("headers", "body"):
-        what = f"slow {kind}: cut after the deadline"
+        what = f"slow {kind}: disconnected after the deadline"
         promise.at_most(what, found.late[kind], target=0.3, floor=LATE, unit="s", n=n // 3)
     # The clock starts once the kernels' buffers are full, and a moment with a KiB read is a good one.
-    what = "slow read: cut after the deadline"
+    what = "slow read: disconnected after the deadline"
     promise.at_most(what, found.late["read"], target=0.3, floor=2 * LATE, unit="s", n=n // 3)
     answered = [answer for each in seen for answer in each.answered]
-    promise.all_of("normal requests served beside slow ones", sum(answered), len(answered))
+    promise.all_of("normal requests served beside slow clients", sum(answered), len(answered))
     assert server.wait_for(lambda: server.metric("connections") <= 1)
 
 
@@ -194,7 +194,7 @@ def test_a_crowd_keeps_no_other_client_out(
         connections += [_dial(small.url, address, CROWDS[kind]) for address in ("127.0.0.2", "127.0.0.3")]
     assert small.wait_for(lambda: has_read_all(small))
     answers = [_status(small.url, address) for address in ("127.0.0.9", "127.0.0.2", "127.0.0.3") for _ in range(5)]
-    promise.all_of(f"requests answered beside a crowd that is {kind}", answers.count(200), len(answers))
+    promise.all_of(f"requests served beside connections at the limit: {kind}", answers.count(200), len(answers))
 
 
 @pytest.mark.parametrize("data", [HALF_BODY, post_request({**STREAM, "max_tokens": 8000})], ids=["body", "answer"])

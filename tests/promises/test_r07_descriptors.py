@@ -1,4 +1,4 @@
-"""R7: With no file descriptors left, and with clients that vanish, the service goes on and is well afterwards."""
+"""R7: Without free file descriptors, and with clients that vanish, the service keeps running and recovers."""
 
 from __future__ import annotations
 
@@ -99,9 +99,9 @@ def test_a_thousand_connections_with_256_descriptors(serve: Services, promise: P
     assert server.wait_for(lambda: open_files(server.process.pid) <= before + 8)
     assert _is_well(server)
     assert server.metric('connections_cut_total{reason="address"}') > 700
-    promise.all_of("live probes answered at 1,000 connections and 256 descriptors", probes.count(200), 10)
+    promise.all_of("/health/live responses with 1,000 connections and 256 descriptors", probes.count(200), 10)
     promise.at_most("descriptors used of 256", used, target=250, unit="", n=1000)
-    promise.at_most("CPU while they hang on", cpu, target=0.1, floor=0.5, unit="s/s", n=1)
+    promise.at_most("CPU while these connections stay open", cpu, target=0.1, floor=0.5, unit="s/s", n=1)
     assert "allows only 160 connections" in server.log.read_text()
 
 
@@ -130,8 +130,8 @@ def test_no_descriptor_at_all_is_survived(server: Server, promise: Promise) -> N
         connection.close()
     assert server.wait_for(lambda: _is_well(server), 5)
     assert server.log_text().count("no file descriptors left") == 1
-    promise.at_most("CPU while nothing can be accepted", cpu, target=0.2, floor=0.6, unit="s/s", n=300)
-    promise.all_of("well again after descriptors ran out", 1, 1)
+    promise.at_most("CPU while no connection can be accepted", cpu, target=0.2, floor=0.6, unit="s/s", n=300)
+    promise.all_of("recovered after running out of descriptors", 1, 1)
 
 
 def _vanish(server: Server, request: dict[str, Any], after: float) -> None:
@@ -151,4 +151,4 @@ def test_clients_that_reset_in_mid_answer_leave_no_trace(server: Server, promise
     assert server.wait_for(lambda: open_files(server.process.pid) <= before + 2)
     assert _is_well(server)
     assert stop_server(server) == 0 and '"level": "error"' not in server.log_text()[since:]
-    promise.all_of("resets in mid-answer without trace", n, n)
+    promise.all_of("resets in mid-response that leave nothing behind", n, n)

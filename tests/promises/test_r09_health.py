@@ -1,5 +1,5 @@
 """Health tells the truth: an engine that raises, returns, sleeps, holds the GIL, is stopped or makes empty steps is
-found within the watchdog's time and a second, and no load makes /health/ready say that an engine is gone that is not.
+detected within the watchdog's time and a second, and no load makes /health/ready report a running engine as lost.
 
 /health/live says 200 all along: the process that answers is well, brings the engine back, and is not to be killed.
 """
@@ -125,8 +125,8 @@ def test_six_ways_to_hang_are_found_and_the_engine_comes_back(server: Server, fa
     assert "Timeout (" in log and "_hold_gil" in log, "the log says where it hung, also with the GIL held"
     seconds = [one.seconds for one in found.values()]
     good = sum(one <= _SILENCE + 1 for one in seconds)
-    promise.all_of("ways to hang that are found within watchdog + 1 s", good, len(_HANGS))
-    promise.at_most("slowest to be found", max(seconds), target=_SILENCE + 1, n=len(_HANGS), unit="s")
+    promise.all_of("kinds of hang detected within watchdog + 1 s", good, len(_HANGS))
+    promise.at_most("slowest detection of a hang", max(seconds), target=_SILENCE + 1, n=len(_HANGS), unit="s")
 
 
 def test_without_the_watchdog_a_hang_is_not_found(serve: Services) -> None:
@@ -143,7 +143,7 @@ def test_no_load_makes_health_flip(server: Server, promise: Promise) -> None:
     # An engine that others keep from any core for a second is silent: not by this load.
     flips, looks, restarts = promise.measured(lambda: _flips(server, seconds), lambda found: found[0] == found[2] == 0)
     assert restarts == 0, server.log.read_text()
-    promise.at_most(f"false flips in {seconds} s at ten times the load", flips, target=0, n=looks)
+    promise.at_most(f"false reports of a lost engine in {seconds} s at ten times the load", flips, target=0, n=looks)
 
 
 def _flips(server: Server, seconds: float) -> tuple[int, int, float]:

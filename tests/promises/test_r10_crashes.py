@@ -1,4 +1,4 @@
-"""An engine crash loses nothing: a killed engine is a pause for every open request, and the texts are byte-identical.
+"""An engine crash loses nothing: open requests pause while the engine restarts, and their outputs are byte-identical.
 
 A request that was in flight in two crashes, and wrote or scored less than two tokens between them, is refused. The
 service ends where the engine crashes three times within ten minutes and delivers nothing in between; the crash after
@@ -150,7 +150,7 @@ def test_a_request_that_kills_the_engine_is_the_only_one_refused(
             faults.disarm("engine.forward")
     refused = poisoned[0].output()["end"]["error"]
     assert refused["code"] == "engine_failed" and "crashed twice" in refused["message"]
-    promise.all_of(f"others identical beside a poisoned request ({point})", count_same(answers, expected), 31)
+    promise.all_of(f"other outputs identical beside a poisoned request ({point})", count_same(answers, expected), 31)
     assert server.metric("engine_restarts_total") == restarts + 2
     for _ in range(2):  # whole, and again: it ends itself, not the service
         assert server.wait_for(lambda: is_ready(server), 60)
@@ -176,7 +176,7 @@ def test_requests_that_kill_the_engine_do_not_end_an_otherwise_idle_service(
     assert server.wait_for(lambda: is_ready(server), 60)
     (answer,) = send_all(server, _streams(1, max_tokens=5))
     assert b"event: done" in answer.body
-    promise.all_of(f"poisoned requests in a row outlived, {engines} engines", 3, 3)
+    promise.all_of(f"poisoned requests in a row survived, {engines} engines", 3, 3)
     assert server.metric("engine_restarts_total") == restarts + 6 and is_clean(server, 30)
     assert "given up" not in server.log_text()[since:]
 
@@ -192,7 +192,7 @@ def test_a_lost_device_pauses_all_and_blames_no_request(server: Server, faults: 
         faults.arm("engine.forward", "lose device", times=1)
         faults.disarm("engine.step")
     same = count_same(answers, expected)
-    promise.all_of("streams identical through a device that is lost", same, len(specs))
+    promise.all_of("streams identical through the loss of the device", same, len(specs))
     assert server.metric("engine_restarts_total") == restarts + 1 and not faults.is_armed("engine.forward")
     log = server.log_text()[since:]
     assert "the device is lost: an illegal memory access was encountered" in log
@@ -211,7 +211,7 @@ def test_a_crash_loop_ends_the_service(serve: Services, faults: Faults, promise:
     log = server.log.read_text()
     assert log.count("ended with exit code 3") == 4, "one of them is the refused request's"
     assert "error: the engine stopped 3 times in ten minutes" in log
-    promise.all_of("a crash loop ends the process non-zero", int(code != 0), 1)
+    promise.all_of("crash loops that end the process with a non-zero code", int(code != 0), 1)
 
 
 def test_a_service_that_ends_while_its_engine_restarts_ends(serve: Services, faults: Faults) -> None:

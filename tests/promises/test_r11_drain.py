@@ -83,7 +83,7 @@ def test_streams_run_to_their_end_while_new_requests_are_refused(
         return seen[-1].not_ready_after
 
     seconds = promise.measured(measure, lambda seconds: seconds <= 1)
-    promise.at_most("signal to not ready", seconds, target=0.2, floor=1.0, unit="s", n=1)
+    promise.at_most("time from the signal to not ready", seconds, target=0.2, floor=1.0, unit="s", n=1)
     promise.all_of(f"streams complete after {number.name}", min(each.complete for each in seen), n)
     worst = max(seen, key=lambda each: each.left)
     promise.all_of(f"processes ended after {number.name}", worst.pids - worst.left, worst.pids)
@@ -100,7 +100,7 @@ def test_streams_that_take_longer_are_told(serve: Services, promise: Promise) ->
     reported = [s.body.count(b"event: error") == 1 and b"shutting down" in s.body for s in streams]
     assert server.process.wait(60) == 0
     assert server.wait_for(lambda: not living(pids))
-    promise.all_of("streams told at the drain time-out", sum(reported), n)
+    promise.all_of("streams that get an error at the drain timeout", sum(reported), n)
 
 
 def _seconds_to_end(serve: Services) -> float:
@@ -137,7 +137,14 @@ def test_a_second_signal_ends_at_once_with_exit_code_one(serve: Services, promis
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(5) == 1
         assert server.wait_for(lambda: not living(pids), 5)
-        promise.at_most("second signal to no process left", time.monotonic() - began, target=1, floor=5, unit="s", n=1)
+        promise.at_most(
+            "time from the second signal until no process is left",
+            time.monotonic() - began,
+            target=1,
+            floor=5,
+            unit="s",
+            n=1,
+        )
 
 
 def test_a_kill_of_the_service_would_be_seen(serve: Services) -> None:

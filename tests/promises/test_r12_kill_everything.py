@@ -1,6 +1,6 @@
-"""kill -9 of everything under load: the service starts again at once on its port, leaves no file and no process, and
-answers the same text; and at any moment of a checkpoint save: the newest good checkpoint loads, and no stale file is
-taken for one.
+"""After kill -9 of everything under load the service restarts at once on its port, leaves no file and no process,
+and returns the same output; after a kill at any moment of a checkpoint save the newest good checkpoint loads, and no
+stale file is taken for one.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def test_it_starts_again_after_kill_9_of_everything(
         same = outputs(send_all(server, _SPECS)) == expected
         clean = not any(scratch.iterdir()) and _files(weights) == before
         good += same and clean and server.wait_for(lambda pids=pids: not living(pids))  # type: ignore[misc]
-    promise.all_of("starts after kill -9 of everything under load", good, rounds)
+    promise.all_of("successful starts after kill -9 of everything under load", good, rounds)
 
 
 def _files(folder: Path) -> dict[str, int]:
@@ -146,7 +146,9 @@ def test_a_save_killed_at_any_operation(tmp_path: Path, promise: Promise) -> Non
         clean = [path.name for path in folder.iterdir()] == ["step-00000003"]
         good += kept == (2 if renamed else 1) and clean
         print(number, what, kept, clean)
-    promise.all_of("saves killed at each operation: newest good snapshot loads", good, len(counting.seen))
+    promise.all_of(
+        "saves killed at each operation after which the newest good snapshot loads", good, len(counting.seen)
+    )
 
 
 def test_a_file_cut_short_is_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,7 +198,7 @@ def test_training_killed_while_it_saves_goes_on_from_the_newest(tmp_path: Path, 
         found = load_snapshot(work)
         good += found is not None and found[0].step == named[-1] > last
         last = named[-1]
-    promise.all_of("model.train killed while it saves: goes on from the newest snapshot", good, n)
+    promise.all_of("training runs killed while saving that resume from the newest snapshot", good, n)
 
 
 def test_an_engine_that_computes_and_processes_that_check_guides_die_with_a_killed_service(serve: Services) -> None:

@@ -1,5 +1,5 @@
 """One poisoned request fails alone, wherever it is poisoned, in the engine and over HTTP: it gets one clean error, and
-the others get byte for byte what they get without it.
+the outputs of all others are byte-identical.
 
 Over HTTP: nine places, each in an event stream, in a whole answer and in a stream of /v1/completions.
 """
@@ -89,7 +89,7 @@ def test_31_of_32_do_not_notice_a_poisoned_one(
             good += _failed_alone(before, after, is_prefix=False)
             good += serve(engine, requests) == before
             n += 2
-    promise.all_of(f"rounds of 32 in the engine ({way}) in which only the poisoned one fails", good, n)
+    promise.all_of(f"rounds of 32 in the engine ({way}) in which only the poisoned request fails", good, n)
 
 
 def test_without_isolation_a_poisoned_one_takes_all_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +209,7 @@ def test_31_of_32_clients_do_not_notice_a_poisoned_one(
         assert server.wait_for(lambda: server.metric("requests_running") == 0)
         assert server.metric("block_violations_total") == 0
     assert server.metric("engine_restarts_total") == 0
-    promise.all_of(f"places where only the poisoned one of 32 clients fails ({mode})", good, len(CASES))
+    promise.all_of(f"fault points at which only the poisoned one of 32 clients fails ({mode})", good, len(CASES))
 
 
 def test_a_guide_whose_compilation_raises_fails_its_request_alone(
@@ -227,4 +227,8 @@ def test_a_guide_whose_compilation_raises_fails_its_request_alone(
     assert server.has_logged(after[INDEX].name)
     pairs = [(one, other) for i, (one, other) in enumerate(zip(before, after, strict=True)) if i != INDEX]
     assert server.metric("engine_restarts_total") == 0
-    promise.all_of("answers beside one whose guide raises", sum(a.output() == b.output() for a, b in pairs), N - 1)
+    promise.all_of(
+        "responses identical beside a request whose grammar raises",
+        sum(a.output() == b.output() for a, b in pairs),
+        N - 1,
+    )

@@ -1,4 +1,4 @@
-"""Out of memory in a step fails at most one request, and all others get byte for byte what they get otherwise."""
+"""Out of memory in a step fails at most one request, and the outputs of all others are byte-identical."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_memory_that_is_missing_at_the_kth_forward_fails_at_most_one(
         assert len(failed) >= times - 1
         worst, tried = max(worst, len(failed)), tried + 1
     assert tried >= 3
-    what = f"requests that fail when memory is missing {times} times from the k-th forward on ({way})"
+    what = f"requests that fail when allocation fails {times} times from the k-th forward pass on ({way})"
     promise.at_most(what, worst, target=times - 1, n=tried)
 
 
@@ -61,7 +61,7 @@ def test_one_that_never_fits_fails_alone_and_the_rest_goes_on_in_pieces(
     faults.arm("engine.forward", "out of memory", match=f"'{VICTIM}'", after=3)
     failed = _failed(before, serve(_engine(), requests))
     assert failed == [VICTIM]
-    promise.at_most(f"requests that fail with one that never fits ({way})", len(failed), target=1, n=32)
+    promise.at_most(f"requests of 32 that fail beside one that never fits ({way})", len(failed), target=1, n=32)
 
 
 def test_memory_that_is_missing_in_the_midst_of_a_step_leaves_nothing_half_done(
@@ -76,7 +76,7 @@ def test_memory_that_is_missing_in_the_midst_of_a_step_leaves_nothing_half_done(
     for k in calls:
         monkeypatch.setattr(compute, "logits", _once_without_memory(honest, iter([False] * k + [True])))
         good += not _failed(before, serve(engine, requests))
-    promise.all_of(f"rounds of 32 without a failure, memory missing once in mid-step ({way})", good, len(calls))
+    promise.all_of(f"rounds of 32 without a failure when allocation fails once in mid-step ({way})", good, len(calls))
 
 
 def _once_without_memory(honest: Callable[..., Any], is_missing: Iterator[bool]) -> Callable[..., Any]:

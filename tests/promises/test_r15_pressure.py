@@ -1,4 +1,4 @@
-"""With cache blocks for 4 sequences and 64 clients, all finish, with the text they get without pressure.
+"""With cache blocks for 4 sequences, all of 64 clients finish, with the output that they get without memory pressure.
 
 None gives way more than four times, and no step makes no progress.
 """
@@ -54,7 +54,7 @@ def test_64_clients_share_blocks_for_four_in_simulation(promise: Promise) -> Non
         preemptions += scheduler.preemptions
     assert preemptions > n / 4, "there was meant to be pressure"
     promise.at_most("preemptions of one sequence, in simulation", worst, target=MOST, n=n)
-    promise.all_of("texts as without pressure, in simulation", good, n)
+    promise.all_of("outputs identical to those without memory pressure, in simulation", good, n)
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -79,7 +79,7 @@ def test_64_texts_of_a_real_model_share_blocks_for_four(way: str, promise: Promi
     assert roomy.scheduler.preemptions == 0 and engine.scheduler.preemptions > 10
     promise.at_most(f"preemptions of one sequence ({way})", worst, target=MOST, n=CLIENTS)
     good = sum(found[r.id] == expected[r.id] for r in requests)
-    promise.all_of(f"texts as without pressure ({way})", good, CLIENTS)
+    promise.all_of(f"outputs identical to those without memory pressure ({way})", good, CLIENTS)
 
 
 def test_64_clients_over_http_share_blocks_for_four(promise: Promise, serve: Services, faults: Faults) -> None:
@@ -97,7 +97,7 @@ def test_64_clients_over_http_share_blocks_for_four(promise: Promise, serve: Ser
         assert server.wait_for(lambda running=server: running.metric("kv_cache_usage_ratio") == 0)  # type: ignore[misc]
     assert preemptions > 10, "there was meant to be pressure"
     good = sum(one == other for one, other in zip(*texts, strict=True))
-    promise.all_of("answers over HTTP as without pressure", good, CLIENTS)
+    promise.all_of("responses over HTTP identical to those without memory pressure", good, CLIENTS)
 
 
 def _all_at_once(server: Server, faults: Faults, bodies: list[dict[str, object]]) -> list[str]:

@@ -1,14 +1,14 @@
-"""Whatever goes wrong, an answer keeps its form: one terminal event, valid JSON and UTF-8, and the stream says what the
-whole answer says.
+"""Whatever fails, a response keeps its form: one terminal event, valid JSON and UTF-8, and a stream that says the same
+as the whole response.
 
 Twelve faults, each met by four requests: both APIs, streamed and whole. What each must end with:
 
-the undisturbed text    the engine is killed; it raises in a step; it is stopped; a slow reader; a stop string; a text
-                        that ends in the middle of a character
+the undisturbed text    the engine is killed, raises in a step or is stopped; a slow reader; a stop string; an
+                        incomplete character at the end
 its beginning           the deadline
-an error, the same      the model's output is not finite; the request kills every engine; its turn does not come in
-for stream and whole    time; the service ends and the drain time-out with it
-nothing                 the client has gone: then what it got is well-formed, and nothing of it stays in the engine
+an error, the same      logits that are not finite; a request that kills every engine; a queue timeout; a shutdown whose
+for stream and whole    drain timeout expires
+nothing                 the client disconnects: what it received is well-formed, and the engine keeps nothing of it
 """
 
 from __future__ import annotations
@@ -222,24 +222,24 @@ def _end_of_the_service(stage: _Stage) -> list[bool]:
 
 
 _FAULTS: dict[str, Callable[[_Stage], list[bool]]] = {
-    "the engine is killed": _broken_engine(lambda s: os.kill(engine_pid(s.server), signal.SIGKILL)),
-    "the engine raises": _broken_engine(lambda s: s.faults.arm("engine.step", "raise", times=1)),
-    "the engine is stopped": _broken_engine(lambda s: os.kill(engine_pid(s.server), signal.SIGSTOP)),
-    "a slow reader": _slow_reader,
-    "a stop string": _stop_string,
-    "half a character": _half_a_character,
-    "the deadline": _deadline,
-    "output that is not finite": _not_finite,
-    "a request that kills every engine": _poisoned,
-    "the client has gone": _disconnected,
-    "no turn in time": _no_turn,
-    "the service ends": _end_of_the_service,
+    "engine killed": _broken_engine(lambda s: os.kill(engine_pid(s.server), signal.SIGKILL)),
+    "engine raises": _broken_engine(lambda s: s.faults.arm("engine.step", "raise", times=1)),
+    "engine stopped (SIGSTOP)": _broken_engine(lambda s: os.kill(engine_pid(s.server), signal.SIGSTOP)),
+    "slow reader": _slow_reader,
+    "stop string": _stop_string,
+    "incomplete character": _half_a_character,
+    "deadline": _deadline,
+    "non-finite logits": _not_finite,
+    "request that kills every engine": _poisoned,
+    "client disconnects": _disconnected,
+    "queue timeout": _no_turn,
+    "service shuts down": _end_of_the_service,
 }
 
 
 @pytest.mark.parametrize("fault", _FAULTS)
 def test_every_answer_keeps_its_form(stage: _Stage, promise: Promise, fault: str) -> None:
-    promise.all_of(f"answers of 2 doors x 2 modes that keep their form: {fault}", sum(_FAULTS[fault](stage)), 4)
+    promise.all_of(f"well-formed responses, 2 APIs x 2 modes: {fault}", sum(_FAULTS[fault](stage)), 4)
     assert is_clean(stage.server, 30.0)
 
 

@@ -32,8 +32,8 @@ def test_mutated_directories_are_refused_in_one_line_or_harmless(tmp_path: Path,
     report = _run(tmp_path, "--count", str(count), "--seed", "17")
     print(*report["failures"], sep="\n")
     good = count - len(report["failures"])
-    promise.all_of("mutated directories refused in one line, or harmless and loaded", good, count)
-    promise.at_most("most memory of a check", report["growth_mib"], target=GROWTH_MIB, floor=GROWTH_MIB + 8,
+    promise.all_of("mutated directories refused in one line, or loaded without effect", good, count)
+    promise.at_most("peak memory of a check", report["growth_mib"], target=GROWTH_MIB, floor=GROWTH_MIB + 8,
                     n=count, unit="MiB")  # fmt: skip
     promise.at_most("longest check", report["slowest_s"], target=2, floor=SECONDS, n=count, unit="s")
     assert report["refused"] + report["harmless"] == count

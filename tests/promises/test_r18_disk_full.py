@@ -1,4 +1,4 @@
-"""Where a disk gets full at any write, fsync or rename of a save, the checkpoint before it still loads."""
+"""If the disk fills up at any write, fsync or rename of a save, the checkpoint before it still loads."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, promise: Promi
     ]
     print(*wrong, sep="\n")
     n = 2 * sum(what != "rmtree" for what in counting.seen)
-    promise.all_of(f"no space at each operation, once or for good: {kind}", n - len(wrong), n)
+    promise.all_of(f"no space left at each operation, once or permanently: {kind}", n - len(wrong), n)
 
 
 def test_a_save_in_place_is_found_out(tmp_path: Path) -> None:
@@ -142,4 +142,4 @@ def test_training_on_a_disk_that_is_really_full(tmp_path: Path, promise: Promise
     assert "code 2" in done.stdout and len(errors) == 1 and "No space left on device" in errors[0]
     assert "Traceback" not in done.stderr
     loaded = re.search(r"loads (\d+)", done.stdout)
-    promise.all_of("a real file system without space: the run's last snapshot loads", int(bool(loaded)), 1)
+    promise.all_of("a full file system: the run's last snapshot loads", int(bool(loaded)), 1)

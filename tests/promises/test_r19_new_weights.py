@@ -1,4 +1,4 @@
-"""New weights are taken over while serving: no request fails, no answer mixes old and new, and bad ones are refused.
+"""New weights are loaded while serving: no request fails, no response mixes old and new, and bad weights are refused.
 
 Bad weights are loaded by the real engine, around a tiny model; switches are tried with the fake one, many at a time.
 """
@@ -175,7 +175,7 @@ def test_bad_weights_of_every_kind_are_refused_without_a_failed_request(
     assert server.wait_for(lambda: children(server) == first), "the first engine was ended, or another one stayed"
     promise.all_of("bad weights of every kind refused, with the reason in one line", sum(said), len(kinds))
     good_answers = len(load.answers) - len(_mixed(load.answers))
-    promise.all_of("answers while bad weights are refused", good_answers, len(load.answers) + len(load.failures))
+    promise.all_of("responses while bad weights are refused", good_answers, len(load.answers) + len(load.failures))
     assert load.health_checks > 20 and {answer.version for answer in load.answers} == {load.answers[0].version}
 
 
@@ -198,7 +198,7 @@ def test_an_engine_that_is_killed_while_it_loads_is_not_missed(
     assert server.wait_for(lambda: children(server) == [first])
     assert not _mixed(load.answers) and len({answer.version for answer in load.answers}) == 1
     promise.all_of(
-        "answers while a loading engine is killed", len(load.answers), len(load.answers) + len(load.failures)
+        "responses while a loading engine is killed", len(load.answers), len(load.answers) + len(load.failures)
     )
     faults.disarm("fake.load")
     # Good weights after all this, and the service ends while others are loading.
@@ -226,9 +226,9 @@ def test_good_weights_are_switched_under_load(serve: Services, link: Path, ways:
     total = len(load.answers) + len(load.failures)
     assert not load.failures, load.failures[:5]
     good = total - len(_mixed(load.answers))
-    promise.all_of("answers across switches that are whole and of one version", good, total)
+    promise.all_of("responses across reloads that are complete and of one version", good, total)
     promise.at_most(
-        "growth of the service by switches after the first", (sizes[-1][0] - sizes[1][0]) / (switches - 2),
+        "memory growth per reload after the first", (sizes[-1][0] - sizes[1][0]) / (switches - 2),
         target=0.5, floor=2.0, unit="MiB each", n=switches,
     )  # fmt: skip
 
@@ -273,7 +273,7 @@ def test_a_stream_ends_with_the_weights_it_began_with_also_when_it_is_resumed(
         good += joined_text(events) == texts[index % 2] and events[-1].name == "done"
         assert _has_one_engine(server)
     assert texts[0] != texts[1]
-    promise.all_of("streams that a switch met half-way, as without it", good, n)
+    promise.all_of("streams identical through a reload", good, n)
 
 
 def test_old_engines_that_stay_and_streams_that_go_on_with_the_new_one_would_be_found(

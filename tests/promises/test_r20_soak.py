@@ -1,4 +1,4 @@
-"""Under a mix of normal, aborted, malformed, slow and crowded requests memory, descriptors, threads, tasks stay flat.
+"""Under a mix of normal, aborted, malformed, slow and excess requests memory, descriptors, threads and tasks stay flat.
 
 Half an hour at full size. CI's 15 s show a leak of a few KiB for each request and no smaller one, so their floor is
 coarser.

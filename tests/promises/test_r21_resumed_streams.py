@@ -1,4 +1,4 @@
-"""A stream can be resumed: cut after every event and at any byte, it goes on without a gap or a repetition.
+"""A stream can be resumed: cut after any event and at any byte, it continues without a gap or a repetition.
 
 Cut means: the client has so many bytes, and loses the connection; it comes back with the id of the last event that it
 has as a whole, and is cut once more there.
@@ -101,7 +101,7 @@ def test_streams_cut_anywhere_are_whole_in_the_end(server: Server, promise: Prom
     streams = asyncio.run(_cut_all(server, plan))
     good = sum(_is_whole(one, joined_text(expected[seed])) for (seed, _), one in zip(plan, streams, strict=True))
     assert is_clean(server, 30.0)
-    promise.all_of("cut streams that are whole in the end", good, n_cuts)
+    promise.all_of("streams complete after lost connections", good, n_cuts)
 
 
 def test_a_check_that_counts_gaps_and_repetitions_finds_them(server: Server) -> None:
@@ -130,4 +130,4 @@ def test_a_stream_that_lost_client_and_engine_goes_on(server: Server, promise: P
                 assert server.wait_for(lambda: is_ready(server), 30)
         return good
 
-    promise.all_of("streams whole that lost client and engine", asyncio.run(send_all()), n)
+    promise.all_of("streams complete after losing connection and engine", asyncio.run(send_all()), n)

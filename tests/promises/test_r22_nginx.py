@@ -1,4 +1,5 @@
-"""R22: Streams come through nginx with its default settings: at once, and through silence longer than its patience.
+"""R22: Streams pass through nginx with its default settings: immediately, and through silences longer than its read
+timeout.
 
 Behind deploy/nginx/two-servers.conf each of two services may restart, and no request fails.
 """
@@ -81,7 +82,7 @@ def test_the_first_byte_comes_at_once_and_tokens_one_by_one(serve: Services, tmp
 
         later, spread = promise.measured(latest, lambda found: found[0] <= 0.2 and found[1] > 0.4)
         assert spread > 0.4, "20 tokens of 30 ms were not meant to come in one piece"
-        promise.at_most("first token through nginx, later than without", later, target=0.2, unit="s", n=5)
+        promise.at_most("delay of the first token through nginx", later, target=0.2, unit="s", n=5)
         for path in ("/", "/docs", "/v1/models"):
             assert httpx.get(f"{url}{path}").status_code == 200
 
@@ -94,7 +95,7 @@ def test_a_silence_longer_than_the_read_time_out_is_survived(
     events = parse_events(answer)
     assert (events[-1].name, bool(joined_text(events))) == ("done", True)
     assert ": ping" in answer
-    promise.all_of("silence of 16 s survives a read time-out of 15 s", 1, 1)
+    promise.all_of("streams that survive 16 s of silence and nginx's read timeout of 15 s", 1, 1)
 
 
 def _two_servers(servers: list[Server]) -> str:

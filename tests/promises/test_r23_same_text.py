@@ -1,4 +1,4 @@
-"""The same request gives the same text, whatever the load: batches, preemption, cache hits and leaving clients."""
+"""The same request gives the same output under any load: batches, preemption, cache hits and disconnecting clients."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_request_gets_under_load_what_it_gets_alone(way: str, promise: Promise
     same = _count_same(rounds, load)
     assert load.preemptions > rounds and load.cached_tokens > 100 * rounds and load.most_running >= 6, load
     assert len(load.left) > rounds
-    promise.all_of(f"answers under load as alone ({way})", same, rounds * ROUND)
+    promise.all_of(f"outputs under load identical to those alone ({way})", same, rounds * ROUND)
 
 
 def test_draws_that_hang_on_the_neighbours_show(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""R24: A wall clock that jumps by a day, forward or back, fires no time-out too early and none too late."""
+"""R24: A wall clock that jumps by a day, forward or back, makes no timeout fire too early or too late."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_no_time_out_misfires(serve: Services, tmp_path: Path, promise: Promise)
         results = promise.measured(lambda: _across(server, clock, before, jump), all)  # noqa: B023
         assert all(results), (jump, results)
         right, n = right + sum(results), n + len(results)
-    promise.all_of("time-outs right after jumps of a day", right, n)
+    promise.all_of("timeouts on time after clock jumps of a day", right, n)
 
 
 def _across(server: Server, clock: Path, before: int, jump: int) -> list[bool]:

@@ -187,7 +187,7 @@ def test_a_process_with_a_wrong_setting_ends_in_time(weights: Path, promise: Pro
     every = {str(case[1] or case[0][-2:]): case for case in cases(weights) if "\udcff" not in str(case)}
     asked = list(every.values())[:: promise.size(180, 1)]
     slowest = max(promise.measured(lambda case=case: _seconds(case), lambda seconds: seconds <= 4) for case in asked)  # type: ignore[misc]
-    promise.at_most("slowest end of a process with a wrong setting", slowest, target=2, floor=4, n=len(asked),
+    promise.at_most("slowest exit of a process with a wrong setting", slowest, target=2, floor=4, n=len(asked),
                     unit="s")  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""A start answers at once, live with 200 and ready with 503 and its phase; ready within 5 s with the default weights.
+"""The service responds while it starts: live with 200, ready with 503 and its phase; it is ready within 5 s with the
+default weights.
 
 Measured from the start of the process, on the cores there are; the median, because other tests may share them.
 """

@@ -1,4 +1,4 @@
-"""Whatever happens in whatever order, every request gets exactly one terminal event, and the blocks stay in order.
+"""In any order of events every request gets exactly one terminal event, and the cache blocks stay consistent.
 
 Requests and forks come, steps are taken, clients leave, blocks run out, rows go bad, memory is short, the engine dies.
 """

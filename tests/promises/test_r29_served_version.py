@@ -185,7 +185,7 @@ def test_streams_survive_a_kill_at_every_moment_of_a_copy(
             same += count_same(found, expected)
             assert same == (attempt + 1) * len(specs), (way, steps, server.log.read_text()[-3000:])
             _reload(server)
-        promise.all_of(f"answers as undisturbed, kills during a copy {way}", same, n * len(specs))
+        promise.all_of(f"outputs identical, engine killed during a copy: {way}", same, n * len(specs))
 
 
 @pytest.mark.parametrize("way", ["in place", "removed first"])
@@ -225,4 +225,6 @@ def test_real_engines_guides_and_chats_stay_with_the_served_version(
         before = _model(server)
         server.process.send_signal(signal.SIGHUP)
         assert server.wait_for(lambda before=before: _model(server) != before), server.log_text()
-    promise.all_of("answers as before the copy, all helper processes killed behind it", same, n * len(specs))
+    promise.all_of(
+        "outputs identical to those before the copy, all helper processes killed after it", same, n * len(specs)
+    )

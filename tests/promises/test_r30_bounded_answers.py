@@ -1,4 +1,4 @@
-"""R30: An answer of any size is written from bounded memory, and its quota is held until the last byte.
+"""R30: A response of any size is written from bounded memory, and its quota is held until the last byte.
 
 Slow readers here take 300 bytes a second, so that none of the deadlines between two reads ends them.
 """

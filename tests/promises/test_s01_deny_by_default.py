@@ -102,7 +102,7 @@ def test_no_request_of_a_stranger_reaches_a_route(
     let_in = {line["route"] for line in lines if line["status"] < 400 and line["key"] is None}
     assert let_in <= PUBLIC
     assert {line["key"] for line in lines} <= {None, "revoked"}
-    promise.all_of("requests of strangers refused", sent - len(leaks), sent)
+    promise.all_of("requests without a valid key refused", sent - len(leaks), sent)
 
 
 def _requests(keyed: Server, ring: Keyring, routes: list[tuple[str, str]]) -> Iterator[tuple[str, str, str, list[str]]]:

@@ -1,4 +1,6 @@
-"""Several named keys, stored as hashes, compared in constant time, never from a URL, changed without a restart."""
+"""Keys are named, stored as hashes, compared in constant time, never taken from a URL, and changed without a
+restart.
+"""
 
 from __future__ import annotations
 
@@ -122,7 +124,7 @@ def test_two_that_add_at_once_lose_nothing(ring: Keyring, promise: Promise) -> N
     made = [process.communicate(timeout=60)[0].decode().strip() for process in processes]
     keys = ApiKeys(ring.file)
     kept = sum(keys.tenant_of(key.encode()) is not None for key in made)
-    promise.all_of("keys added at the same time that are kept", kept, n)
+    promise.all_of("keys kept of those added at the same time", kept, n)
     assert len(set(made)) == n
     assert [path.name for path in ring.file.parent.iterdir()] == ["keys.json"], "nothing is left behind"
 

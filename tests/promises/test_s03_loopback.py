@@ -1,4 +1,4 @@
-"""Without keys the service listens on loopback only, and keys that others can read are no keys."""
+"""Without keys the service listens on loopback only, and a keys file that other users can read is refused."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_strangers_are_kept_out_where_no_key_is_set(
         (line,) = capsys.readouterr().err.splitlines()
         assert words in line, (flags, line)
         refused += 1
-    promise.all_of("starts refused that would let strangers in", refused, len(cases))
+    promise.all_of("starts refused that would serve the network without keys", refused, len(cases))
 
 
 @pytest.mark.parametrize("how", ["keys", "insecure"])

@@ -1,4 +1,4 @@
-"""Each key has limits of its own, and one key's flood does not keep another's first token back."""
+"""Each key has its own limits, and one key's flood does not delay another's first token."""
 
 from __future__ import annotations
 
@@ -83,7 +83,9 @@ def test_a_thousand_waiting_requests_of_one_key_do_not_keep_another_waiting(serv
         return loaded.p99 / max(alone.p99, 0.02), loaded.n
 
     ratio, n = promise.measured(measure, lambda found: found[0] <= 3)
-    promise.at_most("first-token p99 beside another key's 1,000, against alone", ratio, target=3, floor=3, n=n)
+    promise.at_most(
+        "first-token p99 beside another key's 1,000 requests, relative to alone", ratio, target=3, floor=3, n=n
+    )
 
 
 def test_one_tenant_waits_behind_its_own_flood(server: Server) -> None:
@@ -105,7 +107,7 @@ def test_requests_at_a_time_are_never_more_than_the_key_may_have(server: Server,
             most = max(most, _count(server, "running") + _count(server, "waiting"))
         summary = open_loop.summary(load.outcomes())
     assert set(summary.statuses) == {200, 429} and summary.good >= 12
-    promise.at_most("requests at a time of a key that may have 12", most, target=12, n=summary.offered)
+    promise.at_most("concurrent requests of a key that may have 12", most, target=12, n=summary.offered)
 
 
 def test_routes_that_draw_nothing_count_as_requests_too(server: Server) -> None:

@@ -1,4 +1,4 @@
-"""S5: Headers, URL, body, prompt and every list have a limit: what is at the limit is served, what is above refused.
+"""S5: Headers, URL, body, prompt and every list have a limit: a request at the limit is served, one above it refused.
 
 Each is tried at its limit, one above, and at a thousand times the limit.
 """

@@ -51,7 +51,7 @@ def test_nothing_that_is_described_ends_in_a_5xx(server: Server, promise: Promis
     n = promise.size(250, 2000)
     faults, statuses = _faults(server, n)
     print(*faults, statuses, sep="\n")
-    promise.at_most("answers with a 5xx, without one, or without the errors' shape", len(faults), target=0, n=n)
+    promise.at_most("requests with a 5xx, no response, or an error of another form", len(faults), target=0, n=n)
     assert statuses[200] > n / 5 and statuses[400] > n / 10, statuses
     assert is_clean(server, 30.0)
 

@@ -1,4 +1,6 @@
-"""S8: Whatever bytes arrive, the service answers 4xx or closes, and lives on: no 5xx, no traceback."""
+"""S8: Whatever bytes arrive, the service responds with a 4xx or closes the connection, and keeps running: no 5xx, no
+traceback.
+"""
 
 from __future__ import annotations
 
@@ -74,4 +76,6 @@ def test_mutated_requests_get_4xx_or_a_close_and_the_service_lives(server: Serve
     assert httpx.get(f"{server.url}/health/ready").status_code == 200
     wait_for_log_line(server, httpx.get(f"{server.url}/v1/models"))  # what came before it is written
     assert '"level": "error"' not in server.log_text()
-    promise.all_of(f"mutated raw requests, sent {how}, get 4xx, close or service", n - len(failures), n)
+    promise.all_of(
+        f"mutated raw requests, sent {how}, end in a 4xx, a closed connection or a response", n - len(failures), n
+    )

@@ -1,4 +1,4 @@
-"""No page of another origin can read an answer or start a completion, unless its origin was allowed."""
+"""No page of another origin can read a response or start a completion, unless its origin was allowed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_no_form_of_another_site_can_start_a_completion(fake_server: Server, pro
             status = status_of(send_raw(fake_server.url, raw_request("POST", path, *headers, body=json_body)))
             tried += 1
             refused += status == 415
-    promise.all_of("posts of forms refused", refused, tried)
+    promise.all_of("form posts refused", refused, tried)
     assert not any(
         line["outcome"] in ("length", "stop") for line in request_lines(fake_server) if line["status"] == 415
     )
@@ -81,5 +81,5 @@ def test_an_allowed_origin_is_answered_and_no_other(opened: tuple[Server, Keyrin
         refused += "access-control-allow-origin" not in answer.headers
         read = httpx.get(f"{server.url}/v1/models", headers={"Origin": origin, **ring.headers("alice")})
         assert "access-control-allow-origin" not in read.headers, origin
-    promise.all_of("other origins kept out", refused, len(near))
+    promise.all_of("other origins refused", refused, len(near))
     assert _preflight(server, ALLOWED, method="PATCH").status_code == 400

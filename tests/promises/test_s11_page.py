@@ -1,4 +1,4 @@
-"""The page runs nothing but its own files and shows what a model writes as text, whatever it looks like."""
+"""The page runs nothing but its own files, and shows whatever a model writes as text."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_hostile_text_is_text(context: Any, keyed_server: tuple[Server, Keyring]
         assert page.locator("#document").input_value() == text
         scripts = "document.scripts.length === 1 && document.images.length === 0"
         harmless += page.evaluate(f"() => window.pwned === undefined && {scripts}")
-    promise.all_of("hostile texts shown as text", harmless, len(HOSTILE))
+    promise.all_of("hostile outputs shown as text", harmless, len(HOSTILE))
     assert not [url for url in asked if "evil.example" in url]
 
 

@@ -1,4 +1,6 @@
-"""What clients send never reaches a log, a metric or another's answer: prompts, texts, schemas, keys, headers, URLs."""
+"""What clients send never reaches a log, a metric or another client's response: prompts, outputs, schemas, keys,
+headers, URLs.
+"""
 
 from __future__ import annotations
 
@@ -154,7 +156,7 @@ def test_no_canary_is_found_where_it_was_not_sent(watched: tuple[Server, Keyring
     assert any(line.get("key") == "alice" for line in lines), "the log that was read is the right one"
     assert any("InjectedFault" in str(line.get("trace")) for line in lines), "and an exception is logged in it"
     n = len(canary.made) + len(bobs.made)
-    promise.at_most("canaries in logs, metrics and others' answers", len(found), target=0, n=n)
+    promise.at_most("canaries in logs, metrics and other clients' responses", len(found), target=0, n=n)
     assert not found
 
 

@@ -1,4 +1,4 @@
-"""One request is one line of JSON in the log, whatever became of it, with its id, its route, its end and its times."""
+"""Each request is logged in one line of JSON, however it ends, with its id, route, outcome and times."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_every_end_of_a_request_has_its_line(logged: tuple[Server, Keyring], pro
         assert line.keys() == (FIELDS | MORE if outcome == "length" else FIELDS), line
         assert 0 < line["duration_ms"] < 60_000
         logged_requests += 1
-    promise.all_of("ends of requests with one line of JSON", logged_requests, len(cases))
+    promise.all_of("kinds of request end logged in one line of JSON", logged_requests, len(cases))
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.2])
@@ -125,4 +125,4 @@ def test_a_thousand_at_once_are_a_thousand_lines(logged: tuple[Server, Keyring],
     time.sleep(0.2)  # time for one line too many
     lines = request_lines(server)[before:]
     assert len({line["request_id"] for line in lines}) == len(lines)
-    promise.all_of("requests at once with one line each", len(lines), n)
+    promise.all_of("concurrent requests logged in one line each", len(lines), n)

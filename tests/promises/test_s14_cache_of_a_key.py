@@ -1,4 +1,4 @@
-"""The prefix cache tells no key what another has sent: cached prompt blocks are found under the same key only."""
+"""The prefix cache reveals nothing to another key: cached prompt blocks are found under the same key only."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ def test_no_key_finds_what_another_has_sent(keyed_server: tuple[Server, Keyring]
             across += _cached(server, ring, other, prompt, user="alice", request_id=f"alice-{i}")
         same += _cached(server, ring, "alice", prompt) > 0 and _cached(server, ring, "bob", prompt) > 0
         tried += 1
-    promise.at_most("cached tokens found under another key", across, target=0, n=2 * tried)
-    promise.all_of("prompts found again under their own key", same, tried)
+    promise.at_most("tokens of the cache reused by another key", across, target=0, n=2 * tried)
+    promise.all_of("prompts reused by their own key", same, tried)

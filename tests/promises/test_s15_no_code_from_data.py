@@ -1,4 +1,4 @@
-"""Nothing that comes from outside is ever run as code: no pickle, no eval, no torch.load, in any process."""
+"""No input is ever executed as code: no pickle, no eval, no torch.load, in any process."""
 
 from __future__ import annotations
 
@@ -134,8 +134,8 @@ def test_no_process_runs_data_while_it_loads_and_answers(serve: Services, tmp_pa
     assert seen, "libraries evaluate annotations when they are imported; a hook that sees nothing is no hook"
     harm = [e for e in seen if e["ours"] or e["event"] in ("pickle.find_class", "os.system", "marshal.load")]
     print(*harm, *events[before:], sep="\n")
-    promise.at_most("events of pickle, or of compile and exec by our code", len(harm), target=0, n=len(seen))
-    promise.at_most("texts compiled or executed while answering", len(events) - before, target=0, n=4)
+    promise.at_most("uses of pickle, or of compile and exec by inkstream's code", len(harm), target=0, n=len(seen))
+    promise.at_most("strings compiled or executed while serving", len(events) - before, target=0, n=4)
 
 
 def test_a_service_that_unpickles_and_evaluates_is_found_out(serve: Services, tmp_path: Path) -> None:

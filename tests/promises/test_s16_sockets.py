@@ -58,7 +58,7 @@ def test_one_socket_listens_and_none_goes_out(server: Server, promise: Promise) 
     looks.append(_check(server))
     assert len(family(server.process.pid)) >= 2, "the engine was meant to be looked at, too"
     assert looks == [[], []]
-    promise.all_of("looks at the sockets of all processes", 2, 2)
+    promise.all_of("checks of all processes' sockets that find only the expected ones", 2, 2)
 
 
 def test_a_second_socket_would_be_seen(serve: Services) -> None:

@@ -119,7 +119,9 @@ def test_the_files_of_the_container_take_every_right_away(promise: Promise) -> N
     broken = _broken(DOCKERFILE, COMPOSE)
     n = len(FILE_RULES) + len(COMPOSE_RULES)
     promise.all_of(
-        "rules for Dockerfile and compose file (tests/container/run tries them on containers)", n - len(broken), n
+        "rules for Dockerfile and compose file that hold (tests/container/run tries them on containers)",
+        n - len(broken),
+        n,
     )
     assert broken == []
 

@@ -1,4 +1,4 @@
-"""Every package but torch is pinned with its hashes, and pip-audit knows of no hole in any of them."""
+"""Every package but torch is pinned with its hashes, and pip-audit knows no vulnerability in any of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No key and no hash of one stands in the arguments of a process, where every user of the machine can read it."""
+"""No key and no hash of one appears in the arguments of a process, where every user of the machine can read it."""
 
 from __future__ import annotations
 

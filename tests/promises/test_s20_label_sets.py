@@ -1,4 +1,4 @@
-"""The label sets of the metrics stay the same, whatever clients send: no name of theirs becomes a series."""
+"""The label sets of the metrics stay the same, whatever clients send: no value of theirs becomes a series."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_no_client_can_create_a_new_series(fake_server: Server, promise: Promise
     rounds = promise.size(10, 300)
     for _ in range(rounds):
         _abuse(fake_server)
-    promise.at_most("series that abuse has added", len(_series(fake_server) - before), target=0, n=rounds)
+    promise.at_most("time series added by abuse", len(_series(fake_server) - before), target=0, n=rounds)
     labels = {label for series, labels in before for label in labels if series != "inkstream_build_info"}
     odd = {(name, value) for name, value in labels if not re.fullmatch(_VALUES.get(name, r"[a-z_]{2,30}"), value)}
     assert labels and not odd, odd

@@ -1,4 +1,4 @@
-"""No error tells of our insides: no path, no class, no traceback, and no more than 200 characters of what was sent."""
+"""No error reveals internals: no path, no class, no traceback, and no more than 200 characters of the request."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_no_error_tells_of_our_insides(fake_server: Server, promise: Promise) ->
                 seen += 1
                 leaked += [(path, body, problem, answer.text) for problem in _problems(answer.text)]
     assert seen > 300 and not leaked, leaked[:5]
-    promise.all_of("errors of wrong bodies without our insides", seen - len(leaked), seen)
+    promise.all_of("errors for invalid bodies that show no internals", seen - len(leaked), seen)
 
 
 def test_errors_of_every_status_look_the_same(fake_server: Server) -> None:

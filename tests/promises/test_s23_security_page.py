@@ -36,7 +36,7 @@ def _sections(page: str) -> dict[str, str]:
 def test_the_threat_model_is_whole(promise: Promise) -> None:
     found = _sections(PAGE)
     good = [name for name, words in SECTIONS.items() if all(word in found.get(name, "") for word in words)]
-    promise.all_of("sections that are there and say what they must", len(good), len(SECTIONS))
+    promise.all_of("required sections of SECURITY.md that are complete", len(good), len(SECTIONS))
     assert list(found) == list(SECTIONS)
 
 

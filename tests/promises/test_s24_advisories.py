@@ -1,4 +1,4 @@
-"""What was a hole in another service or in a library we use is none here: a test for each advisory that applies.
+"""Published vulnerabilities of similar services and of libraries in use do not exist here: one test for each advisory.
 
 Keys by path prefix (vLLM #58144, #42594, #43426) are in test_s01, a comparison that takes longer for a better guess
 (vLLM CVE-2025-59425) in test_s02, a form that posts JSON (FastAPI CVE-2021-32677) in test_s09, DNS rebinding (Ollama
@@ -217,7 +217,7 @@ def _template_of_a_client(server: Server) -> None:
             assert answer.json()["usage"]["prompt_tokens"] == plain.json()["usage"]["prompt_tokens"]
 
 
-def _template_of_the_weights(_server: Server) -> None:
+def _weights_template(_server: Server) -> None:
     for source in (PAYLOAD, "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.__init__.__globals__ }}"):
         rendered = render(RenderJob(source=source, variables={"messages": []}))
         assert rendered.error or ("pwned" not in rendered.text and "class" not in rendered.text), rendered
@@ -261,20 +261,20 @@ def _split_headers(server: Server) -> None:
 
 ADVISORIES: dict[str, Check] = {
     "token ids outside the vocabulary: vLLM #5822, #5963, #6866, #16529": _ids_outside,
-    "odd parameters that end an engine: vLLM #5903, #54195, #55164": _odd_parameters,
+    "parameters that crash an engine: vLLM #5903, #54195, #55164": _odd_parameters,
     "log-probabilities of long prompts: vLLM #5907, #38830": _prompt_logprobs,
-    "empty prompts and nothing to generate: vLLM CVE-2024-8768, #6521": _empty_prompts,
-    "n and best_of without a bound: vLLM CVE-2024-8939, CVE-2026-34756": _wide,
-    "guides that are wrong: vLLM CVE-2025-48942, CVE-2025-48943, CVE-2025-48944": _invalid_grammars,
-    "guides that never end: xgrammar CVE-2025-57809, CVE-2025-58446": _endless_grammars,
-    "JSON that is none: Python CVE-2020-10735, lone surrogates, NaN, nesting": _odd_json,
-    "prompts that are too long, again and again: llama.cpp b8330": _long_prompts,
-    "a template in a request: vLLM CVE-2025-61620, GHSA-4hhp-h66f-j5j7": _template_of_a_client,
-    "a template out of its sandbox: llama-cpp-python CVE-2024-34359, SGLang CVE-2026-5760": _template_of_the_weights,
-    "ranges of a file: Starlette CVE-2025-62727": _ranges,
-    "content types long to read: python-multipart CVE-2024-24762, Starlette CVE-2024-47874": _content_types,
-    "files outside their folder: Starlette CVE-2023-29159, Ollama CVE-2024-37032, CVE-2024-39722": _paths_outside,
-    "headers split by what was sent: uvicorn CVE-2020-7695": _split_headers,
+    "empty prompts without tokens to generate: vLLM CVE-2024-8768, #6521": _empty_prompts,
+    "unbounded n and best_of: vLLM CVE-2024-8939, CVE-2026-34756": _wide,
+    "invalid grammars: vLLM CVE-2025-48942, CVE-2025-48943, CVE-2025-48944": _invalid_grammars,
+    "grammars that never end: xgrammar CVE-2025-57809, CVE-2025-58446": _endless_grammars,
+    "invalid JSON: Python CVE-2020-10735, lone surrogates, NaN, nesting": _odd_json,
+    "repeated prompts beyond the context: llama.cpp b8330": _long_prompts,
+    "templates in requests: vLLM CVE-2025-61620, GHSA-4hhp-h66f-j5j7": _template_of_a_client,
+    "templates that escape their sandbox: llama-cpp-python CVE-2024-34359, SGLang CVE-2026-5760": _weights_template,
+    "range requests: Starlette CVE-2025-62727": _ranges,
+    "content types that are slow to parse: python-multipart CVE-2024-24762, Starlette CVE-2024-47874": _content_types,
+    "files outside the static folder: Starlette CVE-2023-29159, Ollama CVE-2024-37032, CVE-2024-39722": _paths_outside,
+    "header injection: uvicorn CVE-2020-7695": _split_headers,
 }
 
 

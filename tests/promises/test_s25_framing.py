@@ -1,4 +1,4 @@
-"""S25: One request, one answer: the framing of requests agrees with an independent HTTP/1.1 parser, or refuses.
+"""S25: One request, one response: the framing of requests agrees with an independent HTTP/1.1 parser, or refuses.
 
 The service must not see a request that h11 does not see in the same bytes, nor a different one: a proxy in front may
 read them as h11 does. It may refuse what h11 accepts. The three leniencies of llhttp that remain are in
@@ -81,7 +81,7 @@ def test_the_service_sees_the_requests_that_h11_sees_or_refuses(promise: Promise
     print(f"leniencies {dict(tally.leniencies)}, bodies that are requests {tally.bodies_that_are_requests}")
     assert all(tally.accepted[kind] and tally.refused[kind] for kind in tally.kinds), "a kind of message tests nothing"
     assert tally.bodies_that_are_requests > n / 20
-    promise.all_of("random messages in which our framing agrees with h11 or refuses", n, n)
+    promise.all_of("random messages framed as h11 does, or refused", n, n)
 
 
 class _Smuggling(HttpProtocol):
@@ -153,9 +153,7 @@ def test_a_request_hidden_in_the_body_of_another_is_never_answered(
         statuses = [int(part[:3]) for part in said.split(b"HTTP/1.1 ")[1:]]
         expected = 1 if attack.startswith(b"CONNECT") else 2  # the attack, and the request after it, which has no key
         good += [attack] if len(statuses) == expected and all(400 <= status < 500 for status in statuses) else []
-    promise.all_of(
-        "requests with a request of another key as body, after an offer to upgrade: one answer", len(good), len(attacks)
-    )
+    promise.all_of("upgrade requests with another key's request as body that get one response", len(good), len(attacks))
 
 
 def test_an_offer_of_http2_with_a_body_gets_the_answer_of_the_request(keyed_server: tuple[Server, Keyring]) -> None:

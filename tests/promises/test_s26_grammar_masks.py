@@ -1,4 +1,4 @@
-"""Grammars of one key cost the streams of another at most a little, whatever they are (issue 19)."""
+"""Grammars of one key slow the streams of another only slightly, whatever they are (issue 19)."""
 
 from __future__ import annotations
 

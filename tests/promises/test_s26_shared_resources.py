@@ -1,5 +1,5 @@
 """S26: One tenant's load on the event loop, IPC, engine steps, memory, grammars or chats costs another at most three
-times of alone.
+times its time alone.
 """
 
 from __future__ import annotations

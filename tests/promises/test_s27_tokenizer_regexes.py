@@ -1,4 +1,4 @@
-"""S27: No text and no tokenizer file can hold the event loop.
+"""S27: No text and no tokenizer file can block the event loop.
 
 Regular expressions of tokenizer.json that are not known to be linear are timed on adversarial texts by `check`, at the
 start and by a reload; the catastrophic ones are refused. What passes is run in sandboxed processes that are killed.
@@ -122,7 +122,7 @@ def test_texts_that_a_pattern_cannot_bear_leave_the_loop_live(
     assert "panicked" not in server.log.read_text() and "Traceback" not in server.log.read_text()
     what = "GET /health/live p99 beside 2,440-character texts of catastrophic patterns"
     promise.at_most(what, health.p99, target=0.05, floor=0.1, unit="s", n=health.n)
-    promise.all_of("such texts that get a clear 400", len(refused), len(answers))
+    promise.all_of("such requests that get a clear 400", len(refused), len(answers))
 
 
 def test_a_service_that_trusts_every_pattern_is_noticed(serve: Services, tmp_path: Path, weights: Path) -> None:
@@ -155,10 +155,12 @@ def test_known_patterns_take_linear_time_whatever_the_text(promise: Promise) -> 
     n = len(LINEAR_PATTERNS)
     what = "CPU for 2,440 adversarial characters, worst of the known patterns"
     promise.at_most(what, max(short_times.values()), target=0.02, floor=0.05, unit="s", n=n)
-    what = "growth of that to a long text, of linear"
+    what = "CPU time's growth to a long text, relative to linear"
     promise.at_most(what, growth, target=4, floor=8, unit="x", n=n)
     per_mebibyte = max(long_times.values()) * (1 << 20) / long
-    promise.at_most("CPU for such a mebibyte, off the event loop", per_mebibyte, target=4, floor=12, unit="s", n=n)
+    promise.at_most(
+        "CPU time for a mebibyte of them, off the event loop", per_mebibyte, target=4, floor=12, unit="s", n=n
+    )
 
 
 def test_a_quadratic_pattern_among_them_would_be_noticed() -> None:
