@@ -168,15 +168,18 @@ def _service(given: Given) -> Iterator[Finding]:
         return
     size = sum(path.stat().st_size for path in settings.weights.glob("*.safetensors"))
     found = f"{settings.weights}, {_size(size)}" if size else f"{settings.weights}"
-    yield Finding("weights", f"{found}; inkstream check {settings.weights} reads all of it")
     if size > free_memory():
         yield Finding("memory", "the weights are larger", "broken", "serve smaller weights, or try --quantize int8")
     for topic, check in {**start.CHECKS, "port": lambda settings: start.bind(settings).close()}.items():
         try:
             check(settings)
         except ValueError as error:
-            is_ours = topic == "port" and "another inkstream" in str(error)
-            yield Finding(topic, str(error), "ok" if is_ours else "broken")
+            # With --port the user asks whether a service can start there, beside the one that runs on the usual port.
+            is_running = topic == "port" and "port" not in given and "another inkstream" in str(error)
+            yield Finding(topic, str(error), "ok" if is_running else "broken")
+        else:
+            if topic == "weights":
+                yield Finding("weights", f"{found}; inkstream check {settings.weights} reads all of it")
 
 
 _CHECKS: dict[str, Callable[[Given], Iterator[Finding]]] = {

@@ -28,8 +28,11 @@ def bare_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _found(topic: str, **given: object) -> list[Finding]:
-    findings = examine({"weights": ROOT / "weights", "port": 0, **given})
-    return [finding for finding in findings if finding.topic == topic]
+    return _of(topic, {"weights": ROOT / "weights", "port": 0, **given})
+
+
+def _of(topic: str, given: Given) -> list[Finding]:
+    return [finding for finding in examine(given) if finding.topic == topic]
 
 
 def _program(folder: Path, name: str, body: str) -> None:
@@ -109,22 +112,26 @@ def test_used_port_and_unservable_weights_are_broken(tmp_path: Path, capsys: pyt
         assert main(["--port", str(port), "--weights", str(tmp_path / "none"), "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     broken = {finding["topic"]: finding["text"] for finding in report["findings"] if finding["level"] == "broken"}
+    assert [finding["topic"] for finding in report["findings"]].count("weights") == 1, "the error alone"
     assert not report["can_run"] and broken.keys() == {"weights", "port"}
     assert "no such directory" in broken["weights"] and f"such as --port {port + 1}" in broken["port"]
     assert main(["--port", "70000"]) == 1
     assert "port (INKSTREAM_PORT)" in capsys.readouterr().out
 
 
-def test_port_used_by_an_inkstream_service_is_ok() -> None:
+def test_port_used_by_an_inkstream_service_is_broken_only_if_the_flag_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     program = (
         "import socket as s; x = s.create_server(('127.0.0.1', 0)); print(x.getsockname()[1], flush=True); input()"
     )
     command = [sys.executable, "-c", program, "inkstream", "serve"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as service:
         assert service.stdout
-        (port,) = _found("port", port=int(service.stdout.readline()))
+        number = int(service.stdout.readline())
+        monkeypatch.setenv("INKSTREAM_PORT", str(number))
+        (usual,), (named,) = _of("port", {"weights": ROOT / "weights"}), _found("port", port=number)
         service.communicate("\n")
-    assert port.level == "ok" and "another inkstream" in port.text
+    assert (usual.level, named.level) == ("ok", "broken")
+    assert "another inkstream" in usual.text and usual.text == named.text
 
 
 def test_hub_model_is_not_a_missing_directory() -> None:
