@@ -205,7 +205,7 @@ def test_unreachable_url_is_one_line_on_stderr_and_status_2(capsys: pytest.Captu
     url = f"http://127.0.0.1:{closed_port()}"
     assert main(["--url", url]) == 2
     remedy = "start a service with inkstream serve, or name another with --url"
-    assert capsys.readouterr() == ("", f"nothing answers at {url}: connection refused; {remedy}\n")
+    assert capsys.readouterr() == ("", f"error: nothing answers at {url}: connection refused; {remedy}\n")
 
 
 def test_output_has_a_row_for_each_level_and_ends_with_json(capsys: pytest.CaptureFixture[str]) -> None:
