@@ -5,6 +5,7 @@ A snapshot is a folder that is renamed once complete, so that a crash at any tim
 
 from __future__ import annotations
 
+import ast
 import json
 import shutil
 from collections.abc import Mapping
@@ -46,7 +47,8 @@ class Position:
     def require_same_run(self, other: Position, folder: Path) -> None:
         """Raises CheckpointError with the differences unless both positions belong to the same run."""
         if self.shape != other.shape:
-            raise CheckpointError(f"the run in {folder} has another shape; give the same flags or --overwrite")
+            different = _different_fields(self.shape, other.shape)
+            raise CheckpointError(f"the run in {folder} has another shape ({different}); pass the same or --overwrite")
         if self.digest != other.digest:
             raise CheckpointError(f"the run in {folder} started with other data; pass the same data or --overwrite")
         if changed := _changed(self.flags, other.flags):
@@ -129,6 +131,19 @@ def _load(path: Path) -> State | None:
 
 def _snapshots(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"), reverse=True)
+
+
+def _different_fields(before: str, current: str) -> str:
+    """The fields that differ between two Position.shape, with both values."""
+    old, new = _fields(before), _fields(current)
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    return ", ".join(f"{name} {old.get(name)}, not {new.get(name)}" for name in names)
+
+
+def _fields(shape: str) -> dict[str, str]:
+    """Field -> value of a Position.shape, as text: another version may have had other fields."""
+    call = ast.parse(shape, mode="eval").body
+    return {str(each.arg): ast.unparse(each.value) for each in call.keywords} if isinstance(call, ast.Call) else {}
 
 
 def _changed(before: Mapping[str, str], current: Mapping[str, str]) -> list[str]:
