@@ -33,7 +33,8 @@ def check_model_type(raw: Mapping[str, Any]) -> None:
     """Rejects a config.json of another architecture, or of quantized weights. Raises ConfigError."""
     name = raw.get("model_type")
     if not isinstance(name, str) or name not in MODEL_TYPES:
-        raise ConfigError(f"model_type {name!r} is not supported; supported: {', '.join(MODEL_TYPES)}")
+        problem = "has no model_type" if name is None else f"model_type {name!r} is not supported"
+        raise ConfigError(f"{problem}; supported: {', '.join(MODEL_TYPES)}")
     if raw.get("quantization_config"):
         raise ConfigError(
             "quantized weights (quantization_config) are not supported; use the float32, float16 or bfloat16 weights"
@@ -176,12 +177,20 @@ class ModelConfig:
 def _check_fields(config: ModelConfig | RopeScaling, suffix: str = "") -> None:
     """Checks every field by its annotation. Raises ConfigError."""
     for name, kind in _ANNOTATIONS[type(config)].items():
-        value = getattr(config, name)
-        try:
-            msgspec.convert(value, kind, from_attributes=True)
-        except msgspec.ValidationError as error:
-            choices = f"; it must be one of {', '.join(get_args(kind))}" if get_origin(kind) is Literal else ""
-            raise ConfigError(f"{name}{suffix} cannot be {value!r}: {error}{choices}") from None
+        _check_value(getattr(config, name), kind, f"{name}{suffix}")
+
+
+def check_field(name: str, value: object, key: str) -> None:
+    """Checks a value for a field of ModelConfig, which comes from a file that calls it `key`. Raises ConfigError."""
+    _check_value(value, _ANNOTATIONS[ModelConfig][name], key)
+
+
+def _check_value(value: object, kind: Any, name: str) -> None:
+    try:
+        msgspec.convert(value, kind, from_attributes=True)
+    except msgspec.ValidationError as error:
+        choices = f"; it must be one of {', '.join(get_args(kind))}" if get_origin(kind) is Literal else ""
+        raise ConfigError(f"{name} cannot be {value!r}: {error}{choices}") from None
 
 
 def _require(condition: bool, message: str) -> None:

@@ -59,8 +59,12 @@ def _read(raw: Raw, *, default_kv_heads: int | None = None, **dialect: Any) -> M
     )
 
 
+def _attention_bias(raw: Raw) -> Any:
+    return read_fields(raw, {"qkv_bias": "attention_bias"}, qkv_bias=False)["qkv_bias"]
+
+
 def _read_llama(raw: Raw) -> ModelConfig:
-    bias = raw.get("attention_bias", False)
+    bias = _attention_bias(raw)
     return _read(raw, qkv_bias=bias, out_bias=bias, mlp_bias=raw.get("mlp_bias", False))
 
 
@@ -73,7 +77,7 @@ def _read_qwen2(raw: Raw) -> ModelConfig:
 
 
 def _read_qwen3(raw: Raw) -> ModelConfig:
-    bias = raw.get("attention_bias", False)
+    bias = _attention_bias(raw)
     dialect = {"qkv_bias": bias, "out_bias": bias, "head_dim": raw.get("head_dim") or 128}
     return _read(raw, default_kv_heads=32, qk_norm=True, sliding_window=_qwen_window(raw), **dialect)
 

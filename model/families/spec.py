@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from model.config import Activation, ConfigError, ModelConfig, RopeScaling
+from model.config import Activation, ConfigError, ModelConfig, RopeScaling, check_field
 from model.parameter_shapes import parameter_shapes
 
 Raw = Mapping[str, Any]
@@ -170,9 +170,20 @@ def write_rope(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+_DERIVED = {"n_kv_heads", "head_dim", "mlp_width"}
+"""Fields that families compute from others if an optional key is null or 0."""
+
+
 def read_fields(raw: Raw, keys: Mapping[str, str], **defaults: Any) -> dict[str, Any]:
-    """Fields of ModelConfig. keys: field -> key of the config.json. Raises KeyError without a key and its default."""
-    return {field: raw.get(key, defaults[field]) if field in defaults else raw[key] for field, key in keys.items()}
+    """Fields of ModelConfig. keys: field -> key of the config.json.
+
+    Raises KeyError without a key and its default, and ConfigError with the name of the key for an invalid value.
+    """
+    values = {field: raw.get(key, defaults[field]) if field in defaults else raw[key] for field, key in keys.items()}
+    for name, value in values.items():
+        if value or not (name in defaults and name in _DERIVED):
+            check_field(name, value, keys[name])
+    return values
 
 
 def write_fields(config: ModelConfig, keys: Mapping[str, str]) -> dict[str, Any]:

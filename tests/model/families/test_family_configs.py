@@ -149,9 +149,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mistral", {"sliding_window": 0}, "sliding_window"),
     ("llama", {"num_key_value_heads": 3}, "multiple"),
     ("llama", {"intermediate_size": 0}, "without feed-forward"),
-    ("llama", {"tie_word_embeddings": None}, "tied_head"),
-    ("llama", {"vocab_size": "99"}, "vocab_size"),
-    ("llama", {"hidden_size": [48]}, "."),
+    ("llama", {"tie_word_embeddings": None}, "^tie_word_embeddings cannot be None"),
+    ("llama", {"vocab_size": "99"}, "^vocab_size cannot be '99'"),
+    ("llama", {"hidden_size": [48]}, r"^hidden_size cannot be \[48\]"),
+    ("llama", {"hidden_size": "48"}, "^hidden_size cannot be '48'"),
+    ("llama", {"hidden_size": "48", "head_dim": 12}, "^hidden_size cannot be '48'"),
+    ("llama", {"hidden_size": 0}, "^hidden_size cannot be 0"),
+    ("llama", {"num_key_value_heads": "4"}, "^num_key_value_heads cannot be '4'"),
+    ("llama", {"attention_bias": "no"}, "^attention_bias cannot be 'no'"),
+    ("gpt2", {"n_embd": "48"}, "^n_embd cannot be '48'"),
+    ("gpt_neox", {"num_hidden_layers": 2.0}, r"^num_hidden_layers cannot be 2\.0"),
 ]
 
 
@@ -170,7 +177,13 @@ def test_missing_size_is_named(key: str) -> None:
         _read("llama", {name: value for name, value in LLAMA.items() if name != key})
 
 
-@pytest.mark.parametrize("name", ["mamba", "bloom", "gemma3_text", None, ["llama"], 7, ""])
+@pytest.mark.parametrize("raw", [{"model_type": None}, {}])
+def test_missing_model_type_is_named_with_the_list(raw: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"^has no model_type; supported: {', '.join(MODEL_TYPES)}$"):
+        read_config({**LLAMA, **raw})
+
+
+@pytest.mark.parametrize("name", ["mamba", "bloom", "gemma3_text", ["llama"], 7, ""])
 def test_other_architectures_are_refused_by_name_with_the_list(name: object) -> None:
     with pytest.raises(ConfigError) as caught:
         read_config({"model_type": name, **LLAMA})
