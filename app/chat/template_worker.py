@@ -31,15 +31,25 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 def render(chat: RenderJob) -> RenderResult:
     """Renders a chat, or returns the template's error."""
+    try:
+        template = _compiled(chat.source)
+    except TemplateSyntaxError as error:
+        return RenderResult(error=f"cannot be read (line {error.lineno}): {error.message}")
+    except MemoryError:
+        return RenderResult(error="takes too much memory")
+    except Exception as error:  # such as blocks that are nested too deeply for Python's compiler
+        return RenderResult(error=f"cannot be compiled: {error}")
+    return RenderResult() if chat.variables is None else _rendered(template, chat.variables)
+
+
+def _rendered(template: Template, variables: dict[str, Any]) -> RenderResult:
     parts, length = [], 0
     try:
-        for part in _compiled(chat.source).generate(chat.variables):
+        for part in template.generate(variables):
             length += len(part)
             if length > _MAX_CHARACTERS:
                 return RenderResult(error=f"makes more than {_MAX_CHARACTERS} characters of these messages")
             parts.append(part)
-    except TemplateSyntaxError as error:
-        return RenderResult(error=f"cannot be read: {error.message}")
     except TemplateError as error:
         return RenderResult(error=f"refuses these messages: {error.message}")
     except MemoryError:

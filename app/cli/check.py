@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import gc
 import json
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from app.chat.template import ChatTemplate
 from app.common.ipc import Ready, WorkerConfig
 from app.engine.startup import build_engine
 from app.tokenization.tokenizer_trial import check_vocabulary, try_tokenizer
@@ -23,9 +25,9 @@ from model.checkpoint.hub import resolve_weights, source_of
 from model.checkpoint.manifest import check_manifest, read_model_name
 from model.checkpoint.model_summary import Line, memory_lines, shape_lines
 from model.checkpoint.stored_weights import StoredWeights
-from model.checkpoint.tensor_index import check_layout, read_chat_template
+from model.checkpoint.tensor_index import check_layout
 from model.command_line import OneLineParser
-from model.files import one_line, unfinished_run
+from model.files import CheckpointError, one_line, unfinished_run
 from model.tokenizer.tokenizer import Tokenizer
 
 _CONTEXT = 512
@@ -63,7 +65,9 @@ def build_parser() -> argparse.ArgumentParser:
 def _check(directory: Path) -> list[Line]:
     """Facts of a valid directory. Raises ValueError with the name of the file and the reason."""
     check_layout(directory)
-    template = read_chat_template(directory)
+    template = ChatTemplate.load(directory)
+    if template and (problem := asyncio.run(template.problem())):
+        raise CheckpointError(problem)
     ready = _start_engine(directory)
     gc.collect()  # the engine's weights
     checkpoint = load(directory, device=torch.device("cpu"), dtype=torch.float32)

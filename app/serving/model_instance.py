@@ -87,7 +87,7 @@ class ModelInstance:
     async def load(self) -> None:
         """Loads the tokenizer while the engine loads. Raises TokenizerError; waits forever for an engine that fails."""
         await self._copied_files()
-        tokenizer = await asyncio.to_thread(self._load_tokenizer)
+        tokenizer, _ = await asyncio.gather(asyncio.to_thread(self._load_tokenizer), self._check_chat_template())
         ready = await self.engine.wait_ready()
         check_vocabulary(self.weights, tokenizer, ready.vocab_size)
         if tokenizer.unproven:
@@ -144,6 +144,11 @@ class ModelInstance:
         if self._copying:
             await asyncio.shield(self._copying)
         return self._snapshot.files
+
+    async def _check_chat_template(self) -> None:
+        """Warns of a template that cannot be compiled: completions work without it."""
+        if self.chat_template and (problem := await self.chat_template.problem()):
+            _log.warning("%s; chats get status 400, completions work", problem)
 
     def _load_tokenizer(self) -> Tokenizer:
         with self._snapshot.reading():

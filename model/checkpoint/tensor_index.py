@@ -121,6 +121,8 @@ _MAX_TEMPLATE_BYTES = 1 << 20
 class ChatTemplateFile:
     """Jinja template that renders chat messages to a prompt."""
 
+    path: Path
+    """The file that holds it."""
     source: str
     names: dict[str, str]
     """Special tokens that the template may use: "bos_token", ... -> text."""
@@ -144,7 +146,7 @@ def read_chat_template(directory: Path) -> ChatTemplateFile | None:
                 (source or "").encode()
     except UnicodeError:
         raise CheckpointError(f"{path}: is not UTF-8") from None
-    return None if source is None else ChatTemplateFile(source=source, names=read_names(directory))
+    return None if source is None else ChatTemplateFile(path=path, source=source, names=read_names(directory))
 
 
 def _template_field(path: Path) -> str | None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from app.__main__ import main
@@ -16,8 +18,11 @@ from app.chat.template_worker import render
 from app.common.errors import InvalidRequest
 from model.checkpoint.tensor_index import ChatTemplateFile, read_chat_template
 from model.files import CheckpointError
+from tests.support.completion_client import fetch_completion
 from tests.support.lazy_modules import transformers
 from tests.support.model.sample_tokenizers import llama2, save
+from tests.support.model.tiny_models import tiny_weights
+from tests.support.services import Services
 
 CHATML = """{%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' + message['content'] | trim + '<|im_end|>' + '\\n' }}
@@ -51,6 +56,10 @@ CHATS: list[list[dict[str, Any]]] = [
     [{"role": "system", "content": "be brief "}, {"role": "user", "content": "why?\n"}],
     [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "name": None}] * 3,
 ]
+
+
+def _file(source: str) -> ChatTemplateFile:
+    return ChatTemplateFile(path=Path("chat_template.jinja"), source=source, names={})
 
 
 def _rendered(template: ChatTemplate | None, chat: list[dict[str, Any]], **options: Any) -> str:
@@ -144,7 +153,9 @@ def test_service_does_not_start_with_an_unreadable_template(tmp_path: Path, caps
     ("source", "reason"),
     [
         ("{{ raise_exception('only users speak') }}", "refuses these messages: only users speak"),
-        ("{% if %}", "cannot be read"),
+        ("{% if %}", "cannot be read (line 1): Expected an expression, got 'end of statement block'"),
+        ("a\n{% for x in y %}", "cannot be read (line 2): Unexpected end of template."),
+        ("{{ a | nothing }}", "cannot be read (line 1): No filter named 'nothing'."),
         ("{{ messages[0].content.nothing.at_all }}", "refuses these messages"),
         ("{{ 1 // 0 }}", "fails with these messages"),
         ("{{ messages.append(1) }}", "refuses these messages"),
@@ -178,7 +189,7 @@ def test_template_errors_are_reported(source: str, reason: str) -> None:
     ],
 )
 def test_runaway_template_ends_with_its_process(source: str, reason: str | None) -> None:
-    template = ChatTemplate(ChatTemplateFile(source=source, names={}), seconds=0.5 if "seconds" in str(reason) else 20)
+    template = ChatTemplate(_file(source), seconds=0.5 if "seconds" in str(reason) else 20)
     chat = [{"role": "user", "content": "a fox"}]
     if reason is None:
         assert _rendered(template, chat) == "A FOX"
@@ -187,3 +198,45 @@ def test_runaway_template_ends_with_its_process(source: str, reason: str | None)
         _rendered(template, chat)
     assert caught.value.param == "messages"
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        (LLAMA, ""),
+        ("{{ raise_exception('refuses the empty chat') }}", ""),
+        (
+            "a\n{% for x in messages %}\n{% endfor",
+            "chat_template.jinja: the chat template cannot be read \\(line 3\\): .*",
+        ),
+        ("{{ 3 ** 1000000000 }}", "chat_template.jinja: the chat template takes more than 0.5 seconds"),
+        (
+            "{% for a in b %}" * 30 + "{% endfor %}" * 30,
+            "chat_template.jinja: the chat template cannot be compiled: .*",
+        ),
+    ],
+)
+def test_template_that_does_not_compile_is_a_problem_before_the_first_chat(source: str, problem: str) -> None:
+    template = ChatTemplate(_file(source), seconds=0.5)
+    assert re.fullmatch(problem, asyncio.run(template.problem()))
+
+
+@pytest.mark.slow
+def test_broken_template_is_an_error_of_check_and_a_warning_of_the_service(
+    tmp_path: Path, serve: Services, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = tiny_weights(tmp_path / "weights")
+    (weights / "chat_template.jinja").write_text("{% for message in messages %}\n{{ message.content }}\n{% endfor")
+    assert main(["check", str(weights)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1
+    assert printed.err.startswith(
+        f"error: {weights / 'chat_template.jinja'}: the chat template cannot be read (line 3): "
+    )
+
+    server = serve(weights=weights)
+    assert server.has_logged("chat_template.jinja: the chat template cannot be read (line 3): ", "completions work")
+    assert fetch_completion(server.url, prompt="a", max_tokens=2)
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    response = httpx.post(f"{server.url}/v1/chat/completions", json=chat)
+    assert response.status_code == 400 and "(line 3)" in response.json()["error"]["message"]
