@@ -6,6 +6,7 @@ A snapshot is a folder that is renamed once complete, so that a crash at any tim
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import shutil
 from collections.abc import Mapping
@@ -142,8 +143,10 @@ def _different_fields(before: str, current: str) -> str:
 
 def _fields(shape: str) -> dict[str, str]:
     """Field -> value of a Position.shape, as text: another version may have had other fields."""
-    call = ast.parse(shape, mode="eval").body
-    return {str(each.arg): ast.unparse(each.value) for each in call.keywords} if isinstance(call, ast.Call) else {}
+    with contextlib.suppress(SyntaxError, ValueError):
+        call = ast.parse(shape, mode="eval").body
+        return {str(each.arg): ast.unparse(each.value) for each in call.keywords} if isinstance(call, ast.Call) else {}
+    return {}
 
 
 def _changed(before: Mapping[str, str], current: Mapping[str, str]) -> list[str]:

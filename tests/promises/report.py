@@ -31,7 +31,8 @@ figures that the tests in `tests/promises` record in `tests/promises/results.jso
 {summary}
 Machine: {machines}.
 
-- **target** is the goal; a value short of it is marked. **floor** is the value below which the test fails; "=" means the target.
+- **target** is the goal; a value short of it is marked. **floor** is the value below which the test fails; "=" means
+  the target.
 - **n** is the number of trials. **size** "full" is the size that the promise asks for (`make promises`, or
   `make promises ONLY="r10 s08"`, on an idle machine: some tests take minutes, the soak half an hour); "ci" is the
   smaller size that `make test` runs, also on a busy machine.
