@@ -24,7 +24,7 @@ class OneLineParser(argparse.ArgumentParser):
         if message.startswith("unrecognized arguments: "):
             words = message.split()[2:]
             flags = [word.partition("=")[0] for word in words if word.startswith("--")]
-            flags = flags if words[0].startswith("-") else ["", *flags]
+            flags = flags if words and words[0].startswith("-") else ["", *flags]
             known = list(_flags_of(self))
             close = (self.synonyms.get(flag) or get_close_matches(flag, known, n=1, cutoff=0.7) for flag in flags)
             hint = next((f"; did you mean {x if isinstance(x, str) else x[0]}?" for x in close if x), hint)

@@ -25,6 +25,7 @@ from app.api.schemas import (
     documented_defaults,
     token_array,
 )
+from app.common.errors import ContextLengthExceeded
 from app.generation.request import GenerationRequest, prompt_list
 from app.http.response_model import LazyArray, ResponseModel
 
@@ -87,7 +88,13 @@ async def score(request: Request) -> Response:
         logprobs=body.logprobs or 0,
         deadline_ms=body.deadline_ms,
     )
-    handle = await RequestHandle.begin(request, generation_request)
+    try:
+        handle = await RequestHandle.begin(request, generation_request)
+    except ContextLengthExceeded as error:
+        tokens, is_least = error.prompt_tokens, error.is_least
+        raise ContextLengthExceeded(
+            tokens, error.max_model_len, "prompt", is_least=is_least, remedy="score it in parts"
+        ) from None
     return await handle.respond(_response(handle, body), request)
 
 

@@ -62,15 +62,18 @@ class ChatTemplate:
     async def problem(self) -> str:
         """Why no chat can be rendered, with the file and the line; empty if the template compiles.
 
-        Compiles it in a process of its own, which ends afterwards.
+        Compiles it in a process of its own, which ends afterwards. Where none can start, the result is empty, too: that
+        is no problem of the template, and the first chat reports it.
         """
         job = msgspec.msgpack.encode(RenderJob(source=self.source, variables=None))
-        with contextlib.closing(Sandbox(_WORKER, str(self._seconds))) as sandbox:
-            try:
+        try:
+            with contextlib.closing(Sandbox(_WORKER, str(self._seconds))) as sandbox:
                 response = await asyncio.to_thread(sandbox.call, job, seconds=self._seconds, max_bytes=_MAX_ERROR_BYTES)
-                error = _decoder.decode(response).error
-            except (SandboxError, EngineFailed) as failure:
-                error = str(failure)
+            error = _decoder.decode(response).error
+        except SandboxError as failure:
+            error = str(failure)
+        except (EngineFailed, OSError):
+            error = ""
         return one_line(f"{self.path}: the chat template {error[:200]}") if error else ""
 
     async def render(self, messages: Sequence[Mapping[str, Any]], account: WorkAccount) -> str:

@@ -32,14 +32,19 @@ class InvalidRequest(EngineError):
 class ContextLengthExceeded(InvalidRequest):
     """The prompt, or the source, does not fit into the context."""
 
-    def __init__(self, prompt_tokens: int, max_model_len: int, field: str, *, is_least: bool = False) -> None:
+    def __init__(
+        self, prompt_tokens: int, max_model_len: int, field: str, *, is_least: bool = False, remedy: str = ""
+    ) -> None:
+        """`is_least`: there are at least so many tokens. `remedy`: what to do other than to shorten the field."""
         count = f"at least {prompt_tokens}" if is_least else str(prompt_tokens)
-        end = "keep only its end with truncate_prompt_tokens (/score: send it in parts)"
-        keep = f", or {end}" if field == "prompt" else ""
-        message = f"the {field} has {count} tokens, the model reads at most {max_model_len}: shorten the {field}{keep}"
+        if field == "prompt":
+            remedy = remedy or "keep only its end with truncate_prompt_tokens"
+        message = f"the {field} has {count} tokens, the model reads at most {max_model_len}: shorten the {field}"
+        message += f", or {remedy}" if remedy else ""
         super().__init__(message, field)
         self.prompt_tokens = prompt_tokens
         self.max_model_len = max_model_len
+        self.is_least = is_least
 
 
 class Unavailable(EngineError):

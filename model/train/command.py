@@ -36,8 +36,7 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
         if options.dry_run:
             if ranks.is_main:
                 resolve_preset(options)
-                with locked(Path(options.out), overwrite=options.overwrite):  # a run that could not write does not fit
-                    forecast(options)
+                forecast(options)
             return 0
         with _only_main_prints_and_locks(options, ranks):
             ranks.main_process_first(lambda: resolve_preset(options, follows=not ranks.is_main))

@@ -6,9 +6,11 @@ Folders that were created for a run that never started are removed again.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,7 +32,7 @@ def locked(out: Path, *, overwrite: bool) -> Iterator[None]:
         work.mkdir(parents=True, exist_ok=True)
         lock = os.open(work / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)  # NFS locks no folders
     except OSError as error:
-        raise ValueError(f"--out {out}: cannot be written ({error.strerror}); use a writable folder") from None
+        raise _not_writable(out, error) from None
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process
@@ -70,5 +72,24 @@ def require_disk_space(out: Path, n_bytes: int) -> None:
 
 
 def free_bytes(out: Path) -> int:
-    """Free space on the disk of `out`, which may not exist yet."""
-    return shutil.disk_usage(next(folder for folder in (out, *out.absolute().parents) if folder.is_dir())).free
+    """Free space on the disk of `out`, which may not exist yet. Raises ValueError if it cannot be written."""
+    try:
+        return shutil.disk_usage(_existing_folder(out)).free
+    except OSError as error:
+        raise _not_writable(out, error) from None
+
+
+def _existing_folder(out: Path) -> Path:
+    """`out`, or the closest of its parents that exists. Raises OSError if `out` cannot be made or written."""
+    for folder in (out, *out.absolute().parents):
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISDIR(folder.stat().st_mode):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return folder
+    raise AssertionError("the root folder exists")
+
+
+def _not_writable(out: Path, error: OSError) -> ValueError:
+    return ValueError(f"--out {out}: cannot be written ({error.strerror}); use a writable folder")

@@ -64,6 +64,14 @@ def test_one_token_has_no_score(server: Server) -> None:
     assert (score["logprob"], score["n_scored"], score["perplexity"], score["bits_per_byte"]) == (0.0, 0, None, None)
 
 
+def test_text_longer_than_the_context_is_refused_with_what_score_accepts(server: Server) -> None:
+    for prompt in ("x " * 9000, [70] * 9000):
+        response = httpx.post(f"{server.url}/score", json={"prompt": prompt})
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
+        assert error["message"].endswith("shorten the prompt, or score it in parts")
+
+
 def test_native_echo_reports_the_same_scores(server: Server) -> None:
     (score,) = _scores(server.url, prompt=TEXTS[0], logprobs=3)
     body = {"prompt": TEXTS[0], "echo": True, "logprobs": 3, "max_tokens": 0, "stream": False}

@@ -217,8 +217,16 @@ def test_runaway_template_ends_with_its_process(source: str, reason: str | None)
     ],
 )
 def test_template_that_does_not_compile_is_a_problem_before_the_first_chat(source: str, problem: str) -> None:
-    template = ChatTemplate(_file(source), seconds=0.5)
+    template = ChatTemplate(_file(source), seconds=0.5 if "seconds" in problem else 60)
     assert re.fullmatch(problem, asyncio.run(template.problem()))
+
+
+def test_check_that_cannot_start_a_process_blames_no_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_process(*_: str) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("app.chat.template.Sandbox", no_process)
+    assert asyncio.run(ChatTemplate(_file("{% endfor")).problem()) == ""
 
 
 @pytest.mark.slow

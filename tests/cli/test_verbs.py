@@ -102,6 +102,7 @@ def test_unknown_verb_is_one_line_with_the_known_ones(run: Run, word: str, hint:
     [
         (("serve", "--max-runing", "4"), "--max-running"),
         (("serve", "my-model", "--port", "8001"), "--weights"),
+        (("serve", ""), "--weights"),
         (("complete", "x", "--temprature", "1"), "--temperature"),
         (("bench", "--stream-s", "1"), "--streams"),
         (("keys", "add", "x", "--key-file", "y"), "--keys-file"),

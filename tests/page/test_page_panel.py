@@ -63,7 +63,7 @@ def test_every_parameter_of_the_schema_has_a_field_with_its_description_and_defa
     assert {name: float(value) for name, value in shown.items()} == numbers
 
 
-def test_a_field_unknown_to_the_page_is_shown_by_its_type_and_sent_body(page):
+def test_a_field_unknown_to_the_page_is_shown_by_its_type_and_sent(page):
     document = page.request.get("/openapi.json").json()
     new = {"anyOf": [{"type": "integer", "minimum": 1, "maximum": 9}, {"type": "null"}], "description": "New here."}
     document["components"]["schemas"]["CompleteRequest"]["properties"]["sparkle_level"] = new

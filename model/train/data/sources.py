@@ -137,15 +137,19 @@ def _expand(source: str, exclude: Path | None) -> list[Path]:
         if not found:
             raise DataError(f"{source}: no {', '.join(SUFFIXES)} file (or .gz of one) in this folder")
         return found
-    if os.path.lexists(path):  # also a pipe: --data <(zcat a.gz), and a broken link, which fails when it is read
-        if suffix(path) == ".json":
-            raise DataError(f"{source}: JSON is not text: use a .jsonl with one object per line, or rename it to .txt")
-        return [path]
-    matches = sorted(glob.glob(source, recursive=True))  # noqa: PTH207 (patterns may be absolute)
-    if not matches:
-        name = source[:_MAX_NAME_LENGTH] + "..." * (len(source) > _MAX_NAME_LENGTH)  # perhaps the text itself
-        raise DataError(f"{name}: no such file or folder")
-    return [file for match in matches for file in _expand(match, exclude)]
+    name = source[:_MAX_NAME_LENGTH] + "..." * (len(source) > _MAX_NAME_LENGTH)  # perhaps the text itself
+    try:
+        path.lstat()  # also a pipe: --data <(zcat a.gz), and a broken link, which fails when it is read
+    except (FileNotFoundError, NotADirectoryError):
+        matches = sorted(glob.glob(source, recursive=True))  # noqa: PTH207 (patterns may be absolute)
+        if not matches:
+            raise DataError(f"{name}: no such file or folder") from None
+        return [file for match in matches for file in _expand(match, exclude)]
+    except OSError as error:
+        raise DataError(f"{name}: cannot be read ({error.strerror})") from None
+    if suffix(path) == ".json":
+        raise DataError(f"{source}: JSON is not text: use a .jsonl with one object per line, or rename it to .txt")
+    return [path]
 
 
 def _walk(folder: Path, exclude: Path | None) -> Iterator[Path]:

@@ -137,7 +137,7 @@ ERRORS: list[tuple[dict[str, bytes], str, str]] = [
     (GOOD, "--data texd.txt", "texd.txt: no such file or folder"),
     (GOOD, "--data '*.md'", "*.md: no such file or folder"),
     (GOOD, "--data 'a\nb'", r"a\nb: no such file or folder"),
-    (GOOD, f"--data {'x' * 5000}", f"{'x' * 200}...: no such file or folder"),
+    (GOOD, f"--data {'x' * 5000}", f"{'x' * 200}...: cannot be read (File name too long)"),
     (GOOD, f"--out {'x' * 300}", "cannot be written (File name too long)"),
     (GOOD, "--out text.txt/out --dry-run", "--out text.txt/out: cannot be written (Not a directory)"),
     (_text(b"\n\r\n\n\n"), "", "no text in text.txt"),
