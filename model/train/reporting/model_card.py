@@ -9,10 +9,10 @@ from model.checkpoint.model_summary import describe_size, shape_lines
 from model.config import ModelConfig
 from model.train.reporting.samples import Sample, plain, quoted
 
-_ABOUT = "It continues text as its corpus does."
-_LIMITS = """It writes on from what it is given, in the manner of the texts it has read, and wanders. It knows no facts
-and follows no instructions: what it says of the world, of persons or of itself is made up. What its texts hold of
-prejudice, it may repeat. It was measured on text of the same kind; other text it continues worse."""
+_ABOUT = "It continues text in the style of its training data."
+_LIMITS = """It continues a text in the style of its training data, and wanders. It knows no facts and follows no
+instructions: what it writes about the world, people or itself is made up. It may repeat prejudices of its training
+data. The figures are for text of the same kind; it continues other text worse."""
 _NATIVE_FAMILY = "inkstream"
 """Name of the native family, which no other library supports."""
 _PIPELINE = """Or in Python:
@@ -54,7 +54,7 @@ def model_card(
         f"Command:\n\n```\n{command}\n```",
         "## Use\n\nServe it, from a clone of inkstream:\n\n```\nmake serve WEIGHTS=path/to/this/directory\n```",
         *([] if family == _NATIVE_FAMILY else [_PIPELINE]),
-        f"## Samples\n\n{sampling}, not chosen. How they came to this: [samples.md](samples.md)."
+        f"## Samples\n\n{sampling}, not selected. Samples from earlier steps: [samples.md](samples.md)."
         if samples
         else "## Samples\n\nNone yet: the run is unfinished.",
         *(f"Prompt {plain(sample.prompt)}\n\n{quoted(sample.full_text)}" for sample in samples),
