@@ -3,24 +3,24 @@
 #   docker build -t inkstream .
 #   docker run --rm --read-only --tmpfs /tmp -p 127.0.0.1:8000:8000 -e INKSTREAM_INSECURE_NO_AUTH=true inkstream
 #
-# Without keys the server refuses every address but loopback, and inside a container it has to listen on all of them. So the
-# image alone refuses to start, INKSTREAM_INSECURE_NO_AUTH=true says that this is meant, and the port is published on
-# 127.0.0.1 only. Or give it a file of keys (INKSTREAM_KEYS_FILE). Every other setting is an environment variable INKSTREAM_...
-# too. docs/deploy.md has the rest; tests/container/run builds this file without Docker, and tries it.
+# Without keys the server listens on loopback only, but inside a container it must listen on all addresses. So the image does
+# not start unless INKSTREAM_INSECURE_NO_AUTH=true allows that (publish the port on 127.0.0.1 only) or INKSTREAM_KEYS_FILE
+# names a file of keys. Every other setting is an environment variable INKSTREAM_... too. See docs/deploy.md;
+# tests/container/run builds this file without Docker, and tests the image.
 #
-# BASE         any Debian-like image with Python 3.11 to 3.13 and its venv module; for a GPU one with gcc and Python's
+# BASE         any Debian-like image with Python 3.11 to 3.13 and its venv module; for a GPU, one with gcc and Python's
 #              headers, since Triton compiles when the service first starts (compose.gpu.yaml names one). The digest
-#              fixes the bytes; docker buildx imagetools inspect python:3.12-slim prints that of the newest image
+#              pins the image; docker buildx imagetools inspect python:3.12-slim prints the newest digest
 # SLIM         empty keeps all files of BASE and of the packages; a GPU needs them
-# TORCH        the torch to use, in place of the one that constraints.txt names. Empty: none, and the native kernels alone
-#              compute (docs/deploy.md)
-# TORCH_INDEX  where pip looks besides its own index. The default has the CPU builds. PyPI's own are for CUDA and bring its
-#              libraries along; to have those: --build-arg TORCH_INDEX=
+# TORCH        the torch version, instead of the one in constraints.txt. Empty: no torch, only the native kernels
+#              (docs/deploy.md)
+# TORCH_INDEX  an additional index for pip. The default has the CPU builds. PyPI's builds are for CUDA and include its
+#              libraries; to use them: --build-arg TORCH_INDEX=
 #
-# A layer each for the base, the packages, the weights and the code, so that a change of the code ships the code alone.
+# Separate layers for the base, the packages, the weights and the code, so that a code change ships only the code.
 ARG BASE=python:3.12.14-slim-trixie@sha256:2f17fc044b579bab302c2e8054d3a686e2cb9a83de48e70534b94cd8ebbe06a9
 
-# The native kernels: the compiler stays in this stage. For every kind of x86-64 CPU, because images move.
+# Builds the native kernels; the compiler stays in this stage. For all x86-64 levels, because images run on other machines.
 FROM ${BASE} AS kernels
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 WORKDIR /build
@@ -36,7 +36,7 @@ ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /build
 RUN python3 -m venv /opt/inkstream
-# By their hashes, but for torch, whose build is a choice: what it and the lines of pyproject.toml ask for is there then.
+# Packages are installed by hash except torch, whose build is an option; by then all dependencies of both are installed.
 COPY constraints.txt requirements.lock ./
 RUN { grep -v "^torch==" constraints.txt; echo "${TORCH}"; } > pins.txt \
     && /opt/inkstream/bin/pip install --require-hashes --no-deps --requirement requirements.lock \
@@ -45,14 +45,14 @@ RUN { grep -v "^torch==" constraints.txt; echo "${TORCH}"; } > pins.txt \
     && /opt/inkstream/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > site \
     && echo /srv/inkstream/code > "$(cat site)/inkstream.pth"
 
-# What is served with. strip, of the package binutils, comes from this stage and stays in it.
+# The runtime packages. strip, from the package binutils, stays in this stage.
 FROM builder AS packages
 ARG SLIM=1
 COPY deploy/image/strip-packages /build/
 RUN [ -z "${SLIM}" ] || { apt-get update && apt-get install --yes --no-install-recommends binutils \
     && find /opt/inkstream -name __pycache__ -prune -exec rm -rf {} + && ./strip-packages "$(cat site)"; }
 
-# Readable for the user below, whatever the umask of the user who trained the weights or checked them out.
+# Readable by the user below, whatever umask the weights were created with.
 FROM builder AS code
 COPY pyproject.toml README.md LICENSE ./
 COPY app app
@@ -67,8 +67,8 @@ RUN chmod -R a+rX weights \
 COPY --from=kernels /kernels /kernels
 RUN mkdir /code/inkstream/app/engine/cpu/built && cp /kernels/inkstream-* /code/inkstream/app/engine/cpu/built
 
-# A user with a name, because libraries ask for it. Slim images come without the bytecode of the standard library, and a
-# read-only container could never keep it: compiled here once, it is not compiled at every start.
+# A named user, because libraries look the name up. Slim images lack the standard library's bytecode, and a read-only
+# container could not write it: compile it here instead of at every start.
 FROM ${BASE} AS base
 ARG SLIM=1
 COPY deploy/image/strip-base /build/
@@ -78,7 +78,7 @@ RUN { [ -z "${SLIM}" ] || /build/strip-base; } && rm -r /build \
     && install -d -o 10001 -g 10001 /var/cache/inkstream \
     && python3 -m compileall -q -x "lib2to3|/tests?/" "$(python3 -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')"
 
-# The list of all packages in the image. As a file: docker build --target sbom --output dist .
+# SBOM: all packages in the image. As a file: docker build --target sbom --output dist .
 FROM packages AS list
 COPY deploy/image/sbom.py ./
 COPY --from=base /var/lib/dpkg/status base-status
@@ -87,7 +87,7 @@ RUN python3 sbom.py base-status "$(cat site)" /code > sbom.cdx.json
 FROM scratch AS sbom
 COPY --from=list /build/sbom.cdx.json /
 
-# The base as one layer of what is left of it. Its variables are not inherited: python:3.12 has Python in /usr/local.
+# The stripped base as one layer. Its variables are not inherited: python:3.12 has Python in /usr/local.
 FROM scratch
 ARG VERSION=dev
 ARG REVISION=unknown
@@ -111,7 +111,7 @@ WORKDIR /srv/inkstream
 USER 10001:10001
 EXPOSE 8000
 STOPSIGNAL SIGTERM
-# Slim images have no curl. The empty ProxyHandler: a proxy of the container's environment is not for its own loopback.
+# Slim images have no curl. The empty ProxyHandler keeps a proxy in the environment away from loopback.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 \
     CMD ["python", "-c", "import os, urllib.request as r; r.build_opener(r.ProxyHandler({})).open('http://127.0.0.1:' + os.environ.get('INKSTREAM_PORT', '8000') + '/health/ready', timeout=4)"]
 ENTRYPOINT ["inkstream"]

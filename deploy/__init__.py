@@ -1,1 +1,1 @@
-"""What gets the service onto machines: install/ makes a checkout's environment; nginx, Prometheus, Kubernetes, Ray."""
+"""Deployment of the service: install.py makes a checkout's environment; nginx, Prometheus, Kubernetes, Ray."""

@@ -1,4 +1,4 @@
-"""Makes and completes the environment that make runs everything in: python -m deploy.install runtime|dev [--report].
+"""Creates and completes the environment of all make targets: python -m deploy.install runtime|dev [--report].
 
 make's variables are in the environment: LOCK, PIP_ARGS, PYTHON_ASKED, TORCH, UV, VENV. pip or uv installs the packages
 of the locks by their hashes, torch in the build for this machine, and this folder; the native kernels are built
@@ -30,12 +30,12 @@ ROOT = Path(__file__).resolve().parents[1]
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 """Linux builds of torch without CUDA. The package index itself has those with CUDA, for x86-64 and for aarch64."""
 EXTRAS = {"runtime": "guided", "dev": "dev"}
-"""Group -> extras of this package. In order: a group has all that those before it need."""
+"""Group -> extras of this package. In order: each group includes the groups before it."""
 _GROUPS = list(EXTRAS)
 _KEYS = {"root", "inputs", "group", "asked", "built", "python"}
 _SOURCES = re.compile(r"--(index-url|extra-index-url|find-links|no-index)\b|-[if]")
 _START = "import app.cli.serve, app.engine.startup, app.engine.worker_loop, app.chat.template_worker"
-"""What a start of the service imports."""
+"""Packages that a start of the service imports."""
 _FULL_BYTES = 100_000_000
 _FULL = re.compile(r"No space left on device|Disk quota exceeded|os error 28\b")
 _NOT_INHERITED = {"LOCK", "PIP_ARGS", "PYTHONDONTWRITEBYTECODE", "PYTHONHOME", "PYTHONPATH", "TORCH", "UV", "VENV",
@@ -47,7 +47,7 @@ class InstallError(Exception):
 
 
 class InstallOptions(NamedTuple):
-    """What make's variables ask for."""
+    """Settings from make's variables."""
 
     group: str
     venv: Path
@@ -77,7 +77,7 @@ class InstallOptions(NamedTuple):
 
     @property
     def names_sources(self) -> bool:
-        """Whether PIP_ARGS says where packages come from."""
+        """Whether PIP_ARGS sets the source of packages."""
         return any(map(_SOURCES.match, self.pip_args))
 
 
@@ -112,7 +112,7 @@ def has_gpu() -> bool:
 
 
 def read_note(venv: Path) -> dict[str, Any] | None:
-    """What is installed; empty after an interrupted run; None where no run of this version has been."""
+    """The record of what is installed; empty after an interrupted run; None if this version never ran."""
     try:
         note = json.loads((venv / "installed").read_bytes())
     except (OSError, ValueError):
@@ -138,7 +138,7 @@ def inputs_digest() -> str:
 
 
 def is_complete(settings: InstallOptions, note: Mapping[str, Any] | None) -> bool:
-    """Whether the environment is what the settings ask for."""
+    """Whether the environment matches the settings."""
     return bool(
         note
         and note["root"] == str(ROOT)
@@ -161,7 +161,7 @@ def base_python() -> str:
 
 
 class Installer:
-    """One installation. The caller holds the lock, and the environment is not what is asked for.
+    """One installation. The caller holds the lock, and the environment does not match the settings.
 
     What it starts inherits the lock: a pip that outlives this keeps other makes waiting.
     """
@@ -203,7 +203,7 @@ class Installer:
             build = self._install_all()
         except BaseException:
             kernels.terminate()
-            if self._packages() == before:  # nothing was changed, as without a network
+            if self._packages() == before:  # nothing changed, for example without a network
                 write_note(self._venv, self._note)
             raise
         finally:

@@ -37,7 +37,7 @@ from app.start import StartError, bind, open_tracing
 
 _log = logging.getLogger("inkstream.relay")
 _LOOK_SECONDS = 1.0
-"""The gateway asks Ray so often for the replicas that there are."""
+"""Interval at which the gateway asks Ray for the current replicas."""
 _OPEN_REQUESTS = "open_requests"
 
 
@@ -259,7 +259,7 @@ def _engine(settings: Settings, placement: Placement) -> serve.Application:
 
 
 def desired_replicas(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-    """Ray's autoscaling policy: all open requests by how many one replica is to have. Ray applies delays and limits."""
+    """Ray's autoscaling policy: open requests divided by the target per replica. Ray applies delays and limits."""
     by_replica = (context.aggregated_metrics or {}).get(_OPEN_REQUESTS, {})
     return sum(by_replica.values()) / context.config.get_target_ongoing_requests(), {}
 
