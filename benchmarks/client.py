@@ -1,7 +1,7 @@
-"""Load generator: HTTP/1.1 clients that keep a number of streams busy, and note when their tokens arrive.
+"""Load generator: HTTP/1.1 clients that keep a number of streams busy and record when tokens arrive.
 
-It shares the cores with what it measures, so the path of a token is short: llhttp removes the framing, and a token's
-event is counted, not parsed. What an answer says is parsed once it is complete (benchmarks/completions.py).
+It shares the cores with the server under test, so the path of a token is short: llhttp removes the framing, and events
+of tokens are counted, not parsed. benchmarks/completions.py parses a response once it is complete.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def parse_address(url: str) -> Address:
 
 
 class Exchange:
-    """A request, and what has arrived of its answer. Times are monotonic seconds."""
+    """A request, and the received part of its response. Times are monotonic seconds."""
 
     __slots__ = (
         *("wire", "marker", "parser", "sent", "status", "headers", "first_byte", "arrivals", "ended", "error"),
@@ -73,7 +73,7 @@ class Exchange:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets the answer, so that the request can be sent again."""
+        """Discards the response, so that the request can be sent again."""
         self.parser = httptools.HttpResponseParser(self)
         self.status = 0
         """0 until the head of the answer has arrived."""
@@ -146,7 +146,7 @@ class Client(asyncio.Protocol):
         return True
 
     def send(self, exchange: Exchange) -> None:
-        """Sends a request on the open connection; calls `exchange.on_end` when its answer has ended."""
+        """Sends a request on the open connection; calls `exchange.on_end` when its response has ended."""
         assert self._transport
         self._exchange = exchange
         exchange.sent = now()

@@ -1,4 +1,4 @@
-"""What the benchmarks share: percentiles, ranges, alternation, facts about the machine, the last line of output."""
+"""Shared helpers: percentiles, ranges, alternation, facts about the machine, the last line of output."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def print_result(benchmark: str, **result: object) -> None:
 
 
 def alternate(measurements: Mapping[str, Callable[[], T]], rounds: int) -> list[dict[str, T]]:
-    """Takes each measurement once a round, beginning with another one each time; leaves out the first round.
+    """Takes each measurement once per round, in rotating order; discards the first round.
 
     So a slow moment of the machine affects all of them, and the first round warms them up.
     """

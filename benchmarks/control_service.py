@@ -1,7 +1,7 @@
 """Control of benchmarks.service, which computes nothing: `python -m benchmarks.control_service STEP_MS`.
 
 Each POST gets the frames of a native stream, one every STEP_MS milliseconds, all open streams at the same time, as an
-engine's steps would give them. What the load generator costs here, it costs without any service.
+engine's steps would. The load generator's cost here is its cost without a service.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Steps of the bare engine, without service and pipe: `python -m benchmarks.engine host|sampling|operations|levels`.
 
-host: what a decode step costs beside the forward pass, which computes nothing: plan, the rest of the run and commit.
+host: the cost of a decode step outside the forward pass, which computes nothing: plan, the rest of the run and commit.
 On the CPU the run prepares the kernels' inputs and draws greedily from the logits. The GPU's engine has its memory on
 the CPU here, and its graphs replay nothing.
 
-sampling: what a step costs greedily, with temperature 0.8, with every filter, with every filter, penalty, bias and
-log-probabilities, and with temperature 0.8 under a JSON schema, whose compilation is not counted. An engine for each
-runs its steps in turn, each time in another order.
+sampling: the cost of a step with greedy sampling, with temperature 0.8, with every filter, with every filter, penalty,
+bias and log-probabilities, and with temperature 0.8 under a JSON schema, without its compilation. One engine for each
+mode; they take turns, in rotating order.
 operations: a decode step by operation; native kernels, random weights, 200 tokens of context per row, summed over
 layers.
 levels: the same steps, and a prompt of 512 tokens, in the kernels of each instruction-set level that this CPU runs. The

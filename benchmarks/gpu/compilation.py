@@ -59,7 +59,7 @@ Launches = dict[str, Launch]
 def engine_launches(
     name: str, config: ModelConfig, dtype: torch.dtype = BF16, block: int = _ENGINE_BLOCK, max_running: int = 256
 ) -> Launches:
-    """Everything that an engine with this model launches, but for 8-bit products."""
+    """Everything that an engine with this model launches, except 8-bit products."""
     tile = max(16, 64 // (config.n_heads // config.n_kv_heads))  # as StepProgram does
     shape = attention_checks.Shape(
         n_heads=config.n_heads, n_kv_heads=config.n_kv_heads, head_dim=config.head_dim, block_size=block, lengths=(),
@@ -190,12 +190,12 @@ _FEW = {
 
 
 def law_launches(capability: int, *, is_full: bool) -> Launches:
-    """What tests compile: on Hopper every branch of every kernel, elsewhere attention; is_full: everything."""
+    """Launches that tests compile: on Hopper every branch of every kernel, elsewhere attention; is_full: all."""
     return _ALL if is_full else {name: _ALL[name] for name in _FEW[capability]}
 
 
 def report_launches() -> Launches:
-    """What the stages of `make gpu-check` launch: engines, and the checks of conformance/."""
+    """The launches of the stages of `make gpu-check`: engines, and the checks of conformance/."""
     found = dict(QUANTIZED)
     for name in ("A", "1b", "8b", "qwen3-8b"):
         found |= engine_launches(name, SHAPES[name])

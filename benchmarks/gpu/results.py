@@ -140,7 +140,7 @@ def file_name(device: str, date: str) -> str:
 
 
 def shortened(text: str, size: int = 500) -> str:
-    """In one line, with both ends: an error's beginning says what, and its end where."""
+    """In one line, with both ends: an error's start has the cause, and its end the place."""
     text = " ".join(text.split())
     return text if len(text) <= size else f"{text[: size // 2]} ... {text[-size // 2 :]}"
 

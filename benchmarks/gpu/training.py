@@ -1,4 +1,4 @@
-"""Speed of a training step: tokens per second of the preset `base`, and the share of the peak that it takes."""
+"""Speed of a training step: tokens per second of the preset `base`, and its share of the peak."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def install(peer: str, folder: Path) -> Path:
     if _TORCH in packages:
         _pip(python, "install", _TORCH)
     _pip(python, "install", *packages)
-    if peer == "openvino":  # a torchvision comes along that may not fit this torch, and that text models do not need
+    if peer == "openvino":  # the installed torchvision may not fit this torch, and text models do not need it
         _call([python, "-m", "pip", "uninstall", "-q", "-y", "torchvision"])
     if is_llama:
         _build_llama(python, home)
