@@ -15,7 +15,7 @@ from tests.support.services import services
 
 @pytest.fixture(scope="session")
 def fake_server(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[Server]:
-    """The fake engine without keys and flags, shared by tests that no earlier request can disturb."""
+    """The fake engine without keys and flags, shared by tests that earlier requests cannot affect."""
     for serve in services(tmp_path_factory.mktemp("services"), weights):
         yield serve(fake_ms=1)
 
@@ -31,13 +31,13 @@ def keyed_server(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Ite
 
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
-    """Arms the faults of the services of a module; none outlives its test."""
+    """Arms faults in a module's services; each test disarms its faults."""
     return Faults(tmp_path_factory.mktemp("faults"))
 
 
 @pytest.fixture(autouse=True)
-def faults_end_with_their_test(request: pytest.FixtureRequest) -> Iterator[None]:
-    """So that tests can share a service."""
+def disarm_faults_after_test(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Disarm faults after each test, so that tests can share a service."""
     yield
     if "faults" in request.fixturenames:
         request.getfixturevalue("faults").disarm()

@@ -1,7 +1,7 @@
 """Generates RELIABILITY.md from the results that the tests of promises recorded.
 
-results.json next to this file keeps the last figures; merge() merges new ones from where the tests write them. A
-figure of full size is replaced by one of full size only, so that a run of the suite does not undo a night's measuring.
+results.json next to this file keeps the last figures; merge() adds the new figures that the tests wrote. Only a
+full-size figure replaces a full-size figure, so a run of the suite does not discard full-size measurements.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def sentence(path: Path) -> str:
 
 
 def read_kept() -> list[Figure]:
-    """The figures kept so far."""
+    """The figures in results.json."""
     return [Figure(**entry) for entry in json.loads(KEPT.read_text())]
 
 
 def merge(kept: list[Figure], new: list[Figure]) -> list[Figure]:
-    """`new` over `kept`: full sizes stay against CI sizes; a test that ran again loses the figures it has no more."""
+    """Replace figures in `kept` by those in `new`, except full-size by CI-size ones; drop figures that a rerun test no longer records."""
     ran = {(figure.test, figure.size) for figure in new}
     left = [old for old in kept if (old.test, old.size) not in ran and (old.test, "full") not in ran]
     full = {(figure.promise, figure.what) for figure in [*left, *new] if figure.size == "full"}
@@ -81,7 +81,7 @@ def read_new(folder: Path = RESULTS) -> list[Figure]:
 
 
 def render(kept: list[Figure], files: dict[str, list[Path]]) -> str:
-    """The page."""
+    """Return the text of RELIABILITY.md."""
     machines = sorted({figure.machine for figure in kept}) or ["none yet"]
     head = _HEAD.format(summary=_summary(kept), machines="; ".join(machines))
     figures = {number: list(of) for number, of in groupby(sorted(kept, key=_order), lambda figure: figure.promise)}
@@ -101,7 +101,7 @@ def _summary(figures: list[Figure]) -> str:
 
 
 def _rows(number: str, files: list[Path], figures: list[Figure]) -> list[str]:
-    """One promise: a row for each figure, or one that says why there is none."""
+    """One promise: one row per figure, or one row that gives the reason for none."""
     if not files:
         return [f"| {number} | has no test yet | | | | | | | |"]
     words = " ".join(_cell(sentence(path)) for path in files)
@@ -142,7 +142,7 @@ def _order(figure: Figure) -> tuple[int, str, str]:
 
 
 def write(kept: list[Figure]) -> None:
-    """results.json, a figure a line, and RELIABILITY.md."""
+    """Write results.json, one figure per line, and RELIABILITY.md."""
     lines = (json.dumps(asdict(figure)) for figure in kept)
     KEPT.write_text("[\n" + ",\n".join(lines) + "\n]\n")
     PAGE.write_text(render(kept, files_of_promises()))

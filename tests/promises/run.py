@@ -1,7 +1,7 @@
 """Runs the tests of promises at full size, then writes RELIABILITY.md: make promises [ONLY="r10 s08"].
 
-One process at a time, because most of them measure. Each has its time; one that fails or takes too long does not keep
-the others from running. Exit status 1 where one failed, 2 for a promise that there is not.
+Test files run one at a time, because most of them measure time. A file that fails or times out does not stop the
+others. Exit status: 1 if a file failed, 2 for an unknown promise.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from tests.promises import report
 from tests.support.promise_figures import RESULTS
 
 _MOST_SECONDS = 45 * 60.0
-"""Time-out of one file. The longest is the soak's: half an hour, and its control."""
+"""Timeout of one file. The longest is the soak test: half an hour, plus its control."""
 
 
 def main() -> int:
-    """See above."""
+    """Run the selected promises; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("only", nargs="*", metavar="PROMISE", help="r10, S8, ... (all)")
     parser.add_argument("--ci-size", action="store_true", help="the sizes that make test runs")
-    parser.add_argument("--report", action="store_true", help="run nothing: write down what the last run of tests left")
+    parser.add_argument("--report", action="store_true", help="run nothing: record the results of the last test run")
     options = parser.parse_args()
     if options.report:
         report.write(report.merge(report.read_kept(), report.read_new()))
@@ -56,7 +56,7 @@ def _run(path: Path, *, full: bool) -> bool:
     except subprocess.TimeoutExpired:
         passed = False
     finally:
-        if process.poll() is None:  # with the services it started; they are of its group
+        if process.poll() is None:  # also kills its services, which share its process group
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     print(f"{path.stem}: {'passed' if passed else 'FAILED'} in {time.monotonic() - started:.0f} s", flush=True)

@@ -18,23 +18,23 @@ from tests.support.services import Services
 
 _SLOTS, _TOKENS, _STEP, _QUEUE = 4, 160, 0.005, 12
 _CAPACITY = _SLOTS / (_TOKENS * _STEP)
-"""Requests a second; more than there can be, as a step takes a little longer.
+"""Requests per second; an upper bound, because steps take slightly longer.
 
-Few, so that ten times as many do not overload the cores: the queue should be the bottleneck.
+It is low, so that ten times this rate does not overload the cores: the queue should be the bottleneck.
 """
 _BODY = json.dumps({"prompt": "Once upon a time", "max_tokens": _TOKENS, "ignore_eos": True}).encode()
 
 
 @pytest.fixture(scope="module")
 def server(serve_module: Services) -> Server:
-    """Four texts at a time, twelve that wait."""
+    """Four running and twelve waiting requests at most."""
     flags = ("--max-running", str(_SLOTS), "--max-waiting", str(_QUEUE), "--max-waiting-tokens", "20000")
     return serve_module(*flags, fake_ms=_STEP * 1e3)
 
 
-def _overloaded(server: Server, seconds: float) -> tuple[list[float], list[open_loop.Outcome]]:
-    """How many waited at each look, and the outcomes of the requests."""
-    # Admitted requests are written to their end, on a machine of any speed: it takes 3 s on a fast one.
+def _measure_overload(server: Server, seconds: float) -> tuple[list[float], list[open_loop.Outcome]]:
+    """Number of waiting requests in each sample, and the outcomes of all requests."""
+    # Admitted requests finish on a machine of any speed: this takes 3 s on a fast one.
     plan = Plan(url=server.url, bodies=(_BODY,), rate=10 * _CAPACITY, seconds=seconds, patience=60)
     waiting, end = [], time.monotonic() + seconds
     with open_loop.started(plan) as load:
@@ -45,10 +45,10 @@ def _overloaded(server: Server, seconds: float) -> tuple[list[float], list[open_
 
 
 @pytest.mark.timed
-def test_at_ten_times_the_load_the_queue_is_bounded_and_refusals_are_quick(server: Server, promise: Promise) -> None:
+def test_queue_is_bounded_and_refusals_are_fast_at_10x_load(server: Server, promise: Promise) -> None:
     seconds = promise.size(4, 60)
     waiting, outcomes = promise.measured(
-        lambda: _overloaded(server, seconds), lambda found: open_loop.summary(found[1]).refusal.p99 <= 0.1
+        lambda: _measure_overload(server, seconds), lambda found: open_loop.summary(found[1]).refusal.p99 <= 0.1
     )
     summary = open_loop.summary(outcomes)
     assert set(summary.statuses) == {200, 503} and not summary.errors, summary
@@ -59,8 +59,8 @@ def test_at_ten_times_the_load_the_queue_is_bounded_and_refusals_are_quick(serve
     promise.all_of("refusals with Retry-After from 1 to 120 s", sum(1 <= (w or 0) <= 120 for w in waits), len(waits))
 
 
-def test_retry_after_tells_how_long_the_queue_takes(server: Server, promise: Promise) -> None:
-    """Long texts, so that waits are measurable: as long as those of requests admitted at the same time."""
+def test_retry_after_estimates_the_queue_wait(server: Server, promise: Promise) -> None:
+    """Long completions make waits measurable; compares with the waits of requests admitted at the same time."""
     body = json.dumps({"prompt": "Once", "max_tokens": 250, "ignore_eos": True}).encode()
 
     def measure() -> tuple[float, float, int]:
@@ -75,8 +75,8 @@ def test_retry_after_tells_how_long_the_queue_takes(server: Server, promise: Pro
     promise.at_least("Retry-After against the queue's real wait, low", retry_after / took, target=0.7, floor=0.5, n=n)
 
 
-def test_long_texts_are_refused_before_they_are_read_where_the_queue_is_full_of_tokens(server: Server) -> None:
-    """Each alone may be read, and is found to be too long; two at a time are more than may wait."""
+def test_long_prompts_are_refused_untokenized_when_the_token_queue_is_full(server: Server) -> None:
+    """One such prompt is tokenized and rejected as too long; two at a time exceed the queue's token limit."""
     body: dict[str, Any] = {"prompt": "fox" * 30_000, "max_tokens": 1, "stream": False}
 
     def ask(_: int) -> int:

@@ -17,10 +17,10 @@ from tests.support.services import Services
 _SLOTS, _TOKENS, _STEP = 4, 60, 0.005
 _CAPACITY = _SLOTS / (_TOKENS * _STEP)
 _PATIENCE = 3.0
-"""Seconds after which a client no longer uses the answer: what ends later is no goodput.
+"""Seconds after which a client discards the response; later responses do not count as goodput.
 
-The request admitted last waits for two rounds of texts and for its own, which is 0.9 s where a step takes what it
-should: a machine may be three times as slow and still answers in time.
+The last admitted request waits for two rounds of completions and its own, 0.9 s with steps of nominal length: a
+machine may be three times slower and still respond in time.
 """
 _BODY = json.dumps({"prompt": "Once upon a time", "max_tokens": _TOKENS, "ignore_eos": True}).encode()
 _BOUNDED = ("--max-running", str(_SLOTS), "--max-waiting", "8")
@@ -33,7 +33,7 @@ def _offer(server: Server, times: float, seconds: float) -> list[Outcome]:
 
 
 def _goodput(outcomes: list[Outcome], since: float) -> float:
-    """Answers a second that came whole and in time, from `since` seconds after the first arrival to the last one."""
+    """Complete and timely responses per second, from `since` seconds after the first arrival to the last one."""
     start, end = outcomes[0].due + since, outcomes[-1].due
     useful = [o for o in outcomes if o.is_good and o.end is not None and o.end <= _PATIENCE]
     return sum(start <= o.due + (o.end or 0) <= end for o in useful) / (end - start)
@@ -43,48 +43,50 @@ def _first_token(outcomes: list[Outcome]) -> float:
     return open_loop.summary(outcomes).first_token.p50
 
 
-class _Overloaded(NamedTuple):
+class _Overload(NamedTuple):
     """Results of one overload, and the service's capacity for comparison."""
 
     peak: float
     goodput: float
-    calm_after: float
+    recovery_seconds: float
     n: int
 
 
-def _seconds_until_calm(server: Server, quiet: float) -> float:
-    """From an overload to the last of those few requests of which half had their first token as soon as before it.
+def _seconds_until_recovered(server: Server, baseline: float) -> float:
+    """Seconds until the median time to first token at low load is back to normal.
 
-    The overload's generator has waited for the last answers: what came in then is done with when this begins.
+    Called after the load generator has received the last responses of the overload.
     """
     began = time.monotonic()
     while time.monotonic() - began < 5:
-        few = _offer(server, 0.3, 1)
-        if all(o.is_good for o in few) and _first_token(few) <= 2 * quiet + 0.01:
-            return few[-1].due - began  # and not until its generator has ended
+        outcomes = _offer(server, 0.3, 1)
+        if all(o.is_good for o in outcomes) and _first_token(outcomes) <= 2 * baseline + 0.01:
+            return outcomes[-1].due - began  # not the time until its load generator ends
     return float("inf")
 
 
 @pytest.mark.timed
-def test_goodput_stays_at_ten_times_the_load_and_quiet_comes_back(serve: Services, promise: Promise) -> None:
+def test_goodput_holds_at_10x_load_and_latency_recovers(serve: Services, promise: Promise) -> None:
     server = serve(*_BOUNDED, fake_ms=_STEP * 1e3)
     seconds = promise.size(3, 30)
 
-    def measure() -> _Overloaded:
-        quiet = _first_token(_offer(server, 0.3, 1.5))
+    def measure() -> _Overload:
+        baseline = _first_token(_offer(server, 0.3, 1.5))
         peak = _goodput(_offer(server, 1.2, seconds + 1), since=1)
         overload = _offer(server, 10, seconds + 1)
-        return _Overloaded(peak, _goodput(overload, since=1), _seconds_until_calm(server, quiet), len(overload))
+        return _Overload(peak, _goodput(overload, since=1), _seconds_until_recovered(server, baseline), len(overload))
 
-    found = promise.measured(measure, lambda found: 0 < 0.8 * found.peak <= found.goodput and found.calm_after <= 5)
+    found = promise.measured(
+        measure, lambda found: 0 < 0.8 * found.peak <= found.goodput and found.recovery_seconds <= 5
+    )
     promise.at_least("goodput at 10x load", found.goodput / found.peak, target=0.9, floor=0.8, n=found.n)
     if promise.full:
         more = _offer(server, 50, seconds)
         promise.at_least("goodput at 50x load", _goodput(more, since=1) / found.peak, target=0.7, n=len(more))
-    promise.at_most("time until p50 is back to normal", found.calm_after, target=5, unit="s", n=found.n)
+    promise.at_most("time until p50 is back to normal", found.recovery_seconds, target=5, unit="s", n=found.n)
 
 
-def test_a_queue_without_bound_collapses(serve: Services, promise: Promise) -> None:
+def test_unbounded_queue_collapses(serve: Services, promise: Promise) -> None:
     """Positive control: the same load, with an unbounded queue."""
     server, seconds = serve(*_UNBOUNDED, fake_ms=_STEP * 1e3, is_killed=True), promise.size(6, 20)
     outcomes = _offer(server, 10, seconds)

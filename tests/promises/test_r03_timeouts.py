@@ -37,27 +37,30 @@ LATE = 1.0
 
 
 @pytest.fixture(scope="module")
-def impatient(serve_module: Services) -> Server:
-    """A service with short time-outs."""
+def short_timeouts(serve_module: Services) -> Server:
+    """A service with short timeouts."""
     return serve_module(*map(str, FLAGS), fake_ms=2)
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
-    """How long a connection was kept, and what was said on it. The deadline began within the deed.
+class _Disconnect:
+    """How long the service kept a connection, and the bytes received on it.
 
-    Who measures may have no core for a moment, so there are two times, and the true one is between them.
+    The deadline starts while the client sends. The test may get no CPU for a moment, so the true duration is between
+    `at_least` and `at_most`.
     """
 
     at_most: float
-    """Seconds since before the deed that the deadline counts from."""
+    """Seconds from before the client sent."""
     at_least: float
-    """Seconds since after it."""
-    said: bytes
+    """Seconds from after the client sent."""
+    response: bytes
 
 
-def _cut_after(server: Server, *, rest: float | None = None, first: bytes = b"", slowly: bytes = b"") -> _Cut:
-    """A client that was answered and rested, or has just connected, sends this, and then one byte after the other."""
+def _disconnect_time(
+    server: Server, *, rest: float | None = None, first: bytes = b"", slowly: bytes = b""
+) -> _Disconnect:
+    """Connect, or reuse a connection idle for `rest` seconds; send `first`, then `slowly` byte by byte, until disconnected."""
     before = time.monotonic()
     with connect(server) as connection:
         if rest is not None:
@@ -68,62 +71,64 @@ def _cut_after(server: Server, *, rest: float | None = None, first: bytes = b"",
             before = time.monotonic()
             connection.sendall(first)
         after = time.monotonic()
-        said = send_slowly(connection, slowly, 0.03) if slowly else read_all(connection)
+        response = send_slowly(connection, slowly, 0.03) if slowly else read_all(connection)
         now = time.monotonic()
-    return _Cut(now - before, now - after, said)
+    return _Disconnect(now - before, now - after, response)
 
 
 _BODY = post_request({"prompt": "x" * 1000})
 CASES: dict[str, tuple[dict[str, Any], float, str | None]] = {
     "nothing": ({}, HEAD, None),
-    "half a head": ({"first": get_request()[:20]}, HEAD, "head_timeout"),
-    "a slow head": ({"first": b"G", "slowly": (get_request() * 10)[1:]}, HEAD, "head_timeout"),
-    "half a body": ({"first": post_request(STREAM)[:-5]}, BODY, "body_timeout"),
-    "a slow body": ({"first": _BODY[:200], "slowly": _BODY[200:]}, BODY, "body_timeout"),
+    "incomplete headers": ({"first": get_request()[:20]}, HEAD, "head_timeout"),
+    "slow headers": ({"first": b"G", "slowly": (get_request() * 10)[1:]}, HEAD, "head_timeout"),
+    "incomplete body": ({"first": post_request(STREAM)[:-5]}, BODY, "body_timeout"),
+    "slow body": ({"first": _BODY[:200], "slowly": _BODY[200:]}, BODY, "body_timeout"),
     "no second request": ({"rest": 0.0}, IDLE, None),
-    "a slow second head": ({"rest": IDLE / 2, "first": get_request()[:20]}, HEAD, "head_timeout"),
+    "slow headers of a second request": ({"rest": IDLE / 2, "first": get_request()[:20]}, HEAD, "head_timeout"),
 }
 
 
-def test_each_deadline_for_the_sender_is_kept_and_told(impatient: Server, promise: Promise) -> None:
+def test_slow_senders_are_disconnected_on_time_with_the_right_error(short_timeouts: Server, promise: Promise) -> None:
     late = []
     for name, (case, due, code) in CASES.items():
-        # A client that sends too late, because it got no core, was disconnected before that: such a run does not count.
+        # If the client got no CPU and sent too late, it was disconnected before: such a run does not count.
         cut = promise.measured(
-            lambda case=case: _cut_after(impatient, **case),  # type: ignore[misc]
-            lambda cut, due=due, code=code: cut.at_least <= due + LATE and status_of(cut.said) == (408 if code else 0),
+            lambda case=case: _disconnect_time(short_timeouts, **case),  # type: ignore[misc]
+            lambda cut, due=due, code=code: (
+                cut.at_least <= due + LATE and status_of(cut.response) == (408 if code else 0)
+            ),
         )
         assert cut.at_most > due - 0.1, (name, "too early")
         late.append(cut.at_least - due)
         if code:
-            assert status_of(cut.said) == 408, (name, cut.said)
-            assert error_of(cut.said)["code"] == code
+            assert status_of(cut.response) == 408, (name, cut.response)
+            assert error_of(cut.response)["code"] == code
         else:
-            assert cut.said == b"", name
+            assert cut.response == b"", name
     promise.at_most(
         "slow sender disconnected after its deadline", max(late), target=0.1, floor=LATE, unit="s", n=len(late)
     )
 
 
-def test_a_reader_that_stops_is_cut_and_may_come_back(impatient: Server, promise: Promise) -> None:
-    before = _cut(impatient, "write_stalled")
-    with connect(impatient, receive_buffer=4096) as connection:
+def test_stalled_reader_is_disconnected_and_can_resume(short_timeouts: Server, promise: Promise) -> None:
+    before = _n_disconnected(short_timeouts, "write_stalled")
+    with connect(short_timeouts, receive_buffer=4096) as connection:
         began = time.monotonic()
         connection.sendall(post_request(STREAM))
-        assert impatient.wait_for(lambda: _cut(impatient, "write_stalled") > before, 60)
+        assert short_timeouts.wait_for(lambda: _n_disconnected(short_timeouts, "write_stalled") > before, 60)
         seconds = time.monotonic() - began
         assert seconds > WRITE
-        said = read_all(connection)
-    name = said.partition(b"x-request-id: ")[2].partition(b"\r\n")[0].decode()
-    assert impatient.wait_for(lambda: impatient.metric("requests_running") == 0)
-    with connect(impatient) as connection:
+        response = read_all(connection)
+    name = response.partition(b"x-request-id: ")[2].partition(b"\r\n")[0].decode()
+    assert short_timeouts.wait_for(lambda: short_timeouts.metric("requests_running") == 0)
+    with connect(short_timeouts) as connection:
         connection.sendall(get_request(f"/complete/{name}/events", "Connection: close"))
         again = read_all(connection)
     assert again.count(b"event: token") > 1000 and again.count(b"event: done") == 1
     promise.all_of("stalled readers that are disconnected and can resume", 1, 1)
 
 
-def _cut(server: Server, reason: str) -> float:
+def _n_disconnected(server: Server, reason: str) -> float:
     return server.metric(f'connections_cut_total{{reason="{reason}"}}')
 
 
@@ -133,38 +138,38 @@ def _read_slowly(server: Server) -> bytes:
         connection.sendall(post_request({**STREAM, "max_tokens": 600}, "/complete", "Connection: close"))
         while part := connection.recv(2048):
             got += part
-            time.sleep(0.05)  # 40 KB/s at most, and the stream makes as much
+            time.sleep(0.05)  # 40 KB/s at most, the rate of the stream
     return got
 
 
-def test_a_slow_reader_that_reads_is_not_cut(impatient: Server, promise: Promise) -> None:
-    # A reader that gets no core for 0.6 s has stopped reading, and is cut as it should be.
+def test_slow_but_steady_reader_stays_connected(short_timeouts: Server, promise: Promise) -> None:
+    # A reader that gets no CPU for 0.6 s counts as stalled and is correctly disconnected.
     def measure() -> tuple[bytes, float]:
-        before = _cut(impatient, "write_stalled")
-        return _read_slowly(impatient), _cut(impatient, "write_stalled") - before
+        before = _n_disconnected(short_timeouts, "write_stalled")
+        return _read_slowly(short_timeouts), _n_disconnected(short_timeouts, "write_stalled") - before
 
-    got, n_cut = promise.measured(measure, lambda found: not found[1])
+    got, n_disconnected = promise.measured(measure, lambda found: not found[1])
     assert b"event: done" in got
-    assert n_cut == 0
+    assert n_disconnected == 0
 
 
-def test_pipelined_requests_do_not_pile_up(impatient: Server) -> None:
-    with connect(impatient) as connection:
+def test_pipelined_requests_do_not_accumulate(short_timeouts: Server) -> None:
+    with connect(short_timeouts) as connection:
         connection.sendall(post_request({**STREAM, "max_tokens": 100}) + get_request() * 5000)
-        said = read_all(connection)
-    assert said.count(b"HTTP/1.1 200 OK") == 1 and b"event: done" in said
-    with connect(impatient) as connection:  # one after the other is no pile
+        response = read_all(connection)
+    assert response.count(b"HTTP/1.1 200 OK") == 1 and b"event: done" in response
+    with connect(short_timeouts) as connection:  # sequential requests are all served
         for _ in range(50):
             connection.sendall(get_request())
             assert status_of(read_response(connection)) == 200
 
 
-def test_a_post_of_a_client_that_has_finished_sending_is_that_of_one_that_has_left(impatient: Server) -> None:
-    with connect(impatient) as connection:
+def test_half_closed_connection_cancels_its_request(short_timeouts: Server) -> None:
+    with connect(short_timeouts) as connection:
         connection.sendall(post_request({**STREAM, "max_tokens": 8000, "stream": False}))  # 16 s
-        assert impatient.wait_for(lambda: impatient.metric("requests_running") == 1)
+        assert short_timeouts.wait_for(lambda: short_timeouts.metric("requests_running") == 1)
         connection.shutdown(1)
-        assert impatient.wait_for(lambda: impatient.metric("requests_running") == 0, 10)
+        assert short_timeouts.wait_for(lambda: short_timeouts.metric("requests_running") == 0, 10)
 
 
 _QUEUE_SECONDS = 1.0
@@ -173,13 +178,13 @@ _ONE_SLOT = ("--max-running", "1", "--resume-seconds", "0", "--queue-timeout")
 
 
 @pytest.fixture(scope="module")
-def narrow(serve_module: Services) -> Server:
-    """One slot, for which requests wait as long as they like."""
+def one_slot(serve_module: Services) -> Server:
+    """One slot, with a long queue timeout."""
     return serve_module(*_ONE_SLOT, "600", fake_ms=5)
 
 
-def _started(server: Server) -> float:
-    """How many requests have begun: only what began has its time in the queue counted."""
+def _n_started(server: Server) -> float:
+    """Number of requests that started: the metric counts queue times of started requests only."""
     return server.metric("queue_duration_seconds_count")
 
 
@@ -195,21 +200,21 @@ def _post(server: Server, **body: Any) -> tuple[int, float, httpx.Response]:
     return response.status_code, time.monotonic() - start, response
 
 
-def test_who_leaves_while_waiting_is_never_computed(narrow: Server, promise: Promise) -> None:
-    n, before = promise.size(40, 400), _started(narrow)
-    with _send(narrow, **_HOLDER) as holder:
+def test_request_whose_client_leaves_the_queue_is_never_computed(one_slot: Server, promise: Promise) -> None:
+    n, before = promise.size(40, 400), _n_started(one_slot)
+    with _send(one_slot, **_HOLDER) as holder:
         assert holder.recv(100)
-        waiting = [_send(narrow, **_HOLDER | {"prompt": f"word {i}", "stream": i % 3 > 0}) for i in range(n)]
-        assert narrow.wait_for(lambda: narrow.metric("requests_waiting") == n)
+        waiting = [_send(one_slot, **_HOLDER | {"prompt": f"word {i}", "stream": i % 3 > 0}) for i in range(n)]
+        assert one_slot.wait_for(lambda: one_slot.metric("requests_waiting") == n)
         for i, connection in enumerate(waiting):
             reset(connection) if i % 2 == 0 else connection.close()
-        assert narrow.wait_for(lambda: narrow.metric("requests_waiting") == 0)  # the holder's text takes 40 s
-    assert is_clean(narrow, 30)
-    computed = int(_started(narrow) - before) - 1  # without the holder's
+        assert one_slot.wait_for(lambda: one_slot.metric("requests_waiting") == 0)  # the holder's completion takes 40 s
+    assert is_clean(one_slot, 30)
+    computed = int(_n_started(one_slot) - before) - 1  # excluding the holder
     promise.all_of("requests whose client left the queue are never computed", n - computed, n)
 
 
-def test_who_waits_too_long_is_told_so_on_time_and_leaves_the_engine_alone(serve: Services, promise: Promise) -> None:
+def test_queue_timeout_returns_503_on_time_without_computing(serve: Services, promise: Promise) -> None:
     server = serve(*_ONE_SLOT, str(_QUEUE_SECONDS), fake_ms=5)
     n = promise.size(8, 32)
 
@@ -227,29 +232,27 @@ def test_who_waits_too_long_is_told_so_on_time_and_leaves_the_engine_alone(serve
     assert latest >= _QUEUE_SECONDS
     promise.at_most("delay of a queue timeout", latest - _QUEUE_SECONDS, target=0.2, floor=1, unit="s", n=n)
     assert is_clean(server, 30)
-    assert server.wait_for(lambda: _started(server) == 1)
+    assert server.wait_for(lambda: _n_started(server) == 1)
 
 
-def test_a_deadline_holds_in_the_queue_while_a_text_is_written_and_while_one_is_read(
-    narrow: Server, promise: Promise
-) -> None:
+def test_deadline_applies_while_queued_decoding_and_tokenizing(one_slot: Server, promise: Promise) -> None:
     def is_on_time(found: tuple[int, float, httpx.Response]) -> bool:
         return found[1] < 1
 
-    with _send(narrow, **_HOLDER) as holder:
+    with _send(one_slot, **_HOLDER) as holder:
         assert holder.recv(100)
-        status, seconds, _ = promise.measured(lambda: _post(narrow, deadline_ms=300), is_on_time)
+        status, seconds, _ = promise.measured(lambda: _post(one_slot, deadline_ms=300), is_on_time)
         assert status == 504 and 0.25 <= seconds < 1
-    assert is_clean(narrow, 30)
+    assert is_clean(one_slot, 30)
     long = {"max_tokens": 8000, "ignore_eos": True, "deadline_ms": 300}
-    # Without a token in its 300 ms it gets 504, as in the queue.
+    # A request without a token within its 300 ms gets 504, as in the queue.
     status, seconds, response = promise.measured(
-        lambda: _post(narrow, **long), lambda found: is_on_time(found) and found[0] == 200
+        lambda: _post(one_slot, **long), lambda found: is_on_time(found) and found[0] == 200
     )
     assert (status, response.json()["choices"][0]["finish_reason"]) == (200, "timeout") and seconds < 1
-    # A thread reads long texts one after the other: the deadline of those that wait for it runs already.
+    # One thread tokenizes long prompts in turn; deadlines run while prompts wait for it.
     with ThreadPoolExecutor(8) as threads:
-        answers = list(threads.map(lambda _: _post(narrow, prompt="fox" * 30_000, deadline_ms=5), range(8)))
+        answers = list(threads.map(lambda _: _post(one_slot, prompt="fox" * 30_000, deadline_ms=5), range(8)))
     assert {status for status, _, _ in answers} <= {400, 503, 504}
     assert any(status == 504 for status, _, _ in answers)
-    assert is_clean(narrow, 30)
+    assert is_clean(one_slot, 30)

@@ -26,7 +26,7 @@ _SECONDS = 2.0
 
 
 def _half_close(connection: socket.socket) -> None:
-    """Says that it will send no more, and then does not read."""
+    """Shuts down its sending side, then closes without reading."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_WR)
     time.sleep(0.05)
@@ -80,7 +80,7 @@ def _run_clients(server: Server, streams: int, plain: int) -> None:
     assert set(states) == set(_STATES)
 
 
-def _texts(server: Server, n: int) -> list[str]:
+def _completions(server: Server, n: int) -> list[str]:
     with httpx.Client(timeout=60) as client:
         bodies = [
             {"prompt": f"Tell of {i}", "max_tokens": 8, "temperature": 0, "seed": i, "stream": False} for i in range(n)
@@ -97,9 +97,9 @@ def server(serve_module: Services, faults: Faults) -> Server:
     return serve_module(*flags, fake_ms=5, environment=faults.removing("allocator.release"))
 
 
-def test_clients_that_leave_in_every_state_and_way_leave_nothing_behind(server: Server, promise: Promise) -> None:
-    texts = _texts(server, 100)
-    _run_clients(server, 30, 10)  # what is made once and kept is there now: pools, caches
+def test_disconnects_in_any_state_free_all_resources(server: Server, promise: Promise) -> None:
+    outputs_before = _completions(server, 100)
+    _run_clients(server, 30, 10)  # warm-up: creates pools and caches that persist
     assert is_clean(server)
     before = _at_rest(server)
     streams, plain = promise.size(100, 1000), promise.size(20, 200)
@@ -123,27 +123,29 @@ def test_clients_that_leave_in_every_state_and_way_leave_nothing_behind(server: 
         unit="s",
         n=n,
     )
-    again = _texts(server, 100)
+    outputs_after = _completions(server, 100)
     promise.all_of(
-        "greedy outputs identical before and after", sum(a == b for a, b in zip(texts, again, strict=True)), len(texts)
+        "greedy outputs identical before and after",
+        sum(a == b for a, b in zip(outputs_before, outputs_after, strict=True)),
+        len(outputs_before),
     )
 
 
 def _at_rest(server: Server) -> tuple[float, ...]:
     """The least of several samples: the cleanup of a disconnected client may still be under way."""
-    looks = []
+    samples = []
     for _ in range(6):
-        looks.append(_footprint(server))
+        samples.append(_footprint(server))
         time.sleep(0.05)
-    return tuple(map(min, zip(*looks, strict=True)))
+    return tuple(map(min, zip(*samples, strict=True)))
 
 
 def _has_grown(before: tuple[float, ...], now: tuple[float, ...]) -> bool:
     return any(more > less for less, more in zip(before, now, strict=True))
 
 
-def test_a_service_that_forgets_to_free_is_noticed(server: Server, faults: Faults) -> None:
-    """Positive control: a few times the engine forgets to take the blocks of a sequence back."""
+def test_leaked_blocks_are_detected(server: Server, faults: Faults) -> None:
+    """Positive control: the engine leaks the blocks of three sequences."""
     faults.arm("allocator.release", "skip", times=3)
     _run_clients(server, 20, 4)
     assert not is_clean(server, _SECONDS)

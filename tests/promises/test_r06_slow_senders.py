@@ -1,11 +1,11 @@
 """R6: Clients that send or read very slowly are disconnected at their deadline, connections that send nothing, or half
 a request head, are closed to make room, and other clients are not delayed.
 
-A connection that is being answered, or whose body arrives, is never closed for that.
+The service never closes a connection with an active request, or one whose body is arriving, to make room.
 
-Behind nginx, which is one address to the service, nginx closes silent and idle connections in the same way, but not
-those with half a head: beyond worker_connections they keep others out until client_header_timeout. Its limit_conn
-bounds the requests of one client.
+nginx, which has one address for the service, also closes silent and idle connections, but not those with incomplete
+headers: at worker_connections they block other clients until client_header_timeout. limit_conn bounds the requests of
+one client.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.support.services import Services
 DEADLINE, LATE = 1.5, 1.0
 FLAGS = [f"--{name}-timeout={DEADLINE}" for name in ("head", "body", "write")]
 KINDS = {
-    # slowhttptest -H, -B and -X: a header at a time, a piece of the body at a time, a few bytes read at a time.
+    # slowhttptest -H, -B and -X: one header, one piece of the body, or a few bytes read at a time.
     "headers": get_request()[:-2],
     "body": post_request({"prompt": "x" * 500})[:-400],
     "read": post_request({"prompt": "a", "max_tokens": 600, "ignore_eos": True}),
@@ -43,7 +43,7 @@ KINDS = {
 
 
 async def _attack(server: Server, kind: str, rng: random.Random) -> float:
-    """How long one slow client keeps its connection."""
+    """Seconds that one slow client keeps its connection."""
     parts = urlsplit(server.url)
     raw = socket.socket()
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -74,17 +74,17 @@ async def _attack_all(server: Server, n: int) -> dict[str, list[float]]:
     return {kind: kept[i::3] for i, kind in enumerate(kinds)}
 
 
-def _ask(server: Server) -> bool:
+def _completes(server: Server) -> bool:
     answer = httpx.post(f"{server.url}/complete", json={"prompt": "a", "max_tokens": 5, "stream": False}, timeout=60)
     return answer.status_code == 200
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _Measurement:
     """Measurements of slow clients, and of concurrent normal ones."""
 
     late: dict[str, float]
-    """Seconds after the deadline until the service cut the last one of a kind."""
+    """Seconds after the deadline until the service disconnected the last client of each kind."""
     answered: list[bool]
 
     @property
@@ -92,60 +92,64 @@ class _Seen:
         return max(self.late["headers"], self.late["body"], self.late["read"] - LATE)
 
 
-def _measure_under_attack(server: Server, n: int) -> _Seen:
+def _measure_under_attack(server: Server, n: int) -> _Measurement:
     cut = 'connections_cut_total{reason="write_stalled"}'
     began, before, answered = time.monotonic(), server.metric(cut), []
     with ThreadPoolExecutor(1) as pool:
         attack = pool.submit(asyncio.run, _attack_all(server, n))
         while time.monotonic() - began < 15:
-            answered.append(_ask(server))
+            answered.append(_completes(server))
             time.sleep(0.02)
-            # What a slow reader has in its own kernel it can read at leisure: when it was cut, only we know.
+            # A slow reader can still read from its own kernel buffer, so only the metric shows the disconnect.
             if server.metric(cut) == before + n // 3:
                 break
         slow_read = time.monotonic() - began
     late = {kind: max(attack.result()[kind]) - DEADLINE for kind in ("headers", "body")}
-    return _Seen({**late, "read": slow_read - 2 * DEADLINE}, answered)
+    return _Measurement({**late, "read": slow_read - 2 * DEADLINE}, answered)
 
 
-def test_slow_clients_are_cut_at_the_deadline_and_others_are_served(serve: Services, promise: Promise) -> None:
+def test_slow_clients_are_disconnected_at_the_deadline_and_others_served(serve: Services, promise: Promise) -> None:
     n = promise.size(90, 501)
     server = serve(*FLAGS, "--max-running", "200", fake_ms=1)
-    seen: list[_Seen] = []
+    measurements: list[_Measurement] = []
 
-    def measure() -> _Seen:
-        seen.append(_measure_under_attack(server, n))
-        return seen[-1]
+    def measure() -> _Measurement:
+        measurements.append(_measure_under_attack(server, n))
+        return measurements[-1]
 
     found = promise.measured(measure, lambda found: found.worst <= LATE)
     for kind in ("headers", "body"):
         what = f"slow {kind}: disconnected after the deadline"
         promise.at_most(what, found.late[kind], target=0.3, floor=LATE, unit="s", n=n // 3)
-    # The clock starts once the kernels' buffers are full, and a moment with a KiB read is a good one.
+    # The deadline starts when the kernels' buffers are full, and each KiB read restarts it.
     what = "slow read: disconnected after the deadline"
     promise.at_most(what, found.late["read"], target=0.3, floor=2 * LATE, unit="s", n=n // 3)
-    answered = [answer for each in seen for answer in each.answered]
+    answered = [answer for each in measurements for answer in each.answered]
     promise.all_of("normal requests served beside slow clients", sum(answered), len(answered))
     assert server.wait_for(lambda: server.metric("connections") <= 1)
 
 
-MOST, OF_ONE = 40, 20
-HALF_HEAD, HALF_BODY = get_request()[:-2], post_request({"prompt": "a" * 100})[:-50]
-CROWDS = {"silent": b"", "half a head": HALF_HEAD, "idle": get_request()}
+MAX_CONNECTIONS, MAX_PER_ADDRESS = 40, 20
+INCOMPLETE_HEADERS, INCOMPLETE_BODY = get_request()[:-2], post_request({"prompt": "a" * 100})[:-50]
+INACTIVE = {"silent": b"", "incomplete headers": INCOMPLETE_HEADERS, "idle": get_request()}
 
 
 @pytest.fixture(scope="module")
-def small(serve_module: Services) -> Server:
-    """A service with low limits of connections and a long deadline for a head."""
-    flags = (f"--max-connections={MOST}", f"--max-connections-per-address={OF_ONE}", "--head-timeout=60")
+def low_limits(serve_module: Services) -> Server:
+    """A service with low connection limits and a long header timeout."""
+    flags = (
+        f"--max-connections={MAX_CONNECTIONS}",
+        f"--max-connections-per-address={MAX_PER_ADDRESS}",
+        "--head-timeout=60",
+    )
     return serve_module(*flags, fake_ms=1)
 
 
-def test_without_a_deadline_slow_clients_would_stay(small: Server) -> None:
-    """The control."""
+def test_slow_clients_stay_connected_without_a_deadline(low_limits: Server) -> None:
+    """Control."""
 
     async def attack() -> None:
-        slow = [asyncio.ensure_future(_attack(small, kind, random.Random(1))) for kind in ("headers", "body")]
+        slow = [asyncio.ensure_future(_attack(low_limits, kind, random.Random(1))) for kind in ("headers", "body")]
         done, _ = await asyncio.wait(slow, timeout=DEADLINE + LATE + 0.5)
         assert not done
 
@@ -153,13 +157,13 @@ def test_without_a_deadline_slow_clients_would_stay(small: Server) -> None:
 
 
 @pytest.fixture
-def connections(small: Server) -> Iterator[list[socket.socket]]:
+def connections(low_limits: Server) -> Iterator[list[socket.socket]]:
     """Connections; the fixture closes them and waits until the service has dropped them."""
     connections: list[socket.socket] = []
     yield connections
     for connection in connections:
         connection.close()
-    assert small.wait_for(lambda: small.metric("connections") <= 1)
+    assert low_limits.wait_for(lambda: low_limits.metric("connections") <= 1)
 
 
 def _dial(url: str, address: str, data: bytes = b"") -> socket.socket:
@@ -185,44 +189,52 @@ def _is_open(connection: socket.socket) -> bool:
         return False
 
 
-@pytest.mark.parametrize("kind", CROWDS)
+@pytest.mark.parametrize("kind", INACTIVE)
 @pytest.mark.parametrize("times", [1, 5])
-def test_a_crowd_keeps_no_other_client_out(
-    small: Server, connections: list[socket.socket], promise: Promise, kind: str, times: int
+def test_connections_at_the_limit_do_not_block_other_clients(
+    low_limits: Server, connections: list[socket.socket], promise: Promise, kind: str, times: int
 ) -> None:
-    for _ in range(OF_ONE * times):
-        connections += [_dial(small.url, address, CROWDS[kind]) for address in ("127.0.0.2", "127.0.0.3")]
-    assert small.wait_for(lambda: has_read_all(small))
-    answers = [_status(small.url, address) for address in ("127.0.0.9", "127.0.0.2", "127.0.0.3") for _ in range(5)]
+    for _ in range(MAX_PER_ADDRESS * times):
+        connections += [_dial(low_limits.url, address, INACTIVE[kind]) for address in ("127.0.0.2", "127.0.0.3")]
+    assert low_limits.wait_for(lambda: has_read_all(low_limits))
+    answers = [
+        _status(low_limits.url, address) for address in ("127.0.0.9", "127.0.0.2", "127.0.0.3") for _ in range(5)
+    ]
     promise.all_of(f"requests served beside connections at the limit: {kind}", answers.count(200), len(answers))
 
 
-@pytest.mark.parametrize("data", [HALF_BODY, post_request({**STREAM, "max_tokens": 8000})], ids=["body", "answer"])
-def test_who_has_a_request_is_not_sent_off(small: Server, connections: list[socket.socket], data: bytes) -> None:
-    """The reverse: where no connection is idle, the service evicts none, and existing connections stay."""
-    connections += [_dial(small.url, address, data) for _ in range(OF_ONE) for address in ("127.0.0.2", "127.0.0.3")]
-    assert small.wait_for(lambda: has_read_all(small))  # until then they are as silent as any
-    assert [_status(small.url, address) for address in ("127.0.0.9", "127.0.0.2")] == [503, 503]
+@pytest.mark.parametrize(
+    "data", [INCOMPLETE_BODY, post_request({**STREAM, "max_tokens": 8000})], ids=["body", "response"]
+)
+def test_connections_with_an_active_request_are_not_evicted(
+    low_limits: Server, connections: list[socket.socket], data: bytes
+) -> None:
+    """If no connection is idle, the service refuses new connections and evicts none."""
+    connections += [
+        _dial(low_limits.url, address, data) for _ in range(MAX_PER_ADDRESS) for address in ("127.0.0.2", "127.0.0.3")
+    ]
+    assert low_limits.wait_for(lambda: has_read_all(low_limits))  # until then these connections count as silent
+    assert [_status(low_limits.url, address) for address in ("127.0.0.9", "127.0.0.2")] == [503, 503]
     assert all(_is_open(connection) for connection in connections)
 
 
 @needs_nginx
 def test_behind_nginx_one_client_cannot_take_all_connections(
-    small: Server, connections: list[socket.socket], tmp_path: Path
+    low_limits: Server, connections: list[socket.socket], tmp_path: Path
 ) -> None:
     """deploy/nginx/inkstream.conf, with lower limits."""
     text = (ROOT / "deploy/nginx/inkstream.conf").read_text()
     for old, new in {
-        "inkstream:8000": small.url.removeprefix("http://"),
+        "inkstream:8000": low_limits.url.removeprefix("http://"),
         "listen 8080": "listen 127.0.0.1:PORT",
         "inkstream_clients 1024": "inkstream_clients 5",
     }.items():
         assert old in text
         text = text.replace(old, new)
-    with running_nginx(tmp_path, text, f"worker_connections {MOST};") as url:
-        connections += [_dial(url, "127.0.0.2", HALF_BODY) for _ in range(5)]
-        assert small.wait_for(lambda: _status(url, "127.0.0.2") == 503)
+    with running_nginx(tmp_path, text, f"worker_connections {MAX_CONNECTIONS};") as url:
+        connections += [_dial(url, "127.0.0.2", INCOMPLETE_BODY) for _ in range(5)]
+        assert low_limits.wait_for(lambda: _status(url, "127.0.0.2") == 503)
         assert _status(url, "127.0.0.9") == 200
         for data in (b"", get_request("/health/live")):
-            connections += [_dial(url, "127.0.0.3", data) for _ in range(2 * MOST)]
+            connections += [_dial(url, "127.0.0.3", data) for _ in range(2 * MAX_CONNECTIONS)]
             assert _status(url, "127.0.0.9") == 200

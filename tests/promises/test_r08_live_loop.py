@@ -36,26 +36,26 @@ def server(serve: Services, faults: Faults) -> Server:
 
 
 def _lags(server: Server) -> dict[float, float]:
-    """How often a timer of the event loop was at most so late, by the bound."""
+    """Cumulative histogram of event loop lag: upper bound in seconds -> count."""
     text = httpx.get(f"{server.url}/metrics", timeout=60).text
     found = re.findall(r'^inkstream_event_loop_lag_seconds_bucket\{le="([^"]+)"\} (\S+)$', text, re.MULTILINE)
     return {float(bound): float(count) for bound, count in found}
 
 
 def _p99(before: dict[float, float], after: dict[float, float]) -> tuple[float, int]:
-    """The smallest bound that 99 of 100 timers kept, and how many timers there were."""
+    """The smallest bound that covers 99% of the timers, and the number of timers."""
     new = {bound: after[bound] - before[bound] for bound in after}
     total = max(new.values())
     return min(bound for bound, count in new.items() if count >= 0.99 * total), int(total)
 
 
 def _measure(server: Server, prompts: int, seconds: float) -> tuple[float, int, open_loop.Spread, set[int]]:
-    """Loop lag p99 and its n, health checks' times and statuses, while a full batch streams and prompts are read."""
+    """Loop lag p99 and its n, and times and statuses of health checks, during a full batch and long prompts."""
     batch = Plan(url=server.url, bodies=(_STREAM,), rate=_SLOTS / 1.2, seconds=seconds + 1)
     checks = Plan(url=server.url, bodies=(), path="/health/live", rate=50, seconds=seconds)
 
     def send(number: int) -> int:
-        # Of a prompt only the end is read, where it may be cut; the other route reads all of it.
+        # /complete may truncate and tokenizes only the prompt's end; /tokenize reads all of it.
         if number % 2:
             return httpx.post(f"{server.url}/complete", json=_LONG, timeout=300).status_code
         return httpx.post(f"{server.url}/tokenize", json={"prompt": _LONG["prompt"]}, timeout=300).status_code
@@ -72,7 +72,7 @@ def _measure(server: Server, prompts: int, seconds: float) -> tuple[float, int, 
 
 
 @pytest.mark.timed
-def test_long_prompts_and_a_full_batch_leave_the_loop_live(server: Server, promise: Promise) -> None:
+def test_long_prompts_and_a_full_batch_do_not_block_the_event_loop(server: Server, promise: Promise) -> None:
     lag, n, health, statuses = promise.measured(
         lambda: _measure(server, promise.size(10, 64), promise.size(4, 30)),
         lambda found: found[0] <= 0.05 and found[2].p99 <= 0.1,
@@ -82,7 +82,7 @@ def test_long_prompts_and_a_full_batch_leave_the_loop_live(server: Server, promi
     promise.at_most("GET /health/live p99", health.p99, target=0.05, floor=0.1, unit="s", n=health.n)
 
 
-def test_a_service_that_reads_long_texts_on_its_loop_is_noticed(server: Server, faults: Faults) -> None:
+def test_tokenizing_long_prompts_on_the_event_loop_is_detected(server: Server, faults: Faults) -> None:
     """Positive control. On a busy machine some health checks get no response in time."""
     faults.arm("long_texts.on_loop", "yes")
     lag, _, health, _ = _measure(server, 8, 3)

@@ -1,8 +1,8 @@
 """An engine crash loses nothing: open requests pause while the engine restarts, and their outputs are byte-identical.
 
-A request that was in flight in two crashes, and wrote or scored less than two tokens between them, is refused. The
-service ends where the engine crashes three times within ten minutes and delivers nothing in between; the crash after
-which a request is refused does not count, and neither does the one before where the next engine shows that it works.
+A request that was in flight in two crashes, with less than two new tokens or scores between them, is refused. The
+service ends if the engine crashes three times within ten minutes and delivers nothing in between. The crash after which
+a request is refused does not count, nor does the one before if the next engine completes a canary request.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _streams(count: int, **extra: Any) -> list[RequestSpec]:
 
 
 def _mixed(max_tokens: int) -> list[RequestSpec]:
-    """32 requests of every kind that goes through a crash in a way of its own."""
+    """32 requests of all kinds that recover from a crash differently."""
     common: dict[str, Any] = {**_TEXT, "max_tokens": max_tokens}
     one: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": max_tokens, "seed": 5}
     long_prompt = "Once upon a time there was a fox. " * 30
@@ -69,7 +69,7 @@ def server(serve_module: Services, faults: Faults) -> Server:
     return serve_module(fake_ms=5, environment=faults.environment, logs_tracebacks=True)
 
 
-def _have_begun(server: Server, answers: Sequence[CompletionExchange]) -> bool:
+def _have_started(server: Server, answers: Sequence[CompletionExchange]) -> bool:
     return server.wait_for(lambda: all(answer.n_events > 3 for answer in answers))
 
 
@@ -77,51 +77,51 @@ def _has_ended(answer: CompletionExchange) -> bool:
     return b"event: done" in answer.body[-2000:]
 
 
-def _all_move(server: Server, answers: list[CompletionExchange]) -> bool:
-    """Waits until every stream has given a few events more, or has ended."""
+def _all_progress(server: Server, answers: list[CompletionExchange]) -> bool:
+    """Waits until every stream has sent a few more events, or has ended."""
     streams = [(answer, answer.n_events) for answer in answers if answer.body[:3] == b"id:"]
     return server.wait_for(lambda: all(_has_ended(a) or a.n_events > n + TOKENS_TO_CLEAR for a, n in streams))
 
 
-def _disturbed(server: Server, specs: list[RequestSpec], kills: int) -> tuple[list[CompletionExchange], int]:
-    """Answers of concurrent clients while the engine is killed repeatedly; how many kills hit running streams."""
+def _run_with_kills(server: Server, specs: list[RequestSpec], kills: int) -> tuple[list[CompletionExchange], int]:
+    """Responses to concurrent clients while the engine is killed repeatedly, and the number of kills."""
     killed = 0
     with concurrent_requests(server, specs) as answers:
-        # All were admitted: a starting service refuses requests. Those that do not stream were sent first.
+        # All requests are admitted by then (a starting engine refuses requests): the others were sent before the streams.
         streams = [
             a for a, spec in zip(answers, specs, strict=True) if spec.body.get("stream", spec.path == "/complete")
         ]
-        assert _have_begun(server, streams)
+        assert _have_started(server, streams)
         while killed < kills and not all(map(_has_ended, answers)):
             kill_engine(server)
             killed += 1
             assert server.wait_for(lambda: is_ready(server), 60), server.log.read_text()
-            # A request without progress between two crashes is refused, so those that do not stream get time, too.
-            assert _all_move(server, answers) and server.wait_for(lambda: not server.metric("requests_suspect"), 60)
+            # A request without progress between two crashes is refused, so wait for requests without streaming, too.
+            assert _all_progress(server, answers) and server.wait_for(lambda: not server.metric("requests_suspect"), 60)
     return answers, killed
 
 
-def _count_identical(server: Server, specs: list[RequestSpec], kills: int, *, at_once: int) -> tuple[int, int]:
-    """Answers that are as undisturbed in rounds of at most so many kills, and all answers."""
+def _count_identical(server: Server, specs: list[RequestSpec], kills: int, *, kills_per_round: int) -> tuple[int, int]:
+    """Number of responses identical to those without kills, and of all responses, in rounds of at most that many kills."""
     expected, killed, same, n = outputs(send_all(server, specs)), 0, 0, 0
     before = server.metric("engine_restarts_total")
     while killed < kills:
-        answers, times = _disturbed(server, specs, min(at_once, kills - killed))
+        answers, times = _run_with_kills(server, specs, min(kills_per_round, kills - killed))
         same, killed, n = same + count_same(answers, expected), killed + times, n + len(specs)
     assert server.metric("engine_restarts_total") == before + killed
     return same, n
 
 
-def test_streams_go_on_after_every_kill(server: Server, promise: Promise) -> None:
-    """32 streams of the fake engine, which starts in a moment, so that it can be killed often."""
+def test_streams_continue_after_every_engine_kill(server: Server, promise: Promise) -> None:
+    """32 streams of the fake engine, which starts fast enough to be killed often."""
     kills, before = promise.size(3, 20), server.metric("replayed_requests_total")
-    same, n = _count_identical(server, _streams(32, max_tokens=250), kills, at_once=4)
+    same, n = _count_identical(server, _streams(32, max_tokens=250), kills, kills_per_round=4)
     assert server.metric("replayed_requests_total") > before + kills
     promise.all_of("streams byte-identical through kill -9 of a fake engine", same, n)
 
 
 @pytest.mark.parametrize("kernels", ["torch", "native"])
-def test_requests_of_every_kind_go_on_after_a_kill(
+def test_requests_of_every_kind_continue_after_an_engine_kill(
     serve: Services, tmp_path: Path, promise: Promise, kernels: str, request: pytest.FixtureRequest
 ) -> None:
     """A real model in float32: n, echo, log-probabilities, grammars, best_of, scores, streamed and whole, both APIs."""
@@ -129,22 +129,22 @@ def test_requests_of_every_kind_go_on_after_a_kill(
         request.getfixturevalue("native_library")
     flags = ("--dtype", "float32", "--prompt-tokens-beside", "16", "--kernels", kernels)
     server = serve(*flags, weights=tiny_weights(tmp_path / "tiny", context=2048))
-    same, n = _count_identical(server, _mixed(100), promise.size(1, 20), at_once=2)
+    same, n = _count_identical(server, _mixed(100), promise.size(1, 20), kills_per_round=2)
     promise.all_of(f"requests of every kind identical through kill -9, {kernels}", same, n)
 
 
 @pytest.mark.parametrize("point", ["engine.step", "engine.submit"])
-def test_a_request_that_kills_the_engine_is_the_only_one_refused(
+def test_only_the_request_that_kills_the_engine_is_refused(
     server: Server, faults: Faults, promise: Promise, point: str
 ) -> None:
-    """The request fails when it is computed, or already when it is read; 31 others are unaffected."""
+    """The request kills the engine when computed, or when submitted; 31 others are unaffected."""
     specs, restarts = _streams(31, max_tokens=120), server.metric("engine_restarts_total")
     expected = outputs(send_all(server, specs))
     faults.arm(point, "kill", match="max_tokens=119,")
     faults.arm("engine.forward", "sleep", seconds=0.05)  # a request after the crash would be refused
     poison = RequestSpec(body={**_TEXT, "max_tokens": 119, "seed": 1})
     with concurrent_requests(server, specs) as answers:
-        assert _have_begun(server, answers)
+        assert _have_started(server, answers)
         with concurrent_requests(server, [poison]) as poisoned:
             assert server.wait_for(lambda: server.metric("engine_restarts_total") > restarts)
             faults.disarm("engine.forward")
@@ -152,7 +152,7 @@ def test_a_request_that_kills_the_engine_is_the_only_one_refused(
     assert refused["code"] == "engine_failed" and "crashed twice" in refused["message"]
     promise.all_of(f"other outputs identical beside a poisoned request ({point})", count_same(answers, expected), 31)
     assert server.metric("engine_restarts_total") == restarts + 2
-    for _ in range(2):  # whole, and again: it ends itself, not the service
+    for _ in range(2):  # without streaming, and repeated: only the request fails
         assert server.wait_for(lambda: is_ready(server), 60)
         (answer,) = send_all(server, [RequestSpec(body={**poison.body, "stream": False})])
         assert answer.status == 500 and answer.output()["error"]["code"] == "engine_failed"
@@ -161,10 +161,10 @@ def test_a_request_that_kills_the_engine_is_the_only_one_refused(
 
 
 @pytest.mark.parametrize("engines", [1, 2])
-def test_requests_that_kill_the_engine_do_not_end_an_otherwise_idle_service(
+def test_requests_that_kill_the_engine_do_not_end_an_idle_service(
     server: Server, serve: Services, faults: Faults, promise: Promise, engines: int
 ) -> None:
-    """After each the engine shows by a canary request that it works; so no engine is given up, either."""
+    """After each crash a canary request confirms that the engine works, so the service gives up no engine."""
     if engines == 2:
         server = serve("--replicas", "2", fake_ms=5, environment=faults.environment, logs_tracebacks=True)
     restarts, since = server.metric("engine_restarts_total"), len(server.log_text())
@@ -181,14 +181,14 @@ def test_requests_that_kill_the_engine_do_not_end_an_otherwise_idle_service(
     assert "given up" not in server.log_text()[since:]
 
 
-def test_a_lost_device_pauses_all_and_blames_no_request(server: Server, faults: Faults, promise: Promise) -> None:
-    """After such an error of CUDA every call fails: no row is tried, and the next engine has what was open."""
+def test_lost_device_pauses_all_requests_and_fails_none(server: Server, faults: Faults, promise: Promise) -> None:
+    """After such a CUDA error every call fails, so no row is retried, and the next engine continues all open requests."""
     specs, restarts = _streams(16, max_tokens=120), server.metric("engine_restarts_total")
     since = len(server.log_text())
     expected = outputs(send_all(server, specs))
     faults.arm("engine.step", "sleep", seconds=0.05)  # a request after the crash would be refused
     with concurrent_requests(server, specs) as answers:
-        assert _have_begun(server, answers)
+        assert _have_started(server, answers)
         faults.arm("engine.forward", "lose device", times=1)
         faults.disarm("engine.step")
     same = count_same(answers, expected)
@@ -196,36 +196,36 @@ def test_a_lost_device_pauses_all_and_blames_no_request(server: Server, faults: 
     assert server.metric("engine_restarts_total") == restarts + 1 and not faults.is_armed("engine.forward")
     log = server.log_text()[since:]
     assert "the device is lost: an illegal memory access was encountered" in log
-    assert "failed in the engine" not in log, "a row that is tried alone would be blamed"
+    assert "failed in the engine" not in log, "no request may be retried alone and fail"
 
 
-def test_a_crash_loop_ends_the_service(serve: Services, faults: Faults, promise: Promise) -> None:
-    """An engine that dies at every step, for any request: streams get an error, and the exit code is not 0."""
+def test_crash_loop_ends_the_service(serve: Services, faults: Faults, promise: Promise) -> None:
+    """An engine that dies at every step: streams get an error, and the exit code is not 0."""
     server = serve(fake_ms=5, environment=faults.environment, logs_tracebacks=True)
-    with concurrent_requests(server, _streams(8, max_tokens=8000)) as answers:  # 40 s, if they were let
-        assert _have_begun(server, answers)
+    with concurrent_requests(server, _streams(8, max_tokens=8000)) as answers:  # 40 s without a crash
+        assert _have_started(server, answers)
         faults.arm("engine.step", "exit", code=3)
     ends = [answer.output()["end"]["error"]["code"] for answer in answers]
     assert ends == ["engine_failed"] * 8
     code = server.process.wait(60)
     log = server.log.read_text()
-    assert log.count("ended with exit code 3") == 4, "one of them is the refused request's"
+    assert log.count("ended with exit code 3") == 4, "one crash belongs to the refused request"
     assert "error: the engine stopped 3 times in ten minutes" in log
     promise.all_of("crash loops that end the process with a non-zero code", int(code != 0), 1)
 
 
-def test_a_service_that_ends_while_its_engine_restarts_ends(serve: Services, faults: Faults) -> None:
-    """Once with an engine that comes back in time, once with one that does not."""
-    for comes_back in (True, False):
-        drain, max_tokens = ("60", 400) if comes_back else ("1", 8000)
+def test_shutdown_during_an_engine_restart_completes(serve: Services, faults: Faults) -> None:
+    """Once with an engine that restarts before the drain timeout, once with one that does not."""
+    for restarts_in_time in (True, False):
+        drain, max_tokens = ("60", 400) if restarts_in_time else ("1", 8000)
         server = serve("--drain-timeout", drain, fake_ms=5, environment=faults.environment, logs_tracebacks=True)
         with concurrent_requests(server, _streams(4, max_tokens=max_tokens)) as answers:
-            assert _have_begun(server, answers)
-            if not comes_back:
+            assert _have_started(server, answers)
+            if not restarts_in_time:
                 faults.arm("engine.load", "sleep", seconds=60)
             kill_engine(server)
             server.process.send_signal(signal.SIGTERM)
-        words = "event: done" if comes_back else "shutting down"
+        words = "event: done" if restarts_in_time else "shutting down"
         assert all(words in answer.body.decode() for answer in answers)
         assert server.process.wait(60) == 0
         faults.disarm("engine.load")

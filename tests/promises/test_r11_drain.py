@@ -26,23 +26,23 @@ def _request(seconds: float) -> dict[str, Any]:
     return {"prompt": "a", "max_tokens": int(seconds / STEP_MS * 1e3), "ignore_eos": True}
 
 
-def _running(server: Server, n: int) -> bool:
+def _are_running(server: Server, n: int) -> bool:
     return server.wait_for(lambda: server.metric("requests_running") + server.metric("requests_waiting") >= n, 60)
 
 
 @dataclass(frozen=True, slots=True)
-class _Drained:
+class _Shutdown:
     """Outcome of one shutdown."""
 
     not_ready_after: float
     complete: int
     pids: int
-    """Processes that it had."""
+    """Number of processes before the shutdown."""
     left: int
 
 
-def _drained(serve: Services, faults: Faults, number: signal.Signals, n: int) -> _Drained:
-    # A quarter of them waits when the signal comes, and steps are slow: streams are open for as long as all else takes.
+def _drain(serve: Services, faults: Faults, number: signal.Signals, n: int) -> _Shutdown:
+    # A quarter of the streams waits when the signal arrives, and steps are slow: streams stay open during all checks.
     faults.arm("engine.step", "sleep", seconds=0.25)
     flags = ("--max-running", str(n * 3 // 4), "--drain-timeout", "60")
     server = serve(*flags, fake_ms=STEP_MS, environment=faults.environment)
@@ -50,7 +50,7 @@ def _drained(serve: Services, faults: Faults, number: signal.Signals, n: int) ->
     with connect(server) as kept_alive, concurrent_requests(server, seeded(_request(1), n)) as streams:
         kept_alive.sendall(get_request())
         assert status_of(read_response(kept_alive)) == 200
-        assert _running(server, n)
+        assert _are_running(server, n)
         server.process.send_signal(number)
         began = time.monotonic()
         assert server.has_logged("ending")
@@ -58,8 +58,8 @@ def _drained(serve: Services, faults: Faults, number: signal.Signals, n: int) ->
         not_ready_after = time.monotonic() - began
         refused = httpx.post(f"{server.url}/complete", json={"prompt": "a"}, timeout=60)
         live = httpx.get(f"{server.url}/health/live", timeout=60)
-        assert read_all(kept_alive) == b"", "a connection that idles is closed"
-        assert living(pids) == pids, "all this was to be seen while streams were open"
+        assert read_all(kept_alive) == b"", "an idle connection must be closed"
+        assert living(pids) == pids, "the checks must run while streams are open"
         faults.disarm("engine.step")
     assert (ready.status_code, refused.status_code, live.status_code) == (503, 503, 200)
     assert int(ready.headers["retry-after"]) >= 1 and int(refused.headers["retry-after"]) >= 1
@@ -68,34 +68,34 @@ def _drained(serve: Services, faults: Faults, number: signal.Signals, n: int) ->
     complete = [stream.is_complete and stream.n_tokens > 0 for stream in streams]
     assert server.process.wait(60) == 0
     server.wait_for(lambda: not living(pids))
-    return _Drained(not_ready_after, sum(complete), len(pids), len(living(pids)))
+    return _Shutdown(not_ready_after, sum(complete), len(pids), len(living(pids)))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_streams_run_to_their_end_while_new_requests_are_refused(
+def test_streams_finish_while_new_requests_are_refused(
     serve: Services, faults: Faults, promise: Promise, number: signal.Signals
 ) -> None:
     n = promise.size(40, 200)
-    seen: list[_Drained] = []
+    shutdowns: list[_Shutdown] = []
 
     def measure() -> float:
-        seen.append(_drained(serve, faults, number, n))
-        return seen[-1].not_ready_after
+        shutdowns.append(_drain(serve, faults, number, n))
+        return shutdowns[-1].not_ready_after
 
     seconds = promise.measured(measure, lambda seconds: seconds <= 1)
     promise.at_most("time from the signal to not ready", seconds, target=0.2, floor=1.0, unit="s", n=1)
-    promise.all_of(f"streams complete after {number.name}", min(each.complete for each in seen), n)
-    worst = max(seen, key=lambda each: each.left)
+    promise.all_of(f"streams complete after {number.name}", min(each.complete for each in shutdowns), n)
+    worst = max(shutdowns, key=lambda each: each.left)
     promise.all_of(f"processes ended after {number.name}", worst.pids - worst.left, worst.pids)
 
 
-def test_streams_that_take_longer_are_told(serve: Services, promise: Promise) -> None:
+def test_streams_beyond_the_drain_timeout_get_an_error(serve: Services, promise: Promise) -> None:
     n = promise.size(20, 200)
     flags = ("--max-running", "200", "--drain-timeout", "0.5")
     server = serve(*flags, fake_ms=STEP_MS)
     pids = family(server.process.pid)
     with concurrent_requests(server, seeded(_request(20), n)) as streams:
-        assert _running(server, n)
+        assert _are_running(server, n)
         server.process.send_signal(signal.SIGTERM)
     reported = [s.body.count(b"event: error") == 1 and b"shutting down" in s.body for s in streams]
     assert server.process.wait(60) == 0
@@ -103,14 +103,14 @@ def test_streams_that_take_longer_are_told(serve: Services, promise: Promise) ->
     promise.all_of("streams that get an error at the drain timeout", sum(reported), n)
 
 
-def _seconds_to_end(serve: Services) -> float:
-    """Of a service with clients that are stuck in all ways."""
+def _shutdown_seconds(serve: Services) -> float:
+    """Seconds until a service with stuck readers and senders exits."""
     server = serve("--drain-timeout", "1", fake_ms=1)
-    with connect(server, receive_buffer=4096) as stuck, connect(server) as half, connect(server) as slow:
-        half.sendall(get_request()[:20])
+    with connect(server, receive_buffer=4096) as stuck, connect(server) as incomplete, connect(server) as slow:
+        incomplete.sendall(get_request()[:20])
         slow.sendall(post_request(_request(1))[:-3])
         stuck.sendall(post_request(_request(40)))
-        assert _running(server, 1)
+        assert _are_running(server, 1)
         time.sleep(1)
         began = time.monotonic()
         assert stop_server(server) == 0
@@ -119,16 +119,16 @@ def _seconds_to_end(serve: Services) -> float:
     return seconds
 
 
-def test_a_stuck_reader_does_not_hold_the_end_up(serve: Services, promise: Promise) -> None:
+def test_stuck_clients_do_not_delay_shutdown(serve: Services, promise: Promise) -> None:
     limit = 1 + 3 * 2 + 2
-    assert promise.measured(lambda: _seconds_to_end(serve), lambda seconds: seconds < limit) < limit
+    assert promise.measured(lambda: _shutdown_seconds(serve), lambda seconds: seconds < limit) < limit
 
 
-def test_a_second_signal_ends_at_once_with_exit_code_one(serve: Services, promise: Promise) -> None:
+def test_second_signal_exits_immediately_with_code_1(serve: Services, promise: Promise) -> None:
     server = serve("--drain-timeout", "60", fake_ms=STEP_MS)
     pids = family(server.process.pid)
     with concurrent_requests(server, seeded(_request(30), 5)):
-        assert _running(server, 5)
+        assert _are_running(server, 5)
         server.process.send_signal(signal.SIGTERM)
         assert server.has_logged("ending")
         time.sleep(0.3)
@@ -147,11 +147,11 @@ def test_a_second_signal_ends_at_once_with_exit_code_one(serve: Services, promis
         )
 
 
-def test_a_kill_of_the_service_would_be_seen(serve: Services) -> None:
-    """The control: streams that are cut do not count as complete."""
+def test_killed_service_is_detected(serve: Services) -> None:
+    """Control: interrupted streams do not count as complete."""
     server = serve(fake_ms=STEP_MS)
     with concurrent_requests(server, seeded(_request(10), 5)) as streams:
-        assert _running(server, 5)
+        assert _are_running(server, 5)
         os.kill(server.process.pid, signal.SIGKILL)
         server.process.wait()
     assert not any(stream.is_complete for stream in streams)

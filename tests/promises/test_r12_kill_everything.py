@@ -45,7 +45,7 @@ _SPECS = [
     for seed in range(16)
 ]
 _LONG = [RequestSpec(body={**spec.body, "max_tokens": 8000}) for spec in _SPECS]
-"""40 s, if they are let."""
+"""They take 40 s if not interrupted."""
 
 
 def _kill_all(server: Server, *, api_first: bool) -> list[int]:
@@ -57,7 +57,7 @@ def _kill_all(server: Server, *, api_first: bool) -> list[int]:
     return pids
 
 
-def test_it_starts_again_after_kill_9_of_everything(
+def test_service_restarts_after_kill_9_of_every_process(
     serve: Services, tmp_path: Path, weights: Path, promise: Promise
 ) -> None:
     rounds, rng = promise.size(2, 50), random.Random(12)
@@ -77,7 +77,7 @@ def test_it_starts_again_after_kill_9_of_everything(
         with concurrent_requests(server, _SPECS):
             time.sleep(rng.uniform(0.05, 0.5))
             pids = _kill_all(server, api_first=number % 2 == 0)
-        if number % 4 == 3:  # and once while it starts
+        if number % 4 == 3:  # every fourth round also kills a starting service
             server = start(wait=False)
             time.sleep(rng.uniform(0.0, 0.5))
             pids += _kill_all(server, api_first=True)
@@ -98,28 +98,28 @@ def _die_with_killed_service(server: Server, pids: list[int], seconds: float = 1
     return server.wait_for(lambda: not living(pids), seconds)
 
 
-@pytest.mark.parametrize("deed", ["hold gil", "stop"])
-def test_the_engine_dies_with_a_killed_service_whatever_it_does(serve: Services, faults: Faults, deed: str) -> None:
-    """It need not look at the pipe for that."""
+@pytest.mark.parametrize("fault", ["hold gil", "stop"])
+def test_hung_or_stopped_engine_dies_with_a_killed_service(serve: Services, faults: Faults, fault: str) -> None:
+    """The engine dies even if it cannot read its pipe."""
     server = serve(fake_ms=5, environment=faults.environment)
     with concurrent_requests(server, _LONG) as answers:
         assert server.wait_for(lambda: answers[0].n_events > 2)
-        faults.arm("engine.step", deed, times=1)
-        assert server.wait_for(lambda: not faults.is_armed("engine.step")), "it does not do it"
+        faults.arm("engine.step", fault, times=1)
+        assert server.wait_for(lambda: not faults.is_armed("engine.step")), "the fault was not triggered"
         assert _die_with_killed_service(server, [engine_pid(server)], 3)
 
 
-def test_an_engine_that_loads_dies_with_a_killed_service(serve: Services, faults: Faults) -> None:
+def test_loading_engine_dies_with_a_killed_service(serve: Services, faults: Faults) -> None:
     faults.arm("engine.load", "sleep", times=1)
     server = serve(fake_ms=5, environment=faults.environment, wait=False)
     assert server.wait_for(lambda: bool(engine_pids(server)))
     engine = engine_pid(server)
-    assert server.wait_for(lambda: not faults.is_armed("engine.load")), "it does not do it"
+    assert server.wait_for(lambda: not faults.is_armed("engine.load")), "the fault was not triggered"
     assert _die_with_killed_service(server, [engine], 3)
 
 
 def _save_and_die(folder: Path, at: int) -> int:
-    """A child saves number 2 and is killed at operation `at`; how it ended."""
+    """A child process saves number 2 and is killed at operation `at`; returns its exit code."""
     child = os.fork()
     if child == 0:
         with intercept_writes(Operations(kill, at)):
@@ -129,7 +129,7 @@ def _save_and_die(folder: Path, at: int) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_save_killed_at_any_operation(tmp_path: Path, promise: Promise) -> None:
+def test_save_killed_at_any_operation_keeps_a_good_snapshot(tmp_path: Path, promise: Promise) -> None:
     torch.set_num_threads(1)
     counting = Operations()
     _save_run(tmp_path / "dry", 1)
@@ -142,7 +142,7 @@ def test_a_save_killed_at_any_operation(tmp_path: Path, promise: Promise) -> Non
         assert _save_and_die(folder, number) == -signal.SIGKILL
         renamed = "rename" in counting.seen[:number]
         kept = _version_of_run(folder)
-        _save_run(folder, 3)  # and the killed save's leftovers do not block it
+        _save_run(folder, 3)  # leftovers of the killed save must not block it
         clean = [path.name for path in folder.iterdir()] == ["step-00000003"]
         good += kept == (2 if renamed else 1) and clean
         print(number, what, kept, clean)
@@ -151,7 +151,7 @@ def test_a_save_killed_at_any_operation(tmp_path: Path, promise: Promise) -> Non
     )
 
 
-def test_a_file_cut_short_is_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_truncated_snapshot_is_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Control: an invalid directory under a checkpoint's name is reported and not loaded."""
     _save_run(tmp_path, 1)
     shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000009")
@@ -181,8 +181,8 @@ def _wait_for_save(process: subprocess.Popen[bytes], work: Path, after: int) -> 
         time.sleep(0.0005)
 
 
-def test_training_killed_while_it_saves_goes_on_from_the_newest(tmp_path: Path, promise: Promise) -> None:
-    """The real script, killed within a save and started again with --resume, again and again."""
+def test_training_killed_while_saving_resumes_from_the_newest_snapshot(tmp_path: Path, promise: Promise) -> None:
+    """The real script, repeatedly killed during a save and restarted with --resume."""
     (tmp_path / "text.txt").write_text(TEXT * 5)
     work, n, good, last = tmp_path / "out/.training", promise.size(2, 50), 0, 0
     rng = random.Random(12)
@@ -201,19 +201,19 @@ def test_training_killed_while_it_saves_goes_on_from_the_newest(tmp_path: Path, 
     promise.all_of("training runs killed while saving that resume from the newest snapshot", good, n)
 
 
-def test_an_engine_that_computes_and_processes_that_check_guides_die_with_a_killed_service(serve: Services) -> None:
+def test_running_engine_and_grammar_validators_die_with_a_killed_service(serve: Services) -> None:
     server = serve(fake_ms=5)
     guided = {"prompt": "a", "regex": "[ab]{5}", "max_tokens": 8, "stream": False}
     assert httpx.post(f"{server.url}/complete", json=guided, timeout=60).status_code == 200
     pids = children(server)
     checker = [pid for pid in pids if b"validator_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    os.kill(checker[0], signal.SIGSTOP)  # a second one may be starting
+    os.kill(checker[0], signal.SIGSTOP)  # a second validator may be starting
     with concurrent_requests(server, _LONG) as answers:
         assert server.wait_for(lambda: answers[0].n_events > 2)
         assert _die_with_killed_service(server, pids, 3)
 
 
-def test_the_engines_own_build_of_kernels_dies_with_a_killed_service(
+def test_kernel_build_dies_with_a_killed_service(
     serve: Services, tmp_path: Path, stub_library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = fake_compiler(tmp_path, stub_library, before="while true; do sleep 0.1; done")

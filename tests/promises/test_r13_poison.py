@@ -1,7 +1,7 @@
 """One poisoned request fails alone, wherever it is poisoned, in the engine and over HTTP: it gets one clean error, and
 the outputs of all others are byte-identical.
 
-Over HTTP: nine places, each in an event stream, in a whole answer and in a stream of /v1/completions.
+Over HTTP: nine fault points, each with an event stream, a response without streaming and a /v1/completions stream.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.support.servers import Server
 from tests.support.services import Services
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-PLACES = {
+FAULT_POINTS = {
     "prefill": ("engine.forward", {}),
     "forward in mid-text": ("engine.forward", {"after": 6}),
     "sampler": ("engine.sample", {}),
@@ -45,7 +45,7 @@ def _engine() -> Engine:
 
 
 def _failed_alone(before: dict[str, Outcome], after: dict[str, Outcome], *, is_prefix: bool = True) -> bool:
-    """Whether only the victim failed, once, and all others have what they had."""
+    """Whether only the victim failed, once, and all other outcomes are unchanged."""
     victim = after[VICTIM]
     assert len(victim.failures) == victim.ends == 1
     if is_prefix:
@@ -54,7 +54,7 @@ def _failed_alone(before: dict[str, Outcome], after: dict[str, Outcome], *, is_p
 
 
 def _with_poison(requests: list[Request], *, is_scored: bool) -> list[Request]:
-    """The victim reads a token that is not finite, in the first of several pieces of its prompt."""
+    """The first chunk of the victim's prompt contains a token with non-finite activations."""
     changed = list(requests)
     (index,) = [index for index, request in enumerate(requests) if request.id == VICTIM]
     prompt = (*requests[index].prompt[:2], POISON, *requests[index].prompt)
@@ -63,19 +63,19 @@ def _with_poison(requests: list[Request], *, is_scored: bool) -> list[Request]:
     return changed
 
 
-def test_31_of_32_do_not_notice_a_poisoned_one(
+def test_poisoned_request_fails_alone_in_the_engine(
     way: str, promise: Promise, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The same engine throughout: state that a victim leaks would show in the next round."""
+    """All rounds share an engine: state leaked by a victim would change the next round."""
     faults = arm_this_process(tmp_path, monkeypatch)
     good = n = 0
     engine = _engine()
     for seed in range(promise.size(1, 40)):
         requests = mixed_requests(32, seed=seed)
         before = serve(_engine(), requests)
-        for point, order in PLACES.values():
+        for point, options in FAULT_POINTS.values():
             caplog.clear()
-            faults.arm(point, "raise", match=f"'{VICTIM}'", **order)
+            faults.arm(point, "raise", match=f"'{VICTIM}'", **options)
             after = serve(engine, requests)
             faults.disarm(point)
             good += _failed_alone(before, after)
@@ -83,7 +83,7 @@ def test_31_of_32_do_not_notice_a_poisoned_one(
             assert caplog.text.count(f"request {VICTIM} failed") == 1 and "InjectedFault" in caplog.text
             good += serve(engine, requests) == before
             n += 1
-        for is_scored in (True, False) if way != "int8" else ():  # rounding makes some number of what is none
+        for is_scored in (True, False) if way != "int8" else ():  # int8 rounding turns non-finite values into numbers
             after = serve(engine, _with_poison(requests, is_scored=is_scored))
             assert "not finite" in after[VICTIM].failures[0]
             good += _failed_alone(before, after, is_prefix=False)
@@ -92,7 +92,7 @@ def test_31_of_32_do_not_notice_a_poisoned_one(
     promise.all_of(f"rounds of 32 in the engine ({way}) in which only the poisoned request fails", good, n)
 
 
-def test_without_isolation_a_poisoned_one_takes_all_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_poisoned_request_fails_the_batch_without_isolation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Positive control."""
     faults = arm_this_process(tmp_path, monkeypatch)
     engine = _engine()
@@ -102,8 +102,8 @@ def test_without_isolation_a_poisoned_one_takes_all_with_it(tmp_path: Path, monk
         serve(engine, mixed_requests(32))
 
 
-def test_blocks_that_are_not_cleared_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Positive control: what is not finite reaches those who get the victim's blocks."""
+def test_uncleared_blocks_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positive control: non-finite values reach the next owners of the victim's blocks."""
     monkeypatch.setattr(BlockAllocator, "invalidate", lambda _self, _sequence: None)
     requests = mixed_requests(32)
     engine = tiny_engine(poisoned_decoder(), blocks=60, tokens_per_step=96)
@@ -112,30 +112,30 @@ def test_blocks_that_are_not_cleared_show(monkeypatch: pytest.MonkeyPatch) -> No
     assert any(outcome.failures for outcome in outcomes)
 
 
-N, INDEX = 32, 16
+N_CLIENTS, VICTIM_INDEX = 32, 16
 TOKENIZER = Tokenizer.train([TEXT], VOCAB)
 BAD_BYTE = TOKENIZER.bytes_of.index(b"\xf5")
-"""No text in UTF-8 has this byte."""
-VICTIMS_IDS = TOKENIZER.encode("The victim sang to the moon")
-_IDS = {"match": str(tuple(VICTIMS_IDS))[:-1]}
+"""This byte never occurs in UTF-8."""
+VICTIM_IDS = TOKENIZER.encode("The victim sang to the moon")
+_IDS = {"match": str(tuple(VICTIM_IDS))[:-1]}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "validate": ("api.validate", {"match": "victim"}),
     "tokenise": ("text.encode", {"match": "The victim sang"}),
     "prefill": ("engine.forward", _IDS),
     "sampler": ("engine.sample", {**_IDS, "after": 5}),
-    "NaN row": ("", {}),  # by what the victim sends
+    "NaN row": ("", {}),  # triggered by the victim's prompt
     "logprobs": ("engine.score", _IDS),
     "detokenise": ("text.decode", {**_IDS, "after": 4}),
     "stop": ("text.stop", {**_IDS, "after": 4}),
     "encode": ("api.{}", {"match": "'victim'"}),
 }
-"""Where the victim fails: a fault point, and what else is ordered there."""
+"""Where the victim fails: a fault point and its options."""
 MODES = {"events": "event", "whole": "answer", "chunks": "chunk"}
-"""Each with what is encoded in it."""
+"""Mode -> the object that its encoder handles."""
 
 
 def _poisoned_weights(folder: Path) -> Path:
-    """All numbers are finite, as the loader wants them; what the model makes of one token is not."""
+    """All weights are finite, as the loader requires, but one token overflows in the model."""
     decoder = tiny_decoder(tiny_config(norm="none", final_norm=False, tied_head=False))
     decoder.embedding[BAD_BYTE] = 3e38
     files = weights_files(decoder, dtype=torch.float32, eos_id=TOKENIZER.eos_id, generation={})
@@ -162,10 +162,10 @@ def _bodies() -> list[dict[str, Any]]:
             "stop": rng.choice([None, ["the"]]),
             "user": f"u{index}",
         }
-        for index in range(N)
+        for index in range(N_CLIENTS)
     ]
     victim = {"prompt": "The victim sang to the moon", "user": "victim", "logprobs": 2, "echo": True, "seed": 1}
-    bodies[INDEX] = {**common, **victim, "stop": ["never written"], "max_tokens": 9}
+    bodies[VICTIM_INDEX] = {**common, **victim, "stop": ["never written"], "max_tokens": 9}
     return bodies
 
 
@@ -175,36 +175,37 @@ def _all_at_once(server: Server, bodies: list[dict[str, Any]], mode: str) -> lis
 
 
 def _error(output: Any) -> dict[str, Any] | None:
-    """Of an event, a chunk or a whole answer; without the request's id, which is its answer's name."""
+    """The error of an event, a chunk or a response."""
     errors = output.get("errors") or [output.get("end", output).get("error")]
     assert len(errors) == 1
     return errors[0]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_31_of_32_clients_do_not_notice_a_poisoned_one(
-    server: Server, faults: Faults, mode: str, promise: Promise
-) -> None:
+def test_poisoned_request_fails_alone_over_http(server: Server, faults: Faults, mode: str, promise: Promise) -> None:
     bodies, good = _bodies(), 0
     before = [answer.output() for answer in _all_at_once(server, bodies, mode)]
     assert not any(map(_error, before))
-    for case, (point, order) in CASES.items():
+    for case, (point, options) in CASES.items():
         written, sent = len(server.log_text()), list(bodies)
         if point:
-            faults.arm(point.format(MODES[mode]), "raise", **order)
+            faults.arm(point.format(MODES[mode]), "raise", **options)
         else:
-            sent[INDEX] = {**bodies[INDEX], "prompt": [*VICTIMS_IDS, BAD_BYTE, 5]}
+            sent[VICTIM_INDEX] = {**bodies[VICTIM_INDEX], "prompt": [*VICTIM_IDS, BAD_BYTE, 5]}
         answers = _all_at_once(server, sent, mode)
         faults.disarm()
         after = [answer.output() for answer in answers]
-        error = _error(after[INDEX])
-        assert error and set(error) == {"message", "type", "param", "code"}, (case, after[INDEX])
+        error = _error(after[VICTIM_INDEX])
+        assert error and set(error) == {"message", "type", "param", "code"}, (case, after[VICTIM_INDEX])
         assert error["type"] == "server_error", case
-        if case != "NaN row":  # which is not a programming error, so it has no traceback in the log
-            assert server.has_logged(answers[INDEX].name, "InjectedFault", since=written), case
-            begun = {kind: after[INDEX].get(kind, {}).get(0, []) for kind in ("texts", "tokens")}
-            assert all(before[INDEX][kind][0][: len(part)] == part for kind, part in begun.items() if part), case
-        good += [*after[:INDEX], *after[INDEX + 1 :]] == [*before[:INDEX], *before[INDEX + 1 :]]
+        if case != "NaN row":  # not a programming error, so the log has no traceback
+            assert server.has_logged(answers[VICTIM_INDEX].name, "InjectedFault", since=written), case
+            begun = {kind: after[VICTIM_INDEX].get(kind, {}).get(0, []) for kind in ("texts", "tokens")}
+            assert all(before[VICTIM_INDEX][kind][0][: len(part)] == part for kind, part in begun.items() if part), case
+        good += [*after[:VICTIM_INDEX], *after[VICTIM_INDEX + 1 :]] == [
+            *before[:VICTIM_INDEX],
+            *before[VICTIM_INDEX + 1 :],
+        ]
         assert server.wait_for(lambda: server.metric("kv_cache_usage_ratio") == 0), f"{case}: leaked blocks"
         assert server.wait_for(lambda: server.metric("requests_running") == 0)
         assert server.metric("block_violations_total") == 0
@@ -212,23 +213,21 @@ def test_31_of_32_clients_do_not_notice_a_poisoned_one(
     promise.all_of(f"fault points at which only the poisoned one of 32 clients fails ({mode})", good, len(CASES))
 
 
-def test_a_guide_whose_compilation_raises_fails_its_request_alone(
-    server: Server, faults: Faults, promise: Promise
-) -> None:
-    """Only guided requests reach this fault point; it used to end the engine."""
+def test_grammar_compilation_error_fails_only_its_request(server: Server, faults: Faults, promise: Promise) -> None:
+    """Only requests with a grammar reach this fault point, which used to end the engine."""
     bodies = _bodies()
-    bodies[INDEX] = {"prompt": "A number:", "max_tokens": 9, "seed": 1, "user": "victim", "regex": "[0-9]{4}"}
-    bodies[3] = {**bodies[INDEX], "user": "u3", "regex": "[a-z]{4}"}
+    bodies[VICTIM_INDEX] = {"prompt": "A number:", "max_tokens": 9, "seed": 1, "user": "victim", "regex": "[0-9]{4}"}
+    bodies[3] = {**bodies[VICTIM_INDEX], "user": "u3", "regex": "[a-z]{4}"}
     before = _all_at_once(server, bodies, "events")
     with faults.armed("engine.guide", "raise", match="[0-9]{4}"):
         after = _all_at_once(server, bodies, "events")
-    error = _error(after[INDEX].output())
+    error = _error(after[VICTIM_INDEX].output())
     assert error and error["type"] == "server_error" and "guide" in error["message"]
-    assert server.has_logged(after[INDEX].name)
-    pairs = [(one, other) for i, (one, other) in enumerate(zip(before, after, strict=True)) if i != INDEX]
+    assert server.has_logged(after[VICTIM_INDEX].name)
+    pairs = [(one, other) for i, (one, other) in enumerate(zip(before, after, strict=True)) if i != VICTIM_INDEX]
     assert server.metric("engine_restarts_total") == 0
     promise.all_of(
         "responses identical beside a request whose grammar raises",
         sum(a.output() == b.output() for a, b in pairs),
-        N - 1,
+        N_CLIENTS - 1,
     )

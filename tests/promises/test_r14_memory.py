@@ -23,7 +23,7 @@ def _engine() -> Engine:
 
 
 def _failed(before: dict[str, Outcome], after: dict[str, Outcome]) -> list[str]:
-    """Who failed; all others have what they had."""
+    """Names of the failed requests; checks that all other outcomes are unchanged."""
     failed = [name for name, outcome in after.items() if outcome.failures]
     assert all(after[name] == before[name] for name in before if name not in failed)
     assert all(outcome.ends == 1 for outcome in after.values())
@@ -32,17 +32,17 @@ def _failed(before: dict[str, Outcome], after: dict[str, Outcome]) -> list[str]:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_memory_that_is_missing_at_the_kth_forward_fails_at_most_one(
+def test_out_of_memory_at_forward_pass_k_fails_at_most_one_request(
     way: str, times: int, promise: Promise, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Missing once: the step is computed in smaller pieces. Missing for a row alone, too: that one fails."""
+    """One failure: the step is split. A second failure for a single row: that request fails."""
     faults = arm_this_process(tmp_path, monkeypatch)
     engine, requests = _engine(), mixed_requests(32)
     before, worst, tried = serve(_engine(), requests), 0, 0
     for k in range(0, 60, promise.size(5, 1)):
         faults.arm("engine.forward", "out of memory", after=k, times=times)
         failed = _failed(before, serve(engine, requests))
-        if faults.is_armed("engine.forward"):  # the work was done before
+        if faults.is_armed("engine.forward"):  # all work finished before pass k
             faults.disarm("engine.forward")
             break
         assert len(failed) >= times - 1
@@ -52,7 +52,7 @@ def test_memory_that_is_missing_at_the_kth_forward_fails_at_most_one(
     promise.at_most(what, worst, target=times - 1, n=tried)
 
 
-def test_one_that_never_fits_fails_alone_and_the_rest_goes_on_in_pieces(
+def test_request_that_never_fits_fails_alone(
     way: str, promise: Promise, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faults = arm_this_process(tmp_path, monkeypatch)
@@ -64,31 +64,31 @@ def test_one_that_never_fits_fails_alone_and_the_rest_goes_on_in_pieces(
     promise.at_most(f"requests of 32 that fail beside one that never fits ({way})", len(failed), target=1, n=32)
 
 
-def test_memory_that_is_missing_in_the_midst_of_a_step_leaves_nothing_half_done(
+def test_out_of_memory_in_mid_step_fails_no_request(
     way: str, promise: Promise, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind the forward, when keys and values are written and nothing is drawn yet; with torch's own error."""
+    """Raises torch's own error after the forward pass wrote keys and values, before sampling."""
     engine, requests, good = _engine(), mixed_requests(32), 0
     before = serve(_engine(), requests)
     compute = engine.runner.compute  # type: ignore[attr-defined]
-    honest = compute.logits
+    original = compute.logits
     calls = range(0, 40, promise.size(8, 1))
     for k in calls:
-        monkeypatch.setattr(compute, "logits", _once_without_memory(honest, iter([False] * k + [True])))
+        monkeypatch.setattr(compute, "logits", _raising_out_of_memory(original, iter([False] * k + [True])))
         good += not _failed(before, serve(engine, requests))
     promise.all_of(f"rounds of 32 without a failure when allocation fails once in mid-step ({way})", good, len(calls))
 
 
-def _once_without_memory(honest: Callable[..., Any], is_missing: Iterator[bool]) -> Callable[..., Any]:
+def _raising_out_of_memory(original: Callable[..., Any], is_missing: Iterator[bool]) -> Callable[..., Any]:
     def logits(rows: Any) -> Any:
         if next(is_missing, False):
             raise torch.OutOfMemoryError("injected")
-        return honest(rows)
+        return original(rows)
 
     return logits
 
 
-def test_without_isolation_missing_memory_ends_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_ends_the_engine_without_isolation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Positive control."""
     faults = arm_this_process(tmp_path, monkeypatch)
     engine = _engine()

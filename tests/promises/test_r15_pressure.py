@@ -1,6 +1,6 @@
 """With cache blocks for 4 sequences, all of 64 clients finish, with the output that they get without memory pressure.
 
-None gives way more than four times, and no step makes no progress.
+No sequence is preempted more than four times, and every step makes progress.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from tests.support.servers import Server
 from tests.support.services import Services
 
 CLIENTS, LENGTH, BLOCK = 64, 64, 16
-MOST = 4
-"""Preemptions of one sequence."""
+MAX_PREEMPTIONS = 4
+"""Maximum number of preemptions of one sequence."""
 
 
 def _requests(rng: random.Random, *, longest: int, vocab: int) -> list[Request]:
-    """Each may grow to the same length; the shorter the prompt, the more are admitted at once."""
+    """All may grow to the same length; short prompts let more be admitted at once."""
     made = []
     for i in range(CLIENTS):
         prompt = tuple(rng.randrange(1, vocab) for _ in range(rng.randint(1, longest // 4)))
@@ -36,8 +36,8 @@ def _requests(rng: random.Random, *, longest: int, vocab: int) -> list[Request]:
     return made
 
 
-def test_64_clients_share_blocks_for_four_in_simulation(promise: Promise) -> None:
-    """Thousands of steps at no price; the device reads through the block table, and the helper checks every step."""
+def test_64_simulated_requests_share_blocks_for_four(promise: Promise) -> None:
+    """Thousands of cheap steps; the device reads through the block table, and the helper checks every step."""
     worst = good = n = preemptions = 0
     for seed in range(promise.size(4, 100)):
         rng = random.Random(seed)
@@ -52,21 +52,21 @@ def test_64_clients_share_blocks_for_four_in_simulation(promise: Promise) -> Non
         good += sum(delivered.tokens(r.id) == expected_output(r).tokens(r.id) for r in requests)
         n += len(requests)
         preemptions += scheduler.preemptions
-    assert preemptions > n / 4, "there was meant to be pressure"
-    promise.at_most("preemptions of one sequence, in simulation", worst, target=MOST, n=n)
+    assert preemptions > n / 4, "the test must cause memory pressure"
+    promise.at_most("preemptions of one sequence, in simulation", worst, target=MAX_PREEMPTIONS, n=n)
     promise.all_of("outputs identical to those without memory pressure, in simulation", good, n)
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_64_texts_of_a_real_model_share_blocks_for_four(way: str, promise: Promise) -> None:
+def test_64_requests_to_a_real_model_share_blocks_for_four(way: str, promise: Promise) -> None:
     decoder = tiny_decoder()
     requests = _requests(random.Random(1), longest=LENGTH, vocab=300)
-    roomy = tiny_engine(decoder, blocks=1000, max_running=64)
+    reference = tiny_engine(decoder, blocks=1000, max_running=64)
     engine = tiny_engine(decoder, blocks=4 * LENGTH // BLOCK)
     expected: dict[str, list[SampledEvent]] = {r.id: [] for r in requests}
     found: dict[str, list[SampledEvent]] = {r.id: [] for r in requests}
     worst = 0
-    for runs, events in ((roomy, expected), (engine, found)):
+    for runs, events in ((reference, expected), (engine, found)):
         for request in requests:
             runs.add(request)
         while runs.has_work:
@@ -76,8 +76,8 @@ def test_64_texts_of_a_real_model_share_blocks_for_four(way: str, promise: Promi
             for event in report.events:
                 events[event.request_id].append(event)
             worst = max([worst, *(s.preemptions for s in [*runs.scheduler.running, *runs.scheduler.waiting])])
-    assert roomy.scheduler.preemptions == 0 and engine.scheduler.preemptions > 10
-    promise.at_most(f"preemptions of one sequence ({way})", worst, target=MOST, n=CLIENTS)
+    assert reference.scheduler.preemptions == 0 and engine.scheduler.preemptions > 10
+    promise.at_most(f"preemptions of one sequence ({way})", worst, target=MAX_PREEMPTIONS, n=CLIENTS)
     good = sum(found[r.id] == expected[r.id] for r in requests)
     promise.all_of(f"outputs identical to those without memory pressure ({way})", good, CLIENTS)
 
@@ -95,13 +95,13 @@ def test_64_clients_over_http_share_blocks_for_four(promise: Promise, serve: Ser
         preemptions = server.metric("preemptions_total")
         assert server.metric("block_violations_total") == 0
         assert server.wait_for(lambda running=server: running.metric("kv_cache_usage_ratio") == 0)  # type: ignore[misc]
-    assert preemptions > 10, "there was meant to be pressure"
+    assert preemptions > 10, "the test must cause memory pressure"
     good = sum(one == other for one, other in zip(*texts, strict=True))
     promise.all_of("responses over HTTP identical to those without memory pressure", good, CLIENTS)
 
 
 def _all_at_once(server: Server, faults: Faults, bodies: list[dict[str, object]]) -> list[str]:
-    """Steps are slow until all have come: there is no pressure where clients are slower than the service."""
+    """Slows down steps until all requests have arrived; otherwise fast steps would avoid memory pressure."""
 
     def ask(body: dict[str, object]) -> str:
         answer = client.post(f"{server.url}/complete", json={**body, "stream": False})
@@ -112,14 +112,14 @@ def _all_at_once(server: Server, faults: Faults, bodies: list[dict[str, object]]
     limits = httpx.Limits(max_connections=CLIENTS)
     with httpx.Client(limits=limits, timeout=60) as client, ThreadPoolExecutor(CLIENTS) as threads:
         answers = threads.map(ask, bodies)
-        there = ("requests_running", "requests_waiting")
-        assert server.wait_for(lambda: sum(server.metric(name) for name in there) == CLIENTS)
+        states = ("requests_running", "requests_waiting")
+        assert server.wait_for(lambda: sum(server.metric(name) for name in states) == CLIENTS)
         faults.disarm("engine.forward")
         return list(answers)
 
 
-def test_blocks_that_are_not_given_back_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Positive control: without what a preemption frees, the engine stands still or the check of blocks complains."""
+def test_blocks_that_are_not_freed_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positive control: if preemption frees no blocks, the engine stalls or the block check fails."""
 
     def keep(_self: BlockAllocator, sequence: object) -> None:
         sequence.blocks = array("i")  # type: ignore[attr-defined]

@@ -29,7 +29,7 @@ Version = Callable[[Path], int]
 
 
 def _save_run(folder: Path, number: int) -> None:
-    """A snapshot of training."""
+    """Save a training snapshot."""
     position = Position(step=number, seconds=1.0, digest="d", shape="s", flags={})
     save_snapshot(folder, position, {"x": torch.full((4096,), float(number))})
 
@@ -43,7 +43,7 @@ def _version_of_run(folder: Path) -> int:
 
 
 def _save_weights(folder: Path, number: int) -> None:
-    """A weights directory; each file carries the number, so that a mixture of two is seen."""
+    """Save a weights directory; each file contains the number, so that mixed files are detected."""
     decoder = tiny_decoder()
     with torch.no_grad():
         decoder.embedding.fill_(float(number))
@@ -54,7 +54,7 @@ def _save_weights(folder: Path, number: int) -> None:
 def _version_of_weights(folder: Path) -> int:
     decoder, stored = load(folder, device=CPU, dtype=torch.float32).decoder, find_weights(folder)
     numbers = {int(decoder.embedding[0, 0]), stored.generation["top_k"], *stored.eos_ids}
-    assert numbers == {int((folder / "README.md").read_text())}, f"files of {numbers} lie together"
+    assert numbers == {int((folder / "README.md").read_text())}, f"files of {numbers} are mixed"
     return numbers.pop()
 
 
@@ -64,8 +64,8 @@ KINDS: dict[str, tuple[Save, Version]] = {
 }
 
 
-def _good(folder: Path, kind: str, at: int, then_also: frozenset[str]) -> bool:
-    """Whether the save before this one, or this one if it was through, is whole; and the next one works."""
+def _survives(folder: Path, kind: str, at: int, then_also: frozenset[str]) -> bool:
+    """Whether the previous save (or this one, if it completed) loads, and the next save works."""
     save, version = KINDS[kind]
     save(folder, 1)
     with intercept_writes(Operations(no_space, at, then_also)), contextlib.suppress(CheckpointError):
@@ -77,7 +77,7 @@ def _good(folder: Path, kind: str, at: int, then_also: frozenset[str]) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, promise: Promise, kind: str) -> None:
+def test_full_disk_keeps_the_previous_checkpoint(tmp_path: Path, promise: Promise, kind: str) -> None:
     KINDS[kind][0](tmp_path / "dry", 1)
     counting = Operations()
     with intercept_writes(counting):
@@ -88,32 +88,32 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, promise: Promi
         for number, what in enumerate(counting.seen)
         if what != "rmtree"
         for then_also in (frozenset[str](), SPACE)
-        if not _good(tmp_path / f"{number}-{bool(then_also)}", kind, number, then_also)
+        if not _survives(tmp_path / f"{number}-{bool(then_also)}", kind, number, then_also)
     ]
     print(*wrong, sep="\n")
     n = 2 * sum(what != "rmtree" for what in counting.seen)
     promise.all_of(f"no space left at each operation, once or permanently: {kind}", n - len(wrong), n)
 
 
-def test_a_save_in_place_is_found_out(tmp_path: Path) -> None:
-    """Control: files written one over the other lose the checkpoint."""
+def test_saving_in_place_is_detected(tmp_path: Path) -> None:
+    """Control: overwriting files in place loses the checkpoint."""
 
-    def careless(folder: Path, number: int) -> None:
+    def save_in_place(folder: Path, number: int) -> None:
         folder.mkdir(exist_ok=True)
         decoder = tiny_decoder()
         for name, content in weights_files(decoder, dtype=torch.float32, eos_id=number, generation={}).items():
             with (folder / name).open("wb") as file:
                 file.write(content)
 
-    careless(tmp_path, 1)
+    save_in_place(tmp_path, 1)
     with intercept_writes(Operations(no_space, 6)), pytest.raises(OSError, match="No space"):
-        careless(tmp_path, 2)
+        save_in_place(tmp_path, 2)
     with pytest.raises((CheckpointError, AssertionError)):
         load(tmp_path, device=CPU, dtype=torch.float32)
 
 
-def test_training_on_a_disk_that_is_really_full(tmp_path: Path, promise: Promise) -> None:
-    """A tmpfs that something else fills once there is a snapshot: what comes then fails, and that snapshot loads."""
+def test_training_on_a_full_file_system(tmp_path: Path, promise: Promise) -> None:
+    """Fills a tmpfs after the first snapshot: later saves fail, and that snapshot still loads."""
     (tmp_path / "text.txt").write_text(TEXT * 5)
     small = tmp_path / "small"
     small.mkdir()
@@ -134,9 +134,9 @@ def test_training_on_a_disk_that_is_really_full(tmp_path: Path, promise: Promise
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False
         )
     except FileNotFoundError:
-        pytest.skip("there is no unshare here")
+        pytest.skip("unshare is not installed")
     if "code" not in done.stdout:
-        pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()[-200:]}")
+        pytest.skip(f"cannot mount a tmpfs: {done.stderr.strip()[-200:]}")
     print(done.stdout, done.stderr)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "code 2" in done.stdout and len(errors) == 1 and "No space left on device" in errors[0]

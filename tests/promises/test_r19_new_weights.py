@@ -1,6 +1,6 @@
 """New weights are loaded while serving: no request fails, no response mixes old and new, and bad weights are refused.
 
-Bad weights are loaded by the real engine, around a tiny model; switches are tried with the fake one, many at a time.
+Bad weights are loaded by the real engine with a tiny model; most reload tests run the fake engine.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _IN_EVERY_RUN = (
     "a missing file", "numbers that are not finite", "log-probabilities of another model", "half a set of files",
     "a tokenizer larger than the model", "a model that does not fit",
 )  # fmt: skip
-"""One kind of each way in which a service finds it; all kinds at full size. R28 has `check` refuse all, always."""
+"""One kind per way of detection; all kinds at full size. R28 always tests that `check` refuses all."""
 _TM = ("--dtype", "float32", "--threads", "1", "--kv-blocks", str(KV_BLOCKS))
 
 
@@ -47,16 +47,16 @@ class _Answer(NamedTuple):
     """The result of one request."""
 
     version: str
-    """The beginning of the weights' SHA-256 that the answer names."""
+    """First 16 digits of the weights' SHA-256 in the response."""
     prompt: str
     text: str
 
 
 class _SteadyLoad:
-    """`with _SteadyLoad(...) as load:` and look at `load.answers` and `load.failures` behind it.
+    """Constant load during a `with` block; read `load.answers` and `load.failures` after it.
 
-    Each client sends one request after the other, at one of three endpoints, and rests `pause` seconds in between, for
-    engines that load at the same time on few cores. One more asks whether the service is ready.
+    Each client sends requests in sequence to one of three endpoints, and pauses `pause` seconds between them, to leave
+    CPU for engines that are loading. Another thread polls /health/ready.
     """
 
     def __init__(self, server: Server, *, clients: int, max_tokens: int, pause: float = 0.0) -> None:
@@ -89,7 +89,7 @@ class _SteadyLoad:
         address = self._server.service.address
         while not self._stop.is_set():
             answer, client = concurrent_clients.CompletionExchange(address.request("POST", path, body)), Client(address)
-            await client.run(answer)  # on a connection of its own: nothing is sent twice
+            await client.run(answer)  # on its own connection: the client does not retry
             client.close()
             try:
                 self.answers.append(_read(answer, prompt))
@@ -105,7 +105,7 @@ class _SteadyLoad:
 
 
 def _read(answer: concurrent_clients.CompletionExchange, prompt: str) -> _Answer:
-    """Every place that names the weights must name the same ones."""
+    """Parse a response; all its weights versions must agree."""
     assert answer.status == 200
     output = answer.output()
     if "texts" in output:
@@ -116,7 +116,7 @@ def _read(answer: concurrent_clients.CompletionExchange, prompt: str) -> _Answer
 
 
 def _mixed(answers: Sequence[_Answer]) -> list[_Answer]:
-    """Answers that are not what their weights say: the text of a prompt is one for each version, and never the same."""
+    """Inconsistent responses: each prompt has exactly one output per version, and versions differ in their outputs."""
     texts: dict[tuple[str, str], set[str]] = defaultdict(set)
     versions: dict[tuple[str, str], set[str]] = defaultdict(set)
     for answer in answers:
@@ -126,21 +126,21 @@ def _mixed(answers: Sequence[_Answer]) -> list[_Answer]:
 
 
 @pytest.fixture
-def ways(tmp_path: Path) -> list[Path]:
+def weights_dirs(tmp_path: Path) -> list[Path]:
     """Two weights directories."""
     return [good_weights(tmp_path / name, seed) for seed, name in enumerate(("one", "two"))]
 
 
 @pytest.fixture
-def link(tmp_path: Path, ways: list[Path]) -> Path:
-    """What services are started with; it leads to the first of them."""
+def link(tmp_path: Path, weights_dirs: list[Path]) -> Path:
+    """The weights link that services are started with; it points to the first directory."""
     link = tmp_path / "current"
-    link.symlink_to(ways[0])
+    link.symlink_to(weights_dirs[0])
     return link
 
 
 def _reload(server: Server, link: Path, target: Path, outcome: str) -> bool:
-    """Asks for other weights; whether it came to this outcome."""
+    """Request a reload of other weights; return whether it had this outcome."""
     point_link(link, target)
     return has_reloaded(server, outcome)
 
@@ -149,45 +149,45 @@ def _has_one_engine(server: Server, seconds: float = 60.0) -> bool:
     return server.wait_for(lambda: len(children(server)) == 1, seconds)
 
 
-def _end(server: Server) -> None:
+def _stop_and_check(server: Server) -> None:
     engines = children(server)
     assert stop_server(server) == 0, server.log.read_text()
     assert not living(engines), "an engine outlived its service"
 
 
-def test_bad_weights_of_every_kind_are_refused_without_a_failed_request(
-    serve: Services, tmp_path: Path, link: Path, ways: list[Path], promise: Promise
+def test_reload_refuses_bad_weights_of_every_kind_without_failed_requests(
+    serve: Services, tmp_path: Path, link: Path, weights_dirs: list[Path], promise: Promise
 ) -> None:
-    good, kinds = ways[0], list(BAD if promise.full else _IN_EVERY_RUN)
+    good, kinds = weights_dirs[0], list(BAD if promise.full else _IN_EVERY_RUN)
     server = serve(*_TM, weights=link)
-    first, pause, said = children(server), 0.0 if promise.full else 0.1, []
+    first, pause, refusals = children(server), 0.0 if promise.full else 0.1, []
     with _SteadyLoad(server, clients=promise.size(3, 6), max_tokens=24, pause=pause) as load:
         for index, kind in enumerate(kinds):
             bad = bad_weights(tmp_path / f"bad-{index}", good, kind)
             refused = _reload(server, link, bad, "refused")
             server.wait_for(lambda index=index: len(refusal_lines(server)) > index)  # type: ignore[misc]
-            said.append(
+            refusals.append(
                 refused and len(refusal_lines(server)) == index + 1 and BAD[kind][1] in refusal_lines(server)[-1]
             )
-            assert said[-1], (kind, server.log.read_text()[-2000:])
+            assert refusals[-1], (kind, server.log.read_text()[-2000:])
             point_link(link, good)
         time.sleep(0.5)
-    assert server.wait_for(lambda: children(server) == first), "the first engine was ended, or another one stayed"
-    promise.all_of("bad weights of every kind refused, with the reason in one line", sum(said), len(kinds))
+    assert server.wait_for(lambda: children(server) == first), "the first engine was replaced, or another one is left"
+    promise.all_of("bad weights of every kind refused, with the reason in one line", sum(refusals), len(kinds))
     good_answers = len(load.answers) - len(_mixed(load.answers))
     promise.all_of("responses while bad weights are refused", good_answers, len(load.answers) + len(load.failures))
     assert load.health_checks > 20 and {answer.version for answer in load.answers} == {load.answers[0].version}
 
 
-def test_an_engine_that_is_killed_while_it_loads_is_not_missed(
-    serve: Services, link: Path, ways: list[Path], faults: Faults, promise: Promise
+def test_killing_a_loading_engine_fails_no_request(
+    serve: Services, link: Path, weights_dirs: list[Path], faults: Faults, promise: Promise
 ) -> None:
     server = serve(weights=link, environment=faults.environment, fake_ms=1)
     (first,) = children(server)
     with _SteadyLoad(server, clients=2, max_tokens=24, pause=0.1) as load:
         before = count_reloads(server, "refused")
         faults.arm("fake.load", "sleep", seconds=60)
-        point_link(link, ways[1])
+        point_link(link, weights_dirs[1])
         server.process.send_signal(signal.SIGHUP)
         assert server.wait_for(lambda: len(children(server)) == 2)
         os.kill(next(pid for pid in children(server) if pid != first), signal.SIGKILL)
@@ -201,27 +201,29 @@ def test_an_engine_that_is_killed_while_it_loads_is_not_missed(
         "responses while a loading engine is killed", len(load.answers), len(load.answers) + len(load.failures)
     )
     faults.disarm("fake.load")
-    # Good weights after all this, and the service ends while others are loading.
-    assert _reload(server, link, ways[1], "switched")
+    # Then good weights load, and the service can stop during another load.
+    assert _reload(server, link, weights_dirs[1], "switched")
     faults.arm("fake.load", "sleep", seconds=60)
     server.process.send_signal(signal.SIGHUP)
     assert server.wait_for(lambda: len(children(server)) > 1)
-    _end(server)
+    _stop_and_check(server)
 
 
-def test_good_weights_are_switched_under_load(serve: Services, link: Path, ways: list[Path], promise: Promise) -> None:
+def test_reload_under_load_fails_no_request(
+    serve: Services, link: Path, weights_dirs: list[Path], promise: Promise
+) -> None:
     switches, sizes = promise.size(6, 30), []
     server = serve(weights=link, fake_ms=5)
     pid = server.process.pid
     with _SteadyLoad(server, clients=promise.size(6, 32), max_tokens=30) as load:
         for index in range(switches):
-            assert _reload(server, link, ways[(index + 1) % 2], "switched"), server.log.read_text()[-2000:]
-            assert _has_one_engine(server), "the old engine stays"
+            assert _reload(server, link, weights_dirs[(index + 1) % 2], "switched"), server.log.read_text()[-2000:]
+            assert _has_one_engine(server), "the old engine is still running"
             sizes.append((memory(pid) / 2**20, open_files(pid)))
             time.sleep(0.3)
-        # The pipes of an engine that has just ended are closed in a moment, and so are connections.
+        # Pipes of an engine that has just ended, and connections, close after a moment.
         assert server.wait_for(lambda: open_files(pid) <= sizes[1][1] + 4), f"files stay open: {sizes}"
-    _end(server)
+    _stop_and_check(server)
     assert len({answer.version for answer in load.answers}) == 2
     total = len(load.answers) + len(load.failures)
     assert not load.failures, load.failures[:5]
@@ -233,8 +235,8 @@ def test_good_weights_are_switched_under_load(serve: Services, link: Path, ways:
     )  # fmt: skip
 
 
-def test_mixed_answers_would_be_found() -> None:
-    """The check's own control: half of one version's text behind half of the other's."""
+def test_mixed_responses_are_detected() -> None:
+    """Control: half of one version's output followed by half of the other's."""
     fine = [_Answer("a", "p", "xxxx"), _Answer("b", "p", "yyyy"), _Answer("a", "q", "zzzz")]
     assert not _mixed([*fine, *fine])
     assert _mixed([*fine, _Answer("a", "p", "xxyy")])
@@ -242,12 +244,12 @@ def test_mixed_answers_would_be_found() -> None:
 
 
 def _slow(faults: Faults) -> AbstractContextManager[None]:
-    """Steps of half a second: a stream that has started is still there when other weights are loaded."""
+    """Steps of half a second, so that a started stream still runs during a reload."""
     return faults.armed("engine.forward", "sleep", seconds=0.5, after=5)
 
 
-def _across_a_switch(server: Server, link: Path, to: Path, faults: Faults, *, is_cut: bool) -> list[Event]:
-    """The events of a stream that a switch meets half-way; a cut one is resumed after it."""
+def _stream_across_reload(server: Server, link: Path, to: Path, faults: Faults, *, is_cut: bool) -> list[Event]:
+    """Events of a stream during which weights are reloaded; with `is_cut` it is disconnected before and resumed after."""
     with _slow(faults), httpx.stream("POST", f"{server.url}/complete", json=_FOX, timeout=60) as response:
         name, lines = response.headers["X-Request-Id"], response.iter_lines()
         while next(lines) != "event: token":
@@ -262,13 +264,13 @@ def _across_a_switch(server: Server, link: Path, to: Path, faults: Faults, *, is
     return parse_events(httpx.get(f"{server.url}/complete/{name}/events", timeout=60).text)
 
 
-def test_a_stream_ends_with_the_weights_it_began_with_also_when_it_is_resumed(
-    serve: Services, link: Path, ways: list[Path], faults: Faults, promise: Promise
+def test_streams_and_resumed_streams_keep_their_weights(
+    serve: Services, link: Path, weights_dirs: list[Path], faults: Faults, promise: Promise
 ) -> None:
     server = serve(weights=link, environment=faults.environment, fake_ms=10)
     good, n, texts = 0, promise.size(4, 20), [_undisturbed(server)]
     for index in range(n):
-        events = _across_a_switch(server, link, ways[(index + 1) % 2], faults, is_cut=index % 4 > 1)
+        events = _stream_across_reload(server, link, weights_dirs[(index + 1) % 2], faults, is_cut=index % 4 > 1)
         texts += [_undisturbed(server)] if index == 0 else []
         good += joined_text(events) == texts[index % 2] and events[-1].name == "done"
         assert _has_one_engine(server)
@@ -276,36 +278,34 @@ def test_a_stream_ends_with_the_weights_it_began_with_also_when_it_is_resumed(
     promise.all_of("streams identical through a reload", good, n)
 
 
-def test_old_engines_that_stay_and_streams_that_go_on_with_the_new_one_would_be_found(
-    serve: Services, link: Path, ways: list[Path], faults: Faults
+def test_leftover_engines_and_streams_that_switch_weights_are_detected(
+    serve: Services, link: Path, weights_dirs: list[Path], faults: Faults
 ) -> None:
-    """The controls of the tests around: faults in the service, which their checks must see."""
+    """Positive controls: planted faults that the checks of the tests above must detect."""
     environment = faults.removing("job.other_engine", "reload.keep_old")
     server = serve(weights=link, environment=environment, fake_ms=10)
     undisturbed = _undisturbed(server)
     faults.arm("job.other_engine", "mix")
-    assert joined_text(_across_a_switch(server, link, ways[1], faults, is_cut=True)) != undisturbed
+    assert joined_text(_stream_across_reload(server, link, weights_dirs[1], faults, is_cut=True)) != undisturbed
     faults.disarm("job.other_engine")
     assert _has_one_engine(server)
     faults.arm("reload.keep_old", "keep")
-    assert _reload(server, link, ways[0], "switched")
+    assert _reload(server, link, weights_dirs[0], "switched")
     assert not _has_one_engine(server, 1.5)
-    _end(server)
+    _stop_and_check(server)
 
 
 def _undisturbed(server: Server) -> str:
     return joined_text(stream(server.url, **_FOX))
 
 
-def test_a_hang_up_asks_for_new_weights_and_a_terminal_that_closes_ends_the_service(
-    tmp_path: Path, weights: Path
-) -> None:
-    ours, theirs = pty.openpty()
-    server = start_server(tmp_path, weights, fake_ms=5, terminal=theirs)
-    os.close(theirs)
+def test_sighup_reloads_and_a_closed_terminal_ends_the_service(tmp_path: Path, weights: Path) -> None:
+    controlling, controlled = pty.openpty()
+    server = start_server(tmp_path, weights, fake_ms=5, terminal=controlled)
+    os.close(controlled)
     server.process.send_signal(signal.SIGHUP)
     assert server.wait_for(lambda: count_reloads(server, "switched") == 1)
     engines = children(server)
-    os.close(ours)  # the kernel sends SIGHUP
+    os.close(controlling)  # the kernel sends SIGHUP
     assert server.process.wait(timeout=60) == 0
     assert not living(engines)

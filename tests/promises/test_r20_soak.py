@@ -1,6 +1,6 @@
 """Under a mix of normal, aborted, malformed, slow and excess requests memory, descriptors, threads and tasks stay flat.
 
-Half an hour at full size. CI's 15 s show a leak of a few KiB for each request and no smaller one, so their floor is
+Half an hour at full size. The 15 s in CI detect only leaks of a few KiB per request, so the CI floor is
 coarser.
 """
 
@@ -25,7 +25,7 @@ from tests.support.servers import Server, is_clean
 from tests.support.services import Services
 
 CI_FLOOR = 400.0
-"""MiB an hour: 0.11 MiB a second, 1 KiB a request or so."""
+"""MiB per hour: 0.11 MiB per second, about 1 KiB per request."""
 COUNTED = ("fds", "threads", "tasks")
 _MALFORMED = [
     b"GARBAGE\r\n\r\n",
@@ -43,7 +43,7 @@ class Sample:
 
     at: float
     rss_mib: tuple[float, ...]
-    """Of the API process, then of the engine's."""
+    """API process, then engine process."""
     fds: int
     threads: int
     tasks: int
@@ -76,7 +76,7 @@ class Clients:
         return reader, writer
 
     def _request(self, max_tokens: int, *, stream: bool = True) -> bytes:
-        """Prompts come again, as people's do; all of them fit the cache."""
+        """A request with one of 50 prompts, all of which fit the cache."""
         prompt, seed = f"soak {self._rng.randrange(50)}", self._rng.randrange(1000)
         body = {"prompt": prompt, "max_tokens": max_tokens, "seed": seed, "stream": stream}
         return post_request(body, "/complete", "Connection: close")
@@ -95,7 +95,7 @@ class Clients:
         await asyncio.gather(*(self._normal() for _ in range(16)))
 
     async def _abort(self) -> None:
-        """Leaves before, or somewhere in, the answer; half of them with a reset."""
+        """Disconnects before or during the response, half of the time with a reset."""
         reader, writer = await self._send(self._request(200))
         if self._rng.random() < 0.8:
             await reader.read(self._rng.randint(1, 3000))
@@ -115,14 +115,14 @@ class Clients:
 
 
 def _sample(server: Server, began: float) -> Sample:
-    """All processes of the service together, once it is at rest."""
+    """Resources of all processes of the service, once it is idle."""
     assert is_clean(server, 30.0)
     pids = [server.process.pid, *children(server.process.pid)]
-    # The first look often precedes the end of the task and connection that reported the clean state.
-    looks = [
+    # The task and connection that reported the clean state often still exist in the first reading.
+    readings = [
         (server.metric("event_loop_tasks"), sum(map(open_files, pids)), sum(map(_threads, pids))) for _ in range(3)
     ]
-    n_tasks, fds, threads = (int(min(each)) for each in zip(*looks, strict=True))
+    n_tasks, fds, threads = (int(min(each)) for each in zip(*readings, strict=True))
     rss_mib = tuple(memory(pid) / 2**20 for pid in pids)
     return Sample(at=time.monotonic() - began, rss_mib=rss_mib, fds=fds, threads=threads, tasks=n_tasks)
 
@@ -132,7 +132,7 @@ def _threads(pid: int) -> int:
 
 
 def _soak(server: Server, *, warm_up: float, seconds: float, n_samples: int) -> tuple[list[Sample], Clients]:
-    """Samples at rest between stretches of load."""
+    """Samples of the idle service between periods of load."""
     clients = Clients(server, 20)
     asyncio.run(clients.run(warm_up))
     began, samples = time.monotonic(), []
@@ -144,12 +144,12 @@ def _soak(server: Server, *, warm_up: float, seconds: float, n_samples: int) -> 
 
 
 def _slope(samples: list[Sample]) -> float:
-    """MiB an hour, by least squares."""
+    """MiB per hour, by least squares."""
     return statistics.linear_regression([s.at for s in samples], [sum(s.rss_mib) for s in samples]).slope * 3600
 
 
 def _growth(samples: list[Sample], what: str) -> int:
-    """From the least of the first half to the least of the second: idle connections come and go."""
+    """Minimum of the second half minus minimum of the first; minima ignore idle connections."""
     half = len(samples) // 2
     first, second = ([getattr(s, what) for s in part] for part in (samples[:half], samples[half:]))
     return int(min(second) - min(first))
@@ -163,23 +163,23 @@ def _is_flat(soaked: tuple[list[Sample], Clients]) -> bool:
 
 @pytest.fixture(scope="module")
 def server(serve_module: Services, faults: Faults) -> Server:
-    """Memory that is meant to be taken is taken soon.
+    """A service whose intended memory use levels off quickly.
 
-    A stream that broke off can be resumed for a minute by default, and the prefix cache remembers texts until its
-    blocks are used up, of which the fake engine has 16,384.
+    By default interrupted streams are kept for a minute, and the prefix cache grows until its blocks are used up, of
+    which the fake engine has 16,384.
     """
     flags = ("--resume-seconds", "1", "--kv-blocks", "512", "--max-context", "4096")
     environment = faults.removing("service.leak") | {"MALLOC_ARENA_MAX": "2"}
     return serve_module(*flags, fake_ms=2, environment=environment)
 
 
-def test_nothing_grows_under_a_mix_of_requests(server: Server, promise: Promise) -> None:
+def test_mixed_load_leaks_no_resources(server: Server, promise: Promise) -> None:
     seconds = promise.size(10, 1800)
 
     def soak() -> tuple[list[Sample], Clients]:
         return _soak(server, warm_up=promise.size(5, 120), seconds=seconds, n_samples=promise.size(5, 60))
 
-    # A service that had little CPU may not have warmed up in a few seconds; what leaks leaks each time.
+    # With little CPU the warm-up may be too short; a real leak fails every attempt.
     samples, clients = promise.measured(soak, _is_flat)
     n = sum(clients.done.values())
     assert len(clients.done) == 6 and n > 5 * seconds
@@ -189,8 +189,8 @@ def test_nothing_grows_under_a_mix_of_requests(server: Server, promise: Promise)
         promise.at_most(f"growth of {what}", _growth(samples, what), target=0, n=n)
 
 
-def test_a_planted_leak_is_found_out(server: Server, faults: Faults) -> None:
-    """Control: 64 KiB, a descriptor and a task for each request."""
+def test_planted_leak_is_detected(server: Server, faults: Faults) -> None:
+    """Control: leaks 64 KiB, a descriptor and a task per request."""
     faults.arm("service.leak", "leak")
     samples, _ = _soak(server, warm_up=0.5, seconds=4, n_samples=4)
     assert _slope(samples) > 2 * CI_FLOOR

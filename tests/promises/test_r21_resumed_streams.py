@@ -1,7 +1,7 @@
 """A stream can be resumed: cut after any event and at any byte, it continues without a gap or a repetition.
 
-Cut means: the client has so many bytes, and loses the connection; it comes back with the id of the last event that it
-has as a whole, and is cut once more there.
+Cut: the client loses its connection after a number of events or bytes, resumes from its last complete event, and
+loses the connection once more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.support.servers import Server, is_clean
 from tests.support.services import Services
 
 _BODY: dict[str, Any] = {"prompt": "Once", "max_tokens": 60, "ignore_eos": True, "temperature": 1.0}
-_AT_ONCE = 8
+_CONCURRENCY = 8
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def _whole_events(received: bytes) -> list[Event]:
 async def _receive(
     client: httpx.AsyncClient, request: httpx.Request, *, n_events: int = 0, n_bytes: int = 0
 ) -> tuple[str, list[Event]]:
-    """The stream's name, and the events that arrive as a whole until then; all where neither is given."""
+    """The request ID and the complete events up to the limit; all events without a limit."""
     response = await client.send(request, stream=True)
     assert response.status_code == 200, await response.aread()
     received = b""
@@ -56,14 +56,14 @@ async def _receive(
     return response.headers["x-request-id"], _whole_events(received)
 
 
-async def _resume(client: httpx.AsyncClient, name: str, seen: list[Event], **cut: int) -> list[Event]:
-    headers = {"Last-Event-ID": seen[-1].id} if seen else {}
+async def _resume(client: httpx.AsyncClient, name: str, events: list[Event], **cut: int) -> list[Event]:
+    headers = {"Last-Event-ID": events[-1].id} if events else {}
     request = client.build_request("GET", f"/complete/{name}/events", headers=headers)
-    return [*seen, *(await _receive(client, request, **cut))[1]]
+    return [*events, *(await _receive(client, request, **cut))[1]]
 
 
 async def _cut_and_resume(client: httpx.AsyncClient, seed: int, **cut: int) -> list[Event]:
-    """All events of a stream that is cut once, and once more where it goes on."""
+    """All events of a stream that is cut once, and again after it resumes."""
     request = client.build_request("POST", "/complete", json={**_BODY, "seed": seed})
     name, events = await _receive(client, request, **cut)
     if not (events and events[-1].name == "done"):
@@ -80,7 +80,7 @@ def _is_whole(events: list[Event], expected: str) -> bool:
 
 
 async def _cut_all(server: Server, cuts: list[tuple[int, dict[str, int]]]) -> list[list[Event]]:
-    gate = asyncio.Semaphore(_AT_ONCE)
+    gate = asyncio.Semaphore(_CONCURRENCY)
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
 
         async def one(seed: int, cut: dict[str, int]) -> list[Event]:
@@ -90,7 +90,7 @@ async def _cut_all(server: Server, cuts: list[tuple[int, dict[str, int]]]) -> li
         return await asyncio.gather(*(one(seed, cut) for seed, cut in cuts))
 
 
-def test_streams_cut_anywhere_are_whole_in_the_end(server: Server, promise: Promise) -> None:
+def test_streams_cut_anywhere_can_be_completed(server: Server, promise: Promise) -> None:
     rng, n_seeds = random.Random(21), 8
     expected = [stream(server.url, **_BODY, seed=seed) for seed in range(n_seeds)]
     n_cuts = promise.size(80, 500)
@@ -104,8 +104,8 @@ def test_streams_cut_anywhere_are_whole_in_the_end(server: Server, promise: Prom
     promise.all_of("streams complete after lost connections", good, n_cuts)
 
 
-def test_a_check_that_counts_gaps_and_repetitions_finds_them(server: Server) -> None:
-    """The positive control: a client that comes back with the wrong number has a gap, or something twice."""
+def test_gaps_and_repetitions_are_detected(server: Server) -> None:
+    """Positive control: wrong event numbers give a gap or a repetition."""
     events = stream(server.url, **_BODY, seed=1)
     assert _is_whole(events, joined_text(events))
     assert not _is_whole([*events[:10], *events[11:]], joined_text(events))
@@ -113,7 +113,7 @@ def test_a_check_that_counts_gaps_and_repetitions_finds_them(server: Server) -> 
     assert not _is_whole(events[:-1], joined_text(events))
 
 
-def test_a_stream_that_lost_client_and_engine_goes_on(server: Server, promise: Promise) -> None:
+def test_stream_survives_losing_client_and_engine(server: Server, promise: Promise) -> None:
     """The client is disconnected when the engine dies, and reconnects before the next one is ready."""
     n = promise.size(2, 20)
     body = {**_BODY, "max_tokens": 400}

@@ -1,7 +1,7 @@
 """R22: Streams pass through nginx with its default settings: immediately, and through silences longer than its read
 timeout.
 
-Behind deploy/nginx/two-servers.conf each of two services may restart, and no request fails.
+With deploy/nginx/two-servers.conf two services restart in turn, and no request fails.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _nginx(folder: Path, server: Server, extra: str = "") -> Iterator[str]:
         yield url
 
 
-def _answer_of(url: str) -> tuple[float, str]:
+def _timed_response(url: str) -> tuple[float, str]:
     """Seconds until the stream arrived, and its bytes as received."""
     began = time.monotonic()
     answer = httpx.post(f"{url}/complete", json={**SHORT, "max_tokens": 1}, timeout=60)
@@ -49,15 +49,15 @@ def _answer_of(url: str) -> tuple[float, str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def silence(serve_module: Services, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future[tuple[float, str]]]:
-    """An answer that is silent for longer than nginx waits; it is under way while the other tests run."""
+    """A response silent for longer than nginx's read timeout; it runs while the other tests run."""
     server = serve_module("--engine-silence", "60", fake_ms=16_500, is_killed=True)
     folder = tmp_path_factory.mktemp("silence")
     with _nginx(folder, server, "proxy_read_timeout 15s;") as url, ThreadPoolExecutor(1) as thread:
-        yield thread.submit(_answer_of, url)
+        yield thread.submit(_timed_response, url)
 
 
 def _first_token(url: str) -> tuple[float, list[float]]:
-    """Seconds to the first token, and the arrival times of the others."""
+    """Seconds to the first token, and the arrival times of all tokens."""
     began, at = time.monotonic(), []
     with httpx.stream("POST", f"{url}/complete", json=SHORT, timeout=30) as response:
         for line in response.iter_lines():
@@ -67,7 +67,7 @@ def _first_token(url: str) -> tuple[float, list[float]]:
 
 
 @pytest.mark.timed
-def test_the_first_byte_comes_at_once_and_tokens_one_by_one(serve: Services, tmp_path: Path, promise: Promise) -> None:
+def test_nginx_passes_tokens_immediately_and_one_by_one(serve: Services, tmp_path: Path, promise: Promise) -> None:
     server = serve(fake_ms=30)
     with _nginx(tmp_path, server) as url:
 
@@ -81,13 +81,13 @@ def test_the_first_byte_comes_at_once_and_tokens_one_by_one(serve: Services, tmp
             return max(later), min(spread)
 
         later, spread = promise.measured(latest, lambda found: found[0] <= 0.2 and found[1] > 0.4)
-        assert spread > 0.4, "20 tokens of 30 ms were not meant to come in one piece"
+        assert spread > 0.4, "20 tokens of 30 ms must not arrive in one piece"
         promise.at_most("delay of the first token through nginx", later, target=0.2, unit="s", n=5)
         for path in ("/", "/docs", "/v1/models"):
             assert httpx.get(f"{url}{path}").status_code == 200
 
 
-def test_a_silence_longer_than_the_read_time_out_is_survived(
+def test_stream_survives_a_silence_longer_than_the_read_timeout(
     silence: Future[tuple[float, str]], promise: Promise
 ) -> None:
     seconds, answer = silence.result()
@@ -99,7 +99,7 @@ def test_a_silence_longer_than_the_read_time_out_is_survived(
 
 
 def _two_servers(servers: list[Server]) -> str:
-    """The shipped file with these addresses."""
+    """The shipped configuration with the addresses of these servers."""
     text = (ROOT / "deploy/nginx/two-servers.conf").read_text()
     for name, server in zip(("a", "b"), servers, strict=True):
         text = text.replace(f"server inkstream-{name}:8000", f"server {server.url.removeprefix('http://')}")
@@ -138,7 +138,7 @@ async def _restart_under_load(
 
 
 @async_test
-async def test_each_of_two_services_restarts_and_no_request_fails(
+async def test_two_services_restart_in_turn_without_failed_requests(
     serve: Services, tmp_path: Path, promise: Promise
 ) -> None:
     servers = [serve(fake_ms=3), serve(fake_ms=3)]
@@ -149,10 +149,10 @@ async def test_each_of_two_services_restarts_and_no_request_fails(
     without_retry = re.sub(r"proxy_next_upstream .*;", "proxy_next_upstream off;", conf)
     (tmp_path / "control").mkdir()
     control = await _restart_under_load(servers, serve, tmp_path / "control", without_retry, 1)
-    assert control["complete"] < control.total(), "nothing was to be retried"
+    assert control["complete"] < control.total(), "requests must fail without retries"
 
 
-def test_a_stream_is_resumed_at_the_service_that_began_it(serve: Services, tmp_path: Path) -> None:
+def test_stream_resumes_at_the_service_that_started_it(serve: Services, tmp_path: Path) -> None:
     with running_nginx(tmp_path, _two_servers([serve(fake_ms=10), serve(fake_ms=10)])) as url:
         whole = parse_events(httpx.post(f"{url}/complete", json=SHORT, timeout=60).text)
         for _ in range(4):

@@ -17,23 +17,23 @@ from tests.support.promise_figures import Promise
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROUND = 67
-"""Concurrent requests of a round."""
+"""Requests per round."""
 BLOCKS = 20
-"""Capacity for three to six of them."""
+"""Cache blocks: enough for three to six requests."""
 
 
 @dataclass(slots=True)
 class Load:
-    """What the requests met with."""
+    """What happened to the requests."""
 
     preemptions: int = 0
     cached_tokens: int = 0
     most_running: int = 0
-    left: set[str] = field(default_factory=set)
+    disconnected: set[str] = field(default_factory=set)
 
 
 def _requests(seed: int) -> Iterator[Request]:
-    """Ids and cache namespaces per round; half of the requests share a namespace and its cached blocks."""
+    """Requests with IDs per round; half of them share a cache namespace and its blocks."""
     for request in mixed_requests(ROUND, seed=seed, longest=48, max_tokens=60):
         leader = f"{seed}/{request.leader}" if request.leader else None
         yield msgspec.structs.replace(request, id=f"{seed}/{request.id}", leader=leader)
@@ -58,10 +58,10 @@ def _together(engine: Engine, requests: list[Request], rng: random.Random, load:
         while todo and rng.random() < 0.6:
             engine.add(todo.pop())
         if rng.random() < 0.05:
-            who = rng.choice(requests).id
-            engine.cancel(who)
-            todo = [request for request in todo if request.id != who]
-            load.left.add(who)
+            request_id = rng.choice(requests).id
+            engine.cancel(request_id)
+            todo = [request for request in todo if request.id != request_id]
+            load.disconnected.add(request_id)
         if engine.has_work:
             report = engine.step(lambda started: _note(load, sum(s.cached_tokens for s in started)))
             assert not engine.scheduler.violations() and not report.failed
@@ -78,9 +78,9 @@ def _note(load: Load, cached_tokens: int) -> None:
     load.cached_tokens += cached_tokens
 
 
-def _is_same(one: Outcome, alone: Outcome, *, left: bool) -> bool:
-    """Who left has the beginning."""
-    if left:
+def _is_same(one: Outcome, alone: Outcome, *, disconnected: bool) -> bool:
+    """Whether outcomes are equal; a disconnected client has a prefix."""
+    if disconnected:
         return one.events == alone.events[: len(one.events)] and one.scores == alone.scores[: len(one.scores)]
     return one == alone
 
@@ -93,20 +93,22 @@ def _count_same(rounds: int, load: Load) -> int:
     for seed in range(rounds):
         requests = list(_requests(seed))
         outcomes = _together(busy, requests, random.Random(seed), load)
-        same += sum(_is_same(outcomes[r.id], _alone(quiet, r), left=r.id in load.left) for r in requests)
+        same += sum(
+            _is_same(outcomes[r.id], _alone(quiet, r), disconnected=r.id in load.disconnected) for r in requests
+        )
     return same
 
 
-def test_a_request_gets_under_load_what_it_gets_alone(way: str, promise: Promise) -> None:
+def test_output_under_load_equals_output_alone(way: str, promise: Promise) -> None:
     rounds, load = promise.size(2, 50), Load()
     same = _count_same(rounds, load)
     assert load.preemptions > rounds and load.cached_tokens > 100 * rounds and load.most_running >= 6, load
-    assert len(load.left) > rounds
+    assert len(load.disconnected) > rounds
     promise.all_of(f"outputs under load identical to those alone ({way})", same, rounds * ROUND)
 
 
-def test_draws_that_hang_on_the_neighbours_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Positive control: numbers in the order in which they are asked for, as a plain generator gives them."""
+def test_batch_dependent_random_draws_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positive control: a shared random generator, whose draws depend on the batch."""
     generator = random.Random(0)
     monkeypatch.setattr("app.engine.sampling.sampler.uniforms", lambda draws: [generator.random() for _ in draws])
     load = Load()

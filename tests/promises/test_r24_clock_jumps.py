@@ -30,16 +30,16 @@ FAKETIME = next((p for p in Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1
 DAY = 86400
 HEAD = 1.0
 READS_WALL_CLOCK = {
-    "app/api/openai/responder.py": "tells a client the time",
-    "app/chat/template_worker.py": "tells a template the time",
-    "app/common/logs.py": "tells the time",
-    "app/serving/model_instance.py": "tells the time",
-    "app/access/api_keys.py": "keys expire at a date",
-    "app/cli/keys.py": "keys expire at a date",
-    "app/engine/cpu/toolchain/library_cache.py": "compares with the dates of files",
-    "app/engine/cpu/toolchain/builder.py": "compares with the dates of files",
+    "app/api/openai/responder.py": "timestamps in responses",
+    "app/chat/template_worker.py": "the date in chat templates",
+    "app/common/logs.py": "timestamps",
+    "app/serving/model_instance.py": "timestamps",
+    "app/access/api_keys.py": "expiry dates of keys",
+    "app/cli/keys.py": "expiry dates of keys",
+    "app/engine/cpu/toolchain/library_cache.py": "file modification times",
+    "app/engine/cpu/toolchain/builder.py": "file modification times",
 }
-"""No time-out depends on what they read."""
+"""File -> why it reads the wall clock. None of these values affects a timeout."""
 
 
 def _shift(server: Server) -> float:
@@ -49,26 +49,26 @@ def _shift(server: Server) -> float:
 
 
 @pytest.mark.skipif(FAKETIME is None, reason="needs libfaketime (Debian: faketime)")
-def test_no_time_out_misfires(serve: Services, tmp_path: Path, promise: Promise) -> None:
+def test_clock_jumps_do_not_affect_timeouts(serve: Services, tmp_path: Path, promise: Promise) -> None:
     clock = tmp_path / "clock"
     clock.write_text("+0")
     environment = {"LD_PRELOAD": str(FAKETIME), "FAKETIME_TIMESTAMP_FILE": str(clock)}
     environment |= {"FAKETIME_NO_CACHE": "1", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
     flags = ["--head-timeout", str(HEAD), "--engine-silence", "10", "--queue-timeout", "60", "--max-running", "16"]
     flags += ["--threads", "1"]
-    # No fake engine: libfaketime breaks time.sleep(), on which its steps are built.
+    # No fake engine: libfaketime breaks time.sleep(), which its steps use.
     long_weights = tiny_weights(tmp_path / "long", context=2048)
     server = serve(*flags, weights=long_weights, environment=environment)
     right = n = 0
     for before, jump in ((0, DAY), (DAY, -DAY)):
-        results = promise.measured(lambda: _across(server, clock, before, jump), all)  # noqa: B023
+        results = promise.measured(lambda: _check_jump(server, clock, before, jump), all)  # noqa: B023
         assert all(results), (jump, results)
         right, n = right + sum(results), n + len(results)
     promise.all_of("timeouts on time after clock jumps of a day", right, n)
 
 
-def _across(server: Server, clock: Path, before: int, jump: int) -> list[bool]:
-    """What is right of five things that a jump meets half-way; the first is measured with the clock on the wall."""
+def _check_jump(server: Server, clock: Path, before: int, jump: int) -> list[bool]:
+    """Results of five checks across a clock jump; the test measures the first with its own clock."""
     clock.write_text(f"{before:+d}")
     request = {"prompt": "a", "max_tokens": 600, "ignore_eos": True}
     with connect(server) as idle, concurrent_requests(server, seeded(request, 8)) as streams:
@@ -78,12 +78,12 @@ def _across(server: Server, clock: Path, before: int, jump: int) -> list[bool]:
         with connect(server) as slow:
             slow.sendall(get_request()[:10])
             clock.write_text(f"{jump:+d}")
-            seconds, said = seconds_until_close(slow)
-        assert server.wait_for(lambda: abs(_shift(server) - jump) < 60), "the clock was meant to jump"
+            seconds, response = seconds_until_close(slow)
+        assert server.wait_for(lambda: abs(_shift(server) - jump) < 60), "the clock did not jump"
         idle.sendall(post_request({"prompt": "b", "max_tokens": 2, "stream": False}))
         is_answered = status_of(read_response(idle)) == 200
     return [
-        HEAD - 0.2 < seconds < HEAD + 1 and error_of(said)["code"] == "head_timeout",
+        HEAD - 0.2 < seconds < HEAD + 1 and error_of(response)["code"] == "head_timeout",
         is_answered,
         are_under_way and all(stream.is_complete and stream.n_tokens for stream in streams),
         server.metric("engine_restarts_total") == 0,
@@ -91,8 +91,8 @@ def _across(server: Server, clock: Path, before: int, jump: int) -> list[bool]:
     ]
 
 
-def test_only_what_tells_people_the_time_asks_for_it() -> None:
+def test_only_listed_files_read_the_wall_clock() -> None:
     clocks = re.compile(r"\b(time\.(time|localtime)|datetime\.(now|utcnow|today))\b")
-    asking = {str(path.relative_to(ROOT)) for path in (ROOT / "app").rglob("*.py") if clocks.search(path.read_text())}
-    assert asking <= READS_WALL_CLOCK.keys()
-    assert "app/serving/model_instance.py" in asking, "the check was meant to find something"
+    readers = {str(path.relative_to(ROOT)) for path in (ROOT / "app").rglob("*.py") if clocks.search(path.read_text())}
+    assert readers <= READS_WALL_CLOCK.keys()
+    assert "app/serving/model_instance.py" in readers, "the check must find known readers"

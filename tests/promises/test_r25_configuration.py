@@ -1,8 +1,8 @@
 """A wrong setting ends the start within 2 s, with exit code 2 and one line that names it, before a port is bound.
 
-Every flag and variable of app/common/settings.py, by reflection. What only the weights or the device can tell (a
-context longer than the model's, too few cache blocks) is found by the engine after the port is bound; exit code
-and line are the same, and the last test says so.
+Covers every flag and variable of app/common/settings.py by reflection. Errors that depend on the weights or the device
+(a context longer than the model's, too few cache blocks) are found by the engine after the port is bound, with the same
+exit code and line.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.support import ROOT
 from tests.support.promise_figures import Promise
 
 DIGITS = "9" * 5000
-"""More than Python makes an integer of."""
+"""More digits than Python converts to an integer."""
 
 WRONG = {
     "weights": ["", "/nonexistent", "README.md", "app", "x\ny"],
@@ -35,7 +35,7 @@ WRONG = {
     "allow_origin": ["*", "null", "a.example", "https://a.example/", "https://A.example", "file://x", "a\nb"],
 }
 WRONG["compare_origin"] = WRONG["allow_origin"]
-"""Values of settings whose type does not imply them."""
+"""Wrong values that do not follow from the setting's type."""
 
 PROGRAM = """
 import contextlib, io, json, os, socket, sys, time
@@ -74,19 +74,19 @@ def outcome(arguments, variables):
 found = []
 for case in json.load(sys.stdin):
     found.append(outcome(*case))
-    for _ in range(2):  # a process that gets no CPU for two seconds says nothing of a setting that takes as long
+    for _ in range(2):  # repeat slow cases: the process may have had no CPU
         if found[-1][3] > 2:
             found[-1] = outcome(*case)
 json.dump(found, sys.stdout)
 """
-"""All cases in one process, so that its imports are paid once."""
+"""Runs all cases in one process, to import only once."""
 
 Case = tuple[list[str], dict[str, str], str]
-"""Flags, variables, and what the line must name."""
+"""Flags, variables, and the text that the error line must contain."""
 
 
 def wrong_values(name: str, field: FieldInfo) -> list[str]:
-    """What no setting of this kind may be."""
+    """Invalid values for a setting."""
     if name in WRONG:
         return WRONG[name]
     if field.annotation is bool:
@@ -95,7 +95,7 @@ def wrong_values(name: str, field: FieldInfo) -> list[str]:
         return ["", "x", f"{get_args(field.annotation)[0]} ", get_args(field.annotation)[0].upper(), "a\nb"]
     if field.annotation in (int, float):
         return ["", "x", "nan", "-1e400", "0x10", "1,5", "[1]", "a\nb", *_out_of_range(field)]
-    pytest.fail(f"what is wrong for {name}: {field.annotation}? Put it into WRONG")
+    pytest.fail(f"no wrong values known for {name}: {field.annotation}; add them to WRONG")
 
 
 def _out_of_range(field: FieldInfo) -> list[str]:
@@ -109,7 +109,7 @@ def _out_of_range(field: FieldInfo) -> list[str]:
 
 
 def cases(weights: Path) -> list[Case]:
-    """Every wrong value as a flag and as a variable, and what is no flag or variable at all."""
+    """Every wrong value as a flag and as a variable, and unknown flags and variables."""
     good = ["--weights", str(weights), "--port", "0"]
     found: list[Case] = []
     for name, field in Settings.model_fields.items():
@@ -155,15 +155,15 @@ def _run(*command: str, given: str = "", variables: dict[str, str] | None = None
     )  # fmt: skip
 
 
-def _outcomes(asked: list[Case]) -> list[list[Any]]:
-    done = _run("-c", PROGRAM, given=json.dumps([case[:2] for case in asked]))
+def _outcomes(selected: list[Case]) -> list[list[Any]]:
+    done = _run("-c", PROGRAM, given=json.dumps([case[:2] for case in selected]))
     assert done.returncode == 0, done.stderr[-2000:]
     found: list[list[Any]] = json.loads(done.stdout)
     return found
 
 
-def _what_is_wrong(case: Case, outcome: list[Any]) -> str:
-    """With how the start ended, or nothing."""
+def _problem(case: Case, outcome: list[Any]) -> str:
+    """Description of a wrong outcome, or an empty string."""
     (arguments, variables, name), (code, text, bound, seconds) = case, outcome
     lines = text.splitlines()
     named = name.replace("_", "-") in text.replace("_", "-")
@@ -172,27 +172,27 @@ def _what_is_wrong(case: Case, outcome: list[Any]) -> str:
     return f"{arguments[-2:]} {variables}: {code}, {bound} ports, {seconds:.2f} s, {text[-300:]!r}"[:700]
 
 
-def test_every_wrong_setting_is_one_line_before_the_port_is_bound(weights: Path, promise: Promise) -> None:
-    asked = cases(weights)
-    assert len(asked) > 8 * len(Settings.model_fields)
-    problems = [_what_is_wrong(case, outcome) for case, outcome in zip(asked, _outcomes(asked), strict=True)]
+def test_wrong_settings_are_refused_in_one_line_before_binding(weights: Path, promise: Promise) -> None:
+    selected = cases(weights)
+    assert len(selected) > 8 * len(Settings.model_fields)
+    problems = [_problem(case, outcome) for case, outcome in zip(selected, _outcomes(selected), strict=True)]
     print(*filter(None, problems), sep="\n")
     promise.all_of(
         "wrong settings refused with exit code 2 and one line, no port bound", problems.count(""), len(problems)
     )
 
 
-def test_a_process_with_a_wrong_setting_ends_in_time(weights: Path, promise: Promise) -> None:
-    """Whole processes: of each setting one case, of few settings in CI."""
+def test_process_with_a_wrong_setting_exits_in_time(weights: Path, promise: Promise) -> None:
+    """Separate processes: one case per setting; in CI only a few settings."""
     every = {str(case[1] or case[0][-2:]): case for case in cases(weights) if "\udcff" not in str(case)}
-    asked = list(every.values())[:: promise.size(180, 1)]
-    slowest = max(promise.measured(lambda case=case: _seconds(case), lambda seconds: seconds <= 4) for case in asked)  # type: ignore[misc]
-    promise.at_most("slowest exit of a process with a wrong setting", slowest, target=2, floor=4, n=len(asked),
+    selected = list(every.values())[:: promise.size(180, 1)]
+    slowest = max(promise.measured(lambda case=case: _seconds(case), lambda seconds: seconds <= 4) for case in selected)  # type: ignore[misc]
+    promise.at_most("slowest exit of a process with a wrong setting", slowest, target=2, floor=4, n=len(selected),
                     unit="s")  # fmt: skip
 
 
 def _seconds(case: Case) -> float:
-    """Until a process with this setting ends, which it does as it should."""
+    """Seconds until a process with this setting exits; asserts its exit code and line."""
     arguments, variables, _ = case
     began = time.monotonic()
     done = _run("-m", "app", "serve", *arguments, variables=variables)
@@ -201,9 +201,9 @@ def _seconds(case: Case) -> float:
     return seconds
 
 
-def test_a_start_that_goes_on_is_found_out(weights: Path) -> None:
-    """Control: right settings are no error, and what is printed is looked at."""
+def test_successful_start_is_not_counted_as_refused(weights: Path) -> None:
+    """Control: valid settings start, and the check reports them as not refused."""
     good = ["--weights", str(weights), "--port", "0"]
     for code, text, bound, seconds in _outcomes([(good, {}, ""), ([*good, "--host", "localhost"], {}, "")]):
         assert (code, bound) == ("started", 1)
-        assert _what_is_wrong((good, {}, ""), [code, text, bound, seconds])
+        assert _problem((good, {}, ""), [code, text, bound, seconds])

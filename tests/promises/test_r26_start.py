@@ -1,7 +1,7 @@
 """The service responds while it starts: live with 200, ready with 503 and its phase; it is ready within 5 s with the
 default weights.
 
-Measured from the start of the process, on the cores there are; the median, because other tests may share them.
+Medians, measured from the start of the process, because other tests may share the cores.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tests.support.promise_figures import Promise
 from tests.support.servers import start_server, stop_server
 
 LIVE, READY = 4.0, 15.0
-"""Seconds that a start may take on shared cores."""
+"""Maximum seconds of a start on shared cores."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Seconds from the start of the process, and the phase in each answer meanwhile."""
+    """Seconds from the start of the process, and the phases reported until ready."""
 
     live: float
     ready: float
@@ -40,10 +40,10 @@ def _start(folder: Path, kernels: str = "auto") -> Start:
         answer = httpx.get(f"{server.url}/health/ready")
         if answer.status_code == 200:
             return True
-        said = answer.json()
-        assert answer.status_code == 503 and said["status"] == "not ready", said
+        body = answer.json()
+        assert answer.status_code == 503 and body["status"] == "not ready", body
         assert int(answer.headers["Retry-After"]) >= 1
-        phases.append(said["phase"])
+        phases.append(body["phase"])
         return False
 
     ready = server.service.wait_for(is_ready, poll=0.01, most=60)
@@ -52,7 +52,7 @@ def _start(folder: Path, kernels: str = "auto") -> Start:
 
 
 def _is_reported(start: Start) -> bool:
-    """A client that gets no CPU and asks too late misses a phase or all of them."""
+    """Whether the client saw at least two phases; without CPU it may poll too late."""
     return len(set(start.phases)) > 1
 
 
@@ -60,11 +60,11 @@ def _is_in_time(start: Start) -> bool:
     return start.live <= LIVE and start.ready <= READY
 
 
-def test_a_start_answers_at_once_and_is_ready_in_time(tmp_path: Path, promise: Promise) -> None:
-    """With native kernels the service may be ready before a client can ask twice; torch takes a second to import."""
+def test_service_responds_immediately_and_is_ready_in_time(tmp_path: Path, promise: Promise) -> None:
+    """Phases are observed with torch, which takes a second to import: with native kernels the service is ready too soon."""
     n = promise.size(1, 9)
     if promise.full:
-        _start(tmp_path)  # files are read into memory, bytecode is written
+        _start(tmp_path)  # warm-up: page cache and bytecode
     starts = [promise.measured(lambda: _start(tmp_path), _is_in_time) for _ in range(n)]
     slow_starts = [promise.measured(lambda: _start(tmp_path, "torch"), _is_reported) for _ in range(n)]
     print(*starts, *slow_starts, sep="\n")

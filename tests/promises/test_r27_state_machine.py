@@ -1,6 +1,6 @@
 """In any order of events every request gets exactly one terminal event, and the cache blocks stay consistent.
 
-Requests and forks come, steps are taken, clients leave, blocks run out, rows go bad, memory is short, the engine dies.
+Events: requests, forks, steps, disconnects, lack of blocks or memory, non-finite rows, engine crashes.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ EXAMPLES: list[int] = []
 
 
 class Machine(RuleBasedStateMachine):
-    """A simulated engine and its clients, whose rows can be made to raise or to be not finite."""
+    """A simulated engine and its clients, whose rows can raise or become non-finite."""
 
     def __init__(self) -> None:
         super().__init__()
         limits = StepLimits(tokens_per_step=12, max_running=6)
         self.world = Simulation(limits=limits, blocks=16, block_size=2, is_ahead=False)
         self.raises: set[str] = set()
-        self.to_blame: set[str] = set()
+        self.poisoned: set[str] = set()
         self.is_memory_short = False
         self.steps = 0
         self.world.device.runner = self
@@ -47,7 +47,7 @@ class Machine(RuleBasedStateMachine):
         common=st.booleans(),
     )
     def add(self, prompt: list[int], max_tokens: int, *, ends: bool, scored: bool, common: bool) -> None:
-        """A new request; half of them begin alike."""
+        """Add a request; half of them share a prefix."""
         request = Request(
             id=f"r{len(self.world.requests)}",
             prompt=tuple([9, 8, 7, 6, 5, *prompt][:10] if common else prompt),
@@ -60,7 +60,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.requests)
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
-        """Another text for a prompt that is there, or was."""
+        """Add another sequence for an existing or finished prompt."""
         leader, number = self._any_request(data), len(self.world.requests)
         params = SamplingParams(seed=number)
         changes = {"id": f"r{number}", "leader": leader.id, "params": params, "prompt_logprobs": None}
@@ -68,7 +68,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 6))
     def step(self, count: int) -> None:
-        """Some steps of the engine; blocks run out by themselves."""
+        """Run some engine steps; these may run out of blocks."""
         for _ in range(count):
             if self.world.engine.has_work:
                 self.steps += 1
@@ -77,16 +77,16 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.requests)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
-        """A client goes, whatever state its request is in."""
+        """A client disconnects in any state of its request."""
         self.world.cancel(self._any_request(data).id)
         assert not self.world.engine.scheduler.violations()
 
     @precondition(lambda self: self.world.requests)
     @rule(data=st.data(), raises=st.booleans())
     def poison(self, data: st.DataObject, *, raises: bool) -> None:
-        """Makes a request fail from now on: its row raises, or is not finite."""
+        """Make a request fail from now on: its row raises or is non-finite."""
         name = self._any_request(data).id
-        self.to_blame.add(name)
+        self.poisoned.add(name)
         if raises:
             self.raises.add(name)
         else:
@@ -99,13 +99,13 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def crash(self) -> None:
-        """Only what the clients have survives."""
+        """The engine crashes; only the clients' state survives."""
         self.world.crash()
         self.is_memory_short = False
         self.world.device.runner = self
 
     def run(self, plan: BatchPlan) -> StepResult:
-        """Computes a step as the device does; what raises has written by then."""
+        """Compute a step as the device does; a row that raises has already written."""
         names = {chunk.sequence.request.id for chunk in plan.chunks}
         if self.is_memory_short and "probe" not in names:
             self.is_memory_short = False
@@ -116,7 +116,7 @@ class Machine(RuleBasedStateMachine):
         return result
 
     def teardown(self) -> None:
-        """All work is done, and every request has ended once, with what it gets alone or the beginning of it."""
+        """Finish all work; every request must have ended once, with its reference output or a prefix of it."""
         for _ in range(2000):
             if not self.world.engine.has_work:
                 break
@@ -129,7 +129,7 @@ class Machine(RuleBasedStateMachine):
 
     def _step(self) -> None:
         for failed in self.world.step().failed:
-            assert failed.request_id in self.to_blame, f"{failed} has done nothing"
+            assert failed.request_id in self.poisoned, f"{failed} was not poisoned"
 
 
 def _run(examples: int, *, shrinks: bool = True) -> None:
@@ -151,11 +151,11 @@ def _run(examples: int, *, shrinks: bool = True) -> None:
 
 def test_every_request_gets_exactly_one_terminal_event_whatever_happens(promise: Promise) -> None:
     _run(promise.size(120, 5000))
-    assert sum(EXAMPLES) > 2 * len(EXAMPLES), "hardly a step ran"
+    assert sum(EXAMPLES) > 2 * len(EXAMPLES), "too few steps ran"
     promise.all_of("histories in which every request ends once", len(EXAMPLES), len(EXAMPLES))
 
 
-def _lose_who_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def _lose_preempted_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     def preempt(self: Scheduler, sequence: Sequence) -> None:
         self._remove(sequence)
         self.preemptions += 1
@@ -163,7 +163,7 @@ def _lose_who_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "_preempt", preempt)
 
 
-def _blame_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+def _fail_whole_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(self: FaultIsolation, plan: BatchPlan) -> StepResult:
         try:
             return self._runner.run(plan)
@@ -177,8 +177,8 @@ def _keep_bad_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockAllocator, "invalidate", lambda _self, _sequence: None)
 
 
-@pytest.mark.parametrize("bug", [_lose_who_gives_way, _blame_everybody, _keep_bad_blocks])
-def test_a_planted_bug_is_found(bug: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bug", [_lose_preempted_sequence, _fail_whole_batch, _keep_bad_blocks])
+def test_planted_bugs_are_detected(bug: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Positive control."""
     bug(monkeypatch)
     with pytest.raises((AssertionError, KeyError, IndexError)):

@@ -1,8 +1,8 @@
 """What `inkstream check` refuses is never served, neither at the start nor after a reload, and `/health/ready` is 503
 while the service fails every request. One poisoned request, sent again and again, changes nothing.
 
-The kinds of bad weights are those of R19, loaded by the real engine around a tiny model. Some tests of health run the
-fake engine.
+The kinds of bad weights are those of R19, loaded by the real engine with a tiny model. The last test runs the fake
+engine.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from tests.support.services import Services
 
 _TM = ("--dtype", "float32", "--threads", "1", "--kv-blocks", str(KV_BLOCKS))
 _IN_EVERY_RUN = ("numbers that explode", "norms of 1e30", "an encoder that explodes")
-"""A start and a reload refuse these, and all kinds at full size; R19 tries to reload others in every run."""
+"""Kinds tested with start and reload in every run (all kinds at full size); R19 reloads others in every run."""
 _DEPENDS_ON_FLAGS = ("a model that does not fit",)
 _BODY = {"prompt": "The fox", "max_tokens": 5, "temperature": 0, "stream": False}
 
 
 def _start(weights: Path) -> tuple[int, str]:
-    """The exit code of a start that ends by itself, and what it says last."""
+    """Exit code and last output line of a start that fails."""
     command = [sys.executable, "-m", "app", "serve", "--weights", str(weights), "--port", "0", *_TM]
     environment = {**os.environ, **kernels()}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
@@ -62,8 +62,8 @@ def test_check_start_and_reload_refuse_the_same_weights(
     for index, kind in enumerate(kinds):
         words, bad = BAD[kind][1], bad_weights(tmp_path / f"bad-{index}", good, kind)
         assert check.main([str(bad)]) == 2, kind
-        said = capsys.readouterr().err
-        assert words in said and said.count("\n") == 1, kind
+        error = capsys.readouterr().err
+        assert words in error and error.count("\n") == 1, kind
         if not promise.full and kind not in _IN_EVERY_RUN:
             continue
         code, last = _start(bad)
@@ -80,10 +80,10 @@ def test_check_start_and_reload_refuse_the_same_weights(
 
 
 @pytest.mark.parametrize(("kind", "source"), [("an encoder that explodes", "fox"), ("numbers that explode", None)])
-def test_weights_that_were_not_tried_fail_every_request_and_health_says_so(
+def test_unverified_bad_weights_make_the_service_unready(
     serve: Services, tmp_path: Path, faults: Faults, promise: Promise, kind: str, source: str | None
 ) -> None:
-    """The control of the test above, and what is left to do where a proof misses something."""
+    """Control of the test above, and the fallback if the startup check misses bad weights."""
     good, link = good_weights(tmp_path / "good", 0), tmp_path / "current"
     link.symlink_to(bad_weights(tmp_path / "bad", good, kind))
     faults.arm("engine.unproven", "skip")
@@ -91,7 +91,7 @@ def test_weights_that_were_not_tried_fail_every_request_and_health_says_so(
     assert _ready(server).status_code == 200
     assert _statuses(server, FAILURES - 1, source=source) == {500}
     time.sleep(0.2)
-    assert _ready(server).status_code == 200, "a few failures say nothing"
+    assert _ready(server).status_code == 200, "fewer failures than the limit must not change readiness"
     assert _statuses(server, 1, source=source) == {500}
     began = time.monotonic()
     assert server.wait_for(lambda: _ready(server).status_code == 503)
@@ -107,7 +107,7 @@ def test_weights_that_were_not_tried_fail_every_request_and_health_says_so(
                     n=FAILURES, unit="s")  # fmt: skip
 
 
-def test_a_poisoned_request_sent_again_and_again_does_not_make_the_service_unready(
+def test_repeated_poisoned_request_keeps_the_service_ready(
     serve: Services, tmp_path: Path, faults: Faults, promise: Promise
 ) -> None:
     n, ready = promise.size(40, 1000), 0

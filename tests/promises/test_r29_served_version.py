@@ -1,8 +1,8 @@
 """A crash between the copy of new weights and their reload changes nothing: engines restart from the version that is
 served, and every stream goes on byte for byte.
 
-New files replace the old ones in each way that people use, one small step after the other, and the engine is killed
-behind one of the steps. Most tests run the fake engine, which starts in half a second.
+New files replace the old ones by each common method, in small steps, and the engine is killed after one of the
+steps. Most tests run the fake engine, which starts in half a second.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tests.support.services import Services
 
 _TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 Copy = Callable[[Path, Path], Iterator[None]]
-"""(new files, weights directory) -> a pause after each step."""
+"""(new files, weights directory) -> iterator that pauses after each step."""
 
 
 def _specs(max_tokens: int) -> list[RequestSpec]:
@@ -99,7 +99,7 @@ def _directory_moved(new: Path, weights: Path) -> Iterator[None]:
 
 
 def _link_switched(new: Path, weights: Path) -> Iterator[None]:
-    """ln -sfn next weights; rm -r what it led to"""
+    """ln -sfn next weights; rm -r the old target"""
     old = weights.resolve()
     target = weights.with_name(f"next-{os.urandom(4).hex()}")
     shutil.copytree(new, target)
@@ -118,7 +118,7 @@ def _link_switched(new: Path, weights: Path) -> Iterator[None]:
     old.rmdir()
 
 
-WAYS: dict[str, Copy] = {
+COPY_METHODS: dict[str, Copy] = {
     "in place": _replaced_in_place,
     "by rename": _renamed,
     "removed first": _removed_first,
@@ -129,7 +129,7 @@ WAYS: dict[str, Copy] = {
 
 @pytest.fixture
 def sets(tmp_path: Path) -> list[Path]:
-    """Two whole sets of files, which differ in their chat template, too."""
+    """Two complete weights directories, with different chat templates, too."""
     sets = [good_weights(tmp_path / name, seed) for seed, name in enumerate(("one", "two"))]
     for index, directory in enumerate(sets):
         (directory / "chat_template.jinja").write_text(_TEMPLATE + "x" * index)
@@ -138,7 +138,7 @@ def sets(tmp_path: Path) -> list[Path]:
 
 @pytest.fixture
 def directory(tmp_path: Path, sets: list[Path]) -> Path:
-    """What the service serves."""
+    """The directory that the service serves."""
     return Path(shutil.copytree(sets[0], tmp_path / "weights"))
 
 
@@ -156,55 +156,55 @@ def _reload(server: Server) -> None:
 def _kill_during(
     server: Server, copy: Iterator[None], steps: int, specs: list[RequestSpec]
 ) -> list[CompletionExchange]:
-    """Streams that run while the engine is killed after so many steps of a copy."""
+    """Exchanges during which the engine is killed after `steps` steps of a copy."""
     with concurrent_requests(server, specs) as answers:
         assert server.wait_for(lambda: all(answer.n_events > 3 for answer in (answers[0], answers[1], answers[3])))
         for _ in range(steps):
             next(copy, None)
         kill_engine(server)
-        assert server.wait_for(lambda: is_ready(server)), "the next engine starts in the midst of the copy"
+        assert server.wait_for(lambda: is_ready(server)), "the next engine must start during the copy"
         deque(copy, maxlen=0)
     return answers
 
 
-def test_streams_survive_a_kill_at_every_moment_of_a_copy(
+def test_streams_survive_an_engine_kill_at_any_step_of_a_copy(
     serve: Services, tmp_path: Path, sets: list[Path], directory: Path, promise: Promise
 ) -> None:
-    """One service for all ways: after each kill it loads the new files and starts the next way from there."""
+    """One service for all methods: after each kill it reloads the new files and continues with the next method."""
     specs, server, reloads = _specs(max_tokens=promise.size(100, 200)), serve(weights=directory, fake_ms=5), 0
-    for way, copy in WAYS.items():
-        counted = Path(shutil.copytree(sets[0], tmp_path / way / "weights"))
-        moments = sum(1 for _ in copy(sets[1], counted))
-        n = promise.size(2 if way == "in place" else 1, max(20, moments))
-        rng, same = random.Random(f"{way}/29"), 0
+    for method, copy in COPY_METHODS.items():
+        counted = Path(shutil.copytree(sets[0], tmp_path / method / "weights"))
+        n_steps = sum(1 for _ in copy(sets[1], counted))
+        n = promise.size(2 if method == "in place" else 1, max(20, n_steps))
+        rng, same = random.Random(f"{method}/29"), 0
         for attempt in range(n):
             expected = outputs(send_all(server, specs))
-            steps = 1 + (attempt % moments if promise.full else rng.randrange(moments))
+            steps = 1 + (attempt % n_steps if promise.full else rng.randrange(n_steps))
             reloads += 1
             found = _kill_during(server, copy(sets[reloads % 2], directory), steps, specs)
             same += count_same(found, expected)
-            assert same == (attempt + 1) * len(specs), (way, steps, server.log.read_text()[-3000:])
+            assert same == (attempt + 1) * len(specs), (method, steps, server.log.read_text()[-3000:])
             _reload(server)
-        promise.all_of(f"outputs identical, engine killed during a copy: {way}", same, n * len(specs))
+        promise.all_of(f"outputs identical, engine killed during a copy: {method}", same, n * len(specs))
 
 
-@pytest.mark.parametrize("way", ["in place", "removed first"])
-def test_without_a_snapshot_the_service_ends(
-    serve: Services, faults: Faults, sets: list[Path], directory: Path, way: str
+@pytest.mark.parametrize("method", ["in place", "removed first"])
+def test_service_without_a_snapshot_ends(
+    serve: Services, faults: Faults, sets: list[Path], directory: Path, method: str
 ) -> None:
-    """The control: the engine starts from whatever is in the directory by then."""
+    """Control: the engine restarts from the changed directory."""
     faults.arm("weights.no_snapshot", "skip")
     server = serve(weights=directory, environment=faults.removing("weights.no_snapshot"), fake_ms=5)
-    deque(WAYS[way](sets[1], directory), maxlen=0)
+    deque(COPY_METHODS[method](sets[1], directory), maxlen=0)
     os.kill(engine_pid(server), signal.SIGKILL)
     assert server.process.wait(timeout=60) == 1
     assert "holds other weights than the engine that ended had" in server.log.read_text()
 
 
-def test_real_engines_guides_and_chats_stay_with_the_served_version(
+def test_completions_grammars_and_chats_keep_the_served_version(
     serve: Services, sets: list[Path], directory: Path, promise: Promise
 ) -> None:
-    """All helper processes are killed after the copy, too: grammar validators read the tokenizer again."""
+    """All helper processes are killed after the copy, too, so grammar validators reread the tokenizer."""
     common: dict[str, Any] = {"temperature": 0, "max_tokens": 40, "seed": 1}
     chat = {"messages": [{"role": "user", "content": "The fox"}], "temperature": 0, "max_tokens": 20, "seed": 1}
     specs = [

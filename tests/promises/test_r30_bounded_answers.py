@@ -1,6 +1,6 @@
 """R30: A response of any size is written from bounded memory, and its quota is held until the last byte.
 
-Slow readers here take 300 bytes a second, so that none of the deadlines between two reads ends them.
+Slow readers take 300 bytes per second, so that the write timeout does not disconnect them.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from tests.support.servers import Server
 from tests.support.services import Services
 
 TEXT = "Once upon a time there was a fox who sang to the moon. "
-MOST_MEMORY = 2048
-"""KiB of a reader."""
+MAX_MEMORY_KIB = 2048
+"""Per reader."""
 FLAGS = ("--write-timeout", "600", "--max-running", "64", "--kv-blocks", "40000")
 
 
 def _anonymous(server: Server) -> int:
-    """Bytes without those of mapped files: the kernel may drop and read the pages of a library at any time."""
+    """Anonymous bytes only: the kernel may evict and reload library pages at any time."""
     return memory(server.process.pid, "RssAnon")
 
 
 @contextmanager
 def slow_readers(server: Server, n: int, request: bytes) -> Iterator[list[socket.socket]]:
-    """`n` clients whose answers have started, and which continue to read 300 bytes a second."""
+    """`n` clients whose responses have started, and which read 300 bytes per second."""
     stop = threading.Event()
 
     def read() -> None:
@@ -64,8 +64,8 @@ def slow_readers(server: Server, n: int, request: bytes) -> Iterator[list[socket
 
 
 def _memory_and_size(server: Server, n: int, path: str, body: dict[str, Any]) -> tuple[float, float]:
-    """KiB of memory for each of n slow readers, and MB of an answer."""
-    whole = httpx.post(f"{server.url}{path}", json=body, timeout=120)  # also what the service takes for itself
+    """KiB of memory per slow reader, and MB of a response."""
+    whole = httpx.post(f"{server.url}{path}", json=body, timeout=120)  # also a warm-up
     assert whole.status_code == 200 and whole.json()
     before = _anonymous(server)
     with slow_readers(server, n, post_request(body, path)) as readers:
@@ -76,7 +76,7 @@ def _memory_and_size(server: Server, n: int, path: str, body: dict[str, Any]) ->
 
 
 def _kinds(parts: int) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Requests whose answers are about 10 MB, or one of so many parts of that."""
+    """Requests whose responses have about 10 MB divided by `parts`."""
     scored = {"prompt": [5, 9, 200, 31] * (1900 // parts), "logprobs": 20}
     written = {"prompt": "a", "n": 4, "max_tokens": 1900 // parts, "logprobs": 20}
     return {
@@ -93,39 +93,39 @@ KINDS = _kinds(1)
 
 @pytest.fixture(scope="module")
 def server(serve_module: Services) -> Server:
-    """One for all kinds: what readers of one have freed is little beside what those of the next would hold."""
+    """One service for all kinds: memory freed by one kind is small compared with what the next would hold."""
     return serve_module(*FLAGS, fake_ms=1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_slow_readers_of_large_answers_take_little_memory(server: Server, promise: Promise, kind: str) -> None:
+def test_slow_readers_of_large_responses_hold_little_memory(server: Server, promise: Promise, kind: str) -> None:
     n = promise.size(16, 25)
     held, megabytes = promise.measured(
-        lambda: _memory_and_size(server, n, *KINDS[kind]), lambda found: found[0] <= MOST_MEMORY
+        lambda: _memory_and_size(server, n, *KINDS[kind]), lambda found: found[0] <= MAX_MEMORY_KIB
     )
     print(kind, held, megabytes)
-    assert megabytes > 6, "it was meant to be a large answer"
-    promise.at_most(f"memory of a slow reader ({kind})", held, target=MOST_MEMORY, unit="KiB", n=n)
+    assert megabytes > 6, "the response must be large"
+    promise.at_most(f"memory of a slow reader ({kind})", held, target=MAX_MEMORY_KIB, unit="KiB", n=n)
     assert server.wait_for(lambda: server.metric("connections") <= 1, 60)
 
 
-def test_without_pieces_they_would_hold_all_of_it(serve: Services, faults: Faults) -> None:
-    """Positive control: the answer is encoded before its first byte is sent."""
+def test_encoding_the_whole_response_at_once_is_detected(serve: Services, faults: Faults) -> None:
+    """Positive control: the service encodes the response before it sends the first byte."""
     faults.arm("json_stream.at_once", "yes")
     server = serve(*FLAGS, fake_ms=1, environment=faults.removing("json_stream.at_once"))
-    assert _memory_and_size(server, 3, *KINDS["tokenize"])[0] > 2 * MOST_MEMORY
+    assert _memory_and_size(server, 3, *KINDS["tokenize"])[0] > 2 * MAX_MEMORY_KIB
 
 
 def _status(server: Server, path: str, body: dict[str, Any], key: str) -> int:
     return httpx.post(f"{server.url}{path}", json=body, headers=bearer(key), timeout=60).status_code
 
 
-def test_a_quota_is_held_until_the_last_byte_or_the_deadline(serve: Services, tmp_path: Path, promise: Promise) -> None:
-    """4 at a time; the fifth gets 429, until the deadline of whole answers has ended the four. Two keys at once."""
+def test_quota_is_held_until_the_last_byte_or_the_deadline(serve: Services, tmp_path: Path, promise: Promise) -> None:
+    """Two keys with concurrency 4: a fifth request gets 429 until the response deadline ends the four."""
     ring = Keyring.of(tmp_path / "keys.json", "metrics")
     kinds = {kind: ring.add(kind, concurrency=4) for kind in ("tokenize", "score")}
-    # Together the deadline of 33 s, within which eight responses must have started, on a busy machine too. A reader
-    # takes up to 9 s until the kernel tells the server of it, so a shorter time for a write would end it first.
+    # The sum is the deadline, 33 s, so eight responses can start in time on a busy machine. Up to 9 s pass until the
+    # server learns of a read, so a shorter write timeout would end the reader first.
     seconds = ("--request-timeout", "20", "--body-timeout", "1", "--write-timeout", "12")
     server = serve(*FLAGS, *seconds, "--keys-file", str(ring.file), fake_ms=1)
 
@@ -151,11 +151,11 @@ def test_a_quota_is_held_until_the_last_byte_or_the_deadline(serve: Services, tm
     assert "without completing" not in server.log.read_text()
 
 
-def test_a_quota_is_free_when_the_client_has_the_answer_or_leaves(serve: Services, tmp_path: Path) -> None:
+def test_quota_is_released_after_the_response_or_a_disconnect(serve: Services, tmp_path: Path) -> None:
     ring = Keyring(tmp_path / "keys.json")
     key = ring.add("one", concurrency=1)
     server = serve(*FLAGS, "--keys-file", str(ring.file), fake_ms=1)
-    # Still more than what the kernel and the transport buffer for a client that does not read.
+    # Still more than the kernel and the transport buffer.
     for kind, (path, body) in _kinds(4).items():
         assert [_status(server, path, body, key) for _ in range(2)] == [200, 200], kind
         with slow_readers(server, 1, post_request(body, path, f"Authorization: Bearer {key}")):

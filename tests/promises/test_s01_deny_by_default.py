@@ -82,7 +82,7 @@ def _hosts(url: str) -> list[list[str]]:
     return [[own], [own, "X-Forwarded-Host: localhost"], *([host] for host in forged)]
 
 
-def test_no_request_of_a_stranger_reaches_a_route(
+def test_requests_without_a_valid_key_reach_no_route(
     keyed: Server, ring: Keyring, tmp_path: Path, promise: Promise
 ) -> None:
     """Every route x {no, malformed, wrong, revoked key}; each kind x spellings of the path and Host forgeries."""
@@ -99,8 +99,8 @@ def test_no_request_of_a_stranger_reaches_a_route(
             leaks.append((method, target, headers, answer[:200]))
     assert sent > 1000 and not leaks, leaks[:5]
     lines = request_lines(keyed)
-    let_in = {line["route"] for line in lines if line["status"] < 400 and line["key"] is None}
-    assert let_in <= PUBLIC
+    admitted = {line["route"] for line in lines if line["status"] < 400 and line["key"] is None}
+    assert admitted <= PUBLIC
     assert {line["key"] for line in lines} <= {None, "revoked"}
     promise.all_of("requests without a valid key refused", sent - len(leaks), sent)
 
@@ -128,7 +128,7 @@ def _is_refused(answer: bytes, path: str) -> bool:
     return status in (0, 400, 401, 421) or (status == 200 and shows)
 
 
-def test_a_good_key_opens_every_route(keyed: Server, ring: Keyring, tmp_path: Path) -> None:
+def test_valid_key_opens_every_route(keyed: Server, ring: Keyring, tmp_path: Path) -> None:
     """So that the refusals above are not those of a service that refuses everything."""
     good = ring.headers("alice")
     for method, path in _routes(_app(ring, tmp_path)):
@@ -142,7 +142,7 @@ def test_a_good_key_opens_every_route(keyed: Server, ring: Keyring, tmp_path: Pa
     assert httpx.post(f"{keyed.url}/complete", headers=good, json=whole, timeout=30).status_code == 200
 
 
-def test_a_new_route_asks_for_a_key_whatever_kind_it_is(ring: Keyring, tmp_path: Path) -> None:
+def test_new_routes_of_any_kind_require_a_key(ring: Keyring, tmp_path: Path) -> None:
     async def answer(_request: Any = None) -> PlainTextResponse:
         return PlainTextResponse(SECRET)
 
@@ -167,7 +167,7 @@ def test_a_new_route_asks_for_a_key_whatever_kind_it_is(ring: Keyring, tmp_path:
         assert asyncio.run(ask(path, ring.headers("alice"))).text == SECRET, path
 
 
-def test_the_key_is_asked_for_before_the_body_is_read(keyed: Server) -> None:
+def test_key_is_checked_before_the_body_is_read(keyed: Server) -> None:
     """An anonymous client gets its answer although its body never arrives, long before the deadline (30 s)."""
     announced = raw_request(
         "POST", "/complete", "Host: localhost", "Content-Type: application/json", "Content-Length: 1000000"

@@ -59,9 +59,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Verb:
     return run_verb
 
 
-def test_the_command_line_makes_lists_and_revokes_keys(
-    ring: Keyring, run: Verb, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cli_adds_lists_and_revokes_keys(ring: Keyring, run: Verb, monkeypatch: pytest.MonkeyPatch) -> None:
     file = ("--keys-file", str(ring.file))
     code, out, _ = run("add", "alice", *file, "--days", "30", "--requests-per-minute", "60")
     key = out.strip()
@@ -93,7 +91,7 @@ def test_the_command_line_makes_lists_and_revokes_keys(
         ([], "required"),
     ],
 )
-def test_what_cannot_be_done_is_told_in_one_line(
+def test_invalid_key_commands_fail_in_one_line(
     ring: Keyring,
     run: Verb,
     monkeypatch: pytest.MonkeyPatch,
@@ -103,12 +101,12 @@ def test_what_cannot_be_done_is_told_in_one_line(
     ring.add("alice")
     monkeypatch.setenv("INKSTREAM_KEYS_FILE", str(ring.file))
     before = ring.file.read_bytes()
-    code, _, said = run(*arguments)
-    assert code == 2 and words in said and said.count("\n") == 1 and ring.file.read_bytes() == before
+    code, _, errors = run(*arguments)
+    assert code == 2 and words in errors and errors.count("\n") == 1 and ring.file.read_bytes() == before
 
 
 @pytest.mark.parametrize(("output", "code"), [(">/dev/full", 1), (">&-", 2)])
-def test_a_key_that_could_not_be_printed_is_not_stored(ring: Keyring, output: str, code: int) -> None:
+def test_key_that_cannot_be_printed_is_not_stored(ring: Keyring, output: str, code: int) -> None:
     ring.add("alice")
     command = ["sh", "-c", f'"$0" -m app keys add bob --keys-file "$1" {output}', sys.executable, str(ring.file)]
     result = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
@@ -116,7 +114,7 @@ def test_a_key_that_could_not_be_printed_is_not_stored(ring: Keyring, output: st
     assert [key.name for key in read_keys(ring.file)] == ["alice"]
 
 
-def test_two_that_add_at_once_lose_nothing(ring: Keyring, promise: Promise) -> None:
+def test_concurrent_adds_lose_no_key(ring: Keyring, promise: Promise) -> None:
     n = promise.size(8, 40)
     program = "import sys; from app.cli.keys import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", program, "add", "--keys-file", str(ring.file)]
@@ -129,7 +127,7 @@ def test_two_that_add_at_once_lose_nothing(ring: Keyring, promise: Promise) -> N
     assert [path.name for path in ring.file.parent.iterdir()] == ["keys.json"], "nothing is left behind"
 
 
-def test_added_and_revoked_keys_count_within_seconds(served: tuple[Server, Keyring], promise: Promise) -> None:
+def test_added_and_revoked_keys_take_effect_within_seconds(served: tuple[Server, Keyring], promise: Promise) -> None:
     server, ring = served
 
     def latest() -> float:
@@ -148,7 +146,7 @@ def _seconds_until(server: Server, key: str, status: int) -> float:
     return time.monotonic() - began
 
 
-def test_a_damaged_file_keeps_the_old_keys_and_is_told_once(served: tuple[Server, Keyring]) -> None:
+def test_damaged_keys_file_keeps_the_old_keys_and_is_logged_once(served: tuple[Server, Keyring]) -> None:
     server, ring = served
     good, alice = ring.file.read_bytes(), ring.keys["alice"]
 
@@ -169,7 +167,7 @@ def test_a_damaged_file_keeps_the_old_keys_and_is_told_once(served: tuple[Server
     assert _status(server, "ink-other") == 401
 
 
-def test_a_key_in_a_url_is_no_key(keyed_server: tuple[Server, Keyring]) -> None:
+def test_keys_in_urls_and_other_headers_are_ignored(keyed_server: tuple[Server, Keyring]) -> None:
     server, ring = keyed_server
     key = ring.keys["alice"]
     for query in (f"api_key={key}", f"key={key}", f"token={key}", f"Authorization=Bearer%20{key}"):
@@ -180,15 +178,15 @@ def test_a_key_in_a_url_is_no_key(keyed_server: tuple[Server, Keyring]) -> None:
         assert status_of(send_raw(server.url, raw_request("GET", "/v1/models", "Host: localhost", header))) == 401
 
 
-def test_every_key_is_compared_whichever_it_is(ring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_stored_key_is_compared(ring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
     """No early end: the first, the last and an unknown key take the same comparisons, each in constant time."""
     made = [ring.add(f"key-{i}") for i in range(20)]
     compared: list[tuple[bytes, bytes]] = []
-    really = hmac.compare_digest
+    original = hmac.compare_digest
 
     def compare(a: bytes, b: bytes) -> bool:
         compared.append((a, b))
-        return really(a, b)
+        return original(a, b)
 
     keys = ApiKeys(ring.file)
     monkeypatch.setattr(keys_module.hmac, "compare_digest", compare)
@@ -199,7 +197,7 @@ def test_every_key_is_compared_whichever_it_is(ring: Keyring, monkeypatch: pytes
         assert len(compared) == 20 and all(len(a) == len(b) == 32 for a, b in compared)
 
 
-def test_a_key_ends_when_its_days_are_over(ring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_expires(ring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
     key = new_key()
     add_key(ring.file, stored(key, "alice", days=1))
     keys = ApiKeys(ring.file)
@@ -209,7 +207,7 @@ def test_a_key_ends_when_its_days_are_over(ring: Keyring, monkeypatch: pytest.Mo
     assert keys.tenant_of(key.encode()) is None
 
 
-def test_what_is_no_file_of_keys_is_refused(tmp_path: Path) -> None:
+def test_invalid_keys_files_are_refused(tmp_path: Path) -> None:
     key = {"name": "a", "sha256": "0" * 64, "created": "2026-01-01T00:00:00Z"}
     wrong: list[dict[str, object]] = [
         {**key, "sha256": "0" * 63}, {**key, "sha256": "G" * 64}, {**key, "name": "a b"}, {**key, "name": "a\n"},

@@ -15,13 +15,13 @@ from tests.support.services import Services
 
 
 @pytest.fixture
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+def keep_loggers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loggers of this process stay pytest's."""
     monkeypatch.setattr(logs, "set_up", lambda _level, _how: None)
 
 
-@pytest.mark.usefixtures("quiet")
-def test_strangers_are_kept_out_where_no_key_is_set(
+@pytest.mark.usefixtures("keep_loggers")
+def test_start_refuses_to_serve_the_network_without_keys(
     tmp_path: Path, weights: Path, promise: Promise, capsys: pytest.CaptureFixture[str]
 ) -> None:
     empty = Keyring.of(tmp_path / "empty.json", "revoked")
@@ -57,7 +57,7 @@ def test_strangers_are_kept_out_where_no_key_is_set(
 
 
 @pytest.mark.parametrize("how", ["keys", "insecure"])
-def test_it_listens_everywhere_with_keys_or_where_that_is_said(serve: Services, tmp_path: Path, how: str) -> None:
+def test_listens_on_all_addresses_with_keys_or_insecure_no_auth(serve: Services, tmp_path: Path, how: str) -> None:
     ring = Keyring.of(tmp_path / "keys.json", "alice")
     flags, keys = ((), ring) if how == "keys" else (("--insecure-no-auth",), None)
     server = serve("--host", "0.0.0.0", *flags, ring=keys, wait=False, fake_ms=1)
@@ -66,7 +66,7 @@ def test_it_listens_everywhere_with_keys_or_where_that_is_said(serve: Services, 
     assert httpx.get(f"{url}/v1/models").status_code == (401 if how == "keys" else 200)
 
 
-def test_a_file_without_keys_denies_every_request(serve: Services, tmp_path: Path) -> None:
+def test_empty_keys_file_denies_every_request(serve: Services, tmp_path: Path) -> None:
     """On loopback it may be the beginning: the first key counts as soon as it is there."""
     ring = Keyring.of(tmp_path / "keys.json", "revoked")
     revoked = ring.headers("revoked")

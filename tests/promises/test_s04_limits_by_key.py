@@ -46,7 +46,7 @@ def _count(server: Server, state: str) -> float:
     return server.metric(f"requests_{state}", bearer(_KEYS["light"]))
 
 
-def _visit(server: Server, seconds: float, name: str) -> list[float]:
+def _first_tokens(server: Server, seconds: float, name: str) -> list[float]:
     """Seconds to each first token of the light tenant."""
     plan = Plan(url=server.url, bodies=(_SMALL_REQUEST,), headers=_header(name), rate=_RATE, seconds=seconds)
     outcomes = open_loop.run(plan)
@@ -68,16 +68,16 @@ def _has_arrived(server: Server, least: int) -> bool:
 
 
 @pytest.mark.timed
-def test_a_thousand_waiting_requests_of_one_key_do_not_keep_another_waiting(server: Server, promise: Promise) -> None:
+def test_1000_waiting_requests_of_one_key_do_not_delay_another(server: Server, promise: Promise) -> None:
     seconds = promise.size(4, 20)
 
     def measure() -> tuple[float, int]:
         assert server.wait_for(lambda: _count(server, "waiting") == 0)
-        alone = open_loop.spread(_visit(server, seconds, "light"))
+        alone = open_loop.spread(_first_tokens(server, seconds, "light"))
         # The service answers 32 each second, also while a slow machine still sends; 1,300 give it ten seconds.
         with _flood(server, "flood", 1300, seconds + 60):
             assert server.wait_for(lambda: _has_arrived(server, 1000))
-            loaded = open_loop.spread(_visit(server, seconds, "light"))
+            loaded = open_loop.spread(_first_tokens(server, seconds, "light"))
             assert _count(server, "waiting") > 500
         # What a fifth of a second does is the machine's doing, and a first token takes two steps in any case.
         return loaded.p99 / max(alone.p99, 0.02), loaded.n
@@ -88,7 +88,7 @@ def test_a_thousand_waiting_requests_of_one_key_do_not_keep_another_waiting(serv
     )
 
 
-def test_one_tenant_waits_behind_its_own_flood(server: Server) -> None:
+def test_tenant_waits_behind_its_own_flood(server: Server) -> None:
     """Positive control: the same flood by the same tenant."""
     assert server.wait_for(lambda: _count(server, "waiting") == 0)
     with _flood(server, "flood", 800, 60):
@@ -99,7 +99,7 @@ def test_one_tenant_waits_behind_its_own_flood(server: Server) -> None:
     assert open_loop.spread(waited).p50 > 0.5
 
 
-def test_requests_at_a_time_are_never_more_than_the_key_may_have(server: Server, promise: Promise) -> None:
+def test_concurrency_limit_of_a_key_is_never_exceeded(server: Server, promise: Promise) -> None:
     assert server.wait_for(lambda: _count(server, "waiting") + _count(server, "running") == 0)
     with _flood(server, "limited", 60, 5) as load:
         most, end = 0.0, time.monotonic() + 1.5
@@ -110,8 +110,14 @@ def test_requests_at_a_time_are_never_more_than_the_key_may_have(server: Server,
     promise.at_most("concurrent requests of a key that may have 12", most, target=12, n=summary.offered)
 
 
-def test_routes_that_draw_nothing_count_as_requests_too(server: Server) -> None:
-    asked = [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [40]}), ("/tokenize", {"prompt": "b"})] * 2
-    answers = [httpx.post(f"{server.url}{path}", json=body, headers=bearer(_KEYS["reader"])) for path, body in asked]
+def test_tokenize_routes_count_as_requests(server: Server) -> None:
+    requests_sent = [
+        ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": [40]}),
+        ("/tokenize", {"prompt": "b"}),
+    ] * 2
+    answers = [
+        httpx.post(f"{server.url}{path}", json=body, headers=bearer(_KEYS["reader"])) for path, body in requests_sent
+    ]
     assert [answer.status_code for answer in answers] == [200] * 3 + [429] * 3
     assert int(answers[-1].headers["retry-after"]) >= 1

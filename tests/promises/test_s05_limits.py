@@ -28,7 +28,7 @@ from tests.support.servers import Server
 HEADERS, URL, BODY, COUNT = 16384, 8192, 1 << 20, 100
 
 
-def _say(server: Server, data: bytes) -> bytes:
+def _send(server: Server, data: bytes) -> bytes:
     with connect(server) as connection:
         try:
             connection.sendall(data)
@@ -66,9 +66,9 @@ def _body(size: int) -> bytes:
 def test_bytes_at_the_limit_are_served_and_above_it_refused(
     fake_server: Server, promise: Promise, make: Callable[[int], bytes], limit: int, refused: int
 ) -> None:
-    at_limit = status_of(_say(fake_server, make(limit)))
-    above = _say(fake_server, make(limit + 1))
-    far_above = [_say(fake_server, make(times * limit)) for times in (10, 1000 if limit < BODY else 50)]
+    at_limit = status_of(_send(fake_server, make(limit)))
+    above = _send(fake_server, make(limit + 1))
+    far_above = [_send(fake_server, make(times * limit)) for times in (10, 1000 if limit < BODY else 50)]
     assert at_limit == 200
     assert status_of(above) == refused and error_of(above)["type"] == "invalid_request_error"
     assert status_of(far_above[0]) == refused
@@ -91,7 +91,7 @@ LISTS: list[tuple[str, Any, Any]] = [
 
 def _status(server: Server, **fields: Any) -> int:
     body = {"prompt": "a", "max_tokens": 1, "stream": False, **fields}
-    answer = _say(server, post_request(body, "/complete", "Connection: close"))
+    answer = _send(server, post_request(body, "/complete", "Connection: close"))
     if status_of(answer) >= 400:
         assert error_of(answer)["param"]
     return status_of(answer)
@@ -107,7 +107,7 @@ def test_lists_and_numbers_at_the_limit_are_served_and_above_it_refused(
     promise.all_of(f"limit of {name} at, above, far above", 3, 3)
 
 
-def test_one_endless_header_or_trailer_or_chunk_extension_is_refused(fake_server: Server) -> None:
+def test_endless_headers_trailers_and_chunk_extensions_are_refused(fake_server: Server) -> None:
     chunked = (
         b"POST /complete HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
     )
@@ -130,5 +130,5 @@ def test_one_endless_header_or_trailer_or_chunk_extension_is_refused(fake_server
                     connection.sendall(b"\r\n" * 500 if endless == b"\r\n" else b"x" * 1000)
             except (BrokenPipeError, ConnectionResetError):
                 continue
-            said = read_all(connection)
-            assert 400 <= status_of(said) < 500, (endless, said)
+            response = read_all(connection)
+            assert 400 <= status_of(response) < 500, (endless, response)

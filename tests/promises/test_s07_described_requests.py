@@ -26,7 +26,7 @@ def _send(connection: http.client.HTTPConnection, request: Request) -> tuple[int
     return response.status, response.read(), response.headers.get("Content-Type", "")
 
 
-def _faults(server: Server, count: int) -> tuple[list[str], collections.Counter[int]]:
+def _defects(server: Server, count: int) -> tuple[list[str], collections.Counter[int]]:
     """The defects of the answers to so many requests, and their statuses."""
     generator = RequestGenerator(Random(7), httpx.get(f"{server.url}/openapi.json").json())
     found, statuses = [], collections.Counter[int]()
@@ -47,16 +47,16 @@ def _faults(server: Server, count: int) -> tuple[list[str], collections.Counter[
     return found, statuses
 
 
-def test_nothing_that_is_described_ends_in_a_5xx(server: Server, promise: Promise) -> None:
+def test_requests_generated_from_openapi_get_no_5xx(server: Server, promise: Promise) -> None:
     n = promise.size(250, 2000)
-    faults, statuses = _faults(server, n)
-    print(*faults, statuses, sep="\n")
-    promise.at_most("requests with a 5xx, no response, or an error of another form", len(faults), target=0, n=n)
+    defects, statuses = _defects(server, n)
+    print(*defects, statuses, sep="\n")
+    promise.at_most("requests with a 5xx, no response, or an error of another form", len(defects), target=0, n=n)
     assert statuses[200] > n / 5 and statuses[400] > n / 10, statuses
     assert is_clean(server, 30.0)
 
 
-def test_a_route_that_fails_is_found_out(serve: Services) -> None:
-    harm = "import app.serving.service as s; s.Service.require_ready = lambda self: 1 / 0"
-    server = serve(wait=False, sabotage=harm, is_killed=True)
-    assert _faults(server, 40)[0]
+def test_failing_route_is_detected(serve: Services) -> None:
+    sabotage = "import app.serving.service as s; s.Service.require_ready = lambda self: 1 / 0"
+    server = serve(wait=False, sabotage=sabotage, is_killed=True)
+    assert _defects(server, 40)[0]

@@ -21,22 +21,26 @@ FORMS = (
 
 
 @pytest.fixture(scope="module")
-def opened(serve_module: Services, tmp_path_factory: pytest.TempPathFactory) -> tuple[Server, Keyring]:
-    ring = Keyring.of(tmp_path_factory.mktemp("opened") / "keys.json", "alice")
+def cors_server(serve_module: Services, tmp_path_factory: pytest.TempPathFactory) -> tuple[Server, Keyring]:
+    ring = Keyring.of(tmp_path_factory.mktemp("cors_server") / "keys.json", "alice")
     origins = f"{ALLOWED},http://localhost:3000"
     return serve_module("--allow-origin", origins, ring=ring, fake_ms=1), ring
 
 
 def _preflight(server: Server, origin: str, *, method: str = "POST", headers: str = "content-type") -> httpx.Response:
-    asked = {"Origin": origin, "Access-Control-Request-Method": method, "Access-Control-Request-Headers": headers}
-    return httpx.request("OPTIONS", f"{server.url}/complete", headers=asked)
+    request_headers = {
+        "Origin": origin,
+        "Access-Control-Request-Method": method,
+        "Access-Control-Request-Headers": headers,
+    }
+    return httpx.request("OPTIONS", f"{server.url}/complete", headers=request_headers)
 
 
-def _opens(answer: httpx.Response) -> set[str]:
+def _cors_headers(answer: httpx.Response) -> set[str]:
     return {name for name in answer.headers if name.startswith("access-control-")}
 
 
-def test_nothing_is_open_unless_it_was_opened(fake_server: Server) -> None:
+def test_no_origin_is_allowed_by_default(fake_server: Server) -> None:
     body = {"prompt": "x", "max_tokens": 1}
     for origin in (OTHER, ALLOWED, "null", "http://localhost:8000", fake_server.url):
         answers = [
@@ -44,11 +48,11 @@ def test_nothing_is_open_unless_it_was_opened(fake_server: Server) -> None:
             httpx.get(f"{fake_server.url}/v1/models", headers={"Origin": origin}),
             httpx.post(f"{fake_server.url}/complete", headers={"Origin": origin}, json=body),
         ]
-        assert [_opens(answer) for answer in answers] == [set()] * 3, origin
+        assert [_cors_headers(answer) for answer in answers] == [set()] * 3, origin
         assert answers[0].status_code == 405
 
 
-def test_no_form_of_another_site_can_start_a_completion(fake_server: Server, promise: Promise) -> None:
+def test_cross_site_forms_cannot_start_a_completion(fake_server: Server, promise: Promise) -> None:
     """The service refuses requests without a preflight unread, whatever their content."""
     json_body, refused, tried = b'{"prompt": "x", "max_tokens": 1}', 0, 0
     for path in ("/complete", "/v1/completions", "/v1/chat/completions", "/score", "/tokenize", "/detokenize"):
@@ -63,8 +67,8 @@ def test_no_form_of_another_site_can_start_a_completion(fake_server: Server, pro
     )
 
 
-def test_an_allowed_origin_is_answered_and_no_other(opened: tuple[Server, Keyring], promise: Promise) -> None:
-    server, ring = opened
+def test_only_allowed_origins_get_cors_headers(cors_server: tuple[Server, Keyring], promise: Promise) -> None:
+    server, ring = cors_server
     for origin in (ALLOWED, "http://localhost:3000"):
         answer = _preflight(server, origin, headers="authorization, content-type, last-event-id")
         assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, origin)

@@ -12,17 +12,17 @@ from tests.support.promise_figures import Promise
 from tests.support.servers import Server
 from tests.support.services import Services
 
-OURS = [
+ACCEPTED = [
     "localhost", "LOCALHOST:80", "127.0.0.1", "127.0.0.1:8000", "[::1]", "[::1]:8000", "192.168.1.7", "a.localhost",
     "inkstream", "inkstream:8000", "ink_stream", "localhost.", "ink.example", "INK.example:443", "ink.example.",
     "other.example",
 ]  # fmt: skip
-STRANGE = [
+FOREIGN = [
     "evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example",
     "ink.example.evil.example", "evilink.example", "www.ink.example", "127.1", "0x7f.1", "evil.localhost.example",
     "xn--nk-zja.example", "e.v.i.l",
 ]  # fmt: skip
-BROKEN = [
+MALFORMED = [
     "", " ", "a b", "local\thost", "\xe9.example", "a" * 300, "localhost/health", "localhost@evil.example",
     "evil.example@localhost", "[::1", "::1", "[evil.example]", "localhost:port", "localhost:80:80",
     "localhost,evil.example", "evil.example#",
@@ -35,8 +35,8 @@ def named(serve_module: Services) -> Server:
     return serve_module(*flags, fake_ms=1)
 
 
-def test_only_names_that_no_stranger_can_have_are_answered(named: Server, promise: Promise) -> None:
-    cases = [(host, 200) for host in OURS] + [(host, 421) for host in STRANGE] + [(host, 400) for host in BROKEN]
+def test_only_trusted_host_names_are_served(named: Server, promise: Promise) -> None:
+    cases = [(host, 200) for host in ACCEPTED] + [(host, 421) for host in FOREIGN] + [(host, 400) for host in MALFORMED]
     good = 0
     for host, expected in cases:
         answer = send_raw(named.url, raw_request("GET", "/v1/models", f"Host: {host}"))
@@ -66,12 +66,12 @@ LOCAL, EVIL = "Host: localhost", "Host: evil.example"
         (200, raw_request("GET", "http://[::1]:80/health", LOCAL)),
     ],
 )
-def test_one_host_speaks_and_no_other_header(named: Server, status: int, request_: bytes) -> None:
+def test_only_one_host_header_counts(named: Server, status: int, request_: bytes) -> None:
     assert f" {status} ".encode() in send_raw(named.url, request_).partition(b"\r\n")[0]
 
 
 @pytest.mark.parametrize("target", ["evil.example", "evil.example:80", "localhost@evil.example", "EVIL.example."])
-def test_a_name_in_the_url_must_be_ours_too(named: Server, target: str) -> None:
+def test_host_in_the_url_must_be_trusted_too(named: Server, target: str) -> None:
     for host in (LOCAL, f"Host: {target.rpartition('@')[2]}"):
         assert status_of(send_raw(named.url, raw_request("GET", f"http://{target}/health", host))) == 421
     old = send_raw(named.url, f"GET http://{target}/health HTTP/1.0\r\n\r\n".encode())

@@ -41,7 +41,7 @@ HOSTILE = [
 ]
 
 
-def test_no_script_of_the_page_writes_markup(promise: Promise) -> None:
+def test_page_scripts_write_no_markup(promise: Promise) -> None:
     scripts = sorted(WEB.rglob("*.js"))
     clean = [path for path in scripts if not WRITES_MARKUP.search(path.read_text())]
     promise.all_of("scripts of the page that write text only", len(clean), len(scripts))
@@ -57,12 +57,12 @@ def test_no_script_of_the_page_writes_markup(promise: Promise) -> None:
     "line",
     ["e.innerHTML = text", "document.write(x)", "new Function(x)", "setTimeout('x')", "e.setAttribute('onclick', x)"],
 )
-def test_the_check_of_scripts_finds_what_it_looks_for(line: str) -> None:
+def test_scripts_that_write_markup_are_detected(line: str) -> None:
     """The control."""
     assert WRITES_MARKUP.search(line)
 
 
-def test_every_file_of_the_page_comes_with_the_policy(keyed_server: tuple[Server, Keyring]) -> None:
+def test_every_page_file_has_the_content_security_policy(keyed_server: tuple[Server, Keyring]) -> None:
     server, ring = keyed_server
     files = (path.relative_to(WEB).as_posix() for path in WEB.rglob("*") if path.suffix in (".js", ".css"))
     for path in ("/", "/docs", "/web/literata.woff2", *(f"/web/{file}" for file in files)):
@@ -94,13 +94,13 @@ def context(browser: Any, keyed_server: tuple[Server, Keyring]) -> Iterator[Any]
     context.close()
 
 
-def test_hostile_text_is_text(context: Any, keyed_server: tuple[Server, Keyring], promise: Promise) -> None:
+def test_hostile_output_is_shown_as_text(context: Any, keyed_server: tuple[Server, Keyring], promise: Promise) -> None:
     """Markup as generated text, model name, error message, and stored state after a reload."""
     context.add_init_script(f"sessionStorage.setItem('inkstream.key', {keyed_server[1].keys['alice']!r})")
-    page, asked = context.new_page(), list[str]()
+    page, requested = context.new_page(), list[str]()
     page.goto("/")
     bodies: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
+    page.on("request", lambda request: requested.append(request.url))
     page.route("**/complete", lambda route: route.fulfill(content_type="text/event-stream", body=bodies[-1]))
     harmless = 0
     for text in HOSTILE:
@@ -118,15 +118,13 @@ def test_hostile_text_is_text(context: Any, keyed_server: tuple[Server, Keyring]
         scripts = "document.scripts.length === 1 && document.images.length === 0"
         harmless += page.evaluate(f"() => window.pwned === undefined && {scripts}")
     promise.all_of("hostile outputs shown as text", harmless, len(HOSTILE))
-    assert not [url for url in asked if "evil.example" in url]
+    assert not [url for url in requested if "evil.example" in url]
 
 
-def test_a_page_that_asks_for_a_key_sends_it_and_never_shows_it(
-    context: Any, keyed_server: tuple[Server, Keyring]
-) -> None:
+def test_page_sends_the_key_and_never_shows_it(context: Any, keyed_server: tuple[Server, Keyring]) -> None:
     _, ring = keyed_server
-    page, asked = context.new_page(), []
-    page.on("request", lambda request: asked.append(request))
+    page, requested = context.new_page(), []
+    page.on("request", lambda request: requested.append(request))
     page.goto("/")
     page.locator("#key-form").wait_for(state="visible")
     page.locator("#key").fill("ink-wrong")
@@ -142,8 +140,8 @@ def test_a_page_that_asks_for_a_key_sends_it_and_never_shows_it(
     page.locator("#generate").click()
     page.locator('#status[data-state="done"]').wait_for()
     assert page.locator("#key-form").is_hidden()
-    assert asked[-1].headers["authorization"] == f"Bearer {ring.keys['alice']}"
-    assert not [request.url for request in asked if "ink-" in request.url]
+    assert requested[-1].headers["authorization"] == f"Bearer {ring.keys['alice']}"
+    assert not [request.url for request in requested if "ink-" in request.url]
     assert ring.keys["alice"] not in page.content() + json.dumps(page.evaluate("() => ({...localStorage})"))
     page.reload()
     page.locator("#model", has_text="tiny").wait_for()

@@ -130,7 +130,9 @@ def _disconnect(server: Server, ring: Keyring, canary: Canaries) -> None:
         connection.recv(100)
 
 
-def test_no_canary_is_found_where_it_was_not_sent(watched: tuple[Server, Keyring, Faults], promise: Promise) -> None:
+def test_canaries_never_reach_logs_metrics_or_other_clients(
+    watched: tuple[Server, Keyring, Faults], promise: Promise
+) -> None:
     server, ring, faults = watched
     canary = Canaries()
     canary.made += [key[4:] for key in ring.keys.values()]
@@ -138,30 +140,30 @@ def test_no_canary_is_found_where_it_was_not_sent(watched: tuple[Server, Keyring
         _send(server, ring, canary)
         _disconnect(server, ring, canary)
     _fail(server, ring, faults, canary)
-    bobs = Canaries()
-    seen = [
+    bob_canaries = Canaries()
+    responses = [
         httpx.get(f"{server.url}{path}", headers=ring.headers("bob")).text
         for path in ("/metrics", "/v1/models", "/health")
     ]
     for path in _ENDPOINTS:
-        for body in _bodies(bobs):
-            seen.append(httpx.post(f"{server.url}{path}", headers=ring.headers("bob"), json=body, timeout=60).text)
+        for body in _bodies(bob_canaries):
+            responses.append(httpx.post(f"{server.url}{path}", headers=ring.headers("bob"), json=body, timeout=60).text)
     assert server.has_logged("InjectedFault")
     wait_for_log_line(
         server, httpx.get(f"{server.url}/v1/models", headers=ring.headers("bob"))
     )  # what came before it is written
     log = server.log.read_text()
-    found = canary.found_in(log) + bobs.found_in(log) + canary.found_in("".join(seen))
+    found = canary.found_in(log) + bob_canaries.found_in(log) + canary.found_in("".join(responses))
     lines = log_lines(server)
     assert any(line.get("key") == "alice" for line in lines), "the log that was read is the right one"
     assert any("InjectedFault" in str(line.get("trace")) for line in lines), "and an exception is logged in it"
-    n = len(canary.made) + len(bobs.made)
+    n = len(canary.made) + len(bob_canaries.made)
     promise.at_most("canaries in logs, metrics and other clients' responses", len(found), target=0, n=n)
     assert not found
 
 
 @pytest.mark.parametrize("how", ["text", "json"])
-def test_exceptions_are_told_without_their_messages(
+def test_exceptions_are_logged_without_their_messages(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, how: logs.Format
 ) -> None:
     canary = secrets.token_hex(8)
@@ -209,7 +211,7 @@ def test_exceptions_are_told_without_their_messages(
 
 
 @pytest.mark.parametrize("how", ["text", "json"])
-def test_control_characters_never_reach_a_log_as_they_are(capsys: pytest.CaptureFixture[str], how: logs.Format) -> None:
+def test_control_characters_are_escaped_in_logs(capsys: pytest.CaptureFixture[str], how: logs.Format) -> None:
     logs.set_up("info", how)
     nasty = "a\nb\r\x1b[2J\x00\x07\x85\u2028\u202e\x9b31m"
     logging.getLogger("inkstream").info("told: %s", nasty, extra={"fields": {"key": nasty}})
@@ -218,7 +220,7 @@ def test_control_characters_never_reach_a_log_as_they_are(capsys: pytest.Capture
     assert all(c.isprintable() for c in text[:-1]) and "told: a\\nb" in text
 
 
-def test_a_log_that_quotes_is_found_out() -> None:
+def test_log_that_quotes_a_message_is_detected() -> None:
     """The control: Python's own formatter prints the message."""
     canary, stream = Canaries(), io.StringIO()
     handler = logging.StreamHandler(stream)
@@ -226,7 +228,7 @@ def test_a_log_that_quotes_is_found_out() -> None:
     assert canary.found_in(stream.getvalue())
 
 
-def test_no_code_prints_a_traceback_by_itself() -> None:
+def test_only_the_log_module_formats_tracebacks() -> None:
     """Only app/common/logs.py formats exceptions."""
     app = Path(logs.__file__).parents[1]
     words = ("print_exc", "format_exc", "traceback.format", "traceback.print")

@@ -19,7 +19,14 @@ from tests.support.servers import Server
 from tests.support.services import Services
 
 FIELDS = {"time", "level", "message", "request_id", "method", "route", "status", "key", "outcome", "duration_ms"}
-MORE = {"prompt_tokens", "cached_tokens", "completion_tokens", "queue_ms", "first_token_ms", "tokens_per_second"}
+COMPLETION_FIELDS = {
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
+    "queue_ms",
+    "first_token_ms",
+    "tokens_per_second",
+}
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +40,7 @@ def logged(
     assert all(line["level"] in ("debug", "info", "warning") for line in log_lines(running))
 
 
-def test_every_end_of_a_request_has_its_line(logged: tuple[Server, Keyring], promise: Promise) -> None:
+def test_every_kind_of_request_end_is_logged_in_one_line(logged: tuple[Server, Keyring], promise: Promise) -> None:
     server, ring = logged
     alice, text = ring.headers("alice"), {"prompt": "x", "max_tokens": 3}
     key, wrong = {"headers": alice}, "invalid_request_error"
@@ -63,16 +70,14 @@ def test_every_end_of_a_request_has_its_line(logged: tuple[Server, Keyring], pro
         assert line["route"] == route and line["key"] == (
             "alice" if route != "/health/live" and status not in (401, 421) else None
         )
-        assert line.keys() == (FIELDS | MORE if outcome == "length" else FIELDS), line
+        assert line.keys() == (FIELDS | COMPLETION_FIELDS if outcome == "length" else FIELDS), line
         assert 0 < line["duration_ms"] < 60_000
         logged_requests += 1
     promise.all_of("kinds of request end logged in one line of JSON", logged_requests, len(cases))
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.2])
-def test_a_body_that_breaks_off_in_nonsense_is_one_line_with_the_id_of_its_answer(
-    logged: tuple[Server, Keyring], pause: float
-) -> None:
+def test_malformed_body_is_logged_in_one_line_with_its_request_id(logged: tuple[Server, Keyring], pause: float) -> None:
     """Whether or not the application has started the request: it waits for the body, the connection answers."""
     server, ring = logged
     key, before = f"Authorization: Bearer {ring.keys['alice']}", len(request_lines(server))
@@ -91,7 +96,7 @@ def test_a_body_that_breaks_off_in_nonsense_is_one_line_with_the_id_of_its_answe
     assert (line["status"], line["outcome"]) == (400, "bad_request") and answer.startswith("HTTP/1.1 400 ")
 
 
-def test_a_client_that_leaves_and_comes_back_makes_two_lines(logged: tuple[Server, Keyring], faults: Faults) -> None:
+def test_disconnect_and_resume_are_two_log_lines(logged: tuple[Server, Keyring], faults: Faults) -> None:
     server, ring = logged
     faults.arm("engine.forward", "sleep", seconds=0.5, after=5)  # the text is not there before the client has left
     with httpx.stream(
@@ -107,7 +112,7 @@ def test_a_client_that_leaves_and_comes_back_makes_two_lines(logged: tuple[Serve
     assert line["stream"] == name and line["outcome"] == "length" and line["completion_tokens"] == 500
 
 
-def test_a_thousand_at_once_are_a_thousand_lines(logged: tuple[Server, Keyring], promise: Promise) -> None:
+def test_concurrent_requests_are_logged_in_one_line_each(logged: tuple[Server, Keyring], promise: Promise) -> None:
     server, ring = logged
     n, before = promise.size(200, 1000), len(request_lines(server))
 

@@ -18,16 +18,16 @@ def _cached(server: Server, ring: Keyring, name: str, prompt: str, **fields: Any
     return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-def test_no_key_finds_what_another_has_sent(keyed_server: tuple[Server, Keyring], promise: Promise) -> None:
+def test_keys_do_not_share_cached_prompts(keyed_server: tuple[Server, Keyring], promise: Promise) -> None:
     server, ring = keyed_server
-    across = same = tried = 0
+    cross_key_tokens = same = tried = 0
     for i in range(promise.size(10, 200)):
         prompt = f"{i} is the number of this secret: " + "once upon a time " * 20
         assert _cached(server, ring, "alice", prompt) == 0
         for other in ("bob", "carol"):
             # What a client claims about itself gives no access.
-            across += _cached(server, ring, other, prompt, user="alice", request_id=f"alice-{i}")
+            cross_key_tokens += _cached(server, ring, other, prompt, user="alice", request_id=f"alice-{i}")
         same += _cached(server, ring, "alice", prompt) > 0 and _cached(server, ring, "bob", prompt) > 0
         tried += 1
-    promise.at_most("tokens of the cache reused by another key", across, target=0, n=2 * tried)
+    promise.at_most("tokens of the cache reused by another key", cross_key_tokens, target=0, n=2 * tried)
     promise.all_of("prompts reused by their own key", same, tried)

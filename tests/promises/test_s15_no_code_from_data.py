@@ -50,7 +50,7 @@ os.write(_log, (json.dumps({"pid": os.getpid(), "event": "armed"}) + "\\n").enco
 """
 """sitecustomize.py of every Python process that the service starts; the engine's cannot be reached in another way."""
 
-HARM = """
+SABOTAGE = """
 import pathlib, pickle, app.serving.service as s
 real = s.Service.begin
 def begin(self, *arguments):
@@ -79,7 +79,7 @@ def harmful_nodes(source: str) -> list[str]:
     return found
 
 
-def test_no_file_names_what_turns_data_into_code(promise: Promise) -> None:
+def test_no_file_names_a_code_loader(promise: Promise) -> None:
     found = {str(path.relative_to(ROOT)): names for path in FILES if (names := harmful_nodes(path.read_text()))}
     promise.all_of("files of app/ and model/ that name no pickle, eval or loader", len(FILES) - len(found), len(FILES))
     assert found == {}
@@ -94,7 +94,7 @@ def test_no_file_names_what_turns_data_into_code(promise: Promise) -> None:
         "load(x, weights_only=False)", "def f():\n    import dill",
     ],
 )  # fmt: skip
-def test_the_look_at_files_finds_each_of_them(source: str) -> None:
+def test_code_loaders_are_detected(source: str) -> None:
     assert harmful_nodes(source)
 
 
@@ -121,7 +121,7 @@ def _has_loaded(log: Path, processes: int) -> bool:
     return before.count('"armed"') >= processes and log.read_text() == before
 
 
-def test_no_process_runs_data_while_it_loads_and_answers(serve: Services, tmp_path: Path, promise: Promise) -> None:
+def test_no_process_executes_data(serve: Services, tmp_path: Path, promise: Promise) -> None:
     server, log = _start(serve, tmp_path)
     _ask(server, "The moon")  # msgspec reads the annotations of its structs when it first needs them
     assert server.wait_for(lambda: _has_loaded(log, 4)), "a second grammar validator starts after the first one"
@@ -130,16 +130,18 @@ def test_no_process_runs_data_while_it_loads_and_answers(serve: Services, tmp_pa
     events = [json.loads(line) for line in log.read_text().splitlines()]
     processes = {event["pid"] for event in events if event["event"] == "armed"}
     assert server.process.pid in processes and len(processes) >= 4, "API, engine, and two grammar validators"
-    seen = [event for event in events if event["event"] != "armed"]
-    assert seen, "libraries evaluate annotations when they are imported; a hook that sees nothing is no hook"
-    harm = [e for e in seen if e["ours"] or e["event"] in ("pickle.find_class", "os.system", "marshal.load")]
-    print(*harm, *events[before:], sep="\n")
-    promise.at_most("uses of pickle, or of compile and exec by inkstream's code", len(harm), target=0, n=len(seen))
+    audited = [event for event in events if event["event"] != "armed"]
+    assert audited, "libraries evaluate annotations when they are imported; a hook that sees nothing is no hook"
+    harmful = [e for e in audited if e["ours"] or e["event"] in ("pickle.find_class", "os.system", "marshal.load")]
+    print(*harmful, *events[before:], sep="\n")
+    promise.at_most(
+        "uses of pickle, or of compile and exec by inkstream's code", len(harmful), target=0, n=len(audited)
+    )
     promise.at_most("strings compiled or executed while serving", len(events) - before, target=0, n=4)
 
 
-def test_a_service_that_unpickles_and_evaluates_is_found_out(serve: Services, tmp_path: Path) -> None:
-    server, log = _start(serve, tmp_path, HARM)
+def test_unpickling_and_eval_are_detected(serve: Services, tmp_path: Path) -> None:
+    server, log = _start(serve, tmp_path, SABOTAGE)
     _ask(server, "x")
     events = [json.loads(line) for line in log.read_text().splitlines()]
     kinds = {event["event"] for event in events if any(w in event.get("what", "") for w in ("PurePosixPath", "1 + 1"))}

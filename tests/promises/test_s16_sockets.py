@@ -51,17 +51,17 @@ def _check(server: Server) -> list[str]:
     return wrong + ([] if n_listening == 1 else [f"{n_listening} sockets listen"])
 
 
-def test_one_socket_listens_and_none_goes_out(server: Server, promise: Promise) -> None:
-    looks = [_check(server)]
+def test_one_socket_listens_and_none_connects_out(server: Server, promise: Promise) -> None:
+    checks = [_check(server)]
     fetch_completion(server.url, prompt="a", max_tokens=20, regex="[a-z]+")
     fetch_completion(server.url, prompt="a", max_tokens=20)
-    looks.append(_check(server))
+    checks.append(_check(server))
     assert len(family(server.process.pid)) >= 2, "the engine was meant to be looked at, too"
-    assert looks == [[], []]
+    assert checks == [[], []]
     promise.all_of("checks of all processes' sockets that find only the expected ones", 2, 2)
 
 
-def test_a_second_socket_would_be_seen(serve: Services) -> None:
+def test_extra_sockets_are_detected(serve: Services) -> None:
     """The control: a metrics exporter on a port of its own, and an outgoing connection."""
     sabotage = (
         "import socket; a = socket.create_server(('127.0.0.1', 0)); b = socket.create_connection(a.getsockname())"

@@ -16,7 +16,7 @@ from tests.support import ROOT
 from tests.support.promise_figures import Promise
 from tests.tools.lock import DEVELOPMENT, SERVING, locked, pins, serving
 
-HOLE = {
+VULNERABILITY = {
     "id": "GHSA-test", "modified": "2026-01-01T00:00:00Z", "summary": "a hole", "details": "a hole",
     "affected": [{
         "package": {"name": "jinja2", "ecosystem": "PyPI"},
@@ -29,9 +29,9 @@ class _Osv(BaseHTTPRequestHandler):
     """Knows of one hole: in jinja2 before 3.1.6."""
 
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        name, version = asked["package"]["name"], tuple(map(int, asked["version"].split(".")[:3]))
-        answer = {"vulns": [HOLE]} if name == "jinja2" and version < (3, 1, 6) else {}
+        query = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        name, version = query["package"]["name"], tuple(map(int, query["version"].split(".")[:3]))
+        answer = {"vulns": [VULNERABILITY]} if name == "jinja2" and version < (3, 1, 6) else {}
         body = json.dumps(answer).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
@@ -59,7 +59,7 @@ def _audit(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_the_locks_hold_every_pin_with_its_hashes(promise: Promise) -> None:
+def test_locks_contain_every_pin_with_hashes(promise: Promise) -> None:
     both = locked(SERVING) | locked(DEVELOPMENT)
     good = sum(both.get(name) == version for name, version in pins().items())
     promise.all_of("pins of constraints.txt (all but torch) with hashes", good, len(pins()))
@@ -67,19 +67,19 @@ def test_the_locks_hold_every_pin_with_its_hashes(promise: Promise) -> None:
     assert not locked(SERVING).keys() & locked(DEVELOPMENT).keys()
 
 
-def test_the_service_has_all_it_needs_in_its_own_lock() -> None:
+def test_serving_lock_is_complete() -> None:
     """By what the installed packages say; the container installs this file and torch, nothing else."""
     assert locked(SERVING).keys() == serving()
 
 
-def test_a_lock_without_a_hash_is_found_out(tmp_path: Path) -> None:
+def test_lock_without_hashes_is_refused(tmp_path: Path) -> None:
     bare = tmp_path / "bare.lock"
     bare.write_text(SERVING.read_text() + "requests==2.34.2\n")
     with pytest.raises(ValueError, match="no pin with hashes"):
         locked(bare)
 
 
-def test_a_known_hole_fails_the_audit(tmp_path: Path, osv: str) -> None:
+def test_known_vulnerability_fails_the_audit(tmp_path: Path, osv: str) -> None:
     old = tmp_path / "old.txt"
     old.write_text("jinja2==3.1.2\nclick==8.5.1\n")
     done = _audit("--pins", str(old), "--osv-url", osv)
@@ -88,7 +88,7 @@ def test_a_known_hole_fails_the_audit(tmp_path: Path, osv: str) -> None:
     assert "1 known holes in 2 of 2 packages" in done.stdout
 
 
-def test_an_unreachable_service_is_reported_and_blocks_no_build(tmp_path: Path) -> None:
+def test_unreachable_audit_service_is_a_warning(tmp_path: Path) -> None:
     small = tmp_path / "pins.txt"
     small.write_text("click==8.5.1\n")
     done = _audit("--pins", str(small), "--osv-url", "http://127.0.0.1:9/v1/query")

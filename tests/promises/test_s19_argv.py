@@ -13,7 +13,7 @@ from tests.support.promise_figures import Promise
 from tests.support.services import Services
 
 
-def test_no_process_of_the_service_shows_a_secret(serve: Services, tmp_path: Path, promise: Promise) -> None:
+def test_no_process_has_a_secret_in_its_arguments(serve: Services, tmp_path: Path, promise: Promise) -> None:
     ring = Keyring(tmp_path / "keys.json")
     key = ring.add("alice")
     # A client's variable in the service's own environment is a mistake that must not become an argument either.

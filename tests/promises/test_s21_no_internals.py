@@ -32,7 +32,7 @@ VALUES: list[Any] = [
     [1, "x"], {}, {"a": 1}, {LONG: LONG}, {"type": LONG}, "(", "[", "start:", {"type": "object", "properties": 5},
     [{"role": 5}], {"5": LONG},
 ]  # fmt: skip
-INSIDES = re.compile(
+INTERNALS = re.compile(
     r"Traceback|File \"|\.py\b|\.rs\b|\.so\b|site-packages|/usr/|/home/|/root/|/tmp/|/work/|/proc/|/var/"
     r"|<class|object at 0x|0x[0-9a-f]{6,}|\b[a-z_]+\.[a-z_]+\.[a-z_]+\("
     r"|\b[A-Z][A-Za-z]*(?:Error|Exception|Warning|Request|Response|Fields|Panic)\b"
@@ -60,7 +60,7 @@ def _problems(text: str) -> list[str]:
     error = json.loads(text)["error"]
     assert error.keys() >= {"message", "type", "param", "code", "request_id"}, text
     message = error["message"]
-    found = INSIDES.findall(message)
+    found = INTERNALS.findall(message)
     if len(message) > 600:
         found.append(f"{len(message)} characters")
     if LONG[:204] in text:
@@ -70,20 +70,20 @@ def _problems(text: str) -> list[str]:
     return found
 
 
-def test_no_error_tells_of_our_insides(fake_server: Server, promise: Promise) -> None:
-    seen, leaked = 0, []
+def test_errors_reveal_no_internals(fake_server: Server, promise: Promise) -> None:
+    n_errors, leaked = 0, []
     with httpx.Client(base_url=fake_server.url, timeout=60) as client:
         for path, body in _wrong(promise.size(6, len(VALUES))):
             answer = client.post(path, json=body)
             assert answer.status_code in (200, 400, 404), (path, body, answer.text)
             if answer.status_code != 200:
-                seen += 1
+                n_errors += 1
                 leaked += [(path, body, problem, answer.text) for problem in _problems(answer.text)]
-    assert seen > 300 and not leaked, leaked[:5]
-    promise.all_of("errors for invalid bodies that show no internals", seen - len(leaked), seen)
+    assert n_errors > 300 and not leaked, leaked[:5]
+    promise.all_of("errors for invalid bodies that show no internals", n_errors - len(leaked), n_errors)
 
 
-def test_errors_of_every_status_look_the_same(fake_server: Server) -> None:
+def test_errors_of_every_status_have_the_same_form(fake_server: Server) -> None:
     json_type = "Content-Type: application/json"
     host, chat = "Host: localhost", b'{"messages": [{"role": "user", "content": "x"}]}'
     cases = [
@@ -111,10 +111,10 @@ def test_errors_of_every_status_look_the_same(fake_server: Server) -> None:
             name = json.loads(body)["error"]["request_id"]
             assert f"x-request-id: {name}".encode() in head
         else:
-            assert status == 400 and len(body) < 100 and not INSIDES.search(body.decode()), body
+            assert status == 400 and len(body) < 100 and not INTERNALS.search(body.decode()), body
 
 
-def test_a_message_with_insides_is_found_out() -> None:
+def test_messages_with_internals_are_detected() -> None:
     """The control."""
     wrong = ("KeyError: 'x'", 'File "/usr/lib/x.py", line 3', "<class 'str'>", "pydantic says no", LONG, "a\x1bb")
     for message in (*wrong, "CompleteRequest is wrong"):

@@ -33,14 +33,14 @@ def _sections(page: str) -> dict[str, str]:
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
-def test_the_threat_model_is_whole(promise: Promise) -> None:
+def test_security_page_is_complete(promise: Promise) -> None:
     found = _sections(PAGE)
     good = [name for name, words in SECTIONS.items() if all(word in found.get(name, "") for word in words)]
     promise.all_of("required sections of SECURITY.md that are complete", len(good), len(SECTIONS))
     assert list(found) == list(SECTIONS)
 
 
-def test_a_page_without_one_of_its_parts_is_found_out() -> None:
+def test_missing_sections_are_detected() -> None:
     """The control."""
     for name in SECTIONS:
         assert list(_sections(PAGE.replace(f"## {name}\n", ""))) != list(SECTIONS)

@@ -208,9 +208,9 @@ def _template_of_a_client(server: Server) -> None:
         ("chat_template_kwargs", {"messages": [], "tokenize": True, "x": "y" * 10_000}),
         ("documents", [{"text": endless}]),
     ):
-        asked = {**chat, field: value}
-        _within(5, functools.partial(_post, server, "/v1/chat/completions", **asked))
-        answer = _post(server, "/v1/chat/completions", **asked)
+        request = {**chat, field: value}
+        _within(5, functools.partial(_post, server, "/v1/chat/completions", **request))
+        answer = _post(server, "/v1/chat/completions", **request)
         assert answer.status_code in (200, 400), answer.text
         if answer.status_code == 200:  # not used, and the answer says so
             assert field in json.dumps(answer.json()["warnings"])
@@ -279,7 +279,7 @@ ADVISORIES: dict[str, Check] = {
 
 
 @pytest.mark.parametrize("advisory", ADVISORIES)
-def test_an_advisory_does_not_apply(target: Server, advisory: str, promise: Promise) -> None:
+def test_advisory_does_not_apply(target: Server, advisory: str, promise: Promise) -> None:
     ADVISORIES[advisory](target)
     assert target.process.poll() is None and target.metric("engine_restarts_total") == 0, "nothing had to start again"
     assert _post(target).status_code == 200
@@ -287,7 +287,7 @@ def test_an_advisory_does_not_apply(target: Server, advisory: str, promise: Prom
     promise.all_of(advisory.partition(":")[0], 1, 1)
 
 
-def test_the_prefix_cache_uses_a_collision_resistant_hash() -> None:
+def test_prefix_cache_uses_a_collision_resistant_hash() -> None:
     """vLLM GHSA-rm76-4mrf-v9r8 (CVE-2025-25183) took Python's hash()."""
     source = Path(str(BlockPool.__init__.__code__.co_filename)).read_text()
     assert "sha256" in source and not re.search(r"[^_.a-z]hash\(", source)

@@ -71,7 +71,7 @@ async def _first_difference(harness: Harness, n: int, tally: _Tally) -> str | No
     return None
 
 
-def test_the_service_sees_the_requests_that_h11_sees_or_refuses(promise: Promise) -> None:
+def test_framing_agrees_with_h11_or_refuses(promise: Promise) -> None:
     n = promise.size(2_000, 1_000_000)
     tally = _Tally()
     with Harness() as harness:
@@ -121,7 +121,7 @@ def _lenient(**leniencies: bool) -> type[HttpProtocol]:
     ],
     ids=["smuggling", "both framings", "fields", "chunk ends", "line ends"],
 )
-def test_the_comparison_finds_planted_faults(protocol: type[HttpProtocol]) -> None:
+def test_planted_framing_faults_are_detected(protocol: type[HttpProtocol]) -> None:
     with Harness(protocol) as harness:
         found = uvloop.run(_first_difference(harness, 4_000, _Tally()))
     assert found is not None
@@ -133,9 +133,7 @@ def _completion(ring: Keyring, key: str, *headers: str, prompt: str = "a") -> by
     return "\r\n".join([*lines, f"Authorization: Bearer {ring.keys[key]}", *headers, "", body]).encode()
 
 
-def test_a_request_hidden_in_the_body_of_another_is_never_answered(
-    promise: Promise, keyed_server: tuple[Server, Keyring]
-) -> None:
+def test_request_hidden_in_a_body_is_never_answered(promise: Promise, keyed_server: tuple[Server, Keyring]) -> None:
     server, ring = keyed_server
     hidden = _completion(ring, "bob", "Connection: close")
     chunked = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(hidden), hidden)
@@ -149,16 +147,16 @@ def test_a_request_hidden_in_the_body_of_another_is_never_answered(
                     attacks.append(head.encode() + framed)
     good = []
     for attack in attacks:
-        said = send_raw(server.url, attack + LAST)
-        statuses = [int(part[:3]) for part in said.split(b"HTTP/1.1 ")[1:]]
+        response = send_raw(server.url, attack + LAST)
+        statuses = [int(part[:3]) for part in response.split(b"HTTP/1.1 ")[1:]]
         expected = 1 if attack.startswith(b"CONNECT") else 2  # the attack, and the request after it, which has no key
         good += [attack] if len(statuses) == expected and all(400 <= status < 500 for status in statuses) else []
     promise.all_of("upgrade requests with another key's request as body that get one response", len(good), len(attacks))
 
 
-def test_an_offer_of_http2_with_a_body_gets_the_answer_of_the_request(keyed_server: tuple[Server, Keyring]) -> None:
+def test_http2_upgrade_offer_with_a_body_is_answered_as_http1(keyed_server: tuple[Server, Keyring]) -> None:
     server, ring = keyed_server
     offer = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAAP__")
-    said = send_raw(server.url, _completion(ring, "alice", *offer) + LAST)
-    assert [part[:3] for part in said.split(b"HTTP/1.1 ")[1:]] == [b"200", b"401"]
+    response = send_raw(server.url, _completion(ring, "alice", *offer) + LAST)
+    assert [part[:3] for part in response.split(b"HTTP/1.1 ")[1:]] == [b"200", b"401"]
     assert '"level": "error"' not in server.log_text()

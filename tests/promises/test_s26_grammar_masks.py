@@ -25,7 +25,7 @@ from tests.support.services import Services
 
 pytest.importorskip("llguidance")
 
-_AT_ONCE = 31
+_CONCURRENCY = 31
 _WORST = (
     *("ambiguous words", "ambiguous behind 40", "ambiguous behind 120", "three hundred names behind 60"),
     *("hundred names of one thing", "palindromes", "ambiguous sums", "the n-th from the end, 60"),
@@ -81,7 +81,7 @@ class _Service:
 
 def _attack(names: list[str], tokens: int = 200) -> list[dict[str, object]]:
     """So many requests as run at once, of these bombs in turn."""
-    guided = [BOMBS[names[index % len(names)]] for index in range(_AT_ONCE)]
+    guided = [BOMBS[names[index % len(names)]] for index in range(_CONCURRENCY)]
     return [
         {"prompt": "The fox", "max_tokens": tokens, "stream": False, "seed": index, bomb.field: bomb.value}
         for index, bomb in enumerate(guided)
@@ -90,7 +90,7 @@ def _attack(names: list[str], tokens: int = 200) -> list[dict[str, object]]:
 
 _PLAIN: list[dict[str, object]] = [
     {"prompt": "The fox", "max_tokens": 200, "stream": False, "seed": index, "ignore_eos": True}
-    for index in range(_AT_ONCE)
+    for index in range(_CONCURRENCY)
 ]
 
 
@@ -151,16 +151,16 @@ def _check_outcomes(outcomes: Counter[str]) -> None:
 
 
 @pytest.mark.timed
-def test_a_stream_while_31_grammar_bombs_of_another_key_run(service: _Service, promise: Promise) -> None:
+def test_stream_beside_31_grammar_bombs_of_another_key(service: _Service, promise: Promise) -> None:
     names, rounds = (list(BOMBS), 5) if promise.full else (list(_WORST), 1)
-    for start in range(0, len(names), _AT_ONCE):
+    for start in range(0, len(names), _CONCURRENCY):
         found = promise.measured(
-            lambda group=names[start : start + _AT_ONCE]: _measure(service, group, rounds),  # type: ignore[misc]
+            lambda group=names[start : start + _CONCURRENCY]: _measure(service, group, rounds),  # type: ignore[misc]
             lambda found: found.to_plain <= 2 and found.time_to_alone <= 3,
         )
         _check_outcomes(found.outcomes)
         n = sum(found.outcomes.values())
-        bombs = f"bombs {start + 1} to {min(start + _AT_ONCE, len(names))}"
+        bombs = f"bombs {start + 1} to {min(start + _CONCURRENCY, len(names))}"
         what = f"p99 between tokens while 31 {bombs} of another key run, against 31 plain requests"
         promise.at_most(what, found.to_plain, target=2, floor=3, n=n)
         what = f"time of a stream while 31 {bombs} of another key run, against alone"
@@ -175,7 +175,7 @@ def test_a_stream_while_31_grammar_bombs_of_another_key_run(service: _Service, p
 
 
 @pytest.mark.timed
-def test_masks_in_the_step_would_hold_up_every_stream(service: _Service) -> None:
+def test_masks_computed_in_the_step_are_detected(service: _Service) -> None:
     """Positive control: masks that take 10 ms, while steps run and then in them."""
 
     def p99() -> float:
@@ -194,7 +194,7 @@ def test_masks_in_the_step_would_hold_up_every_stream(service: _Service) -> None
 
 
 @pytest.mark.timed
-def test_an_ordinary_guided_stream_beside_31_grammar_bombs_of_another_key(service: _Service, promise: Promise) -> None:
+def test_guided_stream_beside_31_grammar_bombs_of_another_key(service: _Service, promise: Promise) -> None:
     def measure() -> float:
         with service.load(_PLAIN):
             alone = sum(service.gaps(100, **{_ORDINARY.field: _ORDINARY.value}))
@@ -208,7 +208,7 @@ def test_an_ordinary_guided_stream_beside_31_grammar_bombs_of_another_key(servic
     )
 
 
-def test_the_computing_that_a_bomb_takes_is_charged_to_its_key(service: _Service) -> None:
+def test_grammar_computation_is_charged_to_its_key(service: _Service) -> None:
     service.ring.add("limited", tokens_per_minute=100_000)
     assert service.server.wait_for(lambda: service.tokens_left("limited", {}) > 0)
     bomb = BOMBS["ambiguous words"]

@@ -114,27 +114,25 @@ def _measured(
 
 
 @pytest.fixture
-def on_the_loop(server: Server, ring: Keyring) -> Load:
+def costly_load(server: Server, ring: Keyring) -> Load:
     """Sixteen clients with the worst bodies."""
     return Load(url=server.url, key=ring.keys["attacker"], requests=_bodies(), clients=16)
 
 
 @pytest.mark.timed
-def test_the_worst_bodies_leave_the_event_loop_to_others(
-    client: httpx.Client, on_the_loop: Load, promise: Promise
-) -> None:
-    _measured(promise, "completion concurrent with another tenant's worst bodies", _victim(client), on_the_loop)
+def test_costly_bodies_do_not_block_the_event_loop(client: httpx.Client, costly_load: Load, promise: Promise) -> None:
+    _measured(promise, "completion concurrent with another tenant's worst bodies", _victim(client), costly_load)
 
 
-def test_bodies_that_are_parsed_as_they_come_are_noticed(
-    client: httpx.Client, on_the_loop: Load, faults: Faults
+def test_parsing_bodies_without_a_share_limit_is_detected(
+    client: httpx.Client, costly_load: Load, faults: Faults
 ) -> None:
     """Positive control."""
     victim = _victim(client)
     alone = min(victim() for _ in range(5))
     with (
         faults.armed("loop_share.unlimited", "remove"),
-        running_load(replace(on_the_loop, requests=[_REFUSED], clients=8)),
+        running_load(replace(costly_load, requests=[_REFUSED], clients=8)),
     ):
         assert any(victim() > _FLOOR * alone for _ in range(5)), "one alone may come between two bodies"
 
@@ -144,7 +142,7 @@ _STREAMS = ("/complete", {"prompt": "Hello", "n": 16, "logprobs": 20, "max_token
 
 
 @pytest.mark.timed
-def test_streams_with_many_logprobs_leave_the_ipc_to_others(
+def test_streams_with_many_logprobs_do_not_block_ipc(
     client: httpx.Client, server: Server, ring: Keyring, promise: Promise
 ) -> None:
     load = Load(url=server.url, key=ring.keys["attacker"], requests=[_STREAMS], clients=4)
@@ -153,7 +151,7 @@ def test_streams_with_many_logprobs_leave_the_ipc_to_others(
 
 
 @pytest.mark.timed
-def test_a_full_batch_of_long_prompts_leaves_the_engines_steps_to_others(
+def test_batch_of_long_prompts_does_not_block_engine_steps(
     real_server: Server, ring: Keyring, promise: Promise
 ) -> None:
     load = Load(url=real_server.url, key=ring.keys["attacker"], requests=_long_prompts(), clients=16)
@@ -168,7 +166,7 @@ def _long_prompts() -> list[tuple[str, dict[str, Any]]]:
     return [("/complete", {"prompt": prompt, "max_tokens": 4, "stream": False}) for prompt in prompts]
 
 
-def test_streams_of_the_same_tenant_are_noticed(client: httpx.Client, server: Server, ring: Keyring) -> None:
+def test_load_of_the_same_tenant_is_detected(client: httpx.Client, server: Server, ring: Keyring) -> None:
     """Positive control of the two before: engines take turns by tenant, and here there is only one."""
     victim = _victim(client, max_tokens=32, ignore_eos=True)
     alone = min(victim() for _ in range(3))
@@ -182,7 +180,7 @@ def _texts(server: Server, ring: Keyring) -> Load:
     return Load(url=server.url, key=ring.keys["attacker"], requests=requests, clients=40)
 
 
-def test_a_tenant_that_fills_the_memory_for_texts_leaves_space_to_others(
+def test_tenant_that_fills_the_text_queue_leaves_space_for_others(
     client: httpx.Client, server: Server, ring: Keyring, promise: Promise
 ) -> None:
     before = memory(server.process.pid)
@@ -196,9 +194,7 @@ def test_a_tenant_that_fills_the_memory_for_texts_leaves_space_to_others(
     )  # fmt: skip
 
 
-def test_one_bound_for_the_texts_of_all_tenants_is_noticed(
-    client: httpx.Client, server: Server, ring: Keyring, faults: Faults
-) -> None:
+def test_shared_text_bound_is_detected(client: httpx.Client, server: Server, ring: Keyring, faults: Faults) -> None:
     """Positive control."""
     with faults.armed("tenant_queue.fifo", "remove"), running_load(_texts(server, ring), warm_up=2):
         assert _tokenize_a_megabyte(client) == 503
@@ -241,12 +237,12 @@ def scene(
 
 
 @pytest.mark.timed
-def test_another_tenants_work_costs_little(scene: tuple[str, Callable[[], float], Load], promise: Promise) -> None:
+def test_work_of_another_tenant_costs_little(scene: tuple[str, Callable[[], float], Load], promise: Promise) -> None:
     what, victim, load = scene
     _measured(promise, f"{what} concurrent with another tenant's, against alone", victim, load, rounds=2, each=(5, 20))
 
 
-def test_one_worker_in_order_of_arrival_is_noticed(
+def test_first_come_first_served_worker_is_detected(
     scene: tuple[str, Callable[[], float], Load], faults: Faults
 ) -> None:
     """Positive control."""

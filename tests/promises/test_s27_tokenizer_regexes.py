@@ -68,9 +68,9 @@ def test_check_and_start_refuse_a_catastrophic_pattern(
     started = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     checked = check.main([str(directory)])
     refused = 0
-    for code, said in ((started.returncode, started.stderr), (checked, capsys.readouterr().err)):
-        errors = [line for line in said.splitlines() if "error: " in line]
-        assert len(errors) == 1 and "Traceback" not in said and "registry" not in said, said
+    for code, output in ((started.returncode, started.stderr), (checked, capsys.readouterr().err)):
+        errors = [line for line in output.splitlines() if "error: " in line]
+        assert len(errors) == 1 and "Traceback" not in output and "registry" not in output, output
         refused += code == 2 and "tokenizer.json: the regular expression" in errors[0]
     name = "slow" if pattern == SLOW else "beyond the limit of retries"
     promise.all_of(f"verbs that refuse a catastrophic pattern ({name})", refused, 2)
@@ -105,7 +105,7 @@ def _health_during(server: Server, length: int, seconds: float) -> tuple[open_lo
 
 
 @pytest.mark.timed
-def test_texts_that_a_pattern_cannot_bear_leave_the_loop_live(
+def test_adversarial_texts_do_not_block_the_event_loop(
     serve: Services, tmp_path: Path, weights: Path, promise: Promise
 ) -> None:
     """Switches off the timing, as if it had accepted a pattern that it cannot judge."""
@@ -125,7 +125,7 @@ def test_texts_that_a_pattern_cannot_bear_leave_the_loop_live(
     promise.all_of("such requests that get a clear 400", len(refused), len(answers))
 
 
-def test_a_service_that_trusts_every_pattern_is_noticed(serve: Services, tmp_path: Path, weights: Path) -> None:
+def test_service_that_trusts_every_pattern_is_detected(serve: Services, tmp_path: Path, weights: Path) -> None:
     """Positive control: such texts are read on the event loop."""
     directory = weights_with(SLOW, weights, tmp_path / "weights")
     server = _started(serve, tmp_path, directory, "tokenizer.unchecked", "tokenizer.trusted")
@@ -147,7 +147,7 @@ def _seconds(pattern: str, length: int) -> float:
 
 
 @pytest.mark.timed
-def test_known_patterns_take_linear_time_whatever_the_text(promise: Promise) -> None:
+def test_known_patterns_take_linear_time(promise: Promise) -> None:
     long = promise.size(1 << 16, 1 << 20)
     short_times = {pattern: _seconds(pattern, 2440) for pattern in LINEAR_PATTERNS}
     long_times = {pattern: _seconds(pattern, long) for pattern in LINEAR_PATTERNS}
@@ -163,6 +163,6 @@ def test_known_patterns_take_linear_time_whatever_the_text(promise: Promise) -> 
     )
 
 
-def test_a_quadratic_pattern_among_them_would_be_noticed() -> None:
+def test_quadratic_pattern_is_detected() -> None:
     """Positive control."""
     assert _seconds(r"\s+$", 20_000) > 4 * 8 * _seconds(r"\s+$", 2440) / 2

@@ -187,7 +187,7 @@ def exhaustion(setting: Setting) -> None:
 
 
 def _idle_connections(setting: Setting) -> None:
-    """Connections that send nothing or half a head; a plain request must still get a response."""
+    """Connections that send nothing or incomplete headers; a plain request must still get a response."""
     target, rng = setting.target, setting.rng
     starts = [b"", b"G", b"GET / HTTP/1.1\r\nHost: x\r\n", b"POST /complete HTTP/1.1\r\n"]
     with ExitStack() as stack:
@@ -198,7 +198,7 @@ def _idle_connections(setting: Setting) -> None:
         response = target.call("POST", "/tokenize", body={"prompt": "a"})
     if response.status != 200 or response.seconds > 5:
         summary = f"status {response.status} after {response.seconds:.1f} s with 400 idle connections"
-        setting.report.add("high", summary, "400 connections, idle or half a head")
+        setting.report.add("high", summary, "400 connections, idle or with incomplete headers")
 
 
 def _distinct_requests(setting: Setting) -> tuple[float, int]:
