@@ -65,7 +65,10 @@ def read_kept() -> list[Figure]:
 
 
 def merge(kept: list[Figure], new: list[Figure]) -> list[Figure]:
-    """Replace figures in `kept` by those in `new`, except full-size by CI-size ones; drop figures that a rerun test no longer records."""
+    """Merge new figures into kept ones; CI sizes never replace full sizes.
+
+    Figures that a rerun test no longer records are dropped.
+    """
     ran = {(figure.test, figure.size) for figure in new}
     left = [old for old in kept if (old.test, old.size) not in ran and (old.test, "full") not in ran]
     full = {(figure.promise, figure.what) for figure in [*left, *new] if figure.size == "full"}

@@ -60,7 +60,7 @@ class _Disconnect:
 def _disconnect_time(
     server: Server, *, rest: float | None = None, first: bytes = b"", slowly: bytes = b""
 ) -> _Disconnect:
-    """Connect, or reuse a connection idle for `rest` seconds; send `first`, then `slowly` byte by byte, until disconnected."""
+    """Connect (and stay idle for `rest` seconds); send `first`, then `slowly` byte by byte, until disconnected."""
     before = time.monotonic()
     with connect(server) as connection:
         if rest is not None:

@@ -64,7 +64,7 @@ def _p99_gap(server: Server) -> float:
 
 
 def _measure_while_stalled(server: Server, n: int) -> tuple[float, float, float]:
-    """p99 token gap of other streams relative to that without stalled readers; bytes and blocks that the readers hold."""
+    """p99 token gap of other streams, relative to alone; bytes and blocks that stalled readers hold."""
     before, alone = memory(server.process.pid), min(_p99_gap(server) for _ in range(2))
     with _stalled(server, n):
         assert server.metric("connections") >= n, "the stalled readers must be connected during the measurement"

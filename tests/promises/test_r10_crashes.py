@@ -87,7 +87,7 @@ def _run_with_kills(server: Server, specs: list[RequestSpec], kills: int) -> tup
     """Responses to concurrent clients while the engine is killed repeatedly, and the number of kills."""
     killed = 0
     with concurrent_requests(server, specs) as answers:
-        # All requests are admitted by then (a starting engine refuses requests): the others were sent before the streams.
+        # Then all are admitted (a restarting engine refuses requests): those without streaming were sent first.
         streams = [
             a for a, spec in zip(answers, specs, strict=True) if spec.body.get("stream", spec.path == "/complete")
         ]
@@ -102,7 +102,7 @@ def _run_with_kills(server: Server, specs: list[RequestSpec], kills: int) -> tup
 
 
 def _count_identical(server: Server, specs: list[RequestSpec], kills: int, *, kills_per_round: int) -> tuple[int, int]:
-    """Number of responses identical to those without kills, and of all responses, in rounds of at most that many kills."""
+    """Numbers of responses identical to those without kills, and of all responses; kills come in rounds."""
     expected, killed, same, n = outputs(send_all(server, specs)), 0, 0, 0
     before = server.metric("engine_restarts_total")
     while killed < kills:
@@ -182,7 +182,7 @@ def test_requests_that_kill_the_engine_do_not_end_an_idle_service(
 
 
 def test_lost_device_pauses_all_requests_and_fails_none(server: Server, faults: Faults, promise: Promise) -> None:
-    """After such a CUDA error every call fails, so no row is retried, and the next engine continues all open requests."""
+    """After such a CUDA error every call fails: no row is retried, and the next engine continues all open requests."""
     specs, restarts = _streams(16, max_tokens=120), server.metric("engine_restarts_total")
     since = len(server.log_text())
     expected = outputs(send_all(server, specs))

@@ -249,7 +249,7 @@ def _slow(faults: Faults) -> AbstractContextManager[None]:
 
 
 def _stream_across_reload(server: Server, link: Path, to: Path, faults: Faults, *, is_cut: bool) -> list[Event]:
-    """Events of a stream during which weights are reloaded; with `is_cut` it is disconnected before and resumed after."""
+    """Events of a stream across a reload; with `is_cut` it is disconnected before and resumed after."""
     with _slow(faults), httpx.stream("POST", f"{server.url}/complete", json=_FOX, timeout=60) as response:
         name, lines = response.headers["X-Request-Id"], response.iter_lines()
         while next(lines) != "event: token":

@@ -61,7 +61,7 @@ def _is_in_time(start: Start) -> bool:
 
 
 def test_service_responds_immediately_and_is_ready_in_time(tmp_path: Path, promise: Promise) -> None:
-    """Phases are observed with torch, which takes a second to import: with native kernels the service is ready too soon."""
+    """Observes phases with torch, which takes a second to import; native kernels are ready too soon."""
     n = promise.size(1, 9)
     if promise.full:
         _start(tmp_path)  # warm-up: page cache and bytecode

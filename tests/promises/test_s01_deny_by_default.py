@@ -1,7 +1,6 @@
 """A request without a key gets nothing but the page, its files and the health checks, however it is spelled.
 
-Advisories: vLLM #58144, #42594, #43426 (keys were asked for by path prefix, which other
-spellings of a path got around).
+Advisories: vLLM #58144, #42594, #43426 (keys were required by path prefix, which other spellings of a path bypassed).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from tests.support.services import Services
 PAGE = {"/", *(f"/web/{folder}{{name}}" for folder in ("", "documents/", "presets/", "request/", "text/", "tokens/"))}
 PUBLIC = {*PAGE, "/health", "/health/live", "/health/ready"}
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "BREW")
-SECRET = "the answer of a route without an access mark"
+SECRET = "the response of a route without an access mark"
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +37,7 @@ def ring(tmp_path_factory: pytest.TempPathFactory) -> Keyring:
 
 @pytest.fixture(scope="module")
 def keyed(serve_module: Services, ring: Keyring) -> Server:
-    return serve_module("--log-level", "debug", ring=ring, fake_ms=1)  # a line for public routes too
+    return serve_module("--log-level", "debug", ring=ring, fake_ms=1)  # logs public routes, too
 
 
 def _app(ring: Keyring, tmp_path: Path) -> FastAPI:
@@ -46,7 +45,7 @@ def _app(ring: Keyring, tmp_path: Path) -> FastAPI:
 
 
 def _routes(app: FastAPI) -> list[tuple[str, str]]:
-    """(method, path) of every route that the document knows, and those it does not."""
+    """(method, path) of every route in the OpenAPI document, and of those outside it."""
     routes = [(method.upper(), path) for path, methods in app.openapi()["paths"].items() for method in methods]
     return [*routes, *(("GET", path) for path in (*sorted(PAGE), "/docs", "/openapi.json")), ("HEAD", "/metrics")]
 
@@ -85,8 +84,8 @@ def _hosts(url: str) -> list[list[str]]:
 def test_requests_without_a_valid_key_reach_no_route(
     keyed: Server, ring: Keyring, tmp_path: Path, promise: Promise
 ) -> None:
-    """Every route x {no, malformed, wrong, revoked key}; each kind x spellings of the path and Host forgeries."""
-    # Revoked while the service runs, and asked only after it may be a second late.
+    """Every route x {no, malformed, wrong, revoked key}; each of these x path spellings and forged hosts."""
+    # Revoke while the service runs, and wait until the revocation takes effect.
     key = ring.revoke("revoked")
     assert keyed.wait_for(lambda: httpx.get(f"{keyed.url}/v1/models", headers=bearer(key)).status_code == 401)
     ring.keys["revoked"] = key
@@ -123,13 +122,13 @@ def _is_refused(answer: bytes, path: str) -> bool:
     status = status_of(answer)
     if path in PUBLIC and status in (200, 404):
         return True  # open to all clients
-    # A spelling may be one of something public: then the service answers that one.
+    # A spelling may also denote a public resource, which the service then serves.
     shows = b"text/html" in answer or b"text/javascript" in answer or b'{"status":' in answer
     return status in (0, 400, 401, 421) or (status == 200 and shows)
 
 
 def test_valid_key_opens_every_route(keyed: Server, ring: Keyring, tmp_path: Path) -> None:
-    """So that the refusals above are not those of a service that refuses everything."""
+    """Control: the service does not refuse everything."""
     good = ring.headers("alice")
     for method, path in _routes(_app(ring, tmp_path)):
         body = {"prompt": "x", "max_tokens": 1, "tokens": [5]} if method == "POST" else None
@@ -168,7 +167,7 @@ def test_new_routes_of_any_kind_require_a_key(ring: Keyring, tmp_path: Path) -> 
 
 
 def test_key_is_checked_before_the_body_is_read(keyed: Server) -> None:
-    """An anonymous client gets its answer although its body never arrives, long before the deadline (30 s)."""
+    """An anonymous client gets 401 without sending its body, long before the body timeout (30 s)."""
     announced = raw_request(
         "POST", "/complete", "Host: localhost", "Content-Type: application/json", "Content-Length: 1000000"
     )

@@ -124,7 +124,7 @@ def test_concurrent_adds_lose_no_key(ring: Keyring, promise: Promise) -> None:
     kept = sum(keys.tenant_of(key.encode()) is not None for key in made)
     promise.all_of("keys kept of those added at the same time", kept, n)
     assert len(set(made)) == n
-    assert [path.name for path in ring.file.parent.iterdir()] == ["keys.json"], "nothing is left behind"
+    assert [path.name for path in ring.file.parent.iterdir()] == ["keys.json"], "no temporary file may be left"
 
 
 def test_added_and_revoked_keys_take_effect_within_seconds(served: tuple[Server, Keyring], promise: Promise) -> None:
@@ -179,7 +179,7 @@ def test_keys_in_urls_and_other_headers_are_ignored(keyed_server: tuple[Server, 
 
 
 def test_every_stored_key_is_compared(ring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No early end: the first, the last and an unknown key take the same comparisons, each in constant time."""
+    """No early exit: the first, the last and an unknown key need the same comparisons, each in constant time."""
     made = [ring.add(f"key-{i}") for i in range(20)]
     compared: list[tuple[bytes, bytes]] = []
     original = hmac.compare_digest

@@ -16,7 +16,7 @@ from tests.support.services import Services
 
 @pytest.fixture
 def keep_loggers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loggers of this process stay pytest's."""
+    """Keep pytest's loggers in this process."""
     monkeypatch.setattr(logs, "set_up", lambda _level, _how: None)
 
 
@@ -48,7 +48,7 @@ def test_start_refuses_to_serve_the_network_without_keys(
     ]
     refused = 0
     for flags, words in cases:
-        # In this process, up to where it would listen: a start takes a second. R25 holds that nothing is bound.
+        # In this process, because a start takes a second. R25 tests that no port is bound.
         assert serve_verb(["--weights", str(weights), "--port", "0", *flags]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert words in line, (flags, line)
@@ -67,7 +67,7 @@ def test_listens_on_all_addresses_with_keys_or_insecure_no_auth(serve: Services,
 
 
 def test_empty_keys_file_denies_every_request(serve: Services, tmp_path: Path) -> None:
-    """On loopback it may be the beginning: the first key counts as soon as it is there."""
+    """A service on loopback may start without keys; the first added key takes effect."""
     ring = Keyring.of(tmp_path / "keys.json", "revoked")
     revoked = ring.headers("revoked")
     ring.revoke("revoked")

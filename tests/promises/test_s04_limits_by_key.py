@@ -24,12 +24,12 @@ _LIMITS = {"limited": {"concurrency": 12}, "reader": {"requests_per_minute": 3}}
 _SMALL_REQUEST = json.dumps({"prompt": "Hello there", "max_tokens": 10, "ignore_eos": True}).encode()
 _FLOOD = json.dumps({"prompt": "Once upon a time", "max_tokens": 100, "ignore_eos": True}).encode()
 _RATE = 8.0
-"""Of the light tenant: a tenth of what the service could do for it."""
+"""Requests per second of the light tenant: a tenth of the service's capacity."""
 
 
 @pytest.fixture(scope="module")
 def server(serve_module: Services, tmp_path_factory: pytest.TempPathFactory) -> Server:
-    """Four tenants."""
+    """A service with four tenants."""
     ring = Keyring(tmp_path_factory.mktemp("keys") / "keys.json")
     for name, key in _KEYS.items():
         add_key(ring.file, stored(key, name, **_LIMITS.get(name, {})))
@@ -42,12 +42,12 @@ def _header(name: str) -> tuple[tuple[str, str], ...]:
 
 
 def _count(server: Server, state: str) -> float:
-    """Requests that are running or waiting."""
+    """Number of requests in a state: running or waiting."""
     return server.metric(f"requests_{state}", bearer(_KEYS["light"]))
 
 
 def _first_tokens(server: Server, seconds: float, name: str) -> list[float]:
-    """Seconds to each first token of the light tenant."""
+    """Seconds to first token for each small request of this tenant."""
     plan = Plan(url=server.url, bodies=(_SMALL_REQUEST,), headers=_header(name), rate=_RATE, seconds=seconds)
     outcomes = open_loop.run(plan)
     assert all(o.is_good for o in outcomes), open_loop.summary(outcomes)
@@ -55,13 +55,13 @@ def _first_tokens(server: Server, seconds: float, name: str) -> list[float]:
 
 
 def _flood(server: Server, name: str, requests: int, seconds: float) -> AbstractContextManager[open_loop.Load]:
-    """All at once."""
+    """Send many requests of one tenant at the same time."""
     at_once = Plan(url=server.url, bodies=(_FLOOD,), rate=1000, seconds=10, most=requests)
     return open_loop.started(msgspec.structs.replace(at_once, headers=_header(name), patience=seconds))
 
 
 def _has_arrived(server: Server, least: int) -> bool:
-    """Whether more than so many wait, and no more come."""
+    """Whether more than `least` requests wait and no more arrive."""
     before = _count(server, "waiting")
     time.sleep(0.1)
     return least < _count(server, "waiting") <= before
@@ -74,12 +74,12 @@ def test_1000_waiting_requests_of_one_key_do_not_delay_another(server: Server, p
     def measure() -> tuple[float, int]:
         assert server.wait_for(lambda: _count(server, "waiting") == 0)
         alone = open_loop.spread(_first_tokens(server, seconds, "light"))
-        # The service answers 32 each second, also while a slow machine still sends; 1,300 give it ten seconds.
+        # The service completes 32 per second, also while a slow machine still sends; 1,300 leave ten seconds.
         with _flood(server, "flood", 1300, seconds + 60):
             assert server.wait_for(lambda: _has_arrived(server, 1000))
             loaded = open_loop.spread(_first_tokens(server, seconds, "light"))
             assert _count(server, "waiting") > 500
-        # What a fifth of a second does is the machine's doing, and a first token takes two steps in any case.
+        # Below 20 ms noise of the machine dominates; a first token takes at least two steps.
         return loaded.p99 / max(alone.p99, 0.02), loaded.n
 
     ratio, n = promise.measured(measure, lambda found: found[0] <= 3)

@@ -1,6 +1,6 @@
 """S5: Headers, URL, body, prompt and every list have a limit: a request at the limit is served, one above it refused.
 
-Each is tried at its limit, one above, and at a thousand times the limit.
+Tests each limit, one above it, and a thousand times the limit.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def _send(server: Server, data: bytes) -> bytes:
             connection.sendall(data)
             return read_response(connection)
         except (BrokenPipeError, ConnectionResetError):
-            # It closed while we were still sending a thousand times too much, or were later with it than it waits.
-            return read_all(connection)  # what it said before that is there
+            # The service closed the connection while the client was still sending.
+            return read_all(connection)  # a response sent before that is still readable
 
 
 def _headers(size: int) -> bytes:
@@ -72,7 +72,7 @@ def test_bytes_at_the_limit_are_served_and_above_it_refused(
     assert at_limit == 200
     assert status_of(above) == refused and error_of(above)["type"] == "invalid_request_error"
     assert status_of(far_above[0]) == refused
-    assert status_of(far_above[1]) in (refused, 0), "a thousand times too much may be closed instead"
+    assert status_of(far_above[1]) in (refused, 0), "the service may also close the connection"
     good = (at_limit == 200) + (status_of(above) == refused) + all(status_of(a) in (refused, 0) for a in far_above)
     promise.all_of(f"limit of {make.__name__[1:]} at, above, far above", good, 3)
 
@@ -122,7 +122,7 @@ def test_endless_headers_trailers_and_chunk_extensions_are_refused(fake_server: 
         with connect(fake_server) as connection:
             try:
                 connection.sendall(endless)
-                # What comes in the same piece as a body counts as that; then what comes later is refused.
+                # Bytes that arrive together with a body may count as body; later ones are refused.
                 time.sleep(0.05)
                 for number in range(1500):
                     if number > 100 and select([connection], [], [], 0.02)[0]:

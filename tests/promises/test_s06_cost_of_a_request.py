@@ -1,7 +1,7 @@
 """No request costs the service more than a hundred times its bytes in memory, or a tenth of a second of its CPU.
 
-But for two routes: /tokenize and /detokenize of a megabyte answer twenty times as much, and report every token. They
-take longer, in a thread, one at a time and in pieces; their figures are listed too, with floors of their own.
+Exceptions: /tokenize and /detokenize report every token, so a megabyte gives a response twenty times as long. They run
+in a thread, one at a time and in chunks; their figures have separate floors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.support.servers import Server
 
 _MEGABYTE = (1 << 20) - 200
 _SLACK = 6 << 20
-"""Bytes by which a process grows whatever it is asked: arenas, buffers of connections, a scrape of the metrics."""
+"""Bytes by which a process grows with any request: arenas, connection buffers, a metrics scrape."""
 
 
 def _body(**fields: Any) -> bytes:
@@ -66,24 +66,24 @@ _LONG_RESPONSES: dict[str, tuple[str, bytes]] = {
     "ids to text": ("/detokenize", json.dumps({"tokens": [7] * (_MEGABYTE // 3)}).encode()),
     "text to ids": ("/tokenize", json.dumps({"prompt": "fox " * (_MEGABYTE // 4)}).encode()),
 }
-"""Whose answers are some twenty times as long as what was asked: their CPU is that of writing it."""
+"""Requests with responses about twenty times as long: their CPU time is that of writing them."""
 
 
 def _cpu(server: Server) -> float:
-    """Seconds of the process's CPU: both of its own threads and in the kernel."""
+    """CPU seconds of all threads of the process, user and kernel."""
     nanoseconds = 0
     for thread in Path(f"/proc/{server.process.pid}/task").iterdir():
-        with suppress(FileNotFoundError):  # it has ended since; its work was small
+        with suppress(FileNotFoundError):  # the thread has ended; its work was small
             nanoseconds += int((thread / "schedstat").read_text().split()[0])
     assert nanoseconds
     return nanoseconds / 1e9
 
 
 def _cost(server: Server, client: httpx.Client, path: str, body: bytes) -> tuple[int, float, int]:
-    """Status, CPU seconds of the median of three, and by how much memory grew at its highest."""
+    """Status, median CPU seconds of three requests, and peak memory growth in bytes."""
     cpu, peak, status = [], 0, 0
     for _ in range(3):
-        Path(f"/proc/{server.process.pid}/clear_refs").write_text("5")  # the peak is counted from here
+        Path(f"/proc/{server.process.pid}/clear_refs").write_text("5")  # resets the peak
         before, used = memory(server.process.pid), _cpu(server)
         response = client.post(path, content=body, headers={"Content-Type": "application/json"})
         status = response.status_code
@@ -96,7 +96,7 @@ def _cost(server: Server, client: httpx.Client, path: str, body: bytes) -> tuple
 def test_cost_of_a_request_is_bounded(fake_server: Server, promise: Promise) -> None:
     server = fake_server
     if not os.access(f"/proc/{server.process.pid}/clear_refs", os.W_OK):
-        pytest.skip("this machine does not let us count memory from a moment on")
+        pytest.skip("cannot reset the peak memory counter on this machine")
     slowest = largest = longest = largest_long = 0.0
     costs: dict[str, str] = {}
     with httpx.Client(base_url=server.url, timeout=60) as client:

@@ -1,7 +1,7 @@
 """No request made from the service's own description, fitting or not, is answered with a 5xx.
 
-The generator is that of `make redteam`; schemathesis, which knows more tricks, runs over the same document with
-`make clients ONLY=schemathesis`. 504 is what a deadline of a millisecond gets and is no fault.
+The generator is that of `make redteam`; `make clients ONLY=schemathesis` tests the same document more
+thoroughly. A deadline of a millisecond correctly gets 504.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _send(connection: http.client.HTTPConnection, request: Request) -> tuple[int
 
 
 def _defects(server: Server, count: int) -> tuple[list[str], collections.Counter[int]]:
-    """The defects of the answers to so many requests, and their statuses."""
+    """Defects in the responses to `count` requests, and the counts of statuses."""
     generator = RequestGenerator(Random(7), httpx.get(f"{server.url}/openapi.json").json())
     found, statuses = [], collections.Counter[int]()
     connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=60)

@@ -53,7 +53,7 @@ def test_no_origin_is_allowed_by_default(fake_server: Server) -> None:
 
 
 def test_cross_site_forms_cannot_start_a_completion(fake_server: Server, promise: Promise) -> None:
-    """The service refuses requests without a preflight unread, whatever their content."""
+    """The service refuses requests that need no preflight without reading the body."""
     json_body, refused, tried = b'{"prompt": "x", "max_tokens": 1}', 0, 0
     for path in ("/complete", "/v1/completions", "/v1/chat/completions", "/score", "/tokenize", "/detokenize"):
         for kind in (*FORMS, None):

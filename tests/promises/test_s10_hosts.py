@@ -1,6 +1,6 @@
 """Requests with a host name that an attacker may own are refused, so that no page can rebind its name to the service.
 
-Advisories: Ollama CVE-2024-28224 (a page in the browser used the service of its own machine through DNS rebinding).
+Advisories: Ollama CVE-2024-28224 (a web page accessed the local service through DNS rebinding).
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ LOCAL, EVIL = "Host: localhost", "Host: evil.example"
     [
         (400, raw_request("GET", "/health")),
         *((400, raw_request("GET", "/health", LOCAL, second)) for second in (LOCAL, EVIL)),
-        (200, b"GET /health HTTP/1.0\r\n\r\n"),  # it knows no Host
-        # A proxy that wants to be believed passes the name on as Host.
+        (200, b"GET /health HTTP/1.0\r\n\r\n"),  # HTTP/1.0 needs no Host
+        # Forwarded names are ignored: a trusted proxy passes the name on as Host.
         *(
             (421, raw_request("GET", "/health", EVIL, f"X-{name}Host: localhost"))
             for name in ("Forwarded-", "", "Original-")

@@ -58,7 +58,7 @@ def test_page_scripts_write_no_markup(promise: Promise) -> None:
     ["e.innerHTML = text", "document.write(x)", "new Function(x)", "setTimeout('x')", "e.setAttribute('onclick', x)"],
 )
 def test_scripts_that_write_markup_are_detected(line: str) -> None:
-    """The control."""
+    """Control."""
     assert WRITES_MARKUP.search(line)
 
 
@@ -72,7 +72,7 @@ def test_every_page_file_has_the_content_security_policy(keyed_server: tuple[Ser
         assert len(own) == (2 if path in ("/", "/docs") else 0), path
         assert set(headers["content-security-policy"].split("; ")) == POLICY | set(own), path
         assert headers["x-content-type-options"] == "nosniff" and headers["referrer-policy"] == "no-referrer"
-    # A response that is no page is never mistaken for one either.
+    # Browsers must not take other responses for a page either.
     refused = httpx.get(f"{server.url}/<script>", headers=ring.headers("alice"))
     assert (
         refused.headers["content-type"] == "application/json" and refused.headers["x-content-type-options"] == "nosniff"
@@ -80,14 +80,14 @@ def test_every_page_file_has_the_content_security_policy(keyed_server: tuple[Ser
 
 
 def inline_hashes(html: str, kind: str) -> list[str]:
-    """The sources by which a policy allows the inline elements of this kind, computed as a browser does."""
+    """Policy sources that allow the inline elements of this kind, hashed as a browser does."""
     texts = re.findall(rf"<{kind}\b[^>]*>(.*?)</{kind}>", html, re.DOTALL) if html.startswith("<!doctype") else []
     return [f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" for text in texts]
 
 
 @pytest.fixture
 def context(browser: Any, keyed_server: tuple[Server, Keyring]) -> Iterator[Any]:
-    """Tabs of one browser."""
+    """A browser context, whose pages share storage like tabs."""
     context = browser.new_context(base_url=keyed_server[0].url)
     context.set_default_timeout(30_000)
     yield context
@@ -145,6 +145,6 @@ def test_page_sends_the_key_and_never_shows_it(context: Any, keyed_server: tuple
     assert ring.keys["alice"] not in page.content() + json.dumps(page.evaluate("() => ({...localStorage})"))
     page.reload()
     page.locator("#model", has_text="tiny").wait_for()
-    other = context.new_page()  # another tab knows nothing of it
+    other = context.new_page()  # another tab does not have the key
     other.goto("/")
     other.locator("#key-form").wait_for(state="visible")

@@ -40,7 +40,7 @@ def watched(serve_module: Services, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 class Canaries:
-    """Makes words that stand nowhere else, and finds them again, also as escapes."""
+    """Creates unique words and searches texts for them."""
 
     def __init__(self) -> None:
         self.made: list[str] = []
@@ -54,7 +54,7 @@ class Canaries:
 
 
 def _bodies(canary: Canaries) -> list[dict[str, Any]]:
-    """Requests with a canary wherever text may stand, right and wrong ones."""
+    """Valid and invalid requests with a canary in every text field."""
     new = canary.new
     base = {"max_tokens": 2, "stream": False}
     return [
@@ -110,9 +110,9 @@ def _send(server: Server, ring: Keyring, canary: Canaries) -> None:
 
 
 def _fail(server: Server, ring: Keyring, faults: Faults, canary: Canaries) -> None:
-    """An engine that dies with a canary in its exception while others are in memory."""
+    """Crash the engine with a canary in its exception, and others in memory."""
     body = {"prompt": canary.new(), "max_tokens": 200, "stream": False}
-    faults.arm("engine.step", "raise", times=1, after=50, note=canary.new())  # it steps only where there is work
+    faults.arm("engine.step", "raise", times=1, after=50, note=canary.new())  # the engine steps only when it has work
     httpx.post(f"{server.url}/complete", headers=ring.headers("alice"), json=body, timeout=60)
     assert not faults.is_armed("engine.step")
     assert server.wait_for(lambda: httpx.get(f"{server.url}/health/ready").status_code == 200, 30)
@@ -151,12 +151,12 @@ def test_canaries_never_reach_logs_metrics_or_other_clients(
     assert server.has_logged("InjectedFault")
     wait_for_log_line(
         server, httpx.get(f"{server.url}/v1/models", headers=ring.headers("bob"))
-    )  # what came before it is written
+    )  # earlier lines are written, too
     log = server.log.read_text()
     found = canary.found_in(log) + bob_canaries.found_in(log) + canary.found_in("".join(responses))
     lines = log_lines(server)
-    assert any(line.get("key") == "alice" for line in lines), "the log that was read is the right one"
-    assert any("InjectedFault" in str(line.get("trace")) for line in lines), "and an exception is logged in it"
+    assert any(line.get("key") == "alice" for line in lines), "the log must contain the requests"
+    assert any("InjectedFault" in str(line.get("trace")) for line in lines), "the log must contain the exception"
     n = len(canary.made) + len(bob_canaries.made)
     promise.at_most("canaries in logs, metrics and other clients' responses", len(found), target=0, n=n)
     assert not found
@@ -167,12 +167,12 @@ def test_exceptions_are_logged_without_their_messages(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, how: logs.Format
 ) -> None:
     canary = secrets.token_hex(8)
-    for name in ("httpx", "httpcore"):  # the client that asks
+    for name in ("httpx", "httpcore"):  # the test's own HTTP client
         monkeypatch.setattr(logging.getLogger(name), "disabled", True)
     logs.set_up("debug", how)
 
     class PanicException(BaseException):
-        """As a panic in Rust arrives in Python."""
+        """A Rust panic as it appears in Python."""
 
     async def fails(_scope: Any, _receive: Any, _send: Any) -> None:
         try:
@@ -221,7 +221,7 @@ def test_control_characters_are_escaped_in_logs(capsys: pytest.CaptureFixture[st
 
 
 def test_log_that_quotes_a_message_is_detected() -> None:
-    """The control: Python's own formatter prints the message."""
+    """Control: Python's own formatter prints the message."""
     canary, stream = Canaries(), io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.handle(logging.LogRecord("x", 40, "", 0, "x", None, (ValueError, ValueError(canary.new()), None)))

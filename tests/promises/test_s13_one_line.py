@@ -34,7 +34,7 @@ def logged(
     serve_module: Services, tmp_path_factory: pytest.TempPathFactory, faults: Faults
 ) -> Iterator[tuple[Server, Keyring]]:
     ring = Keyring.of(tmp_path_factory.mktemp("logged") / "keys.json", "alice")
-    flags = ("--log-format", "json", "--log-level", "debug")  # probes and scrapes are lines of this level
+    flags = ("--log-format", "json", "--log-level", "debug")  # probes and scrapes are logged at this level
     running = serve_module(*flags, ring=ring, fake_ms=1, environment=faults.environment)
     yield running, ring
     assert all(line["level"] in ("debug", "info", "warning") for line in log_lines(running))
@@ -78,7 +78,7 @@ def test_every_kind_of_request_end_is_logged_in_one_line(logged: tuple[Server, K
 
 @pytest.mark.parametrize("pause", [0.0, 0.2])
 def test_malformed_body_is_logged_in_one_line_with_its_request_id(logged: tuple[Server, Keyring], pause: float) -> None:
-    """Whether or not the application has started the request: it waits for the body, the connection answers."""
+    """Both before and after the application has started the request; the connection itself responds."""
     server, ring = logged
     key, before = f"Authorization: Bearer {ring.keys['alice']}", len(request_lines(server))
     head = raw_request(
@@ -98,7 +98,7 @@ def test_malformed_body_is_logged_in_one_line_with_its_request_id(logged: tuple[
 
 def test_disconnect_and_resume_are_two_log_lines(logged: tuple[Server, Keyring], faults: Faults) -> None:
     server, ring = logged
-    faults.arm("engine.forward", "sleep", seconds=0.5, after=5)  # the text is not there before the client has left
+    faults.arm("engine.forward", "sleep", seconds=0.5, after=5)  # the completion ends after the client has left
     with httpx.stream(
         "POST", f"{server.url}/complete", headers=ring.headers("alice"), json={"prompt": "x", "max_tokens": 500}
     ) as answer:
@@ -127,7 +127,7 @@ def test_concurrent_requests_are_logged_in_one_line_each(logged: tuple[Server, K
     for thread in threads:
         thread.join()
     assert server.wait_for(lambda: len(request_lines(server)) - before >= n)
-    time.sleep(0.2)  # time for one line too many
+    time.sleep(0.2)  # time for surplus lines
     lines = request_lines(server)[before:]
     assert len({line["request_id"] for line in lines}) == len(lines)
     promise.all_of("concurrent requests logged in one line each", len(lines), n)

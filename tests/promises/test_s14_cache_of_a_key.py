@@ -25,7 +25,7 @@ def test_keys_do_not_share_cached_prompts(keyed_server: tuple[Server, Keyring], 
         prompt = f"{i} is the number of this secret: " + "once upon a time " * 20
         assert _cached(server, ring, "alice", prompt) == 0
         for other in ("bob", "carol"):
-            # What a client claims about itself gives no access.
+            # Fields set by the client give no access.
             cross_key_tokens += _cached(server, ring, other, prompt, user="alice", request_id=f"alice-{i}")
         same += _cached(server, ring, "alice", prompt) > 0 and _cached(server, ring, "bob", prompt) > 0
         tried += 1

@@ -48,7 +48,7 @@ def _hook(event, arguments):
 sys.addaudithook(_hook)
 os.write(_log, (json.dumps({"pid": os.getpid(), "event": "armed"}) + "\\n").encode())
 """
-"""sitecustomize.py of every Python process that the service starts; the engine's cannot be reached in another way."""
+"""sitecustomize.py of every Python process that the service starts: the only way to hook the engine process."""
 
 SABOTAGE = """
 import pathlib, pickle, app.serving.service as s
@@ -62,7 +62,7 @@ s.Service.begin = begin
 
 
 def harmful_nodes(source: str) -> list[str]:
-    """Names in the code that could turn data into code."""
+    """Names in the source that could execute data as code."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -107,7 +107,7 @@ def _start(serve: Services, folder: Path, sabotage: str = "pass") -> tuple[Serve
 
 
 def _ask(server: Server, words: str) -> None:
-    """A stream, log-probabilities of a prompt, a guided text, a refusal."""
+    """Send a stream, a request for prompt log-probabilities, a guided completion and an invalid request."""
     assert stream(server.url, prompt=words, max_tokens=20, seed=1)[-1].name == "done"
     assert fetch_completion(server.url, prompt=words, max_tokens=5, logprobs=3, echo=True)["choices"]
     assert fetch_completion(server.url, prompt=words, max_tokens=10, regex="[a-c]+|__import__\\('os'\\)")["choices"]
@@ -115,7 +115,7 @@ def _ask(server: Server, words: str) -> None:
 
 
 def _has_loaded(log: Path, processes: int) -> bool:
-    """Whether so many processes have started and none of them has imported anything for a second."""
+    """Whether this many processes have started and none has imported anything for a second."""
     before = log.read_text()
     time.sleep(1.0)
     return before.count('"armed"') >= processes and log.read_text() == before
@@ -123,7 +123,7 @@ def _has_loaded(log: Path, processes: int) -> bool:
 
 def test_no_process_executes_data(serve: Services, tmp_path: Path, promise: Promise) -> None:
     server, log = _start(serve, tmp_path)
-    _ask(server, "The moon")  # msgspec reads the annotations of its structs when it first needs them
+    _ask(server, "The moon")  # warm-up: msgspec evaluates annotations of structs on first use
     assert server.wait_for(lambda: _has_loaded(log, 4)), "a second grammar validator starts after the first one"
     before = log.read_text().count("\n")
     _ask(server, "eval('1') {{ 7*7 }} ${x} __import__('os')")
@@ -131,7 +131,7 @@ def test_no_process_executes_data(serve: Services, tmp_path: Path, promise: Prom
     processes = {event["pid"] for event in events if event["event"] == "armed"}
     assert server.process.pid in processes and len(processes) >= 4, "API, engine, and two grammar validators"
     audited = [event for event in events if event["event"] != "armed"]
-    assert audited, "libraries evaluate annotations when they are imported; a hook that sees nothing is no hook"
+    assert audited, "the hook must record the annotations that libraries evaluate on import"
     harmful = [e for e in audited if e["ours"] or e["event"] in ("pickle.find_class", "os.system", "marshal.load")]
     print(*harmful, *events[before:], sep="\n")
     promise.at_most(

@@ -14,7 +14,7 @@ LISTEN, ESTABLISHED, SYN_SENT = "0A", "01", "02"
 
 
 def _inodes(pid: int) -> set[str]:
-    """Of the sockets that this process has open."""
+    """Inodes of the process's open sockets."""
     found = set()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         try:
@@ -27,7 +27,7 @@ def _inodes(pid: int) -> set[str]:
 
 
 def _internet(pid: int) -> list[tuple[str, str, str]]:
-    """Its TCP and UDP sockets: table, local port, state."""
+    """The process's internet sockets: table, local port, state."""
     inodes, found = _inodes(pid), []
     for table in ("tcp", "tcp6", "udp", "udp6", "raw", "raw6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
@@ -38,14 +38,14 @@ def _internet(pid: int) -> list[tuple[str, str, str]]:
 
 
 def _check(server: Server) -> list[str]:
-    """What is against the promise."""
+    """Violations of the promise."""
     port = server.url.rpartition(":")[2]
     wrong = []
     n_listening = 0
     for pid in family(server.process.pid):
         for table, local_port, state in _internet(pid):
             n_listening += state == LISTEN
-            # What clients opened has the service's own port on this side.
+            # Client connections have the service's port as local port.
             if pid != server.process.pid or not table.startswith("tcp") or local_port != port:
                 wrong.append(f"{pid}: {table} {local_port} {state}")
     return wrong + ([] if n_listening == 1 else [f"{n_listening} sockets listen"])
@@ -56,13 +56,13 @@ def test_one_socket_listens_and_none_connects_out(server: Server, promise: Promi
     fetch_completion(server.url, prompt="a", max_tokens=20, regex="[a-z]+")
     fetch_completion(server.url, prompt="a", max_tokens=20)
     checks.append(_check(server))
-    assert len(family(server.process.pid)) >= 2, "the engine was meant to be looked at, too"
+    assert len(family(server.process.pid)) >= 2, "the check must cover the engine process, too"
     assert checks == [[], []]
     promise.all_of("checks of all processes' sockets that find only the expected ones", 2, 2)
 
 
 def test_extra_sockets_are_detected(serve: Services) -> None:
-    """The control: a metrics exporter on a port of its own, and an outgoing connection."""
+    """Control: a metrics exporter on another port, and an outgoing connection."""
     sabotage = (
         "import socket; a = socket.create_server(('127.0.0.1', 0)); b = socket.create_connection(a.getsockname())"
     )

@@ -1,6 +1,6 @@
 """The container runs as uid 10001 with a read-only root, no capabilities and no way to gain rights.
 
-Checks the files; tests/container/run checks real containers. The same rules apply to the services next to it.
+Checks the files; tests/container/run checks real containers. The same rules apply to the other compose services.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COMPOSE = (ROOT / "docker-compose.yml").read_text()
 
 
 def _last_stage(dockerfile: str) -> list[str]:
-    """Its instructions, a line each."""
+    """Instructions of the last stage, one per line."""
     joined = re.sub(r"\\\n(\s*#.*\n)*", " ", dockerfile)
     return [line for line in re.split(r"^FROM .*$", joined, flags=re.M)[-1].splitlines() if line and line[0] != "#"]
 
@@ -32,7 +32,7 @@ def _values(stage: list[str], instruction: str) -> list[str]:
 
 @functools.cache
 def _services(compose: str) -> list[dict[str, Any]]:
-    """Ours first, then those of the profiles."""
+    """Services of the compose file, inkstream first."""
     services = yaml.safe_load(compose)["services"]
     assert next(iter(services)) == "inkstream"
     return list(services.values())
@@ -43,24 +43,26 @@ def _each(is_followed: Callable[[dict[str, Any]], bool]) -> Callable[[str], bool
 
 
 def _mounts_are_read_only(compose: str) -> bool:
-    """But for a volume that has a name of its own: nothing of the machine's."""
-    volumes = re.findall(r"^\s*#?\s+- (\S+:/\S+)$", compose, re.M)  # also those that a comment says to uncomment
+    """Whether all mounts except named volumes are read-only, without the Docker socket."""
+    volumes = re.findall(r"^\s*#?\s+- (\S+:/\S+)$", compose, re.M)  # also commented-out ones
     return "docker.sock" not in compose and all(v.endswith(":ro") or re.match(r"\w+:/", v) for v in volumes)
 
 
 FILE_RULES: dict[str, Callable[[str], bool]] = {
     "runs as 10001": lambda text: _values(_last_stage(text), "USER") == ["10001:10001"],
-    "nothing is done as another user after that": lambda text: _last_stage(text)[-1].startswith(("CMD", "ENTRYPOINT")),
-    "a user of that number without a shell": lambda text: bool(
+    "last instruction is CMD or ENTRYPOINT": lambda text: _last_stage(text)[-1].startswith(("CMD", "ENTRYPOINT")),
+    "user 10001 has no login shell": lambda text: bool(
         re.search(r"useradd --uid 10001 --gid 10001 --no-create-home .*--shell /usr/sbin/nologin", text)
     ),
     "nothing is fetched from a URL": lambda text: not re.search(r"^ADD |curl |wget ", text, re.M),
     "not the whole checkout is copied": lambda text: not re.search(r"^COPY (--\S+ )*\.+/? ", text, re.M),
     "no compiler and no pip cache in the last stage": lambda text: "apt-get" not in "".join(_last_stage(text)),
     "no secret is baked in": lambda text: not re.search(r"^(ARG|ENV) .*(KEY|TOKEN|SECRET|PASSWORD)", text, re.M | re.I),
-    "packages by their hashes": lambda text: "--require-hashes --no-deps --requirement requirements.lock" in text,
-    "its health is watched": lambda text: bool(_values(_last_stage(text), "HEALTHCHECK")),
-    "ends by SIGTERM": lambda text: _values(_last_stage(text), "STOPSIGNAL") == ["SIGTERM"],
+    "packages are installed with hashes": lambda text: (
+        "--require-hashes --no-deps --requirement requirements.lock" in text
+    ),
+    "has a health check": lambda text: bool(_values(_last_stage(text), "HEALTHCHECK")),
+    "stops with SIGTERM": lambda text: _values(_last_stage(text), "STOPSIGNAL") == ["SIGTERM"],
     "no shell between the signal and the service": lambda text: all(
         value.startswith("[") for name in ("ENTRYPOINT", "CMD") for value in _values(_last_stage(text), name)
     ),
@@ -72,9 +74,9 @@ COMPOSE_RULES: dict[str, Callable[[str], bool]] = {
     "no capabilities": _each(lambda service: service.get("cap_drop") == ["ALL"]),
     "no new privileges": _each(lambda service: service.get("security_opt") == ["no-new-privileges:true"]),
     "not privileged": _each(lambda service: not _RIGHTS & service.keys()),
-    "a number of processes": _each(lambda service: 0 < service.get("pids_limit", 0) <= 1024),
+    "limit of processes": _each(lambda service: 0 < service.get("pids_limit", 0) <= 1024),
     "no user is root": _each(lambda service: bool(re.match(r"[1-9]\d*(:|$)", str(service.get("user", 10001))))),
-    "the image's user is ours": lambda text: "user" not in _services(text)[0],
+    "no other user than the image's": lambda text: "user" not in _services(text)[0],
     "published on loopback": _each(
         lambda service: all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
     ),

@@ -17,7 +17,7 @@ from tests.support.promise_figures import Promise
 from tests.tools.lock import DEVELOPMENT, SERVING, locked, pins, serving
 
 VULNERABILITY = {
-    "id": "GHSA-test", "modified": "2026-01-01T00:00:00Z", "summary": "a hole", "details": "a hole",
+    "id": "GHSA-test", "modified": "2026-01-01T00:00:00Z", "summary": "a vulnerability", "details": "a vulnerability",
     "affected": [{
         "package": {"name": "jinja2", "ecosystem": "PyPI"},
         "ranges": [{"type": "ECOSYSTEM", "events": [{"introduced": "0"}, {"fixed": "3.1.6"}]}],
@@ -26,7 +26,7 @@ VULNERABILITY = {
 
 
 class _Osv(BaseHTTPRequestHandler):
-    """Knows of one hole: in jinja2 before 3.1.6."""
+    """Reports one vulnerability, in jinja2 before 3.1.6."""
 
     def do_POST(self) -> None:
         query = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -39,12 +39,12 @@ class _Osv(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_arguments: object) -> None:
-        """Quiet."""
+        """Log nothing."""
 
 
 @pytest.fixture
 def osv() -> Iterator[str]:
-    """The address of a service that knows of holes."""
+    """URL of a local OSV service."""
     server = HTTPServer(("127.0.0.1", 0), _Osv)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
@@ -68,7 +68,7 @@ def test_locks_contain_every_pin_with_hashes(promise: Promise) -> None:
 
 
 def test_serving_lock_is_complete() -> None:
-    """By what the installed packages say; the container installs this file and torch, nothing else."""
+    """According to installed metadata; the container installs only this file and torch."""
     assert locked(SERVING).keys() == serving()
 
 

@@ -20,7 +20,7 @@ _VALUES = {
     "status": r"[0-9]{3}",
     "replica": r"[0-9]+",
 }
-"""Labels whose values are not words."""
+"""Label -> pattern, for labels whose values are not words."""
 
 
 def _series(server: Server) -> set[tuple[str, tuple[tuple[str, str], ...]]]:
@@ -33,7 +33,7 @@ def _series_in(text: str) -> set[tuple[str, tuple[tuple[str, str], ...]]]:
 
 
 def _abuse(server: Server) -> None:
-    """Every source of a label, with a name that no client has sent before."""
+    """Send a new name to every source of a label."""
     new = secrets.token_hex(8)
     host = "Host: localhost"
     for head in (
@@ -70,11 +70,11 @@ def test_clients_cannot_add_time_series(fake_server: Server, promise: Promise) -
     labels = {label for series, labels in before for label in labels if series != "inkstream_build_info"}
     odd = {(name, value) for name, value in labels if not re.fullmatch(_VALUES.get(name, r"[a-z_]{2,30}"), value)}
     assert labels and not odd, odd
-    assert {("route", "none"), ("status", "404"), ("method", "none")} <= labels, "the abuse reaches the counter"
+    assert {("route", "none"), ("status", "404"), ("method", "none")} <= labels, "the abuse must reach the counter"
 
 
 def test_labels_from_client_input_are_detected() -> None:
-    """The control: a counter with a label of what was sent has one more series for each word."""
+    """Control: a counter labeled with client input gets a new series per word."""
     registry = CollectorRegistry()
     counter = Counter("requests", "By user.", ("user",), registry=registry)
     found = []

@@ -42,7 +42,7 @@ INTERNALS = re.compile(
 
 
 def _wrong(rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every field of every body with values of every kind, a few at a time."""
+    """Bodies with one field set to a sample of values of every kind."""
     random = Random(21)
     for path, model in BODIES.items():
         base = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "x"}
@@ -50,7 +50,7 @@ def _wrong(rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
         short = {} if path in ("/score", "/tokenize", "/detokenize") else {"max_tokens": 0, "stream": False}
         for name in model.model_fields:
             for value in random.sample(VALUES, min(rounds, len(VALUES))):
-                # The fake engine has no scores.
+                # The fake engine computes no scores.
                 if not (value and (name in ("echo", "logprobs") or (path, name) == ("/score", "prompt"))):
                     yield path, {**base, **short, name: value}
 
@@ -64,7 +64,7 @@ def _problems(text: str) -> list[str]:
     if len(message) > 600:
         found.append(f"{len(message)} characters")
     if LONG[:204] in text:
-        found.append("more than 200 characters of what was sent")
+        found.append("more than 200 characters of the request")
     if any(ord(c) < 32 or ord(c) == 127 for c in message.replace("\n", "")):
         found.append("a control character")
     return found
@@ -106,7 +106,7 @@ def test_errors_of_every_status_have_the_same_form(fake_server: Server) -> None:
     for request, status in cases:
         head, _, body = send_raw(fake_server.url, request).partition(b"\r\n\r\n")
         assert head.startswith(f"HTTP/1.1 {status} ".encode()), (request[:80], head)
-        if b"application/json" in head:  # what is no HTTP at all is answered by the server below us, in one line
+        if b"application/json" in head:  # the protocol below the application answers invalid HTTP, in one line
             assert _problems(body.decode()) == [], body
             name = json.loads(body)["error"]["request_id"]
             assert f"x-request-id: {name}".encode() in head
@@ -115,7 +115,7 @@ def test_errors_of_every_status_have_the_same_form(fake_server: Server) -> None:
 
 
 def test_messages_with_internals_are_detected() -> None:
-    """The control."""
+    """Control."""
     wrong = ("KeyError: 'x'", 'File "/usr/lib/x.py", line 3', "<class 'str'>", "pydantic says no", LONG, "a\x1bb")
     for message in (*wrong, "CompleteRequest is wrong"):
         body = {"message": message, "type": "", "param": None, "code": None, "request_id": ""}

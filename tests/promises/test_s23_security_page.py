@@ -41,6 +41,6 @@ def test_security_page_is_complete(promise: Promise) -> None:
 
 
 def test_missing_sections_are_detected() -> None:
-    """The control."""
+    """Control."""
     for name in SECTIONS:
         assert list(_sections(PAGE.replace(f"## {name}\n", ""))) != list(SECTIONS)

@@ -1,14 +1,13 @@
 """Published vulnerabilities of similar services and of libraries in use do not exist here: one test for each advisory.
 
-Keys by path prefix (vLLM #58144, #42594, #43426) are in test_s01, a comparison that takes longer for a better guess
-(vLLM CVE-2025-59425) in test_s02, a form that posts JSON (FastAPI CVE-2021-32677) in test_s09, DNS rebinding (Ollama
-CVE-2024-28224) in test_s10, log injection (uvicorn CVE-2020-7694) in test_s12, the timing of a prefix
-cache that tenants share (vLLM CVE-2025-46570) in test_s14, frames and weights that are unpickled (vLLM CVE-2024-11041,
-CVE-2025-30165, CVE-2025-32444, CVE-2025-24357) in test_s15, requests that are hidden in another's body (CL.TE, TE.CL,
-two lengths) in test_s25.
+Keys required by path prefix (vLLM #58144, #42594, #43426) are in test_s01, key comparison that leaks timing (vLLM
+CVE-2025-59425) in test_s02, cross-site JSON forms (FastAPI CVE-2021-32677) in test_s09, DNS rebinding (Ollama
+CVE-2024-28224) in test_s10, log injection (uvicorn CVE-2020-7694) in test_s12, the timing of a prefix cache that
+tenants share (vLLM CVE-2025-46570) in test_s14, frames and weights that are unpickled (vLLM CVE-2024-11041,
+CVE-2025-30165, CVE-2025-32444, CVE-2025-24357) in test_s15, request smuggling (CL.TE, TE.CL, two lengths) in test_s25.
 
-Advisories that need what is not here are left out: images and video, tools, LoRA, several machines, GGUF, files by URL,
-multipart forms, WebSockets, h11.
+Advisories about features that inkstream lacks are left out: images and video, tools, LoRA, several machines, GGUF,
+files by URL, multipart forms, WebSockets, h11.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ PAYLOAD = "{{ lipsum.__globals__['os'].popen('echo pwned').read() }}"
 
 @pytest.fixture(scope="module")
 def target(serve_module: Services, tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Server:
-    """A real engine, whose weights bring a chat template."""
+    """A real engine, whose weights have a chat template."""
     folder = tmp_path_factory.mktemp("target")
     copy = Path(shutil.copytree(weights, folder / "tiny"))
     (copy / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
@@ -57,7 +56,7 @@ def _post(server: Server, path: str = "/complete", **fields: Any) -> httpx.Respo
 
 
 def _within(seconds: float, check: Callable[[], object]) -> None:
-    """What takes its time takes it each time; a machine that stands still does not."""
+    """The fastest of three runs counts: a slow request is always slow, a stalled machine is not."""
 
     def measure() -> float:
         began = time.monotonic()
@@ -73,7 +72,7 @@ def _answers(
     paths: tuple[str, ...] = ENDPOINTS,
     seconds: float = 60,
 ) -> Check:
-    """Each of these requests gets one of these statuses, in time."""
+    """Return a check that each request gets one of these statuses in time."""
 
     def ask(server: Server, path: str, fields: dict[str, Any]) -> None:
         answer = _post(server, path, **fields)
@@ -128,7 +127,7 @@ _odd_parameters = _all_of(
     _answers({"logit_bias": _DOWN, "min_tokens": 3, "top_k": 1, "top_p": 0, "min_p": 1}),
 )
 _IDS = [list(range(5, 205))] * 4
-_prompt_logprobs = _all_of(  # [tokens, vocabulary] of log-probabilities never stands in memory at once
+_prompt_logprobs = _all_of(  # [tokens, vocabulary] of log-probabilities is never in memory at once
     _answers({"prompt": _IDS, "echo": True, "logprobs": 20, "max_tokens": 0}),
     _answers({"prompt": _IDS, "logprobs": 20}, paths=("/score",), statuses=(200,)),
 )
@@ -196,7 +195,7 @@ _empty_prompts = _answers(*_values("prompt", "", [], [""], [[]], ["", "x"], None
 
 
 def _template_of_a_client(server: Server) -> None:
-    """A template comes with the weights, never with a request."""
+    """Chat templates come from the weights, never from a request."""
     chat = {"messages": [{"role": "user", "content": PAYLOAD}], "max_tokens": 1}
     plain = _post(server, "/v1/chat/completions", **chat)
     assert plain.status_code == 200
@@ -212,7 +211,7 @@ def _template_of_a_client(server: Server) -> None:
         _within(5, functools.partial(_post, server, "/v1/chat/completions", **request))
         answer = _post(server, "/v1/chat/completions", **request)
         assert answer.status_code in (200, 400), answer.text
-        if answer.status_code == 200:  # not used, and the answer says so
+        if answer.status_code == 200:  # ignored, with a warning
             assert field in json.dumps(answer.json()["warnings"])
             assert answer.json()["usage"]["prompt_tokens"] == plain.json()["usage"]["prompt_tokens"]
 
@@ -281,13 +280,13 @@ ADVISORIES: dict[str, Check] = {
 @pytest.mark.parametrize("advisory", ADVISORIES)
 def test_advisory_does_not_apply(target: Server, advisory: str, promise: Promise) -> None:
     ADVISORIES[advisory](target)
-    assert target.process.poll() is None and target.metric("engine_restarts_total") == 0, "nothing had to start again"
+    assert target.process.poll() is None and target.metric("engine_restarts_total") == 0, "no process may restart"
     assert _post(target).status_code == 200
     assert not re.search(r'"level": "(error|critical)"', target.log.read_text())
     promise.all_of(advisory.partition(":")[0], 1, 1)
 
 
 def test_prefix_cache_uses_a_collision_resistant_hash() -> None:
-    """vLLM GHSA-rm76-4mrf-v9r8 (CVE-2025-25183) took Python's hash()."""
+    """vLLM GHSA-rm76-4mrf-v9r8 (CVE-2025-25183) used Python's hash()."""
     source = Path(str(BlockPool.__init__.__code__.co_filename)).read_text()
     assert "sha256" in source and not re.search(r"[^_.a-z]hash\(", source)

@@ -1,8 +1,8 @@
 """S25: One request, one response: the framing of requests agrees with an independent HTTP/1.1 parser, or refuses.
 
-The service must not see a request that h11 does not see in the same bytes, nor a different one: a proxy in front may
-read them as h11 does. It may refuse what h11 accepts. The three leniencies of llhttp that remain are in
-framing._normalized(), and a limit of h11's own is lifted there; none of them moves the end of a request.
+The service must not parse a request that h11 does not parse from the same bytes, nor a different one: a proxy in front
+may parse as h11 does. It may refuse what h11 accepts. framing._normalized() lists the three remaining leniencies of
+llhttp and lifts one limit of h11; none of them moves the end of a request.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from tests.support.promise_figures import Promise
 from tests.support.servers import Server
 
 SEED = os.environ.get("FRAMING_SEED", "S25")
-"""Another seed tests other messages; a failure names the seed and the index of the message."""
+"""Other seeds test other messages; a failure reports the seed and the message's index."""
 LAST = b"GET /next HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 
 
 class _Tally:
-    """Counts of messages by kind, and their outcomes."""
+    """Counts of outcomes by kind of message."""
 
     def __init__(self) -> None:
         self.kinds = list(MessageGenerator(Random(), None).kinds)
@@ -49,7 +49,7 @@ class _Tally:
 
 
 def _message(index: int) -> tuple[str, tuple[bytes, ...]]:
-    """Kind and packets of one connection: a message of each kind in turn, with others around it, some of it damaged."""
+    """Kind and packets of one connection: a message of each kind in turn, others around it, sometimes mutated."""
     rng = Random(f"{SEED} {index}")
     kinds = MessageGenerator(rng, None, methods=(*METHODS, "HEAD")).kinds
     kind = list(kinds)[index % len(kinds)]
@@ -79,13 +79,15 @@ def test_framing_agrees_with_h11_or_refuses(promise: Promise) -> None:
     assert found is None, found
     print(f"seed {SEED!r}: {n} messages, accepted {dict(tally.accepted)}, refused {dict(tally.refused)}")
     print(f"leniencies {dict(tally.leniencies)}, bodies that are requests {tally.bodies_that_are_requests}")
-    assert all(tally.accepted[kind] and tally.refused[kind] for kind in tally.kinds), "a kind of message tests nothing"
+    assert all(tally.accepted[kind] and tally.refused[kind] for kind in tally.kinds), (
+        "some kind of message is never accepted or never refused"
+    )
     assert tally.bodies_that_are_requests > n / 20
     promise.all_of("random messages framed as h11 does, or refused", n, n)
 
 
 class _Smuggling(HttpProtocol):
-    """The fault of issue 19: what follows the head of a request with an offer is parsed as another request."""
+    """The fault of issue 19: bytes after the headers of a request with an upgrade offer are parsed as a new request."""
 
     def _parse(self, data: bytes) -> None:
         while data:

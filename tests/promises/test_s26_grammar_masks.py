@@ -30,12 +30,12 @@ _WORST = (
     *("ambiguous words", "ambiguous behind 40", "ambiguous behind 120", "three hundred names behind 60"),
     *("hundred names of one thing", "palindromes", "ambiguous sums", "the n-th from the end, 60"),
 )
-"""Those that pass the trial run and cost the most: they run as long as they may, or end behind their prefix."""
+"""The most costly bombs that pass the trial run: they use all the time allowed, or end after their prefix."""
 _ORDINARY = Guided("json_schema", {"type": "array", "items": {"type": "string", "maxLength": 20}, "minItems": 90})
 
 
 class _Service:
-    """A service around the weights of the repository, with keys for a victim and an attacker."""
+    """A service with the repository's weights, and keys for a victim and an attacker."""
 
     def __init__(self, folder: Path, server: Server, ring: Keyring, faults: Faults) -> None:
         self.folder, self.server, self.ring, self.faults = folder, server, ring, faults
@@ -45,7 +45,7 @@ class _Service:
         return self.server.metric(name, self.ring.headers("victim"))
 
     def tokens_left(self, name: str, fields: dict[str, object]) -> int:
-        """Of a key's quota, after a request of 200 tokens."""
+        """Tokens left in a key's quota after a request of 200 tokens."""
         body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": False, **fields}
         answer = httpx.post(f"{self.server.url}/complete", json=body, headers=self.ring.headers(name), timeout=120)
         return int(answer.headers.get("x-ratelimit-remaining-tokens", 0))
@@ -63,9 +63,9 @@ class _Service:
 
     @contextmanager
     def load(self, bodies: list[dict[str, object]]) -> Iterator[Counter[str]]:
-        """The attacker keeps as many requests running as there are bodies, from a process of its own.
+        """A separate process keeps one request of the attacker running per body.
 
-        Yields what became of them, by status and message; filled when the block ends.
+        Yields the counts of outcomes by status and message; filled when the block ends.
         """
         outcomes, file = Counter[str](), self.folder / f"outcomes-{time.monotonic_ns()}"
         requests = [("/complete", body) for body in bodies]
@@ -73,14 +73,14 @@ class _Service:
         load = Load(
             url=self.server.url, key=attacker, requests=requests, clients=len(bodies), pause=0.1, outcomes=str(file)
         )
-        with running_load(load, warm_up=1.0):  # the trial runs are over, and every request is in the engine
+        with running_load(load, warm_up=1.0):  # trial runs are finished, and all requests are in the engine
             yield outcomes
         outcomes.update(file.read_text().splitlines() if file.exists() else [])
         assert self.server.wait_for(lambda: self.metric("requests_running") == 0)
 
 
 def _attack(names: list[str], tokens: int = 200) -> list[dict[str, object]]:
-    """So many requests as run at once, of these bombs in turn."""
+    """One request per concurrent client, with these bombs in turn."""
     guided = [BOMBS[names[index % len(names)]] for index in range(_CONCURRENCY)]
     return [
         {"prompt": "The fox", "max_tokens": tokens, "stream": False, "seed": index, bomb.field: bomb.value}
@@ -132,7 +132,7 @@ class _Measured:
 
 
 def _measure(service: _Service, names: list[str], rounds: int) -> _Measured:
-    """Rounds that alternate, so that a slow moment of the machine meets all three."""
+    """Alternates the three measurements, so that a slow machine affects all of them."""
     found = _Measured()
     for _ in range(rounds):
         found.alone += service.gaps(200)
@@ -145,7 +145,7 @@ def _measure(service: _Service, names: list[str], rounds: int) -> _Measured:
 
 
 def _check_outcomes(outcomes: Counter[str]) -> None:
-    """Every request of the attacker ends, with its text or with an error that is its own."""
+    """Every request of the attacker ends with a completion or a client error."""
     assert {outcome[:3] for outcome in outcomes} <= {"200", "400"}, outcomes
     assert all("complex" in outcome or "guide" in outcome for outcome in outcomes if outcome[:3] == "400"), outcomes
 
@@ -165,13 +165,13 @@ def test_stream_beside_31_grammar_bombs_of_another_key(service: _Service, promis
         promise.at_most(what, found.to_plain, target=2, floor=3, n=n)
         what = f"time of a stream while 31 {bombs} of another key run, against alone"
         promise.at_most(what, found.time_to_alone, target=3, floor=5, n=n)
-        # Any 31 requests make the slowest of 100 steps three to five times as long as that of a stream alone, where the
-        # load generator takes one of two cores: what bombs add is held by the ratio to plain requests.
+        # With the load generator on one of two cores, any 31 requests make the slowest of 100 steps three to five times
+        # as long as alone; the ratio to plain requests bounds the effect of bombs.
         if promise.full:
             what = f"p99 between tokens while 31 {bombs} of another key run, against alone"
             promise.at_most(what, found.p99_to_alone, target=3, floor=5, n=n)
     assert httpx.get(f"{service.server.url}/health/ready", timeout=30).status_code == 200
-    assert service.server.wait_for(lambda: service.metric("kv_cache_usage_ratio") == 0), "blocks are leaked"
+    assert service.server.wait_for(lambda: service.metric("kv_cache_usage_ratio") == 0), "leaked blocks"
 
 
 @pytest.mark.timed

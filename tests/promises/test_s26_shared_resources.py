@@ -32,7 +32,7 @@ _TEMPLATE = """{% for message in messages %}
 {% for i in range(message.content | length) %}{% for j in range(100) %}{% endfor %}{% endfor %}
 {{ message.content[:20] }}{% endfor %}"""
 _LENGTHS = itertools.count(1)
-"""Of the victim's grammars, which are all new to the service."""
+"""Lengths in the victim's grammars, each of which is new to the service."""
 _BOMBS = [
     {"anyOf": [{"type": "integer", "multipleOf": prime} for prime in (a, b, c)]}
     for a, b, c in ((999983, 999979, 999961), (999979, 999953, 999931), (999961, 999917, 999907))
@@ -71,17 +71,17 @@ def _victim(client: httpx.Client, **body: Any) -> Callable[[], float]:
 
 @pytest.fixture
 def client(server: Server, ring: Keyring) -> Iterator[httpx.Client]:
-    """The victim's."""
+    """The victim's client."""
     with httpx.Client(base_url=server.url, headers=ring.headers("victim"), timeout=120) as client:
         yield client
 
 
 _REFUSED = ("/complete", {f"f{i}": i for i in range(60_000)})
-"""Costs nothing but a parser's time."""
+"""A refused request that costs only parsing time."""
 
 
 def _bodies() -> list[tuple[str, dict[str, Any]]]:
-    """The bodies that take longest to parse, to refuse and to answer."""
+    """The bodies that take longest to parse, refuse or answer."""
     plain = {"prompt": "a", "max_tokens": 1, "stream": False}
     return [
         _REFUSED,
@@ -115,7 +115,7 @@ def _measured(
 
 @pytest.fixture
 def costly_load(server: Server, ring: Keyring) -> Load:
-    """Sixteen clients with the worst bodies."""
+    """Sixteen clients with the most costly bodies."""
     return Load(url=server.url, key=ring.keys["attacker"], requests=_bodies(), clients=16)
 
 
@@ -134,11 +134,11 @@ def test_parsing_bodies_without_a_share_limit_is_detected(
         faults.armed("loop_share.unlimited", "remove"),
         running_load(replace(costly_load, requests=[_REFUSED], clients=8)),
     ):
-        assert any(victim() > _FLOOR * alone for _ in range(5)), "one alone may come between two bodies"
+        assert any(victim() > _FLOOR * alone for _ in range(5)), "a single request may fall between two bodies"
 
 
 _STREAMS = ("/complete", {"prompt": "Hello", "n": 16, "logprobs": 20, "max_tokens": 200, "ignore_eos": True})
-"""Five pages of JSON each step."""
+"""Streams with much JSON in every step."""
 
 
 @pytest.mark.timed
@@ -161,21 +161,21 @@ def test_batch_of_long_prompts_does_not_block_engine_steps(
 
 
 def _long_prompts() -> list[tuple[str, dict[str, Any]]]:
-    """Prompts that no cache knows."""
+    """Distinct prompts, which are never cached."""
     prompts = [[(7 * i + j) % 250 + 40 for j in range(240)] for i in range(200)]
     return [("/complete", {"prompt": prompt, "max_tokens": 4, "stream": False}) for prompt in prompts]
 
 
 def test_load_of_the_same_tenant_is_detected(client: httpx.Client, server: Server, ring: Keyring) -> None:
-    """Positive control of the two before: engines take turns by tenant, and here there is only one."""
+    """Positive control of the two tests before: fair scheduling between tenants does not help within one tenant."""
     victim = _victim(client, max_tokens=32, ignore_eos=True)
     alone = min(victim() for _ in range(3))
     with running_load(Load(url=server.url, key=ring.keys["victim"], requests=[_STREAMS], clients=16)):
-        assert any(victim() > _FLOOR * alone for _ in range(10))  # the first may be answered before the load is there
+        assert any(victim() > _FLOOR * alone for _ in range(10))  # the first may finish before the load starts
 
 
 def _texts(server: Server, ring: Keyring) -> Load:
-    """More megabytes than all tenants together may have waiting."""
+    """More megabytes than all tenants together may queue."""
     requests = [("/tokenize", {"prompt": "fox " * (_BYTES // 4)})]
     return Load(url=server.url, key=ring.keys["attacker"], requests=requests, clients=40)
 
@@ -209,7 +209,7 @@ def _tokenize_a_megabyte(client: httpx.Client) -> int:
 def scene(
     request: pytest.FixtureRequest, client: httpx.Client, server: Server, ring: Keyring
 ) -> tuple[str, Callable[[], float], Load]:
-    """A kind of work, the victim's normal request of it, and the attacker's costly ones."""
+    """A kind of work, the victim's normal request and the attacker's costly requests."""
 
     def load(clients: int, path: str, *bodies: dict[str, Any]) -> Load:
         requests = [(path, body) for body in bodies]

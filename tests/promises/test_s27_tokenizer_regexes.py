@@ -1,7 +1,7 @@
 """S27: No text and no tokenizer file can block the event loop.
 
 Regular expressions of tokenizer.json that are not known to be linear are timed on adversarial texts by `check`, at the
-start and by a reload; the catastrophic ones are refused. What passes is run in sandboxed processes that are killed.
+start and by a reload, which refuse catastrophic ones. Others run in sandboxed processes with a time limit.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from tests.support.servers import Server
 from tests.support.services import Services
 
 SLOW = r"\w{0,100}\w{0,100}\w{0,100};"
-"""Some hundred thousand retries at each character; the engine gives up after ten million."""
+"""About a hundred thousand retries per character; the regex engine gives up after ten million."""
 BEYOND_THE_LIMIT = r"(?:\w+\s?)+!|\w+|\W"
 
 
 def attack(length: int) -> str:
-    """Neither pattern matches the letters, and both have to try, since what ends a match is there."""
+    """A text whose letters match neither pattern, with the end of a match present, so that both retry."""
     return "a" * (length - 3) + "\n;!"
 
 
@@ -52,7 +52,7 @@ def weights_with(pattern: str, weights: Path, directory: Path) -> Path:
 
 
 def _started(serve: Services, folder: Path, weights: Path, *protections: str) -> Server:
-    """Without these protections from the start."""
+    """Start a service without these protections."""
     faults = Faults(folder / "faults")
     for protection in protections:
         faults.arm(protection, "remove")
@@ -83,7 +83,7 @@ def _ask(server: Server, path: str, text: str) -> tuple[int, str]:
 
 
 def _health_during(server: Server, length: int, seconds: float) -> tuple[open_loop.Spread, list[tuple[int, str]]]:
-    """Times of /health/live while two clients send attacks, all of it without an answer, and the attackers' answers."""
+    """Times of /health/live (maximum if unanswered) during attacks of two clients, and the attackers' responses."""
     stop = threading.Event()
 
     def send(number: int) -> list[tuple[int, str]]:
@@ -108,7 +108,7 @@ def _health_during(server: Server, length: int, seconds: float) -> tuple[open_lo
 def test_adversarial_texts_do_not_block_the_event_loop(
     serve: Services, tmp_path: Path, weights: Path, promise: Promise
 ) -> None:
-    """Switches off the timing, as if it had accepted a pattern that it cannot judge."""
+    """Disables the timing check, as if it had missed a catastrophic pattern."""
     directory = weights_with(SLOW, weights, tmp_path / "weights")
     server = _started(serve, tmp_path, directory, "tokenizer.unchecked")
     _ask(server, "/complete", "hello")
@@ -126,7 +126,7 @@ def test_adversarial_texts_do_not_block_the_event_loop(
 
 
 def test_service_that_trusts_every_pattern_is_detected(serve: Services, tmp_path: Path, weights: Path) -> None:
-    """Positive control: such texts are read on the event loop."""
+    """Positive control: the service tokenizes such texts on the event loop."""
     directory = weights_with(SLOW, weights, tmp_path / "weights")
     server = _started(serve, tmp_path, directory, "tokenizer.unchecked", "tokenizer.trusted")
     health, _ = _health_during(server, 244, 2)
@@ -134,7 +134,7 @@ def test_service_that_trusts_every_pattern_is_detected(serve: Services, tmp_path
 
 
 def _seconds(pattern: str, length: int) -> float:
-    """The least of three runs on the worst text that is known for the pattern."""
+    """Minimum CPU seconds of three runs on the worst known text for the pattern."""
     split = pre_tokenizers.Split(Regex(pattern), "isolated").pre_tokenize_str
 
     def timed(text: str) -> float:
