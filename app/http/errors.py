@@ -138,7 +138,7 @@ def from_validation(error: ValidationError, fields: Mapping[str, Any]) -> ApiErr
         case "missing":
             unknown = [str(other["loc"][0])[:60] for other in details if other["type"] == "extra_forbidden"]
             close_matches = get_close_matches(str(name), unknown, n=1)
-            hint = f": did you mean it by {close_matches[0]!r}?" if close_matches else ""
+            hint = f": {close_matches[0]!r} is not a field" if close_matches else ""
             return ApiError(400, f"{'.'.join(map(str, first['loc']))} is required{hint}", param=name)
         case "string_pattern_mismatch":
             message = _ALLOWED_CHARACTERS.get(str(name), message)

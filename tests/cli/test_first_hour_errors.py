@@ -30,7 +30,7 @@ BODIES = [
     (b"{'prompt':'a'}", "the body is not valid JSON: key must be a string at line 1 column 2"),
     (b'["a"]', "the body must be a JSON object"),
     (b'{"max_tokens":5}', "prompt is required"),
-    (b'{"promt":"a"}', "prompt is required: did you mean it by 'promt'?"),
+    (b'{"promt":"a"}', "prompt is required: 'promt' is not a field"),
     (b'{"prompt":"a","logit_bias":{"the":1}}', 'logit_bias: each key must be a token id, such as "17"'),
     (b'{"prompt":"a","user":"a b"}', "user: must consist of letters, digits, _ and -"),
     (b'{"prompt":"a","max_tokens":"100"}', "max_tokens: Input should be a valid integer"),
