@@ -190,7 +190,7 @@ def test_card_body_has_every_figure_once_and_literal_samples() -> None:
     ):
         assert body.count(row) == 1, row
     assert "](loss.svg)" in body and "](samples.md)" in body
-    assert "The likeliest token each time, not chosen" in _card(sampling=str(GREEDY_SAMPLING))[1]
+    assert "The likeliest token each time, not selected" in _card(sampling=str(GREEDY_SAMPLING))[1]
 
 
 def test_folders_are_hidden_unless_file_names_are_ambiguous() -> None:
