@@ -275,7 +275,7 @@ def busy_streams() -> Iterator[Callable[[], object]]:
 
 @contextmanager
 def refusing_once(status: int) -> Iterator[str]:
-    """A service that refuses the first request with Retry-After: 1, then answers. No key of ours has a quota."""
+    """A service that refuses the first request with Retry-After: 1, then responds; the tests' keys have no quota."""
     responses = [(status, {"error": {"message": "slow down", "type": "rate_limit_error"}})]
 
     class Handler(BaseHTTPRequestHandler):
