@@ -35,7 +35,7 @@ class ContextLengthExceeded(InvalidRequest):
     def __init__(
         self, prompt_tokens: int, max_model_len: int, field: str, *, is_least: bool = False, remedy: str = ""
     ) -> None:
-        """`is_least`: there are at least so many tokens. `remedy`: what to do other than to shorten the field."""
+        """`is_least`: `prompt_tokens` is a lower bound. `remedy`: an alternative to shortening the field."""
         count = f"at least {prompt_tokens}" if is_least else str(prompt_tokens)
         if field == "prompt":
             remedy = remedy or "keep only its end with truncate_prompt_tokens"
