@@ -266,6 +266,11 @@ class HttpProtocol(HttpToolsProtocol):
             self._linger()
             return
         self.flow.unblock_reading()
+        if self._is_receiving_body:
+            # The response has promised to keep the connection, so the rest of the body has the time of any body. Until
+            # its end the connection may be evicted, as one that lingers.
+            self._connections.mark_idle(self.transport, ReceivePhase.LINGER)
+            return
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
         self._update_deadline()
@@ -361,9 +366,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _update_deadline(self) -> None:
         """Sets the deadline for the client's next input, if any is expected."""
         if self._is_receiving_body:
-            # After the response the rest of the body is useless, but closing now could discard the response.
-            has_responded = self.cycle.response_complete
-            self._timeouts.set_deadline(self._limits.linger_seconds if has_responded else self._limits.body_seconds)
+            self._timeouts.set_deadline(self._limits.body_seconds)
         elif self._is_busy:
             self._timeouts.set_deadline(max(0.0, self._response_deadline - time.monotonic()))
         elif (phase := self._request_limits.phase) in (ReceivePhase.HEAD, ReceivePhase.DONE):
@@ -393,7 +396,11 @@ class HttpProtocol(HttpToolsProtocol):
         assert error.code
         self._update_old_deadline()  # a request that came before this one in the same packet may still be answered
         self._connections.cut_by_reason[error.code] += 1
-        if self.transport.is_closing() or (self._is_receiving_body and self.cycle.response_started):
+        if self.transport.is_closing():
+            return
+        if self._is_receiving_body and self.cycle.response_complete:
+            self._linger()
+        elif self._is_receiving_body and self.cycle.response_started:
             self.transport.close()
         elif self._is_busy and not self._is_receiving_body:
             # Earlier requests are still being answered: the running one may finish, queued ones are dropped.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable
 
 import httpx
 import pytest
 import uvloop
 
 from app.http.http_protocol import HttpProtocol
-from tests.support.http.framing_harness import Harness
+from tests.support.http.framing_harness import LIMITS, Harness, MemoryTransport, Served
 from tests.support.http.raw_client import connect, error_of, post_request, read_all, status_of
 from tests.support.servers import Server
 
@@ -83,6 +85,55 @@ def test_active_request_receives_the_disconnect_while_another_is_pipelined() -> 
         return [bool(received and received.is_complete) for received in result.requests]
 
     assert uvloop.run(run()) == [False], "only the started request must receive the disconnect"
+
+
+HURRIED = dataclasses.replace(LIMITS, connections=1, linger_seconds=0.01)
+CHUNKED_HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+def _respond_early(then: Callable[[HttpProtocol], Awaitable[object]]) -> Served:
+    """Sends the head of a request, to which the application responds without the body; then calls `then`."""
+
+    async def run() -> Served:
+        with Harness(limits=HURRIED) as harness:
+            harness.reads_body = False
+            return await harness.serve((CHUNKED_HEAD,), then=then)
+
+    return uvloop.run(run())
+
+
+def test_after_an_early_response_the_body_may_arrive_slowly_and_the_next_request_is_answered() -> None:
+    """The response had no Connection: close. The time to linger is for responses that have."""
+
+    async def send_rest(connection: HttpProtocol) -> None:
+        for piece in (b"5\r\nhe", b"llo\r\n", b"0\r\n\r\n" + GET):
+            await asyncio.sleep(0.1)
+            connection.data_received(piece)
+
+    result = _respond_early(send_rest)
+    assert (result.statuses, result.is_closed, result.log) == ([200, 200], False, [])
+    assert b"connection: close" not in result.output.lower()
+
+
+def test_a_connection_with_an_early_response_makes_room_for_another_until_its_next_request() -> None:
+    async def connect_another(connection: HttpProtocol) -> None:
+        assert connection._connections.count == 1
+        assert connection._connections.register(MemoryTransport(bytearray()), "192.0.2.2")
+        assert connection.transport.is_closing(), "the new connection has evicted this one"
+
+    assert _respond_early(connect_another).statuses == [200]
+
+
+def test_a_framing_error_after_an_early_response_ends_the_connection_without_a_reset() -> None:
+    """A reset would discard the response in the client's buffer."""
+
+    async def send_error(connection: HttpProtocol) -> None:
+        connection.data_received(b"zz\r\n")
+        assert not connection.transport.is_closing(), "it lingers"
+
+    result = _respond_early(send_error)
+    assert (result.statuses, result.is_closed, result.log) == ([200], True, [])
 
 
 @pytest.mark.parametrize("head", ["", "Idempotency-Key: old\r\n"])
