@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -206,8 +207,10 @@ def test_running_engine_and_grammar_validators_die_with_a_killed_service(serve: 
     guided = {"prompt": "a", "regex": "[ab]{5}", "max_tokens": 8, "stream": False}
     assert httpx.post(f"{server.url}/complete", json=guided, timeout=60).status_code == 200
     pids = children(server)
-    checker = [pid for pid in pids if b"validator_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    os.kill(checker[0], signal.SIGSTOP)  # a second validator may be starting
+    validators = [pid for pid in pids if b"validator_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    # One that is stopped while it starts cannot yet ask the kernel for its parent's death.
+    assert server.wait_for(lambda: all(resource.prlimit(pid, resource.RLIMIT_FSIZE)[0] == 0 for pid in validators))
+    os.kill(validators[0], signal.SIGSTOP)
     with concurrent_requests(server, _LONG) as answers:
         assert server.wait_for(lambda: answers[0].n_events > 2)
         assert _die_with_killed_service(server, pids, 3)

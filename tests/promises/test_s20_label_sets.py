@@ -16,7 +16,7 @@ from tests.support.servers import Server
 _VALUES = {
     "le": r"[0-9.]+|\+Inf",
     "method": r"[A-Z]{3,7}|other|none",
-    "route": r"none|/[a-z0-9_./{}]*",
+    "route": r"none|/[a-z0-9_./{}:]*",
     "status": r"[0-9]{3}",
     "replica": r"[0-9]+",
 }
@@ -42,7 +42,8 @@ def _abuse(server: Server) -> None:
         raw_request("GET", "/health", f"Host: {new}"), raw_request("GET", "/health", f"Host: {new}.example"),
         raw_request("GET", f"/metrics?name={new}", host),
         raw_request("GET", "/metrics", host, f"Authorization: Bearer {new}"),
-        raw_request("GET", f"/complete/{new}/events", host), raw_request("DELETE", f"/complete/{new}", host),
+        raw_request("GET", f"/v1/models/{new}", host), raw_request("GET", f"/complete/{new}/events", host),
+        raw_request("DELETE", f"/complete/{new}", host),
         f"{new}\r\n\r\n".encode(),
     ):  # fmt: skip
         send_raw(server.url, head)
