@@ -14,11 +14,12 @@ from typing import Any
 
 from app.api.native.routes import CompleteRequest
 from app.cli.client import CONNECTION_LOST, DEFAULT_URL, Client, ServiceError, ServiceUnreachable
-from app.cli.request_flags import add_flags, given_fields, printable
+from app.cli.request_flags import add_flags, given_fields, printable, with_flags
 from app.common.settings import CLIENT_KEY, CLIENT_URL
 from model.command_line import OneLineParser
 
 _NOT_FLAGS = {"prompt", "stream"}
+_FIELDS = [name for name in CompleteRequest.model_fields if name not in _NOT_FLAGS]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -34,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
         command.error("standard output is closed")
     if options.interactive:
         _check_interactive(options, command)
-    fields = given_fields(options, [name for name in CompleteRequest.model_fields if name not in _NOT_FLAGS])
+    fields = given_fields(options, _FIELDS)
     body = {**fields, "prompt": options.prompt or "" if options.interactive else _prompt(options, command)}
     try:
         url = options.url if options.url is not None else os.environ.get(CLIENT_URL) or DEFAULT_URL
@@ -53,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         else:
             _print_choices(client, body)
     except (ServiceError, ServiceUnreachable) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {with_flags(str(error), _FIELDS, body)}", file=sys.stderr)
         return 1 if isinstance(error, ServiceError) else 2
     return 0
 
@@ -187,7 +188,7 @@ def _take_turn(client: Client, body: dict[str, Any], turns: list[_Turn], entry: 
     except KeyboardInterrupt:
         print()
     except (ServiceError, ServiceUnreachable) as error:
-        print(f"\nerror: {error}", file=sys.stderr)
+        print(f"\nerror: {with_flags(str(error), _FIELDS, body)}", file=sys.stderr)
 
 
 def _note(text: str) -> None:

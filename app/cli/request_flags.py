@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ def add_flags(parser: argparse._ActionsContainer, schema: Mapping[str, Any], wit
         field = schema["properties"][name]
         options = _argument_options(name, [part for part in field.get("anyOf", [field]) if part.get("type") != "null"])
         help_text = " ".join(filter(None, [field.get("description", ""), _HELP_SUFFIXES.get(name, "")]))
-        parser.add_argument(f"--{name.replace('_', '-')}", help=help_text.replace("%", "%%"), **options)
+        parser.add_argument(_flag(name), help=help_text.replace("%", "%%"), **options)
     return field_names
 
 
@@ -27,6 +27,23 @@ def given_fields(options: argparse.Namespace, field_names: list[str]) -> dict[st
     """The fields that were given on the command line, as the service expects them."""
     given = {name: value for name in field_names if (value := getattr(options, name)) is not None}
     return {name: dict(value) if name == "logit_bias" else value for name, value in given.items()}
+
+
+def with_flags(message: str, field_names: Iterable[str], given: Iterable[str]) -> str:
+    """A message of the service, which names fields, with the flags that the user typed or can type.
+
+    A field whose name is a word, such as `stop`, counts only if it was `given`; the message may mean the word.
+    """
+    names = {name for name in field_names if "_" in name}.union(given) & set(field_names)
+    if not names:
+        return message
+    # Not as a part of another name, a path or a quotation.
+    pattern = rf"(?<![\w.'\"-])({'|'.join(sorted(names))})(?![\w'\"-])"
+    return re.sub(pattern, lambda found: _flag(found.group()), message)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _argument_options(name: str, parts: list[dict[str, Any]]) -> dict[str, Any]:

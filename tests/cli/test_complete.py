@@ -21,7 +21,7 @@ import pytest
 
 from app.__main__ import main
 from app.api.native.routes import CompleteRequest
-from app.cli.request_flags import add_flags, given_fields
+from app.cli.request_flags import add_flags, given_fields, with_flags
 from tests.support import ROOT
 from tests.support.completion_client import fetch_completion
 from tests.support.scripted_service import ScriptedService, scripted_service
@@ -98,18 +98,38 @@ def test_output_is_the_completion_of_the_service(server: Server, run: Run) -> No
     assert response["choices"][0]["tokens"]
 
 
-def test_service_errors_are_shown_verbatim(server: Server, run: Run) -> None:
+def test_service_errors_name_the_flags(server: Server, run: Run) -> None:
     for more in ((), ("--json",)):
         code, printed, error = run("a", "--url", server.url, "--temperature", "99", *more)
         assert (code, printed) == (1, "")
-        assert error.startswith("error: temperature: ")
-    code, _, error = run("a", "--url", server.url, "--min-tokens", "-1")
-    assert (code, "min_tokens" in error) == (1, True)
+        assert error.startswith("error: --temperature: ")
+    code, _, error = run("a", "--url", server.url, "--min-tokens", "50", "--max-tokens", "4")
+    assert (code, error) == (1, "error: --min-tokens (50) must not be above --max-tokens (4)\n")
     for n in ("0", "-1", "1000000"):
         code, printed, error = run("a", "--url", server.url, "--n", n)
-        assert (code, printed, error.startswith("error: n: ")) == (1, "", True)
+        assert (code, printed, error.startswith("error: --n: ")) == (1, "", True)
     code, _, error = run("--source", "a", "--url", server.url)
-    assert (code, "no encoder" in error) == (1, True)
+    assert (code, "no encoder: leave out --source" in error) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("message", "given", "expected"),
+    [
+        ("raise deadline_ms, or try later", [], "raise --deadline-ms, or try later"),
+        ("regex and json_schema cannot be combined", ["regex"], "--regex and --json-schema cannot be combined"),
+        ("the server stops at a stop", ["seed"], "the server stops at a stop"),
+        ("logit_bias.x: must be a token id", ["logit_bias"], "--logit-bias.x: must be a token id"),
+        (
+            "stop[0]: 'stop' is too long for --stop-token-ids",
+            ["stop"],
+            "--stop[0]: 'stop' is too long for --stop-token-ids",
+        ),
+        ("set stream to false", ["prompt"], "set stream to false"),
+    ],
+)
+def test_fields_of_a_message_become_flags(message: str, given: list[str], expected: str) -> None:
+    fields = [name for name in CompleteRequest.model_fields if name not in ("prompt", "stream")]
+    assert with_flags(message, fields, given) == expected
 
 
 def _given(*arguments: str) -> dict[str, Any]:
