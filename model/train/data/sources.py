@@ -12,6 +12,7 @@ import gzip
 import json
 import os
 import re
+import stat
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
@@ -112,6 +113,8 @@ def _opened(path: Path) -> AbstractContextManager[BinaryIO | gzip.GzipFile]:
         if sys.stdin is None:
             raise DataError("-: there is no standard input to read")
         return nullcontext(sys.stdin.buffer)
+    if stat.S_ISCHR(mode := path.stat().st_mode) or stat.S_ISBLK(mode):  # /dev/zero has no end
+        raise DataError(f"{path}: is a device, not a file; - reads standard input")
     return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
 
 

@@ -140,6 +140,7 @@ ERRORS: list[tuple[dict[str, bytes], str, str]] = [
     (GOOD, f"--data {'x' * 5000}", f"{'x' * 200}...: cannot be read (File name too long)"),
     (GOOD, f"--out {'x' * 300}", "cannot be written (File name too long)"),
     (GOOD, "--out text.txt/out --dry-run", "--out text.txt/out: cannot be written (Not a directory)"),
+    (GOOD, "--data /dev/zero", "/dev/zero: is a device, not a file; - reads standard input"),
     (_text(b"\n\r\n\n\n"), "", "no text in text.txt"),
     (_text(b"x"), "", "too short to hold out a part"),
     ({"f/a.png": b"x", "f/.git/a.txt": b"x"}, "--data f", "f: no .txt, .md, .jsonl file"),
