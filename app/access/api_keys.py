@@ -46,6 +46,10 @@ class KeyFileError(ValueError):
         super().__init__(one_line(message))
 
 
+class UnreadableKeyFile(KeyFileError):
+    """The system cannot read the keys file now; a later try may succeed although the file does not change."""
+
+
 class StoredKey(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One entry of the keys file."""
 
@@ -89,10 +93,12 @@ def read_keys(path: Path) -> tuple[StoredKey, ...]:
         remedy = f"create it with: inkstream keys add NAME --keys-file {path}"
         raise KeyFileError(f"the keys file {path} does not exist; {remedy}") from None
     except OSError as error:
-        raise KeyFileError(f"the keys file {path} cannot be read ({error.strerror})") from None
+        raise UnreadableKeyFile(f"the keys file {path} cannot be read ({error.strerror})") from None
     try:
         _check_mode(path, os.fstat(descriptor))
         content = os.read(descriptor, _MAX_BYTES + 1)
+    except OSError as error:
+        raise UnreadableKeyFile(f"the keys file {path} cannot be read ({error.strerror})") from None
     finally:
         os.close(descriptor)
     if len(content) > _MAX_BYTES:
@@ -156,7 +162,8 @@ def _replace(path: Path, keys: tuple[StoredKey, ...]) -> None:
     """Replaces the file atomically; keeps its owner and group, so that the service can still read it."""
     path = path.resolve()
     content = msgspec.json.format(msgspec.json.encode(_File(list(keys))), indent=1) + b"\n"
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.unlink(missing_ok=True)  # of a killed process: the lock allows one at a time
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -220,6 +227,7 @@ class ApiKeys:
     def __init__(self, path: Path) -> None:
         """Raises KeyFileError."""
         self._path = path
+        self._last_problem = ""
         self._last_fingerprint = self._fingerprint()
         self._checked_at = time.monotonic()
         self._keys = tuple(map(_load_key, read_keys(path)))
@@ -249,8 +257,13 @@ class ApiKeys:
         try:
             self._keys = tuple(map(_load_key, read_keys(self._path)))
         except KeyFileError as error:
-            _log.error("the keys file is invalid, the previous keys stay in force: %s", error)
+            if isinstance(error, UnreadableKeyFile):
+                self._last_fingerprint = ()  # tries again: a revoked key must not stay valid
+            if str(error) != self._last_problem:
+                self._last_problem = str(error)
+                _log.error("the keys file is invalid, the previous keys stay in force: %s", error)
         else:
+            self._last_problem = ""
             _log.info("the keys file has changed: %d keys", len(self._keys))
 
     def _fingerprint(self) -> tuple[int, ...] | None:
