@@ -192,6 +192,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         with safe_open(real, framework="numpy") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (it is no dict)
         entries = json.loads(header[8:])
+        for name in slices:
+            if not isinstance(entries[name], dict):  # the library reads a list of the values, too
+                raise CheckpointError(f"{path}: invalid header: the entry of {name} is not an object")
         starts = {name: len(header) + entries[name]["data_offsets"][0] for name in slices}
         return {
             name: StoredTensor(name, path, x.get_dtype(), tuple(x.get_shape()), starts[name], header)

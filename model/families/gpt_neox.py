@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from functools import partial
 
-from model.config import ModelConfig
+from model.config import ConfigError, ModelConfig
 from model.families.spec import (
     FamilySpec,
     Raw,
@@ -64,6 +64,8 @@ def _read(raw: Raw) -> ModelConfig:
     sizes = read_fields(raw, _KEYS, norm_eps=1e-5, qkv_bias=True, parallel_residual=True, tied_head=False)
     head_dim = head_size(raw, "hidden_size", "num_attention_heads")
     share = rope_parameters(raw).get("partial_rotary_factor", raw.get("rotary_pct", 0.25))
+    if type(share) not in (int, float) or not 0 <= share <= 1:  # a list or a text times a number may fill the memory
+        raise ConfigError(f"rotary_pct (or partial_rotary_factor) cannot be {share!r}: it must be a number from 0 to 1")
     rotary_dim = int(head_dim * share)
     return ModelConfig(
         **sizes,

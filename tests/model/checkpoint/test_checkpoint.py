@@ -356,6 +356,7 @@ LIES: dict[str, tuple[Any, str]] = {
     "dtype": ({"a": A | {"dtype": "F31"}, "b": B}, "F31"),
     "twice": (_A + b'"b": {"dtype": "F16", "shape": [], "data_offsets": [24, 26]}, "b": 2}', "expected struct"),
     "deep": (b'{"a":' + b"[" * 100_000, ""),
+    "list": ({"a": list(A.values()), "b": B}, "the entry of a is not an object"),
 }
 
 
