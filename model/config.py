@@ -19,6 +19,8 @@ Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Positive = Annotated[float, Meta(gt=0, le=2**53)]
 """JSON integers can have any length: larger ones are not exact as floats."""
+RopeBase = Annotated[float, Meta(ge=1, le=2**53)]
+"""A smaller one makes wavelengths grow shorter, and overflows if it is tiny."""
 
 
 class ConfigError(ValueError):
@@ -95,7 +97,7 @@ class ModelConfig:
     final_norm: bool = True
     """Whether a norm precedes the head."""
     positions: Positions = "rotary"
-    rope_theta: Positive = 10_000.0
+    rope_theta: RopeBase = 10_000.0
     """Base of the rotary wavelengths."""
     rotary_dim: Size | None = None
     """Number of dimensions of each head that are rotated; None means all."""

@@ -76,6 +76,8 @@ _PRE_TOKENIZERS |= {"Punctuation", "UnicodeScripts", "Whitespace", "WhitespaceSp
 _LINEAR_STEPS = {"normalizer": _NORMALIZERS, "pre_tokenizer": _PRE_TOKENIZERS}
 _MAX_LITERAL = 64
 _MAX_WORD = 256
+_MAX_UNIGRAM_PIECE = 64
+"""At each character the library walks along the longest piece that may begin there; SentencePiece's have 16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,25 @@ def find_unproven(content: Mapping[str, Any]) -> Unproven:
         longest = model.get("max_input_chars_per_word", 100)
         if not isinstance(longest, int) or longest > _MAX_WORD:
             others.append(f"the model splits words of more than {_MAX_WORD} characters")
+    if any(len(piece) > _MAX_UNIGRAM_PIECE for piece in _unigram_pieces(model)):
+        others.append(f"the model has pieces of more than {_MAX_UNIGRAM_PIECE} characters")
+    if any(map(_strips_itself, content.get("added_tokens") or ())):
+        others.append("an added token of white space strips the white space around it")
     return Unproven(tuple(patterns), tuple(others))
+
+
+def _unigram_pieces(model: Any) -> Iterator[str]:
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    for entry in vocab if isinstance(vocab, list) else ():
+        if isinstance(entry, list) and entry:
+            yield str(entry[0])
+
+
+def _strips_itself(added: Any) -> bool:
+    """Whether the library may search the rest of a text for white space at each of many tokens in a row."""
+    if not isinstance(added, dict) or not (added.get("lstrip") or added.get("rstrip")):
+        return False
+    return bool(added.get("normalized")) or not str(added.get("content", "")).strip()
 
 
 def _steps(step: Any) -> Iterator[Mapping[str, Any]]:

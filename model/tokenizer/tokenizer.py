@@ -10,9 +10,9 @@ billion it allocates a table of that size, and the process is killed.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from model.files import one_line, read_bytes, read_json
 from model.tokenizer.regexes import Unproven, find_unproven
+from model.tokenizer.size_limits import LONGEST_PIECE, Processor, TextStep, check_processors, check_steps
 from model.tokenizer.token_bytes import keeps_text, piece_format
 from model.tokenizer.token_spans import (
     CompactSpans,
@@ -35,7 +36,6 @@ from model.tokenizer.token_spans import (
 LARGEST_ID = 2**22
 """No real vocabulary has ids this large."""
 _MAX_BYTES = 64 << 20
-_MAX_GROWTH = 256
 
 
 class _Model(msgspec.Struct):
@@ -44,16 +44,7 @@ class _Model(msgspec.Struct):
 
 class _Added(msgspec.Struct):
     id: int
-
-
-class _Step(msgspec.Struct):
-    """A normalizer or a decoder step, or a sequence of them."""
-
-    normalizers: list[_Step] | None = None
-    decoders: list[_Step] | None = None
-    pattern: dict[str, str] | None = None
     content: str = ""
-    prepend: str = ""
 
 
 class _File(msgspec.Struct):
@@ -61,41 +52,36 @@ class _File(msgspec.Struct):
 
     model: _Model
     added_tokens: list[_Added] | None = None
-    normalizer: _Step | None = None
-    decoder: _Step | None = None
+    normalizer: TextStep | None = None
+    pre_tokenizer: TextStep | None = None
+    post_processor: Processor | None = None
+    decoder: TextStep | None = None
 
 
 def read_tokenizer_json(path: Path) -> str:
-    """Content of a tokenizer.json, after checks of its size and ids. Raises ValueError naming the file."""
+    """Content of a tokenizer.json, after checks of its size, ids and steps. Raises ValueError naming the file."""
     content = read_bytes(path, _MAX_BYTES)
     try:
         file = msgspec.json.decode(content, type=_File)
         text = content.decode()
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not a tokenizer ({one_line(str(error))})") from None
-    vocab = file.model.vocab
-    ids = [*(vocab.values() if isinstance(vocab, dict) else ()), *(token.id for token in file.added_tokens or ())]
+    vocab, added = file.model.vocab, file.added_tokens or ()
+    ids = [*(vocab.values() if isinstance(vocab, dict) else ()), *(token.id for token in added)]
     for token in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= token < LARGEST_ID:
             raise ValueError(f"{path}: a token has id {token}, and ids must be from 0 to {LARGEST_ID - 1}")
-    for name, step in (("normalizer", file.normalizer), ("decoder", file.decoder)):
-        if step and (growth := _growth(step)) > _MAX_GROWTH:
-            raise ValueError(
-                f"{path}: the {name} can make text {growth} times as long; at most {_MAX_GROWTH} is allowed"
-            )
+    pieces = vocab if isinstance(vocab, dict) else (piece for piece, _ in vocab)
+    longest = max(map(len, chain(pieces, (token.content for token in added))), default=0)
+    if longest > LONGEST_PIECE:
+        raise ValueError(f"{path}: a token has {longest} characters; at most {LONGEST_PIECE} are allowed")
+    try:
+        for name in ("normalizer", "pre_tokenizer", "decoder"):
+            check_steps(name, getattr(file, name))
+        check_processors(file.post_processor)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     return text
-
-
-def _growth(step: _Step) -> int:
-    """Upper bound of a text's growth; a few consecutive replacements can exhaust memory."""
-    inner = step.normalizers if step.normalizers is not None else step.decoders
-    if inner is not None:
-        return math.prod(map(_growth, inner))
-    if step.pattern is None:
-        return 1 + len(step.prepend) // _MAX_GROWTH
-    # A regular expression, or an empty string, may match before every character.
-    pattern_length = len(step.pattern.get("String", ""))
-    return max(1, -(-len(step.content) // pattern_length)) if pattern_length else 1 + len(step.content)
 
 
 # These files name the special tokens. Whether they are added is up to the post_processor of tokenizer.json, as in
@@ -254,6 +240,7 @@ class Tokenizer:
             special_tokens=[SEPARATOR],
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
+            max_token_length=LONGEST_PIECE,
         )
         rust.train_from_iterator(texts, trainer)
         tokenizer = cls(rust, SEPARATOR, SEPARATOR)

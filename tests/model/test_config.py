@@ -19,8 +19,9 @@ WRONG: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("norm", "norm_position", "positions", "activation", "attention_scale"),
                     ("surprise", None, 1, ["pre"])),
     **dict.fromkeys([field.name for field in fields(ModelConfig) if field.type == "bool"], (0, 1, "true", None)),
-    **dict.fromkeys(("norm_eps", "rope_theta", "embedding_scale"), (*NOT_POSITIVE, None)),
+    **dict.fromkeys(("norm_eps", "embedding_scale"), (*NOT_POSITIVE, None)),
     **dict.fromkeys(("sliding_window", "rotary_dim"), (0, -1, 2.0, "9", True)),
+    "rope_theta": (*NOT_POSITIVE, None, 5e-324, 0.9),
     "logit_soft_cap": NOT_POSITIVE,
     "rope_scaling": ("linear", 2.0, {}),
 }  # fmt: skip
@@ -60,6 +61,7 @@ def test_impossible_shapes_are_refused_in_one_sentence(change: dict[str, Any], w
 POSSIBLE: list[dict[str, Any]] = [
     {},
     {"n_kv_heads": 1, "head_dim": 2, "rotary_dim": 2, "sliding_window": 1, "logit_soft_cap": 30, "norm_eps": 1},
+    {"rope_theta": 1},
     {"positions": "none", "head_dim": 15, "mlp_width": 0, "norm_position": "post", "final_norm": False},
     {**PLAIN, "out_projection": False, "n_layers": 1, "context": 1, "vocab_size": 1},
     {"norm": "layernorm", "norm_bias": True, "parallel_residual": True, "rope_scaling": None, "sliding_window": None},

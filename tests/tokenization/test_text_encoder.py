@@ -149,10 +149,18 @@ def test_tokenizer_panic_in_this_process_is_an_engine_error(tmp_path: Path, capl
         ({"pre_tokenizer": {"type": "Split", "pattern": "a"}}, "unknown type"),
         ({"normalizer": ["NFC"]}, "unknown type"),
         ({"model": {"type": "WordPiece", "max_input_chars_per_word": 10**6}}, "words of more than 256"),
+        ({"model": {"vocab": [["a" * 65, -1.0]]}}, "pieces of more than 64"),
+        ({"added_tokens": [{"content": " \u3000", "rstrip": True}]}, "strips the white space"),
+        ({"added_tokens": [{"content": "x", "lstrip": True, "normalized": True}]}, "strips the white space"),
     ],
 )
 def test_other_unproven_parts_are_named(content: dict[str, Any], words: str) -> None:
     assert words in find_unproven(content).others[0]
+
+
+def test_common_vocabularies_and_added_tokens_are_proven() -> None:
+    mask = {"content": "<mask>", "lstrip": True, "normalized": False}
+    assert not find_unproven({"model": {"vocab": [["a" * 64, -1.0]]}, "added_tokens": [mask, {"content": " "}]})
 
 
 def test_broken_pattern_is_refused(tmp_path: Path) -> None:
