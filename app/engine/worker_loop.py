@@ -33,7 +33,7 @@ from app.common.ipc import Cancel, Down, Fatal, FrameReceiver, Phase, Ready, Sub
 from app.common.logs import open_nonblocking
 from app.common.operating_system import die_with_parent
 from app.common.types import Request, RequestFailed, RequestStarted, StepReport
-from app.engine.cpu.toolchain.library_cache import cache_directory
+from app.engine.cpu.toolchain.library_cache import cache_directory, is_trusted_directory
 from app.engine.execution.engine import Engine
 from app.engine.guided.grammar_workers import Job
 from model.files import reading_from
@@ -194,12 +194,22 @@ _TRITON_CACHE_VARIABLE = "TRITON_CACHE_DIR"
 def keep_triton_cache(cache_dir: Path | None, environment: MutableMapping[str, str]) -> None:
     """Sets Triton's cache directory in `environment`, unless the user has set it. `cache_dir`: --cache-dir.
 
-    Without --cache-dir and without a home directory, Triton uses its default.
+    Without --cache-dir and without a home directory, Triton uses its default; also where other users can write ours,
+    because Triton loads the libraries that it finds.
     """
-    if environment.get(_TRITON_CACHE_VARIABLE):
+    directory = cache_directory(cache_dir, environment)
+    if environment.get(_TRITON_CACHE_VARIABLE) or directory is None:
         return
-    if directory := cache_directory(cache_dir, environment):
-        environment[_TRITON_CACHE_VARIABLE] = str((directory / "triton").absolute())
+    folder = directory / "triton"
+    for each in (directory, folder):
+        if each.exists() and not is_trusted_directory(each):
+            _log.warning(
+                "%s belongs to another user or is writable by others, and Triton keeps its kernels elsewhere: "
+                "run chmod go-w on it, or give another directory with --cache-dir",
+                each,
+            )
+            return
+    environment[_TRITON_CACHE_VARIABLE] = str(folder.absolute())
 
 
 class EngineStartError(ValueError):

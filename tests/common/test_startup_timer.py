@@ -34,3 +34,15 @@ def test_triton_cache_is_below_ours_unless_set_explicitly(
     variables = dict(environment)
     keep_triton_cache(directory, variables)
     assert variables["TRITON_CACHE_DIR"] == kept
+
+
+@pytest.mark.parametrize("writable", ["cache", "cache/triton"])
+def test_triton_loads_no_libraries_from_a_directory_that_others_can_write(tmp_path: Path, writable: str) -> None:
+    (tmp_path / "cache" / "triton").mkdir(mode=0o755, parents=True)
+    variables: dict[str, str] = {}
+    (tmp_path / writable).chmod(0o777)
+    keep_triton_cache(tmp_path / "cache", variables)
+    assert not variables
+    (tmp_path / writable).chmod(0o755)
+    keep_triton_cache(tmp_path / "cache", variables)
+    assert variables == {"TRITON_CACHE_DIR": str(tmp_path / "cache" / "triton")}
