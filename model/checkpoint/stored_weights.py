@@ -32,6 +32,8 @@ _MAX_POSITION_ELEMENTS = 2**27
 _SMALL_POSITION_ELEMENTS = 2**23
 """131,072 positions of a head of size 64. A position table larger than this must not exceed the model's tensors."""
 _MAX_SIZE_RATIO = 16
+_MAX_EOS_IDS = 64
+"""Every request carries them to the engine."""
 
 
 def check_sizes(path: Path, config: ModelConfig, index: TensorIndex) -> None:
@@ -231,4 +233,6 @@ def _eos_ids(path: Path, raw: Any, vocab_size: int) -> tuple[int, ...]:
     ids = raw if isinstance(raw, list) else [] if raw is None else [raw]
     if not all(type(i) is int and 0 <= i < vocab_size for i in ids):
         raise CheckpointError(f"{path}: eos_token_id {raw!r} is not an id below {vocab_size}")
-    return tuple(ids)
+    if len(distinct := tuple(dict.fromkeys(ids))) > _MAX_EOS_IDS:
+        raise CheckpointError(f"{path}: eos_token_id lists {len(distinct)} ids; at most {_MAX_EOS_IDS} are allowed")
+    return distinct

@@ -111,7 +111,7 @@ def test_base_model_without_the_prefix_loads(directory: Path) -> None:
 
 def test_eos_ids_may_be_several_and_generation_config_takes_precedence(directory: Path) -> None:
     _change_json(directory, "config.json", eos_token_id=5)
-    _change_json(directory, "generation_config.json", eos_token_id=[0, 7, 9])
+    _change_json(directory, "generation_config.json", eos_token_id=[0, 7, 9, 7])
     assert find_weights(directory).eos_ids == (0, 7, 9)
     (directory / "generation_config.json").unlink()
     assert find_weights(directory).eos_ids == (5,)
@@ -151,6 +151,7 @@ def test_numbers_too_large_for_the_requested_format_are_refused(directory: Path)
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized weights"),
         ({"attention_bias": True}, "q_proj.bias|k_proj.bias"),
         ({"eos_token_id": 999}, "999"),
+        ({"eos_token_id": [*range(65)]}, "lists 65 ids; at most 64"),
     ],
 )
 def test_unservable_config_is_refused(directory: Path, change: dict[str, Any], words: str) -> None:
