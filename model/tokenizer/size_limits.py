@@ -16,6 +16,8 @@ import msgspec
 
 LONGEST_PIECE = 1 << 12
 """Characters. The library frees the tree of a Unigram vocabulary by recursion: pieces of 250,000 end the process."""
+MAX_ENTRIES = 1 << 20
+"""Tokens and merges; Gemma 3 has 0.78 million. The library holds the GIL while it reads them, for 1 to 1.6 s."""
 _MAX_GROWTH = 256
 _MAX_DECODED_GROWTH = 16
 """Of the vocabulary, which may have 64 MiB, not only of a text."""

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from model.files import one_line, read_bytes, read_json
 from model.tokenizer.regexes import Unproven, find_unproven
-from model.tokenizer.size_limits import LONGEST_PIECE, Processor, TextStep, check_processors, check_steps
+from model.tokenizer.size_limits import LONGEST_PIECE, MAX_ENTRIES, Processor, TextStep, check_processors, check_steps
 from model.tokenizer.token_bytes import keeps_text, piece_format
 from model.tokenizer.token_spans import (
     CompactSpans,
@@ -40,6 +40,7 @@ _MAX_BYTES = 64 << 20
 
 class _Model(msgspec.Struct):
     vocab: dict[str, int] | list[tuple[str, float]] = {}
+    merges: list[msgspec.Raw] = []
 
 
 class _Added(msgspec.Struct):
@@ -67,6 +68,8 @@ def read_tokenizer_json(path: Path) -> str:
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not a tokenizer ({one_line(str(error))})") from None
     vocab, added = file.model.vocab, file.added_tokens or ()
+    if (entries := len(vocab) + len(file.model.merges) + len(added)) > MAX_ENTRIES:
+        raise ValueError(f"{path}: has {entries} tokens and merges; at most {MAX_ENTRIES} are allowed")
     ids = [*(vocab.values() if isinstance(vocab, dict) else ()), *(token.id for token in added)]
     for token in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= token < LARGEST_ID:
