@@ -24,7 +24,7 @@ from app.engine.cpu.toolchain.backend_selection import Libraries, SelectedBacken
 from app.engine.execution.engine import Engine
 from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.memory.device_errors import broken_capture, lacked_device_memory
-from app.engine.memory.memory_plan import CacheShape, choose_context
+from app.engine.memory.memory_plan import CacheShape, choose_context, mib
 from app.engine.scheduling.block_allocator import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from app.engine.startup_checks import check_batch_invariance, check_finite_logits, check_golden
@@ -33,7 +33,9 @@ from model.checkpoint.manifest import MANIFEST_FILE, check_manifest
 from model.checkpoint.stored_weights import StoredWeights, find_weights
 from model.config import ModelConfig
 from model.files import sha256
-from model.machine import INSTALL_TORCH, describe_cpu
+from model.machine import INSTALL_TORCH, describe_cpu, free_memory
+from model.number_formats import ITEM_BYTES
+from model.parameter_shapes import count_parameters
 from model.tokenizer.tokenizer import Tokenizer
 
 _log, _start_log = logging.getLogger("inkstream"), logging.getLogger(START)
@@ -60,7 +62,8 @@ def build_engine(
             _log.warning("%s: %s", config.name, problem)
         packed_cache = None if find else PackedCache.of(config.cache_dir, config.packed_cache_bytes)
         digest = packed_cache.sha256 if packed_cache else sha256
-        weights = (find or partial(find_weights, digest=digest))(Path(config.weights))
+        check = partial(_check_memory, config, placement)
+        weights = (find or partial(find_weights, digest=digest, check=check))(Path(config.weights))
         defaults = sampling_defaults(weights.generation, Path(config.weights) / "generation_config.json")
         tokenizer = Tokenizer.reader(Path(config.weights))  # the files may have changed when the first grammar needs it
         limits = _limits(config, placement)
@@ -98,6 +101,19 @@ def build_engine(
     pool, waits = engine.scheduler.pool, selected.waits_for_build
     ready = _ready(weights, cache_shape, placement, pool, backend, defaults=defaults, waits=waits)
     return BuiltEngine(engine, grammars, ready)
+
+
+def _check_memory(config: WorkerConfig, placement: Placement, model: ModelConfig) -> None:
+    """Raises ValueError if the weights are larger than the free memory: the system would end some process.
+
+    Files may have holes: 300 GB of zeros take 4 KB of disk.
+    """
+    needed = count_parameters(model) * (ITEM_BYTES[placement.dtype] if config.quantize == "none" else 1)
+    if placement.device == "cpu" and needed > (free := free_memory()):
+        raise ValueError(
+            f"{config.weights}: the weights take {mib(needed)} of memory, and {mib(free)} are free: free some, or "
+            "serve a smaller model"
+        )
 
 
 def _torch_backends(config: WorkerConfig, reason: str) -> Any:

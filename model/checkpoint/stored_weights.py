@@ -130,16 +130,24 @@ class StoredWeights:
         return array
 
 
-def find_weights(directory: Path, digest: Callable[[Path], str] = sha256) -> StoredWeights:
+def _accept(_config: ModelConfig) -> None:
+    pass
+
+
+def find_weights(
+    directory: Path, digest: Callable[[Path], str] = sha256, check: Callable[[ModelConfig], None] = _accept
+) -> StoredWeights:
     """Checks everything but the numbers: names, shapes, dtypes, sizes. Raises CheckpointError.
 
-    digest: computes or remembers the SHA-256 of a file.
+    digest: computes or remembers the SHA-256 of a file. check: may refuse the model before its files are read whole.
     """
     config_json, family, config = read_config_file(directory)
     index = find_tensors(directory)
     check_sizes(directory / "config.json", config, index)
     generation = read_json(directory / "generation_config.json", optional=True)
     bos = generation.get("bos_token_id", config_json.get("bos_token_id"))
+    mappings = _match(family, config, index)
+    check(config)
     path = directory / ("generation_config.json" if "eos_token_id" in generation else "config.json")
     return StoredWeights(
         family=family,
@@ -147,7 +155,7 @@ def find_weights(directory: Path, digest: Callable[[Path], str] = sha256) -> Sto
         generation=generation,
         eos_ids=_eos_ids(path, {**config_json, **generation}.get("eos_token_id"), config.vocab_size),
         bos_id=bos if isinstance(bos, int) and 0 <= bos < config.vocab_size else None,
-        mappings=_match(family, config, index),
+        mappings=mappings,
         tensors=index.tensors,
         hashes={path: digest(path) for path in index.paths},
     )

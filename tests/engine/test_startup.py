@@ -15,10 +15,14 @@ import torch
 
 from app.common.ipc import WorkerConfig
 from app.common.startup_timer import LOADING_WEIGHTS, PHASES, PROVING, WARMING_UP
+from app.engine import startup
 from app.engine.cpu.toolchain.builder import find_or_build
 from app.engine.startup import build_engine
 from app.engine.torch_backends import TorchBackend
 from app.engine.worker_loop import EngineStartError
+from model.checkpoint.config_file import load_config
+from model.files import sha256
+from model.parameter_shapes import count_parameters
 from tests.engine.memory.test_device_errors import accelerator_error
 from tests.support import ROOT
 from tests.support.model.tiny_models import tiny_weights
@@ -88,6 +92,25 @@ def test_weights_without_memory_are_a_configuration_error_and_a_lost_device_is_n
 
 
 @pytest.mark.parametrize(
+    ("changes", "share"), [({}, 4), ({"dtype": "bfloat16"}, 2), ({"quantize": "int8"}, 1), ({"kernels": "auto"}, 4)]
+)
+def test_weights_beyond_the_free_memory_are_refused_before_they_are_read(
+    changes: dict[str, Any], share: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file may have holes: on a disk with little space it holds more numbers than the memory."""
+    config = _config(tmp_path, **changes)
+    needed = count_parameters(load_config(tmp_path)) * share
+    hashed: list[Path] = []
+    monkeypatch.setattr(startup, "sha256", lambda path: hashed.append(path) or sha256(path))
+    monkeypatch.setattr(startup, "free_memory", lambda: needed - 1)
+    with pytest.raises(EngineStartError, match=r"the weights take \d+ [KM]iB of memory, and \d+ [KM]iB are free"):
+        build_engine(config)
+    assert not hashed
+    monkeypatch.setattr(startup, "free_memory", lambda: needed)
+    assert build_engine(config).ready and hashed
+
+
+@pytest.mark.parametrize(
     ("changes", "reason"), [({}, "--kernels torch;"), ({"quantize": "fp8"}, "--quantize fp8 need")]
 )
 def test_features_that_need_torch_are_refused_without_it(
@@ -129,6 +152,7 @@ import sys
 import app.engine.worker_loop
 from app.common.ipc import WorkerConfig
 from app.common.types import Request, SamplingParams
+from app.engine import startup
 from app.engine.cpu.toolchain.builder import find_or_build
 from app.engine.startup import build_engine
 weights, library, quantize = sys.argv[1:]
