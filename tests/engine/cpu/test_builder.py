@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import threading
 from pathlib import Path
+from time import sleep
 
 import pytest
 
@@ -67,6 +69,25 @@ def test_cache_directories_are_not_writable_by_others(tmp_path: Path) -> None:
                 assert is_trusted_directory(directory)
     finally:
         os.umask(before)
+
+
+def test_wait_for_another_build_is_logged(cache_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A suspended `inkstream compile` holds the lock until it is continued or ended."""
+    entered = threading.Event()
+
+    def second() -> None:
+        with build_directory(cache_dir):
+            entered.set()
+
+    thread = threading.Thread(target=second)
+    with build_directory(cache_dir):
+        thread.start()
+        while not caplog.messages and thread.is_alive():
+            sleep(0.01)
+        assert not entered.is_set()
+    thread.join(timeout=60)
+    assert entered.is_set()
+    assert caplog.messages == [f"waiting for another process of inkstream that writes to {cache_dir}"]
 
 
 def test_file_system_without_locks_stores_nothing(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

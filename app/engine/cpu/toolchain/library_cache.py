@@ -11,6 +11,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
 import stat
@@ -21,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from app.engine.cpu.toolchain.cpu_target import BuildError, CpuTarget
+
+_log = logging.getLogger("inkstream")
 
 # The file name includes a hash of everything that the library depends on except the compiler: a machine without one
 # (the last stage of a container build) must be able to find the right library.
@@ -199,10 +202,14 @@ def _sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Waits for the lock. Raises OSError, also where the file system has none."""
+    """Waits for the lock, and logs that: its holder may be suspended. Raises OSError, also without locks."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _log.warning("waiting for another process of inkstream that writes to %s", path.parent)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)
