@@ -14,8 +14,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import os
 import re
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterable
@@ -248,7 +248,8 @@ def _link(snapshot: Path, files: Iterable[_File]) -> None:
     """Makes the files appear in the snapshot. Raises OSError."""
     snapshot.mkdir(parents=True, exist_ok=True)
     for file in files:
-        path, temporary = snapshot / file.name, snapshot / f".{file.name}.{os.getpid()}.tmp"
+        # Not the process id: in a container it is the one of an earlier process, which was killed here.
+        path, temporary = snapshot / file.name, snapshot / f".{file.name}.{secrets.token_hex(8)}.tmp"
         if path.exists():
             continue
         try:

@@ -124,6 +124,15 @@ def test_new_commit_downloads_only_changed_files(hub: FakeHub) -> None:
     assert [Path(request.path).name for request in hub.downloads("resolve|storage")] == ["generation_config.json"]
 
 
+@pytest.mark.usefixtures("hub")
+def test_link_of_a_killed_process_with_this_id_does_not_prevent_the_next_start() -> None:
+    directory, _ = resolve()
+    link = directory / "config.json"
+    link.rename(directory / f".config.json.{os.getpid()}.tmp")
+    assert resolve()[0] == directory
+    assert link.is_symlink() and link.is_file()
+
+
 def test_shards_are_taken_from_the_index(hub: FakeHub, files: dict[str, bytes]) -> None:
     shards = {f"model-0000{i}-of-00002.safetensors": bytes([i]) * 120_000 for i in (1, 2)}
     index = {"weight_map": {f"tensor{i}": name for i, name in enumerate(shards)}}
