@@ -149,7 +149,7 @@ def change_layout(rng: Random, files: Files) -> str:
     one, other = rng.choice(tensors), rng.choice(tensors)
     entry, another = header[one], header[other]
     start, stop = entry["data_offsets"]
-    match rng.randrange(6):
+    match rng.randrange(7):
         case 0:
             entry["data_offsets"] = another["data_offsets"]
         case 1:
@@ -161,6 +161,8 @@ def change_layout(rng: Random, files: Files) -> str:
             entry["dtype"] = rng.choice(["F16", "BF16", "F64", "I64", "BOOL", "U8", "F8_E4M3", "C64", "F4", "f32"])
         case 4:
             header[one], header[other] = another, entry
+        case 5:
+            header[one] = list(entry.values())  # as a struct is written in formats without names
         case _:
             entry |= {"dtype": "F16", "shape": [*entry["shape"][:-1], 2 * entry["shape"][-1]]}
     files[name] = _with_header(json.dumps(header).encode(), numbers)
@@ -206,6 +208,30 @@ def spoil_tokenizer(rng: Random, files: Files) -> str:
     return name
 
 
+def grow_text(rng: Random, files: Files) -> str:
+    """Makes chains of steps that each lengthen a text, and post-processors that add many tokens."""
+    name, content = _choose(rng, files, "tokenizer.json")
+    raw, n_steps = json.loads(content), rng.choice([1, 2, 5, 20, 40, 2000])
+    letter, ligature = rng.choice("ae \u0644"), rng.choice(["ee", "\ufdfa", "e" * 300, "\u00e9" * 20])
+    replace = {"type": "Replace", "pattern": {"String": letter}, "content": ligature, "normalizers": []}
+    steps: list[dict[str, Any]] = [replace, {"type": "NFKC"}, {"type": "ByteLevel"}, {"type": "Lowercase"}]
+    bytewise = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": False}
+    special = {"x": {"id": "x", "ids": [0] * n_steps, "tokens": ["x"] * n_steps}}
+    pieces = [{"SpecialToken": {"id": "x", "type_id": 0}}] * rng.choice([1, 30, 2000])
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    template = {"type": "TemplateProcessing", "single": [*pieces, text], "pair": [text], "special_tokens": special}
+    raw |= rng.choice(
+        [
+            {"normalizer": {"type": "Sequence", "normalizers": rng.choices(steps, k=2) * n_steps}},
+            {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [bytewise] * n_steps}},
+            {"post_processor": template},
+            {"post_processor": {"type": "Sequence", "processors": [template] * rng.choice([1, 3, 60])}},
+        ]
+    )
+    files[name] = json.dumps(raw).encode()
+    return name
+
+
 def spoil_index(rng: Random, files: Files) -> str:
     name = "model.safetensors.index.json"
     index, weight_map = files.get(name), {"model.norm.weight": "model.safetensors"}
@@ -232,7 +258,7 @@ _BYTES = [*[flip_bits] * 4, *[cut] * 4, *[insert] * 2, *[replace] * 3, remove]
 _MUTATIONS: list[Callable[[Random, Files], str]] = [
     *_BYTES,
     *([change_json] * 12 + [change_header] * 5 + [change_layout] * 4 + [lie_about_length] * 2 + [swap_files] * 2),
-    *([spoil_numbers] * 2 + [spoil_tokenizer] * 3 + [spoil_index] * 2),
+    *([spoil_numbers] * 2 + [spoil_tokenizer] * 3 + [grow_text] * 3 + [spoil_index] * 2),
 ]
 
 
