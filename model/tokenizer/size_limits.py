@@ -143,8 +143,6 @@ def _length(processor: Processor, length: int) -> int:
     """Tokens that the post-processor makes of `length` tokens."""
     for inner in processor.processors or ():
         length = _length(inner, length)
-        if length > LONGEST_PIECE:  # a hostile file would double it at every step
-            return length
     if processor.single is None:
         return length
     ids = {name: len(special.ids) for name, special in (processor.special_tokens or {}).items()}

@@ -40,7 +40,7 @@ _MAX_BYTES = 64 << 20
 
 class _Model(msgspec.Struct):
     vocab: dict[str, int] | list[tuple[str, float]] = {}
-    merges: list[msgspec.Raw] = []
+    merges: list[msgspec.Raw] | None = None
 
 
 class _Added(msgspec.Struct):
@@ -68,7 +68,7 @@ def read_tokenizer_json(path: Path) -> str:
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not a tokenizer ({one_line(str(error))})") from None
     vocab, added = file.model.vocab, file.added_tokens or ()
-    if (entries := len(vocab) + len(file.model.merges) + len(added)) > MAX_ENTRIES:
+    if (entries := len(vocab) + len(file.model.merges or ()) + len(added)) > MAX_ENTRIES:
         raise ValueError(f"{path}: has {entries} tokens and merges; at most {MAX_ENTRIES} are allowed")
     ids = [*(vocab.values() if isinstance(vocab, dict) else ()), *(token.id for token in added)]
     for token in (min(ids, default=0), max(ids, default=0)):

@@ -18,6 +18,8 @@ from tests.support.model.sample_tokenizers import gpt2, save
 BYTEWISE = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
 TEXT_ITSELF, X = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "x", "type_id": 0}}
 
+UNIGRAM = {"type": "Unigram", "unk_id": 0, "vocab": [["?", 0.0], ["a", -1.0]], "byte_fallback": False}
+
 
 def charsmap(replacement: str, key: bytes = b"a") -> str:
     """What SentencePiece writes: a double array that finds `key`, and what replaces it."""
@@ -88,6 +90,7 @@ MODEST: dict[str, tuple[dict[str, Any], int]] = {
     "map": (normalizers(precompiled("b" * 20), {"type": "NFKC"}), 20),
     "ligature": (normalizers(replace("a", "\ufdfa"), {"type": "NFKC"}), 27),  # its letters are two bytes each
     "special tokens": ({"post_processor": template([X, X, TEXT_ITSELF], 512)}, 1024),
+    "no merges": ({"model": UNIGRAM | {"merges": None}, "added_tokens": []}, 1),
 }
 
 
