@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -194,8 +195,8 @@ _TRITON_CACHE_VARIABLE = "TRITON_CACHE_DIR"
 def keep_triton_cache(cache_dir: Path | None, environment: MutableMapping[str, str]) -> None:
     """Sets Triton's cache directory in `environment`, unless the user has set it. `cache_dir`: --cache-dir.
 
-    Without --cache-dir and without a home directory, Triton uses its default; also where other users can write ours,
-    because Triton loads the libraries that it finds.
+    Without --cache-dir and without a home directory, Triton uses its default. Where other users can write ours, it uses
+    its default in the home directory, or a new temporary one, because it loads the libraries that it finds.
     """
     directory = cache_directory(cache_dir, environment)
     if environment.get(_TRITON_CACHE_VARIABLE) or directory is None:
@@ -208,6 +209,9 @@ def keep_triton_cache(cache_dir: Path | None, environment: MutableMapping[str, s
                 "run chmod go-w on it, or give another directory with --cache-dir",
                 each,
             )
+            home = Path(environment.get("HOME") or "/nonexistent")
+            if not (os.access(home, os.W_OK) and is_trusted_directory(home)):
+                environment[_TRITON_CACHE_VARIABLE] = tempfile.mkdtemp(prefix="inkstream-triton-")
             return
     environment[_TRITON_CACHE_VARIABLE] = str(folder.absolute())
 
