@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import os
 import threading
 from pathlib import Path
@@ -73,6 +74,7 @@ def test_cache_directories_are_not_writable_by_others(tmp_path: Path) -> None:
 
 def test_wait_for_another_build_is_logged(cache_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A suspended `inkstream compile` holds the lock until it is continued or ended."""
+    caplog.set_level(logging.INFO)
     entered = threading.Event()
 
     def second() -> None:

@@ -208,7 +208,7 @@ def _locked(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            _log.warning("waiting for another process of inkstream that writes to %s", path.parent)
+            _log.info("waiting for another process of inkstream that writes to %s", path.parent)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
