@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import msgspec
 
 from app.common.errors import EngineFailed
 from app.sandbox.sandbox import SandboxError
 from app.tokenization.tokenizer_sandbox import AttackTrial, TokenizerSandbox
+from model.files import read_bytes
 from model.tokenizer.regexes import Unproven, find_unproven
-from model.tokenizer.tokenizer import Tokenizer, TokenizerError, read_tokenizer_json
+from model.tokenizer.tokenizer import MAX_BYTES, Tokenizer, TokenizerError, read_names, read_tokenizer_json
 
 _MAX_PATTERNS = 16
 _CHECK_SECONDS = 15.0
@@ -61,8 +64,34 @@ def _attack(sandbox: TokenizerSandbox, path: Path, pattern: str | None, seconds:
 _SAMPLE = "Once upon a time, 12 caf\u00e9s \u2014\n\tand \U0001f98a!"
 
 
+_in_use: WeakValueDictionary[bytes, Tokenizer] = WeakValueDictionary()
+"""By the hash of their files. The library and Python hold the GIL while they build one: tens of ms for each MB."""
+
+
 def try_tokenizer(directory: Path) -> Tokenizer:
-    """Loads the tokenizer and encodes a short text. Raises TokenizerError or CheckpointError."""
+    """Loads the tokenizer and encodes a short text. Raises TokenizerError or CheckpointError.
+
+    If this process uses a tokenizer from the same files, as after new weights for the same model, returns that one.
+    """
+    key = _hash_of_files(directory)
+    if (tokenizer := _in_use.get(key)) is None:
+        tokenizer = _try_tokenizer(directory)
+        if key and key == _hash_of_files(directory):
+            _in_use[key] = tokenizer
+    return tokenizer
+
+
+def _hash_of_files(directory: Path) -> bytes:
+    """SHA-256 of what load() reads; empty if it cannot be read."""
+    try:
+        content = read_bytes(directory / "tokenizer.json", MAX_BYTES)
+        names = msgspec.json.encode(read_names(directory), order="sorted")
+    except ValueError:
+        return b""
+    return hashlib.sha256(names + b"\0" + content).digest()
+
+
+def _try_tokenizer(directory: Path) -> Tokenizer:
     path = directory / "tokenizer.json"
     unproven = check_regexes(directory)  # before this process runs any of them
     with _library_errors(path):

@@ -35,7 +35,7 @@ from model.tokenizer.token_spans import (
 
 LARGEST_ID = 2**22
 """No real vocabulary has ids this large."""
-_MAX_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 
 
 class _Model(msgspec.Struct):
@@ -61,7 +61,7 @@ class _File(msgspec.Struct):
 
 def read_tokenizer_json(path: Path) -> str:
     """Content of a tokenizer.json, after checks of its size, ids and steps. Raises ValueError naming the file."""
-    content = read_bytes(path, _MAX_BYTES)
+    content = read_bytes(path, MAX_BYTES)
     try:
         file = msgspec.json.decode(content, type=_File)
         text = content.decode()
