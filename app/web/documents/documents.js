@@ -281,9 +281,9 @@ export class Documents {
 
   async #undelete({ deleted: _, ...entry }, wasOpen) {
     await this.#store.put(entry, await this.#store.state(entry.id));
+    await this.#refresh();
     this.#list.notify(`Restored \u201c${nameOf(entry)}\u201d.`);
     if (wasOpen) await this.#open(entry.id);
-    await this.#refresh();
   }
 
   async #entry(id) {

@@ -99,6 +99,9 @@ def new_context(browser, server):
     """Browser context of a new user, without a page yet."""
     context = browser.new_context(base_url=server.url, viewport={"width": 1280, "height": 800})
     context.set_default_timeout(PATIENCE_MS)
+    # A route that matches nothing lets the browser intercept requests from the start. Chromium confirms a page's first
+    # route before the page knows of it: a request at that moment was not intercepted.
+    context.route("**/nothing", lambda route: route.continue_())
     if BROWSER == "firefox":
         context.add_init_script(REPEAT_BODIES)
     return context
@@ -197,16 +200,6 @@ PAGE_STATE = """() => ({
 })"""
 
 
-def pytest_collection_modifyitems(items):
-    """Gives a test a second try where the browser did not do in time what the test waits for; failed assertions count.
-
-    About one of 4,000 such tests timed out on CI, with nothing in common.
-    """
-    for item in items:
-        if "browser" in item.fixturenames:
-            item.add_marker(pytest.mark.flaky(reruns=1, only_rerun=["TimeoutError"]))
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     """Adds the state and the log of the page to the report of a failed test."""
@@ -215,13 +208,6 @@ def pytest_runtest_makereport(item, call):
     if report.failed and call.when == "call" and hasattr(page, "log"):
         report.sections.append(("page", describe_page(page)))
     return report
-
-
-def pytest_terminal_summary(terminalreporter):
-    """Prints the page of each test that got a second try."""
-    for report in terminalreporter.getreports("rerun"):
-        terminalreporter.section(f"first try of {report.nodeid}", sep="-")
-        terminalreporter.write_line("\n".join(content for _, content in report.sections))
 
 
 def describe_page(page):
