@@ -257,11 +257,12 @@ class ApiKeys:
         try:
             self._keys = tuple(map(_load_key, read_keys(self._path)))
         except KeyFileError as error:
+            is_repeated = isinstance(error, UnreadableKeyFile) and str(error) == self._last_problem
             if isinstance(error, UnreadableKeyFile):
                 self._last_fingerprint = ()  # tries again: a revoked key must not stay valid
-            if str(error) != self._last_problem:
-                self._last_problem = str(error)
-                _log.error("the keys file is invalid, the previous keys stay in force: %s", error)
+            self._last_problem = str(error)
+            if not is_repeated:
+                _log.error("the keys file cannot be used, the previous keys stay in force: %s", error)
         else:
             self._last_problem = ""
             _log.info("the keys file has changed: %d keys", len(self._keys))

@@ -41,6 +41,18 @@ def test_key_revoked_while_the_file_cannot_be_read_stops_working(
     assert keys.tenant_of(KEY.encode()) is None and keys.count == 1
 
 
+def test_the_same_mistake_made_twice_is_logged_twice(
+    file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(api_keys, "_CHECK_SECONDS", 0.0)
+    keys = ApiKeys(file)
+    for content in ("{", "{ "):
+        file.write_text(content)
+        with caplog.at_level(logging.ERROR):
+            assert keys.tenant_of(KEY.encode()) and keys.tenant_of(KEY.encode())
+    assert [record.message.count("stay in force") for record in caplog.records] == [1, 1]
+
+
 def test_file_of_a_killed_command_does_not_prevent_the_next(file: Path) -> None:
     """In a container, commands have the same process id again and again."""
     for name in (f".keys.json.{os.getpid()}.tmp", ".keys.json.tmp"):
