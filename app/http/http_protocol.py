@@ -267,8 +267,8 @@ class HttpProtocol(HttpToolsProtocol):
             return
         self.flow.unblock_reading()
         if self._is_receiving_body:
-            # The response has promised to keep the connection, so the rest of the body has the time of any body. Until
-            # its end the connection may be evicted, as one that lingers.
+            # The response kept the connection, so the rest of the body has as much time as any body. Meanwhile the
+            # connection may be evicted, like one that lingers.
             self._connections.mark_idle(self.transport, ReceivePhase.LINGER)
             return
         if self.pipeline:

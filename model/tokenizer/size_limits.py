@@ -15,12 +15,12 @@ from collections.abc import Iterator
 import msgspec
 
 LONGEST_PIECE = 1 << 12
-"""Characters. The library frees the tree of a Unigram vocabulary by recursion: pieces of 250,000 end the process."""
+"""Characters. The library frees the tree of a Unigram vocabulary by recursion: pieces of 250,000 crash the process."""
 MAX_ENTRIES = 1 << 20
 """Tokens and merges; Gemma 3 has 0.78 million. The library holds the GIL while it reads them, for 1 to 1.6 s."""
 _MAX_GROWTH = 256
 _MAX_DECODED_GROWTH = 16
-"""Of the vocabulary, which may have 64 MiB, not only of a text."""
+"""A decoder runs over the whole vocabulary, which may have 64 MiB, and not only over a text."""
 _MAX_STEPS = 64
 _MAX_ADDED_TOKENS = 1024
 _MAX_MAP_BYTES = 4 << 20
@@ -100,8 +100,8 @@ def _count(step: TextStep | Processor) -> int:
 def _growth(step: TextStep) -> int:
     """Upper bound of a text's growth; a few consecutive replacements can exhaust memory.
 
-    NFKC and its like and lower case change a text once: later steps of their kind find nothing to expand but what a
-    replacement wrote, for which _expanded() counts.
+    Unicode normalization and lower-casing change a text once: later steps of that kind find nothing to expand but what
+    a replacement wrote, which _expanded() counts.
     """
     growth = _GROWTH.get(step.type, 1) + _expanded(step.prepend) // _MAX_GROWTH
     if step.precompiled_charsmap:

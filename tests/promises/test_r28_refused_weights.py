@@ -112,9 +112,8 @@ def test_repeated_poisoned_request_keeps_the_service_ready(
 ) -> None:
     n, ready = promise.size(40, 1000), 0
     server = serve(weights=good_weights(tmp_path / "good", 0), environment=faults.environment, fake_ms=1)
-    faults.arm(
-        "fake.not_finite", "spoil", match="seed=666,"
-    )  # the comma: the canary draws a seed, which may begin with 666
+    # With the comma, because the canary draws a seed, which may begin with 666.
+    faults.arm("fake.not_finite", "spoil", match="seed=666,")
     for _ in range(n):
         assert _statuses(server, 1, seed=666) == {500}
         ready += _ready(server).status_code == 200

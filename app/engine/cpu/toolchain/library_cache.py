@@ -202,7 +202,10 @@ def _sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Waits for the lock, and logs that: its holder may be suspended. Raises OSError, also without locks."""
+    """Waits for the lock, and logs that it waits: the holder may be suspended.
+
+    Raises OSError, also if the file system has no locks.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         try:
