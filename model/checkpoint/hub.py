@@ -18,7 +18,8 @@ from model.files import CheckpointError
 _NAME = re.compile(
     r"(?P<repository>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(@(?P<revision>[^@\s]{0,255}))?", re.A
 )
-_COMMIT = re.compile(r"[0-9a-f]{40}")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+"""git's name of a commit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class HubModel:
     @property
     def is_commit(self) -> bool:
         """Whether the revision is a commit, which never changes."""
-        return bool(_COMMIT.fullmatch(self.revision))
+        return bool(COMMIT.fullmatch(self.revision))
 
     def __str__(self) -> str:
         return self.repository if self.revision == "main" else f"{self.repository}@{self.revision}"
@@ -54,7 +55,8 @@ def hub_model(weights: str) -> HubModel | None:
     found = _NAME.fullmatch(weights)
     if found is None or os.path.lexists(weights):
         return None
-    if found["revision"] == "" or ".." in weights:
+    revision = found["revision"]
+    if ".." in weights or (revision is not None and not (revision.isprintable() and all(revision.split("/")))):
         raise CheckpointError(
             f"{weights}: is not a model's name; write org/name, or org/name@ and a branch, tag or commit"
         )
@@ -82,6 +84,6 @@ def source_of(directory: Path) -> HubSource | None:
     """Model and commit of a directory in the cache of the Hub; None for any other directory."""
     real = directory.resolve()
     kind, _, repository = real.parent.parent.name.partition("--")
-    if kind != "models" or real.parent.name != "snapshots" or not _COMMIT.fullmatch(real.name):
+    if kind != "models" or real.parent.name != "snapshots" or not COMMIT.fullmatch(real.name):
         return None
     return HubSource(repository.replace("--", "/"), real.name)

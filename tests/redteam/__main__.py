@@ -22,6 +22,7 @@ from tests.redteam.connections import exhaustion, sending_order, slow_readers, s
 from tests.redteam.framing import framing
 from tests.redteam.http_client import Address
 from tests.redteam.json_bodies import json_bodies
+from tests.redteam.remote_metadata import remote_metadata
 from tests.redteam.service import (
     REPOSITORY,
     Launcher,
@@ -36,7 +37,7 @@ from tests.redteam.starvation import chat_templates, costly_requests, grammar_co
 ATTACKS = (
     framing, json_bodies, authentication, foreign_streams, sending_order, exhaustion, costly_requests, long_texts,
     grammar_compilation, grammar_masks, chat_templates, slow_readers, slow_senders, tokenizer_regex, crash_during_copy,
-    bad_weights,
+    bad_weights, remote_metadata,
 )  # fmt: skip
 MEMORY_SLACK = 128 << 20
 DESCRIPTOR_SLACK = 16

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from random import Random
@@ -22,6 +23,7 @@ from tests.redteam.changing_files import backtracking_regex
 from tests.redteam.framing import LAST, judge
 from tests.redteam.http_client import MalformedResponse, parse_responses
 from tests.redteam.messages import Message, MessageGenerator
+from tests.redteam.remote_metadata import SECONDS, Outcome, draw, find_problem
 from tests.redteam.service import leaks_in
 from tests.redteam.starvation import GrammarGenerator
 from tests.redteam.weights_files import KINDS, TensorFile
@@ -116,10 +118,26 @@ def test_planted_faults_are_found_and_reported(tmp_path: Path) -> None:
     assert all(f["repro"] for report in reports.values() for f in report["findings"])
 
 
+def test_lies_of_a_hub_that_work_are_reported() -> None:
+    honest = Outcome(code=0, output="", memory=100 << 20, seconds=1.0, escaped=[], written=10)
+    refused = replace(honest, code=2)
+    assert not find_problem(refused, honest, 10)
+    for works in (
+        honest, replace(refused, escaped=["/evil"]), replace(refused, seconds=SECONDS), replace(refused, code=-9),
+        replace(refused, output="Traceback"), replace(refused, written=20 << 20), replace(refused, memory=300 << 20),
+    ):  # fmt: skip
+        assert find_problem(works, honest, 10), works
+
+
+def test_lies_of_a_hub_are_refused() -> None:
+    ran = _run("--seconds", "8", "--tries", "3", "--seed", "1", "--only", "remote-metadata")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
 def test_seed_reproduces_the_attacks() -> None:
     def drawn(seed: int) -> list[object]:
         messages, grammars, rng = MessageGenerator(Random(seed), "k"), GrammarGenerator(Random(seed)), Random(seed)
-        return [(messages.next(), grammars.next(), backtracking_regex(rng)) for _ in range(50)]
+        return [(messages.next(), grammars.next(), backtracking_regex(rng), draw(rng).text) for _ in range(50)]
 
     assert drawn(3) == drawn(3)
     assert drawn(3) != drawn(4)

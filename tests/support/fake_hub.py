@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -41,6 +42,10 @@ class FakeHub:
     """Repositories whose files need TOKEN."""
     private: set[str] = field(default_factory=set)
     card: dict[str, Any] = field(default_factory=dict)
+    changes: dict[str, Callable[[dict[str, Any]], Any]] = field(default_factory=dict)
+    """Repository -> what turns its model info into the body that is sent: bytes, or something for JSON."""
+    answers: dict[str, Callable[[BaseHTTPRequestHandler], None]] = field(default_factory=dict)
+    """Part of a path -> what answers such requests itself."""
     status: int = 0
     """Status of every response, to imitate a server that is not the Hub; 0 behaves like the Hub."""
     failures: list[tuple[str, int]] = field(default_factory=list)
@@ -111,6 +116,11 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(hub.status, b"<html>")
         if hub.failures and hub.failures[0][0] in path:
             return self._send(hub.failures.pop(0)[1], b"<html>")
+        if answer := next((answer for part, answer in hub.answers.items() if part in path), None):
+            self.close_connection = True
+            with contextlib.suppress(OSError):
+                answer(self)
+            return None
         if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
             return self._info(found[1], found[2] or "main", token)
         if found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
@@ -134,7 +144,9 @@ class _Handler(BaseHTTPRequestHandler):
                 details["lfs"] = {"sha256": etag(content), "size": len(content), "pointerSize": 134}
             siblings.append({"rfilename": file, **(details if blobs else {})})
         body = {"id": name, "sha": hub.commit(name), "siblings": siblings, "cardData": hub.card, "tags": []}
-        return self._send(200, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        sent = self.hub.changes[name](body) if name in self.hub.changes else body
+        content = sent if isinstance(sent, bytes) else json.dumps(sent).encode()
+        return self._send(200, content, {"Content-Type": "application/json"})
 
     def _file(self, name: str, revision: str, file: str, token: str) -> None:
         hub = self.hub
@@ -177,4 +189,5 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body)
+            with contextlib.suppress(OSError):  # a client may refuse the rest
+                self.wfile.write(body)

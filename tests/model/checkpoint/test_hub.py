@@ -13,16 +13,17 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import httpx
 import httpx2
 import pytest
 import torch
-from huggingface_hub import constants, file_download
+from huggingface_hub import constants
 
-from model.checkpoint import hub_download
+from model.checkpoint import hub_download, hub_transfer
 from model.checkpoint.hub import hub_model, resolve_weights, source_of
+from model.checkpoint.hub_metadata import RemoteFile
 from model.checkpoint.tensor_index import check_layout
 from model.files import CheckpointError, read_json
 from model.train.finetune import load_base
@@ -57,19 +58,18 @@ def hub(files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         )
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
-        monkeypatch.setattr(hub_download, "_PAUSES", (0.01,) * len(hub_download._PAUSES))
+        monkeypatch.setattr(hub_transfer, "_PAUSES", (0.01,) * 3)
         monkeypatch.delenv("HF_TOKEN", raising=False)
         monkeypatch.chdir(tmp_path)
         yield running
 
 
-_SMALL_CHUNKS = "import sys; from huggingface_hub import constants; constants.DOWNLOAD_CHUNK_SIZE = 1 << 14\n"
 RESOLVE = (
-    f"{_SMALL_CHUNKS}from model.checkpoint.hub import resolve_weights\n"
+    "import sys; from model.checkpoint.hub import resolve_weights\n"
     "print(resolve_weights(sys.argv[1], lambda line: print(line, file=sys.stderr, flush=True)))"
 )
 """Prints the directory of a name."""
-VERB = f"{_SMALL_CHUNKS}import runpy; runpy.run_module('app', run_name='__main__', alter_sys=True)"
+VERB = "import runpy; runpy.run_module('app', run_name='__main__', alter_sys=True)"
 """Runs a verb."""
 
 
@@ -145,11 +145,7 @@ def test_shards_are_taken_from_the_index(hub: FakeHub, files: dict[str, bytes]) 
 
 
 @pytest.mark.parametrize("ignores_ranges", [False, True])
-def test_download_resumes_after_a_lost_connection(
-    hub: FakeHub, ignores_ranges: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(file_download.time, "sleep", lambda _: None)
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1 << 14)
+def test_download_resumes_after_a_lost_connection(hub: FakeHub, ignores_ranges: bool) -> None:
     hub.cut_after, hub.ignores_ranges = [50_000, 70_000], ignores_ranges
     directory, _ = resolve()
     assert (directory / "model.safetensors").read_bytes() == hub.repositories[NAME]["model.safetensors"]
@@ -167,13 +163,14 @@ def test_server_errors_are_retried_for_metadata_and_downloads(hub: FakeHub) -> N
 
 
 @pytest.mark.slow
-def test_library_messages_are_logged_once_in_our_format(hub: FakeHub, tmp_path: Path) -> None:
+def test_retries_are_logged_once_in_our_format(hub: FakeHub, tmp_path: Path) -> None:
     hub.failures = [("/storage", 429)]
     quiet = RESOLVE.replace("print(line, file=sys.stderr, flush=True)", "None")
     process = start(hub, tmp_path, f"from app.common import logs; logs.set_up('info', 'json')\n{quiet}", NAME)
     _, errors = process.communicate(timeout=60)
     lines = errors.splitlines()
-    assert process.returncode == 0 and len([line for line in lines if "HTTP Error 429" in line]) == 1, errors
+    assert process.returncode == 0, errors
+    assert len([line for line in lines if "answers 429; trying again in 0.5 s" in line]) == 1
     assert all(json.loads(line) for line in lines)
 
 
@@ -183,15 +180,17 @@ def test_download_is_retried_while_its_file_grows(
     attempts: list[int] = []
     ends = 50_000
 
-    def resets(url: str, output: BinaryIO, *, displayed_filename: str, **others: Any) -> None:
+    def resets(url: str, headers: dict[str, str], output: BinaryIO, file: RemoteFile) -> None:
         position = output.tell()
-        if displayed_filename == "model.safetensors" and position < 60_000:
+        if file.name == "model.safetensors" and position < 60_000:
             attempts.append(position)
-            output.write(files[displayed_filename][position : min(position + 10_000, ends)])
+            output.write(files[file.name][position : min(position + 10_000, ends)])
             raise httpx2.ReadError("reset")
-        file_download.http_get(url, output, displayed_filename=displayed_filename, **others)
+        append_rest(url, headers, output, file)
 
-    monkeypatch.setattr(hub_download, "http_get", resets)
+    append_rest = hub_transfer._append_rest
+    monkeypatch.setattr(hub_transfer, "_append_rest", resets)
+    monkeypatch.setattr(hub_transfer, "_LEAST_BYTES", 10_000)
     assert f"cannot reach {hub.url} (reset)" in problem()
     assert attempts == [0, 10_000, 20_000, 30_000, 40_000, 50_000, 50_000, 50_000]
     ends = 60_000
@@ -209,7 +208,7 @@ def test_damaged_file_is_refused_and_downloaded_again(hub: FakeHub) -> None:
 @pytest.mark.parametrize(
     ("status", "words"),
     [
-        (200, "{url} does not answer like the Hub: check HF_ENDPOINT"),
+        (200, "{url} does not answer like the Hub (its model info is not JSON): check HF_ENDPOINT"),
         (418, "{url} answers 418 for {url}/api/models/org/tiny/revision/main"),
         (429, "{url} answers 429 for {url}/api/models/org/tiny/revision/main"),
     ],
@@ -237,7 +236,7 @@ def test_errors_name_a_remedy(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> 
     assert "if it is private, set HF_TOKEN" in problem()
     hub.private = set()
     assert "has no branch, tag or commit 'v9'" in problem(f"{NAME}@v9")
-    for wrong in (f"{NAME}@", "a..b/c"):
+    for wrong in (f"{NAME}@", "a..b/c", f"{NAME}@/etc/x", f"{NAME}@a//b", f"{NAME}@a/", f"{NAME}@a\x01"):
         assert "write org/name, or org/name@" in problem(wrong)
     assert "is a URL; give the model's name: org/name" in problem(f"https://huggingface.co/{NAME}/tree/v2")
     assert "org/a--b: Cannot have -- or .." in problem("org/a--b")
