@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -17,6 +18,7 @@ from pydantic import (
     WrapValidator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from app import VERSION
 from app.common.types import SamplingParams
@@ -27,7 +29,9 @@ from app.http.response_model import LazyArray, ResponseModel
 from app.serving.service import Admitted
 from model.tokenizer.tokenizer import Tokenizer
 
-MAX_IDS, MAX_PROMPTS = 1 << 20, 1024
+MAX_IDS, MAX_PROMPTS, MAX_BIASES = 1 << 20, 1024, 300
+MAX_FIELDS = 256
+"""Fields of one object of a body, known and unknown ones together."""
 SAMPLING_FIELDS = (
     "temperature",
     "top_k",
@@ -41,6 +45,20 @@ SAMPLING_FIELDS = (
 GRAMMAR_FIELDS = ("regex", "json_schema", "grammar")
 
 
+class RequestBody(BaseModel):
+    """Base of request bodies, and of objects in them that keep unknown fields: pydantic would list each of 85,000."""
+
+    model_config = ConfigDict(strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _limit_fields(cls, body: Any) -> Any:
+        if isinstance(body, dict) and len(body) > MAX_FIELDS:
+            message = "an object has {n} fields, at most {limit} are allowed: GET /docs lists all fields"
+            raise PydanticCustomError("too_many_fields", message, {"n": len(body), "limit": MAX_FIELDS})
+        return body
+
+
 def _to_integer(value: Any) -> Any:
     """Accepts 11.0 as an integer, as JSON Schema does, up to 2**53, beyond which a float is not exact."""
     return int(value) if type(value) is float and value.is_integer() and abs(value) <= 2**53 else value
@@ -51,9 +69,31 @@ def _to_integers(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
     try:
         return validate(value)
     except ValidationError:
-        if not isinstance(value, list) or float not in set(map(type, value)):
+        if not isinstance(value, list) or not {float} <= set(map(type, value)) <= {float, int}:
             raise
-        return validate(list(map(_to_integer, value)))
+        try:
+            integers = list(map(int, value))  # a Python function for each took three times as long
+        except (OverflowError, ValueError):  # infinity, NaN
+            integers = []
+        if integers != value:  # validates the first fraction alone
+            return validate([next(x for x in value if type(x) is float and not x.is_integer())])
+        return validate(integers)
+
+
+_BIAS_KEY = re.compile("0|[1-9][0-9]{0,8}")
+
+
+def _first_invalid_bias(value: Any) -> Any:
+    """A dict with the first invalid entry alone, if there is one: an error for each of 300 would take half a ms."""
+    if not isinstance(value, dict):
+        return value
+    if len(value) > MAX_BIASES:
+        lengths = {"field_type": "Dictionary", "max_length": MAX_BIASES, "actual_length": len(value)}
+        raise PydanticKnownError("too_long", lengths)
+    for key, bias in value.items():
+        if not (_BIAS_KEY.fullmatch(key) and type(bias) in (int, float) and -100 <= bias <= 100):
+            return {key: bias}
+    return value
 
 
 _Integral = BeforeValidator(_to_integer)
@@ -70,11 +110,13 @@ Prompts = (
     | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 )
 _Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+_StopIds = Annotated[list[TokenId], Field(max_length=64, fail_fast=True), WrapValidator(_to_integers)]
 _Name = Annotated[str, StringConstraints(max_length=64, pattern=r"^[A-Za-z0-9_-]*$")]
 EchoedName = Annotated[_Name | None, Field(description="Echoed; up to 64 letters, digits, _ and -.")]
 DeadlineMs = Annotated[Positive | None, Field(description="Time limit of the request; at most the server's own limit.")]
 _BiasKey = Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
+_Biases = Annotated[dict[_BiasKey, _Bias], Field(max_length=MAX_BIASES), BeforeValidator(_first_invalid_bias)]
 
 
 _NEUTRAL = SamplingParams()
@@ -98,10 +140,10 @@ def documented_defaults(*, unless: tuple[str, ...] = (), **defaults: Any) -> Cal
     return document
 
 
-class SamplingFields(BaseModel):
+class SamplingFields(RequestBody):
     """Sampling and stop fields of every endpoint. `null` means the default."""
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(allow_inf_nan=False)
 
     max_tokens: Natural | None = Field(
         None, description="Maximum number of tokens to generate; clamped to the context length."
@@ -134,7 +176,7 @@ class SamplingFields(BaseModel):
     frequency_penalty: float | None = Field(
         None, ge=-2, le=2, description="Subtracted from a token's logit for each time that it was generated before."
     )
-    logit_bias: Annotated[dict[_BiasKey, _Bias], Field(max_length=300)] | None = Field(
+    logit_bias: _Biases | None = Field(
         None, description="Added to the logits of tokens, by id.", examples=[{"50": -100}]
     )
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63), _Integral] | None = Field(
@@ -144,9 +186,9 @@ class SamplingFields(BaseModel):
     stop: _Stop | Annotated[list[_Stop], Field(max_length=16, fail_fast=True)] | None = Field(
         None, description="The text ends before the first of these (up to 16 strings of up to 256 characters)."
     )
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=64), WrapValidator(_to_integers)] | None = Field(
-        None, description="Tokens that end the text, in addition to the model's own."
-    )
+    stop_token_ids: (
+        Annotated[list[TokenId], Field(max_length=64, fail_fast=True), WrapValidator(_to_integers)] | None
+    ) = Field(None, description="Tokens that end the text, in addition to the model's own.")
     ignore_eos: bool | None = Field(None, description="Continue after the end-of-text token (for benchmarks).")
     regex: str | None = Field(None, description="The text must match this regular expression.")
     json_schema: dict[str, Any] | bool | str | None = Field(

@@ -6,7 +6,7 @@ import math
 from typing import Annotated
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
 from app.api.dependencies import RequestRoute, documented, read_body
@@ -18,6 +18,7 @@ from app.api.schemas import (
     EchoedName,
     ModelName,
     Prompts,
+    RequestBody,
     Token,
     UpTo20,
     Usage,
@@ -32,10 +33,10 @@ from app.http.response_model import LazyArray, ResponseModel
 router = APIRouter(route_class=RequestRoute, responses=declared(400, 401, 413, 415, 429, 500, 503, 504))
 
 
-class ScoreRequest(BaseModel):
+class ScoreRequest(RequestBody):
     """Body of POST /score. An unknown field is an error."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", json_schema_extra=documented_defaults(logprobs=0))
+    model_config = ConfigDict(extra="forbid", json_schema_extra=documented_defaults(logprobs=0))
 
     prompt: Prompts = Field(
         description="Text, token ids, or a list of either.", examples=["The quick brown fox jumps over the lazy dog."]

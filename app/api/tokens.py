@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Annotated, TypeVar
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
 from app.api.dependencies import (
@@ -23,17 +23,17 @@ from app.api.dependencies import (
     while_connected,
 )
 from app.api.openapi import declared
-from app.api.schemas import ContextLength, ModelName, TokenIds, VocabularySize, documented_defaults
+from app.api.schemas import ContextLength, ModelName, RequestBody, TokenIds, VocabularySize, documented_defaults
 from app.common.errors import InvalidRequest
 from app.common.event_loop import TimeSlice
 from app.http.auth import tenant_of
 from app.http.response_model import JsonStream, LazyArray, LazyString, ResponseModel, json_response
 from model.tokenizer.tokenizer import Tokenizer
 
-_STRICT = ConfigDict(extra="forbid", strict=True)
+_STRICT = ConfigDict(extra="forbid")
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(RequestBody):
     """Body of POST /tokenize."""
 
     model_config = ConfigDict(**_STRICT, json_schema_extra=documented_defaults(add_special_tokens=True))
@@ -47,7 +47,7 @@ class TokenizeRequest(BaseModel):
     )
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(RequestBody):
     """Body of POST /detokenize."""
 
     model_config = _STRICT

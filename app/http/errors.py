@@ -133,6 +133,8 @@ def from_validation(error: ValidationError, fields: Mapping[str, Any]) -> ApiErr
             close_matches = get_close_matches(str(name), fields, n=1)
             hint = f"did you mean {close_matches[0]!r}?" if close_matches else "GET /docs lists all fields"
             return ApiError(400, f"unknown field {name!r}: {hint}", param=name, code="unknown_field")
+        case "too_many_fields" if name is None:
+            return ApiError(400, message.replace("an object", "the body", 1), code="too_many_parts")
         case "model_type" if name is None:
             return ApiError(400, "the body must be a JSON object")
         case "missing":

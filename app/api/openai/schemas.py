@@ -15,6 +15,7 @@ from app.api.schemas import (
     ModelName,
     Natural,
     Prompts,
+    RequestBody,
     SamplingFields,
     StopReason,
     TopToken,
@@ -32,7 +33,7 @@ _DEFAULTS: dict[str, Any] = {"include_stop_str_in_output": False, "stream": Fals
 _COMPLETIONS_ONLY_FIELDS = ("prompt", "echo", "suffix", "best_of", "tools", "tool_choice", "functions", "function_call")
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(RequestBody):
     """What a stream reports besides its text."""
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -121,13 +122,18 @@ class TextPart(BaseModel):
     text: str = Field(description="The text of this part.")
 
 
-class Message(BaseModel):
+_TextParts = Annotated[list[TextPart], Field(fail_fast=True)]
+
+
+class Message(RequestBody):
     """One message of a chat; other fields are passed to the chat template."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: str = Field(max_length=64, description="system, user, assistant, or another role of the chat template.")
-    content: str | list[TextPart] | None = Field(None, description="The message's text.")
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = Field(
+        None, description="The message's text."
+    )
     name: str | None = Field(None, max_length=64, description="Name of the author, for chat templates that use it.")
 
     @property
@@ -145,6 +151,7 @@ class ChatRequest(OpenAIFields):
     messages: list[Message] = Field(
         min_length=1,
         max_length=1024,
+        fail_fast=True,
         description="The conversation so far, oldest message first.",
         examples=[[{"role": "user", "content": "Tell me a story."}]],
     )
