@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from app import VERSION
 from app.access.api_keys import ApiKeys
 from app.api import health, score, static_pages, tokens
-from app.api.dependencies import DirectRoutes
+from app.api.dependencies import DirectRoutes, RepeatQuotas
 from app.api.metrics import Metrics
 from app.api.native import routes
 from app.api.openai import routes as openai_routes
@@ -110,7 +110,7 @@ def _add_routes(app: FastAPI, settings: Settings) -> None:
         app.include_router(module.router)
     direct = [module.router for module in (routes, openai_routes, score, tokens, health)]
     app.router.middleware_stack = DirectRoutes(app.router.middleware_stack, direct)
-    app.state.page_headers = static_pages.page_headers(settings.compared_origins)
+    app.state.pages = static_pages.Pages(settings.compared_origins)
 
 
 def _add_middleware(app: FastAPI, settings: Settings, counts: RequestCounts, tracing: Tracing | None) -> None:
@@ -121,6 +121,7 @@ def _add_middleware(app: FastAPI, settings: Settings, counts: RequestCounts, tra
         max_body_bytes=settings.max_body_bytes,
         replay_bytes=settings.resume_bytes,
         seconds=settings.resume_seconds,
+        quotas=RepeatQuotas(),
     )
     app.add_middleware(AuthMiddleware, keys=keys, public=public_routes([health.router, static_pages.router]))
     if settings.origins:

@@ -190,6 +190,12 @@ class Reservation:
             self._is_running = True
             self._account.running += 1
 
+    def count_reconnection(self, now: float) -> None:
+        """Counts another request of the client, whose new connection takes over. Raises RateLimitExceeded."""
+        if self._is_open:
+            self._account.check_requests(now)
+            self._account.requests.add(1, now)
+
     def cancel(self) -> None:
         """Refunds everything: the service did not admit the request."""
         if self._is_open:
@@ -234,6 +240,24 @@ class RateLimiter:
         account.check_concurrency()
         account.check_requests(now)
         return Reservation(account, min_tokens, now)
+
+    def check_requests(self, tenant: Tenant, now: float) -> None:
+        """Raises RateLimitExceeded if the tenant may not send a request now."""
+        if account := self._account_of(tenant):
+            account.check_requests(now)
+
+    def count_request(self, tenant: Tenant, now: float) -> None:
+        """Counts a request that needs no reservation: one that was refused, or that joins another one."""
+        if account := self._account_of(tenant):
+            account.requests.add(1, now)
+
+    def _account_of(self, tenant: Tenant) -> _Account | None:
+        """The tenant's account with its current limits; none without a limit of requests."""
+        if not tenant.limits.requests_per_minute:
+            return None
+        account = self._accounts.setdefault(tenant.name, _Account())
+        account.set_limits(tenant.limits)
+        return account
 
 
 def _exceeded(problem: str, wait: float) -> RateLimitExceeded:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from inspect import signature
 from typing import Any, TypeVar, cast
@@ -16,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from app.access.tenant_queue import WorkAccount
 from app.api.metrics import Metrics
 from app.api.resume_store import ResumeStore
+from app.common.errors import RateLimitExceeded
 from app.http.auth import tenant_of
 from app.http.errors import ApiError, from_validation
 from app.http.request_body import read_json_body
@@ -92,6 +94,18 @@ def resume_store_of(request: Request) -> ResumeStore:
     return resume_store
 
 
+class RepeatQuotas:
+    """Counts requests that get another one's response (app/http/idempotency.py) against the quota of their key."""
+
+    def repeated(self, request: Request) -> AbstractContextManager[object]:
+        """Counts a request that gets a finished response."""
+        return service_of(request).admission.count_request(tenant_of(request))
+
+    def joined(self, request: Request) -> None:
+        """Counts a request that joins a running one."""
+        service_of(request).admission.count_joined(tenant_of(request))
+
+
 def check_model(name: str | None, service: Service) -> None:
     """Raises ApiError 404 for an unknown model."""
     if name and not service.is_model_name(name):
@@ -100,19 +114,25 @@ def check_model(name: str | None, service: Service) -> None:
 
 
 async def read_body(request: Request, model: type[_Body]) -> _Body:
-    """Reads a JSON body within the service's limit, parses it as `model`. Raises ApiError 400, 413, 415, and counts it.
+    """Reads a JSON body within the service's limit, parses it as `model`.
 
+    Raises ApiError 400, 413, 415, which counts as a request of the key; RateLimitExceeded, before it reads anything.
     FastAPI's own parsing would read the whole body first, and accept NaN and unlimited nesting.
     """
     try:
         return await _read_body(request, model)
+    except RateLimitExceeded:
+        metrics_of(request).record_rejected("quota")
+        raise
     except ApiError:
         metrics_of(request).record_rejected("invalid")
+        service_of(request).admission.count_refused(tenant_of(request))
         raise
 
 
 async def _read_body(request: Request, model: type[_Body]) -> _Body:
     service = service_of(request)
+    service.admission.check_requests(tenant_of(request))
     body = await read_json_body(request, service.settings.max_body_bytes)
     async with service.loop_share.parsing(body, WorkAccount(tenant_of(request).cache_namespace)):
         try:

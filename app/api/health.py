@@ -99,7 +99,7 @@ async def ready(request: Request) -> Response:
 @routine
 async def metrics(request: Request) -> Response:
     """Prometheus text, or OpenMetrics if the Accept header asks for it."""
-    page, content_type = metrics_of(request).page(request.headers.get("accept", ""))
+    page, content_type = await metrics_of(request).page(request.headers.get("accept", ""))
     return Response(page, headers={"Content-Type": content_type, "Vary": "Accept"})
 
 

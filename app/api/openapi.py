@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from app.api.schemas import EVENTS
+from app.common.event_loop import ThreadedResult
 from app.http.errors import ErrorResponse
 from app.http.response_model import SCHEMA_PATH, ResponseModel, json_schema
 from app.http.static_content import StaticContent
@@ -85,14 +86,11 @@ class DescribedApp(FastAPI):
             **others,
         )
         self._longest_deadline_ms = longest_deadline_ms
-        self._content: StaticContent | None = None
+        self.openapi_content = ThreadedResult(self._content)
+        """The document as GET /openapi.json returns it; describing all routes takes 0.2 to 0.6 s."""
 
-    @property
-    def openapi_content(self) -> StaticContent:
-        """The document as GET /openapi.json returns it."""
-        if self._content is None:
-            self._content = StaticContent(json.dumps(self.openapi()).encode(), "application/json")
-        return self._content
+    def _content(self) -> StaticContent:
+        return StaticContent(json.dumps(self.openapi()).encode(), "application/json")
 
     def openapi(self) -> dict[str, Any]:
         """The document, cached."""

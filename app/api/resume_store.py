@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
+from app.access.owner_shares import OwnerShares
+
 _MAX_DETACHED = 256
+_PIECE_BYTES = 16 << 10
+"""Replayed at once: a connection that does not read holds one piece beyond the server's write buffer, not a copy of
+the whole stream."""
 
 
 class ReplayBuffer:
@@ -35,9 +41,16 @@ class ReplayBuffer:
             self._size -= len(self._frames.popleft())
         return frame
 
-    def since(self, number: int) -> bytes:
-        """The frames from this number on, which must all be in the buffer."""
-        return b"".join(islice(self._frames, number - self.first, None))
+    def since(self, number: int, limit: int) -> Sequence[bytes]:
+        """The frames from this number on, as many as fit into `limit` bytes and at least one; the buffer has them."""
+        frames: list[bytes] = []
+        size = 0
+        for frame in islice(self._frames, number - self.first, None):
+            size += len(frame)
+            if frames and size > limit:
+                break
+            frames.append(frame)
+        return frames
 
 
 class Subscription:
@@ -82,6 +95,13 @@ class StoredStream:
         """Releases the stream, which can no longer be resumed."""
         self._subscription = None
 
+    def _replayed(self, subscription: Subscription, number: int) -> Iterator[bytes]:
+        """The stored frames from `number` on in pieces, while the connection is subscribed; none are added."""
+        while subscription is self._subscription and number < self.next_number:
+            frames = self._replay_buffer.since(number, _PIECE_BYTES)
+            number += len(frames)
+            yield b"".join(frames)
+
     def _suspend(self) -> None:
         """Called when no connection reads the stream any more."""
 
@@ -97,8 +117,8 @@ class ResumeStore:
         self.seconds = seconds
         self._streams: dict[str, StoredStream] = {}
         self._detached: dict[str, asyncio.TimerHandle] = {}
-        self._detached_by_owner: dict[str, dict[str, None]] = {}
-        """The names in `_detached`, by owner, in the order of their disconnects; the values are unused."""
+        self._shares = OwnerShares[str](_MAX_DETACHED)
+        """The names in `_detached`, in the order of their disconnects."""
 
     def put(self, stream: StoredStream) -> None:
         """Adds a new stream."""
@@ -115,9 +135,9 @@ class ResumeStore:
             self._remove(stream.name)
             return
         self._detached[stream.name] = asyncio.get_running_loop().call_later(self.seconds, self._remove, stream.name)
-        self._detached_by_owner.setdefault(stream.owner, {})[stream.name] = None
-        if len(self._detached) > _MAX_DETACHED:
-            names = max(self._detached_by_owner.values(), key=len)
+        self._shares.add(stream.owner, stream.name)
+        if self._shares.is_exceeded:
+            names = self._shares.largest
             # A client that got the whole stream is least likely to reconnect.
             self._remove(next((name for name in names if self._streams[name].is_finished), next(iter(names))))
 
@@ -125,10 +145,7 @@ class ResumeStore:
         """Cancels the timeout, because the client has reconnected."""
         if timer := self._detached.pop(stream.name, None):
             timer.cancel()
-            names = self._detached_by_owner[stream.owner]
-            del names[stream.name]
-            if not names:
-                del self._detached_by_owner[stream.owner]
+            self._shares.discard(stream.owner, stream.name)
 
     def clear(self) -> None:
         """Closes all streams."""

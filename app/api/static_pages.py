@@ -1,6 +1,6 @@
 """Static web pages, / and /docs, under a strict content security policy, and the OpenAPI document.
 
-The service reads and joins the files of a page once, at the first request for one.
+The service reads and joins the files of a page once, in a thread, at the first request for one.
 
 With keys configured, /docs needs one, because it describes the service; a browser cannot send a key with it.
 """
@@ -8,7 +8,6 @@ With keys configured, /docs needs one, because it describes the service; a brows
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
 from pathlib import Path
 
 from fastapi import APIRouter, Request
@@ -16,6 +15,7 @@ from starlette.responses import FileResponse, Response
 
 from app.api.openapi import DescribedApp
 from app.api.page_bundle import PageFile, bundle
+from app.common.event_loop import ThreadedResult
 from app.http.auth import public
 from app.http.errors import ApiError
 from app.http.request_log import routine
@@ -35,21 +35,21 @@ router = APIRouter(include_in_schema=False)
 @routine
 async def page(request: Request) -> Response:
     """The completion notebook."""
-    return _file(request, "index.html")
+    return await _file(request, "index.html")
 
 
 @router.api_route("/docs", methods=_METHODS)
 @routine
 async def docs(request: Request) -> Response:
     """The API reference, where requests can be tried."""
-    return _file(request, "docs.html")
+    return await _file(request, "docs.html")
 
 
 @router.api_route("/openapi.json", methods=_METHODS)
 async def openapi(request: Request) -> Response:
     """The OpenAPI document."""
     app: DescribedApp = request.app
-    return app.openapi_content.respond(request, {})
+    return (await app.openapi_content.get()).respond(request, {})
 
 
 @public
@@ -57,7 +57,7 @@ async def openapi(request: Request) -> Response:
 async def asset(request: Request, name: str) -> Response:
     """A script, style sheet or font."""
     folder = request.scope["route"].path.removeprefix("/web/").removesuffix("{name}")
-    return _file(request, f"{folder}{name}")
+    return await _file(request, f"{folder}{name}")
 
 
 # One route per folder: a wildcard for folders would make every path that starts with "/web/../" public.
@@ -65,26 +65,33 @@ for _folder in ("", "documents/", "presets/", "request/", "text/", "tokens/"):
     router.add_api_route(f"/web/{_folder}{{name}}", asset, methods=_METHODS)
 
 
-@cache
-def _bundles() -> dict[str, PageFile]:
-    """The files of both pages by name."""
+class Pages:
+    """The files of both pages; the application's `state.pages`."""
+
+    def __init__(self, origins: Iterable[str]) -> None:
+        """Pages may send requests to these origins, too."""
+        policy = _POLICY.format(" ".join(("'self'", *origins)))
+        self.headers = {"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer"}
+        self.bundles = ThreadedResult(_read_bundles)
+        """By name: 150 ms of reading, joining and compressing."""
+        self.names = ThreadedResult(_read_names)
+        """Other files that are served, by name: a path is never built from what a client sent."""
+
+
+def _read_bundles() -> dict[str, PageFile]:
     return bundle(_FOLDER, "index") | bundle(_FOLDER, "docs")
 
 
-def page_headers(origins: Iterable[str]) -> dict[str, str]:
-    """The value of the application's `state.page_headers`; pages may send requests to these origins, too."""
-    policy = _POLICY.format(" ".join(("'self'", *origins)))
-    return {"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer"}
+def _read_names() -> dict[str, Path]:
+    return {path.relative_to(_FOLDER).as_posix(): path for path in _FOLDER.rglob("*") if path.suffix in _TYPES}
 
 
-def _file(request: Request, name: str) -> Response:
-    headers: dict[str, str] = request.app.state.page_headers
-    if file := _bundles().get(name):
-        policy = "; ".join(filter(None, (headers["Content-Security-Policy"], file.policy)))
-        return file.content.respond(request, {**headers, "Content-Security-Policy": policy})
-    # Look the name up in the folder's listing; never build a path from client input.
-    files = (path for path in _FOLDER.rglob("*") if path.suffix in _TYPES)
-    path = next((path for path in files if path.relative_to(_FOLDER).as_posix() == name), None)
+async def _file(request: Request, name: str) -> Response:
+    pages: Pages = request.app.state.pages
+    if file := (await pages.bundles.get()).get(name):
+        policy = "; ".join(filter(None, (pages.headers["Content-Security-Policy"], file.policy)))
+        return file.content.respond(request, {**pages.headers, "Content-Security-Policy": policy})
+    path = (await pages.names.get()).get(name)
     if path is None:
         raise ApiError(404, "unknown file")
-    return FileResponse(path, media_type=_TYPES[path.suffix], headers={**headers, "Cache-Control": "no-cache"})
+    return FileResponse(path, media_type=_TYPES[path.suffix], headers={**pages.headers, "Cache-Control": "no-cache"})

@@ -342,8 +342,8 @@ class FailoverStream(StoredStream):
 
         self._sent_at = time.monotonic()
         try:
-            if number < self.next_number:
-                yield self._replay_buffer.since(number)
+            for piece in self._replayed(subscription, number):
+                yield piece
             while subscription is self._subscription and not self.is_finished:
                 try:
                     if response is None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -30,13 +30,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.access.api_keys import ApiKeys
 from app.api import health, static_pages
-from app.api.metrics import CONTENT_TYPE
+from app.api.metrics import CONTENT_TYPE, RENDER_RESERVE_SECONDS, RENDER_SHARE, SharedRendering, rendered_families
 from app.api.native.routes import next_number
 from app.api.resume_store import ResumeStore
 from app.cluster.failover_stream import EventStream, FailoverStream, openai_frames
 from app.cluster.messages import Call, FullResponse, Head, ReplicaLost
 from app.cluster.replica_pool import ReplicaPool, ReplicaResponse
 from app.cluster.retry import RetryCounters, RetryingRequest
+from app.common.event_loop import TimeBudget
 from app.common.settings import Settings
 from app.http import sse
 from app.http.auth import AuthMiddleware, public_routes
@@ -128,6 +129,10 @@ class Gateway:
         self._resume_store = ResumeStore(settings.resume_seconds)
         self._counts = RetryCounters()
         self._tracker = ReplicaTracker(self._counts.registry)
+        self._scraped: tuple[Mapping[str, str], int] = ({}, 0)
+        """The metrics of the replicas that answered last, and how many did not."""
+        budget = TimeBudget(RENDER_SHARE, RENDER_RESERVE_SECONDS)
+        self._merged = SharedRendering(self._merge, budget, asyncio.Lock())
         keys = ApiKeys(settings.keys_file) if settings.keys_file else None
         authenticated = AuthMiddleware(self._serve, keys, public_routes([health.router, static_pages.router]))
         # CORS is handled here, because the gateway itself makes some responses: errors and resumed streams.
@@ -287,11 +292,17 @@ class Gateway:
             if response.head.status != 200:
                 return _unchanged(response.head, response.body)
         pages = {response.replica: response.body.decode() for response in responses}
+        self._scraped = pages, n_silent  # the replicas have checked the credentials: any such caller may have them
+        return Response(await self._merged.text(), headers={"Content-Type": CONTENT_TYPE})
+
+    def _merge(self) -> Iterator[bytes]:
+        """The text of the last scraped pages and the gateway's own metrics, in parts."""
+        pages, n_silent = self._scraped
         self._tracker.update(pages, n_silent)
         merged = CollectorRegistry(auto_describe=False)
         merged.register(_MergedPages(pages))
-        body = generate_latest(merged) + generate_latest(self._counts.registry)
-        return Response(body, headers={"Content-Type": CONTENT_TYPE})
+        yield from rendered_families(merged, generate_latest)
+        yield generate_latest(self._counts.registry)
 
 
 def _require(responses: list[FullResponse]) -> None:

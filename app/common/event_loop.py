@@ -1,4 +1,4 @@
-"""Event loop: uvloop if installed, a lazy timer, and long work in time slices of a millisecond."""
+"""Event loop: uvloop if installed, a lazy timer, long work in slices of a millisecond, in threads, within a budget."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import signal
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import uvicorn
 
@@ -90,3 +90,39 @@ class TimeSlice:
         if self.is_due:
             await self._pause()
             self._started = time.monotonic()
+
+
+class ThreadedResult(Generic[_T]):
+    """A value that a thread computes when it is first needed, so that the event loop's other work goes on."""
+
+    def __init__(self, compute: Callable[[], _T]) -> None:
+        self._compute = compute
+        self._computing: asyncio.Task[_T] | None = None
+
+    async def get(self) -> _T:
+        """The value. Raises what `compute` raised; the next call then tries again."""
+        task = self._computing
+        if task is None or (task.done() and (task.cancelled() or task.exception())):
+            task = self._computing = asyncio.create_task(asyncio.to_thread(self._compute))
+        return await asyncio.shield(task)  # others may wait for it, too
+
+
+class TimeBudget:
+    """A share of the event loop's time for work that no quota pays for, and a reserve for a few pieces at once."""
+
+    def __init__(self, share: float, reserve_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """`share` is between 0 and 1."""
+        self._share, self._reserve, self._clock = share, reserve_seconds, clock
+        self._left, self._updated = reserve_seconds, clock()
+
+    @property
+    def wait_seconds(self) -> float:
+        """Time until work may begin; 0.0 is now."""
+        return max(0.0, -self._earned() / self._share)
+
+    def spend(self, seconds: float) -> None:
+        """Takes the time of work that was done; it may exceed what is left."""
+        self._left, self._updated = self._earned() - seconds, self._clock()
+
+    def _earned(self) -> float:
+        return min(self._reserve, self._left + self._share * (self._clock() - self._updated))

@@ -4,26 +4,56 @@ The header is that of draft-ietf-httpapi-idempotency-key-header. Requests of one
 share one exchange with the application: every connection gets the same bytes, from the start. The exchange is cancelled
 like any request when its last connection closes; its successful response is kept for a while after its end. A native
 stream that was cut is resumed from its start by the next request with its key, instead of being computed again.
+
+What is repeated costs no tokens, but it is a request: `Quotas` counts it. An owner with many responses evicts its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections import OrderedDict, deque
+from collections import deque
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import NamedTuple, Protocol
 
 from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from app.access.owner_shares import OwnerShares
+from app.common.errors import RateLimitExceeded
 from app.http.auth import owner_of
-from app.http.errors import ApiError
+from app.http.errors import ApiError, from_engine
 from app.http.request_log import record_of, respond
 from app.http.sse import BODY_WRITER, until_disconnect
 
 _MAX_KEY_LENGTH = 255
 _MAX_FINISHED = 256
+_MAX_CUT = 256
+_TRY_AGAIN = (429, 503)
+"""Statuses of a resumption that may succeed later."""
 _NO_BODY: Message = {"type": "http.request", "body": b"", "more_body": False}
 _Name = tuple[str, str, bytes]
+"""Owner, path, and value of the header."""
+
+
+class Quotas(Protocol):
+    """Counts the requests that the middleware answers itself; each method raises RateLimitExceeded."""
+
+    def repeated(self, request: Request) -> AbstractContextManager[object]:
+        """Counts a request that gets a finished response, and is concurrent inside the block."""
+
+    def joined(self, request: Request) -> None:
+        """Counts a request that joins one that is running."""
+
+
+class _Cut(NamedTuple):
+    """A native stream whose client is away."""
+
+    digest: bytes
+    """Of the request's body."""
+    stream_id: str
+    timer: asyncio.TimerHandle
 
 
 class IdempotencyMiddleware:
@@ -32,16 +62,17 @@ class IdempotencyMiddleware:
     Args:
         max_body_bytes: longer bodies go to the application as they are, which rejects them.
         replay_bytes: longer responses are not kept: a request with such a key gets 409 while it runs, later a new one.
-        seconds: how long a finished response is kept; at most 256 are.
+        seconds: how long a finished response is kept; at most 256 are, and of them each owner has its share.
     """
 
-    def __init__(self, app: ASGIApp, *, max_body_bytes: int, replay_bytes: int, seconds: float) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, *, max_body_bytes: int, replay_bytes: int, seconds: float, quotas: Quotas) -> None:
+        self._app, self._quotas = app, quotas
         self._max_body_bytes, self._replay_bytes, self._seconds = max_body_bytes, replay_bytes, seconds
         self._exchanges: dict[_Name, _Exchange] = {}
-        self._finished: OrderedDict[_Name, asyncio.TimerHandle] = OrderedDict()
-        self._cut: dict[_Name, tuple[bytes, str]] = {}
-        """Digest of the body and stream id of native streams whose clients are away."""
+        self._finished: dict[_Name, asyncio.TimerHandle] = {}
+        self._finished_shares = OwnerShares[_Name](_MAX_FINISHED)
+        self._cut: dict[_Name, _Cut] = {}
+        self._cut_shares = OwnerShares[_Name](_MAX_CUT)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         values = [value for name, value in scope.get("headers", ()) if name == b"idempotency-key"]
@@ -59,23 +90,35 @@ class IdempotencyMiddleware:
             return
         digest = hashlib.sha256(b"".join(message["body"] for message in messages)).digest()
         name = owner_of(request), scope["path"], values[0]
-        known, stream_id = self._cut.get(name, (digest, ""))
+        cut = self._cut.get(name)
         exchange = self._exchanges.get(name)
+        known = cut.digest if cut else digest
         if error := exchange.reason_against(digest) if exchange else _reason_against(known, digest):
             await respond(request, error)(scope, receive, send)
             return
-        if exchange or stream_id:
-            record_of(request).outcome = "replayed"
-            send = _with_header(send, (b"idempotent-replayed", b"true"))
-        if exchange is None:
-            inner, messages = (_resumption(scope, stream_id), [_NO_BODY]) if stream_id else (scope, messages)
-            exchange = self._exchanges[name] = _Exchange(self._app, inner, messages, digest, self._replay_bytes)
-        try:
-            await until_disconnect(exchange.deliver(send), receive)
-        finally:
-            scope["route"] = exchange.scope.get("route")  # for the request log
-            if not exchange.positions:
-                await self._release(name, exchange)
+        with ExitStack() as stack:
+            try:
+                if name in self._finished:
+                    stack.enter_context(self._quotas.repeated(request))
+                elif exchange:
+                    self._quotas.joined(request)
+            except RateLimitExceeded as refused:
+                await respond(request, from_engine(refused))(scope, receive, send)
+                return
+            if exchange or cut:
+                record_of(request).outcome = "replayed"
+                send = _with_header(send, (b"idempotent-replayed", b"true"))
+            if exchange is None:
+                inner, messages = (_resumption(scope, cut.stream_id), [_NO_BODY]) if cut else (scope, messages)
+                exchange = _Exchange(self._app, inner, messages, digest, self._replay_bytes)
+                exchange.resumed_id = cut.stream_id if cut else ""
+                self._exchanges[name] = exchange
+            try:
+                await until_disconnect(exchange.deliver(send), receive)
+            finally:
+                scope["route"] = exchange.scope.get("route")  # for the request log
+                if not exchange.positions:
+                    await self._release(name, exchange)
 
     async def _read_body(self, receive: Receive) -> list[Message]:
         """The messages of the body, of which the last has `more_body` if it is too long."""
@@ -91,24 +134,33 @@ class IdempotencyMiddleware:
 
     async def _release(self, name: _Name, exchange: _Exchange) -> None:
         """Called when the last connection is gone: keeps a complete response, cancels an incomplete one."""
+        if self._exchanges.get(name, exchange) is not exchange:  # it was evicted, and another request took its place
+            await exchange.cancel()
+            return
         self._forget(name)
-        loop = asyncio.get_running_loop()
+        owner, timer = name[0], partial(asyncio.get_running_loop().call_later, self._seconds, self._forget, name)
         if exchange.is_repeatable and self._seconds:
-            self._exchanges[name] = exchange
-            self._finished[name] = loop.call_later(self._seconds, self._forget, name)
-            if len(self._finished) > _MAX_FINISHED:
-                self._forget(next(iter(self._finished)))
+            exchange.keep()
+            self._exchanges[name], self._finished[name] = exchange, timer()
+            self._finished_shares.add(owner, name)
+            if self._finished_shares.is_exceeded:
+                self._forget(next(iter(self._finished_shares.largest)))
             return
         if (stream_id := exchange.native_stream_id) and self._seconds:
-            self._cut[name] = cut = exchange.digest, stream_id
-            loop.call_later(self._seconds, lambda: self._cut.get(name) is cut and self._cut.pop(name))
+            self._cut[name] = _Cut(exchange.digest, stream_id, timer())
+            self._cut_shares.add(owner, name)
+            if self._cut_shares.is_exceeded:
+                self._forget(next(iter(self._cut_shares.largest)))
         await exchange.cancel()
 
     def _forget(self, name: _Name) -> None:
         self._exchanges.pop(name, None)
-        self._cut.pop(name, None)
         if timer := self._finished.pop(name, None):
             timer.cancel()
+            self._finished_shares.discard(name[0], name)
+        if cut := self._cut.pop(name, None):
+            cut.timer.cancel()
+            self._cut_shares.discard(name[0], name)
 
 
 class _Exchange:
@@ -122,6 +174,8 @@ class _Exchange:
         self.digest = digest
         self.positions: dict[object, int] = {}
         """How many messages each connection has sent."""
+        self.resumed_id = ""
+        """The id of the stream that the exchange resumes, if any."""
         self._replay_bytes = replay_bytes
         self._head: Message = {}
         self._messages: deque[Message] = deque()
@@ -144,10 +198,16 @@ class _Exchange:
     @property
     def native_stream_id(self) -> str:
         """The id by which the resume store knows this stream; empty for every other response."""
+        if self.resumed_id and self._head.get("status") in _TRY_AGAIN:
+            return self.resumed_id
         headers = dict(self._head.get("headers", ()))
         is_stream = headers.get(b"content-type", b"").startswith(b"text/event-stream")
         is_native = self.scope["path"].startswith("/complete")
         return headers.get(b"x-request-id", b"").decode("ascii") if is_stream and is_native else ""
+
+    def keep(self) -> None:
+        """Drops what a finished exchange no longer needs: the request's headers may be larger than the response."""
+        self.scope = {name: self.scope[name] for name in ("path", "route") if name in self.scope}
 
     def reason_against(self, digest: bytes) -> ApiError | None:
         """Why a request with this body's digest cannot join."""

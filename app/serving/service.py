@@ -132,6 +132,29 @@ class AdmissionControl:
             reservation.end(0)
             raise
 
+    def check_requests(self, tenant: Tenant) -> None:
+        """Raises RateLimitExceeded if the tenant has no requests left, before any work is done for one."""
+        self._rate_limiter.check_requests(tenant, time.monotonic())
+
+    def count_refused(self, tenant: Tenant) -> None:
+        """Counts a request whose body is invalid: refusing it took the event loop's time."""
+        self._rate_limiter.count_request(tenant, time.monotonic())
+
+    def count_joined(self, tenant: Tenant) -> None:
+        """Counts a request that joins another one of the same tenant, which is concurrent already.
+
+        Raises RateLimitExceeded.
+        """
+        self.check_requests(tenant)
+        self._rate_limiter.count_request(tenant, time.monotonic())
+
+    def reserve_delivery(self, tenant: Tenant) -> Reservation:
+        """Counts a request for events that were generated before; it is concurrent until the reservation ends.
+
+        Raises RateLimitExceeded.
+        """
+        return self._rate_limiter.reserve(tenant, 0, time.monotonic())
+
     @contextmanager
     def count_request(self, tenant: Tenant) -> Iterator[WorkAccount]:
         """Counts a request that generates nothing against the request limits. Raises RateLimitExceeded."""

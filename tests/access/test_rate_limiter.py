@@ -132,6 +132,34 @@ def test_cancelled_reservation_does_not_count() -> None:
     limiter.reserve(tenant, 10, 0.0)
 
 
+def test_request_without_a_reservation_counts_and_is_refused_without_one_left() -> None:
+    limiter, tenant = RateLimiter(), _tenant(requests_per_minute=2)
+    for _ in range(3):
+        limiter.count_request(tenant, 0.0)
+    for now in (0.0, 59.0):
+        with pytest.raises(RateLimitExceeded, match="2 requests a minute, and 0 are left"):
+            limiter.check_requests(tenant, now)
+    limiter.check_requests(tenant, 60.2)
+    limiter.reserve(tenant, 0, 60.2)
+
+
+def test_request_without_a_limit_is_not_counted() -> None:
+    limiter, tenant = RateLimiter(), _tenant(concurrency=1)
+    limiter.count_request(tenant, 0.0)
+    limiter.check_requests(tenant, 0.0)
+    assert not limiter._accounts
+
+
+def test_reconnection_counts_as_a_request_while_the_reservation_is_open() -> None:
+    limiter, tenant = RateLimiter(), _tenant(requests_per_minute=2, concurrency=1)
+    reservation = limiter.reserve(tenant, 0, 0.0)
+    reservation.count_reconnection(0.0)
+    with pytest.raises(RateLimitExceeded, match="0 are left"):
+        reservation.count_reconnection(0.0)
+    reservation.end(0)
+    reservation.count_reconnection(0.0)
+
+
 def test_tenants_do_not_share_a_quota_and_changed_limits_apply_at_once() -> None:
     limiter, tenant = RateLimiter(), _tenant(requests_per_minute=1)
     limiter.reserve(tenant, 1, 0.0)

@@ -66,6 +66,7 @@ def test_replay_buffer_replays_from_any_frame_it_keeps() -> None:
     journal = ReplayBuffer(limit=6)
     assert [journal.append(frame) for frame in (b"ab", b"cd", b"ef", b"gh")] == [b"ab", b"cd", b"ef", b"gh"]
     assert (journal.first, journal.next_number) == (1, 4)
-    assert [journal.since(number) for number in (1, 3, 4)] == [b"cdefgh", b"gh", b""]
+    assert [list(journal.since(number, 100)) for number in (1, 3, 4)] == [[b"cd", b"ef", b"gh"], [b"gh"], []]
+    assert list(journal.since(1, 4)) == [b"cd", b"ef"]
     journal.append(b"above the limit")
-    assert (journal.first, journal.since(4)) == (4, b"above the limit"), "the last frame stays, whatever its size"
+    assert (journal.first, list(journal.since(4, 4))) == (4, [b"above the limit"]), "the last stays, whatever its size"

@@ -12,6 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import pytest
 from tests.support.armed_faults import Faults
 from tests.support.completion_client import Event, joined_text, parse_events, stream
 from tests.support.http.raw_client import connect, post_request
+from tests.support.keyed_server import Keyring, raw_request
 from tests.support.load.concurrent_clients import engine_pid
 from tests.support.model.tiny_models import tiny_weights
 from tests.support.servers import Server, is_clean, running_server, start_server, stop_server
@@ -281,3 +283,58 @@ def test_cancelled_stream_ends_with_finish_reason_cancelled(narrow_server: Serve
     assert done["usage"]["completion_tokens"] < 8000
     assert is_clean(narrow_server, 30.0)
     assert httpx.delete(f"{url}/complete/{request_id}").status_code == 404
+
+
+@pytest.fixture(scope="module")
+def ring(tmp_path_factory: pytest.TempPathFactory) -> Keyring:
+    """Keys with limits."""
+    ring = Keyring.of(tmp_path_factory.mktemp("keys") / "keys")
+    ring.add("one-at-a-time", concurrency=1)
+    ring.add("few-requests", requests_per_minute=4)
+    return ring
+
+
+@pytest.fixture(scope="module")
+def limited_server(serve_module: Services, ring: Keyring) -> Server:
+    """Keeps all of a stream that is larger than what an unread connection buffers."""
+    return serve_module("--resume-bytes", str(8 << 20), ring=ring, fake_ms=1)
+
+
+def _finished(server: Server, headers: dict[str, str], **body: Any) -> str:
+    """The id of a stream that its client has read."""
+    response = httpx.post(f"{server.url}/complete", json=body, headers=headers, timeout=60)
+    assert "event: done" in response.text
+    return response.headers["x-request-id"]
+
+
+def test_connection_that_reads_a_finished_stream_counts_as_concurrent(limited_server: Server, ring: Keyring) -> None:
+    headers = ring.headers("one-at-a-time")
+    names = [_finished(limited_server, headers, **{**MANY, "max_tokens": 900}) for _ in range(2)]
+    target = f"/complete/{names[0]}/events?after=-1"
+    request = raw_request("GET", target, "Host: localhost", *map(": ".join, headers.items()))
+    with connect(limited_server, receive_buffer=4096) as unread:
+        unread.sendall(request)
+        assert unread.recv(20, socket.MSG_PEEK).startswith(b"HTTP/1.1 200")
+        refused = _resume(limited_server, names[1], headers, after=-1)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert _resume(limited_server, names[0], headers, after=-1).status_code == 200, "it takes the connection over"
+    assert limited_server.wait_for(lambda: _resume(limited_server, names[1], headers, after=-1).status_code == 200)
+
+
+def test_every_resume_counts_as_a_request(limited_server: Server, ring: Keyring) -> None:
+    headers = ring.headers("few-requests")
+    name = _finished(limited_server, headers, prompt="a", max_tokens=3)
+    statuses = [_resume(limited_server, name, headers).status_code for _ in range(5)]
+    assert statuses == [200, 200, 200, 429, 429]
+
+
+def test_takeover_of_a_running_stream_counts_as_a_request_only(limited_server: Server, ring: Keyring) -> None:
+    client = httpx.Client(base_url=limited_server.url, headers=ring.headers("one-at-a-time"), timeout=60)
+    opened = list[httpx.Response]()
+    with client, ExitStack() as stack:
+        first = stack.enter_context(client.stream("POST", "/complete", json={**LONG, "max_tokens": 8000}))
+        name = first.headers["x-request-id"]
+        for _ in range(3):
+            opened.append(stack.enter_context(client.stream("GET", f"/complete/{name}/events")))
+        assert [response.status_code for response in opened] == [200] * 3
+        assert client.delete(f"/complete/{name}").status_code == 200

@@ -205,7 +205,7 @@ async def test_tokens_written_directly_count_for_the_replica_that_continues(
     assert [event.id for event in events] == [f"r:{number}" for number in range(len(events))]
     assert [event.name for event in events] == ["start", *["token"] * 5, "done"]
     assert writer.n_written == 5, "three from the first replica, two new ones from the second"
-    assert b"".join(sent) == stream._replay_buffer.since(0)
+    assert b"".join(sent) == b"".join(stream._replay_buffer.since(0, 1 << 20))
     stream.detach(subscription)
     assert replicas.closed == 2
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
+from app.common.errors import RateLimitExceeded
 from app.http.auth import AuthMiddleware
 from app.http.idempotency import IdempotencyMiddleware
 from app.http.request_log import RequestLogMiddleware
@@ -54,7 +57,9 @@ class _Application:
 class _Client:
     """One request on its own connection."""
 
-    def __init__(self, stack: Any, *, key: str | None = "k", body: bytes = b"{}", path: str = "/complete") -> None:
+    def __init__(
+        self, stack: Any, *, key: str | None = "k", body: bytes = b"{}", path: str = "/complete", owner: str = ""
+    ) -> None:
         self.received: list[Message] = []
         self.is_reading = asyncio.Event()
         self.is_reading.set()
@@ -62,7 +67,8 @@ class _Client:
         parts = [body[start : start + 2] for start in range(0, len(body), 2)]
         self._body = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
         self._body[-1]["more_body"] = False
-        headers = [(b"idempotency-key", key.encode())] if key is not None else []
+        headers = [(b"authorization", owner.encode())]
+        headers += [(b"idempotency-key", key.encode())] if key is not None else []
         scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
         self.task = asyncio.ensure_future(stack(scope, self._receive, self._send))
 
@@ -93,8 +99,41 @@ class _Client:
         self.received.append(message)
 
 
-def _stack(app: Any, *, replay_bytes: int = 100, seconds: float = 60.0, max_body_bytes: int = 100) -> Any:
-    inner = IdempotencyMiddleware(app, max_body_bytes=max_body_bytes, replay_bytes=replay_bytes, seconds=seconds)
+class _Quotas:
+    """Allows `left` further requests, and counts the concurrent ones."""
+
+    def __init__(self, left: int = 1000) -> None:
+        self.left = left
+        self.concurrent = 0
+
+    @contextmanager
+    def repeated(self, request: Request) -> Iterator[None]:
+        self.joined(request)
+        self.concurrent += 1
+        yield
+        self.concurrent -= 1
+
+    def joined(self, _request: Request) -> None:
+        if not self.left:
+            raise RateLimitExceeded("no requests are left", 7)
+        self.left -= 1
+
+
+def _stack(
+    app: Any,
+    *,
+    replay_bytes: int = 100,
+    seconds: float = 60.0,
+    max_body_bytes: int = 100,
+    quotas: _Quotas | None = None,
+) -> Any:
+    inner = IdempotencyMiddleware(
+        app,
+        max_body_bytes=max_body_bytes,
+        replay_bytes=replay_bytes,
+        seconds=seconds,
+        quotas=quotas or _Quotas(),
+    )
     return RequestLogMiddleware(AuthMiddleware(inner, keys=None, public=()))
 
 
@@ -258,3 +297,102 @@ async def test_invalid_key_is_refused(key: str) -> None:
     client = _Client(_stack(app), key=key)
     await client.task
     assert (client.status, b"Idempotency-Key" in client.text, app.bodies) == (400, True, [])
+
+
+async def _responses(stack: Any, app: _Application, owner: str, names: Iterable[int]) -> list[bool]:
+    """Sends one request for each name; returns which got the response of an earlier one."""
+    clients = []
+    for name in names:
+        app.step(2)
+        clients.append(client := _Client(stack, key=f"k{name}", owner=owner))
+        await client.task
+    return [client.is_repeated for client in clients]
+
+
+@async_test
+async def test_owner_with_many_responses_evicts_only_its_own() -> None:
+    app = _Application()
+    stack = _stack(app)
+    assert await _responses(stack, app, "victim", range(20)) == [False] * 20
+    await _responses(stack, app, "flood", range(600))
+    assert await _responses(stack, app, "victim", range(20)) == [True] * 20
+    kept = await _responses(stack, app, "flood", range(580, 600))
+    assert kept == [True] * 20, "its newest"
+    assert await _responses(stack, app, "flood", range(10)) == [False] * 10
+
+
+@async_test
+async def test_owner_whose_streams_are_cut_evicts_only_its_own() -> None:
+    app = _NativeStream()
+    stack = _stack(app)
+    for owner, number in (("victim", 5), ("flood", 600)):
+        for name in range(number):
+            client = _Client(stack, key=f"k{name}", owner=owner)
+            await _until(lambda client=client: bool(client.received))
+            await client.leave()
+    app.calls.clear()
+    for owner in ("victim", "flood"):
+        client = _Client(stack, key="k0", owner=owner)
+        await _until(lambda client=client: bool(client.received))
+        await client.leave()
+    assert app.calls == [("GET", "/complete/req-0/events"), ("POST", "/complete")]
+
+
+class _NativeStream:
+    """Streams without end; a resumption is refused with `refusal`, if that is set."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str]] = []
+        self.refusal = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.calls.append((scope["method"], scope["path"]))
+        await receive()
+        if self.refusal and scope["method"] == "GET":
+            await send({"type": "http.response.start", "status": self.refusal, "headers": []})
+            await send({"type": "http.response.body", "body": b"no"})
+            return
+        name = f"req-{len(self.calls) - 1}".encode()
+        headers = [(b"content-type", b"text/event-stream"), (b"x-request-id", name)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await receive()
+
+
+@pytest.mark.parametrize("status", [429, 503])
+@async_test
+async def test_cut_stream_whose_resumption_is_refused_for_now_can_be_resumed_later(status: int) -> None:
+    app = _NativeStream()
+    stack = _stack(app)
+    client = _Client(stack)
+    await _until(lambda: bool(client.received))
+    await client.leave()
+    app.refusal = status
+    refused = _Client(stack)
+    await refused.task
+    assert refused.status == status
+    app.refusal = 0
+    client = _Client(stack)
+    await _until(lambda: bool(client.received))
+    await client.leave()
+    assert app.calls[1:] == [("GET", "/complete/req-0/events")] * 2
+
+
+@async_test
+async def test_repeated_and_joined_requests_count_against_the_quota() -> None:
+    app, quotas = _Application(), _Quotas(left=2)
+    stack = _stack(app, quotas=quotas)
+    first, joined = _Client(stack), _Client(stack)
+    await _until(lambda: bool(first.received and joined.received))
+    assert (quotas.left, quotas.concurrent) == (1, 0), "only the request that joined"
+    app.step(2)
+    await asyncio.gather(first.task, joined.task)
+    unread = _Client(stack)
+    unread.is_reading.clear()
+    await _until(lambda: quotas.concurrent == 1)
+    unread.is_reading.set()
+    await unread.task
+    assert (unread.is_repeated, quotas.left, quotas.concurrent) == (True, 0, 0)
+    refused = _Client(stack)
+    await refused.task
+    assert (refused.status, (b"retry-after", b"7") in refused.received[0]["headers"]) == (429, True)
+    assert len(app.bodies) == 1

@@ -19,8 +19,8 @@ from tests.support.servers import Server
 from tests.support.services import Services
 
 _SLOTS, _STEP = 16, 0.005
-_KEYS = {name: new_key() for name in ("flood", "light", "limited", "reader")}
-_LIMITS = {"limited": {"concurrency": 12}, "reader": {"requests_per_minute": 3}}
+_KEYS = {name: new_key() for name in ("flood", "light", "limited", "reader", "wrong")}
+_LIMITS = {"limited": {"concurrency": 12}, "reader": {"requests_per_minute": 3}, "wrong": {"requests_per_minute": 5}}
 _SMALL_REQUEST = json.dumps({"prompt": "Hello there", "max_tokens": 10, "ignore_eos": True}).encode()
 _FLOOD = json.dumps({"prompt": "Once upon a time", "max_tokens": 100, "ignore_eos": True}).encode()
 _RATE = 8.0
@@ -121,3 +121,16 @@ def test_tokenize_routes_count_as_requests(server: Server) -> None:
     ]
     assert [answer.status_code for answer in answers] == [200] * 3 + [429] * 3
     assert int(answers[-1].headers["retry-after"]) >= 1
+
+
+def test_invalid_requests_count_and_are_not_read_without_a_request_left(server: Server) -> None:
+    with httpx.Client(base_url=server.url, headers=bearer(_KEYS["wrong"]), timeout=60) as client:
+        json_type = {"Content-Type": "application/json"}
+        bodies = (b"{", b'{"x": 1}', b'{"prompt": 1}', b'{"prompt": "a", "logit_bias": {"x": 1}}', b"[]")
+        paths = ("/complete", "/v1/completions", "/score", "/complete", "/tokenize")
+        for path, body in zip(paths, bodies, strict=True):
+            assert client.post(path, content=body, headers=json_type).status_code in (200, 400)
+        refused = [client.post("/complete", content=body, headers=json_type) for body in (b"{", b" " * (1 << 19))]
+    assert [(answer.status_code, answer.json()["error"]["code"]) for answer in refused] == [
+        (429, "rate_limit_exceeded")
+    ] * 2

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from app.access.rate_limiter import ANONYMOUS
 from app.api.native.routes import ResumableStream
 from app.api.resume_store import ResumeStore
 from app.api.schemas import Receipt
@@ -375,10 +376,10 @@ async def test_disconnected_stream_with_closed_weights_gets_an_error(monkeypatch
     resume_store = ResumeStore(60.0)
     parked = ResumableStream(handle, resume_store, owner="", extra={}, replay_bytes=1000)
     parked.detach(parked.attach())
-    parked.detach(parked.attach())
+    parked.detach(parked.reattach(ANONYMOUS))
     assert went_on == [True]
     instance.is_closed = True
     with pytest.raises(ApiError, match="no longer served: send the request again") as raised:
-        parked.attach()
+        parked.reattach(ANONYMOUS)
     assert (raised.value.status, raised.value.code, went_on) == (404, "events_gone", [True])
     resume_store.clear()

@@ -100,6 +100,11 @@ async def _pause_for_nothing(*_arguments: Any) -> None:
     await asyncio.sleep(0)
 
 
+@_removal("owner_shares.none", "app.access.owner_shares", "OwnerShares.largest")
+def _oldest_of_all_owners(_real: Any, shares: Any) -> Any:
+    return next(iter(shares._names.values())).keys()
+
+
 @_removal("long_texts.on_loop", "app.tokenization.text_encoder", "_is_short")
 def _every_text_is_short(*_arguments: Any) -> bool:
     return True

@@ -14,6 +14,7 @@ from fastapi import APIRouter, Header, Query, Request
 from pydantic import ConfigDict, Field, model_validator
 from starlette.responses import Response
 
+from app.access.rate_limiter import Reservation, Tenant
 from app.api import schemas
 from app.api.dependencies import RequestRoute, documented, read_body, resume_store_of
 from app.api.event_frames import EventFrames
@@ -24,7 +25,7 @@ from app.api.schemas import CompletionFields, Prompts, TokenIds, documented_defa
 from app.common.types import MODEL_DEFAULT_FIELDS
 from app.generation.request import CompletionEvent, Delta, Finished, GenerationRequest, Heartbeat, Queued, Started
 from app.http import sse
-from app.http.auth import owner_of
+from app.http.auth import owner_of, tenant_of
 from app.http.errors import ApiError
 from app.http.request_log import record_of
 from app.http.response_model import ResponseModel, json_response
@@ -55,26 +56,45 @@ class ResumableStream(StoredStream, EventFrames):
         self._receipt = schemas.Receipt.of(handle.admitted)
         self._finished: dict[int, Finished] = {}
         self._is_suspended = False
+        self._delivery: Reservation | None = None
+        """Of a connection that reads a completion whose own reservation has ended."""
 
     def attach(self) -> Subscription:
-        """Subscribes a connection. Raises Unavailable or ApiError if the completion cannot be resumed."""
-        if self._is_suspended and self.handle.session.stream.is_open:
-            if self.handle.admitted.instance.is_closed:
-                raise ApiError(404, _WEIGHTS_CLOSED, code="events_gone")
-            self.handle.service.require_open()  # the engine may be restarting: the stream waits for it
-            self.handle.resume()
+        """Subscribes a connection."""
         self._is_suspended, self._writer = False, None
         subscription = super().attach()
         self.handle.session.stream.wake()
         return subscription
 
+    def reattach(self, tenant: Tenant) -> Subscription:
+        """Subscribes a connection of a client that reconnects, which is a request like any other.
+
+        Raises Unavailable or ApiError if the completion cannot be resumed, or the tenant's limits do not allow it.
+        """
+        if self._is_suspended and self.handle.session.stream.is_open:
+            if self.handle.admitted.instance.is_closed:
+                raise ApiError(404, _WEIGHTS_CLOSED, code="events_gone")
+            self.handle.service.require_open()  # the engine may be restarting: the stream waits for it
+            self.handle.resume()
+        elif self._subscription:  # which ends now
+            (self._delivery or self.handle.admitted.reservation).count_reconnection(time.monotonic())
+        else:
+            self._delivery = self.handle.service.admission.reserve_delivery(tenant)
+        return self.attach()
+
     def _suspend(self) -> None:
         """Suspends the completion at once."""
+        self._end_delivery()
         if self.is_finished:
             self.handle.close()
         else:
             self._is_suspended = self.handle.session.stream.is_open
             self.handle.suspend()
+
+    def _end_delivery(self) -> None:
+        if self._delivery:
+            self._delivery.end(0)
+            self._delivery = None
 
     def cancel(self) -> bool:
         """Cancels the completion and notifies its reader; False if it had already finished."""
@@ -95,6 +115,7 @@ class ResumableStream(StoredStream, EventFrames):
 
     def close(self) -> None:
         """Releases the completion; the stream can no longer be resumed."""
+        self._end_delivery()
         self.handle.close()
 
     async def frames(
@@ -105,8 +126,8 @@ class ResumableStream(StoredStream, EventFrames):
         def is_current() -> bool:
             return subscription is self._subscription
 
-        if is_current() and number < self.next_number:
-            yield self._replay_buffer.since(number)
+        for piece in self._replayed(subscription, number):
+            yield piece
         while is_current() and not self.is_finished:
             if frames := await self.next_frames(writer, is_current):
                 yield frames
@@ -223,7 +244,8 @@ async def complete(request: Request) -> Response:
     if body.stream is False:
         return await handle.respond(_full_response(handle, extra), request)
     limit, resume_store = handle.service.settings.resume_bytes, resume_store_of(request)
-    return _respond(ResumableStream(handle, resume_store, owner=owner_of(request), extra=extra, replay_bytes=limit))
+    stream = ResumableStream(handle, resume_store, owner=owner_of(request), extra=extra, replay_bytes=limit)
+    return _respond(stream, stream.attach())
 
 
 @router.get("/complete/{request_id}/events")
@@ -251,7 +273,7 @@ async def resume(
     record.log_fields = stream.log_fields
     if record.trace and stream.trace:
         record.trace.link(stream.trace)
-    return _respond(stream, number)
+    return _respond(stream, stream.reattach(tenant_of(request)), number)
 
 
 @router.delete("/complete/{request_id}", openapi_extra=documented(schemas.Cancellation))
@@ -263,8 +285,7 @@ async def cancel(request: Request, request_id: str) -> Response:
     return json_response(schemas.Cancellation(request_id, cancelled=True))
 
 
-def _respond(stream: ResumableStream, number: int = 0) -> Response:
-    subscription = stream.attach()
+def _respond(stream: ResumableStream, subscription: Subscription, number: int = 0) -> Response:
     return sse.EventStreamResponse(
         partial(stream.frames, subscription, number), lambda: stream.detach(subscription), stream.headers
     )

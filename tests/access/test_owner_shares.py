@@ -1,0 +1,26 @@
+"""Shares of owners: the one with the most loses; nothing is left of an owner without names."""
+
+from __future__ import annotations
+
+from app.access.owner_shares import OwnerShares
+
+
+def test_the_owner_with_the_most_names_is_the_largest() -> None:
+    shares = OwnerShares[int](3)
+    for owner, name in (("a", 1), ("b", 2), ("b", 3)):
+        shares.add(owner, name)
+    assert (list(shares.largest), shares.is_exceeded) == ([2, 3], False)
+    shares.add("a", 4)
+    shares.add("a", 5)
+    assert (list(shares.largest), shares.is_exceeded) == ([1, 4, 5], True)
+
+
+def test_names_are_discarded_once_and_owners_with_their_last_name() -> None:
+    shares = OwnerShares[int](1)
+    shares.add("a", 1)
+    shares.add("b", 2)
+    for _ in range(2):
+        shares.discard("a", 1)
+        shares.discard("c", 1)
+    assert not shares.is_exceeded
+    assert list(shares._names) == ["b"], "an attacker's owners must not accumulate"
