@@ -16,6 +16,9 @@
 #              (docs/deploy.md)
 # TORCH_INDEX  an additional index for pip. The default has the CPU builds. PyPI's builds are for CUDA and include its
 #              libraries; to use them: --build-arg TORCH_INDEX=
+# VERSION      what --version, metrics and receipts of the image show: "$(python3 -m inkstream.build_version)", since git does not
+#              enter the build. Without it, a version from a hash of the files
+# REVISION     the commit, for a label: "$(git rev-parse HEAD)"
 #
 # Separate layers for the base, the packages, the weights and the code, so that a code change ships only the code.
 ARG BASE=python:3.12.14-slim-trixie@sha256:2f17fc044b579bab302c2e8054d3a686e2cb9a83de48e70534b94cd8ebbe06a9
@@ -25,6 +28,7 @@ FROM ${BASE} AS kernels
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 WORKDIR /build
 COPY app/__init__.py app/__main__.py app/
+COPY app/common/__init__.py app/common/version.py app/common/
 COPY app/cli/__init__.py app/cli/compile.py app/cli/
 COPY app/engine/__init__.py app/engine/
 COPY app/engine/cpu app/engine/cpu
@@ -54,14 +58,15 @@ RUN [ -z "${SLIM}" ] || { apt-get update && apt-get install --yes --no-install-r
 
 # Readable by the user below, whatever umask the weights were created with.
 FROM builder AS code
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE ./
 COPY app app
 COPY benchmarks benchmarks
 COPY inkstream inkstream
 COPY model model
 COPY weights weights
+ARG VERSION
 RUN chmod -R a+rX weights \
-    && /opt/inkstream/bin/pip install --no-deps --no-build-isolation --target /code . \
+    && INKSTREAM_BUILD_VERSION="${VERSION}" /opt/inkstream/bin/pip install --no-deps --no-build-isolation --target /code . \
     && { [ ! -d "$(cat site)/torch" ] || /opt/inkstream/bin/pip check; } \
     && mv /code/inkstream/weights /weights
 COPY --from=kernels /kernels /kernels

@@ -5,5 +5,3 @@ and routes into an ASGI application; server.run() serves it with uvicorn.
 Invariants: The API process never imports torch. Packages import only from layers below them, as
 docs/architecture.md says.
 """
-
-VERSION = "0.1.0"

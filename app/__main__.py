@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
 
-from app import VERSION
+from app.common.version import VERSION
 
 _VERBS = {
     "serve": ("app.cli.serve", "serve a weights directory over HTTP, and a page to try it", "--weights weights --open"),

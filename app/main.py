@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
-from app import VERSION
 from app.access.api_keys import ApiKeys
 from app.api import health, score, static_pages, tokens
 from app.api.dependencies import DirectRoutes, RepeatQuotas
@@ -22,6 +21,7 @@ from app.api.openapi import TAGS, DescribedApp
 from app.api.resume_store import ResumeStore
 from app.common.operating_system import ensure_file_limit
 from app.common.settings import Settings
+from app.common.version import VERSION
 from app.http import request_log
 from app.http.auth import AuthMiddleware, public_routes
 from app.http.connection_limits import ConnectionLimits, HttpLimits

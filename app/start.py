@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from app import VERSION
 from app.access.api_keys import read_keys
 from app.common import event_loop, logs
 from app.common.operating_system import ensure_file_limit, listener_on, why_no_cuda
 from app.common.settings import Settings
+from app.common.version import VERSION
 from app.engine.cpu.toolchain.backend_selection import check_native_available
 from app.engine_client.supervisor import EngineStopped
 from app.serving.instance_factory import open_instance

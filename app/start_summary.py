@@ -12,10 +12,10 @@ import threading
 import time
 import webbrowser
 
-from app import VERSION
 from app.common import logs
 from app.common.ipc import Ready
 from app.common.settings import Settings
+from app.common.version import VERSION
 from app.serving.service import Service
 from model.files import one_line
 

@@ -24,9 +24,9 @@ from prometheus_client.core import (
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
-from app import VERSION
 from app.common import logs
 from app.common.event_loop import TimeBudget, TimeSlice
+from app.common.version import VERSION
 from app.engine_client.engine_pool import EngineClient, EnginePool
 from app.generation.session import GenerationSession
 from app.http.connection_limits import ConnectionLimits

@@ -20,8 +20,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
-from app import VERSION
 from app.common.types import SamplingParams
+from app.common.version import VERSION
 from app.generation.request import GenerationRequest, Prompt, TokenDetail, TokenTable, prompt_list
 from app.generation.session import GenerationSession
 from app.http.errors import ErrorResponse

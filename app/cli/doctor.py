@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from app import VERSION
 from app.cli.compile import PlainParser
 from app.common.cpu_topology import read_topology
 from app.common.operating_system import why_no_cuda
+from app.common.version import VERSION
 from app.engine.cpu.toolchain.builder import find, find_compiler
 from app.engine.cpu.toolchain.cpu_target import BuildError, UnsupportedCpu, this_level
 from model.machine import INSTALL_TORCH, describe_cpu, free_memory

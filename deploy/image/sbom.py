@@ -36,11 +36,13 @@ def python_packages(folders: Sequence[str]) -> Iterator[dict[str, str]]:
 def bill_of_materials(components: Sequence[dict[str, str]]) -> dict[str, object]:
     """The document, in a fixed order: the same image gives the same file."""
     ordered = sorted(components, key=lambda component: component["purl"])
+    own = [{"version": component["version"]} for component in ordered if component["name"] == "inkstream"]
+    version = own[0] if own else {}
     return {
         "bomFormat": "CycloneDX",
         "specVersion": "1.5",
         "version": 1,
-        "metadata": {"component": {"type": "container", "name": "inkstream"}},
+        "metadata": {"component": {"type": "container", "name": "inkstream", **version}},
         "components": ordered,
     }
 

@@ -12,8 +12,8 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from app import VERSION
 from app.common.startup_timer import PHASES, PROVING, STARTING
+from app.common.version import VERSION
 from app.http.request_log import RejectConnection, RequestCounts
 from tests.support import ROOT
 from tests.support.async_test import async_test

@@ -14,6 +14,7 @@ from zipfile import ZipFile
 import httpx
 import pytest
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 from benchmarks.service_process import launch
 from tests.support import ROOT
@@ -21,7 +22,7 @@ from tests.support.servers import kernels
 
 pytestmark = pytest.mark.slow
 
-INPUTS = ("pyproject.toml", "README.md", "LICENSE", "app", "benchmarks", "inkstream", "model", "weights")
+INPUTS = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "app", "benchmarks", "inkstream", "model", "weights")
 BENCH = {f"benchmarks/{name}.py" for name in ("__init__", "client", "common", "completions", "load", "prompts")}
 MOST_BYTES = 100e6
 """The package index accepts no larger file."""
@@ -103,6 +104,39 @@ def test_wheel_contains_exactly_one_package_with_all_product_files(wheel: Path) 
     names = {one.name for one in map(Requirement, needed) if one.marker is None or one.marker.evaluate(linux)}
     assert "numpy" in names and "torch" not in names, "torch would add gigabytes of CUDA to every installation"
     assert wheel.stat().st_size < MOST_BYTES, "the package index takes no such file; leave the weights to an extra"
+
+
+def test_upgrade_brings_the_new_code(source: Path, tmp_path: Path) -> None:
+    """One commit after another, each as a wheel in the same folder, and a pip that takes the newest."""
+    repository, python = tmp_path / "repository", tmp_path / "environment/bin/python"
+    shutil.copytree(source, repository, ignore=shutil.ignore_patterns("PKG-INFO", "*.egg-info", "*.safetensors"))
+    (repository / ".gitignore").write_text("build/\n*.egg-info/\n")
+    _run(sys.executable, "-m", "venv", "--system-site-packages", tmp_path / "environment", folder=tmp_path)
+    _run("git", "init", "-q", folder=repository)
+    versions = []
+    for number in range(3):
+        (repository / "model/marker.py").write_text(f"NUMBER = {number}\n")
+        os.utime(repository / "model/marker.py", (1, 1))  # older than the copy of an earlier build
+        (repository / f"model/only_{number}.py").write_text("")
+        (repository / f"model/only_{number - 1}.py").unlink(missing_ok=True)
+        _run("git", "add", ".", folder=repository)
+        identity = ("-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "commit.gpgsign=false")
+        _run("git", *identity, "commit", "-q", "-m", str(number), folder=repository)
+        build = (*PIP, "wheel", "--no-deps", "--no-index", "--no-build-isolation", "-w", tmp_path / "wheels")
+        _run(*build, repository, folder=tmp_path)
+        install = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--find-links", tmp_path / "wheels")
+        _run(python, *install, "--upgrade", "inkstream", folder=tmp_path)
+        program = (
+            "from importlib.metadata import version; import inkstream.model.marker as m, os;"
+            "names = os.listdir(os.path.dirname(m.__file__));"
+            "print(version('inkstream'), m.NUMBER, [name for name in names if name[:5] == 'only_'])"
+        )
+        installed, marker, *only = _run(python, "-Ic", program, folder=tmp_path).split()
+        assert (marker, only) == (str(number), [f"['only_{number}.py']"])
+        script = tmp_path / "environment/bin/inkstream"
+        assert _run(script, "--version", folder=tmp_path, PYTHONPATH="") == f"inkstream {installed}\n"
+        versions.append(Version(installed))
+    assert versions == sorted(set(versions)) and versions[0] > Version("0.1.0")
 
 
 def test_checkout_runs_its_own_packages(elsewhere: Path) -> None:
