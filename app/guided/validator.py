@@ -18,11 +18,16 @@ from app.guided.grammar import Grammar
 from app.sandbox.sandbox import SandboxError, SandboxPool
 from model.files import Files
 
-MISSING = 'this server was installed without constrained decoding: pip install "inkstream[guided]"'
+MISSING = (
+    "this server was installed without the package llguidance, which constrained decoding needs: "
+    "leave the field out, or ask its operator to install llguidance 1.9"
+)
 MAX_JOBS = 64
 """Grammars that are queued or being checked; one tenant may have at most half of them."""
 
 _MAX_VERDICTS = 8192
+_MAX_REWRITTEN_BYTES = 8 << 20
+"""Limit of all rewritten grammars together; their checks are repeated when they are needed again."""
 _KILLED_SECONDS = 300.0
 """How long a grammar whose check was killed is refused from the cache: on a busy machine a good one may be killed."""
 
@@ -32,13 +37,20 @@ class _Verdict:
     problem: str
     """Empty if the grammar is valid."""
     expires: float = float("inf")
+    rewritten: str | None = None
+    """The grammar to use instead, if the check rewrote its schemas."""
+
+    @property
+    def rewritten_bytes(self) -> int:
+        """Memory of the rewritten grammar; JSON is written in ASCII."""
+        return len(self.rewritten or "")
 
 
 @dataclass(slots=True)
 class _Check:
     """A check in progress and the requests that wait for it."""
 
-    task: asyncio.Task[str]
+    task: asyncio.Task[_Verdict]
     waiting: int = 0
 
 
@@ -55,40 +67,41 @@ class GrammarValidator:
         self._pool = SandboxPool("app.guided.validator_worker", *arguments, seconds=seconds, max_jobs=MAX_JOBS)
         self._verdicts: OrderedDict[tuple[str | None, bytes], _Verdict] = OrderedDict()
         """By tenant, None for refusals, and hash; the least recently used first."""
+        self._rewritten_bytes = 0
         self._in_progress: dict[tuple[str, bytes], _Check] = {}
-        self._tasks: set[asyncio.Task[str]] = set()
+        self._tasks: set[asyncio.Task[_Verdict]] = set()
 
     @property
     def pids(self) -> list[int]:
         """Ids of the running processes."""
         return self._pool.pids
 
-    async def check(self, grammar: Grammar, account: WorkAccount) -> None:
-        """Raises InvalidRequest for an invalid grammar, Busy, EngineFailed."""
+    async def check(self, grammar: Grammar, account: WorkAccount) -> str:
+        """The text to compile, which may differ from the grammar's. Raises InvalidRequest, Busy, EngineFailed."""
         if find_spec("llguidance") is None:
             raise InvalidRequest(MISSING, grammar.field)
-        problem = self._known_problem(grammar.lark, account.tenant)
-        if problem is None:
-            problem = await self._join_check(grammar.lark, account)
+        verdict = self._known_verdict(grammar.lark, account.tenant) or await self._join_check(grammar.lark, account)
+        problem = verdict.problem
         if grammar.field != "grammar":  # a generated grammar: its line numbers mean nothing to the user
             problem = re.sub(r"^line \d+, column \d+: ", "", problem)
         if problem:
             raise InvalidRequest(f"{grammar.field}: {problem}", grammar.field)
+        return verdict.rewritten or grammar.lark
 
     async def close(self) -> None:
         """Stops the processes; checks in progress fail."""
         self._pool.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _known_problem(self, lark: str, tenant: str) -> str | None:
+    def _known_verdict(self, lark: str, tenant: str) -> _Verdict | None:
         digest = _digest(lark)
         for key in ((None, digest), (tenant, digest)):
             if (verdict := self._verdicts.get(key)) and verdict.expires > time.monotonic():
                 self._verdicts.move_to_end(key)
-                return verdict.problem
+                return verdict
         return None
 
-    async def _join_check(self, lark: str, account: WorkAccount) -> str:
+    async def _join_check(self, lark: str, account: WorkAccount) -> _Verdict:
         """Checks a grammar once for all concurrent requests of a tenant that use it."""
         key = account.tenant, _digest(lark)
         if (check := self._in_progress.get(key)) is None:
@@ -105,15 +118,22 @@ class GrammarValidator:
                 if self._in_progress.get(key) is check:
                     del self._in_progress[key]
 
-    async def _validate(self, lark: str, account: WorkAccount) -> str:
+    async def _validate(self, lark: str, account: WorkAccount) -> _Verdict:
         try:
-            verdict = _Verdict((await self._pool.call(lark.encode(), account)).decode())
+            problem, rewritten = json.loads(await self._pool.call(lark.encode(), account))
+            verdict = _Verdict(problem, rewritten=rewritten)
         except SandboxError as error:
             verdict = _Verdict(f"compiling it {error}: make it simpler", time.monotonic() + _KILLED_SECONDS)
-        self._verdicts[None if verdict.problem else account.tenant, _digest(lark)] = verdict
-        while len(self._verdicts) > _MAX_VERDICTS:
-            self._verdicts.popitem(last=False)
-        return verdict.problem
+        self._keep((None if verdict.problem else account.tenant, _digest(lark)), verdict)
+        return verdict
+
+    def _keep(self, key: tuple[str | None, bytes], verdict: _Verdict) -> None:
+        if previous := self._verdicts.pop(key, None):
+            self._rewritten_bytes -= previous.rewritten_bytes
+        self._verdicts[key] = verdict
+        self._rewritten_bytes += verdict.rewritten_bytes
+        while len(self._verdicts) > _MAX_VERDICTS or self._rewritten_bytes > _MAX_REWRITTEN_BYTES:
+            self._rewritten_bytes -= self._verdicts.popitem(last=False)[1].rewritten_bytes
 
 
 def _digest(lark: str) -> bytes:

@@ -11,9 +11,20 @@ import json
 import random
 import re
 import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from app.common.llguidance_adapter import GrammarVocabulary
+from app.guided.schema_rewriter import (
+    SchemaError,
+    rewrite_grammar,
+    schemas_of,
+    shown,
+    subschemas,
+    target_of,
+)
 from app.sandbox.sandbox_child import serve
 from model.files import Files, reading_from
 from model.tokenizer.tokenizer import Tokenizer
@@ -21,7 +32,11 @@ from model.tokenizer.tokenizer import Tokenizer
 MEMORY_BYTES = 64 << 20
 """Memory limit of a grammar in addition to the vocabulary; the engine spends it again for each request."""
 _STEPS = 24
+_MAX_REWRITTEN = 256 << 10
+"""Characters of a grammar whose schemas were rewritten."""
 _MAX_CHARACTERS = 200
+_SEARCH_SECONDS = 0.3
+"""CPU time for finding the place of a problem; then the smallest schema found so far is the place."""
 _TOO_COMPLEX = "it is too complex: make it simpler"
 _COST_MESSAGES = ("fuel", "lexer error", "Parser Error", "parser error", "schema too large", "Unable to determine")
 
@@ -33,9 +48,67 @@ def main(seconds: float, weights: Path, files: Files) -> None:
     vocabulary = GrammarVocabulary(tokenizer.bytes_of, tokenizer.vocab_size)
 
     def handle(grammar: bytes) -> bytes:
-        return problem_of(vocabulary, grammar.decode()).encode()
+        return json.dumps(checked(vocabulary, grammar.decode())).encode()
 
     serve(handle, seconds=seconds, more_bytes=MEMORY_BYTES)
+
+
+def checked(vocabulary: GrammarVocabulary, grammar: str) -> tuple[str, str | None]:
+    """The problem of a grammar, or an empty string; and the grammar to use instead, if its schemas were rewritten."""
+    try:
+        rewritten = rewrite_grammar(grammar)
+    except SchemaError as error:
+        return str(error)[:_MAX_CHARACTERS], None
+    if len(rewritten) > _MAX_REWRITTEN:
+        return _TOO_COMPLEX, None
+    problem = problem_of(vocabulary, rewritten)
+    if problem:
+        return _with_place(vocabulary, rewritten, problem), None
+    return "", None if rewritten == grammar else rewritten
+
+
+def _with_place(vocabulary: GrammarVocabulary, grammar: str, problem: str) -> str:
+    """The problem, and the place in the schema that has it, if a schema alone has it."""
+    text = _without_line(problem)
+    for schema in schemas_of(grammar):
+        if place := _place_of(vocabulary, schema, text):
+            return f"at {place}: {text}"[:_MAX_CHARACTERS]
+    return problem
+
+
+def _place_of(vocabulary: GrammarVocabulary, root: dict[str, Any], problem: str) -> str:
+    """The smallest part of a schema that has the problem alone; empty if not even the root has."""
+    shared = {key: value for key, value in root.items() if key in ("$defs", "definitions", "x-guidance")}
+    ends = time.process_time() + _SEARCH_SECONDS
+
+    def has_problem(schema: Any) -> bool:
+        if not isinstance(schema, dict) or time.process_time() > ends:
+            return False
+        return _without_line(problem_of(vocabulary, f"start: %json {json.dumps({**shared, **schema})}")) == problem
+
+    if not has_problem(root):
+        return ""
+    schema, place, seen = root, "#", {id(root)}
+    while True:
+        below = [*subschemas(schema, place), *_targets(root, schema)]
+        for part, where in below:
+            if id(part) not in seen and has_problem(part):
+                schema, place = part, where
+                seen.add(id(part))
+                break
+        else:
+            return shown(place)
+
+
+def _targets(root: dict[str, Any], schema: Mapping[str, Any]) -> list[tuple[Any, str]]:
+    reference = schema.get("$ref")
+    target = target_of(root, reference) if isinstance(reference, str) else None
+    return [target] if target else []
+
+
+def _without_line(problem: str) -> str:
+    """The problem without a place in the text of a generated grammar, which means nothing to the user."""
+    return re.sub(r"^line \d+, column \d+: ", "", problem)
 
 
 def problem_of(vocabulary: GrammarVocabulary, grammar: str) -> str:
@@ -68,6 +141,7 @@ def explain(message: str) -> str:
     text = re.sub(r"^(?:at )?(\d+)\((\d+)\): ", r"line \1, column \2: ", text)
     text = re.sub(r"failed to compile JSON schema: ", "", text)
     text = re.sub(r'(?:invalid regex ".*" \(in regex\): )?regex parse error:.*\nerror: ', "", text, flags=re.DOTALL)
+    text = re.sub(r'Unimplemented keys: \["(.*)"\]', r"not supported: \1", text).replace('", "', ", ")
     line = " ".join(re.sub(r"[^ -~]+", " ", text).split())
     return line if len(line) <= _MAX_CHARACTERS else f"{line[:_MAX_CHARACTERS]}..."
 

@@ -448,8 +448,7 @@ class Service:
         grammar = await self.tokenizer_pool.run(length, lambda: grammar_from(field, value), account)
         if grammar is None:
             return ""
-        await validator.check(grammar, account)
-        return grammar.lark
+        return await validator.check(grammar, account)
 
     def _fail(self, reason: EngineStopped) -> None:
         if not self._failed.done():

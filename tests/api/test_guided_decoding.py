@@ -53,3 +53,26 @@ def test_output_follows_regex_and_grammar_to_the_last_token(server: Server) -> N
     assert re.fullmatch("[abc]{5}/", response["choices"][0]["text"])
     response = fetch_completion(server.url, **BODY, grammar='start: "<" /[xy]{3}/ ">"')
     assert re.fullmatch("<[xy]{3}>", response["choices"][0]["text"])
+
+
+def test_engine_follows_the_rewritten_schema(server: Server) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"score": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "patternProperties": {"^score$": {"type": "integer"}, "^n$": {"type": "boolean"}},
+        "required": ["score"],
+        "additionalProperties": False,
+    }
+    response = fetch_completion(server.url, **BODY, json_schema=schema, n=8)
+    for choice in response["choices"]:
+        assert choice["finish_reason"] == "stop"
+        names = [name for name, _ in json.loads(choice["text"], object_pairs_hook=list)]
+        assert names in (["score"], ["score", "n"])
+
+
+def test_refusal_names_the_place_in_the_schema(server: Server) -> None:
+    inner = {"type": "object", "properties": {"tags": {"type": "array", "uniqueItems": True}}}
+    schema = {"type": "json_schema", "json_schema": {"schema": {"type": "object", "properties": {"a": inner}}}}
+    response = httpx.post(f"{server.url}/v1/completions", json={"prompt": "Once", "response_format": schema})
+    assert response.status_code == 400
+    assert "at #/properties/a/properties/tags/uniqueItems: " in response.json()["error"]["message"]
