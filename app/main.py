@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
@@ -66,7 +65,11 @@ def create_app(
         app.state.resume_store = resume_store = ResumeStore(settings.resume_seconds)
         # Keep the choice of --replicas auto, which depends on free memory: running engines leave less of it.
         chosen = settings.model_copy(update={"replicas": len(instance.engine.engines)})
-        app.state.reloader = reloader = HotReload(service, partial(open_instance, chosen), metrics.record_reload)
+
+        def reopen() -> Awaitable[ModelInstance]:
+            return open_instance(chosen, service.reserved_bytes)
+
+        app.state.reloader = reloader = HotReload(service, reopen, metrics.record_reload)
         coroutines = [
             service.load(),
             reloader.run(),

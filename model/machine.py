@@ -8,6 +8,8 @@ import platform
 import sys
 from pathlib import Path
 
+from model.cgroups import memory_limits
+
 INSTALL_TORCH = "install torch, for instance by: pip install 'inkstream[torch]'"
 """What messages advise where only torch could compute; inkstream on Linux does not bring it along."""
 _BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
@@ -30,14 +32,16 @@ def has_native_bfloat16(cpu_info: Path = Path("/proc/cpuinfo")) -> bool:
     return not _BFLOAT16_FLAGS.isdisjoint(next(flags, ()))
 
 
-def free_memory() -> int:
-    """Free memory in bytes: of the machine or of the container, whichever is less."""
-    fields = dict(line.split(":", 1) for line in lines(Path("/proc/meminfo")))
+def free_memory(root: Path = Path("/")) -> int:
+    """Free memory in bytes: of the machine, or what its use leaves of a cgroup's limit, whichever is least.
+
+    root: directory of proc and sys.
+    """
+    fields = dict(line.split(":", 1) for line in lines(root / "proc/meminfo") if ":" in line)
     if "MemAvailable" not in fields:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     available = 1024 * int(fields["MemAvailable"].split()[0])
-    limits = [int(line) for line in lines(Path("/sys/fs/cgroup/memory.max")) if line.isdigit()]
-    return min([available, *limits])
+    return min([available, *(limit.left for limit in memory_limits(root))])
 
 
 def describe_cpu(threads: int) -> str:

@@ -16,6 +16,8 @@ import torch
 
 from app.chat.template import ChatTemplate
 from app.common.ipc import Ready, WorkerConfig
+from app.common.settings import Settings
+from app.engine.memory.memory_plan import CacheShape
 from app.engine.startup import build_engine
 from app.tokenization.tokenizer_trial import check_vocabulary, try_tokenizer
 from model.checkpoint.checkpoint import load
@@ -27,6 +29,7 @@ from model.checkpoint.model_summary import Line, memory_lines, shape_lines
 from model.checkpoint.stored_weights import StoredWeights
 from model.checkpoint.tensor_index import check_layout
 from model.command_line import OneLineParser
+from model.config import ModelConfig
 from model.files import CheckpointError, one_line, unfinished_run
 from model.tokenizer.tokenizer import Tokenizer
 
@@ -83,6 +86,7 @@ def _check(directory: Path) -> list[Line]:
         ("family", weights.family.name),
         *shape_lines(decoder.config),
         *memory_lines(decoder.config, decoder.n_params),
+        ("mem_limit", _memory_limits(decoder.config, decoder.n_params)),
         *_tokenizer_lines(weights, tokenizer),
         ("chat", "no template" if template is None else "has a template"),
         ("defaults", ", ".join(f"{name} {value:g}" for name, value in defaults.items()) or "the model brings none"),
@@ -91,6 +95,28 @@ def _check(directory: Path) -> list[Line]:
         ("version", weights.version),
         *([("commit", f"{source.commit} of {source.repository}")] if (source := source_of(directory)) else []),
     ]
+
+
+_PROCESSES = 768 << 20
+"""Bytes of all processes without weights and cache: measured 0.6 GB with torch, and what requests may buffer."""
+_SECOND_ENGINE = 384 << 20
+
+
+def _memory_limits(shape: ModelConfig, n_params: int) -> str:
+    """The memory that a container needs to serve the model on a CPU with the default settings.
+
+    The service takes at most half of the memory that is free for its cache, so twice the cache must fit.
+    """
+    running: int = Settings.model_fields["max_running"].default
+    found: dict[str, tuple[int, int]] = {}
+    for dtype, size in (("float32", 4), ("bfloat16", 2)):
+        cache = CacheShape(shape=shape, context=shape.context, block_size=16, max_running=running, dtype=dtype)
+        engine = n_params * size + 2 * cache.cache_bytes(cache.needed_blocks * running)
+        found[dtype] = _PROCESSES + engine, _PROCESSES + _SECOND_ENGINE + 2 * engine
+    serving, reloading = (
+        " or ".join(f"{-(-sizes[i] >> 20)}m in {dtype}" for dtype, sizes in found.items()) for i in (0, 1)
+    )
+    return f"{serving} on a CPU, with --max-running {running}; with reloads {reloading}"
 
 
 def _print_stderr(line: str) -> None:

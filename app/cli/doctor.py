@@ -26,6 +26,7 @@ from app.common.operating_system import why_no_cuda
 from app.common.version import VERSION
 from app.engine.cpu.toolchain.builder import find, find_compiler
 from app.engine.cpu.toolchain.cpu_target import BuildError, UnsupportedCpu, this_level
+from model.cgroups import memory_limits
 from model.machine import INSTALL_TORCH, describe_cpu, free_memory
 
 Level = Literal["ok", "slow", "broken", "unknown"]
@@ -106,7 +107,8 @@ def _machine(_: Given) -> Iterator[Finding]:
     yield Finding("system", f"{text} ({sys.executable})")
     topology = read_topology()
     yield Finding("cpu", f"{describe_cpu(topology.compute_threads)} of {topology}")
-    yield Finding("memory", f"{_size(free_memory())} free")
+    limits = "".join(f", {limit.name} may use {_size(limit.limit)}" for limit in memory_limits())
+    yield Finding("memory", f"{_size(free_memory())} free{limits}")
 
 
 def _packages(_: Given) -> Iterator[Finding]:

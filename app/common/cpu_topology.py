@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
+
+from model.cgroups import cpu_quotas
 
 _SPARE_CORE_FROM = 8
 """From this many cores one may be left to the API process: an eighth of the engine's speed at most."""
@@ -97,7 +99,7 @@ def read_topology(root: Path = Path("/"), affinity: Collection[int] | None = Non
             siblings = _cpus(devices / f"system/cpu/cpu{cpu}/topology/thread_siblings_list") | {cpu}
             seen |= siblings
             cores.append(Core(tuple(sorted(siblings & allowed)), node_of.get(cpu, 0), cpu in fast))
-    return Topology(tuple(cores), min(_quotas(root), default=math.inf))
+    return Topology(tuple(cores), min(cpu_quotas(root), default=math.inf))
 
 
 def _affinity() -> Collection[int]:
@@ -113,18 +115,6 @@ def _cpus(file: Path) -> set[int]:
             first, _, last = part.partition("-")
             cpus |= set(range(int(first), int(last or first) + 1))
     return cpus
-
-
-def _quotas(root: Path) -> Iterator[float]:
-    """The limits, in cores, of this process's cgroup (version 2) and its ancestors; the smallest one is effective."""
-    mount = root / "sys/fs/cgroup"
-    with suppress(OSError):
-        own = mount / (root / "proc/self/cgroup").read_text().strip().removeprefix("0::/")
-        # In a container the path may be the host's and missing here; then the limit of the mount applies.
-        for folder in (folder for folder in (own, *own.parents) if folder.is_relative_to(mount)):
-            with suppress(OSError, ValueError, ZeroDivisionError):  # "max" is no number, and no limit
-                quota, period = (folder / "cpu.max").read_text().split()
-                yield int(quota) / int(period)
 
 
 class EngineShare(NamedTuple):

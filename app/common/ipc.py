@@ -51,6 +51,8 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, tag="config"):
     replicas: int = 1
     concurrent_loaders: int = 0
     """Other engines that allocate their KV caches on the same machine at the same time."""
+    reserved_bytes: int = 0
+    """Of memory that seems free, but that running engines have reserved for their KV caches."""
     kv_blocks: int = 0
     gpu_memory_utilization: float = 0.9
     max_context: int = 0
@@ -112,6 +114,8 @@ class Ready(Struct, frozen=True, kw_only=True, array_like=True, tag="ready"):
     """Why this backend was chosen, for the log."""
     waits_for_build: bool
     """Whether native kernels support this model and machine, but were not built when the service started."""
+    cache_bytes: int = 0
+    """Memory that a KV cache on the CPU may take; the system provides it as it is written."""
 
 
 class Fatal(Struct, frozen=True, array_like=True, tag="fatal"):

@@ -45,6 +45,14 @@ def has_terminal() -> bool:
     return True
 
 
+def anonymous_memory(pid: int) -> int:
+    """Bytes of memory of a process that no file backs; 0 if that cannot be known."""
+    with suppress(OSError):
+        found = re.search(r"^RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        return 1024 * int(found[1]) if found else 0
+    return 0
+
+
 _CUDA_LIBRARY = "libcuda.so.1"
 _HIDDEN = ("", "-1", "NoDevFiles")
 

@@ -102,7 +102,14 @@ class CppBackend:
         """See Backend.plan_memory."""
         del announce
         n_bytes, engines = self._weights.n_params * ITEM_BYTES[self._cache_shape.dtype], 1 + config.concurrent_loaders
-        return blocks_on_cpu(self._cache_shape, n_bytes, are_loaded=False, requested=config.kv_blocks, engines=engines)
+        return blocks_on_cpu(
+            self._cache_shape,
+            n_bytes,
+            are_loaded=False,
+            requested=config.kv_blocks,
+            engines=engines,
+            reserved=config.reserved_bytes,
+        )
 
     def start(self, blocks: int, grammars: GrammarTracker, announce: Announce) -> BackendRunners:
         """See Backend.start."""

@@ -210,4 +210,5 @@ def _ready(
         numerics=backend.numerics,
         numerics_reason=backend.reason,
         waits_for_build=waits,
+        cache_bytes=cache_shape.cache_bytes(blocks.total) if placement.device == "cpu" else 0,
     )

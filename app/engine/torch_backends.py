@@ -115,7 +115,12 @@ class _LoadedBackend:
             n_bytes = sum(x.nbytes for x in (*self.decoder.parameters(), *self.decoder.buffers()))
             engines = 1 + config.concurrent_loaders
             return blocks_on_cpu(
-                self.cache_shape, n_bytes, are_loaded=True, requested=config.kv_blocks, engines=engines
+                self.cache_shape,
+                n_bytes,
+                are_loaded=True,
+                requested=config.kv_blocks,
+                engines=engines,
+                reserved=config.reserved_bytes,
             )
         announce(PLANNING_MEMORY)
         return blocks_on_gpu(

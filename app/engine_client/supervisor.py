@@ -23,8 +23,10 @@ from msgspec.structs import replace
 
 from app.common.ipc import Down, Fatal, FrameDecoder, Phase, Ready, Up, WorkerConfig, decode_up, encode_frame
 from app.common.logs import START
+from app.common.operating_system import anonymous_memory
 from app.common.startup_timer import PHASES, STARTING, format_phases, phase_seconds
 from app.common.types import StepReport
+from app.engine_client.memory_kills import MemoryKills
 
 # -P and an explicit path: a folder called app in the working directory must not be imported.
 WORKER = (sys.executable, "-P", "-m", "app.engine")
@@ -232,6 +234,10 @@ class Supervisor:
         self._version = ""  # of the weights: every restarted process must load the same
         self._process: EngineProcess | None = None
         self._kill_reason = ""  # set when this supervisor kills the process
+        self._memory_kills = MemoryKills()
+        self._lacked_memory = False
+        """Whether the kernel killed the last process because memory ran out."""
+        self._memory_when_ready = 0
         self._last_frame = time.monotonic()  # or start of the process
         self._has_reported = False
         self._last_progress = time.monotonic()
@@ -258,6 +264,14 @@ class Supervisor:
     def progress_age(self) -> float:
         """Seconds since the last step that made progress; 0 while the engine has no work."""
         return time.monotonic() - self._last_progress if self._listener.expects_progress else 0.0
+
+    @property
+    def unwritten_cache_bytes(self) -> int:
+        """Memory of a KV cache on the CPU that the engine has reserved and the system has not had to provide yet."""
+        if not (self.ready and self._process):
+            return 0
+        written = anonymous_memory(self._process.pid) - self._memory_when_ready
+        return max(0, self.ready.cache_bytes - max(0, written))
 
     @property
     def is_stopped(self) -> bool:
@@ -320,16 +334,18 @@ class Supervisor:
         try:
             config = replace(self._config, files=await self._files())
             # A restarted process reuses the memory of its predecessor, and the other engines have allocated theirs.
-            process.send(replace(config, concurrent_loaders=0) if self._version else config)
+            process.send(replace(config, concurrent_loaders=0, reserved_bytes=0) if self._version else config)
             await process.closed
         finally:
             self._process = None
             self._set_unready()
             code = await process.terminate()
+            reason = self._kill_reason or self._memory_kills.explanation(code)
+            self._lacked_memory = bool(reason and not self._kill_reason)
+            if self._lacked_memory:
+                self.phase = "out of memory"
             if self._stopped is None:
-                _log.warning(
-                    "the %s process %d %s", self._config.name, process.pid, f"{describe_exit(code)}{self._kill_reason}"
-                )
+                _log.warning("the %s process %d %s%s", self._config.name, process.pid, describe_exit(code), reason)
 
     async def _watch(self) -> None:
         """Kills an engine that sends no reports, or reports without progress."""
@@ -337,6 +353,7 @@ class Supervisor:
         while True:
             before = time.monotonic()
             await asyncio.sleep(interval)
+            self._memory_kills.observe()
             now = time.monotonic()
             was_stalled = now - before > 2 * interval  # this process itself, so the engine's silence means nothing
             if was_stalled or not self._listener.expects_progress:
@@ -374,6 +391,7 @@ class Supervisor:
             time.monotonic(), delivered=delivered, is_refused=is_refused, canary_answered=canary_answered
         ):
             problem = f"the engine stopped {MAX_CRASHES} times in ten minutes without delivering anything in between"
+            problem += ": out of memory, as the log says" if self._lacked_memory else ""
             self.give_up(EngineStopped(problem, 1))
 
     def _on_frame(self, frame: Up) -> None:
@@ -405,6 +423,7 @@ class Supervisor:
     def _on_ready(self, frame: Ready) -> None:
         self.ready, self.phase, self._version = frame, "ready", frame.weights_version
         self._last_progress = time.monotonic()
+        self._memory_when_ready = anonymous_memory(self._process.pid) if self._process else 0
         self.start_seconds = phase_seconds(self._phases, self._last_progress)
         log = _log if self.restarts else _start_log
         log.info("%s: started in %s", self._config.name, format_phases(self.start_seconds))

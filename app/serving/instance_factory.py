@@ -28,17 +28,17 @@ from model.checkpoint.tensor_index import check_layout
 _log, _start_log = logging.getLogger("inkstream"), logging.getLogger(START)
 
 
-async def open_instance(settings: Settings) -> ModelInstance:
+async def open_instance(settings: Settings, reserved_bytes: int = 0) -> ModelInstance:
     """Opens an instance of the current weights directory; a symlink to it may be changed later.
 
-    Raises CheckpointError.
+    reserved_bytes: free memory that running engines may need. Raises CheckpointError.
     """
     fingerprint = await asyncio.to_thread(take_fingerprint, settings.weights)
     weights = await asyncio.to_thread(without_links, settings.weights)
     snapshot = await asyncio.to_thread(WeightsSnapshot.open, weights)
     try:
         chat_template, name = await asyncio.to_thread(_load_facts, snapshot)
-        engine = make_engine_pool(settings.model_copy(update={"weights": weights}))
+        engine = make_engine_pool(settings.model_copy(update={"weights": weights}), reserved_bytes)
     except BaseException:
         snapshot.close()
         raise
@@ -69,8 +69,8 @@ def _copy_directories(settings: Settings) -> list[Path]:
     return [folder for folder in folders if folder]
 
 
-def make_engine_pool(settings: Settings) -> EnginePool:
-    """Builds the pool of engine processes from the settings."""
+def make_engine_pool(settings: Settings, reserved_bytes: int = 0) -> EnginePool:
+    """Builds the pool of engine processes from the settings. reserved_bytes: see WorkerConfig."""
     topology = read_topology()
     replicas = settings.replicas or _choose_replicas(settings, topology)
     if settings.threads > topology.n_cpus:
@@ -88,7 +88,7 @@ def make_engine_pool(settings: Settings) -> EnginePool:
     shares = divide(topology, replicas, settings.threads)
     _start_log.info("cores: %s; %d threads for each engine by default", topology, shares[0].threads)
     queue = FairQueue(max_requests=settings.max_waiting, max_prompt_tokens=settings.max_waiting_tokens)
-    configs = _worker_configs(settings, shares)
+    configs = _worker_configs(settings, shares, reserved_bytes)
     return EnginePool([EngineClient(config, silence_seconds=settings.engine_silence) for config in configs], queue)
 
 
@@ -98,7 +98,7 @@ def _choose_replicas(settings: Settings, topology: Topology) -> int:
     return chosen
 
 
-def _worker_configs(settings: Settings, shares: Sequence[EngineShare]) -> list[WorkerConfig]:
+def _worker_configs(settings: Settings, shares: Sequence[EngineShare], reserved_bytes: int = 0) -> list[WorkerConfig]:
     libraries = libraries_at_start(settings)
 
     def config(replica: int, share: EngineShare) -> WorkerConfig:
@@ -119,6 +119,7 @@ def _worker_configs(settings: Settings, shares: Sequence[EngineShare]) -> list[W
             replica=replica,
             replicas=len(shares),
             concurrent_loaders=len(shares) - 1,
+            reserved_bytes=reserved_bytes,
             kv_blocks=settings.kv_blocks,
             gpu_memory_utilization=settings.gpu_memory_utilization,
             max_context=settings.max_context,

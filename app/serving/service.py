@@ -263,6 +263,11 @@ class Service:
         return [instance.engine for instance in (self.instance, *self._retiring)]
 
     @property
+    def reserved_bytes(self) -> int:
+        """Memory that running engines have reserved for their KV caches, and that still seems free."""
+        return sum(engine.supervisor.unwritten_cache_bytes for pool in self.engines for engine in pool.engines)
+
+    @property
     def model_name(self) -> str:
         """The current model's name for clients."""
         return self.instance.model_name

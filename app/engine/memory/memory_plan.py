@@ -212,16 +212,17 @@ class BlockBudget(NamedTuple):
 
 
 def blocks_on_cpu(
-    cache_shape: CacheShape, weights: int, *, are_loaded: bool, requested: int, engines: int
+    cache_shape: CacheShape, weights: int, *, are_loaded: bool, requested: int, engines: int, reserved: int = 0
 ) -> BlockBudget:
     """Sizes the cache within half of the free memory, which `engines` engines share. Raises ValueError.
 
-    weights: their bytes.
+    weights: their bytes. reserved: free bytes that running engines may need for their caches.
     """
-    free = free_memory()
+    free = max(0, free_memory() - reserved)
     number = cache_shape.blocks(requested, free if are_loaded else free - weights, engines)
     state, cache = "loaded" if are_loaded else "read next", mib(cache_shape.cache_bytes(number))
-    return BlockBudget(number, f"{mib(free)} are free; {mib(weights)} of weights, {state}; {cache} of cache")
+    beside = f" beside {mib(reserved)} that running engines have reserved" if reserved else ""
+    return BlockBudget(number, f"{mib(free)} are free{beside}; {mib(weights)} of weights, {state}; {cache} of cache")
 
 
 def blocks_on_gpu(

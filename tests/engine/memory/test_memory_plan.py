@@ -199,6 +199,11 @@ def test_cpu_engines_share_half_of_the_free_memory(
     monkeypatch.setattr("app.engine.memory.memory_plan.free_memory", lambda: free)
     plans = [blocks_on_cpu(cache_shape, 1000, are_loaded=True, requested=0, engines=engines) for engines in (1, 2)]
     assert [plan.number for plan in plans] == [number, 50]
+    plan = blocks_on_cpu(
+        cache_shape, 1000, are_loaded=True, requested=0, engines=1, reserved=100 * cache_shape.block_bytes
+    )
+    assert plan.number == min(number, 50), "running engines will write their caches"
+    assert "that running engines have reserved" in plan.plan
     for requested, bytes_, engines, words in (
         (60, free, 2, r"--kv-blocks 60 .* and each engine's part .* \(--replicas 2\) holds 50$"),
         (160, free, 1, r"and half of the free memory holds 100$"),
