@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import errno
 import gc
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from app.common.version import VERSION
+from app.common.start_signals import hold_signals
+
+if TYPE_CHECKING:
+    import argparse
+    from types import FrameType
 
 _VERBS = {
     "serve": ("app.cli.serve", "serve a weights directory over HTTP, and a page to try it", "--weights weights --open"),
@@ -38,11 +41,13 @@ _USAGE = "\n".join(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: those of the verb; 2 for an unknown one."""
-    _open_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     verb, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
+    before = signal.getsignal(signal.SIGINT)
+    hold_signals(serves=verb == "serve")
+    _open_standard_streams()
     try:
-        code = _run(verb, rest)
+        code = _run(verb, rest, before)
         if sys.stdout:
             sys.stdout.flush()
         return code
@@ -82,11 +87,8 @@ def _open_standard_streams() -> None:
         sys.stderr = os.fdopen(2, "w", closefd=False)
 
 
-def _run(verb: str, rest: list[str]) -> int:
-    # Ctrl+C during an import: pydantic and torch turn it into a traceback. There is nothing to clean up yet.
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # otherwise the parent process has set SIGINT to be ignored
-        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+def _run(verb: str, rest: list[str], before: Callable[[int, FrameType | None], Any] | int | None) -> int:
+    """Imports the verb's module and calls it, with the handler of SIGINT from before."""
     # Imports leave almost no garbage; collecting took an eighth of the API's CPU time at startup, and a third for a
     # verb that imports torch.
     gc.disable()
@@ -104,9 +106,13 @@ def _run(verb: str, rest: list[str]) -> int:
 def _print_usage(verb: str) -> int:
     """Prints the version, the usage, or an error that lists the known verbs."""
     if verb in ("-V", "--version"):
+        from app.common.version import VERSION
+
         print(f"inkstream {VERSION}")
         return 0
     if verb and verb not in ("-h", "--help", "help"):
+        from difflib import get_close_matches
+
         hint = "".join(f"did you mean {near}? " for near in get_close_matches(verb, _VERBS, n=1))
         verbs = f"the verbs are {', '.join(_VERBS)}; see inkstream --help"
         print(f"error: {verb[:60]!r} is not a verb; {hint}{verbs}", file=sys.stderr)

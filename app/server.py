@@ -19,8 +19,8 @@ from fastapi import FastAPI
 from app.common import event_loop, logs
 from app.common.errors import NotReady
 from app.common.logs import START
-from app.common.operating_system import has_terminal
 from app.common.settings import Settings
+from app.common.start_signals import HeldHangup, has_terminal
 from app.engine_client.supervisor import EngineStopped
 from app.http.connection_limits import ConnectionLimits
 from app.http.http_protocol import HttpProtocol
@@ -41,6 +41,8 @@ class _Server(uvicorn.Server):
     """uvicorn with a graceful drain: the listener stays open until all streams have ended or the timeout expires."""
 
     failure: EngineStopped | None = None
+    has_pending_hangup = False
+    """Whether SIGHUP arrived before there was anything to reload."""
 
     def __init__(self, config: uvicorn.Config, address: tuple[str, int]) -> None:
         super().__init__(config)
@@ -57,6 +59,8 @@ class _Server(uvicorn.Server):
         assert isinstance(self.config.app, FastAPI)
         self._service: Service = self.config.app.state.service
         self._connections: ConnectionLimits = self.config.app.state.connections
+        if self.has_pending_hangup and (reloader := getattr(self.config.app.state, "reloader", None)):
+            reloader.request_reload()
         self._watch_task = asyncio.create_task(self._watch_engine())
         self._start_task = asyncio.create_task(self._report_start())
 
@@ -144,8 +148,10 @@ async def run(
         if signal.getsignal(signal_number) is signal.SIG_IGN:
             continue  # a script started the service in the background: its Ctrl+C is not meant for it
         event_loop.on_signal(loop, signal_number, functools.partial(_on_signal, server))
-    ends_with_terminal = has_terminal() and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN  # as under nohup
+    held = signal.getsignal(signal.SIGHUP)  # ignored under nohup
+    ends_with_terminal = held.ends_with_terminal if isinstance(held, HeldHangup) else False
     event_loop.on_signal(loop, signal.SIGHUP, functools.partial(_on_sighup, server, app, ends_with_terminal))
+    server.has_pending_hangup = isinstance(held, HeldHangup) and held.is_pending
     _start_log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
     await server.serve(sockets=[listener])
     return server.failure
@@ -156,8 +162,10 @@ def _on_sighup(server: _Server, app: FastAPI, ends_with_terminal: bool) -> None:
     if ends_with_terminal and not has_terminal():
         if not server.should_exit:
             _on_signal(server)
-    elif reloader := getattr(app.state, "reloader", None):
+    elif server.started and (reloader := getattr(app.state, "reloader", None)):
         reloader.request_reload()
+    else:
+        server.has_pending_hangup = True
 
 
 def _on_signal(server: _Server) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import gc
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -63,11 +65,11 @@ def serve(settings: Settings) -> int:
         # A thread that tokenizes a long text yields to the event loop after one millisecond, not five: with sixteen
         # concurrent 1 MB texts the p99 of health checks was 25 to 28 ms instead of 47 to 174 (R8).
         sys.setswitchinterval(0.001)
-        failure = event_loop.run(_serve(settings, listener, tracing))
-    if failure is None:
-        return 0
-    logs.write_line(f"error: {failure}")
-    return failure.exit_code
+        outcome = event_loop.run(_serve(settings, listener, tracing))
+    if isinstance(outcome, EngineStopped):
+        logs.write_line(f"error: {outcome}")
+        return outcome.exit_code
+    return 130 if outcome is signal.SIGINT else 0
 
 
 @contextlib.contextmanager
@@ -121,23 +123,46 @@ CHECKS: Mapping[str, Callable[[Settings], object]] = {
 """Topic -> what must hold before the port is opened; raises ValueError with the reason."""
 
 
-async def _serve(settings: Settings, listener: socket.socket, tracing: Tracing | None) -> EngineStopped | None:
+async def _serve(
+    settings: Settings, listener: socket.socket, tracing: Tracing | None
+) -> EngineStopped | signal.Signals | None:
+    """Returns a permanent failure, or the signal that ended the start."""
     try:
         instance = await open_instance(settings)
     except CheckpointError as error:  # of config.json, which --replicas auto reads
         raise StartError(str(error)) from None
-    instance.start()
+    stopped_by: list[signal.Signals] = []
+    _cancel_on_signals(stopped_by)
     try:
+        instance.start()
         gc.disable()  # as in app/__main__.py
         # FastAPI is half of this process's imports. In a thread, so that the engine gets its configuration meanwhile.
         server = await asyncio.to_thread(_import_server)
         gc.freeze()
         gc.enable()
         failure: EngineStopped | None = await server.run(settings, listener, instance, tracing)
-    except BaseException:
+    except BaseException as error:
         await instance.close()
+        if stopped_by and isinstance(error, asyncio.CancelledError):
+            return stopped_by[0]
         raise
     return failure
+
+
+def _cancel_on_signals(stopped_by: list[signal.Signals]) -> None:
+    """Makes Ctrl+C and SIGTERM cancel the current task, which then stops the engine; until the server handles both."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task
+
+    def cancel(number: signal.Signals) -> None:
+        if stopped_by:  # the second one stops at once; the engine ends with this process
+            os._exit(130)
+        stopped_by.append(number)
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            event_loop.on_signal(loop, number, functools.partial(cancel, number))
 
 
 def _import_server() -> Any:

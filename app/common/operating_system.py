@@ -1,9 +1,8 @@
-"""Operating system interface: GPUs, ports, open files, priorities, the terminal, the parent-death signal."""
+"""Operating system interface: GPUs, ports, open files, priorities, the parent-death signal."""
 
 from __future__ import annotations
 
 import ctypes
-import errno
 import importlib.util
 import os
 import re
@@ -34,15 +33,6 @@ def lower_priority(nice: int) -> None:
     if sys.platform == "linux":
         thread = threading.get_native_id()
         os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + nice))
-
-
-def has_terminal() -> bool:
-    """Whether this process has a controlling terminal that is still open."""
-    try:
-        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK))
-    except OSError as error:
-        return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # it could not be asked
-    return True
 
 
 def anonymous_memory(pid: int) -> int:

@@ -12,7 +12,6 @@ import faulthandler
 import gc
 import logging
 import os
-import signal
 import socket
 import sys
 import tempfile
@@ -33,6 +32,7 @@ from app.common.fault_injection import fault
 from app.common.ipc import Cancel, Down, Fatal, FrameReceiver, Phase, Ready, Submit, Up, WorkerConfig, encode_frame
 from app.common.logs import open_nonblocking
 from app.common.operating_system import die_with_parent
+from app.common.start_signals import ignore_stop_signals
 from app.common.types import Request, RequestFailed, RequestStarted, StepReport
 from app.engine.cpu.toolchain.library_cache import cache_directory, is_trusted_directory
 from app.engine.execution.engine import Engine
@@ -241,9 +241,7 @@ def run(descriptor: int, build_engine: BuildEngine) -> int:
     die_with_parent()
     crash_log = open_nonblocking(2)
     faulthandler.enable(crash_log)  # a crash of native code dumps its stack
-    # systemd signals every process of a service, but the API process decides when this one ends.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_stop_signals()
     pipe = socket.socket(fileno=descriptor)
     inbox = FrameReceiver(pipe)
     send = _sender(pipe)

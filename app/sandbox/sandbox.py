@@ -20,6 +20,7 @@ from pathlib import Path
 
 from app.access.tenant_queue import TenantThreads, WorkAccount
 from app.common.errors import EngineFailed
+from app.common.start_signals import stop_signals_blocked
 from app.sandbox.sandbox_child import LENGTH
 
 _START_SECONDS = 30.0
@@ -166,16 +167,24 @@ class _Child:
         """Spawns `python -m COMMAND`, which writes an empty response once its imports are done."""
         path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {name: value for name, value in os.environ.items() if not name.startswith("INKSTREAM_")}
-        self._process = subprocess.Popen(
-            # -P and an explicit path, so that a folder named app in the working directory is not imported.
-            [sys.executable, "-P", "-m", *command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**environment, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},
-            start_new_session=True,  # Ctrl+C on the terminal must only reach the parent
-        )
+        with stop_signals_blocked():  # for as long as the child runs
+            self._process = subprocess.Popen(
+                # -P and an explicit path, so that a folder named app in the working directory is not imported.
+                [sys.executable, "-P", "-m", *command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={**environment, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},
+                start_new_session=True,  # Ctrl+C on the terminal must only reach the parent
+            )
         self.pid = self._process.pid
+        threading.Thread(target=self._reap, name="sandbox-reaper", daemon=True).start()
+
+    def _reap(self) -> None:
+        """Collects the exit status when the child ends: one that is killed between two calls would stay a zombie."""
+        with contextlib.suppress(ChildProcessError):  # something else was faster
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        self._process.poll()
 
     @property
     def is_running(self) -> bool:

@@ -150,3 +150,44 @@ def test_child_ends_with_or_soon_after_its_parent() -> None:
     for question in (b"hello", b"spin"):
         with pytest.raises(ProcessLookupError):
             os.kill(asyncio.run(pid_of_a_child(question)), 0)
+
+
+def _state(pid: int) -> str:
+    """State of a process in /proc: Z for a zombie; empty if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return ""
+
+
+@async_test
+async def test_killed_idle_children_do_not_stay_zombies() -> None:
+    async with aclosing(Pool()) as pool:
+        await pool.put(b"")
+        pids = list(pool.pids)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        for _ in range(200):
+            if not any(map(_state, pids)):
+                break
+            await asyncio.sleep(0.02)
+        assert [_state(pid) for pid in pids] == [""] * len(pids)
+        assert await pool.put(b"again") == b"again"
+
+
+@async_test
+async def test_stop_signals_do_not_end_children_at_any_moment() -> None:
+    async with aclosing(Pool()) as pool:
+        first = asyncio.ensure_future(pool.put(b"first"))
+        for _ in range(5000):
+            if pool.pids:
+                break
+            await asyncio.sleep(0.001)
+        (pid, *_) = pool.pids  # its imports have only begun
+        for _ in range(3):
+            for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+                os.kill(pid, number)
+            await asyncio.sleep(0.02)
+        assert await first == b"first"
+        assert pid in pool.pids and _state(pid) not in ("", "Z")
+    assert _state(pid) == ""

@@ -352,7 +352,10 @@ def test_service_reports_a_download_and_ctrl_c_ends_it_quietly(hub: FakeHub, tmp
         port = free.getsockname()[1]
     process = start(hub, tmp_path, VERB, "serve", "--weights", NAME, "--port", str(port))
     wait_for_partial(tmp_path, least=0)
-    assert httpx.get(f"http://127.0.0.1:{port}/health/ready").json()["phase"] == "downloading"
+    for _ in range(2):
+        assert httpx.get(f"http://127.0.0.1:{port}/health/ready").json()["phase"] == "downloading"
+        process.send_signal(signal.SIGHUP)  # a reload, once there is something to reload
+        time.sleep(0.3)
     process.send_signal(signal.SIGINT)
     errors = process.communicate(timeout=60)[1]
     assert process.returncode == 130 and "Traceback" not in errors
