@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import pytest
 
 from app.__main__ import main
 from app.common.settings import GROUPS, Settings, grouped_fields
+from app.common.version import VERSION
 from benchmarks.service_process import ServiceProcess, child_pids
 from tests.support import ROOT
 from tests.support.servers import Server
@@ -83,9 +83,8 @@ def test_missing_verb_prints_the_list_and_exits_with_2(run: Run) -> None:
 
 
 def test_the_version_is_that_of_the_package(run: Run) -> None:
-    found = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     result = run("--version")
-    assert (result.returncode, result.stdout, result.stderr) == (0, f"inkstream {found}\n", "")
+    assert (result.returncode, result.stdout, result.stderr) == (0, f"inkstream {VERSION}\n", "")
 
 
 @pytest.mark.parametrize(("word", "hint"), [("fly\nhigh", ""), ("chekc", "did you mean check? ")])
