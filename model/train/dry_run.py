@@ -23,7 +23,7 @@ from model.files import STATE_FOLDER, write_file
 from model.nn.transformer import Decoder
 from model.presets import SIZES
 from model.train.data.batch import Batch, batch_of_windows
-from model.train.data.dataset import build_dataset, sources
+from model.train.data.dataset import build_dataset, report_left_out, sources
 from model.train.data.sources import STANDARD_INPUT
 from model.train.finetune import apply_base_defaults, load_base
 from model.train.options import limits, shape
@@ -98,6 +98,7 @@ def forecast(options: argparse.Namespace) -> None:
     with TemporaryDirectory() as cache:
         context, tokenizer = options.context or config.context, base.tokenizer if base else None
         dataset = build_dataset(options, context, Path(cache), tokenizer)
+        report_left_out(options)
         tokens = sum(path.stat().st_size for path in Path(cache).glob("*/*.bin"))
     config = config if base else replace(config, vocab_size=dataset.tokenizer.vocab_size)
     decoder = meta_decoder(config)

@@ -109,7 +109,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_data_flags(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    kinds = ".txt, .md, .jsonl, each also .gz: files, folders, patterns, or - (stdin)"
+    kinds = ".txt, .text, .md, .markdown, .jsonl, .ndjson, each also .gz: files, folders, patterns, or - (stdin)"
     add("--data", nargs="+", type=path, metavar="PATH", help=kinds)
     add(
         "--pairs", nargs="+", type=path, metavar="FILE.tsv", help="source<TAB>target lines, for presets with an encoder"

@@ -27,7 +27,7 @@ from model.checkpoint.tensor_index import WEIGHTS_FILE
 from model.device import choose_device, describe, free_memory
 from model.files import RESUME_FILE, STATE_FOLDER, CheckpointError, parse_object, write_files
 from model.nn.transformer import Decoder
-from model.train.data.dataset import Dataset, build_dataset
+from model.train.data.dataset import Dataset, build_dataset, report_left_out
 from model.train.data.sources import DataError
 from model.train.finetune import apply_base_defaults, load_base, save_base_files
 from model.train.interrupts import Interrupted
@@ -91,6 +91,8 @@ class Run:
         config = self.base.shape if self.base else shape(options)
         window, tokenizer = options.context or config.context, self.base.tokenizer if self.base else None
         self.dataset = self.ranks.main_process_first(lambda: build_dataset(options, window, self.work, tokenizer))
+        if self.ranks.is_main:
+            report_left_out(options)
         self.shape = config if self.base else replace(config, vocab_size=self.dataset.tokenizer.vocab_size)
         self._require_resources()
         self.decoder = self._first_decoder().to(self.device)

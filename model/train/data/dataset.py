@@ -28,9 +28,11 @@ from model.train.data.batch import (
 )
 from model.train.data.corpus import Corpus, prepare
 from model.train.data.examples import ExampleTexts, Prompt, examples_of_lines, examples_of_pairs
-from model.train.data.sources import DEFAULT_TEXT_KEY, Sources, suffix
+from model.train.data.file_kinds import has_json_lines
+from model.train.data.sources import DEFAULT_TEXT_KEY, Sources
 from model.train.data.token_cache import Tokens
 from model.train.data.vocabulary import UNKNOWN, Vocabulary
+from model.train.reporting.console import print_stderr
 
 _PROMPTS = 4
 _MEASURED_AT_ONCE = 64
@@ -161,9 +163,16 @@ def sources(options: argparse.Namespace, names: Sequence[str]) -> Sources:
     """Text sources of these names, with the flags for reading applied. Raises ConfigError and DataError."""
     if options.text_key is not None:
         read = Sources([*(options.pairs or options.data), *(options.unseen or [])], exclude=Path(options.out))
-        if not any(suffix(path) == ".jsonl" for path in read.paths()):
+        if not any(has_json_lines(path) for path in read.paths()):
             raise ConfigError("--text-key needs .jsonl files, and the data has none: omit it")
     return Sources(names, text_key=options.text_key or DEFAULT_TEXT_KEY, exclude=Path(options.out))
+
+
+def report_left_out(options: argparse.Namespace) -> None:
+    """Says which files of the given folders are not read. Raises DataError."""
+    names = [*(options.pairs or options.data), *(options.unseen or [])]
+    for line in Sources(names, exclude=Path(options.out)).left_out():
+        print_stderr(line)
 
 
 def windows_of(tokens: Tokens, context: int) -> list[Batch]:
