@@ -105,6 +105,21 @@ def _oldest_of_all_owners(_real: Any, shares: Any) -> Any:
     return next(iter(shares._names.values())).keys()
 
 
+@_removal("metrics.unlimited", "app.api.metrics", "SharedRendering.text")
+async def _render_each_time(_real: Any, rendering: Any) -> bytes:
+    return b"".join(rendering._parts())
+
+
+@_removal("replay.copied", "app.api.resume_store", "StoredStream._replayed")
+def _replay_in_one_piece(_real: Any, stream: Any, _subscription: Any, number: int) -> Any:
+    yield b"".join(stream._replay_buffer.since(number, 1 << 30))
+
+
+@_removal("documents.on_loop", "app.common.event_loop", "ThreadedResult.get")
+async def _compute_on_the_loop(_real: Any, result: Any) -> Any:
+    return result._compute()
+
+
 @_removal("long_texts.on_loop", "app.tokenization.text_encoder", "_is_short")
 def _every_text_is_short(*_arguments: Any) -> bool:
     return True

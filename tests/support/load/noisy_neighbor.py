@@ -47,6 +47,8 @@ class Load(Struct, frozen=True, kw_only=True):
     key: str
     requests: Sequence[tuple[str, Any]]
     clients: int
+    method: str = "POST"
+    """GET sends no bodies."""
     pause: float = 0.0
     """Seconds between requests of a client."""
     outcomes: str = ""
@@ -99,7 +101,12 @@ class _Discarded(Exchange):
 
 async def _attack(load: Load) -> None:
     address = replace(parse_address(load.url), key=load.key)
-    wires = itertools.cycle([address.request("POST", path, json.dumps(body).encode()) for path, body in load.requests])
+    wires = itertools.cycle(
+        [
+            address.request(load.method, path, b"" if load.method == "GET" else json.dumps(body).encode())
+            for path, body in load.requests
+        ]
+    )
     file = os.open(load.outcomes, os.O_WRONLY | os.O_APPEND | os.O_CREAT) if load.outcomes else None
 
     async def client() -> None:
