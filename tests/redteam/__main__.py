@@ -33,11 +33,12 @@ from tests.redteam.service import (
     resident_bytes,
 )
 from tests.redteam.starvation import chat_templates, costly_requests, grammar_compilation, grammar_masks, long_texts
+from tests.redteam.unpaid_work import unpaid_work
 
 ATTACKS = (
     framing, json_bodies, authentication, foreign_streams, sending_order, exhaustion, costly_requests, long_texts,
     grammar_compilation, grammar_masks, chat_templates, slow_readers, slow_senders, tokenizer_regex, crash_during_copy,
-    bad_weights, remote_metadata,
+    bad_weights, remote_metadata, unpaid_work,
 )  # fmt: skip
 MEMORY_SLACK = 128 << 20
 DESCRIPTOR_SLACK = 16

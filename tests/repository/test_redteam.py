@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -116,6 +117,49 @@ def test_planted_faults_are_found_and_reported(tmp_path: Path) -> None:
     assert "is answered" in summaries["authentication"]
     assert reports["bad-weights"]["verdict"] == "skipped"
     assert all(f["repro"] for report in reports.values() for f in report["findings"])
+
+
+class _Unbounded(BaseHTTPRequestHandler):
+    """Takes a twentieth of a second for each page of metrics, one after another, and repeats the last 100 responses."""
+
+    protocol_version = "HTTP/1.1"
+    _lock = threading.Lock()
+
+    def do_GET(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        with self._lock:
+            if self.path == "/metrics":
+                time.sleep(0.05)
+        repeated = self.server.names.count(name := self.headers.get("Idempotency-Key"))  # type: ignore[attr-defined]
+        self.server.names = [*self.server.names, name][-100:]  # type: ignore[attr-defined]
+        self.send_response(200)
+        data = b'{"object":"list","tokens":[1],"choices":[{"text":"a"}]}'
+        self.send_header("Content-Length", str(len(data)))
+        if name and repeated:
+            self.send_header("Idempotent-Replayed", "true")
+        self.end_headers()
+        self.wfile.write(data)
+
+    do_POST = do_HEAD = do_GET
+
+    def log_message(self, *_: object) -> None:
+        """Logs nothing."""
+
+
+def test_unpaid_work_that_is_not_bounded_is_found(tmp_path: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Unbounded) as server:
+        server.names = []  # type: ignore[attr-defined]
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        result = tmp_path / "result.json"
+        where = ["--url", f"http://127.0.0.1:{server.server_port}", "--key", KEY, "--key", KEY]
+        ran = _run("--seconds", "20", "--seed", "5", "--only", "unpaid-work", "--json", str(result), *where)
+        server.shutdown()
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    assert result.exists(), ran.stderr
+    (report, *_) = json.loads(result.read_text())["reports"]
+    found = " ".join(finding["summary"] for finding in report["findings"])
+    assert "beside requests for metrics and documents" in found
+    assert "kept responses were evicted" in found
 
 
 def test_lies_of_a_hub_that_work_are_reported() -> None:
