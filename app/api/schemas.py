@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -99,7 +100,7 @@ def _first_invalid_bias(value: Any) -> Any:
 _Integral = BeforeValidator(_to_integer)
 Natural = Annotated[int, Field(ge=0, lt=2**31), _Integral]
 Positive = Annotated[int, Field(ge=1, lt=2**31), _Integral]
-UpTo16 = Annotated[int, Field(ge=1, le=16), _Integral]
+UpTo64 = Annotated[int, Field(ge=1, le=64), _Integral]
 UpTo20 = Annotated[int, Field(ge=0, le=20), _Integral]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_IDS, fail_fast=True), WrapValidator(_to_integers)]
@@ -109,10 +110,16 @@ Prompts = (
     | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 )
-_Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+_Stop = Annotated[str, StringConstraints(max_length=256)]
 _StopIds = Annotated[list[TokenId], Field(max_length=64, fail_fast=True), WrapValidator(_to_integers)]
 _Name = Annotated[str, StringConstraints(max_length=64, pattern=r"^[A-Za-z0-9_-]*$")]
 EchoedName = Annotated[_Name | None, Field(description="Echoed; up to 64 letters, digits, _ and -.")]
+MAX_USER = 1024
+"""Characters of `user` that are echoed. It has no effect, so no text is a reason to refuse a request."""
+EchoedUser = Annotated[
+    Annotated[str, AfterValidator(lambda user: user[:MAX_USER])] | None,
+    Field(description=f"Any text; its first {MAX_USER} characters are echoed."),
+]
 DeadlineMs = Annotated[Positive | None, Field(description="Time limit of the request; at most the server's own limit.")]
 _BiasKey = Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -182,9 +189,11 @@ class SamplingFields(RequestBody):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63), _Integral] | None = Field(
         None, description="The same seed, prompt and settings give the same text. Random if absent."
     )
-    n: UpTo16 | None = Field(None, description="Number of continuations of each prompt.")
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=16, fail_fast=True)] | None = Field(
-        None, description="The text ends before the first of these (up to 16 strings of up to 256 characters)."
+    n: UpTo64 | None = Field(None, description="Number of continuations of each prompt.")
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=64, fail_fast=True)] | None = Field(
+        None,
+        description="The text ends before the first of these (up to 64 strings of up to 256 characters; "
+        "empty ones have no effect).",
     )
     stop_token_ids: (
         Annotated[list[TokenId], Field(max_length=64, fail_fast=True), WrapValidator(_to_integers)] | None
@@ -199,7 +208,7 @@ class SamplingFields(RequestBody):
     truncate_prompt_tokens: Positive | None = Field(
         None, description="Keep only this many tokens from the end of the prompt."
     )
-    user: EchoedName = None
+    user: EchoedUser = None
     request_id: EchoedName = None
     stream: bool | None = Field(None, description="Server-sent events, or one JSON object.")
 
@@ -218,7 +227,7 @@ class SamplingFields(RequestBody):
     def to_generation_request(self, prompt: Prompts, *, max_tokens: int, **others: Any) -> GenerationRequest:
         """The generation request, with the endpoint's own default of max_tokens and its own fields."""
         prompts, is_batch = prompt_list(prompt)
-        stops = self.stop or []
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return GenerationRequest(
             prompts=prompts,
             is_batch=is_batch,
@@ -228,7 +237,7 @@ class SamplingFields(RequestBody):
             logit_bias=tuple((int(token), bias) for token, bias in (self.logit_bias or {}).items()),
             seed=self.seed,
             n=self.n or 1,
-            stops=(stops,) if isinstance(stops, str) else tuple(stops),
+            stops=tuple(filter(None, stops)),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             grammar=self.grammar_constraint,
@@ -241,17 +250,28 @@ class SamplingFields(RequestBody):
 class CompletionFields(SamplingFields):
     """Fields of both completion endpoints, except for the prompt."""
 
-    logprobs: UpTo20 | None = Field(None, description="Report each token's log-probability and this many alternatives.")
+    logprobs: Annotated[UpTo20 | None, BeforeValidator(lambda value: None if value is False else value)] = Field(
+        None, description="Report each token's log-probability and this many alternatives; false means none."
+    )
     echo: bool | None = Field(
         None, description="Prepend the prompt to the text; with logprobs, report its tokens' log-probabilities too."
     )
     suffix: str | None = Field(
         None, description="Text after the completion, for models with fill-in-the-middle tokens in their vocabulary."
     )
+    vary_equal_prompts: bool | None = Field(
+        None,
+        description="Whether equal prompts of one request get different texts; by default only without a seed.",
+    )
 
     def to_generation_request(self, prompt: Prompts, *, max_tokens: int, **others: Any) -> GenerationRequest:
         """See SamplingFields.to_generation_request."""
-        own = {"logprobs": self.logprobs, "echo": bool(self.echo), "suffix": self.suffix}
+        own = {
+            "logprobs": self.logprobs,
+            "echo": bool(self.echo),
+            "suffix": self.suffix or None,
+            "varies_equal_prompts": self.seed is None if self.vary_equal_prompts is None else self.vary_equal_prompts,
+        }
         return super().to_generation_request(prompt, max_tokens=max_tokens, **own, **others)
 
 
@@ -491,6 +511,7 @@ def settings(admitted: Admitted) -> dict[str, Any]:
         "logprobs": request.logprobs,
         "echo": request.echo,
         "truncate_prompt_tokens": request.truncate_prompt_tokens,
+        "vary_equal_prompts": request.is_batch and request.varies_equal_prompts,
         **{name: grammar.get(name) for name in GRAMMAR_FIELDS},
     }
 

@@ -16,6 +16,7 @@ from app.api.schemas import (
     DeadlineMs,
     Echo,
     EchoedName,
+    EchoedUser,
     ModelName,
     Prompts,
     RequestBody,
@@ -43,7 +44,7 @@ class ScoreRequest(RequestBody):
     )
     logprobs: UpTo20 | None = Field(None, description="Number of the most likely tokens to report at each position.")
     deadline_ms: DeadlineMs = None
-    user: EchoedName = None
+    user: EchoedUser = None
     request_id: EchoedName = None
 
 

@@ -1,13 +1,16 @@
 """Renders chat messages to a prompt with the weights' chat template.
 
-Jinja runs in a worker process (app/chat/template_worker.py), which gets a RenderJob and returns a RenderResult.
+Jinja runs in a worker process (app/chat/template_worker.py), which gets a RenderJob in JSON, whose
+numbers may have any length, and returns a RenderResult.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,10 @@ class RenderJob(Struct):
     source: str
     variables: dict[str, Any] | None
     """None compiles the template and renders nothing."""
+    required: tuple[str, ...] = ()
+    """Variables that the template must use: without a place for them, they would be ignored."""
+    mark: str = ""
+    """If given, the prompt ends where this text stands, which the last message's content ends with."""
 
 
 class RenderResult(Struct):
@@ -38,6 +45,21 @@ class RenderResult(Struct):
 
     text: str = ""
     error: str = ""
+    param: str = "messages"
+    """The field of the request that caused the error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateInputs:
+    """What a chat request gives the template."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    documents: Sequence[Mapping[str, Any]] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the template's own, such as enable_thinking."""
+    adds_generation_prompt: bool = True
+    continues_final_message: bool = False
 
 
 _decoder = msgspec.msgpack.Decoder(RenderResult)
@@ -65,7 +87,7 @@ class ChatTemplate:
         Compiles it in a process of its own, which ends afterwards. Where none can start, the result is empty, too: that
         is no problem of the template, and the first chat reports it.
         """
-        job = msgspec.msgpack.encode(RenderJob(source=self.source, variables=None))
+        job = msgspec.json.encode(RenderJob(source=self.source, variables=None))
         try:
             with contextlib.closing(Sandbox(_WORKER, str(self._seconds))) as sandbox:
                 response = await asyncio.to_thread(sandbox.call, job, seconds=self._seconds, max_bytes=_MAX_ERROR_BYTES)
@@ -76,26 +98,43 @@ class ChatTemplate:
             error = ""
         return one_line(f"{self.path}: the chat template {error[:200]}") if error else ""
 
-    async def render(self, messages: Sequence[Mapping[str, Any]], account: WorkAccount) -> str:
+    async def render(self, inputs: TemplateInputs, account: WorkAccount) -> str:
         """Renders the prompt. Raises InvalidRequest, and Busy if too many chats are waiting."""
-        # As in transformers: templates test whether a field is defined, so drop nulls.
-        given = [{name: value for name, value in message.items() if value is not None} for message in messages]
-        variables = {
-            **self._names,
-            "messages": given,
-            "tools": None,
-            "documents": None,
-            "add_generation_prompt": True,
-        }
         try:
-            request = msgspec.msgpack.encode(RenderJob(source=self.source, variables=variables))
-            response = await self._pool.call(request, account)
+            response = await self._pool.call(self._job(inputs), account)
         except SandboxError as error:
             raise InvalidRequest(f"the model's chat template {error} for these messages", "messages") from None
         rendered = _decoder.decode(response)
         if rendered.error:
-            raise InvalidRequest(f"the model's chat template {one_line(rendered.error[:200])}", "messages")
+            raise InvalidRequest(f"the model's chat template {one_line(rendered.error[:200])}", rendered.param)
         return rendered.text
+
+    def _job(self, inputs: TemplateInputs) -> bytes:
+        if taken := sorted(set(inputs.variables) & set(self._names)):
+            name = "chat_template_kwargs"
+            raise InvalidRequest(f"{name} cannot have {taken[0]}: the tokenizer's configuration has it", name)
+        # As in transformers: templates test whether a field is defined, so drop nulls.
+        messages = [
+            {name: value for name, value in message.items() if value is not None} for message in inputs.messages
+        ]
+        mark = secrets.token_hex(16) if inputs.continues_final_message else ""
+        if mark:
+            messages[-1]["content"] += mark
+        variables = {
+            **self._names,
+            **inputs.variables,
+            "messages": messages,
+            "tools": inputs.tools,
+            "documents": inputs.documents,
+            "add_generation_prompt": inputs.adds_generation_prompt,
+        }
+        own = {name: value for name, value in inputs.variables.items() if value is not False}
+        required = (*(name for name in ("tools", "documents") if variables[name]), *own)
+        job = RenderJob(source=self.source, variables=variables, required=required, mark=mark)
+        try:
+            return msgspec.json.encode(job)
+        except (ValueError, RecursionError):
+            raise InvalidRequest("messages: a number is too long, or a list is nested too deeply", "messages") from None
 
     async def close(self) -> None:
         """Stops the processes; idempotent."""

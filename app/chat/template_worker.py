@@ -14,7 +14,7 @@ import sys
 from typing import Any, NoReturn
 
 import msgspec
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Template, TemplateError, meta, nodes
 from jinja2.exceptions import SecurityError, TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -26,6 +26,8 @@ from app.sandbox.sandbox_child import serve
 
 _MEMORY_BYTES = 192 << 20
 _MAX_CHARACTERS = 4 << 20
+_FIELDS = {"tools", "documents", "reasoning_effort"}
+"""Variables that are fields of the request; others are in chat_template_kwargs."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -39,7 +41,67 @@ def render(chat: RenderJob) -> RenderResult:
         return RenderResult(error="takes too much memory")
     except Exception as error:  # such as blocks that are nested too deeply for Python's compiler
         return RenderResult(error=f"cannot be compiled: {error}")
-    return RenderResult() if chat.variables is None else _rendered(template, chat.variables)
+    if chat.variables is None:
+        return RenderResult()
+    if chat.required and (unused := [name for name in chat.required if name not in _variables_of(chat.source)]):
+        field = unused[0] if unused[0] in _FIELDS else "chat_template_kwargs"
+        return RenderResult(error=f"has no place for {unused[0]}: leave it out", param=field)
+    try:
+        parse_arguments(chat.variables["messages"])
+    except ValueError as error:
+        return RenderResult(error=f"needs other messages: {error}")
+    rendered = _rendered(template, chat.variables)
+    if chat.mark and not rendered.error:
+        end = rendered.text.rfind(chat.mark)
+        if end < 0:
+            return RenderResult(
+                error="does not write the text of the last message as it is, so nothing can continue it",
+                param="continue_final_message",
+            )
+        rendered.text = rendered.text[:end]
+    return rendered
+
+
+def parse_arguments(messages: list[dict[str, Any]]) -> None:
+    """Replaces the arguments of tool calls, which are JSON text in OpenAI's messages, by the objects in that text.
+
+    Raises ValueError, which names the place.
+    """
+    for i, message in enumerate(messages):
+        calls = message.get("tool_calls", [])
+        if not isinstance(calls, list):
+            raise ValueError(f"messages[{i}].tool_calls must be a list")
+        functions = [
+            (f"tool_calls[{j}].function", call.get("function", call))
+            if isinstance(call, dict)
+            else (f"tool_calls[{j}]", call)
+            for j, call in enumerate(calls)
+        ]
+        if "function_call" in message:
+            functions.append(("function_call", message["function_call"]))
+        for place, function in functions:
+            if not isinstance(function, dict):
+                raise ValueError(f"messages[{i}].{place} must be an object")
+            if "arguments" in function:
+                function["arguments"] = _arguments(function["arguments"], f"messages[{i}].{place}.arguments")
+
+
+def _arguments(given: Any, place: str) -> dict[str, Any]:
+    try:
+        parsed = (
+            (json.loads(given, parse_constant=_no_constant) if given.strip() else {})
+            if isinstance(given, str)
+            else given
+        )
+    except (ValueError, RecursionError):
+        raise ValueError(f"{place} is not valid JSON") from None
+    if parsed is not None and not isinstance(parsed, dict):
+        raise ValueError(f"{place} must be JSON text of an object")
+    return parsed or {}
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _rendered(template: Template, variables: dict[str, Any]) -> RenderResult:
@@ -97,6 +159,17 @@ class _Namespace(Namespace):
 
 @functools.lru_cache(maxsize=1)
 def _compiled(source: str) -> Template:
+    return _environment().from_string(source)
+
+
+@functools.lru_cache(maxsize=1)
+def _variables_of(source: str) -> frozenset[str]:
+    """The variables that a template reads."""
+    return frozenset(meta.find_undeclared_variables(_environment().parse(source)))
+
+
+@functools.lru_cache(maxsize=1)
+def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
@@ -107,7 +180,7 @@ def _compiled(source: str) -> Template:
         "dict": _Dict(),
         "namespace": _Namespace,
     }
-    return environment.from_string(source)
+    return environment
 
 
 def _to_json(
@@ -126,7 +199,7 @@ def _now(pattern: str) -> str:
 
 
 def _handle(request: bytes) -> bytes:
-    rendered = render(msgspec.msgpack.decode(request, type=RenderJob))
+    rendered = render(msgspec.json.decode(request, type=RenderJob))
     rendered.error = _SURROGATE.sub("\ufffd", rendered.error)  # a template may raise any text
     return msgspec.msgpack.encode(rendered)
 

@@ -106,6 +106,8 @@ class GenerationRequest:
     """(name of the field: regex, json_schema, grammar or response_format; its value)."""
     deadline_ms: int | None = None
     truncate_prompt_tokens: int | None = None
+    varies_equal_prompts: bool = False
+    """Whether a prompt that is given again gets other texts."""
 
     @property
     def n_sampled(self) -> int:

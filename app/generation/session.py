@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -306,12 +306,17 @@ class BuiltRequests:
             )
         params = self._params()
         requests = []
+        n_choices: Counter[tuple[int, ...]] = Counter()
+        """By prompt: the continuations so far, if equal prompts vary."""
         for index, prompt in enumerate(encoded):
+            first = n_choices[prompt.ids]
+            if request.varies_equal_prompts:
+                n_choices[prompt.ids] += request.n_sampled
             leader = Request(
                 id=self._id(index * request.n_sampled, len(encoded)),
                 prompt=prompt.ids,
                 max_tokens=min(request.max_tokens, self._ready.context - len(prompt.ids)),
-                params=params,
+                params=replace(params, choice=first),
                 source=source,
                 stop_ids=tuple(dict.fromkeys((*self._eos_ids, *request.stop_token_ids))),
                 prompt_logprobs=request.logprobs if request.echo else None,
@@ -324,7 +329,7 @@ class BuiltRequests:
                     replace(
                         leader,
                         id=self._id(index * request.n_sampled + choice, len(encoded)),
-                        params=replace(params, choice=choice),
+                        params=replace(params, choice=first + choice),
                         prompt_logprobs=None,
                         leader=leader.id,
                     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any
@@ -23,10 +24,10 @@ from app.common.errors import (
 from app.http.response_model import ResponseModel
 
 _MAX_DETAILS = 100
+_END_OF_NAME = re.compile(r"[ \[.:]")
 _NAME_CHARACTERS = "must consist of letters, digits, _ and -"
 _ALLOWED_CHARACTERS = {
     "logit_bias": 'each key must be a token id, such as "17"',
-    "user": _NAME_CHARACTERS,
     "request_id": _NAME_CHARACTERS,
 }
 """By field: what to say instead of the pattern that its text must match."""
@@ -145,7 +146,7 @@ def from_validation(error: ValidationError, fields: Mapping[str, Any]) -> ApiErr
         case "string_pattern_mismatch":
             message = _ALLOWED_CHARACTERS.get(str(name), message)
     if name is None:  # the message of an error about several fields starts with the name of one
-        return ApiError(400, message, param=message.partition(" ")[0])
+        return ApiError(400, message, param=_END_OF_NAME.split(message, maxsplit=1)[0])
     if name == "prompt" and len(first["loc"]) > 1 and first["type"].endswith("_type"):  # one of several kinds
         message = "must be text, a list of token ids, a list of texts, or a list of lists of token ids"
     return ApiError(400, f"{name}: {message}", param=name)

@@ -13,7 +13,7 @@ import pytest
 
 from app.__main__ import main
 from app.access.tenant_queue import WorkAccount
-from app.chat.template import ChatTemplate, RenderJob
+from app.chat.template import ChatTemplate, RenderJob, TemplateInputs
 from app.chat.template_worker import render
 from app.common.errors import InvalidRequest
 from model.checkpoint.tensor_index import ChatTemplateFile, read_chat_template
@@ -66,7 +66,7 @@ def _rendered(template: ChatTemplate | None, chat: list[dict[str, Any]], **optio
     async def run() -> str:
         assert template
         try:
-            return await template.render(chat, WorkAccount(), **options)
+            return await template.render(TemplateInputs(messages=chat, **options), WorkAccount())
         finally:
             await template.close()
 

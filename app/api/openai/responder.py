@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
@@ -19,12 +20,13 @@ from app.http import sse
 from app.http.response_model import NOT_SENT, LazyArray, ResponseModel
 from model.tokenizer.tokenizer import Tokenizer
 
-_HOLE = "\0"
-_HOLE_JSON = '"\\u0000"'
+_HOLE = f"hole-{secrets.token_hex(16)}"
+"""A text that no client can send on purpose: `user` may be any text."""
+_HOLE_JSON = f'"{_HOLE}"'
 
 
 def _around_holes(model: ResponseModel) -> list[str]:
-    """The JSON before, between and after the fields that are _HOLE, as no name or warning is."""
+    """The JSON before, between and after the fields that are _HOLE."""
     return sse.ascii_json(model).split(_HOLE_JSON)
 
 

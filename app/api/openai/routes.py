@@ -6,13 +6,23 @@ The model's chat template renders the messages of a chat as a prompt, which is t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from app.access.tenant_queue import WorkAccount
-from app.api.dependencies import RequestRoute, check_model, documented, read_body, service_of, while_connected
+from app.api.dependencies import (
+    RequestRoute,
+    check_model,
+    documented,
+    metrics_of,
+    read_body,
+    service_of,
+    while_connected,
+)
 from app.api.openai import schemas
+from app.api.openai.request_fields import check_other_fields
 from app.api.openai.responder import (
     PING_SECONDS,
     Responder,
@@ -21,16 +31,19 @@ from app.api.openai.responder import (
     legacy_logprobs,
     name_of,
 )
-from app.api.openai.schemas import ChatRequest, CompletionsRequest
+from app.api.openai.schemas import ChatRequest, CompletionsRequest, OpenAIFields
 from app.api.openapi import declared
 from app.api.request_handle import CollectedOutput, RequestHandle
 from app.chat.template import ChatTemplate
-from app.generation.request import Finished, TokenDetail
+from app.common.errors import InvalidRequest
+from app.generation.request import Finished, GenerationRequest, TokenDetail
 from app.http.auth import tenant_of
 from app.http.errors import ApiError
 from app.http.response_model import LazyArray
+from app.serving.model_instance import ModelInstance
 from model.tokenizer.tokenizer import Tokenizer
 
+_Body = TypeVar("_Body", bound=OpenAIFields)
 _STORY = {"prompt": "Once upon a time", "max_tokens": 40}
 _EXAMPLES = {"One object": _STORY, "Stream": {**_STORY, "stream": True}, "Alternatives": {**_STORY, "logprobs": 3}}
 _CHAT = {"messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 40}
@@ -44,10 +57,36 @@ router = APIRouter(route_class=RequestRoute, responses=declared(400, 401, 404, 4
 )
 async def completions(request: Request) -> Response:
     """Continue a prompt, as OpenAI's completions endpoint does."""
-    body = await read_body(request, CompletionsRequest)
-    check_model(body.model, service_of(request))
-    handle = await RequestHandle.begin(request, body.generation_request, heartbeat=PING_SECONDS)
+    body = await _read(request, CompletionsRequest)
+    handle = await _begin(request, body, body.generation_request)
     return await _CompletionsResponder(handle, body, common_fields(handle, "cmpl", "text_completion")).respond(request)
+
+
+async def _read(request: Request, model: type[_Body]) -> _Body:
+    """Reads a body. Raises ApiError 400 for a field that is not honored, and 404 for an unknown model."""
+    body = await read_body(request, model)
+    check_model(body.model, service_of(request))
+    if body.model_extra:
+        try:
+            check_other_fields(body.endpoint, body.model_extra, model.model_fields)
+        except ApiError:
+            metrics_of(request).record_rejected("invalid")
+            raise
+    return body
+
+
+async def _begin(
+    request: Request, body: OpenAIFields, generation_request: GenerationRequest, instance: ModelInstance | None = None
+) -> RequestHandle:
+    """Admits a request. An error about its constraint names the field in the client's spelling."""
+    try:
+        return await RequestHandle.begin(request, generation_request, heartbeat=PING_SECONDS, instance=instance)
+    except InvalidRequest as error:
+        own, sent = generation_request.grammar, body.constraint_field
+        if own and sent and error.param == own[0] != sent:
+            message = str(error).removeprefix(f"{own[0]}: ")
+            raise InvalidRequest(f"{sent}: {message}", sent) from None
+        raise
 
 
 class _CompletionsResponder(Responder):
@@ -74,14 +113,13 @@ class _CompletionsResponder(Responder):
 )
 async def chat_completions(request: Request) -> Response:
     """Complete a chat, if the weights have a chat template."""
-    service, body = service_of(request), await read_body(request, ChatRequest)
-    check_model(body.model, service)
+    service, body = service_of(request), await _read(request, ChatRequest)
     service.require_ready()
     with service.instance.acquired() as instance:
         with service.admission.prepare(tenant_of(request)) as account:
             prompt = await while_connected(request, _render(instance.chat_template, body, account))
         generation_request = body.generation_request_for(prompt)
-        handle = await RequestHandle.begin(request, generation_request, heartbeat=PING_SECONDS, instance=instance)
+        handle = await _begin(request, body, generation_request, instance)
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     return await _ChatResponder(handle, body, common_fields(handle, "chatcmpl", kind)).respond(request)
 
@@ -90,7 +128,7 @@ async def _render(template: ChatTemplate | None, body: ChatRequest, account: Wor
     if template is None:
         message = "this model has no chat template: send text to POST /v1/completions, or add chat_template.jinja"
         raise ApiError(400, message, code="no_chat_template")
-    return await template.render([message.for_template for message in body.messages], account)
+    return await template.render(body.template_inputs, account)
 
 
 class _ChatResponder(Responder):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import re
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
+from app.api.openai.request_fields import CHAT, COMPLETIONS, unknown_fields
 from app.api.schemas import (
     GRAMMAR_FIELDS,
     ChoiceIndex,
@@ -19,18 +21,22 @@ from app.api.schemas import (
     SamplingFields,
     StopReason,
     TopToken,
-    UpTo16,
     UpTo20,
+    UpTo64,
     Usage,
     documented_defaults,
 )
+from app.chat.template import TemplateInputs
 from app.generation.request import GenerationRequest
 from app.http.response_model import NOT_SENT, Array, ResponseModel
 
 _DEFAULT_MAX_TOKENS = 16
 _WHOLE_CONTEXT = 2**31 - 1
 _DEFAULTS: dict[str, Any] = {"include_stop_str_in_output": False, "stream": False}
-_COMPLETIONS_ONLY_FIELDS = ("prompt", "echo", "suffix", "best_of", "tools", "tool_choice", "functions", "function_call")
+_GUIDED_FIELDS = ("guided_json", "guided_regex", "guided_choice", "structured_outputs")
+_GRAMMAR_FIELDS = (*GRAMMAR_FIELDS, "response_format", *_GUIDED_FIELDS)
+_REGEX_SYNTAX = re.compile(r"[\\.+*?()|\[\]{}^$]")
+_Choices = Annotated[list[str], Field(min_length=1, max_length=1024, fail_fast=True)]
 
 
 class StreamOptions(RequestBody):
@@ -42,10 +48,41 @@ class StreamOptions(RequestBody):
     continuous_usage_stats: bool | None = Field(None, description="Send the usage so far in every chunk.")
 
 
+class StructuredOutputs(RequestBody):
+    """vLLM's constraint on the text: exactly one of these."""
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+    json_: dict[str, Any] | bool | str | None = Field(None, alias="json", description="As json_schema.")
+    regex: str | None = Field(None, description="As regex.")
+    choice: _Choices | None = Field(None, description="The text is one of these.")
+    json_object: bool | None = Field(None, description="The text is a JSON object.")
+
+    @property
+    def constraints(self) -> list[tuple[str, Any]]:
+        """The constraints, in the service's own fields."""
+        return _constraints(self.json_, self.regex, self.choice, is_json_object=bool(self.json_object))
+
+
+def _constraints(
+    schema: Any, regex: str | None, choices: list[str] | None, *, is_json_object: bool = False
+) -> list[tuple[str, Any]]:
+    given = {
+        "json_schema": schema,
+        "regex": regex,
+        "response_format": {"type": "json_object"} if is_json_object else None,
+    }
+    found = [(name, value) for name, value in given.items() if value is not None]
+    if choices is not None:
+        found.append(("regex", "|".join(_REGEX_SYNTAX.sub(r"\\\g<0>", choice) for choice in choices)))
+    return found
+
+
 class OpenAIFields(SamplingFields):
-    """Fields of both OpenAI endpoints. An unknown field is accepted and named in `warnings`."""
+    """Fields of both OpenAI endpoints. Other servers' fields are treated as request_fields.py says."""
 
     model_config = ConfigDict(extra="allow")
+    endpoint: ClassVar[str]
 
     model: str | None = Field(None, description="A model id from GET /v1/models; optional.")
     include_stop_str_in_output: bool | None = Field(
@@ -55,30 +92,60 @@ class OpenAIFields(SamplingFields):
     response_format: dict[str, Any] | None = Field(
         None, description='{"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", "json_schema": {...}}.'
     )
+    guided_json: dict[str, Any] | bool | str | None = Field(None, description="vLLM's name of json_schema.")
+    guided_regex: str | None = Field(None, description="vLLM's name of regex.")
+    guided_choice: _Choices | None = Field(None, description="The text is one of these.")
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description='vLLM\'s constraint: {"json": ...}, {"regex": ...}, {"choice": [...]}, {"json_object": true}.'
+    )
 
     @model_validator(mode="after")
-    def _one_grammar_or_format(self) -> OpenAIFields:
-        if self.response_format is not None and any(getattr(self, name) is not None for name in GRAMMAR_FIELDS):
-            raise ValueError(f"response_format cannot be combined with {', '.join(GRAMMAR_FIELDS)}: send one of them")
+    def _check_structured_outputs(self) -> OpenAIFields:
+        if self.structured_outputs and self.structured_outputs.model_extra:
+            for name, value in self.structured_outputs.model_extra.items():
+                if value and not name.startswith("disable_"):
+                    instead = "send json, regex, choice or json_object, or the field grammar in Lark's notation"
+                    raise ValueError(f"structured_outputs.{name[:40]} is not supported: {instead}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_constraints(self) -> OpenAIFields:
+        given = [name for name in _GRAMMAR_FIELDS if getattr(self, name) is not None]
+        if self.structured_outputs and len(self.structured_outputs.constraints) != 1:
+            raise ValueError("structured_outputs needs one of json, regex, choice and json_object")
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} cannot be combined: send one of them")
         return self
 
     @property
     def grammar_constraint(self) -> tuple[str, Any] | None:
-        """The grammar constraint: the name of the field, and its value."""
-        return super().grammar_constraint if self.response_format is None else ("response_format", self.response_format)
+        """The grammar constraint: the name of the field, in the service's own spelling, and its value."""
+        if self.response_format is not None:
+            return "response_format", self.response_format
+        structured = self.structured_outputs.constraints if self.structured_outputs else []
+        guided = [*_constraints(self.guided_json, self.guided_regex, self.guided_choice), *structured]
+        return guided[0] if guided else super().grammar_constraint
+
+    @property
+    def constraint_field(self) -> str | None:
+        """The field that gives the constraint, in the client's spelling."""
+        return next((name for name in _GRAMMAR_FIELDS if getattr(self, name) is not None), None)
 
     @property
     def warnings(self) -> list[str]:
-        """Fields that were sent and have no effect."""
-        names = list(self.model_extra or {})
-        if options := self.stream_options:
-            names += [f"stream_options.{name}" for name in options.model_extra or {}]
+        """Fields that were sent and that no server has."""
+        names = unknown_fields(self.endpoint, self.model_extra or {})
+        options = self.stream_options
+        if options:
+            names += [f"stream_options.{name}" for name in unknown_fields(self.endpoint, options.model_extra or {})]
         warnings = [f"unknown field {name[:60]!r} has no effect" for name in names[:20]]
         return [*warnings, *(["stream_options has no effect without stream"] if options and not self.stream else [])]
 
 
 class CompletionsRequest(OpenAIFields, CompletionFields):
-    """Body of POST /v1/completions. An unknown field is accepted and named in `warnings`."""
+    """Body of POST /v1/completions."""
+
+    endpoint = COMPLETIONS
 
     model_config = ConfigDict(
         json_schema_extra=documented_defaults(**_DEFAULTS, prompt="", max_tokens=_DEFAULT_MAX_TOKENS)
@@ -87,7 +154,7 @@ class CompletionsRequest(OpenAIFields, CompletionFields):
     prompt: Prompts | None = Field(
         None, description="Text, token ids, or a list of either. Absent means empty.", examples=["Once upon a"]
     )
-    best_of: UpTo16 | None = Field(
+    best_of: UpTo64 | None = Field(
         None, description="Generate this many, return the n with the best mean log-probability; not in streams."
     )
 
@@ -143,10 +210,20 @@ class Message(RequestBody):
         return {**(self.model_extra or {}), "role": self.role, "content": content, "name": self.name}
 
 
+_MAX_TOOLS = 128
+_TemplateName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,63}$")]
+_OWN_VARIABLES = {
+    *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+    *("chat_template", "conversation", "tokenize"),
+}
+"""Variables of a chat template that are fields of the request, or no variables of its own."""
+
+
 class ChatRequest(OpenAIFields):
-    """Body of POST /v1/chat/completions. An unknown field is accepted and named in `warnings`."""
+    """Body of POST /v1/chat/completions."""
 
     model_config = ConfigDict(json_schema_extra=documented_defaults(**_DEFAULTS, logprobs=False))
+    endpoint = CHAT
 
     messages: list[Message] = Field(
         min_length=1,
@@ -162,13 +239,77 @@ class ChatRequest(OpenAIFields):
     top_logprobs: UpTo20 | None = Field(
         None, description="Number of alternatives to report at each position; requires logprobs."
     )
+    tools: Annotated[list[dict[str, Any]], Field(max_length=_MAX_TOOLS, fail_fast=True)] | None = Field(
+        None, description="Functions for the chat template; the text has the model's calls, as it writes them."
+    )
+    tool_choice: str | dict[str, Any] | None = Field(
+        None, description="auto, or none, which leaves the tools out of the prompt."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="true; false is an error if there are tools.")
+    documents: Annotated[list[dict[str, Any]], Field(max_length=1024, fail_fast=True)] | None = Field(
+        None, description="Documents for the chat template."
+    )
+    chat_template_kwargs: Annotated[dict[_TemplateName, Any], Field(max_length=32)] | None = Field(
+        None, description="Variables for the chat template.", examples=[{"enable_thinking": False}]
+    )
+    reasoning_effort: Annotated[str, StringConstraints(max_length=64)] | None = Field(
+        None, description="Variable for the chat template; none also sets enable_thinking and thinking to false."
+    )
+    add_generation_prompt: bool | None = Field(
+        None, description="Whether the prompt ends with the start of the assistant's message; true by default."
+    )
+    continue_final_message: bool | None = Field(
+        None, description="Continue the text of the last message, instead of beginning a new one."
+    )
 
     @model_validator(mode="after")
-    def _check_fields(self) -> ChatRequest:
-        for name in _COMPLETIONS_ONLY_FIELDS:
-            if (self.model_extra or {}).get(name):
-                raise ValueError(f"{name} is not supported for chats: leave it out, or use POST /v1/completions")
+    def _check_tools(self) -> ChatRequest:
+        for i, tool in enumerate(self.tools or []):
+            function = tool.get("function")
+            if tool.get("type", "function") != "function" or not isinstance(function, dict):
+                raise ValueError(f'tools[{i}] must be {{"type": "function", "function": {{"name": ...}}}}')
+            if not isinstance(function.get("name"), str) or not function["name"]:
+                raise ValueError(f"tools[{i}].function.name must be text")
+        if self.tool_choice not in (None, "auto", "none"):
+            if self.tool_choice not in ("required", "any") and not isinstance(self.tool_choice, dict):
+                raise ValueError("tool_choice must be auto or none")
+            instead = "send auto and read the call from the text, or json_schema for a text of that form"
+            raise ValueError(f"tool_choice cannot force a call: {instead}")
+        if self.tools and self.tool_choice != "none" and self.parallel_tool_calls is False:
+            raise ValueError("parallel_tool_calls cannot be false: leave it out, and use the first call of the text")
         return self
+
+    @model_validator(mode="after")
+    def _check_template_fields(self) -> ChatRequest:
+        for name in self.chat_template_kwargs or {}:
+            if name in _OWN_VARIABLES:
+                raise ValueError(
+                    f"chat_template_kwargs cannot have {name}: send it as a field of its own, if it is one"
+                )
+        if self.reasoning_effort is not None and "reasoning_effort" in (self.chat_template_kwargs or {}):
+            raise ValueError("reasoning_effort is also in chat_template_kwargs: send one of them")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message cannot be combined with add_generation_prompt: send one of them")
+        if self.continue_final_message and not self.messages[-1].for_template["content"]:
+            raise ValueError("continue_final_message needs a last message with text")
+        return self
+
+    @property
+    def template_inputs(self) -> TemplateInputs:
+        """What the chat template renders."""
+        kwargs = {name: value for name, value in (self.chat_template_kwargs or {}).items() if value is not None}
+        if self.reasoning_effort == "none":
+            kwargs = {"enable_thinking": False, "thinking": False} | kwargs
+        elif self.reasoning_effort is not None:
+            kwargs["reasoning_effort"] = self.reasoning_effort
+        return TemplateInputs(
+            messages=[message.for_template for message in self.messages],
+            tools=None if self.tool_choice == "none" else self.tools or None,
+            documents=self.documents or None,
+            variables=kwargs,
+            adds_generation_prompt=not self.continue_final_message and self.add_generation_prompt is not False,
+            continues_final_message=bool(self.continue_final_message),
+        )
 
     @model_validator(mode="after")
     def _check_combinations(self) -> ChatRequest:
