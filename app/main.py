@@ -61,7 +61,7 @@ def create_app(
             instance = await open_instance(settings)
             instance.start()
         app.state.service = service = Service(settings, instance, tokenizer_pool)
-        app.state.metrics = metrics = Metrics(lambda: service.engines, connections)
+        app.state.metrics = metrics = Metrics(lambda: service.engines, connections, app.state.key_names)
         app.state.resume_store = resume_store = ResumeStore(settings.resume_seconds)
         # Keep the choice of --replicas auto, which depends on free memory: running engines leave less of it.
         chosen = settings.model_copy(update={"replicas": len(instance.engine.engines)})
@@ -119,6 +119,7 @@ def _add_routes(app: FastAPI, settings: Settings) -> None:
 def _add_middleware(app: FastAPI, settings: Settings, counts: RequestCounts, tracing: Tracing | None) -> None:
     """Adds the middleware, which runs before routing; the last one added runs first."""
     keys = ApiKeys(settings.keys_file) if settings.keys_file else None
+    app.state.key_names = (lambda: keys.names) if keys else tuple
     app.add_middleware(
         IdempotencyMiddleware,
         max_body_bytes=settings.max_body_bytes,

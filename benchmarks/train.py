@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--busy", type=int, default=0, help="processes that compute all the time meanwhile (%(default)s)")
     options = parser.parse_args(argv)
     if not all(map(find_spec, ("transformers", "accelerate"))):
-        parser.error("transformers.Trainer needs transformers and accelerate: pip install 'inkstream[bench]'")
+        parser.error("transformers.Trainer needs transformers and accelerate: pip install transformers accelerate")
     if min(options.rounds, options.windows, options.micro_windows, options.busy + 1) < 1:
         parser.error("--rounds, --windows and --micro-windows must be at least 1, --busy at least 0")
     if options.windows % options.micro_windows:

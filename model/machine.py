@@ -10,7 +10,7 @@ from pathlib import Path
 
 from model.cgroups import memory_limits
 
-INSTALL_TORCH = "install torch, for instance by: pip install 'inkstream[torch]'"
+INSTALL_TORCH = "install torch, for instance by: pip install torch"
 """What messages advise where only torch could compute; inkstream on Linux does not bring it along."""
 _BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 

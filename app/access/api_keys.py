@@ -237,6 +237,11 @@ class ApiKeys:
         """Number of keys, expired ones included."""
         return len(self._keys)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the keys, expired ones included, in the order of the file."""
+        return tuple(loaded.tenant.name for loaded in self._keys)
+
     def tenant_of(self, key: bytes) -> Tenant | None:
         """The tenant of this key; None if it is invalid, revoked or expired."""
         self._refresh()

@@ -93,4 +93,4 @@ class EventFrames(ABC):
 
     def _fail(self, error: Exception) -> bytes:
         self.is_finished = True
-        return self.encode_error(self.handle.on_error(error).body(self.handle.name))
+        return self.encode_error(self.handle.on_error(error).body(self.handle.callers_id or self.handle.name))

@@ -24,6 +24,7 @@ from prometheus_client.core import (
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
+from app.api.key_usage import KeyUsage
 from app.common import logs
 from app.common.event_loop import TimeBudget, TimeSlice
 from app.common.version import VERSION
@@ -98,12 +99,20 @@ def _capacity(pool: EnginePool) -> Iterator[Metric]:
     slots = sum(engine.max_running for engine in pool.engines if not engine.supervisor.is_stopped)
     totals = [engine.counters for engine in pool.engines]
     yield _gauge("requests_running_limit", "Most sequences that the engines generate at once.", slots)
+    yield _gauge("load_ratio", "Sequences running and waiting, of those that can run at once.", _load(pool, slots))
     yield _gauge("requests_waiting_limit", "Most sequences in the queue; more get 503.", pool.queue.max_requests)
     yield _gauge("prompt_tokens_waiting", "Prompt tokens in the queue.", pool.queue.prompt_tokens)
     limit = pool.queue.max_prompt_tokens
     yield _gauge("prompt_tokens_waiting_limit", "Most prompt tokens in the queue; more get 503.", limit)
     yield _gauge("kv_cache_blocks_used", "KV cache blocks in use.", sum(c.blocks_active for c in totals))
     yield _gauge("kv_cache_blocks", "KV cache blocks of all engines.", sum(c.blocks_total for c in totals))
+
+
+def _load(pool: EnginePool, slots: int) -> float:
+    """Above 1 there is a queue: proportional to the work, unlike CPU time or the queue alone, so autoscalers use it."""
+    counters = [engine.counters for engine in pool.engines]
+    count = pool.queue.n_unsent + sum(one.running + one.waiting for one in counters)
+    return count / slots if slots else float(count > 0)
 
 
 def _health(pool: EnginePool) -> Iterator[Metric]:
@@ -200,14 +209,21 @@ _SLOW_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.
 class Metrics:
     """The metrics of one service, in their own registry, so that two services in one process do not collide."""
 
-    def __init__(self, pools: Callable[[], Sequence[EnginePool]], connections: ConnectionLimits) -> None:
-        """`pools` returns the current engine pool, followed by those that are shutting down."""
+    def __init__(
+        self,
+        pools: Callable[[], Sequence[EnginePool]],
+        connections: ConnectionLimits,
+        key_names: Callable[[], Sequence[str]] = tuple,
+    ) -> None:
+        """`pools` returns the current engine pool, followed by those that are shutting down; `key_names` the keys'."""
         self._registry = CollectorRegistry()
         budget, turn = TimeBudget(RENDER_SHARE, RENDER_RESERVE_SECONDS), asyncio.Lock()
         self._prometheus = SharedRendering(partial(rendered_families, self._registry, generate_latest), budget, turn)
         self._openmetrics = SharedRendering(partial(_openmetrics_texts, self._registry), budget, turn)
         self._gaps = _InterTokenLatency()
         self._registry.register(self._gaps)
+        self._key_usage = KeyUsage(key_names)
+        self._registry.register(self._key_usage)
         self._registry.register(EngineState(pools))
         self._registry.register(_ConnectionState(connections))
         ProcessCollector(registry=self._registry)
@@ -266,9 +282,13 @@ class Metrics:
         session.inter_token_latencies.clear()
 
     def record_finished(
-        self, session: GenerationSession, finish_reason: str, duration: float, exemplar: dict[str, str] | None
+        self, session: GenerationSession, finish_reason: str, duration: float, exemplar: dict[str, str] | None, key: str
     ) -> None:
-        """Records a finished request; `finish_reason` is one of a few fixed words, `exemplar` points to its trace."""
+        """Records a finished request of the API key with the name `key`.
+
+        `finish_reason` is one of a few fixed words, `exemplar` points to its trace.
+        """
+        self._key_usage.record(key, 0 if session.times.started is None else session.prompt_tokens, session.n_tokens)
         self.record_progress(session)
         clock = session.times
         self._requests.labels(finish_reason).inc()

@@ -34,13 +34,13 @@ from app.generation.session import SessionTimes
 from app.http import sse
 from app.http.auth import tenant_of
 from app.http.errors import ApiError, from_engine
-from app.http.request_log import record_of
+from app.http.request_log import AccessRecord, record_of
 from app.http.response_model import JsonStream, ResponseModel
 from app.serving.model_instance import ModelInstance
 from app.serving.service import Admitted, Service
 
 if TYPE_CHECKING:
-    from app.http.tracing import Phase, RequestTrace  # its packages are optional
+    from app.http.tracing import Phase  # its packages are optional
 
 _log = logging.getLogger("inkstream")
 _SUCCESS_REASONS = ("stop", "length")
@@ -58,11 +58,12 @@ class CollectedOutput:
 class RequestHandle:
     """Owns one generation session; the caller must always call close()."""
 
-    def __init__(
-        self, name: str, admitted: Admitted, service: Service, metrics: Metrics, trace: RequestTrace | None
-    ) -> None:
-        self.name = name
-        self.trace = trace
+    def __init__(self, record: AccessRecord, admitted: Admitted, service: Service, metrics: Metrics) -> None:
+        self.name = record.request_id
+        self.callers_id = record.callers_id
+        """The X-Request-Id that the caller sent; empty for none."""
+        self._key = record.key or ""
+        self.trace = trace = record.trace
         if trace:
             trace.hold()
         self.admitted = admitted
@@ -90,12 +91,12 @@ class RequestHandle:
         """
         record, times = record_of(request), SessionTimes()
         service, metrics = service_of(request), metrics_of(request)
-        name, trace = record.request_id, record.trace
+        trace = record.trace
         if trace:
             trace.start()
         try:
             # Validating a grammar or tokenizing a long text may take a while: stop if the client disconnects.
-            work = service.begin(name, generation_request, tenant_of(request), heartbeat, instance, times)
+            work = service.begin(record.request_id, generation_request, tenant_of(request), heartbeat, instance, times)
             admitted = await sse.until_disconnect(work, request.receive)
         except Exception as error:
             if isinstance(error, EngineError):
@@ -107,7 +108,7 @@ class RequestHandle:
             raise
         if admitted is None:
             raise ApiError(499, "the client has disconnected")
-        handle = cls(name, admitted, service, metrics, trace)
+        handle = cls(record, admitted, service, metrics)
         record.log_fields = handle.log_fields
         return handle
 
@@ -175,7 +176,7 @@ class RequestHandle:
             error.param = error.param or grammar[0]
         if isinstance(error, EngineError):
             return from_engine(error)
-        _log.error("request %s failed in mid-stream", self.name, exc_info=error)
+        _log.error("request %s failed in mid-stream", self.callers_id or self.name, exc_info=error)
         return ApiError(500, "internal error; look up the request id in the server's log")
 
     async def respond(self, work: Coroutine[Any, Any, ResponseModel], request: Request) -> Response:
@@ -238,7 +239,7 @@ class RequestHandle:
             self.admitted.instance.release()
             outcome = self._outcome or "disconnected"
             exemplar = self.trace.exemplar if self.trace else None
-            self._metrics.record_finished(self.session, outcome, self.session.duration, exemplar)
+            self._metrics.record_finished(self.session, outcome, self.session.duration, exemplar, self._key)
             self._end_trace(outcome)
             if self._has_failed:
                 self.service.failures.record_failure()

@@ -60,8 +60,10 @@ class Subscription:
 class StoredStream:
     """A stream of numbered frames, of which recent ones can be replayed; one connection at a time reads them."""
 
-    def __init__(self, resume_store: ResumeStore, *, name: str, owner: str, replay_bytes: int) -> None:
+    def __init__(self, resume_store: ResumeStore, *, name: str, owner: str, replay_bytes: int, alias: str = "") -> None:
+        """`alias`: another name for its owner, the X-Request-Id that the caller chose; the last stream keeps it."""
         self.name = name
+        self.alias = alias
         self.owner = owner
         self.is_finished = False
         self._resume_store = resume_store
@@ -116,6 +118,8 @@ class ResumeStore:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._streams: dict[str, StoredStream] = {}
+        self._by_alias: dict[tuple[str, str], StoredStream] = {}
+        """By owner and alias."""
         self._detached: dict[str, asyncio.TimerHandle] = {}
         self._shares = OwnerShares[str](_MAX_DETACHED)
         """The names in `_detached`, in the order of their disconnects."""
@@ -123,11 +127,13 @@ class ResumeStore:
     def put(self, stream: StoredStream) -> None:
         """Adds a new stream."""
         self._streams[stream.name] = stream
+        if stream.alias:
+            self._by_alias[stream.owner, stream.alias] = stream
 
     def find(self, name: str, owner: str) -> StoredStream | None:
-        """The stream of this name if `owner` owns it."""
+        """The stream of this name or alias if `owner` owns it."""
         stream = self._streams.get(name)
-        return stream if stream and stream.owner == owner else None
+        return stream if stream and stream.owner == owner else self._by_alias.get((owner, name))
 
     def mark_detached(self, stream: StoredStream) -> None:
         """Closes the stream after the timeout, unless a client attaches again; at once if the timeout is 0."""
@@ -155,4 +161,6 @@ class ResumeStore:
     def _remove(self, name: str) -> None:
         if stream := self._streams.pop(name, None):
             self.mark_attached(stream)
+            if self._by_alias.get((stream.owner, stream.alias)) is stream:
+                del self._by_alias[stream.owner, stream.alias]
             stream.close()

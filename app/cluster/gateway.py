@@ -149,13 +149,13 @@ class Gateway:
             raise RuntimeError("only HTTP is supported")
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request_id = AccessRecord.get_or_create(scope).request_id
+        record = AccessRecord.get_or_create(scope)
         try:
-            call = await self._read(Request(scope, receive), request_id)
+            call = await self._read(Request(scope, receive), record.request_id)
             response = await sse.until_disconnect(self._route(call), receive)
         except ApiError as error:
-            headers = {**error.headers, "X-Request-Id": request_id}
-            response = JSONResponse(error.body(request_id), error.status, headers)
+            headers = {**error.headers, "X-Request-Id": record.public_id}
+            response = JSONResponse(error.body(record.public_id), error.status, headers)
         if response:
             await response(scope, receive, send)
 

@@ -1,6 +1,6 @@
 """Adapter for llguidance: builds a vocabulary from token bytes and matchers from grammars, within limits.
 
-The package is an optional dependency (`guided`); this is the only module that imports it.
+Only this module imports the package. An installation without it serves everything but constrained decoding.
 """
 
 from __future__ import annotations

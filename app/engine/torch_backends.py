@@ -188,4 +188,4 @@ def _triton_kernels(config: ModelConfig, dtype: torch.dtype, device: torch.devic
     shared_bytes = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", SHARED_BYTES)
     if not attention_fits(config.head_dim, dtype.itemsize, shared_bytes):
         return f"a head_dim of {config.head_dim} is too large for Triton's kernels on this GPU"
-    return triton_kernels(shared_bytes) or 'Triton is not installed: pip install "inkstream[gpu]"'
+    return triton_kernels(shared_bytes) or "Triton is not installed: pip install 'triton>=3.6'"

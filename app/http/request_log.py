@@ -1,4 +1,7 @@
-"""Request log: assigns each request an id (X-Request-Id) before anything can fail, and writes one line at its end.
+"""Request log: gives each request an id (X-Request-Id) before anything can fail, and writes one line at its end.
+
+A caller's own X-Request-Id is kept, in the response, the log line, errors and traces. The service's id names the
+completion: it is unguessable, and no caller can choose the one of another.
 
 Every exception becomes a response in the common error format here, because the line reports it.
 """
@@ -7,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 import time
 from collections import Counter
@@ -35,6 +39,7 @@ _ALLOWED_METHODS = ("GET", "HEAD", "POST", "DELETE")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", None})
 """None: the head of the request did not arrive."""
 _ROUTINE_ATTRIBUTE = "inkstream_is_routine"
+_CALLERS_ID = re.compile(rb"[A-Za-z0-9_-]{1,64}")
 _NO_ROUTE = "none"
 _DISCONNECTED = 499
 """Status of a request whose client disconnected before the response started."""
@@ -56,6 +61,9 @@ class AccessRecord:
     """Filled while the request is handled; its owner is RequestLogMiddleware."""
 
     request_id: str
+    """The service's own id, which is a completion's."""
+    callers_id: str = ""
+    """The X-Request-Id that the caller sent; empty if there was none, several, or a malformed one."""
     status: int = 0
     """0 until a response starts."""
     key: str | None = None
@@ -75,9 +83,20 @@ class AccessRecord:
     def get_or_create(cls, scope: Scope) -> AccessRecord:
         """Returns the record of this scope, or stores a new one with a new request id."""
         if _SCOPE_KEY not in scope:
-            scope[_SCOPE_KEY] = cls(new_request_id())
+            scope[_SCOPE_KEY] = cls(new_request_id(), _callers_id(scope))
         record: AccessRecord = scope[_SCOPE_KEY]
         return record
+
+    @property
+    def public_id(self) -> str:
+        """The id in the response, errors, logs and traces."""
+        return self.callers_id or self.request_id
+
+
+def _callers_id(scope: Scope) -> str:
+    """The caller's X-Request-Id, if it is one short word: others could forge log lines or headers, or fill the log."""
+    values = [value for name, value in scope.get("headers", ()) if name == b"x-request-id"]
+    return values[0].decode("ascii") if len(values) == 1 and _CALLERS_ID.fullmatch(values[0]) else ""
 
 
 def new_request_id() -> str:
@@ -111,7 +130,7 @@ class RequestLogMiddleware:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
                 headers = [h for h in message["headers"] if h[0].lower() != b"x-request-id"]
-                extra = [(b"x-request-id", record.request_id.encode()), (b"x-content-type-options", b"nosniff")]
+                extra = [(b"x-request-id", record.public_id.encode()), (b"x-content-type-options", b"nosniff")]
                 message = {**message, "headers": [*headers, *extra]}
             await send(message)
 
@@ -121,7 +140,7 @@ class RequestLogMiddleware:
             raise
         except BaseException as error:  # PanicException of PyO3 does not derive from Exception
             record.outcome = "server_error"
-            _log.error("request %s failed", record.request_id, exc_info=error)
+            _log.error("request %s failed", record.public_id, exc_info=error)
             # Once the response has started no error can be sent: uvicorn cuts the connection of an incomplete response.
             if not record.status:
                 error_response = ApiError(500, "internal error; look up the request id in the server's log")
@@ -130,7 +149,7 @@ class RequestLogMiddleware:
             self._counts[_series(scope, record)] += 1
             if record.trace:
                 _, _, status = _series(scope, record)
-                record.trace.end_response(record.request_id, record.key, status, _outcome(record))
+                record.trace.end_response(record.public_id, record.key, status, _outcome(record))
             _log_request(scope, record, (time.monotonic() - started) * 1e3)
 
 
@@ -155,12 +174,12 @@ def _route(scope: Scope) -> str | None:
 
 
 def _log_request(scope: Scope, record: AccessRecord, duration_ms: float) -> None:
-    """Writes the log line, which contains no client input except the route and the method."""
+    """Writes the log line, which contains no client input except the route, the method and a well-formed id."""
     level = _level(scope, record)
     if not _log.isEnabledFor(level):
         return
     fields: dict[str, Any] = {
-        "request_id": record.request_id,
+        "request_id": record.public_id,
         "method": _method(scope),
         "route": _route(scope),
         "status": record.status or _DISCONNECTED,
@@ -168,6 +187,8 @@ def _log_request(scope: Scope, record: AccessRecord, duration_ms: float) -> None
         "outcome": _outcome(record),
         "duration_ms": round(duration_ms, 3),
     }
+    if record.callers_id:
+        fields["completion_id"] = record.request_id  # the name in other log lines
     if record.trace and record.trace.exemplar:
         fields["trace_id"] = record.trace.exemplar["trace_id"]
     if record.log_fields:
@@ -198,7 +219,7 @@ def early_response(
     if scope is None:
         counts[_series({"method": None}, record)] += 1
         _log_request({"method": None}, record, 0.0)
-    response = error.response(record.request_id)
+    response = error.response(record.public_id)
     all_headers = [*headers, *response.raw_headers, (b"x-content-type-options", b"nosniff"), (b"connection", b"close")]
     lines = [b"%s: %s\r\n" % header for header in all_headers]
     return b"".join([STATUS_LINE[error.status], *lines, b"\r\n", response.body])
@@ -235,7 +256,7 @@ def respond(request: Request, error: ApiError) -> Response:
     """The error as a response, which the request log reports."""
     record = record_of(request)
     record.outcome = error.code or error.type
-    return error.response(record.request_id)
+    return error.response(record.public_id)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

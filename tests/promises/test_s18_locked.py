@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -54,9 +55,10 @@ def osv() -> Iterator[str]:
     server.server_close()
 
 
-def _audit(*arguments: str) -> subprocess.CompletedProcess[str]:
+def _audit(*arguments: str, required: str = "") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tests.tools.audit", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    environment = {**os.environ, "AUDIT_REQUIRED": required}
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False, env=environment)
 
 
 def test_locks_contain_every_pin_with_hashes(promise: Promise) -> None:
@@ -94,3 +96,6 @@ def test_unreachable_audit_service_is_a_warning(tmp_path: Path) -> None:
     done = _audit("--pins", str(small), "--osv-url", "http://127.0.0.1:9/v1/query")
     assert done.returncode == 0
     assert done.stderr.startswith("warning: pip-audit: no service") and done.stderr.count("\n") == 1
+    required = _audit("--pins", str(small), "--osv-url", "http://127.0.0.1:9/v1/query", required="1")
+    assert required.returncode == 1
+    assert required.stderr.startswith("error: pip-audit: no service")

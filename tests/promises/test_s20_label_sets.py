@@ -19,6 +19,7 @@ _VALUES = {
     "route": r"none|/[a-z0-9_./{}:]*",
     "status": r"[0-9]{3}",
     "replica": r"[0-9]+",
+    "key": r"",
 }
 """Label -> pattern, for labels whose values are not words."""
 
@@ -41,6 +42,7 @@ def _abuse(server: Server) -> None:
         raw_request("GET", f"/web/{new}", host),
         raw_request("GET", "/health", f"Host: {new}"), raw_request("GET", "/health", f"Host: {new}.example"),
         raw_request("GET", f"/metrics?name={new}", host),
+        raw_request("GET", "/health", host, f"X-Request-Id: {new}"),
         raw_request("GET", "/metrics", host, f"Authorization: Bearer {new}"),
         raw_request("GET", f"/v1/models/{new}", host), raw_request("GET", f"/complete/{new}/events", host),
         raw_request("DELETE", f"/complete/{new}", host),

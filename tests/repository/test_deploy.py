@@ -19,7 +19,7 @@ from tests.support.docs_commands import commands
 from tests.support.servers import Server
 
 KUBERNETES = ROOT / "deploy/kubernetes"
-QUEUE = "inkstream_requests_waiting"
+LOAD = "inkstream_load_ratio"
 
 
 def _read(path: str) -> Any:
@@ -112,6 +112,46 @@ def test_every_manifest_is_applied() -> None:
     assert notes["nginx.ingress.kubernetes.io/proxy-buffering"] == "off"
 
 
+def test_no_proxy_chooses_a_replica_by_the_address_of_the_client() -> None:
+    """Behind another proxy all clients have one address, and one replica gets all requests."""
+    notes = _read("deploy/kubernetes/examples/ingress.yaml")["metadata"]["annotations"]
+    assert not [name for name in notes if "hash" in name or "affinity" in name]
+    tries = int(notes["nginx.ingress.kubernetes.io/proxy-next-upstream-tries"])
+    assert tries >= _read("deploy/kubernetes/base/autoscaler.yaml")["spec"]["maxReplicas"]
+    assert "http_404" in notes["nginx.ingress.kubernetes.io/proxy-next-upstream"].split()
+    for path in (ROOT / "deploy/nginx").iterdir():
+        text = re.sub(r"#.*", "", path.read_text())
+        assert "ip_hash" not in text and "hash $" not in text and "X-Request-Id" not in text, path
+
+
+def test_chart_knows_every_setting_and_closes_every_object_with_fixed_names() -> None:
+    schema = json.loads((KUBERNETES / "values.schema.json").read_text())
+    assert set(schema["properties"]["settings"]["properties"]) == set(Settings.model_fields)
+    assert set(schema["properties"]) == set(_read("deploy/kubernetes/values.yaml"))
+    for value in _objects(schema):
+        assert "properties" not in value or value["additionalProperties"] is False, value
+    probes = _read("deploy/kubernetes/hub/deployment.yaml")["spec"]["template"]["spec"]["containers"][0]
+    assert probes["startupProbe"]["failureThreshold"] * _container()["startupProbe"]["periodSeconds"] == 3600
+
+
+def _objects(schema: Any) -> list[dict[str, Any]]:
+    """The schema of values.schema.json and all below it that describe objects."""
+    below = schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ()
+    found = [one for value in below for one in _objects(value)]
+    return [schema, *found] if isinstance(schema, dict) and schema.get("type") == "object" else found
+
+
+def test_workflow_runs_the_ci_script_and_requires_the_audit() -> None:
+    text = (ROOT / ".github/workflows/ci.yml").read_text()
+    workflow = yaml.safe_load(text)
+    (job,) = workflow["jobs"].values()
+    assert job["steps"][-1]["run"] == ".ci/run" and job["env"] == {"AUDIT_REQUIRED": "1"}
+    assert workflow["permissions"] == {"contents": "read"}
+    assert {"push", "pull_request", "schedule"} == set(workflow[True]), "yaml reads `on` as true"
+    uses = re.findall(r"uses: (\S+)", text)
+    assert uses and all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", one) for one in uses), "actions are pinned by commit"
+
+
 def test_every_used_metric_is_exported(server: Server) -> None:
     """Covers dashboard, alerts and autoscaler; the dashboard shows every metric."""
     text = httpx.get(f"{server.url}/metrics").text
@@ -123,8 +163,8 @@ def test_every_used_metric_is_exported(server: Server) -> None:
     only_with_several_engines = {"inkstream_replica_ready"}  # tests/engine_client/test_two_engines.py covers it
     assert _metrics((ROOT / "deploy/prometheus/alerts.yml").read_text()) - only_with_several_engines <= exported
     (scaled,) = _read("deploy/kubernetes/base/autoscaler.yaml")["spec"]["metrics"]
-    assert scaled["pods"]["metric"]["name"] == QUEUE in exported
-    assert f"seriesQuery: '{QUEUE}{{" in (ROOT / "docs/deploy.md").read_text()
+    assert scaled["pods"]["metric"]["name"] == LOAD in exported
+    assert f"seriesQuery: '{LOAD}{{" in (ROOT / "docs/deploy.md").read_text()
 
 
 def _metrics(queries: str) -> set[str]:
@@ -137,7 +177,7 @@ def test_grafana_prometheus_and_nginx_point_to_the_service() -> None:
     (provider,) = _read("deploy/grafana/provisioning/dashboards/inkstream.yaml")["providers"]
     assert f"./deploy/grafana/dashboards:{provider['options']['path']}:ro" in grafana["volumes"]
     panels = json.loads((ROOT / "deploy/grafana/dashboards/inkstream.json").read_text())["panels"]
-    assert {panel["datasource"]["uid"] for panel in panels} == {source["uid"]}
+    assert {panel["datasource"]["uid"] for panel in panels} == {"${datasource}"} and source["type"] == "prometheus"
     assert len({panel["id"] for panel in panels}) == len(panels)
     assert source["url"] == "http://prometheus:9090"
     (job,) = _read("deploy/prometheus/prometheus.yml")["scrape_configs"]

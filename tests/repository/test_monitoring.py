@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import time
@@ -64,7 +65,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory, service: Server) -> Ite
     config = {
         "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
         "rule_files": [str(ALERTS)],
-        "scrape_configs": [{"job_name": "inkstream", "static_configs": [{"targets": [target]}]}],
+        "scrape_configs": [{"job_name": "any name", "static_configs": [{"targets": [target]}]}],
     }
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     address = f"127.0.0.1:{free_ports(1)[0]}"
@@ -96,7 +97,21 @@ def _queries() -> list[str]:
     """The queries of the dashboard, with Grafana's variables filled in."""
     panels = json.loads((ROOT / "deploy/grafana/dashboards/inkstream.json").read_text())["panels"]
     queries = [target["expr"] for panel in panels for target in panel["targets"]]
-    return [query.replace("$__rate_interval", "1m").replace("$__range", "1m") for query in queries]
+    for variable, value in (("$__rate_interval", "1m"), ("$__range", "1m"), ("$job", ".*"), ("$instance", ".*")):
+        queries = [query.replace(variable, value) for query in queries]
+    return queries
+
+
+def test_nothing_depends_on_the_name_of_the_job() -> None:
+    dashboard = json.loads((ROOT / "deploy/grafana/dashboards/inkstream.json").read_text())
+    variables = {one["name"]: one for one in dashboard["templating"]["list"]}
+    assert list(variables) == ["datasource", "job", "instance"]
+    for panel in dashboard["panels"]:
+        for target in panel["targets"]:
+            named = re.findall(r"\b(?:inkstream|process)_\w+(\{[^}]*\})?", target["expr"])
+            assert named and all('job=~"$job",instance=~"$instance"' in labels for labels in named), target["expr"]
+    assert "job=" not in ALERTS.read_text()
+    assert any(rule["expr"] == "absent(inkstream_build_info)" for rule in _rules())
 
 
 @needs_prometheus

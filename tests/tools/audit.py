@@ -1,14 +1,16 @@
 """Audits the packages of constraints.txt for vulnerabilities: python -m tests.tools.audit (in make lint).
 
 Exits with 1 if an advisory service reports a vulnerability. If no service responds (no internet, an index that only
-mirrors packages), it prints a warning that nothing was audited, and exits with 0, so that work can go on. pip-audit
-itself exits with 0 if the index has no advisories at all.
+mirrors packages), it prints a warning that nothing was audited, and exits with 0, so that work can go on; with
+AUDIT_REQUIRED in the environment, as in .github/workflows/ci.yml, that is an error. pip-audit itself exits with 0 if
+the index has no advisories at all.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -32,8 +34,10 @@ def main() -> int:
         answered = [package for package in packages if "skip_reason" not in package]
         if answered:
             return _report(answered, len(packages), service[0])
-    print("warning: pip-audit: no service that knows of holes can be reached: nothing was audited", file=sys.stderr)
-    return 0
+    is_required = os.environ.get("AUDIT_REQUIRED", "") not in ("", "0")
+    level = "error" if is_required else "warning"
+    print(f"{level}: pip-audit: no service that knows of holes can be reached: nothing was audited", file=sys.stderr)
+    return int(is_required)
 
 
 def _query(pins: Path, service: list[str]) -> list[dict[str, Any]]:

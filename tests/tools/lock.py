@@ -42,9 +42,9 @@ def locked(path: Path) -> dict[str, str]:
 
 
 def serving() -> set[str]:
-    """Names of all direct and indirect dependencies of inkstream[guided,torch] on this platform."""
+    """Names of all direct and indirect dependencies of inkstream[guided,torch,traces] on this platform."""
     found: set[str] = set()
-    todo = [("inkstream", frozenset({"guided", "torch"}))]
+    todo = [("inkstream", frozenset({"guided", "torch", "traces"}))]
     while todo:
         name, extras = todo.pop()
         for requirement in map(Requirement, _requires(name)):

@@ -57,6 +57,9 @@ _EVERY_VALUE = (
     "volumeMounts[0].name=weights,volumeMounts[0].mountPath=/weights",
     "resources.limits.memory=32Gi,nodeSelector.pool=gpus,tolerations[0].key=gpu,tolerations[0].operator=Exists",
     f"{_TERMS}.key=zone,{_TERMS}.operator=Exists",
+    "env[0].name=HF_TOKEN,env[0].valueFrom.secretKeyRef.name=hub,env[0].valueFrom.secretKeyRef.key=token",
+    "modelCache.enabled=true,modelCache.claimName=hub-models,modelCache.size=9Gi,startupSeconds=1001",
+    "networkPolicy.egress[0].ports[0].port=4318,networkPolicy.egress[0].to[0].ipBlock.cidr=10.0.0.0/8",
     "autoscaling.minReplicas=3,autoscaling.maxReplicas=5,networkPolicy.namespaces={edge}",
     "ingress.enabled=true,ingress.className=internal,ingress.tlsSecret=prod-tls",
     "podMonitor.enabled=true,podMonitor.keySecret=prod-prometheus",
@@ -72,8 +75,33 @@ _EXPECTED = (
         "key: zone",
     ),
     *("mountPath: /weights", "memory: 32Gi", "operator: Exists", "minReplicas: 3", "maxReplicas: 5", "- edge"),
+    *("name: HF_TOKEN", "name: hub", "claimName: hub-models", "name: HF_HOME", "failureThreshold: 501"),
+    *("port: 4318", "cidr: 10.0.0.0/8"),
     *("ingressClassName: internal", "secretName: prod-tls", "name: prod-prometheus"),
 )
+
+
+_MISSPELLED = (
+    "gpus=true",
+    "settings.max_runing=1",
+    "settings.INKSTREAM_PORT=1",
+    "autoscaling.minReplicas=two",
+    "autoscaling.minReplica=2",
+    "ingress.enabled=true",
+    "image.tags=v1",
+    "env[0].nam=A",
+    "env[0].name=INKSTREAM_PORT",
+    "modelCache.enable=true",
+    "startupSecond=9",
+    "networkPolicy.egres[0].ports[0].port=1",
+    "networkPolicy.egress[0].port[0].port=1",
+    "resources.limit.memory=1Gi",
+    "tolerations[0].opperator=Exists",
+    "affinity.nodeAffinty.x=1",
+    "volumeMounts[0].name=a,volumeMounts[0].mountpath=/x",
+    "volumes[0].name=a,volumes[0].pvc.claimName=x",
+)
+"""Values that Helm must refuse."""
 
 
 class ManifestError(Exception):
@@ -152,6 +180,22 @@ def check_a_registry_in_the_base() -> None:
         check_deployment("gpu", rendered(copy / "gpu"))
 
 
+def check_the_hub_component() -> str:
+    """Raises ManifestError if pods of a model of the Hub differ between kustomize's component and Helm's values."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "kubernetes"
+        shutil.copytree(FOLDER, copy)
+        overlay = copy / "cpu/kustomization.yaml"
+        overlay.write_text(overlay.read_text() + "components: [../hub]\n")
+        ours = rendered(copy / "cpu")
+    for resource in ours:
+        validate(resource)
+    theirs = rendered_by_helm("modelCache.enabled=true", "settings.weights=org/name")
+    if comparable(ours) != comparable(theirs):
+        raise ManifestError("hub: the component differs from the chart with modelCache.enabled")
+    return f"hub: {len(ours)} resources, the same with Helm"
+
+
 def check_the_chart() -> Iterator[str]:
     """Yields a line for each set of values. Raises ManifestError if Helm's resources differ from kustomize's."""
     for overlay, values in {"cpu": [], "gpu": ["gpu=true"]}.items():
@@ -170,7 +214,7 @@ def check_the_chart() -> Iterator[str]:
     if lost := [word for word in _EXPECTED if word not in text]:
         raise ManifestError(f"helm: the resources do not have {lost}")
     yield f"helm, every value changed: {len(resources)} resources fit Kubernetes {', '.join(VERSIONS)}"
-    for value in ("gpus=true", "settings.INKSTREAM_PORT=1", "autoscaling.minReplicas=two", "ingress.enabled=true"):
+    for value in _MISSPELLED:
         try:
             rendered_by_helm(value)
         except ManifestError:
@@ -221,6 +265,7 @@ def checked() -> Iterator[str]:
         check_deployment(name, resources)
         yield f"{name}: {len(resources)} resources fit Kubernetes {', '.join(VERSIONS)}"
     check_a_registry_in_the_base()
+    yield check_the_hub_component()
     yield from check_the_chart()
     examples = [yaml.safe_load(path.read_text()) for path in sorted(FOLDER.glob("examples/*.yaml"))]
     for resource in examples:

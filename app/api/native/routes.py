@@ -48,7 +48,9 @@ class ResumableStream(StoredStream, EventFrames):
         extra: Mapping[str, Any],
         replay_bytes: int,
     ) -> None:
-        StoredStream.__init__(self, resume_store, name=handle.name, owner=owner, replay_bytes=replay_bytes)
+        StoredStream.__init__(
+            self, resume_store, name=handle.name, owner=owner, replay_bytes=replay_bytes, alias=handle.callers_id
+        )
         EventFrames.__init__(self, handle)
         self.headers = handle.headers
         self._id_prefix = f"{handle.name}:"
@@ -261,7 +263,7 @@ async def resume(
     stream = resume_store_of(request).find(request_id, owner_of(request))
     if not isinstance(stream, ResumableStream):
         raise ApiError(404, "there is no resumable stream with this id: send the request again", code="unknown_request")
-    number = after + 1 if last_event_id is None and after is not None else next_number(request_id, last_event_id)
+    number = after + 1 if last_event_id is None and after is not None else next_number(stream.name, last_event_id)
     if number > stream.next_number:
         param = "after" if last_event_id is None else "Last-Event-ID"
         raise ApiError(
