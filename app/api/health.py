@@ -11,12 +11,12 @@ from app.api.dependencies import RequestRoute, check_model, documented, metrics_
 from app.api.openapi import declared
 from app.api.schemas import ContextLength, VocabularySize, WeightsRevision, WeightsVersion
 from app.common.errors import NotReady
-from app.generation.prompt_encoder import infill_tokens
 from app.http.auth import public
 from app.http.errors import ApiError
 from app.http.request_log import routine
 from app.http.response_model import SCHEMA_PATH, ResponseModel, json_response
 from app.serving.service import Service
+from model.tokenizer.infill import infill_tokens
 
 
 class Model(ResponseModel):

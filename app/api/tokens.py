@@ -130,7 +130,7 @@ async def tokenize(request: Request) -> Response:
 
     with ExitStack() as stack:
         account = stack.enter_context(service.admission.count_request(tenant_of(request)))
-        slices = encoder.span_slices(prompt, add_special_tokens=special)
+        slices = encoder.span_slices(prompt, "prompt" if special else "plain")
         length = encoder.pool_length(len(prompt))
         spans = await while_connected(request, service.tokenizer_pool.run_slices(length, slices, account))
         content = TokenizeResponse(

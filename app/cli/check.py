@@ -152,9 +152,12 @@ def _tokenizer_lines(weights: StoredWeights, tokenizer: Tokenizer) -> list[Line]
         return ", ".join(f"{token} {json.dumps(tokenizer.piece(token))}" for token in ids) or "none"
 
     bos = tokenizer.start_id(weights.bos_id)
+    ends = tokenizer.end_ids(weights.eos_ids)
+    others = [token for token in tokenizer.chat_end_ids(weights.named_eos_ids) if token not in ends]
     bos_rule = "added to a prompt" if tokenizer.adds_bos else "not added to a prompt"
     return [
         ("tokenizer", f"{tokenizer.kind}, {tokenizer.vocab_size} of {weights.config.vocab_size} tokens"),
         ("BOS", "none" if bos is None else f"{names((bos,))}, {bos_rule}"),
-        ("EOS", names(tokenizer.end_ids(weights.eos_ids))),
+        ("EOS", names(ends)),
+        *([("EOS of chats", f"also {names(others)}: the files name different tokens")] if others else []),
     ]

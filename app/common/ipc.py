@@ -116,6 +116,8 @@ class Ready(Struct, frozen=True, kw_only=True, array_like=True, tag="ready"):
     """Whether native kernels support this model and machine, but were not built when the service started."""
     cache_bytes: int = 0
     """Memory that a KV cache on the CPU may take; the system provides it as it is written."""
+    named_eos_ids: tuple[int, ...] = ()
+    """All end tokens that config.json and generation_config.json name; the latter's alone are `eos_ids`."""
 
 
 class Fatal(Struct, frozen=True, array_like=True, tag="fatal"):

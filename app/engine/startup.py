@@ -202,6 +202,7 @@ def _ready(
         device=describe_cpu(backend.threads) if isinstance(backend, CppBackend) else placement.description,
         weights_version=weights.version,
         eos_ids=weights.eos_ids,
+        named_eos_ids=weights.named_eos_ids,
         sampling_defaults=defaults,
         start_id=weights.start_id,
         blocks_total=blocks.total,

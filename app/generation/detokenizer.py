@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import codecs
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, islice, pairwise
 
 from app.common.fault_injection import fault
 from app.common.types import FinishReason, PromptScores, Request, SampledEvent
 from app.generation.request import Delta, Finished, TokenDetail, Top
+from app.generation.stop_matcher import MarkedStops, StopMatcher, without_marks
 from model.tokenizer.tokenizer import Tokenizer
 
 _TOKENS_PER_DELTA = 8
@@ -45,76 +46,26 @@ class StreamDecoder:
         return self._decoder.decode(b"", final=True)
 
 
-class StopMatcher:
-    """Passes text through up to the first stop string, however the text is split into chunks.
-
-    The earliest match wins, and of several the longest. Holds back only text that may still be part of a stop string;
-    emits nothing once `matched` is set.
-    """
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = sorted(stops, key=len, reverse=True)
-        self._max_length = max(map(len, stops), default=0)
-        self._pending_text = ""
-        self.matched: str | None = None
-        """The stop string that ended the text."""
-
-    def feed(self, text: str) -> str:
-        """Adds text; returns the part that can be sent now."""
-        if self.matched is not None:
-            return ""
-        buffer = self._pending_text + text
-        start, stop = self._find(buffer)
-        pending = self._pending(buffer)
-        if stop is not None and start < pending:
-            return self._end(buffer[:start], stop)
-        # An earlier or longer match may still be completed.
-        self._pending_text = buffer[pending:]
-        return buffer[:pending]
-
-    def flush(self) -> str:
-        """The end of the text: returns what was held back, up to a match in it."""
-        if self.matched is not None:
-            return ""
-        buffer, self._pending_text = self._pending_text, ""
-        start, stop = self._find(buffer)
-        return buffer if stop is None else self._end(buffer[:start], stop)
-
-    def _end(self, text: str, stop: str) -> str:
-        self.matched, self._pending_text = stop, ""
-        return text
-
-    def _find(self, buffer: str) -> tuple[int, str | None]:
-        """Start of the earliest match and its stop string, the longest of those that start there."""
-        best, found = len(buffer), None
-        for stop in self._stops:
-            start = buffer.find(stop)
-            if start != -1 and start < best:
-                best, found = start, stop
-        return best, found
-
-    def _pending(self, buffer: str) -> int:
-        """Start of the longest suffix that is a proper prefix of a stop string.
-
-        Asks each start in the buffer, which is short unless it nearly matches, and not each prefix of each stop.
-        """
-        for start in range(max(0, len(buffer) - self._max_length + 1), len(buffer)):
-            tail = buffer[start:]
-            if any(len(tail) < len(stop) and stop.startswith(tail) for stop in self._stops):
-                return start
-        return len(buffer)
-
-
 class PromptEcho:
     """Collects the log-probabilities of the prompt's tokens, if requested."""
 
-    def __init__(self, text: str, ids: tuple[int, ...], tokenizer: Tokenizer, *, is_scored: bool) -> None:
+    def __init__(
+        self,
+        text: str,
+        ids: tuple[int, ...],
+        tokenizer: Tokenizer,
+        *,
+        is_scored: bool,
+        starts: Sequence[int] | None = None,
+    ) -> None:
+        """starts: where each token begins in `text`; None if `text` is the decoded tokens."""
         self.text = text
         self._ids = ids
         self._tokenizer = tokenizer
         self._is_scored = is_scored
+        self._starts = starts
         self._scores: list[tuple[float | None, Top]] = [(None, ())]
-        self._pieces: list[tuple[str, tuple[TokenDetail, ...]]] = []
+        self._pieces: list[tuple[str, tuple[TokenDetail, ...], int]] = []
 
     def add(self, scores: PromptScores) -> None:
         """Adds the log-probabilities of the next tokens."""
@@ -123,24 +74,32 @@ class PromptEcho:
     def deltas(self, index: int) -> list[Delta]:
         """The echoed prompt for choice `index`, with the tokens that were scored before the request ended."""
         if not self._pieces:
-            self._pieces = self._cut(self._details()) if self._is_scored else [(self.text, ())]
-        return [Delta(index, text, tokens) for text, tokens in self._pieces]
+            self._pieces = self._cut(self._details()) if self._is_scored else [(self.text, (), 0)]
+        return [Delta(index, *piece) for piece in self._pieces]
 
     def _details(self) -> list[TokenDetail]:
-        decoder, offset, details = StreamDecoder(), 0, []
-        for token, (logprob, top) in zip(self._ids, self._scores, strict=False):
-            data = self._tokenizer.token_bytes(token)
-            details.append(TokenDetail(token, logprob, top, offset + decoder.broken_by(data)))
-            offset += len(decoder.feed(data))
-        return details
-
-    def _cut(self, details: list[TokenDetail]) -> list[tuple[str, tuple[TokenDetail, ...]]]:
-        starts = range(0, len(details), _TOKENS_PER_DELTA)
-        ends = [min(details[start].offset, len(self.text)) for start in starts]
-        bounds = [0, *ends[1:], len(self.text)]
+        starts = self._decoded_starts() if self._starts is None else self._starts
         return [
-            (self.text[begin:end], tuple(details[start : start + _TOKENS_PER_DELTA]))
-            for start, (begin, end) in zip(starts, pairwise(bounds), strict=True)
+            TokenDetail(token, logprob, top, min(start, len(self.text)))
+            for token, (logprob, top), start in zip(self._ids, self._scores, starts, strict=False)
+        ]
+
+    def _decoded_starts(self) -> Iterator[int]:
+        decoder, offset = StreamDecoder(), 0
+        for token in self._ids:
+            data = self._tokenizer.token_bytes(token)
+            yield offset + decoder.broken_by(data)
+            offset += len(decoder.feed(data))
+
+    def _cut(self, details: list[TokenDetail]) -> list[tuple[str, tuple[TokenDetail, ...], int]]:
+        """The text in parts, each with its tokens and its start; text that no token covers follows its predecessor."""
+        firsts = range(0, len(details), _TOKENS_PER_DELTA)
+        # A tokenizer that reorders characters may have a token that starts before its predecessor.
+        starts = accumulate((details[first].offset for first in firsts), max)
+        bounds = [0, *islice(starts, 1, None), len(self.text)]
+        return [
+            (self.text[begin:end], tuple(details[first : first + _TOKENS_PER_DELTA]), begin)
+            for first, (begin, end) in zip(firsts, pairwise(bounds), strict=True)
         ]
 
 
@@ -149,6 +108,8 @@ class TextRules:
     """A request's text-level rules: echo, stop strings, log-probabilities."""
 
     stops: tuple[str, ...] = ()
+    marked_stops: MarkedStops = field(default_factory=MarkedStops)
+    """Those of `stops` that name special tokens."""
     include_stop: bool = False
     min_tokens: int = 0
     eos_ids: frozenset[int] = frozenset()
@@ -161,6 +122,7 @@ class OutputChoice:
     __slots__ = (  # as in TokenStream
         *("index", "echo", "n_tokens", "last_token_at", "logprob_sum", "ended", "_request", "_tokenizer", "_rules"),
         *("_decoder", "_strips_space", "_is_plain", "_matcher", "_base", "_decoded", "_sent", "_pending_tokens"),
+        "_marks",
     )
 
     def __init__(
@@ -183,7 +145,8 @@ class OutputChoice:
         self._strips_space = has_no_text and tokenizer.strips_first_space
         self._is_plain = not (rules.stops or self._strips_space or echo)
         """Whether the text needs no echo, no stop strings and no change of its start."""
-        self._matcher = StopMatcher(rules.stops)
+        self._matcher = StopMatcher(rules.stops, rules.marked_stops.stops)
+        self._marks = rules.marked_stops.marks
         self._base = len(echo.text) if echo else 0
         self._decoded = self._sent = 0
         self._pending_tokens: deque[tuple[int, TokenDetail]] = deque()  # (end of its text, token)
@@ -245,13 +208,14 @@ class OutputChoice:
         if self._strips_space and data:
             data, self._strips_space = data.removeprefix(b" "), False
         first = self._decoded + self._decoder.broken_by(data)
-        text = self._decoder.feed(data)
+        # A special token that may end the text ends a character, too.
+        text = self._decoder.flush() if event.token in self._marks else self._decoder.feed(data)
         if event.logprob is not None:
             self.logprob_sum += event.logprob
             detail = TokenDetail(event.token, event.logprob, event.top, self._base + first)
             self._pending_tokens.append((self._decoded + len(text), detail))
         self._decoded += len(text)
-        return text
+        return text + self._marks.get(event.token, "")
 
     def _bytes(self, event: SampledEvent) -> bytes:
         """The token's bytes; a token that ends the text has none."""
@@ -266,7 +230,9 @@ class OutputChoice:
         Tokens are held back until their text is sent, including those that only start a character; tokens after a stop
         string are never shown.
         """
-        self._sent += len(text)
+        if self._marks:
+            text = without_marks(text)
+        start, self._sent = self._base + self._sent, self._sent + len(text)
         is_everything = final and self._matcher.matched is None
         ready = []
         while self._pending_tokens:
@@ -276,4 +242,4 @@ class OutputChoice:
                 break
             ready.append(detail)
             self._pending_tokens.popleft()
-        return [Delta(self.index, text, tuple(ready))] if text or ready else []
+        return [Delta(self.index, text, tuple(ready), start)] if text or ready else []

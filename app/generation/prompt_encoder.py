@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Generator
 from dataclasses import dataclass
 
@@ -12,25 +13,8 @@ from app.common.ipc import Ready
 from app.engine_client.fair_queue import check_ids
 from app.generation.request import GenerationRequest, Prompt
 from app.tokenization.text_encoder import SLICE, TextEncoder, TokenizerPool
-from model.tokenizer.tokenizer import Tokenizer
-
-_FIM_TOKENS = (
-    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
-    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
-    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
-    ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>"),
-)
-"""Names of fill-in-the-middle tokens: Qwen, StarCoder, SantaCoder, Code Llama."""
-
-
-def infill_tokens(tokenizer: Tokenizer) -> tuple[int, int, int] | None:
-    """Ids of the tokens before prefix, suffix and middle; None if the vocabulary lacks fill-in-the-middle tokens."""
-    for names in _FIM_TOKENS:
-        prefix, suffix, middle = (tokenizer.id_of(name) for name in names)
-        if prefix is not None and suffix is not None and middle is not None:
-            return prefix, suffix, middle
-    return None
-
+from app.tokenization.tokenizer_sandbox import Part
+from model.tokenizer.infill import infill_tokens
 
 _MARGIN = 64
 
@@ -48,6 +32,8 @@ class EncodedPrompt:
     text: str
     """The text for echo."""
     truncated: bool = False
+    starts: array[int] | None = None
+    """Where each token begins in `text`; None if `text` is the decoded tokens, or if the request does not ask."""
 
 
 class PromptEncoder:
@@ -76,7 +62,7 @@ class PromptEncoder:
         ids: list[int] = []
         if source:
             length = self._encoder.pool_length(len(source)) if isinstance(source, str) else len(source)
-            ids = await self._tokenizer_pool.run(length, lambda: self._ids(source, "source"), self._account)
+            ids = await self._tokenizer_pool.run(length, lambda: self._ids(source, "plain", "source"), self._account)
         if not ids:
             raise InvalidRequest("this model needs a source: send the text for its encoder", "source")
         check_ids(ids, context=self.ready.context, vocab_size=self.ready.vocab_size, field="source")
@@ -89,25 +75,29 @@ class PromptEncoder:
             if length >= SLICE:
                 length = 0
                 yield
-            encoded.append(self._encode_one(index, request))
+            encoded.append((yield from self._encode_one(index, request)))
             length += len(prompt)
         return encoded
 
-    def _encode_one(self, index: int, request: GenerationRequest) -> EncodedPrompt:
+    def _encode_one(self, index: int, request: GenerationRequest) -> Generator[None, None, EncodedPrompt]:
         fault("text.encode", request)
         try:
-            return self._prompt(request.prompts[index], request)
+            return (yield from self._prompt(request.prompts[index], request))
         except InvalidRequest as error:
             if request.is_batch:
                 error.args = (f"prompt {index}: {error}",)
             raise
 
-    def _prompt(self, prompt: Prompt, request: GenerationRequest) -> EncodedPrompt:
-        limit = request.truncate_prompt_tokens
+    def _prompt(self, prompt: Prompt, request: GenerationRequest) -> Generator[None, None, EncodedPrompt]:
+        limit, starts = request.truncate_prompt_tokens, None
         if request.suffix is not None:
-            ids = self._infill(prompt, request.suffix, request)
+            ids, starts = yield from self._infill(prompt, request.suffix, request)
+        elif isinstance(prompt, str) and limit is None and request.echo and request.logprobs is not None:
+            ids, starts = yield from self._placed(prompt, "prompt")
         else:
-            ids = self._ids(prompt, "prompt") if limit is None else self._last_ids(prompt, limit)
+            # A chat template writes all special tokens itself, as in transformers.
+            part: Part = "plain" if request.is_chat else "prompt"
+            ids = self._ids(prompt, part) if limit is None else self._last_ids(prompt, part, limit)
         truncated = limit is not None and len(ids) > limit
         ids = ids[-limit:] if truncated and limit else ids
         start_id = self.tokenizer.start_id(self.ready.start_id)
@@ -115,44 +105,59 @@ class PromptEncoder:
             raise InvalidRequest("the prompt is empty, and this model has no token that starts a text", "prompt")
         check_ids(ids, context=self.ready.context, vocab_size=self.ready.vocab_size, field="prompt")
         text = prompt if isinstance(prompt, str) and not truncated else self._text(ids)
-        return EncodedPrompt(tuple(ids) or (start_id or 0,), text, truncated)
+        return EncodedPrompt(tuple(ids) or (start_id or 0,), text, truncated, starts if ids else None)
 
-    def _last_ids(self, prompt: Prompt, limit: int) -> list[int]:
+    def _placed(self, text: str, part: Part) -> Generator[None, None, tuple[list[int], array[int]]]:
+        """The ids of a text, and where each begins in it."""
+        self._check_length(text, "prompt")
+        spans = (yield from self._encoder.span_slices(text, part)).flat()
+        return spans.ids.tolist(), spans.starts
+
+    def _last_ids(self, prompt: Prompt, part: Part, limit: int) -> list[int]:
         """All ids of a prompt, or of a part at its end: tokenizing a megabyte takes half a second and 270 MB.
 
         Cutting the text may change the tokens at the cut, so that part has more tokens than are kept.
         """
         length = tail_length(limit)
         while isinstance(prompt, str) and length < len(prompt):
-            ids = self._ids(prompt[-length:], "prompt", may_be_cut=True)
+            ids = self._ids(prompt[-length:], part, may_be_cut=True)
             if len(ids) >= limit + _MARGIN:
                 return ids
             length *= 2
-        return self._ids(prompt, "prompt", may_be_cut=True)
+        return self._ids(prompt, part, may_be_cut=True)
 
     def _text(self, ids: list[int]) -> str:
         return b"".join(map(self.tokenizer.token_bytes, ids)).decode("utf-8", "replace")
 
-    def _infill(self, prompt: Prompt, suffix: str, request: GenerationRequest) -> list[int]:
-        """Prefix and suffix with the model's fill-in-the-middle tokens, prefix first."""
-        special = infill_tokens(self.tokenizer)
-        if special is None:
+    def _infill(
+        self, prompt: Prompt, suffix: str, request: GenerationRequest
+    ) -> Generator[None, None, tuple[list[int], array[int]]]:
+        """Prefix and suffix with the model's fill-in-the-middle tokens, and where each token begins in the prompt."""
+        tokens = infill_tokens(self.tokenizer)
+        if tokens is None:
             raise InvalidRequest("this model's vocabulary has no fill-in-the-middle tokens: leave out suffix", "suffix")
         if request.truncate_prompt_tokens is not None:
             raise InvalidRequest("suffix cannot be combined with truncate_prompt_tokens: leave one out", "suffix")
         if not isinstance(prompt, str):
             raise InvalidRequest("suffix needs a prompt of text, not of token ids", "suffix")
-        start, middle, end = special
-        # Sequentially in this thread: the library's batch threads use all cores and ignore this thread's nice value.
-        prefix_ids, suffix_ids = (self._encoder.encode_plain(text) for text in (prompt, suffix))
+        prefix_ids, starts = yield from self._placed(prompt, "first")
+        suffix_ids, _ = yield from self._placed(suffix, "later")
         bos = [self.tokenizer.bos_id] if self.tokenizer.adds_bos and self.tokenizer.bos_id is not None else []
-        return [*bos, start, *prefix_ids, middle, *suffix_ids, end]
+        middle = [] if tokens.middle is None else [tokens.middle]
+        behind = [tokens.suffix, *suffix_ids]
+        head = [*bos, *(behind if tokens.suffix_first else []), tokens.prefix]
+        tail = [*([] if tokens.suffix_first else behind), *middle]
+        placed = array("I", [*[0] * len(head), *starts, *[len(prompt)] * len(tail)])
+        return [*head, *prefix_ids, *tail], placed
 
-    def _ids(self, text: Prompt, field: str, *, may_be_cut: bool = False) -> list[int]:
-        """Token ids of a text; for a prompt, with the special tokens that the tokenizer adds, such as BOS."""
+    def _ids(self, text: Prompt, part: Part, field: str = "prompt", *, may_be_cut: bool = False) -> list[int]:
+        """Token ids of a text; for the part "prompt", with the special tokens that the tokenizer adds, such as BOS."""
         if not isinstance(text, str):
             return text
-        # A prompt that is truncated later may be longer than the context.
-        if not may_be_cut and (min_tokens := self.tokenizer.least_tokens(text)) > self.ready.context:
+        if not may_be_cut:  # a prompt that is truncated later may be longer than the context
+            self._check_length(text, field)
+        return self._encoder.encode(text) if part == "prompt" else self._encoder.encode_plain(text)
+
+    def _check_length(self, text: str, field: str) -> None:
+        if (min_tokens := self.tokenizer.least_tokens(text)) > self.ready.context:
             raise ContextLengthExceeded(min_tokens, self.ready.context, field, is_least=True)
-        return self._encoder.encode(text) if field == "prompt" else self._encoder.encode_plain(text)

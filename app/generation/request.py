@@ -36,6 +36,8 @@ class Delta(Struct, frozen=True, gc=False):
     index: int
     text: str
     tokens: tuple[TokenDetail, ...] = ()
+    start: int = 0
+    """Start of `text` in the whole text, in characters; counted only if there are tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,8 @@ class GenerationRequest:
     prompts: list[Prompt]
     is_batch: bool = False
     """Whether the prompts were sent as a list."""
+    is_chat: bool = False
+    """Whether a chat template rendered the prompt, with all its special tokens."""
     source: Prompt | None = None
     suffix: str | None = None
     max_tokens: int = 128

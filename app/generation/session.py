@@ -22,6 +22,8 @@ from app.engine_client.token_stream import Arrival, Cancelled, Consumer, Item, T
 from app.generation.detokenizer import OutputChoice, PromptEcho, TextRules
 from app.generation.prompt_encoder import EncodedPrompt
 from app.generation.request import CompletionEvent, GenerationRequest, Heartbeat, Queued, Started
+from app.generation.stop_matcher import MarkedStops
+from model.tokenizer.infill import infill_tokens
 from model.tokenizer.tokenizer import Tokenizer
 
 _QUEUE_EVENT_SECONDS = 1.0
@@ -260,6 +262,16 @@ class GenerationSession:
             self._emit(Started())
 
 
+def _end_ids(request: GenerationRequest, ready: Ready, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The tokens that end the text: those of the model; of a chat, of all its files; of a middle, of its family."""
+    ends = [*tokenizer.end_ids(ready.eos_ids)]
+    if request.is_chat:
+        ends += tokenizer.chat_end_ids(ready.named_eos_ids)
+    if request.suffix is not None and (tokens := infill_tokens(tokenizer)):
+        ends += tokens.ends
+    return tuple(dict.fromkeys(ends))
+
+
 _MAX_LOGPROBS = 200_000
 
 
@@ -274,7 +286,7 @@ class BuiltRequests:
         self._ready = ready
         self._tokenizer = tokenizer
         self._salt = cache_namespace
-        self._eos_ids = () if request.ignore_eos else tokenizer.end_ids(ready.eos_ids)
+        self._eos_ids = () if request.ignore_eos else _end_ids(request, ready, tokenizer)
 
     def _check_size(self, encoded: Sequence[EncodedPrompt]) -> None:
         """Raises InvalidRequest if the response would hold too many log-probabilities."""
@@ -339,7 +351,13 @@ class BuiltRequests:
     def choices(self, requests: Sequence[Request], encoded: Sequence[EncodedPrompt]) -> list[OutputChoice]:
         """The output choices that consume the events of `requests`."""
         request = self._request
-        rules = TextRules(request.stops, request.include_stop, request.min_tokens, frozenset(self._eos_ids))
+        rules = TextRules(
+            stops=request.stops,
+            marked_stops=MarkedStops.of(request.stops, self._tokenizer.special_ids),
+            include_stop=request.include_stop,
+            min_tokens=request.min_tokens,
+            eos_ids=frozenset(self._eos_ids),
+        )
         echoes = [self._echo(prompt) if request.echo else None for prompt in encoded]
         return [
             OutputChoice(index, engine_request, self._tokenizer, rules, echoes[index // request.n_sampled])
@@ -347,7 +365,8 @@ class BuiltRequests:
         ]
 
     def _echo(self, prompt: EncodedPrompt) -> PromptEcho:
-        return PromptEcho(prompt.text, prompt.ids, self._tokenizer, is_scored=self._request.logprobs is not None)
+        is_scored = self._request.logprobs is not None
+        return PromptEcho(prompt.text, prompt.ids, self._tokenizer, is_scored=is_scored, starts=prompt.starts)
 
     def _params(self) -> SamplingParams:
         """The request's values, or the model's defaults, or no filter; a random seed if none was given."""

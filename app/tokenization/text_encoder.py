@@ -18,7 +18,7 @@ from app.access.tenant_queue import TenantThreads, WorkAccount
 from app.common.errors import EngineFailed, InvalidRequest
 from app.common.operating_system import lower_priority
 from app.sandbox.sandbox import SandboxError
-from app.tokenization.tokenizer_sandbox import Encode, TokenizerSandbox
+from app.tokenization.tokenizer_sandbox import Encode, Part, TokenizerSandbox, slices_of
 from model.files import one_line
 from model.tokenizer.token_spans import CompactSpans, Spans
 from model.tokenizer.tokenizer import Tokenizer
@@ -51,23 +51,22 @@ class TextEncoder:
         if self._sandbox is None:
             with _panics_reported():
                 return self.tokenizer.encode(text)
-        return list(self._ask(Encode(text=text, is_plain=False)).ids)
+        return list(self._ask(Encode(text=text, part="prompt")).ids)
 
     def encode_plain(self, text: str) -> list[int]:
         """Encodes without adding special tokens. Raises InvalidRequest, EngineFailed."""
         if self._sandbox is None:
             with _panics_reported():
                 return self.tokenizer.encode_many([text])[0]
-        return list(self._ask(Encode(text=text, is_plain=True)).ids)
+        return list(self._ask(Encode(text=text, part="plain")).ids)
 
-    def span_slices(self, text: str, *, add_special_tokens: bool) -> Generator[None, None, CompactSpans]:
-        """Tokenizer.span_slices(), in one slice with a sandbox. Raises InvalidRequest, EngineFailed."""
-        special = add_special_tokens
+    def span_slices(self, text: str, part: Part) -> Generator[None, None, CompactSpans]:
+        """The tokens of a text with their spans, in one slice with a sandbox. Raises InvalidRequest, EngineFailed."""
         if self._sandbox is None:
             with _panics_reported():
-                return (yield from self.tokenizer.span_slices(text, add_special_tokens=special))
+                return (yield from slices_of(self.tokenizer, text, part))
         spans = CompactSpans()
-        spans.append(self._ask(Encode(text=text, is_plain=not special, has_spans=True)))
+        spans.append(self._ask(Encode(text=text, part=part, has_spans=True)))
         return spans
 
     def _ask(self, request: Encode) -> Spans:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from collections.abc import Generator
 from pathlib import Path
 from typing import Literal
 
@@ -15,19 +16,31 @@ import msgspec
 
 from app.sandbox.sandbox import Sandbox, SandboxError
 from model.files import snapshot_files
-from model.tokenizer.token_spans import Spans
+from model.tokenizer.token_spans import CompactSpans, Spans
+from model.tokenizer.tokenizer import Tokenizer
 
 _MAX_RESPONSE_BYTES = 64 << 20
 MAX_ATTACK_SECONDS = 0.25
 """CPU time limit for 4,096 characters; known patterns take 10 ms."""
 
 
+Part = Literal["prompt", "plain", "first", "later"]
+"""prompt: a whole text, with added special tokens; plain: without. first, later: see Tokenizer.part_slices()."""
+
+
 class Encode(msgspec.Struct, tag=True):
     """Request: a text to encode."""
 
     text: str
-    is_plain: bool
+    part: Part
     has_spans: bool = False
+
+
+def slices_of(tokenizer: Tokenizer, text: str, part: Part) -> Generator[None, None, CompactSpans]:
+    """The tokens of a text with their spans; yields between the pieces of a long text."""
+    if part in ("first", "later"):
+        return tokenizer.part_slices(text, is_first=part == "first")
+    return tokenizer.span_slices(text, add_special_tokens=part == "prompt")
 
 
 class AttackTrial(msgspec.Struct, tag=True):

@@ -15,9 +15,10 @@ import msgspec
 from tokenizers import Regex, pre_tokenizers
 
 from app.sandbox.sandbox_child import confine, serve
-from app.tokenization.tokenizer_sandbox import MAX_ATTACK_SECONDS, AttackTrial, Encode, TokenizerReply
+from app.tokenization.tokenizer_sandbox import MAX_ATTACK_SECONDS, AttackTrial, Encode, TokenizerReply, slices_of
 from model.files import Files, reading_from
 from model.tokenizer.regexes import attacks, slowest
+from model.tokenizer.token_spans import run_to_completion
 from model.tokenizer.tokenizer import Tokenizer
 
 _LOADING_BYTES = 8 << 30
@@ -57,9 +58,9 @@ class _Worker:
     def _encode(self, request: Encode) -> TokenizerReply:
         tokenizer, text = self.tokenizer, request.text
         if request.has_spans:
-            spans = tokenizer.encode_spans(text, add_special_tokens=not request.is_plain).flat()
+            spans = run_to_completion(slices_of(tokenizer, text, request.part)).flat()
             return TokenizerReply(ids=spans.ids.tobytes(), starts=spans.starts.tobytes(), ends=spans.ends.tobytes())
-        ids = tokenizer.encode_many([text])[0] if request.is_plain else tokenizer.encode(text)
+        ids = tokenizer.encode_many([text])[0] if request.part == "plain" else tokenizer.encode(text)
         return TokenizerReply(ids=array("I", ids).tobytes())
 
     def _attack(self, pattern: str | None) -> TokenizerReply:

@@ -81,6 +81,9 @@ class StoredWeights:
     generation: Mapping[str, Any] = field(default_factory=dict)
     """generation_config.json, or empty."""
     eos_ids: tuple[int, ...] = ()
+    """Those of generation_config.json, or else of config.json."""
+    named_eos_ids: tuple[int, ...] = ()
+    """Those of both files."""
     bos_id: int | None = None
     mappings: Mapping[str, TensorMapping] = field(default_factory=dict)
     """Name of a tensor of the Decoder -> where it comes from, with the names in the files."""
@@ -149,11 +152,13 @@ def find_weights(
     mappings = _match(family, config, index)
     check(config)
     path = directory / ("generation_config.json" if "eos_token_id" in generation else "config.json")
+    eos_ids = _eos_ids(path, {**config_json, **generation}.get("eos_token_id"), config.vocab_size)
     return StoredWeights(
         family=family,
         config=config,
         generation=generation,
-        eos_ids=_eos_ids(path, {**config_json, **generation}.get("eos_token_id"), config.vocab_size),
+        eos_ids=eos_ids,
+        named_eos_ids=(*eos_ids, *_other_eos_ids(config_json.get("eos_token_id"), eos_ids, config.vocab_size)),
         bos_id=bos if isinstance(bos, int) and 0 <= bos < config.vocab_size else None,
         mappings=mappings,
         tensors=index.tensors,
@@ -244,3 +249,10 @@ def _eos_ids(path: Path, raw: Any, vocab_size: int) -> tuple[int, ...]:
     if len(distinct := tuple(dict.fromkeys(ids))) > _MAX_EOS_IDS:
         raise CheckpointError(f"{path}: eos_token_id lists {len(distinct)} ids; at most {_MAX_EOS_IDS} are allowed")
     return distinct
+
+
+def _other_eos_ids(raw: Any, known: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
+    """The valid ids of a config.json that generation_config.json overrides."""
+    ids = raw if isinstance(raw, list) else [raw]
+    valid = (i for i in ids if type(i) is int and 0 <= i < vocab_size and i not in known)
+    return tuple(dict.fromkeys(valid))[: _MAX_EOS_IDS - len(known)]

@@ -16,7 +16,7 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.processors import PostProcessor
 
-_EMPTY_TOKENIZER: dict[str, Any] = {
+EMPTY_TOKENIZER: dict[str, Any] = {
     "version": "1.0",
     "added_tokens": [],
     **dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "decoder")),
@@ -189,5 +189,5 @@ def untrimmed_processor(rust: RustTokenizer) -> PostProcessor | None:
     serialized = json.dumps(json.loads(rust.to_str())["post_processor"])
     if '"trim_offsets": true' in serialized:
         untrimmed = json.loads(serialized.replace('"trim_offsets": true', '"trim_offsets": false'))
-        processor = RustTokenizer.from_str(json.dumps({**_EMPTY_TOKENIZER, "post_processor": untrimmed})).post_processor
+        processor = RustTokenizer.from_str(json.dumps({**EMPTY_TOKENIZER, "post_processor": untrimmed})).post_processor
     return processor

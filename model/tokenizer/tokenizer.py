@@ -21,8 +21,10 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trai
 from tokenizers import Tokenizer as RustTokenizer
 
 from model.files import one_line, read_bytes, read_json
+from model.tokenizer.infill import INFILL_NAMES
 from model.tokenizer.regexes import Unproven, find_unproven
 from model.tokenizer.size_limits import LONGEST_PIECE, MAX_ENTRIES, Processor, TextStep, check_processors, check_steps
+from model.tokenizer.text_parts import part_tokenizer
 from model.tokenizer.token_bytes import keeps_text, piece_format
 from model.tokenizer.token_spans import (
     CompactSpans,
@@ -273,6 +275,13 @@ class Tokenizer:
         """The tokens that end a text. named: those from the model's config files, which take precedence."""
         return named or (() if self.eos_id is None else (self.eos_id,))
 
+    def chat_end_ids(self, named: tuple[int, ...]) -> tuple[int, ...]:
+        """The tokens that end an answer in a chat: all that any file names. named: those of the model's config files.
+
+        The tokenizer's own often ends a turn, and the model's a document.
+        """
+        return tuple(dict.fromkeys((*named, *(() if self.eos_id is None else (self.eos_id,)))))
+
     def start_id(self, named: int | None) -> int | None:
         """The token that starts a text without a prompt. named: the one from the model's config files, if any."""
         return self.bos_id if named is None else named
@@ -305,6 +314,22 @@ class Tokenizer:
             return spans.without_first() if names_bos else spans
 
         return encode_in_pieces(encode, text)
+
+    def part_slices(self, text: str, *, is_first: bool) -> Generator[None, None, CompactSpans]:
+        """Like span_slices(), for a part of a prompt whose special tokens are given as ids.
+
+        No special token is added, or read in the text; is_first: whether the tokenizer's space may precede the text.
+        """
+        rust = self._first_part if is_first else self._later_part
+        return encode_in_pieces(lambda part: spans_of(rust.encode_batch([part])[0]), text)
+
+    @cached_property
+    def _first_part(self) -> RustTokenizer:
+        return part_tokenizer(self._rust, INFILL_NAMES, is_first=True)
+
+    @cached_property
+    def _later_part(self) -> RustTokenizer:
+        return part_tokenizer(self._rust, INFILL_NAMES, is_first=False)
 
     def least_tokens(self, text: str) -> int:
         """Lower bound of the number of tokens of `text`; immediate, while encoding a megabyte takes a second."""
@@ -340,6 +365,11 @@ class Tokenizer:
         return {token: added[token].content for token in added if added[token].special} | {
             token: self.piece(token) for token in self._special_ids
         }
+
+    @cached_property
+    def special_ids(self) -> dict[str, int]:
+        """The special tokens: text -> id."""
+        return {text: token for token, text in self.specials.items()}
 
     @cached_property
     def bytes_of(self) -> list[bytes]:

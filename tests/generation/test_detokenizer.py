@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import sys
-from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.common.types import FinishReason, PromptScores, Request, SampledEvent
-from app.generation.detokenizer import OutputChoice, PromptEcho, StopMatcher, StreamDecoder, TextRules
+from app.generation.detokenizer import OutputChoice, PromptEcho, StreamDecoder, TextRules
 from app.generation.request import Delta
 from model.tokenizer.tokenizer import Tokenizer
 from tests.support.model.sample_tokenizers import KINDS, save
@@ -32,54 +30,6 @@ def test_bytes_split_anywhere_decode_like_the_codec(text: str, noise: bytes, cut
     for piece in _cut(data, cuts):
         assert ours.feed(piece) == codec.decode(piece)
     assert ours.flush() == codec.decode(b"", final=True)
-
-
-def _by_definition(text: str, stops: list[str]) -> tuple[str, str | None]:
-    for index in range(len(text)):
-        found = [stop for stop in stops if text.startswith(stop, index)]
-        if found:
-            return text[:index], max(found, key=len)
-    return text, None
-
-
-_LETTERS = st.text(alphabet="ab\U0001f98a", max_size=14)
-
-
-@given(
-    _LETTERS, st.lists(st.text(alphabet="ab\U0001f98a", min_size=1, max_size=4), max_size=3), st.lists(st.integers())
-)
-def test_the_earliest_stop_wins_and_ties_go_to_the_longest(text: str, stops: list[str], cuts: list[int]) -> None:
-    matcher = StopMatcher(stops)
-    out = "".join([*(matcher.feed(piece) for piece in _cut(text, cuts)), matcher.flush()])
-    assert (out, matcher.matched) == _by_definition(text, stops)
-
-
-@given(_LETTERS, st.sampled_from([["abba"], ["a", "bb"], ["b"]]), st.lists(st.integers()))
-def test_only_a_possible_beginning_of_a_stop_is_held_back(text: str, stops: list[str], cuts: list[int]) -> None:
-    matcher, sent, seen = StopMatcher(stops), "", ""
-    beginnings = {stop[:length] for stop in stops for length in range(len(stop))}
-    for piece in _cut(text, cuts):
-        seen += piece
-        sent += matcher.feed(piece)
-        if matcher.matched is None:
-            assert seen.removeprefix(sent) == max(filter(seen.endswith, beginnings), key=len)
-
-
-def test_long_stops_cost_no_more_per_token_than_short_ones() -> None:
-    """A request may have 16 stops of 256 characters, and the matcher runs on the event loop. Counts calls, not time."""
-
-    def calls(stops: list[str]) -> int:
-        matcher, counts = StopMatcher(stops), Counter[str]()
-        sys.setprofile(lambda _frame, event, _argument: counts.update([event]))
-        try:
-            for _ in range(100):
-                matcher.feed("wxyz")
-        finally:
-            sys.setprofile(None)
-        return counts["c_call"]
-
-    short, long = (calls([chr(97 + number) * length for number in range(16)]) for length in (2, 256))
-    assert long <= 4 * short
 
 
 PIECES = [b"a", b"b", b"ab", b" ", b"\n", b"stop", b"st", b"op", "\u00e9".encode(), "\U0001f98a".encode(), b"\xf0\x9f",

@@ -7,14 +7,14 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from tokenizers import Regex, normalizers, pre_tokenizers
 
 from app.common.errors import EngineFailed, InvalidRequest
 from app.tokenization.text_encoder import TextEncoder
-from app.tokenization.tokenizer_sandbox import Encode, TokenizerSandbox
+from app.tokenization.tokenizer_sandbox import Encode, Part, TokenizerSandbox, slices_of
 from app.tokenization.tokenizer_trial import check_regexes
 from model.tokenizer.regexes import find_unproven
 from model.tokenizer.token_spans import run_to_completion
@@ -87,16 +87,16 @@ def with_sandbox(directory: Path, use: Callable[[TokenizerSandbox], None]) -> No
         box.close()
     assert not box.pids
     with pytest.raises(EngineFailed):
-        box.ask(Encode(text="a", is_plain=True), seconds=1)
+        box.ask(Encode(text="a", part="plain"), seconds=1)
 
 
 def _assert_same_tokens(tokenizer: Tokenizer, encoder: TextEncoder) -> None:
     for text in ("", "a", TEXT, "\U0001f98a\x00", TEXT * 40):
         assert encoder.encode(text) == tokenizer.encode(text)
         assert encoder.encode_plain(text) == tokenizer.encode_many([text])[0]
-        for special in (True, False):
-            expected = tokenizer.encode_spans(text, add_special_tokens=special)
-            assert list(run_to_completion(encoder.span_slices(text, add_special_tokens=special))) == list(expected)
+        for part in get_args(Part):
+            expected = run_to_completion(slices_of(tokenizer, text, part))
+            assert list(run_to_completion(encoder.span_slices(text, part))) == list(expected)
 
 
 def test_text_that_takes_too_long_is_an_error_and_the_next_is_encoded(tmp_path: Path) -> None:

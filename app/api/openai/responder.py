@@ -61,12 +61,12 @@ def split_by_token(delta: Delta) -> Iterator[Delta]:
         yield delta
         return
     pending: list[TokenDetail] = []
-    start, base = 0, delta.tokens[0].offset
+    start = 0
     for token, next_token in zip(delta.tokens, [*delta.tokens[1:], None], strict=True):
         pending.append(token)
-        end = len(delta.text) if next_token is None else min(len(delta.text), next_token.offset - base)
+        end = len(delta.text) if next_token is None else min(len(delta.text), next_token.offset - delta.start)
         if next_token is None or start < end < len(delta.text):
-            yield Delta(delta.index, delta.text[start:end], tuple(pending))
+            yield Delta(delta.index, delta.text[start:end], tuple(pending), delta.start + start)
             start, pending = end, []
 
 
@@ -194,7 +194,7 @@ class Responder(EventFrames):
         if not event.text:
             self._pending[event.index] = tokens
             return b""
-        parts = split_by_token(Delta(event.index, event.text, tokens))
+        parts = split_by_token(Delta(event.index, event.text, tokens, event.start))
         return b"".join([self._chunk(part.index, part.text, part.tokens) for part in parts])
 
     def _chunk(self, index: int, text: str, tokens: Sequence[TokenDetail], finished: Finished | None = None) -> bytes:

@@ -329,6 +329,7 @@ class ChatRequest(OpenAIFields):
             include_stop=bool(self.include_stop_str_in_output),
             use_model_defaults=False,
             is_streamed=bool(self.stream),
+            is_chat=True,
         )
 
 
