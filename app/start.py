@@ -35,7 +35,7 @@ from app.serving.kernel_prebuild import libraries_at_start
 from model.checkpoint.hub import hub_model, resolve_weights
 from model.checkpoint.manifest import read_model_name
 from model.checkpoint.tensor_index import check_layout, read_chat_template
-from model.files import CheckpointError
+from model.files import CheckpointError, linked_caches
 
 if TYPE_CHECKING:
     from app.http.tracing import Tracing  # its packages are optional
@@ -98,6 +98,8 @@ def _check_weights(settings: Settings) -> None:
 def _check_directory(directory: Path) -> None:
     """Fails fast on what can be checked without loading; the engine process checks the rest. Raises ValueError."""
     check_layout(directory)
+    for cache, count in linked_caches(directory).items():
+        _log.info("%s: %d files are links into the cache %s", directory, count, cache)
     read_chat_template(directory)
     read_model_name(directory)
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shlex
 import stat
 from collections import Counter
@@ -112,9 +113,7 @@ def entry_exists(path: Path) -> bool:
 def regular_file(path: Path) -> Path:
     """The path to open for `path`: itself, or the file that a snapshot keeps open. Raises CheckpointError.
 
-    It must be a regular file inside its directory. Links must not leave the directory, except those of the Hugging
-    Face cache: snapshots/REVISION/name -> ../../blobs/HASH, which may itself be a link to ../../blobs/HH/HASH, the
-    blobs that all models of the cache share.
+    It must be a regular file inside its directory, or a blob of the Hugging Face cache: links must not lead elsewhere.
     """
     try:
         if opened := snapshot_path(path):
@@ -122,18 +121,46 @@ def regular_file(path: Path) -> Path:
         real, directory = path.resolve(strict=True), path.parent.resolve(strict=True)
         mode = real.stat().st_mode
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}{_broken_link(path)})") from None
     except RuntimeError:  # pathlib raises it for link cycles before Python 3.13
         raise CheckpointError(f"{path}: cannot be read (links in a circle)") from None
-    model = directory.parent.parent
-    in_cache = directory.parent.name == "snapshots" and (
-        real.parent == model / "blobs" or real.parent.parent == model.parent / "blobs"
-    )
-    if not real.is_relative_to(directory) and not in_cache:
+    if not real.is_relative_to(directory) and not is_cache_blob(real):
         raise CheckpointError(f"{path}: leads out of the directory; put the file itself there")
     if not stat.S_ISREG(mode):
         raise CheckpointError(f"{path}: is not a regular file")
     return path
+
+
+def is_cache_blob(real: Path) -> bool:
+    """Whether a real path is a file of a Hugging Face cache, where content is named by its hash.
+
+    models--ORG--NAME/blobs/HASH, or blobs/HH/HASH, which all models of the cache share. A directory of unknown origin
+    may therefore link there: it reaches only models, and no file whose content it does not already know.
+    """
+    is_hash = bool(re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", real.name))
+    folder = real.parent
+    of_model = folder.name == "blobs" and folder.parent.name.startswith("models--")
+    is_shared = folder.name == real.name[:2] and folder.parent.name == "blobs"
+    return is_hash and (of_model or is_shared)
+
+
+def linked_caches(directory: Path) -> dict[str, int]:
+    """Folder of a Hugging Face cache -> number of links into it from this directory, which is none of its snapshots."""
+    found: Counter[str] = Counter()
+    with contextlib.suppress(OSError):
+        if directory.resolve().parent.name == "snapshots":
+            return {}
+        for path in sorted(directory.iterdir()):
+            if path.is_symlink() and is_cache_blob(real := path.resolve()):
+                found[str(real.parents[1])] += 1
+    return dict(found)
+
+
+def _broken_link(path: Path) -> str:
+    """For an error message: where a link leads that leads nowhere."""
+    if not path.is_symlink() or path.exists():
+        return ""
+    return f": a link to {os.readlink(path)}; copy the directory with cp -rL where that exists"  # noqa: PTH115
 
 
 def read_bytes(path: Path, max_bytes: int) -> bytes:

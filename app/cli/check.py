@@ -30,7 +30,7 @@ from model.checkpoint.stored_weights import StoredWeights
 from model.checkpoint.tensor_index import check_layout
 from model.command_line import OneLineParser
 from model.config import ModelConfig
-from model.files import CheckpointError, one_line, unfinished_run
+from model.files import CheckpointError, linked_caches, one_line, unfinished_run
 from model.tokenizer.tokenizer import Tokenizer
 
 _CONTEXT = 512
@@ -92,6 +92,7 @@ def _check(directory: Path) -> list[Line]:
         ("defaults", ", ".join(f"{name} {value:g}" for name, value in defaults.items()) or "the model brings none"),
         ("golden", "none" if difference is None else f"passed, largest difference {difference:.1e}"),
         ("manifest", "passed" if is_whole else "none"),
+        *(("links", f"{count} files are in the cache {cache}") for cache, count in linked_caches(directory).items()),
         ("version", weights.version),
         *([("commit", f"{source.commit} of {source.repository}")] if (source := source_of(directory)) else []),
     ]

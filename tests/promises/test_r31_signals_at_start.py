@@ -95,7 +95,7 @@ def _reloads_after(folder: Path, weights: Path, delay: float) -> tuple[int, str]
         count = 0
         for _ in range(200):
             lines = httpx.get(f"{service.url}/metrics").text.splitlines()
-            count = sum(int(float(line.split()[-1])) for line in lines if "weights_reloads_total{" in line)
+            count = sum(int(float(line.split()[-1])) for line in lines if 'total{outcome="switched"}' in line)
             if count:
                 break
             time.sleep(0.05)

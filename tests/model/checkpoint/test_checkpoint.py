@@ -24,7 +24,7 @@ from app.cli.check import main as check
 from model.checkpoint.checkpoint import Checkpoint, load, weights_files
 from model.checkpoint.stored_weights import find_weights
 from model.checkpoint.tensor_index import check_layout, read_header
-from model.files import CheckpointError, write_files
+from model.files import CheckpointError, linked_caches, write_files
 from tests.support.model.tiny_models import GPT2, tiny_config, tiny_decoder
 
 FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "gpt2": GPT2 | {"tied_head": False}}
@@ -273,8 +273,41 @@ def test_hub_cache_layout_loads(tmp_path: Path, weights: Path) -> None:
     assert _load(snapshot).weights.version == _load(weights).weights.version
     (tmp_path / "by-name").symlink_to(snapshot)
     assert _load(tmp_path / "by-name").weights.version == _load(weights).weights.version
-    elsewhere = Path(shutil.copytree(snapshot, repository / "copies" / "0123abcd", symlinks=True))
-    _refused(elsewhere, "leads out of the directory")
+
+
+def test_directory_may_link_into_a_hub_cache_and_nowhere_else(tmp_path: Path, weights: Path) -> None:
+    """As `hf download --local-dir` did, or ln -s: from any directory to blobs, which are named by their content."""
+    blobs, shared, directory = tmp_path / "hub/models--a--b/blobs", tmp_path / "hub/blobs", tmp_path / "local"
+    blobs.mkdir(parents=True)
+    directory.mkdir()
+    for path in weights.iterdir():
+        name = hashlib.sha256(path.read_bytes()).hexdigest()
+        shutil.copy(path, blobs / name)
+        (directory / path.name).symlink_to(blobs / name)
+    assert _load(directory).weights.version == _load(weights).weights.version
+    assert linked_caches(directory) == {str(tmp_path / "hub/models--a--b"): len(list(weights.iterdir()))}
+    assert linked_caches(weights) == {}
+    config = directory / "config.json"
+    blob = config.resolve()
+    (shared / blob.name[:2]).mkdir(parents=True)
+    blob.rename(shared / blob.name[:2] / blob.name)
+    blob.symlink_to(shared / blob.name[:2] / blob.name)
+    assert _load(directory).weights.version
+    content = config.read_bytes()
+    config.unlink()
+    for other in (blobs / "config.json", blobs / ("a" * 39), blobs / ("A" * 40), shared / "zz" / ("a" * 64),
+                  tmp_path / "hub/datasets--a--b/blobs" / ("a" * 64), tmp_path / ("a" * 64)):  # fmt: skip
+        other.parent.mkdir(parents=True, exist_ok=True)
+        other.write_bytes(content)
+        config.symlink_to(other)
+        _refused(directory, "config.json: leads out of the directory")
+        config.unlink()
+    (blobs / ("b" * 64)).symlink_to("/etc/passwd")
+    config.symlink_to(blobs / ("b" * 64))
+    _refused(directory, "config.json: leads out of the directory")
+    config.unlink()
+    config.symlink_to(blobs / ("c" * 64))
+    _refused(directory, r"config.json: cannot be read \(No such file or directory: a link to .*; copy .* with cp -rL")
 
 
 MISSING = [
