@@ -26,8 +26,10 @@ from app.api.openapi import declared
 from app.api.schemas import ContextLength, ModelName, RequestBody, TokenIds, VocabularySize, documented_defaults
 from app.common.errors import InvalidRequest
 from app.common.event_loop import TimeSlice
+from app.common.ipc import Ready
 from app.http.auth import tenant_of
 from app.http.response_model import JsonStream, LazyArray, LazyString, ResponseModel, json_response
+from app.serving.model_instance import ModelInstance
 from model.tokenizer.tokenizer import Tokenizer
 
 _STRICT = ConfigDict(extra="forbid")
@@ -173,11 +175,18 @@ async def tokenizer_info(request: Request) -> Response:
     """Special tokens, chat template, and what else a client needs to build prompts itself."""
     service = service_of(request)
     ready, tokenizer = service.require_ready()
+    instance = service.instance
+    if not instance.tokenizer_info:
+        instance.tokenizer_info = json_response(_tokenizer_info(instance, ready, tokenizer)).body
+    headers = version_header(ready.weights_version)
+    return Response(instance.tokenizer_info, headers=headers, media_type="application/json")
+
+
+def _tokenizer_info(instance: ModelInstance, ready: Ready, tokenizer: Tokenizer) -> TokenizerInfo:
     bos, ends = tokenizer.start_id(ready.start_id), tokenizer.end_ids(ready.eos_ids)
     eos = ends[0] if ends else None
-    chat_template = service.instance.chat_template
-    info = TokenizerInfo(
-        model=service.model_name,
+    return TokenizerInfo(
+        model=instance.model_name,
         kind=tokenizer.kind,
         vocab_size=tokenizer.vocab_size,
         max_model_len=ready.context,
@@ -188,9 +197,8 @@ async def tokenizer_info(request: Request) -> Response:
         eos_token_id=eos,
         eos_token_ids=list(ends),
         special_tokens=[SpecialToken(token, text) for token, text in sorted(tokenizer.specials.items())],
-        chat_template=chat_template.source if chat_template else None,
+        chat_template=instance.chat_template.source if instance.chat_template else None,
     )
-    return json_response(info, headers=version_header(ready.weights_version))
 
 
 def _fields(tokenizer: Tokenizer, token: int) -> tuple[int, str, list[int], bool]:

@@ -67,6 +67,8 @@ class ModelInstance:
         self.chat_template = chat_template
         self.tokenizer: Tokenizer | None = None
         """None until it is loaded."""
+        self.tokenizer_info: bytes | memoryview = b""
+        """The response of GET /tokenizer_info, encoded once: 6,000 special tokens take 10 ms."""
         self._sandbox: TokenizerSandbox | None = None
         self.is_closed = False
         self._references = 0

@@ -365,6 +365,7 @@ async def test_disconnected_stream_with_closed_weights_gets_an_error(monkeypatch
     went_on: list[bool] = []
     handle: Any = SimpleNamespace(
         name="req-1",
+        callers_id="",
         headers={},
         admitted=SimpleNamespace(instance=instance),
         session=SimpleNamespace(stream=stream),
