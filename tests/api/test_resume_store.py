@@ -13,6 +13,7 @@ class DisconnectedStream:
 
     def __init__(self, name: str, owner: str = "", *, is_finished: bool = False) -> None:
         self.name, self.owner, self.is_finished, self.is_closed = name, owner, is_finished, False
+        self.alias = ""
 
     def close(self) -> None:
         self.is_closed = True
