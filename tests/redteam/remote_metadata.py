@@ -72,7 +72,7 @@ class Hub:
             blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
             entry: dict[str, Any] = {"rfilename": name, "size": len(content), "blobId": blob}
             if name.endswith(".safetensors"):
-                entry["lfs"] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
+                entry["lfs"] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
             files.append(entry)
         return {"id": "org/model", "sha": "0123456789" * 4, "siblings": files, "cardData": {}}
 
@@ -176,8 +176,8 @@ class Outcome:
     written: int
 
 
-def _check(url: str, folder: Path) -> Outcome:
-    """Runs `check org/model` with an empty HF_HOME four levels below the folder."""
+def _check(url: str, folder: Path, seconds: float = SECONDS) -> Outcome:
+    """Runs `check org/model` for at most these seconds, with an empty HF_HOME four levels below the folder."""
     home = folder / "a/b/c/home"
     home.mkdir(parents=True)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "INKSTREAM_"))}
@@ -187,19 +187,19 @@ def _check(url: str, folder: Path) -> Outcome:
             [sys.executable, "-m", "app", "check", "org/model"], cwd=REPOSITORY, stdin=subprocess.DEVNULL,
             stdout=output, stderr=output, env={**kept, "HF_ENDPOINT": url, "HF_HOME": str(home), "NO_PROXY": "*"},
         )  # fmt: skip
-        watchdog = threading.Timer(SECONDS, process.kill)
+        watchdog = threading.Timer(seconds, process.kill)
         watchdog.start()
         _, status, usage = os.wait4(process.pid, 0)
         watchdog.cancel()
         process.returncode = os.waitstatus_to_exitcode(status)
-        seconds = time.monotonic() - began
+        took = time.monotonic() - began
         output.seek(0)
         text = output.read().decode(errors="replace")
     inside = [path for path in home.rglob("*") if path.is_file() and not path.is_symlink()]
     parents = {folder / part for part in ("a", "a/b", "a/b/c")}
     escaped = [str(path) for path in folder.rglob("*") if path not in parents and not path.is_relative_to(home)]
     written = sum(path.stat().st_size for path in inside)
-    return Outcome(process.returncode, text, usage.ru_maxrss << 10, seconds, escaped, written)
+    return Outcome(process.returncode, text, usage.ru_maxrss << 10, took, escaped, written)
 
 
 def find_problem(outcome: Outcome, honest: Outcome, size: int) -> str:
@@ -228,7 +228,8 @@ def remote_metadata(setting: Setting) -> None:
     hub = Hub({name: (launcher.weights / name).read_bytes() for name in names})
     size = sum(map(len, hub.files.values()))
     with _serving(hub) as url:
-        honest = _check(url, Path(tempfile.mkdtemp(dir=launcher.directory)))
+        # The first check may build the native kernels.
+        honest = _check(url, Path(tempfile.mkdtemp(dir=launcher.directory)), 10 * SECONDS)
         if honest.code != 0:
             report.add("high", f"the honest hub is refused: {honest.output[-200:]}", "check org/model")
         for _ in setting.tries():
