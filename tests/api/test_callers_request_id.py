@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 
 import httpx
 import pytest
@@ -24,8 +25,14 @@ def service(serve_module: Services) -> Server:
 
 
 def _log_lines(server: Server, request_id: str) -> list[dict[str, object]]:
-    lines = [json.loads(line) for line in server.log.read_text().splitlines() if request_id in line]
-    return [line for line in lines if line.get("request_id") == request_id]
+    """The log lines of a request; it writes the last one after its response."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        lines = [json.loads(line) for line in server.log.read_text().splitlines() if request_id in line]
+        if found := [line for line in lines if line.get("request_id") == request_id]:
+            return found
+        time.sleep(0.05)
+    return []
 
 
 @pytest.mark.parametrize("path", ["/complete", "/v1/completions", "/score"])

@@ -11,9 +11,9 @@ from tests.support.async_test import async_test
 class DisconnectedStream:
     """A stream whose client disconnected before or after its end."""
 
-    def __init__(self, name: str, owner: str = "", *, is_finished: bool = False) -> None:
+    def __init__(self, name: str, owner: str = "", *, is_finished: bool = False, alias: str = "") -> None:
         self.name, self.owner, self.is_finished, self.is_closed = name, owner, is_finished, False
-        self.alias = ""
+        self.alias = alias
 
     def close(self) -> None:
         self.is_closed = True
@@ -71,3 +71,17 @@ def test_replay_buffer_replays_from_any_frame_it_keeps() -> None:
     assert list(journal.since(1, 4)) == [b"cd", b"ef"]
     journal.append(b"above the limit")
     assert (journal.first, list(journal.since(4, 4))) == (4, [b"above the limit"]), "the last stays, whatever its size"
+
+
+@async_test
+async def test_alias_finds_the_last_stream_of_its_own_owner_and_ends_with_it() -> None:
+    store = ResumeStore(60.0)
+    first, last = DisconnectedStream("a", "alice", alias="x"), DisconnectedStream("b", "alice", alias="x")
+    other = DisconnectedStream("c", "bob", alias="a")
+    _disconnect(store, [first, last, other])
+    assert store.find("x", "alice") is last
+    assert store.find("x", "bob") is None
+    assert store.find("a", "alice") is first, "a name goes before an alias"
+    assert store.find("a", "bob") is other, "an alias hides nobody's stream"
+    store.clear()
+    assert store.find("x", "alice") is None

@@ -236,7 +236,10 @@ def is_monitored() -> str:
     board = json.loads((ROOT / "deploy/grafana/dashboards/inkstream.json").read_text())
     queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     wait_for(lambda: bool(_ask("rate(inkstream_generation_tokens_total[30s])")))
-    empty = [query for query in queries if not _ask(query.replace("$__rate_interval", "1m").replace("$__range", "5m"))]
+    variables = {"$__rate_interval": "1m", "$__range": "5m", "$job": ".*", "$instance": ".*"}
+    for variable, value in variables.items():
+        queries = [query.replace(variable, value) for query in queries]
+    empty = [query for query in queries if not _ask(query)]
     # No request was refused and no connection cut, so these have no value yet.
     assert not [query for query in empty if "rejected" not in query and "connections_cut" not in query], empty
     rules = httpx.get(f"{PROMETHEUS}/api/v1/rules", timeout=10).json()["data"]["groups"][0]["rules"]

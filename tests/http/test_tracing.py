@@ -180,6 +180,13 @@ def test_unreachable_collector_delays_nothing(serve: Services) -> None:
     assert "Traceback" not in server.log.read_text()
 
 
+def test_span_carries_the_callers_request_id(traced: Server, collector: Collector) -> None:
+    headers = {"traceparent": SAMPLED, "X-Request-Id": "from-the-caller"}
+    response = httpx.post(f"{traced.url}/complete", json={"prompt": "a", "max_tokens": 1}, headers=headers, timeout=60)
+    assert _id(response) == "from-the-caller"
+    assert _of(collector, "POST /complete", "from-the-caller")
+
+
 def test_missing_packages_are_one_line_that_names_the_extra() -> None:
     code = "import sys; sys.modules['opentelemetry.sdk'] = None; from app.__main__ import main; sys.exit(main())"
     command = [sys.executable, "-c", code, "serve", "--port", "0", "--traces"]

@@ -247,3 +247,16 @@ def test_every_exception_is_needed() -> None:
     """Outdated exceptions must be removed; a few flags of other programs come and go with examples."""
     everything = "\n".join(text for _, _, text, is_prose in _all_texts() if is_prose)
     assert [name for name in (*KNOWN, *DOTTED, *FLAGS) if name not in everything] == []
+
+
+def test_no_advice_installs_our_name_from_an_index() -> None:
+    """No index has our package: somebody else could register its name there. A path or a wheel is fine."""
+    names = ("app", "model", "benchmarks", "deploy", "docs", "examples", "README.md", "CONTRIBUTING.md", "Dockerfile")
+    name = r"""[^\n`]*?(?<![\w./*-])["']?inkstream(?=[\["'=<>\s`]|$)"""
+    advice = re.compile(rf"\b(?:pip|pipx|uv|uvx)\b[^\n`#]*\binstall[ \t]+{name}", re.M)
+    assert advice.search("pip install 'inkstream[torch]'") and advice.search("pipx install inkstream")
+    assert not advice.search("pipx install dist/inkstream-*.whl") and not advice.search("pip install -e '.[traces]'")
+    tracked = subprocess.run(["git", "ls-files", *names], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for path in tracked.splitlines():
+        if Path(path).suffix in READ:
+            assert not advice.search((ROOT / path).read_text()), path
