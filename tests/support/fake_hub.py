@@ -152,7 +152,8 @@ class _Handler(BaseHTTPRequestHandler):
         hub = self.hub
         if name in hub.gated and token != TOKEN:
             return self._send(403 if token else 401, b"", {"X-Error-Code": "GatedRepo"})
-        assert revision in ("main", hub.commit(name))
+        # A hub that lies about its commit also serves it.
+        assert name in hub.changes or revision in ("main", hub.commit(name))
         content = hub.repositories[name][file]
         headers = {"X-Repo-Commit": hub.commit(name), "ETag": f'"{etag(content)}"'}
         if len(content) < _LFS_BYTES:
