@@ -17,7 +17,8 @@ from app.sandbox.sandbox import SandboxError
 from app.tokenization.tokenizer_sandbox import AttackTrial, TokenizerSandbox
 from model.files import read_bytes
 from model.tokenizer.regexes import Unproven, find_unproven
-from model.tokenizer.tokenizer import MAX_BYTES, Tokenizer, TokenizerError, read_names, read_tokenizer_json
+from model.tokenizer.tokenizer import MAX_BYTES, Tokenizer, TokenizerError, read_tokenizer_json
+from model.tokenizer.tokenizer_settings import read_settings
 
 _MAX_PATTERNS = 16
 _CHECK_SECONDS = 15.0
@@ -85,10 +86,10 @@ def _hash_of_files(directory: Path) -> bytes:
     """SHA-256 of what load() reads; empty if it cannot be read."""
     try:
         content = read_bytes(directory / "tokenizer.json", MAX_BYTES)
-        names = msgspec.json.encode(read_names(directory), order="sorted")
+        settings = msgspec.json.encode(read_settings(directory))
     except ValueError:
         return b""
-    return hashlib.sha256(names + b"\0" + content).digest()
+    return hashlib.sha256(settings + b"\0" + content).digest()
 
 
 def _try_tokenizer(directory: Path) -> Tokenizer:

@@ -16,6 +16,8 @@ import msgspec
 
 LONGEST_PIECE = 1 << 12
 """Characters. The library frees the tree of a Unigram vocabulary by recursion: pieces of 250,000 crash the process."""
+LARGEST_ID = 2**22
+"""No real vocabulary has ids this large."""
 MAX_ENTRIES = 1 << 20
 """Tokens and merges; Gemma 3 has 0.78 million. The library holds the GIL while it reads them, for 1 to 1.6 s."""
 _MAX_GROWTH = 256

@@ -10,7 +10,7 @@ billion it allocates a table of that size, and the process is killed.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -20,10 +20,18 @@ import msgspec
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RustTokenizer
 
-from model.files import one_line, read_bytes, read_json
+from model.files import one_line, read_bytes
 from model.tokenizer.infill import INFILL_NAMES
 from model.tokenizer.regexes import Unproven, find_unproven
-from model.tokenizer.size_limits import LONGEST_PIECE, MAX_ENTRIES, Processor, TextStep, check_processors, check_steps
+from model.tokenizer.size_limits import (
+    LARGEST_ID,
+    LONGEST_PIECE,
+    MAX_ENTRIES,
+    Processor,
+    TextStep,
+    check_processors,
+    check_steps,
+)
 from model.tokenizer.text_parts import part_tokenizer
 from model.tokenizer.token_bytes import keeps_text, piece_format
 from model.tokenizer.token_spans import (
@@ -34,9 +42,9 @@ from model.tokenizer.token_spans import (
     spans_of,
     untrimmed_processor,
 )
+from model.tokenizer.tokenizer_classes import with_settings
+from model.tokenizer.tokenizer_settings import TokenizerSettings, read_settings
 
-LARGEST_ID = 2**22
-"""No real vocabulary has ids this large."""
 MAX_BYTES = 64 << 20
 
 
@@ -89,27 +97,12 @@ def read_tokenizer_json(path: Path) -> str:
     return text
 
 
-# These files name the special tokens. Whether they are added is up to the post_processor of tokenizer.json, as in
-# transformers 5; the older settings add_bos_token and add_eos_token are ignored.
-
-_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
 def read_names(directory: Path) -> dict[str, str]:
-    """Special tokens ("bos_token", ... -> text) of tokenizer_config.json, or else special_tokens_map.json.
+    """Special tokens ("bos_token", ... -> text) of the files next to a tokenizer.json. Raises CheckpointError.
 
-    Either file may be absent; roles without a token are omitted. Raises CheckpointError.
+    The files may be absent; roles without a token are omitted.
     """
-    files = [
-        read_json(directory / f"{name}.json", optional=True) for name in ("tokenizer_config", "special_tokens_map")
-    ]
-    names = {role: _text(files[0].get(role)) or _text(files[1].get(role)) for role in _ROLES}
-    return {role: name for role, name in names.items() if name}
-
-
-def _text(token: Any) -> str | None:
-    token = token.get("content") if isinstance(token, dict) else token  # transformers 4 wrote objects
-    return token if isinstance(token, str) and token else None
+    return read_settings(directory).names
 
 
 _PROBE = "a \ue000 \U0010ffff"
@@ -206,20 +199,21 @@ class Tokenizer:
         path = directory / "tokenizer.json"
         try:
             text = read_tokenizer_json(path)
-            names = read_names(directory)
+            settings = read_settings(directory)
         except ValueError as error:
             raise TokenizerError(str(error)) from None
-        return lambda: cls._build(path, text, names)
+        return lambda: cls._build(path, text, settings)
 
     @classmethod
-    def _build(cls, path: Path, text: str, names: Mapping[str, str]) -> Tokenizer:
+    def _build(cls, path: Path, text: str, settings: TokenizerSettings) -> Tokenizer:
         try:
             rust = RustTokenizer.from_str(text)
             rust.no_truncation()  # the service enforces the prompt length
             rust.no_padding()
             if isinstance(rust.model, models.BPE):
                 rust.model.dropout = None  # for training only: encoding must be deterministic
-            return cls(rust, names.get("eos_token"), names.get("bos_token"))
+            rust = with_settings(rust, settings)
+            return cls(rust, settings.names.get("eos_token"), settings.names.get("bos_token"))
         except BaseException as error:  # a Rust panic is not an Exception
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise

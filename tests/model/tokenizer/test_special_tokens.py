@@ -54,7 +54,8 @@ def test_missing_settings_come_from_special_tokens_map(tmp_path: Path) -> None:
     oracle = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
     assert (ours.bos_id, ours.eos_id) == (oracle.bos_token_id, oracle.eos_token_id) == (1, 2)
     other = Tokenizer.load(save(no_template(), tmp_path, eos_token="a"))
-    assert (other.bos_id, other.eos_id) == (1, other.encode_many(["a"])[0][-1])
+    oracle = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert (other.bos_id, other.eos_id) == (oracle.bos_token_id, oracle.eos_token_id) == (1, 2)
 
 
 def test_text_that_starts_with_bos_gets_no_second_one(tmp_path: Path) -> None:
@@ -106,7 +107,15 @@ def test_broken_settings_are_named_in_one_line(tmp_path: Path, name: str, conten
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("token", [7, [], {}, {"content": 7}, "", "not there", {"content": ["</s>"]}])
-def test_null_names_no_token(tmp_path: Path, token: object) -> None:
-    ours = Tokenizer.load(save(no_template(), tmp_path, eos_token=token, bos_token=token))
-    assert (ours.bos_id, ours.eos_id) == (None, None)
+@pytest.mark.parametrize("token", [7, [], {}, {"content": 7}, {"content": ["</s>"]}])
+def test_what_is_no_token_is_an_error(tmp_path: Path, token: object) -> None:
+    with pytest.raises(TokenizerError, match="eos_token: a token must be a string"):
+        Tokenizer.load(save(no_template(), tmp_path, eos_token=token))
+
+
+def test_null_names_no_token_and_an_unknown_name_a_new_one(tmp_path: Path) -> None:
+    for token in (None, ""):
+        ours = Tokenizer.load(save(no_template(), tmp_path, eos_token=token, bos_token=token))
+        assert (ours.bos_id, ours.eos_id) == (None, None)
+    ours = Tokenizer.load(save(no_template(), tmp_path, eos_token="not there"))
+    assert ours.eos_id == transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path).eos_token_id
